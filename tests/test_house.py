@@ -86,7 +86,8 @@ WINGS = {
     ),
     "store wing": (
         "tiercache.storage", "tiercache_backends", "tiercache.wire", "tiercache.daemon", "tiercache.config",
-        "tiercache.integrations.parents", "tiercache.integrations.settings",
+        "tiercache.integrations.announcements", "tiercache.integrations.parents",
+        "tiercache.integrations.settings",
         "tiercache.integrations.sglang", "tiercache.integrations.vllm",
     ),
     "cache wing": (

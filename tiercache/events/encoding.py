@@ -1,7 +1,7 @@
 """Format of batches on the wire: `KVEventBatch` of vLLM 0.33, as msgpack.
 
-A batch is the array `[time, events]`. An event is a map, with the name of its class under `type`: vLLM's
-fields first, then ours, which readers that know only vLLM's ignore.
+A batch is the array `[time, events, None]`; the last is vLLM's data-parallel rank. An event is a map, with
+the name of its class under `type`: vLLM's fields and ours, which readers that know only vLLM's ignore.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def namespace_label(namespace: bytes) -> str:
 
 def encode_batch(time: float, events: Iterable[KVEvent]) -> bytes:
     """Return the payload of a batch."""
-    packed: bytes = msgpack.packb([time, [as_map(event) for event in events]], use_bin_type=True)
+    packed: bytes = msgpack.packb([time, [as_map(event) for event in events], None], use_bin_type=True)
     return packed
 
 

@@ -17,7 +17,7 @@ import logging
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from threading import Event, Thread
 from typing import Any, Final
@@ -54,14 +54,19 @@ class EventPublisher:
     """Publisher of what `sources` tell, on a thread of its own; it owns and closes the sources.
 
     A subscriber that is slow, absent or gone never makes the publisher wait: its messages are dropped behind
-    a bound, and it sees that by their numbers. Raises MissingExtraError without pyzmq, StorageError if an
-    address cannot be bound.
+    a bound, and it sees that by their numbers. `encode` makes the payload of a batch.
+
+    Raises MissingExtraError without pyzmq, StorageError if an address cannot be bound.
 
     Thread safety: any thread may read the attributes; `close` may be called by any thread.
     """
 
     def __init__(
-        self, settings: EventSettings, sources: Sequence[EventSource], log: EventLog | None = None
+        self,
+        settings: EventSettings,
+        sources: Sequence[EventSource],
+        log: EventLog | None = None,
+        encode: Callable[[float, Iterable[KVEvent]], bytes] = encode_batch,
     ) -> None:
         try:
             import zmq
@@ -71,6 +76,7 @@ class EventPublisher:
         self.log: Final = log or EventLog(settings.buffer)
         self._sources: Final = tuple(sources)
         self._topic: Final = settings.topic.encode()
+        self._encode: Final = encode
         self._sent = self.log.next
         self._replays: OrderedDict[bytes, _Replay] = OrderedDict()
         self._closing = Event()
@@ -199,7 +205,7 @@ class EventPublisher:
         reading = self.log.read(self._sent)
         self.skipped += reading.missed
         for batch in reading.batches:
-            payload = encode_batch(batch.time, batch.events)
+            payload = self._encode(batch.time, batch.events)
             # A PUB socket drops what a slow subscriber does not take, and never waits.
             self._pub.send_multipart((self._topic, batch.sequence.to_bytes(8, "big"), payload))
         self.published += len(reading.batches)
@@ -271,17 +277,17 @@ class EventPublisher:
             self.snapshots += 1
             at = log.next
             number = (at - 1).to_bytes(8, "big")
-            yield self._topic, number, encode_batch(time.time(), [KVEvent(EventKind.CLEARED, None)])
+            yield self._topic, number, self._encode(time.time(), [KVEvent(EventKind.CLEARED, None)])
             for source in self._sources:
                 for events in source.snapshot():
                     if events:
-                        yield self._topic, number, encode_batch(time.time(), events)
+                        yield self._topic, number, self._encode(time.time(), events)
         while at < log.next:
             reading = log.read(at)
             if reading.missed:
                 return  # the snapshot took longer than the log remembers: the client asks again
             for batch in reading.batches:
-                payload = encode_batch(batch.time, batch.events)
+                payload = self._encode(batch.time, batch.events)
                 yield self._topic, batch.sequence.to_bytes(8, "big"), payload
             at = reading.next
         yield b"", END, b""

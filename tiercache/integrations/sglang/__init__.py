@@ -5,7 +5,8 @@
         "class_name": "TierCacheStorage", "interface_v1": 1, "hicache_storage_pass_prefix_keys": true,
         "storage": "file:///var/lib/tiercache?capacity=200GiB", "revision": "<of the weights>"}'
 
-`tiercache.integrations.settings` explains `storage`, `revision` and further settings.
+`tiercache.integrations.settings` explains `storage`, `revision` and further settings. A table `events`
+(`endpoint`, `replay`, `topic`, `buffer`, `public`) publishes what is in the store.
 
 Words of SGLang that the modules use:
 
@@ -16,7 +17,7 @@ Words of SGLang that the modules use:
     attach          the start, in which SGLang makes the backend and registers all host pools
 
 Read the modules in this order: `keys` (page keys), `server` (settings of SGLang's server), `pools` (the pages
-of host pools), `traffic` (counters), `backend`.
+of host pools), `traffic` (counters), `events` (for routers), `backend`.
 """
 
 from tiercache.integrations.sglang.backend import TierCacheStorage

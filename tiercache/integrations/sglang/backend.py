@@ -29,6 +29,7 @@ from tiercache.core import HitPolicy, ObjectKey, ObjectMeta, Outcome, PoolName
 from tiercache.errors import ConfigError, RefusedError, StorageError, UnavailableError
 from tiercache.integrations.parents import Once, PageOrder
 from tiercache.integrations.settings import settings_of
+from tiercache.integrations.sglang.events import PagePublisher, event_settings
 from tiercache.integrations.sglang.keys import PageKeys
 from tiercache.integrations.sglang.pools import HostPages, flat_bytes, is_trailing, kind_of
 from tiercache.integrations.sglang.server import Server
@@ -117,7 +118,15 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         self._flat_kv = not extra.get("interface_v1")
         """Whether SGLang passes pages of the KV as flat pages."""
         self._settings = settings_of(
-            _PLACE, {key: value for key, value in extra.items() if key not in _OF_SGLANG}
+            _PLACE, {key: value for key, value in extra.items() if key not in _OF_SGLANG and key != "events"}
+        )
+        self._events: PagePublisher | None = None
+        # One rank tells of its pages; the others have theirs of the same prefixes.
+        first = not (storage_config.tp_rank or storage_config.pp_rank or storage_config.attn_cp_rank)
+        self._event_settings = (
+            event_settings(_PLACE, extra["events"], storage_config.dp_rank or 0)
+            if first and extra.get("events") is not None
+            else None
         )
         self._pools: dict[str, HostPages] = {}
         self._refused_pools: dict[str, str] = {}
@@ -169,6 +178,10 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             ) from error
         self._record = NamespaceRecord(self._namespace, identity.public_record())
         self._store.register_namespace(self._record)
+        if self._event_settings is not None and self._events is None:
+            self._events = PagePublisher(
+                self._event_settings, self._store, self._keys, self._pools[_KV].layout, self._record
+            )
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Register a sidecar pool, or the anchor pool again.
@@ -389,8 +402,11 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         deleted = left = 0
         for start in range(0, len(found), _DELETE_AT_ONCE):
             part = found[start : start + _DELETE_AT_ONCE]
+            asked = 0 if self._events is None else self._events.age
             answers = self._store.delete(part)
             deleted += sum(answers)
+            if self._events is not None:
+                self._events.gone([key for key, gone in zip(part, answers, strict=True) if gone], asked)
             kept = [key for key, gone in zip(part, answers, strict=True) if not gone]
             left += sum(entry is not None for entry in self._store.describe(kept)) if kept else 0
         _log.info("tiercache: %d objects of this model deleted", deleted)
@@ -411,6 +427,8 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             closed, self._closed = self._closed, True
         if not closed:
             _log.info("tiercache: closed; %s", self._traffic.summary() or "nothing was read or written")
+            if self._events is not None:
+                self._events.close()
             self._store.close()
 
     def _sidecar(
@@ -460,20 +478,28 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
 
     def _ask(self, keys: Sequence[ObjectKey]) -> list[bool] | None:
         """Return which objects the store has, or None if the store gives no answer."""
+        asked = 0 if self._events is None else self._events.age
         try:
-            return self._store.exists(keys)
+            there = self._store.exists(keys)
         except (UnavailableError, RefusedError):  # the store has logged the failure
             return None
         except StorageError as error:
             _log.warning("tiercache: a query got no answer: %s", error)
             return None
+        if self._events is not None:
+            self._events.gone([key for key, found in zip(keys, there, strict=True) if not found], asked)
+        return there
 
     def _read(self, pool: HostPages, keys: Sequence[str], buffers: Sequence[list[memoryview]]) -> list[bool]:
         objects = pool.objects(self._keys.of(keys))
         start = time.perf_counter()
+        asked = 0 if self._events is None else self._events.age
         outcomes = self._store.get(
             [GetItem(key, views, pool.nbytes) for key, views in zip(objects, buffers, strict=True)]
         )
+        if self._events is not None:
+            parents = [self._page_order.before(key.page_key) for key in objects]
+            self._events.note(objects, outcomes, parents, asked)
         arrived = [outcome is Outcome.HIT for outcome in outcomes]
         there = sum(arrived)
         self._traffic.read(pool.name, len(keys), there, there * pool.nbytes, time.perf_counter() - start)
@@ -510,6 +536,8 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             items.append(SetItem(objects[i], views, meta))
         start = time.perf_counter()
         outcomes = self._store.set(items)
+        if self._events is not None:
+            self._events.note([item.key for item in items], outcomes, [item.meta.parent for item in items])
         kept = [outcome is Outcome.STORED or outcome is Outcome.HIT for outcome in outcomes]
         stored = outcomes.count(Outcome.STORED)
         self._traffic.wrote(pool.name, len(items), stored, stored * pool.nbytes, time.perf_counter() - start)

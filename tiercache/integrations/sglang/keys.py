@@ -47,6 +47,14 @@ class PageKeys:
             return [key for one in hashes for key in self.of([one])]
         return [blake3(self._namespace + one.encode()).digest() for one in hashes]
 
+    def sha_of(self, page_key: bytes) -> bytes:
+        """Return the SHA-256, 32 bytes, that SGLang gave to the page with this key.
+
+        For a page whose name is not 64 hex digits, the result is no name of a page.
+        """
+        mixed: bytes = (np.frombuffer(page_key, np.uint64) ^ self._mask).tobytes()
+        return mixed
+
 
 def _bytes_of(text: str) -> bytes:
     """Return the bytes that hex digits stand for; empty if the text is not hex."""

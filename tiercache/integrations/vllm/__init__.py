@@ -16,9 +16,10 @@ Words of vLLM that the modules use:
     offload key       a hash that stands for all tokens up to the chunk's end, and the index of its group
     store, load       a job that copies rows to this tier, or from this tier (a load is a "promotion")
 
-Besides the settings of `integrations.settings` the tier has two settings of its own. `queued_rows` is the
+Besides the settings of `integrations.settings` the tier has three settings of its own. `queued_rows` is the
 maximum number of rows that pending store jobs may hold (default: a quarter of all rows). `locality` is
-"LOCAL" or "REMOTE", for filters of requests.
+"LOCAL" or "REMOTE", for filters of requests. `enable_kv_events` (default: false) lets vLLM's publisher tell
+what the tier has stored and what is gone.
 
 Each data-parallel replica is a process of its own. With lmdb:// or the grpc:// address of a daemon, replicas
 share what they store. Any other storage needs {rank} in its path, so that each replica has its own store.

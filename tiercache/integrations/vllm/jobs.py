@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from vllm.v1.kv_offload.base import OffloadKey
 from vllm.v1.kv_offload.tiering.base import JobId, JobResult, TransferJob
 
 from tiercache.core import ObjectKey, Outcome
+from tiercache.integrations.announcements import Announcements
 from tiercache.integrations.vllm.identity import Keys
 from tiercache.storage.base import GetItem, SetItem, StorageBackend
 
@@ -76,12 +77,22 @@ class Jobs:
     the primary tier. Therefore at most `queued_rows` rows may be pending in store jobs. A store job beyond
     this limit fails at once, unless no other store job is pending.
 
+    `events` is told what is found in the store, and what is not.
+
     Thread safety: one call at a time, from any thread. vLLM makes all calls under a lock of its own.
     """
 
-    def __init__(self, store: StorageBackend, keys: Keys, rows: memoryview, queued_rows: int) -> None:
+    def __init__(
+        self,
+        store: StorageBackend,
+        keys: Keys,
+        rows: memoryview,
+        queued_rows: int,
+        events: Announcements[OffloadKey] | None = None,
+    ) -> None:
         self._store = store
         self._keys = keys
+        self._events: Final = events
         self._rows: Final = rows.shape[0] if rows.shape else 0
         self._bytes: Final = rows.cast("B")  # Python cannot slice a memoryview of two dimensions
         self._queued_rows: Final = queued_rows
@@ -178,11 +189,16 @@ class Jobs:
         with ExitStack() as views:
             parts = self._parts(job, views)
             started = time.monotonic()
+            age = self._events.age if self._events is not None else 0
             outcomes = self._store.get(
                 [GetItem(part.object, [part.row], self._keys.row_bytes) for part in parts]
             )
-        loaded = {part.key for part, outcome in zip(parts, outcomes, strict=True) if outcome is Outcome.HIT}
-        return self._over(job, started, loaded)
+        if self._events is not None:
+            gone = (Outcome.MISS, Outcome.CORRUPT)
+            self._events.gone(
+                (p.object.digest for p, outcome in zip(parts, outcomes, strict=True) if outcome in gone), age
+            )
+        return self._over(job, started, parts, outcomes)
 
     def _save(self, job: TransferJob) -> Ended:
         with ExitStack() as views:
@@ -194,12 +210,7 @@ class Jobs:
             outcomes = self._store.set(
                 [SetItem(part.object, [part.row], meta) for part, meta in zip(parts, metas, strict=True)]
             )
-        kept = {
-            part.key
-            for part, outcome in zip(parts, outcomes, strict=True)
-            if outcome in (Outcome.STORED, Outcome.HIT)
-        }
-        return self._over(job, started, kept)
+        return self._over(job, started, parts, outcomes)
 
     def _parts(self, job: TransferJob, views: ExitStack) -> list[_Part]:
         """Return the parts of a job whose key belongs to this engine and whose row exists.
@@ -218,11 +229,17 @@ class Jobs:
                 parts.append(_Part(key, known, row))
         return parts
 
-    def _over(self, job: TransferJob, started: float, done: Set[OffloadKey]) -> Ended:
-        """Return the result of a job that transferred the rows of the keys `done`.
+    def _over(
+        self, job: TransferJob, started: float, parts: Sequence[_Part], outcomes: Sequence[Outcome]
+    ) -> Ended:
+        """Return the result of a job.
 
-        `started`: when the transfer began, in seconds of the monotonic clock.
+        `started`: when the transfer began, in seconds of the monotonic clock. `outcomes`: of the `parts`.
         """
+        stored = [p for p, o in zip(parts, outcomes, strict=True) if o in (Outcome.STORED, Outcome.HIT)]
+        if self._events is not None:
+            self._events.stored((part.object, part.key) for part in stored)
+        done = {part.key for part in stored}
         missing = tuple(key for key in job.keys if key not in done)
         seconds, nbytes = time.monotonic() - started, len(done) * self._keys.row_bytes
         kept = tuple(done) if missing and job.is_promotion else None

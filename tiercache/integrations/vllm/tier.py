@@ -13,6 +13,7 @@ from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
+    OffloadingEvent,
     OffloadingSpec,
     OffloadKey,
     ReqContext,
@@ -24,6 +25,7 @@ from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from tiercache.errors import ConfigError, RefusedError, UnavailableError
+from tiercache.integrations.announcements import Announcements, EvictionWatch
 from tiercache.integrations.settings import settings_of
 from tiercache.integrations.vllm.identity import Keys
 from tiercache.integrations.vllm.jobs import Jobs
@@ -33,6 +35,11 @@ _log = logging.getLogger(__name__)
 
 PLACE: Final = "secondary tier TierCacheTier"
 """Name of the settings in error messages."""
+
+OWNER: Final = "tiercache"
+"""`ownership` of KV events, by which subscribers tell tiers of one medium apart."""
+_EVENTS_PER_STEP: Final = 4096
+"""Maximum number of chunks of which one step of vLLM's scheduler is told."""
 
 PATIENCE_S: Final = 5.0
 """Seconds that a lookup may take; after that the answer is MISS until the store has answered.
@@ -68,6 +75,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no 
         *,
         locality: str | None = None,
         queued_rows: int | None = None,
+        enable_kv_events: bool = False,
         **settings: Any,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
@@ -75,17 +83,32 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no 
         self.locality = _locality(locality)
         max_rows = _queued_rows(queued_rows, len(primary_kv_view))
         keys = Keys(offloading_spec.config, self.block_size_bytes, chosen)
+        self._events = self._events_of(offloading_spec, enable_kv_events)
         parallel = offloading_spec.config.parallel
         with ExitStack() as undo:
             # Only the scheduler's process opens the store. Every data-parallel replica has a scheduler.
             self._store = chosen.open(str(parallel.data_parallel_index), parallel.data_parallel_size)
             undo.callback(self._store.close)
             self._store.register_namespace(keys.record)
-            self._jobs = Jobs(self._store, keys, primary_kv_view, max_rows)
+            self._evictions = None if self._events is None else EvictionWatch(self._store, self._events)
+            if self._evictions is not None:
+                undo.callback(self._evictions.close)
+            self._jobs = Jobs(self._store, keys, primary_kv_view, max_rows, self._events)
             undo.callback(self._jobs.close)
-            self._lookups = _Lookups(self._store, keys, tier_type)
+            self._lookups = _Lookups(self._store, keys, tier_type, self._events)
             undo.pop_all()
         self._closed = False
+
+    def _events_of(self, spec: OffloadingSpec, wanted: object) -> Announcements[OffloadKey] | None:
+        if type(wanted) is not bool:
+            raise ConfigError(f"{PLACE}: enable_kv_events {wanted!r} is not possible; give true or false")
+        if wanted and not spec.kv_events_config.enable_kv_cache_events:
+            _log.warning(
+                "tiercache: enable_kv_events has no effect, because vLLM publishes no KV events; set"
+                " enable_kv_cache_events in --kv-events-config"
+            )
+            return None
+        return Announcements() if wanted else None
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Return the default context: all requests are treated alike."""
@@ -129,15 +152,31 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no 
             results.append(ended.result)
         return results
 
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Return what was stored and removed since the last call, and vLLM was not yet told."""
+        if self._events is None:
+            return
+        # `removal_expected`: vLLM keeps what it knows of a chunk until it is told of the removal.
+        for keys, removed in zip(self._events.take(_EVENTS_PER_STEP), (True, False), strict=True):
+            if keys:
+                yield OffloadingEvent(keys, self.medium, removed, self.locality, OWNER, removal_expected=True)
+
     def drain_jobs(self) -> None:
-        """Cancel the jobs that have not begun, and wait for the others."""
+        """Cancel the jobs that have not begun, and wait for the others.
+
+        vLLM calls this when it resets its caches, and publishes that all blocks are cleared.
+        """
         self._jobs.drain()
+        if self._events is not None:
+            self._events.forget()
 
     def shutdown(self) -> None:
         """Drain the jobs and close the store; a second call is harmless."""
         self._closed = True
         answered = self._lookups.end()
         self._jobs.close()
+        if self._evictions is not None:
+            self._evictions.close()
         if answered:
             self._store.close()
         else:
@@ -156,9 +195,16 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]  # vLLM has no types
     calls under the lock of its manager of tiers.
     """
 
-    def __init__(self, store: StorageBackend, keys: Keys, tier_type: str) -> None:
+    def __init__(
+        self,
+        store: StorageBackend,
+        keys: Keys,
+        tier_type: str,
+        events: Announcements[OffloadKey] | None = None,
+    ) -> None:
         self._store = store
         self._keys = keys
+        self._events: Final = events
         self._asked: float | None = None  # when the pending call of the store began (monotonic clock)
         super().__init__(tier_type)  # starts the lookup thread, so this comes last
 
@@ -177,13 +223,18 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]  # vLLM has no types
     def batch_lookup(self, keys: list[OffloadKey], req_context: ReqContext) -> list[bool]:
         """Return for each key whether it is stored."""
         objects = [self._keys.of(key) for key in keys]
+        asked = [known for known in objects if known is not None]
+        age = self._events.age if self._events is not None else 0
         self._asked = time.monotonic()
         try:
-            found = iter(self._store.exists([known for known in objects if known is not None]))
+            there = self._store.exists(asked)
         except (UnavailableError, RefusedError):  # the store has logged the failure
             return [False] * len(keys)
         finally:
             self._asked = None
+        if self._events is not None:
+            self._events.gone((one.digest for one, yes in zip(asked, there, strict=True) if not yes), age)
+        found = iter(there)
         return [known is not None and next(found) for known in objects]
 
 

@@ -1,0 +1,38 @@
+"""Announcements of a store: never too much, never twice, and in the end all that is there."""
+
+from __future__ import annotations
+
+import random
+
+from tiercache.core import ObjectKey, PoolName
+from tiercache.integrations.announcements import Announcements
+
+
+def test_what_is_told_is_bounded() -> None:
+    """Every method, in any order, over a few objects: the router knows what is there, as far as the limit
+    allows, and no table grows.
+    """
+
+    for seed in range(200):
+        chance = random.Random(seed)
+        told, router = Announcements[str](limit=4), set[str]()
+        for _ in range(200):
+            name = f"object {chance.randrange(9)}"
+            key = ObjectKey(PoolName.KV, name.encode())
+            match chance.randrange(4):
+                case 0 | 1:
+                    told.stored([(key, name)])
+                case 2:
+                    told.gone([key.digest], told.age - chance.randrange(2))
+                case 3:
+                    removed, stored = told.take(chance.choice((1, 2, 99)))
+                    assert router >= set(removed)
+                    router -= set(removed)
+                    assert not router & set(stored)
+                    router |= set(stored)
+            assert len(router) <= 4
+            assert set(told.told()) == router
+            assert len(told.known()) <= 4
+        while any(news := told.take(1)):
+            router = (router - set(news.removed)) | set(news.stored)
+        assert {name.encode() for name in router} == set(told.known())
