@@ -27,6 +27,7 @@ from tests.campaign import (
     full_disk,
     gone,
     growth,
+    hosts,
     kill,
     opening,
     power,
@@ -48,10 +49,13 @@ CAMPAIGNS = {
     "enospc": (full_disk.campaign, 10, 1),
     "soak": (soak.campaign, 120, 15),
     "simulate": (simulation.campaign, 10_000, 50),
+    "hosts": (hosts.campaign, 6, 1),
 }
 """Each with its trials (`open`: in all; `grow`, `fork`, `clock`, `gone`, `clones`: for each row; soak:
-seconds; `simulate`: seeds), and those of --quick.
+seconds; `simulate`, `hosts`: seeds), and those of --quick.
 """
+STORELESS = ("simulate", "hosts")
+"""Campaigns that choose their stores themselves."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -65,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
         for name in options.only:
             run, full, quick = CAMPAIGNS[name]
             amount = options.trials or (quick if options.quick else full)
-            for kind in options.backend if name != "simulate" else ["memory"]:
+            for kind in options.backend if name not in STORELESS else ["memory"]:
                 rows += run(kind, amount, options.seed, Path(base), progress)
     _report(rows, options.output)
     return 0 if all(row.good for row in rows) else 1

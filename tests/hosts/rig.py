@@ -7,17 +7,18 @@ import multiprocessing
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from tests.hosts import worker
 from tests.hosts.network import GUARD, Host
 from tests.storage_backends.grpc.nodes import certificates, token_file
-from tiercache.lab.demo.serving import PAGE_SIZE
 
+PAGE_SIZE = 64
+"""Tokens in one page."""
 PORT = 7070
 DEADLINE = 3.0
 """Seconds that a request may wait for storage."""
@@ -34,10 +35,13 @@ unix = false
 [tls]
 certificate = "{certificate}"
 key = "{key}"
+[tenants.acme]
+salt_file = "{salt}"
 [[principals]]
 name = "worker"
 token_file = "{token}"
-verbs = ["read", "write"]
+tenant = "acme"
+verbs = ["read", "write", "admin"]
 """
 
 
@@ -46,7 +50,7 @@ class HungError(Exception):
 
 
 @dataclass(frozen=True)
-class Row:
+class Answer:
     """The outcome of one request; `seconds` is the time of the whole answer, without the audit."""
 
     restored: int
@@ -55,7 +59,6 @@ class Row:
     bytes: int
     seconds: float
     right: bool
-    uncut: float
     run: dict[str, Any] = field(repr=False)
 
     @property
@@ -67,15 +70,21 @@ class Row:
 class DaemonOnHost:
     """`tiercache serve` on TCP, with TLS and a token, over a store that outlives its process."""
 
+    parts = ("daemon",)
+    keeps = True
+
     def __init__(self, host: Host, directory: Path) -> None:
         self.host = host
         key, certificate = certificates()
         directory.mkdir(0o700)
+        salt = directory / "acme.salt"
+        salt.touch(0o600)
+        salt.write_bytes(bytes(32))
         self._config = directory / "tiercache.toml"
         self._config.write_text(
             DAEMON.format(
                 directory=directory / "made", address=host.address, port=PORT, certificate=certificate,
-                key=key, token=token_file(),
+                key=key, token=token_file(), salt=salt,
             )
         )  # fmt: skip
         self.log = directory / "log"
@@ -89,7 +98,7 @@ class DaemonOnHost:
             f"&token_file={token_file()}&timeout={CALL}s&transfer_timeout={TRANSFER}s&breaker_pause={PAUSE}s"
         )
 
-    def start(self) -> None:
+    def start(self, _part: str = "daemon") -> None:
         """Start the process, and wait until it serves."""
         command = [sys.executable, "-m", "tiercache.cli", "serve", "--config", str(self._config)]
         with self.log.open("w") as log:
@@ -100,21 +109,31 @@ class DaemonOnHost:
                 raise HungError(f"the daemon does not serve: {self.log.read_text()[-2000:]}")
             time.sleep(0.05)
 
-    def kill(self) -> None:
+    def kill(self, _part: str = "daemon") -> None:
         """Kill it with SIGKILL."""
         self.process.kill()
         self.process.wait()
+
+    def close(self) -> None:
+        """End it; SIGTERM lets calls in progress end."""
+        self.process.terminate()
+        self.process.wait(GUARD)
 
 
 class WorkerOnHost:
     """A worker process (see `tests.hosts.worker`), forked from one that has imported torch."""
 
-    def __init__(self, host: Host, storage: Sequence[str], megabytes: int = 64) -> None:
-        size = megabytes << 20
+    def __init__(self, host: Host, storage: Sequence[str], layers: int = 4) -> None:
+        size = layers * 16 << 20
         self.host = host
         self._plan = {
-            "storage": list(storage), "device_bytes": size, "host_bytes": size, "deadline": DEADLINE
-        }  # fmt: skip
+            "storage": list(storage),
+            "layers": layers,
+            "page_size": PAGE_SIZE,
+            "device_bytes": size,
+            "host_bytes": size,
+            "deadline": DEADLINE,
+        }
         self.learned: dict[tuple[int, ...], int] = defaultdict(int)
         """Number of runs that its audit knows, by their first page."""
         self.start()
@@ -123,9 +142,7 @@ class WorkerOnHost:
         """Start the process; the first request waits until it serves."""
         self.learned.clear()
         self._channel, theirs = FORKS.Pipe()
-        self.process = FORKS.Process(
-            target=worker.run, args=(self.host.holder, theirs, self._plan), daemon=True
-        )
+        self.process = FORKS.Process(target=_work, args=(self.host.holder, theirs, self._plan), daemon=True)
         self.process.start()
         theirs.close()
         self._starts = True
@@ -159,6 +176,13 @@ class WorkerOnHost:
         self._channel.close()
 
 
+def _work(holder: int, channel: Connection, plan: Mapping[str, Any]) -> None:
+    """Be a worker. Only the process that is forked imports torch, and not the one of the tests."""
+    from tests.hosts import worker
+
+    worker.run(holder, channel, plan)
+
+
 class Desk:
     """Requests to workers, and the runs of each, which the audits of the others must know.
 
@@ -169,34 +193,34 @@ class Desk:
     def __init__(self, seed: int = 0) -> None:
         self._random = Random(seed)
         self._runs: dict[tuple[int, ...], list[dict[str, Any]]] = defaultdict(list)
-        self.rows: list[Row] = []
+        self.rows: list[Answer] = []
 
-    def prompt(self, tokens: int = 3 * PAGE_SIZE + 20) -> list[int]:
+    def prompt(self, tokens: int = 2 * PAGE_SIZE + 20) -> list[int]:
         """Return a prompt that shares no page with another."""
         return self._random.choices(range(256), k=tokens)
 
-    def begin(self, worker: WorkerOnHost, prompt: list[int], new: int = 3, cold: bool = True) -> None:
+    def begin(self, worker: WorkerOnHost, prompt: list[int], new: int = 2, cold: bool = True) -> None:
         """Ask a worker for an answer; with `cold`, it first empties its own tiers."""
         family = tuple(prompt[:PAGE_SIZE])
         runs = self._runs[family]
         worker.ask("serve", prompt=prompt, new=new, cold=cold, runs=runs[worker.learned[family] :])
         worker.learned[family] = len(runs)
 
-    def end(self, worker: WorkerOnHost) -> Row:
+    def end(self, worker: WorkerOnHost) -> Answer:
         """Wait for the answer."""
-        row = Row(**worker.answer())
+        row = Answer(**worker.answer())
         family = tuple(row.run["tokens"][:PAGE_SIZE])
         self._runs[family].append(row.run)
         worker.learned[family] = len(self._runs[family])
         self.rows.append(row)
         return row
 
-    def serve(self, worker: WorkerOnHost, prompt: list[int], new: int = 3, cold: bool = True) -> Row:
+    def serve(self, worker: WorkerOnHost, prompt: list[int], new: int = 2, cold: bool = True) -> Answer:
         """Let a worker answer a prompt."""
         self.begin(worker, prompt, new, cold)
         return self.end(worker)
 
     @property
-    def wrong(self) -> list[Row]:
+    def wrong(self) -> list[Answer]:
         """The answers that differ from their recompute."""
         return [row for row in self.rows if not row.right]

@@ -4,65 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 
-from tests.hosts.network import GUARD, Hosts, missing
-from tests.hosts.rig import DaemonOnHost, Desk, Row, WorkerOnHost
+from tests.hosts.network import missing
+from tests.hosts.rig import PAGE_SIZE
+from tests.hosts.three import Three, three_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
 
 
-@dataclass
-class Three:
-    """Hosts 0 and 1 with a worker each, host 2 with the daemon."""
-
-    hosts: Hosts
-    daemon: DaemonOnHost
-    workers: list[WorkerOnHost]
-    desk: Desk
-
-    def serve(self, number: int, prompt: list[int]) -> Row:
-        return self.desk.serve(self.workers[number], prompt)
-
-    def shared(self) -> list[int]:
-        """Return a prompt that the first worker has computed and stored, and the second restores."""
-        prompt = self.desk.prompt()
-        assert not self.serve(0, prompt).restored
-        assert self.workers[0].call("flush")
-        self.comes_back(1, prompt)
-        return prompt
-
-    def comes_back(self, number: int, prompt: list[int]) -> Row:
-        """Ask until a worker restores a prompt from storage."""
-        end = time.monotonic() + GUARD
-        while not (row := self.serve(number, prompt)).hit:
-            assert time.monotonic() < end, "hits do not come back"
-        return row
-
-
 @pytest.fixture(scope="module")
 def all_three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Three]:
-    with Hosts(3) as hosts:
-        daemon = DaemonOnHost(hosts[2], tmp_path_factory.mktemp("hosts") / "daemon")
-        workers = [WorkerOnHost(hosts[number], [daemon.url]) for number in (0, 1)]
-        try:
-            yield Three(hosts, daemon, workers, Desk())
-            assert [worker.call("close") for worker in workers] == [True, True]
-        finally:
-            for worker in workers:
-                worker.kill()
+    with three_hosts("daemon", tmp_path_factory.mktemp("hosts")) as three:
+        yield three
 
 
 @pytest.fixture
 def three(all_three: Three) -> Iterator[Three]:
-    """Heal everything behind a test; whatever it did, no answer was wrong."""
     yield all_three
-    all_three.hosts.shape()
-    for number in range(3):
-        all_three.hosts.heal(all_three.hosts[number])
-    assert all_three.desk.wrong == []
+    all_three.heal()
 
 
 @pytest.mark.parametrize("line", [(0.0, 0.0), (0.005, 0.0), (0.001, 0.01)], ids=str)
@@ -73,8 +34,8 @@ def test_what_one_worker_wrote_the_other_restores(three: Three, line: tuple[floa
     assert three.workers[0].call("flush")
     before = three.hosts[1].traffic()[0]
     row = three.comes_back(1, prompt)
-    assert row.restored == len(prompt) // 64 * 64
-    assert three.hosts[1].traffic()[0] - before > row.bytes > 1 << 20
+    assert row.restored == len(prompt) // PAGE_SIZE * PAGE_SIZE
+    assert three.hosts[1].traffic()[0] - before > row.bytes > 1 << 18
 
 
 @pytest.mark.parametrize("how", ["silence", "unplug"])
@@ -100,7 +61,7 @@ def test_without_the_daemons_host_both_compute(three: Three) -> None:
 
 
 def test_a_cut_in_the_middle_of_a_restore(three: Three) -> None:
-    prompt = three.shared()
+    prompt = three.shared(three.desk.prompt(10 * PAGE_SIZE + 20))
     three.hosts.shape(0.02)
     three.comes_back(1, prompt)
     three.workers[1].call("empty")
@@ -116,10 +77,10 @@ def test_a_cut_in_the_middle_of_a_restore(three: Three) -> None:
 
 def test_the_daemon_is_killed_and_comes_back_with_what_it_had(three: Three) -> None:
     prompt = three.shared()
-    three.daemon.kill()
+    three.store.kill("daemon")
     assert not three.serve(0, prompt).restored
     assert not three.serve(1, prompt).restored
-    three.daemon.start()
+    three.store.start("daemon")
     three.comes_back(0, prompt)
     three.comes_back(1, prompt)
 

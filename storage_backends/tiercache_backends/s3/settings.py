@@ -129,11 +129,6 @@ def read_settings(section: Mapping[str, Any]) -> S3Settings:
             f"{settings}: in_flight is less than a pack of {settings.pack} bytes; raise in_flight or lower"
             " pack"
         )
-    if settings.lease < 4 * settings.deadline:
-        raise ConfigError(
-            f"{settings}: a lease of {settings.lease:g} s may end before it is renewed; set lease to four"
-            " deadlines or more"
-        )
     settings.credentials()
     return settings
 
@@ -224,8 +219,6 @@ _PARSERS: Final = {
     "credentials_file": absolute_path,
     "allow_http": _flag,
     "virtual_host": _flag,
-    "capacity": parse_size,
-    "lease": _seconds(1.0),
     "deadline": _seconds(0.05),
     "refresh": _seconds(0.0),
     "pack": _size(1 << 16, 256 << 20),

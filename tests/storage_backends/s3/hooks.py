@@ -7,7 +7,7 @@ from typing import Any
 
 import obstore
 from tiercache_backends.s3 import S3Backend
-from tiercache_backends.s3.notes import ObjectPlace
+from tiercache_backends.s3.directory import ObjectPlace
 from tiercache_backends.s3.settings import read_settings
 
 from tests.storage.backends import AgingEnv
@@ -34,14 +34,12 @@ class S3Hooks(BackendConformance):
     """Each refresh lists everything, so that two processes see each other at once."""
 
     refresh = "0s"
-    obeys_values = True
     # Two processes that store an object at the same time do not know of each other, and both have stored it.
     test_both_store_the_same_objects_at_once = None
 
     def open_store(self, path: Path, capacity: int | None = None) -> StorageBackend:
         self.env = AgingEnv()
-        more = {} if capacity is None else {"capacity": str(capacity), "refresh": "5s", "pack": "64KiB"}
-        return open_s3(path, env=self.env, **{"refresh": self.refresh, **more})
+        return open_s3(path, env=self.env, refresh=self.refresh)
 
     def pass_time(self, store: StorageBackend, seconds: float) -> None:
         self.env.later += seconds
