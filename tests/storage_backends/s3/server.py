@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from random import randrange
 from typing import Any
 
 import obstore
@@ -88,7 +89,7 @@ def _keeper(directory: Path) -> socket.socket:
     )
     assert process.stdout is not None
     with process.stdout as output:
-        assert output.readline() == b"ready\n", (directory / "log").read_text()[-2000:]
+        assert output.readline() == b"ready\n", "the service does not start"
     process.returncode = 0  # it may outlive this process, so nobody waits for it
     connection.connect(str(directory / "keeper"))
     return connection
@@ -97,9 +98,8 @@ def _keeper(directory: Path) -> socket.socket:
 def _free_ports(count: int) -> list[int]:
     """Ports below the ephemeral ones: weed takes the port 10,000 above some of them as well."""
     found: list[int] = []
-    at = 11_000 + os.getpid() * 37 % 9_000
     while len(found) < count:
-        at = at + 1 if at < 21_000 else 11_000
+        at = randrange(11_000, 21_000)
         with contextlib.suppress(OSError), socket.socket() as one, socket.socket() as two:
             one.bind(("127.0.0.1", at))
             two.bind(("127.0.0.1", at + 10_000))
@@ -115,11 +115,12 @@ def _weed(directory: Path) -> tuple[subprocess.Popen[bytes], str]:
     }
     (directory / "s3.json").write_text(json.dumps({"identities": [identity]}))
     (directory / "data").mkdir(exist_ok=True)
-    master, volume, filer, s3, iceberg = _free_ports(5)
+    master, volume, filer, s3 = _free_ports(4)
     command = [
         "weed", "server", f"-dir={directory}/data", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
         f"-master.port={master}", f"-volume.port={volume}", "-filer", f"-filer.port={filer}", "-s3",
-        f"-s3.port={s3}", f"-s3.config={directory}/s3.json", f"-s3.port.iceberg={iceberg}",
+        f"-s3.port={s3}", f"-s3.config={directory}/s3.json", "-s3.port.iceberg=0", "-s3.port.lance=0",
+        f"-s3.localSocket={directory}/s3.sock", f"-filer.localSocket={directory}/filer.sock",
         "-volume.max=20", "-master.volumeSizeLimitMB=64", "-master.electionTimeout=1s",
         "-master.telemetry=false",
     ]  # fmt: skip
@@ -142,18 +143,16 @@ def _weed(directory: Path) -> tuple[subprocess.Popen[bytes], str]:
     return process, f"http://127.0.0.1:{s3}"
 
 
-def _await(process: subprocess.Popen[bytes], url: str) -> None:
-    """Return when the service takes objects."""
+def _takes_objects(process: subprocess.Popen[bytes], url: str) -> bool:
+    """Wait until the service takes objects; return False if it has ended, for want of a port."""
     store = bucket(url, retry_config={"max_retries": 0})
     end = time.monotonic() + 120
-    while True:
-        try:
+    while process.poll() is None and time.monotonic() < end:
+        with contextlib.suppress(obstore.exceptions.BaseError):
             obstore.put(store, "ready", b"ready")
-            return
-        except Exception:
-            if process.poll() is not None or time.monotonic() > end:
-                raise
-            time.sleep(0.1)
+            return True
+        time.sleep(0.1)
+    return False
 
 
 def main(directory: Path) -> None:
@@ -164,7 +163,13 @@ def main(directory: Path) -> None:
     listener.listen(64)
     process, url = _weed(directory)
     try:
-        _await(process, url)
+        for _ in range(5):
+            if _takes_objects(process, url):
+                break
+            # Another process may take a port between the search for it and its use.
+            process.kill()
+            process.wait()
+            process, url = _weed(directory)
         (directory / "endpoint").write_text(url)
         sys.stdout.write("ready\n")
         sys.stdout.flush()
