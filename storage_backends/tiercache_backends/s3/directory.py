@@ -11,9 +11,8 @@ is read, and an object that others have written is found by the next refresh.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from threading import Event, Lock
-from typing import Final, NamedTuple
+from threading import Lock
+from typing import Final
 
 import numpy as np
 
@@ -23,99 +22,22 @@ from tiercache.storage.base import ScanEntry, SetItem
 from tiercache.storage.eviction import EvictionOrder
 from tiercache.storage.residents import RESIDENT, Residents, parents_first
 from tiercache.storage.restorable import Admissibility
-from tiercache_backends.s3.pack import PackEntry, PackIndex
+from tiercache_backends.s3.notes import (
+    ObjectPlace,
+    Pack,
+    PackClaim,
+    PackRemoval,
+    RemovedObject,
+    WritePlan,
+    Writing,
+)
+from tiercache_backends.s3.pack import PackEntry
 
 _SCAN_PAGE: Final = 1024
+_SPREAD: Final = 8 << 20
+"""Bytes of objects in packs with others that one eviction may forget without winning any room."""
 _PACKS: Final = 1 << 32
 """Number of packs that can have a number; the column has 32 bits."""
-
-
-@dataclass(slots=True, eq=False)
-class Pack:
-    """A pack in the bucket."""
-
-    name: str
-    size: int
-    stored_at: float
-    """Seconds since 1970 on the clock of its writer."""
-    index: PackIndex
-    number: int = -1
-    live: int = 0
-    """Number of entries that are the object of their key."""
-    dead: set[int] = field(default_factory=set)
-    """Entries that were removed, as tombstones say or as this process will say."""
-    condemned: bool = False
-    """Whether the pack is being removed, so that no entry of it may become live again."""
-
-
-class ObjectPlace(NamedTuple):
-    """ObjectPlace of an object in the bucket."""
-
-    pack: Pack
-    number: int
-    """Number of the entry in the pack."""
-    entry: PackEntry
-
-
-class RemovedObject(NamedTuple):
-    """An object that was taken out of the directory."""
-
-    row: int
-    digest: bytes
-    parent: bytes | None
-    places: list[tuple[Pack, int]]
-    """All of its entries, the one that was read first."""
-
-
-class PackRemoval(NamedTuple):
-    """Objects that were taken out, and what has to be done in the bucket."""
-
-    objects: list[RemovedObject]
-    packs: list[Pack]
-    """Packs without a live entry, which can be removed as a whole."""
-    dead: dict[str, set[int]]
-    """Dead entries of packs that stay: what a tombstone has to say."""
-
-
-class Writing:
-    """Note that a call of this process is writing an object; others wait for its outcome.
-
-    Thread safety: one thread ends it, any may wait.
-    """
-
-    __slots__ = ("ended", "outcome")
-
-    def __init__(self) -> None:
-        self.ended = Event()
-        self.outcome = Outcome.UNAVAILABLE
-
-
-@dataclass(slots=True)
-class PackClaim:
-    """An item of a batch that its call may write."""
-
-    index: int
-    item: SetItem
-    node: int
-    parent: int | None
-    writing: Writing
-
-    @property
-    def is_page(self) -> bool:
-        """Whether the object is the page itself, which others can follow."""
-        return self.parent != self.node
-
-
-@dataclass(slots=True)
-class WritePlan:
-    """Items of a set, sorted by what is to be done with them."""
-
-    outcomes: list[Outcome | None]
-    claims: list[PackClaim] = field(default_factory=list)
-    """Objects to write, parents first."""
-    waits: list[tuple[int, Writing]] = field(default_factory=list)
-    """Items that another call is writing."""
-    held: list[int] = field(default_factory=list)
 
 
 class BucketDirectory:
@@ -124,8 +46,9 @@ class BucketDirectory:
     Thread safety: any thread may call; one mutex guards everything, and is never held during a request.
     """
 
-    def __init__(self, limit: int, clock: Callable[[], float]) -> None:
+    def __init__(self, limit: int, clock: Callable[[], float], *, bounded: bool = False) -> None:
         self._limit = limit
+        self._bounded = bounded
         self._mutex = Lock()
         self._residents = Residents({"pack": np.uint32, "entry": np.uint32}, clock)
         self._order = EvictionOrder(self._residents, Lru())
@@ -140,8 +63,12 @@ class BucketDirectory:
         """Bytes of every name under the prefix that is known, tombstones and unreadable packs included."""
         self._coming: set[str] = set()
         """Names that this process is writing."""
+        self._rubbish: set[str] = set()
+        """Names of packs of which no object is known here."""
         self._used = 0
-        self.counts: dict[str, int] = {"corrupt": 0, "vanished": 0, "unreadable": 0, "not_indexed": 0}
+        self.counts: dict[str, int] = dict.fromkeys(
+            ("corrupt", "evicted", "not_worth", "loaded", "vanished", "unreadable", "not_indexed"), 0
+        )
 
     # --- reading
     # --------------------------------------------------------------------------------------------------------
@@ -209,6 +136,11 @@ class BucketDirectory:
             }
             return self._residents.count, self._residents.payload, self._used, more
 
+    @property
+    def used(self) -> int:
+        """All bytes in the bucket that are known."""
+        return self._used
+
     # --- packs
     # --------------------------------------------------------------------------------------------------------
 
@@ -222,14 +154,18 @@ class BucketDirectory:
         with self._mutex:
             return self._sizes.keys() - self._coming
 
-    def expect(self, name: str, size: int) -> None:
+    def expect(self, name: str, size: int, limit: int = 0) -> bool:
         """Count the bytes of a pack or tombstone that this process is about to write.
 
+        Returns False, with nothing changed, if all bytes would be more than `limit` (0: no limit). Otherwise
         `publish`, `bury` or `fail` follows.
         """
         with self._mutex:
+            if limit and self._used + size > limit:
+                return False
             self._count(name, size)
             self._coming.add(name)
+            return True
 
     def load(self, pack: Pack) -> None:
         """Take in a pack that another process wrote; entries that contradict known objects are left out."""
@@ -239,7 +175,9 @@ class BucketDirectory:
             self._count(pack.name, pack.size)
             if self._residents.count + len(pack.index) > self._limit:
                 self.counts["not_indexed"] += 1
+                self._rubbish.add(pack.name)
                 return
+            self.counts["loaded"] += 1
             self._enlist(pack)
             for dead in self._tombstones.values():
                 pack.dead |= dead.get(pack.name, set())
@@ -252,6 +190,7 @@ class BucketDirectory:
         """Remember that a pack or tombstone cannot be read, so that it is not read again."""
         with self._mutex:
             self._count(name, size)
+            self._rubbish.add(name)
             self.counts["unreadable"] += 1
 
     def bury(self, name: str, size: int, dead: dict[str, set[int]]) -> None:
@@ -272,6 +211,7 @@ class BucketDirectory:
         with self._mutex:
             for name in names:
                 self._discount(name)
+                self._rubbish.discard(name)
                 self._tombstones.pop(name, None)
                 pack = self._packs.get(name)
                 if pack is not None:
@@ -358,34 +298,97 @@ class BucketDirectory:
                 for digest, row in dict(rows).items()
                 if row >= 0 and (only is None or self._place_of(row)[0] is only[digest])
             ]
-            return self._take_out(chosen)
+            taker = _Taker(self, 0, 0)
+            taker.take(chosen)
+            return taker.removal()
+
+    def evict(self, nbytes: int, limit: int, claims: Sequence[PackClaim] = ()) -> tuple[PackRemoval, bool]:
+        """Take out what is worth least, until so many more bytes fit into `limit`.
+
+        Returns the removal, and whether it makes enough room. Only whole packs are removed from the bucket:
+        entries of others are forgotten here, and their bytes are won back when the pack is rewritten. If
+        nothing more can be evicted, and that is not enough, nothing is taken out.
+        """
+        with self._mutex:
+            pages = self._residents.pages
+            values = [claim.item.meta.value for claim in claims]
+            ranks = [self._residents.rank(value) for value in values if value is not None]
+            taker = _Taker(self, nbytes, limit, len(claims))
+            self._order.evict(
+                taker,
+                [claim.parent for claim in claims if claim.parent is not None],
+                promising=not claims
+                or any(
+                    pages.is_promising(
+                        claim.node, self._namespace_id(claim.item.meta.namespace), attached=not claim.is_page
+                    )
+                    for claim in claims
+                ),
+                rank=max(ranks) if len(ranks) == len(values) and ranks else None,
+            )
+            self.counts["not_worth"] += self._order.not_worth
+            removal = taker.removal()._replace(dead={})
+            if not taker.enough() and not taker.full():
+                self._undo(removal)
+                return PackRemoval([], [], {}), False
+            self.counts["evicted"] += len(removal.objects)
+            return removal, taker.enough()
+
+    def mostly_dead(self) -> tuple[Pack, list[int]] | None:
+        """Return a pack of which at most half is of use, and its live entries; None if there is none."""
+        with self._mutex:
+            for pack in self._packs.values():
+                if pack.condemned or not 0 < pack.live <= len(pack.index) * 3 // 4:
+                    continue
+                live = [
+                    number
+                    for number in range(len(pack.index))
+                    if number not in pack.dead
+                    and (row := self._residents.find(pack.index[number].key.digest)) >= 0
+                    and self._place_of(row) == (pack, number)
+                ]
+                if 2 * sum(pack.index[number].stored for number in live) <= pack.size:
+                    return pack, live
+            return None
+
+    def moved(self, old: Pack, numbers: Sequence[int], new: Pack) -> PackRemoval:
+        """Let objects be found in a new pack, where they are in this order; return the removal of the old."""
+        with self._mutex:
+            self._coming.discard(new.name)
+            self._enlist(new)
+            for at, number in enumerate(numbers):
+                row = self._residents.find(new.index[at].key.digest)
+                if row < 0 or self._place_of(row) != (old, number):
+                    new.dead.add(at)  # removed meanwhile
+                    continue
+                columns = self._residents.columns
+                columns["pack"][row], columns["entry"][row] = new.number, at
+                old.live -= 1
+                new.live += 1
+            old.condemned = not old.live
+            return PackRemoval([], [old] if old.condemned else [], {})
 
     def removed(self, removal: PackRemoval) -> None:
         """Note that the bucket has done what a removal asked for."""
         with self._mutex:
             for found in removal.objects:
                 self._residents.drop(found.row)
+            for name in removal.names:
+                self._discount(name)
+                self._rubbish.discard(name)
             for pack in removal.packs:
-                self._discount(pack.name)
                 self._delist(pack)
 
     def undo(self, removal: PackRemoval, *, keep: bool) -> None:
         """Note that the bucket could not be changed. With `keep` the objects are found again."""
         with self._mutex:
+            if keep:
+                self._undo(removal)
+                return
             for pack in removal.packs:
                 pack.condemned = False
             for found in removal.objects:
-                there = self._residents.find(found.digest) >= 0
-                if not keep or there:
-                    self._residents.drop(found.row)
-                    continue
-                self._residents.enter(found.row, found.digest, found.parent)
-                (pack, _), *copies = found.places
-                pack.live += 1
-                for other, i in found.places:
-                    other.dead.discard(i)
-                if copies:
-                    self._copies[found.digest] = copies
+                self._residents.drop(found.row)
 
     def count_corrupt(self, objects: int) -> None:
         """Count objects whose bytes were wrong."""
@@ -426,7 +429,7 @@ class BucketDirectory:
         admissibility = residents.pages.admissibility(
             node, parent, meta.depth or 0, namespace_id, refused=refused
         )
-        if admissibility is Admissibility.FINE and residents.count >= self._limit:
+        if admissibility is Admissibility.FINE and residents.count >= self._limit and not self._bounded:
             return Outcome.THROTTLED
         if admissibility is not Admissibility.FINE:
             return Outcome.ERROR if admissibility is Admissibility.IMPOSSIBLE else Outcome.THROTTLED
@@ -490,27 +493,20 @@ class BucketDirectory:
             if other.name in self._packs and not other.condemned and i not in other.dead:
                 self._add(other, i, other.index[i])
 
-    def _take_out(self, rows: Sequence[int]) -> PackRemoval:
-        objects, touched = [], dict[str, Pack]()
-        for row in rows:
-            digest = self._residents.digest(row)
-            copies = [c for c in self._copies.pop(digest, []) if c[0].name in self._packs]
-            places = [self._place_of(row), *copies]
-            _, parent = self._residents.leave(row)
-            places[0][0].live -= 1
-            for pack, number in places:
-                pack.dead.add(number)
-                touched[pack.name] = pack
-            objects.append(RemovedObject(row, digest, parent, places))
-        whole = [pack for pack in touched.values() if not pack.live and not pack.condemned]
-        for pack in whole:
-            pack.condemned = True
-        dead = {
-            name: {number for found in objects for pack, number in found.places if pack.name == name}
-            for name, pack in touched.items()
-            if not pack.condemned
-        }
-        return PackRemoval(objects, whole, dead)
+    def _undo(self, removal: PackRemoval) -> None:
+        for pack in removal.packs:
+            pack.condemned = False
+        for found in reversed(removal.objects):
+            if self._residents.find(found.digest) >= 0:
+                self._residents.drop(found.row)
+                continue
+            self._residents.enter(found.row, found.digest, found.parent)
+            (pack, _), *copies = found.places
+            pack.live += 1
+            for other, i in found.places:
+                other.dead.discard(i)
+            if copies:
+                self._copies[found.digest] = copies
 
     def _enlist(self, pack: Pack) -> None:
         while self._next_number in self._by_number:  # after 2**32 packs the numbers begin again
@@ -546,3 +542,66 @@ class BucketDirectory:
 
     def _namespace_id(self, namespace: bytes) -> int:
         return self._namespace_ids.setdefault(namespace, len(self._namespace_ids))
+
+
+class _Taker:
+    """Objects that are taken out of a directory, to make room. See `eviction.Taker`.
+
+    Thread safety: used only under the mutex of the directory.
+    """
+
+    def __init__(self, directory: BucketDirectory, nbytes: int, limit: int, objects: int = 0) -> None:
+        self._directory = directory
+        self._nbytes = nbytes
+        self._limit = limit
+        self._new = objects
+        self._objects: list[RemovedObject] = []
+        self._touched: dict[str, Pack] = {}
+        self._rubbish = [*directory._rubbish] if limit else []
+        self._whole: list[Pack] = []
+        if limit and directory._copies:  # else each pack has the object of one of its keys
+            self._whole = [p for p in directory._packs.values() if not p.live and not p.condemned]
+        self._freed = sum(directory._sizes[name] for name in [*self._rubbish, *(p.name for p in self._whole)])
+        for pack in self._whole:
+            pack.condemned = True
+        self._taken = 0
+
+    def take(self, rows: Sequence[int]) -> None:
+        """Take out these objects, all copies included."""
+        directory = self._directory
+        for row in rows:
+            digest = directory._residents.digest(row)
+            copies = [c for c in directory._copies.pop(digest, []) if c[0].name in directory._packs]
+            places = [directory._place_of(row), *copies]
+            self._taken += directory._residents.length[row]
+            _, parent = directory._residents.leave(row)
+            places[0][0].live -= 1
+            for pack, number in places:
+                pack.dead.add(number)
+                self._touched[pack.name] = pack
+                if not pack.live and not pack.condemned:
+                    pack.condemned = True
+                    self._whole.append(pack)
+                    self._freed += pack.size
+            self._objects.append(RemovedObject(row, digest, parent, places))
+
+    def enough(self) -> bool:
+        """Return whether there is room for the new objects."""
+        directory = self._directory
+        return (
+            directory._used - self._freed + self._nbytes <= self._limit
+            and directory._residents.count + self._new <= directory._limit
+        )
+
+    def full(self) -> bool:
+        """Return whether much more was taken out than is needed, without a pack that is dead as a whole."""
+        return self._taken > 4 * (self._nbytes + _SPREAD) + self._freed
+
+    def removal(self) -> PackRemoval:
+        """Return what was taken out."""
+        dead = {
+            name: {number for found in self._objects for pack, number in found.places if pack.name == name}
+            for name, pack in self._touched.items()
+            if not pack.condemned
+        }
+        return PackRemoval(self._objects, self._whole, dead, self._rubbish)

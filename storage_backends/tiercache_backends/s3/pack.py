@@ -25,6 +25,8 @@ from tiercache.storage.base import NAMESPACE_BYTES
 from tiercache.storage.checksum import CHECKSUM_BYTES
 from tiercache.storage.values import is_value
 
+FOLDER: Final = "packs"
+"""Folder of all packs and tombstones."""
 _MAGIC: Final = b"tcs3pack"
 _VERSION: Final = 1
 _HEADER: Final = struct.Struct("<8sIII4x16s")  # magic, version, bytes of tables, entries, checksum

@@ -13,9 +13,11 @@ from collections.abc import Callable
 from threading import Condition
 from typing import Final
 
-from tiercache_backends.s3.directory import BucketDirectory, Pack
+from tiercache_backends.s3.directory import BucketDirectory
 from tiercache_backends.s3.failures import FailureKind, RequestError
+from tiercache_backends.s3.notes import Pack
 from tiercache_backends.s3.pack import (
+    FOLDER,
     MAX_TOMBSTONE,
     PackName,
     make_name,
@@ -28,7 +30,6 @@ from tiercache_backends.s3.settings import S3Settings
 
 _log = logging.getLogger(__name__)
 
-FOLDER: Final = "packs"
 _SKEW: Final = 600_000
 """Milliseconds by which clocks of writers may differ before only a full listing finds what they write."""
 _FULL: Final = 12
@@ -62,8 +63,10 @@ class Refresher:
         """Largest time of a name that was seen, in milliseconds."""
         self._failure: RequestError | None = None
 
-    def refresh(self, *, force: bool = False) -> None:
+    def refresh(self, *, force: bool = False, full: bool = False) -> None:
         """Take in what is new in the bucket, unless the last refresh was a moment ago.
+
+        With `full`, everything is listed, and what is gone is forgotten. `force` does not look at the time.
 
         Raises RequestError if the service cannot be asked.
         """
@@ -80,7 +83,7 @@ class Refresher:
                         raise RequestError(self._failure.kind, self._failure.text)
                     return
             self._running = True
-            full = self._until_full <= 0 or not self._settings.refresh
+            full = full or self._until_full <= 0 or not self._settings.refresh
         failure: RequestError | None = None
         try:
             self._refresh(full=full)

@@ -96,7 +96,7 @@ class PendingRequest(Generic[T]):
                     self._work = None
             failure = RequestError(
                 FailureKind.UNREACHABLE,
-                f"{self._service.where} does not answer in time; wait until it is back",
+                f"{self._service.where} does not answer in time; correct endpoint=, or wait",
             )
         elif self._error is not None:
             failure = self._error
@@ -215,6 +215,27 @@ class BucketClient:
         """Return the first `size` bytes of a small object. Raises RequestError."""
         place = self._settings.place(name)
         return bytes(self.ask(lambda store: memoryview(obstore.get_range(store, place, start=0, end=size))))
+
+    def versioned(self, name: str, size: int) -> tuple[bytes, str]:
+        """Return the content of an object of at most `size` bytes, and its etag. Raises RequestError."""
+        place = self._settings.place(name)
+
+        def work(store: S3Store) -> tuple[bytes, str]:
+            answer = obstore.get(store, place)
+            if answer.meta["size"] > size:
+                return b"", answer.meta["e_tag"] or ""
+            return bytes(answer.bytes()), answer.meta["e_tag"] or ""
+
+        return self.ask(work)
+
+    def replace(self, name: str, data: bytes, etag: str | None) -> str:
+        """Write an object that has this etag, or is absent (None), and return its new etag.
+
+        Raises RequestError, of the kind EXISTS if the object is another.
+        """
+        place = self._settings.place(name)
+        mode: Any = "create" if etag is None else {"e_tag": etag}
+        return self.ask(lambda store: obstore.put(store, place, data, mode=mode)["e_tag"] or "")
 
     def delete(self, names: list[str], until: float) -> None:
         """Remove objects; those that are absent are no failure."""

@@ -79,8 +79,8 @@ class S3Settings:
     def credentials(self) -> dict[str, Any]:
         """Return the credentials by the names that obstore has for them; empty if there are none to read.
 
-        Without any, obstore asks the services of Amazon's hosts for a role. Raises ConfigError if the file
-        cannot be used, or if half of the credentials are missing.
+        Without any, obstore asks Amazon's hosts for a role. Raises ConfigError if the file cannot be used, or
+        if half of the credentials are missing.
         """
         if self.credentials_file:
             found = _from_file(Path(self.credentials_file))
@@ -129,7 +129,16 @@ def read_settings(section: Mapping[str, Any]) -> S3Settings:
             f"{settings}: in_flight is less than a pack of {settings.pack} bytes; raise in_flight or lower"
             " pack"
         )
-    settings.credentials()
+    if settings.lease < 4 * settings.deadline:
+        raise ConfigError(
+            f"{settings}: a lease of {settings.lease:g} s may end before it is renewed; set lease to four"
+            " deadlines or more"
+        )
+    if not settings.credentials() and settings.endpoint:
+        raise ConfigError(
+            f"{settings}: there are no credentials for {settings.endpoint}; set AWS_ACCESS_KEY_ID and"
+            " AWS_SECRET_ACCESS_KEY, or give credentials_file"
+        )
     return settings
 
 
@@ -219,6 +228,8 @@ _PARSERS: Final = {
     "credentials_file": absolute_path,
     "allow_http": _flag,
     "virtual_host": _flag,
+    "capacity": parse_size,
+    "lease": _seconds(1.0),
     "deadline": _seconds(0.05),
     "refresh": _seconds(0.0),
     "pack": _size(1 << 16, 256 << 20),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Final, Self
 
 from tiercache.core import ObjectKey, Outcome
@@ -26,11 +27,13 @@ from tiercache.storage.gate import CallGate
 from tiercache.storage.vectors import usable
 from tiercache.storage.wrappers.base import decide
 from tiercache_backends.s3.choices import CodecChoices
-from tiercache_backends.s3.directory import BucketDirectory, ObjectPlace
+from tiercache_backends.s3.directory import BucketDirectory
 from tiercache_backends.s3.failures import RequestError, outcome_of
 from tiercache_backends.s3.namespaces import Namespaces
+from tiercache_backends.s3.notes import ObjectPlace
 from tiercache_backends.s3.reading import PackReader, WantedObject
 from tiercache_backends.s3.refreshing import Refresher
+from tiercache_backends.s3.room import Room
 from tiercache_backends.s3.service import THREADS, BucketClient
 from tiercache_backends.s3.settings import S3Settings, read_settings
 from tiercache_backends.s3.writing import PackWriter
@@ -61,16 +64,28 @@ class S3Backend(StorageBackend):
         self._settings: Final = settings
         self._gate = CallGate(f"the store at {settings}", os.getpid)
         self._service = BucketClient(settings)
-        self._directory = BucketDirectory(settings.objects, env.monotonic)
+        self._directory = BucketDirectory(settings.objects, env.monotonic, bounded=settings.capacity > 0)
         self._refresher = Refresher(settings, self._service, self._directory, env.monotonic)
         self._choices = CodecChoices(settings.compression, self._service.wire, THREADS)
         self._reader = PackReader(self._service, lambda name: self._directory.forget([name]))
-        self._writer = PackWriter(self._service, self._directory, self._choices, settings.pack, env.time_ns)
+        self._room = Room(
+            settings,
+            self._service,
+            self._directory,
+            partial(self._refresher.refresh, force=True),
+            partial(self._refresher.refresh, full=True),
+        )
+        pack_bytes = min(settings.pack, self._room.limit // 8) if settings.capacity else settings.pack
+        self._writer = PackWriter(
+            self._service, self._directory, self._room, self._choices, pack_bytes, env.time_ns
+        )
+        self.capabilities = Capabilities(persistent=True, shared=True, bounded=settings.capacity > 0)
         self._namespaces = Namespaces(self._service)
         try:
             self._refresher.refresh()
             for record in self._namespaces.read():
                 self._learn(record)
+            self._room.start(self._writer.rewrite)
         except RequestError as error:
             self._service.close()
             raise error.as_storage_error() from None
@@ -162,6 +177,7 @@ class S3Backend(StorageBackend):
                 "requests": self._service.requests,
                 "unanswered": self._service.unanswered,
                 "read_again": self._reader.read_again,
+                "owner": int(self._room.lease.is_held),
                 **{f"compression_{pool}": found for pool, found in self._choices.report().items()},
             }
             return Usage(objects, payload, used, self._settings.capacity, more)
@@ -180,6 +196,7 @@ class S3Backend(StorageBackend):
 
     def close(self) -> None:
         if self._gate.close():
+            self._room.close()
             self._service.close()
 
     def check_integrity(self) -> None:

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from threading import Lock
 from typing import Final, NamedTuple
 
 from tiercache.core import Outcome
 from tiercache.storage.base import checksum_of
-from tiercache.storage.vectors import batches
+from tiercache.storage.vectors import batches, total
 from tiercache_backends.s3.choices import CodecChoices
-from tiercache_backends.s3.directory import BucketDirectory, Pack, PackClaim, PackRemoval, WritePlan
+from tiercache_backends.s3.directory import BucketDirectory
 from tiercache_backends.s3.failures import FailureKind, RequestError, outcome_of
-from tiercache_backends.s3.pack import MAX_ENTRIES, NewEntry, make_name, pack_head, read_head, tombstone
+from tiercache_backends.s3.notes import Pack, PackClaim, PackRemoval, WritePlan
+from tiercache_backends.s3.pack import (
+    FOLDER,
+    MAX_ENTRIES,
+    NewEntry,
+    make_name,
+    pack_head,
+    read_head,
+    tombstone,
+)
 from tiercache_backends.s3.payload import encode
-from tiercache_backends.s3.refreshing import FOLDER
+from tiercache_backends.s3.room import Room
 from tiercache_backends.s3.service import BucketClient, PendingRequest
 
 _TOMB_PACKS: Final = 32
@@ -41,12 +50,14 @@ class PackWriter:
         self,
         service: BucketClient,
         directory: BucketDirectory,
+        room: Room,
         choices: CodecChoices,
         pack_bytes: int,
         time_ns: Callable[[], int],
     ) -> None:
         self._service = service
         self._directory = directory
+        self._room = room
         self._choices = choices
         self._pack_bytes = pack_bytes
         self._time_ns = time_ns
@@ -57,11 +68,20 @@ class PackWriter:
     def write(self, plan: WritePlan) -> list[Outcome]:
         """Write what a plan claims, wait for what other calls write, and return the outcomes."""
         waiting: list[_Sent] = []
+        refused: set[int] = set()  # nodes of pages for which there is no room
         try:
             for group in batches(
                 plan.claims, lambda claim: claim.item.meta.length, MAX_ENTRIES, self._pack_bytes
             ):
-                self._send(group, waiting)
+                useless: list[PackClaim] = []
+                for claim in group:
+                    if {claim.parent, claim.node} & refused:
+                        useless.append(claim)
+                        refused.add(claim.node)
+                self._directory.fail(useless, Outcome.THROTTLED)
+                group = [claim for claim in group if claim.node not in refused]
+                if group and not self._send(group, waiting):
+                    refused.update(claim.node for claim in group if claim.is_page)
             for sent in waiting:
                 self._finish(sent)
         finally:
@@ -80,7 +100,7 @@ class PackWriter:
         names = list(removal.dead)
         for at in range(0, len(names), _TOMB_PACKS):
             self._bury({name: removal.dead[name] for name in names[at : at + _TOMB_PACKS]})
-        self._service.delete([f"{FOLDER}/{pack.name}" for pack in removal.packs], self._service.deadline())
+        self._service.delete([f"{FOLDER}/{name}" for name in removal.names], self._service.deadline())
 
     def _bury(self, dead: dict[str, set[int]]) -> None:
         content = tombstone(dead)
@@ -97,8 +117,28 @@ class PackWriter:
             raise
         self._directory.bury(name, len(content), dead)
 
-    def _send(self, claims: list[PackClaim], waiting: list[_Sent]) -> None:
-        """Begin to write one pack; finish earlier ones while the bytes in flight leave no room."""
+    def rewrite(self, entries: Sequence[NewEntry], pieces: Sequence[memoryview]) -> Pack:
+        """Write entries with their stored bytes into a new pack, within the capacity. Raises RequestError."""
+        head = pack_head(entries)
+        nbytes = len(head) + total(pieces)
+        until = self._service.deadline(nbytes)
+        pack = self._pack(head, nbytes)
+        if not self._directory.expect(pack.name, nbytes, self._room.capacity):
+            raise RequestError(FailureKind.BUSY, f"{self._service.where}: no room to rewrite a pack")
+        try:
+            if not self._service.has_room(nbytes, until, wait=True):
+                raise RequestError(FailureKind.BUSY, f"{self._service.where}: too much is in flight")
+            self._service.put(f"{FOLDER}/{pack.name}", b"".join([head, *pieces]), until).result()
+        except RequestError:
+            self._directory.fail((), Outcome.ERROR, pack.name)
+            raise
+        return pack
+
+    def _send(self, claims: list[PackClaim], waiting: list[_Sent]) -> bool:
+        """Begin to write one pack; finish earlier ones while the bytes in flight leave no room.
+
+        Returns False if there is no room for it in the bucket, or in memory.
+        """
         entries, pieces = [], list[memoryview]()
         for claim in claims:
             item, encoded = claim.item, encode(claim.item, self._choices)
@@ -111,19 +151,29 @@ class PackWriter:
         while not self._service.has_room(nbytes, until, wait=not waiting):
             if not waiting:
                 self._directory.fail(claims, Outcome.THROTTLED)
-                return
+                return False
             self._finish(waiting.pop(0))
+        pack = self._pack(head, nbytes)
+        taken = False
+        try:
+            taken = self._room.take(pack.name, nbytes, claims)
+            if not taken:
+                self._service.ended(nbytes)
+                self._directory.fail(claims, Outcome.THROTTLED)
+                return False
+            request = self._service.put(f"{FOLDER}/{pack.name}", b"".join([head, *pieces]), until)
+        except RequestError as error:
+            if not taken:
+                self._service.ended(nbytes)
+            self._directory.fail(claims, outcome_of(error), pack.name)
+            return True
+        waiting.append(_Sent(pack, claims, request))
+        return True
+
+    def _pack(self, head: bytes, nbytes: int) -> Pack:
         index = read_head(head, nbytes)
         assert index is not None, "a pack that was just made can be read"
-        name = self._name(len(head))
-        pack = Pack(name, nbytes, self._time_ns() // 1_000_000 / 1e3, index)
-        self._directory.expect(name, nbytes)
-        try:
-            request = self._service.put(f"{FOLDER}/{name}", b"".join([head, *pieces]), until)
-        except RequestError as error:
-            self._directory.fail(claims, outcome_of(error), name)
-            return
-        waiting.append(_Sent(pack, claims, request))
+        return Pack(self._name(len(head)), nbytes, self._time_ns() // 1_000_000 / 1e3, index)
 
     def _finish(self, sent: _Sent) -> None:
         try:

@@ -17,8 +17,10 @@ def settings(url: str) -> object:
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("AWS_ENDPOINT_URL", "AWS_REGION", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+    for name in ("AWS_ENDPOINT_URL", "AWS_REGION"):
         monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
 
 
 def test_a_url_has_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +66,14 @@ def test_what_is_wrong_is_said(url: str, advice: str) -> None:
     assert advice in str(caught.value)
     assert "hidden" not in str(caught.value)
     assert "password" not in str(caught.value)
+
+
+def test_a_service_of_ones_own_needs_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    assert settings("s3://bucket")
+    with pytest.raises(ConfigError, match="AWS_ACCESS_KEY_ID"):
+        settings("s3://bucket?endpoint=https://host")
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1:9000", "[::1]:9000"])

@@ -17,9 +17,10 @@ from tiercache.cli.store.target import DEFAULT_DIRECTORY
 from tiercache.cli.terminal import Exit, Output, OutputOption, clean, console, records, safe, table
 from tiercache.config.urls import section_of
 from tiercache.core import BLOCK_ALIGN
-from tiercache.errors import ConfigError
+from tiercache.errors import ConfigError, StorageError
 from tiercache.memory import kernel_text
 from tiercache.storage.env import Env, cached_bytes, moves_direct
+from tiercache.storage.registry import check_backend, open_backend
 from tiercache.text import readable_size
 
 _COLOURS: Final = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
@@ -35,8 +36,9 @@ def doctor(
 ) -> None:
     """Check this machine: kernel, memory, the store's disk, GPU and engines. Exit code 6 if anything fails.
 
-    No store is opened, and nothing is left behind: the disk is checked with an
-    unnamed file.
+    No store on a disk is opened, and nothing is left behind: the disk is checked
+    with an unnamed file. Of an s3 store, settings, credentials and bucket are
+    checked, and what it holds is listed.
 
         tiercache doctor
 
@@ -45,7 +47,10 @@ def doctor(
     JSON fields of each check: name, level (ok, warn or fail), found, fix (empty
     if the level is ok).
     """
-    checks = [*machine_checks(), *directory_checks(_directory(store, directory))]
+    if directory is None and store.startswith("s3://"):
+        checks = [*machine_checks(), *bucket_checks(store)]
+    else:
+        checks = [*machine_checks(), *directory_checks(_directory(store, directory))]
     if output is Output.TABLE:
         _print(checks)
     else:
@@ -127,6 +132,31 @@ def directory_checks(directory: Path) -> Iterator[Check]:
             f"no file can be made in {directory}: {error.strerror}",
             "free space, or choose another disk",
         )
+
+
+def bucket_checks(url: str) -> Iterator[Check]:
+    """Run the checks of an `s3` store: its settings and credentials, and whether the bucket can be listed."""
+    section = section_of(url)
+    section.pop("capacity", None)  # without it, opening the store writes nothing
+    try:
+        check_backend(section)
+    except ConfigError as error:
+        yield Check("s3 settings", Level.FAIL, *_halves(error))
+        return
+    yield Check("s3 settings", Level.OK, clean(url.partition("?")[0]))
+    try:
+        with open_backend(section) as opened:
+            found = opened.usage()
+    except StorageError as error:
+        yield Check("s3 bucket", Level.FAIL, *_halves(error))
+        return
+    yield Check("s3 bucket", Level.OK, f"{found.objects:,} objects, {readable_size(found.used_bytes)}")
+
+
+def _halves(error: Exception) -> tuple[str, str]:
+    """Return what a message says is wrong, and what it says to do."""
+    wrong, _, advice = clean(str(error)).rpartition("; ")
+    return (wrong, advice) if wrong else (advice, "see the message")
 
 
 def file_system_of(directory: Path) -> str:

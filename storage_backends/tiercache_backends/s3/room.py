@@ -1,0 +1,173 @@
+"""Room under the capacity: sets ask for it, and one process, the owner of the lease, makes it.
+
+    limit = capacity - slack     what sets may fill; the slack is for tombstones and rewritten packs
+
+A set of the owner evicts as much as it needs. A set of another process is THROTTLED while there is no room,
+and the owner makes some in the background. What several processes write at the same moment, before they see
+each other's packs, may exceed the capacity until the owner's next round.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from threading import Event, Thread
+from typing import Final
+
+from tiercache_backends.s3.directory import BucketDirectory
+from tiercache_backends.s3.failures import FailureKind, RequestError
+from tiercache_backends.s3.lease import EvictionLease
+from tiercache_backends.s3.notes import Pack, PackClaim, PackRemoval
+from tiercache_backends.s3.pack import FOLDER, NewEntry
+from tiercache_backends.s3.service import BucketClient
+from tiercache_backends.s3.settings import S3Settings
+
+_log = logging.getLogger(__name__)
+
+_SLACK: Final = 16
+"""Divisor of the capacity for the slack."""
+_LOW_WATER: Final = 8
+"""Divisor of the capacity for what the owner keeps free if others write as well."""
+_ROUNDS: Final = 16
+"""Number of times that a set makes room which other sets take first, before it gives up."""
+_REWRITES: Final = 8
+"""Number of packs that one round in the background rewrites."""
+
+Rewrite = Callable[[Sequence[NewEntry], Sequence[memoryview]], Pack]
+"""Function that writes entries and their stored bytes into a new pack. Raises RequestError."""
+
+
+class Room:
+    """Capacity of a store, and this process's part in keeping it.
+
+    Thread safety: any thread may call `take`; a thread of its own makes the rounds of the owner.
+    """
+
+    def __init__(
+        self,
+        settings: S3Settings,
+        client: BucketClient,
+        directory: BucketDirectory,
+        refresh: Callable[[], None],
+        relist: Callable[[], None],
+    ) -> None:
+        """Make the part of one process.
+
+        `refresh` takes in what is new in the bucket; `relist` also forgets what is gone, and does nothing if
+        it was called a moment ago.
+        """
+        self._settings = settings
+        self._client = client
+        self._directory = directory
+        self._refresh = refresh
+        self._relist = relist
+        self.capacity: Final = settings.capacity
+        self.limit: Final = settings.capacity - settings.capacity // _SLACK
+        self.lease: Final = EvictionLease(client, settings.lease)
+        self._closing = Event()
+        self._thread: Thread | None = None
+        self._loaded = 0
+
+    def start(self, rewrite: Rewrite) -> None:
+        """Seek the lease, and go on doing so in the background. Raises RequestError."""
+        if self.limit:
+            self.lease.seek()
+            self._thread = Thread(
+                target=self._rounds, args=(rewrite,), name="tiercache-s3-owner", daemon=True
+            )
+            self._thread.start()
+
+    def take(self, name: str, nbytes: int, claims: Sequence[PackClaim]) -> bool:
+        """Count a pack that is to be written; return False if there is no room for it.
+
+        Raises RequestError if the service cannot be asked to remove anything.
+        """
+        if not self.limit:
+            return self._directory.expect(name, nbytes)
+        if nbytes > self.limit:
+            return False
+        for _ in range(_ROUNDS):
+            if self._directory.expect(name, nbytes, self.limit):
+                return True
+            if not self.lease.is_held:
+                # The owner may have removed packs, which only a full listing shows.
+                self._relist()
+                return self._directory.expect(name, nbytes, self.limit)
+            if not self._evict(nbytes, self.limit, claims):
+                return False
+        return False
+
+    def close(self) -> None:
+        """End the rounds and let go of the lease."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join(self._settings.deadline)
+            try:
+                self.lease.release()
+            except RequestError as error:
+                _log.debug("the lease ends by itself: %s", error.text)
+
+    def round(self, rewrite: Rewrite) -> None:
+        """Do what an owner does now and then: evict what is too much, rewrite packs that are mostly dead.
+
+        Raises RequestError.
+        """
+        if not self.lease.seek():
+            return
+        self._refresh()
+        loaded = self._directory.counts["loaded"]
+        others, self._loaded = loaded > self._loaded, loaded
+        free = self._settings.capacity // _LOW_WATER if others else 0
+        while self._directory.used + free > self.limit and self._evict(free, self.limit):
+            pass
+        for _ in range(_REWRITES):
+            if not self._rewrite(rewrite):
+                return
+
+    def _rounds(self, rewrite: Rewrite) -> None:
+        while not self._closing.wait(self._settings.lease / 5):
+            try:
+                self.round(rewrite)
+            except RequestError as error:
+                _log.debug("a round of the owner failed: %s", error.text)
+
+    def _evict(self, nbytes: int, limit: int, claims: Sequence[PackClaim] = ()) -> bool:
+        """Evict until so many bytes fit into `limit`; return whether anything was removed."""
+        removal, enough = self._directory.evict(nbytes, limit, claims)
+        return self._remove(removal) and (enough or bool(removal.names))
+
+    def _remove(self, removal: PackRemoval) -> bool:
+        """Remove packs, if this process is still the owner."""
+        try:
+            if removal.names:
+                if not self.lease.confirm():
+                    raise RequestError(FailureKind.REFUSED, "another process is the owner now")
+                self._client.delete([f"{FOLDER}/{name}" for name in removal.names], self._client.deadline())
+        except RequestError:
+            self._directory.undo(removal, keep=True)
+            return False
+        self._directory.removed(removal)
+        return True
+
+    def _rewrite(self, rewrite: Rewrite) -> bool:
+        """Rewrite one pack that is mostly dead; return whether there may be another."""
+        found = self._directory.mostly_dead()
+        if found is None:
+            return False
+        old, numbers = found
+        entries = [old.index[number] for number in numbers]
+        begin, end = min(e.offset for e in entries), max(e.offset + e.stored for e in entries)
+        until = self._client.deadline(end - begin)
+        if not self._client.has_room(end - begin, until, wait=True):
+            return False
+        try:
+            data = self._client.read(f"{FOLDER}/{old.name}", begin, end, until).result()
+        except RequestError as error:
+            if error.kind is FailureKind.ABSENT:
+                self._directory.forget([old.name])
+            raise
+        new = rewrite(
+            [NewEntry(e.key, e.meta, e.codec, e.stored) for e in entries],
+            [data[e.offset - begin : e.offset - begin + e.stored] for e in entries],
+        )
+        return self._remove(self._directory.moved(old, numbers, new))
