@@ -37,7 +37,7 @@ test-slow: $(STAMP)  ## Run the tests that take longer, and those that draw exam
 $(ENGINES)/%/.installed: pyproject.toml constraints-dev.txt constraints-engines.txt tests/engines/%/requirements.txt tests/engines/%/engine.txt
 	@echo "making $(@D): gigabytes, a few minutes"
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -c constraints-engines.txt -r tests/engines/$*/requirements.txt -e '.[all]'
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -c constraints-engines.txt -r tests/engines/$*/requirements.txt -e '.[all,mooncake]'
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/engines/$*/engine.txt
 	@touch $@
 

@@ -19,12 +19,14 @@ def test_what_is_told_is_bounded() -> None:
         for _ in range(200):
             name = f"object {chance.randrange(9)}"
             key = ObjectKey(PoolName.KV, name.encode())
-            match chance.randrange(4):
+            match chance.randrange(5):
                 case 0 | 1:
                     told.stored([(key, name)])
                 case 2:
                     told.gone([key.digest], told.age - chance.randrange(2))
                 case 3:
+                    told.back([key.digest])
+                case 4:
                     removed, stored = told.take(chance.choice((1, 2, 99)))
                     assert router >= set(removed)
                     router -= set(removed)
@@ -36,3 +38,18 @@ def test_what_is_told_is_bounded() -> None:
         while any(news := told.take(1)):
             router = (router - set(news.removed)) | set(news.stored)
         assert {name.encode() for name in router} == set(told.known())
+
+
+def test_only_what_went_lately_comes_back() -> None:
+    told = Announcements[str]()
+    keys = [ObjectKey(PoolName.KV, bytes([i])) for i in range(3)]
+    told.stored([(keys[0], "a"), (keys[1], "b")])
+    assert told.take(9) == ([], ["a", "b"])
+    told.gone([keys[0].digest], told.age)
+    assert told.take(9) == (["a"], [])
+    told.back([each.digest for each in keys])
+    assert told.take(9) == ([], ["a"])
+    told.gone([keys[1].digest], told.age)
+    told.forget()
+    told.back([each.digest for each in keys])
+    assert told.take(9) == ([], [])

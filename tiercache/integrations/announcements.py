@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from threading import Event, Lock, Thread
 from typing import Final, Generic, NamedTuple, TypeVar
 
 from tiercache.core import ObjectKey, PoolName
 from tiercache.errors import TierCacheError
-from tiercache.events import EventKind
+from tiercache.events import EventKind, KVEvent
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.store_events import StoreEvents
 
@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 
 MAX_OBJECTS: Final = 1 << 18
 """Maximum number of objects that are told. Behind it the oldest is told as removed, but stays stored."""
+_MAX_DROPPED: Final = 1 << 14
+"""Number of objects whose names are remembered after they were gone."""
 _SUSPECTS: Final = 1024
 """Number of objects in one question to the store."""
 _IDLE_S: Final = 0.25
@@ -60,6 +62,8 @@ class Announcements(Generic[_Name]):
         """Objects that are there and were not told."""
         self._lost: OrderedDict[bytes, None] = OrderedDict()
         """Objects that were told and are not there."""
+        self._dropped: OrderedDict[bytes, _Name] = OrderedDict()
+        """Names of the objects that went last."""
         self._age = 0
         self.wake: Callable[[], None] = lambda: None
         """Function that is called when there may be something to take."""
@@ -75,6 +79,7 @@ class Announcements(Generic[_Name]):
             for (_, digest), name in found:
                 self._age += 1
                 if digest not in self._there:
+                    self._dropped.pop(digest, None)
                     if len(self._there) >= self._limit:
                         self._drop(next(iter(self._there)))
                     if digest in self._told:
@@ -96,6 +101,16 @@ class Announcements(Generic[_Name]):
                     self._drop(digest)
         self.wake()
 
+    def back(self, digests: Iterable[bytes]) -> None:
+        """Note that the store has these objects, of which only those that went lately are known.
+
+        An object that moves down a chain may for a moment be in no tier.
+        """
+        with self._lock:
+            names = [(ObjectKey(PoolName.KV, d), self._dropped[d]) for d in digests if d in self._dropped]
+        if names:
+            self.stored(names)
+
     def known(self, digests: Iterable[bytes] | None = None) -> list[bytes]:
         """Return those of these objects, or of all, that are thought to be there."""
         with self._lock:
@@ -112,7 +127,7 @@ class Announcements(Generic[_Name]):
         What is still stored is told again when it is next found in the store.
         """
         with self._lock:
-            for table in (self._there, self._told, self._new, self._lost):
+            for table in (self._there, self._told, self._new, self._lost, self._dropped):
                 table.clear()
 
     def take(self, limit: int) -> News[_Name]:
@@ -131,7 +146,9 @@ class Announcements(Generic[_Name]):
         return news
 
     def _drop(self, digest: bytes) -> None:
-        del self._there[digest]
+        self._dropped[digest] = self._there.pop(digest)[0]
+        if len(self._dropped) > _MAX_DROPPED:
+            self._dropped.popitem(last=False)
         if digest in self._told:
             self._lost[digest] = None
         else:
@@ -193,14 +210,10 @@ class EvictionWatch:
         if any(event.kind is EventKind.CLEARED for event in changes):
             suspects = self._objects.known()
         else:
-            suspects = self._objects.known(
-                event.group.layout + key
-                for event in changes
-                if event.kind is EventKind.REMOVED and event.group is not None
-                for key in event.keys
-            )
+            suspects = self._objects.known(_digests(changes, EventKind.REMOVED))
         for start in range(0, len(suspects), _SUSPECTS):
             self._check(suspects[start : start + _SUSPECTS])
+        self._objects.back(_digests(changes, EventKind.STORED))
         return bool(changes)
 
     def _check(self, suspects: Sequence[bytes]) -> None:
@@ -209,3 +222,9 @@ class EvictionWatch:
         # Stores tell objects apart by their digests, so any pool will do.
         there = self._store.exists([ObjectKey(PoolName.KV, digest) for digest in suspects])
         self._objects.gone((d for d, found in zip(suspects, there, strict=True) if not found), asked)
+
+
+def _digests(events: Iterable[KVEvent], kind: EventKind) -> Iterator[bytes]:
+    for event in events:
+        if event.kind is kind and event.group is not None:
+            yield from (event.group.layout + key for key in event.keys)
