@@ -198,6 +198,9 @@ class BucketDirectory:
         with self._mutex:
             self._count(name, size)
             self._coming.discard(name)
+            if len(self._tombstones) >= self._limit:
+                self._rubbish.add(name)
+                return
             self._tombstones[name] = dead
             for pack_name, numbers in dead.items():
                 pack = self._packs.get(pack_name)

@@ -32,6 +32,8 @@ _log = logging.getLogger(__name__)
 
 _SKEW: Final = 600_000
 """Milliseconds by which clocks of writers may differ before only a full listing finds what they write."""
+_MAX_NEW: Final = 256
+"""Number of new names that one refresh reads, so that no lookup waits for many; the first reads all."""
 _FULL: Final = 12
 """Number of refreshes after which one lists everything."""
 
@@ -61,6 +63,8 @@ class Refresher:
         self._until_full = 0
         self._newest = 0
         """Largest time of a name that was seen, in milliseconds."""
+        self._more = False
+        """Whether the last refresh left names for the next."""
         self._failure: RequestError | None = None
 
     def refresh(self, *, force: bool = False, full: bool = False) -> None:
@@ -96,7 +100,8 @@ class Refresher:
                 self._failure = failure
                 self._ended += 1
                 if failure is None:
-                    self._due = self._clock() + self._settings.refresh
+                    self._due = self._clock() + (0.0 if self._more else self._settings.refresh)
+                    self._more = False
                     self._until_full = _FULL if full else self._until_full - 1
                 self._changed.notify_all()
 
@@ -105,6 +110,8 @@ class Refresher:
         after = "" if full else make_name(max(0, self._newest - _SKEW), "0" * 16, 0, None)
         listed = {entry.name: entry.size for entry in self._service.listing(FOLDER, after)}
         fresh = self._directory.unknown(listed)
+        if self._ended and len(fresh) > _MAX_NEW:
+            fresh, self._more = fresh[:_MAX_NEW], True
         names = [(parse_name(text), listed[text]) for text in fresh]
         self._load([(name, size) for name, size in names if name is not None])
         if full:

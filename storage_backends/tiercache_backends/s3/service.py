@@ -315,7 +315,7 @@ class BucketClient:
 
     def _connect(self) -> S3Store:
         settings = self._settings
-        limit = timedelta(seconds=settings.deadline + settings.pack / _MIN_BYTES_PER_SECOND)
+        limit = timedelta(seconds=settings.deadline + settings.in_flight / _MIN_BYTES_PER_SECOND)
         try:
             given: dict[str, Any] = settings.credentials()
             if settings.endpoint:

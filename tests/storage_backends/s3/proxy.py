@@ -47,7 +47,7 @@ class Exchange:
 
 
 Fault = Callable[[Exchange], bool | None]
-"""Changes the answer; returns False to cut the connection after half of the body."""
+"""Changes the answer; returns False to cut the connection after half of the answer."""
 
 
 class Proxy:
@@ -118,8 +118,8 @@ class Proxy:
                     whole = True
                 exchange.headers["content-length"] = str(len(exchange.body))
                 lines = [f"HTTP/1.1 {exchange.status} x", *(f"{k}: {v}" for k, v in exchange.headers.items())]
-                end = len(exchange.body) if whole else len(exchange.body) // 2
-                client.sendall("\r\n".join([*lines, "", ""]).encode() + exchange.body[:end])
+                answer = "\r\n".join([*lines, "", ""]).encode() + exchange.body
+                client.sendall(answer if whole else answer[: len(answer) // 2])
                 if not whole:
                     return
 

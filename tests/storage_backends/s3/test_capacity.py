@@ -75,7 +75,7 @@ def test_an_owner_that_was_stopped_beyond_its_lease_removes_nothing(tmp_path: Pa
             assert not first.is_owner()
             assert deletions(proxy) == 0
             assert owns(second)
-            newest = [(name, n) for name, n in (("c", n) for n in range(ENOUGH - 10, ENOUGH))]
+            newest = [("c", n) for n in range(ENOUGH - 10, ENOUGH)]
             assert all(fetch(second, key(one), SIZE) == payload(one, SIZE) for one in newest)
 
 

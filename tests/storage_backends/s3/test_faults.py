@@ -15,7 +15,7 @@ import obstore
 import pytest
 from tiercache_backends.s3 import S3Backend
 
-from tests.storage_backends.s3.hooks import open_s3, prefix_of, s3_of
+from tests.storage_backends.s3.hooks import open_s3, prefix_of
 from tests.storage_backends.s3.proxy import Exchange, Proxy
 from tests.storage_backends.s3.server import SECRET, bucket, needs_weed
 from tests.storage_backends.s3.test_packs import gets, run
@@ -123,10 +123,9 @@ def test_a_pack_that_was_changed_behind_our_back(store: S3Backend, tmp_path: Pat
     [[entry]] = list(obstore.list(bucket(), f"{prefix_of(tmp_path)}/packs"))
     for data in (b"", b"other", bytes(entry["size"])):
         obstore.put(bucket(), entry["path"], data)
-        before = {bytes(b"".join(one.buffers)) for one in gets(items)}
         wanted = gets(items)
         assert set(store.get(wanted)) == {Outcome.CORRUPT}
-        assert {b"".join(one.buffers) for one in wanted} == before
+        assert {b"".join(one.buffers).strip(b"\xaa") for one in wanted} == {b""}
         assert store.usage().objects == 0
         assert store.set(items) == [STORED] * 5
         assert store.get(gets(items)) == [HIT] * 5
@@ -258,4 +257,3 @@ def test_a_forked_process_is_told_to_open_its_own(tmp_path: Path) -> None:
             os._exit(1)
         assert os.waitpid(pid, 0)[1] == 0
         assert fetch(store, key("a"), SIZE) == payload("a", SIZE)
-        assert s3_of(store) is store
