@@ -27,7 +27,9 @@ def test_what_is_told_is_bounded() -> None:
                 case 3:
                     told.back([key.digest])
                 case 4:
-                    removed, stored = told.take(chance.choice((1, 2, 99)))
+                    limit = chance.choice((1, 2, 99))
+                    removed, stored = told.take(limit)
+                    assert len(removed) + len(stored) <= limit
                     assert router >= set(removed)
                     router -= set(removed)
                     assert not router & set(stored)
@@ -53,3 +55,14 @@ def test_only_what_went_lately_comes_back() -> None:
     told.forget()
     told.back([each.digest for each in keys])
     assert told.take(9) == ([], [])
+
+
+def test_an_answer_from_before_an_object_was_stored_does_not_count() -> None:
+    told = Announcements[str]()
+    key = ObjectKey(PoolName.KV, b"x")
+    asked = told.age
+    told.stored([(key, "x")])
+    told.gone([key.digest], asked)
+    assert told.take(9) == ([], ["x"])
+    told.gone([key.digest], told.age)
+    assert told.take(9) == (["x"], [])

@@ -196,6 +196,7 @@ class EventPublisher:
             for source in self._sources:
                 source.close()
             self._context.destroy(linger=100)
+            self._is_waiting = False  # or a late `wake` would write to whatever gets this descriptor next
             os.close(self._wake_fd)
 
     def _publish(self) -> bool:

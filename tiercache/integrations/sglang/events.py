@@ -112,7 +112,11 @@ class PagePublisher:
         self._publisher: Final = EventPublisher(
             settings, [PageEvents(self._pages, group)], encode=encode_pages
         )
-        self._watch: Final = EvictionWatch(store, self._pages, self._list)
+        try:
+            self._watch: Final = EvictionWatch(store, self._pages, self._list)
+        except BaseException:  # whatever it is, no socket stays open, and it is raised again
+            self._publisher.close()
+            raise
 
     @property
     def age(self) -> int:
@@ -195,6 +199,10 @@ class PageEvents(EventSource):
     def follow(self, wake: Callable[[], None]) -> None:
         """Call `wake` whenever a page was stored, found or lost."""
         self._pages.wake = wake
+
+    def close(self) -> None:
+        """Wake the publisher no more."""
+        self._pages.wake = lambda: None
 
     def _stored(self, pages: Iterable[Page]) -> list[KVEvent]:
         return runs_of(self._place, (StoredObject(self._group, page.sha, page.parent) for page in pages))
