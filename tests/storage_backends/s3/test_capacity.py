@@ -79,6 +79,28 @@ def test_an_owner_that_was_stopped_beyond_its_lease_removes_nothing(tmp_path: Pa
             assert all(fetch(second, key(one), SIZE) == payload(one, SIZE) for one in newest)
 
 
+def test_an_owner_that_sleeps_after_its_last_look_at_the_clock_removes_nothing(
+    tmp_path: Path, proxy: Proxy
+) -> None:
+    with open_s3(tmp_path, proxy.url, **LEASE) as first, open_s3(tmp_path, **LEASE) as second:
+        fill(first, "a", ENOUGH)
+        room = first._room  # private: the sleep is where no call of a test can be
+        room._closing.set()  # private: so are the rounds, which would renew the lease
+        assert room._thread is not None  # private: as above
+        room._thread.join()  # private: as above
+        asleep = room.lease._renewed + 0.3  # private: of a lease of one second
+        room.lease._clock = lambda: asleep  # private: as above
+        until(lambda: owns(second))
+        assert owns(first), "as far as it knows"
+        proxy.log.clear()
+        before = {entry.key for entry in first.scan_all()}
+        assert Outcome.THROTTLED in fill(first, "b", 10)
+        assert deletions(proxy) == 0
+        assert {entry.key for entry in first.scan_all()} >= before
+        assert not owns(first)
+        s3_of(first).check_integrity()
+
+
 def test_another_process_takes_over_from_an_owner_that_was_killed(tmp_path: Path) -> None:
     with open_s3(tmp_path, **LEASE) as second, Filler(tmp_path, endpoint(), str(CAPACITY), "1s") as first:
         assert owns(second)
