@@ -129,7 +129,9 @@ def test_the_owner_makes_room_for_the_others(tmp_path: Path) -> None:
         assert fetch(other, key(ENOUGH - 1), SIZE) == payload(ENOUGH - 1, SIZE)
 
 
-def test_a_renewal_whose_answer_is_lost_costs_nothing(tmp_path: Path, proxy: Proxy) -> None:
+def test_a_renewal_whose_answer_is_lost_costs_nothing(
+    tmp_path: Path, proxy: Proxy, caplog: pytest.LogCaptureFixture
+) -> None:
     cuts: list[Exchange] = []
 
     def cut(exchange: Exchange) -> bool:
@@ -145,6 +147,7 @@ def test_a_renewal_whose_answer_is_lost_costs_nothing(tmp_path: Path, proxy: Pro
         until(lambda: len(proxy.log) > renewals + 10)
         assert owns(store)
         assert set(fill(store, "a", ENOUGH)) == {Outcome.STORED}
+    assert "another process evicts" not in caplog.text
 
 
 def test_packs_of_many_objects_are_evicted_by_their_ends(tmp_path: Path) -> None:
