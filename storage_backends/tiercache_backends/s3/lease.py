@@ -103,10 +103,9 @@ class EvictionLease:
             if error.kind is FailureKind.ABSENT:
                 return self._put(self._id, None)
             raise
-        owner, count, lease = _parsed(data)
-        if owner == self._id and count == self._count and self._clock() - self._renewed < self._seconds / 2:
-            self._etag = etag
-            return True
+        owner, lease = _parsed(data)
+        if owner == self._id:
+            return self._put(self._id, etag)
         if self._seen[0] != etag:
             self._seen = (etag, self._clock())
         if owner and self._clock() - self._seen[1] < max(lease, self._seconds):
@@ -118,7 +117,7 @@ class EvictionLease:
         began = self._clock()
         self._count += 1
         data = json.dumps({"owner": owner, "count": self._count, "lease": self._seconds}).encode()
-        # Until the answer comes, the put may have been done: `_take` then finds our id and this count.
+        # If the answer is lost, the put may have been done: `_take` then finds our id.
         try:
             self._etag = self._client.replace(_NAME, data, etag)
         except RequestError as error:
@@ -129,10 +128,10 @@ class EvictionLease:
         return True
 
 
-def _parsed(data: bytes) -> tuple[str, int, float]:
-    """Return owner, count and seconds of a lease; of what is none, an owner that does not renew it."""
+def _parsed(data: bytes) -> tuple[str, float]:
+    """Return owner and seconds of a lease; of what is none, an owner that does not renew it."""
     try:
         found: Any = json.loads(data)
-        return str(found["owner"])[:64], int(found["count"]), min(3600.0, max(1.0, float(found["lease"])))
+        return str(found["owner"])[:64], min(3600.0, max(1.0, float(found["lease"])))
     except (ValueError, KeyError, TypeError):
-        return "unknown", 0, 1.0
+        return "unknown", 1.0
