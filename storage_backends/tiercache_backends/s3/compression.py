@@ -161,8 +161,6 @@ def _decode_chunk(
         stored = head & ~_FRAME
         raw = data[body : body + stored]
         body += stored
-        if body > data.nbytes:
-            return -1
         if head & _FRAME:
             plane = _frame(raw, count, scratch)
             if plane is None:

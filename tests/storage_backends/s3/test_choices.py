@@ -51,6 +51,13 @@ def test_a_pool_gets_the_codec_that_shrinks_its_objects_most(data, chosen):
     assert codecs[TRIAL:] == [chosen] * 3
 
 
+def test_an_object_that_does_not_shrink_is_raw_in_any_pool():
+    choices = CodecChoices("smallest", wire(1e9))
+    store(choices, BF16)
+    assert store(choices, NOISE, count=1) == [Codec.RAW]
+    assert store(choices, BF16, count=1) == [Codec.PLANES2]
+
+
 def test_pools_are_told_apart_and_reported():
     choices = CodecChoices("smallest", wire(1e9))
     store(choices, BF16, "kv", TRIAL + 20)
@@ -115,7 +122,8 @@ def test_the_speed_of_the_wire_counts_time_with_transfers_under_way():
     now = 0.0
     found = WireSpeed(lambda: now)
     assert found.speed == WireSpeed.FIRST
-    for _ in range(64):
+    for turn in range(64):
+        assert turn > 31 or found.speed == WireSpeed.FIRST
         found.begin(2 << 20)
         found.begin(2 << 20)
         found.begin(4096)

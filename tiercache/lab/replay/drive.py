@@ -189,6 +189,11 @@ class Run:
         return self._controller
 
     @property
+    def stores(self) -> tuple[NullStore, ...]:
+        """Stores of the storage tiers, in the order of the tiers."""
+        return self._store.stores if self._store else ()
+
+    @property
     def under_way(self) -> tuple[Request, ...]:
         """Requests that have begun but not ended, the oldest first."""
         return tuple(one.request for one in self._running)
