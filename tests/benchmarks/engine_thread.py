@@ -26,6 +26,7 @@ import torch
 
 from tiercache.controller import Admission, ControllerOptions, HybridCacheController, Status
 from tiercache.core import PoolName, Tier, TokenArray
+from tiercache.events.settings import EventSettings
 from tiercache.geometry import Geometry, kv_geometry, state_geometry
 from tiercache.keys import Identity
 from tiercache.pools import DevicePool, HostArena
@@ -41,12 +42,12 @@ HELD_US, NEW_US = 500, 800
 
 
 class Bench:
-    """A controller with a store, and conversations of `tokens` tokens in it.
+    """A controller with a store, and conversations of `tokens` tokens in it, which may publish events.
 
     Objects are tiny: bookkeeping is measured, not copying.
     """
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, events: EventSettings | None = None) -> None:
         self._random = np.random.default_rng(7)
         pages, states = (OTHERS + 4) * (tokens // PAGE), (OTHERS + 4) * (TURNS + 1)
         kv = kv_geometry([0], kv_heads=1, head_dim=1, dtype="uint8", page_size=PAGE)
@@ -58,7 +59,7 @@ class Bench:
             pools,
             HostArena((pages + states) * 4096, 4096, huge_pages=False),
             open_backend("memory://"),
-            options=ControllerOptions(restore_deadline=10.0),
+            options=ControllerOptions(restore_deadline=10.0, events=events),
         )
         shared = self._fresh(tokens // TURNS // PAGE * PAGE)
         for _ in range(OTHERS):

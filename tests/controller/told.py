@@ -21,7 +21,7 @@ class Told:
         self.map = ResidencyMap()
 
     def read(self):
-        self.source.post(everything=True)
+        self.source.post(0.0, everything=True)
         while events := self.source.collect():
             self.map.apply(events)
             self.check_changes(events)

@@ -310,7 +310,7 @@ class ControllerContext:
             self.in_flight.landed = self.device_work.freed = False
             self.on_landed()
         if self.residency is not None:
-            self.residency.post()
+            self.residency.post(self.clock())
 
     def give_up(self, pool: PoolName, reason: str, count: int, *, final: bool = True) -> None:
         """Count `count` objects of `pool` that will not reach storage unless they are committed again.

@@ -511,8 +511,6 @@ class HybridCacheController:
         self._write_through.send(
             inserted.node, sequence[: full * self.page_size], admission.lookup.extra, depths
         )
-        if self._context.residency is not None:
-            self._context.residency.post()
         return admission.pages
 
     def release(self, admission: Admission, *, fence: DeviceFence | None = None) -> None:
@@ -528,6 +526,8 @@ class HybridCacheController:
         admission.close(fence)
         self._admissions.discard(admission)
         self._values.tell()
+        if self._context.residency is not None:  # no other call may come for long
+            self._context.residency.post(self._context.clock(), everything=True)
         if self._shadows is not None and admission.committed:
             self._shadows.served(admission.lookup.tokens, admission.sequence, admission.lookup.extra)
 
@@ -663,7 +663,7 @@ class HybridCacheController:
             _log.warning("%d objects that were committed since the last flush did not reach storage", missing)
         self._closed = True
         if self._publisher is not None and self._context.residency is not None:
-            self._context.residency.post(everything=True)
+            self._context.residency.post(self._context.clock(), everything=True)
             self._publisher.close()
         # Each part is closed before the parts that it uses: first the threads that call the store, then the
         # transfer engine, then the store, and last the arena, in whose memory all others work.

@@ -22,6 +22,8 @@ from tiercache.index import HybridIndex
 from tiercache.index.node import Node
 
 _TIERS: Final = (Tier.DEVICE, Tier.HOST)
+_PAUSE_S: Final = 0.005
+"""Minimum seconds from one post to the next, in which several changes of a node become one."""
 _PER_POST: Final = 64
 """Maximum number of nodes that one call of `post` posts; the others follow with the next calls."""
 MAX_POSTED: Final = 1 << 16
@@ -64,6 +66,7 @@ class ResidencyEvents(EventSource):
         self._changed: Final = index.follow_changes()
         self._posted: deque[_Posted] = deque()
         self._lost = False
+        self._next_post = float("-inf")
         self._wake: Callable[[], None] = lambda: None
         self._known: list[list[dict[bytes, _Known]]] = [[{} for _ in self._groups] for _ in _TIERS]
         """Objects that were told, by tier, pool and key."""
@@ -71,10 +74,13 @@ class ResidencyEvents(EventSource):
     def follow(self, wake: Callable[[], None]) -> None:
         self._wake = wake
 
-    def post(self, *, everything: bool = False) -> None:
-        """Hand the nodes that have changed to the publisher, some of them or `everything`."""
-        if not self._changed:
+    def post(self, now: float, *, everything: bool = False) -> None:
+        """Hand the nodes that have changed to the publisher: some of them if the last post is long ago, or
+        `everything` at once. `now` is a time in seconds.
+        """
+        if not self._changed or (now < self._next_post and not everything):
             return
+        self._next_post = now + _PAUSE_S
         for _ in range(len(self._changed) if everything else min(_PER_POST, len(self._changed))):
             node = next(iter(self._changed))
             del self._changed[node]

@@ -7,6 +7,7 @@ the name of its class under `type`: vLLM's fields and ours, which readers that k
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import Any, Final
 
 import msgpack
@@ -59,27 +60,35 @@ def as_map(event: KVEvent) -> dict[str, Any]:
     depth             ours    pages from the sequence's start to the end of the first block
     medium, ownership ours, of AllBlocksCleared: the place; all places if there is no medium
     """
-    place, group = event.place, event.group
     found: dict[str, Any] = {"type": _TYPES[event.kind]}
-    if place is None:
+    if event.place is None:
         return found
-    if group is None:
-        return found | _owner(place) | {"medium": str(place.medium)}
+    if event.group is None:
+        return found | _place(event.place)
     found["block_hashes"] = list(event.keys)
     if event.kind is EventKind.STORED:
         found |= {
             "parent_block_hash": event.parent,
             "token_ids": list(event.tokens),
-            "block_size": group.page_size,
+            "block_size": event.group.page_size,
             "lora_id": None,
             "lora_name": None,
         }
-        if (spec := _SPEC_KINDS.get(group.pool)) is not None:
+        if (spec := _SPEC_KINDS.get(event.group.pool)) is not None:
             found["kv_cache_spec_kind"] = spec
         if event.depth is not None:
             found["depth"] = event.depth
-    found |= {"medium": str(place.medium), "group_idx": _POOLS.index(group.pool), "pool": str(group.pool)}
-    found |= _owner(place)
+    return found | _place(event.place) | _group(event.group)
+
+
+@lru_cache(1024)
+def _place(place: Place) -> dict[str, Any]:
+    return {"medium": str(place.medium)} | ({"ownership": place.tier} if place.tier else {})
+
+
+@lru_cache(1024)
+def _group(group: ObjectGroup) -> dict[str, Any]:
+    found: dict[str, Any] = {"group_idx": _POOLS.index(group.pool), "pool": str(group.pool)}
     if group.layout:
         found["layout"] = group.layout
     if group.namespace:
@@ -134,7 +143,3 @@ def _text(found: Mapping[str, Any], name: str) -> str:
 
 def _are(kind: type, values: object) -> bool:
     return isinstance(values, list) and set(map(type, values)) <= {kind}
-
-
-def _owner(place: Place) -> dict[str, Any]:
-    return {"ownership": place.tier} if place.tier else {}

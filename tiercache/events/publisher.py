@@ -27,7 +27,7 @@ from tiercache.events.base import EventKind, KVEvent
 from tiercache.events.encoding import encode_batch
 from tiercache.events.log import EventLog
 from tiercache.events.settings import EventSettings
-from tiercache.events.source import EventSource
+from tiercache.events.source import MAX_KEYS, EventSource
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +39,10 @@ _IDLE_MS: Final = 250
 """Milliseconds after which the sources are asked without having said anything, as for tiers that changed."""
 _MAX_REPLAYS: Final = 8
 """Number of replays that are answered at a time. The others wait."""
+_PACE_S: Final = 0.004
+"""Seconds from the first change to its publication, in which more changes come into the same batch."""
+_COLLECTS: Final = 32
+"""Number of times that a source is asked before others are."""
 _REQUESTS: Final = 16
 """Number of requests that are read before events are published again."""
 _SENDS: Final = 64
@@ -48,6 +52,8 @@ _PATIENCE_S: Final = 10.0
 _PATIENCE_WITH_OTHERS_S: Final = 0.5
 """The same for one of `_MAX_REPLAYS` replays, while another client waits."""
 _CLOSE_S: Final = 5.0
+_LAST_S: Final = 1.0
+"""Seconds in which the last events are published at the end, while stores may still change."""
 
 
 class EventPublisher:
@@ -185,10 +191,13 @@ class EventPublisher:
                     poller.poll(5 if self._replays else _IDLE_MS)
                     with suppress(BlockingIOError):
                         os.eventfd_read(self._wake_fd)
+                    if not self._replays:
+                        time.sleep(_PACE_S)
                 except Exception:  # noqa: BLE001  logged, and tried again
                     _log.exception("KV events could not be published; trying again")
                     self._closing.wait(1.0)
-            while self._publish():
+            until = time.monotonic() + _LAST_S
+            while self._publish() and time.monotonic() < until:
                 pass
         except (zmq.ZMQError, StorageError, ClosedError) as error:
             _log.warning("the last KV events were not published: %s", error)
@@ -202,7 +211,7 @@ class EventPublisher:
     def _publish(self) -> bool:
         """Publish what the sources have now; return whether there was anything."""
         for source in self._sources:
-            self.log.publish(source.collect())
+            self._collect(source)
         reading = self.log.read(self._sent)
         self.skipped += reading.missed
         for batch in reading.batches:
@@ -212,6 +221,23 @@ class EventPublisher:
         self.published += len(reading.batches)
         self._sent = reading.next
         return bool(reading.batches)
+
+    def _collect(self, source: EventSource) -> None:
+        """Put what a source has now into batches of the log, of about MAX_KEYS keys each."""
+        events: list[KVEvent] = []
+        keys = 0
+        try:
+            for _ in range(_COLLECTS):
+                more = source.collect()
+                if not more:
+                    break
+                events += more
+                keys += sum(len(event.keys) for event in more)
+                if keys >= MAX_KEYS:
+                    self.log.publish(events)
+                    events, keys = [], 0
+        finally:
+            self.log.publish(events)
 
     def _answer(self) -> bool:
         """Read some requests, and send parts of the answers; return whether anything was read or sent."""

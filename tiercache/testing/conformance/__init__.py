@@ -17,7 +17,7 @@ import pytest
 _THEMES = (
     "attaching", "batches", "coldest", "damage", "describing", "eviction", "figures", "full_disk", "objects",
     "persistence", "refusals",
-    "restorable", "sharing", "threads", "values",
+    "restorable", "sharing", "threads", "values", "watching",
 )  # fmt: skip
 pytest.register_assert_rewrite(*(f"{__name__}.{theme}" for theme in _THEMES))
 
@@ -37,6 +37,7 @@ from tiercache.testing.conformance.restorable import Restorable
 from tiercache.testing.conformance.sharing import Sharing
 from tiercache.testing.conformance.threads import Threads
 from tiercache.testing.conformance.values import Values
+from tiercache.testing.conformance.watching import Watching
 
 __all__ = ["BackendConformance", "BackendHooks"]
 
@@ -57,6 +58,7 @@ class BackendConformance(
     Persistence,
     Sharing,
     Attaching,
+    Watching,
 ):
     """Conformance tests of a store, as a base class for a test class.
 
