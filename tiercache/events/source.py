@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 from tiercache.events.base import KVEvent
 
-MAX_KEYS: int = 1024
+MAX_KEYS: Final = 1024
 """Number of keys that one answer of a source has, about."""
 
 
