@@ -526,8 +526,7 @@ class HybridCacheController:
         admission.close(fence)
         self._admissions.discard(admission)
         self._values.tell()
-        if self._context.residency is not None:  # no other call may come for long
-            self._context.residency.post(self._context.clock(), everything=True)
+        self._post_residency()
         if self._shadows is not None and admission.committed:
             self._shadows.served(admission.lookup.tokens, admission.sequence, admission.lookup.extra)
 
@@ -582,6 +581,7 @@ class HybridCacheController:
         if wait and self._context.under_way:
             self._context.await_event(wait)
             self._context.drain()
+        self._post_residency()
         return busy
 
     def contents(self) -> Iterator[Content]:
@@ -662,8 +662,8 @@ class HybridCacheController:
         if self._backend is not None and (missing := self._draining.missing()):
             _log.warning("%d objects that were committed since the last flush did not reach storage", missing)
         self._closed = True
-        if self._publisher is not None and self._context.residency is not None:
-            self._context.residency.post(self._context.clock(), everything=True)
+        self._post_residency()
+        if self._publisher is not None:
             self._publisher.close()
         # Each part is closed before the parts that it uses: first the threads that call the store, then the
         # transfer engine, then the store, and last the arena, in whose memory all others work.
@@ -721,6 +721,11 @@ class HybridCacheController:
         self._parking.expire()
         if self._session is not None:
             self._session.check()
+
+    def _post_residency(self) -> None:
+        """Publish all that has changed on device and host, because no other call may come for long."""
+        if self._context.residency is not None:
+            self._context.residency.post(self._context.clock(), everything=True)
 
     def _publish(
         self, settings: EventSettings | None, shards: Mapping[PoolName, Shard | None]
