@@ -49,7 +49,7 @@ def read(endpoint: str) -> None:
 
 @contextmanager
 def subscribed(kind: str, endpoint: str) -> Iterator[None]:
-    """Have such a subscriber during the block."""
+    """Run such a subscriber during the block."""
     with ExitStack() as ends:
         if kind == "one that reads":
             reader = multiprocessing.get_context("spawn").Process(target=read, args=(endpoint,), daemon=True)
