@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.controller.told import Told
 from tests.examples import example_count
 from tests.index.model import PAGE, Model, Path, Prefix, path_of, tokens_of
 from tests.index.states import ONE, cancel_state, drop_state, publish_state, reserve_state, span_of
@@ -63,6 +65,9 @@ class IndexMachine(RuleBasedStateMachine):
             page_pools=self.page_pools,
             state_pools=self.state_pools,
             refresh=refresh,
+        )
+        self.told = Told(
+            SimpleNamespace(index=self.index, pools=self.index.pools, namespace=NAMESPACE, page_size=PAGE)
         )
         self.model = Model(self.page_pools, self.state_pools)
         self.holds: list[Hold] = []
@@ -356,6 +361,14 @@ class IndexMachine(RuleBasedStateMachine):
 
     # -- always --------------------------------------------------------------------------------
 
+    @rule(reads=st.sampled_from([False, False, True]))
+    def tell(self, reads: bool) -> None:
+        """Post some nodes, or read all events, which agree with the index."""
+        if reads:
+            self.told.check()
+        else:
+            self.told.source.post(0.0, everything=True)
+
     @invariant()
     def a_current_match_would_come_out_the_same(self) -> None:
         if not hasattr(self, "index"):
@@ -385,6 +398,7 @@ class IndexMachine(RuleBasedStateMachine):
         """Whatever happened, everything can be taken back, and then nothing is left."""
         if not hasattr(self, "index"):
             return
+        self.told.check()
         while self.flights:
             self.finish(0, publish=False)
         while self.holds:
@@ -403,6 +417,7 @@ class IndexMachine(RuleBasedStateMachine):
                     self.index.forget_stored(span_of(leaves[0]), pool, ONE)
             self.index.check_integrity()
         assert not list(self.index.nodes())
+        self.told.check()
 
 
 class StatelessMachine(IndexMachine):
