@@ -89,7 +89,8 @@ def test_changes_behind_the_bound_clear_device_and_host(monkeypatch):
     engine.told.read()
     told = engine.told.map.places()[Place(Medium.GPU)]
     known = {found.key for found in told if found.pool is KV}
-    assert {*keys_of(9)} <= known < {key for n in (1, 2, 3, 4, 9) for key in keys_of(n)}
+    # Late copies to the host may have changed the other nodes too.
+    assert {*keys_of(9)} <= known <= {key for n in (1, 2, 3, 4, 9) for key in keys_of(n)}
     engine.controller.close()
 
 
