@@ -64,7 +64,7 @@ def as_map(event: KVEvent) -> dict[str, Any]:
     if event.place is None:
         return found
     if event.group is None:
-        return found | _place(event.place)
+        return found | _owner(event.place) | {"medium": str(event.place.medium)}
     found["block_hashes"] = list(event.keys)
     if event.kind is EventKind.STORED:
         found |= {
@@ -78,22 +78,27 @@ def as_map(event: KVEvent) -> dict[str, Any]:
             found["kv_cache_spec_kind"] = spec
         if event.depth is not None:
             found["depth"] = event.depth
-    return found | _place(event.place) | _group(event.group)
+    return found | _whereabouts(event.place, event.group)
 
 
 @lru_cache(1024)
-def _place(place: Place) -> dict[str, Any]:
-    return {"medium": str(place.medium)} | ({"ownership": place.tier} if place.tier else {})
-
-
-@lru_cache(1024)
-def _group(group: ObjectGroup) -> dict[str, Any]:
-    found: dict[str, Any] = {"group_idx": _POOLS.index(group.pool), "pool": str(group.pool)}
+def _whereabouts(place: Place, group: ObjectGroup) -> dict[str, Any]:
+    """Return the fields that all events of a group in a place share; the caller does not change the map."""
+    found: dict[str, Any] = {
+        "medium": str(place.medium),
+        "group_idx": _POOLS.index(group.pool),
+        "pool": str(group.pool),
+    }
+    found |= _owner(place)
     if group.layout:
         found["layout"] = group.layout
     if group.namespace:
         found["namespace"] = namespace_label(group.namespace)
     return found
+
+
+def _owner(place: Place) -> dict[str, Any]:
+    return {"ownership": place.tier} if place.tier else {}
 
 
 def decode_batch(payload: bytes) -> tuple[float, list[KVEvent]]:
