@@ -32,7 +32,7 @@ from tiercache.storage.vectors import usable
 from tiercache.storage.wrappers.base import decide
 from tiercache_backends.mooncake.claims import NameClaims
 from tiercache_backends.mooncake.header import HEADER_BYTES, ObjectNames, read_header
-from tiercache_backends.mooncake.library import MooncakeClient, library, outcome_of
+from tiercache_backends.mooncake.library import INVALID, MooncakeClient, library, outcome_of
 from tiercache_backends.mooncake.link import Link
 from tiercache_backends.mooncake.listing import Listing
 from tiercache_backends.mooncake.memory import Region
@@ -251,7 +251,8 @@ class MooncakeBackend(StorageBackend):
 
             heads = self._link.ask_with("describe", len(part) * HEADER_BYTES, work)
             for digest, name, head in zip(part, names, heads, strict=True):
-                if isinstance(head, int) and outcome_of(head) is not Outcome.MISS:
+                # INVALID: an object of somebody else, shorter than a header.
+                if isinstance(head, int) and head != INVALID and outcome_of(head) is not Outcome.MISS:
                     raise self._unavailable(head)
                 header = None if isinstance(head, int) else read_header(memoryview(head), name)
                 found.append(None if header is None else header.entry(digest))

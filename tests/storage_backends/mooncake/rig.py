@@ -1,6 +1,6 @@
 """A Mooncake pool for tests: a real master and real providers, which all end with the test.
 
-    with own_network(), Pool() as pool:                       # in a network namespace of this thread
+    with own_network(), Pool() as pool:                       # in a network namespace of this process
         store = open_backend(pool.url("name"))
 
     with Pool(host="10.7.0.1", within=["ip", "netns", "exec", "h1"]) as pool: ...      # in a given one
@@ -55,16 +55,25 @@ def require() -> None:
         pytest.skip(reason)
 
 
+_namespaces: list[int] = []
+"""Descriptor of the namespace that `own_network` has made."""
+
+
 @contextmanager
 def own_network() -> Iterator[None]:
-    """Put this thread, and what it starts, into a new network namespace with a loopback device."""
+    """Put this thread, and what it starts, into a network namespace of this process with a loopback device.
+
+    Mooncake keeps threads and connections for all clients of a process, so a process has one namespace.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     try:
-        if libc.unshare(_CLONE_NEWNET):
+        if libc.setns(_namespaces[0], _CLONE_NEWNET) if _namespaces else libc.unshare(_CLONE_NEWNET):
             pytest.skip(f"no network namespace can be made: {os.strerror(ctypes.get_errno())}")
         try:
-            subprocess.run(["ip", "link", "set", "lo", "up"], check=True, timeout=_PATIENCE)
+            if not _namespaces:
+                _namespaces.append(os.open("/proc/thread-self/ns/net", os.O_RDONLY))
+                subprocess.run(["ip", "link", "set", "lo", "up"], check=True, timeout=_PATIENCE)
             yield
         finally:
             assert libc.setns(before, _CLONE_NEWNET) == 0
