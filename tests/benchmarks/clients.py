@@ -1,14 +1,17 @@
-"""Many clients of one daemon at once: `python -m tests.benchmarks.clients [CLIENTS] [SECONDS]`.
+"""Many clients of one daemon at once: `python -m tests.benchmarks.clients [CLIENTS] [SECONDS] [WAY]`.
 
-Half of them share memory with it, half talk TCP. Each stores and reads batches of its own and of the others,
-and checks every byte that it reads. One JSON line: how many calls, what went wrong (nothing may), the
-latencies, and what the daemon's memory did.
+WAY is `mixed` (half of them share memory with it, half talk TCP), `data` (all over TCP, on data
+connections), `stream` (all over TCP, by gRPC) or `bare`: framed sockets move the same bytes between the same
+processes, and nothing is stored, looked up or checked; two cores allow no more. Each stores and reads
+batches of its own and of the others, and checks every byte that it reads. One JSON line: how many calls,
+what went wrong (nothing may), the latencies, and what the daemon's memory did.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import resource
 import statistics
 import subprocess
 import sys
@@ -19,9 +22,11 @@ from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 
+from tests.benchmarks.remote import seconds_of
 from tests.storage_backends.grpc.hooks import answers
 from tiercache.core import Outcome
 from tiercache.errors import StorageError
+from tiercache.lab.bench.raw import RawClient
 from tiercache.pools import HostArena
 from tiercache.storage.base import GetItem, SetItem, StorageBackend
 from tiercache.storage.registry import open_backend
@@ -31,6 +36,27 @@ PROCESSES = 8
 OBJECTS = 8
 SIZE = 64 << 10
 SHARED_BATCHES = 200
+
+
+def bare_client(
+    port: int, who: int, seconds: float, started: threading.Barrier
+) -> tuple[Counter[str], dict[str, list[float]]]:
+    """One client's calls to plain sockets, in the same proportions: a look-up, and mostly a get."""
+    rng, bare = random.Random(who), RawClient(port)
+    whole = memoryview(bytearray(OBJECTS * SIZE))
+    times: dict[str, list[float]] = {"exists": [], "get": [], "set": []}
+    started.wait()
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        kind = "get" if rng.random() < 0.7 else "set"
+        for name, up, down in (
+            ("exists", 800, 1),
+            (kind, *((800, OBJECTS * SIZE) if kind == "get" else (OBJECTS * SIZE, 24))),
+        ):
+            began = time.perf_counter()
+            bare.call(whole[:up], whole[:down])
+            times[name].append(time.perf_counter() - began)
+    return Counter(), times
 
 
 def client(
@@ -92,10 +118,12 @@ def worker(urls: list[str], first: int, seconds: float) -> None:
     """A process with several clients: prints what they saw."""
     results: list[tuple[Counter[str], dict[str, list[float]]]] = []
     started = threading.Barrier(len(urls))
-    threads = [
-        threading.Thread(target=lambda u=url, n=n: results.append(client(u, first + n, seconds, started)))
-        for n, url in enumerate(urls)
-    ]
+
+    def run(url: str, who: int) -> None:
+        one = bare_client(int(url), who, seconds, started) if url.isdigit() else None
+        results.append(one or client(url, who, seconds, started))
+
+    threads = [threading.Thread(target=run, args=(url, first + n)) for n, url in enumerate(urls)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -105,7 +133,7 @@ def worker(urls: list[str], first: int, seconds: float) -> None:
     print(json.dumps({"seen": seen, "times": times, "ended": len(results)}))
 
 
-def main(clients: int, seconds: float) -> None:
+def main(clients: int, seconds: float, way: str) -> None:
     with tempfile.TemporaryDirectory(prefix=".benchmark-", dir=".") as temporary, ExitStack() as stack:
         directory = Path(temporary).absolute() / "d"
         command = [
@@ -117,17 +145,27 @@ def main(clients: int, seconds: float) -> None:
             str(directory),
             "--disk-bytes",
             "512MiB",
+            "--listen",
+            "127.0.0.1:0",
         ]
+        if way == "bare":
+            command = [sys.executable, "-m", "tiercache.lab.bench.raw"]
         daemon = stack.enter_context(
-            subprocess.Popen([*command, "--listen", "127.0.0.1:0"], stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         )
         stack.callback(daemon.terminate)
         assert daemon.stderr is not None
-        address = next(line.split()[1] for line in daemon.stderr if line.startswith("on 127.0.0.1:"))
+        assert daemon.stdout is not None
+        if way == "bare":
+            urls = [daemon.stdout.readline().strip()] * clients
+        else:
+            address = next(line.split()[1] for line in daemon.stderr if line.startswith("on 127.0.0.1:"))
+            urls = [f"grpc://{address}?plane={'stream' if way == 'stream' else 'auto'}"] * clients
+        if way == "mixed":
+            urls[1::2] = [f"grpc://{directory}/run"] * (clients // 2)
         threading.Thread(target=daemon.stderr.read, daemon=True).start()
-        urls = [f"grpc://{directory}/run" if n % 2 else f"grpc://{address}" for n in range(clients)]
         shares = [urls[n::PROCESSES] for n in range(min(PROCESSES, clients))]
-        before = memory_of(daemon.pid)
+        before, used = memory_of(daemon.pid), seconds_of(daemon.pid)
         # a pipe that nobody reads would fill up
         outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in shares]
         workers = [
@@ -154,13 +192,21 @@ def main(clients: int, seconds: float) -> None:
             ended += report["ended"]
             for kind, values in report["times"].items():
                 times[kind] += values
+        calls = sum(map(len, times.values()))
+        daemon_seconds = seconds_of(daemon.pid) - used
+        # The workers also made their batches and compared them.
+        spent = resource.getrusage(resource.RUSAGE_CHILDREN)
         half = samples[len(samples) // 4 : -5] or samples
         print(
             json.dumps(
                 {
-                    "name": "clients", "clients": clients, "ended": ended, "seconds": seconds,
+                    "name": "clients", "way": way, "clients": clients, "ended": ended, "seconds": seconds,
                     "seen": dict(sorted(seen.items())),
-                    "calls_per_second": round(sum(map(len, times.values())) / seconds),
+                    "calls_per_second": round(calls / seconds),
+                    "cpu_ms_per_call": {
+                        "daemon": round(daemon_seconds / calls * 1e3, 3),
+                        "clients": round((spent.ru_utime + spent.ru_stime) / calls * 1e3, 3),
+                    },
                     "ms": {kind: quantiles(values) for kind, values in times.items() if len(values) > 100},
                     "daemon_private_mb": {"before": before, "a quarter in": half[0], "at the end": half[-1],
                      "most": max(samples)},
@@ -191,4 +237,5 @@ if __name__ == "__main__":
     if len(sys.argv) == 2 and sys.argv[1].startswith("["):
         worker(*json.loads(sys.argv[1]))
     else:
-        main(int(sys.argv[1]) if len(sys.argv) > 1 else 64, float(sys.argv[2]) if len(sys.argv) > 2 else 60.0)
+        given = [*sys.argv[1:], *("64", "60", "mixed")[len(sys.argv) - 1 :]]
+        main(int(given[0]), float(given[1]), given[2])

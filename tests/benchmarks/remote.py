@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -22,50 +21,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from tiercache.core import Outcome
+from tiercache.lab.bench.raw import RawClient
 from tiercache.pools import HostArena
 from tiercache.storage.base import GetItem, SetItem, StorageBackend
 from tiercache.storage.registry import open_backend
 from tiercache.testing.objects import key, payload, to_set
-from tiercache.wire.data import VECTOR, skip
 
 MIB = 1 << 20
 BATCHES = {"8 x 64 KiB": (8, 64 << 10), "1 MiB": (1, MIB), "32 MiB": (32, MIB)}
 SECONDS = 0.3
 """Seconds of each side in each round."""
-
-
-def raw_server() -> None:
-    """Send as many bytes of one memory as each request of 8 bytes says, on every connection."""
-    whole = memoryview(bytearray(b"x" * (64 * MIB)))
-    listener = socket.create_server(("127.0.0.1", 0))
-    print(listener.getsockname()[1], flush=True)
-
-    def serve(sock: socket.socket) -> None:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        while request := sock.recv(8):
-            left = [whole[at : at + MIB] for at in range(0, int.from_bytes(request), MIB)]
-            left[-1] = left[-1][: (int.from_bytes(request) - 1) % MIB + 1]
-            while left:
-                skip(left, sock.sendmsg(left[:VECTOR]))
-
-    while True:
-        sock, _ = listener.accept()
-        threading.Thread(target=serve, args=(sock,), daemon=True).start()
-
-
-class Raw:
-    """Client of `raw_server`."""
-
-    def __init__(self, port: int, nbytes: int) -> None:
-        self._sock = socket.create_connection(("127.0.0.1", port))
-        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._into = memoryview(bytearray(b"x" * nbytes))
-
-    def get(self) -> None:
-        self._sock.sendall(self._into.nbytes.to_bytes(8))
-        at = 0
-        while at < self._into.nbytes:
-            at += self._sock.recv_into(self._into[at:])
 
 
 class Batch:
@@ -133,6 +98,12 @@ def measure(works: list[Callable[[], None]], nbytes: int, pid: int) -> tuple[flo
     return moved / (time.perf_counter() - began), used / moved
 
 
+def raw_get(port: int, nbytes: int, ends: ExitStack) -> Callable[[], None]:
+    """Receive so many bytes from plain sockets."""
+    client, into = ends.enter_context(RawClient(port)), memoryview(bytearray(b"x" * nbytes))
+    return lambda: client.call(into[:0], into)
+
+
 def child(command: list[str], ends: ExitStack) -> subprocess.Popen[str]:
     made = ends.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
     ends.callback(made.terminate)
@@ -141,7 +112,7 @@ def child(command: list[str], ends: ExitStack) -> subprocess.Popen[str]:
 
 def main(rounds: int, clients: int) -> None:
     with tempfile.TemporaryDirectory(prefix="tc-") as temporary, ExitStack() as ends:
-        raw = child([sys.executable, "-m", "tests.benchmarks.remote", "raw"], ends)
+        raw = child([sys.executable, "-m", "tiercache.lab.bench.raw"], ends)
         assert raw.stdout is not None
         port = int(raw.stdout.readline())
         command = [sys.executable, "-m", "tiercache.cli", "serve", "--directory", temporary]
@@ -153,7 +124,7 @@ def main(rounds: int, clients: int) -> None:
         address = next(row["address"] for row in rows if row.get("transport") == "tcp")
         for label, (count, size) in BATCHES.items():
             sides: dict[str, tuple[list[Callable[[], None]], int]] = {
-                "raw": ([Raw(port, count * size).get for _ in range(clients)], raw.pid)
+                "raw": ([raw_get(port, count * size, ends) for _ in range(clients)], raw.pid)
             }
             prepared: dict[str, list[Batch]] = {}
             with ExitStack() as stores:
@@ -190,7 +161,4 @@ def main(rounds: int, clients: int) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["raw"]:
-        raw_server()
-    else:
-        main(int(sys.argv[1]) if len(sys.argv) > 1 else 5, int(sys.argv[2]) if len(sys.argv) > 2 else 1)
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 5, int(sys.argv[2]) if len(sys.argv) > 2 else 1)

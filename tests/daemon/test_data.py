@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
-from tests.daemon.attacks import attack
+from tests.daemon.attacks import attack, client_hello, tls
 from tests.daemon.hosts import (
     HOST_BYTES,
     MIB,
@@ -29,6 +32,7 @@ from tests.daemon.hosts import (
     serving,
     until,
 )
+from tests.storage_backends.grpc.nodes import certificates
 from tiercache.core import ObjectKey, ObjectMeta
 from tiercache.wire import messages
 from tiercache.wire.data import FRAME_BYTES, FrameKind, pack, unpack
@@ -82,10 +86,14 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 class Remote(Client):
     """A client over TCP that can open data connections."""
 
-    def __init__(self, daemon: Daemon, name: str = "mallory") -> None:
-        super().__init__(f"127.0.0.1:{daemon.ports[0]}", [("authorization", f"Bearer {TOKENS[name]}")])
+    def __init__(
+        self, daemon: Daemon, name: str = "mallory", credentials: grpc.ChannelCredentials | None = None
+    ) -> None:
+        super().__init__(
+            f"127.0.0.1:{daemon.ports[0]}", [("authorization", f"Bearer {TOKENS[name]}")], credentials
+        )
         self.name = name
-        self.port = pb.HelloReply.FromString(self.call("Hello", b"").SerializeToString()).data
+        self.port: pb.DataPort = self.call("Hello", b"").data
 
     def opening(self, token: bytes | None = None, name: str | None = None) -> bytes:
         authorization = f"Bearer {TOKENS[name or self.name]}"
@@ -253,6 +261,7 @@ WRONG: dict[str, Callable[[], bytes]] = {
 }
 REFUSED: dict[str, tuple[Callable[[], bytes], int]] = {
     "no deadline left": (lambda: call("Get", get(list(BIG), MIB), seconds=0.0), 4),
+    "a deadline that is no number": (lambda: call("Get", get(list(BIG), MIB), seconds=float("nan")), 4),
     "a request that is none": (lambda: call("Get", b"\xff" * 30), 3),
     "an object beyond the limit": (lambda: call("Get", get([key(1)], 1 << 40)), 3),
     "an object of no bytes": (lambda: call("Get", get([key(1)], 0)), 3),
@@ -391,3 +400,39 @@ def test_a_drain_ends_calls_in_time_and_idle_connections_at_once(tmp_path: Any) 
         with pytest.raises(ConnectionError):
             client.dial().recv(1)
         assert daemon.process.wait(30) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with the openssl command")
+def test_strangers_in_tls(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Half a handshake, a whole one without a token, and no TLS at all: a client with a token is let in."""
+    files = {name: secret(tmp_path / name, token) for name, token in TOKENS.items()}
+    body = BODY.format(
+        directory=tmp_path,
+        store=STORE_BYTES,
+        host=HOST_BYTES,
+        salt=secret(tmp_path / "salt", "s" * 32),
+        **files,
+    )
+    body = body.replace("[limits]", '[tls]\nkey = "{}"\ncertificate = "{}"\n[limits]'.format(*certificates()))
+    with serving(tmp_path, body) as daemon:
+        with Good(lambda: Worker(daemon)):
+            time.sleep(0.3)
+        daemon.first = daemon.figures()
+        credentials = grpc.ssl_channel_credentials(certificates()[1].read_bytes())
+        with attack(daemon, request), Remote(daemon, credentials=credentials) as client, ExitStack() as stack:
+            for n in range(300):
+                with suppress(OSError):
+                    sock = stack.enter_context(client.dial())
+                    if n % 3 == 2:
+                        stack.enter_context(tls(sock))
+                    else:
+                        sock.sendall([client_hello()[:100], client.opening()][n % 3])
+
+            def opens() -> bool:
+                with suppress(OSError), tls(client.dial()) as sock:
+                    sock.sendall(client.opening())
+                    return (data := sock.recv(FRAME_BYTES)) != b"" and data[0] == FrameKind.OPENED
+                return False
+
+            until(opens, 60)

@@ -43,7 +43,8 @@ class DataCall(Call):
     ) -> None:
         super().__init__(caller, None, 0.0, limits.message_bytes, max_request)
         self.name: Final = call.method
-        self.seconds: Final = call.seconds
+        # `>=` is false for NaN, which no timer must ever get.
+        self.seconds: Final = call.seconds if call.seconds >= 0 else 0.0
         self._request = call.request
         self._channel = channel
         self.unread = payload

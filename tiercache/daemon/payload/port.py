@@ -195,8 +195,8 @@ class DataPort:
 
     def _end(self, connection: _Connection) -> None:
         """End a connection; what it has under way is cancelled first."""
+        self._admission.remove(connection)
         if connection.task is None:
-            self._admission.remove(connection)
             connection.channel.close()
         else:
             connection.task.cancel()

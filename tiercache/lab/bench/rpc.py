@@ -1,7 +1,7 @@
 """The cases of `bench rpc`, which measures a daemon over TCP and through shared memory.
 
-TCP is compared with a gRPC server that only streams messages (`bare`). Shared memory is compared with the
-same store in this process.
+Data connections are compared with plain sockets (`raw`), and payload in messages of gRPC with a gRPC server
+that only streams messages (`bare`). Shared memory is compared with the same store in this process.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tiercache.core import ObjectKey
 from tiercache.errors import ConfigError, StorageError
 from tiercache.lab.bench.bare import OPTIONS
 from tiercache.lab.bench.machine import free_bytes, warm
+from tiercache.lab.bench.raw import RawClient
 from tiercache.lab.bench.rows import Note, Row, Target, Unit
 from tiercache.lab.bench.subject import Buffers, Subject, batch_keys
 from tiercache.lab.bench.timing import Crew, Side, medians
@@ -33,14 +34,14 @@ _MAX_OBJECTS: Final = 128
 """Maximum number of objects of a batch."""
 _EXISTS_KEYS: Final = 1600
 """Number of keys of one call of `exists`."""
-_LAYOUTS: Final = 3
+_LAYOUTS: Final = 4
 """Number of copies of the objects on disk.
 
-One copy each is stored over TCP, through shared memory, and in this process.
+One copy each is stored on data connections, by gRPC, through shared memory, and in this process.
 """
 _SPARE: Final = 128 << 20
 """Bytes that the stores may need in addition to their objects."""
-_RATIOS: Final = {"tcp": 0.9, "shared": 0.8}
+_RATIOS: Final = {"data": 0.7, "tcp": 0.9, "shared": 0.8}
 """Target for each transport: minimum speed as a multiple of the limit's speed."""
 _FROM: Final = 1 << 20
 """Minimum object size in bytes for which `_RATIOS` holds. For smaller objects the time per object counts."""
@@ -63,7 +64,8 @@ def run(
         with ExitStack() as stack:
             yield from _SizeBench(root / str(size), size, batch_bytes, repeats, say, stack).rows()
     yield Note(
-        "tcp: compared with a Python gRPC server that only streams the same protobuf messages of"
+        "data: compared with plain sockets that move the same bytes, and neither check nor store them."
+        " tcp: by gRPC, compared with a Python gRPC server that only streams the same protobuf messages of"
         f" {CHUNK_BYTES >> 20} MiB, and with one that streams plain bytes. Neither checks or stores anything."
         " shared: the daemon fills a memfd; compared with the same file store in this process."
     )
@@ -101,10 +103,13 @@ class _SizeBench:
             return stack.enter_context(Subject(url, path, self._buffers, callers))
 
         store = root / "daemon/store"
-        self._tcp = subject(storage_url("grpc", address=address), store)
+        self._data = subject(storage_url("grpc", address=address), store)
+        self._tcp = subject(storage_url("grpc", address=address, plane="stream"), store)
         self._shared = subject(storage_url("grpc", sockets, plane="shared"), store)
         self._local = subject(storage_url("file", root / "local", capacity=capacity), root / "local")
-        channel = stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{_bare(stack)}", options=OPTIONS))
+        self._sockets = stack.enter_context(RawClient(_port_of("tiercache.lab.bench.raw", stack)))
+        port = _port_of("tiercache.lab.bench.bare", stack)
+        channel = stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{port}", options=OPTIONS))
         self._bare_get: Any = channel.unary_stream("/bare/Get", None, pb.GetReply.FromString)
         self._bare_set: Any = channel.stream_unary("/bare/Set", pb.SetRequest.SerializeToString)
         self._raw_get: Any = channel.unary_stream("/bare/GetRaw")
@@ -121,10 +126,13 @@ class _SizeBench:
     def rows(self) -> Iterator[Row]:
         """Yield the rows of all cases. Sets run first, and gets read the objects of the sets."""
         count, rounds = self._buffers.count, self._repeats + 1
-        new = [[batch_keys(count) for _ in range(rounds)] for _ in range(3)]
+        new = [[batch_keys(count) for _ in range(rounds)] for _ in range(4)]
+        whole = self._buffers.arena.hold()[: self._buffers.nbytes]
         self._say("set")
         found = medians(
             [
+                Side("data", lambda n: self._data.put(new[3][n])),
+                Side("sockets", lambda _: self._sockets.call(whole, memoryview(bytearray(1)))),
                 Side("tcp", lambda n: self._tcp.put(new[0][n])),
                 Side("shared", lambda n: self._shared.put(new[1][n])),
                 Side("local", lambda n: self._local.put(new[2][n])),
@@ -133,6 +141,7 @@ class _SizeBench:
             ],
             self._repeats,
         )
+        yield self._row("data set", found["data"], "plain sockets", found["sockets"])
         yield self._row("tcp set", found["tcp"], "bare stream", found["bare"], "tcp")
         yield self._row("tcp set", found["tcp"], "plain bytes", found["raw"])
         yield self._row("shared set", found["shared"], "in process", found["local"])
@@ -140,16 +149,19 @@ class _SizeBench:
         # Each store reads its batches once before any get is timed.
         for subject in (self._shared, self._local):
             warm(subject.path)
-            for keys in (new[0][0], new[1][0], new[2][0]):
+            for keys in (new[0][0], new[1][0], new[2][0], new[3][0]):
                 if subject.store.exists(keys)[0]:
                     subject.get(keys)
         self._say("get")
-        self._buffers.wipe()
-        self._tcp.get(new[0][0])
-        self._buffers.check()
+        for subject, keys in ((self._tcp, new[0][0]), (self._data, new[3][0])):
+            self._buffers.wipe()
+            subject.get(keys)
+            self._buffers.check()
         request = f"{len(self._raw)} {len(self._raw[0])}".encode()
         found = medians(
             [
+                Side("data", lambda _: self._data.get(new[3][0])),
+                Side("sockets", lambda _: self._sockets.call(whole[:0], whole)),
                 Side("tcp", lambda _: self._tcp.get(new[0][0])),
                 Side("shared", lambda _: self._shared.get(new[1][0])),
                 Side("local", lambda _: self._local.get(new[2][0])),
@@ -161,6 +173,7 @@ class _SizeBench:
             ],
             self._repeats,
         )
+        yield self._row("data get warm", found["data"], "plain sockets", found["sockets"], "data")
         yield self._row("tcp get warm", found["tcp"], "bare stream", found["bare"], "tcp")
         yield self._row("tcp get warm", found["tcp"], "plain bytes", found["raw"])
         yield self._row("shared get warm", found["shared"], "in process", found["local"], "shared")
@@ -169,11 +182,12 @@ class _SizeBench:
     def _exists(self, known: list[ObjectKey]) -> Iterator[Row]:
         keys = (known * (_EXISTS_KEYS // len(known) + 1))[:_EXISTS_KEYS]
         sides = [
+            Side("data", lambda _: self._data.store.exists(keys)),
             Side("tcp", lambda _: self._tcp.store.exists(keys)),
             Side("shared", lambda _: self._shared.store.exists(keys)),
         ]
         found = medians(sides, self._repeats)
-        for name in ("tcp", "shared"):
+        for name in ("data", "tcp", "shared"):
             yield Row(f"rpc {name} exists", self._size, len(keys), found[name])
 
     def _row(self, case: str, seconds: float, limit: str, limit_seconds: float, ratio: str = "") -> Row:
@@ -212,8 +226,9 @@ def _daemon(directory: Path, sockets: str, capacity: int, stack: ExitStack) -> s
     raise StorageError(f"the daemon did not start: {' '.join(process.stderr.read().splitlines()[-1:])}")
 
 
-def _bare(stack: ExitStack) -> int:
-    process = _process(children.command("tiercache.lab.bench.bare"), stack)
+def _port_of(module: str, stack: ExitStack) -> int:
+    """Start a server of this package in a process of its own, and return the port that it prints."""
+    process = _process(children.command(module), stack)
     assert process.stdout is not None
     return int(process.stdout.readline())
 

@@ -61,9 +61,7 @@ class DataPlane:
 
     def start(self, hello: pb.HelloReply, seconds: float) -> None:
         """Open a first connection to the port that a daemon has offered, if it offers one."""
-        if hello.HasField("data") and hello.data.port and hello.data.connections:
-            with self._lock:
-                self._port = hello.data
+        if self._adopt(hello):
             self._try_to_open(time.monotonic() + min(seconds, _CONNECT_SECONDS))
 
     def attempt(self, work: Callable[[DataConnection], T], deadline: float) -> T | None:
@@ -154,7 +152,7 @@ class DataPlane:
 
     def _start_reopening(self) -> None:
         """Start a thread that opens the plane, if it is time for that; the caller holds the lock."""
-        due = self._port.port and time.monotonic() >= self._retry_at
+        due = self._port.token and time.monotonic() >= self._retry_at
         if due and not self._working and not self._closed:
             self._working = True
             try:
@@ -164,16 +162,20 @@ class DataPlane:
 
     def _reopen(self) -> None:
         try:
-            hello = self._greet(self._settings.timeout)
-            with self._lock:
-                self._port = hello.data
-            self._try_to_open(time.monotonic() + _CONNECT_SECONDS)
+            if self._adopt(self._greet(self._settings.timeout)):
+                self._try_to_open(time.monotonic() + _CONNECT_SECONDS)
         except CallError as error:
             with self._lock:
                 self._shut(error.text)
         finally:
             with self._lock:
                 self._working = False
+
+    def _adopt(self, hello: pb.HelloReply) -> bool:
+        """Note the port and the token that a daemon offers; return False if it offers none."""
+        with self._lock:
+            self._port = hello.data
+        return 0 < hello.data.port < 1 << 16 and hello.data.connections > 0
 
     def _try_to_open(self, deadline: float) -> None:
         try:
