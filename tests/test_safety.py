@@ -49,6 +49,8 @@ CALLS: Final = {
     "importlib.util.spec_from_file_location",
     "ctypes.pythonapi", "grpc.experimental.insecure_channel_credentials",
 }  # fmt: skip
+ALLOWED: Final = {"storage_backends/tiercache_backends/mooncake/library.py": ["ctypes.pythonapi"]}
+"""Counts one reference more, because the end of a client would crash or hang the interpreter at its exit."""
 ARRAYS: Final = {"numpy.load", "numpy.lib.format.read_array", "numpy.lib.npyio.load", "numpy.loadtxt"}
 """Array readers of numpy, which may load pickles if told to; at most two arguments go by position."""
 SECRET: Final = re.compile(r"token|secret|salt|nonce|password|instance|session", re.IGNORECASE)
@@ -159,7 +161,8 @@ def forbidden(source: str) -> Iterator[tuple[int, str]]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_nothing_of_it_is_in_the_packages(path: Path) -> None:
-    assert list(forbidden(path.read_text())) == []
+    found = [what for _, what in forbidden(path.read_text())]
+    assert found == ALLOWED.get(str(path.relative_to(ROOT)), [])
 
 
 def test_the_packages_are_looked_at() -> None:
