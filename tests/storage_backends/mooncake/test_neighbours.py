@@ -13,6 +13,7 @@ from tiercache_backends.mooncake.header import HEADER_BYTES, write_header
 from tiercache_backends.mooncake.settings import read_settings
 from tiercache_backends.mooncake.store import MooncakeBackend
 
+from tests.cli.store.test_samples import call
 from tests.storage_backends.mooncake.hooks import Vandal
 from tests.storage_backends.mooncake.rig import Pool
 from tiercache.core import Outcome
@@ -149,3 +150,13 @@ def test_a_process_that_does_not_close_ends_silently(pool: Pool) -> None:
     command = [sys.executable, "-c", program, pool.url("careless")]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "stored miss 1\n", "")
+
+
+def test_doctor_says_that_the_pool_answers(pool: Pool) -> None:
+    checks = {
+        check["name"]: check
+        for check in call("doctor", "-s", pool.url("doctor"), "-o", "json", ok=None).document
+    }
+    assert checks["mooncake settings"]["level"] == "ok"
+    assert checks["mooncake pool"]["level"] == "ok"
+    assert checks["mooncake pool"]["found"].startswith("0 objects")

@@ -16,13 +16,15 @@ from tiercache.cli.store.options import StoreOption
 from tiercache.cli.store.target import DEFAULT_DIRECTORY
 from tiercache.cli.terminal import Exit, Output, OutputOption, clean, console, records, safe, table
 from tiercache.config.urls import section_of
-from tiercache.core import BLOCK_ALIGN
+from tiercache.core import BLOCK_ALIGN, DIGEST_BYTES, ObjectKey, PoolName
 from tiercache.errors import ConfigError, StorageError
 from tiercache.memory import kernel_text
 from tiercache.storage.env import Env, cached_bytes, moves_direct
 from tiercache.storage.registry import check_backend, open_backend
 from tiercache.text import readable_size
 
+_SHARED: Final = {"s3": "bucket", "mooncake": "pool"}
+"""Types of stores that have no directory on this machine, and what each one is kept in."""
 _COLOURS: Final = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
 
 
@@ -37,8 +39,8 @@ def doctor(
     """Check this machine: kernel, memory, the store's disk, GPU and engines. Exit code 6 if anything fails.
 
     No store on a disk is opened, and nothing is left behind: the disk is checked
-    with an unnamed file. Of an s3 store, settings, credentials and bucket are
-    checked, and what it holds is listed.
+    with an unnamed file. Of an s3 or mooncake store, library, settings and
+    credentials are checked, and whether it answers.
 
         tiercache doctor
 
@@ -47,8 +49,8 @@ def doctor(
     JSON fields of each check: name, level (ok, warn or fail), found, fix (empty
     if the level is ok).
     """
-    if directory is None and store.startswith("s3://"):
-        checks = [*machine_checks(), *bucket_checks(store)]
+    if directory is None and store.partition("://")[0] in _SHARED:
+        checks = [*machine_checks(), *shared_checks(store)]
     else:
         checks = [*machine_checks(), *directory_checks(_directory(store, directory))]
     if output is Output.TABLE:
@@ -134,23 +136,29 @@ def directory_checks(directory: Path) -> Iterator[Check]:
         )
 
 
-def bucket_checks(url: str) -> Iterator[Check]:
-    """Run the checks of an `s3` store: its settings and credentials, and whether the bucket can be listed."""
+def shared_checks(url: str) -> Iterator[Check]:
+    """Run the checks of a store that hosts share: its library and settings, and whether it answers."""
     section = section_of(url)
-    section.pop("capacity", None)  # without it, opening the store writes nothing
+    kind = section["type"]
+    place = f"{kind} {_SHARED[kind]}"
+    if kind == "s3":
+        section.pop("capacity", None)  # without it, opening the store writes nothing
     try:
         check_backend(section)
     except ConfigError as error:
-        yield Check("s3 settings", Level.FAIL, *_halves(error))
+        yield Check(f"{kind} settings", Level.FAIL, *_halves(error))
         return
-    yield Check("s3 settings", Level.OK, clean(url.partition("?")[0]))
+    yield Check(f"{kind} settings", Level.OK, clean(url.partition("?")[0]))
     try:
         with open_backend(section) as opened:
+            opened.exists([ObjectKey(PoolName.KV, bytes(DIGEST_BYTES))])
             found = opened.usage()
+            listed = opened.capabilities.listed
     except StorageError as error:
-        yield Check("s3 bucket", Level.FAIL, *_halves(error))
+        yield Check(place, Level.FAIL, *_halves(error))
         return
-    yield Check("s3 bucket", Level.OK, f"{found.objects:,} objects, {readable_size(found.used_bytes)}")
+    holds = f"{found.objects:,} objects, {readable_size(found.used_bytes)}" if listed else "it answers"
+    yield Check(place, Level.OK, holds)
 
 
 def _halves(error: Exception) -> tuple[str, str]:
