@@ -16,6 +16,7 @@ from typing import Final
 from blake3 import blake3
 
 from tiercache.core import ObjectKey, ObjectMeta, Outcome
+from tiercache.events.source import ChangeNote
 from tiercache.storage.base import (
     NAMESPACE_BYTES,
     GetItem,
@@ -119,6 +120,10 @@ class _View(Wrapper):
     def _asked(self, items: Sequence[GetItem]) -> Sequence[GetItem]:
         """Return the items as the inner store is asked for them."""
         return items
+
+    def watch(self, note: ChangeNote | None) -> bool:
+        """Return False: changes have the names of all tenants, and the daemon tells of the store's."""
+        return False
 
     def coldest(self, nbytes: int) -> None:
         return None

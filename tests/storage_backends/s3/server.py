@@ -30,7 +30,7 @@ import obstore
 import pytest
 from obstore.store import S3Store
 
-VARIABLE = "TIERCACHE_TESTS_S3"
+VARIABLE = "TESTS_OF_S3"
 """Environment variable with the endpoint, for processes that tests start."""
 BUCKET = "tiercache-tests"
 KEY, SECRET = "tests-key", "tests-secret"
