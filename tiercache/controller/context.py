@@ -155,8 +155,6 @@ class ControllerOptions:
             raise ConfigError(f"prefetch={self.prefetch!r} is not possible; use PrefetchRules(policy=...)")
         if not isinstance(self.events, EventSettings | None):
             raise ConfigError(f"events={self.events!r} is not possible; use EventSettings(endpoint=...)")
-        if not isinstance(self.events, EventSettings | None):
-            raise ConfigError(f"events={self.events!r} is not possible; use EventSettings(endpoint=...)")
         if not 0.0 <= self.load_flops_per_byte < float("inf"):
             raise ConfigError(
                 f"load_flops_per_byte={self.load_flops_per_byte} is not possible; use a finite number from 0"
