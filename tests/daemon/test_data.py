@@ -370,6 +370,23 @@ class TestStrangers:
         with mallory.dial() as sock:
             assert ended(sock)
 
+    @pytest.mark.slow
+    def test_who_brings_a_token_byte_by_byte_is_cut(self, daemon: Daemon, mallory: Remote) -> None:
+        """No wait for one byte is ever too long."""
+        with mallory.dial() as sock:
+            sock.sendall(pack(FrameKind.OPEN, bytes(8000))[:FRAME_BYTES])
+            sock.settimeout(0.3)
+            for _ in range(200):
+                try:
+                    sock.sendall(b"x")
+                    assert sock.recv(1) == b""
+                except TimeoutError:
+                    continue
+                except ConnectionError:
+                    pass
+                return
+            raise AssertionError("the connection stays open for a minute")
+
 
 def greeted(client: Remote) -> bool:
     with suppress(OSError), client.open() as sock:

@@ -37,7 +37,7 @@ import os, sys
 from tests.storage_backends.grpc.test_refusals import get_one, set_one
 from tiercache_backends.grpc.backend import GrpcBackend
 from tiercache_backends.grpc.settings import read_settings
-import grpc, lmdb, numpy
+import grpc, grpc._channel, grpc._cython.cygrpc, lmdb, numpy
 os.setgroups([]); os.setgid({uid}); os.setuid({uid})
 with GrpcBackend(read_settings(dict(path={path!r}, plane={plane!r}))) as store:
     print(set_one(store), get_one(store))
