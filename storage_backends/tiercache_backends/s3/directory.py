@@ -602,9 +602,11 @@ class _Taker:
 
     def removal(self) -> PackRemoval:
         """Return what was taken out."""
-        dead = {
-            name: {number for found in self._objects for pack, number in found.places if pack.name == name}
-            for name, pack in self._touched.items()
-            if not pack.condemned
+        dead: dict[str, set[int]] = {
+            name: set() for name, pack in self._touched.items() if not pack.condemned
         }
+        for found in self._objects:
+            for pack, number in found.places:
+                if pack.name in dead:
+                    dead[pack.name].add(number)
         return PackRemoval(self._objects, self._whole, dead, self._rubbish)

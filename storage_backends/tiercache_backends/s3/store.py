@@ -147,7 +147,10 @@ class S3Backend(StorageBackend):
             self._service.check()
             if not cursor:
                 self._refresher.refresh()
-            entries, following = self._directory.scan(namespace, int(cursor or b"0"))
+            start = int(cursor) if cursor.isdigit() and len(cursor) < 20 else 0
+            if cursor and not start:
+                return ScanPage([], b"")
+            entries, following = self._directory.scan(namespace, start)
             return ScanPage(entries, b"%d" % following if following else b"")
 
     def describe(self, keys: Sequence[ObjectKey]) -> list[ScanEntry | None]:

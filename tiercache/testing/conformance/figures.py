@@ -76,6 +76,14 @@ class Figures(BackendHooks):
         assert len(seen) == len(set(seen))
         assert set(seen) >= {key(n) for n in names} - gone
 
+    def test_bytes_that_are_no_cursor_are_harmless(self, store: StorageBackend) -> None:
+        self.need(store, "listed")
+        items = [to_set(key(n), payload(n, 100)) for n in range(5)]
+        store.set(items)
+        for cursor in (b"x", b"-1", b"9" * 40, b"1" * 400, b"\xff" * 8, b"\xff" * 64, "٣".encode()):
+            found = store.scan(None, cursor)
+            assert {entry.key for entry in found.entries} <= {item.key for item in items}
+
     def test_usage_is_the_sum(self, store: StorageBackend) -> None:
         for n, size in enumerate(SIZES):
             put(store, key(n), payload(n, size))
