@@ -607,7 +607,8 @@ class HybridCacheController:
 
         Returns False if this takes longer than `timeout` seconds, or if some objects committed since the last
         flush are not in storage, and logs the number of these objects. The possible causes are: the host had
-        no room, a copy failed, storage did not take the objects, or calls of storage are suspended.
+        no room, a copy failed, storage did not take the objects, or calls of storage are suspended. Raises
+        StorageError if storage cannot flush, such as UnavailableError if it is out of reach.
 
         A flush that does not time out sets the count of given-up objects back to 0.
         """

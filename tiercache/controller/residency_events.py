@@ -85,9 +85,10 @@ class ResidencyEvents(EventSource):
             node = next(iter(self._changed))
             del self._changed[node]
             posted = self._look_at(node)
-            if posted is not None:
+            if posted is not None and len(self._posted) < MAX_POSTED:
                 self._posted.append(posted)
-        self._lost = self._lost or len(self._posted) > MAX_POSTED
+            elif posted is not None:
+                self._lost = True
         self._wake()
 
     def _look_at(self, node: Node) -> _Posted | None:
