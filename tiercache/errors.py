@@ -14,6 +14,7 @@
     │   ├── StoreLockedError              another process owns the directory
     │   ├── UnavailableError              the store cannot be reached, or does not answer in time
     │   ├── RefusedError                  the store answers, and refuses the caller or the call
+    │   ├── UnlistedError                 the store answers, and cannot list its objects
     │   ├── StoreFormatError              the directory holds a format that this version does not know
     │   └── StoreDamagedError             the store is damaged and cannot be read before it is repaired
     ├── WireError(ValueError)             a message from the other end is malformed or beyond a limit
@@ -33,7 +34,9 @@ _DISTRIBUTIONS = {
     "grpc": "grpcio",
     "grpc_health": "grpcio-health-checking",
     "grpc_reflection": "grpcio-reflection",
+    "mooncake": "mooncake-transfer-engine-non-cuda",
     "vl_convert": "vl-convert-python",
+    "zmq": "pyzmq",
 }
 """Names of distributions by the top-level module that they install, if the two names differ."""
 
@@ -104,6 +107,10 @@ class RefusedError(StorageError):
 
     The caller is unknown, lacks the permission, or has used up its share.
     """
+
+
+class UnlistedError(StorageError):
+    """A store cannot list its objects, although it answers."""
 
 
 class StoreFormatError(StorageError):

@@ -99,7 +99,7 @@ class Capabilities:
     listed: bool = True
     """Whether the store can list and count its objects.
 
-    Otherwise `scan` raises StorageError, and the counts of `usage` are 0.
+    Otherwise `scan` raises UnlistedError, and the counts of `usage` are 0.
     """
 
 
@@ -239,7 +239,8 @@ class StorageBackend(ABC):
 
     The implementation must:
     - answer item by item, in input order. One bad item never fails the batch;
-    - raise only `ClosedError` (use after close) and the errors of the next two points;
+    - raise only `ClosedError` (use after close), `UnlistedError` from a scan if the store is not `listed`,
+      and the errors of the next two points;
     - answer UNAVAILABLE or REFUSED for each item of a get or set if the store cannot be asked, that is, if it
       is out of reach or refuses the caller. `exists`, `delete`, `scan`, `describe`,
       `namespaces` and `usage` then raise UnavailableError, RefusedError or another StorageError, because an
@@ -319,7 +320,9 @@ class StorageBackend(ABC):
     def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
         """Return one part of the stored objects of a namespace (None: of all namespaces).
 
-        A scan reports every object, but may omit objects that are stored or removed while it runs.
+        A scan reports every object, but may omit objects that are stored or removed while it runs. `cursor`
+        may be any bytes, because clients of a daemon send it; a scan of bytes that are no cursor may return
+        anything that is stored, or nothing.
         """
 
     @abstractmethod

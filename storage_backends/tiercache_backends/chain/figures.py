@@ -65,6 +65,11 @@ class Figures:
             self._counters.written_bytes += sum(lengths)
             self._budget -= sum(lengths)
 
+    @property
+    def dropped(self) -> int:
+        """Number of objects that should have been copied to the tier, and were not."""
+        return self._counters.dropped
+
     def count_dropped(self, objects: int) -> None:
         """Count objects that should have been copied to the tier, and were not."""
         with self._lock:

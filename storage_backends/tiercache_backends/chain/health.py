@@ -12,7 +12,7 @@ from functools import partial
 from typing import Final, TypeVar
 
 from tiercache.core import ObjectKey
-from tiercache.errors import ClosedError, ConfigError, StorageError, UnavailableError
+from tiercache.errors import ClosedError, ConfigError, StorageError, UnavailableError, UnlistedError
 from tiercache.storage.base import Capabilities, NamespaceRecord, SharedMemory, StorageBackend
 from tiercache.storage.breaker import Breaker, Verdict
 from tiercache.storage.calls import Calls, GiveUp, NoThreadError, PendingCall
@@ -425,8 +425,8 @@ class MonitoredStore:
         """Return the value of a call; raises StorageError, and tells the breaker what it was like."""
         try:
             return call.result()
-        except NoThreadError:
-            raise  # the tier has not been asked
+        except (NoThreadError, UnlistedError):
+            raise  # the tier has not been asked, or answers as well as it can
         except ClosedError as error:
             raise UnavailableError(f"tier {self.name!r} was closed") from error
         except (StorageError, ConfigError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
-from tiercache.errors import ClosedError, RefusedError, StorageError, UnavailableError
+from tiercache.errors import ClosedError, RefusedError, StorageError, UnavailableError, UnlistedError
 from tiercache.storage.base import ScanEntry
 from tiercache.storage.tiers import Progress, Report
 from tiercache.text import readable_size
@@ -102,7 +102,13 @@ class Leaving:
         while True:
             if self._is_given_up():
                 raise ClosedError("the chain of tiers is being closed; open it again and repeat the change")
-            page = self._tier.call("scan", lambda store, at=cursor: store.scan(None, at))  # type: ignore[misc]
+            try:
+                page = self._tier.call("scan", lambda store, at=cursor: store.scan(None, at))  # type: ignore[misc]
+            except UnlistedError as error:
+                raise RefusedError(
+                    f"tier {self._tier.name!r} stays in the chain, because what only it has cannot be found:"
+                    f" {error}; or give its objects up with keep_contents=False"
+                ) from error
             left = [entry for entry in page.entries if entry.meta.namespace != CANARY]
             for keeper in self._keepers:
                 left = _missing(keeper, left)

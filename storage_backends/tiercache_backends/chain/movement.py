@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from tiercache.core import ObjectKey, Outcome
-from tiercache.errors import StorageError, UnavailableError
-from tiercache.storage.base import GetItem, ScanEntry, SetItem
+from tiercache.errors import StorageError, UnavailableError, UnlistedError
+from tiercache.storage.base import GetItem, ScanEntry, ScanPage, SetItem
 from tiercache.storage.vectors import batches
 from tiercache_backends.chain.canary import CANARY
 from tiercache_backends.chain.settings import WritePolicy
@@ -139,6 +139,10 @@ class Mover:
         self._staged = 0
         self._closed = False
         self._is_behind = True  # what an earlier process or an outage left out has to be found
+        self._was_level = False
+        """Whether catching up has come to its end once."""
+        self._lacks_some = False
+        """Whether objects that were not copied cannot be found, because a tier above lists nothing."""
         self._unscanned: list[Tier] = []
         self._skipped: list[Tier] = []
         """Tiers above that were out when the present or last comparison with them began."""
@@ -213,7 +217,7 @@ class Mover:
         """Wait until nothing waits for a tier that takes objects, or `time.monotonic()` is `until`.
 
         Returns whether nothing waits. With `caught_up`, wait also until the target has what the tiers above
-        hold, as far as it is written through.
+        hold, as far as it is written through; False at once if what it lacks cannot be found.
         """
         with self._changed:
             while self._queue or self._copying or (caught_up and (self._is_behind or self._unscanned)):
@@ -221,7 +225,7 @@ class Mover:
                 if left <= 0 or not self.target.is_writable:
                     return False
                 self._changed.wait(min(left, _TICK_S))
-        return True
+            return not (caught_up and self._lacks_some)
 
     def follows(self, source: Tier) -> bool:
         """Return whether the target gets what `source` is about to evict."""
@@ -425,7 +429,11 @@ class Mover:
         source, settings = self._unscanned[0], self.target.settings
         with self._deletions.watch() as deleted:
             cursor = self._cursor
-            page = source.call("scan", lambda store: store.scan(None, cursor))
+            try:
+                page = source.call("scan", lambda store: store.scan(None, cursor))
+            except UnlistedError:  # what earlier processes left in it does not count
+                self._lacks_some |= self._was_level or self.target.figures.dropped > 0
+                page = ScanPage([], b"")
             keys = [
                 entry.key
                 for entry in page.entries
@@ -439,3 +447,4 @@ class Mover:
         self._cursor = page.cursor
         if not page.cursor:
             self._unscanned.pop(0)
+            self._was_level = self._was_level or not self._unscanned

@@ -13,7 +13,7 @@ from threading import Lock
 from typing import Any, Final, Self
 
 from tiercache.core import DIGEST_BYTES, ObjectKey, Outcome
-from tiercache.errors import StorageError, UnavailableError
+from tiercache.errors import UnavailableError, UnlistedError
 from tiercache.storage.base import (
     Capabilities,
     GetItem,
@@ -261,7 +261,7 @@ class MooncakeBackend(StorageBackend):
     def _digests(self, *, fresh: bool) -> list[bytes]:
         """Return the digests of all objects, sorted; those of the scan under way unless `fresh`."""
         if self._listing is None:
-            raise StorageError(self._cannot_list())
+            raise UnlistedError(self._cannot_list())
         with self._snapshot_lock:
             if not fresh and self._snapshot and time.monotonic() - self._snapshot[0] < _SNAPSHOT_S:
                 return self._snapshot[1]
