@@ -78,6 +78,18 @@ def checksum_of(item: SetItem) -> bytes:
     return item.meta.checksum or checksum(item.key, item.buffers, item.meta.length)
 
 
+def first_of_each(keys: Sequence[ObjectKey], gone: set[bytes]) -> list[bool]:
+    """Return the answers of a `delete` that has removed the objects with these digests.
+
+    The first of several equal keys deletes the object, and the others find nothing. `gone` is used up.
+    """
+    answers = []
+    for key in keys:
+        answers.append(key.digest in gone)
+        gone.discard(key.digest)
+    return answers
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """Capabilities that a backend declares; the conformance suite has tests for each."""

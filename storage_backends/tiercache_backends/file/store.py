@@ -33,6 +33,7 @@ from tiercache.storage.base import (
     StorageBackend,
     StoreContext,
     Usage,
+    first_of_each,
     storable,
 )
 from tiercache.storage.checksum import Checksums, MacKey
@@ -226,12 +227,7 @@ class FileBackend(StorageBackend):
                 return [False] * len(keys)
             removal = self._state.take_out([key.digest for key in keys])
             gone = set(removal.digests) if self._remover.remove(removal) else set()
-            # The first of several equal keys deletes the object, and the others find nothing.
-            answers: list[bool] = []
-            for key in keys:
-                answers.append(key.digest in gone)
-                gone.discard(key.digest)
-            return answers
+            return first_of_each(keys, gone)
 
     def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
         with self._gate:

@@ -25,6 +25,7 @@ from tiercache.storage.base import (
     StorageBackend,
     StoreContext,
     Usage,
+    first_of_each,
     storable,
 )
 from tiercache.storage.gate import CallGate
@@ -119,12 +120,7 @@ class MooncakeBackend(StorageBackend):
             failed = [code for code in codes.values() if code and outcome_of(code) is not Outcome.MISS]
             if failed:
                 raise self._unavailable(min(failed))
-            gone = {digest for digest, name in zip(wanted, names, strict=True) if not codes[name]}
-            answers = []
-            for key in keys:
-                answers.append(key.digest in gone)
-                gone.discard(key.digest)
-            return answers
+            return first_of_each(keys, {d for d, name in zip(wanted, names, strict=True) if not codes[name]})
 
     def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
         with self._gate:

@@ -20,6 +20,7 @@ from tiercache.storage.base import (
     StorageBackend,
     StoreContext,
     Usage,
+    first_of_each,
     storable,
 )
 from tiercache.storage.env import Env
@@ -135,12 +136,7 @@ class S3Backend(StorageBackend):
                 self._directory.undo(removal, keep=True)
                 raise
             self._directory.removed(removal)
-            gone = {found.digest for found in removal.objects}
-            answers = []
-            for key in keys:
-                answers.append(key.digest in gone)
-                gone.discard(key.digest)
-            return answers
+            return first_of_each(keys, {found.digest for found in removal.objects})
 
     def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
         with self._gate, _Asking():
