@@ -106,6 +106,10 @@ def threaded(size):
     return groups
 
 
+PATIENCE = 60.0
+"""Seconds that one rank waits for another: more than both deadlines of a request, 10 and 20 s, together."""
+
+
 class Word:
     """The broadcast of the leader's engine to those of the others, which an engine has anyway."""
 
@@ -116,9 +120,9 @@ class Word:
     def __call__(self, rank, *values):
         if rank == 0:
             self.said = values
-        self.barrier.wait(30)
+        self.barrier.wait(PATIENCE)
         said = self.said
-        self.barrier.wait(30)
+        self.barrier.wait(PATIENCE)
         return said
 
 
@@ -208,7 +212,9 @@ class Crew:
 
     def on_all(self, call):
         """Call something with each rank on its thread, all at once; return the results."""
-        return [future.result(60) for future in [t.submit(call, r) for r, t in enumerate(self.threads)]]
+        return [
+            future.result(2 * PATIENCE) for future in [t.submit(call, r) for r, t in enumerate(self.threads)]
+        ]
 
     def serve(self, prompt, answer=()):
         """Serve a prompt on all ranks; return the depths in pages, which are the same on all."""
