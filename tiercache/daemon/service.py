@@ -29,7 +29,7 @@ from tiercache.daemon.shared import SharedCalls
 from tiercache.daemon.streams import StreamCalls
 from tiercache.daemon.tiers import TierCalls
 from tiercache.daemon.views import NamespaceView
-from tiercache.errors import ClosedError, StorageError, WireError
+from tiercache.errors import ClosedError, StorageError, UnlistedError, WireError
 from tiercache.storage.base import NAMESPACE_BYTES, NamespaceRecord, ScanEntry, StorageBackend
 from tiercache.wire import messages
 from tiercache.wire.methods import METHODS, SERVICE, UNTOUCHED_METADATA, Method
@@ -167,6 +167,8 @@ class Service:
             )
         except ClosedError:
             return StatusCode.UNAVAILABLE, "the daemon is shutting down"
+        except UnlistedError as error:
+            return StatusCode.FAILED_PRECONDITION, str(error)
         except StorageError as error:
             return StatusCode.INTERNAL, str(error)
         except (
@@ -254,7 +256,7 @@ class Service:
                 version=tiercache.__version__, instance=self._instance, principal=permissions.name,
                 tenant=permissions.tenant,
                 verbs=sorted(permissions.verbs), store=self._store, persistent=able.persistent,
-                bounded=able.bounded,
+                bounded=able.bounded, unordered=not able.ordered, unlisted=not able.listed,
                 limits=self._limits_of(call.caller), data=data,
             ),
         )  # fmt: skip

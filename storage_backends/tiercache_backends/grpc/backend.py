@@ -13,7 +13,7 @@ from threading import Lock
 from typing import Any, Final, Self, TypeVar
 
 from tiercache.core import DIGEST_BYTES, ObjectKey, Outcome
-from tiercache.errors import StorageError, WireError
+from tiercache.errors import StorageError, UnlistedError, WireError
 from tiercache.storage.base import (
     Capabilities,
     GetItem,
@@ -158,7 +158,12 @@ class GrpcBackend(StorageBackend, RemoteTiers):
 
     def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
         with self._gate:
-            reply = self._ask("Scan", pb.ScanRequest(namespace=namespace, cursor=cursor))
+            request = pb.ScanRequest(namespace=namespace, cursor=cursor)
+            reply = self._manager.ask(
+                lambda connection, left: connection.call("Scan", request, left),
+                "scan",
+                impossible=UnlistedError,
+            )
             try:
                 keys = messages.read_keys(reply.keys, len(reply.keys.pool_of))
                 return ScanPage(_entries(keys, reply), reply.cursor)
@@ -310,7 +315,9 @@ class GrpcBackend(StorageBackend, RemoteTiers):
 
     def _adopt_capabilities(self, connection: Connection) -> None:
         hello = connection.hello
-        self.capabilities = Capabilities(persistent=hello.persistent, shared=True, bounded=hello.bounded)
+        self.capabilities = Capabilities(
+            hello.persistent, True, hello.bounded, not hello.unordered, not hello.unlisted
+        )
 
     def _register(self, connection: Connection, record: NamespaceRecord, seconds: float) -> None:
         if connection.registered.get(record.namespace) == record:

@@ -125,11 +125,18 @@ class ConnectionManager:
         self._record_end(None)
         return result
 
-    def ask(self, work: Work[T], what: str, seconds: float | None = None) -> T:
+    def ask(
+        self,
+        work: Work[T],
+        what: str,
+        seconds: float | None = None,
+        impossible: type[StorageError] = StorageError,
+    ) -> T:
         """Return the result of `work`, as `perform` does, but turn a failure into a StorageError.
 
         `what`: the call's name in error messages. Raises UnavailableError if the daemon does not answer,
-        RefusedError if the daemon refuses the call, and StorageError if the daemon cannot serve this call.
+        RefusedError if the daemon refuses the call, `impossible` if it does not have what the call asks for,
+        and StorageError if it cannot serve this call.
         """
         try:
             return self.perform(work, seconds or self._settings.timeout)
@@ -139,7 +146,8 @@ class ConnectionManager:
             if error.kind is Kind.UNREACHABLE:
                 advice = "start the daemon there, or wait until it is back"
                 raise UnavailableError(f"{what}: {error.text}; {advice}") from error
-            raise StorageError(f"{what}: {error.text}") from error
+            kind = impossible if error.kind is Kind.IMPOSSIBLE else StorageError
+            raise kind(f"{what}: {error.text}") from error
 
     def close(self) -> bool:
         """Close the connection; return False if the background thread is still running.

@@ -25,6 +25,8 @@ class Kind(enum.Enum):
     """The daemon cannot serve the call now, but may be able to serve it later."""
     INVALID = enum.auto()
     """The daemon cannot serve this call, but may serve others."""
+    IMPOSSIBLE = enum.auto()
+    """The daemon or its store does not have what the call asks for."""
 
 
 class CallError(Exception):
@@ -56,6 +58,7 @@ _KINDS: Final = {
     StatusCode.PERMISSION_DENIED: Kind.REFUSED,
     StatusCode.UNIMPLEMENTED: Kind.REFUSED,
     StatusCode.RESOURCE_EXHAUSTED: Kind.BUSY,
+    StatusCode.FAILED_PRECONDITION: Kind.IMPOSSIBLE,
 }
 
 
@@ -99,6 +102,7 @@ _OUTCOMES: Final = {
     Kind.REFUSED: Outcome.REFUSED,
     Kind.BUSY: Outcome.THROTTLED,
     Kind.INVALID: Outcome.ERROR,
+    Kind.IMPOSSIBLE: Outcome.ERROR,
 }
 
 
@@ -109,4 +113,4 @@ def outcome_of(error: CallError) -> Outcome:
 
 def ends_batch(error: CallError) -> bool:
     """Return whether the other calls of the batch would fail in the same way, and so are not made."""
-    return error.kind not in (Kind.BUSY, Kind.INVALID)
+    return error.kind not in (Kind.BUSY, Kind.INVALID, Kind.IMPOSSIBLE)

@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 from tiercache_backends.grpc import GrpcBackend
 from tiercache_backends.grpc.settings import read_settings
+from tiercache_backends.memory import MemoryBackend
 
 from tests.storage_backends.grpc.nodes import daemon_settings, scratch, section
 from tiercache.core import Outcome
 from tiercache.daemon import StorageServer
-from tiercache.errors import RefusedError
+from tiercache.errors import RefusedError, UnlistedError
+from tiercache.storage.base import Capabilities, ScanPage
 from tiercache.storage.registry import open_backend
+from tiercache.storage.wrappers.base import Wrapper
 from tiercache.testing.objects import content, fetch, key, payload, put, to_get
 
 SIZE = 5000
@@ -122,3 +125,32 @@ def test_a_peek_through_a_daemon_neither_counts_nor_promotes(tmp_path: Path, tra
             chain.flush()
             assert [(tier.objects, tier.read_objects) for tier in chain.usage().tiers] == [(1, 0), (1, 1)]
     chain.close()
+
+
+class Unlisted(Wrapper):
+    """A store that cannot list its objects, and keeps to an order of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryBackend())
+        self.capabilities = replace(self.inner.capabilities, ordered=False, listed=False)
+
+    def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
+        raise UnlistedError("the names of its objects are not known")
+
+
+def test_a_tier_whose_daemon_cannot_list_its_objects_is_not_blamed(tmp_path: Path) -> None:
+    with StorageServer(daemon_settings("tcp"), Unlisted()) as served:
+        with GrpcBackend(read_settings(section("tcp", served.addresses[0]))) as store:
+            assert store.capabilities == Capabilities(shared=True, bounded=True, ordered=False, listed=False)
+        tier = section("tcp", served.addresses[0], type="grpc", tier_name="away")
+        with open_backend([f"file://{tmp_path}/store?capacity=64MiB&tier_name=disk", tier]) as chain:
+            put(chain, key(1), payload(1, SIZE))
+            chain.flush()
+            for _ in range(10):
+                with pytest.raises(UnlistedError, match="names of its objects"):
+                    list(chain.scan_all())
+            assert [tier.health for tier in chain.usage().tiers] == ["serving", "serving"]
+            with pytest.raises(RefusedError, match="keep_contents=False"):
+                chain.remove_tier("away")
+            chain.remove_tier("disk", keep_contents=False)
+            assert fetch(chain, key(1), SIZE) == payload(1, SIZE)

@@ -70,7 +70,7 @@ class HelloRequest(_message.Message):
     def __init__(self, client: _Optional[str] = ...) -> None: ...
 
 class HelloReply(_message.Message):
-    __slots__ = ("version", "instance", "principal", "tenant", "verbs", "store", "persistent", "bounded", "limits", "data")
+    __slots__ = ("version", "instance", "principal", "tenant", "verbs", "store", "persistent", "bounded", "limits", "data", "unordered", "unlisted")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     PRINCIPAL_FIELD_NUMBER: _ClassVar[int]
@@ -81,6 +81,8 @@ class HelloReply(_message.Message):
     BOUNDED_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    UNORDERED_FIELD_NUMBER: _ClassVar[int]
+    UNLISTED_FIELD_NUMBER: _ClassVar[int]
     version: str
     instance: bytes
     principal: str
@@ -91,7 +93,9 @@ class HelloReply(_message.Message):
     bounded: bool
     limits: Limits
     data: DataPort
-    def __init__(self, version: _Optional[str] = ..., instance: _Optional[bytes] = ..., principal: _Optional[str] = ..., tenant: _Optional[str] = ..., verbs: _Optional[_Iterable[str]] = ..., store: _Optional[str] = ..., persistent: _Optional[bool] = ..., bounded: _Optional[bool] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., data: _Optional[_Union[DataPort, _Mapping]] = ...) -> None: ...
+    unordered: bool
+    unlisted: bool
+    def __init__(self, version: _Optional[str] = ..., instance: _Optional[bytes] = ..., principal: _Optional[str] = ..., tenant: _Optional[str] = ..., verbs: _Optional[_Iterable[str]] = ..., store: _Optional[str] = ..., persistent: _Optional[bool] = ..., bounded: _Optional[bool] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., data: _Optional[_Union[DataPort, _Mapping]] = ..., unordered: _Optional[bool] = ..., unlisted: _Optional[bool] = ...) -> None: ...
 
 class DataPort(_message.Message):
     __slots__ = ("port", "token", "connections")
