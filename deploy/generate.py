@@ -60,6 +60,8 @@ ALERTS: Final = (
     Alert("TiercacheOpenToAll", "warning", 0,
           "Other machines can call {{ $labels.instance }} without authentication",
           "tiercache_node_insecure_bind == 1"),
+    Alert("TiercacheAuditLost", "warning", 0, "{{ $labels.instance }} cannot write its audit log",
+          "sum by (job, instance) (increase(tiercache_node_audit_lost_total[1h])) > 0"),
     Alert("TiercacheStorageMissing", "warning", 5,
           "Worker {{ $labels.instance }} gets no answer from its storage: {{ $labels.reason }}",
           "sum by (job, instance, reason) (\n"
@@ -141,6 +143,7 @@ DAEMON: Final = {
         share("Restorable payload", "node_store_restorable_bytes",
               ("node_store_restorable_bytes", "node_store_dead_bytes")),
         of("Refused", "node_refused_total", by=("reason",)),
+        of("Lost audit records", "node_audit_lost_total"),
     ),
     "Objects": (
         share("Found by lookups", 'node_lookups_total{operation="exists",result="hit"}',

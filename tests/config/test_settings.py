@@ -660,7 +660,7 @@ def test_neither_contents_nor_inputs_show_in_a_repr(tmp_path, loaded):
 def test_every_setting_has_a_description_and_a_schema():
     made = schema()
     tables = [made, *(content for content in made["$defs"].values() if "properties" in content)]
-    assert len(tables) == 7
+    assert len(tables) == 9
     for table in tables:
         assert table["additionalProperties"] is False
         for name, setting in table["properties"].items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
@@ -93,7 +94,7 @@ def names(store: Any) -> list[str]:
 
 
 def test_tiers_join_move_change_and_leave(
-    client: GrpcBackend, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    node: StorageServer, client: GrpcBackend, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "tiercache.daemon.tiers")
     fill(client, 10)
@@ -118,10 +119,15 @@ def test_tiers_join_move_change_and_leave(
     assert told[-1] == Progress(10, 10 * SIZE, 10, 10 * SIZE)
     assert names(client) == ["c", "b"]
     assert has_all(client, 10)
-    audit = [record.getMessage() for record in caplog.records]
-    assert f"tiers: owner begins: add tier 'file://{tmp_path}/c' (at 0)" in audit
-    assert "tiers: owner asked for: remove tier 'a': done" in audit
-    assert not any("capacity=" in line for line in audit)
+    node.stop()
+    audit = node.settings.audit_file.read_text()
+    told = [json.loads(line) for line in audit.splitlines()]
+    changes = [(record["principal"], record["change"], record["outcome"]) for record in told]
+    assert ("owner", f"add tier 'file://{tmp_path}/c' (at 0)", "asked") in changes
+    assert ("owner", "remove tier 'a'", "done") in changes
+    assert {record["peer"] for record in told} == {f"pid {os.getpid()}, uid {os.getuid()}"}
+    assert "capacity=" not in audit
+    assert "capacity=" not in caplog.text
 
 
 # --- who may

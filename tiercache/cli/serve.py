@@ -21,6 +21,8 @@ from tiercache.errors import StorageError
 if TYPE_CHECKING:
     from tiercache.daemon import StorageServer
 
+_log = logging.getLogger(__name__)
+
 
 def serve(
     config: Annotated[
@@ -68,7 +70,12 @@ def serve(
             "--insecure-bind", help="Allow an address that other machines can reach, without authentication."
         ),
     ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log debug messages too.")] = False,
+    log_level: Annotated[
+        str | None, typer.Option(help="Least level of the log: debug, info (default), warning or error.")
+    ] = None,
+    log_format: Annotated[
+        str | None, typer.Option(help="Lines of the log for people (text) or one JSON object a line (json).")
+    ] = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Serve one store to many workers: on unix sockets for this host, on TCP for others.
@@ -103,6 +110,9 @@ def serve(
     events or replay; address, with the port), pid, store (its URL, or a list of the URLs of its tiers).
     With jsonl one line for each place, and a last line with summary.
     """
+    # gRPC reads this when it is first imported; it would tell of each client that breaks a handshake.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    from tiercache.cli.logs import start_logging
     from tiercache.cli.readiness import check
     from tiercache.config.settings import find_file, load
     from tiercache.daemon import StorageServer
@@ -114,15 +124,22 @@ def serve(
         "disk_bytes": disk_bytes,
         "host_bytes": host_bytes, "listen": listen or None, "insecure_bind": insecure_bind,
         "metrics": None if metrics is None else {"listen": metrics},
+        "log": {name: word for name, word in (("level", log_level), ("format", log_format)) if word} or None,
     }  # fmt: skip
     settings = load(find_file(config), {name: value for name, value in given.items() if value is not None})
-    logging.basicConfig(
-        level=logging.DEBUG if verbose else logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    start_logging(settings.log.level, settings.log.format)
     console = Console(stderr=True, highlight=False, emoji=False)
+
+    def say(text: str, level: int = logging.INFO) -> None:
+        """Tell people; tell the log if programs read it."""
+        if settings.log.format == "json":
+            _log.log(level, "%s", text)
+        else:
+            heading = {logging.WARNING: "[yellow]warning:[/] ", logging.ERROR: "[red]tiercache:[/] "}
+            console.print(heading.get(level, "") + escape(text), soft_wrap=True)
+
     for warning in check(settings):
-        console.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True)
+        say(warning, logging.WARNING)
     stop = Event()
 
     def handle_signal(number: int, _: FrameType | None) -> None:
@@ -135,21 +152,17 @@ def serve(
     signal.signal(signal.SIGHUP, _warn_on_hangup)
     node = StorageServer(settings)
     node.start()
-    for said in node.describe():
-        console.print(escape(said), soft_wrap=True)
+    for line in node.describe():
+        say(line)
     _report(node, output)
     while not stop.wait(1.0):
         if not node.alive:
             raise StorageError("the storage server ended by itself; its log says why")
-    console.print(f"stopping: calls under way have {settings.drain:g} s", soft_wrap=True)
+    say(f"stopping: calls under way have {settings.drain:g} s")
     if not node.stop():
-        console.print(
-            "[red]tiercache:[/] calls under way did not end in time; the store will be checked at its"
-            " next start",
-            soft_wrap=True,
-        )
+        say("calls under way did not end in time; the store will be checked at its next start", logging.ERROR)
         raise typer.Exit(Exit.FAILED)
-    console.print("stopped")
+    say("stopped")
 
 
 def _report(node: StorageServer, output: Output) -> None:
@@ -173,6 +186,6 @@ def _report(node: StorageServer, output: Output) -> None:
 
 
 def _warn_on_hangup(number: int, _: FrameType | None) -> None:
-    logging.getLogger(__name__).warning(
+    _log.warning(
         "SIGHUP does not reload the settings, so nothing was changed; restart the daemon for other settings"
     )

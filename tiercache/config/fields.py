@@ -30,6 +30,10 @@ _WORDS: Final = {
     for value, words in ((True, "true yes on 1"), (False, "false no off 0"))
     for word in words.split()
 }
+LEVELS: Final = ("debug", "info", "warning", "error")
+"""Levels of the log."""
+FORMATS: Final = ("text", "json")
+"""Formats of the log."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _NAMESPACE: Final = re.compile(r"(?:[0-9a-f]{2}){1,64}")
 """Pattern of a namespace, written as the hex digits of its 1 to 64 bytes.
@@ -130,6 +134,16 @@ def _namespaces(value: tuple[str, ...]) -> tuple[str, ...]:
     return value
 
 
+def _choice(words: tuple[str, ...]) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        text = value.lower() if isinstance(value, str) else value
+        if text not in words:
+            raise ConfigError(f"{shown(value)} is not possible; use {', '.join(words)}")
+        return str(text)
+
+    return parse
+
+
 def _verb(value: Any) -> Any:
     if value not in tuple(Verb):
         raise ConfigError(f"{shown(value)} is not a verb; use {', '.join(Verb)}")
@@ -196,6 +210,7 @@ Listed: Final = BeforeValidator(_list)
 Size = Annotated[int, BeforeValidator(_size()), _AS_SIZE, _SIZE_SCHEMA]
 DiskBytes = Annotated[int, BeforeValidator(_size(minimum=4 * 2**20)), _AS_SIZE, _SIZE_SCHEMA]
 HostBytes = Annotated[int, BeforeValidator(_size(minimum=32 * 2**20)), _AS_SIZE, _SIZE_SCHEMA]
+AuditBytes = Annotated[int, BeforeValidator(_size(minimum=64 * 2**10)), _AS_SIZE, _SIZE_SCHEMA]
 ObjectBytes = Annotated[int, BeforeValidator(_size(minimum=4096)), _AS_SIZE, _SIZE_SCHEMA]
 # The minimum of a message is 1.5 MiB.
 MessageBytes = Annotated[
@@ -209,6 +224,8 @@ UserId = Annotated[
     int, BeforeValidator(_whole(0, 2**32 - 2)), _schema("integer", minimum=0, maximum=2**32 - 2)
 ]
 Flag = Annotated[bool, BeforeValidator(_flag)]
+Level = Annotated[str, BeforeValidator(_choice(LEVELS)), _schema("string", enum=list(LEVELS))]
+LogFormat = Annotated[str, BeforeValidator(_choice(FORMATS)), _schema("string", enum=list(FORMATS))]
 AbsolutePath = Annotated[Path, BeforeValidator(_path), _schema("string", pattern="^/")]
 Text = Annotated[str, BeforeValidator(_text)]
 Name = Annotated[str, BeforeValidator(_name), _schema("string", pattern=f"^{_NAME.pattern}$")]

@@ -15,14 +15,17 @@ from tiercache.config import rules
 from tiercache.config.addresses import Address, parse_address
 from tiercache.config.fields import (
     AbsolutePath,
+    AuditBytes,
     Count,
     DiskBytes,
     Duration,
     Flag,
     HostBytes,
+    Level,
     Listed,
     ListenOrNone,
     Listens,
+    LogFormat,
     MessageBytes,
     Name,
     Namespaces,
@@ -172,6 +175,30 @@ class MetricsSettings(_Table):
         return parse_address(self.listen) if self.listen else None
 
 
+class LogSettings(_Table):
+    """The log, which goes to the standard error stream."""
+
+    level: Level = "info"
+    """Least level of the lines that are written: debug, info, warning or error."""
+    format: LogFormat = "text"
+    """Lines for people (text), or one JSON object a line (json)."""
+    slow_call: Duration = 5.0
+    """Duration from which a call is told of as slow."""
+
+
+class AuditSettings(_Table):
+    """Audit log: JSON lines of what callers with the verb admin change, and of refusals."""
+
+    file: AbsolutePath | None = None
+    """File of the records, which only the daemon's user can read. Default: DIR/audit.jsonl."""
+    bytes: AuditBytes = 16 * _MIB
+    """Size at which the file is set aside, and a new one begun."""
+    kept: Count = 8
+    """Number of files that are kept beside it."""
+    required: Flag = False
+    """Refuse changes of which no record can be written. Otherwise they are made, and a metric counts."""
+
+
 class EventsSettings(_Table):
     """Publisher of KV events, which tell routers what the tiers hold (docs/events.md)."""
 
@@ -267,6 +294,10 @@ class Settings(BaseSettings):
     """Metrics endpoint for Prometheus."""
     events: EventsSettings = EventsSettings()
     """Publisher of KV events."""
+    log: LogSettings = LogSettings()
+    """The log."""
+    audit: AuditSettings = AuditSettings()
+    """The audit log."""
 
     @classmethod
     def settings_customise_sources(
@@ -306,6 +337,11 @@ class Settings(BaseSettings):
     def socket_directory(self) -> Path:
         """Directory of the unix sockets."""
         return self.sockets or self.directory / "run"
+
+    @property
+    def audit_file(self) -> Path:
+        """File of the audit log."""
+        return self.audit.file or self.directory / "audit.jsonl"
 
     @property
     def addresses(self) -> tuple[Address, ...]:

@@ -35,6 +35,16 @@ _PRINCIPAL_SHARE: Final = 2
 _CLIENT_SHARE: Final = 4
 """Divisor of the daemon's totals of messages and threads: each client may hold a quarter."""
 _BEARER: Final = "Bearer "
+_REASONS: Final = {
+    StatusCode.UNAUTHENTICATED: "unauthenticated",
+    StatusCode.PERMISSION_DENIED: "permission",
+    StatusCode.RESOURCE_EXHAUSTED: "busy",
+    StatusCode.DEADLINE_EXCEEDED: "idle",
+    StatusCode.INVALID_ARGUMENT: "malformed",
+    StatusCode.FAILED_PRECONDITION: "malformed",
+}
+"""Reason that the metrics count for a refusal with this status code, if the refusal names no reason."""
+
 _CURSORS: Final = b"cursors"
 """Domain separator of the cipher that hides the cursors of scans."""
 
@@ -56,6 +66,15 @@ class LimitError(WireError):
 
     The metrics count such requests apart from requests that cannot be read.
     """
+
+
+def reason_of(error: BaseException | None) -> str | None:
+    """Return the reason of a refusal (`metrics.table.REFUSALS`); None if the client is not the cause."""
+    if isinstance(error, Refusal):
+        return error.reason or _REASONS.get(error.code)
+    if isinstance(error, WireError):
+        return "limit" if isinstance(error, LimitError) else "malformed"
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +162,8 @@ class Caller:
     session: Any
     """The client's `shared.AttachSession`; None over TCP."""
     budgets: Budgets
+    peer: str = ""
+    """gRPC's name of the TCP connection, or the process on this host."""
 
 
 class Sessions(Protocol):
@@ -212,9 +233,9 @@ class Access:
         """Return the permissions of a user of the attach socket; None if the user is not a principal."""
         return self._by_uid.get(uid)
 
-    def new_client(self, permissions: Permissions, session: Any = None) -> Caller:
+    def new_client(self, permissions: Permissions, session: Any = None, peer: str = "") -> Caller:
         """Return a new client of a principal; its budgets are parts of the principal's budgets."""
-        return Caller(permissions, session, permissions.budgets.part(*self._client))
+        return Caller(permissions, session, permissions.budgets.part(*self._client), peer)
 
     def identify(
         self,
@@ -244,7 +265,7 @@ class Access:
         found = self._peers.get((permissions.name, peer))
         if found is None:
             self._forget_idle_peers()
-            found = self._peers[permissions.name, peer] = self.new_client(permissions)
+            found = self._peers[permissions.name, peer] = self.new_client(permissions, peer=peer)
         return found
 
     def authenticate(

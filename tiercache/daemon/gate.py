@@ -68,9 +68,13 @@ class _Connection(ConnectionState):
     Thread safety: the gate's thread; any thread may set `known`.
     """
 
-    def __init__(self, number: int, client: socket.socket, origin: bytes, listener: _Listener) -> None:
+    def __init__(
+        self, number: int, client: socket.socket, origin: bytes, listener: _Listener, shown: str
+    ) -> None:
         super().__init__(number, origin, time.monotonic(), tls=listener.tls, trusted=listener.trusted)
         self.client: Final = client
+        self.shown: Final = shown
+        """The client's address, or its process, for people."""
         self.listener: Final = listener
         self.name = ""
         """Name that gRPC gives the connection (`context.peer()`); empty while it waits to open."""
@@ -201,6 +205,11 @@ class Gate:
         found = self._names.get(peer)
         return 0 if found is None else found.listener.port
 
+    def client_of(self, peer: str) -> str:
+        """Return the client of the connection that gRPC calls `peer`, for people; `peer` if it is gone."""
+        found = self._names.get(peer)
+        return peer if found is None else found.shown
+
     def mark_known(self, peer: str) -> None:
         """Mark the connection that gRPC calls `peer` as known, because a caller was recognised on it."""
         found = self._names.get(peer)
@@ -285,7 +294,7 @@ class Gate:
             return
         try:
             client.setblocking(False)
-            origin = self._origin(client, address, listener.uids)
+            origin, shown = self._origin(client, address, listener.uids)
         except OSError:
             client.close()
             return
@@ -294,20 +303,21 @@ class Gate:
             client.close()
             return
         self._numbers += 1
-        self._admission.add(_Connection(self._numbers, client, origin, listener))
+        self._admission.add(_Connection(self._numbers, client, origin, listener, shown))
 
     def _origin(
         self, client: socket.socket, address: tuple[str, int], uids: AbstractSet[int] | None
-    ) -> bytes | None:
-        """Return the key under which connections are counted together; None for a user who may not connect.
+    ) -> tuple[bytes | None, str]:
+        """Return the key under which connections are counted together, and the client in words.
 
-        The key is the user id on a unix socket, and that of `origin_of` on TCP. Raises OSError.
+        The key is the user id on a unix socket, None for a user who may not connect, and that of `origin_of`
+        on TCP. Raises OSError.
         """
         if uids is None:
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return origin_of(client, address)
-        uid = peer_of(client).uid
-        return b"uid %d" % uid if uid in uids else None
+            return origin_of(client, address), f"{address[0]}:{address[1]}"
+        peer = peer_of(client)
+        return b"uid %d" % peer.uid if peer.uid in uids else None, f"pid {peer.pid}, uid {peer.uid}"
 
     def _make_room(self) -> bool:
         displaced = self._admission.to_displace()

@@ -25,8 +25,8 @@ from prometheus_client import CollectorRegistry
 
 import tiercache
 from tiercache.core import ObjectKey, Outcome, PoolName, Tier
-from tiercache.daemon.access import Budgets, LimitError, Refusal
-from tiercache.errors import TierCacheError, WireError
+from tiercache.daemon.access import Budgets
+from tiercache.errors import TierCacheError
 from tiercache.events.publisher import EventPublisher
 from tiercache.metrics import HIT, MISS, NODE, Families
 from tiercache.metrics.table import ANSWERS, BUDGETS, CODES, HEALTHS, METHODS, OUT, REFUSALS
@@ -52,16 +52,6 @@ _CODES: Final[dict[Any, StatusCode]] = {code.value[0]: code for code in StatusCo
     code: code for code in StatusCode
 }
 """Status codes by number and by code, because gRPC gives the code of an aborted call as a number."""
-_REASONS: Final = {
-    StatusCode.UNAUTHENTICATED: "unauthenticated",
-    StatusCode.PERMISSION_DENIED: "permission",
-    StatusCode.RESOURCE_EXHAUSTED: "busy",
-    StatusCode.DEADLINE_EXCEEDED: "idle",
-    StatusCode.INVALID_ARGUMENT: "malformed",
-    StatusCode.FAILED_PRECONDITION: "malformed",
-}
-"""Reason that the metrics count for a refusal with this status code, if the refusal names no reason."""
-
 _TIER_FIGURES: Final[dict[str, Callable[[TierReport], float | None]]] = {
     "node_tier_objects": lambda tier: None if tier.health == OUT else tier.objects,
     "node_tier_used_bytes": lambda tier: None if tier.health == OUT else tier.used_bytes,
@@ -119,6 +109,7 @@ class NodeMetrics(Families):
             for plane in _PLANES
             for way in directions
         }
+        self._audit_lost: Final = self.counter("node_audit_lost_total")
         self._damaged: Final = self.counter("node_damaged_objects_total")
         self._last_read: Final = self.gauge("node_last_read_seconds")
         self._lookups: Final = {
@@ -148,20 +139,17 @@ class NodeMetrics(Families):
             try:
                 yield
                 measured.code = StatusCode.OK
-            except AbortError as abort:
+            except AbortError:
                 measured.code = _CODES.get(context.code(), StatusCode.UNKNOWN)
-                # `__context__` is the exception that was being handled when the call was aborted.
-                self.count_refusal_of(abort.__context__)
                 raise
 
     def count_refusal(self, reason: str) -> None:
         """Count a refusal that the client has caused; `reason` is one of `metrics.table.REFUSALS`."""
         self._refused[reason].inc()
 
-    def count_refusal_of(self, error: BaseException | None) -> None:
-        """Count a refusal if `reason_of` gives a reason for `error`."""
-        if (reason := reason_of(error)) is not None:
-            self.count_refusal(reason)
+    def count_audit_lost(self) -> None:
+        """Count a record of the audit log that was not written."""
+        self._audit_lost.inc()
 
     def count_call(self, principal: str) -> None:
         """Count a call of this principal; a name that was not given at construction is ignored."""
@@ -357,15 +345,6 @@ def _by_tier(
 def _healths(figures: UsageFigures) -> dict[tuple[str, ...], float | None]:
     tiers = figures.latest().tiers
     return {(tier.name, health): float(tier.health == health) for tier in tiers for health in HEALTHS}
-
-
-def reason_of(error: BaseException | None) -> str | None:
-    """Return the reason of a refusal (`metrics.table.REFUSALS`); None if the client is not the cause."""
-    if isinstance(error, Refusal):
-        return error.reason or _REASONS.get(error.code)
-    if isinstance(error, WireError):
-        return "limit" if isinstance(error, LimitError) else "malformed"
-    return None
 
 
 def exposed(settings: Settings) -> bool:

@@ -21,8 +21,10 @@ from tiercache.config.addresses import parse_address
 from tiercache.config.settings import Address, Settings, Tls, check_files
 from tiercache.config.urls import section_of, storage_url, unix_target
 from tiercache.daemon.access import ANONYMOUS, OWNER, Access, Budgets
+from tiercache.daemon.audit import AuditLog
 from tiercache.daemon.budget import BLOCK_BYTES, Budget
 from tiercache.daemon.call import Threads
+from tiercache.daemon.call_log import CallLog
 from tiercache.daemon.gate import Gate
 from tiercache.daemon.node_metrics import NodeMetrics, UsageFigures
 from tiercache.daemon.payload.calls import DataCalls
@@ -236,9 +238,10 @@ class StorageServer:
             requests=Budget(max(rest // 3, limits.message_bytes)),
             workers=Budget(threads.count),
         )
+        calls = self._call_log(metrics, ends)
         access = Access(settings, store, budgets)
         attachments = Attachments(
-            access, max_clients=limits.clients, max_bytes=limits.attached_bytes, metrics=metrics
+            access, max_clients=limits.clients, max_bytes=limits.attached_bytes, calls=calls
         )
         self._serve_metrics(metrics, ends)
         ends.push_async_callback(attachments.close)
@@ -254,19 +257,19 @@ class StorageServer:
             max_connections=limits.clients,
             max_opening=max(minimum, min(maximum, settings.host_bytes // _OPENING_BYTES)),
             max_streams=limits.streams_per_client, settling=(_HANDSHAKE_MS + 2 * _ACKNOWLEDGE_MS) / 1e3,
-            count_refusal=metrics.count_refusal,
+            count_refusal=calls.refused_connection,
             ended=lambda name: self._in_loop(sessions.end, name),
         )  # fmt: skip
         ends.callback(gate.close)
         sessions = DataSessions(access, gate, limits.streams_per_client)
         metrics.watch(settings, budgets, attachments, sessions, figures)
         service = Service(
-            access, attachments, threads, streams, shared, TierCalls(self.store, self.instance),
+            access, attachments, threads, streams, shared, TierCalls(self.store, self.instance, calls),
             instance=self.instance, limits=_limits(settings), idle=limits.idle,
-            store=kind, metrics=metrics, gate=gate, data=streams, sessions=sessions,
+            store=kind, metrics=metrics, calls=calls, gate=gate, data=streams, sessions=sessions,
         )  # fmt: skip
         port = DataPort(
-            sessions, service.answer, metrics, _limits(settings), max_connections=2 * limits.clients,
+            sessions, service.answer, calls, _limits(settings), max_connections=2 * limits.clients,
             idle=limits.idle, context=_context(settings.tls),
         )  # fmt: skip
         return await self._serve(service, attachments, access, gate, (sessions, port), ends)
@@ -378,6 +381,18 @@ class StorageServer:
                     "no KV events are published of %s, which cannot tell of all changes",
                     ", ".join(sorted(source.silent)),
                 )
+
+    def _call_log(self, metrics: NodeMetrics, ends: AsyncExitStack) -> CallLog:
+        settings = self.settings
+        audit = AuditLog(
+            settings.audit_file,
+            max_bytes=settings.audit.bytes,
+            kept=settings.audit.kept,
+            required=settings.audit.required,
+            count_lost=metrics.count_audit_lost,
+        )
+        ends.push_async_callback(asyncio.to_thread, audit.close)
+        return CallLog(metrics.count_refusal, audit, instance=self.instance, slow=settings.log.slow_call)
 
     def _serve_metrics(self, metrics: NodeMetrics, ends: AsyncExitStack) -> None:
         """Serve the metrics, if the settings have an address for them.

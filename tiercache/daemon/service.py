@@ -20,6 +20,7 @@ import tiercache
 from tiercache.core import ObjectKey
 from tiercache.daemon.access import Access, Caller, Refusal, Sessions
 from tiercache.daemon.call import Call, Threads, read_keys, request_bytes, without_abort_traceback
+from tiercache.daemon.call_log import CallLog
 from tiercache.daemon.gate import Gate
 from tiercache.daemon.node_metrics import NodeMetrics
 from tiercache.daemon.payload.calls import DataCall, DataCalls
@@ -70,6 +71,7 @@ class Service:
         limits: pb.Limits,
         idle: float,
         metrics: NodeMetrics | None = None,
+        calls: CallLog | None = None,
         gate: Gate | None = None,
         data: DataCalls | None = None,
         sessions: DataSessions | None = None,
@@ -85,6 +87,7 @@ class Service:
         self._limits = limits
         self._idle = idle
         self._metrics = metrics or NodeMetrics()
+        self._calls = calls or CallLog(self._metrics.count_refusal)
         self._instance = instance
         self._store = store
         self._tiers = tiers
@@ -124,7 +127,7 @@ class Service:
         try:
             self._identify(context)
         except Refusal as refusal:
-            self._metrics.count_refusal_of(refusal)
+            self._calls.refused(refusal)
             await context.abort(refusal.code, refusal.message)
 
     def _entrance(self, method: Method) -> Callable[[Any, Any], Awaitable[None]]:
@@ -133,6 +136,7 @@ class Service:
             with (
                 without_abort_traceback(),
                 self._metrics.measure_call(method.name, context),
+                self._calls.follow(method.name, self._client(context.peer())),
                 suppress(grpc.aio.InternalError),
             ):
                 await answer(context)
@@ -154,13 +158,13 @@ class Service:
         try:
             await serving
         except Refusal as refusal:
-            self._metrics.count_refusal_of(refusal)
+            self._calls.refused(refusal)
             return refusal.code, refusal.message, _UNTOUCHED
         except WireError as error:
-            self._metrics.count_refusal_of(error)
+            self._calls.refused(error)
             return StatusCode.INVALID_ARGUMENT, str(error), _UNTOUCHED
         except TimeoutError as error:
-            self._metrics.count_refusal_of(error)
+            self._calls.refused(error)
             return (
                 StatusCode.DEADLINE_EXCEEDED,
                 f"the call took longer than its deadline or the limit of {self._limits.call_seconds:g} s",
@@ -182,6 +186,9 @@ class Service:
             return StatusCode.INTERNAL, f"{method.name} failed inside the daemon; its log has the details"
         return None
 
+    def _client(self, peer: str) -> str:
+        return peer if self._gate is None else self._gate.client_of(peer)
+
     def _identify(self, context: Any) -> Caller:
         peer = context.peer()
         # The gate does not know connections that workers made to gRPC directly.
@@ -201,6 +208,8 @@ class Service:
                 caller, context, self._idle, self._limits.message_bytes, request_bytes(self._limits.keys)
             )
 
+        if caller.session is not None:
+            self._calls.name_peer(caller.peer)
         await self._perform(method, caller, context.time_remaining(), make, self._handlers[method.name])
 
     async def answer(self, call: DataCall) -> None:
@@ -209,7 +218,8 @@ class Service:
         Raises DisconnectedError if the connection cannot be used any more.
         """
         method = METHODS[call.name]
-        with self._metrics.measure(method.name) as measured:
+        peer = self._client(call.caller.peer)
+        with self._metrics.measure(method.name) as measured, self._calls.follow(method.name, peer):
             handler = self._data_handlers[method.name]
             serving = self._perform(method, call.caller, call.seconds, lambda: call, handler)
             failure = await self._outcome(method, serving)
@@ -227,6 +237,7 @@ class Service:
     ) -> None:
         """Admit a call of a known caller and let `handler` serve it, within its deadline and the limits."""
         self._metrics.count_call(caller.permissions.name)
+        self._calls.name_caller(caller.permissions.name)
         caller.permissions.check(method.verb)
         if remaining is None:
             raise Refusal(StatusCode.INVALID_ARGUMENT, "the call has no deadline; give it one", "deadline")
@@ -277,12 +288,10 @@ class Service:
 
     async def _delete(self, call: Call) -> None:
         keys = await self._keys(call, pb.DeleteRequest)
-        await _answer(
-            call,
-            pb.BitmapReply(
-                bits=messages.bits(await self._ask(call, call.caller.permissions.store.delete, keys))
-            ),
-        )
+        async with self._calls.change("delete", objects=len(keys)) as outcome:
+            deleted = await self._ask(call, call.caller.permissions.store.delete, keys)
+            outcome["deleted"] = sum(deleted)
+        await _answer(call, pb.BitmapReply(bits=messages.bits(deleted)))
 
     async def _describe(self, call: Call) -> None:
         entries = await self._ask(

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Final
 
 from tiercache.daemon.access import Access
-from tiercache.daemon.node_metrics import NodeMetrics
+from tiercache.daemon.call_log import CallLog
 from tiercache.daemon.shared import AttachSession, Inode, Mappings
 from tiercache.daemon.sockets import EXHAUSTED, listen_unix, peer_of
 from tiercache.errors import WireError
@@ -38,10 +38,10 @@ class Attachments:
     """
 
     def __init__(
-        self, access: Access, *, max_clients: int, max_bytes: int, metrics: NodeMetrics | None = None
+        self, access: Access, *, max_clients: int, max_bytes: int, calls: CallLog | None = None
     ) -> None:
         self._access = access
-        self._metrics = metrics or NodeMetrics()
+        self._calls = calls or CallLog()
         self._max_clients = max_clients
         self._max_bytes = max_bytes
         self._sessions: dict[bytes, AttachSession] = {}
@@ -120,9 +120,10 @@ class Attachments:
         session: AttachSession | None = None
         try:
             pid, uid, _ = peer_of(connection)
+            client = f"pid {pid}, uid {uid}"
             permissions = self._access.permissions_of_uid(uid)
             if permissions is None:
-                self._metrics.count_refusal("unauthenticated")
+                self._calls.refused_connection("unauthenticated", client)
                 attachment.send(
                     connection,
                     pb.Session(
@@ -132,7 +133,7 @@ class Attachments:
                 )
                 return
             if not self._room_for(uid):
-                self._metrics.count_refusal("busy")
+                self._calls.refused_connection("busy", client)
                 attachment.send(
                     connection,
                     pb.Session(
@@ -141,7 +142,7 @@ class Attachments:
                 )
                 return
             session = AttachSession(uid, pid, self._mappings)
-            session.caller = self._access.new_client(permissions, session)
+            session.caller = self._access.new_client(permissions, session, client)
             self._sessions[session.token] = session
             attachment.send(connection, pb.Session(token=session.token))
             await self._converse(connection, session)
@@ -173,7 +174,7 @@ class Attachments:
                     return
                 answer = await self._answer(request, fds, session)
             except WireError as error:
-                self._metrics.count_refusal_of(error)
+                self._calls.refused(error)
                 answer = pb.Answer(refusal=str(error))
             finally:
                 for fd in fds:

@@ -16,6 +16,7 @@ from grpc import StatusCode
 from tiercache.core import DIGEST_BYTES, ObjectKey, PoolName
 from tiercache.daemon.access import Refusal
 from tiercache.daemon.call import Call
+from tiercache.daemon.call_log import CURRENT, CallLog, CallRecord
 from tiercache.errors import ConfigError, InputError, RefusedError, StorageError, TierCacheError, WireError
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.registry import open_backend
@@ -47,6 +48,8 @@ class _Change:
 
     what: str
     """The change in words, such as "remove tier 'ssd'"."""
+    call: CallRecord | None = None
+    """Call that asked for the change."""
     number: int = field(default_factory=lambda: secrets.randbits(63) | 1)
     """Number of the change, random so that a client notices a restart of the daemon."""
     progress: Progress | None = None
@@ -78,7 +81,7 @@ class TierCalls:
 
     A change runs on a thread of its own, and goes on when its client is gone. It ends when it is over, when
     an operator gives it up, or when the store is closed. The configuration of the daemon is not written, so a
-    change lasts until the daemon ends. Each change is logged with the principal who asked for it.
+    change lasts until the daemon ends. Each change is told in the log and the audit log.
 
     A principal without a tenant and without a list of namespaces needs the verb admin for it: with these
     calls, it can make the daemon open any directory and call any address.
@@ -86,9 +89,10 @@ class TierCalls:
     Thread safety: the event loop's thread.
     """
 
-    def __init__(self, store: StorageBackend, instance: bytes) -> None:
+    def __init__(self, store: StorageBackend, instance: bytes, calls: CallLog | None = None) -> None:
         """Change the tiers of `store`; `instance` are the random bytes by which clients know this daemon."""
         self._store: Final = store
+        self._calls: Final = calls or CallLog()
         self._instance: Final = instance
         self._question = b""
         """Layout digest in the keys of the present question; see `_comes_back`."""
@@ -105,8 +109,8 @@ class TierCalls:
         _require_operator(call)
         request = await call.request(pb.ChangeTiersRequest)
         what, work, section = _read_change(request)
-        name = call.caller.permissions.name
-        change = _Change(what)
+        await self._calls.begin("change_tiers", change=what)
+        change = _Change(what, CURRENT.get())
         try:
             control = self._control()
             under_way = self._latest()
@@ -116,9 +120,9 @@ class TierCalls:
                     " up"
                 )
         except (ConfigError, RefusedError) as error:
-            self._end(change, name, error)
+            self._end(change, error)
         else:
-            self._begin(change, name, lambda report: self._perform(control, work, section, report))
+            self._begin(change, lambda report: self._perform(control, work, section, report))
             await self._news(change, _FIRST_WAIT)
         await call.send(change.reply().SerializeToString())
 
@@ -137,8 +141,8 @@ class TierCalls:
                 " others since",
             )
         if request.give_up and not change.is_over and not change.is_given_up:
+            await self._calls.begin("give_up_tier_change", change=change.what)
             change.is_given_up = True
-            _log.info("tiers: %s gives up: %s", call.caller.permissions.name, change.what)
         if not change.is_over and (_progress(change.progress) or pb.TierProgress()) == request.seen:
             await self._news(change, min(max(0.0, request.seconds), _MAX_WAIT))
         await call.send(change.reply().SerializeToString())
@@ -161,13 +165,12 @@ class TierCalls:
             raise ConfigError("the store of this daemon is another daemon; change the tiers of that one")
         return control
 
-    def _begin(self, change: _Change, name: str, work: Callable[[Report], None]) -> None:
+    def _begin(self, change: _Change, work: Callable[[Report], None]) -> None:
         """Run `work` on a thread, which goes on without its client."""
         loop = asyncio.get_running_loop()
         self._changes[change.number] = change
         while len(self._changes) > _KEPT:
             del self._changes[next(iter(self._changes))]
-        _log.info("tiers: %s begins: %s", name, change.what)
 
         def post(event: Callable[..., None], *arguments: Any) -> None:
             with suppress(RuntimeError):  # the loop has ended, and with it everybody who waited
@@ -188,7 +191,7 @@ class TierCalls:
                 # A bug in a store fails this change and is logged. It never ends the daemon.
                 _log.exception("a change of the tiers failed: %s", change.what)
                 error = StorageError("the change failed inside the daemon; its log has the details")
-            post(self._end, change, name, error)
+            post(self._end, change, error)
 
         Thread(target=run, name="tiercache-tiers", daemon=True).start()
 
@@ -196,10 +199,10 @@ class TierCalls:
         change.progress = progress
         change.tell()
 
-    def _end(self, change: _Change, name: str, error: Exception | None) -> None:
+    def _end(self, change: _Change, error: Exception | None) -> None:
         change.is_over, change.error = True, error
         change.tell()
-        _log.info("tiers: %s asked for: %s: %s", name, change.what, error or "done")
+        self._calls.end("change_tiers", str(error or "done"), change.call, change=change.what)
 
     def _perform(
         self, control: TierControl, work: Work, section: Mapping[str, str] | None, report: Report

@@ -254,6 +254,8 @@ NODE: Final = (
         "idle: the client makes no progress; malformed: the message cannot be read.",
         {"reason": REFUSALS},
     ),
+    Metric("node_audit_lost_total", Counter,
+     "Records of the audit log that could not be written (`audit`)."),
     Metric(
         "node_principal_calls_total", Counter,
         "Calls by principal, including refused calls whose caller was known.",

@@ -24,7 +24,7 @@ from grpc import StatusCode
 from tiercache.daemon.access import Refusal
 from tiercache.daemon.admission import Admission, ConnectionState, OpeningCounter
 from tiercache.daemon.call import PARSED, request_bytes
-from tiercache.daemon.node_metrics import NodeMetrics
+from tiercache.daemon.call_log import CallLog
 from tiercache.daemon.payload.calls import DataCall
 from tiercache.daemon.payload.channel import Channel, DisconnectedError
 from tiercache.daemon.payload.sessions import DataSession, DataSessions
@@ -81,7 +81,7 @@ class DataPort:
         self,
         sessions: DataSessions,
         answer: Callable[[DataCall], Awaitable[None]],
-        metrics: NodeMetrics,
+        calls: CallLog,
         limits: pb.Limits,
         *,
         max_connections: int,
@@ -94,7 +94,7 @@ class DataPort:
         """
         self._sessions = sessions
         self._answer = answer
-        self._metrics = metrics
+        self._calls = calls
         self._limits = limits
         self._idle = idle
         self._context = context
@@ -152,7 +152,7 @@ class DataPort:
             client.close()
             return
         if self._admission.is_full and not self._make_room():
-            self._metrics.count_refusal("busy")
+            self._calls.refused_connection("busy")
             client.close()
             return
         self._numbers += 1
@@ -190,7 +190,7 @@ class DataPort:
         self._open_next()
 
     def _cut(self, connection: _Connection, reason: str) -> None:
-        self._metrics.count_refusal(reason)
+        self._calls.refused_connection(reason)
         self._end(connection)
 
     def _end(self, connection: _Connection) -> None:
@@ -212,14 +212,14 @@ class DataPort:
         try:
             session = await self._greet(connection)
         except Refusal as refusal:
-            self._metrics.count_refusal_of(refusal)
+            self._calls.refused(refusal)
             failure = data_pb2.DataFailure(code=refusal.code.value[0], text=refusal.message)
             with suppress(DisconnectedError, Refusal):
                 frame = data.pack(FrameKind.FAILED, failure.SerializeToString())
                 await connection.channel.send([memoryview(frame)])
             return
         except WireError as error:
-            self._metrics.count_refusal_of(error)
+            self._calls.refused(error)
             return
         except DisconnectedError:
             return
@@ -235,9 +235,9 @@ class DataPort:
         except DisconnectedError:
             pass
         except (WireError, Refusal) as error:
-            self._metrics.count_refusal_of(error)
+            self._calls.refused(error)
         except TimeoutError:
-            self._metrics.count_refusal("idle")
+            self._calls.refused_connection("idle")
         finally:
             session.ends.discard(end)
 

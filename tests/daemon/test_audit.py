@@ -1,0 +1,215 @@
+"""The audit log: who changed what and who was refused, on disks that are full, forbidden or do not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.daemon.hosts import TOKENS, Client, key, secret, serving, until
+from tiercache.daemon.audit import AuditLog
+from tiercache.wire import messages
+from tiercache.wire.v1 import storage_pb2 as pb
+
+SMALL = 1 << 10
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Callable[..., AuditLog]]:
+    logs: list[AuditLog] = []
+
+    def open_log(*, required: bool = False, lost: list[None] | None = None) -> AuditLog:
+        counted = [] if lost is None else lost
+        log = AuditLog(
+            tmp_path / "audit.jsonl",
+            max_bytes=SMALL,
+            kept=3,
+            required=required,
+            count_lost=lambda: counted.append(None),
+        )
+        logs.append(log)
+        return log
+
+    yield open_log
+    for log in logs:
+        log.close()
+
+
+def records(*files: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def test_records_are_kept_in_order_within_a_bound(tmp_path: Path, opened: Callable[..., AuditLog]) -> None:
+    log = opened()
+    assert min([future.result(30) for future in [log.record("e", {"n": n}) for n in range(100)]])
+    files = sorted(tmp_path.iterdir(), reverse=True)
+    assert [file.name for file in files] == ["audit.jsonl.3", "audit.jsonl.2", "audit.jsonl.1", "audit.jsonl"]
+    assert all(file.stat().st_size <= SMALL for file in files)
+    assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files)
+    kept = [record["n"] for record in records(*files)]
+    assert kept == list(range(100 - len(kept), 100))
+    assert len(kept) > 40
+
+
+def test_a_line_that_a_crash_has_cut_spoils_no_other(tmp_path: Path, opened: Callable[..., AuditLog]) -> None:
+    (tmp_path / "audit.jsonl").write_bytes(b'{"event": "whole"}\n{"eve')
+    assert opened().record("next", {"text": "a\nb\x1b[2J"}).result(30)
+    first, cut, last = (tmp_path / "audit.jsonl").read_bytes().splitlines()
+    assert json.loads(first) == {"event": "whole"}
+    assert cut == b'{"eve'
+    assert json.loads(last)["text"] == "a\nb\x1b[2J"
+
+
+def test_a_link_is_not_followed(tmp_path: Path, opened: Callable[..., AuditLog]) -> None:
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "audit.jsonl").symlink_to(tmp_path / "victim")
+    lost: list[None] = []
+    assert not opened(lost=lost).record("e", {}).result(30)
+    assert (tmp_path / "victim").read_text() == "mine"
+    assert len(lost) == 1
+
+
+def test_a_full_disk_keeps_what_was_whole(tmp_path: Path) -> None:
+    """The limit of a file's size cuts the second record in its middle; there is room again later."""
+    path = tmp_path / "audit.jsonl"
+    script = f"""
+import resource, signal
+from pathlib import Path
+from tiercache.daemon.audit import AuditLog
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+lost = []
+path = Path({str(path)!r})
+log = AuditLog(path, max_bytes=1 << 20, kept=1, required=False, count_lost=lambda: lost.append(1))
+assert log.record("first", {{}}).result(30)
+resource.setrlimit(resource.RLIMIT_FSIZE, (150, resource.RLIM_INFINITY))
+assert not log.record("second", {{"text": "x" * 200}}).result(30)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+assert log.record("third", {{}}).result(30)
+assert len(lost) == 1
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    assert [record["event"] for record in records(path)] == ["first", "third"]
+
+
+def test_changes_wait_for_their_record_only_where_it_is_required(
+    tmp_path: Path, opened: Callable[..., AuditLog]
+) -> None:
+    """A lease on the file makes every open of it wait, as behind a disk that hangs."""
+    path = tmp_path / "audit.jsonl"
+    path.touch()
+    signal.signal(signal.SIGIO, signal.SIG_IGN)
+    holder = os.open(path, os.O_RDWR)
+    fcntl.fcntl(holder, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    lost: list[None] = []
+    try:
+        assert asyncio.run(opened(lost=lost).require("e", {}))
+        assert not lost
+        assert not asyncio.run(opened(required=True, lost=lost).require("late", {}))
+        assert len(lost) == 1
+    finally:
+        fcntl.fcntl(holder, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        os.close(holder)
+        signal.signal(signal.SIGIO, signal.SIG_DFL)
+    until(lambda: len(records(path)) == 2)
+
+
+def test_more_records_than_may_wait_are_counted(tmp_path: Path, opened: Callable[..., AuditLog]) -> None:
+    path = tmp_path / "audit.jsonl"
+    path.touch()
+    signal.signal(signal.SIGIO, signal.SIG_IGN)
+    holder = os.open(path, os.O_RDWR)
+    fcntl.fcntl(holder, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    lost: list[None] = []
+    log = opened(lost=lost)
+    try:
+        told = [log.record("e", {}) for _ in range(2000)]
+    finally:
+        fcntl.fcntl(holder, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        os.close(holder)
+        signal.signal(signal.SIGIO, signal.SIG_DFL)
+    written = sum(future.result(60) for future in told)
+    assert 1024 <= written <= 1026
+    assert written + len(lost) == 2000
+
+
+def daemon(tmp_path: Path, more: str = "") -> str:
+    names = "\n".join(
+        f"""
+[[principals]]
+name = "{name}"
+token_file = "{secret(tmp_path / name, token)}"
+verbs = ["read", "write", "admin"]"""
+        for name, token in TOKENS.items()
+    )
+    return f"""
+directory = "{tmp_path / "d"}"
+disk_bytes = "64MiB"
+host_bytes = "48MiB"
+listen = ["127.0.0.1:0"]
+{more}
+[log]
+format = "json"
+slow_call = "1us"
+{names}
+"""
+
+
+def caller(port: int, name: str) -> Client:
+    return Client(f"127.0.0.1:{port}", [("authorization", f"Bearer {TOKENS[name]}")])
+
+
+def test_a_daemon_tells_who_changed_what_and_who_was_refused(tmp_path: Path) -> None:
+    keys = [key(n) for n in range(8)]
+    with serving(tmp_path, daemon(tmp_path)) as node:
+        with caller(node.ports[0], "trent") as trent:
+            trent.set(dict.fromkeys(keys[:5], b"x" * 1000))
+            trent.delete(keys)
+        with Client(
+            f"127.0.0.1:{node.ports[0]}", [("authorization", "Bearer wrong-" + "w" * 24)]
+        ) as stranger:
+            for _ in range(300):
+                assert stranger.refused("Exists") is grpc.StatusCode.UNAUTHENTICATED
+        lines = [json.loads(line) for line in node.log.read_text().splitlines()]
+    told = records(tmp_path / "d/audit.jsonl")
+    asked, done = (record for record in told if record["event"] == "delete")
+    assert (asked["principal"], asked["objects"], asked["outcome"]) == ("trent", 8, "asked")
+    assert (done["outcome"], done["deleted"]) == ("done", 5)
+    assert asked["request"] == done["request"]
+    assert asked["peer"].startswith("127.0.0.1:")
+    refused = [record for record in told if record["event"] == "refused"]
+    assert 5 <= len(refused) <= 20, "a flood of refusals does not push out what came before"
+    assert {(record["reason"], record["method"]) for record in refused} == {("unauthenticated", "Exists")}
+    slow = [line for line in lines if "took" in line["event"]]
+    assert {line["method"] for line in slow} >= {"Set", "Delete", "Exists"}
+    assert all(line["request"] for line in slow)
+    everything = node.log.read_text() + (tmp_path / "d/audit.jsonl").read_text()
+    assert not any(token in everything for token in (*TOKENS.values(), "wrong-"))
+
+
+def test_without_a_record_nothing_is_changed_if_records_are_required(tmp_path: Path) -> None:
+    """The file cannot be made, because its directory is a file."""
+    blocked = tmp_path / "blocked"
+    blocked.touch()
+    more = f'[audit]\nfile = "{blocked}/audit.jsonl"\nrequired = %s\n'
+    for required in (True, False):
+        with serving(tmp_path, daemon(tmp_path, more % str(required).lower())) as node:
+            with caller(node.ports[0], "trent") as trent:
+                trent.set({key(0): b"x" * 1000})
+                request = pb.DeleteRequest(keys=messages.keys([key(0)]))
+                if required:
+                    assert trent.refused("Delete", request) is grpc.StatusCode.UNAVAILABLE
+                else:
+                    trent.call("Delete", request)
+                assert trent.exists([key(0)]) == [required]
+            assert "cannot be written" in node.log.read_text()

@@ -1,0 +1,188 @@
+"""The log of calls: refusals, slow calls, and the changes that administrators make.
+
+A record in the log and in the audit log names the principal, the peer and the request. It never has tokens,
+salts or payload.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Final
+
+from grpc import StatusCode
+
+from tiercache.daemon.access import Refusal, reason_of
+from tiercache.daemon.audit import AuditLog
+
+_log = logging.getLogger(__name__)
+
+_BURST: Final = 5
+"""Number of refusals of one kind in a period that are told one by one; further ones are counted."""
+_PERIOD_S: Final = 10.0
+"""Seconds of such a period."""
+
+
+@dataclass(slots=True)
+class CallRecord:
+    """Call as the log knows it."""
+
+    request: str
+    """Name of the call, unique in the life of a daemon."""
+    method: str
+    peer: str
+    """Client's address, or its process on this host."""
+    principal: str = ""
+    """Principal that makes the call; empty while it is not known."""
+
+    def fields(self) -> dict[str, str]:
+        """Return what every record of this call has, without what is empty."""
+        named = {
+            "request": self.request, "method": self.method, "peer": self.peer, "principal": self.principal
+        }  # fmt: skip
+        return {name: value for name, value in named.items() if value}
+
+
+CURRENT: Final[ContextVar[CallRecord | None]] = ContextVar("call", default=None)
+"""Call that is being served; lines of the log that come meanwhile belong to it."""
+
+
+class CallLog:
+    """Writer of what happens to calls, into the log and the audit log.
+
+    A flood of refusals fills neither: after a few of one kind (principal and reason), the rest of a period
+    is counted, and the number comes with the next that is told.
+
+    Thread safety: any thread.
+    """
+
+    def __init__(
+        self,
+        count_refusal: Callable[[str], object] = lambda _: None,
+        audit: AuditLog | None = None,
+        *,
+        instance: bytes = b"",
+        slow: float = float("inf"),
+    ) -> None:
+        """Name calls after `instance`, and tell of those that take `slow` seconds or longer.
+
+        `count_refusal` counts a refusal by its reason.
+        """
+        self._count_refusal = count_refusal
+        self.audit: Final = audit
+        self._prefix = instance.hex()[:8]
+        self._slow = slow
+        self._numbers = itertools.count(1)
+        self._told: Final = _Counts()
+
+    @contextmanager
+    def follow(self, method: str, peer: str) -> Iterator[CallRecord]:
+        """Let lines of the log belong to a call, and tell of it at its end if it was slow."""
+        record = CallRecord(f"{self._prefix}-{next(self._numbers):x}", method, peer)
+        token = CURRENT.set(record)
+        started = time.monotonic()
+        try:
+            yield record
+        finally:
+            seconds = time.monotonic() - started
+            if seconds >= self._slow:
+                _log.warning("a call took %.3f s", seconds, extra=record.fields())
+            CURRENT.reset(token)
+
+    def refused(self, error: BaseException | None) -> None:
+        """Count and tell a refusal, if the client is the cause of `error`."""
+        reason = reason_of(error)
+        if reason is not None:
+            self._count_refusal(reason)
+            self._tell_refusal(reason, str(error))
+
+    def refused_connection(self, reason: str, peer: str = "") -> None:
+        """Count and tell the refusal of a connection, of which perhaps not even the peer is known."""
+        self._count_refusal(reason)
+        self._tell_refusal(reason, "a connection was refused or cut", peer)
+
+    def name_peer(self, peer: str) -> None:
+        """Note the client of the current call, if more is known than at its start."""
+        if (call := CURRENT.get()) is not None:
+            call.peer = peer
+
+    def name_caller(self, principal: str) -> None:
+        """Note the principal of the current call."""
+        if (call := CURRENT.get()) is not None:
+            call.principal = principal
+
+    @asynccontextmanager
+    async def change(self, event: str, **details: Any) -> AsyncIterator[dict[str, Any]]:
+        """Record a change before and after it is made; what is put into the dictionary is told at the end.
+
+        Raises Refusal, before the change, if it must not be made.
+        """
+        await self.begin(event, **details)
+        outcome: dict[str, Any] = {}
+        try:
+            yield outcome
+        except BaseException as error:
+            self.end(event, f"failed: {str(error) or type(error).__name__}", **details)
+            raise
+        self.end(event, "done", **details, **outcome)
+
+    async def begin(self, event: str, **details: Any) -> None:
+        """Record a change that is about to be made; raises Refusal if it must not be made."""
+        call = CURRENT.get()
+        fields = call.fields() if call else {}
+        _log.info("%s", event, extra=fields | details)
+        asked = {**fields, "outcome": "asked", **details}
+        if self.audit is not None and not await self.audit.require(event, asked):
+            raise Refusal(
+                StatusCode.UNAVAILABLE,
+                f"nothing was changed, because the audit log {self.audit.path} cannot be written and"
+                " audit.required is set; the daemon's log says why",
+            )
+
+    def end(self, event: str, outcome: str, call: CallRecord | None = None, **details: Any) -> None:
+        """Record what came of a change, of the current call or of `call`."""
+        call = call or CURRENT.get()
+        fields = call.fields() if call else {}
+        _log.info("%s: %s", event, outcome, extra=fields | details)
+        if self.audit is not None:
+            self.audit.record(event, {**fields, "outcome": outcome, **details})
+
+    def _tell_refusal(self, reason: str, why: str, peer: str = "") -> None:
+        call = CURRENT.get()
+        fields: dict[str, Any] = call.fields() if call else {"peer": peer} if peer else {}
+        unsaid = self._told.count((fields.get("principal", ""), reason))
+        if unsaid is None:
+            return
+        more: dict[str, Any] = {"reason": reason, "why": why} | ({"unsaid": unsaid} if unsaid else {})
+        _log.info("refused", extra=fields | more)
+        if self.audit is not None:
+            self.audit.record("refused", fields | more)
+
+
+class _Counts:
+    """Numbers of events by kind in the present period; there are few kinds.
+
+    Thread safety: any thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._since: dict[tuple[str, str], tuple[float, int]] = {}
+
+    def count(self, kind: tuple[str, str]) -> int | None:
+        """Return the number of events left out since the last that was told; None to leave out this one."""
+        now = time.monotonic()
+        with self._lock:
+            since, number = self._since.get(kind, (now, 0))
+            if now - since >= _PERIOD_S:
+                unsaid, since, number = max(0, number - _BURST), now, 0
+            else:
+                unsaid = 0
+            self._since[kind] = since, number + 1
+            return unsaid if number < _BURST else None
