@@ -65,9 +65,10 @@ class MemoryBackend(StorageBackend):
     are copied or checked.
     """
 
-    capabilities = Capabilities(bounded=True)
+    capabilities = Capabilities()
 
     def __init__(self, capacity: int = 0, env: Env | None = None) -> None:
+        self.capabilities = Capabilities(bounded=capacity > 0)
         self._capacity = capacity
         self._env = env or Env()
         self._gate = CallGate("the memory store")
@@ -83,12 +84,16 @@ class MemoryBackend(StorageBackend):
         self._namespaces: dict[bytes, NamespaceRecord] = {}
 
     @classmethod
+    def capabilities_of(cls, section: Mapping[str, Any]) -> Capabilities:
+        return Capabilities(bounded=_capacity(section) > 0)
+
+    @classmethod
     def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:
-        return cls(**settings_of("memory", section, {"capacity": parse_size}), env=context.env)
+        return cls(_capacity(section), context.env)
 
     @classmethod
     def check_config(cls, section: Mapping[str, Any], context: StoreContext) -> None:
-        settings_of("memory", section, {"capacity": parse_size})
+        _capacity(section)
 
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
         with self._gate, self._mutex:
@@ -311,6 +316,11 @@ class MemoryBackend(StorageBackend):
         self._residents.drop(item.row)
         self._used -= item.meta.length
         return True
+
+
+def _capacity(section: Mapping[str, Any]) -> int:
+    """Return the capacity in a section of the configuration; raises ConfigError."""
+    return int(settings_of("memory", section, {"capacity": parse_size}).get("capacity", 0))
 
 
 class _Evicting:

@@ -21,7 +21,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from tiercache.errors import ConfigError
 from tiercache.keys import Identity
 from tiercache.storage.base import StorageBackend
-from tiercache.storage.registry import backend_type, open_backend, spec_of
+from tiercache.storage.registry import capabilities_of, open_backend, spec_of
 
 RANK: Final = "{rank}"
 """Text in a URL that is replaced by the rank of the process."""
@@ -81,7 +81,7 @@ class StoreSettings(BaseModel):
         Raises ConfigError if the processes cannot share the store, StorageError if it cannot be opened.
         """
         for url in self.storage:
-            if ranks > 1 and RANK not in url and not backend_type(url).capabilities.shared:
+            if ranks > 1 and RANK not in url and not capabilities_of(url).shared:
                 raise ConfigError(
                     f"storage {url!r} can be opened by one process at a time, and this engine has several;"
                     f" use lmdb://, the grpc:// address of a daemon, or {RANK} in the path for a store per"

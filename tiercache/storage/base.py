@@ -8,9 +8,9 @@ adds a backend by an entry point in the group `tiercache.storage_backends`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple, Protocol, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Final, NamedTuple, Protocol, Self, cast
 
 from tiercache.core import DIGEST_BYTES, ObjectKey, ObjectMeta, Outcome
 from tiercache.events.source import ChangeNote
@@ -92,7 +92,7 @@ def first_of_each(keys: Sequence[ObjectKey], gone: set[bytes]) -> list[bool]:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Capabilities that a backend declares; the conformance suite has tests for each."""
+    """Capabilities of a store; the conformance suite has tests for each."""
 
     persistent: bool = False
     """Whether acknowledged objects survive the end of the process.
@@ -113,6 +113,12 @@ class Capabilities:
 
     Otherwise `scan` raises UnlistedError, and the counts of `usage` are 0.
     """
+
+    @classmethod
+    def common(cls, several: Iterable[Capabilities]) -> Capabilities:
+        """Return the capabilities that all of several stores have."""
+        found = list(several)
+        return cls(**{one.name: all(getattr(able, one.name) for able in found) for one in fields(cls)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,8 +286,22 @@ class StorageBackend(ABC):
     are under way.
     """
 
-    capabilities: Capabilities
-    """Capabilities of this class; a wrapper has the capabilities of its inner store."""
+    @property
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """Capabilities of this store, which may depend on its settings and on the service behind it.
+
+        They can be read at any time, without I/O, and may change while the store is open. A class whose
+        stores are all alike has them as a class attribute.
+        """
+
+    @classmethod
+    def capabilities_of(cls, section: Mapping[str, Any]) -> Capabilities:
+        """Return what a store of this section is capable of, as far as its settings tell; nothing is opened.
+
+        Raises ConfigError for a bad setting. Default: what the class has.
+        """
+        return cast(Capabilities, cls.capabilities)
 
     @classmethod
     @abstractmethod

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from tiercache.config.urls import section_of
 from tiercache.errors import ConfigError, MissingExtraError
-from tiercache.storage.base import StorageBackend, StoreContext
+from tiercache.storage.base import Capabilities, StorageBackend, StoreContext
 from tiercache.storage.env import Env
 
 GROUP: Final = "tiercache.storage_backends"
@@ -54,6 +54,15 @@ def check_backend(spec: Spec, *, env: Env | None = None) -> None:
 def backend_type(spec: Spec) -> type[StorageBackend]:
     """Return the class of the store that `spec` describes; raises ConfigError if there is none."""
     return _parts(spec)[0]
+
+
+def capabilities_of(spec: Spec) -> Capabilities:
+    """Return what the store that `spec` describes is capable of, as far as its settings tell; open nothing.
+
+    Raises ConfigError for a bad spec.
+    """
+    kind, section = _parts(spec)
+    return kind.capabilities_of(section)
 
 
 def settings_of(

@@ -19,14 +19,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from threading import Lock
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from tiercache.config.urls import section_of
 from tiercache.errors import ConfigError, RefusedError, StorageError
 from tiercache.storage.base import Capabilities
 from tiercache.storage.env import Env
 from tiercache.storage.gate import CallGate
-from tiercache.storage.registry import backend_type, open_backend
+from tiercache.storage.registry import capabilities_of, open_backend
 from tiercache.storage.tiers import PREFIX, Report, ignore_progress
 from tiercache_backends.chain.checks import check_stores
 from tiercache_backends.chain.leaving import Leaving, check_readable
@@ -36,17 +36,10 @@ from tiercache_backends.chain.settings import LIVE, TierSettings, change_tier, c
 from tiercache_backends.chain.tier import Tier
 
 
-class Plan(NamedTuple):
-    """A tier that is to be in the chain."""
-
-    settings: TierSettings
-    capabilities: Capabilities
-
-
 def tier_of(settings: TierSettings, env: Env) -> Tier:
     """Return the tier that settings describe; it is not open yet."""
-    backend = backend_type(settings.section)
-    return Tier(settings, partial(open_backend, settings.section, env=env), backend.capabilities, env)
+    section = settings.section
+    return Tier(settings, partial(open_backend, section, env=env), capabilities_of(section), env)
 
 
 class Changes:
@@ -81,9 +74,9 @@ class Changes:
                     f"position {at} is not possible; use 0 (first) to {len(lineup.tiers)} (last)"
                 )
             [settings] = check_stores([parse_tier(spec, [tier.name for tier in lineup.tiers])], self._env)
-            plans = _plans(lineup.tiers)
-            plans.insert(at, _plan(settings))
-            self._check(plans)
+            planned = _settings(lineup.tiers)
+            planned.insert(at, settings)
+            check_chain(planned)
             self._add(settings, at)
 
     def remove(self, name: str, report: Report, *, keep_contents: bool) -> None:
@@ -93,7 +86,7 @@ class Changes:
             others = [other for other in lineup.tiers if other is not tier]
             if not others:
                 raise ConfigError(f"tier {name!r} is the last of the chain; add another tier first")
-            self._check(_plans(others))
+            check_chain(_settings(others))
             self._remove(tier, report, keep_contents=keep_contents)
 
     def replace(self, name: str, spec: Any, report: Report, *, keep_contents: bool) -> None:
@@ -105,9 +98,9 @@ class Changes:
             in_place = bool(settings.place) and settings.place == old.settings.place
             if in_place and not _has_name(spec):
                 settings = replace(settings, name=name)
-            plans = _plans(lineup.tiers)
-            plans[at] = _plan(settings)
-            self._check(plans)
+            planned = _settings(lineup.tiers)
+            planned[at] = settings
+            check_chain(planned)
             if in_place:
                 self._reopen(old, settings)
             else:
@@ -122,7 +115,7 @@ class Changes:
                     f" {_names(lineup)}"
                 )
             tiers = [_named(lineup, name) for name in names]
-            self._check(_plans(tiers))
+            check_chain(_settings(tiers))
             self._lineups.swap(tiers)
             self._lineups.follow()
 
@@ -133,9 +126,9 @@ class Changes:
             settings = change_tier(tier.settings, changes)
             if not (is_live := changes.keys() <= LIVE):
                 [settings] = check_stores([settings], self._env)
-            plans = _plans(lineup.tiers)
-            plans[lineup.tiers.index(tier)] = Plan(settings, tier.capabilities)
-            self._check(plans)
+            planned = _settings(lineup.tiers)
+            planned[lineup.tiers.index(tier)] = settings
+            check_chain(planned)
             if is_live:
                 tier.configure(settings)
                 self._lineups.swap(lineup.tiers)
@@ -154,35 +147,35 @@ class Changes:
             finally:
                 self._lock.release()
 
-    # --- checks, without an effect
-    # --------------------------------------------------------------------------------------------------------
-
-    def _check(self, plans: Sequence[Plan]) -> None:
-        """Raise ConfigError if these tiers cannot be the chain."""
-        check_chain([plan.settings for plan in plans])
-        for settings, able in plans:
-            for promised in ("persistent", "shared"):
-                if getattr(self._promised, promised) and not getattr(able, promised):
-                    raise ConfigError(
-                        f"tier {settings.name!r} is not {promised}, as the chain has been since its opening;"
-                        " open the chain again with this tier"
-                    )
-
     # --- steps
     # --------------------------------------------------------------------------------------------------------
 
     def _add(self, settings: TierSettings, at: int) -> Tier:
         tier = tier_of(settings, self._env)
         tier.open()
-        if not tier.is_readable:
-            why = tier.why
+        try:
+            if not tier.is_readable:
+                raise StorageError(
+                    f"tier {tier.name!r} cannot be opened, so the chain is as before: {tier.why}"
+                )
+            self._check_promises(tier)
+        except (StorageError, ConfigError):
             tier.close()
-            raise StorageError(f"tier {tier.name!r} cannot be opened, so the chain is as before: {why}")
+            raise
         others = self._lineups.current.tiers
         self._lineups.swap([*others[:at], tier, *others[at:]])
         _introduce(tier, others)
         self._lineups.follow()
         return tier
+
+    def _check_promises(self, tier: Tier) -> None:
+        """Raise ConfigError if a tier, which is open, lacks what the chain has promised."""
+        for promised in ("persistent", "shared"):
+            if getattr(self._promised, promised) and not getattr(tier.capabilities, promised):
+                raise ConfigError(
+                    f"tier {tier.name!r} is not {promised}, as the chain has been since its opening;"
+                    " open the chain again with this tier"
+                )
 
     def _remove(self, tier: Tier, report: Report, *, keep_contents: bool) -> None:
         others = [other for other in self._lineups.current.tiers if other is not tier]
@@ -269,12 +262,8 @@ def _introduce(tier: Tier, others: Sequence[Tier]) -> None:
                 tier.register_namespace(record)
 
 
-def _plan(settings: TierSettings) -> Plan:
-    return Plan(settings, backend_type(settings.section).capabilities)
-
-
-def _plans(tiers: Sequence[Tier]) -> list[Plan]:
-    return [Plan(tier.settings, tier.capabilities) for tier in tiers]
+def _settings(tiers: Sequence[Tier]) -> list[TierSettings]:
+    return [tier.settings for tier in tiers]
 
 
 def _named(lineup: Lineup, name: str) -> Tier:

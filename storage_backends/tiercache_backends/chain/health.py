@@ -74,8 +74,8 @@ class MonitoredStore:
         """Whether the tier is read, but takes no new objects, because it is being removed from the chain."""
         self.name: Final = settings.name
         self.kind: Final = str(settings.section.get("type", ""))
-        self.capabilities: Final = capabilities
         self.figures: Final = Figures(env, settings.write_per_day)
+        self._declared: Final = capabilities
         self._open: Final = open_store
         self._env: Final = env
         self._calls: Final = Calls(
@@ -95,6 +95,12 @@ class MonitoredStore:
         self._is_returning = False
         """Whether the store is out, but makes deletions itself, so that the backlog only shrinks."""
         self._closed = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Capabilities of the store; before it is open, those that its settings tell."""
+        store = self._store
+        return self._declared if store is None else store.capabilities
 
     @property
     def health(self) -> Health:

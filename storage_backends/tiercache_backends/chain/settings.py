@@ -15,7 +15,7 @@ from tiercache.config.urls import section_of, storage_url
 from tiercache.core import PoolName
 from tiercache.errors import ConfigError
 from tiercache.storage.base import StorageBackend
-from tiercache.storage.registry import backend_type
+from tiercache.storage.registry import backend_type, capabilities_of
 from tiercache.storage.tiers import PREFIX, free_name
 from tiercache.text import exact_duration, exact_size, shown
 from tiercache_backends.local.settings import between, one_of
@@ -235,13 +235,12 @@ def _check_evicts(tier: TierSettings, below: str) -> None:
             f"tier {below!r} is written back, but tier {tier.name!r} above it is read-only and evicts"
             " nothing; set tier_write=write_through, or order the tiers differently"
         )
-    backend = backend_type(tier.section)
-    if backend.coldest is StorageBackend.coldest:
+    if backend_type(tier.section).coldest is StorageBackend.coldest:
         raise ConfigError(
             f"tier {below!r} cannot be written back, because tier {tier.name!r} above it cannot say what it"
             " evicts next; set tier_write=write_through"
         )
-    if not backend.capabilities.bounded or str(tier.section.get("capacity", 0)) in ("", "0"):
+    if not capabilities_of(tier.section).bounded:
         raise ConfigError(
             f"tier {below!r} is written back, but tier {tier.name!r} above it has no capacity and evicts"
             " nothing; give it a capacity, or set tier_write=write_through"
@@ -250,9 +249,8 @@ def _check_evicts(tier: TierSettings, below: str) -> None:
 
 def _place(section: Mapping[str, Any]) -> str:
     """Return where a store is, without a look at the disk, which may hang."""
-    if isinstance(path := section.get("path"), str):
-        return os.path.abspath(path)
-    return str(section.get("address", ""))
+    path = section.get("path")
+    return str(section.get("address", "")) + (os.path.abspath(path) if isinstance(path, str) else "")
 
 
 def _name(value: Any) -> str:

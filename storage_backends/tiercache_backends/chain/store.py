@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, Self
 
 from tiercache.core import ObjectKey, Outcome
@@ -23,7 +24,7 @@ from tiercache.storage.base import (
     Usage,
 )
 from tiercache.storage.env import Env
-from tiercache.storage.registry import settings_of
+from tiercache.storage.registry import capabilities_of, settings_of
 from tiercache.storage.tiers import ObservedTier, Report, TierControl, ignore_progress
 from tiercache_backends.chain.batches import GetBatch, SetBatch
 from tiercache_backends.chain.changes import Changes, tier_of
@@ -47,8 +48,8 @@ class TierChain(StorageBackend, TierControl):
     takes it.
 
     Other tiers get copies in the background: lower ones as their write policy says, upper ones by promotion.
-    Tiers can change while the chain serves: each call is bound to the tiers with which it began. The
-    capabilities stay those of the tiers at opening; a tier without a promised capability cannot join.
+    Tiers can change while the chain serves: each call is bound to the tiers with which it began. What the
+    chain has at its opening of `persistent` and `shared` is promised: a tier without it cannot join.
 
     A tier that is out is not asked, so its objects are misses until it is back. An object is present as long
     as one tier has it, and every copy counts in `usage`.
@@ -56,8 +57,6 @@ class TierChain(StorageBackend, TierControl):
     Thread safety: as `StorageBackend`. `Deletions.changed` is the only lock that calls share; it is not held
     while a tier is called.
     """
-
-    capabilities = Capabilities(persistent=True, shared=True, bounded=True)
 
     def __init__(self, tiers: Sequence[Tier], env: Env | None = None) -> None:
         """Open the tiers, the fastest first.
@@ -77,15 +76,9 @@ class TierChain(StorageBackend, TierControl):
             for tier in tiers:
                 tier.close()
             raise
-        self.capabilities = Capabilities(
-            persistent=all(tier.capabilities.persistent for tier in tiers),
-            shared=all(tier.capabilities.shared for tier in tiers),
-            bounded=all(tier.capabilities.bounded for tier in tiers),
-            ordered=all(tier.capabilities.ordered for tier in tiers),
-            listed=all(tier.capabilities.listed for tier in tiers),
-        )
         self._lineups: Final = Lineups(tiers, self._deletions, self._env)
-        self._changes: Final = Changes(self._lineups, self._deletions, self.capabilities, self._env)
+        self._promised: Final = Capabilities.common(tier.capabilities for tier in tiers)
+        self._changes: Final = Changes(self._lineups, self._deletions, self._promised, self._env)
 
     @classmethod
     def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:
@@ -96,6 +89,23 @@ class TierChain(StorageBackend, TierControl):
     @classmethod
     def check_config(cls, section: Mapping[str, Any], context: StoreContext) -> None:
         check_stores(_tiers_of(section), context.env)
+
+    @classmethod
+    def capabilities_of(cls, section: Mapping[str, Any]) -> Capabilities:
+        return Capabilities.common(capabilities_of(tier.section) for tier in _tiers_of(section))
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Capabilities that all tiers have now; `persistent` and `shared` only if they were promised.
+
+        Otherwise a tier without them may join at any time.
+        """
+        now = Capabilities.common(tier.capabilities for tier in self.tiers)
+        return replace(
+            now,
+            persistent=now.persistent and self._promised.persistent,
+            shared=now.shared and self._promised.shared,
+        )
 
     @property
     def tiers(self) -> Sequence[Tier]:

@@ -82,6 +82,10 @@ class MooncakeBackend(StorageBackend):
         self._snapshot: tuple[float, list[bytes]] | None = None
 
     @classmethod
+    def capabilities_of(cls, section: Mapping[str, Any]) -> Capabilities:
+        return replace(cls.capabilities, listed=read_settings(section).http is not None)
+
+    @classmethod
     def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:
         return cls(read_settings(section))
 

@@ -99,6 +99,17 @@ def read_settings(section: Mapping[str, Any]) -> S3Settings:
 
     Raises ConfigError if a setting, or the file that a setting names, cannot be used.
     """
+    settings = parse_settings(section)
+    if not settings.credentials() and settings.endpoint:
+        raise ConfigError(
+            f"{settings}: there are no credentials for {settings.endpoint}; set AWS_ACCESS_KEY_ID and"
+            " AWS_SECRET_ACCESS_KEY, or give credentials_file"
+        )
+    return settings
+
+
+def parse_settings(section: Mapping[str, Any]) -> S3Settings:
+    """Return the settings in a section, without a look at the credentials; raises ConfigError."""
     for name in _SECRETS:
         if name in section:
             raise ConfigError(
@@ -133,11 +144,6 @@ def read_settings(section: Mapping[str, Any]) -> S3Settings:
         raise ConfigError(
             f"{settings}: a lease of {settings.lease:g} s may end before it is renewed; set lease to four"
             " deadlines or more"
-        )
-    if not settings.credentials() and settings.endpoint:
-        raise ConfigError(
-            f"{settings}: there are no credentials for {settings.endpoint}; set AWS_ACCESS_KEY_ID and"
-            " AWS_SECRET_ACCESS_KEY, or give credentials_file"
         )
     return settings
 

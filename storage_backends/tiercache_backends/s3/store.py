@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Self
 
@@ -36,7 +37,7 @@ from tiercache_backends.s3.reading import PackReader, WantedObject
 from tiercache_backends.s3.refreshing import Refresher
 from tiercache_backends.s3.room import Room
 from tiercache_backends.s3.service import THREADS, BucketClient
-from tiercache_backends.s3.settings import S3Settings, read_settings
+from tiercache_backends.s3.settings import S3Settings, parse_settings, read_settings
 from tiercache_backends.s3.writing import PackWriter
 
 
@@ -80,7 +81,7 @@ class S3Backend(StorageBackend):
         self._writer = PackWriter(
             self._service, self._directory, self._room, self._choices, pack_bytes, env.time_ns
         )
-        self.capabilities = Capabilities(persistent=True, shared=True, bounded=settings.capacity > 0)
+        self.capabilities = replace(type(self).capabilities, bounded=settings.capacity > 0)
         self._namespaces = Namespaces(self._service)
         try:
             self._refresher.refresh()
@@ -90,6 +91,10 @@ class S3Backend(StorageBackend):
         except RequestError as error:
             self._service.close()
             raise error.as_storage_error() from None
+
+    @classmethod
+    def capabilities_of(cls, section: Mapping[str, Any]) -> Capabilities:
+        return replace(cls.capabilities, bounded=parse_settings(section).capacity > 0)
 
     @classmethod
     def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:

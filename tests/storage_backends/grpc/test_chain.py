@@ -130,18 +130,18 @@ def test_a_peek_through_a_daemon_neither_counts_nor_promotes(tmp_path: Path, tra
 class Unlisted(Wrapper):
     """A store that cannot list its objects, and keeps to an order of its own."""
 
-    def __init__(self) -> None:
-        super().__init__(MemoryBackend())
-        self.capabilities = replace(self.inner.capabilities, ordered=False, listed=False)
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(self.inner.capabilities, ordered=False, listed=False)
 
     def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
         raise UnlistedError("the names of its objects are not known")
 
 
 def test_a_tier_whose_daemon_cannot_list_its_objects_is_not_blamed(tmp_path: Path) -> None:
-    with StorageServer(daemon_settings("tcp"), Unlisted()) as served:
+    with StorageServer(daemon_settings("tcp"), Unlisted(MemoryBackend())) as served:
         with GrpcBackend(read_settings(section("tcp", served.addresses[0]))) as store:
-            assert store.capabilities == Capabilities(shared=True, bounded=True, ordered=False, listed=False)
+            assert store.capabilities == Capabilities(shared=True, ordered=False, listed=False)
         tier = section("tcp", served.addresses[0], type="grpc", tier_name="away")
         with open_backend([f"file://{tmp_path}/store?capacity=64MiB&tier_name=disk", tier]) as chain:
             put(chain, key(1), payload(1, SIZE))

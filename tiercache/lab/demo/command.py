@@ -32,7 +32,7 @@ from tiercache.cli.readiness import require_disk, require_memory, require_place
 from tiercache.cli.terminal import Exit, Output, OutputOption, UnreachableError, document, line, records
 from tiercache.config import parse_size
 from tiercache.errors import ConfigError, StorageError, TierCacheError
-from tiercache.storage.registry import backend_type, check_backend, open_backend, spec_of
+from tiercache.storage.registry import capabilities_of, check_backend, open_backend, spec_of
 
 _COLUMNS: Final = (
     "chat, turn",
@@ -331,7 +331,7 @@ def _require_answer(urls: Sequence[str]) -> None:
     A worker whose store does not answer runs without this store and restores nothing from it.
     """
     for url in urls:
-        if not backend_type(url).capabilities.shared:
+        if not capabilities_of(url).shared:
             raise ConfigError(
                 f"two processes cannot have the store --storage {url} open; name a daemon or an lmdb store"
             )

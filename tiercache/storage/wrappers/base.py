@@ -11,6 +11,7 @@ from tiercache.core import ObjectKey, Outcome
 from tiercache.errors import ConfigError
 from tiercache.events.source import ChangeNote
 from tiercache.storage.base import (
+    Capabilities,
     GetItem,
     NamespaceRecord,
     ScanEntry,
@@ -33,8 +34,7 @@ class Wrapper(StorageBackend):
 
     Closing the wrapper closes `inner`.
 
-    Subclasses override the calls that they change, and call the inner store through `_perform`. A wrapper has
-    the `capabilities` of `inner`.
+    Subclasses override the calls that they change, and call the inner store through `_perform`.
 
     Thread safety: as the contract says, if the inner store keeps the contract. A wrapper has a gate of its
     own (`CallGate`), because one call of the wrapper may make several calls of the inner store: `close` must
@@ -43,8 +43,12 @@ class Wrapper(StorageBackend):
 
     def __init__(self, inner: StorageBackend) -> None:
         self.inner: Final = inner
-        self.capabilities = inner.capabilities
         self._gate: Final = CallGate(f"the {type(self).__name__} store")
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Capabilities of `inner`."""
+        return self.inner.capabilities
 
     @classmethod
     def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:

@@ -1,0 +1,106 @@
+"""Capabilities of a chain and its tiers: their settings tell them, and then the open stores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tiercache_backends.chain.settings import parse_tiers
+from tiercache_backends.memory import MemoryBackend
+
+from tests.storage_backends.chain.hooks import chain_of
+from tests.storage_backends.grpc.nodes import daemon_settings
+from tiercache.core import Outcome
+from tiercache.daemon import StorageServer
+from tiercache.errors import ConfigError, StorageError
+from tiercache.storage.base import StorageBackend
+from tiercache.storage.registry import Spec, capabilities_of, open_backend
+from tiercache.testing.objects import key, payload, put
+
+MEMORY = "memory://?capacity=8MiB"
+SIZE = 5000
+
+
+@contextmanager
+def served(store: StorageBackend) -> Iterator[tuple[str, StorageServer]]:
+    """A daemon over a store: its URL as a tier, and the daemon."""
+    settings = daemon_settings("unix")
+    with store, StorageServer(settings, store) as server:
+        yield f"grpc://{settings.sockets}?timeout=1s&tier_name=far", server
+
+
+def disk(path: Path) -> str:
+    return f"file://{path}?capacity=16MiB"
+
+
+@pytest.mark.parametrize(
+    ("spec", "has", "lacks"),
+    [
+        (MEMORY, ("bounded", "listed"), ("persistent", "shared")),
+        ("memory://?capacity=0MiB", ("listed",), ("bounded",)),
+        ("s3://bucket/a?capacity=1GiB", ("persistent", "shared", "bounded"), ()),
+        ("s3://bucket/a", ("persistent", "shared"), ("bounded",)),
+        ("mooncake://127.0.0.1:50051", ("shared", "bounded"), ("persistent", "ordered", "listed")),
+        ("mooncake://127.0.0.1:50051?http=127.0.0.1:9003", ("listed",), ("ordered",)),
+        (["file:///a?capacity=16MiB", "s3://bucket/a?capacity=1GiB"], ("persistent", "bounded"), ("shared",)),
+        (["file:///a?capacity=16MiB", "s3://bucket/a"], ("persistent",), ("bounded", "shared")),
+    ],
+    ids=str,
+)
+def test_settings_tell_what_a_store_is_capable_of(
+    spec: Spec, has: tuple[str, ...], lacks: tuple[str, ...]
+) -> None:
+    able = capabilities_of(spec)
+    assert [getattr(able, name) for name in has + lacks] == [True] * len(has) + [False] * len(lacks)
+
+
+@pytest.mark.parametrize("above", ["s3://bucket/a", "memory://?capacity=0MiB"])
+def test_nothing_is_written_back_from_a_store_that_evicts_nothing(above: str) -> None:
+    below = "file:///b?capacity=16MiB&tier_write=write_back"
+    with pytest.raises(ConfigError, match="above it has no capacity"):
+        parse_tiers([above, below])
+    parse_tiers([above.partition("?")[0] + "?capacity=1GiB", below])
+
+
+def test_a_prefix_of_a_bucket_is_no_directory() -> None:
+    parse_tiers(["file:///kv?capacity=16MiB", "s3://bucket/kv", "s3://other/kv", "s3://bucket/kv2"])
+    with pytest.raises(ConfigError, match="both at bucket/kv"):
+        parse_tiers(["s3://bucket/kv", "s3://bucket/kv/"])
+
+
+def test_a_chain_is_capable_of_what_its_tiers_are_now(tmp_path: Path) -> None:
+    with chain_of(open_backend([MEMORY, disk(tmp_path / "a")])) as chain:
+        assert (chain.capabilities.bounded, chain.capabilities.persistent) == (True, False)
+        chain.add_tier("memory://?tier_name=endless")
+        assert not chain.capabilities.bounded
+        chain.remove_tier("endless", keep_contents=False)
+        assert chain.capabilities.bounded
+        chain.remove_tier("memory", keep_contents=False)
+        assert not chain.capabilities.persistent, "a tier that is not may join again"
+        chain.add_tier(MEMORY, 0)
+
+
+def test_a_daemon_keeps_objects_or_not_as_its_store_does(tmp_path: Path) -> None:
+    with chain_of(open_backend([disk(tmp_path / "a"), disk(tmp_path / "b")])) as chain:
+        with (
+            served(MemoryBackend(1 << 20)) as (forgets, _),
+            pytest.raises(ConfigError, match="'far' is not persistent, as the chain has been"),
+        ):
+            chain.add_tier(forgets)
+        with served(open_backend(disk(tmp_path / "c"))) as (keeps, _):
+            chain.add_tier(keeps)
+            assert chain.capabilities.persistent
+            chain.remove_tier("far")
+        assert [tier.name for tier in chain.tiers] == ["file", "file-2"]
+
+
+def test_a_flush_waits_for_a_daemon_that_keeps_objects(tmp_path: Path) -> None:
+    with served(open_backend(disk(tmp_path / "c"))) as (url, server), open_backend([MEMORY, url]) as chain:
+        assert put(chain, key(1), payload(1, SIZE)) is Outcome.STORED
+        chain.flush()
+        server.stop()
+        assert put(chain, key(2), payload(2, SIZE)) is Outcome.STORED
+        with pytest.raises(StorageError, match="have not reached a tier that keeps them"):
+            chain.flush()
