@@ -6,12 +6,13 @@ import asyncio
 import logging
 import os
 import secrets
+import shutil
 import ssl
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from threading import Event, Thread
 from typing import Any, Final
 
@@ -325,13 +326,14 @@ class StorageServer:
         """
         if not self.settings.unix:
             try:
-                return Path(
-                    ends.enter_context(TemporaryDirectory(prefix="tiercache-", ignore_cleanup_errors=True))
-                )
+                # No TemporaryDirectory: a forked process that ends would remove the directory of its parent.
+                made = Path(mkdtemp(prefix="tiercache-"))
             except OSError as error:
                 raise StorageError(
                     f"a directory for sockets cannot be made ({error}); set TMPDIR to one that can be written"
                 ) from error
+            ends.callback(shutil.rmtree, made, ignore_errors=True)
+            return made
         directory = self.settings.socket_directory
         prepare(directory, others=others)
         ends.callback(remove, directory)

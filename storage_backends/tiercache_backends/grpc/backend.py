@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -79,6 +80,8 @@ class GrpcBackend(StorageBackend, RemoteTiers):
     `transfer_timeout` seconds for each 128 MiB (`stream.CALL_BYTES`). `settings` explains the section of the
     configuration.
 
+    A process that was forked after the backend was opened must open its own: connections are the parent's.
+
     Thread safety: as the contract says. Calls share one connection, and hold no lock while they wait.
     """
 
@@ -86,7 +89,7 @@ class GrpcBackend(StorageBackend, RemoteTiers):
 
     def __init__(self, settings: GrpcSettings) -> None:
         self._settings = settings
-        self._gate = CallGate(f"the store at {settings}")
+        self._gate = CallGate(f"the store at {settings}", os.getpid)
         self._namespaces: dict[bytes, NamespaceRecord] = {}
         """Records to register on every connection, by namespace."""
         self._namespaces_lock = Lock()

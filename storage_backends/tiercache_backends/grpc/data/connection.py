@@ -9,6 +9,7 @@ import socket
 import ssl
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
@@ -73,7 +74,9 @@ class DataConnection:
             raise
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection, also if a process that was forked meanwhile has its descriptor."""
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
     def exists(self, request: pb.ExistsRequest, deadline: float) -> pb.BitmapReply:
