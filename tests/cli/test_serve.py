@@ -96,15 +96,28 @@ def test_a_daemon_serves_and_ends_in_order(directory: Path) -> None:
         assert list((directory / "run").iterdir()) == []
 
 
-def test_sighup_does_no_harm(directory: Path) -> None:
-    with serving(directory) as process, connected(directory) as hello:
-        for _ in range(3):
+def test_sighup_reads_the_settings_again(directory: Path, tmp_path: Path) -> None:
+    config = tmp_path / "tiercache.toml"
+    config.write_text("drain = '3s'\n")
+    with serving(directory, "--config", str(config)) as process, connected(directory) as hello:
+
+        def hang_up(text: str) -> str:
+            config.write_text(text)
             process.send_signal(signal.SIGHUP)
+            assert process.stderr is not None
+            while "SIGHUP" not in (line := process.stderr.readline()):
+                assert line, "the daemon has ended"
+            return line
+
+        assert "nothing was changed" in hang_up("drain = 'soon'\n")
+        assert "are those of the settings now" in hang_up("drain = '3s'\n[log]\nlevel = 'debug'\n")
+        assert "are those of the settings now" in hang_up("drain = '4s'\n")
+        assert process.stderr is not None
+        assert "drain: changed, but only from the next start on" in process.stderr.readline()
         assert hello().principal == "owner"
         process.send_signal(signal.SIGTERM)
-        _, log = process.communicate(timeout=120)
+        process.communicate(timeout=120)
         assert process.returncode == 0
-        assert "does not reload the settings" in log
 
 
 def test_clients_that_go_by_themselves_are_not_told_of(directory: Path) -> None:

@@ -120,6 +120,9 @@ def test_the_unit_s_commands_serve_and_notify_until_they_are_stopped(secrets: Pa
                 assert put(shown, key("a"), payload("a", 4096)) == "stored"
                 assert fetch(shown, key("a"), 4096) == payload("a", 4096)
                 assert put(hidden, key("b"), b"x") == "unavailable"
+            run(*(word.replace("$MAINPID", str(daemon.pid)) for word in shlex.split(UNIT["ExecReload"])))
+            until(heard, "RELOADING=1")
+            until(heard, "READY=1")
             daemon.send_signal(signal.SIGTERM)
             until(heard, "STOPPING=1")
             _, said = daemon.communicate(timeout=SECONDS)

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from threading import Event
 from types import FrameType
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tiercache.cli.terminal import Exit, Output, OutputOption, document, records
-from tiercache.errors import StorageError
+from tiercache.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
     from tiercache.daemon import StorageServer
@@ -116,6 +117,7 @@ def serve(
     from tiercache.cli.readiness import check
     from tiercache.config.settings import find_file, load
     from tiercache.daemon import StorageServer
+    from tiercache.daemon.process import Notifier
 
     given: dict[str, Any] = {
         "directory": None if directory is None else str(directory.absolute()),
@@ -126,7 +128,8 @@ def serve(
         "metrics": None if metrics is None else {"listen": metrics},
         "log": {name: word for name, word in (("level", log_level), ("format", log_format)) if word} or None,
     }  # fmt: skip
-    settings = load(find_file(config), {name: value for name, value in given.items() if value is not None})
+    flags = {name: value for name, value in given.items() if value is not None}
+    settings = load(find_file(config), flags)
     start_logging(settings.log.level, settings.log.format)
     console = Console(stderr=True, highlight=False, emoji=False)
 
@@ -140,7 +143,25 @@ def serve(
 
     for warning in check(settings):
         say(warning, logging.WARNING)
-    stop = Event()
+
+    def reload() -> None:
+        """Take over what can change while the daemon serves, or nothing."""
+        notifier.send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        try:
+            now = load(find_file(config), flags)
+            waiting = node.reload(now)
+        except ConfigError as error:
+            say(f"SIGHUP: nothing was changed: {error}", logging.WARNING)
+        else:
+            start_logging(now.log.level, now.log.format)
+            say("SIGHUP: certificates, principals and the log are those of the settings now")
+            if waiting:
+                say(
+                    f"SIGHUP: {', '.join(waiting)}: changed, but only from the next start on", logging.WARNING
+                )
+        notifier.send("READY=1")
+
+    stop, hangup = Event(), Event()
 
     def handle_signal(number: int, _: FrameType | None) -> None:
         if stop.is_set():  # at the second signal, do not wait for the calls under way
@@ -149,15 +170,19 @@ def serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handle_signal)
-    signal.signal(signal.SIGHUP, _warn_on_hangup)
-    node = StorageServer(settings)
+    signal.signal(signal.SIGHUP, lambda *_: hangup.set())
+    notifier = Notifier()
+    node = StorageServer(settings, notifier=notifier)
     node.start()
     for line in node.describe():
         say(line)
     _report(node, output)
-    while not stop.wait(1.0):
+    while not stop.wait(0.5):
         if not node.alive:
             raise StorageError("the storage server ended by itself; its log says why")
+        if hangup.is_set():
+            hangup.clear()
+            reload()
     say(f"stopping: calls under way have {settings.drain:g} s")
     if not node.stop():
         say("calls under way did not end in time; the store will be checked at its next start", logging.ERROR)
@@ -183,9 +208,3 @@ def _report(node: StorageServer, output: Output) -> None:
         document({"places": rows, **summary})
     elif output is Output.JSONL:
         records([*rows, {"summary": summary}], output)
-
-
-def _warn_on_hangup(number: int, _: FrameType | None) -> None:
-    _log.warning(
-        "SIGHUP does not reload the settings, so nothing was changed; restart the daemon for other settings"
-    )

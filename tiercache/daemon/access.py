@@ -114,7 +114,7 @@ class Budgets:
 class Permissions:
     """Permissions and budgets of one principal, and its view of the store.
 
-    Thread safety: immutable, except for the budgets, which belong to the event loop's thread.
+    Thread safety: immutable, except for the budgets and `is_revoked`: the event loop's thread.
     """
 
     def __init__(
@@ -125,6 +125,8 @@ class Permissions:
         self.verbs: Final = verbs
         self.store: Final = store
         self.budgets: Final = budgets
+        self.is_revoked = False
+        """Whether the operator has taken these permissions back."""
 
     @property
     def sees_all(self) -> bool:
@@ -146,6 +148,11 @@ class Permissions:
 
     def check(self, verb: Verb | None) -> None:
         """Raise Refusal if this principal does not have `verb`; None stands for a call that needs no verb."""
+        if self.is_revoked:
+            raise Refusal(
+                StatusCode.UNAUTHENTICATED,
+                f"the operator has changed the rights of {self.name}; connect again",
+            )
         if verb is not None and verb not in self.verbs:
             raise Refusal(
                 StatusCode.PERMISSION_DENIED,
@@ -216,13 +223,51 @@ class Access:
             view = stores.view(tenant, namespaces, everything=Verb.ADMIN in granted)
             return Permissions(name, tenant, granted, view, budgets)
 
-        for principal in settings.principals:
-            self._add(
-                principal, permit(principal.name, principal.tenant, principal.verbs, principal.namespaces)
-            )
-        self._by_uid.setdefault(os.getuid(), permit(OWNER, "", Verb, ("*",)))
+        self._permit = permit
+        self._granted: dict[str, _Granted] = {}
+        self._owner = permit(OWNER, "", Verb, ("*",))
+        self._install(read_tokens(settings.principals))
         open_to_all = not (self._by_token or self._by_san)
         self._anonymous = permit(ANONYMOUS, "", (Verb.READ, Verb.WRITE), ("*",)) if open_to_all else None
+
+    def reload(self, principals: Sequence[tuple[PrincipalSettings, bytes]]) -> set[Permissions]:
+        """Let these be the principals from now on; each comes with the fingerprint of its token, or b"".
+
+        Returns the permissions whose credential is not valid any more. Those of a principal that was removed
+        or has other rights are revoked; one that is only recognised by something else keeps its own.
+        A daemon that was closed to strangers stays closed, also without principals.
+        """
+        before = self._granted
+        self._install(principals)
+        for name, granted in before.items():
+            now = self._granted.get(name)
+            granted.permissions.is_revoked = now is None or now.permissions is not granted.permissions
+        return {
+            granted.permissions
+            for name, granted in before.items()
+            if (now := self._granted.get(name)) is None or now != granted
+        }
+
+    def _install(self, principals: Sequence[tuple[PrincipalSettings, bytes]]) -> None:
+        before = self._granted
+        self._granted, self._by_uid, self._by_token, self._by_san = {}, {}, {}, {}
+        for principal, token in principals:
+            rights = principal.tenant, principal.verbs, principal.namespaces
+            known = before.get(principal.name)
+            permissions = (
+                known.permissions
+                if known is not None and known.rights == rights
+                else self._permit(principal.name, *rights)
+            )
+            credential = principal.uid if principal.uid is not None else token or principal.san
+            self._granted[principal.name] = _Granted(rights, credential, permissions)
+            if principal.uid is not None:
+                self._by_uid[principal.uid] = permissions
+            elif token:
+                self._by_token[token] = permissions
+            elif principal.san is not None:
+                self._by_san[principal.san] = permissions
+        self._by_uid.setdefault(os.getuid(), self._owner)
 
     @property
     def uids(self) -> AbstractSet[int]:
@@ -263,7 +308,7 @@ class Access:
             return caller
         permissions = self.authenticate(given.get("authorization", ""), identity)
         found = self._peers.get((permissions.name, peer))
-        if found is None:
+        if found is None or found.permissions is not permissions:
             self._forget_idle_peers()
             found = self._peers[permissions.name, peer] = self.new_client(permissions, peer=peer)
         return found
@@ -298,15 +343,29 @@ class Access:
         if len(self._peers) >= self._max_clients:
             self._peers = {key: caller for key, caller in self._peers.items() if caller.budgets.streams.held}
 
-    def _add(self, principal: PrincipalSettings, permissions: Permissions) -> None:
-        if principal.uid is not None:
-            self._by_uid[principal.uid] = permissions
-        elif principal.token_file is not None:
-            self._by_token[_fingerprint(read_token(principal.token_file, f"principal {principal.name}"))] = (
-                permissions
-            )
-        elif principal.san is not None:
-            self._by_san[principal.san] = permissions
+
+@dataclass(frozen=True, slots=True)
+class _Granted:
+    """Principal as it was last granted its rights."""
+
+    rights: tuple[str, AbstractSet[Verb], Sequence[str]]
+    """Tenant, verbs and namespaces."""
+    credential: int | bytes | str | None
+    """User id, fingerprint of the token, or subject alternative name."""
+    permissions: Permissions
+
+
+def read_tokens(principals: Iterable[PrincipalSettings]) -> list[tuple[PrincipalSettings, bytes]]:
+    """Return each principal with the fingerprint of its token, or b""; raises ConfigError."""
+    return [
+        (
+            principal,
+            b""
+            if principal.token_file is None
+            else _fingerprint(read_token(principal.token_file, f"principal {principal.name}")),
+        )
+        for principal in principals
+    ]
 
 
 class _TenantViews:

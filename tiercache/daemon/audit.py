@@ -132,7 +132,11 @@ class AuditLog:
 
     def _open(self) -> int:
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.open(self.path, flags, 0o600)
+        try:
+            return os.open(self.path, flags, 0o600)
+        except FileNotFoundError:
+            self.path.parent.mkdir(0o700, parents=True, exist_ok=True)
+            return os.open(self.path, flags, 0o600)
 
     def _set_aside(self) -> None:
         names = [self.path, *(Path(f"{self.path}.{number}") for number in range(1, self._kept + 1))]

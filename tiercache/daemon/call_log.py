@@ -77,7 +77,8 @@ class CallLog:
         self._count_refusal = count_refusal
         self.audit: Final = audit
         self._prefix = instance.hex()[:8]
-        self._slow = slow
+        self.slow = slow
+        """Seconds from which a call is slow."""
         self._numbers = itertools.count(1)
         self._told: Final = _Counts()
 
@@ -91,7 +92,7 @@ class CallLog:
             yield record
         finally:
             seconds = time.monotonic() - started
-            if seconds >= self._slow:
+            if seconds >= self.slow:
                 _log.warning("a call took %.3f s", seconds, extra=record.fields())
             CURRENT.reset(token)
 

@@ -7,7 +7,6 @@ import logging
 import os
 import secrets
 import shutil
-import ssl
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -19,26 +18,28 @@ from typing import Any, Final
 import grpc
 
 from tiercache.config.addresses import parse_address
-from tiercache.config.settings import Address, Settings, Tls, check_files
+from tiercache.config.settings import Address, Settings, check_files
 from tiercache.config.urls import section_of, storage_url, unix_target
 from tiercache.daemon.access import ANONYMOUS, OWNER, Access, Budgets
 from tiercache.daemon.audit import AuditLog
 from tiercache.daemon.budget import BLOCK_BYTES, Budget
 from tiercache.daemon.call import Threads
 from tiercache.daemon.call_log import CallLog
+from tiercache.daemon.certificates import CertificateFiles, Certificates
 from tiercache.daemon.gate import Gate
 from tiercache.daemon.node_metrics import NodeMetrics, UsageFigures
 from tiercache.daemon.payload.calls import DataCalls
 from tiercache.daemon.payload.port import DataPort
 from tiercache.daemon.payload.sessions import DataSessions
 from tiercache.daemon.process import Notifier, limit_malloc, raise_descriptor_limit, trim_malloc_periodically
+from tiercache.daemon.reload import Reload
 from tiercache.daemon.service import Service
 from tiercache.daemon.sessions import Attachments
 from tiercache.daemon.shared import SharedCalls
 from tiercache.daemon.sockets import PLAIN_SOCKET, TLS_SOCKET, make_way, prepare, remove
 from tiercache.daemon.standard import Standard
 from tiercache.daemon.tiers import TierCalls
-from tiercache.errors import StorageError
+from tiercache.errors import ConfigError, StorageError
 from tiercache.events.publisher import EventPublisher
 from tiercache.metrics.endpoint import PATH, Endpoint
 from tiercache.pools import HostArena
@@ -71,6 +72,8 @@ limits of _OPENINGS. The figure is eight times the memory that one opening conne
 """
 _OPENINGS: Final = (4, 32)
 """Minimum and maximum number of connections that may be opening at once, for any `host_bytes`."""
+_RELOAD_SECONDS: Final = 30.0
+"""Seconds in which the event loop must take over new settings."""
 _KEEPALIVE_MS: Final = 10_000
 """Milliseconds between gRPC's keepalive pings to a client, which must answer in half that time."""
 _START_SECONDS: Final = 300.0
@@ -114,6 +117,7 @@ class StorageServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
         self._gate: Gate | None = None
+        self._reload: Reload | None = None
         self._thread = Thread(target=self._run, name="tiercache-node", daemon=True)
 
     def start(self) -> None:
@@ -142,6 +146,23 @@ class StorageServer:
                 self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join(3 * self.settings.drain + 5)
         return not self._thread.is_alive()
+
+    def reload(self, settings: Settings) -> list[str]:
+        """Take over what may change while the server serves, or nothing of it; raises ConfigError.
+
+        That is: certificates, principals with their credentials and rights, and the duration of a slow call.
+        Returns the names of changed settings that take effect at the next start only. Calls that are under
+        way are not interrupted, and a connection keeps the certificate with which it was made.
+        """
+        if self._loop is None or self._reload is None:
+            raise ConfigError("the server does not serve yet, so it has nothing to reload")
+        waiting, apply = self._reload.prepare(settings)
+
+        async def run() -> None:
+            apply()
+
+        asyncio.run_coroutine_threadsafe(run(), self._loop).result(_RELOAD_SECONDS)
+        return waiting
 
     @property
     def alive(self) -> bool:
@@ -254,6 +275,7 @@ class StorageServer:
             threads, max_keys=limits.keys_per_batch, max_bytes=settings.object_bytes, metrics=metrics
         )
         minimum, maximum = _OPENINGS
+        certificates = None if settings.tls is None else Certificates(CertificateFiles.read(settings.tls))
         gate = self._gate = Gate(
             max_connections=limits.clients,
             max_opening=max(minimum, min(maximum, settings.host_bytes // _OPENING_BYTES)),
@@ -271,9 +293,10 @@ class StorageServer:
         )  # fmt: skip
         port = DataPort(
             sessions, service.answer, calls, _limits(settings), max_connections=2 * limits.clients,
-            idle=limits.idle, context=_context(settings.tls),
+            idle=limits.idle, certificates=certificates,
         )  # fmt: skip
-        return await self._serve(service, attachments, access, gate, (sessions, port), ends)
+        self._reload = Reload(settings, access, sessions, certificates, calls)
+        return await self._serve(service, attachments, access, gate, (sessions, port), certificates, ends)
 
     async def _serve(
         self,
@@ -282,6 +305,7 @@ class StorageServer:
         access: Access,
         gate: Gate,
         data: tuple[DataSessions, DataPort],
+        certificates: Certificates | None,
         ends: AsyncExitStack,
     ) -> list[str]:
         server = grpc.aio.server(options=_options(self.settings))
@@ -289,11 +313,11 @@ class StorageServer:
         server.add_generic_rpc_handlers((service.handler(), *standard.handlers()))
         others = _has_other_users(self.settings)
         directory = self._socket_directory(ends, others=others)
-        private = self._bind(server, directory, others=others)
+        private = self._bind(server, directory, certificates, others=others)
         backend = str(directory / (TLS_SOCKET if TLS_SOCKET in private else PLAIN_SOCKET))
-        secure, ca = TLS_SOCKET in private, self.settings.tls and self.settings.tls.client_ca
+        mutual = certificates is not None and certificates.mutual
         serving = [
-            self._listen(gate, address, backend, tls=secure, mutual=bool(ca))
+            self._listen(gate, address, backend, tls=certificates is not None, mutual=mutual)
             for address in self.settings.addresses
         ]
         if self.settings.unix:
@@ -339,7 +363,9 @@ class StorageServer:
         ends.callback(remove, directory)
         return directory
 
-    def _bind(self, server: Any, directory: Path, *, others: bool) -> list[str]:
+    def _bind(
+        self, server: Any, directory: Path, certificates: Certificates | None, *, others: bool
+    ) -> list[str]:
         """Bind the unix sockets on which gRPC itself listens, and return their names; raises StorageError.
 
         Only this user can connect to these sockets:
@@ -350,17 +376,16 @@ class StorageServer:
 
         If other users are principals, the gate listens on GRPC_SOCKET (`_serve`).
         """
-        tls = self.settings.tls
-        secure = tls is not None and bool(self.settings.addresses)
-        plain = others or (tls is None and bool(self.settings.addresses))
+        secure = certificates is not None and bool(self.settings.addresses)
+        plain = others or (certificates is None and bool(self.settings.addresses))
         direct = self.settings.unix and not others
         names = [GRPC_SOCKET] * direct + [PLAIN_SOCKET] * plain + [TLS_SOCKET] * secure
         for name in names:
             target = unix_target(directory / name)
             try:
                 found = (
-                    server.add_secure_port(target, _credentials(tls))
-                    if name == TLS_SOCKET
+                    server.add_secure_port(target, certificates.credentials)
+                    if certificates is not None and name == TLS_SOCKET
                     else server.add_insecure_port(target)
                 )
             except RuntimeError as error:
@@ -457,30 +482,6 @@ class StorageServer:
         started = time.monotonic()
         await asyncio.to_thread(store.close)
         _log.info("the store was closed in %.2f s", time.monotonic() - started)
-
-
-def _credentials(tls: Tls | None) -> grpc.ServerCredentials:
-    assert tls is not None
-    assert tls.certificate is not None
-    assert tls.key is not None
-    ca = tls.client_ca.read_bytes() if tls.client_ca else None
-    return grpc.ssl_server_credentials(
-        [(tls.key.read_bytes(), tls.certificate.read_bytes())], ca, require_client_auth=ca is not None
-    )
-
-
-def _context(tls: Tls | None) -> ssl.SSLContext | None:
-    """Return the context of data connections in TLS, with the certificates of gRPC; None without TLS."""
-    if tls is None:
-        return None
-    assert tls.certificate is not None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(tls.certificate, tls.key)
-    context.num_tickets = 0  # a session is resumed by its token
-    if tls.client_ca is not None:
-        context.load_verify_locations(tls.client_ca)
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context
 
 
 def _limits(settings: Settings) -> pb.Limits:

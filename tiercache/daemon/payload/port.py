@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import ssl
 import time
 from asyncio import Task, get_running_loop
 from collections.abc import Awaitable, Callable
@@ -25,6 +24,7 @@ from tiercache.daemon.access import Refusal
 from tiercache.daemon.admission import Admission, ConnectionState, OpeningCounter
 from tiercache.daemon.call import PARSED, request_bytes
 from tiercache.daemon.call_log import CallLog
+from tiercache.daemon.certificates import Certificates
 from tiercache.daemon.payload.calls import DataCall
 from tiercache.daemon.payload.channel import Channel, DisconnectedError
 from tiercache.daemon.payload.sessions import DataSession, DataSessions
@@ -86,9 +86,9 @@ class DataPort:
         *,
         max_connections: int,
         idle: float,
-        context: ssl.SSLContext | None,
+        certificates: Certificates | None,
     ) -> None:
-        """Prepare for at most `max_connections` connections; with `context` they are in TLS.
+        """Prepare for at most `max_connections` connections; with `certificates` they are in TLS.
 
         `answer` serves one call. A client that stands still for `idle` seconds within a call is cut.
         """
@@ -97,7 +97,7 @@ class DataPort:
         self._calls = calls
         self._limits = limits
         self._idle = idle
-        self._context = context
+        self._certificates = certificates
         self._admission: Admission[_Connection] = Admission(
             max_connections=max_connections, max_opening=_MAX_OPENING, settling=_SETTLING_SECONDS,
             now=time.monotonic(),
@@ -147,7 +147,8 @@ class DataPort:
         try:
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             origin = origin_of(client, address)
-            channel = Channel(client, self._idle, self._context)
+            context = None if self._certificates is None else self._certificates.context
+            channel = Channel(client, self._idle, context)
         except OSError:
             client.close()
             return
@@ -156,7 +157,7 @@ class DataPort:
             client.close()
             return
         self._numbers += 1
-        mutual = self._context is not None and self._context.verify_mode is ssl.CERT_REQUIRED
+        mutual = self._certificates is not None and self._certificates.mutual
         self._admission.add(_Connection(self._numbers, origin, channel, trusted=mutual))
         self._open_next()
 
@@ -179,7 +180,7 @@ class DataPort:
         for connection in self._admission.to_open(time.monotonic):
             connection.since = time.monotonic()
             connection.opening = OpeningCounter(tls=True, max_streams=0)
-            self._admission.record_forwarded(connection, 0, _OPEN_COSTS[self._context is not None])
+            self._admission.record_forwarded(connection, 0, _OPEN_COSTS[self._certificates is not None])
             connection.task = get_running_loop().create_task(self._serve(connection))
             connection.task.add_done_callback(partial(self._over, connection))
         if self._admission.has_unsettled and self._tick is None:

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Final
 
 from grpc import StatusCode
 
-from tiercache.daemon.access import Access, Caller, Refusal
+from tiercache.daemon.access import Access, Caller, Permissions, Refusal
 from tiercache.wire.v1 import data_pb2
 from tiercache.wire.v1 import storage_pb2 as pb
 
@@ -107,6 +108,12 @@ class DataSessions:
                 " already; use these",
             )
         return session
+
+    def end_all_of(self, principals: AbstractSet[Permissions]) -> None:
+        """End the sessions of these principals; their clients come again with what is valid now."""
+        for session in list(self._by_peer.values()):
+            if session.caller.permissions in principals:
+                self.end(session.peer)
 
     def end(self, peer: str) -> None:
         """End the session of a connection to gRPC, if it has one, and all of its data connections."""

@@ -1,0 +1,83 @@
+"""The daemon's certificates, for gRPC and for data connections, which may change while it serves."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+
+from tiercache.config.settings import Tls
+from tiercache.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class CertificateFiles:
+    """Contents of the files of [tls], in the two forms in which they are used."""
+
+    context: ssl.SSLContext
+    """For data connections."""
+    configuration: Any
+    """For gRPC."""
+    mutual: bool
+    """Whether clients must show a certificate."""
+
+    @classmethod
+    def read(cls, tls: Tls) -> CertificateFiles:
+        """Read the files; raises ConfigError if they are no certificate with its key."""
+        assert tls.certificate is not None
+        assert tls.key is not None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.num_tickets = 0  # a session is resumed by its token
+        authority = None
+        try:
+            context.load_cert_chain(tls.certificate, tls.key, password="")
+            if tls.client_ca is not None:
+                context.load_verify_locations(tls.client_ca)
+                context.verify_mode = ssl.CERT_REQUIRED
+                authority = tls.client_ca.read_bytes()
+            pair = (tls.key.read_bytes(), tls.certificate.read_bytes())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"the files of [tls] cannot be used ({error}); give one pair") from error
+        configuration = grpc.ssl_server_certificate_configuration([pair], authority)
+        return cls(context, configuration, tls.client_ca is not None)
+
+
+class Certificates:
+    """Certificates in use; a connection keeps those with which it was made.
+
+    Thread safety: any thread.
+    """
+
+    def __init__(self, files: CertificateFiles) -> None:
+        self._files = files
+        self._is_new = False  # gRPC takes the first configuration itself
+        self.credentials: Final = grpc.dynamic_ssl_server_credentials(
+            files.configuration, self._fetch, require_client_authentication=files.mutual
+        )
+        """For gRPC's server."""
+
+    @property
+    def mutual(self) -> bool:
+        """Whether clients must show a certificate."""
+        return self._files.mutual
+
+    @property
+    def context(self) -> ssl.SSLContext:
+        """Context of the next data connection."""
+        return self._files.context
+
+    def use(self, files: CertificateFiles) -> None:
+        """Use other files from the next handshake on; they must be as `mutual` as those of the start."""
+        assert files.mutual == self.mutual
+        self._files = files
+        self._is_new = True
+
+    def _fetch(self) -> Any:
+        """Return the configuration for the next handshake, or None if it has not changed; gRPC's threads."""
+        if not self._is_new:
+            return None
+        # Reset first: if the files change in between, gRPC gets the same ones twice, but never old ones.
+        self._is_new = False
+        return self._files.configuration
