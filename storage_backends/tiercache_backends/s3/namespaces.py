@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from itertools import chain
 from threading import Lock
 from typing import Any, Final
 
@@ -66,7 +67,8 @@ class Namespaces:
         self.write()
         found: dict[bytes, NamespaceRecord] = {}
         # In the order in which they were written, so that the latest identity is kept.
-        for entry in sorted(self._service.listing(_FOLDER), key=lambda entry: (entry.modified, entry.name)):
+        listed = chain.from_iterable(self._service.pages(_FOLDER))
+        for entry in sorted(listed, key=lambda entry: (entry.modified, entry.name)):
             hexes, _, kind = entry.name.rpartition(".")
             try:
                 data = self._service.contents(f"{_FOLDER}/{entry.name}", min(entry.size, _MAX_BYTES))

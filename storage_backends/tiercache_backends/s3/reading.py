@@ -12,8 +12,8 @@ from tiercache.core import Outcome
 from tiercache.storage.base import GetItem
 from tiercache.storage.checksum import checksum
 from tiercache.storage.vectors import take
+from tiercache_backends.s3.directory.notes import ObjectPlace
 from tiercache_backends.s3.failures import FailureKind, RequestError, outcome_of
-from tiercache_backends.s3.notes import ObjectPlace
 from tiercache_backends.s3.pack import FOLDER
 from tiercache_backends.s3.payload import CODECS, decode
 from tiercache_backends.s3.service import BucketClient, PendingRequest

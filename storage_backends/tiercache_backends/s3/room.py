@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 from threading import Event, Thread
 from typing import Final
 
-from tiercache_backends.s3.directory import BucketDirectory
+from tiercache_backends.s3.directory.directory import BucketDirectory
+from tiercache_backends.s3.directory.notes import Pack, PackClaim, PackRemoval
+from tiercache_backends.s3.directory.refreshing import Refresher
 from tiercache_backends.s3.failures import FailureKind, RequestError
 from tiercache_backends.s3.lease import EvictionLease
-from tiercache_backends.s3.notes import Pack, PackClaim, PackRemoval
 from tiercache_backends.s3.pack import FOLDER, NewEntry
 from tiercache_backends.s3.service import BucketClient
 from tiercache_backends.s3.settings import S3Settings
@@ -44,23 +45,12 @@ class Room:
     """
 
     def __init__(
-        self,
-        settings: S3Settings,
-        client: BucketClient,
-        directory: BucketDirectory,
-        refresh: Callable[[], None],
-        relist: Callable[[], None],
+        self, settings: S3Settings, client: BucketClient, directory: BucketDirectory, refresher: Refresher
     ) -> None:
-        """Make the part of one process.
-
-        `refresh` takes in what is new in the bucket; `relist` also forgets what is gone, and does nothing if
-        it was called a moment ago.
-        """
         self._settings = settings
         self._client = client
         self._directory = directory
-        self._refresh = refresh
-        self._relist = relist
+        self._refresher = refresher
         self.capacity: Final = settings.capacity
         self.limit: Final = settings.capacity - settings.capacity // _SLACK
         self.lease: Final = EvictionLease(client, settings.lease)
@@ -78,21 +68,22 @@ class Room:
             self._thread.start()
 
     def take(self, name: str, nbytes: int, claims: Sequence[PackClaim]) -> bool:
-        """Count a pack that is to be written; return False if there is no room for it.
+        """Count a pack that is to be written; return False if there is no room, or not all that is in the
+        bucket is known yet.
 
         Raises RequestError if the service cannot be asked to remove anything.
         """
         if not self.limit:
             return self._directory.expect(name, nbytes)
-        if nbytes > self.limit:
+        if nbytes > self.limit or not self._refresher.is_complete:
             return False
         for _ in range(_ROUNDS):
             if self._directory.expect(name, nbytes, self.limit):
                 return True
             if not self.lease.is_held:
-                # The owner may have removed packs, which only a full listing shows.
-                self._relist()
-                return self._directory.expect(name, nbytes, self.limit)
+                # The owner may have removed packs, which only a sweep shows.
+                self._refresher.ask(0, sweep=True)
+                return False
             if not self._evict(nbytes, self.limit, claims):
                 return False
         return False
@@ -114,7 +105,7 @@ class Room:
         """
         if not self.lease.seek():
             return
-        self._refresh()
+        self._refresher.sync()
         loaded = self._directory.counts["loaded"]
         others, self._loaded = loaded > self._loaded, loaded
         free = self._settings.capacity // _LOW_WATER if others else 0

@@ -162,6 +162,13 @@ class BucketClient:
             self._in_flight += nbytes
             return True
 
+    def resize(self, taken: int, nbytes: int) -> int:
+        """Make a share of `nbytes` of one that was taken for another number; return the new share."""
+        with self._room:
+            self._in_flight += nbytes - taken
+            self._room.notify_all()
+            return nbytes
+
     def begin(self, work: Callable[[S3Store], T], until: float, nbytes: int = 0) -> PendingRequest[T]:
         """Queue a request for which `has_room` has taken `nbytes`. Raises RequestError."""
         try:
@@ -248,22 +255,18 @@ class BucketClient:
         if places:
             self.ask(work, until)
 
-    def listing(self, folder: str, after: str = "") -> list[Listed]:
-        """Return what lies in a folder after the name `after`, ordered by name. Raises RequestError."""
+    def pages(self, folder: str, after: str = "") -> Iterator[list[Listed]]:
+        """Return what lies in a folder after the name `after`, ordered by name, a thousand at a time.
+
+        Raises RequestError. Each page has a deadline of its own.
+        """
         prefix = self._settings.place(folder)
         offset = f"{prefix}/{after}" if after else None
-        found: list[Listed] = []
-
-        def pages(store: S3Store) -> Iterator[Any]:
-            return iter(obstore.list(store, prefix, offset=offset, chunk_size=_LIST_CHUNK))
-
-        stream = self.ask(pages)
-        while True:
-            # Each page has a deadline of its own, however many there are.
-            chunk = self.ask(lambda _: next(stream, None))
-            if chunk is None:
-                return found
-            found += [
+        stream = self.ask(
+            lambda store: iter(obstore.list(store, prefix, offset=offset, chunk_size=_LIST_CHUNK))
+        )
+        while (chunk := self.ask(lambda _: next(stream, None))) is not None:
+            yield [
                 Listed(
                     str(entry["path"])[len(prefix) + 1 :], entry["size"], entry["last_modified"].timestamp()
                 )

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final, Self
 
 from tiercache.core import ObjectKey, Outcome
@@ -29,12 +28,13 @@ from tiercache.storage.gate import CallGate
 from tiercache.storage.vectors import usable
 from tiercache.storage.wrappers.base import decide
 from tiercache_backends.s3.choices import CodecChoices
-from tiercache_backends.s3.directory import BucketDirectory
+from tiercache_backends.s3.directory.directory import BucketDirectory
+from tiercache_backends.s3.directory.listing import BucketListing
+from tiercache_backends.s3.directory.notes import ObjectPlace
+from tiercache_backends.s3.directory.refreshing import Refresher
 from tiercache_backends.s3.failures import RequestError, outcome_of
 from tiercache_backends.s3.namespaces import Namespaces
-from tiercache_backends.s3.notes import ObjectPlace
 from tiercache_backends.s3.reading import PackReader, WantedObject
-from tiercache_backends.s3.refreshing import Refresher
 from tiercache_backends.s3.room import Room
 from tiercache_backends.s3.service import THREADS, BucketClient
 from tiercache_backends.s3.settings import S3Settings, parse_settings, read_settings
@@ -45,10 +45,13 @@ class S3Backend(StorageBackend):
     """Store in a bucket of an S3 service, under a prefix that any number of processes share.
 
     An object is UNAVAILABLE if the service does not answer within the deadline, REFUSED if it refuses the
-    credentials, and THROTTLED if it asks to be asked less often. What another process writes is found by a
-    lookup that misses, at most `refresh` seconds late. What another process removes may be found for longer:
-    for as long as the bytes are there, and until the next full listing in answers of `exists`. Two processes
-    that store the same object at the same time both write it, and one copy is used.
+    credentials, and THROTTLED if it asks to be asked less often.
+
+    Lookups and sets answer from what this process knows of the bucket, which is refreshed behind them. What
+    another process writes is found `refresh` seconds after a lookup that misses, or a bit later. What another
+    process removes may be found for longer: for as long as the bytes are there, and until the next sweep in
+    answers of `exists`. Two processes that store the same object at the same time both write it, and one copy
+    is used. `scan`, and `delete` of an object that is not known, wait until what is in the bucket is known.
 
     Every call returns within its deadline. `settings` explains the section of the configuration.
 
@@ -58,7 +61,8 @@ class S3Backend(StorageBackend):
     capabilities = Capabilities(persistent=True, shared=True)
 
     def __init__(self, settings: S3Settings, env: Env | None = None) -> None:
-        """Open the store and read what is in the bucket.
+        """Open the store, and begin to read what is in the bucket, which opening waits for no longer than a
+        deadline.
 
         Raises UnavailableError if the service does not answer, RefusedError if it refuses.
         """
@@ -67,16 +71,11 @@ class S3Backend(StorageBackend):
         self._gate = CallGate(f"the store at {settings}", os.getpid)
         self._service = BucketClient(settings)
         self._directory = BucketDirectory(settings.objects, env.monotonic, bounded=settings.capacity > 0)
-        self._refresher = Refresher(settings, self._service, self._directory, env.monotonic)
+        listing = BucketListing(self._service, self._directory)
+        self._refresher = Refresher(settings, self._service, listing, env.monotonic)
         self._choices = CodecChoices(settings.compression, self._service.wire, THREADS)
         self._reader = PackReader(self._service, lambda name: self._directory.forget([name]))
-        self._room = Room(
-            settings,
-            self._service,
-            self._directory,
-            partial(self._refresher.refresh, force=True),
-            partial(self._refresher.refresh, full=True),
-        )
+        self._room = Room(settings, self._service, self._directory, self._refresher)
         pack_bytes = min(settings.pack, self._room.limit // 8) if settings.capacity else settings.pack
         self._writer = PackWriter(
             self._service, self._directory, self._room, self._choices, pack_bytes, env.time_ns
@@ -84,11 +83,12 @@ class S3Backend(StorageBackend):
         self.capabilities = replace(type(self).capabilities, bounded=settings.capacity > 0)
         self._namespaces = Namespaces(self._service)
         try:
-            self._refresher.refresh()
+            self._refresher.start()
             for record in self._namespaces.read():
                 self._learn(record)
             self._room.start(self._writer.rewrite)
         except RequestError as error:
+            self._refresher.close()
             self._service.close()
             raise error.as_storage_error() from None
 
@@ -108,9 +108,7 @@ class S3Backend(StorageBackend):
         with self._gate, _Asking():
             self._service.check()
             found = self._directory.present(keys)
-            if not all(found) or not self._settings.refresh:
-                self._refresher.refresh()
-                found = self._directory.present(keys)
+            self._missed(found.count(False))
             return found
 
     def get(self, items: Sequence[GetItem]) -> list[Outcome]:
@@ -132,8 +130,8 @@ class S3Backend(StorageBackend):
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
         with self._gate, _Asking():
             self._service.check()
-            if not all(self._directory.present(keys)) or not self._settings.refresh:
-                self._refresher.refresh()
+            if not all(self._directory.present(keys)):
+                self._refresher.sync()
             removal = self._directory.take_out([key.digest for key in keys])
             try:
                 self._writer.remove(removal)
@@ -147,7 +145,7 @@ class S3Backend(StorageBackend):
         with self._gate, _Asking():
             self._service.check()
             if not cursor:
-                self._refresher.refresh()
+                self._refresher.sync()
             start = int(cursor) if cursor.isdigit() and len(cursor) < 20 else 0
             if cursor and not start:
                 return ScanPage([], b"")
@@ -158,9 +156,7 @@ class S3Backend(StorageBackend):
         with self._gate, _Asking():
             self._service.check()
             found = self._directory.entries(keys)
-            if None in found:
-                self._refresher.refresh()
-                found = self._directory.entries(keys)
+            self._missed(found.count(None))
             return found
 
     def register_namespace(self, record: NamespaceRecord) -> None:
@@ -174,13 +170,15 @@ class S3Backend(StorageBackend):
     def usage(self) -> Usage:
         with self._gate, _Asking():
             self._service.check()
-            self._refresher.refresh()
+            self._refresher.ask()
             objects, payload, used, figures = self._directory.figures()
             more: dict[str, str | int] = {
                 **figures,
                 "requests": self._service.requests,
                 "unanswered": self._service.unanswered,
                 "read_again": self._reader.read_again,
+                "listed": int(self._refresher.is_complete),
+                "missed_before_listed": self._refresher.early,
                 "owner": int(self._room.lease.is_held),
                 **{f"compression_{pool}": found for pool, found in self._choices.report().items()},
             }
@@ -201,7 +199,16 @@ class S3Backend(StorageBackend):
     def close(self) -> None:
         if self._gate.close():
             self._room.close()
+            self._refresher.close()
             self._service.close()
+
+    def sync(self, *, removals: bool = False) -> None:
+        """Wait until what others had written before this call is known; with `removals`, also what is gone.
+
+        Raises StorageError if the service cannot be asked, or the answer takes longer than a deadline.
+        """
+        with self._gate, _Asking():
+            self._refresher.sync(sweep=removals)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all counts add up; call it only while no other call is running."""
@@ -214,13 +221,14 @@ class S3Backend(StorageBackend):
     def _get(self, items: Sequence[GetItem]) -> list[Outcome]:
         try:
             self._service.check()
-            places = self._find(items)
         except RequestError as error:
             return [outcome_of(error)] * len(items)
+        places = self._directory.find([item.key for item in items])
+        failure = self._refresher.ask(places.count(None)) if None in places else None
         wanted, outcomes = [], dict[int, Outcome]()
         for i, (item, place) in enumerate(zip(items, places, strict=True)):
             if place is None:
-                outcomes[i] = Outcome.MISS
+                outcomes[i] = Outcome.MISS if failure is None else outcome_of(failure)
             elif place.entry.meta.length != item.length or not usable(
                 item.buffers, item.length, writable=True
             ):
@@ -246,13 +254,10 @@ class S3Backend(StorageBackend):
             if place is not None and place.entry.meta.length == one.item.length
         ]
 
-    def _find(self, items: Sequence[GetItem]) -> list[ObjectPlace | None]:
-        keys = [item.key for item in items]
-        found = self._directory.find(keys)
-        if None in found:
-            self._refresher.refresh()
-            found = self._directory.find(keys)
-        return found
+    def _missed(self, objects: int) -> None:
+        """Cause a refresh if a call has missed objects; raise RequestError if the last one failed."""
+        if objects and (failure := self._refresher.ask(objects)):
+            raise failure
 
     def _drop(self, corrupt: Mapping[bytes, ObjectPlace]) -> None:
         """Remove damaged objects, here in any case, and from the bucket if it can be asked."""
@@ -272,8 +277,8 @@ class S3Backend(StorageBackend):
         keys = [items[i].key for i in first.values()]
         try:
             self._service.check()
-            if not all(self._directory.present(keys)) or not self._settings.refresh:
-                self._refresher.refresh()
+            if not all(self._directory.present(keys)):
+                self._refresher.ask()
         except RequestError as error:
             return [outcome_of(error)] * len(items)
         self._namespaces.write()

@@ -12,9 +12,9 @@ from tiercache.core import Outcome
 from tiercache.storage.base import checksum_of
 from tiercache.storage.vectors import batches, total
 from tiercache_backends.s3.choices import CodecChoices
-from tiercache_backends.s3.directory import BucketDirectory
+from tiercache_backends.s3.directory.directory import BucketDirectory
+from tiercache_backends.s3.directory.notes import Pack, PackClaim, PackRemoval, WritePlan
 from tiercache_backends.s3.failures import FailureKind, RequestError, outcome_of
-from tiercache_backends.s3.notes import Pack, PackClaim, PackRemoval, WritePlan
 from tiercache_backends.s3.pack import (
     FOLDER,
     MAX_ENTRIES,
@@ -139,36 +139,42 @@ class PackWriter:
 
         Returns False if there is no room for it in the bucket, or in memory.
         """
+        # The share is taken before anything is encoded, so that no more than `in_flight` is held in memory.
+        share = sum(claim.item.meta.length for claim in claims)
+        until = self._service.deadline(share)
+        while not self._service.has_room(share, until, wait=not waiting):
+            if not waiting:
+                self._directory.fail(claims, Outcome.THROTTLED)
+                return False
+            self._finish(waiting.pop(0))
+        name = ""
+        try:
+            head, pieces = self._encoded(claims)
+            nbytes = len(head) + total(pieces)
+            share = self._service.resize(share, nbytes)
+            pack = self._pack(head, nbytes)
+            name = pack.name
+            if not self._room.take(name, nbytes, claims):
+                self._directory.fail(claims, Outcome.THROTTLED)
+                return False
+            data = b"".join([head, *pieces])
+            share = 0  # from here on it is the request's
+            waiting.append(_Sent(pack, claims, self._service.put(f"{FOLDER}/{name}", data, until)))
+        except RequestError as error:
+            self._directory.fail(claims, outcome_of(error), name)
+        finally:
+            self._service.ended(share)
+        return True
+
+    def _encoded(self, claims: Sequence[PackClaim]) -> tuple[bytes, list[memoryview]]:
+        """Return the head of a pack of these objects, and their stored bytes."""
         entries, pieces = [], list[memoryview]()
         for claim in claims:
             item, encoded = claim.item, encode(claim.item, self._choices)
             meta = replace(item.meta, checksum=checksum_of(item))
             entries.append(NewEntry(item.key, meta, encoded.codec, encoded.nbytes))
             pieces += encoded.pieces
-        head = pack_head(entries)
-        nbytes = len(head) + sum(entry.stored for entry in entries)
-        until = self._service.deadline(nbytes)
-        while not self._service.has_room(nbytes, until, wait=not waiting):
-            if not waiting:
-                self._directory.fail(claims, Outcome.THROTTLED)
-                return False
-            self._finish(waiting.pop(0))
-        pack = self._pack(head, nbytes)
-        taken = False
-        try:
-            taken = self._room.take(pack.name, nbytes, claims)
-            if not taken:
-                self._service.ended(nbytes)
-                self._directory.fail(claims, Outcome.THROTTLED)
-                return False
-            request = self._service.put(f"{FOLDER}/{pack.name}", b"".join([head, *pieces]), until)
-        except RequestError as error:
-            if not taken:
-                self._service.ended(nbytes)
-            self._directory.fail(claims, outcome_of(error), pack.name)
-            return True
-        waiting.append(_Sent(pack, claims, request))
-        return True
+        return pack_head(entries), pieces
 
     def _pack(self, head: bytes, nbytes: int) -> Pack:
         index = read_head(head, nbytes)

@@ -55,7 +55,7 @@ class Filler:
 
 
 def main(path: str, url: str, capacity: str, lease: str) -> None:
-    more: dict[str, Any] = {"capacity": capacity, "lease": lease, "deadline": "0.25s", "refresh": "0.2s"}
+    more: dict[str, Any] = {"capacity": capacity, "lease": lease, "deadline": "0.5s", "refresh": "0.2s"}
     with open_s3(Path(path), url, **more) as store:
         print('["ready"]', flush=True)
         for line in sys.stdin:

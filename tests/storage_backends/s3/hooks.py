@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import obstore
 from tiercache_backends.s3 import S3Backend
-from tiercache_backends.s3.notes import ObjectPlace
+from tiercache_backends.s3.directory.notes import ObjectPlace
 from tiercache_backends.s3.settings import read_settings
 
 from tests.storage.backends import AgingEnv
 from tests.storage_backends.s3.server import BUCKET, bucket, endpoint
-from tiercache.core import ObjectKey
-from tiercache.storage.base import StorageBackend
+from tiercache.core import ObjectKey, Outcome
+from tiercache.storage.base import GetItem, ScanEntry, SetItem, StorageBackend, Usage
 from tiercache.storage.env import Env
 from tiercache.storage.wrappers import unwrap
 from tiercache.testing.conformance import BackendConformance
@@ -24,16 +25,39 @@ def prefix_of(path: Path) -> str:
     return "t" + "".join(c if c.isalnum() else "-" for c in str(path))[-150:]
 
 
-def open_s3(path: Path, url: str | None = None, env: Env | None = None, **more: Any) -> S3Backend:
+def open_s3(
+    path: Path, url: str | None = None, env: Env | None = None, kind: type[S3Backend] = S3Backend, **more: Any
+) -> S3Backend:
     """A store under the prefix of a path."""
     section = {"address": BUCKET, "path": prefix_of(path), "endpoint": url or endpoint(), **more}
-    return S3Backend(read_settings(section), env)
+    return kind(read_settings(section), env)
+
+
+class PromptS3(S3Backend):
+    """A store that knows at each call what other processes did before it."""
+
+    def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        self.sync(removals=True)
+        return super().exists(keys)
+
+    def get(self, items: Sequence[GetItem]) -> list[Outcome]:
+        self.sync(removals=True)
+        return super().get(items)
+
+    def set(self, items: Sequence[SetItem]) -> list[Outcome]:
+        self.sync(removals=True)
+        return super().set(items)
+
+    def describe(self, keys: Sequence[ObjectKey]) -> list[ScanEntry | None]:
+        self.sync(removals=True)
+        return super().describe(keys)
+
+    def usage(self) -> Usage:
+        self.sync(removals=True)
+        return super().usage()
 
 
 class S3Hooks(BackendConformance):
-    """Each refresh lists everything, so that two processes see each other at once."""
-
-    refresh = "0s"
     obeys_values = True
     small = 4 << 20
     # Two processes that store an object at the same time do not know of each other, and both have stored it.
@@ -41,8 +65,9 @@ class S3Hooks(BackendConformance):
 
     def open_store(self, path: Path, capacity: int | None = None) -> StorageBackend:
         self.env = AgingEnv()
-        more = {} if capacity is None else {"capacity": str(capacity), "refresh": "5s", "pack": "64KiB"}
-        return open_s3(path, env=self.env, **{"refresh": self.refresh, **more})
+        if capacity is None:
+            return open_s3(path, env=self.env, kind=PromptS3, deadline="30s", lease="2m")
+        return open_s3(path, env=self.env, capacity=str(capacity), pack="64KiB")
 
     def pass_time(self, store: StorageBackend, seconds: float) -> None:
         self.env.later += seconds
@@ -84,6 +109,7 @@ def place(store: StorageBackend, k: ObjectKey) -> ObjectPlace:
     """The place at which the store has an object."""
     [found] = s3_of(store)._directory.find([k])  # private: no call says where the bytes are
     if found is None:  # another process has stored it
+        s3_of(store).sync()
         assert store.exists([k]) == [True]
         return place(store, k)
     return found

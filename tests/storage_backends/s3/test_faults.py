@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
 
@@ -162,6 +163,29 @@ def test_more_than_may_be_in_flight_waits(tmp_path: Path) -> None:
         big = to_set(key("big"), payload("big", 1 << 20))
         assert store.set([big]) == [STORED]
         assert store.get([to_get(key("big"), 1 << 20)]) == [HIT]
+        assert store._service._in_flight == 0  # private: everything is given back
+
+
+def test_nothing_is_encoded_before_its_share_of_memory_is_free(tmp_path: Path, proxy: Proxy) -> None:
+    arrived, go_on = Event(), Event()
+
+    def hold(exchange: Exchange) -> None:
+        if exchange.method == "PUT":
+            arrived.set()
+            go_on.wait(60)
+
+    with (
+        open_s3(tmp_path, proxy.url, pack="64KiB", in_flight="64KiB", compression="smallest") as store,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        proxy.before = hold
+        sets = [pool.submit(put, store, key(n), payload(n, 60_000)) for n in range(4)]
+        assert arrived.wait(60)
+        time.sleep(0.3)  # in which one that does not wait for its share would encode
+        [[_, known]] = store._choices._pools.items()  # private: no figure says what was encoded so far
+        assert known.since == 1
+        go_on.set()
+        assert [one.result() for one in sets] == [STORED] * 4
         assert store._service._in_flight == 0  # private: everything is given back
 
 

@@ -1,0 +1,1 @@
+"""A process's knowledge of the bucket: what lies there, and how that is learned."""

@@ -1,0 +1,192 @@
+"""Lookups answer from what the process knows, whatever becomes of the listings behind them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Event
+
+import obstore
+import pytest
+from tiercache_backends.s3 import service
+from tiercache_backends.s3.directory import ledger, listing
+from tiercache_backends.s3.pack import make_name, tombstone
+
+from tests.storage_backends.s3.hooks import open_s3, prefix_of
+from tests.storage_backends.s3.proxy import Exchange, Proxy
+from tests.storage_backends.s3.server import bucket, needs_weed
+from tiercache.core import Outcome
+from tiercache.errors import RefusedError, UnavailableError
+from tiercache.storage.base import GetItem
+from tiercache.testing.objects import fetch, key, payload, put, to_get
+
+pytestmark = needs_weed
+
+SIZE = 2000
+HIT, MISS, STORED = Outcome.HIT, Outcome.MISS, Outcome.STORED
+
+
+@pytest.fixture
+def proxy() -> Iterator[Proxy]:
+    with Proxy() as made:
+        yield made
+
+
+def until(done: Callable[[], bool]) -> None:
+    """Return when that is so."""
+    end = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def gets(*numbers: int) -> list[GetItem]:
+    return [to_get(key(n), SIZE) for n in numbers]
+
+
+def test_a_cold_start_misses_what_it_does_not_know_yet(
+    tmp_path: Path, proxy: Proxy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listing, "_HEADS", 1)  # private: the real bound would need thousands of packs
+    with open_s3(tmp_path) as writer:
+        for n in range(20):
+            put(writer, key(n), payload(n, SIZE))
+    go_on = Event()
+
+    def slow(exchange: Exchange) -> None:
+        if exchange.is_head:
+            go_on.wait(0.4)
+
+    proxy.before = slow
+    with (
+        open_s3(tmp_path, proxy.url, deadline="1s") as store,
+        open_s3(tmp_path, proxy.url, deadline="1s", capacity="1MiB") as bounded,
+    ):
+        assert "still being listed" in caplog.text
+        assert store.exists([key(0), key(19)]) == [True, False]
+        assert store.get(gets(0, 19)) == [HIT, MISS]
+        assert store.describe([key(19)]) == [None]
+        assert put(store, key("new"), payload("new", SIZE)) is STORED
+        assert fetch(store, key("new"), SIZE) == payload("new", SIZE)
+        assert put(bounded, key(20), payload(20, SIZE)) is Outcome.THROTTLED, "nobody knows how full it is"
+        with pytest.raises(UnavailableError, match="still being listed"):
+            store.scan()
+        details = store.usage().details
+        assert (details["listed"], details["missed_before_listed"]) == (0, 3)
+        go_on.set()
+        until(lambda: store.exists([key(19)]) == [True])
+        until(lambda: put(bounded, key(20), payload(20, SIZE)) is STORED)
+        until(lambda: store.usage().details["listed"] == 1)
+
+
+def test_a_listing_under_way_holds_no_lookup_and_no_set(tmp_path: Path, proxy: Proxy) -> None:
+    with (
+        open_s3(tmp_path) as writer,
+        open_s3(tmp_path, proxy.url, refresh="0s", deadline="60s", lease="5m") as store,
+    ):
+        put(store, key(0), payload(0, SIZE))
+        put(writer, key(1), payload(1, SIZE))
+        arrived, go_on = Event(), Event()
+
+        def hold(exchange: Exchange) -> None:
+            if exchange.is_list:
+                arrived.set()
+                go_on.wait(60)
+
+        proxy.before = hold
+        assert store.exists([key(0), key(1)]) == [True, False]
+        assert arrived.wait(60)
+        for _ in range(3):
+            assert store.exists([key(0), key(1)]) == [True, False]
+            assert store.get(gets(0, 1)) == [HIT, MISS]
+            assert store.describe([key(1)]) == [None]
+            assert store.usage().objects
+        assert put(store, key(2), payload(2, SIZE)) is STORED
+        go_on.set()
+        until(lambda: store.get(gets(0, 1, 2)) == [HIT] * 3)
+
+
+def test_what_was_missed_is_found_without_another_lookup(tmp_path: Path) -> None:
+    with open_s3(tmp_path) as writer, open_s3(tmp_path, refresh="0.5s") as store:
+        assert store.exists([key(0)]) == [False]
+        put(writer, key(0), payload(0, SIZE))
+        assert store.exists([key(0)]) == [False], "listed a moment ago"
+        directory = store._directory  # private: usage would cause a refresh
+        until(lambda: directory.figures()[0] == 1)
+        assert fetch(store, key(0), SIZE) == payload(0, SIZE)
+
+
+def test_listings_that_fail_are_an_answer_to_misses_only(tmp_path: Path, proxy: Proxy) -> None:
+    with open_s3(tmp_path, proxy.url, refresh="0s") as store:
+        put(store, key(0), payload(0, SIZE))
+
+        def deny(exchange: Exchange) -> None:
+            if exchange.is_list:
+                exchange.refuse(503, "SlowDown")
+
+        proxy.before = deny
+        until(lambda: store.get(gets(0, 1)) == [HIT, Outcome.THROTTLED])
+        assert put(store, key(2), payload(2, SIZE)) is STORED
+        with pytest.raises(RefusedError):
+            store.scan()
+        proxy.well()
+        until(lambda: store.get(gets(0, 1)) == [HIT, MISS])
+
+
+def test_a_sweep_in_small_parts_finds_what_is_there_and_what_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listing, "_HEADS", 3)  # private: the real bounds would need thousands of packs
+    monkeypatch.setattr(service, "_LIST_CHUNK", 2)  # private: as above
+    everything = [key(n) for n in range(11)]
+    with open_s3(tmp_path) as writer:
+        for n in range(10):
+            put(writer, key(n), payload(n, SIZE))
+        with open_s3(tmp_path) as store:
+            assert store.exists(everything) == [True] * 10 + [False]
+            packs = sorted(
+                entry["path"] for page in obstore.list(bucket(), folder(tmp_path)) for entry in page
+            )
+            obstore.delete(bucket(), [packs[n] for n in (0, 3, 4, 9)])
+            put(writer, key(10), payload(10, SIZE))
+            store.sync(removals=True)
+            assert store.exists(everything) == [n not in (0, 3, 4, 9) for n in range(11)]
+            assert writer.delete([key(1), key(5)]) == [True, True]
+            store.sync(removals=True)
+            assert store.exists(everything) == [n not in (0, 1, 3, 4, 5, 9) for n in range(11)]
+            store.check_integrity()
+
+
+def test_garbage_is_remembered_up_to_a_bound_and_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ledger, "_MAX_RUBBISH", 3)  # private: the real bound would need thousands of names
+    for n in range(8):
+        data = bytes(100)
+        obstore.put(bucket(), f"{folder(tmp_path)}/{make_name(n, '0' * 16, n, 60)}", data)
+        obstore.put(bucket(), f"{folder(tmp_path)}/{make_name(n, '1' * 16, n, None)}", data)
+        obstore.put(bucket(), f"{folder(tmp_path)}/no name of ours {n}", data)
+    with open_s3(tmp_path) as store:
+        put(store, key(0), payload(0, SIZE))
+        store.sync(removals=True)
+        assert store.usage().used_bytes < SIZE + 3 * 100 + 300
+        assert fetch(store, key(0), SIZE) == payload(0, SIZE)
+        store.check_integrity()
+    assert caplog.text.count("cannot be read") == 1
+
+
+def test_what_tombstones_say_is_bounded(tmp_path: Path) -> None:
+    with open_s3(tmp_path, objects=1000) as store:
+        for n in range(6):
+            put(store, key(n), payload(n, SIZE))
+            dead = {make_name(n, "0" * 16, n, 60): set(range(400))}
+            obstore.put(bucket(), f"{folder(tmp_path)}/{make_name(n, '1' * 16, n, None)}", tombstone(dead))
+        store.sync(removals=True)
+        assert store.usage().details["not_indexed"] == 4
+        assert store.exists([key(n) for n in range(6)]) == [True] * 6
+        store.check_integrity()
+
+
+def folder(path: Path) -> str:
+    return f"{prefix_of(path)}/packs"
