@@ -163,6 +163,8 @@ class Verb(enum.StrEnum):
 
     READ = "read"
     WRITE = "write"
+    OBSERVE = "observe"
+    """The principal may know the metrics and the status of the whole daemon."""
     ADMIN = "admin"
 
 

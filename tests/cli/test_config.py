@@ -140,7 +140,7 @@ def test_formats(node):
         "principals[].san",
         "tenants.NAME.salt_file",
         "limits.idle",
-        "metrics.listen",
+        "http.listen",
     } <= {row["setting"] for row in every}
     assert next(row["default"] for row in every if row["setting"] == "limits.idle") == "10s"
     assert all(row["description"] for row in every)

@@ -111,7 +111,7 @@ def daemon(*arguments: str) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_a_daemon(here: Path) -> None:
-    with daemon("-d", "node", "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0") as said:
+    with daemon("-d", "node", "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0") as said:
         assert (said["unix"], said["store"]) == (
             f"{here}/node/run",
             storage_url("file", "node/store", capacity=16 << 20),

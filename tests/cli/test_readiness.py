@@ -126,12 +126,12 @@ def test_a_store_whose_package_is_missing_is_one_sentence(tmp_path: Path) -> Non
     assert f"{file}: storage: type 'grpc' needs grpcio" in done.stderr
 
 
-@pytest.mark.parametrize("where", ["listen", "metrics"])
+@pytest.mark.parametrize("where", ["listen", "http"])
 def test_a_port_in_use_is_exit_code_1(tmp_path: Path, where: str) -> None:
     file = tmp_path / "node.toml"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        lines = {"listen": f'listen = ["{address}"]', "metrics": f'[metrics]\nlisten = "{address}"'}
+        lines = {"listen": f'listen = ["{address}"]', "http": f'[http]\nlisten = "{address}"'}
         file.write_text(f'directory = "{tmp_path}/d"\n{DISK}{lines[where]}\n')
         assert f"{address} cannot be served (Address already in use)" in both(file, 1)
         assert call("config", "check", "--no-ports", file).out.startswith(f"{file}: fine")
@@ -242,7 +242,7 @@ def test_nothing_is_held_after_a_check(tmp_path: Path) -> None:
             "directory": f"{tmp_path}/d",
             "disk_bytes": "16MiB",
             "listen": ["127.0.0.1:0"],
-            "metrics": {"listen": "127.0.0.1:0"},
+            "http": {"listen": "127.0.0.1:0"},
         },
     )
     for _ in range(3):

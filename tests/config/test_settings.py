@@ -134,14 +134,14 @@ def test_variables_give_lists_tables_and_booleans(monkeypatch):
     monkeypatch.setenv("TIERCACHE_LISTEN", "[::1]:7070, localhost:0")
     monkeypatch.setenv("TIERCACHE_UNIX", "off")
     monkeypatch.setenv("TIERCACHE_LIMITS__CLIENTS", "7")
-    monkeypatch.setenv("TIERCACHE_METRICS__LISTEN", "127.0.0.1:9464")
+    monkeypatch.setenv("TIERCACHE_HTTP__LISTEN", "127.0.0.1:9464")
     monkeypatch.setenv("TIERCACHE_TENANTS__ACME__SALT_FILE", "/s")
     monkeypatch.setenv(
         "TIERCACHE_PRINCIPALS", '[{"name": "a", "token_file": "/t", "tenant": "acme", "verbs": ["admin"]}]'
     )
     made = load()
     assert made.listen == ("[::1]:7070", "localhost:0")
-    assert (made.unix, made.limits.clients, made.metrics.listen) == (False, 7, "127.0.0.1:9464")
+    assert (made.unix, made.limits.clients, made.http.listen) == (False, 7, "127.0.0.1:9464")
     assert made.tenants["acme"].salt_file == Path("/s")
     assert made.principals[0].verbs == {Verb.ADMIN}
     monkeypatch.setenv("TIERCACHE_LISTEN", ' ["127.0.0.1:1"]')
@@ -422,15 +422,15 @@ PRINCIPALS = '[[principals]]\nname = "a"\n{}\n[[principals]]\nname = "b"\n{}\n'
         ('listen = ["0.0.0.0:1"]\n' + TOKEN, "tokens would travel unencrypted"),
         ('listen = ["0.0.0.0:1"]\n[[principals]]\nname = "a"\nuid = 1', "without authentication"),
         ('listen = ["127.0.0.1:1", "127.0.0.1:1"]', "listen: 127.0.0.1:1 is given 2 times"),
-        ('listen = ["127.0.0.1:1"]\nmetrics.listen = "127.0.0.1:1"', "listen: 127.0.0.1:1 is given 2 times"),
+        ('listen = ["127.0.0.1:1"]\nhttp.listen = "127.0.0.1:1"', "listen: 127.0.0.1:1 is given 2 times"),
         ("unix = false", "there is nothing to serve"),
-        ('unix = false\nmetrics.listen = "127.0.0.1:1"', "there is nothing to serve"),
-        ('metrics.listen = "0.0.0.0:1"', "metrics.listen: other machines can reach 0.0.0.0:1"),
+        ('unix = false\nhttp.listen = "127.0.0.1:1"', "there is nothing to serve"),
+        ('http.listen = "0.0.0.0:1"', "http.listen: other machines can reach 0.0.0.0:1"),
         ('events.endpoint = "tcp://0.0.0.0:1"', "events: tcp://0.0.0.0:1 can be reached from other machines"),
         ('events.endpoint = "127.0.0.1:1"', "is no address for KV events"),
         ('events.replay = "tcp://127.0.0.1:1"', "events.replay needs events.endpoint"),
-        ('insecure_bind = true\nmetrics.listen = "0.0.0.0:1"',
-         "metrics.listen: other machines can reach 0.0.0.0:1"),
+        ('insecure_bind = true\nhttp.listen = "0.0.0.0:1"',
+         "http.listen: other machines can reach 0.0.0.0:1"),
         (f'sockets = "/{"s" * 95}"',
          "would have 108 bytes, and the path of a unix socket has at most 107; set sockets to"),
         (f'directory = "/{"ü" * 45}a"', "would have 108 bytes"),
@@ -472,7 +472,7 @@ def test_settings_that_do_not_fit_together(loaded, text, sentence):
         ('listen = ["127.0.0.1:1"]', "every user of this machine can call 127.0.0.1:1"),
         ('listen = ["127.0.0.1:0", "127.0.0.1:0"]\n' + TOKEN, None),
         ("insecure_bind = true", "insecure_bind is set, but no address needs it"),
-        ('metrics = {listen = "0.0.0.0:1", public = true}', "reaches 0.0.0.0:1 can read the metrics"),
+        ('http = {listen = "0.0.0.0:1", public = true}', "reaches 0.0.0.0:1 can read metrics and status"),
         ('tenants.a.salt_file = "/s"', "no principal belongs to tenant a"),
         ('unix = false\nlisten = ["127.0.0.1:1"]\n' + PRINCIPALS.format("uid = 1", 'token_file = "/t"'),
          "principal a is recognised by a uid"),
@@ -741,7 +741,7 @@ configurations = st.fixed_dictionaries(
         "storage": st.sampled_from(["memory://?capacity=1GiB", ["memory://?capacity=1GiB", "file:///d"]]),
         "tls": st.just({"certificate": "/c", "key": "/k"}),
         "limits": limits,
-        "metrics": st.just({"listen": "127.0.0.1:2"}),
+        "http": st.just({"listen": "127.0.0.1:2", "hosts": ["cache-1.example"]}),
         "events": st.just({"endpoint": "tcp://127.0.0.1:3", "replay": "ipc:///run/replay", "buffer": 7}),
     },
 )  # fmt: skip

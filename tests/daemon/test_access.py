@@ -5,8 +5,11 @@ An object that the caller may not see is answered like a miss.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +19,7 @@ from typing import Any, NamedTuple
 import grpc
 import pytest
 
+from tests.daemon import web
 from tests.daemon.hosts import (
     NAMESPACE,
     Client,
@@ -285,7 +289,7 @@ def test_the_operators_label_wins_and_names_on_disk_are_not_the_tenants(client: 
 def test_the_unix_sockets_know_their_user(daemon: Daemon) -> None:
     with Worker(daemon) as worker:
         assert worker.call("Hello", b"").principal == "owner"
-        assert sorted(worker.call("Hello", b"").verbs) == ["admin", "read", "write"]
+        assert sorted(worker.call("Hello", b"").verbs) == ["admin", "observe", "read", "write"]
     assert (daemon.directory / "run").stat().st_mode & 0o777 == 0o700
     for name in ("grpc.sock", "attach.sock"):
         assert (daemon.directory / "run" / name).stat().st_mode & 0o777 == 0o600
@@ -374,6 +378,8 @@ directory = "{directory}"
 storage = "memory://?capacity=8MiB"
 host_bytes = "48MiB"
 listen = ["127.0.0.1:0"]
+[http]
+listen = "127.0.0.1:0"
 [tls]
 certificate = "{certificates}/server.pem"
 key = "{certificates}/server.key"
@@ -417,6 +423,30 @@ def test_certificates_tell_who_calls(tls: Daemon, certificates: Path) -> None:
         credentials(certificates, "unknown"),
     ) as caller:
         assert caller.call("Hello", b"").principal == "bearer"
+
+
+def test_certificates_and_tokens_of_the_http_port(tls: Daemon, certificates: Path) -> None:
+    [address] = re.findall(r"status on https://(\S+)/status", tls.log.read_text())
+
+    def asked(path: str, name: str | None, **headers: str) -> web.Answer:
+        context = ssl.create_default_context(cafile=str(certificates / "ca.pem"))
+        context.check_hostname = False
+        if name is not None:
+            context.load_cert_chain(certificates / f"{name}.pem", certificates / f"{name}.key")
+        return web.ask(address, path, context=context, **headers)
+
+    assert asked("/healthz", None).status == 200
+    for name in (None, "unknown"):
+        assert asked("/status.json", name).status == 401
+        assert (
+            asked("/status.json", name, Authorization=f"Bearer {token('bearer')}").text.count('"bearer"') > 1
+        )
+    assert json.loads(asked("/status.json", "worker").text)["reader"] == "worker"
+    for name in ("impostor", "expired"):
+        with pytest.raises(OSError):
+            asked("/healthz", name)
+    with pytest.raises(OSError):
+        web.ask(address, "/healthz")
 
 
 def test_without_tls_nobody_is_heard(tls: Daemon) -> None:

@@ -51,7 +51,7 @@ call = "3s"
 clients = 64
 keys_per_batch = 512
 message_bytes = "2MiB"
-[metrics]
+[http]
 listen = "127.0.0.1:0"
 [tenants.trent]
 salt_file = "{salt}"

@@ -18,14 +18,15 @@ from tiercache_backends.chain.health import Health
 from tiercache_backends.memory import MemoryBackend
 
 from tests.daemon.hosts import until
-from tests.metrics.test_metrics import ask
+from tests.daemon.web import ask
 from tiercache.config.settings import Settings
 from tiercache.core import ObjectKey, Outcome, PoolName
 from tiercache.daemon import StorageServer
+from tiercache.daemon.http import routes
 from tiercache.daemon.node_metrics import NodeMetrics, UsageFigures, exposed
 from tiercache.errors import StorageError
 from tiercache.memory import Region, create_memfd
-from tiercache.metrics import NODE, TABLE, endpoint
+from tiercache.metrics import NODE, TABLE
 from tiercache.metrics.families import label_sets
 from tiercache.metrics.table import HEALTHS
 from tiercache.storage.base import SetItem, StorageBackend, TierReport, Usage
@@ -44,14 +45,14 @@ TOKENS = {"reader": "reader-" + "r" * 24, "writer": "writer-" + "w" * 24}
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "FRESH_SECONDS", 0.0)
+    monkeypatch.setattr(routes, "FRESH_SECONDS", 0.0)
 
 
 class Scrape:
     """All samples of one scrape."""
 
     def __init__(self, address: str) -> None:
-        status, text = ask(int(address.rpartition(":")[2]))
+        status, text, _ = ask(address, "/metrics")
         assert status == 200
         self.samples = {
             (s.name.removeprefix("tiercache_"), *sorted(s.labels.items()))
@@ -74,7 +75,7 @@ def settings_of(path: Path, **more: Any) -> Settings:
         "host_bytes": "512MiB",
         "listen": ["127.0.0.1:0"],
         "unix": False,
-        "metrics": {"listen": "127.0.0.1:0"},
+        "http": {"listen": "127.0.0.1:0", "public": True},
         "drain": 2,
     }
     return Settings(**(given | more)).check()  # type: ignore[arg-type]
@@ -150,8 +151,8 @@ def ended(node: StorageServer, calls: int) -> Scrape:
     """A scrape after so many calls have ended at the node's side, which is a moment after the client was
     told.
     """
-    until(lambda: Scrape(node.metrics_address)("node_calls_total") >= calls)
-    return Scrape(node.metrics_address)
+    until(lambda: Scrape(node.http_address)("node_calls_total") >= calls)
+    return Scrape(node.http_address)
 
 
 NOT_OF_EVERY_STORE = {
@@ -162,7 +163,7 @@ NOT_OF_EVERY_STORE = {
 def test_every_label_set_is_at_0_from_the_start(tmp_path: Path) -> None:
     principals = [{"name": name, "token_file": secret(tmp_path, name)} for name in TOKENS]
     with serving(tmp_path, principals=principals) as (node, _):
-        scrape = Scrape(node.metrics_address)
+        scrape = Scrape(node.http_address)
         known = {"principal": [*TOKENS, "owner", "anonymous"], "version": ["x"], "store": ["MemoryBackend"]}
         for row in TABLE:
             if row.name.startswith(("node_", "store_")) and row.kind.__name__ == "Counter":
@@ -279,7 +280,7 @@ def test_callers_are_told_apart_and_no_label_is_theirs_to_choose(tmp_path: Path)
         {"name": "writer", "token_file": secret(tmp_path, "writer")},
     ]
     with serving(tmp_path, principals=principals) as (node, channel):
-        before = Scrape(node.metrics_address).samples.keys()
+        before = Scrape(node.http_address).samples.keys()
         for _ in range(3):
             call(channel, "Exists", exists([key(0)]), token=TOKENS["reader"])
         call(channel, "Set", pieces([to_set(key(0), payload(0, SIZE))]), token=TOKENS["writer"])
@@ -324,7 +325,7 @@ def test_sessions_and_shared_memory(tmp_path: Path) -> None:
         assert answer.region, answer
         attachment.send(attach, attach_pb2.Request(detach=attach_pb2.Detach(region=77)))
         attachment.receive(attach, attach_pb2.Answer)
-        scrape = Scrape(node.metrics_address)
+        scrape = Scrape(node.http_address)
         assert scrape("node_sessions") == 1
         assert scrape("node_attached_bytes") == 1 << 20
         assert scrape("node_refused_total", reason="malformed") == 1
@@ -350,8 +351,8 @@ def test_sessions_and_shared_memory(tmp_path: Path) -> None:
         assert scrape("node_principal_bytes_total", principal="owner") == 2 * SIZE
         assert scrape("node_lookups_total", operation="get", result="hit") == 1
         attach.close()
-        until(lambda: Scrape(node.metrics_address)("node_sessions") == 0)
-        assert Scrape(node.metrics_address)("node_attached_bytes") == 0
+        until(lambda: Scrape(node.http_address)("node_sessions") == 0)
+        assert Scrape(node.http_address)("node_attached_bytes") == 0
 
 
 def test_a_client_that_leaves_and_one_that_stands_still(tmp_path: Path) -> None:
@@ -366,14 +367,12 @@ def test_a_client_that_leaves_and_one_that_stands_still(tmp_path: Path) -> None:
             method.path, method.request.SerializeToString, method.reply.FromString
         )
         waiting = [ask_exists.future(exists([key(0)]), 30) for _ in range(3)]
-        until(lambda: Scrape(node.metrics_address)("store_calls_under_way") == 3)
-        scrape = Scrape(node.metrics_address)
+        until(lambda: Scrape(node.http_address)("store_calls_under_way") == 3)
+        scrape = Scrape(node.http_address)
         assert scrape("node_calls_under_way", method="Exists") == scrape("node_calls_under_way") == 3
         assert scrape("node_workers_busy") == 3
         waiting[0].cancel()
-        until(
-            lambda: Scrape(node.metrics_address)("node_calls_total", method="Exists", code="CANCELLED") == 1
-        )
+        until(lambda: Scrape(node.http_address)("node_calls_total", method="Exists", code="CANCELLED") == 1)
         go_on.set()
         for late in waiting[1:]:
             late.result(30)
@@ -397,7 +396,7 @@ def test_too_many_calls_are_busy(tmp_path: Path) -> None:
         method = METHODS["Flush"]
         flush = channel.unary_unary(method.path, method.request.SerializeToString, method.reply.FromString)
         waiting = [flush.future(pb.FlushRequest(), 30) for _ in range(2)]
-        until(lambda: Scrape(node.metrics_address)("store_calls_under_way") == 2)
+        until(lambda: Scrape(node.http_address)("store_calls_under_way") == 2)
         refused(grpc.StatusCode.RESOURCE_EXHAUSTED, channel, "Hello", pb.HelloRequest())
         go_on.set()
         for late in waiting:
@@ -424,8 +423,8 @@ def test_the_store_s_figures(tmp_path: Path) -> None:
         MemoryBackend(), lambda: Usage(3, 30, 40, 50, {"evicted": 7, "corrupt": 2, "io": "direct"} | WORTH)
     )
     with serving(tmp_path, store) as (node, _):
-        until(lambda: Scrape(node.metrics_address)("node_store_objects") == 3)
-        scrape = Scrape(node.metrics_address)
+        until(lambda: Scrape(node.http_address)("node_store_objects") == 3)
+        scrape = Scrape(node.http_address)
     assert scrape("node_store_payload_bytes") == 30
     assert scrape("node_store_used_bytes") == 40
     assert scrape("node_store_capacity_bytes") == 50
@@ -450,8 +449,8 @@ def test_the_figures_of_tiers(tmp_path: Path) -> None:
     ]  # fmt: skip
     store = Told(MemoryBackend(), lambda: Usage(3, 30, 40, 0, {}, tiers))
     with serving(tmp_path, store) as (node, _):
-        until(lambda: Scrape(node.metrics_address)("node_store_objects") == 3)
-        scrape = Scrape(node.metrics_address)
+        until(lambda: Scrape(node.http_address)("node_store_objects") == 3)
+        scrape = Scrape(node.http_address)
         shown = {
             (name, *(value for label, value in labels if label in ("tier", "health"))): number
             for (name, *labels), number in scrape.samples.items()
@@ -497,14 +496,14 @@ def test_a_store_that_hangs_holds_up_no_scrape(tmp_path: Path, monkeypatch: pyte
         return Usage(len(asked), 0, 0, 0)
 
     with serving(tmp_path, Told(MemoryBackend(), tell)) as (node, channel):
-        until(lambda: Scrape(node.metrics_address)("node_store_objects") >= 2)
+        until(lambda: Scrape(node.http_address)("node_store_objects") >= 2)
         hangs.set()
-        before = Scrape(node.metrics_address)("node_store_objects")
+        before = Scrape(node.http_address)("node_store_objects")
         time.sleep(0.2)
         threads = threading.active_count()
         start = time.monotonic()
         for _ in range(10):
-            scrape = Scrape(node.metrics_address)
+            scrape = Scrape(node.http_address)
             call(channel, "Hello", pb.HelloRequest())
         assert time.monotonic() - start < 5
         assert scrape("node_store_objects") in (before, before + 1)
@@ -512,7 +511,7 @@ def test_a_store_that_hangs_holds_up_no_scrape(tmp_path: Path, monkeypatch: pyte
         assert threading.active_count() <= threads + 1, "one question, however often somebody scrapes"
         asked_by_then = len(asked)
         go_on.set()
-        until(lambda: Scrape(node.metrics_address)("node_store_objects") > asked_by_then)
+        until(lambda: Scrape(node.http_address)("node_store_objects") > asked_by_then)
         assert {*asked} == {"tiercache-figures"}
 
 
@@ -530,7 +529,7 @@ def test_a_node_ends_although_its_store_is_asked_for_figures(tmp_path: Path) -> 
             super().close()
 
     with serving(tmp_path, Stuck()) as (node, _):
-        Scrape(node.metrics_address)
+        Scrape(node.http_address)
     assert not node.alive
     assert not closed.is_set(), "it is left as it is, like after a kill"
     go_on.set()
@@ -559,23 +558,23 @@ def test_figures_of_a_store_that_fails_stay(caplog: pytest.LogCaptureFixture) ->
 def test_a_port_in_use_stops_the_node_before_it_serves(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         settings = settings_of(
-            tmp_path, unix=True, listen=[], metrics={"listen": f"127.0.0.1:{taken.getsockname()[1]}"}
+            tmp_path, unix=True, listen=[], http={"listen": f"127.0.0.1:{taken.getsockname()[1]}"}
         )
-        with pytest.raises(StorageError, match=r"^metrics.listen: .* cannot be served"):
+        with pytest.raises(StorageError, match=r"^http.listen: .* cannot be served"):
             StorageServer(settings, MemoryBackend()).start()
         assert not (tmp_path / "run" / GRPC_SOCKET).exists()
 
 
 def test_where_metrics_are_served(tmp_path: Path) -> None:
     with StorageServer(settings_of(tmp_path), MemoryBackend()) as node:
-        assert node.metrics_address.startswith("127.0.0.1:")
-        assert not node.metrics_address.endswith(":0")
-        assert f"metrics on http://{node.metrics_address}/metrics" in node.describe()
-        address = node.metrics_address
+        assert node.http_address.startswith("127.0.0.1:")
+        assert not node.http_address.endswith(":0")
+        assert f"metrics and status on http://{node.http_address}/status" in node.describe()
+        address = node.http_address
     with pytest.raises(OSError):
         Scrape(address)
-    with StorageServer(settings_of(tmp_path, metrics={}), MemoryBackend()) as node:
-        assert node.metrics_address == ""
+    with StorageServer(settings_of(tmp_path, http={}), MemoryBackend()) as node:
+        assert node.http_address == ""
         assert not any("metrics" in line for line in node.describe())
 
 
@@ -588,7 +587,7 @@ def test_who_can_call_without_saying_who_it_is(tmp_path: Path) -> None:
         settings_of(tmp_path, **exposed_to, principals=[{"name": "reader", "token_file": token}])
     )
     with serving(tmp_path, **exposed_to) as (node, _):
-        assert Scrape(node.metrics_address)("node_insecure_bind") == 1
+        assert Scrape(node.http_address)("node_insecure_bind") == 1
 
 
 def test_a_call_costs_little() -> None:

@@ -111,10 +111,10 @@ def test_the_services_of_compose_fit_the_daemon(tmp_path, monkeypatch) -> None:
     assert daemon["image"].endswith(f":{__version__}")
     scrape = yaml.safe_load((DEPLOY / "compose/prometheus.yml").read_text())
     [job] = scrape["scrape_configs"]
-    assert found.metrics.address is not None
+    assert found.http.address is not None
     assert job == {
         "job_name": "tiercache",
-        "static_configs": [{"targets": [f"daemon:{found.metrics.address.port}"]}],
+        "static_configs": [{"targets": [f"daemon:{found.http.address.port}"]}],
     }
     inside = {v.split(":")[1] for v in services["prometheus"]["volumes"]}
     assert {*scrape["rule_files"], "/etc/prometheus/prometheus.yml"} == inside
@@ -153,7 +153,7 @@ MODES = {
     "node": {},
     "node with principals": {
         "secret": "kv", "settings": 'disk_bytes = "1GiB"\n[[principals]]\nname = "e"\nuid = 1000\n',
-        "metrics": {"serviceMonitor": True},
+        "http": {"serviceMonitor": True},
     },
     "service with TLS": {"mode": "service", "secret": "kv", "settings": VALUES["settings"] + GUARDED,
                          "networkPolicy": {"workers": [{"podSelector": {"matchLabels": {"app": "engine"}}}]}},
@@ -198,19 +198,19 @@ def test_the_daemon_takes_the_chart_s_file_and_its_pod_fits_it(manifests, tmp_pa
     # private: how long `start` may take is no setting
     assert start["failureThreshold"] * start["periodSeconds"] > server._START_SECONDS
     ports = {port["name"]: port["containerPort"] for port in daemon["ports"]}
-    assert found.metrics.address is not None
-    assert ports["metrics"] == found.metrics.address.port
+    assert found.http.address is not None
+    assert ports["http"] == found.http.address.port
     assert ports.get("grpc") == next((address.port for address in found.addresses), None)
     memory = daemon["resources"]["limits"]["memory"]
     assert parse_size(f"{memory}B") >= found.host_bytes + parse_size("512MiB")
     assert ports.get("data", 0) == found.data_port
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
-        if "grpc" in daemon[probe]:
-            assert daemon[probe]["grpc"]["port"] == found.addresses[0].port
-            assert found.tls is None
-        else:
-            parsed(*daemon[probe]["exec"]["command"])
-            assert found.tls is not None or not found.addresses
+        asked = daemon[probe]["httpGet"]
+        assert asked == {
+            "path": "/readyz" if probe == "readinessProbe" else "/healthz",
+            "port": "http",
+            "scheme": "HTTPS" if found.tls else "HTTP",
+        }
     for tls in filter(None, [found.tls]):
         assert str(tls.key.parent) in mounts
 
@@ -256,7 +256,7 @@ def test_secrets_arrive_as_files_that_the_daemon_accepts(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "values",
     [
-        {"mode": "cluster"}, {"settings": "unix = false"}, {"settings": "[metrics]\npublic = true"},
+        {"mode": "cluster"}, {"settings": "unix = false"}, {"settings": "[http]\npublic = true"},
         {"settings": {"listen": []}}, {"user": 0}, {"hostIPC": True}, {"image": {"digest": "latest"}},
         {"node": {"sockets": "relative"}}, {"terminationGracePeriodSeconds": 5}, {"service": {"size": "80"}},
     ],

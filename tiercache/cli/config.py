@@ -217,8 +217,8 @@ def _summary(settings: Settings) -> Iterator[tuple[str, str]]:
         yield "unix", f"{settings.socket_directory}/grpc.sock and attach.sock"
     for address in settings.addresses:
         yield "tcp", f"{address}, {_protection(settings)}"
-    if settings.metrics.listen:
-        yield "metrics", settings.metrics.listen
+    if settings.http.listen:
+        yield "http", settings.http.listen
     yield from (("who", text) for text in _callers(settings))
     limits = settings.limits
     yield (

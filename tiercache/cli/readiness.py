@@ -232,8 +232,8 @@ def _ports(settings: Settings) -> None:
         if settings.data and settings.data_port:
             for address in {address.host: address for address in settings.addresses}.values():
                 _bind(replace(address, port=settings.data_port), "data_port: ", taken)
-        if settings.metrics.address is not None:
-            _bind(settings.metrics.address, "metrics.listen: ", taken)
+        if settings.http.address is not None:
+            _bind(settings.http.address, "http.listen: ", taken)
 
 
 def _bind(address: Address, setting: str, taken: ExitStack) -> None:

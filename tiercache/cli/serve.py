@@ -62,8 +62,9 @@ def serve(
         list[str] | None,
         typer.Option(help="TCP address, host:port, in addition to the unix sockets; may be repeated."),
     ] = None,
-    metrics: Annotated[
-        str | None, typer.Option(help="Address of the Prometheus endpoint, such as 127.0.0.1:9464.")
+    http: Annotated[
+        str | None,
+        typer.Option(help="Address of the HTTP port with metrics and status, such as 127.0.0.1:9464."),
     ] = None,
     insecure_bind: Annotated[
         bool | None,
@@ -107,8 +108,8 @@ def serve(
 
         tiercache tier add 'file:///ssd/kv?capacity=20GiB' --at 0
 
-    JSON fields, printed on stdout once clients can connect: places (transport = unix, tcp, metrics,
-    events or replay; address, with the port), pid, store (its URL, or a list of the URLs of its tiers).
+    JSON fields, printed on stdout once clients can connect: places (transport = unix, tcp, http, events
+    or replay; address, with the port), pid, store (its URL, or a list of the URLs of its tiers).
     With jsonl one line for each place, and a last line with summary.
     """
     # gRPC reads this when it is first imported; it would tell of each client that breaks a handshake.
@@ -125,7 +126,7 @@ def serve(
         "chain": chain,
         "disk_bytes": disk_bytes,
         "host_bytes": host_bytes, "listen": listen or None, "insecure_bind": insecure_bind,
-        "metrics": None if metrics is None else {"listen": metrics},
+        "http": None if http is None else {"listen": http},
         "log": {name: word for name, word in (("level", log_level), ("format", log_format)) if word} or None,
     }  # fmt: skip
     flags = {name: value for name, value in given.items() if value is not None}
@@ -198,7 +199,7 @@ def _report(node: StorageServer, output: Output) -> None:
     settings = node.settings
     places = [("unix", str(settings.socket_directory))] if settings.unix else []
     places += [("tcp", address) for address in node.addresses]
-    places += [("metrics", node.metrics_address)] if node.metrics_address else []
+    places += [("http", node.http_address)] if node.http_address else []
     if node.publisher is not None:
         addresses = (("events", node.publisher.endpoint), ("replay", node.publisher.replay_endpoint))
         places += [place for place in addresses if place[1]]

@@ -108,6 +108,12 @@ def _name(value: Any) -> str:
     return value
 
 
+def _host(value: Any) -> str:
+    if not isinstance(value, str) or ":" in value:
+        raise ConfigError(f"{shown(value)} is not the name of a host; write it without a port")
+    return parse_address(f"{value}:0").host.lower()
+
+
 def _subject(value: Any) -> str:
     text = _text(value)
     if not text or " " in text or "*" in text:
@@ -245,6 +251,8 @@ Listen = Annotated[
 ]
 ListenOrNone = Annotated[str, BeforeValidator(lambda value: str(parse_address(value)) if value != "" else "")]
 Listens = Annotated[tuple[Listen, ...], Listed]
+HostName = Annotated[str, BeforeValidator(_host), _schema("string", "cache-1.example")]
+HostNames = Annotated[tuple[HostName, ...], Listed]
 Namespace = Annotated[
     str, BeforeValidator(_namespace), _schema("string", "*", pattern="^(\\*|([0-9a-fA-F]{2}){1,64})$")
 ]

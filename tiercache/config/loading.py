@@ -292,7 +292,7 @@ def _suggestion(layer: Layer, key: Key) -> str:
     meant = [(*parent, wanted)] if wanted in names else []
     meant += [
         (table, wanted)
-        for table in ("tls", "limits", "metrics", "events")
+        for table in ("tls", "limits", "http", "events")
         if wanted in table_at([table]).model_fields
     ]
     meant += [(name,) for name in Settings.model_fields if name == wanted]

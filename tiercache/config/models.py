@@ -21,6 +21,7 @@ from tiercache.config.fields import (
     Duration,
     Flag,
     HostBytes,
+    HostNames,
     Level,
     Listed,
     ListenOrNone,
@@ -89,7 +90,10 @@ class Principal(_Table):
     If it is empty, the principal sees the objects that belong to no tenant.
     """
     verbs: Verbs = frozenset({Verb.READ, Verb.WRITE})
-    """Verbs that this principal may use: read, write, admin."""
+    """Verbs that this principal may use: read, write, observe, admin.
+
+    observe allows the metrics and the status of the whole daemon, and nothing else.
+    """
     namespaces: Namespaces = ("*",)
     """Namespaces that this principal may use, or "*" for all.
 
@@ -158,20 +162,29 @@ class Limits(_Table):
     """Maximum duration of a call, whatever its deadline is."""
 
 
-class MetricsSettings(_Table):
-    """Metrics endpoint for Prometheus."""
+class HttpSettings(_Table):
+    """Port for operators: /metrics, /healthz, /readyz and /status (docs/status.md). It changes nothing."""
 
     listen: ListenOrNone = ""
-    """Address of the endpoint, such as 127.0.0.1:9464; empty turns it off."""
-    public: Flag = False
-    """Allow an address that other machines can reach.
+    """Address of the port, such as 127.0.0.1:9464; empty turns it off.
 
-    The metrics show the names of principals; nothing can be changed through the endpoint.
+    The port is in TLS if the addresses of `listen` are, and has the same principals.
+    """
+    hosts: HostNames = ()
+    """Names by which callers may address the port, such as cache-1.example.
+
+    IP addresses and localhost are always allowed. Other names are refused, because a page in a browser could
+    otherwise reach the port by a name of its own.
+    """
+    public: Flag = False
+    """Answer everyone who reaches the address, without a token or a certificate.
+
+    Metrics and status show the names of principals and tenants, and their figures.
     """
 
     @property
     def address(self) -> Address | None:
-        """Address of `listen`, parsed; None if the endpoint is off."""
+        """Address of `listen`, parsed; None if the port is off."""
         return parse_address(self.listen) if self.listen else None
 
 
@@ -290,8 +303,8 @@ class Settings(BaseSettings):
     """Tenants by name."""
     limits: Limits = Limits()
     """Limits of each client, and of all clients together."""
-    metrics: MetricsSettings = MetricsSettings()
-    """Metrics endpoint for Prometheus."""
+    http: HttpSettings = HttpSettings()
+    """Port for operators: metrics, health and status."""
     events: EventsSettings = EventsSettings()
     """Publisher of KV events."""
     log: LogSettings = LogSettings()

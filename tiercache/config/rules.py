@@ -13,6 +13,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Final
 
 from tiercache.config.urls import unix_target
+from tiercache.core import Verb
 from tiercache.errors import ConfigError
 from tiercache.text import exact_size
 
@@ -32,10 +33,10 @@ _SOCKET_PATH: Final = 107
 def check(settings: Settings) -> None:
     """Raise ConfigError if settings contradict each other, or expose the daemon without protection.
 
-    The settings `insecure_bind`, `metrics.public` and `events.public` allow an address that other machines
+    The settings `insecure_bind`, `http.public` and `events.public` allow an address that other machines
     can reach although nothing protects it.
     """
-    for rule in (_storage, _sizes, _tls, _principals, _addresses, _exposure, _sockets, _metrics, _events):
+    for rule in (_storage, _sizes, _tls, _principals, _addresses, _exposure, _sockets, _http, _events):
         rule(settings)
 
 
@@ -62,8 +63,14 @@ def warnings(settings: Settings) -> Iterator[str]:
             f"every user of this machine can call {_listed(a for a in tcp if a.loopback)}; only the"
             " unix sockets identify the user"
         )
-    if settings.metrics.address and not settings.metrics.address.loopback:
-        yield f"every client that reaches {settings.metrics.address} can read the metrics (metrics.public)"
+    if settings.http.address:
+        if settings.http.public and not settings.http.address.loopback:
+            yield f"everyone who reaches {settings.http.address} can read metrics and status (http.public)"
+        elif not settings.http.public and not _someone_observes(settings):
+            yield (
+                f"nobody can read the metrics at {settings.http.address}; give a principal with a token_file"
+                " the verb observe, or set http.public = true"
+            )
     if settings.events.public:
         yield "every client that reaches the addresses of events can read them (events.public)"
     for principal in settings.principals:
@@ -175,8 +182,8 @@ def _require_unique(what: str, values: Iterator[str]) -> None:
 
 def _addresses(settings: Settings) -> None:
     addresses = [*settings.addresses]
-    if settings.metrics.address:
-        addresses.append(settings.metrics.address)
+    if settings.http.address:
+        addresses.append(settings.http.address)
     if settings.data and settings.data_port:
         hosts = {address.host: address for address in settings.addresses}
         addresses += [replace(address, port=settings.data_port) for address in hosts.values()]
@@ -184,7 +191,7 @@ def _addresses(settings: Settings) -> None:
     for address, count in Counter(str(address) for address in addresses if address.port).items():
         if count > 1:
             raise ConfigError(
-                f"listen: {address} is given {count} times (metrics.listen and data_port count too); give"
+                f"listen: {address} is given {count} times (http.listen and data_port count too); give"
                 " different ports"
             )
     if not settings.unix and not settings.listen:
@@ -226,12 +233,15 @@ def _sockets(settings: Settings) -> None:
         )
 
 
-def _metrics(settings: Settings) -> None:
-    address = settings.metrics.address
-    if address and not address.loopback and not settings.metrics.public:
+def _http(settings: Settings) -> None:
+    address = settings.http.address
+    if not address or address.loopback or settings.http.public:
+        return
+    if not settings.tls or not _authenticated(settings):
         raise ConfigError(
-            f"metrics.listen: other machines can reach {address}; listen on 127.0.0.1 or set metrics.public ="
-            " true"
+            f"http.listen: other machines can reach {address}, without TLS and authentication; listen on"
+            " 127.0.0.1, give [tls] with a client_ca or principals with a token_file, or set"
+            " http.public = true"
         )
 
 
@@ -254,6 +264,17 @@ def _authenticated(settings: Settings) -> bool:
 def _known_callers(settings: Settings) -> bool:
     """Return whether the daemon can distinguish callers over TCP, by a principal's token or certificate."""
     return any(principal.uid is None for principal in settings.principals)
+
+
+def _someone_observes(settings: Settings) -> bool:
+    """Return whether a caller over TCP may know the figures of the whole daemon."""
+    callers = [principal for principal in settings.principals if principal.uid is None]
+    return any(
+        not principal.tenant
+        and "*" in principal.namespaces
+        and (not settings.tenants or not principal.verbs.isdisjoint((Verb.OBSERVE, Verb.ADMIN)))
+        for principal in callers
+    ) or (not callers and not settings.tenants)
 
 
 def _listed(addresses: Iterable[Address]) -> str:

@@ -11,7 +11,7 @@ settings name), `document` (settings as a file).
 from tiercache.config.addresses import Address, parse_address
 from tiercache.config.files import check_certificates, check_files, read_salt, read_secret, read_token
 from tiercache.config.loading import DEFAULT_FILE, Loaded, Origin, find_file, load, printable, resolve
-from tiercache.config.models import EventsSettings, Limits, MetricsSettings, Principal, Settings, Tenant, Tls
+from tiercache.config.models import EventsSettings, HttpSettings, Limits, Principal, Settings, Tenant, Tls
 from tiercache.config.rules import warnings
 from tiercache.core import Verb
 
@@ -19,9 +19,9 @@ __all__ = [
     "DEFAULT_FILE",
     "Address",
     "EventsSettings",
+    "HttpSettings",
     "Limits",
     "Loaded",
-    "MetricsSettings",
     "Origin",
     "Principal",
     "Settings",

@@ -139,6 +139,17 @@ class Permissions:
         )
 
     @property
+    def observes(self) -> bool:
+        """Whether this principal may know the metrics and the status of the whole daemon.
+
+        A principal may do so if it is not limited to a tenant or to namespaces, and either has the verb
+        observe or admin, or shares the store with no tenant.
+        """
+        return not isinstance(self.store, TenantView | NamespaceView) and (
+            not self.verbs.isdisjoint((Verb.OBSERVE, Verb.ADMIN)) or not isinstance(self.store, CommonView)
+        )
+
+    @property
     def operates(self) -> bool:
         """Whether this principal may change the daemon itself, such as the tiers of its store.
 
@@ -250,7 +261,10 @@ class Access:
 
     def _install(self, principals: Sequence[tuple[PrincipalSettings, bytes]]) -> None:
         before = self._granted
-        self._granted, self._by_uid, self._by_token, self._by_san = {}, {}, {}, {}
+        by_name: dict[str, _Granted] = {}
+        by_uid: dict[int, Permissions] = {}
+        by_token: dict[bytes, Permissions] = {}
+        by_san: dict[str, Permissions] = {}
         for principal, token in principals:
             rights = principal.tenant, principal.verbs, principal.namespaces
             known = before.get(principal.name)
@@ -260,14 +274,22 @@ class Access:
                 else self._permit(principal.name, *rights)
             )
             credential = principal.uid if principal.uid is not None else token or principal.san
-            self._granted[principal.name] = _Granted(rights, credential, permissions)
+            by_name[principal.name] = _Granted(rights, credential, permissions)
             if principal.uid is not None:
-                self._by_uid[principal.uid] = permissions
+                by_uid[principal.uid] = permissions
             elif token:
-                self._by_token[token] = permissions
+                by_token[token] = permissions
             elif principal.san is not None:
-                self._by_san[principal.san] = permissions
-        self._by_uid.setdefault(os.getuid(), self._owner)
+                by_san[principal.san] = permissions
+        by_uid.setdefault(os.getuid(), self._owner)
+        # Other threads read these at any moment, so each is replaced as a whole.
+        self._granted, self._by_uid, self._by_token, self._by_san = by_name, by_uid, by_token, by_san
+
+    @property
+    def tenants(self) -> Mapping[str, str]:
+        """Tenants of all principals by the principals' names; "" for none. Any thread may ask."""
+        named = {name: granted.permissions.tenant for name, granted in self._granted.items()}
+        return named | {OWNER: ""} | ({ANONYMOUS: ""} if self._anonymous is not None else {})
 
     @property
     def uids(self) -> AbstractSet[int]:
@@ -319,6 +341,7 @@ class Access:
         """Return the principal of a TCP connection; raises Refusal if there is none with these credentials.
 
         `authorization` is the header of that name, and `identity` the connection's authentication properties.
+        Any thread may call.
         """
         if self._anonymous is not None:
             return self._anonymous

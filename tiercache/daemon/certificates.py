@@ -1,4 +1,4 @@
-"""The daemon's certificates, for gRPC and for data connections, which may change while it serves."""
+"""The daemon's certificates, for gRPC, data connections and HTTP, which may change while it serves."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ class CertificateFiles:
 
     context: ssl.SSLContext
     """For data connections."""
+    http_context: ssl.SSLContext
+    """For the HTTP port: clients may show a certificate and need not, because a probe has none."""
     configuration: Any
     """For gRPC."""
     mutual: bool
@@ -28,20 +30,28 @@ class CertificateFiles:
         """Read the files; raises ConfigError if they are no certificate with its key."""
         assert tls.certificate is not None
         assert tls.key is not None
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.num_tickets = 0  # a session is resumed by its token
         authority = None
         try:
-            context.load_cert_chain(tls.certificate, tls.key, password="")
+            context, http_context = _context(tls, ssl.CERT_REQUIRED), _context(tls, ssl.CERT_OPTIONAL)
             if tls.client_ca is not None:
-                context.load_verify_locations(tls.client_ca)
-                context.verify_mode = ssl.CERT_REQUIRED
                 authority = tls.client_ca.read_bytes()
             pair = (tls.key.read_bytes(), tls.certificate.read_bytes())
         except (OSError, ValueError) as error:
             raise ConfigError(f"the files of [tls] cannot be used ({error}); give one pair") from error
         configuration = grpc.ssl_server_certificate_configuration([pair], authority)
-        return cls(context, configuration, tls.client_ca is not None)
+        return cls(context, http_context, configuration, tls.client_ca is not None)
+
+
+def _context(tls: Tls, mode: ssl.VerifyMode) -> ssl.SSLContext:
+    """Return a context for connections; with `client_ca`, clients show certificates as `mode` says."""
+    assert tls.certificate is not None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.num_tickets = 0  # a session is resumed by its token, and one of HTTP not at all
+    context.load_cert_chain(tls.certificate, tls.key, password="")
+    if tls.client_ca is not None:
+        context.load_verify_locations(tls.client_ca)
+        context.verify_mode = mode
+    return context
 
 
 class Certificates:
@@ -67,6 +77,11 @@ class Certificates:
     def context(self) -> ssl.SSLContext:
         """Context of the next data connection."""
         return self._files.context
+
+    @property
+    def http_context(self) -> ssl.SSLContext:
+        """Context of the next connection to the HTTP port."""
+        return self._files.http_context
 
     def use(self, files: CertificateFiles) -> None:
         """Use other files from the next handshake on; they must be as `mutual` as those of the start."""

@@ -26,6 +26,7 @@ from prometheus_client import CollectorRegistry
 import tiercache
 from tiercache.core import ObjectKey, Outcome, PoolName, Tier
 from tiercache.daemon.access import Budgets
+from tiercache.daemon.status.slowest import SlowestCalls
 from tiercache.errors import TierCacheError
 from tiercache.events.publisher import EventPublisher
 from tiercache.metrics import HIT, MISS, NODE, Families
@@ -111,6 +112,8 @@ class NodeMetrics(Families):
         }
         self._audit_lost: Final = self.counter("node_audit_lost_total")
         self._damaged: Final = self.counter("node_damaged_objects_total")
+        self.slowest: Final = SlowestCalls()
+        """The calls that took longest within the last hour."""
         self._last_read: Final = self.gauge("node_last_read_seconds")
         self._lookups: Final = {
             (operation, outcome): self._lookup_counters(operation, outcome)

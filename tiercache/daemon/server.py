@@ -38,10 +38,10 @@ from tiercache.daemon.sessions import Attachments
 from tiercache.daemon.shared import SharedCalls
 from tiercache.daemon.sockets import PLAIN_SOCKET, TLS_SOCKET, make_way, prepare, remove
 from tiercache.daemon.standard import Standard
+from tiercache.daemon.status.board import StatusBoard
 from tiercache.daemon.tiers import TierCalls
 from tiercache.errors import ConfigError, StorageError
 from tiercache.events.publisher import EventPublisher
-from tiercache.metrics.endpoint import PATH, Endpoint
 from tiercache.pools import HostArena
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.registry import open_backend
@@ -101,8 +101,8 @@ class StorageServer:
         """TCP addresses on which the server listens, with their ports; known after `start`."""
         self.data_addresses: list[str] = []
         """TCP addresses of data connections, with their ports; known after `start`."""
-        self.metrics_address = ""
-        """Address that Prometheus scrapes, with its port; known after `start`, empty if metrics are off."""
+        self.http_address = ""
+        """Address of the HTTP port, with its port; known after `start`, empty if it is off."""
         self.publisher: EventPublisher | None = None
         """Publisher of KV events, with its addresses; None before `start`, and without `events.endpoint`."""
         self.store = store
@@ -118,6 +118,7 @@ class StorageServer:
         self._stopping: asyncio.Event | None = None
         self._gate: Gate | None = None
         self._reload: Reload | None = None
+        self._board: StatusBoard | None = None
         self._thread = Thread(target=self._run, name="tiercache-node", daemon=True)
 
     def start(self) -> None:
@@ -179,8 +180,9 @@ class StorageServer:
         ]
         lines += [f"on {place}" for place in self._serving]
         lines += [f"payload at {place}" for place in self.data_addresses]
-        if self.metrics_address:
-            lines.append(f"metrics on http://{self.metrics_address}{PATH}")
+        if self.http_address:
+            scheme = "https" if settings.tls else "http"
+            lines.append(f"metrics and status on {scheme}://{self.http_address}/status")
         if self.publisher is not None:
             replay = self.publisher.replay_endpoint
             lines.append(
@@ -236,7 +238,7 @@ class StorageServer:
 
         Adds callbacks to `ends`, which close everything in reverse order:
 
-            drain ─▶ sockets ─▶ gate ─▶ sessions ─▶ metrics ─▶ arena ─▶ events ─▶ store threads and store
+            drain ─▶ sockets ─▶ gate ─▶ sessions ─▶ HTTP port ─▶ arena ─▶ events ─▶ store threads and store
         """
         settings, limits = self.settings, self.settings.limits
         if _has_other_users(settings):
@@ -265,7 +267,9 @@ class StorageServer:
         attachments = Attachments(
             access, max_clients=limits.clients, max_bytes=limits.attached_bytes, calls=calls
         )
-        self._serve_metrics(metrics, ends)
+        certificates = None if settings.tls is None else Certificates(CertificateFiles.read(settings.tls))
+        board = self._board = StatusBoard(kind, self.instance, metrics, figures, budgets, access)
+        self._serve_http(board, metrics, access, calls, certificates, ends)
         ends.push_async_callback(attachments.close)
         streams = DataCalls(
             threads, arena, max_keys=limits.keys_per_batch, max_bytes=settings.object_bytes,
@@ -275,7 +279,6 @@ class StorageServer:
             threads, max_keys=limits.keys_per_batch, max_bytes=settings.object_bytes, metrics=metrics
         )
         minimum, maximum = _OPENINGS
-        certificates = None if settings.tls is None else Certificates(CertificateFiles.read(settings.tls))
         gate = self._gate = Gate(
             max_connections=limits.clients,
             max_opening=max(minimum, min(maximum, settings.host_bytes // _OPENING_BYTES)),
@@ -296,7 +299,10 @@ class StorageServer:
             idle=limits.idle, certificates=certificates,
         )  # fmt: skip
         self._reload = Reload(settings, access, sessions, certificates, calls)
-        return await self._serve(service, attachments, access, gate, (sessions, port), certificates, ends)
+        serving = await self._serve(service, attachments, access, gate, (sessions, port), certificates, ends)
+        ends.callback(board.drain)
+        ends.callback(asyncio.create_task(board.watch()).cancel)
+        return serving
 
     async def _serve(
         self,
@@ -421,16 +427,28 @@ class StorageServer:
         ends.push_async_callback(asyncio.to_thread, audit.close)
         return CallLog(metrics.count_refusal, audit, instance=self.instance, slow=settings.log.slow_call)
 
-    def _serve_metrics(self, metrics: NodeMetrics, ends: AsyncExitStack) -> None:
-        """Serve the metrics, if the settings have an address for them.
+    def _serve_http(
+        self,
+        board: StatusBoard,
+        metrics: NodeMetrics,
+        access: Access,
+        calls: CallLog,
+        certificates: Certificates | None,
+        ends: AsyncExitStack,
+    ) -> None:
+        """Serve metrics, health and status, if the settings have an address for them.
 
-        The endpoint is closed after the gate and all sessions, so that it can be scraped during a drain.
+        The port is closed after the gate and all sessions, so that it can be asked during a drain.
         """
-        address = self.settings.metrics.address
-        if address is not None:
-            endpoint = Endpoint(address.host, address.port, metrics.registry)
-            ends.callback(endpoint.close)
-            self.metrics_address = str(Address(address.host, endpoint.port, address.loopback))
+        address = self.settings.http.address
+        if address is None:
+            return
+        from tiercache.daemon.http import HttpPort, Readers, make_app
+
+        app = make_app(board, metrics.registry, Readers(self.settings, access), calls)
+        port = HttpPort(address.host, address.port, app, certificates=certificates)
+        ends.callback(port.close)
+        self.http_address = str(Address(address.host, port.port, address.loopback))
 
     def _listen_data(self, port: DataPort) -> dict[int, int]:
         """Listen for data connections on the hosts of all TCP addresses; raises StorageError.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -246,12 +247,15 @@ class Service:
                 StatusCode.RESOURCE_EXHAUSTED,
                 f"{caller.permissions.name} has as many calls under way as it may; try again later",
             )
-        call = make()
+        call, started, failed = make(), time.monotonic(), True
         try:
             async with asyncio.timeout(min(remaining, self._limits.call_seconds)):
                 await handler(call)
+            failed = False
         finally:
             caller.budgets.streams.give(1)
+            seconds = time.monotonic() - started
+            self._metrics.slowest.note(method.name, caller.permissions.name, seconds, failed=failed)
             await call.end()
 
     async def _hello(self, call: Call) -> None:

@@ -6,9 +6,9 @@ Order of reading:
 2. `instruments` has the counters, gauges and histograms.
 3. `families` makes one instrument for each label set of a metric.
 4. `document` writes docs/metrics.md, which `python -m tiercache.metrics` prints.
-5. `exposition` connects families to prometheus_client, and `endpoint` serves them to Prometheus.
+5. `exposition` connects families to prometheus_client. The daemon's HTTP port serves them.
 
-The modules of point 5 need the extra `metrics`, so this package does not import them. Counting works without.
+`exposition` needs the extra `metrics`, so this package does not import it. Counting works without.
 """
 
 from tiercache.metrics.controller import Metrics

@@ -11,6 +11,9 @@ from prometheus_client.core import Metric as Exposed
 from tiercache.metrics.families import Families
 from tiercache.metrics.table import PREFIX, Metric
 
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+"""Content type of `render`'s text."""
+
 
 def register(families: Families, registry: CollectorRegistry | None = None) -> CollectorRegistry:
     """Make a registry of prometheus_client export these metrics, and return the registry.

@@ -26,18 +26,14 @@ data_port = 7071
 {{- end }}
 {{ .Values.settings | trim }}
 
-[metrics]
-listen = "0.0.0.0:{{ .Values.metrics.port }}"
+[http]
+listen = "0.0.0.0:{{ .Values.http.port }}"
 public = true
 {{- end }}
 
-{{- /* The kubelet's gRPC probe knows no TLS; with TLS the daemon is asked through its unix socket. */ -}}
-{{- define "tiercache.probe" -}}
-{{- if and (eq .Values.mode "service") (not (regexMatch `(?m)^\[tls\]` .Values.settings)) -}}
-grpc: {port: 7070}
-{{- else -}}
-exec: {command: [tiercache, ping, --count, "1"]}
-{{- end }}
+{{- /* The HTTP port is in TLS if the settings have certificates. */ -}}
+{{- define "tiercache.scheme" -}}
+{{- if regexMatch `(?m)^\[tls\]` .Values.settings }}HTTPS{{ else }}HTTP{{ end }}
 {{- end }}
 
 {{- define "tiercache.pod" -}}
@@ -101,18 +97,18 @@ spec:
         - {name: grpc, containerPort: 7070}
         - {name: data, containerPort: 7071}
         {{- end }}
-        - {name: metrics, containerPort: {{ .Values.metrics.port }}}
+        - {name: http, containerPort: {{ .Values.http.port }}}
       startupProbe:
-        {{- include "tiercache.probe" . | nindent 8 }}
+        httpGet: {path: /healthz, port: http, scheme: {{ include "tiercache.scheme" . }}}
         periodSeconds: 5
         timeoutSeconds: 10
         failureThreshold: 66
       livenessProbe:
-        {{- include "tiercache.probe" . | nindent 8 }}
+        httpGet: {path: /healthz, port: http, scheme: {{ include "tiercache.scheme" . }}}
         periodSeconds: 30
         timeoutSeconds: 10
       readinessProbe:
-        {{- include "tiercache.probe" . | nindent 8 }}
+        httpGet: {path: /readyz, port: http, scheme: {{ include "tiercache.scheme" . }}}
         periodSeconds: 30
         timeoutSeconds: 10
       resources: {{- toYaml .Values.resources | nindent 8 }}

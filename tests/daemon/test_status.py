@@ -1,0 +1,171 @@
+"""The status document: figures of real calls, of the last hour, and what each reader may know."""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any
+
+from tiercache_backends.memory import MemoryBackend
+
+from tests.daemon.hosts import until
+from tests.daemon.test_metrics import SIZE, Told, call, exists, get, pieces, serving
+from tiercache.config.settings import Settings
+from tiercache.daemon.access import Access, Budgets
+from tiercache.daemon.budget import Budget
+from tiercache.daemon.node_metrics import NodeMetrics, UsageFigures
+from tiercache.daemon.status.board import StatusBoard
+from tiercache.daemon.status.document import MissStatus, Readiness, StatusDocument
+from tiercache.daemon.status.journal import Journal
+from tiercache.daemon.status.samples import CounterSample, SampleRing, history_of, lookups_of, tier_hits
+from tiercache.daemon.status.slowest import SlowestCalls
+from tiercache.storage.base import TierReport, Usage
+from tiercache.testing.objects import key, payload, to_set
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_figures_of_calls(tmp_path: Path) -> None:
+    with serving(tmp_path) as (node, channel):
+        board = node._board  # private: the document itself, before it is JSON
+        assert board is not None
+        stored, absent = [key(1), key(2)], [key(3)]
+        call(channel, "Set", pieces([to_set(k, payload(k, SIZE)) for k in stored]))
+        call(channel, "Exists", exists(stored + absent))
+        call(channel, "Get", get(stored + absent))
+        until(lambda: board.document(None).history.read[-1:] > [0.0])  # type: ignore[union-attr]
+        found = board.document(None)
+        assert found.lookups is not None
+        assert found.history is not None
+        assert (found.lookups.asked, found.lookups.found, found.lookups.fetched) == (3, 2, 3)
+        assert found.lookups.misses == [MissStatus("exists", "absent", 1), MissStatus("get", "absent", 1)]
+        [tier] = found.tiers
+        assert (tier.name, tier.health, tier.hits, tier.hit_rate) == ("MemoryBackend", "serving", 2, 2 / 3)
+        assert {row.method for row in found.slowest} == {"Set", "Exists", "Get"}
+        assert {row.principal for row in found.slowest} == {"anonymous"}
+        assert not any(row.failed for row in found.slowest)
+        [row] = [row for row in found.principals if row.name == "anonymous"]
+        assert (row.calls, row.read_bytes, row.written_bytes) == (3, 2 * SIZE, 2 * SIZE)
+        assert found.history.written[-1] > 0
+        assert {limit.name: limit.limit for limit in found.limits}["threads"] == 16
+        assert found.readiness == Readiness(True, [])
+        assert "serves a store of type MemoryBackend" in found.journal[-1].text
+
+
+@contextmanager
+def board_of(usage: Callable[[], Usage]) -> Iterator[StatusBoard]:
+    """A board of a store whose usage is told by a function, asked at every question."""
+    figures = UsageFigures(Told(MemoryBackend(), usage), every=0.0, patience=30.0)
+    budgets = Budgets(*(Budget(10) for _ in range(5)))
+    access = Access(Settings(), MemoryBackend(), budgets)
+    yield StatusBoard("chain", b"i", NodeMetrics(["owner"]), figures, budgets, access)
+    figures.close(30)
+
+
+def test_a_daemon_is_ready_while_one_of_its_tiers_answers() -> None:
+    health = ["out", "read-only"]
+
+    def usage() -> Usage:
+        tiers = [TierReport(name=f"t{n}", kind="file", health=h, why="w") for n, h in enumerate(health)]
+        return Usage(0, 0, 0, 0, tiers=tiers)
+
+    with board_of(usage) as board:
+        until(lambda: len(board.document(None).tiers) == 2)
+        board.sample()
+        assert board.readiness() == Readiness(True, [])
+        health[1] = "out"
+        until(lambda: not board.readiness().ready)
+        assert board.readiness() == Readiness(False, ["no tier answers: t0, t1"])
+        board.sample()
+        health[:] = ["serving", "serving"]
+        until(lambda: board.readiness().ready)
+        board.sample()
+        texts = [(entry.level, entry.text) for entry in board.document(None).journal]
+        assert texts[:-1] == [
+            ("info", "tier t1 is serving: w"), ("info", "tier t0 is serving: w"),
+            ("warning", "tier t1 is out: w"), ("warning", "tier t1 is read-only: w"),
+            ("warning", "tier t0 is out: w"),
+        ]  # fmt: skip
+
+
+def sample(at: float, **figures: Any) -> CounterSample:
+    return CounterSample(time=1e9 + at, at=at, **figures)
+
+
+def test_the_window_moves_and_is_bounded() -> None:
+    ring = SampleRing(window=100.0, every=10.0)
+    for n in range(1000):
+        ring.add(sample(n * 10.0, lookups={("exists", ""): n * 2.0, ("exists", "absent"): n * 1.0}))
+    within = ring.within(sample(10_000.0, lookups={("exists", ""): 2000.0, ("exists", "absent"): 1000.0}))
+    assert [s.at for s in within] == [9900.0 + 10 * n for n in range(11)]
+    found = lookups_of(within)
+    assert (found.window, found.asked, found.found, found.hit_rate) == (100.0, 30, 20, 2 / 3)
+    assert found.misses == [MissStatus("exists", "absent", 10)]
+    assert lookups_of(within[-1:]).hit_rate is None
+
+
+def test_a_history_is_rates_of_few_points_and_the_newest_is_the_last() -> None:
+    samples = [
+        sample(10.0 * n, read=1000.0 * n, calls=20.0 * n, used_bytes=float(n), tier_reads={"a": 5.0 * n})
+        for n in range(100)
+    ]
+    found = history_of(samples, 30)
+    assert len(found.times) == len(found.read) == len(found.hit_rate) <= 30
+    assert (found.times[-1], found.used_bytes[-1]) == (1e9 + 990.0, 99.0)
+    assert {*found.read} == {100.0}
+    assert {*found.calls} == {2.0}
+    assert {*found.hit_rate} == {None}
+    assert history_of(samples[:1], 30).times == []
+    assert tier_hits(samples, "a") == 495
+    again = [*samples, sample(1000.0, tier_reads={"a": 7.0})]
+    assert tier_hits(again, "a") == 7, "a tier that was opened again counts from 0"
+    assert tier_hits(again, "unknown") == 0
+
+
+def test_the_slowest_calls_of_an_hour_are_kept_and_no_more() -> None:
+    now = [0.0]
+    slowest = SlowestCalls(lambda: now[0])
+    for n in range(5000):
+        now[0] = n * 1.0
+        slowest.note("Get", "ann", n % 97 / 10, failed=n % 2 == 0)
+    kept = slowest.latest()
+    assert [row.seconds for row in kept[:3]] == [9.6, 9.6, 9.6]
+    assert len(kept) <= 8 * 12
+    assert min(row.time for row in kept) >= 4999 - 3600 - 300
+    now[0] += 7200
+    assert slowest.latest() == []
+    slowest.note("Set", "bob", 0.1, failed=True)
+    assert [(row.method, row.principal, row.failed) for row in slowest.latest()] == [("Set", "bob", True)]
+
+
+def test_a_journal_is_short_and_tells_what_is_new() -> None:
+    journal = Journal(lambda: 5.0)
+    journal.compare([], {"refused (busy)": 3})
+    journal.compare([], {"refused (busy)": 3})
+    journal.compare([], {"refused (busy)": 2003})
+    assert [entry.text for entry in journal.latest()] == ["refused (busy): 2,000", "refused (busy): 3"]
+    for n in range(1000):
+        journal.info(f"{n} " + "x" * 5000)
+    kept = journal.latest()
+    assert len(kept) == 64
+    assert kept[0].text.startswith("999 ")
+    assert len(kept[0].text) == 300
+
+
+def test_the_page_of_the_documentation_lists_every_field() -> None:
+    def names(kind: Any, before: str = "") -> Iterator[str]:
+        for name, hint in typing.get_type_hints(kind).items():
+            inner = [hint, *typing.get_args(hint)]
+            many = "[]" if typing.get_origin(hint) is list else ""
+            found = [one for one in inner if is_dataclass(one)]
+            if found:
+                yield from names(found[0], f"{before}{name}{many}.")
+            else:
+                yield f"{before}{name}{many}"
+
+    told = set(re.findall(r"(?m)^\| `([\w.\[\]]+)` \|", (DOCS / "status.md").read_text()))
+    assert told == {*names(StatusDocument)}

@@ -1,0 +1,224 @@
+"""The maker of status documents: it samples the daemon's figures, and tells each reader what it may know."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+import tiercache
+from tiercache.daemon.access import Access, Budgets, Permissions
+from tiercache.daemon.node_metrics import NodeMetrics, UsageFigures
+from tiercache.daemon.status.document import (
+    LimitStatus,
+    PrincipalStatus,
+    Readiness,
+    StatusDocument,
+    StoreStatus,
+    TierStatus,
+)
+from tiercache.daemon.status.journal import Journal
+from tiercache.daemon.status.samples import (
+    SAMPLE_SECONDS,
+    CounterSample,
+    SampleRing,
+    history_of,
+    lookups_of,
+    share,
+    tier_hits,
+)
+from tiercache.metrics.table import BUDGETS, HEALTHS, HIT, OUT
+from tiercache.storage.base import Usage
+
+_SILENT_SECONDS: Final = 30.0
+"""Age of the store's figures from which the store is taken not to answer."""
+_POINTS: Final = 120
+"""Maximum number of points of a history."""
+_SLOWEST: Final = 10
+"""Number of slow calls in a document."""
+
+
+class StatusBoard:
+    """Status of one daemon, for any number of readers.
+
+    Thread safety: any thread.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        instance: bytes,
+        metrics: NodeMetrics,
+        figures: UsageFigures,
+        budgets: Budgets,
+        access: Access,
+        every: float = SAMPLE_SECONDS,
+    ) -> None:
+        """Read the figures of these parts; `kind` is the type of the store.
+
+        `every`: seconds between two samples.
+        """
+        self._kind: Final = kind
+        self._instance: Final = instance.hex()
+        self._metrics: Final = metrics
+        self._figures: Final = figures
+        self._budgets: Final = budgets
+        self._every: Final = every
+        self._access: Final = access
+        self._samples: Final = SampleRing(every=every)
+        self._journal: Final = Journal()
+        self._started: Final = time.time()
+        self._journal.info(f"tiercache {tiercache.__version__} serves a store of type {kind}")
+        self._draining = False
+
+    async def watch(self) -> None:
+        """Take samples until cancelled."""
+        while True:
+            await asyncio.to_thread(self.sample)
+            await asyncio.sleep(self._every)
+
+    def sample(self) -> None:
+        """Take one sample."""
+        usage = self._figures.latest()
+        self._samples.add(self._counters(usage))
+        self._journal.compare(self._tiers(usage, []), self._mishaps(usage))
+
+    def drain(self) -> None:
+        """Say from now on that the daemon is not ready, because it shuts down."""
+        self._draining = True
+        self._journal.info("the daemon shuts down")
+
+    def readiness(self) -> Readiness:
+        """Return whether the daemon can serve calls now."""
+        tiers, age = self._figures.latest().tiers, self._figures.age
+        reasons = ["the daemon shuts down"] if self._draining else []
+        if age > _SILENT_SECONDS:
+            reasons.append(f"the store has not answered for {age:.0f} s")
+        if tiers and all(tier.health == OUT for tier in tiers):
+            reasons.append(f"no tier answers: {', '.join(tier.name for tier in tiers)}")
+        return Readiness(not reasons, reasons)
+
+    def document(self, reader: Permissions | None) -> StatusDocument:
+        """Return the status as `reader` may know it; None stands for someone who may know everything."""
+        whole = reader is None or reader.observes
+        ready = self.readiness()
+        document = StatusDocument(
+            version=tiercache.__version__, instance=self._instance, time=time.time(), started=self._started,
+            reader="" if reader is None else reader.name, whole=whole,
+            readiness=ready if whole else Readiness(ready.ready, []),
+            tiers=[], limits=[], slowest=[], principals=[], journal=[],
+        )  # fmt: skip
+        own = set(self._access.tenants) if reader is None or whole else self._beside(reader)
+        document.principals.extend(row for row in self._principals() if row.name in own)
+        calls = [call for call in self._metrics.slowest.latest() if call.principal in own]
+        document.slowest.extend(calls[:_SLOWEST])
+        return self._completed(document) if whole else document
+
+    def _completed(self, document: StatusDocument) -> StatusDocument:
+        """Return a document with the figures of the whole store."""
+        usage = self._figures.latest()
+        samples = self._samples.within(self._counters(usage))
+        return replace(
+            document,
+            store=self._store(usage),
+            tiers=self._tiers(usage, samples),
+            lookups=lookups_of(samples),
+            history=history_of(samples, _POINTS),
+            limits=self._limits(),
+            journal=self._journal.latest(),
+        )
+
+    def _beside(self, reader: Permissions) -> set[str]:
+        """Return the names of a principal and of the other principals of its tenant."""
+        return {
+            name
+            for name, tenant in self._access.tenants.items()
+            if name == reader.name or reader.tenant == tenant != ""
+        }
+
+    def _store(self, usage: Usage) -> StoreStatus:
+        detail = self._figures.detail
+        return StoreStatus(
+            self._kind, usage.objects, usage.payload_bytes, usage.used_bytes, usage.capacity_bytes,
+            detail("restorable_bytes"), detail("dead_bytes"), detail("orphans"), detail("corrupt"),
+            self._figures.age,
+        )  # fmt: skip
+
+    def _tiers(self, usage: Usage, samples: list[CounterSample]) -> list[TierStatus]:
+        fetched = lookups_of(samples).fetched if samples else 0
+
+        def hits(name: str) -> tuple[int, float | None]:
+            found = tier_hits(samples, name) if samples else 0
+            return found, share(found, fetched)
+
+        if not usage.tiers:
+            last = self._metrics.gauge("node_last_read_seconds").value
+            return [
+                TierStatus(
+                    self._kind, self._kind, HEALTHS[0], "", usage.objects, usage.used_bytes,
+                    usage.capacity_bytes, 0, 0, 0, last or None, *hits(self._kind),
+                )
+            ]  # fmt: skip
+        return [
+            TierStatus(
+                tier.name, tier.kind, tier.health, tier.why, tier.objects, tier.used_bytes,
+                tier.capacity_bytes, tier.waiting, tier.dropped, tier.lost_calls, tier.last_read,
+                *hits(tier.name),
+            )
+            for tier in usage.tiers
+        ]  # fmt: skip
+
+    def _limits(self) -> list[LimitStatus]:
+        budgets = self._budgets
+        held = zip(BUDGETS, (budgets.payload, budgets.transfers, budgets.requests), strict=True)
+        rows = [*held, ("calls", budgets.streams), ("threads", budgets.workers)]
+        return [LimitStatus(name, budget.held, budget.limit) for name, budget in rows]
+
+    def _principals(self) -> list[PrincipalStatus]:
+        calls = self._summed("node_principal_calls_total", "principal")
+        moved = self._summed("node_principal_bytes_total", "principal", "direction")
+        return [
+            PrincipalStatus(
+                name, tenant, round(calls.get((name,), 0)), round(moved.get((name, "out"), 0)),
+                round(moved.get((name, "in"), 0)),
+            )
+            for name, tenant in self._access.tenants.items()
+        ]  # fmt: skip
+
+    def _mishaps(self, usage: Usage) -> Mapping[str, float]:
+        refused = self._summed("node_refused_total", "reason")
+        found = {f"calls or connections refused ({reason})": n for (reason,), n in refused.items()}
+        corrupt = usage.details.get("corrupt")
+        if isinstance(corrupt, int):
+            found["corrupt objects"] = corrupt
+        return found
+
+    def _counters(self, usage: Usage) -> CounterSample:
+        lookups = {
+            (operation, "" if result == HIT else reason): count
+            for (operation, result, reason), count in self._summed(
+                "node_lookups_total", "operation", "result", "reason"
+            ).items()
+        }
+        reads: dict[str, float] = {tier.name: tier.read_objects for tier in usage.tiers}
+        moved = self._summed("node_payload_bytes_total", "direction")
+        return CounterSample(
+            time=time.time(),
+            at=time.monotonic(),
+            lookups=lookups,
+            tier_reads=reads or {self._kind: lookups.get(("get", ""), 0.0)},
+            read=moved["out",],
+            written=moved["in",],
+            calls=self._summed("node_calls_total").get((), 0.0),
+            used_bytes=usage.used_bytes,
+        )
+
+    def _summed(self, name: str, *labels: str) -> dict[tuple[str, ...], float]:
+        """Return the samples of a metric, added up over all labels but the given ones."""
+        found: dict[tuple[str, ...], float] = {}
+        for sample in self._metrics.samples(self._metrics.rows[name]):
+            key = tuple(sample.labels[label] for label in labels)
+            found[key] = found.get(key, 0.0) + sample.value
+        return found

@@ -1,0 +1,180 @@
+"""The fields of the status document, which docs/status.md lists.
+
+Times are in seconds since 1970, sizes in bytes. A value that is not measured is None. Fields are only added:
+a reader ignores those that it does not know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStatus:
+    """Contents of the whole store. In a chain, every copy of an object counts."""
+
+    kind: str
+    objects: int
+    payload_bytes: int
+    used_bytes: int
+    capacity_bytes: int
+    """0: no limit."""
+    restorable_bytes: int | None
+    """Payload that a restore can use."""
+    dead_bytes: int | None
+    """Payload that no restore can use."""
+    orphans: int | None
+    """Objects whose parent is not stored."""
+    corrupt: int | None
+    """Objects whose checksum was wrong."""
+    age: float
+    """Seconds since the store gave these figures; it grows while the store does not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatus:
+    """One tier of the store, and what clients got from it. A store that is no chain is one tier."""
+
+    name: str
+    kind: str
+    health: str
+    """`serving`, `read-only` or `out`: a breaker keeps calls away from a tier that is out."""
+    why: str
+    """Reason why the tier is not serving."""
+    objects: int
+    used_bytes: int
+    capacity_bytes: int
+    """0: no limit."""
+    waiting: int
+    """Objects that wait to be copied to this tier."""
+    dropped: int
+    """Objects that should have been copied to this tier, and were not."""
+    lost_calls: int
+    """Calls that were given up after their deadline."""
+    last_read: float | None
+    """Time when a client last got an object from this tier."""
+    hits: int
+    """Objects that clients got from this tier within the window."""
+    hit_rate: float | None
+    """Fraction of the objects fetched within the window that came from this tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class MissStatus:
+    """Objects that clients did not get within the window."""
+
+    operation: Literal["exists", "get"]
+    reason: str
+    objects: int
+
+
+@dataclass(frozen=True, slots=True)
+class LookupStatus:
+    """Lookups within the window."""
+
+    window: float
+    """Seconds: an hour, or the time since the start."""
+    asked: int
+    """Objects that clients looked for."""
+    found: int
+    hit_rate: float | None
+    fetched: int
+    """Objects that clients then fetched."""
+    misses: list[MissStatus]
+    """The most frequent first."""
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryStatus:
+    """Figures over the window, as columns of equal length, the oldest first."""
+
+    times: list[float]
+    hit_rate: list[float | None]
+    read: list[float]
+    """Payload bytes per second to clients."""
+    written: list[float]
+    """Payload bytes per second from clients."""
+    calls: list[float]
+    """Calls per second."""
+    used_bytes: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class LimitStatus:
+    """Something that clients can make the daemon hold, and its limit."""
+
+    name: str
+    held: int
+    limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallStatus:
+    """One of the slowest calls within the window."""
+
+    time: float
+    """Time when the call ended."""
+    method: str
+    principal: str
+    seconds: float
+    """Duration, including the time in which the client sends and reads."""
+    failed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PrincipalStatus:
+    """Calls and payload of one principal since the start."""
+
+    name: str
+    tenant: str
+    calls: int
+    read_bytes: int
+    written_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class JournalEntry:
+    """Something that has happened in the daemon."""
+
+    time: float
+    level: Literal["info", "warning"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """Whether the daemon can serve calls, and the reasons why not."""
+
+    ready: bool
+    reasons: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusDocument:
+    """State of one daemon, as one principal may know it.
+
+    A reader that is limited to a tenant or to namespaces, or from whom tenants are hidden, gets its own rows
+    of `principals` and `slowest`. What concerns the whole store is None or empty for it.
+    """
+
+    version: str
+    """Version of tiercache."""
+    instance: str
+    """Hex digits that are different in each run of the daemon."""
+    time: float
+    started: float
+    reader: str
+    """Principal for which this document was made."""
+    whole: bool
+    """Whether the reader may know everything."""
+    readiness: Readiness
+    store: StoreStatus | None = None
+    tiers: list[TierStatus]
+    lookups: LookupStatus | None = None
+    history: HistoryStatus | None = None
+    limits: list[LimitStatus]
+    slowest: list[CallStatus]
+    principals: list[PrincipalStatus]
+    journal: list[JournalEntry]
+    """The newest first."""

@@ -1,0 +1,62 @@
+"""The journal of a daemon: a bounded list of sentences, made from changes of its own figures."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from threading import Lock
+from typing import Final
+
+from tiercache.daemon.status.document import JournalEntry, TierStatus
+from tiercache.metrics.table import HEALTHS
+
+_KEPT: Final = 64
+"""Number of entries that are kept."""
+_TEXT: Final = 300
+"""Maximum number of characters of an entry."""
+
+
+class Journal:
+    """List of the last entries, and the figures from which the next ones are derived.
+
+    Thread safety: any thread, but `compare` from one at a time.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock: Final = clock
+        self._lock: Final = Lock()
+        self._entries: Final[deque[JournalEntry]] = deque(maxlen=_KEPT)
+        self._health: dict[str, str] = {}
+        self._counted: Mapping[str, float] = {}
+
+    def info(self, text: str) -> None:
+        """Add an entry about something ordinary."""
+        with self._lock:
+            self._entries.append(JournalEntry(self._clock(), "info", text[:_TEXT]))
+
+    def warn(self, text: str) -> None:
+        """Add an entry about something that an operator should look at."""
+        with self._lock:
+            self._entries.append(JournalEntry(self._clock(), "warning", text[:_TEXT]))
+
+    def compare(self, tiers: Sequence[TierStatus], counted: Mapping[str, float]) -> None:
+        """Add entries for what has changed since the last call.
+
+        `counted` has counters of things that should not happen, by the words for them.
+        """
+        for tier in tiers:
+            before = self._health.get(tier.name, HEALTHS[0])
+            if tier.health != before:
+                said = f"tier {tier.name} is {tier.health}" + (f": {tier.why}" if tier.why else "")
+                (self.info if tier.health == HEALTHS[0] else self.warn)(said)
+        self._health = {tier.name: tier.health for tier in tiers}
+        for what, count in counted.items():
+            if (new := round(count - self._counted.get(what, 0.0))) > 0:
+                self.warn(f"{what}: {new:,}")
+        self._counted = dict(counted)
+
+    def latest(self) -> list[JournalEntry]:
+        """Return the entries, the newest first."""
+        with self._lock:
+            return list(reversed(self._entries))

@@ -1,0 +1,114 @@
+"""Samples of the daemon's counters over the last hour, and the differences between them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from threading import Lock
+from typing import Final, TypeVar
+
+from tiercache.daemon.status.document import HistoryStatus, LookupStatus, MissStatus
+
+WINDOW_SECONDS: Final = 3600.0
+SAMPLE_SECONDS: Final = 10.0
+"""Seconds between two samples, so that the window has 360 of them."""
+
+K = TypeVar("K")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CounterSample:
+    """Counters and gauges of the daemon at one moment."""
+
+    time: float
+    """Seconds since 1970."""
+    at: float
+    """Reading of the monotonic clock."""
+    lookups: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """Objects by operation and reason; the reason of a hit is empty."""
+    tier_reads: Mapping[str, float] = field(default_factory=dict)
+    """Objects that clients got, by tier."""
+    read: float = 0.0
+    written: float = 0.0
+    """Payload bytes to and from clients."""
+    calls: float = 0.0
+    used_bytes: float = 0.0
+
+
+class SampleRing:
+    """The samples of one window, the oldest of which make room for new ones.
+
+    Thread safety: any thread.
+    """
+
+    def __init__(self, window: float = WINDOW_SECONDS, every: float = SAMPLE_SECONDS) -> None:
+        self._window: Final = window
+        self._samples: Final[deque[CounterSample]] = deque(maxlen=round(window / every) + 1)
+        self._lock: Final = Lock()
+
+    def add(self, sample: CounterSample) -> None:
+        """Add the newest sample."""
+        with self._lock:
+            self._samples.append(sample)
+
+    def within(self, now: CounterSample) -> list[CounterSample]:
+        """Return the samples that are at most one window older than `now`, and `now` as the last."""
+        with self._lock:
+            return [*(s for s in self._samples if now.at - self._window <= s.at < now.at), now]
+
+
+def lookups_of(samples: Sequence[CounterSample]) -> LookupStatus:
+    """Return what clients looked up between the first and the last of the samples."""
+    first, last = samples[0], samples[-1]
+    grown = {key: round(_grown(first.lookups, last.lookups, key)) for key in last.lookups}
+    asked, fetched = (
+        sum(n for (operation, _), n in grown.items() if operation == wanted) for wanted in ("exists", "get")
+    )
+    found = grown.get(("exists", ""), 0)
+    misses = [
+        MissStatus("exists" if operation == "exists" else "get", reason, n)
+        for (operation, reason), n in grown.items()
+        if reason and n
+    ]
+    misses.sort(key=lambda miss: -miss.objects)
+    return LookupStatus(last.at - first.at, asked, found, share(found, asked), fetched, misses)
+
+
+def tier_hits(samples: Sequence[CounterSample], tier: str) -> int:
+    """Return the number of objects that clients got from a tier between the first and the last sample."""
+    return round(_grown(samples[0].tier_reads, samples[-1].tier_reads, tier))
+
+
+def history_of(samples: Sequence[CounterSample], points: int) -> HistoryStatus:
+    """Return rates between samples as at most `points` points, each at the end of its interval."""
+    step = max(1, -(-(len(samples) - 1) // points))
+    # Count from the newest sample, so that the last interval is as long as the others.
+    chosen = samples[::-1][::step][::-1]
+    history = HistoryStatus([], [], [], [], [], [])
+    for before, after in pairwise(chosen):
+        seconds = after.at - before.at
+        asked = _sum(after, "exists") - _sum(before, "exists")
+        history.times.append(after.time)
+        history.hit_rate.append(share(_grown(before.lookups, after.lookups, ("exists", "")), asked))
+        history.read.append((after.read - before.read) / seconds)
+        history.written.append((after.written - before.written) / seconds)
+        history.calls.append((after.calls - before.calls) / seconds)
+        history.used_bytes.append(after.used_bytes)
+    return history
+
+
+def share(part: float, whole: float) -> float | None:
+    """Return a fraction; None of nothing."""
+    return part / whole if whole else None
+
+
+def _grown(before: Mapping[K, float], after: Mapping[K, float], key: K) -> float:
+    """Return by how much a counter has grown; a counter that is smaller than before has begun anew."""
+    was, now = before.get(key, 0.0), after.get(key, 0.0)
+    return now - was if now >= was else now
+
+
+def _sum(sample: CounterSample, operation: str) -> float:
+    return sum(n for (name, _), n in sample.lookups.items() if name == operation)
