@@ -16,7 +16,9 @@ from tiercache.errors import UnavailableError
 from tiercache.storage.base import SharedMemory
 from tiercache.storage.breaker import Breaker, Verdict
 from tiercache.storage.calls import Calls, GiveUp, PendingCall
+from tiercache_backends.mooncake import idle
 from tiercache_backends.mooncake.header import prefix_of
+from tiercache_backends.mooncake.idle import ClientSpec
 from tiercache_backends.mooncake.library import FULL, MooncakeClient
 from tiercache_backends.mooncake.memory import AttachedMappings, Region, StagingMemory
 from tiercache_backends.mooncake.settings import MooncakeSettings
@@ -48,6 +50,7 @@ class Link:
         self._changed: Final = threading.Condition()  # guards registrations, and the fields below
         self._users = 0
         self._client: MooncakeClient | None = None
+        self._spec: ClientSpec
         self._closed = False
         self._why = "it is not connected yet"
         self.probes = 0
@@ -154,8 +157,9 @@ class Link:
             if not idle and (client := self._client) is not None:
                 client.keep()
         if idle:
-            # Mooncake takes a second for it. The interpreter waits for this thread at exit.
-            threading.Thread(target=self._disconnect, name="tiercache-mooncake-close").start()
+            # It may take a second (`idle`). The interpreter waits for this thread at exit, although a tier of
+            # a chain is closed on a daemon thread: one that is inside Mooncake then would crash the process.
+            threading.Thread(target=self._disconnect, name="tiercache-mooncake-close", daemon=False).start()
         self._calls.close()
 
     def _is_idle(self) -> bool:
@@ -193,8 +197,7 @@ class Link:
                 f"no master answers at {settings.address} ({error.strerror or error}); start mooncake_master,"
                 " or name its -rpc_address and -rpc_port"
             ) from error
-        client = MooncakeClient()
-        code = client.setup(
+        self._spec = ClientSpec(
             hostname,
             settings.metadata,
             settings.segment,
@@ -204,13 +207,16 @@ class Link:
             str(settings.address),
             settings.tenant,
         )
-        if code:
-            client.keep()
-            raise UnavailableError(
-                f"the master at {settings.address} was reached, but Mooncake could not be set up with"
-                f" metadata={settings.metadata} and protocol={settings.protocol} (code {code}); use the"
-                " settings of the pool's other clients"
-            )
+        client = idle.take(self._spec)
+        if client is None:
+            client = MooncakeClient()
+            if code := client.setup(*self._spec):
+                client.keep()
+                raise UnavailableError(
+                    f"the master at {settings.address} was reached, but Mooncake could not be set up with"
+                    f" metadata={settings.metadata} and protocol={settings.protocol} (code {code}); use the"
+                    " settings of the pool's other clients"
+                )
         with self._changed:
             for mapping in (self.staging.mapping, *self.attached.mappings):
                 if client.register(mapping.address, mapping.nbytes):
@@ -270,7 +276,7 @@ class Link:
         if client is not None:
             for mapping in (self.staging.mapping, *self.attached.mappings):
                 client.unregister(mapping.address)
-            client.close()
+            idle.release(self._spec, client)
 
     def _on_hang(self, why: str) -> None:
         _log.warning("%s: %s; its memory is withheld until it does", self._settings, why)

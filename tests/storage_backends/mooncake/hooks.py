@@ -11,7 +11,9 @@ from mmap import mmap
 from pathlib import Path
 from typing import Any
 
+from tiercache_backends.mooncake import idle
 from tiercache_backends.mooncake.header import HEADER_BYTES, ObjectNames
+from tiercache_backends.mooncake.idle import ClientSpec
 from tiercache_backends.mooncake.library import MooncakeClient
 from tiercache_backends.mooncake.memory import mapped
 from tiercache_backends.mooncake.settings import MooncakeSettings, read_settings
@@ -30,11 +32,13 @@ class Vandal:
     """Another client of the pool, which knows names and no rules."""
 
     def __init__(self, settings: MooncakeSettings) -> None:
-        self.client, self.memory = MooncakeClient(), mapped(mmap(-1, ROOM))
-        self.names = ObjectNames(settings.prefix)
-        assert not self.client.setup(
+        self.spec = ClientSpec(
             "127.0.0.1", "P2PHANDSHAKE", 0, 1 << 20, "tcp", "", str(settings.address), "default"
         )
+        kept = idle.take(self.spec)
+        self.client, self.memory = kept or MooncakeClient(), mapped(mmap(-1, ROOM))
+        self.names = ObjectNames(settings.prefix)
+        assert kept or not self.client.setup(*self.spec)
         assert not self.client.register(self.memory.address, ROOM)
 
     def read(self, k: ObjectKey) -> bytes:
@@ -52,7 +56,7 @@ class Vandal:
 
     def close(self) -> None:
         self.client.unregister(self.memory.address)
-        self.client.close()
+        idle.release(self.spec, self.client)
 
 
 class Vandalised(MooncakeBackend):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import http.client
+import itertools
 import os
 import signal
 import socket
@@ -30,7 +31,9 @@ from tiercache.cli import children
 from tiercache.config.urls import storage_url
 from tiercache.errors import ConfigError
 
-RPC_PORT, HTTP_PORT = 50951, 9903
+_ports = itertools.count(20951)
+"""Ports of masters: one for each pool, for a client whose store is closed stays with its master."""
+HTTP_PORT = 9903
 SEGMENT = 128 << 20
 _CLONE_NEWNET = 0x40000000
 _PATIENCE = 30.0
@@ -130,7 +133,8 @@ class Pool:
 
         `within`: command that runs another in a network namespace. `master`: further flags of the master.
         """
-        self.host, self._within, self._log, self._flags = host, within, log, master
+        self.host, self.port = host, next(_ports)
+        self._within, self._log, self._flags = within, log, master
         self.providers: list[Process] = []
         self.master: Process | None = None
         try:
@@ -146,12 +150,12 @@ class Pool:
     @property
     def address(self) -> str:
         """Address of the master for its clients."""
-        return f"{self.host}:{RPC_PORT}"
+        return f"{self.host}:{self.port}"
 
     def start_master(self) -> None:
         self.master = Process(
             [
-                "master", "-rpc_address", self.host, "-rpc_port", str(RPC_PORT),
+                "master", "-rpc_address", self.host, "-rpc_port", str(self.port),
                 "-metrics_host", self.host, "-metrics_port", str(HTTP_PORT), "-client_ttl", "3",
                 *self._flags,
             ],
@@ -204,12 +208,12 @@ class Pool:
 
     def _answers(self) -> bool:
         if self._within:
-            script = f"import socket; socket.create_connection(({self.host!r}, {RPC_PORT}), 1)"
+            script = f"import socket; socket.create_connection(({self.host!r}, {self.port}), 1)"
             command = [*self._within, sys.executable, "-c", script]
             return subprocess.run(command, stderr=subprocess.DEVNULL, timeout=_PATIENCE).returncode == 0
         connection = http.client.HTTPConnection(self.host, HTTP_PORT, timeout=1)
         try:
-            socket.create_connection((self.host, RPC_PORT), 1).close()
+            socket.create_connection((self.host, self.port), 1).close()
             connection.request("GET", "/health")
             return connection.getresponse().status == 200
         except OSError:

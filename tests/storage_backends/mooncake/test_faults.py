@@ -207,6 +207,11 @@ def test_a_master_that_is_killed_and_started_again() -> None:
         until(lambda: put(store, key("a"), payload("a", SIZE)) in (STORED, HIT))
         assert fetch(store, key("a"), SIZE) == payload("a", SIZE)
         assert store.namespaces() == [record], "what the pool has lost is registered again"
+        open_in(pool, "other").close()
+        pool.master.kill()
+        pool.start_master()
+        with open_in(pool, "other", deadline="20s") as other:
+            until(lambda: answers(other))
 
 
 @pytest.mark.slow

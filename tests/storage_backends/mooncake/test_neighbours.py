@@ -144,12 +144,30 @@ def test_a_process_that_does_not_close_ends_silently(pool: Pool) -> None:
         "from tiercache_backends.mooncake.settings import read_settings\n"
         "from tiercache.config.urls import section_of\n"
         "section = section_of(sys.argv[1]); section.pop('type')\n"
+        "MooncakeBackend(read_settings(section)).close()\n"
         "store = MooncakeBackend(read_settings(section))\n"
         "print(put(store, key('a'), payload('a', 9)), fetch(store, key('x'), 9), store.clear())\n"
     )
     command = [sys.executable, "-c", program, pool.url("careless")]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "stored miss 1\n", "")
+
+
+def test_a_client_serves_the_next_store_unless_it_lends_memory(pool: Pool) -> None:
+    def client(store: MooncakeBackend) -> object:
+        return store._link._client  # private: whose client it is
+
+    with open_in(pool, "first") as store:
+        first, capacity = client(store), store.usage().capacity_bytes
+    with open_in(pool, "second") as store, open_in(pool, "third") as other:
+        assert client(store) is first
+        assert client(other) is not first
+        assert put(store, key("a"), payload("a", SIZE)) is STORED
+        assert store.clear() == 1
+    with open_in(pool, "lender", segment="32MiB") as store:
+        assert store.usage().capacity_bytes > capacity
+    with open_in(pool, "fourth") as store:
+        assert store.usage().capacity_bytes == capacity
 
 
 def test_doctor_says_that_the_pool_answers(pool: Pool) -> None:
