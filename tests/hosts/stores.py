@@ -17,8 +17,6 @@ from tiercache.config.urls import storage_url
 OWN_BYTES = "1GiB"
 SEGMENT = 256 << 20
 """Bytes that a provider of Mooncake lends."""
-S3_PORTS = (9333, 8080, 8888, 8333)
-"""Ports of SeaweedFS's master, volume, filer and S3."""
 
 
 class SharedStore(Protocol):
@@ -89,7 +87,8 @@ class S3OnHost:
 
     def __init__(self, host: Host, directory: Path) -> None:
         self._host, self._directory = host, directory
-        self._endpoint = f"http://{host.address}:{S3_PORTS[-1]}"
+        self._ports = s3.free_ports(4)
+        self._endpoint = f"http://{host.address}:{self._ports[-1]}"
         directory.mkdir()
         self.start()
 
@@ -103,7 +102,7 @@ class S3OnHost:
 
     def start(self, _part: str = "service") -> None:
         """Start the process, and wait until it takes objects."""
-        command = s3.command(self._directory, S3_PORTS, self._host.address)
+        command = s3.command(self._directory, self._ports, self._host.address)
         with (self._directory / "log").open("w") as log:
             self._process = self._host.run(command, stdout=log, stderr=log, env=s3.environment())
         wait = f"from {s3.__name__} import takes_objects; assert takes_objects({self._endpoint!r})"
@@ -149,7 +148,17 @@ def missing(kind: str) -> str:
     return network.missing() or why_not()
 
 
+def has_own_tier(kind: str) -> bool:
+    """Return whether a worker has a file tier of its own above the shared store."""
+    return kind.startswith("file+")
+
+
+def needs_store(kind: str) -> bool:
+    """Return whether a worker can only start while the shared store answers."""
+    return kind == "s3"
+
+
 def storage_of(kind: str, store: SharedStore, own: Path) -> list[str]:
     """Return the storage of a worker, with `own` as the directory of its file tier if the kind has one."""
-    above = [f"file://{own}?capacity={OWN_BYTES}"] if kind.startswith("file+") else []
+    above = [f"file://{own}?capacity={OWN_BYTES}"] if has_own_tier(kind) else []
     return [*above, store.url]

@@ -103,8 +103,11 @@ def _keeper(directory: Path) -> socket.socket:
     return connection
 
 
-def _free_ports(count: int) -> list[int]:
-    """Ports below the ephemeral ones: weed takes the port 10,000 above some of them as well."""
+def free_ports(count: int) -> list[int]:
+    """Ports below the ephemeral ones: weed takes the port 10,000 above some of them as well.
+
+    Services in other network namespaces need other ports too: weed names sockets in /tmp by its ports.
+    """
     found: list[int] = []
     while len(found) < count:
         at = randrange(11_000, 21_000)
@@ -156,7 +159,7 @@ def takes_objects(url: str, process: subprocess.Popen[bytes] | None = None) -> b
 
 
 def _weed(directory: Path) -> tuple[subprocess.Popen[bytes], str]:
-    ports = _free_ports(4)
+    ports = free_ports(4)
     parent = os.getpid()
 
     def die_with_the_keeper() -> None:
