@@ -70,12 +70,11 @@ def held(store) -> set[Resident]:
     return {Resident(e.key.pool, e.key.layout, e.key.page_key) for e in store.scan_all()}
 
 
-@pytest.mark.parametrize("kind", ["memory", "file"])
+@pytest.mark.parametrize("kind", ["memory", "file", "lmdb"])
 def test_a_store_alone_is_told_under_its_kind(tmp_path, kind):
-    store = open_backend(
-        f"file://{tmp_path}/a?capacity=4MiB" if kind == "file" else "memory://?capacity=2KiB"
-    )
-    nbytes = 20_000 if kind == "file" else 64
+    place = "?capacity=2KiB" if kind == "memory" else f"{tmp_path}/a?capacity=4MiB"
+    store = open_backend(f"{kind}://{place}")
+    nbytes = 64 if kind == "memory" else 20_000
     with StorageServer(daemon_settings("unix", events=EVENTS), store) as node:
         with Follower(node.publisher) as follower:
             for chain in range(60):
@@ -88,11 +87,13 @@ def test_a_store_alone_is_told_under_its_kind(tmp_path, kind):
         assert any("KV events on tcp://127.0.0.1" in line for line in node.describe())
 
 
-def test_stores_that_cannot_tell_are_silent(tmp_path, caplog):
-    store = open_backend(f"lmdb://{tmp_path}/a?capacity=16MiB")
-    with StorageServer(daemon_settings("unix", events=EVENTS), store) as node:
-        store_pages(store, 3)
-        assert "no KV events are published of" in caplog.text
-        with Follower(node.publisher) as follower:
-            follower.read(0.5)
-            assert not follower.map.places()
+def test_a_store_of_another_daemon_is_told_by_that_daemon_alone(caplog):
+    with StorageServer(daemon_settings("unix", events=EVENTS), open_backend("memory://")) as inner:
+        client = GrpcBackend(read_settings({"path": str(inner.settings.socket_directory)}))
+        with StorageServer(daemon_settings("unix", events=EVENTS), client) as outer:
+            assert "no KV events are published of GrpcBackend" in caplog.text
+            store_pages(client, 3)
+            with Follower(inner.publisher) as follower, Follower(outer.publisher) as other:
+                follower.until(lambda: follower.map.places())
+                other.read(0.5)
+                assert not other.map.places()

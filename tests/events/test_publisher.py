@@ -135,37 +135,55 @@ def test_a_publisher_that_is_restarted_is_noticed(clock_goes_back):
                 assert publisher.close()
 
 
-def test_subscribers_that_never_read_and_that_ask_nonsense_cost_no_batch():
+def test_subscribers_that_never_read_cost_no_batch_and_no_other_replay(monkeypatch, tmp_path):
     """Memory is bounded, the publisher goes on, and a sound subscriber learns all."""
+    monkeypatch.setattr("tiercache.events.publisher.SEND_MARK", 1)
+    monkeypatch.setattr("tiercache.events.publisher.PATIENCE_S", 1000.0)
+    settings = EventSettings(endpoint=f"ipc://{tmp_path}/events", replay=f"ipc://{tmp_path}/replay")
     context = zmq.Context()
-    noise = random.Random(7)
     try:
-        with MemoryBackend() as store, published(store) as publisher:
-            stuck = context.socket(zmq.SUB)
-            stuck.setsockopt(zmq.RCVHWM, 1)
-            stuck.setsockopt(zmq.SUBSCRIBE, b"")
-            stuck.connect(publisher.endpoint)
-            hostile = context.socket(zmq.DEALER)
-            hostile.connect(publisher.replay_endpoint)
-            huge = context.socket(zmq.DEALER)
-            huge.connect(publisher.replay_endpoint)
-            silent = [context.socket(zmq.DEALER) for _ in range(20)]
+        with MemoryBackend() as store, published(store, settings) as publisher:
+            store.set([item(1, chain) for chain in range(5000)])  # more than sockets take unread
+            silent = [context.socket(zmq.SUB), *(context.socket(zmq.DEALER) for _ in range(20))]
             for socket in silent:  # each asks for all, and reads nothing
                 socket.setsockopt(zmq.RCVHWM, 1)
-                socket.connect(publisher.replay_endpoint)
-                socket.send_multipart((b"", SNAPSHOT.to_bytes(8, "big")))
-            for n in range(300):
-                frames = [noise.randbytes(noise.randrange(20)) for _ in range(noise.randrange(1, 6))]
-                hostile.send_multipart(frames)
-                if n % 10 == 0:
-                    huge.send(b"x" * 100_000)
+                if socket.type == zmq.SUB:
+                    socket.setsockopt(zmq.SUBSCRIBE, b"")
+                    socket.connect(publisher.endpoint)
+                else:
+                    socket.connect(publisher.replay_endpoint)
+                    socket.send_multipart((b"", SNAPSHOT.to_bytes(8, "big")))
+            _wait(lambda: publisher.replays >= 8)
             with Follower(publisher) as follower:
                 follower.read()
-                for chain in range(30):
+                for chain in range(5000, 5030):
                     store_pages(store, 4, chain)
                 follower.until(lambda: follower.held() == truth(store))
-            _wait(lambda: publisher.malformed > 0)
             assert publisher.skipped == 0
+    finally:
+        context.destroy(linger=0)
+
+
+def test_requests_that_are_none_are_counted_and_not_answered():
+    number = (0).to_bytes(8, "big")
+    wrong = [
+        (b"",), (number,), (b"", b""), (b"", number[1:]), (b"", number + b"x"), (b"x", number),
+        (b"", number, b""), (b"", b"", number),
+    ]  # fmt: skip
+    context = zmq.Context()
+    try:
+        with MemoryBackend() as store, published(store) as publisher:
+            store_pages(store, 1)
+            hostile = context.socket(zmq.DEALER)
+            hostile.connect(publisher.replay_endpoint)
+            for frames in wrong:
+                hostile.send_multipart(frames)
+            _wait(lambda: publisher.malformed == len(wrong))
+            hostile.send(b"x" * 100_000)  # too long: the connection is cut
+            with Follower(publisher) as follower:
+                follower.until(lambda: follower.held() == truth(store))
+            assert not hostile.poll(0)
+            assert publisher.malformed == len(wrong)
     finally:
         context.destroy(linger=0)
 
@@ -261,9 +279,10 @@ def test_a_fork_leaves_the_publisher_to_its_parent():
         child = os.fork()
         if not child:
             try:
+                before = publisher.log.next
                 publisher.wake()
                 publisher.log.publish(list(follower.batches[0].events))
-                os._exit(0 if publisher.close() else 1)
+                os._exit(0 if publisher.close() and publisher.log.next == before else 1)
             finally:
                 os._exit(2)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

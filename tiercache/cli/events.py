@@ -38,7 +38,8 @@ def events(
     The configuration of the publisher says its addresses (`[events]`). Without --follow, the verb
     prints a snapshot, or the batches from --from on, and ends; this needs --replay. With --follow it
     goes on with the events that are published; gaps are healed by a replay, or by a snapshot, which
-    begins with an event that clears everything.
+    begins with an event that clears everything. Of mooncake stores and of a remote daemon's stores
+    nothing is published; a remote daemon publishes its own events.
 
     Print what a daemon has, and follow a daemon for a script:
 

@@ -747,7 +747,8 @@ class HybridCacheController:
         context.residency = ResidencyEvents(context.index, groups)
         sources: list[EventSource] = [context.residency]
         if self._backend is not None:
-            sources.append(StoreEvents(self._backend, "store"))
+            sources.append(stored := StoreEvents(self._backend, "store"))
+            stored.warn_of_silence()
         publisher = EventPublisher(settings, sources)
         for name in publisher.figures():
             context.metrics.tell(name, {(): partial(publisher.figure, name)})

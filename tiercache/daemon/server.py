@@ -409,11 +409,7 @@ class StorageServer:
             self.publisher = await asyncio.to_thread(EventPublisher, settings, [source])
             metrics.watch_events(self.publisher)
             ends.push_async_callback(asyncio.to_thread, self.publisher.close)
-            if source.silent:
-                _log.warning(
-                    "no KV events are published of %s, which cannot tell of all changes",
-                    ", ".join(sorted(source.silent)),
-                )
+            source.warn_of_silence()
 
     def _call_log(self, metrics: NodeMetrics, ends: AsyncExitStack) -> CallLog:
         settings = self.settings

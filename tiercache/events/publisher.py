@@ -47,7 +47,7 @@ _REQUESTS: Final = 16
 """Number of requests that are read before events are published again."""
 _SENDS: Final = 64
 """Number of messages of a replay that are sent before events are published again."""
-_PATIENCE_S: Final = 10.0
+PATIENCE_S: Final = 10.0
 """Seconds after which a replay is given up whose client takes nothing."""
 _PATIENCE_WITH_OTHERS_S: Final = 0.5
 """The same for one of `_MAX_REPLAYS` replays, while another client waits."""
@@ -285,7 +285,7 @@ class EventPublisher:
                 replay.waiting = None
                 sent += 1
         except self._zmq.Again:
-            over = time.monotonic() - replay.moved > _PATIENCE_S
+            over = time.monotonic() - replay.moved > PATIENCE_S
         except (self._zmq.ZMQError, StorageError) as error:
             # The client is gone, or the snapshot cannot be made now: it gets no end, and asks again.
             _log.debug("a replay of KV events was given up: %s", error)

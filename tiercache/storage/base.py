@@ -424,8 +424,8 @@ class StorageBackend(ABC):
 
         `note(digests, stored)` is called in the order of the changes, also for evictions and for changes that
         other processes make, possibly while a lock of the store is held: it does not wait and does not call
-        the store. A store that cannot tell of every object that goes returns False (the default). A later
-        call replaces an earlier one.
+        the store. Changes of other processes may be told late. A store that cannot tell of every object that
+        goes returns False (the default). A later call replaces an earlier one.
         """
         return False
 

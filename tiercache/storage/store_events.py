@@ -82,6 +82,15 @@ class StoreEvents(EventSource):
             tier.close()
         self._tiers = {}
 
+    def warn_of_silence(self) -> None:
+        """Log which tiers nothing is published of, if there are any."""
+        if self.silent:
+            _log.warning(
+                "no KV events are published of %s: others change what is there without telling this process;"
+                " a remote daemon publishes its own events",
+                ", ".join(sorted(self.silent)),
+            )
+
     def _look(self, *, is_first: bool = False) -> list[KVEvent]:
         """Follow the tiers that there are now; return that those which went are cleared."""
         present = {tier.name: tier for tier in observed_tiers(self._store, self._name)}
@@ -96,10 +105,13 @@ class StoreEvents(EventSource):
         for name, found in present.items():
             if name not in self._tiers:
                 followed = _TierEvents(found, lambda: self._wake(), self._groups)
-                if followed.begin(tell=not is_first):
-                    self._tiers[name] = followed
-                else:
-                    silent.add(name)
+                try:
+                    if followed.begin(tell=not is_first):
+                        self._tiers[name] = followed
+                    else:
+                        silent.add(name)
+                except (StorageError, ClosedError) as error:
+                    _log.debug("the store %s cannot be followed now: %s", followed.place, error)
         self.silent = frozenset(silent)
         return events
 
@@ -129,7 +141,10 @@ class _TierEvents:
         """Cursor of the scan that tells what was there before; empty text if there is none."""
 
     def begin(self, *, tell: bool) -> bool:
-        """Follow the store; `tell` also what it has already. Return False if it cannot tell of changes."""
+        """Follow the store; `tell` also what it has already. Return False if it cannot tell of changes.
+
+        Raises StorageError if the store cannot be read.
+        """
         self._telling = b"" if tell else ""
         return self.observed.store.watch(self._note)
 

@@ -23,6 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tiercache.core import ObjectKey, ObjectMeta, Outcome
 from tiercache.storage.base import SetItem, StorageBackend
 from tiercache.testing.conformance import BackendHooks
+from tiercache.testing.conformance.watching import StoreFollower
 from tiercache.testing.objects import chain, content, key, page_key, payload, state_of, to_get, to_set
 
 NAMES = st.integers(0, 11)
@@ -64,7 +65,8 @@ class BackendMachine(RuleBasedStateMachine):
 
     The hooks that `suite` returns open the store.
 
-    The rules are {set, get, exists, describe, delete, corrupt, find_out, reopen, kill, fill_disk, free_disk}.
+    The rules are {set, get, exists, describe, delete, corrupt, find_out, follow, reopen, kill, fill_disk,
+    free_disk}.
 
     Thread safety: Hypothesis calls one rule at a time.
     """
@@ -90,6 +92,7 @@ class BackendMachine(RuleBasedStateMachine):
         self.full = False
         self.version = 0
         """Number of the latest batch that was stored; batches with different numbers have different bytes."""
+        self.told = StoreFollower(self.store)
 
     # --- operations
     # --------------------------------------------------------------------------------------------------------
@@ -172,6 +175,11 @@ class BackendMachine(RuleBasedStateMachine):
         others = sorted(self.model)[:2]
         self.read([(each, self.model[each].meta.length) for each in (k, *others, k)])
 
+    @rule()
+    def follow(self) -> None:
+        """Replay the store's events: they give exactly the objects that it has."""
+        self.told.await_truth()
+
     # --- external events
     # --------------------------------------------------------------------------------------------------------
 
@@ -179,6 +187,7 @@ class BackendMachine(RuleBasedStateMachine):
     @rule()
     def reopen(self) -> None:
         """Close the store and open it again."""
+        self.told.await_truth()
         self.store.close()
         self.store = self.hooks.open_store(self.path, self.capacity)
         self.begin()
@@ -222,9 +231,12 @@ class BackendMachine(RuleBasedStateMachine):
         self.hooks.check(self.store)
 
     def teardown(self) -> None:
-        """Close the store and remove its files."""
-        self.store.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        """Check that the events tell what the store has; close the store and remove its files."""
+        try:
+            self.told.await_truth()
+        finally:
+            self.store.close()
+            shutil.rmtree(self.directory, ignore_errors=True)
 
     # --- the model
     # --------------------------------------------------------------------------------------------------------
@@ -289,6 +301,7 @@ class BackendMachine(RuleBasedStateMachine):
 
     def begin(self) -> None:
         """Update the model after the store was opened again, on a disk that has room."""
+        self.told = StoreFollower(self.store)
         self.full = False
         there = {entry.key for entry in self.store.scan_all()}
         back = {k: held for k, held in self.undead.items() if k in there}

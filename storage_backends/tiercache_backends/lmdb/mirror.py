@@ -18,7 +18,7 @@ If the log has already lost removals since `_seen`, the mirror reads all records
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from threading import RLock
@@ -26,6 +26,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from tiercache.events.source import ChangeNote
 from tiercache.policy import Lru
 from tiercache.storage.coldest import Found, Survey
 from tiercache.storage.eviction import EvictionOrder
@@ -103,6 +104,9 @@ class Mirror:
         """Objects that the open transaction removes: row, digest, and parent if known."""
         self._noted: deque[tuple[bytes, bool]] = deque(maxlen=_MAX_NOTED)
         """Places of objects that were used, each with `brought` (see `note`)."""
+        self._watcher: ChangeNote | None = None
+        self._told: set[bytes] | None = None
+        """Digests that the watcher knows, while all records are read again; else it knows the mirror's."""
         self._reset()
 
     def note(self, places: Iterable[bytes], *, brought: bool = False) -> None:
@@ -129,6 +133,29 @@ class Mirror:
         """Return whether an object of this value would be stored if room had to be made for it."""
         return self._order.is_worth(self._residents.rank(value))
 
+    def watch(self, watcher: ChangeNote | None) -> None:
+        """Tell `watcher` of objects that come and go from now on; see `StorageBackend.watch`.
+
+        The mirror has been read. An eviction is told before its commit, and taken back if that fails.
+        """
+        self._watcher = self._residents.note = watcher
+
+    def tell_gone(self, damaged: Mapping[bytes, int | None]) -> None:
+        """Tell that these objects, numbers by place, count as absent in this process, removed or not.
+
+        Later objects at these places stay (None: whatever the mirror has there is meant).
+        """
+        with self.lock:
+            for place, number in damaged.items():
+                row = self._residents.find(place_of(place))
+                if row >= 0 and number in (None, self.number(row)) and self._watcher is not None:
+                    self._watcher((place_of(place),), False)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether anybody is told of changes."""
+        return self._watcher is not None
+
     @property
     def is_read(self) -> bool:
         """Whether all records have been read."""
@@ -140,8 +167,15 @@ class Mirror:
         Raises OSError; after an error `is_read` is False.
         """
         with self.lock:
+            if self._told is None:
+                self._told = self._digests()
             self._reset()
             self._read()
+            told, self._told, self._residents.note = self._told, None, self._watcher
+            if self._watcher is not None:
+                now = self._digests()
+                self._watcher(list(told - now), False)
+                self._watcher(list(now - told), True)
 
     def _read(self) -> None:
         facts, namespace_ids = self._environment.read(self._facts)
@@ -353,6 +387,12 @@ class Mirror:
     def _forget(self, row: int) -> None:
         self._residents.leave(row)
         self._residents.drop(row)
+
+    def _digests(self) -> set[bytes]:
+        """Return the digests of all objects if somebody watches, else nothing."""
+        residents = self._residents
+        rows = [] if self._watcher is None else residents.residents().tolist()
+        return {residents.digest(row) for row in rows}
 
     def _facts(self, txn: Any) -> tuple[StoreTotals, list[int]]:
         facts = StoreTotals.unpack(txn.get(FACTS, db=self._environment.facts))

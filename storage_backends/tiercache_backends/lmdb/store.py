@@ -11,11 +11,13 @@ writes at a time; the other writers wait.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final, Self
 
 from tiercache.core import DIGEST_BYTES, ObjectKey, Outcome
-from tiercache.errors import StorageError
+from tiercache.errors import ClosedError, StorageError
+from tiercache.events.source import ChangeNote
 from tiercache.storage.base import (
     Capabilities,
     GetItem,
@@ -30,6 +32,7 @@ from tiercache.storage.base import (
 )
 from tiercache.storage.checksum import MacKey
 from tiercache.storage.env import Env
+from tiercache.storage.following import Following
 from tiercache.storage.gate import CallGate
 from tiercache_backends.lmdb.attempt import WriteContext
 from tiercache_backends.lmdb.budget import SMALLEST_CAPACITY, Disk
@@ -48,6 +51,8 @@ from tiercache_backends.local.settings import check_capacity, local_settings, op
 _EXAMPLE: Final = "lmdb:///var/lib/tiercache-lmdb?capacity=8GiB"
 _ENTRIES_PER_TRANSACTION: Final = 1024
 """Maximum entries of the database `objects` that one transaction of `scan` or `describe` looks at."""
+_FOLLOW_S: Final = 0.05
+"""Seconds after which a store that is watched looks for changes again, also for those of other processes."""
 
 
 class LmdbBackend(StorageBackend):
@@ -96,6 +101,7 @@ class LmdbBackend(StorageBackend):
         self._reader = Reader(self._environment, mac_key, self._maintenance, self._errors)
         self._disk = Disk(env, self._environment, self._store.budget)
         self._mirror = Mirror(self._environment, env.monotonic)
+        self._following = Following("lmdb-changes", _FOLLOW_S, self._follow)
         self._writer = BatchWriter(
             WriteContext(
                 self._environment,
@@ -139,6 +145,8 @@ class LmdbBackend(StorageBackend):
                 return outcomes
             if damaged:
                 self._maintenance.drop(damaged)
+                if self._mirror.is_watched:
+                    self._mirror.tell_gone(damaged)
             if not is_use:
                 return outcomes
             # A get never waits for a writer: some later write transaction writes these uses to LMDB.
@@ -235,6 +243,17 @@ class LmdbBackend(StorageBackend):
         with self._gate:
             self._mirror.hint([key.digest for key in keys], values, worker)
 
+    def watch(self, note: ChangeNote | None) -> bool:
+        with self._gate:
+            try:
+                with self._mirror.lock:
+                    self._keep_up()
+                    self._mirror.watch(note)
+            except OSError as error:
+                raise self._unreadable("reading all records", error) from error
+            self._following.start()
+            return True
+
     def register_namespace(self, record: NamespaceRecord) -> None:
         with self._gate:
             if not self._read_only:
@@ -294,6 +313,7 @@ class LmdbBackend(StorageBackend):
 
     def close(self) -> None:
         if self._gate.close():
+            self._following.close()
             if self._environment.is_ours() and not self._read_only:
                 self._maintenance.flush()
             self._store.close()
@@ -329,6 +349,12 @@ class LmdbBackend(StorageBackend):
         # records once more.
         while not self._mirror.is_read or not self._environment.read(self._mirror.keep_up):
             self._mirror.read()
+
+    def _follow(self) -> None:
+        """Let the mirror tell of what has changed, if anybody watches."""
+        with suppress(ClosedError), self._gate, self._mirror.lock:
+            if self._mirror.is_watched:
+                self._keep_up()
 
     def _unreadable(self, what: str, error: OSError) -> StorageError:
         self._errors.failed(what, error)

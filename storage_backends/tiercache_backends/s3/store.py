@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, Final, Self
 
 from tiercache.core import ObjectKey, Outcome
+from tiercache.events.source import ChangeNote
 from tiercache.storage.base import (
     Capabilities,
     GetItem,
@@ -24,6 +25,7 @@ from tiercache.storage.base import (
     storable,
 )
 from tiercache.storage.env import Env
+from tiercache.storage.following import Following
 from tiercache.storage.gate import CallGate
 from tiercache.storage.vectors import usable
 from tiercache.storage.wrappers.base import decide
@@ -39,6 +41,9 @@ from tiercache_backends.s3.room import Room
 from tiercache_backends.s3.service import THREADS, BucketClient
 from tiercache_backends.s3.settings import S3Settings, parse_settings, read_settings
 from tiercache_backends.s3.writing import PackWriter
+
+_FOLLOW_S: Final = 1.0
+"""Minimum seconds from one look for what others have changed to the next, while the store is watched."""
 
 
 class S3Backend(StorageBackend):
@@ -82,6 +87,7 @@ class S3Backend(StorageBackend):
         )
         self.capabilities = replace(type(self).capabilities, bounded=settings.capacity > 0)
         self._namespaces = Namespaces(self._service)
+        self._following = Following("s3-changes", max(settings.refresh, _FOLLOW_S), self._follow)
         try:
             self._refresher.start()
             for record in self._namespaces.read():
@@ -192,12 +198,19 @@ class S3Backend(StorageBackend):
         with self._gate:
             self._directory.advise(keys, values, worker)
 
+    def watch(self, note: ChangeNote | None) -> bool:
+        with self._gate:
+            self._directory.watch(note)
+            self._following.start()
+            return True
+
     def flush(self) -> None:
         with self._gate:
             pass  # the service acknowledges a put when it has stored it
 
     def close(self) -> None:
         if self._gate.close():
+            self._following.close()
             self._room.close()
             self._refresher.close()
             self._service.close()
@@ -213,6 +226,10 @@ class S3Backend(StorageBackend):
     def check_integrity(self) -> None:
         """Raise AssertionError unless all counts add up; call it only while no other call is running."""
         self._directory.check_integrity()
+
+    def _follow(self) -> None:
+        """Let the directory learn what others have written and removed; it tells of that."""
+        self._refresher.ask()
 
     def _learn(self, record: NamespaceRecord) -> None:
         if record.states:

@@ -60,16 +60,25 @@ def test_a_process_keeps_up_with_what_others_do(tmp_path: Path) -> None:
 
 def test_a_process_that_falls_behind_reads_everything_again(tmp_path: Path) -> None:
     with opened(tmp_path / "s", 8 << 20) as store:
+        kept = key("kept")
+        store.set([to_set(kept, b"x"), to_set(key("gone"), b"x")])
         other = Mirror(environment_of(store), lambda: 0.0)
         other.read()
+        told: list[tuple[set[bytes], bool]] = []
+        other.watch(lambda digests, stored: told.append((set(digests), stored)))
         names = [key(("n", n)) for n in range(256)]
         for _ in range(20):
             assert set(store.set([to_set(k, b"x") for k in names])) == {STORED}
             assert all(store.delete(names))
         store.set([to_set(key("left"), b"x")])
+        store.delete([key("gone")])
         assert not environment_of(store).read(other.keep_up), "what it missed is not told any more"
         other.read()
-        assert seen_by(other)[0] == {key("left").digest}
+        assert seen_by(other)[0] == {kept.digest, key("left").digest}
+        assert told == [({key("gone").digest}, False), ({key("left").digest}, True)]
+        store.delete([kept])
+        assert environment_of(store).read(other.keep_up)
+        assert told[2:] == [({kept.digest}, False)], "what was read again is watched too"
 
 
 def test_a_mirror_follows_a_transaction_that_fails(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from tests.storage_backends.s3.proxy import Proxy
 from tests.storage_backends.s3.server import bucket, needs_weed
 from tiercache.core import Outcome
 from tiercache.storage.base import GetItem, SetItem
+from tiercache.testing.conformance.watching import StoreFollower
 from tiercache.testing.objects import chain, content, fetch, key, payload, put, state_of, to_get, to_set
 
 PAGE = 20_000
@@ -72,6 +74,21 @@ def test_a_run_is_one_put_and_few_gets(tmp_path: Path, proxy: Proxy) -> None:
         assert again.get(gets(items)) == [HIT] * 65
         assert set(again.set(run("t", 8))) == {STORED}
         assert proxy.count("PUT") == 4, "3 pages of 20,000 bytes fit into 64 KiB, and the state is alone"
+
+
+@needs_weed
+def test_what_others_write_and_remove_is_told_without_a_call(tmp_path: Path) -> None:
+    with open_s3(tmp_path, refresh="0s") as mine, open_s3(tmp_path, refresh="0s") as other:
+        put(other, key("before"), b"x")
+        told = StoreFollower(mine)
+        other.set(run("s", 8))
+        other.delete([key("before"), state_of(("s", 7))])
+        put(mine, key("mine"), b"x")
+        there, end = {entry.key.digest for entry in other.scan_all()}, time.monotonic() + 30
+        while told.held() != there:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert len(there) == 9
 
 
 @needs_weed

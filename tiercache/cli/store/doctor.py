@@ -154,11 +154,15 @@ def shared_checks(url: str) -> Iterator[Check]:
             opened.exists([ObjectKey(PoolName.KV, bytes(DIGEST_BYTES))])
             found = opened.usage()
             listed = opened.capabilities.listed
+            told = opened.watch(lambda digests, stored: None)
     except StorageError as error:
         yield Check(place, Level.FAIL, *_halves(error))
         return
     holds = f"{found.objects:,} objects, {readable_size(found.used_bytes)}" if listed else "it answers"
     yield Check(place, Level.OK, holds)
+    yield Check(
+        "KV events", Level.OK, "told" if told else f"none: a {kind} store loses objects without a word"
+    )
 
 
 def _halves(error: Exception) -> tuple[str, str]:

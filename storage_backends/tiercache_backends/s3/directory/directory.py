@@ -18,6 +18,7 @@ from typing import Final
 import numpy as np
 
 from tiercache.core import ObjectKey, Outcome
+from tiercache.events.source import ChangeNote
 from tiercache.policy import Lru
 from tiercache.storage.base import ScanEntry, SetItem
 from tiercache.storage.eviction import EvictionOrder
@@ -101,6 +102,11 @@ class BucketDirectory:
         """Take values; see `StorageBackend.advise`."""
         with self._mutex:
             self._residents.advise([key.digest for key in keys], values, worker)
+
+    def watch(self, note: ChangeNote | None) -> None:
+        """Call `note` for objects that this process knows from now on, or no longer."""
+        with self._mutex:
+            self._residents.note = note
 
     def require_states(self, namespace: bytes) -> None:
         """Record that prefixes of this namespace need states."""
