@@ -48,9 +48,11 @@ class PendingCall(Generic[T]):
         seconds: float,
         give_up: GiveUp,
         over: Callable[[], None] = _nothing,
+        others_hang: Callable[[], bool] = lambda: False,
     ) -> None:
         """Prepare a call of at most `seconds`.
 
+        They count from the time at which the call begins, or from now if `others_hang` when it begins.
         `over` is called once, before `result` returns the value, or when a call that was given up has
         returned or would begin.
         """
@@ -60,6 +62,7 @@ class PendingCall(Generic[T]):
         self._seconds = seconds
         self._until = time.monotonic() + seconds  # until the call begins, that by which it must have begun
         self._give_up = give_up
+        self._others_hang = others_hang
         self._lock = threading.Lock()  # guards the fields from here on
         self._ended = threading.Event()
         self._after: Callable[[], None] | None = None
@@ -79,7 +82,8 @@ class PendingCall(Generic[T]):
             begins = not self.given_up
             if begins:
                 self._thread = threading.get_ident()
-                self._until = time.monotonic() + self._seconds
+                if not self._others_hang():
+                    self._until = time.monotonic() + self._seconds
         if not begins:
             self._over()
             return
@@ -161,14 +165,21 @@ class Calls:
         nbytes: int = 0,
         give_up: GiveUp | None = None,
         over: Callable[[], None] = _nothing,
+        seconds: float | None = None,
     ) -> PendingCall[T]:
         """Begin a call that moves `nbytes` bytes; `operation` names it in messages.
 
-        `over` is called when the call has ended, or will not begin any more.
+        `seconds`: time for the call; None: the deadline, and what the bytes may take. A call that waits for a
+        thread gets that time anew when it begins, unless another call hangs then. `over` is called when the
+        call has ended, or will not begin any more.
         """
-        seconds = self._deadline + nbytes / MIN_BYTES_PER_SECOND
         call: PendingCall[T] = PendingCall(
-            f"{self._name}: {operation}", work, seconds, lambda: self._hang(call, operation, give_up), over
+            f"{self._name}: {operation}",
+            work,
+            self._deadline + nbytes / MIN_BYTES_PER_SECOND if seconds is None else seconds,
+            lambda: self._hang(call, operation, give_up),
+            over,
+            lambda: self._hung > 0,
         )
         self._threads.submit(call.run)
         return call

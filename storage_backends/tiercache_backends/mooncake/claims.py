@@ -23,13 +23,10 @@ class NameClaims:
         self._held: Final[set[str]] = set()
 
     @contextmanager
-    def some(self, names: Sequence[str]) -> Iterator[set[str]]:
-        """Claim those of these names that are free, at least one, for the `with` block.
-
-        Whoever holds a claim is bound by the deadlines of its calls.
-        """
+    def some(self, names: Sequence[str], seconds: float) -> Iterator[set[str]]:
+        """Claim those of these names that are free, for the `with` block; none if none is for so long."""
         with self._changed:
-            self._changed.wait_for(lambda: any(name not in self._held for name in names))
+            self._changed.wait_for(lambda: any(name not in self._held for name in names), seconds)
             mine = {name for name in names if name not in self._held}
             self._held.update(mine)
         try:

@@ -1,7 +1,7 @@
 """Names and headers of objects in Mooncake.
 
     name      tc1/<prefix>/<digest of the key, 128 hex digits>
-    object    | header, 4 KiB | payload |
+    object    | header, 256 bytes | payload |
 
 Mooncake keeps bytes under a name and nothing else, so the header has what a store must know of an object.
 The header has a checksum of its own, with the name mixed in. The payload's checksum has the key mixed in.
@@ -12,13 +12,12 @@ Integers are little-endian.
           12    flags, 4 bytes (1: parent)         88    stored at, 8 bytes (ns since 1970)
           16    length, 8 bytes                    96    pool, 1 + 15 bytes
           24    checksum, 16 bytes                112    namespace, 64 bytes
-          40    length of namespace, 8 bytes     4080    checksum of the header, 16 bytes
+          40    length of namespace, 8 bytes      240    checksum of the header, 16 bytes
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from xxhash import xxh3_128_digest
@@ -26,11 +25,14 @@ from xxhash import xxh3_128_digest
 from tiercache.core import DIGEST_BYTES, ObjectKey, ObjectMeta, PoolName
 from tiercache.storage.base import NAMESPACE_BYTES, ScanEntry, SetItem, checksum_of
 
-HEADER_BYTES: Final = 4096
-_MAGIC: Final = b"tiercach"
-_VERSION: Final = 1
+HEADER_BYTES: Final = 256
+_BEGIN: Final = struct.pack("<8sI", b"tiercach", 1)
+"""Magic and version."""
 _HAS_PARENT: Final = 1
-_FIELDS: Final = struct.Struct("<8sIIQ16sQ32sqQ16s64s")
+_FIELDS: Final = struct.Struct("<12sIQ16sQ32sqQ16s64s")
+_PAYLOAD: Final = struct.Struct("<Q16s")
+_PAYLOAD_AT: Final = 16
+"""Length and checksum of the payload."""
 _SUM_AT: Final = HEADER_BYTES - 16
 
 
@@ -81,7 +83,7 @@ def write_header(target: memoryview, name: str, item: SetItem, now_ns: int) -> N
     meta = item.meta
     target[:] = bytes(HEADER_BYTES)
     _FIELDS.pack_into(
-        target, 0, _MAGIC, _VERSION, _HAS_PARENT if meta.parent is not None else 0, meta.length,
+        target, 0, _BEGIN, _HAS_PARENT if meta.parent is not None else 0, meta.length,
         checksum_of(item), len(meta.namespace), meta.parent or b"",
         -1 if meta.depth is None else meta.depth, now_ns, item.key.pool.encode(), meta.namespace,
     )  # fmt: skip
@@ -90,13 +92,11 @@ def write_header(target: memoryview, name: str, item: SetItem, now_ns: int) -> N
 
 def read_header(source: memoryview, name: str) -> Header | None:
     """Return what a header says; None if it is not a header of this object, or is damaged."""
-    if source[_SUM_AT:] != _sum(source, name):
+    if not _is_sound(source, name):
         return None
-    magic, version, flags, length, found, size, parent, depth, at, pool, namespace = _FIELDS.unpack_from(
-        source
-    )
+    _, flags, length, found, size, parent, depth, at, pool, namespace = _FIELDS.unpack_from(source)
     # Whoever can write to the pool can make a header with a good checksum.
-    if magic != _MAGIC or version != _VERSION or not 0 < size <= NAMESPACE_BYTES or not -1 <= depth < 2**32:
+    if not 0 < size <= NAMESPACE_BYTES or not -1 <= depth < 2**32:
         return None
     try:
         kind = PoolName(pool.rstrip(b"\0").decode("ascii"))
@@ -108,6 +108,19 @@ def read_header(source: memoryview, name: str) -> Header | None:
     return Header(kind, meta, at / 1e9)
 
 
+def payload_sum(source: memoryview, name: str, length: int) -> bytes | None:
+    """Return the checksum of a payload of `length` bytes by its header; None if the header says otherwise."""
+    if not _is_sound(source, name):
+        return None
+    found: bytes
+    size, found = _PAYLOAD.unpack_from(source, _PAYLOAD_AT)
+    return found if size == length else None
+
+
+def _is_sound(source: memoryview, name: str) -> bool:
+    return source[: len(_BEGIN)] == _BEGIN and source[_SUM_AT:] == _sum(source, name)
+
+
 def _sum(header: memoryview, name: str) -> bytes:
     return xxh3_128_digest(b"".join((header[:_SUM_AT], name.encode())))
 
@@ -115,8 +128,3 @@ def _sum(header: memoryview, name: str) -> bytes:
 def is_state(key: ObjectKey, parent: bytes | None) -> bool:
     """Return whether an object is attached to a page, or is a state of a model without pages."""
     return key.pool is PoolName.MAMBA or parent == key.page_key
-
-
-def groups(keys: Sequence[ObjectKey]) -> list[str]:
-    """Return the groups of objects for Mooncake: a state and its page have the same."""
-    return [key.page_key.hex() for key in keys]

@@ -96,7 +96,6 @@ class MooncakeClient:
     def __init__(self) -> None:
         self._module: Final = library()
         self._raw: Final = self._module.MooncakeDistributedStore()
-        self._makes_groups: Final = hasattr(self._module.ReplicateConfig(), "group_ids")
         _clients.add(self)
 
     def setup(
@@ -133,18 +132,11 @@ class MooncakeClient:
         return list(self._raw.batch_get_into_multi_buffers(list(names), list(addresses), list(sizes)))
 
     def put(
-        self,
-        names: Sequence[str],
-        addresses: Sequence[list[int]],
-        sizes: Sequence[list[int]],
-        replicas: int,
-        groups: Sequence[str],
+        self, names: Sequence[str], addresses: Sequence[list[int]], sizes: Sequence[list[int]], replicas: int
     ) -> list[int]:
         """Write objects; return 0 or a negative code for each. An object that is there stays as it is."""
         config = self._module.ReplicateConfig()
         config.replica_num = replicas
-        if self._makes_groups:
-            config.group_ids = list(groups)
         return list(self._raw.batch_put_from_multi_buffers(list(names), list(addresses), list(sizes), config))
 
     def heads(self, names: Sequence[str], address: int, nbytes: int) -> list[int]:

@@ -21,6 +21,7 @@ from tiercache_backends.mooncake.header import prefix_of
 from tiercache_backends.mooncake.idle import ClientSpec
 from tiercache_backends.mooncake.library import FULL, MooncakeClient
 from tiercache_backends.mooncake.memory import AttachedMappings, Region, StagingMemory
+from tiercache_backends.mooncake.patience import Patience
 from tiercache_backends.mooncake.settings import MooncakeSettings
 
 _log = logging.getLogger(__name__)
@@ -82,40 +83,56 @@ class Link:
             raise UnavailableError(f"{self._settings}: {self._why}")
         return client
 
+    def patience(self) -> Patience:
+        """Return the time for one call of the store."""
+        return Patience(self._settings.deadline)
+
     def begin(
-        self, what: str, work: Callable[[MooncakeClient], T], give_up: GiveUp | None = None
+        self,
+        patience: Patience,
+        what: str,
+        work: Callable[[MooncakeClient], T],
+        give_up: GiveUp | None = None,
     ) -> PendingCall[T]:
         """Begin calls of the client; raises UnavailableError if none may be made now.
 
         `give_up` is called if the calls take too long; what it returns is called when they have returned.
         """
         client = self.ready()
-        return self._calls.begin(what, lambda: self._use(client, work), 0, give_up)
+        seconds = patience.left
+        if not seconds:
+            raise UnavailableError(f"{self._settings}: {self._why}")
+        return self._calls.begin(what, lambda: self._use(client, work), 0, give_up, seconds=seconds)
 
-    def end(self, pending: PendingCall[T]) -> T:
+    def end(self, patience: Patience, pending: PendingCall[T]) -> T:
         """Return what the calls returned; raises UnavailableError if they take too long."""
         try:
             return pending.result()
         except UnavailableError as error:
             self.failed(str(error))
+            patience.end()
             raise
 
-    def ask(self, what: str, work: Callable[[MooncakeClient], T]) -> T:
+    def ask(self, patience: Patience, what: str, work: Callable[[MooncakeClient], T]) -> T:
         """Make calls of the client; raises UnavailableError if they cannot be made or take too long."""
-        return self.end(self.begin(what, work))
+        return self.end(patience, self.begin(patience, what, work))
 
-    def ask_with(self, what: str, nbytes: int, work: Callable[[MooncakeClient, Region], T]) -> T:
+    def ask_with(
+        self, patience: Patience, what: str, nbytes: int, work: Callable[[MooncakeClient, Region], T]
+    ) -> T:
         """Make calls of the client that need staging memory; raises UnavailableError like `ask`."""
-        region = self.staging.take(nbytes, self._settings.deadline)
+        region = self.staging.take(nbytes, patience.left)
         if region is None:
             raise UnavailableError(f"{self._settings}: calls that do not return have all staging memory")
         try:
-            pending = self.begin(what, lambda client: work(client, region), lambda: self._give_later(region))
+            pending = self.begin(
+                patience, what, lambda client: work(client, region), lambda: self._give_later(region)
+            )
         except BaseException:  # whatever it is, the call has not begun
             self.staging.give(region)
             raise
         try:
-            return self.end(pending)
+            return self.end(patience, pending)
         finally:
             if not pending.given_up or not pending.thread:
                 self.staging.give(region)
@@ -129,7 +146,7 @@ class Link:
         self._breaker.failed()
 
     def succeeded(self) -> None:
-        """Note that Mooncake has answered."""
+        """Note that Mooncake has moved bytes. An answer of the master alone says nothing of the hosts."""
         self._breaker.succeeded()
 
     def attach(self, memory: SharedMemory) -> None:
@@ -144,7 +161,9 @@ class Link:
             return
         code = -1
         with suppress(UnavailableError):
-            code = self.ask("attach", lambda client: client.register(made.address, made.nbytes))
+            code = self.ask(
+                self.patience(), "attach", lambda client: client.register(made.address, made.nbytes)
+            )
         if code:
             _log.warning("%s: attached memory could not be registered (code %d)", self._settings, code)
             self.attached.forget(memory)
@@ -253,7 +272,7 @@ class Link:
         )
         try:
             region.view[:_CANARY_BYTES] = payload
-            code = client.put([name], [[region.address]], [[_CANARY_BYTES]], 1, [name])[0]
+            code = client.put([name], [[region.address]], [[_CANARY_BYTES]], 1)[0]
             if not code:
                 there = client.get([name], [[region.address + _CANARY_BYTES]], [[_CANARY_BYTES]])[0]
                 client.remove([name])

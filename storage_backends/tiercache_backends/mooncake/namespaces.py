@@ -48,13 +48,13 @@ class NamespaceLog:
             record = record.over(self._own.get(record.namespace))
             self._own[record.namespace] = record
         try:
-            self._link.ask("register", self._append_own)
+            self._link.ask(self._link.patience(), "register", self._append_own)
         except StorageError as error:
             _log.debug("a namespace will be registered later: %s", error)
 
     def records(self) -> list[NamespaceRecord]:
         """Return all records; raises UnavailableError."""
-        return list(self._link.ask("namespaces", self._append_own).values())
+        return list(self._link.ask(self._link.patience(), "namespaces", self._append_own).values())
 
     def _append_own(self, client: MooncakeClient) -> dict[bytes, NamespaceRecord]:
         """Append what the pool lacks; return all records."""

@@ -11,11 +11,12 @@ from tiercache.errors import UnavailableError
 from tiercache.storage.base import GetItem
 from tiercache.storage.checksum import checksum
 from tiercache_backends.mooncake.claims import NameClaims
-from tiercache_backends.mooncake.header import HEADER_BYTES, ObjectNames, read_header
+from tiercache_backends.mooncake.header import HEADER_BYTES, ObjectNames, payload_sum, read_header
 from tiercache_backends.mooncake.library import INVALID, LEASE_OVER, TRANSFER, MooncakeClient, outcome_of
 from tiercache_backends.mooncake.link import Link
 from tiercache_backends.mooncake.memory import Region, copy_out
 from tiercache_backends.mooncake.parts import Part, PlacedItem, parts
+from tiercache_backends.mooncake.patience import Patience
 from tiercache_backends.mooncake.traffic import Codes, move
 
 
@@ -25,11 +26,10 @@ class PoolReader:
     Thread safety: any thread.
     """
 
-    def __init__(self, link: Link, names: ObjectNames, claims: NameClaims, deadline: float) -> None:
+    def __init__(self, link: Link, names: ObjectNames, claims: NameClaims) -> None:
         self._link: Final = link
         self._claims: Final = claims
         self._names: Final = names
-        self._deadline: Final = deadline
         self._lock: Final = Lock()  # guards the counters
         self.corrupt = 0
         """Number of objects that were dropped because their bytes were wrong."""
@@ -41,6 +41,7 @@ class PoolReader:
     def get(self, items: Sequence[GetItem]) -> list[Outcome]:
         """Read well-formed items."""
         outcomes = [Outcome.UNAVAILABLE] * len(items)
+        patience = self._link.patience()
         odd: list[tuple[PlacedItem[GetItem], int]] = []
         fits = self._link.staging.nbytes - HEADER_BYTES
         wanted = [
@@ -52,8 +53,8 @@ class PoolReader:
                 outcomes[n] = Outcome.ERROR
         move(
             self._link,
+            patience,
             "get",
-            self._deadline,
             parts(
                 [one for one in wanted if outcomes[one[0]] is not Outcome.ERROR],
                 self._link.attached,
@@ -65,8 +66,9 @@ class PoolReader:
             outcomes,
         )
         for placed, code in odd:
-            with self._claims.some([placed.name]):
-                outcomes[placed.index] = self._look_again(placed, code)
+            with self._claims.some([placed.name], patience.left) as mine:
+                if mine:
+                    outcomes[placed.index] = self._look_again(patience, placed, code)
         return outcomes
 
     def _judge(
@@ -78,7 +80,7 @@ class PoolReader:
         odd: list[tuple[PlacedItem[GetItem], int]],
     ) -> None:
         """Verify what a call has read; add what is not as it should be to `odd`."""
-        answered = False
+        moved = False
         for one, code in zip(part.placed, codes, strict=True):
             if code == HEADER_BYTES + one.length:
                 payload = list(one.item.buffers) if one.extents is not None else [part.staged(one, region)]
@@ -88,51 +90,46 @@ class PoolReader:
                 if one.extents is None:
                     copy_out(part.staged(one, region), one.item.buffers, one.length)
                 outcomes[one.index] = Outcome.HIT
-                answered = True
+                moved = True
             elif code >= 0 or code in (INVALID, TRANSFER):
                 odd.append((one, code))
             else:
                 outcomes[one.index] = outcome_of(code)
-                answered |= outcomes[one.index] is Outcome.MISS
                 if code == LEASE_OVER:
                     with self._lock:
                         self.leases_over += 1
-        if answered:
+        if moved:
             self._link.succeeded()
         elif Outcome.UNAVAILABLE in {outcomes[one.index] for one in part.placed} and not odd:
             self._link.failed(f"a get failed with code {min(codes)}")
 
     def _matches(self, one: PlacedItem[GetItem], header: memoryview, payload: Sequence[memoryview]) -> bool:
-        found = read_header(header, one.name)
-        return (
-            found is not None
-            and found.meta.length == one.length
-            and found.meta.checksum == checksum(one.item.key, payload, one.length)
-        )
+        found = payload_sum(header, one.name, one.length)
+        return found is not None and found == checksum(one.item.key, payload, one.length)
 
-    def _look_again(self, one: PlacedItem[GetItem], code: int) -> Outcome:
+    def _look_again(self, patience: Patience, one: PlacedItem[GetItem], code: int) -> Outcome:
         """Return the outcome of an item whose bytes or whose number of bytes were wrong."""
         try:
-            size = self._link.ask("get", lambda client: client.size(one.name))
+            size = self._link.ask(patience, "get", lambda client: client.size(one.name))
             if size < 0:
                 return outcome_of(size)
             if size == HEADER_BYTES + one.length:
                 if code == size:
-                    return self._read_again(one)
+                    return self._read_again(patience, one)
                 self._link.failed(f"a get failed with code {code}")
                 return Outcome.UNAVAILABLE
             if size > HEADER_BYTES:
-                header = self._link.ask_with("get", HEADER_BYTES, _head_of(one.name))
+                header = self._link.ask_with(patience, "get", HEADER_BYTES, _head_of(one.name))
                 if isinstance(header, int):
                     return outcome_of(header)
                 found = read_header(memoryview(header), one.name)
                 if found is not None and found.meta.length == size - HEADER_BYTES:
                     return Outcome.ERROR
-            return self._drop(one)
+            return self._drop(patience, one)
         except UnavailableError:
             return Outcome.UNAVAILABLE
 
-    def _read_again(self, one: PlacedItem[GetItem]) -> Outcome:
+    def _read_again(self, patience: Patience, one: PlacedItem[GetItem]) -> Outcome:
         """Read an object a second time, into memory that nobody else writes to."""
         size = HEADER_BYTES + one.length
         with self._lock:
@@ -145,20 +142,20 @@ class PoolReader:
             return code, bytes(payload) if sound else b""
 
         if size > self._link.staging.nbytes:
-            return self._drop(one)  # there is no memory for a second read
-        code, payload = self._link.ask_with("get", size, work)
+            return self._drop(patience, one)  # there is no memory for a second read
+        code, payload = self._link.ask_with(patience, "get", size, work)
         if code != size:
             return outcome_of(code) if code < 0 else Outcome.ERROR
         if not payload:
-            return self._drop(one)
+            return self._drop(patience, one)
         if one.extents is not None:
             return Outcome.ERROR  # somebody else writes to the caller's buffers
         copy_out(memoryview(payload), one.item.buffers, one.length)
         return Outcome.HIT
 
-    def _drop(self, one: PlacedItem[GetItem]) -> Outcome:
+    def _drop(self, patience: Patience, one: PlacedItem[GetItem]) -> Outcome:
         """Remove a corrupt object, so that the next set stores it again."""
-        code = self._link.ask("remove", lambda client: client.remove([one.name])[0])
+        code = self._link.ask(patience, "remove", lambda client: client.remove([one.name])[0])
         with self._lock:
             self.corrupt += code == 0
         return Outcome.CORRUPT

@@ -38,6 +38,7 @@ from tiercache_backends.mooncake.link import Link
 from tiercache_backends.mooncake.listing import Listing
 from tiercache_backends.mooncake.memory import Region
 from tiercache_backends.mooncake.namespaces import NamespaceLog
+from tiercache_backends.mooncake.patience import Patience
 from tiercache_backends.mooncake.reading import PoolReader
 from tiercache_backends.mooncake.settings import MooncakeSettings, read_settings
 from tiercache_backends.mooncake.writing import PoolWriter
@@ -74,7 +75,7 @@ class MooncakeBackend(StorageBackend):
         self._names: Final = ObjectNames(settings.prefix)
         self._link: Final = Link(settings)
         self._claims: Final = NameClaims()
-        self._reader: Final = PoolReader(self._link, self._names, self._claims, settings.deadline)
+        self._reader: Final = PoolReader(self._link, self._names, self._claims)
         self._writer: Final = PoolWriter(self._link, settings, self._exist)
         self._namespaces: Final = NamespaceLog(self._link, settings.prefix)
         self._listing: Final = Listing(settings.http, settings.deadline) if settings.http else None
@@ -97,7 +98,7 @@ class MooncakeBackend(StorageBackend):
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
         with self._gate:
             possible = {key.digest for key in keys if len(key.digest) == DIGEST_BYTES}
-            codes = self._exist([self._names.of(digest) for digest in possible])
+            codes = self._exist(self._link.patience(), [self._names.of(digest) for digest in possible])
             if codes and min(codes) < 0:
                 raise self._unavailable(min(codes))
             there = {digest for digest, code in zip(possible, codes, strict=True) if code}
@@ -116,10 +117,15 @@ class MooncakeBackend(StorageBackend):
             wanted = list(dict.fromkeys(key.digest for key in keys if len(key.digest) == DIGEST_BYTES))
             names = [self._names.of(digest) for digest in wanted]
             codes: dict[str, int] = {}
+            patience = self._link.patience()
             while left := [name for name in names if name not in codes]:
-                with self._claims.some(left) as mine:
+                with self._claims.some(left, patience.left) as mine:
+                    if not mine:
+                        raise UnavailableError(f"{self._settings}: other threads change these objects")
                     chosen = [name for name in left if name in mine]
-                    found = self._by_names("delete", chosen, lambda client, part: client.remove(part))
+                    found = self._by_names(
+                        patience, "delete", chosen, lambda client, part: client.remove(part)
+                    )
                     codes.update(zip(chosen, found, strict=True))
             failed = [code for code in codes.values() if code and outcome_of(code) is not Outcome.MISS]
             if failed:
@@ -180,7 +186,9 @@ class MooncakeBackend(StorageBackend):
         Raises UnavailableError if that fails.
         """
         with self._gate:
-            count = self._link.ask("clear", lambda client: client.remove_all_with(self._names.prefix))
+            count = self._link.ask(
+                self._link.patience(), "clear", lambda client: client.remove_all_with(self._names.prefix)
+            )
             if count < 0:
                 raise self._unavailable(count)
             return count
@@ -211,33 +219,41 @@ class MooncakeBackend(StorageBackend):
         for number, name in enumerate(names):
             first.setdefault(name, number)
         answers: dict[str, Outcome] = {}
+        patience = self._link.patience()
         while left := [name for name in first if name not in answers]:
-            with self._claims.some(left) as mine:
+            with self._claims.some(left, patience.left) as mine:
+                if not mine:
+                    answers.update(dict.fromkeys(left, Outcome.UNAVAILABLE))
                 chosen = [name for name in left if name in mine]
-                found = self._writer.set(chosen, [items[first[name]] for name in chosen])
+                found = self._writer.set(patience, chosen, [items[first[name]] for name in chosen])
                 answers.update(zip(chosen, found, strict=True))
         return [
             Outcome.HIT if answers[name] is Outcome.STORED and first[name] != n else answers[name]
             for n, name in enumerate(names)
         ]
 
-    def _exist(self, names: Sequence[str]) -> list[int]:
-        return self._by_names("exists", names, lambda client, part: client.exist(part))
+    def _exist(self, patience: Patience, names: Sequence[str]) -> list[int]:
+        return self._by_names(patience, "exists", names, lambda client, part: client.exist(part))
 
     def _by_names(
-        self, what: str, names: Sequence[str], work: Callable[[MooncakeClient, Sequence[str]], list[int]]
+        self,
+        patience: Patience,
+        what: str,
+        names: Sequence[str],
+        work: Callable[[MooncakeClient, Sequence[str]], list[int]],
     ) -> list[int]:
         """Return the codes of all names, asked in several calls; raises UnavailableError."""
         codes: list[int] = []
         for at in range(0, len(names), _NAMES):
             part = names[at : at + _NAMES]
-            codes += self._link.ask(what, lambda client, part=part: work(client, part))  # type: ignore[misc]
-        if codes and min(codes) >= 0:
-            self._link.succeeded()
+            found = self._link.ask(patience, what, lambda client, part=part: work(client, part))  # type: ignore[misc]
+            patience.answered(found)
+            codes += found
         return codes
 
     def _describe(self, digests: Sequence[bytes]) -> list[ScanEntry | None]:
         found: list[ScanEntry | None] = []
+        patience = self._link.patience()
         for at in range(0, len(digests), _HEADERS):
             part = digests[at : at + _HEADERS]
             names = [self._names.of(digest) for digest in part]
@@ -249,7 +265,8 @@ class MooncakeBackend(StorageBackend):
                     for n, code in enumerate(codes)
                 ]
 
-            heads = self._link.ask_with("describe", len(part) * HEADER_BYTES, work)
+            heads = self._link.ask_with(patience, "describe", len(part) * HEADER_BYTES, work)
+            patience.answered([head for head in heads if isinstance(head, int)])
             for digest, name, head in zip(part, names, heads, strict=True):
                 # INVALID: an object of somebody else, shorter than a header.
                 if isinstance(head, int) and head != INVALID and outcome_of(head) is not Outcome.MISS:

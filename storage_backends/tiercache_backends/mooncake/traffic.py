@@ -1,12 +1,16 @@
-"""The way of a batch's parts through Mooncake: two parts at a time, each within the deadline."""
+"""The way of a batch's parts through Mooncake: one call at a time, each within the deadline.
+
+    the caller's thread      prepare 1 | prepare 2      | finish 1, prepare 3 | finish 2 ...
+    a thread of the link               | call for 1     | call for 2          | call for 3 ...
+
+A second call at once would be slower, because Mooncake spins in every thread that waits for bytes.
+"""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 from tiercache.core import Outcome
 from tiercache.errors import UnavailableError
@@ -16,12 +20,10 @@ from tiercache_backends.mooncake.library import MooncakeClient
 from tiercache_backends.mooncake.link import Link
 from tiercache_backends.mooncake.memory import Region
 from tiercache_backends.mooncake.parts import Part
+from tiercache_backends.mooncake.patience import Patience
 
 Item = TypeVar("Item", GetItem, SetItem)
 Codes = list[int]
-
-_AT_ONCE = 2
-"""Parts of a batch under way: one is checked while the next is moved."""
 
 
 class Work(Protocol[Item]):
@@ -31,17 +33,10 @@ class Work(Protocol[Item]):
         """Return a code for each item."""
 
 
-@dataclass(slots=True)
-class _UnderWay(Generic[Item]):
-    part: Part[Item]
-    region: Region
-    pending: PendingCall[Codes]
-
-
 def move(
     link: Link,
+    patience: Patience,
     what: str,
-    deadline: float,
     parts: Iterable[Part[Item]],
     work: Work[Item],
     prepare: Callable[[Part[Item], Region], None],
@@ -50,61 +45,103 @@ def move(
 ) -> None:
     """Pass all parts through `prepare`, `work` (on a thread of the link) and `finish`.
 
-    Items whose call cannot be made or does not return get UNAVAILABLE in `outcomes`; items for which there is
-    no staging memory get THROTTLED.
+    Items whose call cannot be made or does not return get UNAVAILABLE in `outcomes`, as do all items after
+    them; items for which there is no staging memory get THROTTLED.
     """
-    under_way: deque[_UnderWay[Item]] = deque()
-    is_out = False
-
-    def end() -> None:
-        nonlocal is_out
-        one = under_way.popleft()
-        try:
-            codes = link.end(one.pending)
-            finish(one.part, one.region, codes)
-        except UnavailableError:
-            is_out = True
-            _answer(one.part, outcomes, Outcome.UNAVAILABLE)
-        finally:
-            # A call that was given up while it ran gives its memory back when it returns.
-            if not one.pending.given_up or not one.pending.thread:
-                link.staging.give(one.region)
-
-    for part in parts:
-        while len(under_way) >= _AT_ONCE:
-            end()
-        region = None
-        while not is_out and region is None:
-            region = link.staging.take(part.nbytes, 0 if under_way else deadline)
-            if region is None and not under_way:
-                break
+    way = _Way(link, patience, what, work, finish, outcomes)
+    try:
+        for part in parts:
+            region = way.room(part)
             if region is None:
-                end()
-        if is_out or region is None:
-            if region is not None:
+                continue
+            try:
+                prepare(part, region)
+            except BaseException:  # whatever it is, nothing uses the memory
                 link.staging.give(region)
-            _answer(part, outcomes, Outcome.UNAVAILABLE if is_out else Outcome.THROTTLED)
-            continue
+                raise
+            rest = way.wait()
+            way.go(part, region)
+            rest()
+    finally:
+        way.wait()()
+
+
+class _Way(Generic[Item]):
+    """The call under way for a batch.
+
+    Thread safety: one thread.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        patience: Patience,
+        what: str,
+        work: Work[Item],
+        finish: Callable[[Part[Item], Region, Codes], None],
+        outcomes: list[Outcome],
+    ) -> None:
+        self._link: Final = link
+        self._patience: Final = patience
+        self._what: Final = what
+        self._work: Final[Work[Item]] = work
+        self._finish: Final[Callable[[Part[Item], Region, Codes], None]] = finish
+        self._outcomes: Final = outcomes
+        self._under_way: tuple[Part[Item], Region, PendingCall[Codes]] | None = None
+
+    def room(self, part: Part[Item]) -> Region | None:
+        """Return staging memory for a part, if need be when the call under way has given its own back.
+
+        Returns None, and answers the items, if there is none.
+        """
+        region = self._link.staging.take(part.nbytes, 0) if self._patience.left else None
+        if region is None:
+            self.wait()()
+            is_out = not self._patience.left
+            region = None if is_out else self._link.staging.take(part.nbytes, self._patience.left)
+            if region is None:
+                self._answer(part, Outcome.UNAVAILABLE if is_out else Outcome.THROTTLED)
+        return region
+
+    def go(self, part: Part[Item], region: Region) -> None:
+        """Begin the call for a part."""
         try:
-            prepare(part, region)
-            pending = link.begin(
-                what,
-                partial(work, part=part, region=region),
-                partial(part.withhold, region, link.staging, link.attached),
+            pending = self._link.begin(
+                self._patience,
+                self._what,
+                partial(self._work, part=part, region=region),
+                partial(part.withhold, region, self._link.staging, self._link.attached),
             )
         except UnavailableError:
-            is_out = True
-            link.staging.give(region)
-            _answer(part, outcomes, Outcome.UNAVAILABLE)
-        except BaseException:  # whatever it is, nothing uses the memory
-            link.staging.give(region)
-            raise
+            self._link.staging.give(region)
+            self._answer(part, Outcome.UNAVAILABLE)
         else:
-            under_way.append(_UnderWay(part, region, pending))
-    while under_way:
-        end()
+            self._under_way = part, region, pending
 
+    def wait(self) -> Callable[[], None]:
+        """Wait for the end of the call under way; return what is left to do for its part."""
+        if self._under_way is None:
+            return lambda: None
+        (part, region, pending), self._under_way = self._under_way, None
+        try:
+            codes = self._link.end(self._patience, pending)
+        except BaseException as error:
+            # A call that was given up while it ran gives its memory back when it returns.
+            if not pending.given_up or not pending.thread:
+                self._link.staging.give(region)
+            if not isinstance(error, UnavailableError):
+                raise
+            self._answer(part, Outcome.UNAVAILABLE)
+            return lambda: None
+        self._patience.answered(codes)
+        return partial(self._end, part, region, codes)
 
-def _answer(part: Part[Item], outcomes: list[Outcome], outcome: Outcome) -> None:
-    for one in part.placed:
-        outcomes[one.index] = outcome
+    def _answer(self, part: Part[Item], outcome: Outcome) -> None:
+        for one in part.placed:
+            self._outcomes[one.index] = outcome
+
+    def _end(self, part: Part[Item], region: Region, codes: Codes) -> None:
+        try:
+            self._finish(part, region, codes)
+        finally:
+            self._link.staging.give(region)

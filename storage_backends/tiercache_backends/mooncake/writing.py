@@ -10,11 +10,12 @@ from typing import Final
 from tiercache.core import Outcome
 from tiercache.errors import UnavailableError
 from tiercache.storage.base import SetItem
-from tiercache_backends.mooncake.header import HEADER_BYTES, groups, is_state, write_header
+from tiercache_backends.mooncake.header import HEADER_BYTES, is_state, write_header
 from tiercache_backends.mooncake.library import FULL, INVALID, MooncakeClient
 from tiercache_backends.mooncake.link import Link
 from tiercache_backends.mooncake.memory import Region, copy_in
 from tiercache_backends.mooncake.parts import Part, parts
+from tiercache_backends.mooncake.patience import Patience
 from tiercache_backends.mooncake.settings import MooncakeSettings
 from tiercache_backends.mooncake.traffic import Codes, move
 
@@ -32,20 +33,22 @@ class PoolWriter:
     """
 
     def __init__(
-        self, link: Link, settings: MooncakeSettings, exist: Callable[[Sequence[str]], list[int]]
+        self, link: Link, settings: MooncakeSettings, exist: Callable[[Patience, Sequence[str]], list[int]]
     ) -> None:
         """Make the writer; `exist` returns 1, 0 or a negative code for each name."""
         self._link: Final = link
         self._settings: Final = settings
         self._exist: Final = exist
 
-    def set(self, names: Sequence[str], items: Sequence[SetItem]) -> list[Outcome]:
+    def set(self, patience: Patience, names: Sequence[str], items: Sequence[SetItem]) -> list[Outcome]:
         """Store well-formed items of different names, which the caller has claimed."""
         outcomes = [Outcome.UNAVAILABLE] * len(items)
         try:
-            known = self._exist(names)
+            known = self._exist(patience, names)
         except UnavailableError:
             return outcomes
+        if min(known, default=0) < 0:
+            self._link.failed(f"the master does not answer (code {min(known)})")
         fits = self._link.staging.nbytes - HEADER_BYTES
         kinds: dict[int, list[tuple[int, SetItem, str, Sequence[memoryview], int]]] = {}
         for n, (item, name, code) in enumerate(zip(items, names, known, strict=True)):
@@ -61,8 +64,8 @@ class PoolWriter:
         for replicas, wanted in kinds.items():
             move(
                 self._link,
+                patience,
                 "set",
-                self._settings.deadline,
                 parts(wanted, self._link.attached, self._link.staging),
                 partial(self._put, replicas),
                 self._prepare,
@@ -85,8 +88,7 @@ class PoolWriter:
         A put succeeds, and does nothing, while another client has begun to put the same object. That client
         may have died.
         """
-        keys = [one.item.key for one in part.placed]
-        codes = client.put(part.names, *part.pieces(region, self._link.attached), replicas, groups(keys))
+        codes = client.put(part.names, *part.pieces(region, self._link.attached), replicas)
         there = client.exist(part.names)
         found = [code or there for code, there in zip(codes, there, strict=True)]
         for _ in range(_POLLS):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from functools import partial
 
 import pytest
 from tiercache_backends.chain.settings import Promotion, WritePolicy
@@ -10,6 +12,7 @@ from tiercache_backends.memory import MemoryBackend
 
 from tests.storage_backends.chain.stores import Hanging, chain_over, health, held, until
 from tiercache.core import Outcome
+from tiercache.errors import UnavailableError
 from tiercache.storage import open_backend
 from tiercache.storage.calls import Calls, NoThreadError
 from tiercache.testing.objects import fetch, key, payload, put, to_set
@@ -145,6 +148,17 @@ def test_a_call_that_finds_no_thread_is_over_too():
     free.set()
     hung.result()
     assert over.wait(30)
+    calls.close()
+
+
+def test_a_call_that_waited_for_one_that_hangs_gets_no_time_anew():
+    free = threading.Event()
+    calls = Calls("tier t", 1, 0.5, lambda why: None, lambda: None)
+    hung, waiting = calls.begin("get", free.wait), calls.begin("get", partial(time.sleep, 0.5), seconds=0.8)
+    for call in (hung, waiting):
+        with pytest.raises(UnavailableError):
+            call.result()
+    free.set()
     calls.close()
 
 

@@ -52,7 +52,7 @@ class Vandal:
         name = self.names.of(k.digest)
         self.client.remove([name])
         self.memory.memory[: len(data)] = data
-        assert self.client.put([name], [[self.memory.address]], [[len(data)]], 1, [name]) == [0]
+        assert self.client.put([name], [[self.memory.address]], [[len(data)]], 1) == [0]
 
     def close(self) -> None:
         self.client.unregister(self.memory.address)

@@ -100,6 +100,13 @@ def test_a_provider_that_hangs_writes_late_into_memory_that_is_withheld() -> Non
         outside = to_get(key("small"), SIZE)
         assert store.get([GetItem(key("big"), [target], BLOCK), outside]) == [UNAVAILABLE] * 2
         assert content(outside) == b"\xaa" * SIZE
+        state = to_set(state_of("new"), small, parent=key("new").page_key)
+        assert store.set([to_set(key("new"), small), state]) == [UNAVAILABLE] * 2
+        assert store.usage().details["lost_calls"] == 2, "one for the get, one for a set of two kinds"
+        assert store.exists([key("big"), key("new")]) == [True, False]
+        for _ in range(2):
+            assert fetch(store, key("small"), SIZE) is UNAVAILABLE
+        assert store.usage().details["lost_calls"] == 3, "what the master answers does not close the breaker"
         target.release()
         arena.free(blocks)
         taken = arena.alloc(7)
