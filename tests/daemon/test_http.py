@@ -145,7 +145,8 @@ def test_strangers_learn_whether_it_is_well_and_nothing_else(guarded: StorageSer
 def test_a_principal_that_observes_reads_everything(guarded: StorageServer) -> None:
     for given in (bearer("watcher"), basic(f"anyone:{TOKENS['watcher']}")):
         assert ask(guarded.http_address, "/metrics", Authorization=given).status == 200
-        told = json.loads(ask(guarded.http_address, "/status", Authorization=given).text)
+        told = json.loads(ask(guarded.http_address, "/status.json", Authorization=given).text)
+        assert ask(guarded.http_address, "/status", Authorization=given).text.startswith("<!doctype html>")
         assert (told["reader"], told["whole"], bool(told["tiers"])) == ("watcher", True, True)
         assert {row["name"] for row in told["principals"]} == {*TOKENS, "owner"}
     assert "reasons" in ask(guarded.http_address, "/readyz", Authorization=bearer("watcher")).text
@@ -321,6 +322,7 @@ def test_the_status_of_a_daemon_that_drains(tmp_path: Path) -> None:
         assert told["journal"][0]["text"] == "the daemon shuts down"
 
 
+@pytest.mark.slow
 def test_without_the_extra_one_sentence_says_what_to_install(tmp_path: Path) -> None:
     code = "import sys; sys.modules['aiohttp'] = None; from tiercache.cli.app import main; main()"
     words = ["serve", "-d", str(tmp_path), "--disk-bytes", "16MiB", "--http", "127.0.0.1:0"]

@@ -106,6 +106,11 @@ def test_the_window_moves_and_is_bounded() -> None:
     assert (found.window, found.asked, found.found, found.hit_rate) == (100.0, 30, 20, 2 / 3)
     assert found.misses == [MissStatus("exists", "absent", 10)]
     assert lookups_of(within[-1:]).hit_rate is None
+    ring = SampleRing(window=100.0, every=10.0)
+    ring.add(sample(10.0, read=5.0))
+    assert history_of(ring.within(sample(10.5, read=6.0)), 9).read == [2.0], "nothing older is known"
+    ring.add(sample(20.0))
+    assert [s.at for s in ring.within(sample(20.5))] == [10.0, 20.5], "half a second says nothing"
 
 
 def test_a_history_is_rates_of_few_points_and_the_newest_is_the_last() -> None:

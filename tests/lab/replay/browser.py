@@ -49,7 +49,7 @@ class Page:
 
     def open(
         self,
-        path: Path,
+        path: Path | str,
         *,
         width: int = 1280,
         height: int = 900,
@@ -57,7 +57,7 @@ class Page:
         script: bool = True,
         media: str = "",
     ) -> None:
-        """Show a file, and wait until it is loaded and laid out."""
+        """Show a file or an address, and wait until it is loaded and laid out."""
         self.complaints.clear()
         self.asked.clear()
         self.call("Emulation.setScriptExecutionDisabled", value=not script)
@@ -70,7 +70,7 @@ class Page:
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", media=media, features=[scheme])
-        self.call("Page.navigate", url=path.as_uri())
+        self.call("Page.navigate", url=path if isinstance(path, str) else path.as_uri())
         self._until("Page.loadEventFired")
         if script:
             self.ask("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))")

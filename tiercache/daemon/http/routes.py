@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from tiercache.daemon.access import Permissions, Refusal
 from tiercache.daemon.call_log import CallLog
+from tiercache.daemon.http.page import PAGE, POLICY
 from tiercache.daemon.http.readers import Readers
 from tiercache.daemon.status.board import StatusBoard
 from tiercache.metrics.exposition import CONTENT_TYPE, render
@@ -56,7 +57,7 @@ def make_app(
         ("/healthz", routes.health),
         ("/readyz", routes.ready),
         ("/metrics", routes.metrics),
-        ("/status", routes.status),
+        ("/status", routes.page),
         ("/status.json", routes.status),
     ):
         app.router.add_get(path, handler)
@@ -124,6 +125,15 @@ class _Routes:
         self._readers.identify_observer(request)
         body = self._cached("metrics", None, lambda: render(self._registry))
         return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
+
+    async def page(self, request: web.Request) -> web.Response:
+        """Answer with the page, or with the document if the reader asks for JSON."""
+        if "application/json" in request.headers.get("Accept", ""):
+            return await self.status(request)
+        self._readers.identify(request)  # so that a browser asks for the token
+        return web.Response(
+            body=PAGE, content_type="text/html", charset="utf-8", headers={"Content-Security-Policy": POLICY}
+        )
 
     async def status(self, request: web.Request) -> web.Response:
         """Answer with the status document, as far as the reader may know it."""

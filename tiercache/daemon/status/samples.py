@@ -14,6 +14,8 @@ from tiercache.daemon.status.document import HistoryStatus, LookupStatus, MissSt
 WINDOW_SECONDS: Final = 3600.0
 SAMPLE_SECONDS: Final = 10.0
 """Seconds between two samples, so that the window has 360 of them."""
+_MIN_SECONDS: Final = 1.0
+"""Minimum age of a sample that is compared with the present, so that a rate is not that of a moment."""
 
 K = TypeVar("K")
 
@@ -54,9 +56,14 @@ class SampleRing:
             self._samples.append(sample)
 
     def within(self, now: CounterSample) -> list[CounterSample]:
-        """Return the samples that are at most one window older than `now`, and `now` as the last."""
+        """Return the samples that are at most one window older than `now`, and `now` as the last.
+
+        If there is none, the difference is that to the first sample, however short ago that was.
+        """
+        oldest, newest = now.at - self._window, now.at - _MIN_SECONDS
         with self._lock:
-            return [*(s for s in self._samples if now.at - self._window <= s.at < now.at), now]
+            found = [sample for sample in self._samples if oldest <= sample.at <= newest]
+            return [*(found or [s for s in self._samples if s.at < now.at][:1]), now]
 
 
 def lookups_of(samples: Sequence[CounterSample]) -> LookupStatus:

@@ -1,0 +1,142 @@
+"""The status page as a real browser shows it, of a daemon that serves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiercache_backends.memory import MemoryBackend
+
+from tests.daemon.hosts import until
+from tests.daemon.test_metrics import Told, settings_of
+from tests.lab.replay.browser import MISSING, PROGRAM, Page, chromium
+from tests.lab.replay.test_report_in_browser import PALE, WIDE
+from tiercache.core import Outcome, PoolName
+from tiercache.daemon import StorageServer
+from tiercache.storage.base import TierReport, Usage
+from tiercache.testing.objects import key
+
+HOSTILE = "<img src=x onerror=window.bad=1><script>window.bad=1</script>"
+GIB = 1 << 30
+TEXT = "document.body.innerText"
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    if PROGRAM is None:
+        pytest.skip(MISSING)
+    with chromium(tmp_path_factory.mktemp("chromium")) as tab:
+        yield tab
+
+
+def usage(**health: str) -> Usage:
+    def tier(name: str, kind: str, capacity: int, used: float, **more: Any) -> TierReport:
+        return TierReport(
+            name=name, kind=kind, health=health.get(kind, "serving"), objects=int(used * capacity) >> 20,
+            used_bytes=int(used * capacity), capacity_bytes=capacity, last_read=time.time() - 30, **more,
+        )  # fmt: skip
+
+    tiers = [
+        tier("dram", "memory", 64 * GIB, 0.97, read_objects=52_000, waiting=120),
+        tier("nvme", "file", 2048 * GIB, 0.61, read_objects=18_300, waiting=4, dropped=17),
+        tier(HOSTILE, "s3", 16_384 * GIB, 0.22, read_objects=1_900, lost_calls=3, why=HOSTILE * (
+            health.get("s3") == "out")),
+    ]  # fmt: skip
+    details = {"restorable_bytes": 4500 * GIB, "dead_bytes": 180 * GIB, "orphans": 912}
+    used = sum(one.used_bytes for one in tiers)
+    capacity = sum(one.capacity_bytes for one in tiers)
+    return Usage(4_812_004, used, used, capacity, details, tiers)
+
+
+@contextmanager
+def daemon(path: Path, tell: Callable[[], Usage] = usage) -> Iterator[StorageServer]:
+    """A daemon whose figures are told by a function, and which has counted some calls."""
+    principals = [
+        {"name": name, "uid": 1_000_000 + n, "tenant": tenant}
+        for n, (name, tenant) in enumerate([("sglang-0", "acme"), ("vllm-1", "acme"), ("batch", "globex")])
+    ]
+    for tenant in ("acme", "globex"):
+        (path / tenant).touch(0o600)
+        (path / tenant).write_text(tenant * 8)
+    tenants = {tenant: {"salt_file": path / tenant} for tenant in ("acme", "globex")}
+    settings = settings_of(path, principals=principals, tenants=tenants)
+    with StorageServer(settings, Told(MemoryBackend(), tell)) as node:
+        board = node._board  # private: calls of an hour would take an hour
+        assert board is not None
+        board._figures._every = 0.05  # type: ignore[misc]  # private: every look would else take five seconds
+        until(lambda: len(board.document(None).tiers) == 3)
+        board.sample()
+        count(node)
+        yield node
+
+
+def count(node: StorageServer) -> None:
+    board = node._board  # private: see above
+    assert board is not None
+    metrics = board._metrics  # private: see above
+    kv, mamba = key(1), key(2)._replace(pool=PoolName.MAMBA)
+    metrics.count_exists([kv] * 1000, [n % 4 != 0 for n in range(1000)])
+    metrics.count_outcomes([kv] * 740 + [mamba] * 10, [Outcome.HIT] * 744 + [Outcome.CORRUPT] * 6)
+    metrics.count_payload("sglang-0", "shared", "out", 740 << 20)
+    metrics.count_payload("batch", "data", "in", 310 << 20)
+    for name, calls in (("sglang-0", 1210), ("vllm-1", 640), ("batch", 88)):
+        for _ in range(calls):
+            metrics.count_call(name)
+    for n, (method, name) in enumerate([("GetInto", "vllm-1"), ("Set", "batch"), ("Get", "sglang-0")]):
+        metrics.slowest.note(method, name, 0.8 / (n + 1), failed=n == 1)
+
+
+def shown(page: Page, said: str, seconds: float = 60) -> None:
+    until(lambda: said in page.ask(TEXT), seconds)
+
+
+def test_a_daemon_in_a_browser(page: Page, tmp_path: Path) -> None:
+    health: dict[str, str] = {}
+    with daemon(tmp_path, lambda: usage(**health)) as node:
+        address = f"http://{node.http_address}/status"
+        for dark, width in ((False, 1280), (True, 360)):
+            page.open(address, width=width, dark=dark)
+            shown(page, "75.0 %")
+            text = page.ask(TEXT)
+            for said in ("dram", "62.1 GiB of 64.0 GiB", HOSTILE, "absent (exists)", "checksum (get)",
+                         "96.2 %", "912 orphans", "sglang-0", "globex", "1,210", "740 MiB", "800 ms",
+                         "Set (failed)", "serves a store of type", "ready"):  # fmt: skip
+                assert said in text, said
+            assert page.ask("document.documentElement.scrollWidth") <= width
+            assert page.ask(WIDE) == []
+            pale = page.ask(PALE)
+            assert (pale["checked"] > 60, pale["pale"]) == (True, [])
+            ground = page.ask("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
+            assert (max(ground) < 60) == dark
+            assert page.ask("[...document.querySelectorAll('svg')].every(one => one.ariaLabel)")
+        assert page.ask("typeof window.bad") == "undefined"
+        assert page.ask("document.querySelectorAll('img, td script, span script').length") == 0
+        assert page.complaints == []
+        asked = {one for one in page.asked if not one.startswith("data:")}
+        assert asked == {address, f"{address}.json"}
+
+        # It follows the daemon, and keeps the nodes that it has.
+        page.ask("window.first = document.querySelector('#tiers td'); 0")
+        health["s3"] = "out"
+        shown(page, "out")
+        assert page.ask("window.first === document.querySelector('#tiers td')")
+        count(node)
+        shown(page, "1,500 of 2,000")
+        assert page.complaints == []
+        assert page.ask("typeof window.bad") == "undefined"
+        names = {
+            node["name"]["value"]
+            for node in page.call("Accessibility.getFullAXTree")["nodes"]
+            if not node.get("ignored") and "name" in node
+        }
+        assert {"Tiers", "Last events", "Hit rate over the last hour; now 75.0 %"} <= names
+    shown(page, "The daemon does not answer since")
+    assert page.ask("document.title") == "no answer: tiercache"
+    settings = settings_of(tmp_path, http={"listen": node.http_address, "public": True})
+    with StorageServer(settings, MemoryBackend()):
+        shown(page, "MemoryBackend store")
+        until(lambda: page.ask("document.getElementById('notice').textContent") == "")
