@@ -67,6 +67,7 @@ SOUND: dict[str, bytes] = {
     "Namespaces": b"",
     "Usage": b"",
     "Flush": b"",
+    "Status": b"",
 }
 
 

@@ -25,6 +25,7 @@ from tiercache.daemon import StorageServer
 from tiercache.daemon.http import HttpPort, routes
 from tiercache.daemon.http.port import MAX_CONNECTIONS
 from tiercache.errors import StorageError
+from tiercache.storage.registry import open_backend
 
 TOKENS = {name: f"{name}-" + name[0] * 24 for name in ("watcher", "acme", "rival")}
 
@@ -60,7 +61,8 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StorageServer]
         for name, token in TOKENS.items()
     ]
     http = {"listen": "127.0.0.1:0", "hosts": ["cache-1.example"]}
-    with serving(here, principals=principals, tenants=tenants, http=http) as made:
+    more = {"http": http, "listen": ["127.0.0.1:0"]}
+    with serving(here, principals=principals, tenants=tenants, **more) as made:
         yield made
 
 
@@ -165,6 +167,9 @@ def test_a_tenant_reads_of_itself_only_even_with_the_verb_admin(guarded: Storage
     assert told["tiers"] == told["limits"] == told["journal"] == []
     assert not any(word in text for word in ("rival", "watcher", *TOKENS.values()))
     assert ask(guarded.http_address, "/readyz", Authorization=given).text == '{"ready": true}'
+    with open_backend(f"grpc://{guarded.addresses[0]}?token_file={guarded.settings.directory}/acme") as store:
+        assert store.status().keys() == told.keys()  # type: ignore[attr-defined]
+        assert not any(store.status()[name] for name in ("store", "tiers", "journal", "whole"))  # type: ignore[attr-defined]
 
 
 def test_a_public_port_answers_everyone_and_still_knows_tenants(tmp_path: Path) -> None:

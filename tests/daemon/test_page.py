@@ -53,7 +53,7 @@ def usage(**health: str) -> Usage:
 
 
 @contextmanager
-def daemon(path: Path, tell: Callable[[], Usage] = usage) -> Iterator[StorageServer]:
+def daemon(path: Path, tell: Callable[[], Usage] = usage, **more: Any) -> Iterator[StorageServer]:
     """A daemon whose figures are told by a function, and which has counted some calls."""
     principals = [
         {"name": name, "uid": 1_000_000 + n, "tenant": tenant}
@@ -63,7 +63,8 @@ def daemon(path: Path, tell: Callable[[], Usage] = usage) -> Iterator[StorageSer
         (path / tenant).touch(0o600)
         (path / tenant).write_text(tenant * 8)
     tenants = {tenant: {"salt_file": path / tenant} for tenant in ("acme", "globex")}
-    settings = settings_of(path, principals=principals, tenants=tenants)
+    path.chmod(0o711)  # for the users of the principals
+    settings = settings_of(path, principals=principals, tenants=tenants, **more)
     with StorageServer(settings, Told(MemoryBackend(), tell)) as node:
         board = node._board  # private: calls of an hour would take an hour
         assert board is not None

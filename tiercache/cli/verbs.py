@@ -79,6 +79,10 @@ VERBS: Final = {
     "ping": Verb(
         f"{_STORE}.status:ping", "Measure round trips to a daemon. Exit code 3 if it does not answer."
     ),
+    "top": Verb(
+        f"{_STORE}.top:top",
+        "Show live what a daemon does: tiers, hit rates, throughput, limits, slow calls. Ctrl-C ends it.",
+    ),
     "ls": Verb(f"{_STORE}.ls:ls", "List the stored objects."),
     "inspect": Verb(
         f"{_STORE}.inspect:inspect",

@@ -290,7 +290,7 @@ class StorageServer:
         sessions = DataSessions(access, gate, limits.streams_per_client)
         metrics.watch(settings, budgets, attachments, sessions, figures)
         service = Service(
-            access, attachments, threads, streams, shared, TierCalls(self.store, self.instance, calls),
+            access, attachments, threads, streams, shared, TierCalls(self.store, self.instance, calls), board,
             instance=self.instance, limits=_limits(settings), idle=limits.idle,
             store=kind, metrics=metrics, calls=calls, gate=gate, data=streams, sessions=sessions,
         )  # fmt: skip

@@ -28,6 +28,7 @@ from tiercache.daemon.payload.calls import DataCall, DataCalls
 from tiercache.daemon.payload.channel import DisconnectedError
 from tiercache.daemon.payload.sessions import DataSessions
 from tiercache.daemon.shared import SharedCalls
+from tiercache.daemon.status.board import StatusBoard
 from tiercache.daemon.streams import StreamCalls
 from tiercache.daemon.tiers import TierCalls
 from tiercache.daemon.views import NamespaceView
@@ -66,6 +67,7 @@ class Service:
         streams: StreamCalls,
         shared: SharedCalls,
         tiers: TierCalls,
+        board: StatusBoard,
         *,
         instance: bytes,
         store: str,
@@ -92,6 +94,7 @@ class Service:
         self._instance = instance
         self._store = store
         self._tiers = tiers
+        self._board = board
         self._handlers: dict[str, Handler] = {
             "Get": streams.get,
             "Set": streams.set,
@@ -107,6 +110,7 @@ class Service:
             "Namespaces": self._namespaces,
             "Usage": self._usage,
             "Flush": self._flush,
+            "Status": self._status,
             "ChangeTiers": tiers.change,
             "FollowTierChange": tiers.follow,
         }
@@ -377,6 +381,11 @@ class Service:
         await call.request(pb.FlushRequest)
         await self._ask(call, call.caller.permissions.store.flush)
         await _answer(call, pb.FlushReply())
+
+    async def _status(self, call: Call) -> None:
+        await call.request(pb.StatusRequest)
+        document = await self._ask(call, self._board.encoded, call.caller.permissions)
+        await _answer(call, pb.StatusReply(document=document))
 
     async def _ask(self, call: Call, work: Callable[[*A], T], *arguments: *A) -> T:
         """Run `work` in a store thread and return its result."""

@@ -60,6 +60,7 @@ METHODS: Final = {
         Method("Namespaces", pb.NamespacesRequest, pb.NamespacesReply, Verb.READ),
         Method("Usage", pb.UsageRequest, pb.UsageReply, Verb.READ),
         Method("Flush", pb.FlushRequest, pb.FlushReply, Verb.WRITE),
+        Method("Status", pb.StatusRequest, pb.StatusReply, None),
         Method("ChangeTiers", pb.ChangeTiersRequest, pb.TierChangeReply, Verb.ADMIN),
         Method("FollowTierChange", pb.FollowTierChangeRequest, pb.TierChangeReply, Verb.ADMIN),
     )

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
@@ -215,6 +216,16 @@ class GrpcBackend(StorageBackend, RemoteTiers):
     def flush(self) -> None:
         with self._gate:
             self._ask("Flush", pb.FlushRequest(), self._settings.transfer_timeout)
+
+    def status(self) -> dict[str, Any]:
+        """Return the status document of the daemon (docs/status.md); raise StorageError without an answer."""
+        with self._gate:
+            reply = self._ask("Status", pb.StatusRequest())
+            try:
+                found = json.loads(reply.document)
+            except ValueError as error:
+                raise self._unreadable_reply(WireError(f"the status is no JSON: {error}")) from error
+            return dict(found)
 
     def ping(self) -> Pong:
         """Ask the daemon for its identity; raise StorageError if it does not answer."""

@@ -14,6 +14,7 @@ import tiercache
 from tiercache.cli.store.names import Namespaces
 from tiercache.cli.store.options import MacKeyOption, StoreOption, StoresOption
 from tiercache.cli.store.target import Target, opened, resolve, resolve_all
+from tiercache.cli.store.top import Document, status_of, summary
 from tiercache.cli.terminal import (
     SHORTER,
     Output,
@@ -26,7 +27,7 @@ from tiercache.cli.terminal import (
     table,
     whole,
 )
-from tiercache.errors import ConfigError
+from tiercache.errors import ConfigError, RefusedError
 from tiercache.storage.base import ScanEntry, StorageBackend
 from tiercache.text import readable_age, readable_size
 
@@ -72,7 +73,8 @@ def status(
     name, kind, health = serving, read-only or out, why (it is not serving),
     objects, payload_bytes, used_bytes, capacity_bytes, read_objects,
     read_bytes, written_objects, written_bytes, waiting, dropped, lost_calls,
-    last_read, details). The figures of a chain are sums, in which every copy of
+    last_read, details), status (the status document of a daemon, docs/status.md;
+    null for a stopped store). The figures of a chain are sums, in which every copy of
     an object counts. restorable_bytes, dead_bytes and orphans are null if the
     store does not report them. jsonl has the same on one line.
     """
@@ -166,7 +168,16 @@ def _describe(target: Target, store: StorageBackend) -> dict[str, Any]:
         **{name: usage.details.get(name) for name in _RESTORABLE_FIELDS},
         "details": dict(usage.details),
         "tiers": [asdict(tier) for tier in usage.tiers],
+        "status": _document(target, store) if target.live else None,
     }
+
+
+def _document(target: Target, store: StorageBackend) -> Document | None:
+    """Return the status document of a daemon; None of a daemon that is too old to have one."""
+    try:
+        return status_of(store, target.name)
+    except RefusedError:
+        return None
 
 
 def _totals(entries: Iterable[ScanEntry], names: Namespaces) -> list[dict[str, Any]]:
@@ -202,6 +213,7 @@ def _print(record: dict[str, Any]) -> None:
         ),
         ("tiercache", record["version"]),
         *((name, _text(value)) for name, value in (record["daemon"] or {}).items()),
+        *(summary(record["status"]) if record["status"] else ()),
         ("objects", f"{record['objects']:,}"),
         ("payload", readable_size(record["payload_bytes"])),
         ("used", readable_size(record["used_bytes"]) + share),

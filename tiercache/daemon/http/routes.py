@@ -6,7 +6,6 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
 from typing import Final
 
 from aiohttp import web
@@ -138,7 +137,7 @@ class _Routes:
     async def status(self, request: web.Request) -> web.Response:
         """Answer with the status document, as far as the reader may know it."""
         reader = self._readers.identify(request)
-        return _json(self._cached("status", reader, lambda: _document(self._board, reader)))
+        return _json(self._cached("status", reader, lambda: self._board.encoded(reader)))
 
     def _cached(self, what: str, reader: Permissions | None, make: Callable[[], bytes]) -> bytes:
         key = what, None if reader is None else reader.name
@@ -147,10 +146,6 @@ class _Routes:
             body = make()
             self._fresh[key] = time.monotonic(), body
         return body
-
-
-def _document(board: StatusBoard, reader: Permissions | None) -> bytes:
-    return json.dumps(asdict(board.document(reader)), allow_nan=False).encode()
 
 
 def _json(body: bytes, status: int = 200) -> web.Response:

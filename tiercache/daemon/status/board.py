@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Final
 
 import tiercache
@@ -115,6 +116,10 @@ class StatusBoard:
         calls = [call for call in self._metrics.slowest.latest() if call.principal in own]
         document.slowest.extend(calls[:_SLOWEST])
         return self._completed(document) if whole else document
+
+    def encoded(self, reader: Permissions | None) -> bytes:
+        """Return `document` as JSON."""
+        return json.dumps(asdict(self.document(reader)), allow_nan=False).encode()
 
     def _completed(self, document: StatusDocument) -> StatusDocument:
         """Return a document with the figures of the whole store."""

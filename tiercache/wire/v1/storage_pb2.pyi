@@ -341,6 +341,16 @@ class NamespacesReply(_message.Message):
     namespaces: _containers.RepeatedCompositeFieldContainer[Namespace]
     def __init__(self, namespaces: _Optional[_Iterable[_Union[Namespace, _Mapping]]] = ...) -> None: ...
 
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("document",)
+    DOCUMENT_FIELD_NUMBER: _ClassVar[int]
+    document: bytes
+    def __init__(self, document: _Optional[bytes] = ...) -> None: ...
+
 class UsageRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -1,0 +1,131 @@
+"""The verb `top` against a daemon, and the same document in `status` and over HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from tests.cli.store.test_samples import call
+from tests.daemon.test_page import HOSTILE, daemon, usage
+from tests.daemon.web import ask
+from tiercache.cli.store.top import spark
+from tiercache.daemon import StorageServer
+from tiercache.daemon.status.document import StatusDocument
+from tiercache.storage.base import Usage
+
+MARKUP = "[/bold][red]\x1b[31mred"
+
+
+def told() -> Usage:
+    found = usage(s3="out")
+    return replace(found, tiers=[*found.tiers[:2], replace(found.tiers[2], why=MARKUP)])
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[StorageServer]:
+    with daemon(tmp_path, told, unix=True) as made:
+        yield made
+
+
+def test_one_look(node: StorageServer, tmp_path: Path) -> None:
+    text = call("top", "-s", tmp_path, "--once").out
+    for said in ("ready", "75.0%", "4.8 TiB of 18.1 TiB", "96.2%", "62.1 GiB of 64.0 GiB", "▇", "checksum",
+                 "sglang-0", "globex", "1,210", "740.0 MiB", "Set (failed)", "800.0 ms", "serves a store",
+                 HOSTILE[:8], r"[/bold][red]\x1b[31mred"):  # fmt: skip
+        assert said in text.replace("█", "▇"), said
+    assert "\x1b" not in text
+    assert call("top", "-s", tmp_path).out.count("hit rate") == text.count("hit rate"), "no terminal, no end"
+
+
+def test_all_views_have_one_document(node: StorageServer, tmp_path: Path) -> None:
+    seen = call("top", "-s", tmp_path, "-o", "json").document
+    [row] = call("top", "-s", tmp_path, "-o", "jsonl", "--once").lines
+    status = call("status", "--quick", "-s", tmp_path, "-o", "json").document["status"]
+    page = json.loads(ask(node.http_address, "/status.json").text)
+    assert {*seen} == {*row} == {*status} == {*page} == {field.name for field in fields(StatusDocument)}
+    for name in ("instance", "store", "tiers", "journal", "whole", "limits"):
+        ages = ("age", "last_read")
+        told = [json.dumps(one[name], sort_keys=True, default=str) for one in (seen, row, status, page)]
+        if name in ("store", "tiers"):
+            told = [json.dumps(_without(one[name], ages)) for one in (seen, row, status, page)]
+        assert len({*told}) == 1 or name == "limits", name
+    table = call("status", "--quick", "-s", tmp_path).out
+    assert "75.0% of 1,000 objects" in table
+    assert "ready" in table
+
+
+def _without(value: object, names: tuple[str, ...]) -> object:
+    if isinstance(value, list):
+        return [_without(one, names) for one in value]
+    assert isinstance(value, dict)
+    return {name: one for name, one in value.items() if name not in names}
+
+
+def test_a_store_that_no_daemon_serves_has_nothing_to_watch(tmp_path: Path) -> None:
+    assert call("status", "-s", _stopped(tmp_path), "-o", "json").document["status"] is None
+    assert "tiercache serve" in call("top", "-s", _stopped(tmp_path), ok=2).error
+    assert call("top", "-s", "grpc://127.0.0.1:1", ok=3).error.count("tiercache:") == 1
+
+
+def _stopped(tmp_path: Path) -> Path:
+    from tests.cli.store.test_samples import make_store
+
+    if not (tmp_path / "store").exists():
+        make_store("file", tmp_path / "store")
+    return tmp_path / "store"
+
+
+def test_a_line_of_bars_is_short_and_has_gaps() -> None:
+    assert spark([0.0, 1.0, None, 0.5], 1.0) == "▁█ ▄"
+    assert spark([]) == ""
+    assert spark([0.0, 0.0]) == "▁▁"
+    assert len(spark([float(n) for n in range(1000)])) <= 30
+    assert spark([float(n) for n in range(1000)])[-1] == "█"
+    assert spark([5.0, -1.0], 1.0) == "█▁", "a value beyond the scale"
+
+
+@pytest.mark.slow
+def test_a_terminal_follows_the_daemon_and_says_when_it_is_gone(tmp_path: Path) -> None:
+    with daemon(tmp_path, told, unix=True):
+        here, there = pty.openpty()
+        command = [sys.executable, "-m", "tiercache.cli", "top", "-s", str(tmp_path), "--every", "0.2"]
+        environment = os.environ | {"TERM": "xterm", "COLUMNS": "150", "LINES": "70"}
+        process = subprocess.Popen(
+            command, stdin=there, stdout=there, stderr=subprocess.PIPE, env=environment, text=True
+        )
+        os.close(there)
+        assert _seen(here, b"75.0%")
+    try:
+        assert _seen(here, b"does not answer since")
+        process.send_signal(signal.SIGINT)
+        assert _seen(here, b"\x1b[?1049l"), "the screen of before is back"
+        assert process.wait(60) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()  # type: ignore[union-attr]
+        os.close(here)
+
+
+def _seen(terminal: int, text: bytes) -> bool:
+    """Whether a text appears on the terminal."""
+    end, found = time.monotonic() + 60, b""
+    while time.monotonic() < end:
+        if select.select([terminal], [], [], 0.2)[0]:
+            found += os.read(terminal, 1 << 16)
+            if text in found:
+                return True
+    return False
