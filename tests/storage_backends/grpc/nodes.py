@@ -32,13 +32,20 @@ def token_file() -> Path:
 
 
 @cache
-def certificates() -> tuple[Path, Path]:
-    """(key, certificate) of 127.0.0.1, which is its own authority."""
-    key, certificate = scratch() / "key.pem", scratch() / "cert.pem"
+def certificates(name: str = "localhost") -> tuple[Path, Path]:
+    """(key, certificate) of 127.0.0.1 and this name; the certificate is its own authority."""
+    directory = scratch() / f"tls-{name}"
+    directory.mkdir()
+    return make_certificate(directory, name)
+
+
+def make_certificate(directory: Path, name: str = "localhost") -> tuple[Path, Path]:
+    """Make a key and a certificate in a directory, and return their paths."""
+    key, certificate = directory / "key.pem", directory / "cert.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days",
-         "2", "-subj", "/CN=node",
-         "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost", "-keyout", str(key), "-out",
+         "2", "-subj", f"/CN={name}",
+         "-addext", f"subjectAltName=IP:127.0.0.1,DNS:{name}", "-keyout", str(key), "-out",
          str(certificate)],
         check=True, capture_output=True,
     )  # fmt: skip

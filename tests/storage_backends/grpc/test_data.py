@@ -5,28 +5,32 @@ The daemon is a server of the test's own, which speaks gRPC well and frames as b
 
 from __future__ import annotations
 
+import shutil
 import socket
+import ssl
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiercache_backends.grpc import GrpcBackend
+from tiercache_backends.grpc.data.connection import DataConnection, FailedError
 from tiercache_backends.grpc.data.plane import DataPlane
 from tiercache_backends.grpc.settings import read_settings
 from tiercache_backends.memory import MemoryBackend
 
 from tests.storage_backends.grpc.hooks import open_client
-from tests.storage_backends.grpc.nodes import daemon_settings
+from tests.storage_backends.grpc.nodes import certificates, daemon_settings
 from tests.storage_backends.grpc.stalling import LIMITS, server
 from tests.storage_backends.grpc.test_planes import connection_of, until
 from tiercache.core import Outcome
 from tiercache.daemon import StorageServer
-from tiercache.testing.objects import content, key, payload, to_get, to_set
+from tiercache.errors import StorageError
+from tiercache.testing.objects import content, fetch, key, payload, to_get, to_set
 from tiercache.wire.data import FRAME_BYTES, FrameKind, pack, unpack
 from tiercache.wire.frames import encode
 from tiercache.wire.v1 import data_pb2
@@ -37,6 +41,7 @@ SIZE = 100_000
 DATA = payload("a", SIZE)
 SUM = to_set(key("a"), DATA).meta.checksum
 OPENED = pack(FrameKind.OPENED, b"")
+Answer = bytes | Iterable[bytes] | None
 QUICK = {"timeout": "500ms", "transfer_timeout": "700ms"}
 
 
@@ -49,9 +54,12 @@ def frame(header: pb.GetPieces, data: bytes = DATA) -> bytes:
 
 
 class Frames:
-    """The data port of a bad daemon: it opens every connection, and answers each call with `answers()`."""
+    """The data port of a bad daemon: it opens every connection, and answers each call with `answers()`.
 
-    def __init__(self, answers: Callable[[], bytes | None]) -> None:
+    An answer in parts is sent part by part, slowly, and ends the connection.
+    """
+
+    def __init__(self, answers: Callable[[], Answer]) -> None:
         self._answers = answers
         self.calls = 0
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -84,7 +92,14 @@ class Frames:
                     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     sock.close()
                     return
-                sock.sendall(answer)
+                if isinstance(answer, bytes):
+                    sock.sendall(answer)
+                    continue
+                for n, part in enumerate(answer):
+                    time.sleep(0.05 * bool(n))
+                    sock.sendall(part)
+                sock.close()
+                return
 
     def _receive(self, sock: socket.socket) -> bytes:
         first = unpack(sock.recv(FRAME_BYTES, socket.MSG_WAITALL), 1 << 30, 1 << 40)
@@ -93,18 +108,22 @@ class Frames:
 
 
 @contextmanager
-def bad(answers: Callable[[], bytes | None], **more: Any) -> Iterator[tuple[GrpcBackend, Frames]]:
-    """A client of a daemon whose frames are bad, and whose gRPC serves the object "a"."""
+def bad(
+    answers: Callable[[], Answer], data: bytes = DATA, **more: Any
+) -> Iterator[tuple[GrpcBackend, Frames]]:
+    """A client of a daemon whose frames are bad, and whose gRPC serves the object "a", of these bytes."""
+    header = pieces(sizes=[len(data)], checksums=to_set(key("a"), data).meta.checksum)
     port = Frames(answers)
 
     def hello(requests: Iterator[bytes], _: Any) -> Iterator[bytes]:
-        data = pb.DataPort(port=port.port, token=b"t" * 32, connections=4)
-        reply = pb.HelloReply(version="0", instance=b"i", principal="p", limits=LIMITS, data=data)
-        yield reply.SerializeToString()
+        place = pb.DataPort(port=port.port, token=b"t" * 32, connections=4)
+        told = pb.HelloReply(version="0", instance=b"i", principal="p", limits=LIMITS, data=place)
+        yield told.SerializeToString()
 
     def get(requests: Iterator[bytes], _: Any) -> Iterator[bytes]:
         for n in range(len(pb.GetRequest.FromString(next(requests)).lengths)):
-            yield encode(pieces(items=[n]), [memoryview(DATA)])
+            header.items[:] = [n]
+            yield encode(header, [memoryview(data)])
 
     def store(requests: Iterator[bytes], _: Any) -> Iterator[bytes]:
         for _ in requests:
@@ -125,7 +144,7 @@ def plane_of(client: GrpcBackend) -> DataPlane:
     return plane
 
 
-LIES: dict[str, Callable[[], bytes | None]] = {
+LIES: dict[str, Callable[[], Answer]] = {
     "garbage": lambda: b"\xff" * 4096,
     "a huge header": lambda: struct.pack("<B3xIQ", 4, 0xFFFFFFF0, 0),
     "a huge payload": lambda: struct.pack("<B3xIQ", 4, 10, 2**62),
@@ -158,11 +177,66 @@ def test_a_daemon_that_lies_is_asked_by_grpc_at_once(lie: str) -> None:
         assert client.set([to_set(key("b"), b"x")]) == [STORED]
 
 
+SET_LIES: dict[str, Callable[[], Answer]] = {
+    "more outcomes than objects": lambda: reply(pb.OutcomesReply(outcomes=[2, 2])),
+    "no outcome": lambda: reply(pb.OutcomesReply()),
+    "a reply that is none": lambda: pack(FrameKind.REPLY, b"\xff"),
+    "an answer to a get": lambda: frame(pieces()),
+    "a reply with a payload": lambda: pack(FrameKind.REPLY, b"", 5) + b"12345",
+    "a refusal with a payload": lambda: pack(FrameKind.FAILED, b"", 5) + b"12345",
+}
+
+
+def reply(message: Any) -> bytes:
+    return pack(FrameKind.REPLY, message.SerializeToString())
+
+
+def test_a_daemon_that_lies_about_what_it_stored() -> None:
+    for lie in SET_LIES.values():
+        with bad(lie) as (client, port):
+            assert client.set([to_set(key("a"), DATA[:90])]) == [STORED]
+            assert (port.calls, plane_of(client).losses) == (1, 1)
+
+
+def test_a_daemon_that_tells_of_too_few_keys() -> None:
+    with bad(lambda: reply(pb.BitmapReply(bits=b"\1"))) as (client, _):
+        with pytest.raises(StorageError, match="another version"):
+            client.exists([key(n) for n in range(9)])
+        assert client.exists([key("a")]) == [True]
+
+
 def test_wrong_bytes_are_no_hit() -> None:
-    with bad(lambda: frame(pieces(), bytes(SIZE))) as (client, _):
-        assert client.get([to_get(key("a"), SIZE)]) == [Outcome.ERROR]
-    with bad(lambda: frame(pieces(checksums=bytes(16)))) as (client, _):
-        assert client.get([to_get(key("a"), SIZE)]) == [Outcome.ERROR]
+    """A checksum covers the key, so bytes of another object are wrong also with their own checksum."""
+    lies = [
+        frame(pieces(), bytes(SIZE)),
+        frame(pieces(checksums=bytes(16))),
+        frame(pieces(checksums=to_set(key("b"), DATA).meta.checksum)),
+    ]
+    for lie in lies:
+        with bad(lambda lie=lie: lie) as (client, _):  # type: ignore[misc]
+            assert client.get([to_get(key("a"), SIZE)]) == [Outcome.ERROR]
+
+
+def test_a_daemon_that_closes_at_any_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each such call is made by gRPC, and the plane is open again soon after."""
+    monkeypatch.setattr("tiercache_backends.grpc.data.plane.PAUSES", (0.0, 0.0))
+    whole = frame(pieces(sizes=[9], checksums=to_set(key("a"), DATA[:9]).meta.checksum), DATA[:9])
+    cuts = iter(range(len(whole)))
+    with bad(lambda: [whole[: next(cuts)]], data=DATA[:9]) as (client, port):
+        for n in range(len(whole)):
+            until(lambda n=n: fetch(client, key("a"), 9) == DATA[:9] and port.calls > n)  # type: ignore[misc]
+        assert plane_of(client).losses == len(whole)
+
+
+def test_an_answer_that_trickles_ends_with_the_deadline() -> None:
+    def trickle() -> Iterator[bytes]:
+        yield frame(pieces())[: 60 + SIZE // 2]
+        yield from [b"x"] * 100
+
+    with bad(trickle) as (client, _):
+        started = time.monotonic()
+        assert client.get([to_get(key("a"), SIZE)]) == [UNAVAILABLE]
+        assert time.monotonic() - started < 1.5
 
 
 @pytest.mark.parametrize("begun", [b"", OPENED, frame(pieces())[:-7], frame(pieces())[:20]])
@@ -252,3 +326,29 @@ def test_many_threads_share_the_connections() -> None:
             thread.join(60)
         assert not wrong
         assert (plane_of(client).losses, plane_of(client).why) == (0, "")
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with the openssl command")
+def test_a_token_is_worth_nothing_with_another_certificate(tmp_path: Path) -> None:
+    owner, thief = certificates(), certificates("thief.example")
+    both = tmp_path / "both"
+    both.write_bytes(owner[1].read_bytes() + thief[1].read_bytes())
+    mutual = {"key": owner[0], "certificate": owner[1], "client_ca": both}
+    principals = tuple({"name": san, "san": san} for san in ("localhost", "thief.example"))
+    given = {"key": str(owner[0]), "certificate": str(owner[1]), "ca": str(owner[1])}
+    served = StorageServer(daemon_settings("tls", tls=mutual, principals=principals), MemoryBackend())
+    with served as node, GrpcBackend(read_settings({"address": node.addresses[0], **given})) as client:
+        assert plane_of(client).why == ""
+        offered = connection_of(client).hello.data
+
+        def opened_by(private: Path, certificate: Path) -> DataConnection:
+            context = ssl.create_default_context(cafile=str(owner[1]))
+            context.load_cert_chain(certificate, private)
+            where, opening = ("127.0.0.1", offered.port), data_pb2.DataOpen(token=offered.token)
+            return DataConnection(where, opening, time.monotonic() + 30, "the daemon", context, "localhost")
+
+        opened_by(*owner).close()
+        with pytest.raises(FailedError, match="another principal"):
+            opened_by(*thief)
+        assert client.set([to_set(key("a"), b"x")]) == [STORED]
+        assert plane_of(client).losses == 0

@@ -50,9 +50,12 @@ class Channel:
         """Make the TLS handshake, if the connection is to have one; raises DisconnectedError."""
         if self._context is None:
             return
-        self._sock = self._context.wrap_socket(
-            self._sock, server_side=True, do_handshake_on_connect=False, suppress_ragged_eofs=True
-        )
+        try:
+            self._sock = self._context.wrap_socket(
+                self._sock, server_side=True, do_handshake_on_connect=False, suppress_ragged_eofs=True
+            )
+        except (OSError, ValueError) as error:  # the client has gone
+            raise DisconnectedError(str(error)) from error
         while await self._step(self._sock.do_handshake) is None:
             pass
 
