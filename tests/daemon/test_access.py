@@ -13,11 +13,13 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
 import pytest
+from tiercache_backends.memory import MemoryBackend
 
 from tests.daemon import web
 from tests.daemon.hosts import (
@@ -31,7 +33,9 @@ from tests.daemon.hosts import (
     serving,
     set_messages,
 )
+from tiercache.config.settings import Settings
 from tiercache.core import ObjectKey
+from tiercache.daemon import StorageServer
 from tiercache.daemon.views import NameCipher
 from tiercache.wire import attachment, messages
 from tiercache.wire.frames import decode
@@ -447,6 +451,24 @@ def test_certificates_and_tokens_of_the_http_port(tls: Daemon, certificates: Pat
             asked("/healthz", name)
     with pytest.raises(OSError):
         web.ask(address, "/healthz")
+
+
+def test_the_http_port_wants_a_certificate_where_nothing_else_is_a_credential(
+    certificates: Path, tmp_path: Path
+) -> None:
+    tls = {name: certificates / file for name, file in
+           (("certificate", "server.pem"), ("key", "server.key"), ("client_ca", "ca.pem"))}  # fmt: skip
+    given = {"directory": tmp_path, "host_bytes": "48MiB", "tls": tls, "http": {"listen": "127.0.0.1:0"}}
+    context = ssl.create_default_context(cafile=str(certificates / "ca.pem"))
+    context.check_hostname = False
+    with StorageServer(Settings(**given).check(), MemoryBackend()) as node, ExitStack() as ends:  # type: ignore[arg-type]
+        for _ in range(40):  # each is in the middle of a handshake
+            host, _, port = node.http_address.rpartition(":")
+            ends.enter_context(socket.create_connection((host, int(port)), 30))
+        for path, status in (("/healthz", 200), ("/readyz", 200), ("/status.json", 401), ("/metrics", 401)):
+            assert web.ask(node.http_address, path, context=context).status == status
+        context.load_cert_chain(certificates / "unknown.pem", certificates / "unknown.key")
+        assert web.ask(node.http_address, "/metrics", context=context).status == 200
 
 
 def test_without_tls_nobody_is_heard(tls: Daemon) -> None:

@@ -94,6 +94,7 @@ def test_answers_are_for_nobody_else_s_page(node: StorageServer) -> None:
         assert headers["X-Content-Type-Options"] == "nosniff"
         assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
         assert headers["Cache-Control"] == "no-store"
+        assert headers["Connection"] == "close", "one request on each connection"
         assert headers["Server"] == "tiercache"
         assert not {"Set-Cookie", "Access-Control-Allow-Origin"} & {*headers}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -109,9 +110,10 @@ def _name(value: Any) -> str:
 
 
 def _host(value: Any) -> str:
-    if not isinstance(value, str) or ":" in value:
-        raise ConfigError(f"{shown(value)} is not the name of a host; write it without a port")
-    return parse_address(f"{value}:0").host.lower()
+    if isinstance(value, str) and ":" not in value:
+        with suppress(ConfigError):
+            return parse_address(f"{value}:0").host.lower()
+    raise ConfigError(f"{shown(value)} is not the name of a host; write it without a port")
 
 
 def _subject(value: Any) -> str:
