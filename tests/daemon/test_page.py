@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from tiercache_backends.memory import MemoryBackend
 
-from tests.daemon.hosts import until
+from tests.cli.store.test_samples import call
+from tests.daemon.hosts import secret, until
 from tests.daemon.test_metrics import Told, settings_of
 from tests.lab.replay.browser import MISSING, PROGRAM, Page, chromium
 from tests.lab.replay.test_report_in_browser import PALE, WIDE
@@ -141,3 +142,34 @@ def test_a_daemon_in_a_browser(page: Page, tmp_path: Path) -> None:
     with StorageServer(settings, MemoryBackend()):
         shown(page, "MemoryBackend store")
         until(lambda: page.ask("document.getElementById('notice').textContent") == "")
+
+
+def test_a_tenant_gives_its_token_and_sees_itself(
+    page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    principals = [
+        {"name": name, "token_file": secret(tmp_path / name, "t" * 16 + name), "tenant": name}
+        for name in ("acme", "globex")
+    ]
+    tenants = {
+        name: {"salt_file": secret(tmp_path / f"{name}.salt", name * 8)} for name in ("acme", "globex")
+    }
+    settings = settings_of(
+        tmp_path, principals=principals, tenants=tenants, http={"listen": "127.0.0.1:0", "public": False}
+    )
+    with StorageServer(settings, MemoryBackend()) as node:
+        here = node.http_address
+        # Chromium asks for name and password where a user looks; without one, they stand in the address.
+        page.open(f"http://anyone:{'t' * 16}acme@{here}/status", width=360)
+        shown(page, "as acme")
+        text = page.ask(TEXT)
+        assert "Principals since the start" in text
+        assert not any(word in text for word in ("globex", "Tiers", "Hit rate", "Last events"))
+        assert page.ask("document.documentElement.scrollWidth") <= 360
+        assert page.complaints == []
+        url = f"grpc://{node.addresses[0]}?token_file={tmp_path}/acme"
+        said = call("top", "--once", "-s", url).out
+        assert "acme" in said
+        assert not any(word in said for word in ("globex", "tier ", "hit rate"))
+        monkeypatch.setattr(node._board, "encoded", lambda _: 1 / 0)  # private: a bug
+        shown(page, "The daemon says: the answer could not be made")
