@@ -68,8 +68,7 @@ class DataCall(Call):
         """Do nothing: the connection gives back what it has taken."""
 
     async def send(self, data: bytes) -> None:
-        """Send the one reply of a call."""
-        await self.settle()
+        """Send the one reply of a call, whose payload was received."""
         await self._send(FrameKind.REPLY, data)
 
     async def send_window(self, window: Window) -> None:
