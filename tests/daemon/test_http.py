@@ -9,31 +9,38 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from aiohttp import web
 from tiercache_backends.memory import MemoryBackend
 
-from tests.daemon.hosts import secret
+from tests.daemon.hosts import secret, until
 from tests.daemon.web import ask, say
 from tiercache.config.settings import Settings
+from tiercache.core import ObjectKey
 from tiercache.daemon import StorageServer
 from tiercache.daemon.http import HttpPort, routes
 from tiercache.daemon.http.port import MAX_CONNECTIONS
 from tiercache.errors import StorageError
+from tiercache.storage.base import StorageBackend
 from tiercache.storage.registry import open_backend
+from tiercache.testing.objects import key
+from tiercache.wire import messages
+from tiercache.wire.methods import METHODS
+from tiercache.wire.v1 import storage_pb2 as pb
 
 TOKENS = {name: f"{name}-" + name[0] * 24 for name in ("watcher", "acme", "rival")}
 
 
 @contextmanager
-def serving(path: Path, **more: Any) -> Iterator[StorageServer]:
+def serving(path: Path, store: StorageBackend | None = None, **more: Any) -> Iterator[StorageServer]:
     given = {"directory": path, "host_bytes": "64MiB", "http": {"listen": "127.0.0.1:0"}, "drain": 2}
-    with StorageServer(Settings(**(given | more)).check(), MemoryBackend()) as node:  # type: ignore[arg-type]
+    with StorageServer(Settings(**(given | more)).check(), store or MemoryBackend()) as node:  # type: ignore[arg-type]
         yield node
 
 
@@ -317,15 +324,34 @@ def test_it_serves_ipv6(tmp_path: Path) -> None:
         assert ask(node.http_address, "/healthz").status == 200
 
 
-def test_the_status_of_a_daemon_that_drains(tmp_path: Path) -> None:
-    with serving(tmp_path) as node:
-        board = node._board  # private: a drain without calls is over before anyone could ask
-        assert board is not None
-        board.drain()
-        answer = ask(node.http_address, "/readyz")
-        assert (answer.status, json.loads(answer.text)["reasons"]) == (503, ["the daemon shuts down"])
-        told = json.loads(ask(node.http_address, "/status.json").text)
-        assert told["journal"][0]["text"] == "the daemon shuts down"
+def test_a_daemon_that_drains_is_alive_and_not_ready(tmp_path: Path) -> None:
+    go_on, begun = threading.Event(), threading.Event()
+
+    class Slow(MemoryBackend):
+        def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
+            begun.set()
+            go_on.wait(60)
+            return super().exists(keys)
+
+    with serving(tmp_path, Slow(), listen=["127.0.0.1:0"], drain=60) as node:
+        with grpc.insecure_channel(node.addresses[0]) as channel:
+            method = METHODS["Exists"]
+            asked = channel.unary_unary(method.path).future(
+                pb.ExistsRequest(keys=messages.keys([key(1)])).SerializeToString(), timeout=50
+            )
+            assert begun.wait(30)
+            stopping = threading.Thread(target=node.stop)
+            stopping.start()
+            until(lambda: ask(node.http_address, "/readyz").status == 503)
+            assert json.loads(ask(node.http_address, "/readyz").text)["reasons"] == ["the daemon shuts down"]
+            assert ask(node.http_address, "/healthz").status == 200
+            told = json.loads(ask(node.http_address, "/status.json").text)
+            assert told["journal"][0]["text"] == "the daemon shuts down"
+            go_on.set()
+            assert asked.result(30), "the call under way has ended well"
+        stopping.join(30)
+        with pytest.raises(OSError):
+            ask(node.http_address, "/healthz")
 
 
 @pytest.mark.slow
