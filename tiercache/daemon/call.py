@@ -1,14 +1,12 @@
-"""Code that all calls share: messages, checks of keys and lengths, and the threads that call the store."""
+"""Code that all calls share: messages, and checks of keys and lengths."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Barrier
-from typing import Any, Final, TypeVar, TypeVarTuple
+from typing import Any, Final, TypeVar
 
 from google.protobuf.message import Message
 from grpc import StatusCode
@@ -16,19 +14,14 @@ from grpc.aio import EOF, AbortError
 
 from tiercache.core import ObjectKey
 from tiercache.daemon.access import Caller, LimitError, Refusal
-from tiercache.daemon.budget import Budget
 from tiercache.errors import WireError
 from tiercache.wire import messages
 from tiercache.wire.frames import read_message
 from tiercache.wire.v1 import storage_pb2 as pb
 
-A = TypeVarTuple("A")
-T = TypeVar("T")
 M = TypeVar("M", bound=Message)
 
 
-_START_SECONDS: Final = 30.0
-"""Seconds that the threads may take to start."""
 _SMALL_BYTES: Final = 16 << 10
 """Maximum size in bytes of a first message with which the initial metadata is sent.
 
@@ -144,111 +137,6 @@ class Call:
             raise Refusal(
                 StatusCode.DEADLINE_EXCEEDED, f"the call made no progress for {self.idle:g} s (limits.idle)"
             ) from None
-
-
-class Threads:
-    """Pool of threads in which calls of the store run.
-
-    Thread safety: the event loop's thread, for all methods; the given `work` runs in a thread of the pool.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.count: Final = count
-        self._pool: Final = ThreadPoolExecutor(count, "tiercache-store")
-        # Start all threads now. If the pool failed to start a thread later, it would keep the work queued,
-        # and the future of the work would never be done.
-        together = Barrier(count)
-        for started in [self._pool.submit(together.wait, _START_SECONDS) for _ in range(count)]:
-            started.result()
-        self._under_way: set[asyncio.Future[Any]] = set()
-
-    async def run(
-        self,
-        workers: Budget,
-        work: Callable[[*A], T],
-        *arguments: *A,
-        landed: Callable[[], None] | None = None,
-        undo: Callable[[], None] | None = None,
-    ) -> T:
-        """Run `work` in a thread and return its result.
-
-        `work` begins once a unit of `workers` is free. Therefore work never waits inside the pool, where it
-        could not be cancelled, and no client occupies all threads. If the caller is cancelled, work that has
-        not begun never begins, and work that has begun continues.
-
-        The callbacks run on the event loop, once, after `work` has ended in any way, or when it cannot begin
-        any more. `landed` always runs. `undo` runs only if this method raises, because then no caller gets
-        the result.
-
-            1. The store thread fills leased blocks.
-            2. The caller is cancelled, and this method raises.
-            3. The thread still writes to the blocks, so they stay leased.
-            4. The thread ends, and `landed` and `undo` run.
-        """
-        try:
-            await workers.take(1)
-        except BaseException:
-            for end in (landed, undo):
-                if end is not None:
-                    end()
-            raise
-        future = asyncio.get_running_loop().run_in_executor(self._pool, lambda: work(*arguments))
-        self._under_way.add(future)
-        future.add_done_callback(self._under_way.discard)
-        future.add_done_callback(lambda _: workers.give(1))
-        if landed is not None:
-            future.add_done_callback(lambda _: landed())
-        try:
-            return await asyncio.shield(future)
-        except BaseException:
-            if undo is not None:
-                future.add_done_callback(lambda _: undo())
-            future.add_done_callback(_retrieve)
-            raise
-        finally:
-            # The future holds the exception, whose traceback holds this frame. `del` breaks the cycle.
-            del future
-
-    def start(
-        self,
-        workers: Budget,
-        work: Callable[[*A], T],
-        *arguments: *A,
-        landed: Callable[[], None] | None = None,
-        undo: Callable[[], None] | None = None,
-    ) -> asyncio.Task[T]:
-        """Start `run` in a new task and return the task; its exception may remain unretrieved.
-
-        `landed` and `undo` run even if the task is cancelled before its first step.
-        """
-        begun = False
-
-        async def steps() -> T:
-            nonlocal begun
-            begun = True
-            return await self.run(workers, work, *arguments, landed=landed, undo=undo)
-
-        def over(task: asyncio.Task[T]) -> None:
-            _retrieve(task)
-            # A task that is cancelled before its first step never calls `run`. So `run` cannot call the
-            # callbacks.
-            for end in (landed, undo):
-                if end is not None and not begun:
-                    end()
-
-        task = asyncio.create_task(steps())
-        task.add_done_callback(over)
-        return task
-
-    async def close(self, seconds: float) -> bool:
-        """Wait up to `seconds` for the work under way; return False if it has not ended by then.
-
-        Threads whose work has not ended are left running.
-        """
-        if self._under_way:
-            await asyncio.wait(set(self._under_way), timeout=seconds)
-        self._pool.shutdown(wait=False)
-        return not self._under_way
 
 
 @contextmanager

@@ -23,7 +23,6 @@ from tiercache.config.urls import section_of, storage_url, unix_target
 from tiercache.daemon.access import ANONYMOUS, OWNER, Access, Budgets
 from tiercache.daemon.audit import AuditLog
 from tiercache.daemon.budget import BLOCK_BYTES, Budget
-from tiercache.daemon.call import Threads
 from tiercache.daemon.call_log import CallLog
 from tiercache.daemon.certificates import CertificateFiles, Certificates
 from tiercache.daemon.gate import Gate
@@ -39,6 +38,7 @@ from tiercache.daemon.shared import SharedCalls
 from tiercache.daemon.sockets import PLAIN_SOCKET, TLS_SOCKET, make_way, prepare, remove
 from tiercache.daemon.standard import Standard
 from tiercache.daemon.status.board import StatusBoard
+from tiercache.daemon.store_threads import Threads
 from tiercache.daemon.tiers import TierCalls
 from tiercache.errors import ConfigError, StorageError
 from tiercache.events.publisher import EventPublisher

@@ -20,7 +20,7 @@ from grpc import StatusCode
 import tiercache
 from tiercache.core import ObjectKey
 from tiercache.daemon.access import Access, Caller, Refusal, Sessions
-from tiercache.daemon.call import Call, Threads, read_keys, request_bytes, without_abort_traceback
+from tiercache.daemon.call import Call, read_keys, request_bytes, without_abort_traceback
 from tiercache.daemon.call_log import CallLog
 from tiercache.daemon.gate import Gate
 from tiercache.daemon.node_metrics import NodeMetrics
@@ -29,6 +29,7 @@ from tiercache.daemon.payload.channel import DisconnectedError
 from tiercache.daemon.payload.sessions import DataSessions
 from tiercache.daemon.shared import SharedCalls
 from tiercache.daemon.status.board import StatusBoard
+from tiercache.daemon.store_threads import Threads
 from tiercache.daemon.streams import StreamCalls
 from tiercache.daemon.tiers import TierCalls
 from tiercache.daemon.views import NamespaceView
@@ -389,7 +390,7 @@ class Service:
 
     async def _ask(self, call: Call, work: Callable[[*A], T], *arguments: *A) -> T:
         """Run `work` in a store thread and return its result."""
-        return await self._threads.run(call.caller.budgets.workers, work, *arguments)
+        return await self._threads.start(call.caller.budgets.workers, work, *arguments)
 
     async def _keys(self, call: Call, kind: type[Any]) -> list[ObjectKey]:
         request = await call.request(kind)

@@ -25,8 +25,9 @@ from grpc import StatusCode
 
 from tiercache.core import BLOCK_ALIGN, Outcome
 from tiercache.daemon.access import Caller, LimitError, Refusal
-from tiercache.daemon.call import Call, Threads, check_length, read_keys, read_wanted
+from tiercache.daemon.call import Call, check_length, read_keys, read_wanted
 from tiercache.daemon.node_metrics import NodeMetrics
+from tiercache.daemon.store_threads import Threads
 from tiercache.errors import WireError
 from tiercache.memory import Region
 from tiercache.storage.base import GetItem, SetItem
@@ -328,7 +329,9 @@ class SharedCalls:
         try:
             for part in _portions(items):
                 session.begin()
-                outcomes += await self._threads.run(caller.budgets.workers, work, part, landed=session.finish)
+                outcomes += await self._threads.start(
+                    caller.budgets.workers, work, part, landed=session.finish
+                )
         finally:
             session.finish()
         return outcomes

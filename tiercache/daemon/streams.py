@@ -15,17 +15,18 @@ on. The blocks that the store call uses are given back when the store call is do
 
 from __future__ import annotations
 
-from asyncio import Task
+from asyncio import Future
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Final
 
 from tiercache.daemon.access import Caller
 from tiercache.daemon.budget import Lease
-from tiercache.daemon.call import Call, Threads, Wanted, read_wanted
+from tiercache.daemon.call import Call, Wanted, read_wanted
 from tiercache.daemon.node_metrics import NodeMetrics, Plane
 from tiercache.daemon.payload.receiving import ObjectReceiver
 from tiercache.daemon.payload.windows import Window, read_window, release_window, windows_of
+from tiercache.daemon.store_threads import Threads
 from tiercache.pools import HostArena
 from tiercache.storage.base import GetItem
 from tiercache.wire import messages
@@ -80,7 +81,7 @@ class StreamCalls:
         """Read all objects of a request, window by window, and let `deliver` send each window."""
         wanted = read_wanted(request.keys, request.lengths, self._max_keys, self._max_bytes)
         windows = list(windows_of(wanted, call.caller.budgets.payload.largest))
-        following: Task[Window] | None = None
+        following: Future[Window] | None = None
         try:
             for number, window in enumerate(windows):
                 if following is None:
@@ -103,7 +104,7 @@ class StreamCalls:
             if following is not None:  # the call ends early, while a thread may still read this window
                 following.add_done_callback(release_window)
 
-    def _read_ahead(self, caller: Caller, window: Wanted, *, peek: bool) -> Task[Window] | None:
+    def _read_ahead(self, caller: Caller, window: Wanted, *, peek: bool) -> Future[Window] | None:
         """Begin to read the next window if there is room for it now, else return None.
 
         This must not wait for room, because the current window holds room. Calls that hold room while they
@@ -112,7 +113,7 @@ class StreamCalls:
         lease = Lease.try_take(self._arena, caller.budgets.payload, window.lengths)
         return None if lease is None else self._read(caller, window, lease, peek=peek)
 
-    def _read(self, caller: Caller, window: Wanted, lease: Lease, *, peek: bool) -> Task[Window]:
+    def _read(self, caller: Caller, window: Wanted, lease: Lease, *, peek: bool) -> Future[Window]:
         items = [
             GetItem(key, views, length)
             for key, views, length in zip(window.keys, lease.views, window.lengths, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import ssl
 from asyncio import Future
@@ -12,10 +13,13 @@ from typing import Any, Final
 from grpc import StatusCode
 
 from tiercache.daemon.access import Refusal
+from tiercache.daemon.payload.readiness import READABLE, WRITABLE, SocketReadiness
 from tiercache.wire.data import FRAME_BYTES, VECTOR, Frame, skip, unpack
 
 _TURN_BYTES: Final = 1 << 20
 """Bytes that one connection may move before other work of the event loop has its turn."""
+_AHEAD_BYTES: Final = 2 << 10
+"""Maximum bytes that are received before they are asked for: most requests, and some bytes of a payload."""
 
 
 class DisconnectedError(Exception):
@@ -28,15 +32,29 @@ class Channel:
     Thread safety: the event loop's thread; one coroutine at a time.
     """
 
-    def __init__(self, sock: socket.socket, idle: float, context: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        readiness: SocketReadiness,
+        idle: float,
+        context: ssl.SSLContext | None = None,
+    ) -> None:
         """Take a connected socket; with `context`, `handshake` must follow."""
         sock.setblocking(False)
         self._idle = idle
         self._loop = asyncio.get_running_loop()
         self._sock: Any = sock
         self._context = context
+        self._readiness = readiness
+        self._ready: Future[None] | None = None
+        """Future of the present wait; None while nothing is awaited."""
+        self._awaited = 0
+        """Mask of the changes that end the present wait."""
+        self._ahead = memoryview(b"")
+        """Bytes that were received ahead."""
         self.partial = False
         """Whether a frame was sent in part, so that no other frame can follow."""
+        readiness.register(sock.fileno(), self._changed)
 
     @property
     def names(self) -> list[bytes]:
@@ -56,36 +74,48 @@ class Channel:
             )
         except (OSError, ValueError) as error:  # the client has gone
             raise DisconnectedError(str(error)) from error
-        while await self._step(self._sock.do_handshake) is None:
-            pass
+        while awaited := self._attempt(self._sock.do_handshake)[1]:
+            await self._wait(awaited)
 
     async def arrival(self) -> None:
         """Wait, without limit, until the client has sent something or has gone."""
-        if not (self._context and self._sock.pending()):
-            await self._until_ready(self._loop.add_reader, self._loop.remove_reader, None)
+        await self._get_ahead(1, math.inf)
 
     async def frame(self, max_header: int, max_payload: int = 0) -> Frame:
-        """Receive the first bytes of a frame; raises WireError for one beyond these limits."""
-        data = bytearray(FRAME_BYTES)
-        await self.fill([memoryview(data)])
-        return unpack(data, max_header, max_payload)
+        """Receive the first bytes of a frame within `idle` seconds.
+
+        Raises WireError for a frame beyond these limits, and what `fill` raises.
+        """
+        return unpack(await self.receive(FRAME_BYTES), max_header, max_payload)
 
     async def receive(self, nbytes: int) -> bytes:
-        """Receive so many bytes, whose number was compared with a limit before."""
-        data = bytearray(nbytes)
-        await self.fill([memoryview(data)])
-        return bytes(data)
+        """Receive so many bytes, whose number was compared with a limit before, within `idle` seconds."""
+        until = self._loop.time() + self._idle
+        if nbytes > _AHEAD_BYTES:
+            room = bytearray(nbytes)
+            await self.fill([memoryview(room)], until)
+            return bytes(room)
+        await self._get_ahead(nbytes, until)
+        data = bytes(self._ahead[:nbytes])
+        self._ahead = self._ahead[nbytes:]
+        return data
 
-    async def fill(self, views: Iterable[memoryview]) -> None:
-        """Receive bytes until these buffers are full.
+    async def fill(self, views: Iterable[memoryview], until: float | None = None) -> None:
+        """Receive bytes until these buffers are full, all of them before `until` (clock of the event loop).
 
         Raises DisconnectedError, and Refusal for a client that stands still.
         """
         left = [view for view in views if view.nbytes]
+        while left and self._ahead:
+            part = self._ahead[: left[0].nbytes]
+            left[0][: part.nbytes] = part
+            skip(left, part.nbytes)
+            self._ahead = self._ahead[part.nbytes :]
         turn = 0
         while left:
-            got = await self._step(self._receive, left)
-            if got is None:
+            got, awaited = self._attempt(self._receive, left)
+            if awaited:
+                await self._wait(awaited, until)
                 turn = 0
                 continue
             if not got:
@@ -110,8 +140,9 @@ class Channel:
         turn = 0
         self.partial = True
         while left:
-            sent = await self._step(self._send, left)
-            if sent is None:
+            sent, awaited = self._attempt(self._send, left)
+            if awaited:
+                await self._wait(awaited)
                 turn = 0
                 continue
             skip(left, sent)
@@ -119,8 +150,23 @@ class Channel:
         self.partial = False
 
     def close(self) -> None:
-        """Close the connection; no coroutine may use it any more."""
+        """Close the connection; no coroutine may use it any more. A second call does nothing."""
+        if (descriptor := self._sock.fileno()) >= 0:
+            self._readiness.forget(descriptor)
         self._sock.close()
+
+    async def _get_ahead(self, nbytes: int, until: float) -> None:
+        """Receive until so many bytes are there ahead."""
+        while (had := self._ahead.nbytes) < nbytes:
+            room = bytearray(_AHEAD_BYTES)
+            got, awaited = self._attempt(self._sock.recv_into, memoryview(room)[had:])
+            if awaited:
+                await self._wait(awaited, until)
+            elif not got:
+                raise DisconnectedError("the client closed the connection")
+            else:
+                room[:had] = self._ahead
+                self._ahead = memoryview(room)[: had + got]
 
     async def _let_others(self, moved: int) -> int:
         if moved < _TURN_BYTES:
@@ -138,35 +184,38 @@ class Channel:
             return int(self._sock.send(views[0][:_TURN_BYTES]))
         return int(self._sock.sendmsg(views[:VECTOR]))
 
-    async def _step(self, work: Callable[..., int | None], *arguments: Any) -> int | None:
-        """Return the result of `work`; return None after a wait for the client, to repeat `work`."""
+    def _attempt(self, work: Callable[..., int | None], *arguments: Any) -> tuple[int, int]:
+        """Return what `work` has moved, and for which change to wait before it can move anything, or 0."""
         try:
-            found = work(*arguments)
-        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError) as wait:
-            # TLS may have to write before it can read, and the other way round.
-            plain = isinstance(wait, BlockingIOError)
-            if isinstance(wait, ssl.SSLWantWriteError) or (plain and work == self._send):
-                await self._until_ready(self._loop.add_writer, self._loop.remove_writer, self._idle)
-            else:
-                await self._until_ready(self._loop.add_reader, self._loop.remove_reader, self._idle)
-            return None
+            return work(*arguments) or 0, 0
+        except ssl.SSLWantReadError:  # TLS may have to read before it can write, and the other way round
+            return 0, READABLE
+        except ssl.SSLWantWriteError:
+            return 0, WRITABLE
+        except BlockingIOError:
+            return 0, WRITABLE if work == self._send else READABLE
         except (OSError, ValueError) as error:  # SSLError is an OSError
             raise DisconnectedError(str(error)) from error
-        return 0 if found is None else found
 
-    async def _until_ready(
-        self, watch: Callable[..., None], forget: Callable[[int], bool], seconds: float | None
-    ) -> None:
-        ready: Future[None] = self._loop.create_future()
-        descriptor = self._sock.fileno()
-        watch(descriptor, _wake, ready)
-        timer = None if seconds is None else self._loop.call_later(seconds, self._expire, ready)
+    async def _wait(self, awaited: int, until: float | None = None) -> None:
+        """Wait for a change; raises Refusal after `idle` seconds, or at the time `until`."""
+        self._awaited = awaited
+        self._ready = ready = self._loop.create_future()
+        timer = None
+        if until != math.inf:
+            timer = self._loop.call_at(until or self._loop.time() + self._idle, self._expire, ready)
         try:
             await ready
         finally:
-            forget(descriptor)
+            self._ready = None
             if timer is not None:
                 timer.cancel()
+
+    def _changed(self, events: int) -> None:
+        # Errors and hang-ups come without being asked for, and end every wait: the next try tells.
+        others = events & ~(READABLE | WRITABLE)
+        if self._ready is not None and (others or events & self._awaited) and not self._ready.done():
+            self._ready.set_result(None)
 
     def _expire(self, ready: Future[None]) -> None:
         if not ready.done():
@@ -176,8 +225,3 @@ class Channel:
                     f"the call made no progress for {self._idle:g} s (limits.idle)",
                 )
             )
-
-
-def _wake(ready: Future[None]) -> None:
-    if not ready.done():
-        ready.set_result(None)

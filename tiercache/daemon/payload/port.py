@@ -27,6 +27,7 @@ from tiercache.daemon.call_log import CallLog
 from tiercache.daemon.certificates import Certificates
 from tiercache.daemon.payload.calls import DataCall
 from tiercache.daemon.payload.channel import Channel, DisconnectedError
+from tiercache.daemon.payload.readiness import SocketReadiness
 from tiercache.daemon.payload.sessions import DataSession, DataSessions
 from tiercache.daemon.sockets import EXHAUSTED, listen_tcp, origin_of
 from tiercache.errors import WireError
@@ -103,6 +104,7 @@ class DataPort:
             now=time.monotonic(),
         )  # fmt: skip
         self._listeners: list[socket.socket] = []
+        self._readiness = SocketReadiness()
         self._numbers = 0
         self._tick: asyncio.TimerHandle | None = None
         self._draining = False
@@ -134,6 +136,7 @@ class DataPort:
             self._end(connection)
         if busy:
             await asyncio.wait(busy)
+        self._readiness.close()
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -148,7 +151,7 @@ class DataPort:
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             origin = origin_of(client, address)
             context = None if self._certificates is None else self._certificates.context
-            channel = Channel(client, self._idle, context)
+            channel = Channel(client, self._readiness, self._idle, context)
         except OSError:
             client.close()
             return
@@ -237,8 +240,6 @@ class DataPort:
             pass
         except (WireError, Refusal) as error:
             self._calls.refused(error)
-        except TimeoutError:
-            self._calls.refused_connection("idle")
         finally:
             session.ends.discard(end)
 
@@ -263,15 +264,13 @@ class DataPort:
     async def _call(self, channel: Channel, session: DataSession) -> None:
         """Receive one call and serve it."""
         caller, most = session.caller, request_bytes(self._limits.keys)
-        async with asyncio.timeout(self._idle):
-            frame = await channel.frame(most + _CALL_BYTES, _SET_BYTES + self._limits.object_bytes)
+        frame = await channel.frame(most + _CALL_BYTES, _SET_BYTES + self._limits.object_bytes)
         if frame.kind is not FrameKind.CALL:
             raise WireError(f"a frame of kind {frame.kind.name} came where a call was due")
         held = min(PARSED * frame.header, caller.budgets.requests.largest)
         await caller.budgets.requests.take(held)
         try:
-            async with asyncio.timeout(self._idle):
-                packed = await channel.receive(frame.header)
+            packed = await channel.receive(frame.header)
             called = read_message(packed, data_pb2.DataCall, most + _CALL_BYTES)
             if called.method not in data.METHODS:
                 raise WireError(f"data connections carry no calls of {called.method[:64]!r}")

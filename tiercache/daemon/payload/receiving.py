@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncio import Task
+from asyncio import Future
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -10,9 +10,10 @@ from itertools import compress
 from tiercache.core import BLOCK_ALIGN, ObjectKey, ObjectMeta, Outcome
 from tiercache.daemon.access import Caller, LimitError
 from tiercache.daemon.budget import Lease, blocks_for
-from tiercache.daemon.call import Threads, check_length, read_keys, request_bytes
+from tiercache.daemon.call import check_length, read_keys, request_bytes
 from tiercache.daemon.node_metrics import NodeMetrics
 from tiercache.daemon.payload.windows import WINDOW_BYTES, WINDOW_OBJECTS
+from tiercache.daemon.store_threads import Threads
 from tiercache.errors import WireError
 from tiercache.pools import HostArena
 from tiercache.storage.base import SetItem, StorageBackend
@@ -81,7 +82,7 @@ class ObjectReceiver:
         self._max_header = request_bytes(max_keys)
         self._current: _PartialObject | None = None
         self._ready: list[_PartialObject] = []
-        self._storing: Task[list[Outcome]] | None = None
+        self._storing: Future[list[Outcome]] | None = None
         self._outcomes: list[Outcome] = []
         self._seen = 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncio import Task
+from asyncio import Future
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -123,7 +123,7 @@ def windows_of(wanted: Wanted, max_bytes: int) -> Iterator[Wanted]:
         yield Wanted(start, wanted.keys[start:], wanted.lengths[start:])
 
 
-def release_window(task: Task[Window]) -> None:
+def release_window(reading: Future[Window]) -> None:
     """Release the blocks of a window that was read ahead and will not be sent."""
-    if not task.cancelled() and task.exception() is None:
-        task.result().lease.release()
+    if not reading.cancelled() and reading.exception() is None:
+        reading.result().lease.release()

@@ -5,10 +5,12 @@ The caller's thread moves every byte. So when a call has returned or raised, not
 
 from __future__ import annotations
 
+import math
 import socket
 import ssl
+import struct
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
@@ -28,6 +30,10 @@ from tiercache_backends.grpc.failures import CallError, error_of_status
 
 _MAX_HEADER: Final = 4 << 20
 """Maximum bytes of a header that a daemon may send; a thousand objects take a tenth of it."""
+_SLACK: Final = 0.01
+"""Seconds by which a step may end after the deadline of its call, or has to be repeated before it."""
+_TIMEVAL: Final = struct.Struct("@ll")
+"""C's `struct timeval`."""
 
 
 class FailedError(Exception):
@@ -60,6 +66,8 @@ class DataConnection:
         """Connect and open; `name` is the daemon's in error messages, `server_name` in its certificate."""
         self._name = name
         self._tls = context is not None
+        self._limit = math.inf
+        """Seconds that the kernel, or TLS, lets one step take."""
         self._sock: Any = socket.create_connection(where, _left(deadline))
         try:
             self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -67,6 +75,8 @@ class DataConnection:
             if context is not None:
                 self._sock.settimeout(_left(deadline))
                 self._sock = context.wrap_socket(self._sock, server_hostname=server_name)
+            else:
+                self._sock.settimeout(None)
             self._send([memoryview(pack(FrameKind.OPEN, opening.SerializeToString()))], deadline)
             self._expect(FrameKind.OPENED, deadline)
         except BaseException:
@@ -144,17 +154,54 @@ class DataConnection:
     def _fill(self, views: Iterable[memoryview], deadline: float) -> None:
         left = [view for view in views if view.nbytes]
         while left:
-            self._sock.settimeout(_left(deadline))
-            got = self._sock.recv_into(left[0]) if self._tls else self._sock.recvmsg_into(left[:VECTOR])[0]
-            if not got:
+            got = self._try(self._receive_into, left, deadline)
+            if got == 0:
                 raise ConnectionResetError(f"{self._name} closed a data connection")
-            skip(left, got)
+            skip(left, got or 0)
 
     def _send(self, views: Iterable[memoryview], deadline: float) -> None:
         left = [view for view in views if view.nbytes]
         while left:
-            self._sock.settimeout(_left(deadline))
-            skip(left, self._sock.send(left[0]) if self._tls else self._sock.sendmsg(left[:VECTOR]))
+            skip(left, self._try(self._send_from, left, deadline) or 0)
+
+    def _receive_into(self, views: list[memoryview]) -> int:
+        if self._tls:
+            return int(self._sock.recv_into(views[0]))
+        # The kernel returns when the buffers are full, so that the interpreter is not asked for each packet.
+        return int(self._sock.recvmsg_into(views[:VECTOR], 0, socket.MSG_WAITALL)[0])
+
+    def _send_from(self, views: list[memoryview]) -> int:
+        return int(self._sock.send(views[0]) if self._tls else self._sock.sendmsg(views[:VECTOR]))
+
+    def _try(
+        self, work: Callable[[list[memoryview]], int], views: list[memoryview], deadline: float
+    ) -> int | None:
+        """Return the bytes that `work` has moved; None if the time that was set for it is over.
+
+        Calls have the same time, as a rule, so that it is seldom set anew.
+        """
+        left = _left(deadline)
+        if abs(left - self._limit) > _SLACK:
+            self._limit = left
+            if self._tls:
+                self._sock.settimeout(left)
+            else:
+                _set_time_limit(self._sock, left)
+        try:
+            return work(views)
+        except (BlockingIOError, TimeoutError):
+            return None
+
+
+def _set_time_limit(sock: socket.socket, seconds: float) -> None:
+    """Let the kernel end each wait of a blocking socket after so many seconds, with BlockingIOError.
+
+    `settimeout` would make every step three system calls instead of one.
+    """
+    micros = max(1, int(seconds * 1e6))
+    limit = _TIMEVAL.pack(*divmod(micros, 10**6))
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        sock.setsockopt(socket.SOL_SOCKET, option, limit)
 
 
 def _left(deadline: float) -> float:
