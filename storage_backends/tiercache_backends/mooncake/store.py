@@ -167,6 +167,7 @@ class MooncakeBackend(StorageBackend):
         """
         with self._gate:
             details: dict[str, str | int] = {
+                "prefix": self._settings.prefix,
                 "corrupt": self._reader.corrupt,
                 "second_reads": self._reader.second_reads,
                 "leases_over": self._reader.leases_over,
@@ -181,7 +182,7 @@ class MooncakeBackend(StorageBackend):
             return Usage(objects, payload, pool.used, pool.capacity, details)
 
     def clear(self) -> int:
-        """Remove all objects and namespaces of this store's prefix; return how many the master counted.
+        """Remove all objects and records of namespaces of this store's prefix; return how many they were.
 
         Raises UnavailableError if that fails.
         """

@@ -56,12 +56,14 @@ def move(
                 continue
             try:
                 prepare(part, region)
+                rest = way.wait()
             except BaseException:  # whatever it is, nothing uses the memory
                 link.staging.give(region)
                 raise
-            rest = way.wait()
-            way.go(part, region)
-            rest()
+            try:
+                way.go(part, region)
+            finally:
+                rest()
     finally:
         way.wait()()
 
@@ -112,8 +114,10 @@ class _Way(Generic[Item]):
                 partial(self._work, part=part, region=region),
                 partial(part.withhold, region, self._link.staging, self._link.attached),
             )
-        except UnavailableError:
+        except BaseException as error:
             self._link.staging.give(region)
+            if not isinstance(error, UnavailableError):
+                raise
             self._answer(part, Outcome.UNAVAILABLE)
         else:
             self._under_way = part, region, pending

@@ -158,7 +158,11 @@ def shared_checks(url: str) -> Iterator[Check]:
     except StorageError as error:
         yield Check(place, Level.FAIL, *_halves(error))
         return
-    holds = f"{found.objects:,} objects, {readable_size(found.used_bytes)}" if listed else "it answers"
+    holds = (
+        f"{found.objects:,} objects, {readable_size(found.used_bytes)}"
+        if listed
+        else f"it answers, but {clean(str(found.details.get('unlisted', 'it cannot list its objects')))}"
+    )
     yield Check(place, Level.OK, holds)
     yield Check(
         "KV events", Level.OK, "told" if told else f"none: a {kind} store loses objects without a word"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -22,7 +23,7 @@ from tiercache.cli.store.options import (
     StoresOption,
     make_filter,
 )
-from tiercache.cli.store.target import opened, resolve_all
+from tiercache.cli.store.target import Target, opened, resolve_all
 from tiercache.cli.terminal import (
     Exit,
     Output,
@@ -35,6 +36,7 @@ from tiercache.cli.terminal import (
     progress,
     safe,
     table,
+    whole,
 )
 from tiercache.errors import ConfigError, StorageError
 from tiercache.storage.base import ScanEntry, StorageBackend
@@ -94,7 +96,10 @@ def flush(
     All copies of an object in the tiers of a chain are deleted. A stopped chain
     is named with all of its tiers; one that is out would keep its copies.
 
-    JSON fields: dry_run, objects, bytes, deleted, failed, kept (objects that
+    Of a store that cannot list its objects, only --all is possible: it deletes
+    what has the store's own prefix, and the names of its namespaces with it.
+
+    JSON fields: dry_run, objects, bytes (null if not known), deleted, failed, kept (objects that
     others need), groups (namespace, label, pool, objects, bytes), tiers (of a
     chain: objects by the first tier that had each). jsonl has one
     line for each object (deleted, and the fields of ls), and a last line with
@@ -118,7 +123,12 @@ def flush(
     with opened(target) as found:
         if not dry_run:
             check_removable(target, found)
-        plan = _plan(found, wanted, namespace, tenant, digits, cascade)
+        clears = everything and not (dry_run or target.live or found.capabilities.listed)
+        where = _place(target, found)
+        plan = None if clears else _plan(found, wanted, namespace, tenant, digits, cascade)
+    if plan is None:
+        _clear_all(target, where, yes, output)
+        return
     if dry_run or not plan.to_delete:
         _report(plan, plan.to_delete, [], output, dry_run=dry_run)
         return
@@ -139,10 +149,57 @@ def flush(
                 _lines(removed.entries, left)
             advance(sum(entry.meta.length for entry in removed.entries))
     _report(plan, deleted, failed, output, dry_run=False)
+    _check_deleted(len(failed), target.name)
+
+
+def _place(target: Target, store: StorageBackend) -> str:
+    """Return the name of a store in messages, with the prefixes under which its objects are."""
+    usage = store.usage()
+    details = [usage.details, *(tier.details for tier in usage.tiers)]
+    found = [one["prefix"] for one in details if "prefix" in one]
+    return f"{target.name} (prefix {', '.join(map(str, found))})" if found else target.name
+
+
+def _clear_all(target: Target, where: str, yes: bool, output: Output) -> None:
+    """Delete everything from a store that cannot list, or from all tiers of a chain that has one."""
+    if not yes:
+        typer.echo(f"everything in {where} will be deleted; how much that is cannot be known", err=True)
+        _go_on()
+    with ExitStack() as stack:
+        tiers = target.tiers or (target,)
+        # Every tier is open, and has listed what it can, before the first of them is changed.
+        ways = [_way_to_clear(one, stack.enter_context(opened(one, change=True))) for one in tiers]
+        count = sum(clear() for clear in ways)
+    if output is Output.TABLE:
+        console().print(f"{count:,} objects and records of namespaces deleted from {where}", markup=False)
+        return
+    summary: dict[str, Any] = {
+        "dry_run": False, "objects": count, "bytes": None, "deleted": count, "failed": 0, "kept": 0,
+        "groups": [], "tiers": {},
+    }  # fmt: skip
+    whole({"summary": summary} if output is Output.JSONL else summary, output)
+
+
+def _way_to_clear(target: Target, store: StorageBackend) -> Callable[[], int]:
+    """Return the function that deletes everything from a store, and returns how many objects that were."""
+    clear: Callable[[], int] | None = getattr(store, "clear", None)
+    if clear is not None:
+        return clear
+    entries = _plan(store, make_filter(time.time()), "", "", "", cascade=False).to_delete
+
+    def delete() -> int:
+        batches = list(remove(target, store, entries))
+        _check_deleted(sum(len(batch.failed) for batch in batches), target.name)
+        return len(entries)
+
+    return delete
+
+
+def _check_deleted(failed: int, name: str) -> None:
     if failed:
         raise StorageError(
-            f"{count_text(len(failed), 'object')} could not be deleted from {target.name}; see the store's"
-            " log, and try again"
+            f"{count_text(failed, 'object')} could not be deleted from {name}; see the store's log, and try"
+            " again"
         )
 
 
@@ -192,6 +249,10 @@ def _ask(plan: Plan, name: str) -> None:
             f" {readable_size(group['bytes'])}",
             err=True,
         )
+    _go_on()
+
+
+def _go_on() -> None:
     typer.echo("Go on? [y/N] ", err=True, nl=False)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         typer.echo("nothing was deleted", err=True)

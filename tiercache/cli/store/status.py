@@ -28,7 +28,7 @@ from tiercache.cli.terminal import (
     whole,
 )
 from tiercache.errors import ConfigError, RefusedError
-from tiercache.storage.base import ScanEntry, StorageBackend
+from tiercache.storage.base import ScanEntry, StorageBackend, Usage
 from tiercache.text import readable_age, readable_size
 
 _PING_FIELDS: Final = ("version", "instance", "principal", "tenant", "verbs", "transport", "store")
@@ -74,15 +74,17 @@ def status(
     objects, payload_bytes, used_bytes, capacity_bytes, read_objects,
     read_bytes, written_objects, written_bytes, waiting, dropped, lost_calls,
     last_read, details), status (the status document of a daemon, docs/status.md;
-    null for a stopped store). The figures of a chain are sums, in which every copy of
-    an object counts. restorable_bytes, dead_bytes and orphans are null if the
-    store does not report them. jsonl has the same on one line.
+    null for a stopped store), unlisted (why the store cannot list its objects, or "").
+    The figures of a chain are sums, in which every copy of an object counts.
+    restorable_bytes, dead_bytes and orphans are null if the store does not report
+    them; so are all figures of a store that cannot list, and namespaces. jsonl
+    has the same on one line.
     """
     target = resolve_all(store, mac_key)
     with opened(target, tells=False) as found:
         record = _describe(target, found)
         names = Namespaces.of(found)
-        record["namespaces"] = None if quick else _totals(found.scan_all(), names)
+        record["namespaces"] = None if quick or record["unlisted"] else _totals(found.scan_all(), names)
     if output is Output.TABLE:
         _print(record)
     else:
@@ -153,6 +155,8 @@ def _pong(pong: Any) -> dict[str, Any]:
 def _describe(target: Target, store: StorageBackend) -> dict[str, Any]:
     daemon = _pong(_ping_of(store, target)()) if target.live else None
     usage = store.usage()
+    unlisted = next((str(one["unlisted"]) for one in _details(usage) if "unlisted" in one), "")
+    sums = ("objects", "payload_bytes", "used_bytes", "capacity_bytes")
     return {
         "name": target.name,
         "kind": target.kind,
@@ -161,23 +165,26 @@ def _describe(target: Target, store: StorageBackend) -> dict[str, Any]:
         "owner": target.owner,
         "version": daemon.pop("version") if daemon else tiercache.__version__,
         "daemon": daemon,
-        "objects": usage.objects,
-        "payload_bytes": usage.payload_bytes,
-        "used_bytes": usage.used_bytes,
-        "capacity_bytes": usage.capacity_bytes,
+        **{name: None if unlisted else getattr(usage, name) for name in sums},
         **{name: usage.details.get(name) for name in _RESTORABLE_FIELDS},
-        "details": dict(usage.details),
+        "details": {name: value for name, value in usage.details.items() if name != "unlisted"},
         "tiers": [asdict(tier) for tier in usage.tiers],
+        "unlisted": unlisted,
         "status": _document(target, store) if target.live else None,
     }
 
 
 def _document(target: Target, store: StorageBackend) -> Document | None:
-    """Return the status document of a daemon; None of a daemon that is too old to have one."""
+    """Return the status document of a daemon; None of a daemon that has none, or not for this caller."""
     try:
         return status_of(store, target.name)
-    except RefusedError:
+    except (ConfigError, RefusedError):
         return None
+
+
+def _details(usage: Usage) -> list[Mapping[str, Any]]:
+    """Return the details of a store and of its tiers."""
+    return [usage.details, *(tier.details for tier in usage.tiers)]
 
 
 def _totals(entries: Iterable[ScanEntry], names: Namespaces) -> list[dict[str, Any]]:
@@ -202,8 +209,6 @@ def _totals(entries: Iterable[ScanEntry], names: Namespaces) -> list[dict[str, A
 def _print(record: dict[str, Any]) -> None:
     shown = table(("", " "), left=("", " "))
     shown.show_header = False
-    capacity = record["capacity_bytes"]
-    share = f" ({record['used_bytes'] / capacity:.0%})" if capacity else ""
     rows = [
         ("store", record["name"]),
         ("kind", f"{record['kind']}, {'served by a daemon' if record['live'] else 'not served'}"),
@@ -214,10 +219,7 @@ def _print(record: dict[str, Any]) -> None:
         ("tiercache", record["version"]),
         *((name, _text(value)) for name, value in (record["daemon"] or {}).items()),
         *(summary(record["status"]) if record["status"] else ()),
-        ("objects", f"{record['objects']:,}"),
-        ("payload", readable_size(record["payload_bytes"])),
-        ("used", readable_size(record["used_bytes"]) + share),
-        ("capacity", readable_size(capacity) if capacity else "no limit"),
+        *_size_rows(record),
         ("restorable", _restorable_text(record)),
         *(
             (name.replace("_", " "), _text(value))
@@ -238,6 +240,21 @@ def _print(record: dict[str, Any]) -> None:
             to.print(f"tier {tier['name']} is {tier['health']}: {tier['why']}", markup=False, soft_wrap=True)
     if record["namespaces"]:
         to.print(_pools(record["namespaces"]))
+    if record["unlisted"]:
+        to.print(record["unlisted"], markup=False, soft_wrap=True)
+
+
+def _size_rows(record: dict[str, Any]) -> list[tuple[str, str]]:
+    if record["unlisted"]:
+        return [("objects", "not known")]
+    capacity = record["capacity_bytes"]
+    share = f" ({record['used_bytes'] / capacity:.0%})" if capacity else ""
+    return [
+        ("objects", f"{record['objects']:,}"),
+        ("payload", readable_size(record["payload_bytes"])),
+        ("used", readable_size(record["used_bytes"]) + share),
+        ("capacity", readable_size(capacity) if capacity else "no limit"),
+    ]
 
 
 def _restorable_text(record: dict[str, Any]) -> str:
@@ -268,7 +285,7 @@ def tier_table(tiers: Sequence[Mapping[str, Any]], now: float) -> Any:
         capacity = f" of {readable_size(tier['capacity_bytes'])}" if tier["capacity_bytes"] else ""
         last = tier["last_read"]
         holds = (f"{tier['objects']:,}", readable_size(tier["used_bytes"]) + capacity)
-        if tier["health"] == "out":
+        if tier["health"] == "out" or "unlisted" in tier["details"]:
             holds = ("-", "-")
         shown.add_row(
             safe(tier["name"]),

@@ -43,7 +43,7 @@ from tiercache.cli.terminal import (
     say,
 )
 from tiercache.core import ObjectKey, Outcome
-from tiercache.errors import ConfigError, StorageError, StoreDamagedError
+from tiercache.errors import ConfigError, StorageError, StoreDamagedError, UnlistedError
 from tiercache.storage.base import ScanEntry, StorageBackend
 from tiercache.text import readable_size
 
@@ -145,7 +145,8 @@ def _verify(target: Target, wanted: Filter, repair: bool, tally: VerifyCounts) -
             except (StorageError, ConfigError) as error:
                 if not target.tiers:
                     raise
-                say(f"tier {one.tier} is out, and its objects are not checked: {error}")
+                state = "cannot list" if isinstance(error, UnlistedError) else "is out"
+                say(f"tier {one.tier} {state}, and its objects are not checked: {error}")
                 tally.is_partial = True
                 continue
             checks.append(check)

@@ -1,0 +1,63 @@
+"""The way of parts through a pool: nothing that fails on it keeps memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from tiercache_backends.mooncake.header import HEADER_BYTES
+from tiercache_backends.mooncake.library import MooncakeClient
+from tiercache_backends.mooncake.link import Link
+from tiercache_backends.mooncake.memory import Region
+from tiercache_backends.mooncake.parts import Part, PlacedItem
+from tiercache_backends.mooncake.patience import Patience
+from tiercache_backends.mooncake.settings import read_settings
+from tiercache_backends.mooncake.traffic import Codes, move
+
+from tests.storage_backends.mooncake.rig import Pool
+from tiercache.core import Outcome
+from tiercache.storage.base import GetItem
+from tiercache.testing.objects import key, to_get
+
+
+def part(n: int) -> Part[GetItem]:
+    item = to_get(key(n), 100)
+    return Part([PlacedItem(n, item, f"tc1/traffic/{n}", 100, None, 0)], HEADER_BYTES + 100)
+
+
+@pytest.mark.parametrize("where", ["parts", "prepare", "work", "finish"])
+def test_an_exception_on_the_way_leaks_no_staging_memory(pool: Pool, where: str) -> None:
+    def fails(step: str, at: int) -> Callable[[Part[GetItem]], None]:
+        def check(part: Part[GetItem]) -> None:
+            if where == step and part.placed[0].index == at:
+                raise LookupError(step)
+
+        return check
+
+    making, preparing, working, ending = (
+        fails("parts", 2),
+        fails("prepare", 2),
+        fails("work", 0),
+        fails("finish", 0),
+    )
+
+    def made(n: int) -> Part[GetItem]:
+        one = part(n)
+        making(one)
+        return one
+
+    def work(client: MooncakeClient, part: Part[GetItem], region: Region) -> Codes:
+        working(part)
+        return client.exist(part.names)
+
+    link = Link(read_settings(pool.section("traffic", staging="1MiB")))
+    try:
+        with pytest.raises(LookupError, match=where):
+            move(
+                link, Patience(5.0), "test", map(made, range(4)), work, lambda part, region: preparing(part),
+                lambda part, region, codes: ending(part), [Outcome.MISS] * 4,
+            )  # fmt: skip
+        assert link.staging.free_bytes == link.staging.nbytes
+        assert link.ask(Patience(5.0), "test", lambda client: client.exist(["tc1/traffic/0"])) == [0]
+    finally:
+        link.close()
