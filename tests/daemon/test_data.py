@@ -275,10 +275,11 @@ class TestWhoMayOpen:
             with mallory.open(token) as sock:
                 assert failure(sock) == 16
                 assert ended(sock)
-        with mallory.dial() as sock:
-            sock.sendall(call("Get", get(list(BIG), MIB)))
-            assert failure(sock) == 16
-            assert ended(sock)
+        for first in (call("Get", get(list(BIG), MIB)), b"\3" + mallory.opening()[1:]):
+            with mallory.dial() as sock:
+                sock.sendall(first)
+                assert failure(sock) == 16
+                assert ended(sock)
 
     def test_a_stolen_token_of_another_principal(self, daemon: Daemon, mallory: Remote) -> None:
         with Remote(daemon, "trent") as trent:
@@ -324,6 +325,7 @@ WRONG: dict[str, Callable[[], bytes]] = {
     "a kind of the daemon's": lambda: pack(FrameKind.PIECES, b"", 0),
     "an unknown kind": lambda: struct.pack("<B3xIQ", 77, 0, 0),
     "a call that is none": lambda: pack(FrameKind.CALL, b"\xff" * 30),
+    "a call in a frame of another kind": lambda: b"\5" + call("Exists", pb.ExistsRequest())[1:],
     "another method": lambda: call("Delete", pb.DeleteRequest(keys=messages.keys([key(1)]))),
     "a get with a payload": lambda: call("Get", get([key(1)], 5), 5) + b"12345",
     "a lookup with a payload": lambda: call("Exists", pb.ExistsRequest(), 5) + b"12345",
@@ -340,7 +342,17 @@ REFUSED: dict[str, tuple[Callable[[], bytes], int]] = {
         3,
     ),
     "keys without lengths": (lambda: call("Get", pb.GetRequest(keys=messages.keys([key(1)]))), 3),
-    "a payload of another length": (lambda: call("Set", put({key(1): 100}), 99) + bytes(99), 3),
+    "a payload that is too short": (lambda: call("Set", put({key(1): 100}), 99) + bytes(99), 3),
+    "a payload that is too long": (lambda: call("Set", put({key(1): 100}), 101) + bytes(101), 3),
+    "fewer descriptions than keys": (
+        lambda: (
+            call(
+                "Set", data_pb2.DataSet(keys=messages.keys([key(1), key(2)]), metas=put({key(1): 9}).metas), 9
+            )
+            + bytes(9)
+        ),
+        3,
+    ),
     "a set without its payload": (lambda: call("Set", put({key(1): 100})), 3),
     "an object that claims 2**62 bytes": (
         lambda: call("Set", put({key(1): 2**62, key(2): 2**62}), 5) + b"12345",

@@ -42,6 +42,8 @@ from tiercache.wire.v1 import storage_pb2 as pb
 SIZES = (1, 700, 4096, 20_000, 70_000)
 MOST = 3
 """Maximum number of answers that wait to be read; more could fill the buffers of both ends."""
+HELD = ("tiercache_node_held_bytes{", "tiercache_node_data_connections ", "tiercache_node_calls_under")
+"""Metrics of all that the daemon holds for clients: bytes, connections, calls."""
 NAMES = range(8)
 STORED, HIT, MISS = 2, 1, 3
 AUTHORIZATION = f"Bearer {token_file().read_text()}"
@@ -268,18 +270,14 @@ class Histories(RuleBasedStateMachine):
         for made in list(self.open):
             made.sock.shutdown(socket.SHUT_WR)
             self.close_of(made)
-        until(lambda: self.held() == {0.0})
+        until(lambda: samples(self.node, *HELD) == {0.0})
 
-    def held(self) -> set[float]:
-        """Bytes, calls and connections that the daemon holds for clients."""
-        status, text, _ = ask(self.node.http_address, "/metrics")
-        assert status == 200
-        names = (
-            "tiercache_node_held_bytes{",
-            "tiercache_node_data_connections ",
-            "tiercache_node_calls_under",
-        )
-        return {float(line.split()[-1]) for line in text.splitlines() if line.startswith(names)}
+
+def samples(node: StorageServer, *names: str) -> set[float]:
+    """Return the values of all metrics whose lines begin with one of these."""
+    status, text, _ = ask(node.http_address, "/metrics")
+    assert status == 200
+    return {float(line.split()[-1]) for line in text.splitlines() if line.startswith(names)}
 
 
 def is_frame(kind: FrameKind, header: bytes) -> Check:
@@ -313,3 +311,5 @@ def test_every_history_is_answered_in_order(monkeypatch: pytest.MonkeyPatch) -> 
         Histories.node, Histories.port = node, client.call("Hello", b"").data
         chosen = settings(max_examples=example_count(50), stateful_step_count=25, deadline=None)
         run_state_machine_as_test(Histories, settings=chosen)
+        moved = samples(node, 'tiercache_node_payload_bytes_total{direction="in",plane="data"}')
+        assert min(moved) > 0

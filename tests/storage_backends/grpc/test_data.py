@@ -152,6 +152,10 @@ LIES: dict[str, Callable[[], Answer]] = {
     "a shorter object": lambda: frame(pieces(sizes=[SIZE - 1]), DATA[:-1]),
     "a longer object": lambda: frame(pieces(sizes=[SIZE + 1]), DATA + b"x"),
     "a payload that is longer than its objects": lambda: frame(pieces(sizes=[SIZE - 1]), DATA),
+    "a payload that is shorter than its objects": lambda: (
+        pack(FrameKind.PIECES, pieces().SerializeToString(), SIZE - 1) + DATA
+    ),
+    "a refusal with bytes behind it": lambda: pack(FrameKind.FAILED, b"\x08\x08", 5) + b"12345",
     "another item": lambda: frame(pieces(items=[1])),
     "columns of two lengths": lambda: frame(pieces(sizes=[SIZE, 0])),
     "more items than were asked for": lambda: frame(pieces(items=[0, 1], outcomes=[1, 3], sizes=[SIZE, 0])),
@@ -182,6 +186,7 @@ SET_LIES: dict[str, Callable[[], Answer]] = {
     "no outcome": lambda: reply(pb.OutcomesReply()),
     "a reply that is none": lambda: pack(FrameKind.REPLY, b"\xff"),
     "an answer to a get": lambda: frame(pieces()),
+    "a reply in a frame of another kind": lambda: b"\4" + reply(pb.OutcomesReply(outcomes=[2]))[1:],
     "a reply with a payload": lambda: pack(FrameKind.REPLY, b"", 5) + b"12345",
     "a refusal with a payload": lambda: pack(FrameKind.FAILED, b"", 5) + b"12345",
 }
@@ -290,10 +295,49 @@ def test_a_port_that_is_not_reached_and_comes_back(monkeypatch: pytest.MonkeyPat
     with bad(lambda: frame(pieces())) as (client, frames):
         frames.close()
         until(lambda: client.get([to_get(key("a"), SIZE)]) == [HIT] and plane_of(client).why != "")
+        frames.listener = socket.create_server(("127.0.0.1", 0))
+        frames.port = frames.listener.getsockname()[1]
+        # private: another port answers, of which only the next greeting tells
+        threading.Thread(target=frames._accept, daemon=True).start()
+        until(lambda: client.get([to_get(key("a"), SIZE)]) == [HIT] and not plane_of(client).why)
+
+
+def test_connections_that_could_not_be_opened_do_not_count() -> None:
+    """The client may have four; more of them fail while the first one is in use, and the next one works."""
+    go_on = threading.Event()
+    answers = iter([lambda: go_on.wait(30), lambda: True])
+
+    def answer() -> bytes:
+        next(answers)()
+        return frame(pieces())
+
+    with bad(answer, transfer_timeout="30s") as (client, frames):
+        first = threading.Thread(target=client.get, args=([to_get(key("a"), SIZE)],))
+        first.start()
+        until(lambda: frames.calls == 1)
+        frames.listener.shutdown(socket.SHUT_RDWR)
+        frames.listener.close()
+        for _ in range(6):
+            assert client.get([to_get(key("a"), SIZE)]) == [HIT]
         frames.listener = socket.create_server(("127.0.0.1", frames.port))
         # private: the same port answers again
         threading.Thread(target=frames._accept, daemon=True).start()
-        until(lambda: client.get([to_get(key("a"), SIZE)]) == [HIT] and not plane_of(client).why)
+        assert client.get([to_get(key("a"), SIZE)]) == [HIT]
+        assert frames.calls == 2
+        go_on.set()
+        first.join(30)
+
+
+def test_a_call_that_is_interrupted_gives_its_connection_up() -> None:
+    def interrupted(_: DataConnection) -> None:
+        raise KeyboardInterrupt
+
+    with bad(lambda: frame(pieces())) as (client, _):
+        plane = plane_of(client)
+        with pytest.raises(KeyboardInterrupt):
+            plane.attempt(interrupted, time.monotonic() + 30)
+        assert plane.losses == 1
+        assert client.get([to_get(key("a"), SIZE)]) == [HIT]
 
 
 def test_a_daemon_without_the_plane_and_a_client_without_it(tmp_path: Path) -> None:
