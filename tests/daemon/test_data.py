@@ -159,7 +159,7 @@ def whole_or_cut(sock: socket.socket) -> bool:
         sizes = (
             pb.GetPieces.FromString(data[start - frame.header : start]).sizes if start <= len(data) else ()
         )
-        due = b"".join(itertools.islice(wanted, len(sizes)))
+        due = b"".join(item[:size] for size, item in zip(sizes, wanted, strict=False))
         assert due.startswith(data[start:at])
     return True
 

@@ -5,6 +5,7 @@ They keep to the rules of every call (`service`), and differ only in how bytes c
 
 from __future__ import annotations
 
+from asyncio import get_running_loop
 from collections.abc import Callable
 from typing import Final, TypeVar
 
@@ -47,6 +48,7 @@ class DataCall(Call):
         self.seconds: Final = call.seconds if call.seconds >= 0 else 0.0
         self._request = call.request
         self._channel = channel
+        self._call_seconds = limits.call_seconds
         self.unread = payload
         """Bytes of the frame's payload that have not been received."""
 
@@ -87,8 +89,8 @@ class DataCall(Call):
         self.unread -= nbytes
 
     async def settle(self) -> None:
-        """Receive what is left of the payload, so that the next frame can be told from it."""
-        await self._channel.discard(self.unread)
+        """Receive what is left of the payload, within `limits.call`, so that the next frame can be told."""
+        await self._channel.discard(self.unread, get_running_loop().time() + self._call_seconds)
         self.unread = 0
 
     async def fail(self, code: StatusCode, text: str) -> None:

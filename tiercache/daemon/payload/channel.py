@@ -8,6 +8,7 @@ import socket
 import ssl
 from asyncio import Future
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, Final
 
 from grpc import StatusCode
@@ -68,11 +69,14 @@ class Channel:
         """Make the TLS handshake, if the connection is to have one; raises DisconnectedError."""
         if self._context is None:
             return
+        descriptor = self._sock.fileno()
         try:
             self._sock = self._context.wrap_socket(
                 self._sock, server_side=True, do_handshake_on_connect=False, suppress_ragged_eofs=True
             )
-        except (OSError, ValueError) as error:  # the client has gone
+        except (OSError, ValueError) as error:  # the client has gone, and the socket was closed
+            with suppress(OSError):
+                self._readiness.forget(descriptor)
             raise DisconnectedError(str(error)) from error
         while awaited := self._attempt(self._sock.do_handshake)[1]:
             await self._wait(awaited)
@@ -123,12 +127,12 @@ class Channel:
             skip(left, got)
             turn = await self._let_others(turn + got)
 
-    async def discard(self, nbytes: int) -> None:
-        """Receive so many bytes and forget them; raises what `fill` raises."""
+    async def discard(self, nbytes: int, until: float | None = None) -> None:
+        """Receive so many bytes, all of them before `until`, and forget them; raises what `fill` raises."""
         scratch = memoryview(bytearray(min(nbytes, 64 << 10)))
         while nbytes:
             step = min(nbytes, scratch.nbytes)
-            await self.fill([scratch[:step]])
+            await self.fill([scratch[:step]], until)
             nbytes -= step
 
     async def send(self, views: Iterable[memoryview]) -> None:
@@ -203,7 +207,8 @@ class Channel:
         self._ready = ready = self._loop.create_future()
         timer = None
         if until != math.inf:
-            timer = self._loop.call_at(until or self._loop.time() + self._idle, self._expire, ready)
+            idle = self._loop.time() + self._idle
+            timer = self._loop.call_at(idle if until is None else min(until, idle), self._expire, ready)
         try:
             await ready
         finally:

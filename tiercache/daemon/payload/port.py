@@ -276,8 +276,6 @@ class DataPort:
                 raise WireError(f"data connections carry no calls of {called.method[:64]!r}")
             if frame.payload and called.method != "Set":
                 raise WireError(f"a call of {called.method} came with a payload of {frame.payload} bytes")
-            # A call that is refused may have payload left, which must come in time as well.
-            async with asyncio.timeout(self._limits.call_seconds + self._idle):
-                await self._answer(DataCall(caller, channel, called, frame.payload, self._limits, most))
+            await self._answer(DataCall(caller, channel, called, frame.payload, self._limits, most))
         finally:
             caller.budgets.requests.give(held)
