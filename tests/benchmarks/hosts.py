@@ -1,12 +1,13 @@
 """Restores from another host, beside computing the same prompt.
 
-    python -m tests.benchmarks.hosts [--store daemon,chain] [--line 0:0,0.001:0,...] [-o FILE.json]
+    python -m tests.benchmarks.hosts [--store daemon,file+s3] [--line 0:0,0.001:0,...] [-o FILE.json]
 
 Three hosts in network namespaces (`tests.hosts`): worker 1 computes prompts and stores them, worker 2
-restores each of them three times, every time with empty tiers of its own, and computes it once. A line is
-DELAY:LOSS, the seconds by which every frame is delayed each way, and the probability that it is lost. A
-delay or loss is made by a program (`tests.hosts.wire`), which takes CPU time from the hosts. With `chain`,
-worker 2 has a file tier of its own above the shared store.
+computes another, behind whose lookup a bucket is listed, and restores each of them three times, every time
+with empty tiers of its own, and computes it each time. A line is DELAY:LOSS, the seconds by which every frame
+is delayed each way, and the probability that it is lost. A delay or loss is made by a program
+(`tests.hosts.wire`), which takes CPU time from the hosts. With `file+`, worker 2 has a file tier of its own
+above the shared store.
 
 Times until the first token are medians over the prompts. `wire` is what the interface of worker 2 received
 for one restore, over the payload.
@@ -60,6 +61,7 @@ def measure(kind: str, line: tuple[float, float], base: Path) -> dict[str, Any]:
             prompt = desk.prompt(TOKENS + 1)
             workers[0].call("time", prompt=prompt)
             workers[0].call("flush")
+            workers[1].call("time", prompt=desk.prompt(TOKENS + 1))
             for ask in asks:
                 before = hosts[1].traffic()[0]
                 found = workers[1].call("time", prompt=prompt)

@@ -167,10 +167,12 @@ class Life:
         self.desk.begin(self._workers[number], self.desk.prompt(8 * PAGE_SIZE))
         time.sleep(self._random.random())
         self._workers[number].kill()
-        if needs_store(self._kind):
+        if is_needed := needs_store(self._kind):
             self._heal()
             self._start_parts()
         self._workers[number].start()
+        if is_needed:
+            self._workers[number].wait()
         self._asked[number].clear()
         self.counts["kills"] += 1
 

@@ -147,11 +147,15 @@ class WorkerOnHost:
         theirs.close()
         self._starts = True
 
-    def ask(self, do: str, **values: Any) -> None:
-        """Send a request, without waiting for its answer."""
+    def wait(self) -> None:
+        """Wait until it serves."""
         if self._starts:
             self.answer()
             self._starts = False
+
+    def ask(self, do: str, **values: Any) -> None:
+        """Send a request, without waiting for its answer."""
+        self.wait()
         self._channel.send_bytes(json.dumps({"do": do, **values}).encode())
 
     def answer(self) -> Any:

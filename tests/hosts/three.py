@@ -63,5 +63,7 @@ def three_hosts(kind: str, base: Path, layers: int = 4) -> Iterator[Three]:
         ]
         for worker in workers:
             ends.callback(worker.kill)
+        for worker in workers:
+            worker.wait()
         yield Three(hosts, store, workers, Desk())
         assert [worker.call("close") for worker in workers] == [True, True]
