@@ -32,7 +32,20 @@ class Told:
 
     def check(self):
         self.read()
-        known, truth, chains = self.map.places(), {}, {}
+        chains = self.chains()
+        assert self.map.places() == places(chains)
+        told = {}
+        for events in self.source.snapshot():
+            for event in events:
+                parent, depth = event.parent, event.depth
+                for key in event.keys:
+                    told[event.place, Resident(event.group.pool, event.group.layout, key)] = (parent, depth)
+                    parent, depth = key, depth + 1
+        assert told == chains
+
+    def chains(self):
+        """Parent and depth of every object on device and host, by place and name, as the index has them."""
+        found = {}
         for node in self.index.nodes():
             if not node.pages:
                 continue
@@ -50,20 +63,15 @@ class Told:
                             keys = keys or self.index.page_keys(node, node.end)
                             at = node.start + i
                             named = Resident(pool, self.groups[pool].layout, keys[at])
-                            truth.setdefault(Place(Medium.of(tier)), set()).add(named)
                             is_page = pool in self.index.page_pools
-                            chains[Medium.of(tier), named] = (
-                                keys[at - 1] if is_page and at else None,
-                                at + 1,
-                            )
-        assert known == truth
-        told = {}
-        for events in self.source.snapshot():
-            for event in events:
-                parent, depth = event.parent, event.depth
-                for key in event.keys:
-                    told[event.place.medium, Resident(event.group.pool, event.group.layout, key)] = (
-                        parent, depth,
-                    )  # fmt: skip
-                    parent, depth = key, depth + 1
-        assert told == chains
+                            parent = keys[at - 1] if is_page and at else None
+                            found[Place(Medium.of(tier)), named] = (parent, at + 1)
+        return found
+
+
+def places(objects):
+    """Objects by place, as a `ResidencyMap` has them."""
+    found = {}
+    for place, named in objects:
+        found.setdefault(place, set()).add(named)
+    return found

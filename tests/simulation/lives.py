@@ -9,13 +9,18 @@ from tiercache_backends.memory import MemoryBackend
 
 from tests.simulation.plan import Life, Plan
 from tests.simulation.process import Process, ProcessKilledError
+from tests.simulation.router import Router
 from tests.simulation.world import World
+from tiercache.events import Medium, Place
+from tiercache.storage.store_events import StoreEvents
 
 
 def live(seed: int) -> Life:
     """Run the life of `seed`; raise AssertionError, or whatever broke, if a promise was not kept."""
     world = World(seed)
-    life = Life(seed, plan := Plan.drawn(world.random), world, MemoryBackend(plan.capacity))
+    medium = MemoryBackend((plan := Plan.drawn(world.random)).capacity)
+    router = Router(world, Random(seed), [StoreEvents(medium, "medium")])
+    life = Life(seed, plan, world, medium, router)
     world.note(plan)
     before = random.getstate()
     random.seed(seed)  # the breakers of store calls draw their pauses from it
@@ -25,6 +30,8 @@ def live(seed: int) -> Life:
         world.run()
     finally:
         random.setstate(before)
+    known = router.places().get(Place(Medium.STORAGE, "medium"), set())
+    assert {found.layout + found.key for found in known} == {entry.key.digest for entry in medium.scan_all()}
     return life
 
 

@@ -7,6 +7,7 @@ from random import Random
 
 from tiercache_backends.memory import MemoryBackend
 
+from tests.simulation.router import Router
 from tests.simulation.store import StoreFaults
 from tests.simulation.world import World
 from tiercache.controller import WRITE_BACK, WRITE_THROUGH
@@ -70,6 +71,8 @@ class Life:
     plan: Plan
     world: World
     medium: MemoryBackend
+    router: Router
+    """Router that reads what the medium tells."""
     pages: set[tuple[int, ...]] = field(default_factory=set)
     states: set[tuple[int, ...]] = field(default_factory=set)
     tickets: list[tuple[bytes, TokenArray, TokenArray]] = field(default_factory=list)

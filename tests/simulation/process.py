@@ -13,7 +13,9 @@ import numpy as np
 
 from tests.controller.harness import Engine as Harness
 from tests.controller.harness import P, prompt
+from tests.controller.told import Told, places
 from tests.simulation.plan import Life
+from tests.simulation.router import Router
 from tests.simulation.store import SimulatedStore, StoreFaults
 from tests.simulation.world import CopyFaults, Engine, Flag, Threads, World, no_time
 from tiercache.controller import Admission, ControllerOptions, Parked, ParkedStatus
@@ -98,8 +100,12 @@ class Process:
             threads=lambda kind, count: Threads(world, name, kind, count),
         )
         self._engine.context.events.arrived = Flag(world)
+        self._told = Told(self._engine.context)
+        self._router = Router(world, draw, [self._told.source])
+        world.spawn(self._follow, name)
         Harness.opened.remove(self._engine.controller)
         self._controller = self._engine.controller
+        self._closed = False
         self._opened: list[Open] = []
         self._parked: list[tuple[Parked | bytes, TokenArray, TokenArray]] = []
 
@@ -161,6 +167,9 @@ class Process:
         assert self._engine.context.index.holds_only([])
         closed = self._controller.close(100.0)
         assert closed, "close found something that hangs"
+        self._closed = True
+        for what, count in self._router.counts.items():
+            self._life.count(f"router {what}", count)
         self._life.count("processes")
 
     def forget(self) -> None:
@@ -430,9 +439,19 @@ class Process:
         if self._plan.calm:
             assert self._controller.flush(5.0), "nothing fails, and yet something did not reach storage"
         self._engine.check()
+        self._told.source.post(self._world.now, everything=True)
+        known = self._router.places()
+        assert known == places(self._told.chains()), "the router knows what lies on device and host"
         for request in self._opened:
             if request.done is not None:
                 self._engine.verify(request.admission, request.tokens, request.done // P)
+
+    def _follow(self) -> None:
+        """Publish, and let routers read, as the publisher's thread does."""
+        while not self._closed:
+            self._world.sleep(self._draw.choice((0.001, 0.1, 100.0)))
+            self._router.step()
+            self._life.router.step()
 
     def _wait(self, condition: Callable[[], bool], what: str) -> None:
         """Tick while `condition` holds, which must not be forever."""

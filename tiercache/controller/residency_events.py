@@ -13,8 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
-import numpy as np
-
 from tiercache.core import Mask, PoolName, Tier
 from tiercache.events import EventKind, KVEvent, Medium, ObjectGroup, Place
 from tiercache.events.source import MAX_KEYS, EventSource
@@ -174,10 +172,10 @@ def _stored(place: Place, group: ObjectGroup, objects: Sequence[tuple[bytes, _Kn
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
     """Return the first number of each run of neighbours, and the number behind its last."""
-    if not numbers:
-        return []
-    column = np.asarray(numbers)
-    cuts = np.flatnonzero(np.diff(column) != 1) + 1
-    starts = np.concatenate([[0], cuts])
-    ends = np.concatenate([cuts, [len(column)]])
-    return [(int(column[a]), int(column[b - 1]) + 1) for a, b in zip(starts, ends, strict=True)]
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number:
+            runs[-1] = (runs[-1][0], number + 1)
+        else:
+            runs.append((number, number + 1))
+    return runs

@@ -285,12 +285,13 @@ class _Plan:
         reads = not host_only and (
             any(self.held[pool][start:stop].any() for pool in self.located) or any(one.held for one in states)
         )
-        # While room is made on the host, a pin keeps the path there in two cases: this write reads objects of
-        # the path on the host, or it copies the path to the host only. In all other cases no pin is taken
-        # here. Objects of the path that are in storage already can then make room for the next objects.
+        # While room is made on the host, pins keep the nodes in the tree. They keep their objects on the host
+        # in two cases: this write reads objects of the path there, or it copies the path to the host only. In
+        # all other cases objects of the path that are in storage already can make room for the next objects.
+        kept = (Tier.HOST,) if reads or host_only else ()
         with ExitStack() as pins:
-            for node in nodes if reads or host_only else ():
-                pins.enter_context(context.index.pinned(node, Tier.HOST))
+            for node in nodes:
+                pins.enter_context(context.index.pinned(node, *kept))
             handles = context.allocator.take_host(need)
             device_pins, host_pins = (
                 [context.index.pin(node, tier) for node in nodes] for tier in (Tier.DEVICE, Tier.HOST)

@@ -83,6 +83,10 @@ class EventLog:
         """Number of the oldest batch that is kept; equals `next` if none is."""
         return self._oldest
 
+    def follows(self, number: int) -> bool:
+        """Return whether the log has every batch from `number` on, also if that is the next one."""
+        return self._oldest <= number <= self._next
+
     def publish(self, events: Sequence[KVEvent]) -> None:
         """Append a batch. An empty batch is ignored, and so is every batch in a forked process."""
         if not events or os.getpid() != self._pid:

@@ -4,11 +4,7 @@
     ROUTER    asked: empty | first number wanted
               answer: empty | topic | number | payload, for each batch;  empty | empty | -1 | empty at the end
 
-If the log no longer has the first batch that is wanted, or never had it, the answer begins with a snapshot.
-Its batches have the number of the batch before those that follow it:
-
-    asked 10, the log has 40 to 57     snapshot: 57 everything is cleared, 57 stored ..., 57 stored ...
-                                       then:     58, 59 (published during the snapshot), end
+`replay` says what an answer has.
 """
 
 from __future__ import annotations
@@ -23,9 +19,10 @@ from threading import Event, Thread
 from typing import Any, Final
 
 from tiercache.errors import ClosedError, MissingExtraError, StorageError
-from tiercache.events.base import EventKind, KVEvent
+from tiercache.events.base import KVEvent
 from tiercache.events.encoding import encode_batch
 from tiercache.events.log import EventLog
+from tiercache.events.replay import replay
 from tiercache.events.settings import EventSettings
 from tiercache.events.source import MAX_KEYS, EventSource
 
@@ -298,25 +295,10 @@ class EventPublisher:
 
     def _messages(self, start: int) -> Iterator[tuple[bytes, bytes, bytes]]:
         """Yield the messages of a replay from `start` on."""
-        log = self.log
-        at = start
-        if not log.oldest <= start <= log.next:
-            self.snapshots += 1
-            at = log.next
-            number = (at - 1).to_bytes(8, "big")
-            yield self._topic, number, self._encode(time.time(), [KVEvent(EventKind.CLEARED, None)])
-            for source in self._sources:
-                for events in source.snapshot():
-                    if events:
-                        yield self._topic, number, self._encode(time.time(), events)
-        while at < log.next:
-            reading = log.read(at)
-            if reading.missed:
-                return  # the snapshot took longer than the log remembers: the client asks again
-            for batch in reading.batches:
-                payload = self._encode(batch.time, batch.events)
-                yield self._topic, batch.sequence.to_bytes(8, "big"), payload
-            at = reading.next
+        self.snapshots += not self.log.follows(start)
+        for batch in replay(self.log, self._sources, start):
+            payload = self._encode(batch.time, batch.events)
+            yield self._topic, batch.sequence.to_bytes(8, "big"), payload
         yield b"", END, b""
 
 

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import Final
 
 from tiercache.core import ObjectKey, PoolName
 from tiercache.errors import ClosedError, StorageError
@@ -36,11 +36,6 @@ MAX_NOTES: Final = 1 << 18
 
 _NAMESPACES_S: Final = 1.0
 """Minimum seconds from one question for the names of namespaces to the next."""
-
-
-class _Note(NamedTuple):
-    digests: Sequence[bytes]
-    stored: bool
 
 
 class StoreEvents(EventSource):
@@ -104,7 +99,7 @@ class StoreEvents(EventSource):
                 del self._tiers[name]
         for name, found in present.items():
             if name not in self._tiers:
-                followed = _TierEvents(found, lambda: self._wake(), self._groups)
+                followed = _TierEvents(found, lambda: self._wake(), self._group_of)
                 try:
                     if followed.begin(tell=not is_first):
                         self._tiers[name] = followed
@@ -115,25 +110,28 @@ class StoreEvents(EventSource):
         self.silent = frozenset(silent)
         return events
 
-    def _groups(self, entry: ScanEntry) -> ObjectGroup:
-        namespace = entry.meta.namespace
+    def _group_of(self, key: ObjectKey, namespace: bytes) -> ObjectGroup:
         now = time.monotonic()
         if namespace not in self._page_sizes and now >= self._ask_again:
             self._page_sizes, self._ask_again = page_sizes(self._store), now + _NAMESPACES_S
-        return ObjectGroup(entry.key.pool, namespace, entry.key.layout, self._page_sizes.get(namespace, 0))
+        return ObjectGroup(key.pool, namespace, key.layout, self._page_sizes.get(namespace, 0))
 
 
 class _TierEvents:
     """Changes of one tier."""
 
     def __init__(
-        self, observed: ObservedTier, wake: Callable[[], None], group_of: Callable[[ScanEntry], ObjectGroup]
+        self,
+        observed: ObservedTier,
+        wake: Callable[[], None],
+        group_of: Callable[[ObjectKey, bytes], ObjectGroup],
     ) -> None:
         self.observed: Final = observed
         self.place: Final = Place(Medium.STORAGE, observed.name)
         self._wake: Final = wake
         self._group_of: Final = group_of
-        self._notes: deque[_Note] = deque()
+        self._notes: deque[tuple[Sequence[bytes], bool]] = deque()
+        """Digests, and whether they were stored or removed."""
         self._lost = False
         self._pools: dict[bytes, PoolName] = {}
         """Pools of the layouts of which something was told."""
@@ -157,9 +155,13 @@ class _TierEvents:
         # The store's mutex is held, so this only appends.
         if self._lost:
             return
-        self._notes.append(_Note(digests, stored))
-        self._lost = len(self._notes) > MAX_NOTES
-        self._wake()
+        self._notes.append((digests, stored))
+        waiting = len(self._notes)
+        if waiting == 1:  # else `collect` has not come to the end of the notes, and will
+            self._wake()
+        elif waiting > MAX_NOTES:
+            self._lost = True
+            self._wake()
 
     def collect(self) -> list[KVEvent]:
         """Return the next changes."""
@@ -170,8 +172,10 @@ class _TierEvents:
             self._telling = b""
             return [KVEvent(EventKind.CLEARED, self.place)]
         try:
-            if self._notes:
-                return self._changes()
+            while self._notes:
+                # There may be nothing to tell of some: what came is gone, or what went was never told.
+                if events := self._changes():
+                    return events
             if isinstance(self._telling, bytes):
                 page = self.observed.residence.scan(None, self._telling)
                 self._telling = page.cursor or ""
@@ -193,30 +197,32 @@ class _TierEvents:
 
     def _changes(self) -> list[KVEvent]:
         """Return events of the next notes of one kind, of about MAX_KEYS objects."""
-        stored = self._notes[0].stored
+        kind = self._notes[0][1]
         some: list[bytes] = []
-        taken = 0
-        for note in list(self._notes):
-            if note.stored is not stored or len(some) >= MAX_KEYS:
-                break
-            some += note.digests
-            taken += 1
-        if stored:
-            # The pool of the keys does not matter: stores tell objects apart by their digests.
-            keys = [ObjectKey(PoolName.KV, digest) for digest in some]
-            events = self._stored([e for e in self.observed.residence.describe(keys) if e is not None])
-        else:
-            events = self._removed(some)
-        for _ in range(taken):
-            self._notes.popleft()
-        return events
+        taken: list[tuple[Sequence[bytes], bool]] = []
+        while self._notes and self._notes[0][1] is kind and len(some) < MAX_KEYS:
+            taken.append(self._notes.popleft())
+            some += taken[-1][0]
+        if not kind:
+            return self._removed(some)
+        # The pool of the keys does not matter: stores tell objects apart by their digests.
+        keys = [ObjectKey(PoolName.KV, digest) for digest in some]
+        try:
+            return self._stored([e for e in self.observed.residence.describe(keys) if e is not None])
+        except (StorageError, ClosedError):
+            self._notes.extendleft(reversed(taken))
+            raise
 
     def _stored(self, entries: Sequence[ScanEntry]) -> list[KVEvent]:
         objects = []
-        for entry in entries:
-            key, meta = entry.key, entry.meta
-            self._pools[key.layout] = key.pool
-            objects.append(StoredObject(self._group_of(entry), key.page_key, meta.parent, meta.depth))
+        groups: dict[tuple[bytes, bytes], ObjectGroup] = {}
+        for key, meta, *_ in entries:
+            layout, page = key.digest[:LAYOUT_BYTES], key.digest[LAYOUT_BYTES:]
+            group = groups.get((layout, meta.namespace))
+            if group is None:
+                self._pools[layout] = key.pool
+                group = groups[layout, meta.namespace] = self._group_of(key, meta.namespace)
+            objects.append(StoredObject(group, page, meta.parent, meta.depth))
         return runs_of(self.place, objects)
 
     def _removed(self, digests: Sequence[bytes]) -> list[KVEvent]:
