@@ -65,4 +65,5 @@ class IoThreads:
         me = threading.get_ident()
         while me not in self._replaced and (job := self._jobs.get()) is not None:
             job()
+            del job  # what it refers to, such as views of memory, must not stay until the next job comes
         self._replaced.discard(me)  # another thread may get the same identity later

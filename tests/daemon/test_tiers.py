@@ -362,8 +362,8 @@ def settled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[GrpcBack
         (lambda c, p: c.add_tier(url(p, "taken")), StorageError, "is in use"),
         (
             lambda c, p: c.add_tier("grpc://127.0.0.1:1?timeout=100ms"),
-            ConfigError,
-            "'grpc' is not persistent",
+            StorageError,
+            "'grpc' cannot be opened, so the chain is as before",
         ),
         (lambda c, p: c.remove_tier("x"), ConfigError, "no tier is named 'x'; the chain has a, b"),
         (lambda c, p: c.reorder(["a"]), ConfigError, "name each once: a, b"),

@@ -111,6 +111,8 @@ class _View(Wrapper):
     Thread safety: as `Wrapper`.
     """
 
+    shows_all = False
+
     def get(self, items: Sequence[GetItem]) -> list[Outcome]:
         return super().get(self._asked(items))
 

@@ -48,7 +48,7 @@ class StoreEvents(EventSource):
     """
 
     def __init__(self, store: StorageBackend, name: str) -> None:
-        self._store: Final = unwrap(store)
+        self._store: Final = unwrap(store, whole=True)
         self._name: Final = name
         self._wake: Callable[[], None] = lambda: None
         self._tiers: dict[str, _TierEvents] = {}

@@ -89,7 +89,8 @@ def test_a_daemon_that_is_killed_and_started_again(daemon: Daemon) -> None:
         client.register_namespace(NamespaceRecord(NAMESPACE, {"model": "m"}))
         assert put(client, key("a"), payload("a", SIZE)) is STORED
         first = client.ping()
-        assert (first.transport, first.verbs) == (daemon.transport, ("admin", "read", "write"))
+        assert first.transport == daemon.transport
+        assert {"admin", "read", "write"} <= set(first.verbs)
         daemon.kill()
         is_away(client)
         daemon.start()

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, ParamSpec, Self, TypeVar
+from typing import Any, ClassVar, Final, ParamSpec, Self, TypeVar
 
 from tiercache.core import ObjectKey, Outcome
 from tiercache.errors import ConfigError
@@ -40,6 +40,9 @@ class Wrapper(StorageBackend):
     own (`CallGate`), because one call of the wrapper may make several calls of the inner store: `close` must
     not close the inner store between these calls.
     """
+
+    shows_all: ClassVar[bool] = True
+    """Whether callers see all objects of `inner`, under their own names."""
 
     def __init__(self, inner: StorageBackend) -> None:
         self.inner: Final = inner
@@ -134,9 +137,9 @@ OPERATIONS: Final = (
 """Names of the calls that go through `Wrapper._perform`."""
 
 
-def unwrap(store: StorageBackend) -> StorageBackend:
-    """Return the store inside all wrappers."""
-    while isinstance(store, Wrapper):
+def unwrap(store: StorageBackend, *, whole: bool = False) -> StorageBackend:
+    """Return the store inside all wrappers; with `whole`, stop at one that does not show all of it."""
+    while isinstance(store, Wrapper) and (store.shows_all or not whole):
         store = store.inner
     return store
 
