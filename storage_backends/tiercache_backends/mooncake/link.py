@@ -21,6 +21,7 @@ from tiercache_backends.mooncake.header import prefix_of
 from tiercache_backends.mooncake.idle import ClientSpec
 from tiercache_backends.mooncake.library import FULL, MooncakeClient
 from tiercache_backends.mooncake.memory import AttachedMappings, Region, StagingMemory
+from tiercache_backends.mooncake.parts import MAX_PIECES
 from tiercache_backends.mooncake.patience import Patience
 from tiercache_backends.mooncake.settings import MooncakeSettings
 
@@ -42,6 +43,8 @@ class Link:
         self._settings: Final = settings
         self.staging: Final = StagingMemory(settings.staging)
         self.attached: Final = AttachedMappings()
+        self.pieces: Final = MAX_PIECES // settings.threads
+        """Pieces that one call may move."""
         self._breaker: Final = Breaker(
             settings.breaker_failures, settings.breaker_pause, clock=time.monotonic, random=random.random
         )

@@ -22,8 +22,8 @@ Item = TypeVar("Item", GetItem, SetItem)
 
 PART_BYTES: Final = 16 << 20
 """Payload of a call, unless one object is larger."""
-_PART_PIECES: Final = 256
-"""Pieces of a call. Mooncake fails calls beyond some 2,000 pieces for one host, all threads together."""
+MAX_PIECES: Final = 1024
+"""Pieces of all calls under way. From some 1,400 for one host on, Mooncake fails calls (code -800)."""
 _DIRECT_BYTES: Final = 256 << 10
 _PIECE_BYTES: Final = 32 << 10
 """Smallest payload, and smallest average piece of it, that is moved directly."""
@@ -102,19 +102,23 @@ def parts(
     items: Sequence[tuple[int, Item, str, Sequence[memoryview], int]],
     attached: AttachedMappings,
     staging: StagingMemory,
+    most_pieces: int,
 ) -> Iterator[Part[Item]]:
-    """Yield the parts of a batch, whose items come with position, name, buffers and length in bytes."""
+    """Yield the parts of a batch, whose items come with position, name, buffers and length in bytes.
+
+    `most_pieces`: pieces of one call.
+    """
     most = min(PART_BYTES, staging.nbytes // 4)
     placed: list[PlacedItem[Item]] = []
     at = moved = pieces = 0
     for index, item, name, buffers, length in items:
         extents = attached.locate(buffers, length) if length >= _DIRECT_BYTES else None
-        if extents is not None and (length < _PIECE_BYTES * len(extents) or len(extents) >= _PART_PIECES):
+        if extents is not None and (length < _PIECE_BYTES * len(extents) or len(extents) >= most_pieces):
             extents = None
         size = HEADER_BYTES + (length if extents is None else 0)
         size += -size % _ALIGN
         count = 1 + len(extents or ())
-        if placed and (at + size > most or moved + length > PART_BYTES or pieces + count > _PART_PIECES):
+        if placed and (at + size > most or moved + length > PART_BYTES or pieces + count > most_pieces):
             yield Part(placed, at)
             placed, at, moved, pieces = [], 0, 0, 0
         placed.append(PlacedItem(index, item, name, length, extents, at))

@@ -59,6 +59,7 @@ class PoolReader:
                 [one for one in wanted if outcomes[one[0]] is not Outcome.ERROR],
                 self._link.attached,
                 self._link.staging,
+                self._link.pieces,
             ),
             lambda client, part, region: client.get(part.names, *part.pieces(region, self._link.attached)),
             lambda part, region: None,

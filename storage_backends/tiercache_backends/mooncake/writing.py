@@ -66,7 +66,7 @@ class PoolWriter:
                 self._link,
                 patience,
                 "set",
-                parts(wanted, self._link.attached, self._link.staging),
+                parts(wanted, self._link.attached, self._link.staging, self._link.pieces),
                 partial(self._put, replicas),
                 self._prepare,
                 partial(self._judge, outcomes),

@@ -90,6 +90,7 @@ def test_what_two_processes_store_is_written_back_once_and_survives_a_kill(tmp_p
             until(lambda: is_ahead(chain))
             assert peer.get(ours, SIZE) == [HIT] * 10
             assert all(fetch(chain, key(n), SIZE) == payload(n, SIZE) for n in theirs)
+        until(lambda: is_ahead(chain))  # the reads have changed what is evicted next
         peer.begin_set(named("theirs", 20), SIZE)
         peer.kill()
     assert chain.usage().tiers[0].details["evicted"] > 0
