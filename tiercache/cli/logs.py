@@ -23,8 +23,9 @@ def start_logging(level: str, style: str, stream: TextIO | None = None) -> None:
     if style == "json":
         renderer = structlog.processors.JSONRenderer()
     else:
+        # 0: no padding behind the event; the parameter's name has changed between versions.
         renderer = structlog.dev.ConsoleRenderer(
-            colors=stream.isatty(), pad_event_to=0, exception_formatter=structlog.dev.plain_traceback
+            0, colors=stream.isatty(), exception_formatter=structlog.dev.plain_traceback
         )
     handler = logging.StreamHandler(stream)
     handler.setFormatter(
