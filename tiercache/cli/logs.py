@@ -39,8 +39,7 @@ def start_logging(level: str, style: str, stream: TextIO | None = None) -> None:
             processors=[
                 ProcessorFormatter.remove_processors_meta,
                 _add_call,
-                *([structlog.processors.format_exc_info] if style == "json" else []),
-                _escape,
+                structlog.processors.format_exc_info if style == "json" else _escape,
                 renderer,
             ],
         )
