@@ -167,23 +167,14 @@ def serving(directory: Path, body: str) -> Iterator[Daemon]:
     """A daemon with this configuration, killed at the end if need be; its log is shown if it says that
     something broke.
     """
-    log = directory / "log"
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tiercache.cli", "serve", "--config", str(config(directory, body))],
-            stderr=out, stdout=out, text=True,
-        )  # fmt: skip
+    log, places = directory / "log", directory / "places.json"
+    command = [sys.executable, "-m", "tiercache.cli", "serve", "--config", str(config(directory, body))]
+    with log.open("w") as err, places.open("w") as out:
+        process = subprocess.Popen([*command, "-o", "json"], stderr=err, stdout=out, text=True)
     try:
-        until(
-            lambda: (
-                process.poll() is not None
-                or "workers of this host" in log.read_text()
-                or "on 127" in log.read_text()
-            ),
-            GUARD,
-        )
+        # Printed after the last of what the log says of the start.
+        until(lambda: process.poll() is not None or '"store"' in places.read_text(), GUARD)
         assert process.poll() is None, log.read_text()
-        time.sleep(0.1)
         ports = [int(port) for port in re.findall(r"on 127\.0\.0\.1:(\d+)", log.read_text())]
         yield Daemon(process, directory, ports, log)
         process.send_signal(signal.SIGTERM)

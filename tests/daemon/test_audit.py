@@ -180,7 +180,7 @@ def test_a_daemon_tells_who_changed_what_and_who_was_refused(tmp_path: Path) -> 
         ) as stranger:
             for _ in range(300):
                 assert stranger.refused("Exists") is grpc.StatusCode.UNAUTHENTICATED
-        lines = [json.loads(line) for line in node.log.read_text().splitlines()]
+    lines = [json.loads(line) for line in node.log.read_text().splitlines()]
     told = records(tmp_path / "d/audit.jsonl")
     asked, done = (record for record in told if record["event"] == "delete")
     assert (asked["principal"], asked["objects"], asked["outcome"]) == ("trent", 8, "asked")
@@ -203,13 +203,13 @@ def test_without_a_record_nothing_is_changed_if_records_are_required(tmp_path: P
     blocked.touch()
     more = f'[audit]\nfile = "{blocked}/audit.jsonl"\nrequired = %s\n'
     for required in (True, False):
-        with serving(tmp_path, daemon(tmp_path, more % str(required).lower())) as node:
-            with caller(node.ports[0], "trent") as trent:
-                trent.set({key(0): b"x" * 1000})
-                request = pb.DeleteRequest(keys=messages.keys([key(0)]))
-                if required:
-                    assert trent.refused("Delete", request) is grpc.StatusCode.UNAVAILABLE
-                else:
-                    trent.call("Delete", request)
-                assert trent.exists([key(0)]) == [required]
-            assert "cannot be written" in node.log.read_text()
+        body = daemon(tmp_path, more % str(required).lower())
+        with serving(tmp_path, body) as node, caller(node.ports[0], "trent") as trent:
+            trent.set({key(0): b"x" * 1000})
+            request = pb.DeleteRequest(keys=messages.keys([key(0)]))
+            if required:
+                assert trent.refused("Delete", request) is grpc.StatusCode.UNAVAILABLE
+            else:
+                trent.call("Delete", request)
+            assert trent.exists([key(0)]) == [required]
+        assert "cannot be written" in node.log.read_text()

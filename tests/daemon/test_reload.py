@@ -96,6 +96,7 @@ def test_what_needs_a_restart_is_named(node: StorageServer, tmp_path: Path) -> N
         tmp_path, principal(tmp_path, "a", "1"), principal(tmp_path, "b", "2"), drain=9.0, host_bytes="99MiB"
     )
     assert node.reload(changed) == ["drain", "host_bytes"]
+    node.stop()  # writes what the audit log still has to write
     told = [json.loads(line) for line in node.settings.audit_file.read_text().splitlines()]
     assert [(record["event"], record["at_next_start"]) for record in told] == [
         ("reload", "drain, host_bytes")
