@@ -12,7 +12,7 @@ ENGINES ?= .venv-engines
 SGLANG := $(ENGINES)/sglang/bin/python
 VLLM := $(ENGINES)/vllm/bin/python
 
-.PHONY: help install demo test test-slow test-deploy test-engines lint types check proto docs bench bench-engines campaign gpu clean
+.PHONY: help install demo test test-slow test-deploy test-engines lint types check proto docs site bench bench-engines campaign gpu clean
 
 help:  ## Show what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 23
@@ -71,6 +71,11 @@ docs: $(STAMP)  ## Write docs/metrics.md, alerts and dashboards from the table o
 	$(BIN)/python -m tiercache.metrics > docs/metrics.md
 	$(BIN)/python deploy/generate.py
 
+site: $(STAMP)  ## Build the documentation as a site in site/, with MkDocs, which this installs
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -r docs/generator/requirements.txt
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict
+	@echo "read it: site/index.html"
+
 bench: $(STAMP)  ## Benchmarks: keys, index, engine-thread cost, copies, local stores (one JSON line per row)
 	$(BIN)/python -m tests.benchmarks
 	$(BIN)/tiercache bench disk --backend file -o jsonl
@@ -86,4 +91,4 @@ gpu:  ## What needs a CUDA device: tests, the kernel under compute-sanitizer, be
 	$(GPU_PYTHON) -m tiercache.cli bench device -o json
 
 clean:  ## Remove the environment and caches
-	rm -rf $(VENV) $(ENGINES) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build
+	rm -rf $(VENV) $(ENGINES) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build
