@@ -71,17 +71,19 @@ def test_the_demo_restores_from_every_tier_and_over_a_kill(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(GUARD)
-def test_two_workers_share_a_chain_of_tiers(tmp_path):
-    urls = [f"lmdb://{tmp_path}/{name}?capacity=64MiB" for name in ("upper", "lower")]
+@pytest.mark.parametrize(("upper", "title"), [("lmdb", "second process"), ("file", "after kill -9")])
+def test_two_workers_use_a_chain_of_tiers_one_after_the_other_if_they_cannot_share_it(tmp_path, upper, title):
+    urls = [f"{kind}://{tmp_path}/{kind}-{n}?capacity=64MiB" for n, kind in enumerate((upper, "lmdb"))]
     done = tiercache(
         *("demo", "--storage", urls[0], "--storage", urls[1]),
-        *("--turns", 1, "--conversations", 2, "--context", 256, "-o", "json"),
+        *("--turns", 1, "--conversations", 2, "--context", 256, "--json", tmp_path / "report.json"),
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    data = json.loads(done.stdout)
+    assert title in done.stdout
+    data = json.loads((tmp_path / "report.json").read_text())
     assert data["summary"]["wrong_outputs"] == 0
     restarted = [row["tier"] for row in data["rows"] if row["phase"] == "restart"]
-    assert restarted == [*["lmdb"] * 2, "device"]
+    assert restarted == [*[upper] * 2, "device"]
     for url in urls:
         with open_backend(url) as tier:
             assert tier.usage().objects > 0

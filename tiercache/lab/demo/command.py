@@ -1,7 +1,7 @@
 """The verb `tiercache demo`, which serves conversations in two server processes and checks every answer.
 
-The second process continues the conversations of the first. With a store on disk, the first process is killed
-before the second begins.
+The second process continues the conversations of the first. If only one process can have the store open, the
+first process is killed before the second begins.
 
 To check an answer, the server computes the answer again from its tokens, without restored data.
 """
@@ -180,9 +180,8 @@ def demo(
         list[str] | None,
         typer.Option(
             help=(
-                "URL of a store that two processes can have open at once, such as"
-                " grpc:///var/lib/tiercache/run. Repeat the option for a chain of tiers, the fastest first."
-                " Default: a store on disk."
+                "URL of a store, such as grpc:///var/lib/tiercache/run. Repeat the option for a chain of"
+                " tiers, the fastest first. Default: two stores on disk."
             )
         ),
     ] = None,
@@ -204,6 +203,9 @@ def demo(
     the first:
 
         tiercache demo --storage grpc:///var/lib/tiercache/run
+
+    If only one process can have the store open, as is so with file://, the first worker is killed before the
+    second begins.
 
     JSON fields: rows (one for each request: phase, conversation, turn, tier, tokens_prompt, tokens_restored,
     bytes_restored, times, max_logit_diff, same_text, same_bytes) and summary (wrong_outputs, hits_by_tier,
@@ -228,8 +230,7 @@ def demo(
             " directory"
         )
     urls = storage or []
-    if urls:
-        _require_answer(urls)
+    shared = bool(urls) and _require_answer(urls)
     sizes = {
         "device_bytes": _size(device_bytes),
         "host_bytes": _size(host_bytes),
@@ -244,26 +245,26 @@ def demo(
         plan = sizes | {
             "directory": str(where), "model": model, "turns": turns, "conversations": conversations,
             "context": context, "storage": urls,
-            "device": device,
+            "device": device, "shared": shared,
         }  # fmt: skip
         result = DemoResult("storage" if urls else "disk")
         with _progress(console) as progress, ExitStack() as others:
             _run(
                 plan | {"phase": "serve"},
-                "first worker" if urls else "serving, then kill -9",
+                "first worker" if shared else "serving, then kill -9",
                 result,
                 progress,
                 others,
             )
             _run(
                 plan | {"phase": "restart"},
-                "second worker" if urls else "second process",
+                "second worker" if shared else "second process",
                 result,
                 progress,
                 others,
             )
     if output is Output.TABLE:
-        console.print(_table(result, console.width, "second process" if urls else "after kill -9"))
+        console.print(_table(result, console.width, "second process" if shared else "after kill -9"))
         console.print(_LEGEND, style="dim")
         _print_verdict(console, result)
     report = {"rows": result.rows, "summary": result.summary()}
@@ -325,28 +326,31 @@ def _progress(console: Console) -> Progress:
     )  # fmt: skip
 
 
-def _require_answer(urls: Sequence[str]) -> None:
-    """Raise UnreachableError unless the store answers, and ConfigError unless two processes can share it.
+def _require_answer(urls: Sequence[str]) -> bool:
+    """Return whether two processes can have the store open at once.
 
-    A worker whose store does not answer runs without this store and restores nothing from it.
+    Raises UnreachableError unless the store answers: a worker would run without it and restore nothing from
+    it. Raises ConfigError if a second process would find nothing of what the first has stored.
     """
-    for url in urls:
-        if not capabilities_of(url).shared:
-            raise ConfigError(
-                f"two processes cannot have the store --storage {url} open; name a daemon or an lmdb store"
-            )
+    able = [capabilities_of(url) for url in urls]
+    if not any(tier.shared or tier.persistent for tier in able):
+        raise ConfigError(
+            f"the store --storage {' --storage '.join(urls)} ends with the process that opened it, and the"
+            " second process would find nothing; name a store on disk, or one that processes share"
+        )
     try:
         with open_backend(spec_of(urls)) as store:
             store.namespaces()
     except StorageError as error:
         raise UnreachableError(f"--storage {' --storage '.join(urls)} does not answer: {error}") from error
+    return all(tier.shared for tier in able)
 
 
 def _run(plan: dict[str, Any], title: str, result: DemoResult, progress: Progress, others: ExitStack) -> None:
     """Start a server process, send it the plan, and collect its events in `result`.
 
-    If the process has the store on disk, it is killed as soon as it reports that everything is stored. If the
-    store is shared, the process goes on and is killed when `others` is closed.
+    If only one process can have the store open, this one is killed as soon as it reports that everything is
+    stored. Otherwise it goes on and is killed when `others` is closed.
     """
     task = progress.add_task(title, total=None, doing="loading the model")
     stderr = others.enter_context(tempfile.TemporaryFile("w+"))  # noqa: SIM115
@@ -361,7 +365,7 @@ def _run(plan: dict[str, Any], title: str, result: DemoResult, progress: Progres
     server.stdin.write(json.dumps(plan))
     server.stdin.close()
     settled = _follow(server.stdout, result, progress, task)
-    if settled and not plan["storage"]:
+    if settled and not plan["shared"]:
         server.kill()
         server.wait()
     if not settled and (code := server.wait()):

@@ -81,10 +81,11 @@ class DemoPlan:
     context: int = 4096
     """Tokens of the prompt whose restore is timed."""
     storage: Sequence[str] = ()
-    """URL of a store that both processes may have open at once, such as that of a daemon.
+    """URL of the store; several are a chain of tiers, none a chain of two file stores in `directory`."""
+    shared: bool = False
+    """Whether both processes may have the store open at once.
 
-    Several URLs are a chain of tiers. Without a URL, each process opens a chain of two file stores in
-    `directory`. The first process must then be killed before the second begins.
+    Otherwise the first process must be killed before the second begins.
     """
     device: str = "cpu"
     """Device of the model: `cpu`, `cuda` or `cuda:N`."""
@@ -172,8 +173,8 @@ class Session:
     def serve(self) -> None:
         """Run the first process: serve all turns of all conversations, then wait to be killed.
 
-        Without a shared store, the process serves more prompts while it waits. If the parent process ends,
-        this process ends, too.
+        If the store is not shared, the process serves more prompts while it waits. It ends with its parent
+        process.
         """
         order = list(zigzag(self._plan.conversations, self._plan.turns))
         about = [describe(self._device), self._worker.engine_report, self._worker.sizes]
@@ -184,7 +185,7 @@ class Session:
         emit("settled")
         parent = os.getppid()
         while os.getppid() == parent:  # a parent that has ended can no longer kill this process
-            if self._plan.storage:
+            if self._plan.shared:
                 # The session with the store stays open while the second process works.
                 time.sleep(0.1)
             else:
