@@ -81,7 +81,8 @@ bench: $(STAMP)  ## Benchmarks: keys, index, engine-thread cost, copies, local s
 	$(BIN)/tiercache bench disk --backend file -o jsonl
 	$(BIN)/tiercache bench disk --backend lmdb -o jsonl
 
-campaign: $(STAMP)  ## Crash campaigns over the local stores, and 10,000 simulated lives: an hour, much of it needs root (ARGS=--quick)
+campaign: $(STAMP)  ## Crash campaigns over the local stores, 10,000 simulated lives, fuzzing: hours, much of it needs root (ARGS=--quick)
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -r tests/fuzz/requirements.txt
 	$(BIN)/python -m tests.campaign $(ARGS)
 
 gpu:  ## What needs a CUDA device: tests, the kernel under compute-sanitizer, benchmark (GPU_PYTHON= one with torch for CUDA and CuPy)

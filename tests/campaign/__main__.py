@@ -1,4 +1,4 @@
-"""Crash campaigns over the local stores, and simulated controllers, run by `make campaign`.
+"""Crash campaigns over the local stores, simulated controllers, and fuzzing, run by `make campaign`.
 
     python -m tests.campaign [--backend file,lmdb] [--only kill,open,...] [--quick] [--seed N] [-o FILE.json]
 
@@ -25,6 +25,7 @@ from tests.campaign import (
     clones,
     forks,
     full_disk,
+    fuzz,
     gone,
     growth,
     hosts,
@@ -50,11 +51,12 @@ CAMPAIGNS = {
     "soak": (soak.campaign, 120, 15),
     "simulate": (simulation.campaign, 10_000, 50),
     "hosts": (hosts.campaign, 6, 1),
+    "fuzz": (fuzz.campaign, 600, 5),
 }
 """Each with its trials (`open`: in all; `grow`, `fork`, `clock`, `gone`, `clones`: for each row; soak:
-seconds; `simulate`, `hosts`: seeds), and those of --quick.
+seconds; `simulate`, `hosts`: seeds; `fuzz`: seconds for each target), and those of --quick.
 """
-STORELESS = ("simulate", "hosts")
+STORELESS = ("simulate", "hosts", "fuzz")
 """Campaigns that choose their stores themselves."""
 
 
@@ -89,7 +91,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         help=f"some of {', '.join(CAMPAIGNS)}",
     )
     parser.add_argument("--quick", action="store_true", help="a few trials of each")
-    parser.add_argument("--trials", type=int, help="so many of each (for soak: seconds)")
+    parser.add_argument("--trials", type=int, help="so many of each (for soak and fuzz: seconds)")
     parser.add_argument(
         "--seed",
         type=int,

@@ -19,6 +19,11 @@ from tiercache.events.base import EventKind, KVEvent, Medium, ObjectGroup, Place
 
 MAX_PAYLOAD: Final = 16 << 20
 """Longest payload that `decode_batch` accepts, in bytes."""
+_MAX_ARRAY: Final = 1 << 18
+"""Maximum number of events of a batch, and of keys or tokens of an event.
+
+Some versions of msgpack allocate at once what an array announces, in each of a thousand nested arrays.
+"""
 LABEL_BYTES: Final = 8
 """Length of a namespace's label in bytes."""
 
@@ -110,7 +115,9 @@ def decode_batch(payload: bytes) -> tuple[float, list[KVEvent]]:
     if len(payload) > MAX_PAYLOAD:
         raise WireError(f"a payload of {len(payload)} bytes is too long for a batch of events")
     try:
-        time, events, *_ = msgpack.unpackb(payload, strict_map_key=True, max_ext_len=0)
+        time, events, *_ = msgpack.unpackb(
+            payload, strict_map_key=True, max_ext_len=0, max_array_len=_MAX_ARRAY, max_map_len=_MAX_ARRAY
+        )
         return float(time), [_event(found) for found in events if found["type"] in _KINDS]
     except (ValueError, TypeError, KeyError, AttributeError, msgpack.UnpackException) as error:
         raise WireError(f"a payload is no batch of KV events: {error!r:.200}") from error

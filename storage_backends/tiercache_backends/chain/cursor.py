@@ -14,6 +14,8 @@ from tiercache.storage.base import ScanEntry
 
 _MAX_SCANS: Final = 64
 """Maximum number of scans under way; beyond it, the scan that was used longest ago is dropped."""
+_MAX_FIELDS: Final = 64
+"""Maximum number of fields of a cursor, and of tiers in it."""
 _MAX_REPORTED: Final = 1 << 20
 """Maximum number of objects that are remembered for all scans together, about 70 MB.
 
@@ -45,10 +47,18 @@ class Cursor(NamedTuple):
     def from_bytes(cls, cursor: bytes) -> Self | None:
         """Return a cursor that `to_bytes` made, or None: a client of a daemon may pass any bytes."""
         try:
-            lineup, scan, tier, inner, done = msgpack.unpackb(cursor)
+            # Without limits, nested arrays of a few KiB announce gigabytes, which are allocated.
+            lineup, scan, tier, inner, done = msgpack.unpackb(
+                cursor, max_array_len=_MAX_FIELDS, max_map_len=0, max_ext_len=0
+            )
         except (ValueError, TypeError):
             return None
-        given = isinstance(scan, int) and isinstance(tier, str) and isinstance(inner, bytes)
+        given = (
+            isinstance(lineup, int)
+            and isinstance(scan, int)
+            and isinstance(tier, str)
+            and isinstance(inner, bytes)
+        )
         if not (given and isinstance(done, list) and all(isinstance(name, str) for name in done)):
             return None
         return cls(lineup, scan, tier, inner, tuple(done))

@@ -223,9 +223,11 @@ class GrpcBackend(StorageBackend, RemoteTiers):
             reply = self._ask("Status", pb.StatusRequest())
             try:
                 found = json.loads(reply.document)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise self._unreadable_reply(WireError(f"the status is no JSON: {error}")) from error
-            return dict(found)
+            if not isinstance(found, dict):
+                raise self._unreadable_reply(WireError("the status is no JSON object"))
+            return found
 
     def ping(self) -> Pong:
         """Ask the daemon for its identity; raise StorageError if it does not answer."""

@@ -5,6 +5,7 @@ Settings name the files with credentials; every new connection reads these files
 
 from __future__ import annotations
 
+import os
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -186,7 +187,7 @@ def _check_directory(settings: GrpcSettings) -> None:
         )
     unix_target(settings.directory)
     longest = f"{settings.directory}/{ATTACH_SOCKET}"
-    if len(longest.encode()) > _SOCKET_PATH:
+    if len(os.fsencode(longest)) > _SOCKET_PATH:
         raise ConfigError(
             f"{longest} is longer than the {_SOCKET_PATH} bytes of a socket's path; use a shorter directory"
         )

@@ -450,7 +450,7 @@ class StoreDirectory:
         try:
             read_all(self._env, fd, [memoryview(raw)], 0)
             value = json.loads(raw.rstrip(b"\0"))
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}
         finally:
             close_quietly(self._env, fd)

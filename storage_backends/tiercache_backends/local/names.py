@@ -7,11 +7,14 @@ Earlier releases wrote only the first two members. Such a namespace is read as o
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgpack
 
 from tiercache.storage.base import NamespaceRecord
+
+_MAX_FIELDS: Final = 256
+"""Maximum number of fields of an identity."""
 
 
 class Name(NamedTuple):
@@ -38,7 +41,8 @@ def pack_name(name: Name) -> bytes:
 def unpack_name(namespace: bytes, value: bytes) -> Name:
     """Return the name that an LMDB value describes; raise ValueError for a malformed value."""
     try:
-        number, identity, states = (*msgpack.unpackb(value), False)[:3]
+        found = msgpack.unpackb(value, max_array_len=3, max_map_len=_MAX_FIELDS, max_ext_len=0)
+        number, identity, states = (*found, False)[:3]
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise ValueError(f"the record of namespace {namespace.hex()} is not readable: {error}") from error
     if (

@@ -27,6 +27,8 @@ _AT_ONCE: Final = 64
 """Names asked for at once; the log ends where so many in a row are not there."""
 _MAX_RECORDS: Final = 4096
 _MAX_BYTES: Final = 64 << 10
+_MAX_FIELDS: Final = 256
+"""Maximum number of fields of an identity. Without it, nested arrays announce gigabytes."""
 
 
 class NamespaceLog:
@@ -108,7 +110,9 @@ def _unpacked(data: bytes) -> NamespaceRecord | None:
     if len(data) > _MAX_BYTES or xxh3_128_digest(data[16:]) != data[:16]:
         return None
     try:
-        found: Any = msgpack.unpackb(data[16:])
+        found: Any = msgpack.unpackb(
+            data[16:], max_array_len=_MAX_FIELDS, max_map_len=_MAX_FIELDS, max_ext_len=0
+        )
         namespace, identity, states = found
     except (ValueError, TypeError):
         return None

@@ -133,5 +133,5 @@ def _parsed(data: bytes) -> tuple[str, float]:
     try:
         found: Any = json.loads(data)
         return str(found["owner"])[:64], min(3600.0, max(1.0, float(found["lease"])))
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return "unknown", 1.0

@@ -86,7 +86,9 @@ class Namespaces:
 def _identity(data: bytes) -> Mapping[str, str | int]:
     """Return the identity in a record; raises ValueError for anything else."""
     try:
-        fields: Any = msgpack.unpackb(data, strict_map_key=True, max_map_len=256)
+        fields: Any = msgpack.unpackb(
+            data, strict_map_key=True, max_map_len=256, max_array_len=0, max_ext_len=0
+        )
     except msgpack.UnpackException as error:
         raise ValueError("not a record") from error
     if not isinstance(fields, dict) or not all(isinstance(value, str | int) for value in fields.values()):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from importlib import import_module
+from io import BytesIO
 from pathlib import Path
+from tokenize import TokenError as TokenizeError
 from typing import Any, Final
 
 import numpy as np
@@ -19,6 +22,8 @@ _MAX_BYTES: Final = 256 << 20
 """Maximum bytes of a file with a prompt."""
 _NPY: Final = b"\x93NUMPY"
 """The first bytes of a .npy file."""
+_HEADERS: Final = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+"""Readers of the header of a .npy file, by its version."""
 
 
 def tokens_of(tokens: str, text: str | None, text_file: str, tokenizer: str) -> TokenArray:
@@ -62,10 +67,19 @@ def _read_tokens(name: str) -> TokenArray:
 
 
 def _parse_npy(raw: bytes) -> Any:
-    from io import BytesIO
-
-    # numpy.load is not used, because it would also read archives.
-    return npy.read_array(BytesIO(raw), allow_pickle=False)
+    # Not numpy.load, which would also read archives, and not read_array, which makes room for all that a
+    # header announces.
+    file = BytesIO(raw)
+    read = _HEADERS.get(npy.read_magic(file))
+    if read is None:
+        raise ValueError("a .npy file of a later version")
+    try:
+        shape, _, dtype = read(file)
+    except (SyntaxError, TokenizeError) as error:  # of Python's tokenizer, on a header as Python 2 wrote it
+        raise ValueError(f"its header cannot be read: {error}") from error
+    if dtype.hasobject or math.prod(shape) * dtype.itemsize != len(raw) - file.tell():
+        raise ValueError("its header and its length contradict each other")
+    return np.frombuffer(raw, dtype, offset=file.tell()).reshape(shape)
 
 
 def _parse_text(text: str) -> Any:

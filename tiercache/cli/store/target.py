@@ -128,7 +128,7 @@ def _names_in(text: str) -> list[str]:
         return [text]
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"TIERCACHE_STORE is not JSON: {error}; write a list of strings") from error
     return [str(name) for name in found] or [""]
 
@@ -324,7 +324,7 @@ def _kind(directory: str) -> str:
         raise StorageError(
             f"{clean(directory)} belongs to another user ({error.strerror}); use that user, or root"
         ) from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"{clean(directory)}/format cannot be read, so the store's kind is not known; name the store as"
             " file://DIR"

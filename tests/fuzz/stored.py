@@ -1,0 +1,281 @@
+"""Targets whose bytes come from a disk, a bucket, or memory that hosts pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import lmdb
+import msgpack
+import numpy as np
+from tiercache_backends.file import records as catalog
+from tiercache_backends.lmdb.records import Record, Size, StoreTotals, proof_of
+from tiercache_backends.local.directory import StoreDirectory
+from tiercache_backends.local.lmdb_file import LmdbFile, UnsoundError
+from tiercache_backends.local.names import Name, pack_name, unpack_name
+from tiercache_backends.mooncake import namespaces as pooled_names
+from tiercache_backends.mooncake.header import (
+    HEADER_BYTES,
+    ObjectNames,
+    payload_sum,
+    read_header,
+    write_header,
+)
+from tiercache_backends.s3 import compression, lease, pack
+from tiercache_backends.s3 import namespaces as bucket_names
+from tiercache_backends.s3 import payload as bucket_payload
+from tiercache_backends.s3.compression import Codec
+from xxhash import xxh3_128_digest
+
+from tests.fuzz.base import MIB, Target, file_of, folder, promised
+from tests.fuzz.received import KEYS, META
+from tiercache.errors import StoreFormatError
+from tiercache.storage.base import NamespaceRecord, SetItem
+from tiercache.storage.checksum import Checksums
+from tiercache.storage.env import Env
+from tiercache.transfer.cuda.calibration import Calibration, Card, Cell
+from tiercache.transfer.cuda.calibration_files import read_calibration, write_calibration
+from tiercache.transfer.cuda.device import Direction, Method
+
+ITEM = SetItem(KEYS[0], [memoryview(bytes(4096))], META)
+RECORD = NamespaceRecord(b"n" * 32, {"model": "m", "page_size": 16}, states=True)
+
+# --- local stores: the catalog of `file`, the records of `lmdb`, LMDB's own file, the small JSON files
+# ------------------------------------------------------------------------------------------------------------
+
+
+def _catalog(found: bytes) -> None:
+    size = catalog.RECORD.itemsize
+    whole = found[: len(found) // size * size]
+    for sealed in (False, True):
+        rows = np.frombuffer(whole, catalog.RECORD).copy()
+        if sealed:
+            catalog.number_and_guard(rows, 1)
+        for row in rows[catalog.sound(rows)]:
+            entry = catalog.entry(row, b"n")
+            promised(len(entry.key.digest) == 64, "a key of another length")
+    catalog.unpack_extents(found)
+
+
+def _catalog_seeds() -> list[bytes]:
+    places = catalog.Places([0, 8], [8, 4], {1: (catalog.Extent(20, 4),)})
+    metas = [META, replace(META, parent=None, depth=None)]
+    items = [SetItem(key, ITEM.buffers, meta) for key, meta in zip(KEYS, metas, strict=False)]
+    rows = catalog.pack(items, places, [b"c" * 16] * 2, [bytes(16)] * 2, [1, 1], 1)
+    catalog.number_and_guard(rows, 1)
+    return [rows.tobytes(), rows[:1].tobytes(), catalog.pack_extents(places.further[1])]
+
+
+def _record(found: bytes) -> None:
+    record = Record.unpack(found)
+    if record is not None:
+        record.key(b"k" * 64)
+        record.meta(b"n")
+        promised(record.pack() == found or len(found) > 104, "a record that is written otherwise than read")
+    proof_of(found)
+    StoreTotals.unpack(found)
+    Size.unpack(found)
+
+
+def _record_seeds() -> list[bytes]:
+    record = Record.of(1, 2, KEYS[0], META, 3, Checksums(b"c" * 16, b"m" * 16))
+    return [record.pack(), StoreTotals(1, 2, 3).pack(), Size(1 << 30, 1 << 20).pack()]
+
+
+def _name(found: bytes) -> None:
+    unpack_name(b"n" * 32, found)
+
+
+def _lmdb(found: bytes) -> None:
+    """Read an LMDB file as the repair of a damaged store does: check it, then all of its pages and values."""
+    file = LmdbFile(Env(), str(file_of(found, ".mdb")))
+    try:
+        unsound = None
+        try:
+            file.check()
+        except UnsoundError as error:
+            unsound = error
+        for first, pages in file.pages():
+            number = first
+            while number < first + len(pages):
+                page = pages[number - first]
+                if not file.is_whole(page, number):
+                    number += 1
+                    continue
+                file.keys(page, 32)
+                for node in file.nodes(page, number):
+                    promised(len(node.value) <= len(found), "a value longer than the file")
+                for place in file.places(page, number):
+                    promised(place.at + place.size <= len(found) + file.page_bytes, "a value behind the end")
+                    file.read(place)
+                number += file.run_of(page)
+        if unsound is not None:
+            raise unsound
+    finally:
+        file.close()
+
+
+def _lmdb_seeds() -> list[bytes]:
+    path = folder() / "seed"
+    with lmdb.open(str(path), map_size=4 * MIB, max_dbs=4, sync=False, lock=False) as env:
+        plain, several = env.open_db(b"plain"), env.open_db(b"several", dupsort=True, dupfixed=True)
+        for n in range(40):
+            with env.begin(write=True) as txn:
+                txn.put(n.to_bytes(8), bytes(200), db=plain)
+                txn.put(b"key", n.to_bytes(8), db=several)
+        with env.begin(write=True) as txn:
+            txn.put(b"large", bytes(9000), db=plain)
+            txn.delete((3).to_bytes(8), db=plain)
+    data = (path / "data.mdb").read_bytes()
+    return [data, data[: len(data) // 2]]
+
+
+@cache
+def _directory() -> StoreDirectory:
+    """A directory whose format is of an earlier version, so that both outcomes are reached."""
+    return StoreDirectory(Env(), str(folder()), kind="file", version=2, database="database")
+
+
+def _format(found: bytes) -> None:
+    """Read the files that say what a store is and how it was closed, as the start of a store does."""
+    directory = _directory()
+    for name in ("format", "state"):
+        with open(directory.at(name), "wb") as file:
+            file.write(found)
+    try:
+        directory.settle_format({"block": 4096})
+    finally:
+        directory.check_environment(closely=False)
+
+
+def _formats() -> Sequence[bytes]:
+    whole = b'{"kind": "file", "version": 2, "block": 4096, "capacity": 65536, "suspect": false}'
+    return [whole, whole.replace(b"2", b"1", 1), whole.replace(b"2", b"3", 1), b"{}" + bytes(8)]
+
+
+# --- a bucket
+# ------------------------------------------------------------------------------------------------------------
+
+
+def _pack(found: bytes) -> None:
+    """Read the head of a pack as it is, and with the checksum that it should have."""
+    for sealed in (found, _sealed_head(found)):
+        index = pack.read_head(sealed, 1 << 30)
+        for number in range(len(index) if index is not None else 0):
+            promised(index[number].stored >= 0, "an entry of less than no bytes")
+    for sealed in (found, found[:8] + xxh3_128_digest(found[24:]) + found[24:]):
+        pack.read_tombstone(sealed)
+    pack.parse_name(found.decode("latin-1"))
+
+
+def _sealed_head(head: bytes) -> bytes:
+    size = pack._HEADER.size  # private: the layout of the checksum
+    if len(head) < size:
+        return head
+    bare = head[: size - 16] + bytes(16)
+    return bare[: size - 16] + xxh3_128_digest(bare + head[size:]) + head[size:]
+
+
+def _pack_seeds() -> list[bytes]:
+    entries = [pack.NewEntry(key, META, codec, 100) for codec, key in enumerate(KEYS)]
+    name = pack.make_name(1, "0" * 16, 2, 300)
+    return [pack.pack_head(entries), pack.tombstone({name: {0, 2}}), name.encode()]
+
+
+def _payload(found: bytes) -> None:
+    """Decode a stored payload: codec, length (4 bytes), stored bytes."""
+    if len(found) < 5:
+        return
+    length = int.from_bytes(found[1:5], "little") % 20_000
+    plain = bucket_payload.decode(found[0] % 8, memoryview(found)[5:], length)
+    promised(plain is None or plain.nbytes == length, "a payload of another length")
+    halves = [memoryview(bytearray(length // 2)), memoryview(bytearray(length - length // 2))]
+    compression.decode(found[0] % 8, memoryview(found)[5:], halves, length)
+
+
+def _payload_seeds() -> list[bytes]:
+    plain = np.arange(2001, dtype=np.float32).astype(np.float16).tobytes()
+    made = []
+    for codec in Codec:
+        pieces = [plain] if codec == Codec.RAW else compression.encode(codec, [memoryview(plain)], len(plain))
+        if pieces is not None:
+            stored = b"".join(bytes(piece) for piece in pieces)
+            made.append(bytes([codec]) + len(plain).to_bytes(4, "little") + stored)
+    return made
+
+
+def _lease(found: bytes) -> None:
+    owner, seconds = lease._parsed(found)  # private: what the object says, without a bucket
+    promised(1 <= seconds <= 3600 and len(owner) <= 64, "a lease without bounds")
+
+
+def _bucket_name(found: bytes) -> None:
+    bucket_names._identity(found)  # private: what the object says, without a bucket
+
+
+# --- memory that hosts pool
+# ------------------------------------------------------------------------------------------------------------
+
+NAME = ObjectNames("p").of(KEYS[0].digest)
+
+
+def _header(found: bytes) -> None:
+    head = found[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0")
+    sealed = head[:-16] + xxh3_128_digest(head[:-16] + NAME.encode())
+    for each in (head, sealed):
+        header = read_header(memoryview(each), NAME)
+        promised(header is None or 0 < len(header.meta.namespace) <= 64, "a namespace of another length")
+        payload_sum(memoryview(each), NAME, 4096)
+    ObjectNames("p").digest(found.decode("latin-1"))
+
+
+def _header_seeds() -> list[bytes]:
+    target = bytearray(HEADER_BYTES)
+    write_header(memoryview(target), NAME, ITEM, 10**18)
+    return [bytes(target), NAME.encode()]
+
+
+def _pooled_name(found: bytes) -> None:
+    for sealed in (found, xxh3_128_digest(found[16:]) + found[16:]):
+        pooled_names._unpacked(sealed)  # private: what the object says, without a pool
+
+
+def _pooled_name_seeds() -> list[bytes]:
+    return [pooled_names._packed(RECORD)]  # private: as above
+
+
+# --- the file of a card's speeds
+# ------------------------------------------------------------------------------------------------------------
+
+
+def _calibration(found: bytes) -> None:
+    read_calibration(file_of(found, ".json"))
+
+
+def _calibration_seeds() -> list[bytes]:
+    card = Card("GPU", "0000:00:00.0", 13000, 13000, 132)
+    cells = [Cell(direction, 4096, 8, {Method.BATCH: 10.0}) for direction in Direction]
+    path = folder() / "calibration.json"
+    write_calibration(path, Calibration(card, cells))
+    return [path.read_bytes()]
+
+
+def _names() -> Sequence[bytes]:
+    return [pack_name(Name(1, RECORD)), pack_name(Name(2, None)), msgpack.packb([3, {"a": 1}])]
+
+
+STORED = (
+    Target("catalog record", _catalog, _catalog_seeds),
+    Target("lmdb record", _record, _record_seeds),
+    Target("namespace record", _name, _names, (ValueError,)),
+    Target("LMDB file", _lmdb, _lmdb_seeds, (UnsoundError,), max_bytes=128 << 10, costs=60),
+    Target("store format", _format, _formats, (StoreFormatError,), costs=20),
+    Target("pack head", _pack, _pack_seeds),
+    Target("packed payload", _payload, _payload_seeds, max_bytes=8192, costs=3),
+    Target("bucket lease", _lease, lambda: [b'{"owner": "a", "count": 1, "lease": 15.0}']),
+    Target("bucket namespace", _bucket_name, lambda: [msgpack.packb(dict(RECORD.identity))], (ValueError,)),
+    Target("pooled header", _header, _header_seeds),
+    Target("pooled namespace", _pooled_name, _pooled_name_seeds),
+    Target("calibration file", _calibration, _calibration_seeds, costs=3),
+)
