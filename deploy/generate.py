@@ -62,6 +62,9 @@ ALERTS: Final = (
           "tiercache_node_insecure_bind == 1"),
     Alert("TiercacheAuditLost", "warning", 0, "{{ $labels.instance }} cannot write its audit log",
           "sum by (job, instance) (increase(tiercache_node_audit_lost_total[1h])) > 0"),
+    Alert("TiercacheCertificateEnds", "warning", 0,
+          "The certificate of {{ $labels.instance }} ends in {{ $value | humanizeDuration }}",
+          "tiercache_node_certificate_expires_seconds - time() < 14 * 86400"),
     Alert("TiercacheStorageMissing", "warning", 5,
           "Worker {{ $labels.instance }} gets no answer from its storage: {{ $labels.reason }}",
           "sum by (job, instance, reason) (\n"

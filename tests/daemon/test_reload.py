@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -17,6 +19,7 @@ import pytest
 from tiercache_backends.grpc import GrpcBackend
 from tiercache_backends.grpc.settings import read_settings
 
+from tests.daemon import web
 from tests.daemon.hosts import Client, secret, serving, until
 from tests.daemon.test_access import openssl
 from tests.storage_backends.grpc.nodes import daemon_settings
@@ -103,8 +106,8 @@ def test_what_needs_a_restart_is_named(node: StorageServer, tmp_path: Path) -> N
     ]
 
 
-def issue(directory: Path, name: str) -> None:
-    """A certificate of 127.0.0.1 from the directory's own authority."""
+def issue(directory: Path, name: str, *dates: str) -> None:
+    """A certificate of 127.0.0.1 from the directory's own authority, for two days or between two dates."""
     if not (directory / "ca.pem").exists():
         openssl(directory, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
                 "-subj", "/CN=ca", "-days", "2", "-keyout", "ca.key", "-out", "ca.pem")  # fmt: skip
@@ -112,7 +115,8 @@ def issue(directory: Path, name: str) -> None:
     openssl(directory, "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj",
             f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr")  # fmt: skip
     openssl(directory, "x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key",
-            "-CAcreateserial", "-days", "2", "-extfile", "ext", "-out", f"{name}.pem")  # fmt: skip
+            "-CAcreateserial", *(dates or ("-days", "2")), "-extfile", "ext",
+            "-out", f"{name}.pem")  # fmt: skip
     (directory / f"{name}.key").chmod(0o600)
 
 
@@ -162,71 +166,228 @@ def test_new_connections_see_a_new_certificate_and_a_broken_one_changes_nothing(
             assert node.reload(settings(tmp_path, who)) == ["tls"]
 
 
-@pytest.mark.slow
-def test_certificates_and_tokens_rotate_under_load(tmp_path: Path) -> None:
-    """Ten thousand calls of eight clients, some on new connections; certificates change twenty times."""
-    calls, clients = 10_000, 8
-    for number in range(20):
-        issue(tmp_path, f"n{number}")
+def broken(how: str, key_file: Path, certificate: Path) -> str:
+    """Break the files of a pair; return what the message must say."""
+    match how:
+        case "certificate cut off":
+            certificate.write_bytes(certificate.read_bytes()[:300])
+            return "not a certificate and its"
+        case "key cut off":
+            key_file.write_bytes(key_file.read_bytes()[:100])
+            return "not a certificate and its"
+        case "key of another":
+            shutil.copy(key_file.with_name("two.key"), key_file)
+            return "not a certificate and its"
+        case "expired":
+            issue(key_file.parent, "old", "-days", "-1")
+            for made, used in (("old.key", key_file), ("old.pem", certificate)):
+                shutil.copy(key_file.with_name(made), used)
+            return "no client would accept .*expired"
+        case "key open to others":
+            key_file.chmod(0o644)
+            return "users other than its owner"
+        case "key gone":
+            key_file.unlink()
+            return "does not exist"
+        case "certificate gone":
+            certificate.unlink()
+            return "does not exist"
+        case "certificate empty":
+            certificate.write_bytes(b"")
+            return "is not a certificate"
+        case _:
+            certificate.unlink()
+            certificate.mkdir()
+            return "not a regular file"
+
+
+WAYS = ("certificate cut off", "key cut off", "key of another", "expired", "key open to others", "key gone",
+        "certificate gone", "certificate empty", "certificate a directory")  # fmt: skip
+
+
+def test_a_broken_pair_changes_nothing_and_the_end_of_the_good_one_is_told(tmp_path: Path) -> None:
+    """The old certificate, the old tokens and the old end stay, whatever is wrong with the new files."""
+    for name in ("one", "two"):
+        issue(tmp_path, name)
     key_file, certificate = tmp_path / "server.key", tmp_path / "server.pem"
+    tls = {"certificate": certificate, "key": key_file}
+    ca = tmp_path / "ca.pem"
 
-    def install(name: str) -> None:
-        for made, used in ((f"{name}.key", key_file), (f"{name}.pem", certificate)):
-            shutil.copy(tmp_path / made, tmp_path / "next")
-            (tmp_path / "next").rename(used)
+    def install() -> None:
+        if certificate.is_dir():
+            certificate.rmdir()
+        shutil.copy(tmp_path / "one.key", key_file)
+        shutil.copy(tmp_path / "one.pem", certificate)
 
-    install("n0")
-    token = secret(tmp_path / "token", "t" * 20)
-    body = f"""
-directory = "{tmp_path}/d"
+    install()
+    http = {"listen": "127.0.0.1:0", "hosts": ["localhost"]}
+    first = settings(tmp_path, principal(tmp_path, "a", "1", ("admin",)), tls=tls, http=http)
+    other = settings(tmp_path, principal(tmp_path, "a", "2"), tls=tls, http=http)
+    context = ssl.create_default_context(cafile=str(ca))
+    told = {"authorization": f"Bearer {'1' * 16}"}
+    with StorageServer(first) as node:
+
+        def end() -> float:
+            status = json.loads(web.ask(node.http_address, "/status.json", context=context, **told).text)
+            metrics = web.ask(node.http_address, "/metrics", context=context, **told).text
+            [line] = re.findall(r"(?m)^tiercache_node_certificate_expires_seconds (\S+)", metrics)
+            assert float(line) == status["certificate_expires"]
+            return float(line)
+
+        good = end()
+        assert abs(good - time.time() - 2 * 86400) < 3600
+        for how in WAYS:
+            wanted = broken(how, key_file, certificate)
+            with pytest.raises(ConfigError, match=wanted):
+                node.reload(other)
+            assert shown(node.addresses[0], ca) == "one", how
+            assert end() == good
+            install()
+        issue(tmp_path, "long", "-days", "90")
+        shutil.copy(tmp_path / "long.key", key_file)
+        shutil.copy(tmp_path / "long.pem", certificate)
+        assert node.reload(first) == []
+        until(lambda: abs(end() - time.time() - 90 * 86400) < 3600)  # the port keeps answers for a moment
+
+
+def test_a_daemon_without_tls_tells_of_no_certificate(tmp_path: Path) -> None:
+    with StorageServer(settings(tmp_path, http={"listen": "127.0.0.1:0"})) as node:
+        assert "certificate_expires_seconds " not in web.ask(node.http_address, "/metrics").text
+        assert json.loads(web.ask(node.http_address, "/status.json").text)["certificate_expires"] is None
+
+
+TLS = """
+directory = "{here}/d"
 disk_bytes = "64MiB"
 host_bytes = "64MiB"
 listen = ["127.0.0.1:0"]
+[http]
+listen = "127.0.0.1:0"
 [tls]
-certificate = "{certificate}"
-key = "{key_file}"
-[[principals]]
-name = "worker"
-token_file = "{token}"
-verbs = ["read", "write"]
+certificate = "{here}/server.pem"
+key = "{here}/server.key"
 """
-    keys = [key(n) for n in range(8)]
-    failures: list[object] = []
-    done = threading.Semaphore(0)
-    with serving(tmp_path, body) as daemon:
-        where = {
-            "address": f"127.0.0.1:{daemon.ports[0]}", "ca": str(tmp_path / "ca.pem"),
-            "token_file": str(token), "timeout": "30s",
-        }  # fmt: skip
+WORKER = """
+[[principals]]
+name = "{name}"
+token_file = "{file}"
+verbs = ["read", "write", "observe"]
+"""
+
+
+class Rotated:
+    """A daemon's certificate and tokens, two of which are valid at a time, and how they are changed."""
+
+    def __init__(self, here: Path) -> None:
+        self.here = here
+        self.ca = here / "ca.pem"
+        self.round = 0
+        self._write()
+
+    def token(self) -> Path:
+        """The file of the newest token."""
+        return self.here / f"token-{self.round}"
+
+    def body(self) -> str:
+        rows = [WORKER.format(name=f"w{n % 2}", file=self.here / f"token-{n}")
+                for n in (self.round, max(0, self.round - 1))]  # fmt: skip
+        return TLS.format(here=self.here) + "".join(dict.fromkeys(rows))
+
+    def advance(self) -> None:
+        """Put the next pair and the next token into place; the last but one token is no longer valid."""
+        self.round += 1
+        self._write()
+        (self.here / "next").write_text(self.body())
+        (self.here / "next").rename(self.here / "tiercache.toml")
+
+    def _write(self) -> None:
+        secret(self.token(), f"{self.round:02}" * 16)
+        issue(self.here, f"n{self.round}")
+        for end in ("key", "pem"):
+            shutil.copy(self.here / f"n{self.round}.{end}", self.here / "next")
+            (self.here / "next").rename(self.here / f"server.{end}")
+
+
+@pytest.mark.slow
+def test_certificates_and_tokens_rotate_under_load(tmp_path: Path) -> None:
+    """Ten thousand gets without an error, while the certificate and the tokens change twenty times.
+
+    Four clients use data connections, four gRPC's messages, each on a new connection every fifty calls; one
+    more asks the HTTPS port. A broken certificate in between changes nothing.
+    """
+    rounds, clients, per_round = 20, 8, 65
+    rotated = Rotated(tmp_path)
+    keys = [key(n) for n in range(clients)]
+    failures: list[BaseException] = []
+    asked = 0
+    over = threading.Event()
+    gate = threading.Barrier(clients + 1, timeout=600)
+    with serving(tmp_path, rotated.body()) as daemon:
+        [page] = re.findall(r"status on https://(\S+)/status", daemon.log.read_text())
 
         def work(number: int) -> None:
             try:
-                for _ in range(5):
-                    with closing(GrpcBackend(read_settings(dict(where)))) as store:
+                for _ in range(rounds):
+                    # The rotation happens while these calls are made; the next connection has the new token.
+                    where = {
+                        "address": f"127.0.0.1:{daemon.ports[0]}", "ca": str(rotated.ca), "timeout": "60s",
+                        "token_file": str(rotated.token()), "plane": ("auto", "stream")[number % 2],
+                    }  # fmt: skip
+                    gate.wait()
+                    with closing(GrpcBackend(read_settings(where))) as store:
                         assert put(store, keys[number], payload(number, 9000)) in {
                             Outcome.STORED,
                             Outcome.HIT,
                         }
-                        for _ in range(calls // clients // 5):
+                        for _ in range(per_round):
                             assert fetch(store, keys[number], 9000) == payload(number, 9000)
-                            done.release()
             except BaseException as error:  # noqa: BLE001
                 failures.append(error)
-                done.release(calls)
+                gate.abort()
+
+        def ask() -> None:
+            nonlocal asked
+            context = ssl.create_default_context(cafile=str(rotated.ca))
+            try:
+                while not over.is_set():
+                    told = {"authorization": f"Bearer {rotated.token().read_text()}"}
+                    if web.ask(page, "/metrics", context=context, **told).status == 401:
+                        # The token is in its file a moment before the daemon knows it.
+                        assert not over.wait(0.2)
+                        assert web.ask(page, "/readyz", context=context).status == 200
+                    asked += 1
+            except BaseException as error:  # noqa: BLE001
+                failures.append(error)
+
+        def hang_up(words: str) -> None:
+            before = daemon.log.read_text().count(words)
+            daemon.process.send_signal(signal.SIGHUP)
+            until(lambda: daemon.log.read_text().count(words) > before)
 
         threads = [threading.Thread(target=work, args=(n,)) for n in range(clients)]
+        threads.append(threading.Thread(target=ask))
         for thread in threads:
             thread.start()
-        for number in range(1, 21):
-            for _ in range(calls // 21):
-                done.acquire()
-            if number < 20:
-                install(f"n{number}")
-            daemon.process.send_signal(signal.SIGHUP)
-            until(lambda number=number: daemon.log.read_text().count("SIGHUP: certificates") == number)
-        for thread in threads:
+        for number in range(rounds):
+            gate.wait()
+            if number == rounds // 2:
+                certificate = (tmp_path / "server.pem").read_bytes()
+                (tmp_path / "server.pem").write_bytes(certificate[:200])
+                hang_up("SIGHUP: nothing was changed: tls.certificate")
+                (tmp_path / "server.pem").write_bytes(certificate)
+            rotated.advance()
+            hang_up("SIGHUP: certificates")
+        for thread in threads[:-1]:
             thread.join()
+        over.set()
+        threads[-1].join()
         assert failures == []
-        assert shown(f"127.0.0.1:{daemon.ports[0]}", tmp_path / "ca.pem") == "n19"
-        log = daemon.log.read_text()
-    assert "nothing was changed" not in log
+        assert asked > rounds
+        for port in (f"127.0.0.1:{daemon.ports[0]}", page):
+            assert shown(port, rotated.ca) == f"n{rounds}"
+        context = ssl.create_default_context(cafile=str(rotated.ca))
+        told = {"authorization": f"Bearer {rotated.token().read_text()}"}
+        metrics = web.ask(page, "/metrics", context=context, **told).text
+    assert sum(map(float, re.findall(r'(?m)^tiercache_node_calls_total\{.*code="OK",method="Get"\} (\S+)',
+                                     metrics))) >= 10_000  # fmt: skip
+    assert daemon.log.read_text().count("nothing was changed") == 1

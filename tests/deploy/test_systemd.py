@@ -176,7 +176,11 @@ def test_systemd_makes_the_user_and_the_directories(tmp_path: Path) -> None:
     if os.getuid() != 0:
         pytest.skip("only root may give directories to root")
     run(tmpfiles, f"--root={tmp_path}", "--create", SYSTEMD / "tmpfiles.conf")
-    assert (tmp_path / "etc/tiercache/secrets").stat().st_mode & 0o777 == 0o700
+    users = [line.split(":") for line in (tmp_path / "etc/passwd").read_text().splitlines()]
+    ids = {name: int(uid) for name, _, uid, *_ in users}
+    for name, owner in (("secrets", 0), ("rotating", ids[UNIT["User"]])):
+        found = (tmp_path / "etc/tiercache" / name).stat()
+        assert (found.st_mode & 0o777, found.st_uid) == (0o700, owner)
 
 
 def test_the_trial_s_keys_are_closed_and_nothing_is_overwritten(tmp_path: Path) -> None:

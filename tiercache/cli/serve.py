@@ -153,6 +153,8 @@ def serve(
             waiting = node.reload(now)
         except ConfigError as error:
             say(f"SIGHUP: nothing was changed: {error}", logging.WARNING)
+        except StorageError as error:
+            say(f"SIGHUP: {error}", logging.ERROR)
         else:
             start_logging(now.log.level, now.log.format)
             say("SIGHUP: certificates, principals and the log are those of the settings now")

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import grpc
 
+from tiercache.config.files import certificate_end
 from tiercache.config.settings import Tls
 from tiercache.errors import ConfigError
 
@@ -24,22 +25,35 @@ class CertificateFiles:
     """For gRPC."""
     mutual: bool
     """Whether clients must show a certificate."""
+    end: float
+    """Time when the daemon's certificate ends, in seconds since 1970."""
 
     @classmethod
     def read(cls, tls: Tls) -> CertificateFiles:
         """Read the files; raises ConfigError if they are no certificate with its key."""
         assert tls.certificate is not None
         assert tls.key is not None
-        authority = None
         try:
+            first = _contents(tls)
             context, http_context = _context(tls, ssl.CERT_REQUIRED), _context(tls, ssl.CERT_OPTIONAL)
-            if tls.client_ca is not None:
-                authority = tls.client_ca.read_bytes()
-            pair = (tls.key.read_bytes(), tls.certificate.read_bytes())
-        except (OSError, ValueError) as error:
+            end = certificate_end(tls.certificate, tls.key)
+            last = _contents(tls)
+        except OSError as error:
             raise ConfigError(f"the files of [tls] cannot be used ({error}); give one pair") from error
-        configuration = grpc.ssl_server_certificate_configuration([pair], authority)
-        return cls(context, http_context, configuration, tls.client_ca is not None)
+        # The contexts have read the files themselves, and gRPC takes these bytes: all must have one pair.
+        if last != first:
+            raise ConfigError("the files of [tls] changed while they were read; reload again")
+        key, certificate, authority = first
+        configuration = grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
+        return cls(context, http_context, configuration, tls.client_ca is not None, end)
+
+
+def _contents(tls: Tls) -> tuple[bytes, bytes, bytes | None]:
+    """Return the bytes of the key, of the certificate and of the authority of clients."""
+    assert tls.certificate is not None
+    assert tls.key is not None
+    authority = None if tls.client_ca is None else tls.client_ca.read_bytes()
+    return tls.key.read_bytes(), tls.certificate.read_bytes(), authority
 
 
 def _context(tls: Tls, mode: ssl.VerifyMode) -> ssl.SSLContext:
@@ -72,6 +86,11 @@ class Certificates:
     def mutual(self) -> bool:
         """Whether clients must show a certificate."""
         return self._files.mutual
+
+    @property
+    def end(self) -> float:
+        """Time when the daemon's certificate ends, in seconds since 1970."""
+        return self._files.end
 
     @property
     def context(self) -> ssl.SSLContext:

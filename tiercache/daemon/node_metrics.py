@@ -36,6 +36,7 @@ from tiercache.wire.methods import METHODS as SERVED
 
 if TYPE_CHECKING:
     from tiercache.config.settings import Settings
+    from tiercache.daemon.certificates import Certificates
     from tiercache.daemon.payload.sessions import DataSessions
     from tiercache.daemon.sessions import Attachments
 
@@ -207,6 +208,7 @@ class NodeMetrics(Families):
         attachments: Attachments,
         sessions: DataSessions,
         figures: UsageFigures,
+        certificates: Certificates | None,
     ) -> None:
         """Let later scrapes read these objects. Call this when the server begins to serve."""
         self.gauge("node_start_time_seconds").set(time.time())
@@ -221,6 +223,7 @@ class NodeMetrics(Families):
         )
         told: dict[str, Callable[[], float | None]] = {
             "node_workers_busy": lambda: budgets.workers.held,
+            "node_certificate_expires_seconds": lambda: None if certificates is None else certificates.end,
             "node_sessions": lambda: len(attachments),
             "node_attached_bytes": lambda: attachments.attached,
             "node_data_connections": lambda: sessions.connections,

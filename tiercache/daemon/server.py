@@ -152,8 +152,9 @@ class StorageServer:
         """Take over what may change while the server serves, or nothing of it; raises ConfigError.
 
         That is: certificates, principals with their credentials and rights, and the duration of a slow call.
-        Returns the names of changed settings that take effect at the next start only. Calls that are under
-        way are not interrupted, and a connection keeps the certificate with which it was made.
+        Raises StorageError if the server does not answer. Returns the names of changed settings that take
+        effect at the next start only. Calls that are under way are not interrupted, and a connection keeps
+        the certificate with which it was made.
         """
         if self._loop is None or self._reload is None:
             raise ConfigError("the server does not serve yet, so it has nothing to reload")
@@ -162,7 +163,13 @@ class StorageServer:
         async def run() -> None:
             apply()
 
-        asyncio.run_coroutine_threadsafe(run(), self._loop).result(_RELOAD_SECONDS)
+        try:
+            asyncio.run_coroutine_threadsafe(run(), self._loop).result(_RELOAD_SECONDS)
+        except TimeoutError as error:
+            raise StorageError(
+                f"the server has not taken over the settings within {_RELOAD_SECONDS:g} s; it does so when it"
+                " answers again, or restart it"
+            ) from error
         return waiting
 
     @property
@@ -268,7 +275,9 @@ class StorageServer:
             access, max_clients=limits.clients, max_bytes=limits.attached_bytes, calls=calls
         )
         certificates = None if settings.tls is None else Certificates(CertificateFiles.read(settings.tls))
-        board = self._board = StatusBoard(kind, self.instance, metrics, figures, budgets, access)
+        board = self._board = StatusBoard(
+            kind, self.instance, metrics, figures, budgets, access, certificates
+        )
         self._serve_http(board, metrics, access, calls, certificates, ends)
         ends.push_async_callback(attachments.close)
         streams = DataCalls(
@@ -288,7 +297,7 @@ class StorageServer:
         )  # fmt: skip
         ends.callback(gate.close)
         sessions = DataSessions(access, gate, limits.streams_per_client)
-        metrics.watch(settings, budgets, attachments, sessions, figures)
+        metrics.watch(settings, budgets, attachments, sessions, figures, certificates)
         service = Service(
             access, attachments, threads, streams, shared, TierCalls(self.store, self.instance, calls), board,
             instance=self.instance, limits=_limits(settings), idle=limits.idle,

@@ -356,6 +356,8 @@ NODE: Final = (
      "Resident memory of the process. Memory that clients attached counts as soon as it is touched."),
     Metric("node_insecure_bind", Gauge,
      "1 if an address that other machines can reach is served without authentication."),
+    Metric("node_certificate_expires_seconds", Gauge,
+     "Time when the daemon's certificate ends, in seconds since 1970; without TLS there is none."),
     Metric("node_start_time_seconds", Gauge, "Time when the server began to serve, by the wall clock."),
     Metric("node_build_info", Gauge, "Always 1.", {"version": _VERSION}),
 )  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Final
 
 import tiercache
 from tiercache.daemon.access import Access, Budgets, Permissions
+from tiercache.daemon.certificates import Certificates
 from tiercache.daemon.node_metrics import NodeMetrics, UsageFigures
 from tiercache.daemon.status.document import (
     LimitStatus,
@@ -55,6 +56,7 @@ class StatusBoard:
         figures: UsageFigures,
         budgets: Budgets,
         access: Access,
+        certificates: Certificates | None = None,
         every: float = SAMPLE_SECONDS,
     ) -> None:
         """Read the figures of these parts; `kind` is the type of the store.
@@ -72,6 +74,7 @@ class StatusBoard:
         self._journal: Final = Journal()
         self._started: Final = time.time()
         self._journal.info(f"tiercache {tiercache.__version__} serves a store of type {kind}")
+        self._certificates: Final = certificates
         self._draining = False
 
     async def watch(self) -> None:
@@ -132,6 +135,7 @@ class StatusBoard:
             lookups=lookups_of(samples),
             history=history_of(samples, _POINTS),
             limits=self._limits(),
+            certificate_expires=None if self._certificates is None else self._certificates.end,
             journal=self._journal.latest(),
         )
 

@@ -174,6 +174,8 @@ class StatusDocument:
     lookups: LookupStatus | None = None
     history: HistoryStatus | None = None
     limits: list[LimitStatus]
+    certificate_expires: float | None = None
+    """Time when the daemon's certificate ends; None without TLS."""
     slowest: list[CallStatus]
     principals: list[PrincipalStatus]
     journal: list[JournalEntry]
