@@ -124,6 +124,9 @@ def ask(client: Client, method: str, k: ObjectKey, namespace: bytes = NAMESPACE)
         "Advise": pb.AdviseRequest(keys=messages.keys([k]), values=[1.0]).SerializeToString(),
     }
     keyed = {"Exists": pb.ExistsRequest, "Delete": pb.DeleteRequest, "Describe": pb.DescribeRequest}
+    if method == "History":
+        history = pb.HistoryRequest(keys=messages.keys([k]), pages=k.page_key).SerializeToString()
+        return list(client.stream(method, iter([history])))
     data = requests.get(method) or (
         keyed[method](keys=messages.keys([k])).SerializeToString() if method in keyed else b""
     )
@@ -149,6 +152,8 @@ def test_every_verb_is_asked_for(client: Any, name: str) -> None:
             assert caller.refused(method) is grpc.StatusCode.PERMISSION_DENIED  # the totals of all
         elif verb is not None and verb not in principal.verbs.split():
             assert caller.refused(method) is grpc.StatusCode.PERMISSION_DENIED
+        elif method == "Report" and principal.namespaces:
+            assert caller.refused(method) is grpc.StatusCode.PERMISSION_DENIED  # it counts by tenant
         elif method in TIERS:
             if principal.tenant or principal.namespaces:
                 assert caller.refused(method) is grpc.StatusCode.PERMISSION_DENIED
@@ -170,7 +175,7 @@ def test_every_verb_is_asked_for(client: Any, name: str) -> None:
             ask(caller, method, key(99, "verbs"))
 
 
-METHODS_OF_ONE_KEY = ("Exists", "Get", "Describe", "Delete")
+METHODS_OF_ONE_KEY = ("Exists", "Get", "Describe", "History", "Delete")
 
 
 def answers(caller: Client, k: ObjectKey, *, admin: bool) -> list[list[bytes]]:

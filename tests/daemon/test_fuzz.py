@@ -68,6 +68,8 @@ SOUND: dict[str, bytes] = {
     "Usage": b"",
     "Flush": b"",
     "Status": b"",
+    "History": pb.HistoryRequest(keys=KEYS, pages=KEYS.digests[:96]).SerializeToString(),
+    "Report": pb.ReportRequest(since=1e9).SerializeToString(),
 }
 
 
@@ -165,6 +167,9 @@ MESSAGES = {
      cursor=st.binary(max_size=130)),
     "Describe": st.builds(pb.DescribeRequest, keys=BATCH),
     "Delete": st.builds(pb.DeleteRequest, keys=BATCH),
+    "History": st.builds(pb.HistoryRequest, keys=BATCH,
+     pages=st.one_of(st.binary(max_size=130), st.just(bytes(32 * 70_000)))),
+    "Report": st.builds(pb.ReportRequest, since=st.floats()),
     "Advise": st.builds(pb.AdviseRequest, keys=BATCH, values=st.lists(st.floats(), max_size=4),
      worker=st.integers(0, 2**64 - 1)),
     "Register": st.builds(

@@ -83,10 +83,17 @@ VERBS: Final = {
         f"{_STORE}.top:top",
         "Show live what a daemon does: tiers, hit rates, throughput, limits, slow calls. Ctrl-C ends it.",
     ),
+    "report": Verb(
+        f"{_STORE}.report:report", "Show what each tenant of a daemon stored, read and saved, by day or hour."
+    ),
     "ls": Verb(f"{_STORE}.ls:ls", "List the stored objects."),
     "inspect": Verb(
         f"{_STORE}.inspect:inspect",
         "Show one page and its objects, the tree of a namespace, or how much of a prompt could be restored.",
+    ),
+    "explain": Verb(
+        f"{_STORE}.explain:explain",
+        "Explain why a prompt can be restored only so deep. Exit code 6 if nothing of it can be restored.",
     ),
     "verify": Verb(
         f"{_STORE}.verify:verify",

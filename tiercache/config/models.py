@@ -352,6 +352,11 @@ class Settings(BaseSettings):
         return self.sockets or self.directory / "run"
 
     @property
+    def account_file(self) -> Path:
+        """File of the account that `tiercache report` shows."""
+        return self.directory / "account.jsonl"
+
+    @property
     def audit_file(self) -> Path:
         """File of the audit log."""
         return self.audit.file or self.directory / "audit.jsonl"

@@ -119,6 +119,7 @@ class HybridCacheController:
         options = options or ControllerOptions()
         page_pools, state_pools = split_pools(identity, device_pools)
         namespace = namespace_of(identity)
+        record = NamespaceRecord.priced(identity, profile)  # not by the default profile, which is a guess
         profile = profile or profile_named(DEFAULT_PROFILE)
         costs = Costs(profile, options.load_flops_per_byte or LOAD_FLOPS_PER_BYTE)
         host = {name: HostPool(pool.geometry, arena) for name, pool in device_pools.items()}
@@ -142,9 +143,7 @@ class HybridCacheController:
         )
         self._session = join_ranks(ranks, self._facts, options.join_deadline)
         if storage is not None:
-            self._hybrid = HybridStorage(
-                storage, namespace=NamespaceRecord(namespace, identity.public_record())
-            )
+            self._hybrid = HybridStorage(storage, namespace=record)
             for name, pool in host.items():
                 self._hybrid.register_pool(pool, shards.get(name))
         self._context = ControllerContext(

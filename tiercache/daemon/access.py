@@ -19,6 +19,8 @@ from grpc import StatusCode
 from tiercache.config.settings import Principal as PrincipalSettings
 from tiercache.config.settings import Settings, read_salt, read_token
 from tiercache.core import Verb
+from tiercache.daemon.account import Account
+from tiercache.daemon.accounted import Accounted, TenantAccount
 from tiercache.daemon.budget import Budget
 from tiercache.daemon.hints import OneScale
 from tiercache.daemon.views import CommonView, NameCipher, NamespaceView, TenantView
@@ -197,8 +199,12 @@ class Access:
     Thread safety: the event loop's thread.
     """
 
-    def __init__(self, settings: Settings, store: StorageBackend, whole: Budgets) -> None:
+    def __init__(
+        self, settings: Settings, store: StorageBackend, whole: Budgets, account: Account | None = None
+    ) -> None:
         """Read every token and salt, and divide the daemon's budgets `whole` among the principals.
+
+        The calls of all principals count in `account`.
 
         Raises ConfigError.
         """
@@ -208,7 +214,7 @@ class Access:
         self._by_token: dict[bytes, Permissions] = {}
         self._by_san: dict[str, Permissions] = {}
         self._peers: dict[tuple[str, str], Caller] = {}
-        stores = _TenantViews(settings, store)
+        stores = self._views = _TenantViews(settings, store, account)
         names_own_user = any(principal.uid == os.getuid() for principal in settings.principals)
         principals = len(settings.principals) + (0 if names_own_user else 1)  # 1 for OWNER
         share = _PRINCIPAL_SHARE if principals > 1 else 1
@@ -290,6 +296,10 @@ class Access:
         """Tenants of all principals by the principals' names; "" for none. Any thread may ask."""
         named = {name: granted.permissions.tenant for name, granted in self._granted.items()}
         return named | {OWNER: ""} | ({ANONYMOUS: ""} if self._anonymous is not None else {})
+
+    def tenant_of(self, namespace: bytes) -> str:
+        """Return the tenant of a namespace, by its name in the store; "" for none. Any thread may ask."""
+        return self._views.tenant_of(namespace)
 
     @property
     def uids(self) -> AbstractSet[int]:
@@ -399,8 +409,10 @@ class _TenantViews:
     and for each list of namespaces (`OneScale`). If there is only one view, its values are taken as they are.
     """
 
-    def __init__(self, settings: Settings, store: StorageBackend) -> None:
+    def __init__(self, settings: Settings, store: StorageBackend, account: Account | None) -> None:
         self._store = store
+        self._account = account
+        self._accounts: dict[str, TenantAccount] = {}
         salts = {
             name: read_salt(tenant.salt_file, f"tenants.{name}.salt_file")
             for name, tenant in sorted(settings.tenants.items())
@@ -421,6 +433,9 @@ class _TenantViews:
         """
         names = [bytes.fromhex(name) for name in namespaces if name != "*"]
         seen = self._scaled(tenant, names if "*" not in namespaces else [])
+        if self._account is not None:
+            mine = self._accounts.setdefault(tenant, TenantAccount(self._account, tenant))
+            seen = Accounted(seen, mine)
         if tenant:
             # The settings may name a namespace of the tenant by its name in the store. That name is encrypted
             # and ends with the tenant's mark. `unmark` returns None for any other name.
@@ -429,6 +444,13 @@ class _TenantViews:
         elif self._ciphers and not everything:
             seen = CommonView(seen, list(self._ciphers.values()), self._cursors)
         return seen if "*" in namespaces else NamespaceView(seen, frozenset(names))
+
+    def tenant_of(self, namespace: bytes) -> str:
+        """Return the tenant of a namespace, by its name in the store; "" for none."""
+        for tenant, cipher in self._ciphers.items():
+            if cipher.unmark(namespace) is not None:
+                return tenant
+        return ""
 
     def _scaled(self, tenant: str, names: Sequence[bytes]) -> StorageBackend:
         """Return the store, which puts the values of this tenant on one scale.

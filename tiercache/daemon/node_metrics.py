@@ -112,6 +112,7 @@ class NodeMetrics(Families):
             for way in directions
         }
         self._audit_lost: Final = self.counter("node_audit_lost_total")
+        self._account_failed: Final = self.counter("node_account_failed_total")
         self._damaged: Final = self.counter("node_damaged_objects_total")
         self.slowest: Final = SlowestCalls()
         """The calls that took longest within the last hour."""
@@ -154,6 +155,10 @@ class NodeMetrics(Families):
     def count_audit_lost(self) -> None:
         """Count a record of the audit log that was not written."""
         self._audit_lost.inc()
+
+    def count_account_failed(self) -> None:
+        """Count a time that the account could not be written."""
+        self._account_failed.inc()
 
     def count_call(self, principal: str) -> None:
         """Count a call of this principal; a name that was not given at construction is ignored."""

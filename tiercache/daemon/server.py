@@ -21,17 +21,20 @@ from tiercache.config.addresses import parse_address
 from tiercache.config.settings import Address, Settings, check_files
 from tiercache.config.urls import section_of, storage_url, unix_target
 from tiercache.daemon.access import ANONYMOUS, OWNER, Access, Budgets
+from tiercache.daemon.account import Account
 from tiercache.daemon.audit import AuditLog
 from tiercache.daemon.budget import BLOCK_BYTES, Budget
 from tiercache.daemon.call_log import CallLog
 from tiercache.daemon.certificates import CertificateFiles, Certificates
 from tiercache.daemon.gate import Gate
+from tiercache.daemon.inquiries import Inquiries
 from tiercache.daemon.node_metrics import NodeMetrics, UsageFigures
 from tiercache.daemon.payload.calls import DataCalls
 from tiercache.daemon.payload.port import DataPort
 from tiercache.daemon.payload.sessions import DataSessions
 from tiercache.daemon.process import Notifier, limit_malloc, raise_descriptor_limit, trim_malloc_periodically
 from tiercache.daemon.reload import Reload
+from tiercache.daemon.removals import Remembering
 from tiercache.daemon.service import Service
 from tiercache.daemon.sessions import Attachments
 from tiercache.daemon.shared import SharedCalls
@@ -44,6 +47,7 @@ from tiercache.errors import ConfigError, StorageError
 from tiercache.events.publisher import EventPublisher
 from tiercache.pools import HostArena
 from tiercache.storage.base import StorageBackend
+from tiercache.storage.following import Following
 from tiercache.storage.registry import open_backend
 from tiercache.storage.store_events import StoreEvents
 from tiercache.storage.wrappers import Metered, StoreMetrics, unwrap
@@ -76,6 +80,10 @@ _RELOAD_SECONDS: Final = 30.0
 """Seconds in which the event loop must take over new settings."""
 _KEEPALIVE_MS: Final = 10_000
 """Milliseconds between gRPC's keepalive pings to a client, which must answer in half that time."""
+_LOOK_SECONDS: Final = 5.0
+"""Seconds from one look for tiers that have joined or left to the next."""
+_ACCOUNT_SECONDS: Final = 60.0
+"""Seconds from one write of the account to the next: what a killed daemon may lose of it."""
 _START_SECONDS: Final = 300.0
 """Seconds that `StorageServer.start` waits until the server is ready."""
 
@@ -254,7 +262,7 @@ class StorageServer:
             self.store = await asyncio.to_thread(open_backend, settings.store_url)
         kind = _kind_of(settings) if self._opened else type(unwrap(self.store)).__name__
         metrics = NodeMetrics([*(principal.name for principal in settings.principals), OWNER, ANONYMOUS])
-        store = Metered(self.store, kind, StoreMetrics(metrics.registry))
+        store = Remembering(Metered(self.store, kind, StoreMetrics(metrics.registry)))
         threads = Threads(_THREADS)
         figures = UsageFigures(self.store)
         ends.push_async_callback(self._close_store, store, threads, figures)
@@ -270,7 +278,9 @@ class StorageServer:
             workers=Budget(threads.count),
         )
         calls = self._call_log(metrics, ends)
-        access = Access(settings, store, budgets)
+        account = Account(settings.account_file, count_failed=metrics.count_account_failed)
+        self._keep_books(store, account, ends)
+        access = Access(settings, store, budgets, account)
         attachments = Attachments(
             access, max_clients=limits.clients, max_bytes=limits.attached_bytes, calls=calls
         )
@@ -298,8 +308,10 @@ class StorageServer:
         ends.callback(gate.close)
         sessions = DataSessions(access, gate, limits.streams_per_client)
         metrics.watch(settings, budgets, attachments, sessions, figures, certificates)
+        inquiries = Inquiries(threads, access, store, account, limits.keys_per_batch)
         service = Service(
             access, attachments, threads, streams, shared, TierCalls(self.store, self.instance, calls), board,
+            inquiries,
             instance=self.instance, limits=_limits(settings), idle=limits.idle,
             store=kind, metrics=metrics, calls=calls, gate=gate, data=streams, sessions=sessions,
         )  # fmt: skip
@@ -419,6 +431,18 @@ class StorageServer:
             metrics.watch_events(self.publisher)
             ends.push_async_callback(asyncio.to_thread, self.publisher.close)
             source.warn_of_silence()
+
+    def _keep_books(self, store: Remembering, account: Account, ends: AsyncExitStack) -> None:
+        """Follow the removals of all tiers, and write the account from time to time."""
+        ends.push_async_callback(asyncio.to_thread, account.close)
+        Thread(target=store.look, name="tiercache-removals", daemon=True).start()
+        for name, pause, work in (
+            ("removals", _LOOK_SECONDS, store.look),
+            ("account", _ACCOUNT_SECONDS, account.write),
+        ):
+            following = Following(name, pause, work)
+            following.start()
+            ends.push_async_callback(asyncio.to_thread, following.close)
 
     def _call_log(self, metrics: NodeMetrics, ends: AsyncExitStack) -> CallLog:
         settings = self.settings

@@ -23,6 +23,7 @@ from tiercache.daemon.access import Access, Caller, Refusal, Sessions
 from tiercache.daemon.call import Call, read_keys, request_bytes, without_abort_traceback
 from tiercache.daemon.call_log import CallLog
 from tiercache.daemon.gate import Gate
+from tiercache.daemon.inquiries import Inquiries
 from tiercache.daemon.node_metrics import NodeMetrics
 from tiercache.daemon.payload.calls import DataCall, DataCalls
 from tiercache.daemon.payload.channel import DisconnectedError
@@ -69,6 +70,7 @@ class Service:
         shared: SharedCalls,
         tiers: TierCalls,
         board: StatusBoard,
+        inquiries: Inquiries,
         *,
         instance: bytes,
         store: str,
@@ -112,6 +114,8 @@ class Service:
             "Usage": self._usage,
             "Flush": self._flush,
             "Status": self._status,
+            "History": inquiries.history,
+            "Report": inquiries.report,
             "ChangeTiers": tiers.change,
             "FollowTierChange": tiers.follow,
         }

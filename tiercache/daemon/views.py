@@ -28,6 +28,7 @@ from tiercache.storage.base import (
     checksum_of,
     storable,
 )
+from tiercache.storage.history import History, TierHistory
 from tiercache.storage.wrappers import Wrapper
 from tiercache.storage.wrappers.base import decide
 
@@ -165,6 +166,10 @@ class TenantView(_View):
     def describe(self, keys: Sequence[ObjectKey]) -> list[ScanEntry | None]:
         return [entry and self._reveal_entry(entry) for entry in super().describe(self._hidden(keys))]
 
+    def history(self, keys: Sequence[ObjectKey], pages: Sequence[bytes]) -> History:
+        hidden = [self._cipher.hide(page) if len(page) == _LAYOUT_BYTES else page for page in pages]
+        return super().history(self._hidden(keys), hidden)
+
     def advise(self, keys: Sequence[ObjectKey], values: Sequence[float], worker: int = 0) -> None:
         super().advise(self._hidden(keys), values, worker)
 
@@ -298,7 +303,8 @@ class NamespaceView(_View):
         self._namespaces = namespaces
 
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        return [entry is not None for entry in self.describe(keys)]
+        mine = self._mine(keys)
+        return super().exists([key if own else _absent_key(key) for key, own in zip(keys, mine, strict=True)])
 
     def _asked(self, items: Sequence[GetItem]) -> Sequence[GetItem]:
         mine = self._mine([item.key for item in items])
@@ -324,6 +330,10 @@ class NamespaceView(_View):
             entry if entry and entry.meta.namespace in self._namespaces else None
             for entry in super().describe(keys)
         ]
+
+    def history(self, keys: Sequence[ObjectKey], pages: Sequence[bytes]) -> History:
+        # The namespace of an object that went is not remembered, so removals are not told.
+        return History([TierHistory("", self._mine(keys))])
 
     def advise(self, keys: Sequence[ObjectKey], values: Sequence[float], worker: int = 0) -> None:
         own = [(k, v) for k, v, mine in zip(keys, values, self._mine(keys), strict=False) if mine]

@@ -9,18 +9,23 @@ The plug-ins for SGLang and vLLM take the same settings, as keys of the JSON tha
     kv_dtype        dtype of the KV, if the engine does not report it
     state_dtype     dtype of recurrent states, if the engine does not report it
     tenant          owner of the cache; caches of different tenants share nothing
+    profile         model profile, or path of a config.json, by which a daemon's account (`tiercache report`)
+                    counts saved FLOPs; by default the config.json in the engine's directory of the model
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from tiercache.errors import ConfigError
 from tiercache.keys import Identity
-from tiercache.storage.base import StorageBackend
+from tiercache.models.profile import profile_named
+from tiercache.storage.base import NamespaceRecord, StorageBackend
 from tiercache.storage.registry import capabilities_of, open_backend, spec_of
 
 RANK: Final = "{rank}"
@@ -53,6 +58,7 @@ class StoreSettings(BaseModel):
     kv_dtype: Name = ""
     state_dtype: Name = ""
     tenant: Name = ""
+    profile: Name = ""
 
     def identity(self, model: str, kv_dtype: str, page_size: int) -> Identity:
         """Return the identity of an engine's cache.
@@ -69,6 +75,19 @@ class StoreSettings(BaseModel):
             quantization=self.quantization,
             tenant=self.tenant,
         )
+
+    def record(self, identity: Identity, *, states: bool = False) -> NamespaceRecord:
+        """Return the record of the engine's namespace, with the FLOPs of its model if they are known.
+
+        Raises ConfigError for a profile that there is not.
+        """
+        profile = profile_named(self.profile) if self.profile else None
+        beside = Path(identity.model, "config.json")
+        if profile is None:
+            # A name that is no directory on this machine, or a model whose costs are not known.
+            with suppress(ConfigError, OSError, ValueError):
+                profile = profile_named(str(beside)) if beside.is_file() else None
+        return NamespaceRecord.priced(identity, profile, states=states)
 
     @property
     def per_rank(self) -> bool:

@@ -54,7 +54,8 @@ class Metric:
 
 METHODS: Final = (
     "Hello", "Exists", "Get", "Set", "GetInto", "SetFrom", "Delete", "Describe", "Scan", "Advise",
-    "Register", "Namespaces", "Usage", "Flush", "Status", "ChangeTiers", "FollowTierChange",
+    "Register", "Namespaces", "Usage", "Flush", "Status", "History", "Report", "ChangeTiers",
+    "FollowTierChange",
 )  # fmt: skip
 """Calls of the daemon's gRPC service; `daemon.node_metrics` asserts that the list is complete."""
 
@@ -254,6 +255,8 @@ NODE: Final = (
         "idle: the client makes no progress; malformed: the message cannot be read.",
         {"reason": REFUSALS},
     ),
+    Metric("node_account_failed_total", Counter,
+     "Times that the account of `tiercache report` could not be written; it is kept in memory until it can."),
     Metric("node_audit_lost_total", Counter,
      "Records of the audit log that could not be written (`audit`)."),
     Metric(

@@ -14,13 +14,21 @@ from typing import Any, Final, NamedTuple, Protocol, Self, cast
 
 from tiercache.core import DIGEST_BYTES, ObjectKey, ObjectMeta, Outcome
 from tiercache.events.source import ChangeNote
+from tiercache.keys import Identity, namespace_of
+from tiercache.models.profile import ModelProfile
 from tiercache.storage.checksum import CHECKSUM_BYTES, checksum
 from tiercache.storage.env import Env
+from tiercache.storage.history import History, TierHistory
 from tiercache.storage.values import is_value, is_worker
 from tiercache.storage.vectors import usable
 
 NAMESPACE_BYTES: Final = 64
 """Maximum length of a namespace in bytes. `keys.namespace_of` returns 32 bytes."""
+FLOPS_FIELD: Final = "flops_per_token"
+"""Field of a record's identity that is no part of it: FLOPs of a prefill per token, as a whole number.
+
+Work that depends on the length of the context is left out. The field is absent if the writer does not know.
+"""
 
 
 class GetItem(NamedTuple):
@@ -134,12 +142,24 @@ class NamespaceRecord:
     If so, KV is useless without a state on its page or on a later page. False where there are states alone.
     """
 
+    @classmethod
+    def priced(
+        cls, identity: Identity, profile: ModelProfile | None, *, states: bool = False
+    ) -> NamespaceRecord:
+        """Return the record of an identity, with the FLOPs of its model if they are known."""
+        flops = {} if profile is None else {FLOPS_FIELD: round(profile.flops_per_token)}
+        return cls(namespace_of(identity), identity.public_record() | flops, states)
+
     def over(self, known: NamespaceRecord | None) -> NamespaceRecord:
         """Return the record to keep when this one is registered after `known`.
 
-        The result equals this record, but `states` is set if it is set in either record.
+        The result equals this record, but `states` is set if it is set in either record, and a known
+        FLOPS_FIELD stays if this writer does not know it.
         """
-        return replace(self, states=True) if known is not None and known.states else self
+        if known is None:
+            return self
+        flops = {FLOPS_FIELD: known.identity[FLOPS_FIELD]} if FLOPS_FIELD in known.identity else {}
+        return replace(self, states=self.states or known.states, identity={**flops, **self.identity})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -428,6 +448,15 @@ class StorageBackend(ABC):
         goes returns False (the default). A later call replaces an earlier one.
         """
         return False
+
+    def history(self, keys: Sequence[ObjectKey], pages: Sequence[bytes]) -> History:
+        """Return which tiers have the objects `keys`, and the remembered removals of objects of `pages`.
+
+        `pages` are page keys. Removals are found in all layouts, also in those of which nothing is left. The
+        call is no use of the objects. Default: presence only. Raises StorageError if the store cannot be
+        asked.
+        """
+        return History([TierHistory("", [entry is not None for entry in self.describe(keys)])])
 
     def attach(self, memory: SharedMemory) -> None:  # noqa: B027  most stores have no use for it
         """Tell the store that buffers of later items may lie in `memory`.

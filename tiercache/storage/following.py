@@ -22,7 +22,7 @@ class Following:
     Thread safety: any thread may call; the caller makes sure that `start` and `close` do not overlap.
     """
 
-    def __init__(self, name: str, pause: float, learn: Callable[[], None]) -> None:
+    def __init__(self, name: str, pause: float, learn: Callable[[], object]) -> None:
         self._name: Final = name
         self._pause: Final = pause
         self._learn: Final = learn

@@ -26,6 +26,7 @@ from tiercache.events.source import MAX_KEYS, EventSource
 from tiercache.storage.base import NamespaceRecord, ScanEntry, StorageBackend
 from tiercache.storage.layouts import LAYOUT_BYTES
 from tiercache.storage.tiers import ObservedTier, TierControl
+from tiercache.storage.watching import begin_watch, end_watch
 from tiercache.storage.wrappers import unwrap
 
 _log = logging.getLogger(__name__)
@@ -144,12 +145,12 @@ class _TierEvents:
         Raises StorageError if the store cannot be read.
         """
         self._telling = b"" if tell else ""
-        return self.observed.store.watch(self._note)
+        return begin_watch(self.observed.store, self._note)
 
     def close(self) -> None:
         """Follow the store no more."""
         with suppress(StorageError, ClosedError):
-            self.observed.store.watch(None)
+            end_watch(self.observed.store, self._note)
 
     def _note(self, digests: Sequence[bytes], stored: bool) -> None:
         # The store's mutex is held, so this only appends.

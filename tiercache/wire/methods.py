@@ -61,6 +61,8 @@ METHODS: Final = {
         Method("Usage", pb.UsageRequest, pb.UsageReply, Verb.READ),
         Method("Flush", pb.FlushRequest, pb.FlushReply, Verb.WRITE),
         Method("Status", pb.StatusRequest, pb.StatusReply, None),
+        Method("History", pb.HistoryRequest, pb.HistoryReply, Verb.READ),
+        Method("Report", pb.ReportRequest, pb.ReportReply, None),
         Method("ChangeTiers", pb.ChangeTiersRequest, pb.TierChangeReply, Verb.ADMIN),
         Method("FollowTierChange", pb.FollowTierChangeRequest, pb.TierChangeReply, Verb.ADMIN),
     )

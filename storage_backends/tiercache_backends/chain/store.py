@@ -24,6 +24,7 @@ from tiercache.storage.base import (
     Usage,
 )
 from tiercache.storage.env import Env
+from tiercache.storage.history import History, TierHistory
 from tiercache.storage.registry import capabilities_of, settings_of
 from tiercache.storage.tiers import ObservedTier, Report, TierControl, ignore_progress
 from tiercache_backends.chain.batches import GetBatch, SetBatch
@@ -183,6 +184,11 @@ class TierChain(StorageBackend, TierControl):
                     found[i] = entry
             return found
 
+    def history(self, keys: Sequence[ObjectKey], pages: Sequence[bytes]) -> History:
+        with self._lineups.bound() as lineup:
+            _answering(lineup)
+            return History([_presence(tier, keys) for tier in lineup.tiers])
+
     def advise(self, keys: Sequence[ObjectKey], values: Sequence[float], worker: int = 0) -> None:
         with self._lineups.bound() as lineup:
             lineup.advise(keys, values, worker)
@@ -324,6 +330,16 @@ def _answering(lineup: Lineup) -> list[Tier]:
     if not tiers:
         raise UnavailableError(f"no tier answers: {_reasons(lineup.tiers)}")
     return tiers
+
+
+def _presence(tier: Tier, keys: Sequence[ObjectKey]) -> TierHistory:
+    why = tier.why
+    if tier.is_readable:
+        try:
+            return TierHistory(tier.name, [entry is not None for entry in tier.describe(keys)])
+        except StorageError as error:
+            why = str(error)
+    return TierHistory(tier.name, [], why=why or "it does not answer")
 
 
 def _keepers(lineup: Lineup) -> list[Tier]:

@@ -31,6 +31,7 @@ from tiercache.storage.base import (
     storable,
 )
 from tiercache.storage.gate import CallGate
+from tiercache.storage.history import History
 from tiercache.storage.values import usable_hints
 from tiercache.storage.vectors import usable
 from tiercache.storage.wrappers.base import decide
@@ -39,6 +40,7 @@ from tiercache.wire.v1 import storage_pb2 as pb
 from tiercache_backends.grpc.connection import Connection
 from tiercache_backends.grpc.connection_manager import ConnectionManager
 from tiercache_backends.grpc.failures import CallError, Kind
+from tiercache_backends.grpc.inquiries import DaemonReport, joined, read_history, read_report
 from tiercache_backends.grpc.settings import GrpcSettings, read_settings
 from tiercache_backends.grpc.shared.plane import SharedPlane
 from tiercache_backends.grpc.stream import StreamPlane
@@ -228,6 +230,29 @@ class GrpcBackend(StorageBackend, RemoteTiers):
             if not isinstance(found, dict):
                 raise self._unreadable_reply(WireError("the status is no JSON object"))
             return found
+
+    def history(self, keys: Sequence[ObjectKey], pages: Sequence[bytes]) -> History:
+        with self._gate:
+            step = self._manager.limits.keys
+            parts = []
+            for at in range(0, max(len(keys), len(pages), 1), step):
+                some, others = keys[at : at + step], pages[at : at + step]
+                request = pb.HistoryRequest(keys=messages.keys(some), pages=b"".join(others))
+                reply = self._ask("History", request)
+                try:
+                    parts.append((at, read_history(reply, len(some), len(others))))
+                except WireError as error:
+                    raise self._unreadable_reply(error) from error
+            return joined(parts)
+
+    def report(self, since: float) -> DaemonReport:
+        """Return the account of the daemon, as far as this client may know it.
+
+        `since` is in seconds since 1970. Raises StorageError without an answer.
+        """
+        with self._gate:
+            reply = self._ask("Report", pb.ReportRequest(since=since))
+            return read_report(reply)
 
     def ping(self) -> Pong:
         """Ask the daemon for its identity; raise StorageError if it does not answer."""

@@ -12,7 +12,17 @@ from tiercache.cli.store.batches import ObjectReader
 from tiercache.cli.store.forest import Forest
 from tiercache.cli.store.names import Namespaces, check_hex, object_header, object_record, object_row, one_key
 from tiercache.cli.store.options import MacKeyOption, StoresOption
-from tiercache.cli.store.prompt import tokens_of
+from tiercache.cli.store.prompt import (
+    ExtraOption,
+    TextFileOption,
+    TextOption,
+    TokenizerOption,
+    TokensOption,
+    check_one_prompt,
+    extra_of,
+    prompts_given,
+    tokens_of,
+)
 from tiercache.cli.store.target import Target, check_answered, opened, resolve_all
 from tiercache.cli.store.trees import add_runs, draw, follow, runs_of, summary
 from tiercache.cli.terminal import (
@@ -20,7 +30,6 @@ from tiercache.cli.terminal import (
     Exit,
     Output,
     OutputOption,
-    clean,
     console,
     count_text,
     document,
@@ -51,27 +60,11 @@ def inspect(
     namespace: Annotated[
         str, typer.Option(help="Show the tree of this namespace; with a prompt: search only there.")
     ] = "",
-    tokens: Annotated[
-        str,
-        typer.Option(metavar="FILE", help="File with a prompt's token ids: JSON, text or .npy; - for stdin."),
-    ] = "",
-    text: Annotated[str | None, typer.Option(help="Prompt, for --tokenizer.", show_default=False)] = None,
-    text_file: Annotated[
-        str, typer.Option(metavar="FILE", help="File with a prompt, for --tokenizer; - for stdin.")
-    ] = "",
-    tokenizer: Annotated[
-        str,
-        typer.Option(
-            metavar="DIR",
-            help="Model's directory with tokenizer.json; adds its special tokens to the prompt.",
-        ),
-    ] = "",
-    extra: Annotated[
-        str,
-        typer.Option(
-            metavar="HEX", help="Result of tiercache.keys.sequence_extra for the prompt's adapter or images."
-        ),
-    ] = "",
+    tokens: TokensOption = "",
+    text: TextOption = None,
+    text_file: TextFileOption = "",
+    tokenizer: TokenizerOption = "",
+    extra: ExtraOption = "",
     verify: Annotated[
         bool, typer.Option("--verify", help="Read and check the page's objects; a daemon drops corrupt ones.")
     ] = False,
@@ -105,14 +98,10 @@ def inspect(
     (present: ranges of depths), restorable (pages, tokens), branches, orphans,
     page_keys. Depths count pages, from 1.
     """
-    prompts = [
-        option
-        for option, given in (("--tokens", tokens), ("--text", text is not None), ("--text-file", text_file))
-        if given
-    ]
+    prompts = prompts_given(tokens, text, text_file)
     _check_use(key, namespace, prompts, verify, extra, tokenizer)
     digits = check_hex(key, "KEY", 2 * _KEY_DIGITS) if key else ""
-    extra_bytes = _extra(extra)
+    extra_bytes = extra_of(extra)
     prompt = tokens_of(tokens, text, text_file, tokenizer) if prompts else None
     target = resolve_all(store, mac_key)
     with opened(target) as found:
@@ -133,8 +122,7 @@ def _check_use(
             "inspect needs a page KEY, a --namespace or a prompt (--tokens, --text or --text-file);"
             " `tiercache ls` shows keys"
         )
-    if len(prompts) > 1:
-        raise ConfigError(f"{' and '.join(prompts)} are {len(prompts)} prompts; give only one of them")
+    check_one_prompt(prompts)
     if key and (namespace or prompts):
         raise ConfigError("a KEY already names one page; omit --namespace and the prompt")
     if verify and not key:
@@ -143,15 +131,6 @@ def _check_use(
         raise ConfigError("--extra needs a prompt; give --tokens, --text or --text-file too")
     if tokenizer and not prompts:
         raise ConfigError("--tokenizer needs --text or --text-file; give one of them")
-
-
-def _extra(text: str) -> bytes:
-    try:
-        return bytes.fromhex(text)
-    except ValueError as error:
-        raise ConfigError(
-            f"--extra {clean(text)!r} is not hex; give sequence_extra(adapter, images).hex()"
-        ) from error
 
 
 def _page(

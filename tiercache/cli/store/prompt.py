@@ -9,14 +9,44 @@ from importlib import import_module
 from io import BytesIO
 from pathlib import Path
 from tokenize import TokenError as TokenizeError
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import numpy as np
+import typer
 from numpy.lib import format as npy
 
 from tiercache.cli.terminal import clean
 from tiercache.core import TokenArray, as_tokens
 from tiercache.errors import ConfigError, TokenError
+
+TokensOption = Annotated[
+    str,
+    typer.Option(
+        "--tokens", metavar="FILE", help="File with a prompt's token ids: JSON, text or .npy; - for stdin."
+    ),
+]
+TextOption = Annotated[
+    str | None, typer.Option("--text", help="Prompt, for --tokenizer.", show_default=False)
+]
+TextFileOption = Annotated[
+    str, typer.Option("--text-file", metavar="FILE", help="File with a prompt, for --tokenizer; - for stdin.")
+]
+TokenizerOption = Annotated[
+    str,
+    typer.Option(
+        "--tokenizer",
+        metavar="DIR",
+        help="Model's directory with tokenizer.json; adds its special tokens to the prompt.",
+    ),
+]
+ExtraOption = Annotated[
+    str,
+    typer.Option(
+        "--extra",
+        metavar="HEX",
+        help="Result of tiercache.keys.sequence_extra for the prompt's adapter or images.",
+    ),
+]
 
 _MAX_BYTES: Final = 256 << 20
 """Maximum bytes of a file with a prompt."""
@@ -24,6 +54,28 @@ _NPY: Final = b"\x93NUMPY"
 """The first bytes of a .npy file."""
 _HEADERS: Final = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 """Readers of the header of a .npy file, by its version."""
+
+
+def prompts_given(tokens: str, text: str | None, text_file: str) -> list[str]:
+    """Return the names of the options that give a prompt."""
+    options = (("--tokens", tokens), ("--text", text is not None), ("--text-file", text_file))
+    return [option for option, given in options if given]
+
+
+def check_one_prompt(prompts: list[str]) -> None:
+    """Raise ConfigError if several options give a prompt."""
+    if len(prompts) > 1:
+        raise ConfigError(f"{' and '.join(prompts)} are {len(prompts)} prompts; give only one of them")
+
+
+def extra_of(text: str) -> bytes:
+    """Return the bytes that page keys include for adapters and images; raises ConfigError."""
+    try:
+        return bytes.fromhex(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"--extra {clean(text)!r} is not hex; give sequence_extra(adapter, images).hex()"
+        ) from error
 
 
 def tokens_of(tokens: str, text: str | None, text_file: str, tokenizer: str) -> TokenArray:

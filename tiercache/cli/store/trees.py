@@ -13,8 +13,16 @@ from rich.tree import Tree
 from tiercache.cli.store.forest import Forest, Page
 from tiercache.cli.store.names import is_attached
 from tiercache.cli.terminal import SHORT, SHORTER, count_text, ranges, ranges_text, safe
-from tiercache.core import HitPolicy, PoolName, PoolPresence, TokenArray, restorable_prefixes, reusable_pages
-from tiercache.keys import page_keys
+from tiercache.core import (
+    HitPolicy,
+    ObjectKey,
+    PoolName,
+    PoolPresence,
+    TokenArray,
+    restorable_prefixes,
+    reusable_pages,
+)
+from tiercache.keys import object_key, page_keys
 from tiercache.text import readable_size
 
 
@@ -218,6 +226,10 @@ class Layout:
     """Whether the object of each page is stored: `present[0]` is that of the first page, at depth 1."""
     has_pages: bool
     """Whether the objects belong to pages: they are pages, or attached to pages as states are."""
+
+    def key_of(self, page: bytes) -> ObjectKey:
+        """Return the key of this layout's object on a page."""
+        return object_key(self.pool, self.layout, page)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ from tiercache.integrations.sglang.pools import HostPages, flat_bytes, is_traili
 from tiercache.integrations.sglang.server import Server
 from tiercache.integrations.sglang.traffic import Traffic
 from tiercache.keys import Shard, namespace_of
-from tiercache.storage.base import GetItem, NamespaceRecord, SetItem, StorageBackend
+from tiercache.storage.base import GetItem, SetItem, StorageBackend
 from tiercache.storage.hybrid import PoolQuery, answer, wanted_objects
 
 _log = logging.getLogger(__name__)
@@ -176,7 +176,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
                 f"tiercache cannot keep this model: its host pool {type(mem_pool_host).__name__} shows no"
                 f" pages ({error})"
             ) from error
-        self._record = NamespaceRecord(self._namespace, identity.public_record())
+        self._record = self._settings.record(identity)
         self._store.register_namespace(self._record)
         if self._event_settings is not None and self._events is None:
             self._events = PagePublisher(

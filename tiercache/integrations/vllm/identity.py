@@ -21,7 +21,6 @@ from tiercache.core import ObjectKey, ObjectMeta, PoolName
 from tiercache.errors import ConfigError
 from tiercache.integrations.settings import StoreSettings
 from tiercache.keys import Shard, layout_digest, namespace_of, object_key
-from tiercache.storage.base import NamespaceRecord
 
 _OF_MODELS: Final = frozenset({"bfloat16", "float16", "float32"})
 """KV dtypes that show the model's own dtype.
@@ -56,7 +55,7 @@ class Keys:
                 " set state_dtype, or 'none' for a model that has no states"
             )
         self.namespace: Final = namespace_of(self.identity)
-        self.record: Final = NamespaceRecord(self.namespace, self.identity.public_record(), states=windows)
+        self.record: Final = settings.record(self.identity, states=windows)
         self.row_bytes: Final = row_bytes
         # Tokens per chunk, by the index of the group among all groups of vLLM. Some groups may not be
         # offloaded.

@@ -23,6 +23,7 @@ from tiercache.storage.base import (
     Usage,
 )
 from tiercache.storage.gate import CallGate
+from tiercache.storage.history import History
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -106,6 +107,10 @@ class Wrapper(StorageBackend):
 
     def watch(self, note: ChangeNote | None) -> bool:
         return self.inner.watch(note)
+
+    def history(self, keys: Sequence[ObjectKey], pages: Sequence[bytes]) -> History:
+        with self._gate:
+            return self.inner.history(keys, pages)
 
     def attach(self, memory: SharedMemory) -> None:
         self.inner.attach(memory)

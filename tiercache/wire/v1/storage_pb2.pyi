@@ -17,6 +17,13 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_THROTTLED: _ClassVar[Outcome]
     OUTCOME_ERROR: _ClassVar[Outcome]
 
+class RemovalCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REMOVAL_CAUSE_UNSPECIFIED: _ClassVar[RemovalCause]
+    REMOVAL_CAUSE_EVICTED: _ClassVar[RemovalCause]
+    REMOVAL_CAUSE_DELETED: _ClassVar[RemovalCause]
+    REMOVAL_CAUSE_CORRUPT: _ClassVar[RemovalCause]
+
 class TierError(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     TIER_ERROR_NONE: _ClassVar[TierError]
@@ -30,6 +37,10 @@ OUTCOME_MISS: Outcome
 OUTCOME_CORRUPT: Outcome
 OUTCOME_THROTTLED: Outcome
 OUTCOME_ERROR: Outcome
+REMOVAL_CAUSE_UNSPECIFIED: RemovalCause
+REMOVAL_CAUSE_EVICTED: RemovalCause
+REMOVAL_CAUSE_DELETED: RemovalCause
+REMOVAL_CAUSE_CORRUPT: RemovalCause
 TIER_ERROR_NONE: TierError
 TIER_ERROR_CONFIG: TierError
 TIER_ERROR_REFUSED: TierError
@@ -350,6 +361,100 @@ class StatusReply(_message.Message):
     DOCUMENT_FIELD_NUMBER: _ClassVar[int]
     document: bytes
     def __init__(self, document: _Optional[bytes] = ...) -> None: ...
+
+class HistoryRequest(_message.Message):
+    __slots__ = ("keys", "pages")
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    keys: Keys
+    pages: bytes
+    def __init__(self, keys: _Optional[_Union[Keys, _Mapping]] = ..., pages: _Optional[bytes] = ...) -> None: ...
+
+class HistoryReply(_message.Message):
+    __slots__ = ("tiers", "layouts", "pages", "layout_of", "tier_of", "causes", "times", "forgotten")
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUTS_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_OF_FIELD_NUMBER: _ClassVar[int]
+    TIER_OF_FIELD_NUMBER: _ClassVar[int]
+    CAUSES_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
+    FORGOTTEN_FIELD_NUMBER: _ClassVar[int]
+    tiers: _containers.RepeatedCompositeFieldContainer[TierHistory]
+    layouts: _containers.RepeatedScalarFieldContainer[bytes]
+    pages: _containers.RepeatedScalarFieldContainer[int]
+    layout_of: _containers.RepeatedScalarFieldContainer[int]
+    tier_of: _containers.RepeatedScalarFieldContainer[int]
+    causes: _containers.RepeatedScalarFieldContainer[RemovalCause]
+    times: _containers.RepeatedScalarFieldContainer[float]
+    forgotten: float
+    def __init__(self, tiers: _Optional[_Iterable[_Union[TierHistory, _Mapping]]] = ..., layouts: _Optional[_Iterable[bytes]] = ..., pages: _Optional[_Iterable[int]] = ..., layout_of: _Optional[_Iterable[int]] = ..., tier_of: _Optional[_Iterable[int]] = ..., causes: _Optional[_Iterable[_Union[RemovalCause, str]]] = ..., times: _Optional[_Iterable[float]] = ..., forgotten: _Optional[float] = ...) -> None: ...
+
+class TierHistory(_message.Message):
+    __slots__ = ("name", "present", "since", "why")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PRESENT_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    present: bytes
+    since: float
+    why: str
+    def __init__(self, name: _Optional[str] = ..., present: _Optional[bytes] = ..., since: _Optional[float] = ..., why: _Optional[str] = ...) -> None: ...
+
+class ReportRequest(_message.Message):
+    __slots__ = ("since",)
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    since: float
+    def __init__(self, since: _Optional[float] = ...) -> None: ...
+
+class ReportReply(_message.Message):
+    __slots__ = ("rows", "stored", "begun")
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
+    rows: _containers.RepeatedCompositeFieldContainer[AccountRow]
+    stored: _containers.RepeatedCompositeFieldContainer[StoredBytes]
+    begun: float
+    def __init__(self, rows: _Optional[_Iterable[_Union[AccountRow, _Mapping]]] = ..., stored: _Optional[_Iterable[_Union[StoredBytes, _Mapping]]] = ..., begun: _Optional[float] = ...) -> None: ...
+
+class AccountRow(_message.Message):
+    __slots__ = ("hour", "tenant", "written_objects", "written_bytes", "read_objects", "read_bytes", "missed_objects", "found_objects", "absent_objects", "restored_tokens", "unpriced_tokens", "saved_flops")
+    HOUR_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    READ_OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MISSED_OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    FOUND_OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    ABSENT_OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    UNPRICED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_FLOPS_FIELD_NUMBER: _ClassVar[int]
+    hour: int
+    tenant: str
+    written_objects: int
+    written_bytes: int
+    read_objects: int
+    read_bytes: int
+    missed_objects: int
+    found_objects: int
+    absent_objects: int
+    restored_tokens: int
+    unpriced_tokens: int
+    saved_flops: float
+    def __init__(self, hour: _Optional[int] = ..., tenant: _Optional[str] = ..., written_objects: _Optional[int] = ..., written_bytes: _Optional[int] = ..., read_objects: _Optional[int] = ..., read_bytes: _Optional[int] = ..., missed_objects: _Optional[int] = ..., found_objects: _Optional[int] = ..., absent_objects: _Optional[int] = ..., restored_tokens: _Optional[int] = ..., unpriced_tokens: _Optional[int] = ..., saved_flops: _Optional[float] = ...) -> None: ...
+
+class StoredBytes(_message.Message):
+    __slots__ = ("tenant", "objects", "bytes")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    objects: int
+    bytes: int
+    def __init__(self, tenant: _Optional[str] = ..., objects: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class UsageRequest(_message.Message):
     __slots__ = ()

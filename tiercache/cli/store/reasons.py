@@ -1,0 +1,228 @@
+"""Reasons why a prompt cannot be restored deeper: which object is missing first at each depth, and why.
+
+The depths of a prompt are divided by what is missing first:
+
+    KV        1 2 3 4 5 6 7 . 9 10          page 8 is missing
+    states        ◆       ◆
+    depths        3       7                 restorable
+              1,2   4 5 6                   gaps: no state
+                            8 9 10          gap: page 8, although pages 9 and 10 are there
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from tiercache.cli.store.trees import Layout, PromptPath
+from tiercache.cli.terminal import clean, count_text, ranges_text
+from tiercache.core import HitPolicy, PoolName, reusable_pages
+from tiercache.storage.base import FLOPS_FIELD
+from tiercache.storage.history import Cause, History, Removal
+from tiercache.text import readable_age
+
+_SHOWN: Final = 4
+"""Number of removals that one line names."""
+_DAY_S: Final = 86_400
+_WORDS: Final = {
+    Cause.EVICTED: "evicted",
+    Cause.DELETED: "deleted",
+    Cause.CORRUPT: "found corrupt and dropped",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Consecutive depths, in pages, at which the same is missing first."""
+
+    first: int
+    last: int
+    pool: str
+    layout: bytes
+    """Layout digest of what is missing; empty if nothing of it is stored, so that it is not known."""
+    missing: int | None
+    """Depth of the missing page; None if a state at each of the depths is missing."""
+    behind: Sequence[int]
+    """Depths of stored pages that cannot be reached because of the missing page."""
+    removed: Sequence[Removal]
+    """Known removals of what is missing, by depth (`page`), the deepest first."""
+
+    @property
+    def reason(self) -> str:
+        """Cause of the latest removal; "not stored" if no removal is known."""
+        return str(max(self.removed, key=lambda one: one.at).cause) if self.removed else "not stored"
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields for JSON."""
+        return {
+            "first": self.first,
+            "last": self.last,
+            "pool": self.pool,
+            "layout": self.layout.hex() or None,
+            "missing": "state" if self.missing is None else "page",
+            "page": self.missing,
+            "reason": self.reason,
+            "removed": [
+                {"depth": one.page, "cause": str(one.cause), "at": one.at, "tier": one.tier or None}
+                for one in self.removed
+            ],
+            "stored_behind": list(self.behind),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Explanation of what can be restored of a prompt in one namespace."""
+
+    path: PromptPath
+    history: History
+    depths: Sequence[int]
+    """Restorable depths in pages, ascending."""
+    gaps: Sequence[Gap]
+
+    @property
+    def limit(self) -> int:
+        """Deepest depth that a restore may have, because one token must be left to compute."""
+        return reusable_pages(self.path.tokens, self.path.page_size)
+
+    @property
+    def deepest(self) -> int:
+        """Deepest restorable depth, in pages; 0 if there is none."""
+        return self.depths[-1] if self.depths else 0
+
+    @property
+    def known_since(self) -> float | None:
+        """Time from which on every removal is known; None if none are."""
+        times = [tier.since for tier in self.history.tiers if not tier.why]
+        if not times or None in times:
+            return None
+        return max(*(at for at in times if at is not None), self.history.forgotten or 0.0)
+
+
+def explain_path(path: PromptPath, history: History, *, states: bool) -> Explanation:
+    """Return the explanation of a prompt's stored part.
+
+    `states`: the namespace needs states besides pages. The pages of `history` are those of `path`.
+    """
+    # Several layouts of one pool are shards or geometries; the deepest combination is explained.
+    choices = path.restorable()
+    choice, depths = max(choices, key=lambda found: list(found[1])[-1:], default=((), ()))
+    kv = next((found for found in choice if found.presence.hit_policy is HitPolicy.ALL_PAGES), None)
+    attached = [found for found in choice if found.presence.hit_policy is not HitPolicy.ALL_PAGES]
+    if states and not attached:
+        depths = ()
+    limit = reusable_pages(path.tokens, path.page_size)
+    run = len(path.keys) if path.is_states_alone else 0 if kv is None else _run(kv)
+    by_page: dict[int, list[Removal]] = {}
+    for removal in history.removals:
+        by_page.setdefault(removal.page + 1, []).append(removal)
+    known = {found.layout for found in path.layouts}
+    gaps: list[Gap] = []
+    restorable = set(depths)
+    for depth in range(1, min(run, limit) + 1):
+        if depth not in restorable:
+            lacking = next((found for found in attached if not found.presence.present[depth - 1]), None)
+            layout = b"" if lacking is None else lacking.layout
+            lost = [
+                one._replace(page=depth)
+                for one in by_page.get(depth, ())
+                if (one.layout == layout if layout else one.layout not in known)
+            ]
+            pool = "states" if lacking is None else str(lacking.pool)
+            gaps.append(Gap(depth, depth, pool, layout, None, (), lost))
+    if run < limit:
+        layout = b"" if kv is None else kv.layout
+        lost = [
+            one._replace(page=run + 1)
+            for one in by_page.get(run + 1, ())
+            if not layout or one.layout == layout
+        ]
+        there = () if kv is None else np.flatnonzero(kv.presence.present[run:limit]) + run + 1
+        gaps.append(
+            Gap(run + 1, limit, str(PoolName.KV), layout, run + 1, [int(page) for page in there], lost)
+        )
+    return Explanation(path, history, depths, _joined(gaps))
+
+
+def _run(kv: Layout) -> int:
+    return int(np.logical_and.accumulate(kv.presence.present).sum())
+
+
+def _joined(gaps: Sequence[Gap]) -> list[Gap]:
+    """Join neighbours that lack states of the same layout."""
+    found: list[Gap] = []
+    for gap in gaps:
+        before = found[-1] if found else None
+        alike = before is not None and before.missing is None and gap.missing is None
+        if before is not None and alike and (before.last, before.layout) == (gap.first - 1, gap.layout):
+            found[-1] = Gap(
+                before.first, gap.last, gap.pool, gap.layout, None, (), [*gap.removed, *before.removed]
+            )
+        else:
+            found.append(gap)
+    return found
+
+
+def sentence(gap: Gap, found: Explanation, now: float) -> str:
+    """Return what is missing at the depths of a gap, and why, as one sentence."""
+    if gap.missing is not None:
+        why = f"was {_losses(gap.removed, now)}" if gap.removed else f"is {_unwritten(found, now)}"
+        behind = (
+            f"; {count_text(len(gap.behind), 'page')} behind it ({ranges_text(gap.behind)}) cannot be used"
+        )
+        return f"{gap.pool} of page {gap.missing} {why}{behind if gap.behind else ''}"
+    what = f"no state of {gap.pool}" if gap.layout else "no state, and none is stored anywhere"
+    by_depth: dict[int, list[Removal]] = {}
+    for removal in gap.removed:
+        by_depth.setdefault(removal.page, []).append(removal)
+    lost = [f"the one at {depth} was {_losses(some, now)}" for depth, some in by_depth.items()]
+    if len(lost) > _SHOWN:
+        lost[_SHOWN:] = [f"{len(lost) - _SHOWN:,} more were removed"]
+    if len(by_depth) < gap.last - gap.first + 1:
+        lost.append(("the others are " if lost else "") + _unwritten(found, now))
+    return f"{what}: {', '.join(lost)}"
+
+
+def _losses(removals: Sequence[Removal], now: float) -> str:
+    """Return when and why one object went; from several tiers, perhaps at several times."""
+    by_time: dict[tuple[Cause, str], list[str]] = {}
+    for one in removals:
+        by_time.setdefault((one.cause, moment(one.at, now)), []).append(clean(one.tier))
+    words = [
+        _WORDS[cause] + (f" from {' and '.join(tiers)}" if any(tiers) else "") + f" {at}"
+        for (cause, at), tiers in by_time.items()
+    ]
+    return " and ".join(words)
+
+
+def _unwritten(found: Explanation, now: float) -> str:
+    since = found.known_since
+    if since is None:
+        return "not there, and removals are not known"
+    return f"not written since {clock_text(since, now)}, before which nothing is known"
+
+
+def moment(at: float, now: float) -> str:
+    """Return a time with its age, such as "at 10:41:03 (2min ago)"."""
+    return f"at {clock_text(at, now)} ({readable_age(max(0.0, now - at))} ago)"
+
+
+def clock_text(at: float, now: float) -> str:
+    """Return a time of day, with the date if it is not within a day of `now`."""
+    form = "%H:%M:%S" if abs(now - at) < _DAY_S else "%Y-%m-%d %H:%M:%S"
+    try:
+        return time.strftime(form, time.localtime(at))
+    except (OverflowError, ValueError, OSError):
+        return "an unknown time"
+
+
+def differing(
+    one: Mapping[str, str | int], other: Mapping[str, str | int]
+) -> dict[str, tuple[str | int | None, str | int | None]]:
+    """Return the fields in which two identities differ, with the values of both."""
+    names = [name for name in dict.fromkeys([*one, *other]) if name != FLOPS_FIELD]
+    return {name: (one.get(name), other.get(name)) for name in names if one.get(name) != other.get(name)}

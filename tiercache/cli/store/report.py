@@ -1,0 +1,211 @@
+"""The verb `tiercache report`: what each tenant stored, read and saved, by day or hour."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Annotated, Any, Final
+
+import typer
+
+from tiercache.cli.store.options import StoreOption
+from tiercache.cli.store.target import opened, resolve
+from tiercache.cli.terminal import (
+    CannotTellError,
+    Output,
+    OutputOption,
+    clean,
+    console,
+    document,
+    line,
+    safe,
+    table,
+)
+from tiercache.config import parse_duration
+from tiercache.errors import ConfigError, RefusedError
+from tiercache.text import readable_size
+
+_COMMON: Final = "(no tenant)"
+"""Name in tables of the callers without a tenant."""
+_HOUR_S: Final = 3600
+_NOT_COUNTED: Final = {"hour", "tenant"}
+_UNITS: Final = ("", "k", "M", "G", "T", "P", "E", "Z")
+
+
+class By(enum.StrEnum):
+    """Length of the time that a row covers."""
+
+    DAY = "day"
+    HOUR = "hour"
+
+
+def report(
+    store: StoreOption = "",
+    since: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME", help="Begin: an age such as 24h or 7d, or a local date such as 2026-11-20."
+        ),
+    ] = "24h",
+    by: Annotated[By, typer.Option(help="Rows of a day or of an hour.")] = By.DAY,
+    tenant: Annotated[
+        str | None, typer.Option(help="Only this tenant; '' for the callers without one.", show_default=False)
+    ] = None,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Show what each tenant of a daemon stored, read and saved, by day or hour.
+
+    The daemon counts by hour, so the hour in which the time begins counts
+    as a whole. A principal of a tenant sees its own tenant; all tenants need
+    the verb observe or admin.
+
+        tiercache report --since 7d -s grpc://n7:7070
+
+        tiercache report --since 2026-11-20 --by hour --tenant red -o jsonl
+
+    JSON: since, account_begins, stored (tenant, objects, bytes: now; null if
+    they are not known) and rows (jsonl: one line each): begins (seconds since
+    1970), tenant ("" for none), written_objects, written_bytes, read_objects,
+    read_bytes, missed_objects (asked for by a read, and not there),
+    found_objects and absent_objects (of lookups), restored_tokens,
+    unpriced_tokens (restored, but the FLOPs are not known), saved_flops (of
+    the other tokens; null if all are unpriced).
+    """
+    begin = _begin(since, time.time())
+    target = resolve(store)
+    if not target.live:
+        raise ConfigError(f"{target.name} is a stopped store, which keeps no account; name a running daemon")
+    with opened(target) as found:
+        try:
+            answer = getattr(found, "report")(begin)  # noqa: B009  only a daemon's store has it
+        except RefusedError as error:
+            if "unimplemented" in str(error):
+                raise CannotTellError(
+                    f"{target.name} is a daemon of an older version, which keeps no account; upgrade it"
+                ) from error
+            raise
+    stored: Mapping[str, tuple[int, int]] = answer.stored
+    names = {*stored, *(row["tenant"] for row in answer.rows)}
+    if tenant is not None and tenant not in names:
+        known = ", ".join(sorted(clean(name) for name in names if name)) or "none"
+        raise ConfigError(
+            f"--tenant {clean(tenant)!r} has nothing in this account, as far as you may know it; there are:"
+            f" {known}"
+        )
+    rows = _summed([row for row in answer.rows if tenant in (None, row["tenant"])], by)
+    held = {name: what for name, what in stored.items() if tenant in (None, name)}
+    if output is Output.TABLE:
+        _print(rows, held, begin, answer.begun, by)
+    elif output is Output.JSONL:
+        for row in rows:
+            line(row)
+    else:
+        now = [{"tenant": name, "objects": n, "bytes": size} for name, (n, size) in sorted(held.items())]
+        document({
+            "since": begin, "account_begins": answer.begun or None, "stored": now or None, "rows": rows,
+        })  # fmt: skip
+
+
+def _begin(text: str, now: float) -> float:
+    """Return the begin that --since names, in seconds since 1970; raises ConfigError."""
+    try:
+        found = datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError, OSError):
+        try:
+            found = now - parse_duration(text)
+        except ConfigError as error:
+            raise ConfigError(
+                f"--since {clean(text)!r} is neither an age such as 24h or 7d nor a date such as 2026-11-20"
+            ) from error
+    if found > now:
+        raise ConfigError(f"--since {clean(text)} is in the future; give an age, or a date that has begun")
+    return max(0.0, found)
+
+
+def _summed(rows: Sequence[Mapping[str, Any]], by: By) -> list[dict[str, Any]]:
+    """Return one row for each tenant and day (or hour), in this order."""
+    found: dict[tuple[float, str], dict[str, Any]] = {}
+    for row in rows:
+        begins = float(row["hour"]) if by is By.HOUR else _day(row["hour"])
+        summed = found.setdefault((begins, row["tenant"]), {"begins": begins, "tenant": row["tenant"]})
+        for name, value in row.items():
+            if name not in _NOT_COUNTED:
+                summed[name] = summed.get(name, 0) + value
+    for summed in found.values():
+        tokens, unpriced = summed["restored_tokens"], summed["unpriced_tokens"]
+        if tokens and unpriced == tokens:
+            summed["saved_flops"] = None
+    return [found[key] for key in sorted(found)]
+
+
+def _day(hour: int) -> float:
+    """Return the local midnight before an hour; the hour itself if the calendar does not reach so far."""
+    try:
+        return datetime.fromtimestamp(hour).replace(hour=0, minute=0, second=0).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return float(hour)
+
+
+def _print(
+    rows: Sequence[Mapping[str, Any]],
+    stored: Mapping[str, tuple[int, int]],
+    begin: float,
+    begun: float,
+    by: By,
+) -> None:
+    to = console()
+    columns = ("begins", "tenant", "written", "read", "hits", "misses", "found", "absent", "tokens", "saved")
+    made = table(columns, left=("begins", "tenant"))
+    for row in rows:
+        made.add_row(
+            _when(row["begins"], by),
+            safe(row["tenant"] or _COMMON),
+            readable_size(row["written_bytes"]),
+            readable_size(row["read_bytes"]),
+            f"{row['read_objects']:,}",
+            f"{row['missed_objects']:,}",
+            f"{row['found_objects']:,}",
+            f"{row['absent_objects']:,}",
+            f"{row['restored_tokens']:,}",
+            _saved(row),
+        )
+    if rows:
+        to.print(made)
+    else:
+        to.print(f"nothing was stored or asked for since {_when(begin, By.HOUR)}")
+    if begun > begin + _HOUR_S:
+        to.print(f"[dim]the account begins at {_when(begun, By.HOUR)}[/]")
+    if stored:
+        shown = ", ".join(
+            f"{safe(name or _COMMON)} {readable_size(size)} in {count:,} objects"
+            for name, (count, size) in sorted(stored.items())
+        )
+        to.print(f"stored now: {shown}", soft_wrap=True)
+    else:
+        to.print("stored now: not known, because the objects could not be counted")
+
+
+def _saved(row: Mapping[str, Any]) -> str:
+    """Return saved FLOPs as text; tokens without a price are said aloud, and not guessed."""
+    if row["saved_flops"] is None:
+        return "unknown"
+    text = flops_text(row["saved_flops"])
+    return text + (f" + unknown ({row['unpriced_tokens']:,} tokens)" if row["unpriced_tokens"] else "")
+
+
+def flops_text(flops: float) -> str:
+    """Format a number of FLOPs, such as "3.2 PFLOP"."""
+    step = 0
+    while flops >= 1000 and step < len(_UNITS) - 1:
+        flops /= 1000
+        step += 1
+    return f"{flops:.3g} {_UNITS[step]}FLOP"
+
+
+def _when(at: float, by: By) -> str:
+    try:
+        return time.strftime("%Y-%m-%d" if by is By.DAY else "%Y-%m-%d %H:%M", time.localtime(at))
+    except (ValueError, OverflowError, OSError):
+        return "an unknown time"

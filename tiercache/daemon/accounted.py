@@ -1,0 +1,178 @@
+"""Store of one tenant whose calls are counted in the account, and how its namespaces are priced."""
+
+# ruff: noqa: D102 (the contract documents these methods)
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from threading import Lock
+from typing import Final, NamedTuple
+
+from tiercache.core import ObjectKey, Outcome, PoolName
+from tiercache.daemon.account import HOUR_S, Account, Counts
+from tiercache.errors import ClosedError, StorageError
+from tiercache.storage.base import FLOPS_FIELD, GetItem, ScanEntry, SetItem, StorageBackend
+from tiercache.storage.wrappers import Wrapper
+
+_REFRESH_S: Final = 60.0
+"""Seconds after which the records of namespaces are read again."""
+_AGAIN_S: Final = 1.0
+"""Minimum seconds between two readings because of a namespace that is not known."""
+_MAX_FLOPS: Final = 10**16
+"""FLOPs per token above which a record is not believed."""
+
+
+class _Price(NamedTuple):
+    """What one page of a namespace stands for."""
+
+    page_size: int
+    flops: int | None
+    """FLOPs of a prefill per token; None if they are not known."""
+
+
+class TenantAccount:
+    """Account of one tenant; all views of the tenant share it.
+
+    Thread safety: any thread.
+    """
+
+    def __init__(self, account: Account, tenant: str) -> None:
+        self._account: Final = account
+        self._tenant: Final = tenant
+        self._lock: Final = Lock()
+        self._prices: Mapping[bytes, _Price] = {}
+        self._read_at = float("-inf")
+        self._hour = 0
+        self._layouts: dict[bytes, bytes] = {}
+        """Layout whose pages stand for tokens in this hour, by namespace."""
+
+    def add(self, counts: Counts) -> None:
+        """Count something that happened just now."""
+        self._account.add(self._tenant, counts)
+
+    def price(self, store: StorageBackend, namespace: bytes) -> _Price | None:
+        """Return what a page of a namespace stands for; None if no record says so."""
+        now = time.monotonic()
+        age = now - self._read_at
+        if age > _REFRESH_S or (namespace not in self._prices and age > _AGAIN_S):
+            self._read_at = now
+            with suppress(StorageError, ClosedError):
+                self._prices = _prices(store)
+        return self._prices.get(namespace)
+
+    def stands_for_tokens(self, namespace: bytes, layout: bytes) -> bool:
+        """Return whether pages of this layout count as tokens.
+
+        Each rank reads its part of a page, and the page's tokens count once: by the layout that was read
+        first in this hour.
+        """
+        hour = int(self._account.clock()) // HOUR_S
+        with self._lock:
+            if hour != self._hour:
+                self._hour, self._layouts = hour, {}
+            return self._layouts.setdefault(namespace, layout) == layout
+
+
+class Accounted(Wrapper):
+    """Store whose calls count in the account of a tenant.
+
+    Thread safety: as `Wrapper`.
+    """
+
+    def __init__(self, inner: StorageBackend, account: TenantAccount) -> None:
+        super().__init__(inner)
+        self._account: Final = account
+
+    def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        answers = super().exists(keys)
+        found = sum(answers)
+        self._account.add(Counts(found_objects=found, absent_objects=len(answers) - found))
+        return answers
+
+    def get(self, items: Sequence[GetItem]) -> list[Outcome]:
+        outcomes = super().get(items)
+        hits = [item for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.HIT]
+        missed = outcomes.count(Outcome.MISS) + outcomes.count(Outcome.CORRUPT)
+        counts = Counts(
+            read_objects=len(hits), read_bytes=sum(item.length for item in hits), missed_objects=missed
+        )
+        self._count_tokens(hits, counts)
+        self._account.add(counts)
+        return outcomes
+
+    def set(self, items: Sequence[SetItem]) -> list[Outcome]:
+        outcomes = super().set(items)
+        written = [
+            item.meta.length
+            for item, outcome in zip(items, outcomes, strict=True)
+            if outcome is Outcome.STORED
+        ]
+        self._account.add(Counts(written_objects=len(written), written_bytes=sum(written)))
+        return outcomes
+
+    def _count_tokens(self, hits: Sequence[GetItem], counts: Counts) -> None:
+        """Add the tokens for which the objects that were read stand, and their FLOPs."""
+        by_layout: dict[bytes, list[ObjectKey]] = {}
+        for item in hits:
+            by_layout.setdefault(item.key.layout, []).append(item.key)
+        for layout, keys in by_layout.items():
+            for entry, pages in self._described(keys):
+                price = self._account.price(self.inner, entry.meta.namespace) if pages else None
+                if price is None or not self._account.stands_for_tokens(entry.meta.namespace, layout):
+                    continue
+                tokens = pages * price.page_size
+                counts.restored_tokens += tokens
+                if price.flops is None:
+                    counts.unpriced_tokens += tokens
+                else:
+                    counts.saved_flops += float(tokens) * price.flops
+
+    def _described(self, keys: Sequence[ObjectKey]) -> Iterable[tuple[ScanEntry, int]]:
+        """Return objects of one layout, each with the number of pages for which it stands.
+
+        The first and the last object are looked at. If both are of one namespace, and in a row as deep as
+        there are objects, they are the ends of a run, and those between them are of the same kind.
+        """
+        ends = self._entries([keys[0], keys[-1]])
+        if len(ends) == 2 and _is_run(ends[0], ends[1], len(keys)):
+            return [(ends[0], len(keys))]
+        return [(entry, _pages_of(entry)) for entry in self._entries(keys)]
+
+    def _entries(self, keys: Sequence[ObjectKey]) -> list[ScanEntry]:
+        with suppress(StorageError, ClosedError):
+            return [entry for entry in self.inner.describe(keys) if entry is not None]
+        return []
+
+
+def _is_run(first: ScanEntry, last: ScanEntry, count: int) -> bool:
+    same = first.meta.namespace == last.meta.namespace and first.key.pool is last.key.pool is PoolName.KV
+    if not same or first.meta.depth is None or last.meta.depth is None:
+        return False
+    return abs(last.meta.depth - first.meta.depth) == count - 1
+
+
+def _pages_of(entry: ScanEntry) -> int:
+    """Return for how many pages an object stands: KV for one, a state of a model without KV for its depth."""
+    if entry.key.pool is PoolName.KV:
+        return 1
+    is_alone = entry.key.pool is PoolName.MAMBA and entry.meta.parent is None
+    return (entry.meta.depth or 0) if is_alone else 0
+
+
+def _prices(store: StorageBackend) -> dict[bytes, _Price]:
+    found = {}
+    for record in store.namespaces():
+        page_size = _number(record.identity.get("page_size"), 2**32)
+        if page_size is not None:
+            flops = _number(record.identity.get(FLOPS_FIELD), _MAX_FLOPS)
+            found[record.namespace] = _Price(page_size, flops)
+    return found
+
+
+def _number(value: str | int | None, maximum: int) -> int | None:
+    """Return a number from 1 to `maximum`; None for anything else."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return None
+    return value if 0 < value <= maximum else None

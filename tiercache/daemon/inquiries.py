@@ -1,0 +1,205 @@
+"""The calls History and Report: what became of objects, and what the account of the daemon says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from threading import Lock
+from typing import Final
+
+from grpc import StatusCode
+
+from tiercache.core import ObjectKey, PoolName
+from tiercache.daemon.access import Access, LimitError, Permissions, Refusal
+from tiercache.daemon.account import HOUR_S, Account, Rows
+from tiercache.daemon.call import Call, read_keys
+from tiercache.daemon.store_threads import Threads
+from tiercache.daemon.views import NamespaceView
+from tiercache.errors import StorageError, WireError
+from tiercache.storage.base import StorageBackend
+from tiercache.storage.history import Cause, History
+from tiercache.wire import messages
+from tiercache.wire.v1 import storage_pb2 as pb
+
+_PAGE_BYTES: Final = 32
+_MAX_REMOVALS: Final = 16_384
+"""Maximum number of removals of one reply, the newest ones."""
+_MAX_ROWS: Final = 20_000
+"""Maximum number of rows of one reply."""
+_SCAN_S: Final = 5.0
+"""Seconds that counting all stored bytes may take; after that they are not known."""
+_FRESH_S: Final = 60.0
+"""Seconds for which the stored bytes are not counted again."""
+_CAUSES: Final = {
+    Cause.EVICTED: pb.REMOVAL_CAUSE_EVICTED,
+    Cause.DELETED: pb.REMOVAL_CAUSE_DELETED,
+    Cause.CORRUPT: pb.REMOVAL_CAUSE_CORRUPT,
+}
+
+
+class Inquiries:
+    """Handlers of History and Report.
+
+    Thread safety: the event loop's thread; what they read is read in store threads.
+    """
+
+    def __init__(
+        self, threads: Threads, access: Access, store: StorageBackend, account: Account, max_keys: int
+    ) -> None:
+        """Ask the store and the account; a call may have `max_keys` keys and as many pages."""
+        self._threads: Final = threads
+        self._account: Final = account
+        self._max_keys: Final = max_keys
+        self._stored: Final = StoredByTenant(store, access)
+
+    async def history(self, call: Call) -> None:
+        """Serve History."""
+        request = await call.request(pb.HistoryRequest, lambda asked: len(asked.pages))
+        keys = read_keys(request.keys, self._max_keys)
+        if len(request.pages) % _PAGE_BYTES:
+            raise WireError(f"{len(request.pages)} bytes are no page keys of {_PAGE_BYTES} bytes each")
+        if len(request.pages) > self._max_keys * _PAGE_BYTES:
+            raise LimitError(f"more than {self._max_keys} pages are beyond the limit; send them in parts")
+        pages = [request.pages[at : at + _PAGE_BYTES] for at in range(0, len(request.pages), _PAGE_BYTES)]
+        permissions = call.caller.permissions
+        found = await self._threads.start(call.caller.budgets.workers, _history_for, permissions, keys, pages)
+        await call.send(_encoded(found).SerializeToString())
+
+    async def report(self, call: Call) -> None:
+        """Serve Report."""
+        request = await call.request(pb.ReportRequest)
+        permissions = call.caller.permissions
+        if isinstance(permissions.store, NamespaceView):
+            raise Refusal(
+                StatusCode.PERMISSION_DENIED,
+                f"the account counts by tenant, and {permissions.name} is limited to namespaces; ask with"
+                " another principal",
+            )
+        if not 0 <= request.since < 2**40:  # also false for NaN
+            raise WireError("since is no time in seconds since 1970")
+        tenant = None if permissions.observes else permissions.tenant
+        reply = await self._threads.start(call.caller.budgets.workers, self._report, request.since, tenant)
+        await call.send(reply.SerializeToString())
+
+    def _report(self, since: float, tenant: str | None) -> pb.ReportReply:
+        try:
+            rows = self._account.rows(tenant)
+        except OSError as error:
+            raise StorageError(f"the account cannot be read: {error.strerror or error}") from error
+        begun = min((hour for hour, _ in rows), default=0)
+        rows = {key: counts for key, counts in rows.items() if key[0] + HOUR_S > since}
+        if len(rows) > _MAX_ROWS:
+            raise LimitError(
+                f"{len(rows)} rows of hours and tenants are beyond the limit of {_MAX_ROWS}; ask for a"
+                " shorter time"
+            )
+        stored = self._stored.latest()
+        return pb.ReportReply(
+            rows=_rows(rows),
+            begun=begun,
+            stored=[
+                pb.StoredBytes(tenant=name, objects=held.objects, bytes=held.nbytes)
+                for name, held in sorted((stored or {}).items())
+                if tenant in (None, name)
+            ],
+        )
+
+
+@dataclass(slots=True)
+class Holding:
+    """What one tenant has in the store.
+
+    Thread safety: that of the owner.
+    """
+
+    objects: int = 0
+    nbytes: int = 0
+
+
+class StoredByTenant:
+    """Stored objects and payload bytes by tenant, counted by a scan that is not repeated at once.
+
+    Thread safety: any thread; one scans at a time, and the others wait for it.
+    """
+
+    def __init__(self, store: StorageBackend, access: Access) -> None:
+        self._store: Final = store
+        self._access: Final = access
+        self._lock: Final = Lock()
+        self._counted_at = float("-inf")
+        self._latest: Mapping[str, Holding] | None = None
+
+    def latest(self) -> Mapping[str, Holding] | None:
+        """Return what each tenant has; None if the store cannot be counted, or not in a short time."""
+        with self._lock:
+            if time.monotonic() - self._counted_at > _FRESH_S:
+                self._latest = self._count()
+                self._counted_at = time.monotonic()
+            return self._latest
+
+    def _count(self) -> Mapping[str, Holding] | None:
+        tenants: dict[bytes, str] = {}
+        found = {tenant: Holding() for tenant in self._access.tenants.values()}
+        cursor, until = b"", time.monotonic() + _SCAN_S
+        try:
+            while True:
+                page = self._store.scan(None, cursor)
+                for _, meta, *_ in page.entries:
+                    tenant = tenants.get(meta.namespace)
+                    if tenant is None:
+                        tenant = tenants[meta.namespace] = self._access.tenant_of(meta.namespace)
+                    held = found.setdefault(tenant, Holding())
+                    held.objects += 1
+                    held.nbytes += meta.length
+                cursor = page.cursor
+                if not cursor:
+                    return found
+                if time.monotonic() > until:
+                    return None
+        except StorageError:
+            return None
+
+
+def _history_for(permissions: Permissions, keys: Sequence[ObjectKey], pages: Sequence[bytes]) -> History:
+    """Return a history as a principal may know it; runs in a store thread."""
+    found = permissions.store.history(keys, pages)
+    if permissions.sees_all:
+        return found
+    # In which tier an object is depends on what other callers store and read. So tiers are not told, nor is
+    # the removal from one tier of an object that another one still has.
+    whole = found.without_tiers()
+    known = [removal for removal in whole.removals if removal.layout]
+    asked = [ObjectKey(PoolName.KV, removal.layout + pages[removal.page]) for removal in known]
+    there = permissions.store.history(asked, ()).without_tiers().tiers[0].present
+    gone = [removal for removal, is_there in zip(known, there, strict=True) if not is_there]
+    return History(whole.tiers, gone)
+
+
+def _encoded(found: History) -> pb.HistoryReply:
+    removals = found.removals[:_MAX_REMOVALS]
+    layouts = list(dict.fromkeys(removal.layout for removal in removals))
+    numbers = {layout: number for number, layout in enumerate(layouts)}
+    tiers = {tier.name: number for number, tier in enumerate(found.tiers, 1)}
+    removals = [removal for removal in removals if not removal.tier or removal.tier in tiers]
+    return pb.HistoryReply(
+        tiers=[
+            pb.TierHistory(
+                name=tier.name, present=messages.bits(tier.present), since=tier.since or 0.0, why=tier.why
+            )
+            for tier in found.tiers
+        ],
+        layouts=layouts,
+        pages=[removal.page for removal in removals],
+        layout_of=[numbers[removal.layout] for removal in removals],
+        tier_of=[tiers[removal.tier] if removal.tier else 0 for removal in removals],
+        causes=[_CAUSES[removal.cause] for removal in removals],
+        times=[removal.at for removal in removals],
+        forgotten=found.forgotten or 0.0,
+    )
+
+
+def _rows(rows: Rows) -> list[pb.AccountRow]:
+    return [
+        pb.AccountRow(hour=hour, tenant=tenant, **asdict(counts)) for (hour, tenant), counts in rows.items()
+    ]

@@ -1,0 +1,262 @@
+"""Memory of removed objects, with which `tiercache explain` says when and why an object went.
+
+It is bounded, and begins when the daemon starts. The latest removals are kept in columns of 28 bytes each,
+under the first half of the page key; older ones are overwritten:
+
+    ring   | removal n-k | ... | removal n | oldest ... |      `forgotten`: time of the last one overwritten
+"""
+
+# ruff: noqa: D102 (the contract documents these methods)
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from threading import Lock
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tiercache.core import DIGEST_BYTES, ObjectKey, Outcome
+from tiercache.errors import ClosedError, StorageError
+from tiercache.events.source import ChangeNote
+from tiercache.storage.base import GetItem, StorageBackend
+from tiercache.storage.history import Cause, History, Removal
+from tiercache.storage.layouts import LAYOUT_BYTES
+from tiercache.storage.store_events import observed_tiers
+from tiercache.storage.tiers import ObservedTier
+from tiercache.storage.watching import begin_watch, end_watch
+from tiercache.storage.wrappers import Wrapper, unwrap
+
+_log = logging.getLogger(__name__)
+
+MAX_REMOVALS: Final = 1 << 18
+"""Number of removals that are remembered."""
+_MAX_LAYOUTS: Final = 4096
+"""Number of layouts that are told apart."""
+_MAX_TIERS: Final = 255
+_FOLD: Final = 1024
+"""Number of removals that wait as digests before they are put into the columns."""
+_LATE_S: Final = 5.0
+"""Seconds within which a store tells of an object that a call has removed."""
+_PAGE_WORDS: Final = 4
+"""Words of 8 bytes of a page key, and of a layout digest."""
+
+_CAUSES: Final = tuple(Cause)
+_COLUMNS: Final[dict[str, npt.DTypeLike]] = {
+    "page": np.uint64, "rest": np.uint64, "at": np.float64, "layout": np.uint16, "tier": np.uint8,
+    "cause": np.uint8,
+}  # fmt: skip
+
+
+class RemovalMemory:
+    """Bounded memory of removals.
+
+    How long `find` takes depends on how much is remembered, and not on whether a page is among it.
+
+    Thread safety: any thread. `note` may be called while a lock of a store is held.
+    """
+
+    def __init__(self, capacity: int = MAX_REMOVALS, clock: Callable[[], float] = time.time) -> None:
+        self._clock: Final = clock
+        self._lock: Final = Lock()
+        # Memory of a page of these arrays is first taken when it is written to.
+        self._columns: Final = {name: np.zeros(capacity, kind) for name, kind in _COLUMNS.items()}
+        self._capacity: Final = capacity
+        self._count = 0
+        """Number of removals so far; removal n is in row n % capacity."""
+        self._layouts: dict[bytes, int] = {b"": 0}
+        self._tiers: dict[str, int] = {"": 0}
+        self._waiting: list[tuple[Sequence[bytes], str, Cause, float]] = []
+        self._waiting_count = 0
+        self._forgotten = 0.0
+
+    def note(self, tier: str, digests: Sequence[bytes], cause: Cause = Cause.EVICTED) -> None:
+        """Remember that objects went from a tier; an empty `tier` stands for all tiers."""
+        if not digests:
+            return
+        with self._lock:
+            self._waiting.append((digests, tier, cause, self._clock()))
+            self._waiting_count += len(digests)
+            if self._waiting_count >= _FOLD:
+                self._fold()
+
+    @property
+    def forgotten(self) -> float | None:
+        """Time of the newest removal that is not remembered any more; None if none was forgotten."""
+        with self._lock:
+            self._fold()
+            return self._forgotten or None
+
+    def find(self, pages: Sequence[bytes]) -> list[Removal]:
+        """Return the latest removal of each object of these pages from each tier, the newest first."""
+        keys = b"".join(page if len(page) == LAYOUT_BYTES else bytes(LAYOUT_BYTES) for page in pages)
+        words = np.frombuffer(keys, np.uint64).reshape(-1, _PAGE_WORDS)
+        order = np.argsort(words[:, 0], kind="stable")
+        with self._lock:
+            self._fold()
+            used = min(self._count, self._capacity)
+            columns = {name: column[:used] for name, column in self._columns.items()}
+            if not used or not len(order):
+                return []
+            at = np.searchsorted(words[order, 0], columns["page"]).clip(max=len(order) - 1)
+            which = order[at]
+            same = (words[which, 0] == columns["page"]) & (words[which, 1] == columns["rest"])
+            rows = np.flatnonzero(same)
+            rows = rows[np.argsort((rows - self._count) % self._capacity)[::-1]]  # the newest first
+            layouts, tiers = list(self._layouts), list(self._tiers)
+            found = [
+                Removal(page, layouts[layout], tiers[tier], _CAUSES[cause], when)
+                for page, layout, tier, cause, when in zip(
+                    which[rows].tolist(),
+                    *(columns[name][rows].tolist() for name in ("layout", "tier", "cause", "at")),
+                    strict=True,
+                )
+            ]
+        return _latest(found)
+
+    def _fold(self) -> None:
+        """Put what waits into the columns; the lock is held."""
+        waiting, self._waiting, self._waiting_count = self._waiting, [], 0
+        for digests, tier, cause, at in waiting:
+            sound = [digest for digest in digests if len(digest) == DIGEST_BYTES][-self._capacity :]
+            if not sound:
+                continue
+            n, columns = len(sound), self._columns
+            words = np.frombuffer(b"".join(sound), np.uint64).reshape(-1, 2 * _PAGE_WORDS)
+            rows = np.arange(self._count, self._count + n) % self._capacity
+            if self._count + n > self._capacity:
+                lost = rows[max(0, self._capacity - self._count) :]
+                self._forgotten = max(self._forgotten, float(columns["at"][lost].max()))
+            columns["page"][rows], columns["rest"][rows] = words[:, _PAGE_WORDS], words[:, _PAGE_WORDS + 1]
+            columns["layout"][rows] = [
+                _number(self._layouts, digest[:LAYOUT_BYTES], _MAX_LAYOUTS) for digest in sound
+            ]
+            columns["tier"][rows] = _number(self._tiers, tier, _MAX_TIERS)
+            columns["cause"][rows], columns["at"][rows] = _CAUSES.index(cause), at
+            self._count += n
+
+
+def _number(numbers: dict[Any, int], name: bytes | str, maximum: int) -> int:
+    """Return the number of a name, a new one if there is room; otherwise 0, that of the empty name."""
+    if name not in numbers and len(numbers) < maximum:
+        numbers[name] = len(numbers)
+    return numbers.get(name, 0)
+
+
+def _latest(found: Sequence[Removal]) -> list[Removal]:
+    """Return the latest removal of each object from each tier.
+
+    A store tells that an object went, and the call that removed it says why, a moment sooner or later:
+
+        store   evicted from ram, evicted from ssd                      result   deleted from ram
+        call                                         deleted                     deleted from ssd
+    """
+    calls: dict[tuple[int, bytes], list[Removal]] = {}
+    for removal in found:
+        if removal.cause is not Cause.EVICTED:
+            calls.setdefault((removal.page, removal.layout), []).append(removal)
+    explained: set[Removal] = set()
+    told: list[Removal] = []
+    for removal in found:
+        for call in calls.get((removal.page, removal.layout), ()):
+            if removal.cause is Cause.EVICTED and abs(call.at - removal.at) <= _LATE_S:
+                removal = removal._replace(cause=call.cause)
+                explained.add(call)
+                break
+        told.append(removal)
+    latest: dict[tuple[int, bytes, str], Removal] = {}
+    for removal in told:
+        if removal not in explained:
+            latest.setdefault((removal.page, removal.layout, removal.tier), removal)
+    return list(latest.values())
+
+
+class Remembering(Wrapper):
+    """Store whose removals are remembered.
+
+    What a store tells of by `watch` counts as evicted, unless a call has deleted it, or has found it corrupt.
+
+    Thread safety: as `Wrapper`.
+    """
+
+    def __init__(self, inner: StorageBackend, memory: RemovalMemory | None = None) -> None:
+        super().__init__(inner)
+        self.memory: Final = memory or RemovalMemory()
+        self._look_lock: Final = Lock()
+        self._followed: dict[str, tuple[ObservedTier, ChangeNote, float]] = {}
+        """Tiers that tell of changes, with the function that they tell, and since when."""
+
+    def look(self) -> None:
+        """Follow the tiers that there are now; call this from time to time."""
+        with self._look_lock:
+            present = {tier.name: tier for tier in observed_tiers(unwrap(self.inner, whole=True), "")}
+            for name, (gone, told, _) in list(self._followed.items()):
+                if name not in present or present[name].store is not gone.store:
+                    with suppress(StorageError, ClosedError):
+                        end_watch(gone.store, told)
+                    del self._followed[name]
+            for name, tier in present.items():
+                # Objects of a shared store that does not evict go by calls only; `watch` may cost requests.
+                able = tier.store.capabilities
+                if name not in self._followed and (able.bounded or not able.shared):
+                    note: ChangeNote = partial(self._note, name)
+                    try:
+                        if begin_watch(tier.store, note):
+                            self._followed[name] = tier, note, time.time()
+                    except (StorageError, ClosedError) as error:
+                        _log.debug("removals from the store %r are not known: %s", name, error)
+
+    def stop(self) -> None:
+        """Follow the tiers no more."""
+        with self._look_lock:
+            for tier, note, _ in self._followed.values():
+                with suppress(StorageError, ClosedError):
+                    end_watch(tier.store, note)
+            self._followed = {}
+
+    def get(self, items: Sequence[GetItem]) -> list[Outcome]:
+        return self._checked(items, super().get(items))
+
+    def peek(self, items: Sequence[GetItem]) -> list[Outcome]:
+        return self._checked(items, super().peek(items))
+
+    def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        deleted = super().delete(keys)
+        gone = [key.digest for key, is_gone in zip(keys, deleted, strict=True) if is_gone]
+        self.memory.note("", gone, Cause.DELETED)
+        return deleted
+
+    def history(self, keys: Sequence[ObjectKey], pages: Sequence[bytes]) -> History:
+        self.look()
+        found = super().history(keys, pages)
+        since = {name: at for name, (_, _, at) in self._followed.items()}
+        return History(
+            [replace(tier, since=since.get(tier.name, tier.since)) for tier in found.tiers],
+            [*self.memory.find(pages), *found.removals],
+            max(filter(None, (self.memory.forgotten, found.forgotten)), default=None),
+        )
+
+    def close(self) -> None:
+        self.stop()
+        super().close()
+
+    def _note(self, tier: str, digests: Sequence[bytes], stored: bool) -> None:
+        if not stored:
+            self.memory.note(tier, digests)
+
+    def _checked(self, items: Sequence[GetItem], outcomes: list[Outcome]) -> list[Outcome]:
+        if Outcome.CORRUPT in outcomes:
+            self.memory.note("", _corrupt(items, outcomes), Cause.CORRUPT)
+        return outcomes
+
+
+def _corrupt(items: Iterable[GetItem], outcomes: Iterable[Outcome]) -> list[bytes]:
+    return [
+        item.key.digest for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.CORRUPT
+    ]
