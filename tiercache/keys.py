@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from functools import partial
+from hashlib import sha256
 from itertools import repeat
 from typing import Final
 
@@ -118,6 +119,27 @@ def page_keys(
             hasher.update(tail)
         digest = hasher.digest()
         keys.append(digest)
+    return keys
+
+
+def sglang_mask(namespace: bytes) -> bytes:
+    """Return the 32 bytes that turn SGLang's hash of a prefix into a page key of the namespace, by XOR."""
+    return blake3(b"tiercache.sglang.mask" + namespace).digest()
+
+
+def sglang_page_keys(namespace: bytes, tokens: TokenArray, page_size: int) -> list[bytes]:
+    """Return the keys of all whole pages of `tokens` as the plug-in for SGLang makes them.
+
+    SGLang's hash of a page is the SHA-256 of the hash before it and of the tokens as little-endian u32.
+    Tokens that are longer have no such keys.
+    """
+    if len(tokens) and int(tokens.max()) >= 2**32:
+        return []
+    data, step = tokens.astype("<u4").tobytes(), 4 * page_size
+    mask, digest, keys = int.from_bytes(sglang_mask(namespace)), b"", []
+    for start in range(0, len(tokens) // page_size * step, step):
+        digest = sha256(digest + data[start : start + step]).digest()
+        keys.append((int.from_bytes(digest) ^ mask).to_bytes(KEY_BYTES))
     return keys
 
 

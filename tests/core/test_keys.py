@@ -8,7 +8,16 @@ import pytest
 from tiercache.core import PoolName, as_tokens
 from tiercache.errors import InputError
 from tiercache.geometry import Geometry, kv_geometry, mla_geometry, state_geometry
-from tiercache.keys import Identity, Shard, layout_digest, namespace_of, object_key, page_keys, sequence_extra
+from tiercache.keys import (
+    Identity,
+    Shard,
+    layout_digest,
+    namespace_of,
+    object_key,
+    page_keys,
+    sequence_extra,
+    sglang_page_keys,
+)
 
 IDENTITY = Identity("org/model", "abc123", "bfloat16", "bfloat16", "float32", 64)
 KV = kv_geometry([3, 7], kv_heads=2, head_dim=256, dtype="bfloat16", page_size=64)
@@ -178,3 +187,25 @@ GOLDEN = {
     "kv": "a87281adb726b614a7c66c85ec529ac4998a200ab22ddb0211744de93efd1bb5",
     "state": "ea6ae5780d791fc8e1a931da8530ee22ebf8dc05b3d71e0109aa6ad6e8866f3f",
 }
+
+
+def test_page_keys_of_sglang_are_those_of_the_plug_in():
+    """Its module is loaded by its path, because the package around it imports SGLang."""
+    import hashlib
+    import importlib.util
+    from pathlib import Path
+
+    import tiercache
+
+    place = Path(tiercache.__file__).parent / "integrations" / "sglang" / "keys.py"
+    spec = importlib.util.spec_from_file_location("sglang_keys", place)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    tokens, hashes, before = as_tokens([7, 2**32 - 1, 0, 300, 5, 6, 7, 8, 9]), [], b""
+    for at in (0, 4):
+        page = b"".join(int(token).to_bytes(4, "little") for token in tokens[at : at + 4])
+        before = hashlib.sha256(before + page).digest()
+        hashes.append(before.hex())
+    namespace = namespace_of(IDENTITY)
+    assert sglang_page_keys(namespace, tokens, 4) == module.PageKeys(namespace).of(hashes)
+    assert sglang_page_keys(namespace, as_tokens([2**32] * 8), 4) == []

@@ -30,8 +30,9 @@ from tests.daemon.hosts import until
 from tests.daemon.test_removals import client, server, worker
 from tests.storage_backends.grpc.nodes import daemon_settings
 from tiercache.cli.terminal import Exit
+from tiercache.core import PoolName, as_tokens
 from tiercache.daemon import StorageServer
-from tiercache.keys import namespace_of
+from tiercache.keys import namespace_of, object_key, sglang_page_keys
 from tiercache.storage.base import NamespaceRecord
 from tiercache.storage.registry import open_backend
 from tiercache.testing.objects import payload, to_set
@@ -189,9 +190,6 @@ def test_shards_and_geometries_of_one_namespace_are_shown_apart(node: StorageSer
 
 
 def to_key(layout: bytes, page: bytes) -> Any:
-    from tiercache.core import PoolName
-    from tiercache.keys import object_key
-
     return object_key(PoolName.KV, layout, page)
 
 
@@ -318,3 +316,23 @@ def test_escapes_and_nonsense_of_others_do_no_harm(node: StorageServer, prompt: 
     done = call("explain", "--tokens", prompt, "-s", url(node), ok=None)
     assert "\x1b[31m" not in done.out
     assert done.code in (Exit.DONE, Exit.NO)
+
+
+def test_pages_of_sglang_are_found_by_the_tokens_too(node: StorageServer, prompt: str) -> None:
+    engine = identity(model="of-sglang")
+    pages = sglang_page_keys(namespace_of(engine), as_tokens(PROMPT), 4)
+    with worker(node) as store:
+        register(store, engine)
+        for n, page in enumerate(pages[:6]):
+            meta = {"namespace": namespace_of(engine), "parent": pages[n - 1] if n else None, "depth": n + 1}
+            store.set([to_set(kv(page), payload(page, 50), **meta)])
+        store.delete([kv(pages[5])])
+        found = explained(prompt, "-s", url(node))
+        assert (found["label"], found["restorable"]["pages"]) == ("of-sglang@r1, acme", 5)
+        assert gap_at(found, 6)["reason"] == "deleted"
+        assert (
+            call("inspect", "--tokens", prompt, "-s", url(node), "-o", "json").document[0]["matched_pages"]
+            == 5
+        )
+        store.delete([kv(page) for page in pages[:5]])
+    assert gap_at(explained(prompt, "-s", url(node), ok=Exit.NO), 1)["reason"] == "deleted"

@@ -24,7 +24,7 @@ from tiercache.cli.store.prompt import (
 )
 from tiercache.cli.store.reasons import Explanation, differing, explain_path, moment, sentence
 from tiercache.cli.store.target import opened, resolve_all
-from tiercache.cli.store.trees import Layout, follow
+from tiercache.cli.store.trees import Layout, follow_keys, keys_of_prompt
 from tiercache.cli.terminal import (
     SHORTER,
     Exit,
@@ -41,7 +41,7 @@ from tiercache.cli.terminal import (
 )
 from tiercache.core import HitPolicy, TokenArray
 from tiercache.errors import ConfigError, InputError, RefusedError
-from tiercache.keys import KEY_BYTES, page_keys
+from tiercache.keys import KEY_BYTES, page_keys, sglang_page_keys
 from tiercache.storage.base import NamespaceRecord, StorageBackend
 from tiercache.storage.history import History
 
@@ -127,15 +127,25 @@ def _explanations(
             " cannot be cut into its pages"
         )
     # A namespace of which nothing is left is found by the removal of its first page.
-    first = {name: page_keys(name, prompt[:size], size, extra=extra)[:1] for name, size in sizes.items()}
-    firsts = [name for name, keys in first.items() if keys]
-    removed = _history(store, [], [first[name][0] for name in firsts]).removals
-    had = {firsts[removal.page] for removal in removed}
+    firsts = [
+        key
+        for name, size in sizes.items()
+        for key in (
+            *page_keys(name, prompt[:size], size, extra=extra),
+            *(() if extra else sglang_page_keys(name, prompt[:size], size)),
+        )
+    ]
+    removed = {firsts[removal.page] for removal in _history(store, [], firsts).removals}
     forest = Forest(store.scan_all())
+
+    def is_known(page: bytes) -> bool:
+        return page in forest.pages or page in removed
+
     found = []
     for name, size in sizes.items():
-        path = follow(forest, name, prompt, size, extra)
-        if name == asked or name in had or path.matched:
+        pages = keys_of_prompt(name, prompt, size, extra, is_known)
+        path = follow_keys(forest, name, prompt, size, pages)
+        if name == asked or path.matched or any(page in removed for page in pages[:1]):
             keys = [layout.key_of(page) for layout in path.layouts for page in path.keys]
             history = _history(store, keys, path.keys)
             found.append(explain_path(path, history, states=known[name].states))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, Final
@@ -22,7 +22,7 @@ from tiercache.core import (
     restorable_prefixes,
     reusable_pages,
 )
-from tiercache.keys import object_key, page_keys
+from tiercache.keys import object_key, page_keys, sglang_page_keys
 from tiercache.text import readable_size
 
 
@@ -316,12 +316,30 @@ class PromptPath:
         }
 
 
-def follow(forest: Forest, namespace: bytes, tokens: TokenArray, page_size: int, extra: bytes) -> PromptPath:
-    """Return the stored part of a prompt in one namespace.
+def keys_of_prompt(
+    namespace: bytes, tokens: TokenArray, page_size: int, extra: bytes, known: Callable[[bytes], bool]
+) -> list[bytes]:
+    """Return the page keys of a prompt: those of SGLang if only they are `known`, otherwise tiercache's own.
 
     `extra` are the bytes that the page keys include for adapters and images (`keys.sequence_extra`).
     """
-    keys = page_keys(namespace, tokens, page_size, extra=extra)
+    own = page_keys(namespace, tokens, page_size, extra=extra)
+    if extra or not own or any(map(known, own)):
+        return own
+    others = sglang_page_keys(namespace, tokens, page_size)
+    return others if any(map(known, others)) else own
+
+
+def follow(forest: Forest, namespace: bytes, tokens: TokenArray, page_size: int, extra: bytes) -> PromptPath:
+    """Return the stored part of a prompt in one namespace; `extra` as for `keys_of_prompt`."""
+    keys = keys_of_prompt(namespace, tokens, page_size, extra, forest.pages.__contains__)
+    return follow_keys(forest, namespace, tokens, page_size, keys)
+
+
+def follow_keys(
+    forest: Forest, namespace: bytes, tokens: TokenArray, page_size: int, keys: Sequence[bytes]
+) -> PromptPath:
+    """Return the stored part of a prompt, whose pages have these keys."""
     # All layouts of the namespace, each with whether its objects are attached to pages, as states are, and
     # whether they belong to pages at all.
     layouts: dict[tuple[PoolName, bytes], tuple[bool, bool]] = {}

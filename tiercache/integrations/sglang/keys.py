@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from blake3 import blake3
 
-from tiercache.keys import KEY_BYTES
+from tiercache.keys import KEY_BYTES, sglang_mask
 
 _HEX: Final = 2 * KEY_BYTES
 
@@ -31,7 +31,7 @@ class PageKeys:
 
     def __init__(self, namespace: bytes) -> None:
         self._namespace = namespace
-        self._mask = np.frombuffer(blake3(b"tiercache.sglang.mask" + namespace).digest(), np.uint64)
+        self._mask = np.frombuffer(sglang_mask(namespace), np.uint64)
 
     def of(self, hashes: Sequence[str]) -> list[bytes]:
         """Return the page keys, 32 bytes each, for SGLang's names of pages.
