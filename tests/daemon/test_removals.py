@@ -1,4 +1,4 @@
-"""What a daemon remembers of objects that went: bounded, with the cause, and never of other tenants."""
+"""The memory of a daemon for objects that went: bounded, with the cause, and never of other tenants."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tiercache.config.settings import EventsSettings
 from tiercache.core import ObjectKey, Outcome, PoolName
 from tiercache.daemon import StorageServer
 from tiercache.daemon.removals import Remembering, RemovalMemory
-from tiercache.storage.history import Cause, History, Removal
+from tiercache.storage.history import Cause, History, PastRemoval
 from tiercache.storage.registry import open_backend
 from tiercache.storage.watching import begin_watch, end_watch
 from tiercache.testing.objects import payload, to_get, to_set
@@ -64,9 +64,9 @@ class TestMemory:
         clock.now += 100
         memory.note("ram", [key(1).digest])
         assert memory.find([page(9), page(1)]) == [
-            Removal(1, LAYOUT, "ram", Cause.EVICTED, 1200),
-            Removal(1, OTHER, "ssd", Cause.EVICTED, 1100),
-            Removal(1, LAYOUT, "ssd", Cause.EVICTED, 1100),
+            PastRemoval(1, LAYOUT, "ram", Cause.EVICTED, 1200),
+            PastRemoval(1, OTHER, "ssd", Cause.EVICTED, 1100),
+            PastRemoval(1, LAYOUT, "ssd", Cause.EVICTED, 1100),
         ]
         assert memory.find([page(9)]) == memory.find([]) == memory.find([b"short"]) == []
         assert memory.forgotten is None
@@ -209,12 +209,17 @@ def server(tmp_path: Path, url: str, **more: Any) -> StorageServer:
 
 
 def client(node: StorageServer, tmp_path: Path, name: str) -> Any:
-    where = section("tcp", node.addresses[0]) | {"token_file": str(tmp_path / f"{name}.token")}
+    where = section("tcp", node.addresses[0]) | {
+        "token_file": str(tmp_path / f"{name}.token"),
+        "timeout": "60s",
+    }
     return open_backend({"type": "grpc", **where})
 
 
 def worker(node: StorageServer) -> Any:
-    return open_backend({"type": "grpc", **section("unix", str(node.settings.socket_directory))})
+    return open_backend(
+        {"type": "grpc", **section("unix", str(node.settings.socket_directory), timeout="60s")}
+    )
 
 
 def test_a_tenant_learns_nothing_of_what_others_lost(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from grpc import StatusCode
 from tiercache.config.settings import Principal as PrincipalSettings
 from tiercache.config.settings import Settings, read_salt, read_token
 from tiercache.core import Verb
-from tiercache.daemon.account import Account
-from tiercache.daemon.accounted import Accounted, TenantAccount
+from tiercache.daemon.accounting.account import Account
+from tiercache.daemon.accounting.accounted import Accounted, TenantAccount
 from tiercache.daemon.budget import Budget
 from tiercache.daemon.hints import OneScale
 from tiercache.daemon.views import CommonView, NameCipher, NamespaceView, TenantView

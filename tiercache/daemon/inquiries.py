@@ -12,7 +12,7 @@ from grpc import StatusCode
 
 from tiercache.core import ObjectKey, PoolName
 from tiercache.daemon.access import Access, LimitError, Permissions, Refusal
-from tiercache.daemon.account import HOUR_S, Account, Rows
+from tiercache.daemon.accounting.account import HOUR_S, Account, Rows
 from tiercache.daemon.call import Call, read_keys
 from tiercache.daemon.store_threads import Threads
 from tiercache.daemon.views import NamespaceView
@@ -108,7 +108,7 @@ class Inquiries:
 
 @dataclass(slots=True)
 class Holding:
-    """What one tenant has in the store.
+    """Objects and bytes that one tenant has in the store.
 
     Thread safety: that of the owner.
     """

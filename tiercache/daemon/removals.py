@@ -26,7 +26,7 @@ from tiercache.core import DIGEST_BYTES, ObjectKey, Outcome
 from tiercache.errors import ClosedError, StorageError
 from tiercache.events.source import ChangeNote
 from tiercache.storage.base import GetItem, StorageBackend
-from tiercache.storage.history import Cause, History, Removal
+from tiercache.storage.history import Cause, History, PastRemoval
 from tiercache.storage.layouts import LAYOUT_BYTES
 from tiercache.storage.store_events import observed_tiers
 from tiercache.storage.tiers import ObservedTier
@@ -93,7 +93,7 @@ class RemovalMemory:
             self._fold()
             return self._forgotten or None
 
-    def find(self, pages: Sequence[bytes]) -> list[Removal]:
+    def find(self, pages: Sequence[bytes]) -> list[PastRemoval]:
         """Return the latest removal of each object of these pages from each tier, the newest first."""
         keys = b"".join(page if len(page) == LAYOUT_BYTES else bytes(LAYOUT_BYTES) for page in pages)
         words = np.frombuffer(keys, np.uint64).reshape(-1, _PAGE_WORDS)
@@ -111,7 +111,7 @@ class RemovalMemory:
             rows = rows[np.argsort((rows - self._count) % self._capacity)[::-1]]  # the newest first
             layouts, tiers = list(self._layouts), list(self._tiers)
             found = [
-                Removal(page, layouts[layout], tiers[tier], _CAUSES[cause], when)
+                PastRemoval(page, layouts[layout], tiers[tier], _CAUSES[cause], when)
                 for page, layout, tier, cause, when in zip(
                     which[rows].tolist(),
                     *(columns[name][rows].tolist() for name in ("layout", "tier", "cause", "at")),
@@ -149,7 +149,7 @@ def _number(numbers: dict[Any, int], name: bytes | str, maximum: int) -> int:
     return numbers.get(name, 0)
 
 
-def _latest(found: Sequence[Removal]) -> list[Removal]:
+def _latest(found: Sequence[PastRemoval]) -> list[PastRemoval]:
     """Return the latest removal of each object from each tier.
 
     A store tells that an object went, and the call that removed it says why, a moment sooner or later:
@@ -157,12 +157,12 @@ def _latest(found: Sequence[Removal]) -> list[Removal]:
         store   evicted from ram, evicted from ssd                      result   deleted from ram
         call                                         deleted                     deleted from ssd
     """
-    calls: dict[tuple[int, bytes], list[Removal]] = {}
+    calls: dict[tuple[int, bytes], list[PastRemoval]] = {}
     for removal in found:
         if removal.cause is not Cause.EVICTED:
             calls.setdefault((removal.page, removal.layout), []).append(removal)
-    explained: set[Removal] = set()
-    told: list[Removal] = []
+    explained: set[PastRemoval] = set()
+    told: list[PastRemoval] = []
     for removal in found:
         for call in calls.get((removal.page, removal.layout), ()):
             if removal.cause is Cause.EVICTED and abs(call.at - removal.at) <= _LATE_S:
@@ -170,7 +170,7 @@ def _latest(found: Sequence[Removal]) -> list[Removal]:
                 explained.add(call)
                 break
         told.append(removal)
-    latest: dict[tuple[int, bytes, str], Removal] = {}
+    latest: dict[tuple[int, bytes, str], PastRemoval] = {}
     for removal in told:
         if removal not in explained:
             latest.setdefault((removal.page, removal.layout, removal.tier), removal)

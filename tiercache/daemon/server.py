@@ -21,7 +21,7 @@ from tiercache.config.addresses import parse_address
 from tiercache.config.settings import Address, Settings, check_files
 from tiercache.config.urls import section_of, storage_url, unix_target
 from tiercache.daemon.access import ANONYMOUS, OWNER, Access, Budgets
-from tiercache.daemon.account import Account
+from tiercache.daemon.accounting.account import Account
 from tiercache.daemon.audit import AuditLog
 from tiercache.daemon.budget import BLOCK_BYTES, Budget
 from tiercache.daemon.call_log import CallLog

@@ -19,7 +19,7 @@ class Cause(enum.StrEnum):
     """The object's bytes were not those that were stored."""
 
 
-class Removal(NamedTuple):
+class PastRemoval(NamedTuple):
     """Object that was removed from a tier; it may have been stored again since."""
 
     page: int
@@ -53,7 +53,7 @@ class History:
 
     tiers: Sequence[TierHistory]
     """Tiers of a chain in their order; one without a name for any other store."""
-    removals: Sequence[Removal] = ()
+    removals: Sequence[PastRemoval] = ()
     """Latest removal of each object from each tier, the newest first."""
     forgotten: float | None = None
     """Time of the newest removal that is not remembered any more; None if none was forgotten."""
@@ -64,7 +64,7 @@ class History:
         times = [tier.since for tier in asked]
         since = None if not times or None in times else max(time for time in times if time is not None)
         present = [any(there) for there in zip(*(tier.present for tier in asked), strict=True)]
-        latest: dict[tuple[int, bytes], Removal] = {}
+        latest: dict[tuple[int, bytes], PastRemoval] = {}
         for removal in self.removals:
             latest.setdefault((removal.page, removal.layout), removal._replace(tier=""))
         return replace(

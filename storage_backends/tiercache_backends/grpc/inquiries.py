@@ -1,4 +1,4 @@
-"""What a daemon remembers of objects, and its account, as messages of the wire have them."""
+"""Decoders of what a daemon remembers of objects, and of its account."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from tiercache.errors import WireError
-from tiercache.storage.history import Cause, History, Removal, TierHistory
+from tiercache.storage.history import Cause, History, PastRemoval, TierHistory
 from tiercache.wire import messages
 from tiercache.wire.v1 import storage_pb2 as pb
 
@@ -56,7 +56,7 @@ def read_history(reply: pb.HistoryReply, keys: int, pages: int) -> History:
         if page >= pages or layout >= len(reply.layouts) or tier > len(tiers):
             raise WireError("a removal of a history names a page, a layout or a tier that is not there")
         name = tiers[tier - 1].name if tier else ""
-        removals.append(Removal(page, reply.layouts[layout], name, _CAUSES.get(cause, Cause.EVICTED), at))
+        removals.append(PastRemoval(page, reply.layouts[layout], name, _CAUSES.get(cause, Cause.EVICTED), at))
     return History(tiers, removals, reply.forgotten or None)
 
 

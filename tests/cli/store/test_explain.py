@@ -61,7 +61,7 @@ def register(store: Any, *others: Any, states: bool = False) -> None:
 
 
 def url(node: StorageServer) -> str:
-    return f"grpc://{node.settings.socket_directory}"
+    return f"grpc://{node.settings.socket_directory}?timeout=60s"
 
 
 def explained(prompt: str, *arguments: object, ok: int = 0) -> dict[str, Any]:
@@ -262,7 +262,7 @@ def test_a_tenant_is_told_of_its_own_namespaces_only(tmp_path: Path, prompt: str
             store_sequence(red, PROMPT)
 
         def target(name: str) -> str:
-            return f"grpc://{node.addresses[0]}?token_file={tmp_path}/{name}.token"
+            return f"grpc://{node.addresses[0]}?token_file={tmp_path}/{name}.token&timeout=60s"
 
         assert explained(prompt, "-s", target("red"))["restorable"]["pages"] == 8
         with client(node, tmp_path, "blue") as blue:

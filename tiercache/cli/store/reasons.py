@@ -22,7 +22,7 @@ from tiercache.cli.store.trees import Layout, PromptPath
 from tiercache.cli.terminal import clean, count_text, ranges_text
 from tiercache.core import HitPolicy, PoolName, reusable_pages
 from tiercache.storage.base import FLOPS_FIELD
-from tiercache.storage.history import Cause, History, Removal
+from tiercache.storage.history import Cause, History, PastRemoval
 from tiercache.text import readable_age
 
 _SHOWN: Final = 4
@@ -48,7 +48,7 @@ class Gap:
     """Depth of the missing page; None if a state at each of the depths is missing."""
     behind: Sequence[int]
     """Depths of stored pages that cannot be reached because of the missing page."""
-    removed: Sequence[Removal]
+    removed: Sequence[PastRemoval]
     """Known removals of what is missing, by depth (`page`), the deepest first."""
 
     @property
@@ -117,7 +117,7 @@ def explain_path(path: PromptPath, history: History, *, states: bool) -> Explana
         depths = ()
     limit = reusable_pages(path.tokens, path.page_size)
     run = len(path.keys) if path.is_states_alone else 0 if kv is None else _run(kv)
-    by_page: dict[int, list[Removal]] = {}
+    by_page: dict[int, list[PastRemoval]] = {}
     for removal in history.removals:
         by_page.setdefault(removal.page + 1, []).append(removal)
     known = {found.layout for found in path.layouts}
@@ -176,7 +176,7 @@ def sentence(gap: Gap, found: Explanation, now: float) -> str:
         )
         return f"{gap.pool} of page {gap.missing} {why}{behind if gap.behind else ''}"
     what = f"no state of {gap.pool}" if gap.layout else "no state, and none is stored anywhere"
-    by_depth: dict[int, list[Removal]] = {}
+    by_depth: dict[int, list[PastRemoval]] = {}
     for removal in gap.removed:
         by_depth.setdefault(removal.page, []).append(removal)
     lost = [f"the one at {depth} was {_losses(some, now)}" for depth, some in by_depth.items()]
@@ -187,7 +187,7 @@ def sentence(gap: Gap, found: Explanation, now: float) -> str:
     return f"{what}: {', '.join(lost)}"
 
 
-def _losses(removals: Sequence[Removal], now: float) -> str:
+def _losses(removals: Sequence[PastRemoval], now: float) -> str:
     """Return when and why one object went; from several tiers, perhaps at several times."""
     by_time: dict[tuple[Cause, str], list[str]] = {}
     for one in removals:

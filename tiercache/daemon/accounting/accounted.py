@@ -11,7 +11,7 @@ from threading import Lock
 from typing import Final, NamedTuple
 
 from tiercache.core import ObjectKey, Outcome, PoolName
-from tiercache.daemon.account import HOUR_S, Account, Counts
+from tiercache.daemon.accounting.account import HOUR_S, Account, Counts
 from tiercache.errors import ClosedError, StorageError
 from tiercache.storage.base import FLOPS_FIELD, GetItem, ScanEntry, SetItem, StorageBackend
 from tiercache.storage.wrappers import Wrapper
@@ -25,7 +25,7 @@ _MAX_FLOPS: Final = 10**16
 
 
 class _Price(NamedTuple):
-    """What one page of a namespace stands for."""
+    """Tokens and FLOPs for which one page of a namespace stands."""
 
     page_size: int
     flops: int | None

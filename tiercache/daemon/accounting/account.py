@@ -36,7 +36,7 @@ _MAX_FUTURE: Final = 2**40
 
 @dataclass(slots=True)
 class Counts:
-    """What one tenant did in some time.
+    """Figures of what one tenant did in some time.
 
     Thread safety: that of the owner.
     """
