@@ -36,7 +36,7 @@ from tiercache.lab.demo.small import strengthen
 from tiercache.storage.registry import open_backend
 
 TYPES: Final = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-SECONDS: Final = 120.0
+SECONDS: Final = 600.0
 """How long one model may take."""
 LAYERS: Final = 4
 _SMALL: Final[tuple[tuple[str, int], ...]] = (

@@ -87,7 +87,7 @@ def test_a_provider_that_is_killed_takes_pages_and_no_state() -> None:
 def test_a_provider_that_hangs_writes_late_into_memory_that_is_withheld() -> None:
     """The bytes arrive after the caller has UNAVAILABLE, and before Mooncake itself gives up."""
     arena = HostArena(8 * BLOCK, BLOCK, huge_pages=False)
-    with Pool(segments=[64 << 20]) as pool, open_in(pool, deadline="300ms") as store:
+    with Pool(segments=[64 << 20]) as pool, open_in(pool, deadline="1s") as store:
         store.attach(arena)
         blocks = arena.alloc(2)
         target = arena.view(int(blocks[0]))
@@ -132,7 +132,7 @@ def test_a_provider_that_hangs_writes_late_into_memory_that_is_withheld() -> Non
 def test_a_store_is_closed_while_a_call_hangs() -> None:
     """The caller's memory goes away, and the late bytes reach the store's own mapping of it."""
     with Pool(segments=[64 << 20]) as pool:
-        store = open_in(pool, deadline="300ms")
+        store = open_in(pool, deadline="1s")
         arena = HostArena(4 * BLOCK, BLOCK, huge_pages=False)
         store.attach(arena)
         blocks = arena.alloc(1)
