@@ -48,6 +48,11 @@ def until(done: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
+def stored(store: MooncakeBackend, items: list[SetItem]) -> None:
+    """Store items of which a busy machine may miss the deadline, and wait until no call is under way."""
+    until(lambda: set(store.set(items)) <= {STORED, HIT} and not store.usage().details["hung_calls"])
+
+
 def answers(store: MooncakeBackend) -> bool:
     try:
         return store.exists([key("nobody's")]) == [False]
@@ -87,14 +92,15 @@ def test_a_provider_that_is_killed_takes_pages_and_no_state() -> None:
 def test_a_provider_that_hangs_writes_late_into_memory_that_is_withheld() -> None:
     """The bytes arrive after the caller has UNAVAILABLE, and before Mooncake itself gives up."""
     arena = HostArena(8 * BLOCK, BLOCK, huge_pages=False)
-    with Pool(segments=[64 << 20]) as pool, open_in(pool, deadline="1s") as store:
+    with Pool(segments=[64 << 20]) as pool, open_in(pool, deadline="300ms") as store:
         store.attach(arena)
         blocks = arena.alloc(2)
         target = arena.view(int(blocks[0]))
         target[:] = data = payload("big", BLOCK)
-        assert store.set([SetItem(key("big"), [target], to_set(key("big"), data).meta)]) == [STORED]
         small = payload("small", SIZE)
-        assert put(store, key("small"), small) is STORED
+        big = SetItem(key("big"), [target], to_set(key("big"), data).meta)
+        stored(store, [big, to_set(key("small"), small)])
+        lost = int(store.usage().details["lost_calls"])
         target[:] = b"\xaa" * BLOCK
         pool.providers[0].stop()
         outside = to_get(key("small"), SIZE)
@@ -102,11 +108,11 @@ def test_a_provider_that_hangs_writes_late_into_memory_that_is_withheld() -> Non
         assert content(outside) == b"\xaa" * SIZE
         state = to_set(state_of("new"), small, parent=key("new").page_key)
         assert store.set([to_set(key("new"), small), state]) == [UNAVAILABLE] * 2
-        assert store.usage().details["lost_calls"] == 2, "one for the get, one for a set of two kinds"
+        assert store.usage().details["lost_calls"] == lost + 2, "one for the get, one for a set of two kinds"
         assert store.exists([key("big"), key("new")]) == [True, False]
         for _ in range(2):
             assert fetch(store, key("small"), SIZE) is UNAVAILABLE
-        assert store.usage().details["lost_calls"] == 3, "what the master answers does not close the breaker"
+        assert store.usage().details["lost_calls"] == lost + 3, "the master closes no breaker"
         target.release()
         arena.free(blocks)
         taken = arena.alloc(7)
@@ -132,13 +138,13 @@ def test_a_provider_that_hangs_writes_late_into_memory_that_is_withheld() -> Non
 def test_a_store_is_closed_while_a_call_hangs() -> None:
     """The caller's memory goes away, and the late bytes reach the store's own mapping of it."""
     with Pool(segments=[64 << 20]) as pool:
-        store = open_in(pool, deadline="1s")
+        store = open_in(pool, deadline="300ms")
         arena = HostArena(4 * BLOCK, BLOCK, huge_pages=False)
         store.attach(arena)
         blocks = arena.alloc(1)
         view = arena.view(int(blocks[0]))
         view[:] = payload("big", BLOCK)
-        store.set([SetItem(key("big"), [view], to_set(key("big"), payload("big", BLOCK)).meta)])
+        stored(store, [SetItem(key("big"), [view], to_set(key("big"), payload("big", BLOCK)).meta)])
         pool.providers[0].stop()
         assert store.get([GetItem(key("big"), [view], BLOCK)]) == [UNAVAILABLE]
         link = store._link  # private: whether the late call has returned
