@@ -29,7 +29,7 @@ FORMATS = ("table", "json", "jsonl")
 LOOKS = (
     ["status"], ["ls"], ["ls", "--namespaces"], ["verify"], ["flush", "--all", "--dry-run"],
     ["inspect", "--namespace", "NAMESPACE"],
-    ["inspect", "KEY"], ["inspect", "--tokens", "prompt.json"],
+    ["inspect", "KEY"], ["inspect", "--tokens", "prompt.json"], ["explain", "--tokens", "prompt.json"],
 )  # fmt: skip
 """Arguments of commands that work on a stopped store and on a daemon alike."""
 
@@ -121,7 +121,7 @@ def test_a_daemon(here: Path) -> None:
             store_sequence(store, list(range(40)))
         for target in ("node", storage_url("grpc", "node/run"), storage_url("grpc", address=said["tcp"])):
             for output in FORMATS if target == "node" else ("json",):
-                for verb in (*looks_at(target), ["ping"]):
+                for verb in (*looks_at(target), ["ping"], ["report"]):
                     read(call(*verb, "-s", target, "-o", output).out, output)
         assert f"grpc://{said['tcp']}" in call("status", "-s", storage_url("grpc", address=said["tcp"])).out
     assert json.loads(call("ls", "-s", "node", "-o", "json").out)

@@ -245,6 +245,8 @@ DAMAGES = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_reading_verb_writes_a_byte_whatever_it_finds(kind, tmp_path, damage):
     path = make_store(kind, tmp_path / "s")
+    prompt = tmp_path / "prompt"
+    prompt.write_text(json.dumps(PROMPT))
     page = keys_of(PROMPT)[3].hex()
     DAMAGES[damage](path, path / {"file": "catalog", "lmdb": "database"}[kind] / "data.mdb")
     for mode in (0o500, 0o700):
@@ -252,7 +254,7 @@ def test_no_reading_verb_writes_a_byte_whatever_it_finds(kind, tmp_path, damage)
         before = written_down(path)
         for verb in (
             ["status"], ["ls"], ["ls", "--namespaces"], ["inspect", page], ["inspect", page, "--verify"],
-            ["inspect", "--namespace", "acme"],
+            ["inspect", "--namespace", "acme"], ["explain", "--tokens", prompt],
             ["verify"], ["flush", "--all", "--dry-run"], ["doctor"],
         ):  # fmt: skip
             call(*verb, "-s", path, ok=None)
