@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -11,7 +12,7 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import grpc
@@ -20,7 +21,7 @@ from tiercache_backends.grpc import GrpcBackend
 from tiercache_backends.grpc.settings import read_settings
 
 from tests.daemon import web
-from tests.daemon.hosts import Client, secret, serving, until
+from tests.daemon.hosts import GUARD, Client, Worker, secret, serving, set_messages, until
 from tests.daemon.test_access import openssl
 from tests.storage_backends.grpc.nodes import daemon_settings
 from tiercache.config.settings import Settings
@@ -391,3 +392,65 @@ def test_certificates_and_tokens_rotate_under_load(tmp_path: Path) -> None:
     assert sum(map(float, re.findall(r'(?m)^tiercache_node_calls_total\{.*code="OK",method="Get"\} (\S+)',
                                      metrics))) >= 10_000  # fmt: skip
     assert daemon.log.read_text().count("nothing was changed") == 1
+
+
+HERE = 'directory = "{here}"\ndisk_bytes = "64MiB"\nhost_bytes = "64MiB"\ndrain = "{drain}"\n'
+
+
+def test_a_storm_of_hangups_disturbs_no_call_and_the_last_settings_hold(tmp_path: Path) -> None:
+    body = HERE.format(here=tmp_path, drain="10s")
+    with serving(tmp_path, body) as daemon, Worker(daemon) as client:
+        client.set({key(0): b"x" * 1000})
+        for number in range(400):
+            daemon.process.send_signal(signal.SIGHUP)
+            if number % 10 == 0:
+                assert client.exists([key(0)]) == [True]
+        (tmp_path / "tiercache.toml").write_text(HERE.format(here=tmp_path, drain="9s"))
+        daemon.process.send_signal(signal.SIGHUP)
+        until(lambda: "drain: changed, but only from the next start on" in daemon.log.read_text())
+        assert client.get({key(0): 1000}) == [b"x" * 1000]
+    assert daemon.log.read_text().count("SIGHUP: certificates") < 200
+
+
+def test_a_hangup_while_the_daemon_drains_changes_nothing(tmp_path: Path) -> None:
+    """A call that is under way lets the drain last; the settings are broken meanwhile."""
+    body = HERE.format(here=tmp_path, drain="2s")
+    with serving(tmp_path, body) as daemon, Worker(daemon) as client:
+        over = threading.Event()
+
+        def requests() -> Iterator[bytes]:
+            yield next(set_messages({key(0): b"x" * 1000}))
+            over.wait(GUARD)
+
+        call = client.stream("Set", requests(), timeout=GUARD)
+        until(lambda: call.is_active() and client.exists([key(1)]) == [False])
+        (tmp_path / "tiercache.toml").write_text("broken")
+        daemon.process.send_signal(signal.SIGTERM)
+        until(lambda: "stopping: calls under way have" in daemon.log.read_text())
+        for _ in range(20):
+            daemon.process.send_signal(signal.SIGHUP)
+        assert daemon.process.wait(GUARD) == 0
+        over.set()
+    assert "SIGHUP" not in daemon.log.read_text()
+    assert daemon.log.read_text().rstrip().endswith("stopped")
+
+
+def test_a_reload_that_hangs_does_not_keep_the_daemon_from_its_end(tmp_path: Path) -> None:
+    """The configuration is a pipe into which nobody writes, as a file on a disk that hangs."""
+    with serving(tmp_path, HERE.format(here=tmp_path, drain="2s")) as daemon, Worker(daemon) as client:
+        (tmp_path / "tiercache.toml").unlink()
+        os.mkfifo(tmp_path / "tiercache.toml")
+        daemon.process.send_signal(signal.SIGHUP)
+        writers: list[int] = []
+
+        def is_read() -> bool:
+            with suppress(OSError):  # ENXIO: nobody reads
+                writers.append(os.open(tmp_path / "tiercache.toml", os.O_WRONLY | os.O_NONBLOCK))
+            return bool(writers)
+
+        until(is_read)
+        daemon.process.send_signal(signal.SIGHUP)
+        assert client.exists([key(0)]) == [False]
+        daemon.process.send_signal(signal.SIGTERM)
+        assert daemon.process.wait(GUARD) == 0
+        os.close(writers[0])

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -180,12 +180,15 @@ def serve(
     for line in node.describe():
         say(line)
     _report(node, output)
+    reloading = Thread()
     while not stop.wait(0.5):
         if not node.alive:
             raise StorageError("the storage server ended by itself; its log says why")
-        if hangup.is_set():
+        # On a thread of its own: files that cannot be read must not keep the daemon from its end.
+        if hangup.is_set() and not reloading.is_alive():
             hangup.clear()
-            reload()
+            reloading = Thread(target=reload, name="tiercache-reload", daemon=True)
+            reloading.start()
     say(f"stopping: calls under way have {settings.drain:g} s")
     if not node.stop():
         say("calls under way did not end in time; the store will be checked at its next start", logging.ERROR)

@@ -9,6 +9,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from tempfile import mkdtemp
@@ -167,12 +168,20 @@ class StorageServer:
         if self._loop is None or self._reload is None:
             raise ConfigError("the server does not serve yet, so it has nothing to reload")
         waiting, apply = self._reload.prepare(settings)
+        done: Future[None] = Future()
 
-        async def run() -> None:
-            apply()
+        def run() -> None:
+            try:
+                done.set_result(apply())
+            except BaseException as error:  # noqa: BLE001  raised by the caller's thread
+                done.set_exception(error)
 
         try:
-            asyncio.run_coroutine_threadsafe(run(), self._loop).result(_RELOAD_SECONDS)
+            self._loop.call_soon_threadsafe(run)
+        except RuntimeError as error:
+            raise StorageError("the server has ended, so it has nothing to reload") from error
+        try:
+            done.result(_RELOAD_SECONDS)
         except TimeoutError as error:
             raise StorageError(
                 f"the server has not taken over the settings within {_RELOAD_SECONDS:g} s; it does so when it"
