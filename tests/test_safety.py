@@ -16,6 +16,7 @@ from typing import Final
 import pytest
 
 ROOT: Final = Path(__file__).parents[1]
+SECURITY: Final = (ROOT / "SECURITY.md").read_text()
 PACKAGES: Final = (
     ROOT / "tiercache",
     ROOT / "storage_backends/tiercache_backends",
@@ -168,6 +169,17 @@ def forbidden(source: str) -> Iterator[tuple[int, str]]:
 def test_nothing_of_it_is_in_the_packages(path: Path) -> None:
     found = [what for _, what in forbidden(path.read_text())]
     assert found == ALLOWED.get(str(path.relative_to(ROOT)), [])
+
+
+def test_every_test_that_the_security_page_names_is_there() -> None:
+    """A file without a folder is in tests/daemon."""
+    named = re.findall(r"`((?:tests/[\w/]+|(?:tests/[\w/]*/)?test_\w+)(?:\.py)?(?:::\w+)*)`", SECURITY)
+    assert len(named) > 20
+    for path, *inside in (name.split("::") for name in named):
+        found = ROOT / path if "/" in path else ROOT / "tests/daemon" / path
+        assert found.is_file() or [*found.rglob("test_*.py")], path
+        for name in inside:
+            assert re.search(rf"(?m)^ *(?:class|def) {name}\b", found.read_text()), f"{path}::{name}"
 
 
 def test_the_packages_are_looked_at() -> None:
