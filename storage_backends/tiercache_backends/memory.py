@@ -38,6 +38,7 @@ from tiercache.storage.gate import CallGate
 from tiercache.storage.registry import settings_of
 from tiercache.storage.residents import Residents, parents_first
 from tiercache.storage.restorable import Admissibility
+from tiercache.storage.shares import Shares, Writer
 from tiercache.storage.vectors import take, usable
 
 _SCAN_PAGE: Final = 1024
@@ -65,10 +66,10 @@ class MemoryBackend(StorageBackend):
     are copied or checked.
     """
 
-    capabilities = Capabilities()
+    capabilities = Capabilities(shares=True)
 
     def __init__(self, capacity: int = 0, env: Env | None = None) -> None:
-        self.capabilities = Capabilities(bounded=capacity > 0)
+        self.capabilities = Capabilities(bounded=capacity > 0, shares=True)
         self._capacity = capacity
         self._env = env or Env()
         self._gate = CallGate("the memory store")
@@ -85,7 +86,7 @@ class MemoryBackend(StorageBackend):
 
     @classmethod
     def capabilities_of(cls, section: Mapping[str, Any]) -> Capabilities:
-        return Capabilities(bounded=_capacity(section) > 0)
+        return Capabilities(bounded=_capacity(section) > 0, shares=True)
 
     @classmethod
     def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:
@@ -94,6 +95,20 @@ class MemoryBackend(StorageBackend):
     @classmethod
     def check_config(cls, section: Mapping[str, Any], context: StoreContext) -> None:
         _capacity(section)
+
+    @classmethod
+    def check_shares(cls, section: Mapping[str, Any], shares: Shares) -> None:
+        shares.check(_capacity(section), "the memory store")
+
+    def share(self, shares: Shares, *, evict: bool = True) -> None:
+        with self._gate:
+            shares.check(self._capacity, "the memory store")
+            with self._mutex:
+                if not evict:
+                    self._residents.check_shares(shares, self._name_of)
+                self._residents.share(shares, self._name_of)
+                self._order.restart()
+                self._trim()
 
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
         with self._gate, self._mutex:
@@ -132,6 +147,7 @@ class MemoryBackend(StorageBackend):
                 with self._mutex:
                     for node in held:
                         self._residents.pages.release(node)
+                    self._trim()
             return outcomes
 
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
@@ -170,7 +186,10 @@ class MemoryBackend(StorageBackend):
                 "not_worth": self._not_worth,
                 **self._residents.pages.worth()._asdict(),
             }
-            return Usage(len(self._objects), self._used, self._used, self._capacity, figures)
+            return Usage(
+                len(self._objects), self._used, self._used, self._capacity, figures,
+                owners=self._residents.owners.use(),
+            )  # fmt: skip
 
     def coldest(self, nbytes: int) -> Sequence[ScanEntry]:
         with self._gate:
@@ -277,6 +296,7 @@ class MemoryBackend(StorageBackend):
         if self._capacity and len(fresh.payload) > self._capacity:
             return Outcome.THROTTLED
         residents, meta = self._residents, fresh.meta
+        owners = residents.owners
         node, parent = (
             residents.pages.hold(fresh.key.page_key),
             None if meta.parent is None else residents.pages.hold(meta.parent),
@@ -284,14 +304,18 @@ class MemoryBackend(StorageBackend):
         namespace_id = self._namespace_id(meta.namespace)
         # Promising: a restore can use the object as soon as it is stored.
         promising = residents.pages.is_promising(node, namespace_id, attached=parent == node)
-        self._order.evict(
-            _Evicting(self, len(fresh.payload)),
-            () if parent is None else (parent,),
-            promising=promising,
-            rank=None if meta.value is None else residents.rank(meta.value),
-        )
-        self._not_worth += self._order.not_worth
-        fits = not self._capacity or self._used + len(fresh.payload) <= self._capacity
+        parents = () if parent is None else (parent,)
+        rank = None if meta.value is None else residents.rank(meta.value)
+        writer = Writer(owners.of(namespace_id), meta.length) if owners.active else None
+        within = writer is None or self._fit_quota(writer, parents, rank, promising=promising)
+        if within:
+            self._order.evict(
+                _Evicting(self, len(fresh.payload)), parents, promising=promising, rank=rank, writer=writer
+            )
+            self._not_worth += self._order.not_worth
+        elif writer is not None:
+            owners.throttled[writer.owner] += 1
+        fits = within and (not self._capacity or self._used + len(fresh.payload) <= self._capacity)
         if fits:
             number = residents.newest + 1
             fresh.row = residents.add(
@@ -305,8 +329,34 @@ class MemoryBackend(StorageBackend):
                 residents.pages.release(held)
         return Outcome.STORED if fits else Outcome.THROTTLED
 
+    def _fit_quota(
+        self, writer: Writer, parents: Sequence[int], rank: float | None, *, promising: bool
+    ) -> bool:
+        """Evict the owner's objects until the new one is within the quota; return whether it is."""
+        owners = self._residents.owners
+        if owners.room(writer.owner) < writer.nbytes <= owners.quotas[writer.owner]:
+            before = self._evicted
+            self._order.evict(
+                _EvictingOwn(self, writer), parents, promising=promising, rank=rank,
+                writer=writer._replace(for_quota=True),
+            )  # fmt: skip
+            owners.evicted[writer.owner] += self._evicted - before
+        return owners.room(writer.owner) >= writer.nbytes
+
+    def _trim(self) -> None:
+        """Evict what owners have beyond their quotas."""
+        owners = self._residents.owners
+        for owner in owners.beyond():
+            before = self._evicted
+            writer = Writer(owner, for_quota=True)
+            self._order.evict(_EvictingOwn(self, writer), writer=writer)
+            owners.evicted[owner] += self._evicted - before
+
     def _namespace_id(self, namespace: bytes) -> int:
         return self._namespace_ids.setdefault(namespace, len(self._namespace_ids))
+
+    def _name_of(self, namespace_id: int) -> bytes:
+        return next((name for name, number in self._namespace_ids.items() if number == namespace_id), b"")
 
     def _drop(self, item: _Object | None) -> bool:
         if item is None or self._objects.get(item.key.digest) is not item:
@@ -346,3 +396,18 @@ class _Evicting:
     def full(self) -> bool:
         """Return False: one eviction may drop any number of objects."""
         return False
+
+
+class _EvictingOwn(_Evicting):
+    """One eviction that makes room below the quota of an owner.
+
+    Thread safety: used only under the mutex of the store.
+    """
+
+    def __init__(self, store: MemoryBackend, writer: Writer) -> None:
+        super().__init__(store, writer.nbytes)
+        self._owner = writer.owner
+
+    def enough(self) -> bool:
+        """Return whether `nbytes` more bytes are within the quota."""
+        return self._store._residents.owners.room(self._owner) >= self._nbytes

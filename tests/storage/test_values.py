@@ -303,7 +303,7 @@ def test_changing_values_for_ever_does_not_grow() -> None:
         residents.advise([digest(i) for i in range(50)], [2.0 ** -(n + i) for i in range(50)], 1)
         put(residents, 1000 + n)
         evicted(residents, order, 1)
-    assert len(order._live) <= 3 * len(residents) + 1024  # private: nothing else tells how long the queue is
+    assert len(order) <= 3 * len(residents) + 1024
 
 
 def test_the_mean_follows_the_hints_and_bounds_each() -> None:

@@ -13,12 +13,14 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, NamedTuple, Protocol, Self, cast
 
 from tiercache.core import DIGEST_BYTES, ObjectKey, ObjectMeta, Outcome
+from tiercache.errors import ConfigError
 from tiercache.events.source import ChangeNote
 from tiercache.keys import Identity, namespace_of
 from tiercache.models.profile import ModelProfile
 from tiercache.storage.checksum import CHECKSUM_BYTES, checksum
 from tiercache.storage.env import Env
 from tiercache.storage.history import History, TierHistory
+from tiercache.storage.shares import OwnerUse, Shares
 from tiercache.storage.values import is_value, is_worker
 from tiercache.storage.vectors import usable
 
@@ -86,6 +88,15 @@ def checksum_of(item: SetItem) -> bytes:
     return item.meta.checksum or checksum(item.key, item.buffers, item.meta.length)
 
 
+def no_shares(what: str, shares: Shares) -> str:
+    """Return the sentence that refuses shares which a store cannot keep; `what` is its type."""
+    named = next(name for name, share in shares.limits.items() if share != type(share)())
+    return (
+        f"tenant {named} has a quota or a guarantee, which a store of type {what} cannot keep; use a store or"
+        " a tier of type memory, file or lmdb, or remove them"
+    )
+
+
 def first_of_each(keys: Sequence[ObjectKey], gone: set[bytes]) -> list[bool]:
     """Return the answers of a `delete` that has removed the objects with these digests.
 
@@ -121,6 +132,8 @@ class Capabilities:
 
     Otherwise `scan` raises UnlistedError, and the counts of `usage` are 0.
     """
+    shares: bool = False
+    """Whether the store keeps quotas and guarantees of owners; see `StorageBackend.share`."""
 
     @classmethod
     def common(cls, several: Iterable[Capabilities]) -> Capabilities:
@@ -193,6 +206,8 @@ class TierReport:
     """Further figures of the tier's store."""
     url: str = ""
     """URL with which the tier can be opened again; a daemon tells it to its operators only."""
+    owners: Mapping[str, OwnerUse] = field(default_factory=dict)
+    """What each owner has in this tier; empty if the tier keeps no shares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +226,8 @@ class Usage:
 
     The figures above are then sums over all tiers. An object counts once for each tier that has a copy.
     """
+    owners: Mapping[str, OwnerUse] = field(default_factory=dict)
+    """What each owner has, after `StorageBackend.share`; in a chain, sums over the tiers that keep shares."""
 
 
 class ScanEntry(NamedTuple):
@@ -338,6 +355,15 @@ class StorageBackend(ABC):
         This opens and creates nothing. Raises UnavailableError if the store's place cannot be looked at.
         """
 
+    @classmethod
+    def check_shares(cls, section: Mapping[str, Any], shares: Shares) -> None:
+        """Raise ConfigError if a store of this section cannot keep these shares, as far as settings tell.
+
+        Default: a store keeps none.
+        """
+        if shares.is_limiting:
+            raise ConfigError(no_shares(cls.__name__, shares))
+
     @abstractmethod
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """Return for each key whether its object could be read now; a later get may still miss.
@@ -457,6 +483,27 @@ class StorageBackend(ABC):
         asked.
         """
         return History([TierHistory("", [entry is not None for entry in self.describe(keys)])])
+
+    def share(self, shares: Shares, *, evict: bool = True) -> None:
+        """Keep these quotas and guarantees from now on, instead of those of an earlier call.
+
+        The implementation must, for all objects, also those that it had before the call:
+        - never let an owner have more than its quota, at any instant, what is being written counted. A set
+          beyond it first evicts the owner's own objects, in the usual order; if that is not enough, what does
+          not fit is THROTTLED;
+        - not evict an object for the sets of other owners while its owner has no more than its guarantee. A
+          set that finds nothing else to evict is THROTTLED;
+        - let an owner that stays within its guarantee store at the expense of those that have more than
+          theirs.
+
+        An owner that has more than its new quota loses its coldest objects before this call returns. What
+        calls under way are using goes when they have ended, at the latest with the owner's next set. With
+        `evict` False the call raises RefusedError instead, and changes nothing.
+
+        Raises ConfigError, with nothing changed, if the store cannot keep these shares. Default: a store
+        keeps none.
+        """
+        self.check_shares({}, shares)
 
     def attach(self, memory: SharedMemory) -> None:  # noqa: B027  most stores have no use for it
         """Tell the store that buffers of later items may lie in `memory`.

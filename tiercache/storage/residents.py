@@ -25,6 +25,7 @@ from tiercache.storage.env import Env
 from tiercache.storage.layouts import LAYOUT_BYTES, Layouts
 from tiercache.storage.pages import BROKEN, NONE, SERVED, Ints, Words, column_of, grown, link_groups
 from tiercache.storage.restorable import RestorablePages
+from tiercache.storage.shares import Owners, Shares
 from tiercache.storage.values import usable_hints
 
 _FIRST_ROWS: Final = 1024
@@ -42,7 +43,7 @@ The record of the object is still being removed, or its bytes are still being re
 
 _COLUMNS: Final[dict[str, npt.DTypeLike]] = {
     "page": np.int32, "next": np.int32, "layout": np.int32, "attached": np.uint8, "number": np.uint64,
-    "length": np.uint64, "state": np.uint8,
+    "length": np.uint64, "state": np.uint8, "namespace": np.uint32,
     "hits": np.uint32, "pins": np.uint32,
 }  # fmt: skip
 
@@ -128,6 +129,7 @@ class Residents:
         number     number that the store gave to the object; larger numbers are newer
         length     payload bytes
         state      FREE, RESIDENT or LEAVING
+        namespace  number of the object's namespace
         hits       number of reads
         pins       number of calls that use the object's bytes
 
@@ -145,6 +147,7 @@ class Residents:
     number: memoryview
     length: memoryview
     state: memoryview
+    namespace: memoryview
     hits: memoryview
     pins: memoryview
 
@@ -161,6 +164,8 @@ class Residents:
         """Number of objects that can be found."""
         self.payload = 0
         """Payload bytes of these objects."""
+        self.owners = Owners()
+        """Bytes of each owner; kept from the first `share` on."""
         self.clock = 0
         """Time in ticks: the number of uses and new objects so far."""
         self.newest = 0
@@ -190,6 +195,7 @@ class Residents:
         columns["number"][:n], columns["length"][:n] = loaded.numbers, loaded.lengths
         columns["layout"][:n] = self._layouts.load(loaded.digests[:, :4])
         columns["state"][:n] = RESIDENT
+        columns["namespace"][:n] = loaded.namespace_ids
         link_groups(nodes, pages.columns["first"], columns["next"])
         attached = columns["attached"][:n] != 0
         width = len(pages.columns["kv"])
@@ -208,6 +214,36 @@ class Residents:
         self.newest = int(loaded.numbers.max(initial=0))
         self._bind()
         pages.recount_all(np.unique(loaded.namespace_ids[attached]).tolist())
+
+    def check_shares(self, shares: Shares, name_of: Callable[[int], bytes]) -> None:
+        """Raise RefusedError if an owner has more than its quota in these shares; nothing is changed."""
+        counted = Owners()
+        counted.replace(shares, name_of)
+        self._count(counted)
+        # What is being written counts as well, and is known by the owners of now.
+        for name, extra in zip(self.owners.names, self.owners.extra, strict=True):
+            if name in shares.limits:
+                counted.extra[counted.names.index(name)] = extra
+        counted.check_fits(shares)
+
+    def share(self, shares: Shares, name_of: Callable[[int], bytes]) -> None:
+        """Count the bytes of each owner from now on; `name_of` gives the namespace with a number.
+
+        Objects that are leaving count as `extra`, what is being written does not count yet.
+        """
+        self.owners.replace(shares, name_of)
+        self._count(self.owners)
+
+    def _count(self, owners: Owners) -> None:
+        """Count the bytes of owners that have none so far."""
+        state, namespaces, lengths = (
+            self.columns[name][: self.used] for name in ("state", "namespace", "length")
+        )
+        for kind, sums in ((RESIDENT, owners.used), (LEAVING, owners.extra)):
+            rows = np.flatnonzero(state == kind)
+            np.add.at(counted := np.zeros(len(sums), np.int64), owners.of_all(namespaces[rows]),
+                      lengths[rows].astype(np.int64))  # fmt: skip
+            sums[:] = counted.tolist()
 
     def find(self, digest: bytes) -> int:
         """Return the row of a resident object, or NONE."""
@@ -271,6 +307,7 @@ class Residents:
     ) -> None:
         """Let a new object be found; see `add`."""
         self.attached[row] = parent == node
+        self.namespace[row] = namespace_id
         pages = self.pages
         if not pages.kv[node]:
             pages.namespace_id[node] = namespace_id
@@ -309,6 +346,10 @@ class Residents:
         self.state[row] = LEAVING
         self.count -= 1
         self.payload -= self.length[row]
+        if self.owners.active:
+            owner = self.owners.of(self.namespace[row])
+            self.owners.used[owner] -= self.length[row]
+            self.owners.extra[owner] += self.length[row]
         pages.weigh(node, -self.length[row])
         if self.attached[row]:
             pages.state_removed(node)
@@ -331,6 +372,8 @@ class Residents:
         #   3. `enter` brings the first object back
         node = pages.hold(digest[LAYOUT_BYTES:])
         above = None if parent is None else pages.hold(parent)
+        if self.owners.active:  # `_enter` counts it again
+            self.owners.extra[self.owners.of(self.namespace[row])] -= self.length[row]
         if not pages.kv[node]:
             pages.namespace_id[node] = left.namespace_id
         pages.depth[node] = pages.depth[node] or left.depth
@@ -349,6 +392,8 @@ class Residents:
     def drop(self, row: int) -> None:
         """Free the row of an object that left, for use by another object."""
         del self._left[row]
+        if self.owners.active:
+            self.owners.extra[self.owners.of(self.namespace[row])] -= self.length[row]
         self.state[row] = FREE
         self.next[row] = self._free
         self._free = row
@@ -497,6 +542,7 @@ class Residents:
         rows = self.residents().tolist()
         assert len(rows) == self.count, "objects are counted right"
         assert sum(self.length[row] for row in rows) == self.payload, "payload bytes are counted right"
+        self._check_owners(rows)
         assert all(self.find(self.digest(row)) == row for row in rows), "an object is found by its key"
         kv, states = Counter[int](), Counter[int]()
         for row in rows:
@@ -516,6 +562,20 @@ class Residents:
         assert before == [(pages.live[node], pages.flags[node] & BROKEN) for node in nodes], (
             "what is live and what is broken"
         )
+
+    def _check_owners(self, rows: Sequence[int]) -> None:
+        owners = self.owners
+        if owners.active:
+            used = Counter[int]()
+            for row in rows:
+                used[owners.of(self.namespace[row])] += self.length[row]
+            assert owners.used == [used[owner] for owner in range(len(owners.names))], (
+                "bytes of each owner are counted right"
+            )
+            leaving = np.flatnonzero(self.columns["state"][: self.used] == LEAVING)
+            assert sum(owners.extra) == int(self.columns["length"][leaving].sum()), (
+                "what is leaving counts, and nothing else that is not found"
+            )
 
     def _hint_of(self, row: int) -> tuple[float, int]:
         """Return the rank that an object got by a hint (0: none), and the worker."""
@@ -539,6 +599,8 @@ class Residents:
         self.state[row] = RESIDENT
         self.count += 1
         self.payload += self.length[row]
+        if self.owners.active:
+            self.owners.used[self.owners.of(self.namespace[row])] += self.length[row]
         pages.weigh(node, self.length[row])
         if self.attached[row]:
             pages.state_added(node)

@@ -474,6 +474,10 @@ class Catalog:
                 self._unsaved.add(namespace)
             return self._known.number(namespace)
 
+    def name_of(self, number: int) -> bytes:
+        """Return the namespace with this id; empty if there is none, or if its name cannot be read."""
+        return self._known.name(number)
+
     def check_there(self) -> None:
         """Raise OSError unless the catalog's path still names the open file."""
         if not self._length.same():

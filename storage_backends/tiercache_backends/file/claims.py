@@ -92,12 +92,16 @@ class Claim:
     """Value that the caller gave; None if it gave none."""
     worker: int
     """Number of the caller that gave the value."""
+    length: int = 0
+    """Payload bytes of the object."""
     node: int = NONE
     """Node of the object's page in the page table; NONE before the item is claimed."""
     parent: int | None = None
     """Node of `parent_page`; None if that is None, or before the item is claimed."""
     extents: tuple[Extent, ...] = ()
     """Extents for the object's bytes; empty until blocks are allocated."""
+    is_charged: bool = False
+    """Whether the object's bytes count as `extra` of its owner (`shares.Owners`) until it is published."""
 
     @property
     def is_page(self) -> bool:

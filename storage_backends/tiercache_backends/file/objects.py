@@ -115,7 +115,7 @@ class ObjectTable(Residents):
         mine, lengths, depths = self.columns, records["length"], records["depth"]
         numbers = np.maximum(records["number"], np.uint64(self.newest))
         mine["page"][rows], mine["next"][rows] = at, NONE
-        mine["attached"][rows], mine["state"][rows] = 0, RESIDENT
+        mine["attached"][rows], mine["state"][rows], mine["namespace"][rows] = 0, RESIDENT, namespace_id
         mine["layout"][rows] = self._layouts.obtain(layout, n)
         columns = pages.columns
         columns["first"][at], columns["number"][at] = rows, numbers
@@ -128,6 +128,8 @@ class ObjectTable(Residents):
         self.newest = int(numbers[-1])
         self.count += n
         self.payload += int(lengths.sum())
+        if self.owners.active:
+            self.owners.used[self.owners.of(namespace_id)] += int(lengths.sum())
         pages.pages_added(at, above, lengths, namespace_id)
         if self.note is not None:
             self.note(digests, True)

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
+from math import inf
 from threading import Event, Lock
 from typing import Final
 
@@ -40,6 +41,7 @@ from tiercache.storage.base import ScanEntry
 from tiercache.storage.eviction import EvictionOrder
 from tiercache.storage.residents import RESIDENT, parents_first
 from tiercache.storage.restorable import Admissibility
+from tiercache.storage.shares import OwnerUse, Shares, Writer
 from tiercache_backends.file.claims import Claim, Claims, Pins, Removal, Removed, Suspect
 from tiercache_backends.file.extents import ExtentAllocator
 from tiercache_backends.file.new_pages import expected_all, hold_new
@@ -228,11 +230,112 @@ class StoreState:
                 for entry, row in zip(entries, rows, strict=True)
             ]
 
-    def not_worth(self, claims: Sequence[Claim]) -> list[Claim]:
-        """Return the claims whose objects have values below those of all objects that can be evicted."""
+    def share(self, shares: Shares, name_of: Callable[[int], bytes], *, evict: bool) -> None:
+        """Keep these shares; `name_of` gives the namespace with an id. See `StorageBackend.share`."""
         with self._mutex:
+            if not evict:
+                self._objects.check_shares(shares, name_of)
+            self._objects.share(shares, name_of)
+            for claims in self._writing.values():
+                for claim in claims.fresh:
+                    if claim.extents or claim.is_charged:
+                        self._charge(claim)
+            self._order.restart()
+
+    def owners(self) -> dict[str, OwnerUse]:
+        """Return what each owner has; empty before `share`."""
+        with self._mutex:
+            return self._objects.owners.use()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether shares were given."""
+        return self._objects.owners.active
+
+    def by_owner(self, claims: Sequence[Claim]) -> list[list[Claim]]:
+        """Return the claims in one list for each owner."""
+        with self._mutex:
+            owners = self._objects.owners
+            if not owners.active:
+                return [list(claims)]
+            groups: dict[int, list[Claim]] = {}
+            for claim in claims:
+                groups.setdefault(owners.of(claim.namespace_id), []).append(claim)
+            return list(groups.values())
+
+    def charge(self, claims: Sequence[Claim]) -> int:
+        """Count the bytes of one owner's claims before they are written, in order, up to its quota.
+
+        Returns how many bytes more than its room below the quota the remaining claims have. What is larger
+        than the whole quota counts for nothing.
+        """
+        with self._mutex:
+            owners = self._objects.owners
+            if not owners.active or not claims:
+                return 0
+            owner = owners.of(claims[0].namespace_id)
+            left = 0
+            for claim in claims:
+                if claim.is_charged or claim.length > owners.quotas[owner]:
+                    continue
+                if left or claim.length > owners.room(owner):
+                    left += claim.length
+                else:
+                    self._charge(claim)
+            return int(left - owners.room(owner)) if left else 0
+
+    def count_for_quota(self, claims: Sequence[Claim], *, evicted: int = 0, throttled: int = 0) -> None:
+        """Count objects of the owner of these claims that were evicted or THROTTLED because of its quota."""
+        with self._mutex:
+            owners = self._objects.owners
+            owner = owners.of(claims[0].namespace_id)
+            owners.evicted[owner] += evicted
+            owners.throttled[owner] += throttled
+
+    def evict_own(self, nbytes: int, max_objects: int, claims: Sequence[Claim]) -> Removal:
+        """Take out objects of the claims' owner, until they have `nbytes` payload bytes."""
+        return self.evict(0, 0, max_objects, claims, own_bytes=nbytes)
+
+    def evict_near_quota(self, claims: Sequence[Claim], max_objects: int, share: int) -> Removal:
+        """Take out objects of the claims' owner if less than 1/`share` of its quota is left.
+
+        Nothing is taken out if that part of the quota is less than another set like this one needs.
+        """
+        with self._mutex:
+            owners = self._objects.owners
+            if not owners.active or not claims:
+                return Removal()
+            owner = owners.of(claims[0].namespace_id)
+            spare = owners.quotas[owner] // share
+            short = spare - owners.room(owner)
+            if spare < sum(claim.length for claim in claims) or not 0 < short < inf:
+                return Removal()
+        return self.evict_own(int(short), max_objects, claims)
+
+    def evict_beyond(self, max_objects: int) -> Removal:
+        """Take out objects of an owner that has more than its quota; counts them."""
+        removal = Removal()
+        with self._mutex:
+            owners = self._objects.owners
+            for owner in owners.beyond():
+                taker = _Evicting(self, removal, 0, 0, max_objects, -owners.room(owner))
+                self._order.evict(taker, self._write_parents(), writer=Writer(owner, for_quota=True))
+                if removal.objects:
+                    owners.evicted[owner] += len(removal.objects)
+                    break
+        return removal
+
+    def not_worth(self, claims: Sequence[Claim], *, for_quota: bool = False) -> list[Claim]:
+        """Return the claims whose objects have values below those of all objects that can be evicted.
+
+        `for_quota`: only those of the claims' owner can be.
+        """
+        with self._mutex:
+            writer = self._writer(claims, for_quota=for_quota)
             ranks = [(claim, self._rank(claim)) for claim in claims]
-            return [claim for claim, rank in ranks if rank is not None and not self._order.is_worth(rank)]
+            return [
+                claim for claim, rank in ranks if rank is not None and not self._order.is_worth(rank, writer)
+            ]
 
     def release_nodes(self, nodes: Iterable[int]) -> None:
         """Release nodes (rows of the page table) that a call held; their objects may be evicted now."""
@@ -247,7 +350,8 @@ class StoreState:
         """
         with self._mutex:
             # A claim that got its extents in an earlier round keeps them.
-            without = [claim for claim in claims if not claim.extents]
+            shared = self._objects.owners.active
+            without = [claim for claim in claims if not claim.extents and (claim.is_charged or not shared)]
             for claim, extents in zip(
                 without, self._allocator.allocate_all([claim.blocks for claim in without]), strict=True
             ):
@@ -264,6 +368,8 @@ class StoreState:
             expected_all(objects.pages, [claim.node for claim in claims.fresh if claim.is_page])
             for claim in claims.fresh:
                 del self._busy[claim.digest]
+                if claim.is_charged:  # what is stored counts as `used` instead
+                    objects.owners.extra[objects.owners.of(claim.namespace_id)] -= claim.length
             rows = objects.store(
                 records,
                 [claim.digest for claim in stored],
@@ -299,25 +405,36 @@ class StoreState:
             # result = wanted free blocks - free blocks - blocks that can still be preallocated
             return size // share - self._allocator.free - max(0, size - self._allocator.size)
 
-    def evict(self, blocks: int, objects: int, max_objects: int, claims: Sequence[Claim] = ()) -> Removal:
+    def evict(
+        self, blocks: int, objects: int, max_objects: int, claims: Sequence[Claim] = (), own_bytes: int = 0
+    ) -> Removal:
         """Take out objects in eviction order until `blocks` blocks and `objects` objects are taken out.
 
         Stops earlier after `max_objects` objects, or when nothing is left to evict.
 
         `claims`: the writes that need the room. They are promising if a restore can use at least one of the
         new objects as soon as this object is stored. Unpromising writes may evict less, and writes of low
-        value too (see `EvictionOrder.evict`).
+        value too (see `EvictionOrder.evict`). They all have one owner, if the store has shares.
+
+        `own_bytes`: payload bytes to take out of what that owner has, and of nothing else; 0: take out what
+        is in turn.
         """
         removal, residents = Removal(), self._objects
         with self._mutex:
             promising = any(
                 residents.pages.is_promising(c.node, c.namespace_id, attached=not c.is_page) for c in claims
             )
-            taker = _Evicting(self, removal, blocks, objects, max_objects)
+            taker = _Evicting(self, removal, blocks, objects, max_objects, own_bytes)
             # Only the units that are worth less than every one of the new objects make room for all of them.
             ranks = [rank for claim in claims if (rank := self._rank(claim)) is not None]
             lowest = min(ranks, default=None)
-            self._order.evict(taker, self._write_parents(), promising=promising, rank=lowest)
+            self._order.evict(
+                taker,
+                self._write_parents(),
+                promising=promising,
+                rank=lowest,
+                writer=self._writer(claims, for_quota=own_bytes > 0),
+            )
         return removal
 
     def coldest(self, nbytes: int) -> list[int]:
@@ -476,6 +593,18 @@ class StoreState:
             [objects.hits[row] > is_use for row in rows],
         )
 
+    def _charge(self, claim: Claim) -> None:
+        owners = self._objects.owners
+        owners.extra[owners.of(claim.namespace_id)] += claim.length
+        claim.is_charged = True
+
+    def _writer(self, claims: Sequence[Claim], *, for_quota: bool) -> Writer | None:
+        owners = self._objects.owners
+        if not owners.active or not claims:
+            return None
+        uncharged = sum(claim.length for claim in claims if not claim.is_charged)
+        return Writer(owners.of(claims[0].namespace_id), uncharged, for_quota)
+
     def _rank(self, claim: Claim) -> float | None:
         """Return the rank of an object to write; None if it has no value."""
         value = claim.value
@@ -577,30 +706,41 @@ class StoreState:
 class _Evicting:
     """Receiver of the objects that one eviction takes out (see `eviction.Taker`).
 
-    The eviction needs `blocks` blocks and `objects` objects, and may take out `max_objects` objects.
+    The eviction needs `blocks` blocks, `objects` objects and `nbytes` payload bytes, and may take out
+    `max_objects` objects.
 
     Thread safety: used only under the state's mutex.
     """
 
     def __init__(
-        self, state: StoreState, removal: Removal, blocks: int, objects: int, max_objects: int
+        self,
+        state: StoreState,
+        removal: Removal,
+        blocks: int,
+        objects: int,
+        max_objects: int,
+        nbytes: float = 0,
     ) -> None:
         self._state = state
         self._removal = removal
         self._blocks = blocks
         self._objects = objects
         self._max_objects = max_objects
+        self._nbytes = nbytes
         self._gained = 0
 
     def take(self, rows: list[int]) -> None:
         """Take out the objects in these rows."""
         for row in rows:
             self._gained += self._state._objects.blocks(row)
+            self._nbytes -= self._state._objects.length[row]
             self._state._leave(self._removal, row)
 
     def enough(self) -> bool:
-        """Return whether the wanted blocks and objects have been taken out."""
-        return self._gained >= self._blocks and len(self._removal.objects) >= self._objects
+        """Return whether the wanted blocks, objects and bytes have been taken out."""
+        return (
+            self._gained >= self._blocks and len(self._removal.objects) >= self._objects and self._nbytes <= 0
+        )
 
     def full(self) -> bool:
         """Return whether as many objects were taken out as one transaction may remove."""

@@ -19,6 +19,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, Final, Self
 
+from tiercache.config import parse_size
 from tiercache.core import BLOCK_ALIGN, ObjectKey, Outcome
 from tiercache.errors import StorageError
 from tiercache.events.source import ChangeNote
@@ -40,6 +41,7 @@ from tiercache.storage.checksum import Checksums, MacKey
 from tiercache.storage.env import Env, close_quietly, moves_direct
 from tiercache.storage.gate import CallGate
 from tiercache.storage.pages import PAGE_KEY_BYTES
+from tiercache.storage.shares import Shares
 from tiercache_backends.file.claims import Claim, blocks_for
 from tiercache_backends.file.io_engine import IoEngine
 from tiercache_backends.file.opening import open_catalog, read_catalog
@@ -98,7 +100,7 @@ class FileBackend(StorageBackend):
     Thread safety: as the contract says. Reads and writes of several threads run in parallel.
     """
 
-    capabilities = Capabilities(persistent=True, bounded=True)
+    capabilities = Capabilities(persistent=True, bounded=True, shares=True)
 
     def __init__(
         self,
@@ -163,6 +165,19 @@ class FileBackend(StorageBackend):
             must_exist=capacity is None,
         ).check_place()
 
+    @classmethod
+    def check_shares(cls, section: Mapping[str, Any], shares: Shares) -> None:
+        capacity = section.get("capacity")
+        room = 0 if capacity in (None, "kept") else parse_size(capacity)
+        shares.check(room - room // CATALOG_SHARE, "the store that are left for objects")
+
+    def share(self, shares: Shares, *, evict: bool = True) -> None:
+        with self._gate:
+            shares.check(self._slabs.budget_blocks * BLOCK_ALIGN, "the store that are left for objects")
+            self._state.share(shares, self._catalog.name_of, evict=evict)
+            if not self._read_only:
+                self._writer.trim()
+
     @staticmethod
     def _settings(section: Mapping[str, Any], context: StoreContext) -> dict[str, Any]:
         return local_settings(
@@ -219,6 +234,8 @@ class FileBackend(StorageBackend):
                     todo = claims.later
             finally:
                 self._state.release_nodes(held)
+            if self._state.is_shared:
+                self._writer.trim()
             return outcomes
 
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
@@ -302,7 +319,9 @@ class FileBackend(StorageBackend):
             io = "direct" if self._direct else "buffered"
             if self._read_only and (self._directory.suspect or self._lost):
                 figures["catalog_damaged"] = 1
-            return Usage(objects, payload, used, self._capacity, {"io": io, **figures})
+            return Usage(
+                objects, payload, used, self._capacity, {"io": io, **figures}, owners=self._state.owners()
+            )
 
     def flush(self) -> None:
         with self._gate:
@@ -362,6 +381,7 @@ class FileBackend(StorageBackend):
             namespace_id,
             meta.value,
             meta.worker,
+            meta.length,
         )
 
     def _open(

@@ -143,7 +143,8 @@ class ObjectWriter:
         """Write claimed objects and set their outcomes by item index. In any case, end every claim."""
         stored: tuple[Sequence[Claim], Records] = [], NO_RECORDS
         try:
-            self._reserve(claims.fresh)
+            for group in self._state.by_owner(claims.fresh):
+                self._reserve(group)
             placed = _with_stored_parents(
                 claims.fresh,
                 {claim.index for claim in claims.fresh if not 0 < len(claim.extents) <= MAX_EXTENTS},
@@ -166,6 +167,7 @@ class ObjectWriter:
         # First make room in the catalog, then in the slabs.
         if self._catalog.removable(len(claims)) <= 0:
             self._evict(0, len(claims), fitting)
+        fitting = self._charge(fitting)
         blocks = sum(c.blocks for c in fitting)
         while True:
             if self._state.needs_second_slab(blocks):
@@ -182,6 +184,46 @@ class ObjectWriter:
             if len(left) == len(fitting):
                 break
             fitting = left
+
+    def _charge(self, claims: list[Claim]) -> list[Claim]:
+        """Count the bytes of one owner's claims within its quota, and evict its own objects where it must.
+
+        Returns the claims that are within the quota.
+        """
+        while missing := self._state.charge(claims):
+            if self._evict_own(missing, [claim for claim in claims if not claim.is_charged]):
+                continue
+            # As in `_reserve`: go on without the objects that are not worth what must be evicted for them.
+            valued = [c for c in claims if c.value is not None and not c.is_charged]
+            refused = self._state.not_worth(valued, for_quota=True)
+            if not refused:
+                break
+            self._state.count("not_worth", len(refused))
+            claims = _with_stored_parents(claims, {c.index for c in refused})
+        beyond = {claim.index for claim in claims if not claim.is_charged}
+        if not beyond or not self._state.is_shared:
+            return claims
+        self._state.count_for_quota(claims, throttled=len(beyond))
+        return _with_stored_parents(claims, beyond)
+
+    def _evict_own(self, nbytes: int, claims: Sequence[Claim]) -> bool:
+        """Evict objects of the claims' owner because of its quota; return False if none was removed."""
+        limit = min(BATCH, max(_MIN_REMOVALS, self._catalog.removable(0)))
+        removal = self._state.evict_own(nbytes, limit, claims)
+        if not self._remover.remove(removal) or not removal.objects:
+            return False
+        self._state.count("evicted", len(removal.objects))
+        self._state.count_for_quota(claims, evicted=len(removal.objects))
+        return True
+
+    def trim(self) -> None:
+        """Evict what owners have beyond their quotas, as far as no call uses it."""
+        while True:
+            limit = min(BATCH, max(_MIN_REMOVALS, self._catalog.removable(0)))
+            removal = self._state.evict_beyond(limit)
+            if not removal.objects or not self._remover.remove(removal):
+                return
+            self._state.count("evicted", len(removal.objects))
 
     def _worthy(self, claims: Sequence[Claim]) -> list[Claim]:
         """Return the claims without those that are not worth what must be evicted for them.
@@ -240,14 +282,21 @@ class ObjectWriter:
                 return
             self._state.count("evicted", len(removal.objects))
 
-    def _evict_ahead(self, changes: int) -> Removal:
+    def _evict_ahead(self, written: Sequence[Claim]) -> Removal:
         """Take objects out of the state if few blocks are free, so that the next set finds free blocks.
 
-        This set stores `changes` objects. Its transaction also removes the records of the objects taken out.
+        This set stores `written`. Its transaction also removes the records of the objects taken out. With
+        blocks enough, room is made in the same way below the quota of their owner.
         """
+        changes = len(written)
         short = self._state.shortage(None if self._cramped else self._slabs.budget_blocks, _LOW_WATER)
         limit = min(_MAX_AHEAD, max(_MIN_REMOVALS, changes, self._catalog.removable(changes)))
-        return self._state.evict(short, 1, limit) if short > 0 else Removal()
+        if short > 0:
+            return self._state.evict(short, 1, limit)
+        removal = self._state.evict_near_quota(written, limit, _LOW_WATER)
+        if removal.objects:
+            self._state.count_for_quota(written, evicted=len(removal.objects))
+        return removal
 
     def _write(
         self, items: Sequence[SetItem], claims: Sequence[Claim], outcomes: list[Outcome]
@@ -310,7 +359,7 @@ class ObjectWriter:
         Raises OSError if the transaction fails.
         """
         further = {i: claim.extents[1:] for i, claim in enumerate(written) if len(claim.extents) > 1}
-        removal = self._evict_ahead(len(written))
+        removal = self._evict_ahead(written)
         try:
             self._catalog.apply(records, further, removals=removal.numbers)
         except OSError:

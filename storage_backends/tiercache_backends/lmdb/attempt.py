@@ -15,6 +15,7 @@ from tiercache.core import Outcome
 from tiercache.storage.base import SetItem
 from tiercache.storage.checksum import Checksums
 from tiercache.storage.restorable import Admissibility
+from tiercache.storage.shares import Writer
 from tiercache_backends.lmdb.budget import Disk
 from tiercache_backends.lmdb.environment import Environment, ErrorCounters
 from tiercache_backends.lmdb.maintenance import Applied, Maintenance
@@ -22,6 +23,9 @@ from tiercache_backends.lmdb.mirror import Eviction, Mirror
 from tiercache_backends.lmdb.payload import PART_PAGES, pages_for
 from tiercache_backends.lmdb.records import HALF
 from tiercache_backends.lmdb.transaction import Transaction
+
+_ALL_PAGES: Final = 1 << 62
+"""More LMDB pages than any file has."""
 
 
 class NewObject(NamedTuple):
@@ -132,7 +136,11 @@ class Attempt:
         self._limits = limits
         if self._mirror.is_read and not self._mirror.keep_up(txn):
             raise MirrorBehindError
+        if self._mirror.owners.active and not self._mirror.is_read:
+            raise MirrorBehindError
         self._transaction = Transaction(context.environment, txn)
+        self._evictions = limits.evictions
+        """Number of objects that this transaction may still evict."""
 
     def run(self) -> AttemptResult:
         """Evict, store the objects that may be stored and that fit, and return the result.
@@ -147,16 +155,19 @@ class Attempt:
         needs = {new.place: self._pages(new) for new in missing if new.place not in refused}
         sized = [new for new in missing if needs.get(new.place, limit + 1) <= limit]
         outcomes: dict[bytes, Outcome] | None = None
-        fitting = self._worthy(sized, needs)
-        while made_room := self._make_room(fitting, sum(needs[new.place] for new in fitting)):
+        within = self._within_quota(sized)
+        fitting = self._worthy(within or (), needs)
+        while made_room := within is not None and self._make_room(
+            fitting, sum(needs[new.place] for new in fitting)
+        ):
             # An eviction stops at a unit of more value than one of the objects. Go on with the others.
             left = self._worthy(fitting, needs)
             if len(left) == len(fitting):
                 break
             fitting = left
         if made_room:
-            if len(fitting) < len(sized):
-                self._context.errors.count("not_worth", len(sized) - len(fitting))
+            if within is not None and len(fitting) < len(within):
+                self._context.errors.count("not_worth", len(within) - len(fitting))
             outcomes = dict.fromkeys((new.place for new in self._chunk), Outcome.HIT)
             outcomes |= dict.fromkeys(needs, Outcome.THROTTLED)
             outcomes |= refused
@@ -179,12 +190,61 @@ class Attempt:
         self._transaction.add(added, self._limits.part_pages)
         return [place for place, _, _ in added]
 
+    def _writer(self, news: Sequence[NewObject], *, for_quota: bool = False) -> Writer | None:
+        """Return whose objects these are; all of a chunk have one owner."""
+        owners = self._mirror.owners
+        if not owners.active or not news:
+            return None
+        owner = owners.of_namespace(news[0].item.meta.namespace)
+        return Writer(owner, sum(new.item.meta.length for new in news), for_quota)
+
+    def _within_quota(self, news: Sequence[NewObject]) -> Sequence[NewObject] | None:
+        """Evict objects of the owner until these are within its quota; return those that are.
+
+        Returns None if the chunk needs another transaction, as `_make_room` does.
+        """
+        writer = self._writer(news, for_quota=True)
+        if writer is None:
+            return news
+        owners, owner = self._mirror.owners, writer.owner
+        # What leaves in this transaction is gone when this is stored, so `extra` does not count.
+        room = owners.quotas[owner] - owners.used[owner]
+        short = sum(n.item.meta.length for n in news if n.item.meta.length <= owners.quotas[owner]) - room
+        if short > 0:
+            valued = [n.item.meta.value for n in news if n.item.meta.value is not None]
+            value = min(
+                (v for v in valued if self._mirror.is_worth(v, writer)), default=min(valued, default=None)
+            )
+            eviction = Eviction(_ALL_PAGES, self._evictions, self._context.unremovable, short)
+            promising = {self._is_promising(new, news) for new in news}
+            self._mirror.evict(
+                self._transaction, eviction, self._batch.held, promising=True in promising, value=value,
+                writer=writer,
+            )  # fmt: skip
+            self._transaction.count_evicted(eviction.objects)
+            owners.evicted[owner] += eviction.objects
+            self._evictions -= eviction.objects
+            if (self._limits.evicts_apart and eviction.objects) or self._evictions <= 0:
+                return None
+            room = owners.quotas[owner] - owners.used[owner]
+        within: list[NewObject] = []
+        lost: set[bytes] = set()
+        for new in news:
+            if new.item.meta.length <= room and new.item.meta.parent not in lost:
+                room -= new.item.meta.length
+                within.append(new)
+            elif not new.attached:
+                lost.add(new.page)
+        owners.throttled[owner] += len(news) - len(within)
+        return within
+
     def _worthy(self, fitting: Sequence[NewObject], needs: Mapping[bytes, int]) -> Sequence[NewObject]:
         """Return the objects without those that are not worth what must be evicted for them.
 
         What depends on a page that is left out is left out too. Nothing is while there is room, also for the
         pages that an eviction frees for later sets.
         """
+        writer = self._writer(fitting)
         valued = {new.place: value for new in fitting if (value := new.item.meta.value) is not None}
         room = self._limits.limit - self._context.disk.whole.slack - self._transaction.used_pages()
         if not valued or not self._mirror.is_read or sum(needs[new.place] for new in fitting) <= room:
@@ -192,7 +252,7 @@ class Attempt:
         left: list[NewObject] = []
         lost: set[bytes] = set()
         for new in fitting:
-            worth = new.place not in valued or self._mirror.is_worth(valued[new.place])
+            worth = new.place not in valued or self._mirror.is_worth(valued[new.place], writer)
             if worth and new.item.meta.parent not in lost:
                 left.append(new)
             elif not new.attached:
@@ -297,7 +357,7 @@ class Attempt:
         if not self._mirror.is_read:
             raise MirrorBehindError
         eviction = Eviction(
-            target - self._context.disk.whole.slack, self._limits.evictions, self._context.unremovable
+            target - self._context.disk.whole.slack, self._evictions, self._context.unremovable
         )
         promising = {self._is_promising(new, fitting) for new in fitting}
         values = [value for new in fitting if (value := new.item.meta.value) is not None]
@@ -307,6 +367,7 @@ class Attempt:
             self._batch.held,
             promising=True in promising,
             value=min(values, default=None),
+            writer=self._writer(fitting),
         )
         self._transaction.count_evicted(eviction.objects)
         if self._limits.evicts_apart and eviction.objects:

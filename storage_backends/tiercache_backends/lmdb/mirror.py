@@ -33,6 +33,7 @@ from tiercache.storage.eviction import EvictionOrder
 from tiercache.storage.pages import column_of
 from tiercache.storage.residents import ObjectColumns, Residents
 from tiercache.storage.restorable import Worth
+from tiercache.storage.shares import Owners, Shares, Writer
 from tiercache.storage.values import HALF_LIFE, usable_hints
 from tiercache_backends.lmdb.environment import Environment
 from tiercache_backends.lmdb.records import (
@@ -52,6 +53,8 @@ from tiercache_backends.local.failures import DAMAGE
 
 _OBJECTS_PER_TRANSACTION: Final = 4096
 """Maximum number of records that one transaction reads when all records are read."""
+_ALL_PAGES: Final = 1 << 62
+"""More LMDB pages than any file has."""
 _MAX_NOTED: Final = 1 << 16
 """Maximum number of uses that wait for `keep_up`; if there are more, the oldest uses are dropped."""
 
@@ -107,6 +110,10 @@ class Mirror:
         self._watcher: ChangeNote | None = None
         self._told: set[bytes] | None = None
         """Digests that the watcher knows, while all records are read again; else it knows the mirror's."""
+        self.owners: Final = Owners()
+        """Bytes of each owner, as of the last `keep_up`."""
+        self._names: dict[int, bytes] = {}
+        """Namespaces by number."""
         self._reset()
 
     def note(self, places: Iterable[bytes], *, brought: bool = False) -> None:
@@ -129,9 +136,21 @@ class Mirror:
             for i, value in zip(which.tolist(), possible.tolist(), strict=True)
         )
 
-    def is_worth(self, value: float) -> bool:
+    def is_worth(self, value: float, writer: Writer | None = None) -> bool:
         """Return whether an object of this value would be stored if room had to be made for it."""
-        return self._order.is_worth(self._residents.rank(value))
+        return self._order.is_worth(self._residents.rank(value), writer)
+
+    def share(self, shares: Shares, *, evict: bool) -> None:
+        """Keep these shares; see `StorageBackend.share`. The mirror has been read."""
+        if not evict:
+            self._residents.check_shares(shares, self._name_of)
+        self._residents.share(shares, self._name_of)
+        self._order.restart()
+
+    def owner_of(self, namespace: bytes) -> str:
+        """Return the name of the owner of a namespace, without a lock; empty before `share`."""
+        shares = self.owners.shares
+        return "" if shares is None else shares.owner_of(namespace)
 
     def watch(self, watcher: ChangeNote | None) -> None:
         """Tell `watcher` of objects that come and go from now on; see `StorageBackend.watch`.
@@ -207,6 +226,8 @@ class Mirror:
         )
         for number in namespace_ids:
             self._residents.pages.require_states(number)
+        if (shares := self.owners.shares) is not None:
+            self._residents.share(shares, self._name_of)
         self._seen = facts.next_tick
 
     def keep_up(self, txn: Any) -> bool:
@@ -248,6 +269,8 @@ class Mirror:
                 continue
             if row >= 0:
                 self._forget(row)
+            if record.namespace not in self._names:
+                self._facts(txn)  # reads the names
             self._add(place, record)
         self._seen = facts.next_tick
         self._apply_hints()
@@ -261,8 +284,9 @@ class Mirror:
         *,
         promising: bool,
         value: float | None = None,
+        writer: Writer | None = None,
     ) -> None:
-        """Evict objects in `transaction`, within the bounds of `eviction`.
+        """Evict objects in `transaction`, within the bounds of `eviction`; `writer`: whose need the room.
 
         `value`: lowest value of the objects that need the room; None if none of them has a value.
 
@@ -273,7 +297,7 @@ class Mirror:
         try:
             rank = None if value is None else self._residents.rank(value)
             taker = _EvictionTaker(self, transaction, eviction)
-            self._order.evict(taker, nodes, promising=promising, rank=rank)
+            self._order.evict(taker, nodes, promising=promising, rank=rank, writer=writer)
         finally:
             for node in nodes:
                 self._residents.pages.release(node)
@@ -286,6 +310,15 @@ class Mirror:
     def sweep(self, transaction: Transaction, eviction: Eviction) -> None:
         """Evict objects that no restore can use, such as the rest of a unit (see `unfinished`)."""
         self._order.sweep(_EvictionTaker(self, transaction, eviction))
+
+    def evict_beyond(self, owner: int, transaction: Transaction, eviction: Eviction) -> None:
+        """Evict what an owner has beyond its quota, within the bounds of `eviction`."""
+        if (short := self.owners.used[owner] - self.owners.quotas[owner]) > 0:
+            own = Eviction(_ALL_PAGES, eviction.max_objects, eviction.damaged, short)
+            taker = _EvictionTaker(self, transaction, own)
+            self._order.evict(taker, writer=Writer(owner, for_quota=True))
+            eviction.objects += own.objects
+            self.owners.evicted[owner] += own.objects
 
     def committed(self) -> None:
         """Drop the objects that the transaction removed; call this after its commit."""
@@ -352,6 +385,7 @@ class Mirror:
 
     def _reset(self) -> None:
         self._residents = Residents(clock=self._clock)
+        self._residents.owners = self.owners
         self._order = EvictionOrder(self._residents, Lru())
         self._leaving = []
         self._seen = 0
@@ -396,7 +430,12 @@ class Mirror:
 
     def _facts(self, txn: Any) -> tuple[StoreTotals, list[int]]:
         facts = StoreTotals.unpack(txn.get(FACTS, db=self._environment.facts))
-        return facts, [name.number for name in names_in(self._environment, txn).values() if name.states]
+        names = names_in(self._environment, txn)
+        self._names = {name.number: namespace for namespace, name in names.items()}
+        return facts, [name.number for name in names.values() if name.states]
+
+    def _name_of(self, number: int) -> bytes:
+        return self._names.get(number, b"")
 
     def _walk_by_age(self, tick: int, txn: Any) -> WalkResult:
         """Return the next objects from a tick on, found by their entries in `ages`.
@@ -443,13 +482,15 @@ class Eviction:
     Thread safety: only the thread of the transaction uses it.
     """
 
-    def __init__(self, pages: int, max_objects: int, damaged: set[bytes]) -> None:
+    def __init__(self, pages: int, max_objects: int, damaged: set[bytes], nbytes: float = 0) -> None:
         self.pages = pages
         """Number of LMDB pages in use at which the eviction ends."""
         self.max_objects = max_objects
         """Maximum number of objects to remove."""
         self.damaged = damaged
         """Places of objects that cannot be removed. A removal that meets damage adds the object's place."""
+        self.nbytes = nbytes
+        """Payload bytes that are still to be removed."""
         self.objects = 0
         """Number of objects removed so far."""
 
@@ -483,10 +524,11 @@ class _EvictionTaker:
                 raise
             self._mirror.leave(row)
             self._eviction.objects += 1
+            self._eviction.nbytes -= record.length
 
     def enough(self) -> bool:
-        """Return whether enough LMDB pages are free."""
-        return self._transaction.used_pages() <= self._eviction.pages
+        """Return whether enough LMDB pages are free, and enough bytes removed."""
+        return self._eviction.nbytes <= 0 and self._transaction.used_pages() <= self._eviction.pages
 
     def full(self) -> bool:
         """Return whether this transaction may remove no more objects."""

@@ -15,6 +15,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final, Self
 
+from tiercache.config import parse_size
 from tiercache.core import DIGEST_BYTES, ObjectKey, Outcome
 from tiercache.errors import ClosedError, StorageError
 from tiercache.events.source import ChangeNote
@@ -34,6 +35,7 @@ from tiercache.storage.checksum import MacKey
 from tiercache.storage.env import Env
 from tiercache.storage.following import Following
 from tiercache.storage.gate import CallGate
+from tiercache.storage.shares import OwnerUse, Shares
 from tiercache_backends.lmdb.attempt import WriteContext
 from tiercache_backends.lmdb.budget import SMALLEST_CAPACITY, Disk
 from tiercache_backends.lmdb.environment import ErrorCounters
@@ -80,7 +82,7 @@ class LmdbBackend(StorageBackend):
     Thread safety: as the contract says. Reads run in parallel; of all processes one thread writes at a time.
     """
 
-    capabilities = Capabilities(persistent=True, shared=True, bounded=True)
+    capabilities = Capabilities(persistent=True, shared=True, bounded=True, shares=True)
 
     def __init__(
         self, path: str, capacity: int | None, durability: str = "process", env: Env | None = None, *,
@@ -127,6 +129,24 @@ class LmdbBackend(StorageBackend):
         StoreDirectory(
             context.env, values["path"], kind=KIND, version=VERSION, database="", must_exist=capacity is None
         ).check_place()
+
+    @classmethod
+    def check_shares(cls, section: Mapping[str, Any], shares: Shares) -> None:
+        capacity = section.get("capacity")
+        shares.check(0 if capacity in (None, "kept") else parse_size(capacity), "the store")
+
+    def share(self, shares: Shares, *, evict: bool = True) -> None:
+        with self._gate:
+            budget = self._store.budget
+            shares.check(budget.limit * budget.page_bytes, "the store that are left for objects")
+            try:
+                with self._mirror.lock:
+                    self._keep_up()
+                    self._mirror.share(shares, evict=evict)
+            except DamagedError as error:
+                raise self._unreadable("reading all records", error) from error
+            if not self._read_only:
+                self._writer.trim()
 
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
         with self._gate:
@@ -283,6 +303,7 @@ class LmdbBackend(StorageBackend):
                 figures |= self._worth()
             except OSError as error:
                 raise self._unreadable("counting what is used", error) from error
+            owners = self._owners()
             figures |= self._errors.figures() | {
                 "evicted": facts.evicted,
                 "corrupt": facts.corrupt,
@@ -297,6 +318,7 @@ class LmdbBackend(StorageBackend):
                 used,
                 self._capacity,
                 figures,
+                owners=owners,
             )
 
     def flush(self) -> None:
@@ -342,6 +364,10 @@ class LmdbBackend(StorageBackend):
                 return self._mirror.worth()._asdict()
         except DamagedError:
             return {}
+
+    def _owners(self) -> dict[str, OwnerUse]:
+        with self._mirror.lock:
+            return self._mirror.owners.use()
 
     def _keep_up(self) -> None:
         """Let the mirror apply all changes; the caller holds its lock. Raises OSError."""

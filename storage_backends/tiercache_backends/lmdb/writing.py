@@ -16,6 +16,7 @@ below it that are indented further; `|` marks an alternative:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from tiercache.core import Outcome
@@ -85,24 +86,51 @@ class BatchWriter:
         ordered = (
             missing[i] for i in parents_first([(place[:HALF], items[place].meta.parent) for place in missing])
         )
-        for chunk in self._chunks(self._prepare(place, items[place]) for place in ordered):
-            self._store(chunk, batch)
+        for places_of_owner in self._by_owner(ordered, items):
+            for chunk in self._chunks(self._prepare(place, items[place]) for place in places_of_owner):
+                self._store(chunk, batch)
         while self._mirror.unfinished and self._sweep():
             pass
+        self.trim()
         return batch.outcomes
+
+    def _by_owner(
+        self, ordered: Iterable[bytes], items: Mapping[bytes, SetItem]
+    ) -> Iterable[Iterable[bytes]]:
+        """Return the places of a batch in one list for each owner, so that a chunk has one owner."""
+        if not self._mirror.owners.active:
+            return (ordered,)
+        groups: dict[str, list[bytes]] = {}
+        owners: dict[bytes, str] = {}
+        for place in ordered:
+            namespace = items[place].meta.namespace
+            if namespace not in owners:
+                owners[namespace] = self._mirror.owner_of(namespace)
+            groups.setdefault(owners[namespace], []).append(place)
+        return groups.values()
+
+    def trim(self) -> None:
+        """Evict what owners have beyond their quotas, as far as the mirror knows."""
+        while self._mirror.is_read and (beyond := self._mirror.owners.beyond()):
+            if not self._evict_some(partial(self._mirror.evict_beyond, beyond[0])):
+                return
 
     def _sweep(self) -> bool:
         """Evict the rest of a unit (pages of one conversation) that earlier transactions evicted in part.
 
         Returns False if nothing was evicted.
         """
+        return self._evict_some(self._mirror.sweep)
+
+    def _evict_some(self, evict: Callable[[Transaction, Eviction], None]) -> bool:
+        """Evict in a transaction of its own; return False if nothing was evicted."""
 
         def work(txn: Any) -> int:
             if not self._mirror.keep_up(txn):
                 return 0
             transaction = Transaction(self._environment, txn)
             eviction = Eviction(0, self._disk.budget().changes, self._unremovable)
-            self._mirror.sweep(transaction, eviction)
+            evict(transaction, eviction)
             transaction.count_evicted(eviction.objects)
             transaction.save()
             return eviction.objects

@@ -24,6 +24,7 @@ from tiercache.storage.base import (
 )
 from tiercache.storage.gate import CallGate
 from tiercache.storage.history import History
+from tiercache.storage.shares import Shares
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -111,6 +112,9 @@ class Wrapper(StorageBackend):
     def history(self, keys: Sequence[ObjectKey], pages: Sequence[bytes]) -> History:
         with self._gate:
             return self.inner.history(keys, pages)
+
+    def share(self, shares: Shares, *, evict: bool = True) -> None:
+        self.inner.share(shares, evict=evict)
 
     def attach(self, memory: SharedMemory) -> None:
         self.inner.attach(memory)

@@ -1,0 +1,281 @@
+"""Quotas and guarantees of three tenants beside a plain model, for every store that keeps shares."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from threading import Event
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from tests.examples import example_count
+from tests.storage.backends import FileHooks, MemoryHooks
+from tests.storage_backends.lmdb.hooks import LmdbHooks
+from tiercache.core import ObjectKey, Outcome
+from tiercache.errors import RefusedError
+from tiercache.storage.base import SetItem, StorageBackend
+from tiercache.storage.shares import Share, Shares
+from tiercache.testing.conformance import BackendHooks
+from tiercache.testing.conformance.threads import run_all
+from tiercache.testing.objects import key, page_key, state_of, to_get, to_set
+
+STORED, HIT, THROTTLED = Outcome.STORED, Outcome.HIT, Outcome.THROTTLED
+TENANTS = ("ash", "birch", "cedar")
+OWNERS = ("", *TENANTS)
+PLAIN, HYBRID = b"plain", b"hybrid"
+SIZES = (100_000, 40_000, 4096, 180_000)
+LENGTH = 6
+"""Pages of a sequence."""
+
+Place = tuple[str, int, int, bool]
+"""An object: owner, sequence, page, and whether it is the page's state."""
+
+
+def namespace_of(owner: str, sequence: int) -> bytes:
+    """Each owner has two namespaces; sequences of the second one need states."""
+    return owner.encode() + b"/" + (HYBRID if sequence % 2 else PLAIN)
+
+
+def owner_of(namespace: bytes) -> str:
+    return namespace.partition(b"/")[0].decode()
+
+
+def key_of(place: Place) -> ObjectKey:
+    owner, sequence, page, is_state = place
+    return (state_of if is_state else key)((owner, sequence, page))
+
+
+def length_of(place: Place) -> int:
+    owner, sequence, page, is_state = place
+    return SIZES[(len(owner) + 3 * sequence + page + is_state) % len(SIZES)]
+
+
+def item_of(place: Place, value: float | None = None) -> SetItem:
+    owner, sequence, page, is_state = place
+    parent = page_key((owner, sequence, page)) if is_state else None
+    if page and not is_state:
+        parent = page_key((owner, sequence, page - 1))
+    return to_set(
+        key_of(place), bytes(length_of(place)), namespace=namespace_of(owner, sequence), parent=parent,
+        depth=page + 1, value=value, worker=1,
+    )  # fmt: skip
+
+
+def batch_of(owner: str, sequence: int, pages: int) -> list[Place]:
+    """The first pages of a sequence, with the state of the last one if the sequence needs states."""
+    places = [(owner, sequence, page, False) for page in range(pages)]
+    return places + [(owner, sequence, pages - 1, True)] * (sequence % 2)
+
+
+EVERYTHING = [
+    (owner, sequence, page, is_state)
+    for owner in OWNERS
+    for sequence in range(12)
+    for page in range(LENGTH)
+    for is_state in (False, True)[: 1 + sequence % 2]
+]
+
+
+class SharesMachine(RuleBasedStateMachine):
+    """Sets, reads, deletions, changes of the shares and restarts, beside a dict of what is stored.
+
+    The model does not know what a store evicts, but after each set what it may have evicted, and when it must
+    have.
+    """
+
+    suite: ClassVar[type[BackendHooks]]
+    persistent: ClassVar[bool]
+    capacity: ClassVar[int]
+    safe: ClassVar[int]
+    """Payload bytes that fit whatever the sizes of the objects are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
+        self.hooks = self.suite()
+        self.limits: Mapping[str, Share] = {name: Share() for name in TENANTS}
+        self.store = self.hooks.open_store(self.folder / "s", self.capacity)
+        self.share(evict=True)
+        self.there: set[Place] = set()
+
+    def teardown(self) -> None:
+        self.hooks.check(self.store)
+        self.store.close()
+        shutil.rmtree(self.folder)
+
+    def share(self, *, evict: bool) -> None:
+        self.store.share(Shares(owner_of, self.limits), evict=evict)
+
+    # --- rules
+
+    @rule(
+        owner=st.sampled_from(OWNERS), sequence=st.integers(0, 11), pages=st.integers(1, LENGTH),
+        value=st.sampled_from([None, None, 1.0, 100.0]),
+    )  # fmt: skip
+    def set(self, owner: str, sequence: int, pages: int, value: float | None) -> None:
+        places = batch_of(owner, sequence, pages)
+        before = self.there
+        used = self.used(owner)
+        fresh = [place for place in places if place not in before]
+        answers = dict(zip(places, self.store.set([item_of(p, value) for p in places]), strict=True))
+        self.look()
+        assert set(answers.values()) <= {STORED, HIT, THROTTLED}
+        assert {place for place in places if answers[place] is not THROTTLED} <= self.there
+        lost = before - self.there
+        for other in OWNERS:
+            if other != owner:
+                self.check_loss(other, [place for place in lost if place[0] == other])
+        share = self.limits.get(owner, Share())
+        wanted = sum(map(length_of, fresh))
+        total = sum(map(length_of, before))
+        if used + wanted <= share.guarantee:
+            assert THROTTLED not in answers.values(), "a tenant can store what it is guaranteed"
+        if total + wanted <= self.safe:
+            assert not [place for place in lost if place[0] != owner], "a quota is no reason to evict others"
+        refused = [place for place in fresh if answers[place] is THROTTLED and self.could_follow(place)]
+        if refused and value is None and not self.has_values:
+            room = (share.quota or 1 << 60) - self.used(owner)
+            assert all(length_of(place) > room for place in refused[:1]) or all(
+                self.used(other) <= self.limits.get(other, Share()).guarantee
+                for other in OWNERS
+                if other != owner
+            ), "a set is throttled only for a quota, or if all others are protected"
+        self.has_values = self.has_values or value is not None
+
+    has_values = False
+
+    def could_follow(self, place: Place) -> bool:
+        owner, sequence, page, is_state = place
+        return not page and not is_state or (owner, sequence, page - (not is_state), False) in self.there
+
+    @rule(places=st.lists(st.sampled_from(EVERYTHING), max_size=8))
+    def get(self, places: Sequence[Place]) -> None:
+        answers = self.store.get([to_get(key_of(place), length_of(place)) for place in places])
+        assert [answer is HIT for answer in answers] == [place in self.there for place in places]
+
+    @rule(places=st.lists(st.sampled_from(EVERYTHING), max_size=8, unique=True))
+    def delete(self, places: Sequence[Place]) -> None:
+        answers = self.store.delete([key_of(place) for place in places])
+        assert answers == [place in self.there for place in places]
+        self.there = self.there - set(places)
+
+    @rule(
+        quotas=st.lists(st.sampled_from([None, 0, 150_000, 500_000, 900_000]), min_size=3, max_size=3),
+        guarantees=st.lists(st.sampled_from([0, 0, 200_000, 450_000]), min_size=3, max_size=3),
+        evict=st.booleans(),
+    )
+    def change(self, quotas: Sequence[int | None], guarantees: Sequence[int], evict: bool) -> None:
+        before, was = self.there, self.limits
+        self.limits = {
+            name: Share(quota, guarantee if quota is None else min(quota, guarantee))
+            for name, quota, guarantee in zip(TENANTS, quotas, guarantees, strict=True)
+        }
+        beyond = {
+            name for name, share in self.limits.items()
+            if share.quota is not None and self.used(name) > share.quota
+        }  # fmt: skip
+        if not evict and beyond:
+            with pytest.raises(RefusedError, match="more than a quota"):
+                self.share(evict=False)
+            self.limits = was
+            self.look()
+            assert self.there == before, "nothing was changed"
+            return
+        self.share(evict=evict)
+        self.look()
+        assert {place[0] for place in before - self.there} <= beyond, "only what is beyond its quota shrinks"
+
+    @precondition(lambda self: self.persistent)
+    @rule(kill=st.booleans())
+    def reopen(self, kill: bool) -> None:
+        if kill:
+            self.store = self.hooks.kill(self.store, self.folder / "s", self.capacity)
+        else:
+            self.store.close()
+            self.store = self.hooks.open_store(self.folder / "s", self.capacity)
+        self.share(evict=True)
+        self.has_values = True  # the order of eviction has changed, and what was evicted before is forgotten
+
+    @rule(seed=st.integers(0, 1000), idle=st.sampled_from(OWNERS))
+    def several_at_once(self, seed: int, idle: str) -> None:
+        """All owners but one write at once; at no instant has any more than its quota."""
+        before, done = self.there, Event()
+
+        def write(owner: str) -> None:
+            random = Random(f"{seed}{owner}")
+            for _ in range(3):
+                batch = batch_of(owner, random.randrange(12), random.randint(1, LENGTH))
+                self.store.set([item_of(place) for place in batch])
+
+        def work() -> None:
+            try:
+                run_all(*(lambda owner=owner: write(owner) for owner in OWNERS if owner != idle))
+            finally:
+                done.set()
+
+        def watch() -> None:
+            while not done.is_set():
+                for name, use in self.store.usage().owners.items():
+                    quota = self.limits.get(name, Share()).quota
+                    assert quota is None or use.used_bytes <= quota, f"{name} has {use}"
+
+        run_all(work, watch)
+        self.look()
+        self.check_loss(idle, [place for place in before - self.there if place[0] == idle])
+
+    # --- what must hold
+
+    def look(self) -> None:
+        found = self.store.exists([key_of(place) for place in EVERYTHING])
+        self.there = {place for place, there in zip(EVERYTHING, found, strict=True) if there}
+
+    def used(self, owner: str) -> int:
+        return sum(length_of(place) for place in self.there if place[0] == owner)
+
+    def check_loss(self, owner: str, lost: Sequence[Place]) -> None:
+        """Each of these objects was evicted while the owner had more than its guarantee."""
+        if lost:
+            last = max(map(length_of, lost))
+            assert self.used(owner) + last > self.limits.get(owner, Share()).guarantee, (
+                f"{owner} lost {lost} to others, which it was guaranteed"
+            )
+
+    @invariant()
+    def the_store_agrees_with_the_model(self) -> None:
+        usage = self.store.usage()
+        assert {name: use.used_bytes for name, use in usage.owners.items()} == {
+            owner: self.used(owner) for owner in OWNERS
+        }
+        assert usage.payload_bytes == sum(map(length_of, self.there))
+        for name, share in self.limits.items():
+            use = usage.owners[name]
+            assert (use.quota_bytes, use.guarantee_bytes) == (share.quota, share.guarantee)
+            assert share.quota is None or use.used_bytes <= share.quota
+
+
+STORES: dict[str, Any] = {
+    "memory": (MemoryHooks, False, 2 << 20, 2 << 20, 20),
+    "file": (FileHooks, True, 8 << 20, 1 << 20, 10),
+    "lmdb": (LmdbHooks, True, 5 << 20, 1 << 20, 10),
+}
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_three_tenants_beside_a_model(store: str) -> None:
+    suite, persistent, capacity, safe, examples = STORES[store]
+    members = {"suite": suite, "persistent": persistent, "capacity": capacity, "safe": safe}
+    run_state_machine_as_test(
+        type("Machine", (SharesMachine,), members),
+        settings=settings(
+            max_examples=example_count(examples), stateful_step_count=30, deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )  # fmt: skip
