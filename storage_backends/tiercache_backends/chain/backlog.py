@@ -10,6 +10,7 @@ from tiercache.core import ObjectKey
 from tiercache.errors import RefusedError
 from tiercache.storage.attached import AttachedMemory
 from tiercache.storage.base import NamespaceRecord, SharedMemory, StorageBackend
+from tiercache.storage.shares import Shares
 
 _log = logging.getLogger(__name__)
 
@@ -23,6 +24,7 @@ class Arrears(NamedTuple):
     deletions: Sequence[ObjectKey]
     namespaces: Sequence[NamespaceRecord]
     memories: Sequence[AttachedMemory]
+    shares: Shares | None
     version: int
 
     def tell(self, store: StorageBackend, tier: str, *, takes_writes: bool) -> None:
@@ -37,6 +39,8 @@ class Arrears(NamedTuple):
                 store.register_namespace(record)
         for attached in self.memories:
             store.attach(attached.memory)
+        if self.shares is not None:
+            store.share(self.shares)
 
 
 class Backlog:
@@ -49,8 +53,9 @@ class Backlog:
         self._deletions: dict[bytes, ObjectKey] = {}
         self._namespaces: dict[bytes, NamespaceRecord] = {}
         self._memories: dict[int, AttachedMemory] = {}
+        self._shares: Shares | None = None
         self._version = 0
-        """Number of changes of `_memories` and `_namespaces`."""
+        """Number of changes of `_memories`, `_namespaces` and `_shares`."""
         self._told = 0
         """Version of which the store was told last."""
 
@@ -90,10 +95,20 @@ class Backlog:
         self._memories[id(memory)] = AttachedMemory(memory, memory.address, memory.nbytes)
         self._version += 1
 
+    def share(self, shares: Shares) -> Shares | None:
+        """Remember shares; return those that were remembered before."""
+        was, self._shares = self._shares, shares
+        self._version += 1
+        return was
+
     def take(self) -> Arrears:
         """Return what the store has to be told now."""
         return Arrears(
-            list(self._deletions.values()), list(self._namespaces.values()), self.memories, self._version
+            list(self._deletions.values()),
+            list(self._namespaces.values()),
+            self.memories,
+            self._shares,
+            self._version,
         )
 
     def settle(self, told: Arrears) -> None:

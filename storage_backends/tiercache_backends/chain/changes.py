@@ -27,12 +27,14 @@ from tiercache.storage.base import Capabilities
 from tiercache.storage.env import Env
 from tiercache.storage.gate import CallGate
 from tiercache.storage.registry import capabilities_of, open_backend
+from tiercache.storage.shares import Shares
 from tiercache.storage.tiers import PREFIX, Report, ignore_progress
 from tiercache_backends.chain.checks import check_stores
 from tiercache_backends.chain.leaving import Leaving, check_readable
 from tiercache_backends.chain.lineup import CHAIN, Lineup, Lineups
 from tiercache_backends.chain.movement import Deletions
 from tiercache_backends.chain.settings import LIVE, TierSettings, change_tier, check_chain, parse_tier
+from tiercache_backends.chain.shares import ChainShares
 from tiercache_backends.chain.tier import Tier
 
 
@@ -50,10 +52,13 @@ class Changes:
     Thread safety: any thread; a change during another one is refused.
     """
 
-    def __init__(self, lineups: Lineups, deletions: Deletions, promised: Capabilities, env: Env) -> None:
+    def __init__(
+        self, lineups: Lineups, deletions: Deletions, promised: Capabilities, shares: ChainShares, env: Env
+    ) -> None:
         self._lineups: Final = lineups
         self._deletions: Final = deletions
         self._promised: Final = promised
+        self._shares: Final = shares
         self._env: Final = env
         self._gate: Final = CallGate(CHAIN, env.getpid)
         self._lock: Final = Lock()  # held during a change
@@ -87,6 +92,7 @@ class Changes:
             if not others:
                 raise ConfigError(f"tier {name!r} is the last of the chain; add another tier first")
             check_chain(_settings(others))
+            self._shares.check(others)
             self._remove(tier, report, keep_contents=keep_contents)
 
     def replace(self, name: str, spec: Any, report: Report, *, keep_contents: bool) -> None:
@@ -105,6 +111,11 @@ class Changes:
                 self._reopen(old, settings)
             else:
                 self._exchange(old, settings, report, keep_contents=keep_contents)
+
+    def share(self, shares: Shares, *, evict: bool) -> None:
+        """Keep these shares; see `TierChain.share`."""
+        with self._change("shares are being changed") as lineup:
+            self._shares.share(shares, lineup.tiers, evict=evict)
 
     def reorder(self, names: Sequence[str]) -> None:
         """Bring the tiers into another order; see `TierChain.reorder`."""
@@ -159,10 +170,12 @@ class Changes:
                     f"tier {tier.name!r} cannot be opened, so the chain is as before: {tier.why}"
                 )
             self._check_promises(tier)
+            others = self._lineups.current.tiers
+            self._shares.check([*others, tier])
         except (StorageError, ConfigError):
             tier.close()
             raise
-        others = self._lineups.current.tiers
+        self._shares.follow([*others, tier])
         self._lineups.swap([*others[:at], tier, *others[at:]])
         _introduce(tier, others)
         self._lineups.follow()
@@ -183,6 +196,7 @@ class Changes:
             self._copy_out(tier, report)
         self._lineups.swap(others)
         tier.close()
+        self._shares.follow(others)
         self._lineups.follow()
 
     def _copy_out(self, tier: Tier, report: Report) -> None:
@@ -224,6 +238,8 @@ class Changes:
         if old.has_hung_calls:
             raise RefusedError(f"a call of tier {old.name!r} does not return; try again when it has")
         new = tier_of(settings, self._env)
+        self._shares.check([new if tier is old else tier for tier in tiers])
+        self._shares.follow([new if tier is old else tier for tier in tiers])
         self._lineups.swap([new if tier is old else tier for tier in tiers])
         try:
             if not old.suspend():
@@ -242,6 +258,7 @@ class Changes:
             self._lineups.swap(tiers)
             new.close()
             old.take_over(new)
+            self._shares.follow(tiers)
             try:
                 old.open()
             finally:

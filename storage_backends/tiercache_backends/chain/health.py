@@ -12,11 +12,19 @@ from functools import partial
 from typing import Final, TypeVar
 
 from tiercache.core import ObjectKey
-from tiercache.errors import ClosedError, ConfigError, StorageError, UnavailableError, UnlistedError
+from tiercache.errors import (
+    ClosedError,
+    ConfigError,
+    RefusedError,
+    StorageError,
+    UnavailableError,
+    UnlistedError,
+)
 from tiercache.storage.base import Capabilities, NamespaceRecord, SharedMemory, StorageBackend
 from tiercache.storage.breaker import Breaker, Verdict
 from tiercache.storage.calls import Calls, GiveUp, NoThreadError, PendingCall
 from tiercache.storage.env import Env
+from tiercache.storage.shares import Shares
 from tiercache_backends.chain.backlog import Backlog
 from tiercache_backends.chain.canary import answers, takes_objects
 from tiercache_backends.chain.figures import Figures
@@ -38,6 +46,8 @@ _READ_ONLY_S: Final = 10.0
 """Seconds from one examination of a store that takes no new objects to the next."""
 _MAX_EXAMINATIONS: Final = 8
 """Maximum number of examinations in a row; each makes up for what came during the one before."""
+_SHARE_BYTES: Final = 8 << 30
+"""Bytes of payload that count for a change of shares, which may evict many objects."""
 KEY_BYTES: Final = 16 << 10
 """Bytes of payload that count for each key of a call without payload, so that large batches get more time."""
 
@@ -312,6 +322,33 @@ class MonitoredStore:
                 self.call("attach", lambda store: store.attach(memory))
             except StorageError as error:
                 self.leave_out(f"memory could not be attached: {error}")
+
+    def share(self, shares: Shares, *, evict: bool) -> None:
+        """Let the store keep these shares, now or when it is back.
+
+        Raises RefusedError or ConfigError, with nothing changed, if the store refuses them.
+        """
+
+        def work(store: StorageBackend) -> RefusedError | ConfigError | None:
+            try:
+                store.share(shares, evict=evict)
+            except (RefusedError, ConfigError) as error:
+                return error  # the tier is well
+            return None
+
+        with self._lock:
+            was = self._backlog.share(shares)
+        refused: RefusedError | ConfigError | None = None
+        if self.is_readable:
+            try:
+                refused = self.call("share", work, _SHARE_BYTES)
+            except StorageError as error:
+                self.leave_out(f"shares could not be given: {error}")
+        if refused is not None:
+            with self._lock:
+                if was is not None:
+                    self._backlog.share(was)
+            raise refused
 
     def note_deletions(self, keys: Sequence[ObjectKey]) -> bool:
         """Remember deletions for a store that is out; return False if it takes them itself again.

@@ -26,6 +26,7 @@ from tiercache.storage.base import (
 from tiercache.storage.env import Env
 from tiercache.storage.history import History, TierHistory
 from tiercache.storage.registry import capabilities_of, settings_of
+from tiercache.storage.shares import Shares
 from tiercache.storage.tiers import ObservedTier, Report, TierControl, ignore_progress
 from tiercache_backends.chain.batches import GetBatch, SetBatch
 from tiercache_backends.chain.changes import Changes, tier_of
@@ -35,6 +36,7 @@ from tiercache_backends.chain.lineup import Lineup, Lineups
 from tiercache_backends.chain.movement import Deletions, Digests
 from tiercache_backends.chain.offers import Offers
 from tiercache_backends.chain.settings import TierSettings, WritePolicy, parse_tiers
+from tiercache_backends.chain.shares import ChainShares, check_tiers
 from tiercache_backends.chain.tier import Tier
 
 KIND: Final = "chain"
@@ -79,7 +81,10 @@ class TierChain(StorageBackend, TierControl):
             raise
         self._lineups: Final = Lineups(tiers, self._deletions, self._env)
         self._promised: Final = Capabilities.common(tier.capabilities for tier in tiers)
-        self._changes: Final = Changes(self._lineups, self._deletions, self._promised, self._env)
+        self._shares: Final = ChainShares()
+        self._changes: Final = Changes(
+            self._lineups, self._deletions, self._promised, self._shares, self._env
+        )
 
     @classmethod
     def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:
@@ -93,7 +98,12 @@ class TierChain(StorageBackend, TierControl):
 
     @classmethod
     def capabilities_of(cls, section: Mapping[str, Any]) -> Capabilities:
-        return Capabilities.common(capabilities_of(tier.section) for tier in _tiers_of(section))
+        able = [capabilities_of(tier.section) for tier in _tiers_of(section)]
+        return replace(Capabilities.common(able), shares=any(one.shares for one in able))
+
+    @classmethod
+    def check_shares(cls, section: Mapping[str, Any], shares: Shares) -> None:
+        check_tiers(shares, _tiers_of(section))
 
     @property
     def capabilities(self) -> Capabilities:
@@ -106,6 +116,7 @@ class TierChain(StorageBackend, TierControl):
             now,
             persistent=now.persistent and self._promised.persistent,
             shared=now.shared and self._promised.shared,
+            shares=any(tier.capabilities.shares for tier in self.tiers),
         )
 
     @property
@@ -271,6 +282,7 @@ class TierChain(StorageBackend, TierControl):
                 used_bytes=sum(report.used_bytes for report in reports),
                 capacity_bytes=sum(capacities) if all(capacities) else 0,
                 tiers=reports,
+                owners=self._shares.summed(reports),
             )
 
     def flush(self) -> None:
@@ -302,6 +314,13 @@ class TierChain(StorageBackend, TierControl):
                     "objects in memory have not reached a tier that keeps them; flush again when"
                     f" {' or '.join(tier.name for tier in keepers)} serves and has caught up"
                 )
+
+    def share(self, shares: Shares, *, evict: bool = True) -> None:
+        """Divide these shares among the tiers by their capacities; those that keep none have no part.
+
+        Every copy counts, as in `usage`.
+        """
+        self._changes.share(shares, evict=evict)
 
     def attach(self, memory: SharedMemory) -> None:
         with self._lineups.bound() as lineup:

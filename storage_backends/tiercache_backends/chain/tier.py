@@ -250,6 +250,7 @@ class Tier(MonitoredStore):
             waiting=waiting,
             lost_calls=self._calls.lost,
             details=dict(usage.details),
+            owners=usage.owners,
             **self.figures.counters(),
         )
 

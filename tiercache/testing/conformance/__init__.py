@@ -17,7 +17,7 @@ import pytest
 _THEMES = (
     "attaching", "batches", "coldest", "damage", "describing", "eviction", "figures", "full_disk", "objects",
     "persistence", "refusals",
-    "restorable", "sharing", "threads", "values", "watching",
+    "restorable", "shares", "sharing", "threads", "values", "watching",
 )  # fmt: skip
 pytest.register_assert_rewrite(*(f"{__name__}.{theme}" for theme in _THEMES))
 
@@ -34,6 +34,7 @@ from tiercache.testing.conformance.objects import Objects
 from tiercache.testing.conformance.persistence import Persistence
 from tiercache.testing.conformance.refusals import Refusals
 from tiercache.testing.conformance.restorable import Restorable
+from tiercache.testing.conformance.shares import SharesTests
 from tiercache.testing.conformance.sharing import Sharing
 from tiercache.testing.conformance.threads import Threads
 from tiercache.testing.conformance.values import Values
@@ -55,6 +56,7 @@ class BackendConformance(
     Eviction,
     Restorable,
     Values,
+    SharesTests,
     Persistence,
     Sharing,
     Attaching,

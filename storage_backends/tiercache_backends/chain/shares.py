@@ -1,0 +1,129 @@
+"""Shares of a chain: quotas and guarantees are divided among its tiers by their capacities.
+
+    chain     quota 300 GiB                            300 GiB of 1200 GiB: a quarter of each tier
+    tiers     memory 200 GiB    file 1000 GiB
+    parts     50 GiB            250 GiB                every copy counts, as in `usage`
+
+So the sum over the tiers never exceeds the quota. Tiers whose stores keep no shares have no part: what is
+there does not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Final
+
+from tiercache.config import parse_size
+from tiercache.errors import ConfigError, RefusedError, StorageError
+from tiercache.storage.base import TierReport, no_shares
+from tiercache.storage.registry import backend_type, capabilities_of
+from tiercache.storage.shares import OwnerUse, Share, Shares
+from tiercache_backends.chain.settings import TierSettings
+from tiercache_backends.chain.tier import Tier
+
+_CANARY_ROOM: Final = 64 << 10
+"""Bytes of each tier that are guaranteed to nobody, so that an examination can store its object."""
+
+
+def check_tiers(shares: Shares, tiers: Sequence[TierSettings]) -> None:
+    """Raise ConfigError if the tiers of these settings cannot keep the shares."""
+    keeping = [tier for tier in tiers if not tier.read_only and capabilities_of(tier.section).shares]
+    parts = _divide(shares, [str(tier.section["type"]) for tier in tiers],
+                    {tier.name: _capacity(tier) for tier in keeping})  # fmt: skip
+    for tier in keeping:
+        section = {name: value for name, value in tier.section.items() if name != "type"}
+        backend_type(tier.section).check_shares(section, parts[tier.name])
+
+
+def _divide(shares: Shares, kinds: Sequence[str], capacities: Mapping[str, int]) -> Mapping[str, Shares]:
+    """Return the part of each tier that keeps shares, by name; raises ConfigError if they cannot be kept.
+
+    `kinds`: storage types of all tiers. `capacities`: those of the tiers that keep shares; 0 if not known.
+    """
+    if not shares.is_limiting:
+        return dict.fromkeys(capacities, shares)
+    if not capacities:
+        raise ConfigError(no_shares(" and ".join(kinds), shares))
+    for name, capacity in capacities.items():
+        if not capacity:
+            raise ConfigError(
+                f"tier {name!r} has no capacity in its URL, by which quotas and guarantees of tenants are"
+                " divided among the tiers; add ?capacity=..."
+            )
+    whole = sum(capacities.values())
+    shares.check(whole - len(capacities) * _CANARY_ROOM, "the tiers that keep shares")
+    return {name: shares.of(capacity, whole) for name, capacity in capacities.items()}
+
+
+def _capacity(tier: TierSettings) -> int:
+    given = tier.section.get("capacity", "kept")
+    return 0 if given == "kept" else parse_size(given)
+
+
+def _capacity_of(tier: Tier) -> int:
+    """Return the capacity of a tier: that of its settings, or else that of its open store."""
+    capacity = _capacity(tier.settings)
+    if not capacity and tier.is_readable:
+        with suppress(StorageError):
+            capacity = tier.call("usage", lambda store: store.usage()).capacity_bytes
+    return capacity
+
+
+class ChainShares:
+    """Shares of a chain, which its tiers keep.
+
+    Thread safety: one call at a time; `summed` any thread.
+    """
+
+    def __init__(self) -> None:
+        self._shares: Shares | None = None
+
+    def share(self, shares: Shares, tiers: Sequence[Tier], *, evict: bool) -> None:
+        """Let the tiers keep their parts of these shares, all or none; see `StorageBackend.share`."""
+        was, self._shares = self._shares, shares
+        try:
+            self._tell(shares, tiers, evict=evict)
+        except (ConfigError, RefusedError):
+            self._shares = was
+            if was is not None:
+                self._tell(was, tiers, evict=True)
+            raise
+
+    def follow(self, tiers: Sequence[Tier]) -> None:
+        """Divide the shares among other tiers, all or none; raises ConfigError if they cannot keep them."""
+        if self._shares is not None:
+            self._tell(self._shares, tiers, evict=True)
+
+    def check(self, tiers: Sequence[Tier]) -> None:
+        """Raise ConfigError if these tiers cannot keep the shares."""
+        if self._shares is not None:
+            self._parts(self._shares, tiers)
+
+    def summed(self, reports: Sequence[TierReport]) -> Mapping[str, OwnerUse]:
+        """Return what each owner has in all tiers; its limits are those of the chain."""
+        shares = self._shares
+        if shares is None:
+            return {}
+        found: dict[str, OwnerUse] = {name: OwnerUse() for name in ("", *shares.limits)}
+        for report in reports:
+            for name, use in report.owners.items():
+                found[name] = found.get(name, OwnerUse()) + use
+        limits = {name: shares.limits.get(name, Share()) for name in found}
+        return {
+            name: replace(use, quota_bytes=limits[name].quota, guarantee_bytes=limits[name].guarantee)
+            for name, use in found.items()
+        }
+
+    def _tell(self, shares: Shares, tiers: Sequence[Tier], *, evict: bool) -> None:
+        parts = self._parts(shares, tiers)
+        for tier in tiers:
+            if tier.name in parts:
+                tier.share(parts[tier.name], evict=evict)
+
+    @staticmethod
+    def _parts(shares: Shares, tiers: Sequence[Tier]) -> Mapping[str, Shares]:
+        keeping = [tier for tier in tiers if not tier.settings.read_only and tier.capabilities.shares]
+        capacities = {tier.name: _capacity_of(tier) for tier in keeping}
+        return _divide(shares, [tier.kind for tier in tiers], capacities)
