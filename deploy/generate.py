@@ -38,6 +38,9 @@ ALERTS: Final = (
     Alert("TiercacheStoreFull", "warning", 15,
           "The store of {{ $labels.instance }} uses {{ $value | humanizePercentage }} of its capacity",
           "tiercache_node_store_used_bytes / (tiercache_node_store_capacity_bytes > 0) > 0.95"),
+    Alert("TiercacheTenantThrottled", "warning", 10,
+          "Tenant {{ $labels.tenant }} of {{ $labels.instance }} cannot store within its quota",
+          "sum by (job, instance, tenant) (rate(tiercache_node_tenant_throttled_objects_total[5m])) > 0.1"),
     Alert("TiercacheNotRead", "warning", 0,
           "{{ $labels.instance }} is written, and no client has got an object for an hour",
           'sum by (job, instance) (increase(tiercache_store_bytes_total{operation="set"}[1h])) > 0\n'
@@ -188,6 +191,11 @@ DAEMON: Final = {
         of("Calls", "node_principal_calls_total", by=("principal",)),
         of("Payload", "node_principal_bytes_total", by=("principal", "direction")),
         of("Attached memory", "node_attached_bytes"),
+        of("Payload of tenants", "node_tenant_used_bytes", by=("tenant",)),
+        of("Quotas of tenants", "node_tenant_quota_bytes", by=("tenant",)),
+        of("Guaranteed to tenants", "node_tenant_guarantee_bytes", by=("tenant",)),
+        of("Evicted for quotas", "node_tenant_evicted_objects_total", by=("tenant",)),
+        of("Throttled for quotas", "node_tenant_throttled_objects_total", by=("tenant",)),
     ),
 }  # fmt: skip
 """Panels of the daemons' dashboard, by section."""

@@ -157,7 +157,7 @@ def ended(node: StorageServer, calls: int) -> Scrape:
 
 NOT_OF_EVERY_STORE = {
     f"node_store_{name}" for name in ("evicted_objects_total", "restorable_bytes", "dead_bytes", "orphans")
-} | {row.name for row in NODE if row.name.startswith("node_tier_")}
+} | {row.name for row in NODE if row.name.startswith(("node_tier_", "node_tenant_"))}
 
 
 def test_every_label_set_is_at_0_from_the_start(tmp_path: Path) -> None:

@@ -122,7 +122,9 @@ def test_metrics_of_a_controller_have_its_pools_only() -> None:
 
 
 def test_the_text_parses_and_has_no_time_stamps_of_creation() -> None:
-    families = Families(TABLE, pool=["kv"], store=["a"], principal=["b"], version=["1"], tier=["c"])
+    families = Families(
+        TABLE, pool=["kv"], store=["a"], principal=["b"], version=["1"], tier=["c"], tenant=["d"]
+    )
     text = render(families.registry).decode()
     assert "_created" not in text
     parsed = {family.name: family for family in text_string_to_metric_families(text)}

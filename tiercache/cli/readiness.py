@@ -26,7 +26,8 @@ from tiercache.config.rules import SOCKETS, warnings
 from tiercache.config.urls import section_of
 from tiercache.errors import ConfigError, StorageError
 from tiercache.memory import read_memory
-from tiercache.storage.registry import check_backend
+from tiercache.storage.registry import check_backend, check_shares
+from tiercache.storage.shares import Shares, limits_of
 from tiercache.storage.tiers import is_read_only
 from tiercache.text import exact_size, parse_size
 
@@ -61,6 +62,7 @@ def check(settings: Settings, *, files: bool = True, ports: bool = True) -> list
         setting = "storage" if settings.storage else "directory"
         error.args = (f"{setting}: {str(error).removeprefix('storage ')}",)
         raise
+    check_shares(settings.store_url, Shares(lambda _: "", limits_of(settings.tenants)))
     said = [*warnings(settings), *_memory(settings), *disk]
     if ports:
         _ports(settings)

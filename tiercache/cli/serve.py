@@ -157,7 +157,7 @@ def serve(
             say(f"SIGHUP: {error}", logging.ERROR)
         else:
             start_logging(now.log.level, now.log.format)
-            say("SIGHUP: certificates, principals and the log are those of the settings now")
+            say("SIGHUP: certificates, principals, quotas and the log are those of the settings now")
             if waiting:
                 say(
                     f"SIGHUP: {', '.join(waiting)}: changed, but only from the next start on", logging.WARNING

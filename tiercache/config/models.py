@@ -127,6 +127,13 @@ class Tenant(_Table):
 
     Never change these bytes: the tenant's objects would be lost.
     """
+    quota: Size | None = None
+    """Maximum payload bytes of this tenant's objects in the store; every copy in a tier counts.
+
+    A set beyond it evicts the tenant's own coldest objects. Default: no limit.
+    """
+    guarantee: Size = 0
+    """Payload bytes of this tenant that the sets of others do not evict."""
 
 
 class Limits(_Table):

@@ -36,7 +36,10 @@ def check(settings: Settings) -> None:
     The settings `insecure_bind`, `http.public` and `events.public` allow an address that other machines
     can reach although nothing protects it.
     """
-    for rule in (_storage, _sizes, _tls, _principals, _addresses, _exposure, _sockets, _http, _events):
+    rules = (
+        _storage, _sizes, _tls, _principals, _tenants, _addresses, _exposure, _sockets, _http, _events,
+    )  # fmt: skip
+    for rule in rules:
         rule(settings)
 
 
@@ -161,6 +164,15 @@ def _principals(settings: Settings) -> None:
             )
         if principal.san is not None:
             _known_by_certificate(settings, n, principal)
+
+
+def _tenants(settings: Settings) -> None:
+    for name, tenant in settings.tenants.items():
+        if tenant.quota is not None and tenant.guarantee > tenant.quota:
+            raise ConfigError(
+                f"tenants.{name}: guarantee ({exact_size(tenant.guarantee)}) is more than quota"
+                f" ({exact_size(tenant.quota)}); lower the first or raise the second"
+            )
 
 
 def _known_by_certificate(settings: Settings, n: int, principal: Principal) -> None:

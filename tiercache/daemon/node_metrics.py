@@ -32,6 +32,7 @@ from tiercache.events.publisher import EventPublisher
 from tiercache.metrics import HIT, MISS, NODE, Families
 from tiercache.metrics.table import ANSWERS, BUDGETS, CODES, HEALTHS, METHODS, OUT, REFUSALS
 from tiercache.storage.base import GetItem, StorageBackend, TierReport, Usage
+from tiercache.storage.shares import OwnerUse
 from tiercache.wire.methods import METHODS as SERVED
 
 if TYPE_CHECKING:
@@ -68,6 +69,15 @@ _TIER_FIGURES: Final[dict[str, Callable[[TierReport], float | None]]] = {
     "node_tier_last_read_seconds": lambda tier: tier.last_read or 0.0,
 }
 """Metrics of one tier of a chain, by name."""
+
+_TENANT_FIGURES: Final[dict[str, Callable[[OwnerUse], float | None]]] = {
+    "node_tenant_used_bytes": lambda use: use.used_bytes,
+    "node_tenant_quota_bytes": lambda use: use.quota_bytes,
+    "node_tenant_guarantee_bytes": lambda use: use.guarantee_bytes,
+    "node_tenant_evicted_objects_total": lambda use: use.evicted_objects,
+    "node_tenant_throttled_objects_total": lambda use: use.throttled_objects,
+}
+"""Metrics of one tenant, by name."""
 
 Direction = Literal["in", "out"]
 Plane = Literal["stream", "data", "shared"]
@@ -250,6 +260,8 @@ class NodeMetrics(Families):
         for name, figure in _TIER_FIGURES.items():
             self.tell_all(name, partial(_by_tier, figures, figure))
         self.tell_all("node_tier_health", partial(_healths, figures))
+        for name, of_tenant in _TENANT_FIGURES.items():
+            self.tell_all(name, partial(_by_tenant, figures, sorted(settings.tenants), of_tenant))
 
     def watch_events(self, publisher: EventPublisher) -> None:
         """Let later scrapes read the counters of a publisher of KV events."""
@@ -351,6 +363,13 @@ def _by_tier(
     figures: UsageFigures, figure: Callable[[TierReport], float | None]
 ) -> dict[tuple[str, ...], float | None]:
     return {(tier.name,): figure(tier) for tier in figures.latest().tiers}
+
+
+def _by_tenant(
+    figures: UsageFigures, tenants: Sequence[str], figure: Callable[[OwnerUse], float | None]
+) -> dict[tuple[str, ...], float | None]:
+    owners = figures.latest().owners
+    return {(name,): figure(owners.get(name, OwnerUse())) for name in tenants}
 
 
 def _healths(figures: UsageFigures) -> dict[tuple[str, ...], float | None]:

@@ -1,4 +1,7 @@
-"""Settings that a daemon takes over while it serves: certificates, principals and what is a slow call."""
+"""Settings that a daemon takes over while it serves: certificates, principals and what is a slow call.
+
+Quotas of tenants are taken over as well, by `quotas`.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +46,8 @@ class Reload:
         check_certificates(settings)
         first, names = self._first, set(Settings.model_fields) - {"principals", "tls", "log"}
         waiting = {name for name in names if getattr(settings, name) != getattr(first, name)}
+        if _salts(settings) == _salts(first):  # quotas and guarantees change at once
+            waiting.discard("tenants")
         if _is_mutual(settings) != _is_mutual(first):
             waiting.add("tls")
         if _frame(settings) != _frame(first):
@@ -61,6 +66,10 @@ class Reload:
         return sorted(waiting), apply
 
 
+def _salts(settings: Settings) -> dict[str, Any]:
+    return {name: tenant.salt_file for name, tenant in settings.tenants.items()}
+
+
 def _is_mutual(settings: Settings) -> bool | None:
     """Return whether clients must show a certificate; None without TLS."""
     return None if settings.tls is None else settings.tls.client_ca is not None
@@ -75,4 +84,4 @@ def _frame(settings: Settings) -> Any:
     uids = {principal.uid for principal in settings.principals}
     several = bool(settings.principals) and (len(settings.principals) > 1 or os.getuid() not in uids)
     asked = any(principal.uid is None for principal in settings.principals)
-    return settings.tenants, several, bool(uids - {None, os.getuid()}), asked
+    return _salts(settings), several, bool(uids - {None, os.getuid()}), asked

@@ -34,6 +34,7 @@ from tiercache.daemon.payload.calls import DataCalls
 from tiercache.daemon.payload.port import DataPort
 from tiercache.daemon.payload.sessions import DataSessions
 from tiercache.daemon.process import Notifier, limit_malloc, raise_descriptor_limit, trim_malloc_periodically
+from tiercache.daemon.quotas import QuotaCalls, TenantShares
 from tiercache.daemon.reload import Reload
 from tiercache.daemon.removals import Remembering
 from tiercache.daemon.service import Service
@@ -50,6 +51,7 @@ from tiercache.pools import HostArena
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.following import Following
 from tiercache.storage.registry import open_backend
+from tiercache.storage.shares import limits_of
 from tiercache.storage.store_events import StoreEvents
 from tiercache.storage.wrappers import Metered, StoreMetrics, unwrap
 from tiercache.wire.methods import ATTACH_SOCKET, GRPC_SOCKET, SERVICE
@@ -127,6 +129,7 @@ class StorageServer:
         self._stopping: asyncio.Event | None = None
         self._gate: Gate | None = None
         self._reload: Reload | None = None
+        self._shares: TenantShares | None = None
         self._board: StatusBoard | None = None
         self._thread = Thread(target=self._run, name="tiercache-node", daemon=True)
 
@@ -160,7 +163,8 @@ class StorageServer:
     def reload(self, settings: Settings) -> list[str]:
         """Take over what may change while the server serves, or nothing of it; raises ConfigError.
 
-        That is: certificates, principals with their credentials and rights, and the duration of a slow call.
+        That is: certificates, principals with their credentials and rights, quotas and guarantees of
+        tenants, and the duration of a slow call.
         Raises StorageError if the server does not answer. Returns the names of changed settings that take
         effect at the next start only. Calls that are under way are not interrupted, and a connection keeps
         the certificate with which it was made.
@@ -168,6 +172,8 @@ class StorageServer:
         if self._loop is None or self._reload is None:
             raise ConfigError("the server does not serve yet, so it has nothing to reload")
         waiting, apply = self._reload.prepare(settings)
+        if self._shares is not None and "tenants" not in waiting:
+            self._shares.take(limits_of(settings.tenants))  # the last that can be refused
         done: Future[None] = Future()
 
         def run() -> None:
@@ -290,6 +296,9 @@ class StorageServer:
         account = Account(settings.account_file, count_failed=metrics.count_account_failed)
         self._keep_books(store, account, ends)
         access = Access(settings, store, budgets, account)
+        shares = self._shares = TenantShares(self.store, access.tenant_of)
+        if settings.tenants:
+            await asyncio.to_thread(shares.take, limits_of(settings.tenants))
         attachments = Attachments(
             access, max_clients=limits.clients, max_bytes=limits.attached_bytes, calls=calls
         )
@@ -319,8 +328,8 @@ class StorageServer:
         metrics.watch(settings, budgets, attachments, sessions, figures, certificates)
         inquiries = Inquiries(threads, access, store, account, limits.keys_per_batch)
         service = Service(
-            access, attachments, threads, streams, shared, TierCalls(self.store, self.instance, calls), board,
-            inquiries,
+            access, attachments, threads, streams, shared, TierCalls(self.store, self.instance, calls),
+            QuotaCalls(shares, threads, calls), board, inquiries,
             instance=self.instance, limits=_limits(settings), idle=limits.idle,
             store=kind, metrics=metrics, calls=calls, gate=gate, data=streams, sessions=sessions,
         )  # fmt: skip

@@ -28,6 +28,7 @@ from tiercache.daemon.node_metrics import NodeMetrics
 from tiercache.daemon.payload.calls import DataCall, DataCalls
 from tiercache.daemon.payload.channel import DisconnectedError
 from tiercache.daemon.payload.sessions import DataSessions
+from tiercache.daemon.quotas import QuotaCalls
 from tiercache.daemon.shared import SharedCalls
 from tiercache.daemon.status.board import StatusBoard
 from tiercache.daemon.store_threads import Threads
@@ -69,6 +70,7 @@ class Service:
         streams: StreamCalls,
         shared: SharedCalls,
         tiers: TierCalls,
+        quotas: QuotaCalls,
         board: StatusBoard,
         inquiries: Inquiries,
         *,
@@ -118,6 +120,8 @@ class Service:
             "Report": inquiries.report,
             "ChangeTiers": tiers.change,
             "FollowTierChange": tiers.follow,
+            "Quotas": quotas.quotas,
+            "SetQuota": quotas.set_quota,
         }
         self._sessions = sessions
         self._data_handlers: dict[str, Callable[[DataCall], Awaitable[None]]] = (

@@ -55,7 +55,7 @@ class Metric:
 METHODS: Final = (
     "Hello", "Exists", "Get", "Set", "GetInto", "SetFrom", "Delete", "Describe", "Scan", "Advise",
     "Register", "Namespaces", "Usage", "Flush", "Status", "History", "Report", "ChangeTiers",
-    "FollowTierChange",
+    "FollowTierChange", "Quotas", "SetQuota",
 )  # fmt: skip
 """Calls of the daemon's gRPC service; `daemon.node_metrics` asserts that the list is complete."""
 
@@ -115,6 +115,7 @@ _ITEM_OUTCOMES: Final = tuple(
 
 _POOLS: Final = Known(f"the pools of the model, out of {', '.join(PoolName)}")
 _STORE: Final = Known("the name given to the store; a server's store has its kind as its name")
+_TENANT: Final = Known("the names in `tenants`")
 _PRINCIPAL: Final = Known("the names in `principals`, `owner` (the daemon's own user) and `anonymous`")
 _STORE_TIER: Final = Known("the names of the tiers of the server's store; absent unless it is a chain")
 _VERSION: Final = Known("the version of tiercache")
@@ -348,6 +349,17 @@ NODE: Final = (
     Metric("node_tier_last_read_seconds", Gauge,
      "Time when a client last got an object from a tier, by the wall clock; 0: never.",
      {"tier": _STORE_TIER}),
+    Metric("node_tenant_used_bytes", Gauge,
+     "Payload bytes of a tenant's objects; every copy in a tier that keeps quotas counts. 0 if the store "
+     "keeps none.", {"tenant": _TENANT}),
+    Metric("node_tenant_quota_bytes", Gauge, "Quota of a tenant. Absent if it has none.",
+     {"tenant": _TENANT}),
+    Metric("node_tenant_guarantee_bytes", Gauge,
+     "Payload bytes of a tenant that the sets of others do not evict.", {"tenant": _TENANT}),
+    Metric("node_tenant_evicted_objects_total", Counter,
+     "Objects of a tenant that its own sets evicted because of its quota.", {"tenant": _TENANT}),
+    Metric("node_tenant_throttled_objects_total", Counter,
+     "Objects of a tenant that were not stored because of its quota.", {"tenant": _TENANT}),
     Metric("node_store_figures_age_seconds", Gauge,
      "Age of the figures of the store; it grows while the store does not answer."),
     Metric(

@@ -206,8 +206,6 @@ class TierReport:
     """Further figures of the tier's store."""
     url: str = ""
     """URL with which the tier can be opened again; a daemon tells it to its operators only."""
-    owners: Mapping[str, OwnerUse] = field(default_factory=dict)
-    """What each owner has in this tier; empty if the tier keeps no shares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,7 +360,7 @@ class StorageBackend(ABC):
         Default: a store keeps none.
         """
         if shares.is_limiting:
-            raise ConfigError(no_shares(cls.__name__, shares))
+            raise ConfigError(no_shares(cls.__name__.removesuffix("Backend").lower(), shares))
 
     @abstractmethod
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:

@@ -19,6 +19,7 @@ from tiercache.config.urls import section_of
 from tiercache.errors import ConfigError, MissingExtraError
 from tiercache.storage.base import Capabilities, StorageBackend, StoreContext
 from tiercache.storage.env import Env
+from tiercache.storage.shares import Shares
 
 GROUP: Final = "tiercache.storage_backends"
 """Group of the entry points of backends; the name of an entry point is the storage type."""
@@ -49,6 +50,12 @@ def check_backend(spec: Spec, *, env: Env | None = None) -> None:
     """
     kind, section = _parts(spec)
     kind.check_config(section, StoreContext(env or Env()))
+
+
+def check_shares(spec: Spec, shares: Shares) -> None:
+    """Raise ConfigError if the store that `spec` describes cannot keep these shares; open nothing."""
+    kind, section = _parts(spec)
+    kind.check_shares(section, shares)
 
 
 def backend_type(spec: Spec) -> type[StorageBackend]:

@@ -13,6 +13,7 @@ Bytes are payload bytes, as in `Usage.payload_bytes`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
@@ -113,6 +114,34 @@ class OwnerUse:
             evicted_objects=self.evicted_objects + other.evicted_objects,
             throttled_objects=self.throttled_objects + other.throttled_objects,
         )
+
+
+def limits_of(tenants: Mapping[str, Any]) -> dict[str, Share]:
+    """Return the limits of tenants, which are settings with `quota` and `guarantee`."""
+    return {name: Share(tenant.quota, tenant.guarantee) for name, tenant in sorted(tenants.items())}
+
+
+class QuotaControl(ABC):
+    """Quotas and guarantees of the tenants of a daemon, by name.
+
+    Thread safety: any thread.
+    """
+
+    @abstractmethod
+    def quotas(self, tenant: str = "") -> dict[str, OwnerUse]:
+        """Return what a tenant has ("": each tenant that the caller may know of).
+
+        Raises RefusedError if the caller may not know it, and another StorageError if the daemon cannot tell.
+        """
+
+    @abstractmethod
+    def set_quota(self, tenant: str, change: Mapping[str, int | None], *, evict: bool = True) -> OwnerUse:
+        """Change `quota` (None: no limit), `guarantee` or both of a tenant; return what it has then.
+
+        The change lasts until the daemon ends or reloads its configuration. With `evict` False a quota below
+        what is used is refused. Raises ConfigError, RefusedError or another StorageError, with nothing
+        changed.
+        """
 
 
 class Writer(NamedTuple):

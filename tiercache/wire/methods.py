@@ -65,5 +65,7 @@ METHODS: Final = {
         Method("Report", pb.ReportRequest, pb.ReportReply, None),
         Method("ChangeTiers", pb.ChangeTiersRequest, pb.TierChangeReply, Verb.ADMIN),
         Method("FollowTierChange", pb.FollowTierChangeRequest, pb.TierChangeReply, Verb.ADMIN),
+        Method("Quotas", pb.QuotasRequest, pb.QuotasReply, None),
+        Method("SetQuota", pb.SetQuotaRequest, pb.QuotasReply, Verb.ADMIN),
     )
 }

@@ -17,7 +17,7 @@ from typing import Final
 
 from tiercache.config import parse_size
 from tiercache.errors import ConfigError, RefusedError, StorageError
-from tiercache.storage.base import TierReport, no_shares
+from tiercache.storage.base import no_shares
 from tiercache.storage.registry import backend_type, capabilities_of
 from tiercache.storage.shares import OwnerUse, Share, Shares
 from tiercache_backends.chain.settings import TierSettings
@@ -101,14 +101,14 @@ class ChainShares:
         if self._shares is not None:
             self._parts(self._shares, tiers)
 
-    def summed(self, reports: Sequence[TierReport]) -> Mapping[str, OwnerUse]:
-        """Return what each owner has in all tiers; its limits are those of the chain."""
+    def summed(self, tiers: Sequence[Tier]) -> Mapping[str, OwnerUse]:
+        """Return what each owner had in all tiers at their last reports; limits are those of the chain."""
         shares = self._shares
         if shares is None:
             return {}
         found: dict[str, OwnerUse] = {name: OwnerUse() for name in ("", *shares.limits)}
-        for report in reports:
-            for name, use in report.owners.items():
+        for tier in tiers:
+            for name, use in tier.owners.items():
                 found[name] = found.get(name, OwnerUse()) + use
         limits = {name: shares.limits.get(name, Share()) for name in found}
         return {

@@ -282,7 +282,7 @@ class TierChain(StorageBackend, TierControl):
                 used_bytes=sum(report.used_bytes for report in reports),
                 capacity_bytes=sum(capacities) if all(capacities) else 0,
                 tiers=reports,
-                owners=self._shares.summed(reports),
+                owners=self._shares.summed(lineup.tiers),
             )
 
     def flush(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from functools import partial
@@ -22,6 +22,7 @@ from tiercache.storage.base import (
 )
 from tiercache.storage.calls import NoThreadError, PendingCall
 from tiercache.storage.env import Env
+from tiercache.storage.shares import OwnerUse
 from tiercache_backends.chain.canary import CANARY
 from tiercache_backends.chain.health import KEY_BYTES, MonitoredStore
 from tiercache_backends.chain.lending import BytesInFlight, LentGets, LentSets, PrivateMemory
@@ -55,6 +56,8 @@ class Tier(MonitoredStore):
         """Number of objects that callers, not copies, have stored here."""
         self._flushed = 0
         """Number of those objects that were flushed."""
+        self.owners: Mapping[str, OwnerUse] = {}
+        """What each owner had at the last `report`; empty while the tier is out or keeps no shares."""
 
     @property
     def is_busy(self) -> bool:
@@ -237,6 +240,7 @@ class Tier(MonitoredStore):
         usage = Usage(0, 0, 0, 0)
         with suppress(StorageError):
             usage = self.call("usage", lambda store: store.usage())
+        self.owners = usage.owners
         return TierReport(
             name=self.name,
             kind=self.kind,
@@ -250,7 +254,6 @@ class Tier(MonitoredStore):
             waiting=waiting,
             lost_calls=self._calls.lost,
             details=dict(usage.details),
-            owners=usage.owners,
             **self.figures.counters(),
         )
 

@@ -126,7 +126,10 @@ def picture(it: Document, note: str = "") -> RenderableType:
     parts.append(_figures(it))
     if it["whole"]:
         parts += [_tiers(it), _misses_and_limits(it)]
-    parts += [_principals(it), _slowest(it)]
+    parts.append(_principals(it))
+    if it.get("tenants"):  # an older daemon has none
+        parts.append(_tenants(it))
+    parts.append(_slowest(it))
     if it["journal"]:
         parts.append(_journal(it))
     return Group(*parts)
@@ -232,6 +235,19 @@ def _principals(it: Document) -> RenderableType:
         shown.add_row(
             safe(row["name"]), safe(row["tenant"] or "-"), f"{row['calls']:,}",
             readable_size(row["read_bytes"]), readable_size(row["written_bytes"]),
+        )  # fmt: skip
+    return shown
+
+
+def _tenants(it: Document) -> RenderableType:
+    shown = table(("tenant", "used", "quota", "guarantee", "evicted", "throttled"), left=("tenant",))
+    for row in it["tenants"]:
+        quota = row["quota_bytes"]
+        style = "[yellow]" if quota and row["used_bytes"] > 0.95 * quota else "[default]"
+        shown.add_row(
+            safe(row["name"]), f"{style}{readable_size(row['used_bytes'])}[/]",
+            "-" if quota is None else readable_size(quota), readable_size(row["guarantee_bytes"]),
+            f"{row['evicted_objects']:,}", f"{row['throttled_objects']:,}",
         )  # fmt: skip
     return shown
 

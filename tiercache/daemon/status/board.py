@@ -19,6 +19,7 @@ from tiercache.daemon.status.document import (
     Readiness,
     StatusDocument,
     StoreStatus,
+    TenantStatus,
     TierStatus,
 )
 from tiercache.daemon.status.journal import Journal
@@ -33,6 +34,7 @@ from tiercache.daemon.status.samples import (
 )
 from tiercache.metrics.table import BUDGETS, HEALTHS, HIT, OUT
 from tiercache.storage.base import Usage
+from tiercache.storage.shares import COMMON
 
 _SILENT_SECONDS: Final = 30.0
 """Age of the store's figures from which the store is taken not to answer."""
@@ -112,10 +114,13 @@ class StatusBoard:
             version=tiercache.__version__, instance=self._instance, time=time.time(), started=self._started,
             reader="" if reader is None else reader.name, whole=whole,
             readiness=ready if whole else Readiness(ready.ready, []),
-            tiers=[], limits=[], slowest=[], principals=[], journal=[],
+            tiers=[], limits=[], slowest=[], principals=[], tenants=[], journal=[],
         )  # fmt: skip
         own = set(self._access.tenants) if reader is None or whole else self._beside(reader)
         document.principals.extend(row for row in self._principals() if row.name in own)
+        document.tenants.extend(
+            row for row in self._tenants() if reader is None or whole or row.name == reader.tenant
+        )
         calls = [call for call in self._metrics.slowest.latest() if call.principal in own]
         document.slowest.extend(calls[:_SLOWEST])
         return self._completed(document) if whole else document
@@ -194,6 +199,17 @@ class StatusBoard:
                 round(moved.get((name, "in"), 0)),
             )
             for name, tenant in self._access.tenants.items()
+        ]  # fmt: skip
+
+    def _tenants(self) -> list[TenantStatus]:
+        owners = self._figures.latest().owners
+        return [
+            TenantStatus(
+                name, use.used_bytes, use.quota_bytes, use.guarantee_bytes, use.evicted_objects,
+                use.throttled_objects,
+            )
+            for name, use in sorted(owners.items())
+            if name != COMMON
         ]  # fmt: skip
 
     def _mishaps(self, usage: Usage) -> Mapping[str, float]:

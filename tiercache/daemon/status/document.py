@@ -134,6 +134,22 @@ class PrincipalStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantStatus:
+    """What one tenant has in the store, in payload bytes; every copy in a tier that keeps quotas counts."""
+
+    name: str
+    used_bytes: int
+    quota_bytes: int | None
+    """None: no limit."""
+    guarantee_bytes: int
+    """Bytes that the sets of others do not evict."""
+    evicted_objects: int
+    """Objects that the tenant's own sets evicted because of its quota, since the start."""
+    throttled_objects: int
+    """Objects that were not stored because of its quota, since the start."""
+
+
+@dataclass(frozen=True, slots=True)
 class JournalEntry:
     """Something that has happened in the daemon."""
 
@@ -155,7 +171,8 @@ class StatusDocument:
     """State of one daemon, as one principal may know it.
 
     A reader that is limited to a tenant or to namespaces, or from whom tenants are hidden, gets its own rows
-    of `principals` and `slowest`. What concerns the whole store is None or empty for it.
+    of `principals` and `slowest`, and that of its tenant of `tenants`. What concerns the whole store is None
+    or empty for it.
     """
 
     version: str
@@ -178,5 +195,7 @@ class StatusDocument:
     """Time when the daemon's certificate ends; None without TLS."""
     slowest: list[CallStatus]
     principals: list[PrincipalStatus]
+    tenants: list[TenantStatus]
+    """Tenants of a store that counts what each has; empty for other stores."""
     journal: list[JournalEntry]
     """The newest first."""

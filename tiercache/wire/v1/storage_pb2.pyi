@@ -670,3 +670,51 @@ class FlushRequest(_message.Message):
 class FlushReply(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class QuotasRequest(_message.Message):
+    __slots__ = ("tenant",)
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    def __init__(self, tenant: _Optional[str] = ...) -> None: ...
+
+class QuotasReply(_message.Message):
+    __slots__ = ("tenants", "kept", "error", "why")
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantUse]
+    kept: bool
+    error: TierError
+    why: str
+    def __init__(self, tenants: _Optional[_Iterable[_Union[TenantUse, _Mapping]]] = ..., kept: _Optional[bool] = ..., error: _Optional[_Union[TierError, str]] = ..., why: _Optional[str] = ...) -> None: ...
+
+class TenantUse(_message.Message):
+    __slots__ = ("tenant", "used_bytes", "quota_bytes", "guarantee_bytes", "evicted_objects", "throttled_objects")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    QUOTA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GUARANTEE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    THROTTLED_OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    used_bytes: int
+    quota_bytes: int
+    guarantee_bytes: int
+    evicted_objects: int
+    throttled_objects: int
+    def __init__(self, tenant: _Optional[str] = ..., used_bytes: _Optional[int] = ..., quota_bytes: _Optional[int] = ..., guarantee_bytes: _Optional[int] = ..., evicted_objects: _Optional[int] = ..., throttled_objects: _Optional[int] = ...) -> None: ...
+
+class SetQuotaRequest(_message.Message):
+    __slots__ = ("tenant", "quota_bytes", "no_quota", "guarantee_bytes", "no_evict")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    QUOTA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NO_QUOTA_FIELD_NUMBER: _ClassVar[int]
+    GUARANTEE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NO_EVICT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    quota_bytes: int
+    no_quota: bool
+    guarantee_bytes: int
+    no_evict: bool
+    def __init__(self, tenant: _Optional[str] = ..., quota_bytes: _Optional[int] = ..., no_quota: _Optional[bool] = ..., guarantee_bytes: _Optional[int] = ..., no_evict: _Optional[bool] = ...) -> None: ...

@@ -1,0 +1,189 @@
+"""The verbs `tiercache quota ...`: show what the tenants of a daemon have, and change their limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Annotated, Any, cast
+
+import typer
+from rich.table import Table
+
+from tiercache.cli.store.options import StoreOption
+from tiercache.cli.store.target import Target, opened, resolve
+from tiercache.cli.terminal import Output, OutputOption, clean, console, document, line
+from tiercache.errors import ConfigError, RefusedError
+from tiercache.storage.shares import OwnerUse, QuotaControl
+from tiercache.storage.wrappers import unwrap
+from tiercache.text import exact_size, parse_size, readable_size
+
+quota = typer.Typer(no_args_is_help=True)
+
+TenantArgument = Annotated[
+    str, typer.Argument(metavar="TENANT", help="Name of the tenant, as `tiercache quota list` shows it.")
+]
+
+
+@quota.callback(
+    help="""Show how much the tenants of a daemon have, and change their quotas and guarantees.
+
+    A quota is the most payload bytes that a tenant may have in the daemon's store, at any instant. A set
+    beyond it evicts the tenant's own coldest objects. A guarantee is how many bytes of a tenant the sets of
+    others do not evict. In a chain of tiers both are divided among the tiers by their capacities, and every
+    copy counts.
+
+    Each command names the daemon by its directory or address, as the other verbs do (--store). A principal
+    of a tenant may read the quota of its own tenant, and one with the verb observe those of all. A change
+    needs the verb admin, without a tenant or namespaces.
+
+    The daemon does not write its configuration: a change lasts until the daemon ends, or reloads it. `set`
+    prints the settings that make it last.
+    """
+)
+def _group() -> None:
+    pass
+
+
+@quota.command("list")
+def list_quotas(store: StoreOption = "", output: OutputOption = Output.TABLE) -> None:
+    """Show what each tenant has, its quota and its guarantee.
+
+    The sums of all tenants need not reach what the store has: objects of no
+    tenant have no limits and are not shown:
+
+        tiercache quota list -s grpc:///var/lib/tiercache/run
+
+    JSON fields: tenant, used_bytes (payload, with every copy in a tier),
+    quota_bytes (null: no limit), guarantee_bytes, evicted_objects (by the
+    tenant's own sets, because of its quota) and throttled_objects (because of
+    its quota), both since the daemon started.
+    """
+    with _daemon(store) as (control, _):
+        _report(control.quotas(), output)
+
+
+@quota.command()
+def get(tenant: TenantArgument, store: StoreOption = "", output: OutputOption = Output.TABLE) -> None:
+    """Show what one tenant has, its quota and its guarantee.
+
+    A principal of the tenant may ask for it too:
+
+        tiercache quota get acme -s grpc://cache-1.example:7070
+
+    JSON fields: as of `tiercache quota list`.
+    """
+    with _daemon(store) as (control, _):
+        _report(control.quotas(tenant), output, single=True)
+
+
+@quota.command("set")
+def set_quota(
+    tenant: TenantArgument,
+    limit: Annotated[
+        str, typer.Argument(metavar="[QUOTA]", help="New quota, such as 200GiB; `none` removes it.")
+    ] = "",
+    guarantee: Annotated[
+        str, typer.Option("--guarantee", metavar="SIZE", help="New guarantee; `none` removes it.")
+    ] = "",
+    no_evict: Annotated[
+        bool,
+        typer.Option("--no-evict", help="Refuse a quota below what the tenant has, instead of evicting."),
+    ] = False,
+    store: StoreOption = "",
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Change the quota of a tenant, its guarantee, or both.
+
+    A quota below what the tenant has evicts its coldest objects at once:
+
+        tiercache quota set acme 200GiB --guarantee 50GiB
+
+        tiercache quota set acme 100GiB --no-evict
+
+        tiercache quota set acme none
+
+    Guarantees that add up to more than the store can hold are refused.
+
+    JSON fields: as of `tiercache quota list`.
+    """
+    change: dict[str, int | None] = {}
+    if limit:
+        change["quota"] = None if limit == "none" else parse_size(limit)
+    if guarantee:
+        change["guarantee"] = 0 if guarantee == "none" else parse_size(guarantee)
+    if not change:
+        raise ConfigError("nothing to change; give a quota such as 200GiB, --guarantee SIZE, or both")
+    with _daemon(store) as (control, target):
+        try:
+            use = control.set_quota(tenant, change, evict=not no_evict)
+        except RefusedError as error:
+            text = str(error).replace("allow that the coldest of it is evicted", "omit --no-evict")
+            raise RefusedError(text) from error
+        _report({tenant: use}, output, single=True)
+        if output is Output.TABLE:
+            _tell_settings(tenant, use, target)
+
+
+@contextmanager
+def _daemon(name: str) -> Iterator[tuple[QuotaControl, Target]]:
+    """Yield the quotas of a daemon; raises ConfigError for a store that no daemon serves."""
+    target = resolve(name)
+    if not target.live:
+        raise ConfigError(
+            f"{target.name} is served by no daemon, and only a daemon has tenants; name a daemon that serves,"
+            " or edit [tenants] of its configuration"
+        )
+    with opened(target, tells=False) as store:
+        control = unwrap(store)
+        if not isinstance(control, QuotaControl):
+            raise ConfigError(f"{target.name} is no daemon, and only a daemon has tenants; name a daemon")
+        yield cast("QuotaControl", control), target
+
+
+def _report(found: Mapping[str, OwnerUse], output: Output, *, single: bool = False) -> None:
+    rows: list[dict[str, Any]] = [{"tenant": name, **asdict(use)} for name, use in found.items()]
+    if output is Output.JSONL:
+        for row in rows:
+            line(row)
+    elif output is Output.JSON:
+        document(rows[0] if single else rows)
+    elif not rows:
+        console().print("this daemon has no tenants")
+    else:
+        console().print(quota_table(rows))
+
+
+def quota_table(rows: list[dict[str, Any]]) -> Table:
+    """Return a table of tenants, given as the fields of `OwnerUse` and their names."""
+    table = Table("tenant", box=None, pad_edge=False)
+    for name in ("used", "quota", "guarantee", "evicted", "throttled"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        limit = row["quota_bytes"]
+        share = f" ({row['used_bytes'] / limit:.0%})" if limit else ""
+        table.add_row(
+            clean(row["tenant"]),
+            readable_size(row["used_bytes"]) + share,
+            "none" if limit is None else readable_size(limit),
+            readable_size(row["guarantee_bytes"]) if row["guarantee_bytes"] else "none",
+            str(row["evicted_objects"]),
+            str(row["throttled_objects"]),
+        )
+    return table
+
+
+def _tell_settings(tenant: str, use: OwnerUse, target: Target) -> None:
+    """Say how to make a change last."""
+    to = console()
+    to.print(
+        f"This lasts until the daemon {clean(target.name)} ends, or reloads its configuration. To make it"
+        " last, set there:",
+        markup=False, soft_wrap=True,
+    )  # fmt: skip
+    lines = [f"[tenants.{clean(tenant)}]"]
+    if use.quota_bytes is not None:
+        lines.append(f'quota = "{exact_size(use.quota_bytes)}"')
+    if use.guarantee_bytes:
+        lines.append(f'guarantee = "{exact_size(use.guarantee_bytes)}"')
+    to.print("\n".join(lines), markup=False, soft_wrap=True)
