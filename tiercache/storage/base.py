@@ -225,7 +225,7 @@ class Usage:
     The figures above are then sums over all tiers. An object counts once for each tier that has a copy.
     """
     owners: Mapping[str, OwnerUse] = field(default_factory=dict)
-    """What each owner has, after `StorageBackend.share`; in a chain, sums over the tiers that keep shares."""
+    """Bytes of each owner, after `StorageBackend.share`; in a chain, sums over the tiers that keep shares."""
 
 
 class ScanEntry(NamedTuple):

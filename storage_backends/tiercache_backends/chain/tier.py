@@ -57,7 +57,7 @@ class Tier(MonitoredStore):
         self._flushed = 0
         """Number of those objects that were flushed."""
         self.owners: Mapping[str, OwnerUse] = {}
-        """What each owner had at the last `report`; empty while the tier is out or keeps no shares."""
+        """Bytes of each owner at the last `report`; empty while the tier is out or keeps no shares."""
 
     @property
     def is_busy(self) -> bool:

@@ -135,7 +135,7 @@ class PrincipalStatus:
 
 @dataclass(frozen=True, slots=True)
 class TenantStatus:
-    """What one tenant has in the store, in payload bytes; every copy in a tier that keeps quotas counts."""
+    """Share of one tenant in the store, in payload bytes; every copy in a tier that keeps quotas counts."""
 
     name: str
     used_bytes: int

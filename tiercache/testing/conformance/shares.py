@@ -118,7 +118,7 @@ class SharesTests(BackendHooks):
         assert self.held(shared, ASH, names) == list(names), "the coldest of all, and guaranteed"
 
     def test_an_owner_grows_up_to_its_guarantee(self, shared: StorageBackend) -> None:
-        """It replaces what others have beyond theirs, and not its own objects, though they are colder."""
+        """The owner replaces what others have beyond theirs, and not its own objects, which are colder."""
         self.share(shared, ash=(None, 20), birch=(None, 0))
         assert self.put_one(shared, ASH, 0) is STORED
         self.put_all(shared, BIRCH, range(2 * self.small // SIZE))
