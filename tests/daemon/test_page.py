@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,6 +116,10 @@ def test_a_daemon_in_a_browser(page: Page, tmp_path: Path) -> None:
             ground = page.ask("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
             assert (max(ground) < 60) == dark
             assert page.ask("[...document.querySelectorAll('svg')].every(one => one.ariaLabel)")
+        assert "certificate" not in text
+        board = node._board  # private: a daemon with TLS has an address that no browser trusts
+        board._certificates = SimpleNamespace(end=time.time() + 13 * 86400)  # private: see above
+        shown(page, "the certificate ends in 12")
         assert page.ask("typeof window.bad") == "undefined"
         assert page.ask("document.querySelectorAll('img, td script, span script').length") == 0
         assert page.complaints == []
