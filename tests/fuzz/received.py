@@ -13,6 +13,7 @@ from typing import Any
 import msgpack
 import numpy as np
 from blake3 import blake3
+from tiercache_backends.grpc.inquiries import read_history, read_report
 
 from tests.fuzz.base import MIB, Target, promised
 from tiercache.controller.continuation.tickets import ParkingTicket
@@ -59,6 +60,8 @@ READERS: Sequence[tuple[type[Any], Callable[[Any], object]]] = (
     (pb.OutcomesReply, lambda found: messages.read_outcomes(found.outcomes, 3)),
     (pb.UsageReply, lambda found: [messages.read_tier(each) for each in found.tiers]),
     (pb.Tiers, lambda found: messages.read_tiers(found, 3)),
+    (pb.HistoryReply, lambda found: read_history(found, 3, 2)),
+    (pb.ReportReply, read_report),
     (pb.Namespace, lambda found: messages.read_mapping(found.texts, found.numbers)),
 )
 """Messages and their readers; the first byte of an input chooses one."""
@@ -78,6 +81,16 @@ def _messages() -> list[bytes]:
         messages.outcomes([Outcome.HIT, Outcome.MISS, Outcome.ERROR]),
         pb.UsageReply(objects=3, tiers=[report]),
         pb.Tiers(names=["a", "b"], tier_of=b"\0\1\0"),
+        pb.HistoryReply(
+            tiers=[pb.TierHistory(name="ssd", present=b"\x05")],
+            pages=[1],
+            layouts=[b"l" * 32],
+            layout_of=[0],
+            tier_of=[1],
+            causes=[pb.REMOVAL_CAUSE_EVICTED],
+            times=[1.5],
+        ),
+        pb.ReportReply(rows=[pb.AccountRow(hour=1, tenant="t")], begun=1.0),
         messages.namespace(b"n" * 32, {"model": "m", "page_size": 16}, states=True),
     ]
     return [bytes([n]) + message.SerializeToString() for n, message in enumerate(sound)]

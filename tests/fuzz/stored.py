@@ -30,6 +30,7 @@ from xxhash import xxh3_128_digest
 
 from tests.fuzz.base import MIB, Target, file_of, folder, promised
 from tests.fuzz.received import KEYS, META
+from tiercache.daemon.accounting import account
 from tiercache.errors import StoreFormatError
 from tiercache.storage.base import NamespaceRecord, SetItem
 from tiercache.storage.checksum import Checksums
@@ -245,8 +246,16 @@ def _pooled_name_seeds() -> list[bytes]:
     return [pooled_names._packed(RECORD)]  # private: as above
 
 
-# --- the file of a card's speeds
+# --- the account of tenants, and the file of a card's speeds
 # ------------------------------------------------------------------------------------------------------------
+
+
+def _account(found: bytes) -> None:
+    account._parsed(found)  # private: a file of them needs a daemon
+
+
+def _account_seeds() -> list[bytes]:
+    return [account._line(3, "t", account.Counts(saved_flops=1e9))]  # private: as above
 
 
 def _calibration(found: bytes) -> None:
@@ -277,5 +286,6 @@ STORED = (
     Target("bucket namespace", _bucket_name, lambda: [msgpack.packb(dict(RECORD.identity))], (ValueError,)),
     Target("pooled header", _header, _header_seeds),
     Target("pooled namespace", _pooled_name, _pooled_name_seeds),
+    Target("account row", _account, _account_seeds),
     Target("calibration file", _calibration, _calibration_seeds, costs=3),
 )

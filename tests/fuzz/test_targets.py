@@ -46,6 +46,10 @@ def npy(header: str) -> bytes:
 FOUND = {
     "not UTF-8": ("storage URL", b"grpc:///run/x\xa520y?plane=shared"),
     "unfinished header": ("prompt", npy("{'descr': '<i8', 'fortran_order': False, 'sha), }  \0")),
+    "header with keys of two types": (
+        "prompt",
+        npy("{b'descr': '<i8', 'fortran_order': 0, 'shape': (5,), }"),
+    ),
     "header of a terabyte": ("prompt", npy("{'descr':'<i8','fortran_order':False,'shape':(1099511627776,)}")),
     "announced tokens": ("prompt", npy("{'descr':'<i8', 'fortran_order':False, 'shape':(2000000000,), }")),
     "more tokens than any machine": (

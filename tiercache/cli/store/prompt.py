@@ -127,7 +127,8 @@ def _parse_npy(raw: bytes) -> Any:
         raise ValueError("a .npy file of a later version")
     try:
         shape, _, dtype = read(file)
-    except (SyntaxError, TokenizeError) as error:  # of Python's tokenizer, on a header as Python 2 wrote it
+    # Of a header as Python 2 wrote it, of keys that are not all texts, and of nested brackets.
+    except (SyntaxError, TokenizeError, TypeError, MemoryError) as error:
         raise ValueError(f"its header cannot be read: {error}") from error
     if dtype.hasobject or math.prod(shape) * dtype.itemsize != len(raw) - file.tell():
         raise ValueError("its header and its length contradict each other")
