@@ -81,7 +81,8 @@ GENERATED = "tiercache.wire.v1"
 WINGS = {
     "common ground": (
         "tiercache.errors", "tiercache.core", "tiercache.text", "tiercache.memory", "tiercache.keys",
-        "tiercache.threads", "tiercache.geometry", "tiercache.models", "tiercache.policy", "tiercache.pools",
+        "tiercache.threads", "tiercache.steps",
+        "tiercache.geometry", "tiercache.models", "tiercache.policy", "tiercache.pools",
         "tiercache.metrics", "tiercache.events",
     ),
     "store wing": (

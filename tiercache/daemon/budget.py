@@ -12,10 +12,12 @@ from asyncio import Future, get_running_loop
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Final, NamedTuple
+from itertools import islice
+from threading import RLock
+from typing import Final
 
-from tiercache.core import Locations
 from tiercache.pools import HostArena
+from tiercache.steps import enter_loop, in_loop
 
 BLOCK_BYTES: Final = 64 << 10
 """Size of a block of the arena in bytes."""
@@ -32,7 +34,7 @@ class Budget:
         queue: A (principal is short) | B (total is short) | C (small)
         A is passed over, B holds up C although there is room for C.
 
-    Thread safety: the event loop's thread only.
+    Thread safety: any thread; only the event loop's may wait.
     """
 
     def __init__(self, limit: int, parent: Budget | None = None) -> None:
@@ -42,6 +44,8 @@ class Budget:
         self._parent: Final = parent
         self._queue: Final[deque[_Waiter]] = deque() if parent is None else parent._queue
         """Waiters of all budgets that are parts of the same total, in the order in which they came."""
+        self._lock: Final[RLock] = RLock() if parent is None else parent._lock
+        """Lock of all budgets that are parts of the same total."""
 
     @property
     def largest(self) -> int:
@@ -49,11 +53,15 @@ class Budget:
         return self.limit if self._parent is None else min(self.limit, self._parent.largest)
 
     def try_take(self, units: int) -> bool:
-        """Take `units` now and return True; return False if too few are left, or if others already wait."""
-        if self._queue or self._lacking(units) is not None:
-            return False
-        self._hold(units)
-        return True
+        """Take `units` now and return True; return False if too few are left, or if others already wait.
+
+        A thread that serves a call takes what is left when others wait: what is given back is theirs before.
+        """
+        with self._lock:
+            if (self._queue and in_loop()) or self._lacking(units) is not None:
+                return False
+            self._hold(units)
+            return True
 
     async def take(self, units: int) -> None:
         """Wait until `units` are left and take them; raises ValueError for more than `largest`."""
@@ -61,26 +69,29 @@ class Budget:
             raise ValueError(f"{units} units are wanted, but at most {self.largest} can be taken")
         if self.try_take(units):
             return
-        waiter = _Waiter(self, units, get_running_loop().create_future())
-        self._queue.append(waiter)
-        self._serve()
+        await enter_loop()
+        waiter = _Waiter(self, units)
+        with self._lock:
+            self._queue.append(waiter)
+            self._serve()
         try:
             await waiter.granted
         except BaseException:
             # 1. `_serve` grants the units.
             # 2. This task is cancelled before it wakes up: give the units back.
-            if waiter.granted.done() and not waiter.granted.cancelled():
-                self.give(units)
-            else:
-                with suppress(ValueError):  # `_serve` may have removed the cancelled waiter already
+            with self._lock:
+                if waiter.served:
+                    self.give(units)
+                else:
                     self._queue.remove(waiter)
-                self._serve()
+                    self._serve()
             raise
 
     def give(self, units: int) -> None:
         """Give back `units` that were taken."""
-        self._hold(-units)
-        self._serve()
+        with self._lock:
+            self._hold(-units)
+            self._serve()
 
     def _lacking(self, units: int) -> Budget | None:
         """Return the outermost budget with fewer than `units` left; None if all of them have enough."""
@@ -94,46 +105,89 @@ class Budget:
             self._parent._hold(units)
 
     def _serve(self) -> None:
+        """Grant what waiters want, as far as it goes; the caller holds the lock."""
         for waiter in list(self._queue):
-            if waiter.granted.done():  # cancelled, but its task has not run yet to leave the queue
-                self._queue.remove(waiter)
+            if waiter.granted.cancelled():  # its task has not run yet to leave the queue
                 continue
             lacking = waiter.budget._lacking(waiter.units)
             if lacking is None:
                 self._queue.remove(waiter)
                 waiter.budget._hold(waiter.units)
-                waiter.granted.set_result(None)
+                waiter.serve()
             elif lacking._parent is None:
                 # The total has too few units. If waiters behind this one could take from it, many small
                 # requests would keep a large one waiting for ever.
                 return
 
 
-class _Waiter(NamedTuple):
-    budget: Budget
-    units: int
-    granted: Future[None]
+class _Waiter:
+    """Task of the event loop that waits for units.
+
+    Thread safety: guarded by the lock of its budget.
+    """
+
+    def __init__(self, budget: Budget, units: int) -> None:
+        self.budget: Final = budget
+        self.units: Final = units
+        self.granted: Final[Future[None]] = get_running_loop().create_future()
+        self.served = False
+        """Whether the units were taken for the waiter."""
+
+    def serve(self) -> None:
+        """Note that the units were taken, and wake the task."""
+        self.served = True
+        if in_loop():
+            self._wake()
+        else:  # only the event loop may tell its futures
+            with suppress(RuntimeError):  # it has ended
+                self.granted.get_loop().call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        if not self.granted.done():
+            self.granted.set_result(None)
+
+
+class BlockPool:
+    """Free blocks of an arena, for leases; budgets see to it that there are enough.
+
+    Thread safety: any thread.
+    """
+
+    def __init__(self, arena: HostArena) -> None:
+        """Take all blocks of `arena`, each of BLOCK_BYTES bytes."""
+        self._view: Final = arena.view
+        self._free: Final = arena.alloc(arena.available).tolist()[::-1]
+
+    def take(self, count: int) -> list[int]:
+        """Return the numbers of so many blocks."""
+        return [self._free.pop() for _ in range(count)]
+
+    def give(self, blocks: list[int]) -> None:
+        """Take blocks back."""
+        self._free.extend(reversed(blocks))
+
+    def view(self, block: int) -> memoryview:
+        """Return the bytes of a block."""
+        return self._view(block)
 
 
 class Lease:
-    """Blocks of the arena for a list of objects, held until `release`.
+    """Blocks for a list of objects, held until `release`.
 
-    Thread safety: `views` from any thread; `release` on the event loop's thread.
+    Thread safety: any thread, one at a time.
     """
 
     block_bytes: Final = BLOCK_BYTES
     """Size of a block in bytes."""
 
-    def __init__(self, arena: HostArena, budget: Budget, blocks: Locations, counts: Sequence[int]) -> None:
-        self._arena = arena
+    def __init__(self, pool: BlockPool, budget: Budget, counts: Sequence[int]) -> None:
+        """Lease blocks whose bytes were taken from the budget."""
+        self._pool = pool
         self._budget = budget
-        self._blocks = blocks
-        at = 0
-        self.views: Final[list[list[memoryview]]] = []
+        self._blocks = pool.take(sum(counts))
+        left = map(pool.view, self._blocks)
+        self.views: Final[list[list[memoryview]]] = [list(islice(left, count)) for count in counts]
         """Views of the blocks of each object, in order."""
-        for count in counts:
-            self.views.append([arena.view(block) for block in blocks[at : at + count].tolist()])
-            at += count
 
     @property
     def nbytes(self) -> int:
@@ -143,26 +197,24 @@ class Lease:
     def release(self) -> None:
         """Give the blocks back. Call this only once."""
         self.views.clear()
-        self._arena.free(self._blocks)
+        self._pool.give(self._blocks)
         self._budget.give(self.nbytes)
 
     @classmethod
-    async def take(cls, arena: HostArena, budget: Budget, lengths: Sequence[int]) -> Lease:
+    async def take(cls, pool: BlockPool, budget: Budget, lengths: Sequence[int]) -> Lease:
         """Wait until the budget has room, and lease blocks for objects of these lengths (bytes).
 
         Raises ValueError if the limit of the budget is too small for these blocks.
         """
         counts = blocks_for(lengths)
         await budget.take(sum(counts) * BLOCK_BYTES)
-        return cls(arena, budget, arena.alloc(sum(counts)), counts)
+        return cls(pool, budget, counts)
 
     @classmethod
-    def try_take(cls, arena: HostArena, budget: Budget, lengths: Sequence[int]) -> Lease | None:
+    def try_take(cls, pool: BlockPool, budget: Budget, lengths: Sequence[int]) -> Lease | None:
         """Lease blocks for objects of these lengths (bytes), or return None if the budget has no room now."""
         counts = blocks_for(lengths)
-        if not budget.try_take(sum(counts) * BLOCK_BYTES):
-            return None
-        return cls(arena, budget, arena.alloc(sum(counts)), counts)
+        return cls(pool, budget, counts) if budget.try_take(sum(counts) * BLOCK_BYTES) else None
 
 
 def blocks_for(lengths: Sequence[int]) -> list[int]:

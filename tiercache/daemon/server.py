@@ -24,7 +24,7 @@ from tiercache.config.urls import section_of, storage_url, unix_target
 from tiercache.daemon.access import ANONYMOUS, OWNER, Access, Budgets
 from tiercache.daemon.accounting.account import Account
 from tiercache.daemon.audit import AuditLog
-from tiercache.daemon.budget import BLOCK_BYTES, Budget
+from tiercache.daemon.budget import BLOCK_BYTES, BlockPool, Budget
 from tiercache.daemon.call_log import CallLog
 from tiercache.daemon.certificates import CertificateFiles, Certificates
 from tiercache.daemon.gate import Gate
@@ -309,7 +309,7 @@ class StorageServer:
         self._serve_http(board, metrics, access, calls, certificates, ends)
         ends.push_async_callback(attachments.close)
         streams = DataCalls(
-            threads, arena, max_keys=limits.keys_per_batch, max_bytes=settings.object_bytes,
+            threads, BlockPool(arena), max_keys=limits.keys_per_batch, max_bytes=settings.object_bytes,
             message_bytes=limits.message_bytes, metrics=metrics,
         )  # fmt: skip
         shared = SharedCalls(
@@ -335,7 +335,7 @@ class StorageServer:
         )  # fmt: skip
         port = DataPort(
             sessions, service.answer, calls, _limits(settings), max_connections=2 * limits.clients,
-            idle=limits.idle, certificates=certificates,
+            idle=limits.idle, workers=threads.count, certificates=certificates,
         )  # fmt: skip
         self._reload = Reload(settings, access, sessions, certificates, calls)
         serving = await self._serve(service, attachments, access, gate, (sessions, port), certificates, ends)

@@ -36,6 +36,7 @@ from tiercache.daemon.streams import StreamCalls
 from tiercache.daemon.tiers import TierCalls
 from tiercache.daemon.views import NamespaceView
 from tiercache.errors import ClosedError, StorageError, UnlistedError, WireError
+from tiercache.steps import Deadline
 from tiercache.storage.base import NAMESPACE_BYTES, NamespaceRecord, ScanEntry, StorageBackend
 from tiercache.wire import messages
 from tiercache.wire.methods import METHODS, SERVICE, UNTOUCHED_METADATA, Method
@@ -59,7 +60,7 @@ Handler = Callable[[Call], Awaitable[None]]
 class Service:
     """Handlers of all calls of the daemon's gRPC service.
 
-    Thread safety: the event loop's thread.
+    Thread safety: the event loop's thread; calls of data connections also take steps in threads of their own.
     """
 
     def __init__(
@@ -262,7 +263,7 @@ class Service:
             )
         call, started, failed = make(), time.monotonic(), True
         try:
-            async with asyncio.timeout(min(remaining, self._limits.call_seconds)):
+            async with Deadline(min(remaining, self._limits.call_seconds)):
                 await handler(call)
             failed = False
         finally:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Final, Generic, TypeVar, TypeVarTuple
 
 from tiercache.daemon.budget import Budget
+from tiercache.steps import in_loop
 from tiercache.threads import IoThreads
 
 A = TypeVarTuple("A")
@@ -23,6 +24,7 @@ class Threads:
     Results come back through one list, so that threads which end together wake the event loop once.
 
     Thread safety: the event loop's thread, for all methods; the given `work` runs in one of the threads.
+    A thread that serves a call may `start` work, which it then does itself.
     """
 
     def __init__(self, count: int) -> None:
@@ -62,7 +64,11 @@ class Threads:
         """
         begun: _Work[T] = _Work(self, workers, partial(work, *arguments), landed, undo)
         self._under_way.add(begun)
-        if workers.try_take(1):
+        if not in_loop():  # the thread that serves the call has a unit of `workers`, and does the work itself
+            begun.do()
+            self._under_way.discard(begun)
+            begun.tell()
+        elif workers.try_take(1):
             self._threads.submit(begun.run)
         else:
             waiting = self.loop.create_task(workers.take(1))
@@ -138,12 +144,16 @@ class _Work(Generic[T]):
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Do the work; runs in a store thread."""
+        """Do the work and let the event loop tell of it; runs in a store thread."""
+        self.do()
+        self._threads.post(self)
+
+    def do(self) -> None:
+        """Do the work."""
         try:
             self._result = self._work()
         except BaseException as error:  # noqa: BLE001  whoever awaits the future gets it
             self._error = error
-        self._threads.post(self)
 
     def tell(self) -> None:
         """Call the callbacks, and give the future its result."""

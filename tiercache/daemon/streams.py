@@ -21,13 +21,13 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from tiercache.daemon.access import Caller
-from tiercache.daemon.budget import Lease
+from tiercache.daemon.budget import BlockPool, Lease
 from tiercache.daemon.call import Call, Wanted, read_wanted
 from tiercache.daemon.node_metrics import NodeMetrics, Plane
 from tiercache.daemon.payload.receiving import ObjectReceiver
 from tiercache.daemon.payload.windows import Window, read_window, release_window, windows_of
 from tiercache.daemon.store_threads import Threads
-from tiercache.pools import HostArena
+from tiercache.steps import enter_loop
 from tiercache.storage.base import GetItem
 from tiercache.wire import messages
 from tiercache.wire.frames import CHUNK_BYTES, encode
@@ -49,7 +49,7 @@ class StreamCalls:
     def __init__(
         self,
         threads: Threads,
-        arena: HostArena,
+        blocks: BlockPool,
         *,
         max_keys: int,
         max_bytes: int,
@@ -60,7 +60,7 @@ class StreamCalls:
         self._chunk = min(CHUNK_BYTES, message_bytes // 2)
         self._metrics = metrics or NodeMetrics()
         self._threads = threads
-        self._arena = arena
+        self._blocks = blocks
         self._max_keys = max_keys
         self._max_bytes = max_bytes
 
@@ -82,10 +82,12 @@ class StreamCalls:
         wanted = read_wanted(request.keys, request.lengths, self._max_keys, self._max_bytes)
         windows = list(windows_of(wanted, call.caller.budgets.payload.largest))
         following: Future[Window] | None = None
+        if len(windows) > 1:
+            await enter_loop()  # where one window is sent while the next is read
         try:
             for number, window in enumerate(windows):
                 if following is None:
-                    lease = await Lease.take(self._arena, call.caller.budgets.payload, window.lengths)
+                    lease = await Lease.take(self._blocks, call.caller.budgets.payload, window.lengths)
                     following = self._read(call.caller, window, lease, peek=request.peek)
                 if number == 0:
                     await call.begin()  # while the store reads
@@ -102,7 +104,7 @@ class StreamCalls:
                     found.lease.release()
         finally:
             if following is not None:  # the call ends early, while a thread may still read this window
-                following.add_done_callback(release_window)
+                release_window(following) if following.done() else following.add_done_callback(release_window)
 
     def _read_ahead(self, caller: Caller, window: Wanted, *, peek: bool) -> Future[Window] | None:
         """Begin to read the next window if there is room for it now, else return None.
@@ -110,7 +112,7 @@ class StreamCalls:
         This must not wait for room, because the current window holds room. Calls that hold room while they
         wait for more would deadlock.
         """
-        lease = Lease.try_take(self._arena, caller.budgets.payload, window.lengths)
+        lease = Lease.try_take(self._blocks, caller.budgets.payload, window.lengths)
         return None if lease is None else self._read(caller, window, lease, peek=peek)
 
     def _read(self, caller: Caller, window: Wanted, lease: Lease, *, peek: bool) -> Future[Window]:
@@ -143,7 +145,7 @@ class StreamCalls:
 
     def _receiver(self, caller: Caller) -> ObjectReceiver:
         return ObjectReceiver(
-            caller, self._threads, self._arena, self._max_keys, self._max_bytes, self._metrics
+            caller, self._threads, self._blocks, self._max_keys, self._max_bytes, self._metrics
         )
 
 

@@ -100,7 +100,10 @@ class TierCalls:
         self._changes: dict[int, _Change] = {}
 
     def notice(self, keys: Sequence[ObjectKey]) -> None:
-        """Note that a client asks for these keys; it may be a tier, with the question of `_comes_back`."""
+        """Note that a client asks for these keys; it may be a tier, with the question of `_comes_back`.
+
+        Any thread may call.
+        """
         if self._question and any(key.layout == self._question for key in keys):
             self._came_back.set()
 

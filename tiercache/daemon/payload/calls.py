@@ -18,6 +18,7 @@ from tiercache.daemon.payload.channel import Channel, DisconnectedError
 from tiercache.daemon.payload.windows import WINDOW_BYTES, Window
 from tiercache.daemon.streams import StreamCalls
 from tiercache.errors import WireError
+from tiercache.steps import enter_loop
 from tiercache.wire import data, messages
 from tiercache.wire.data import FrameKind
 from tiercache.wire.frames import read_message
@@ -30,7 +31,7 @@ M = TypeVar("M", bound=Message)
 class DataCall(Call):
     """Call that came on a data connection.
 
-    Thread safety: the event loop's thread.
+    Thread safety: the coroutine that serves it.
     """
 
     def __init__(
@@ -90,6 +91,9 @@ class DataCall(Call):
 
     async def settle(self) -> None:
         """Receive what is left of the payload, within `limits.call`, so that the next frame can be told."""
+        if not self.unread:
+            return
+        await enter_loop()
         await self._channel.discard(self.unread, get_running_loop().time() + self._call_seconds)
         self.unread = 0
 
@@ -108,7 +112,7 @@ class DataCall(Call):
 class DataCalls(StreamCalls):
     """Handlers of Get and Set on data connections.
 
-    Thread safety: the event loop's thread.
+    Thread safety: any thread may take steps of a call, one at a time for each call.
     """
 
     async def get_data(self, call: DataCall) -> None:
@@ -118,6 +122,8 @@ class DataCalls(StreamCalls):
     async def set_data(self, call: DataCall) -> None:
         """Serve Set: receive objects into leased blocks and store them."""
         request = await call.request(data_pb2.DataSet)
+        if call.unread > WINDOW_BYTES:
+            await enter_loop()  # where one window is stored while the next arrives
         keys = read_keys(request.keys, self._max_keys)
         metas = [messages.read_meta(meta) for meta in request.metas]
         if len(metas) != len(keys) or sum(meta.length for meta in metas) != call.unread:
@@ -127,8 +133,7 @@ class DataCalls(StreamCalls):
             )
         incoming = self._receiver(call.caller)
         try:
-            for key, meta in zip(keys, metas, strict=True):
-                await incoming.receive(key, meta, call.fill)
+            await incoming.receive(list(zip(keys, metas, strict=True)), call.fill)
             outcomes = await incoming.finish()
         finally:
             incoming.abandon()

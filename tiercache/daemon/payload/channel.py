@@ -6,15 +6,18 @@ import asyncio
 import math
 import socket
 import ssl
+import time
 from asyncio import Future
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from threading import Lock
 from typing import Any, Final
 
 from grpc import StatusCode
 
 from tiercache.daemon.access import Refusal
 from tiercache.daemon.payload.readiness import READABLE, WRITABLE, SocketReadiness
+from tiercache.steps import enter_loop, in_loop, park
 from tiercache.wire.data import FRAME_BYTES, VECTOR, Frame, skip, unpack
 
 _TURN_BYTES: Final = 1 << 20
@@ -28,9 +31,9 @@ class DisconnectedError(Exception):
 
 
 class Channel:
-    """Non-blocking socket, plain or TLS; every wait for the client ends after `idle` seconds.
+    """Socket, plain or TLS; every wait for the client ends after `idle` seconds.
 
-    Thread safety: the event loop's thread; one coroutine at a time.
+    Thread safety: one coroutine at a time, whose steps the event loop runs, or a thread until it has to wait.
     """
 
     def __init__(
@@ -55,7 +58,22 @@ class Channel:
         """Bytes that were received ahead."""
         self.partial = False
         """Whether a frame was sent in part, so that no other frame can follow."""
-        readiness.register(sock.fileno(), self._changed)
+        self._told = False
+        """Whether the event loop is told of changes of the socket."""
+        self._answering = Lock()
+        """Held by the thread that sends."""
+        self._late = False
+        """Whether another thread has told the client that its call took too long."""
+
+    @property
+    def descriptor(self) -> int:
+        """File descriptor of the socket."""
+        return int(self._sock.fileno())
+
+    @property
+    def pending(self) -> bool:
+        """Whether bytes were received that no wait for the socket would tell of."""
+        return bool(self._ahead) or (self._context is not None and self._sock.pending() > 0)
 
     @property
     def names(self) -> list[bytes]:
@@ -69,21 +87,14 @@ class Channel:
         """Make the TLS handshake, if the connection is to have one; raises DisconnectedError."""
         if self._context is None:
             return
-        descriptor = self._sock.fileno()
         try:
             self._sock = self._context.wrap_socket(
                 self._sock, server_side=True, do_handshake_on_connect=False, suppress_ragged_eofs=True
             )
         except (OSError, ValueError) as error:  # the client has gone, and the socket was closed
-            with suppress(OSError):
-                self._readiness.forget(descriptor)
             raise DisconnectedError(str(error)) from error
         while awaited := self._attempt(self._sock.do_handshake)[1]:
             await self._wait(awaited)
-
-    async def arrival(self) -> None:
-        """Wait, without limit, until the client has sent something or has gone."""
-        await self._get_ahead(1, math.inf)
 
     async def frame(self, max_header: int, max_payload: int = 0) -> Frame:
         """Receive the first bytes of a frame within `idle` seconds.
@@ -155,9 +166,28 @@ class Channel:
 
     def close(self) -> None:
         """Close the connection; no coroutine may use it any more. A second call does nothing."""
-        if (descriptor := self._sock.fileno()) >= 0:
-            self._readiness.forget(descriptor)
+        self.leave_loop()
         self._sock.close()
+
+    def leave_loop(self) -> None:
+        """Do not wake the event loop any more, until a coroutine waits in it."""
+        if self._told:
+            self._told = False
+            self._readiness.forget(self.descriptor)
+
+    def cut(self) -> None:
+        """End the connection, which a thread uses and must close."""
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def tell_late(self, frame: bytes) -> None:
+        """Send `frame` in place of an answer for which a thread still works, and end the connection."""
+        with self._answering:
+            if not self.partial:
+                self._late = True
+                with suppress(OSError):
+                    self._sock.send(frame)
+                self.cut()
 
     async def _get_ahead(self, nbytes: int, until: float) -> None:
         """Receive until so many bytes are there ahead."""
@@ -173,7 +203,7 @@ class Channel:
                 self._ahead = memoryview(room)[: had + got]
 
     async def _let_others(self, moved: int) -> int:
-        if moved < _TURN_BYTES:
+        if moved < _TURN_BYTES or not in_loop():
             return moved
         await asyncio.sleep(0)
         return 0
@@ -184,9 +214,12 @@ class Channel:
         return int(self._sock.recvmsg_into(views[:VECTOR])[0])
 
     def _send(self, views: list[memoryview]) -> int:
-        if self._context is not None:
-            return int(self._sock.send(views[0][:_TURN_BYTES]))
-        return int(self._sock.sendmsg(views[:VECTOR]))
+        with self._answering:
+            if self._late:
+                raise ConnectionAbortedError("the call took too long")
+            if self._context is not None:
+                return int(self._sock.send(views[0][:_TURN_BYTES]))
+            return int(self._sock.sendmsg(views[:VECTOR]))
 
     def _attempt(self, work: Callable[..., int | None], *arguments: Any) -> tuple[int, int]:
         """Return what `work` has moved, and for which change to wait before it can move anything, or 0."""
@@ -202,9 +235,19 @@ class Channel:
             raise DisconnectedError(str(error)) from error
 
     async def _wait(self, awaited: int, until: float | None = None) -> None:
-        """Wait for a change; raises Refusal after `idle` seconds, or at the time `until`."""
+        """Wait for a change; raises Refusal after `idle` seconds, or at the time `until`.
+
+        A thread does not wait: a change wakes the next thread that is free.
+        """
+        if not in_loop() and (until is None or time.monotonic() < until):
+            await park(awaited)
+            return
+        await enter_loop()
         self._awaited = awaited
         self._ready = ready = self._loop.create_future()
+        if not self._told:  # a change before now is told too
+            self._told = True
+            self._readiness.register(self.descriptor, self._changed)
         timer = None
         if until != math.inf:
             idle = self._loop.time() + self._idle

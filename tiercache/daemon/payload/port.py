@@ -25,6 +25,7 @@ from tiercache.daemon.admission import Admission, ConnectionState, OpeningCounte
 from tiercache.daemon.call import PARSED, request_bytes
 from tiercache.daemon.call_log import CallLog
 from tiercache.daemon.certificates import Certificates
+from tiercache.daemon.payload.call_threads import LOOK_SECONDS, CallThreads, Conversation, Unfinished
 from tiercache.daemon.payload.calls import DataCall
 from tiercache.daemon.payload.channel import Channel, DisconnectedError
 from tiercache.daemon.payload.readiness import SocketReadiness
@@ -57,6 +58,15 @@ _SET_BYTES: Final = 128 << 20
 """Maximum payload of one call, in addition to the size of the largest object."""
 
 
+_LATE: Final = data.pack(
+    FrameKind.FAILED,
+    data_pb2.DataFailure(
+        code=StatusCode.DEADLINE_EXCEEDED.value[0],
+        text="the store has not answered within the call's deadline",
+    ).SerializeToString(),
+)
+
+
 class _Connection(ConnectionState):
     """A data connection.
 
@@ -68,8 +78,8 @@ class _Connection(ConnectionState):
         self.channel: Final = channel
         self.task: Task[None] | None = None
         """Task that serves the connection; None while it waits to open."""
-        self.busy = False
-        """Whether a call is under way."""
+        self.conversation: Conversation | None = None
+        """Its calls, once it is open."""
 
 
 class DataPort:
@@ -87,11 +97,13 @@ class DataPort:
         *,
         max_connections: int,
         idle: float,
+        workers: int,
         certificates: Certificates | None,
     ) -> None:
         """Prepare for at most `max_connections` connections; with `certificates` they are in TLS.
 
-        `answer` serves one call. A client that stands still for `idle` seconds within a call is cut.
+        `answer` serves one call; up to `workers` threads call the store. A client that stands still for
+        `idle` seconds within a call is cut.
         """
         self._sessions = sessions
         self._answer = answer
@@ -108,10 +120,15 @@ class DataPort:
         self._numbers = 0
         self._tick: asyncio.TimerHandle | None = None
         self._draining = False
+        self._threads: CallThreads | None = None
+        self._workers = workers
 
     def listen(self, host: str, port: int) -> int:
         """Listen on a TCP address and return its port; raises OSError."""
         listener = listen_tcp(host, port)
+        if self._threads is None:
+            self._threads = CallThreads(self._workers)
+            self._look_at_threads()
         self._listeners.append(listener)
         get_running_loop().add_reader(listener, self._accept, listener)
         return int(listener.getsockname()[1])
@@ -119,6 +136,8 @@ class DataPort:
     async def drain(self, seconds: float) -> None:
         """Accept nothing more, let calls under way end within `seconds`, and close every connection."""
         self._draining = self._sessions.draining = True
+        if self._threads is not None:
+            self._threads.draining = True
         for listener in self._listeners:
             get_running_loop().remove_reader(listener)
             listener.close()
@@ -127,7 +146,7 @@ class DataPort:
             self._tick.cancel()
         everyone = list(self._admission.connections.values())
         for connection in everyone:
-            if not connection.busy:
+            if connection.conversation is None or connection.conversation.is_idle:
                 self._end(connection)
         busy = {connection.task for connection in everyone if connection.task is not None}
         if busy:
@@ -137,6 +156,13 @@ class DataPort:
         if busy:
             await asyncio.wait(busy)
         self._readiness.close()
+        if self._threads is not None:
+            self._threads.close()
+
+    def _look_at_threads(self) -> None:
+        if self._threads is not None and not self._draining:
+            self._threads.look(_LATE)
+            get_running_loop().call_later(LOOK_SECONDS, self._look_at_threads)
 
     def _accept(self, listener: socket.socket) -> None:
         try:
@@ -208,7 +234,10 @@ class DataPort:
     def _over(self, connection: _Connection, task: Task[None]) -> None:
         # Not in `_serve`: a task that is cancelled before its first step runs nothing of it.
         self._admission.remove(connection)
-        connection.channel.close()
+        if connection.conversation is not None and self._threads is not None:
+            self._threads.end(connection.conversation)
+        else:
+            connection.channel.close()
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a data connection ended with an error", exc_info=error)
 
@@ -231,17 +260,28 @@ class DataPort:
         session.ends.add(end)
         try:
             await connection.channel.send([memoryview(data.pack(FrameKind.OPENED, b""))])
-            while not self._draining and not session.over:
-                await connection.channel.arrival()
-                connection.busy = True
-                await self._call(connection.channel, session)
-                connection.busy = False
+            await self._converse(connection, session)
         except DisconnectedError:
             pass
         except (WireError, Refusal) as error:
             self._calls.refused(error)
         finally:
             session.ends.discard(end)
+
+    async def _converse(self, connection: _Connection, session: DataSession) -> None:
+        """Let the calls of a connection be served, by threads and, where one has to wait, here."""
+        assert self._threads is not None
+        conversation = connection.conversation = Conversation(
+            connection.channel,
+            session.caller.budgets.workers,
+            partial(self._call, connection.channel, session),
+        )
+        while not self._draining and not session.over:
+            unfinished = await self._threads.lend(conversation)
+            try:
+                await get_running_loop().create_task(_finish(unfinished), context=conversation.context)
+            finally:
+                conversation.give_up(unfinished)
 
     async def _greet(self, connection: _Connection) -> DataSession:
         """Make the handshake and return the session whose token the client brings."""
@@ -279,3 +319,7 @@ class DataPort:
             await self._answer(DataCall(caller, channel, called, frame.payload, self._limits, most))
         finally:
             caller.budgets.requests.give(held)
+
+
+async def _finish(unfinished: Unfinished) -> None:
+    await unfinished

@@ -9,16 +9,15 @@ from itertools import compress
 
 from tiercache.core import BLOCK_ALIGN, ObjectKey, ObjectMeta, Outcome
 from tiercache.daemon.access import Caller, LimitError
-from tiercache.daemon.budget import Lease, blocks_for
+from tiercache.daemon.budget import BlockPool, Lease, blocks_for
 from tiercache.daemon.call import check_length, read_keys, request_bytes
 from tiercache.daemon.node_metrics import NodeMetrics
 from tiercache.daemon.payload.windows import WINDOW_BYTES, WINDOW_OBJECTS
 from tiercache.daemon.store_threads import Threads
 from tiercache.errors import WireError
-from tiercache.pools import HostArena
 from tiercache.storage.base import SetItem, StorageBackend
 from tiercache.storage.checksum import checksum
-from tiercache.storage.vectors import take, zero_tail
+from tiercache.storage.vectors import batches, take, zero_tail
 from tiercache.wire import messages
 from tiercache.wire.frames import decode
 from tiercache.wire.v1 import storage_pb2 as pb
@@ -30,7 +29,10 @@ class _PartialObject:
 
     key: ObjectKey
     meta: ObjectMeta
-    lease: Lease
+    views: Sequence[memoryview]
+    """Leased blocks."""
+    lease: Lease | None
+    """Lease of the blocks, and perhaps of objects behind this one, which have None."""
     size: int = 0
     """Number of bytes that have arrived."""
 
@@ -43,14 +45,14 @@ class _PartialObject:
             raise WireError(
                 f"an object of {self.meta.length} bytes comes with {self.size + part.nbytes} or more bytes"
             )
-        for view in take(self.lease.views[0], self.size, self.size + part.nbytes):
+        for view in take(self.views, self.size, self.size + part.nbytes):
             view[:] = part[: view.nbytes]
             part = part[view.nbytes :]
             self.size += view.nbytes
 
     def item(self) -> SetItem:
         """Return the item for the store: whole blocks of BLOCK_ALIGN bytes, with zeros behind the payload."""
-        buffers = take(self.lease.views[0], 0, -(-self.size // BLOCK_ALIGN) * BLOCK_ALIGN)
+        buffers = take(self.views, 0, -(-self.size // BLOCK_ALIGN) * BLOCK_ALIGN)
         zero_tail(buffers, self.size)
         return SetItem(self.key, buffers, self.meta)
 
@@ -58,19 +60,19 @@ class _PartialObject:
 class ObjectReceiver:
     """Receiver of the objects of one Set; it stores one window of objects while the next arrives.
 
-    Thread safety: the event loop's thread.
+    Thread safety: the coroutine of its call.
     """
 
     def __init__(
         self,
         caller: Caller,
         threads: Threads,
-        arena: HostArena,
+        blocks: BlockPool,
         max_keys: int,
         max_bytes: int,
         metrics: NodeMetrics,
     ) -> None:
-        self._arena = arena
+        self._blocks = blocks
         self._principal = caller.permissions.name
         self._metrics = metrics
         self._store = caller.permissions.store
@@ -116,42 +118,58 @@ class ObjectReceiver:
                 self._current = None
 
     async def receive(
-        self, key: ObjectKey, meta: ObjectMeta, fill: Callable[[list[memoryview]], Awaitable[None]]
+        self,
+        objects: Sequence[tuple[ObjectKey, ObjectMeta]],
+        fill: Callable[[list[memoryview]], Awaitable[None]],
     ) -> None:
-        """Let `fill` put the bytes of one object straight into leased blocks.
+        """Let `fill` put the bytes of objects straight into leased blocks, window by window.
 
         Raises WireError, or LimitError for an object beyond a limit, and what `fill` raises.
         """
-        await self._begin(key, meta)
-        assert self._current is not None
-        await fill(take(self._current.lease.views[0], 0, meta.length))
-        self._current.size = meta.length
-        self._ready.append(self._current)
-        self._current = None
-        self._metrics.count_payload(self._principal, "data", "in", meta.length)
+        for _, meta in objects:
+            self._check(meta)
+        most = min(WINDOW_BYTES, self._budget.largest)
+        for window in batches(objects, _leased_bytes, WINDOW_OBJECTS, most):
+            lengths = [meta.length for _, meta in window]
+            lease = await self._lease(lengths)
+            views = list(lease.views)
+            self._ready = [
+                _PartialObject(key, meta, blocks, None if number else lease, meta.length)
+                for number, ((key, meta), blocks) in enumerate(zip(window, views, strict=True))
+            ]
+            await fill([view for part in self._ready for view in take(part.views, 0, part.size)])
+            self._metrics.count_payload(self._principal, "data", "in", sum(lengths))
+            await self._start_storing()
 
     async def _begin(self, key: ObjectKey, meta: ObjectMeta) -> None:
         if self._current is not None:
             raise WireError("an object begins before the previous one is complete")
+        self._check(meta)
+        held = sum(part.lease.nbytes for part in self._ready if part.lease is not None)
+        if len(self._ready) == WINDOW_OBJECTS or held + meta.length > WINDOW_BYTES:
+            await self._start_storing()
+        lease = await self._lease([meta.length])
+        self._current = _PartialObject(key, meta, lease.views[0], lease)
+
+    async def _lease(self, lengths: Sequence[int]) -> Lease:
+        """Lease blocks; while this call waits for them, it holds no others."""
+        lease = Lease.try_take(self._blocks, self._budget, lengths)
+        if lease is None:
+            await self._start_storing()
+            await self._finish_storing()
+            lease = await Lease.take(self._blocks, self._budget, lengths)
+        return lease
+
+    def _check(self, meta: ObjectMeta) -> None:
+        """Count an object of the call; raises LimitError for one beyond a limit."""
         check_length(meta.length, self._max_bytes)
         self._seen += 1
         if self._seen > self._max_keys:
             raise LimitError(f"one Set may have at most {self._max_keys} objects; send them in parts")
-        if blocks_for([meta.length])[0] * Lease.block_bytes > self._budget.largest:
+        if _leased_bytes((None, meta)) > self._budget.largest:
             raise LimitError(
                 f"an object of {meta.length} bytes is more than this client may hold ({self._budget.largest})"
             )
-        if (
-            len(self._ready) == WINDOW_OBJECTS
-            or sum(part.lease.nbytes for part in self._ready) + meta.length > WINDOW_BYTES
-        ):
-            await self._start_storing()
-        lease = Lease.try_take(self._arena, self._budget, [meta.length])
-        if lease is None:
-            await self._start_storing()
-            await self._finish_storing()  # now this call holds no blocks while it waits for more
-            lease = await Lease.take(self._arena, self._budget, [meta.length])
-        self._current = _PartialObject(key, meta, lease)
 
     async def finish(self) -> list[Outcome]:
         """Store the rest and return the outcomes of all objects.
@@ -194,7 +212,13 @@ class ObjectReceiver:
 
 def _release(parts: Sequence[_PartialObject]) -> None:
     for part in parts:
-        part.lease.release()
+        if part.lease is not None:
+            part.lease.release()
+
+
+def _leased_bytes(item: tuple[object, ObjectMeta]) -> int:
+    """Return the bytes of the blocks that an object takes."""
+    return blocks_for([item[1].length])[0] * Lease.block_bytes
 
 
 def _store_window(store: StorageBackend, items: Sequence[SetItem], metrics: NodeMetrics) -> list[Outcome]:

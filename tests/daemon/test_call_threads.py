@@ -1,0 +1,188 @@
+"""Calls of data connections in threads: a store that hangs, clients that are slow, and what stays held."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Event, Thread
+
+import pytest
+from tiercache_backends.memory import MemoryBackend
+
+from tests.daemon.hosts import Client, key, until
+from tests.daemon.test_data import answer, call, ended, failure, get, messages_of, put
+from tests.daemon.test_data_histories import AUTHORIZATION, HELD, samples
+from tests.storage_backends.grpc.nodes import daemon_settings, scratch
+from tiercache.core import ObjectKey, Outcome
+from tiercache.daemon import StorageServer
+from tiercache.daemon.budget import Budget
+from tiercache.daemon.http import routes
+from tiercache.storage.base import GetItem
+from tiercache.testing.objects import payload
+from tiercache.wire import messages
+from tiercache.wire.data import FrameKind, pack
+from tiercache.wire.v1 import data_pb2
+from tiercache.wire.v1 import storage_pb2 as pb
+
+SIZE = 100_000
+HANGING = 3
+"""Number of calls that hang: more than there are threads at first, and one fewer than the client may have."""
+
+
+class Hanging(MemoryBackend):
+    """A store whose reads wait for `go_on`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = Event()
+        self.reading = 0
+
+    def get(self, items: Sequence[GetItem]) -> list[Outcome]:
+        self.reading += 1
+        assert self.go_on.wait(60)
+        return super().get(items)
+
+
+class Node:
+    """A daemon with such a store, and data connections to it."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.store = Hanging()
+        stack.callback(self.store.go_on.set)  # before the daemon ends
+        given = {
+            "http": {"listen": "127.0.0.1:0", "public": True},
+            "limits": {"idle": 30.0, "call": 2.0},
+            "drain": 30.0,
+        }
+        made = daemon_settings("tcp", Path(tempfile.mkdtemp(dir=scratch())), **given)
+        self.server = stack.enter_context(StorageServer(made, self.store))
+        stack.callback(self.store.go_on.set)
+        client = Client(self.server.addresses[0], [("authorization", AUTHORIZATION)])
+        self._client = stack.enter_context(client)
+        self._port: pb.DataPort = client.call("Hello", b"").data
+        self._stack = stack
+
+    def open(self) -> socket.socket:
+        sock = self._stack.enter_context(socket.create_connection(("127.0.0.1", self._port.port), timeout=60))
+        opening = data_pb2.DataOpen(token=self._port.token, authorization=AUTHORIZATION)
+        sock.sendall(pack(FrameKind.OPEN, opening.SerializeToString()))
+        assert answer(sock) == (FrameKind.OPENED, b"", b"")
+        return sock
+
+    def settled(self) -> None:
+        """Wait until nothing is held any more but the connections."""
+        until(lambda: samples(self.server, *HELD[::2]) == {0.0}, 60)
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    monkeypatch.setattr(routes, "FRESH_SECONDS", 0.0)
+    with ExitStack() as stack:
+        yield Node(stack)
+
+
+def asks(*names: object) -> bytes:
+    keys: list[ObjectKey] = [key(name) for name in names]
+    return call("Exists", pb.ExistsRequest(keys=messages.keys(keys)), seconds=60)
+
+
+def is_answered(sock: socket.socket) -> bool:
+    sock.sendall(asks("there"))
+    return (answer(sock) or ((),))[0] is FrameKind.REPLY
+
+
+def test_reads_that_hang_are_answered_late_and_hold_up_nobody(node: Node) -> None:
+    beside, socks = node.open(), [node.open() for _ in range(HANGING)]
+    for sock in socks:
+        sock.sendall(call("Get", get([key("there")], SIZE), seconds=60))
+    until(lambda: node.store.reading > 0, 60)
+    assert is_answered(beside), "while others hang"
+    for sock in socks:
+        assert failure(sock) == 4
+    assert is_answered(beside)
+    node.store.go_on.set()
+    node.settled()
+    again = [sock for sock in socks if not closed(sock)]
+    assert all(is_answered(sock) for sock in again), "those that the event loop had served"
+
+
+def closed(sock: socket.socket) -> bool:
+    try:
+        sock.sendall(asks("there"))
+        return answer(sock) is None
+    except ConnectionError:
+        return True
+
+
+def test_a_client_that_goes_while_its_read_hangs(node: Node) -> None:
+    sock = node.open()
+    sock.sendall(call("Get", get([key("there")], SIZE), seconds=60))
+    until(lambda: node.store.reading == 1, 60)
+    sock.close()
+    node.store.go_on.set()
+    node.settled()
+    until(lambda: samples(node.server, "tiercache_node_data_connections ") == {0.0}, 60)
+
+
+def test_a_payload_that_comes_in_parts_and_the_calls_behind_it(node: Node) -> None:
+    node.store.go_on.set()
+    sock, data = node.open(), payload("parts", SIZE)
+    whole = call("Set", put({key("parts"): SIZE}), SIZE, 60) + data + asks("parts") + asks("nothing")
+    at = 0
+    for pause, size in ((0.0, 7), (0.05, 400), (0.05, 50_000), (0.6, 20_000), (0.0, len(whole))):
+        time.sleep(pause)  # less, and more, than a thread waits
+        sock.sendall(whole[at : at + size])
+        at += size
+    assert answer(sock) == (FrameKind.REPLY, messages_of([2]), b"")
+    for bits in (b"\1", b"\0"):
+        assert answer(sock) == (FrameKind.REPLY, pb.BitmapReply(bits=bits).SerializeToString(), b"")
+    sock.sendall(call("Get", get([key("parts")], SIZE), seconds=60))
+    assert (answer(sock) or ((), b"", b""))[2] == data
+    node.settled()
+
+
+def test_a_drain_lets_a_read_end(node: Node) -> None:
+    node.store.go_on.set()
+    sock, data = node.open(), payload("there", SIZE)
+    sock.sendall(call("Set", put({key("there"): SIZE}), SIZE, 60) + data)
+    assert answer(sock) is not None
+    node.store.go_on.clear()
+    sock.sendall(call("Get", get([key("there")], SIZE), seconds=60))
+    until(lambda: node.store.reading == 1, 60)
+    stopping = Thread(target=node.server.stop)
+    stopping.start()
+    time.sleep(0.1)
+    node.store.go_on.set()
+    assert (answer(sock) or ((), b"", b""))[2] == data
+    assert ended(sock)
+    stopping.join(60)
+    assert not stopping.is_alive()
+
+
+def test_what_a_thread_gives_back_goes_to_those_who_wait() -> None:
+    """A waiter that was cancelled as a thread gave it units gives them back."""
+
+    async def main() -> None:
+        total = Budget(2)
+        part = Budget(2, total)
+        assert part.try_take(2)
+        waiting = [asyncio.create_task(part.take(1)) for _ in range(3)]
+        await asyncio.sleep(0)
+        await asyncio.to_thread(part.give, 1)
+        assert total.held == 2, "the first waiter has it, before anybody else"
+        waiting[1].cancel()
+        giving = Thread(target=part.give, args=(1,))
+        giving.start()
+        giving.join()
+        for task in (waiting[0], waiting[2]):
+            await asyncio.wait_for(task, 30)
+        assert total.held == 2
+        part.give(2)
+        assert total.held == 0
+
+    asyncio.run(main())
