@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -115,7 +116,7 @@ def test_a_daemon_serves_in_the_image(built: Built) -> None:
 def test_nothing_else_is_installed_than_what_is_pinned(built: Built) -> None:
     said = run("chroot", built.root, "/opt/tiercache/bin/python", "-m", "pip", "list", "--format", "json")
     found = {row["name"].lower().replace("_", "-"): row["version"] for row in json.loads(said)}
-    pinned = [line.split(" ")[0] for line in (DEPLOY / "container/requirements.txt").open() if "==" in line]
+    pinned = re.findall(r"(?m)^\S+==\S+", (DEPLOY / "container/requirements.txt").read_text())
     wanted = dict(line.lower().replace("_", "-").split("==") for line in pinned)
     assert {name: found.get(name) for name in wanted} == wanted
     assert {*found} - {*wanted} <= {"tiercache", "pip", "setuptools", "wheel"}
