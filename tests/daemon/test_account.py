@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,17 @@ class TestAccount:
         assert len(failed) == 2
         assert Account(place / "a").rows() == {(NOW, "red"): Counts(read_objects=5)}
 
+    def test_a_compaction_that_fails_counts_nothing_twice(self, tmp_path: Path) -> None:
+        (tmp_path / "a.new").mkdir()
+        account = Account(tmp_path / "a", clock=Clock(), max_bytes=10)
+        for _ in range(5):
+            account.add("red", Counts(read_objects=1))
+            assert not account.write()
+        (tmp_path / "a.new").rmdir()
+        assert account.write()
+        assert account.rows() == {(NOW, "red"): Counts(read_objects=5)}
+        assert len((tmp_path / "a").read_text().splitlines()) == 1
+
     def test_a_full_disk_leaves_no_half_line(self, tmp_path: Path) -> None:
         """A limit on the size of files stands for a full disk."""
         done = subprocess.run(
@@ -255,6 +267,20 @@ def test_tokens_and_flops_of_what_was_read(kind: str, tmp_path: Path) -> None:
         assert the_row(store)["read_objects"] == 8, "a look is no read"
     written = settings.account_file.read_text().splitlines()
     assert sum(json.loads(line).get("restored_tokens", 0) for line in written) == 8 * PAGE_SIZE
+
+
+def test_a_batch_of_two_namespaces_is_counted_by_both() -> None:
+    with StorageServer(daemon_settings("unix"), open_backend("memory://")) as node, worker(node) as store:
+        register(store, flops_per_token=1000)
+        keys = sequence(store, 2)
+        other = replace(MODEL, page_size=64)
+        record = NamespaceRecord(namespace_of(other), other.public_record() | {"flops_per_token": 1})
+        store.register_namespace(record)
+        between = ObjectKey(PoolName.KV, b"l" * 32 + page(7))
+        store.set([to_set(between, payload(7, 1000), namespace=namespace_of(other), depth=1)])
+        read(store, [keys[0], between, keys[1]])
+        row = the_row(store)
+        assert (row["restored_tokens"], row["saved_flops"]) == (2 * PAGE_SIZE + 64, 2 * PAGE_SIZE * 1000 + 64)
 
 
 def test_ranks_count_once_and_other_pools_not(tmp_path: Path) -> None:

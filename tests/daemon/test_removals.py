@@ -13,7 +13,7 @@ from tiercache.config.settings import EventsSettings
 from tiercache.core import ObjectKey, Outcome, PoolName
 from tiercache.daemon import StorageServer
 from tiercache.daemon.removals import Remembering, RemovalMemory
-from tiercache.storage.history import Cause, History, PastRemoval
+from tiercache.storage.history import Cause, History, PastRemoval, TierHistory
 from tiercache.storage.registry import open_backend
 from tiercache.storage.watching import begin_watch, end_watch
 from tiercache.testing.objects import payload, to_get, to_set
@@ -114,6 +114,35 @@ class TestMemory:
         assert [(r.tier, r.cause) for r in memory.find([page(1)])] == [("", Cause.CORRUPT)]
 
 
+def test_a_history_without_tiers_has_the_latest_removal_and_any_presence() -> None:
+    removals = [
+        PastRemoval(0, LAYOUT, "ssd", Cause.DELETED, 9.0),
+        PastRemoval(0, LAYOUT, "ram", Cause.EVICTED, 5.0),
+    ]
+    tiers = [TierHistory("ram", [True, False, False], 1.0), TierHistory("ssd", [False, True, False], 2.0)]
+    found = History(tiers, removals, 3.0).without_tiers()
+    assert found == History([TierHistory("", [True, True, False], 2.0)], [removals[0]._replace(tier="")])
+    out = TierHistory("disk", [], why="out")
+    assert History([*tiers, out]).without_tiers().tiers == [TierHistory("", [True, True, False], 2.0)]
+    silent = TierHistory("s3", [False, False, False])
+    assert History([*tiers, silent]).without_tiers().tiers[0].since is None
+
+
+def test_what_is_asked_in_parts_is_one_answer() -> None:
+    limits = {"keys_per_batch": 16}
+    store = open_backend("memory://")
+    with StorageServer(daemon_settings("unix", limits=limits), store) as node, worker(node) as grpc:
+        put(grpc, *range(40))
+        grpc.delete([key(1), key(17), key(39)])
+        found = grpc.history([key(n) for n in range(40)], [page(n) for n in range(40)])
+        assert [n for n, there in enumerate(found.tiers[0].present) if not there] == [1, 17, 39]
+        assert causes(found) == dict.fromkeys((1, 17, 39), Cause.DELETED)
+        assert [removal.at for removal in found.removals] == sorted(
+            (r.at for r in found.removals), reverse=True
+        )
+        assert grpc.history([], [page(39)] * 20).removals[0].page == 0
+
+
 @pytest.mark.parametrize("kind", ["memory", "file", "lmdb"])
 def test_a_store_s_evictions_deletions_and_damage_are_told_apart(kind: str, tmp_path: Path) -> None:
     where = "" if kind == "memory" else tmp_path / "s"
@@ -162,6 +191,12 @@ def test_a_chain_says_which_tier_lost_what_and_follows_its_changes(tmp_path: Pat
             ("ssd", Cause.DELETED),
             ("third", Cause.DELETED),
         }
+        before = store.history([], []).tiers[-1].since
+        chain.replace_tier("third", f"file://{tmp_path / 'third'}?capacity=9MiB&tier_name=third")
+        assert store.history([], []).tiers[-1].since != before, "the new store is followed anew"
+        put_down(store, 12)
+        store.delete([key(12)])
+        assert ("third", Cause.DELETED) in {(r.tier, r.cause) for r in store.history([], [page(12)]).removals}
         chain.remove_tier("third")
         assert [tier.name for tier in store.history([], []).tiers] == ["ram", "ssd"]
 
