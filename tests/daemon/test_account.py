@@ -283,6 +283,21 @@ def test_a_batch_of_two_namespaces_is_counted_by_both() -> None:
         assert (row["restored_tokens"], row["saved_flops"]) == (2 * PAGE_SIZE + 64, 2 * PAGE_SIZE * 1000 + 64)
 
 
+def test_what_was_stored_before_the_start_is_counted_too(tmp_path: Path) -> None:
+    store = open_backend(f"file://{tmp_path}/s?capacity=16MiB")
+    register(store, flops_per_token=10)
+    keys = sequence(store, 3)
+    state = ObjectKey(PoolName.MAMBA, b"s" * 32 + keys[2].page_key)
+    item = to_set(state, payload(1, 1000), namespace=NAMESPACE, parent=keys[2].page_key, depth=3)
+    assert store.set([item]) == [Outcome.STORED]
+    with StorageServer(daemon_settings("unix"), store) as node, worker(node) as grpc:
+        for _ in range(40):
+            read(grpc, [*keys, state])
+        row = the_row(grpc)
+        assert (row["restored_tokens"], row["saved_flops"]) == (40 * 3 * PAGE_SIZE, 40 * 3 * PAGE_SIZE * 10)
+        assert row["read_objects"] == 160
+
+
 def test_ranks_count_once_and_other_pools_not(tmp_path: Path) -> None:
     with StorageServer(daemon_settings("unix"), open_backend("memory://")) as node, worker(node) as store:
         register(store, flops_per_token=10)

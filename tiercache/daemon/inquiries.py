@@ -14,6 +14,7 @@ from tiercache.core import ObjectKey, PoolName
 from tiercache.daemon.access import Access, LimitError, Permissions, Refusal
 from tiercache.daemon.accounting.account import HOUR_S, Account, Rows
 from tiercache.daemon.call import Call, read_keys
+from tiercache.daemon.removals import MAX_FOUND
 from tiercache.daemon.store_threads import Threads
 from tiercache.daemon.views import NamespaceView
 from tiercache.errors import StorageError, WireError
@@ -23,8 +24,6 @@ from tiercache.wire import messages
 from tiercache.wire.v1 import storage_pb2 as pb
 
 _PAGE_BYTES: Final = 32
-_MAX_REMOVALS: Final = 16_384
-"""Maximum number of removals of one reply, the newest ones."""
 _MAX_ROWS: Final = 20_000
 """Maximum number of rows of one reply."""
 _SCAN_S: Final = 5.0
@@ -177,7 +176,7 @@ def _history_for(permissions: Permissions, keys: Sequence[ObjectKey], pages: Seq
 
 
 def _encoded(found: History) -> pb.HistoryReply:
-    removals = found.removals[:_MAX_REMOVALS]
+    removals = found.removals[:MAX_FOUND]
     layouts = list(dict.fromkeys(removal.layout for removal in removals))
     numbers = {layout: number for number, layout in enumerate(layouts)}
     tiers = {tier.name: number for number, tier in enumerate(found.tiers, 1)}

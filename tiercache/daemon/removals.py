@@ -40,7 +40,11 @@ MAX_REMOVALS: Final = 1 << 18
 _MAX_LAYOUTS: Final = 4096
 """Number of layouts that are told apart."""
 _MAX_TIERS: Final = 255
-_FOLD: Final = 1024
+MAX_FOUND: Final = 16_384
+"""Maximum number of removals of one answer."""
+_PART: Final = 1 << 15
+"""Number of rows that are searched at once."""
+_FOLD: Final = 256
 """Number of removals that wait as digests before they are put into the columns."""
 _LATE_S: Final = 5.0
 """Seconds within which a store tells of an object that a call has removed."""
@@ -94,52 +98,76 @@ class RemovalMemory:
             return self._forgotten or None
 
     def find(self, pages: Sequence[bytes]) -> list[PastRemoval]:
-        """Return the latest removal of each object of these pages from each tier, the newest first."""
+        """Return the latest removal of each object of these pages from each tier, the newest first.
+
+        There are at most MAX_FOUND, or a few less.
+        """
         keys = b"".join(page if len(page) == LAYOUT_BYTES else bytes(LAYOUT_BYTES) for page in pages)
         words = np.frombuffer(keys, np.uint64).reshape(-1, _PAGE_WORDS)
         order = np.argsort(words[:, 0], kind="stable")
         with self._lock:
             self._fold()
-            used = min(self._count, self._capacity)
-            columns = {name: column[:used] for name, column in self._columns.items()}
-            if not used or not len(order):
-                return []
-            at = np.searchsorted(words[order, 0], columns["page"]).clip(max=len(order) - 1)
-            which = order[at]
-            same = (words[which, 0] == columns["page"]) & (words[which, 1] == columns["rest"])
-            rows = np.flatnonzero(same)
-            rows = rows[np.argsort((rows - self._count) % self._capacity)[::-1]]  # the newest first
+            count, used = self._count, min(self._count, self._capacity)
             layouts, tiers = list(self._layouts), list(self._tiers)
-            found = [
-                PastRemoval(page, layouts[layout], tiers[tier], _CAUSES[cause], when)
-                for page, layout, tier, cause, when in zip(
-                    which[rows].tolist(),
-                    *(columns[name][rows].tolist() for name in ("layout", "tier", "cause", "at")),
-                    strict=True,
-                )
+        if not used or not len(order):
+            return []
+        parts = [self._matching(words, order, at, min(at + _PART, used)) for at in range(0, used, _PART)]
+        found = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        newest = np.argsort((found["row"] - count) % self._capacity)[::-1]
+        # One number for page, layout, tier and cause; the first of equal numbers is the newest.
+        same = found["which"] << 32 | found["layout"].astype(np.int64) << 16
+        same |= found["tier"].astype(np.int64) << 8 | found["cause"]
+        first = np.sort(np.unique(same[newest], return_index=True)[1])[:MAX_FOUND]
+        columns = (found[name][newest[first]].tolist() for name in ("which", "layout", "tier", "cause", "at"))
+        return _latest(
+            [
+                PastRemoval(page, layouts[layout], tiers[tier], _CAUSES[cause], at)
+                for page, layout, tier, cause, at in zip(*columns, strict=True)
+                if layout < len(layouts) and tier < len(tiers)
             ]
-        return _latest(found)
+        )
+
+    def _matching(
+        self, words: npt.NDArray[Any], order: npt.NDArray[Any], start: int, end: int
+    ) -> dict[str, npt.NDArray[Any]]:
+        """Return those of the rows from `start` to `end` whose page is asked for, and which page that is."""
+        # A store that evicts waits for this lock, so it is held only while a part of the ring is copied.
+        with self._lock:
+            columns = {name: column[start:end].copy() for name, column in self._columns.items()}
+        at = np.searchsorted(words[order, 0], columns["page"]).clip(max=len(order) - 1)
+        which = order[at]
+        same = (words[which, 0] == columns["page"]) & (words[which, 1] == columns["rest"])
+        rows = np.flatnonzero(same)
+        return {name: column[rows] for name, column in columns.items()} | {
+            "row": rows + start,
+            "which": which[rows],
+        }
 
     def _fold(self) -> None:
         """Put what waits into the columns; the lock is held."""
         waiting, self._waiting, self._waiting_count = self._waiting, [], 0
-        for digests, tier, cause, at in waiting:
-            sound = [digest for digest in digests if len(digest) == DIGEST_BYTES][-self._capacity :]
-            if not sound:
-                continue
-            n, columns = len(sound), self._columns
-            words = np.frombuffer(b"".join(sound), np.uint64).reshape(-1, 2 * _PAGE_WORDS)
-            rows = np.arange(self._count, self._count + n) % self._capacity
-            if self._count + n > self._capacity:
-                lost = rows[max(0, self._capacity - self._count) :]
-                self._forgotten = max(self._forgotten, float(columns["at"][lost].max()))
-            columns["page"][rows], columns["rest"][rows] = words[:, _PAGE_WORDS], words[:, _PAGE_WORDS + 1]
-            columns["layout"][rows] = [
-                _number(self._layouts, digest[:LAYOUT_BYTES], _MAX_LAYOUTS) for digest in sound
-            ]
-            columns["tier"][rows] = _number(self._tiers, tier, _MAX_TIERS)
-            columns["cause"][rows], columns["at"][rows] = _CAUSES.index(cause), at
-            self._count += n
+        digests: list[bytes] = []
+        rest: list[tuple[int, int, float]] = []
+        for some, tier, cause, at in waiting:
+            sound = [digest for digest in some if len(digest) == DIGEST_BYTES][-self._capacity :]
+            digests += sound
+            rest += [(_number(self._tiers, tier, _MAX_TIERS), _CAUSES.index(cause), at)] * len(sound)
+        for start in range(0, len(digests), self._capacity):
+            self._write(digests[start : start + self._capacity], rest[start : start + self._capacity])
+
+    def _write(self, digests: Sequence[bytes], rest: Sequence[tuple[int, int, float]]) -> None:
+        n, columns = len(digests), self._columns
+        words = np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2 * _PAGE_WORDS)
+        rows = np.arange(self._count, self._count + n) % self._capacity
+        if self._count + n > self._capacity:
+            lost = rows[max(0, self._capacity - self._count) :]
+            self._forgotten = max(self._forgotten, float(columns["at"][lost].max()))
+        columns["page"][rows], columns["rest"][rows] = words[:, _PAGE_WORDS], words[:, _PAGE_WORDS + 1]
+        columns["layout"][rows] = [
+            _number(self._layouts, digest[:LAYOUT_BYTES], _MAX_LAYOUTS) for digest in digests
+        ]
+        columns["tier"][rows], columns["cause"][rows], columns["at"][rows] = zip(*rest, strict=True)
+        self._count += n
 
 
 def _number(numbers: dict[Any, int], name: bytes | str, maximum: int) -> int:
@@ -161,19 +189,24 @@ def _latest(found: Sequence[PastRemoval]) -> list[PastRemoval]:
     for removal in found:
         if removal.cause is not Cause.EVICTED:
             calls.setdefault((removal.page, removal.layout), []).append(removal)
-    explained: set[PastRemoval] = set()
+    explained: set[int] = set()  # ids of removals that are in `found`
     told: list[PastRemoval] = []
     for removal in found:
         for call in calls.get((removal.page, removal.layout), ()):
             if removal.cause is Cause.EVICTED and abs(call.at - removal.at) <= _LATE_S:
                 removal = removal._replace(cause=call.cause)
-                explained.add(call)
+                explained.add(id(call))
                 break
         told.append(removal)
     latest: dict[tuple[int, bytes, str], PastRemoval] = {}
+    told_of: set[tuple[int, bytes]] = set()
     for removal in told:
-        if removal not in explained:
-            latest.setdefault((removal.page, removal.layout, removal.tier), removal)
+        if removal.tier:
+            told_of.add((removal.page, removal.layout))
+        # A call that is older than what a tier has told since says nothing new.
+        elif id(removal) in explained or (removal.page, removal.layout) in told_of:
+            continue
+        latest.setdefault((removal.page, removal.layout, removal.tier), removal)
     return list(latest.values())
 
 

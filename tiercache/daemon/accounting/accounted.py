@@ -20,6 +20,10 @@ _REFRESH_S: Final = 60.0
 """Seconds after which the records of namespaces are read again."""
 _AGAIN_S: Final = 1.0
 """Minimum seconds between two readings because of a namespace that is not known."""
+_ASK_AGAIN: Final = 16
+"""Number of reads of which one asks the store again for the namespace of a layout that is known."""
+_MAX_LAYOUTS: Final = 4096
+"""Number of layouts of one tenant that are known; the store is asked for those of others each time."""
 _MAX_FLOPS: Final = 10**16
 """FLOPs per token above which a record is not believed."""
 
@@ -45,12 +49,34 @@ class TenantAccount:
         self._prices: Mapping[bytes, _Price] = {}
         self._read_at = float("-inf")
         self._hour = 0
+        self._turn = 0
+        self._usual: dict[bytes, bytes | None] = {}
+        """Namespace of the objects of each layout, see `saw`; None if there are several."""
         self._layouts: dict[bytes, bytes] = {}
         """Layout whose pages stand for tokens in this hour, by namespace."""
 
     def add(self, counts: Counts) -> None:
         """Count something that happened just now."""
         self._account.add(self._tenant, counts)
+
+    def usual_namespace(self, layout: bytes) -> bytes | None:
+        """Return the namespace of a layout's objects; b"" if they stand for no page, None to ask the store.
+
+        The store is asked until the layout is known, and about once in _ASK_AGAIN calls after that. It is
+        asked each time if several namespaces have the layout, as two revisions of a model have.
+        """
+        with self._lock:
+            self._turn += 1
+            return self._usual.get(layout) if self._turn % _ASK_AGAIN else None
+
+    def saw(self, layout: bytes, kind: bytes | None) -> None:
+        """Learn of an object of a layout: its namespace, b"" if it stands for no page, None to ask always."""
+        with self._lock:
+            if layout in self._usual:
+                if self._usual[layout] != kind:
+                    self._usual[layout] = None
+            elif len(self._usual) < _MAX_LAYOUTS:
+                self._usual[layout] = kind
 
     def price(self, store: StorageBackend, namespace: bytes) -> _Price | None:
         """Return what a page of a namespace stands for; None if no record says so."""
@@ -110,6 +136,10 @@ class Accounted(Wrapper):
             if outcome is Outcome.STORED
         ]
         self._account.add(Counts(written_objects=len(written), written_bytes=sum(written)))
+        for layout, namespace in {
+            (item.key.layout, item.meta.namespace) for item in items if item.key.pool is PoolName.KV
+        }:
+            self._account.saw(layout, namespace)
         return outcomes
 
     def _count_tokens(self, hits: Sequence[GetItem], counts: Counts) -> None:
@@ -118,9 +148,9 @@ class Accounted(Wrapper):
         for item in hits:
             by_layout.setdefault(item.key.layout, []).append(item.key)
         for layout, keys in by_layout.items():
-            for entry, pages in self._described(keys):
-                price = self._account.price(self.inner, entry.meta.namespace) if pages else None
-                if price is None or not self._account.stands_for_tokens(entry.meta.namespace, layout):
+            for namespace, pages in self._pages(layout, keys):
+                price = self._account.price(self.inner, namespace) if pages else None
+                if price is None or not self._account.stands_for_tokens(namespace, layout):
                     continue
                 tokens = pages * price.page_size
                 counts.restored_tokens += tokens
@@ -129,28 +159,27 @@ class Accounted(Wrapper):
                 else:
                     counts.saved_flops += float(tokens) * price.flops
 
-    def _described(self, keys: Sequence[ObjectKey]) -> Iterable[tuple[ScanEntry, int]]:
-        """Return objects of one layout, each with the number of pages for which it stands.
-
-        The first and the last object are looked at. If both are of one namespace, and in a row as deep as
-        there are objects, they are the ends of a run, and those between them are of the same kind.
-        """
-        ends = self._entries([keys[0], keys[-1]])
-        if len(ends) == 2 and _is_run(ends[0], ends[1], len(keys)):
-            return [(ends[0], len(keys))]
-        return [(entry, _pages_of(entry)) for entry in self._entries(keys)]
-
-    def _entries(self, keys: Sequence[ObjectKey]) -> list[ScanEntry]:
+    def _pages(self, layout: bytes, keys: Sequence[ObjectKey]) -> Iterable[tuple[bytes, int]]:
+        """Return the namespaces of objects of one layout, each with the pages for which they stand."""
+        known = self._account.usual_namespace(layout)
+        if known is not None:
+            return [(known, len(keys))] if known else []
+        entries: Sequence[ScanEntry | None] = ()
         with suppress(StorageError, ClosedError):
-            return [entry for entry in self.inner.describe(keys) if entry is not None]
-        return []
+            entries = self.inner.describe(keys)
+        pages: dict[bytes, int] = {}
+        for entry in entries:
+            if entry is not None:
+                self._account.saw(layout, _kind_of(entry))
+                pages[entry.meta.namespace] = pages.get(entry.meta.namespace, 0) + _pages_of(entry)
+        return pages.items()
 
 
-def _is_run(first: ScanEntry, last: ScanEntry, count: int) -> bool:
-    same = first.meta.namespace == last.meta.namespace and first.key.pool is last.key.pool is PoolName.KV
-    if not same or first.meta.depth is None or last.meta.depth is None:
-        return False
-    return abs(last.meta.depth - first.meta.depth) == count - 1
+def _kind_of(entry: ScanEntry) -> bytes | None:
+    """Return the namespace of a page, b"" for an object that stands for no page, and None for others."""
+    if entry.key.pool is PoolName.KV:
+        return entry.meta.namespace
+    return None if _pages_of(entry) else b""
 
 
 def _pages_of(entry: ScanEntry) -> int:
