@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tiercache.errors import ConfigError
 from tiercache.integrations.settings import StoreSettings, settings_of
+from tiercache.models.profile import CONFIGS, profile_named
+from tiercache.storage.base import FLOPS_FIELD
 from tiercache.storage.registry import open_backend
 from tiercache.testing.objects import fetch, key, payload, put
 
@@ -77,3 +80,23 @@ def test_processes_that_cannot_share_one_of_the_tiers_are_refused(tmp_path: Path
 def test_a_wrong_setting_of_a_tier_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no setting 'tier_speed'; it has tier_deadline"):
         settings(file_url(tmp_path) + "&tier_speed=high", "memory://").open("0", 1)
+
+
+def test_the_record_has_the_flops_of_the_model_if_they_are_known(tmp_path: Path) -> None:
+    def recorded(model: str, **more: str) -> object:
+        found = settings_of("test", {"storage": "memory://", "revision": "1", **more})
+        return found.record(found.identity(model, "bfloat16", 64)).identity.get(FLOPS_FIELD)
+
+    expected = round(profile_named("qwen3-next-80b-a3b").flops_per_token)
+    assert recorded("org/some-name") is None
+    assert recorded("org/some-name", profile="qwen3-next-80b-a3b") == expected
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["qwen3-next-80b-a3b"]))
+    assert recorded(str(tmp_path)) == expected
+    assert recorded("org/some-name", profile=str(tmp_path / "config.json")) == expected
+    (tmp_path / "config.json").write_text('{"model_type": "unheard of"}')
+    assert recorded(str(tmp_path)) is None
+    (tmp_path / "config.json").write_text("[")
+    assert recorded(str(tmp_path)) is None
+    assert recorded("\0" * 3) is None
+    with pytest.raises(ConfigError, match="no model profile and no file"):
+        recorded("x", profile="qwen-99")
