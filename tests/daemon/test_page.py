@@ -20,6 +20,7 @@ from tests.lab.replay.test_report_in_browser import PALE, WIDE
 from tiercache.core import Outcome, PoolName
 from tiercache.daemon import StorageServer
 from tiercache.storage.base import TierReport, Usage
+from tiercache.storage.shares import OwnerUse
 from tiercache.testing.objects import key
 
 HOSTILE = "<img src=x onerror=window.bad=1><script>window.bad=1</script>"
@@ -51,7 +52,13 @@ def usage(**health: str) -> Usage:
     details = {"restorable_bytes": 4500 * GIB, "dead_bytes": 180 * GIB, "orphans": 912}
     used = sum(one.used_bytes for one in tiers)
     capacity = sum(one.capacity_bytes for one in tiers)
-    return Usage(4_812_004, used, used, capacity, details, tiers)
+    owners = {
+        "": OwnerUse(used_bytes=7 * GIB),
+        "acme": OwnerUse(used_bytes=390 * GIB, quota_bytes=400 * GIB, guarantee_bytes=100 * GIB,
+                         evicted_objects=4711, throttled_objects=29),
+        "globex": OwnerUse(used_bytes=3 * GIB),
+    }  # fmt: skip
+    return Usage(4_812_004, used, used, capacity, details, tiers, owners)
 
 
 @contextmanager
@@ -107,7 +114,8 @@ def test_a_daemon_in_a_browser(page: Page, tmp_path: Path) -> None:
             text = page.ask(TEXT)
             for said in ("dram", "62.1 GiB of 64.0 GiB", HOSTILE, "absent (exists)", "checksum (get)",
                          "96.2 %", "912 orphans", "sglang-0", "globex", "1,210", "740 MiB", "800 ms",
-                         "Set (failed)", "serves a store of type", "ready"):  # fmt: skip
+                         "Set (failed)", "serves a store of type", "ready",
+                         "390 GiB of 400 GiB", "100 GiB", "4,711", "29"):  # fmt: skip
                 assert said in text, said
             assert page.ask("document.documentElement.scrollWidth") <= width
             assert page.ask(WIDE) == []

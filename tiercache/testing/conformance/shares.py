@@ -54,6 +54,16 @@ class SharesTests(BackendHooks):
         item = to_set(key((owner, name)), payload(name, SIZE), namespace=owner)
         return store.set([item])[0]
 
+    def flood(self, store: StorageBackend, owner: bytes, value: float | None = None) -> None:
+        """Store more than the store has room for, in batches."""
+        for first in range(0, self.small * 4 // 3 // SIZE, 16):
+            names = [("flood", first + n) for n in range(16)]
+            items = [
+                to_set(key((owner, n)), payload(n, SIZE), namespace=owner, value=value, worker=1)
+                for n in names
+            ]
+            assert store.set(items) == [STORED] * 16
+
     def held(self, store: StorageBackend, owner: bytes, names: Sequence[int]) -> list[int]:
         found = store.exists([key((owner, name)) for name in names])
         return [name for name, there in zip(names, found, strict=True) if there]
@@ -112,24 +122,21 @@ class SharesTests(BackendHooks):
         self.share(shared, ash=(None, 20), birch=(None, 0))
         names = range(10)
         assert self.put_all(shared, ASH, names) == [STORED] * 10
-        many = range(3 * self.small // SIZE)
-        assert self.put_all(shared, BIRCH, many) == [STORED] * len(many)
-        assert self.put_all(shared, COMMON, many) == [STORED] * len(many)
+        self.flood(shared, BIRCH)
+        self.flood(shared, COMMON)
         assert self.held(shared, ASH, names) == list(names), "the coldest of all, and guaranteed"
 
     def test_an_owner_grows_up_to_its_guarantee(self, shared: StorageBackend) -> None:
         """The owner replaces what others have beyond theirs, and not its own objects, which are colder."""
         self.share(shared, ash=(None, 20), birch=(None, 0))
         assert self.put_one(shared, ASH, 0) is STORED
-        self.put_all(shared, BIRCH, range(2 * self.small // SIZE))
+        self.flood(shared, BIRCH)
         assert self.put_all(shared, ASH, range(1, 15)) == [STORED] * 14
         assert self.held(shared, ASH, range(15)) == list(range(15))
 
     def test_a_guarantee_counts_more_than_the_values_of_others(self, shared: StorageBackend) -> None:
         self.share(shared, ash=(None, 20), birch=(None, 0))
-        for name in range(2 * self.small // SIZE):
-            item = to_set(key((BIRCH, name)), payload(name, SIZE), namespace=BIRCH, value=1000.0, worker=1)
-            shared.set([item])
+        self.flood(shared, BIRCH, value=1000.0)
         for name in range(10):
             item = to_set(key((ASH, name)), payload(name, SIZE), namespace=ASH, value=1.0, worker=2)
             assert shared.set([item]) == [STORED]
