@@ -55,6 +55,9 @@ class Survey:
         self._up = up.copy()
         self._sound = (kv > 0) & (flags & CUT == 0)
         self._rows = residents.residents()
+        owners = residents.owners
+        self._owner = owners.of_all(residents.columns["namespace"][self._rows]) if owners.active else None
+        self._protected, self._near_quota = owners.protected(), owners.near_quota()
         self._page, self._attached, self._length, self._number = (
             residents.columns[name][self._rows] for name in ("page", "attached", "length", "number")
         )
@@ -62,7 +65,8 @@ class Survey:
     def coldest(self, nbytes: int) -> Found:
         """Return about `nbytes` bytes of the objects that are evicted next, and the pages that they need.
 
-        See `StorageBackend.coldest` for the order.
+        See `StorageBackend.coldest` for the order. Owners that others do not evict are left out. To this is
+        added what those lose next who are near their quotas.
         """
         level, whole = _paths(self._up, self._sound)
         rank = np.full(len(self._up), -np.inf)
@@ -79,7 +83,7 @@ class Survey:
             column[of_use] for column in (self._page, self._attached != 0, self._length)
         )
         ranks = np.where(attached, rank_of_states[page], rank[page])
-        chosen = _lowest(ranks, level[page], length, nbytes)
+        chosen = self._chosen(of_use, ranks, level[page], length, nbytes)
         # `place` is the place of each chosen object in the order of eviction. A page must be copied before
         # the first object that depends on it, so the page gets the lowest place among these.
         place = np.full(len(of_use), len(of_use))
@@ -92,6 +96,19 @@ class Survey:
         order = np.lexsort((attached[listed], level[page[listed]], place[listed]))
         found = of_use[listed[order]]
         return Found(self._rows[found], self._number[found])
+
+    def _chosen(
+        self, of_use: Ints, ranks: npt.NDArray[Any], level: Ints, length: npt.NDArray[Any], nbytes: int
+    ) -> Ints:
+        """Return the objects to list, in their order; all arguments are of the objects that are of use."""
+        if self._owner is None:
+            return _lowest(ranks, level, length, nbytes)
+        owner = self._owner[of_use]
+        parts = [(np.flatnonzero(~np.isin(owner, self._protected)), nbytes)]
+        parts += [(np.flatnonzero(owner == one), lost) for one, lost in self._near_quota.items()]
+        found = [some[_lowest(ranks[some], level[some], length[some], wanted)] for some, wanted in parts]
+        together, first = np.unique(np.concatenate(found), return_index=True)
+        return together[np.argsort(first)]
 
 
 def _lowest(ranks: npt.NDArray[Any], level: Ints, length: npt.NDArray[Any], nbytes: int) -> Ints:

@@ -27,6 +27,8 @@ from tiercache.text import exact_size, readable_size
 
 _MAX_NAMES: Final = 1 << 16
 """Maximum number of namespaces whose owners are remembered by name."""
+NEAR_SHARE: Final = 5
+"""An owner is near its quota if less than this fraction of it is left."""
 COMMON: Final = ""
 """Name of the owner of namespaces that belong to no tenant."""
 
@@ -239,6 +241,19 @@ class Owners:
         """Return whether the new objects stay within their owner's guarantee."""
         owner = writer.owner
         return self.used[owner] + self.extra[owner] + writer.nbytes <= self.guarantees[owner]
+
+    def protected(self) -> list[int]:
+        """Return the owners that have no more than their guarantees, which is more than nothing."""
+        owners = range(len(self.names)) if self.active else ()
+        return [owner for owner in owners if self.guarantees[owner] and not self.is_above(owner)]
+
+    def near_quota(self) -> dict[int, int]:
+        """Return the owners that have nearly their quotas, and how many bytes they may lose soon."""
+        found: dict[int, int] = {}
+        for owner, quota in enumerate(self.quotas if self.active else ()):
+            if quota != inf and self.room(owner) < quota / NEAR_SHARE:
+                found[owner] = int(quota / NEAR_SHARE)
+        return found
 
     def beyond(self) -> list[int]:
         """Return the owners that have more than their quotas."""

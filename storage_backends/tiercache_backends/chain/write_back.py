@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from tiercache.storage.base import ScanEntry
+from tiercache.storage.shares import NEAR_SHARE
 from tiercache_backends.chain.canary import CANARY
 from tiercache_backends.chain.settings import WritePolicy
 
@@ -93,8 +94,15 @@ class WriteBack:
         spare = int((1 - _WATERMARK) * usage.capacity_bytes)
         entries: Sequence[ScanEntry] = ()
         step = max(1, spare // _SHARE) if spare else _NEVER
-        if spare and usage.used_bytes > usage.capacity_bytes - spare:
-            coldest = source.call("coldest", lambda store: store.coldest(spare))
+        # An owner evicts its own objects because of its quota, however much room there is.
+        quotas = [(use.quota_bytes, use.used_bytes) for use in usage.owners.values()]
+        spares = [(quota // NEAR_SHARE, quota - used) for quota, used in quotas if quota is not None]
+        if spares:
+            step = min(step, max(1, min(limit for limit, _ in spares) // _SHARE))
+        near = any(room < limit for limit, room in spares)
+        full = usage.used_bytes > usage.capacity_bytes - spare
+        if spare and (near or full):
+            coldest = source.call("coldest", lambda store: store.coldest(spare if full else 0))
             entries = coldest or ()
             ahead = sum(entry.meta.length for entry in entries)
             # The answer may be short: little can be restored, or the store ended it early.
