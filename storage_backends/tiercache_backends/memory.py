@@ -147,7 +147,8 @@ class MemoryBackend(StorageBackend):
                 with self._mutex:
                     for node in held:
                         self._residents.pages.release(node)
-                    self._trim()
+                    if self._residents.owners.active:
+                        self._trim()
             return outcomes
 
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:

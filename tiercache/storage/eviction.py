@@ -32,7 +32,7 @@ import numpy as np
 from tiercache.policy import Policy
 from tiercache.policy.base import Ranks
 from tiercache.storage.coldest import Survey
-from tiercache.storage.lanes import Lane, lanes_for, turns
+from tiercache.storage.lanes import Lane, first_dead, first_live, lanes_for, turns
 from tiercache.storage.pages import BROKEN, NONE, QUEUED, Ints
 from tiercache.storage.residents import Residents
 from tiercache.storage.shares import Writer
@@ -96,6 +96,8 @@ class EvictionOrder:
         self._ranking = Ranking(residents, policy, page_tokens)
         self._lanes: Sequence[Lane] = [Lane(0, policy)]
         """Queues by number of the owner."""
+        self._pushes_left = 0
+        """Number of entries that may be added before the queues are looked at for stale ones."""
         self.unfinished = False
         """Whether the last eviction stopped in the middle of a unit.
 
@@ -106,7 +108,7 @@ class EvictionOrder:
 
     def __len__(self) -> int:
         """Return the number of entries in the queues, also of those that are out of date."""
-        return sum(map(len, self._lanes))
+        return sum([len(lane) for lane in self._lanes])
 
     def restart(self) -> None:
         """Fill the queues anew at the next eviction; call this when the owners have changed."""
@@ -164,10 +166,10 @@ class EvictionOrder:
         self._refresh()
         eviction = _Eviction(taker, writer, self._states_to_keep(write_parents))
         highest = inf if rank is None else rank
-        while not taker.enough() and not taker.full():
-            self._catch_up()
-            if not self._take_next(eviction, highest, promising=promising):
+        while not taker.full() and self._take_next(eviction, highest, promising=promising):
+            if taker.enough():
                 break
+            self._catch_up()
         for spared in eviction.spared:
             self._push_live(*spared)
 
@@ -176,6 +178,12 @@ class EvictionOrder:
         lanes = lanes_for(self._lanes, self._owners, eviction.writer)
         if self._take_dead(eviction, lanes):
             return True
+        if not self._owners.active:
+            if promising or not self._residents.is_mostly_unproven:
+                return self._take_live(eviction, lanes, highest) or (
+                    not self.not_worth and self._take_waiting(eviction, lanes)
+                )
+            return self._take_waiting(eviction, lanes)
         # While most bytes are unproven, new objects that are not promising replace no live page, unless the
         # unproven bytes are of owners that are passed over.
         keep_live = self._residents.is_mostly_unproven and not promising
@@ -223,19 +231,21 @@ class EvictionOrder:
 
     def _refresh(self) -> None:
         """Bring the queues up to date, before an eviction."""
-        residents, lanes = self._residents, self._lanes
-        steady = lanes[0].live.steady
-        for lane in lanes:
-            lane.live.steady = self._ranking.steady
+        residents, lanes, steady = self._residents, self._lanes, self._ranking.steady
         if (
             residents.pages.recount_orphans()
-            or steady is not self._ranking.steady
+            or steady is not lanes[0].live.steady
             or (self._ranking.by_value and residents.pages.values.settle())
-            or any(lane.live.is_outdated(residents.clock) for lane in lanes if lane.live or not lane.owner)
+            or (not steady and self._is_outdated())
             or self._has_stale_entries()
         ):
             self._start_again()
         self._catch_up()
+
+    def _is_outdated(self) -> bool:
+        """Return whether the order of any lane is out of date; an empty one beside others does not count."""
+        clock = self._residents.clock
+        return any(lane.live.is_outdated(clock) for lane in self._lanes if lane.live or not lane.owner)
 
     def _catch_up(self) -> None:
         """Queue the pages that may have become evictable since the last call.
@@ -278,9 +288,8 @@ class EvictionOrder:
         # Pages that are being read are put aside until the loop ends. Otherwise the loop would not end.
         pinned: list[tuple[int, int]] = []
         taken = False
-        while not taken and (filled := [lane for lane in lanes if lane.dead]):
-            lane = filled[0] if len(filled) == 1 else min(filled, key=lambda lane: lane.dead[0])
-            tick, node = heapq.heappop(lane.dead)
+        while not taken and (first := first_dead(lanes)) is not None:
+            tick, node = heapq.heappop(first.dead)
             flags[node] &= 0xFF ^ _DEAD
             if not residents.pages.is_leaf(node) or not residents.is_dead(node):
                 self._offer(node)
@@ -308,7 +317,9 @@ class EvictionOrder:
         mine = None if writer is None else writer.owner
         only_mine = writer is not None and writer.for_quota
         taken = 0
-        for row in sorted(rows, key=lambda row: not residents.attached[row]):
+        if len(rows) > 1:
+            rows = sorted(rows, key=lambda row: not residents.attached[row])
+        for row in rows:
             owner = owners.of(residents.namespace[row])
             if owner != mine and (only_mine or not owners.is_above(owner)):
                 continue
@@ -360,14 +371,13 @@ class EvictionOrder:
 
     def _lowest(self, lanes: Sequence[Lane]) -> Lane | None:
         """Return the lane with the live unit of the lowest rank; None if there is no live unit."""
-        if len(lanes) > 1 or self._owners.active:
-            clock = self._residents.clock
-            empty = [lane for lane in lanes if not lane.live and not lane.is_barren(self._owners, clock)]
-            if empty:
-                self._scan(empty)
-            filled = [lane for lane in lanes if lane.live]
-            return min(filled, key=lambda lane: lane.live.lowest, default=None)
-        return lanes[0] if lanes[0].live or self._scan(lanes) else None
+        if not self._owners.active:
+            return lanes[0] if lanes[0].live or self._scan(lanes) else None
+        clock = self._residents.clock
+        empty = [lane for lane in lanes if not lane.live and not lane.is_barren(self._owners, clock)]
+        if empty:
+            self._scan(empty)
+        return first_live(lanes)
 
     def _take_unit(self, node: int, eviction: _Eviction, *, leaf: bool) -> bool:
         """Evict a leaf and the pages that are useless without it. Of any other page, evict the states.
@@ -500,12 +510,14 @@ class EvictionOrder:
 
     def _push_live(self, rank: float, node: int) -> None:
         self._residents.pages.flags[node] |= _LIVE
+        self._pushes_left -= 1
         self._lane_of(node).live.push((rank, node))
 
     def _push_dead(self, node: int) -> None:
         pages = self._residents.pages
         if not pages.flags[node] & _DEAD:
             pages.flags[node] |= _DEAD
+            self._pushes_left -= 1
             heapq.heappush(self._lane_of(node).dead, (pages.tick[node], node))
 
     def _push_waiting(self, node: int) -> None:
@@ -513,6 +525,7 @@ class EvictionOrder:
         kind = pages.kv[node] > 0
         if not pages.flags[node] & _WAITING[kind]:
             pages.flags[node] |= _WAITING[kind]
+            self._pushes_left -= 1
             heapq.heappush(self._lane_of(node).waiting[kind], (pages.number[node], node))
 
     def _pop_waiting(self, lane: Lane, kind: bool) -> int:
@@ -523,7 +536,10 @@ class EvictionOrder:
     def _has_stale_entries(self) -> bool:
         # Entries of deleted pages stay in the queues. Without this check, the queues of a store in which
         # objects are only stored and deleted would grow without limit.
-        return len(self) > 3 * len(self._residents) + _FEW_ENTRIES
+        if self._pushes_left > 0:
+            return False
+        self._pushes_left = 3 * self._residents.count + _FEW_ENTRIES - len(self)
+        return self._pushes_left < 0
 
     def _start_again(self) -> None:
         self._residents.pages.columns["flags"] &= 0xFF ^ (_LIVE | _DEAD | _ANY_WAITING)

@@ -38,7 +38,7 @@ class Lane:
         """Number of live units that were evicted."""
 
     def __len__(self) -> int:
-        return len(self.live) + len(self.dead) + sum(map(len, self.waiting))
+        return len(self.live) + len(self.dead) + len(self.waiting[0]) + len(self.waiting[1])
 
     def is_barren(self, owners: Owners, clock: int) -> bool:
         """Return whether a pass over the columns would find no live page that is not in the queue.
@@ -56,7 +56,27 @@ def lanes_for(lanes: Sequence[Lane], owners: Owners, writer: Writer | None) -> S
     if writer is not None and writer.for_quota:
         return (lanes[writer.owner],)
     mine = None if writer is None else writer.owner
-    return [lane for lane in lanes if lane.owner == mine or owners.is_above(lane.owner)]
+    # This runs for each unit, so it asks no methods.
+    used, guarantees = owners.used, owners.guarantees
+    return [lane for lane in lanes if used[lane.owner] > guarantees[lane.owner] or lane.owner == mine]
+
+
+def first_dead(lanes: Sequence[Lane]) -> Lane | None:
+    """Return the lane with the dead page that was used least recently; None if there is no dead page."""
+    found = None
+    for lane in lanes:
+        if lane.dead and (found is None or lane.dead[0] < found.dead[0]):
+            found = lane
+    return found
+
+
+def first_live(lanes: Sequence[Lane]) -> Lane | None:
+    """Return the lane with the live unit of the lowest rank; None if there is no live unit."""
+    found = None
+    for lane in lanes:
+        if lane.live and (found is None or lane.live.lowest < found.live.lowest):
+            found = lane
+    return found
 
 
 def turns(

@@ -38,7 +38,7 @@ def put_all(store: StorageBackend, names: range) -> None:
 
 
 def parts(store: StorageBackend) -> dict[str, OwnerUse]:
-    """What the owner "ash" has in each tier."""
+    """Return what the owner "ash" has in each tier."""
     return {
         one.name: one.store.usage().owners["ash"]
         for one in store.observed_tiers()  # type: ignore[attr-defined]
