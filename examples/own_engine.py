@@ -12,6 +12,7 @@ import torch
 
 from tiercache.controller import HybridCacheController
 from tiercache.core import PoolName
+from tiercache.errors import StorageError
 from tiercache.keys import Identity
 from tiercache.pools import DevicePool, HostArena
 from tiercache.pools.device import page_geometry_of, state_geometry_of
@@ -70,7 +71,10 @@ class Engine:
 
     def close(self) -> None:
         """Wait for what is still being written, and end."""
-        self.controller.flush(30)
+        try:
+            self.controller.flush(30)
+        except StorageError as error:
+            print(f"not everything was stored: {error}")
         self.controller.close()
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.deploy.base import DEPLOY, parsed
 
 TEXT = (DEPLOY / "README.md").read_text()
-BLOCKS = re.findall(r"(?ms)^```\n(.*?)^```", TEXT)
+BLOCKS = re.findall(r"(?ms)^```sh\n(.*?)^```", TEXT)
 COMMANDS = sorted(
     {line for block in BLOCKS for line in block.splitlines() if line.startswith("tiercache ")}
     | {*re.findall(r"`(tiercache [^`]+)`", TEXT)}

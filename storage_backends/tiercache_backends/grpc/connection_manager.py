@@ -13,7 +13,7 @@ from tiercache.errors import RefusedError, StorageError, UnavailableError
 from tiercache.storage.breaker import Breaker, Verdict
 from tiercache.wire.v1 import storage_pb2 as pb
 from tiercache_backends.grpc.connection import Connection
-from tiercache_backends.grpc.failures import CallError, Kind
+from tiercache_backends.grpc.failures import CallError, Kind, advice
 from tiercache_backends.grpc.settings import GrpcSettings
 
 _log = logging.getLogger(__name__)
@@ -144,8 +144,7 @@ class ConnectionManager:
             if error.kind in (Kind.REFUSED, Kind.SESSION_ENDED, Kind.BUSY):
                 raise RefusedError(f"{what} is refused by {error.text}") from error
             if error.kind is Kind.UNREACHABLE:
-                advice = "start the daemon there, or wait until it is back"
-                raise UnavailableError(f"{what}: {error.text}; {advice}") from error
+                raise UnavailableError(f"{what}: {error.text}; {advice(error)}") from error
             kind = impossible if error.kind is Kind.IMPOSSIBLE else StorageError
             raise kind(f"{what}: {error.text}") from error
 

@@ -96,6 +96,21 @@ def error_of_status(number: int, text: str, what: str) -> CallError:
     return CallError(kind, f"{what}: {code.name.lower()}, {' '.join(text.split())[:500]}", untouched=True)
 
 
+_ADVICE: Final = (
+    ("CERTIFICATE_VERIFY_FAILED", "its certificate is not of the authority in ca=; give the right one"),
+    ("Hostname Verification", "its certificate has another name; use that name, or give it as server_name="),
+    ("WRONG_VERSION_NUMBER", "it serves without TLS; leave out ca=, certificate= and tls="),
+    ("Socket closed", "if it serves with TLS, give ca=; otherwise wait until it is back"),
+)
+"""Advice by a part of what gRPC says of a connection that could not be made."""
+
+
+def advice(error: CallError) -> str:
+    """Return what to do about a daemon that cannot be reached."""
+    known = (text for part, text in _ADVICE if part in error.text)
+    return next(known, "start the daemon there, or wait until it is back")
+
+
 _OUTCOMES: Final = {
     Kind.UNREACHABLE: Outcome.UNAVAILABLE,
     Kind.SESSION_ENDED: Outcome.REFUSED,

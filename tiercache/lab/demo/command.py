@@ -172,7 +172,7 @@ def demo(
         typer.Option(
             help=(
                 "Device of the model and of the first tier: cpu, cuda, or cuda:N for one of several GPUs."
-                " CUDA needs pip install 'tiercache\\[cuda]'."
+                " CUDA needs pip install 'tiercache[cuda]'."
             )
         ),
     ] = "cpu",

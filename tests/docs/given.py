@@ -1,0 +1,49 @@
+"""Names that programs of the pages take for granted: a model, a worker, a request."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.docs.pages import ROOT
+
+
+def a_model_on_disk(home: Path) -> dict[str, Any]:
+    """A small model in HERE/model, and the tokens of a prompt."""
+    _model().save_pretrained(home / "model")
+    return {"prompt_token_ids": list(range(100))}
+
+
+def a_model(home: Path) -> dict[str, Any]:
+    """Two small models, and the worker's class."""
+    from tiercache.integrations.transformers import Worker
+
+    return {"model": _model(), "small_model": _model(), "Worker": Worker}
+
+
+def a_worker(home: Path) -> dict[str, Any]:
+    """A worker with a store, and prompts."""
+    from tiercache.integrations.transformers import Request, Sampling, Worker
+
+    worker = Worker(_model(), device_bytes="4MiB", host_bytes="4MiB", storage="memory://?capacity=16MiB")
+    prompts = {"prompt": list(range(100)), "other": list(range(50, 200)), "system_prompt": list(range(70))}
+    worker.serve(prompts["system_prompt"], 1)
+    return {"worker": worker, "Request": Request, "Sampling": Sampling, **prompts}
+
+
+def a_request(home: Path) -> dict[str, Any]:
+    """A controller, and the lookup of a prompt."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    try:
+        from own_engine import PROMPT, Engine
+    finally:
+        sys.path.pop(0)
+    engine = Engine("memory://?capacity=16MiB")
+    return {"engine": engine, "controller": engine.controller, "lookup": engine.controller.lookup(PROMPT)}
+
+
+def _model() -> Any:
+    from tests.integrations.transformers.models import build
+
+    return build("llama")
