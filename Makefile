@@ -67,9 +67,10 @@ check: test lint types  ## Everything that CI runs on the checkout
 proto: $(STAMP)  ## Generate tiercache/wire/v1 from proto/ (the tests compare)
 	$(BIN)/python proto/generate.py .
 
-docs: $(STAMP)  ## Write docs/metrics.md, alerts and dashboards from the table of metrics (the tests compare)
+docs: $(STAMP)  ## Write docs/metrics.md, alerts and dashboards from the table of metrics, and draw the drawings (the tests compare)
 	$(BIN)/python -m tiercache.metrics > docs/metrics.md
 	$(BIN)/python deploy/generate.py
+	$(BIN)/python docs/generator/drawings.py
 
 site: $(STAMP)  ## Build the documentation as a site in site/, with MkDocs, which this installs
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -r docs/generator/requirements.txt
