@@ -290,3 +290,28 @@ def test_three_tenants_beside_a_model(store: str) -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(("store", "database"), [("file", "catalog"), ("lmdb", "database")])
+def test_bytes_are_counted_anew_after_a_damaged_database(store: str, database: str, tmp_path: Path) -> None:
+    suite, _, capacity, *_ = STORES[store]
+    hooks = suite()
+    limits = {name: Share(quota=900_000) for name in TENANTS}
+    with hooks.open_store(tmp_path / "s", capacity) as opened:
+        opened.share(Shares(owner_of, limits))
+        for owner in OWNERS:
+            for sequence in (0, 2, 4):
+                opened.set([item_of(place) for place in batch_of(owner, sequence, 3)])
+    data = tmp_path / "s" / database / "data.mdb"
+    with open(data, "r+b") as file:
+        file.write(b"\xff" * 2 * 4096)  # both of LMDB's meta pages: the records are looked for in the rest
+    with hooks.open_store(tmp_path / "s", capacity) as opened:
+        opened.share(Shares(owner_of, limits))
+        found = dict.fromkeys(OWNERS, 0)
+        for entry in opened.scan_all():
+            found[owner_of(entry.meta.namespace)] += entry.meta.length
+        assert {name: use.used_bytes for name, use in opened.usage().owners.items()} == found
+        assert sum(found.values()) > 0
+        assert opened.set([item_of(place) for place in batch_of("ash", 6, 3)]).count(STORED) > 0
+        assert opened.usage().owners["ash"].used_bytes <= 900_000
+        hooks.check(opened)

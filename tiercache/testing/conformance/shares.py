@@ -12,11 +12,11 @@ import pytest
 
 from tiercache.core import ObjectKey, Outcome
 from tiercache.errors import ConfigError, RefusedError
-from tiercache.storage.base import StorageBackend
+from tiercache.storage.base import NamespaceRecord, StorageBackend
 from tiercache.storage.shares import OwnerUse, Share, Shares
 from tiercache.testing.conformance.hooks import HIT, STORED, THROTTLED, BackendHooks
 from tiercache.testing.conformance.threads import run_all
-from tiercache.testing.objects import chain, key, payload, to_set
+from tiercache.testing.objects import chain, key, payload, state_of, to_set
 
 SIZE = 40_960
 ASH, BIRCH, COMMON = b"ash", b"birch", b"common"
@@ -125,6 +125,22 @@ class SharesTests(BackendHooks):
         self.flood(shared, BIRCH)
         self.flood(shared, COMMON)
         assert self.held(shared, ASH, names) == list(names), "the coldest of all, and guaranteed"
+
+    def test_a_guarantee_ends_the_eviction_of_a_unit(self, shared: StorageBackend) -> None:
+        """Without the state at its end no page of the sequence is of use, and five of its objects stay."""
+        self.share(shared, ash=(None, 5))
+        shared.register_namespace(NamespaceRecord(ASH, {}, states=True))
+        pages = chain("ash", 6)
+        items = [
+            to_set(k, payload(k, SIZE), namespace=ASH, parent=up, depth=n + 1)
+            for n, (k, up) in enumerate(pages)
+        ]
+        state = state_of(("ash", 5))
+        items.append(to_set(state, payload(state, SIZE), namespace=ASH, parent=state.page_key))
+        assert shared.set(items) == [STORED] * 7
+        self.flood(shared, BIRCH)
+        self.flood(shared, COMMON)
+        assert sum(shared.exists([item.key for item in items])) == 5
 
     def test_an_owner_grows_up_to_its_guarantee(self, shared: StorageBackend) -> None:
         """The owner replaces what others have beyond theirs, and not its own objects, which are colder."""
