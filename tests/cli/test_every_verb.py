@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 
-from tests.cli.store.test_samples import call, make_store, store_sequence
+from tests.cli.store.test_samples import ACME, call, identity, make_store, store_sequence
 from tests.cli.test_streams import GUARD
 from tests.lab.prove.stand_in import Engine, serve
 from tiercache.cli.terminal import Exit
 from tiercache.cli.verbs import VERBS
 from tiercache.config.urls import storage_url
 from tiercache.storage import open_backend
+from tiercache.storage.base import NamespaceRecord
 
 NAME = "é #1 50%?"
 COMMAND = [sys.executable, "-m", "tiercache.cli"]
@@ -118,6 +119,7 @@ def test_a_daemon(here: Path) -> None:
         )
         assert (here / "node/store/format").is_file()
         with open_backend(storage_url("grpc", "node/run")) as store:
+            store.register_namespace(NamespaceRecord(ACME, identity().public_record()))
             store_sequence(store, list(range(40)))
         for target in ("node", storage_url("grpc", "node/run"), storage_url("grpc", address=said["tcp"])):
             for output in FORMATS if target == "node" else ("json",):
