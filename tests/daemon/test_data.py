@@ -116,15 +116,22 @@ class Remote(Client):
 def answer(sock: socket.socket) -> tuple[FrameKind, bytes, bytes] | None:
     """The next frame, or None if the daemon has closed the connection."""
     try:
-        first = sock.recv(FRAME_BYTES, socket.MSG_WAITALL)
+        first = received(sock, FRAME_BYTES)
         if len(first) < FRAME_BYTES:
             return None
         frame = unpack(first, 1 << 30, 1 << 40)
-        header = sock.recv(frame.header, socket.MSG_WAITALL) if frame.header else b""
-        payload = sock.recv(frame.payload, socket.MSG_WAITALL) if frame.payload else b""
+        header, payload = received(sock, frame.header), received(sock, frame.payload)
     except ConnectionError:
         return None
     return frame.kind, header, payload
+
+
+def received(sock: socket.socket, nbytes: int) -> bytes:
+    """Receive so many bytes, or fewer at the end; MSG_WAITALL does not wait if there is a time limit."""
+    data = bytearray()
+    while len(data) < nbytes and (part := sock.recv(nbytes - len(data))):
+        data += part
+    return bytes(data)
 
 
 def opened(client: Remote) -> socket.socket:
