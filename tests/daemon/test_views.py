@@ -16,7 +16,7 @@ from tiercache_backends.memory import MemoryBackend
 
 from tests.storage.backends import MemoryHooks, without_checksum
 from tiercache.core import ObjectKey, Outcome
-from tiercache.daemon.views import NameCipher, NamespaceView, TenantView
+from tiercache.daemon.views import CommonView, NameCipher, NamespaceView, TenantView
 from tiercache.storage.base import NamespaceRecord, StorageBackend
 from tiercache.testing.conformance import BackendConformance
 from tiercache.testing.objects import (
@@ -180,6 +180,25 @@ def test_nothing_can_be_stored_beyond_the_fence_or_over_it() -> None:
 def test_the_suites_above_are_the_whole_contract() -> None:
     assert issubclass(TestVeiled, BackendConformance)
     assert issubclass(TestFenced, BackendConformance)
+
+
+def test_who_knows_a_hidden_name_is_told_that_there_is_no_such_object() -> None:
+    store = MemoryBackend(1 << 20)
+    acme = TenantView(store, VEIL, "acme")
+    put(acme, key(0), payload(0, 5000))
+    hidden = next(iter(store.scan_all())).key
+    common = CommonView(store, [OTHER_VEIL, VEIL], OTHER_VEIL)
+    put(common, key(1), payload(1, 5000))
+    assert common.exists([hidden, key(1)]) == [False, True]
+    assert [entry is not None for entry in common.describe([hidden, key(1)])] == [False, True]
+    assert fetch(common, hidden, 5000) is Outcome.MISS
+    assert fetch(common, key(1), 5000) == payload(1, 5000)
+    assert common.peek([to_get(hidden, 5000)]) == [Outcome.MISS]
+    assert [list(tier.present) for tier in common.history([hidden, key(1)], []).tiers] == [[False, True]]
+    assert common.set([to_set(hidden, payload(2, 5000))]) == [Outcome.ERROR]
+    common.advise([hidden], [1.0])
+    assert common.delete([hidden]) == [False]
+    assert fetch(acme, key(0), 5000) == payload(0, 5000)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ also sees the objects of all tenants, but under hidden names (`NameCipher`), as 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
@@ -19,6 +20,7 @@ from tiercache.core import ObjectKey, ObjectMeta, Outcome
 from tiercache.events.source import ChangeNote
 from tiercache.storage.base import (
     NAMESPACE_BYTES,
+    Capabilities,
     GetItem,
     NamespaceRecord,
     ScanEntry,
@@ -29,6 +31,7 @@ from tiercache.storage.base import (
     storable,
 )
 from tiercache.storage.history import History, TierHistory
+from tiercache.storage.shares import Shares
 from tiercache.storage.wrappers import Wrapper
 from tiercache.storage.wrappers.base import decide
 
@@ -42,6 +45,8 @@ MARK_BYTES: Final = 16
 """Bytes of the mark by which a tenant's namespaces are recognised."""
 _MAX_NAMESPACE_BYTES: Final = NAMESPACE_BYTES - MARK_BYTES
 """Maximum bytes of a tenant's namespace, without its mark."""
+_KNOWN_NAMESPACES: Final = 4096
+"""Number of namespaces of which a view remembers whose they are."""
 _SCAN_ENTRIES: Final = 1024
 """Minimum number of entries in a batch of a scan; the last batch may have fewer."""
 
@@ -130,6 +135,14 @@ class _View(Wrapper):
 
     def coldest(self, nbytes: int) -> None:
         return None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Capabilities of `inner`, without shares: the owners of objects are the daemon's matter."""
+        return replace(super().capabilities, shares=False)
+
+    def share(self, shares: Shares, *, evict: bool = True) -> None:
+        self.check_shares({}, shares)
 
 
 class TenantView(_View):
@@ -242,46 +255,6 @@ def _own_page(
             return ScanPage(entries, cipher.hide(at) if cipher else at)
 
 
-class CommonView(_View):
-    """The store as principals without a tenant see it: without the tenants' objects and namespaces.
-
-    Scans and lists of namespaces leave out what belongs to tenants. Calls that look up keys are passed on
-    unchanged, because the hidden keys of tenants' objects cannot be guessed.
-
-    Thread safety: as the contract of `StorageBackend` says.
-    """
-
-    def __init__(self, inner: StorageBackend, ciphers: Sequence[NameCipher], cursors: NameCipher) -> None:
-        """Leave out the namespaces that one of `ciphers` has marked; `cursors` hides the cursors of scans."""
-        super().__init__(inner)
-        self._ciphers = ciphers
-        self._cursors = cursors
-
-    def set(self, items: Sequence[SetItem]) -> list[Outcome]:
-        with self._gate:
-            return decide(
-                items,
-                lambda item: None if self._common(item.meta.namespace) else Outcome.ERROR,
-                self.inner.set,
-            )
-
-    def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
-        def show(entry: ScanEntry) -> ScanEntry | None:
-            return entry if self._common(entry.meta.namespace) else None
-
-        return _own_page(lambda at: super(CommonView, self).scan(namespace, at), cursor, self._cursors, show)
-
-    def register_namespace(self, record: NamespaceRecord) -> None:
-        if self._common(record.namespace):
-            super().register_namespace(record)
-
-    def namespaces(self) -> list[NamespaceRecord]:
-        return [record for record in super().namespaces() if self._common(record.namespace)]
-
-    def _common(self, namespace: bytes) -> bool:
-        return all(cipher.unmark(namespace) is None for cipher in self._ciphers)
-
-
 def _refusal(item: SetItem) -> Outcome | None:
     """Return ERROR for an item that cannot be stored or does not match the caller's checksum, else None."""
     meta = item.meta
@@ -292,28 +265,27 @@ def _refusal(item: SetItem) -> Outcome | None:
     return None
 
 
-class NamespaceView(_View):
+class _LimitedView(_View):
     """The store limited to some namespaces: all other objects appear absent, and cannot be overwritten.
 
     Thread safety: as the contract of `StorageBackend` says.
     """
 
-    def __init__(self, inner: StorageBackend, namespaces: AbstractSet[bytes]) -> None:
+    def __init__(self, inner: StorageBackend, cursors: NameCipher | None = None) -> None:
+        """Hide the cursors of scans by `cursors`, if any."""
         super().__init__(inner)
-        self._namespaces = namespaces
+        self._cursors = cursors
+
+    @abstractmethod
+    def allows(self, namespace: bytes) -> bool:
+        """Return whether objects in this namespace can be seen and stored."""
 
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        mine = self._mine(keys)
-        return super().exists([key if own else _absent_key(key) for key, own in zip(keys, mine, strict=True)])
+        return super().exists(self._visible(keys))
 
     def _asked(self, items: Sequence[GetItem]) -> Sequence[GetItem]:
-        mine = self._mine([item.key for item in items])
-        # A request for an object of another namespace is passed on with a key that no object has. Then the
-        # store answers exactly as for an absent object, even if the request is malformed.
-        return [
-            item if own else item._replace(key=_absent_key(item.key))
-            for item, own in zip(items, mine, strict=True)
-        ]
+        visible = self._visible([item.key for item in items])
+        return [item._replace(key=key) for item, key in zip(items, visible, strict=True)]
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
         with self._gate:
@@ -326,47 +298,88 @@ class NamespaceView(_View):
         return [own and next(answers) for own in mine]
 
     def describe(self, keys: Sequence[ObjectKey]) -> list[ScanEntry | None]:
-        return [
-            entry if entry and entry.meta.namespace in self._namespaces else None
-            for entry in super().describe(keys)
-        ]
+        return [self._shown(entry) for entry in super().describe(keys)]
 
     def history(self, keys: Sequence[ObjectKey], pages: Sequence[bytes]) -> History:
-        # The namespace of an object that went is not remembered, so removals are not told.
-        return History([TierHistory("", self._mine(keys))])
+        return super().history(self._visible(keys), pages)
 
     def advise(self, keys: Sequence[ObjectKey], values: Sequence[float], worker: int = 0) -> None:
         own = [(k, v) for k, v, mine in zip(keys, values, self._mine(keys), strict=False) if mine]
         super().advise([key for key, _ in own], [value for _, value in own], worker)
 
     def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
-        if namespace is not None and namespace not in self._namespaces:
+        if namespace is not None and not self.allows(namespace):
             return ScanPage([], b"")
-
-        def show(entry: ScanEntry) -> ScanEntry | None:
-            return entry if entry.meta.namespace in self._namespaces else None
-
-        return _own_page(lambda at: super(NamespaceView, self).scan(namespace, at), cursor, None, show)
+        return _own_page(
+            lambda at: super(_LimitedView, self).scan(namespace, at), cursor, self._cursors, self._shown
+        )
 
     def register_namespace(self, record: NamespaceRecord) -> None:
         if self.allows(record.namespace):
             super().register_namespace(record)
 
     def namespaces(self) -> list[NamespaceRecord]:
-        return [record for record in super().namespaces() if record.namespace in self._namespaces]
+        return [record for record in super().namespaces() if self.allows(record.namespace)]
 
-    def allows(self, namespace: bytes) -> bool:
-        """Return whether this view may register the namespace and store objects in it."""
-        return namespace in self._namespaces
+    def _shown(self, entry: ScanEntry | None) -> ScanEntry | None:
+        return entry if entry and self.allows(entry.meta.namespace) else None
+
+    def _visible(self, keys: Sequence[ObjectKey]) -> list[ObjectKey]:
+        """Return the keys, and instead of one of an object beyond the view a key that no object has.
+
+        Then the store answers exactly as for an absent object, even if the request is malformed.
+        """
+        return [key if own else _absent_key(key) for key, own in zip(keys, self._mine(keys), strict=True)]
 
     def _mine(self, keys: Sequence[ObjectKey]) -> list[bool]:
         return [entry is not None for entry in self.describe(keys)]
 
     def _judge(self, item: SetItem, held: ScanEntry | None) -> Outcome | None:
-        own = item.meta.namespace in self._namespaces and (
-            held is None or held.meta.namespace in self._namespaces
-        )
+        own = self.allows(item.meta.namespace) and (held is None or self.allows(held.meta.namespace))
         return None if own else Outcome.ERROR
+
+
+class CommonView(_LimitedView):
+    """The store as principals without a tenant see it: without the tenants' objects and namespaces.
+
+    A tenant's objects are absent also for a caller that got hold of their hidden names.
+
+    Thread safety: as the contract of `StorageBackend` says.
+    """
+
+    def __init__(self, inner: StorageBackend, ciphers: Sequence[NameCipher], cursors: NameCipher) -> None:
+        """Leave out the namespaces that one of `ciphers` has marked; `cursors` hides the cursors of scans."""
+        super().__init__(inner, cursors)
+        self._ciphers = ciphers
+        self._known: dict[bytes, bool] = {}
+        """Answers of `allows`, of which there are as many as namespaces."""
+
+    def allows(self, namespace: bytes) -> bool:
+        answer = self._known.get(namespace)
+        if answer is None:
+            if len(self._known) >= _KNOWN_NAMESPACES:
+                self._known.clear()
+            answer = all(cipher.unmark(namespace) is None for cipher in self._ciphers)
+            self._known[namespace] = answer
+        return answer
+
+
+class NamespaceView(_LimitedView):
+    """The store limited to the namespaces that the operator has named.
+
+    Thread safety: as the contract of `StorageBackend` says.
+    """
+
+    def __init__(self, inner: StorageBackend, namespaces: AbstractSet[bytes]) -> None:
+        super().__init__(inner)
+        self._namespaces = namespaces
+
+    def allows(self, namespace: bytes) -> bool:
+        return namespace in self._namespaces
+
+    def history(self, keys: Sequence[ObjectKey], pages: Sequence[bytes]) -> History:
+        # The namespace of an object that went is not remembered, so removals are not told.
+        return History([TierHistory("", self._mine(keys))])
 
 
 def _absent_key(key: ObjectKey) -> ObjectKey:
