@@ -26,7 +26,7 @@ from tiercache.testing.objects import key
 
 
 @pytest.mark.stress
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("campaign", CAMPAIGNS)
 def test_campaign(campaign: str, kind: str, tmp_path: Path) -> None:
