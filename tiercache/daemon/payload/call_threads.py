@@ -32,7 +32,7 @@ _CALL: Final = EPOLLIN | EPOLLRDHUP
 """Change of a socket that begins a call."""
 _FEW: Final = 2
 """Number of threads while calls are short; more would only wait for the interpreter's lock."""
-_SHORT_SECONDS: Final = 0.005
+_SHORT_SECONDS: Final = 0.02
 """Mean seconds of a call above which calls wait for the store, so that more threads serve more calls."""
 LOOK_SECONDS: Final = 0.25
 """Seconds between two looks at what the threads do."""
@@ -126,6 +126,8 @@ class CallThreads:
         self._most: Final = workers + 1
         self._count = 0
         """Number of threads."""
+        self._wanted = 0
+        """Number of threads above which one ends after its call."""
         self._busy = 0
         """Number of threads that serve a call."""
         self._ended = 0
@@ -185,8 +187,11 @@ class CallThreads:
                 self._return_parked(conversation)
         with self._lock:
             ended, self._ended = self._ended, 0
-            short = self._busy < self._count or ended * _SHORT_SECONDS > self._count * LOOK_SECONDS
-        if not short:
+            short = ended * _SHORT_SECONDS > self._count * LOOK_SECONDS
+            if short:
+                self._wanted = _FEW
+            all_wait = not short and self._busy == self._count
+        if all_wait:
             self._grow(self._count)
 
     def close(self) -> None:
@@ -194,9 +199,11 @@ class CallThreads:
         os.eventfd_write(self._over, 1)
 
     def _grow(self, more: int) -> None:
-        for _ in range(min(more, self._most - self._count)):
+        with self._lock:
+            more = min(more, self._most - self._count)
+            self._count = self._wanted = self._count + more
+        for _ in range(more):
             Thread(target=self._work, name="tiercache-calls", daemon=True).start()
-            self._count += 1
 
     def _work(self) -> None:
         while True:
@@ -208,6 +215,15 @@ class CallThreads:
                 if conversation is not None:
                     self._serve(conversation)
                 del conversation
+            if self._count > self._wanted and self._retires():
+                return
+
+    def _retires(self) -> bool:
+        """Return whether the thread that asks ends, because fewer are wanted."""
+        with self._lock:
+            retires = self._count > self._wanted
+            self._count -= retires
+            return retires
 
     def _serve(self, conversation: Conversation) -> None:
         """Serve the call that comes or goes on, and those that have come with it."""
