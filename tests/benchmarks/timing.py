@@ -2,7 +2,7 @@
 
 A daemon with two tenants, over TCP. In pairs, in random order, the caller asks for one that is nowhere, and
 
-- for one that the other tenant has stored under this very key (`foreign`);
+- for one that the other tenant has stored under this very key (`foreign`), or that it had (`removed`);
 - as a caller without a tenant, for one under the key that the store itself has, which the caller came to know
   (`leaked`);
 - for one of its own, which shows that the test can see a difference at all (`own`).
@@ -64,6 +64,7 @@ def asks(store: StorageBackend) -> dict[str, Callable[[ObjectKey], object]]:
         "Exists": lambda k: store.exists([k]),
         "Get": lambda k: store.get([GetItem(k, [buffer], SIZE)]),
         "Describe": lambda k: store.describe([k]),
+        "History": lambda k: store.history([k], [k.page_key]),
     }
 
 
@@ -106,7 +107,13 @@ def main(pairs: int) -> None:
                 for k in named:
                     assert put(stores[name], k, payload(k, SIZE)) is Outcome.STORED
             leaked = {entry.key for entry in stores["operator"].scan_all()} - set(keys["nobody"])
+            gone = [key(("gone", n)) for n in range(OBJECTS)]
+            for k in gone:
+                assert put(stores["acme"], k, payload(k, SIZE)) is Outcome.STORED
+            hidden = [e.key for e in stores["operator"].scan_all() if e.key not in {*keys["nobody"], *leaked}]
+            assert all(stores["operator"].delete(hidden))
             cases = {
+                "removed": ("globex", gone),
                 "foreign": ("globex", keys["acme"]),
                 "leaked": ("nobody", sorted(leaked, key=lambda k: k.digest)),
                 "own": ("globex", keys["globex"]),

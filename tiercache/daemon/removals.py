@@ -224,6 +224,8 @@ class Remembering(Wrapper):
         self._look_lock: Final = Lock()
         self._followed: dict[str, tuple[ObservedTier, ChangeNote, float]] = {}
         """Tiers that tell of changes, with the function that they tell, and since when."""
+        self._left_at = 0.0
+        """Time at which a tier last left, with what only it had."""
 
     def look(self) -> None:
         """Follow the tiers that there are now; call this from time to time."""
@@ -234,6 +236,7 @@ class Remembering(Wrapper):
                     with suppress(StorageError, ClosedError):
                         end_watch(gone.store, told)
                     del self._followed[name]
+                    self._left_at = time.time()
             for name, tier in present.items():
                 # Objects of a shared store that does not evict go by calls only; `watch` may cost requests.
                 able = tier.store.capabilities
@@ -268,7 +271,7 @@ class Remembering(Wrapper):
     def history(self, keys: Sequence[ObjectKey], pages: Sequence[bytes]) -> History:
         self.look()
         found = super().history(keys, pages)
-        since = {name: at for name, (_, _, at) in self._followed.items()}
+        since = {name: max(at, self._left_at) for name, (_, _, at) in self._followed.items()}
         return History(
             [replace(tier, since=since.get(tier.name, tier.since)) for tier in found.tiers],
             [*self.memory.find(pages), *found.removals],

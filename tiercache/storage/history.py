@@ -62,7 +62,9 @@ class History:
         """Return the history of the store as a whole, as a caller may know it that must not know tiers."""
         asked = [tier for tier in self.tiers if not tier.why]
         times = [tier.since for tier in asked]
-        since = None if not times or None in times else max(time for time in times if time is not None)
+        # What only a tier has that cannot be asked is neither there nor removed.
+        is_known = len(asked) == len(self.tiers) and None not in times
+        since = max((time for time in times if time is not None), default=None) if is_known else None
         present = [any(there) for there in zip(*(tier.present for tier in asked), strict=True)]
         latest: dict[tuple[int, bytes], PastRemoval] = {}
         for removal in self.removals:

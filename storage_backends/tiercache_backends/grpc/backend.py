@@ -239,7 +239,7 @@ class GrpcBackend(StorageBackend, RemoteTiers, RemoteQuotas):
             for at in range(0, max(len(keys), len(pages), 1), step):
                 some, others = keys[at : at + step], pages[at : at + step]
                 request = pb.HistoryRequest(keys=messages.keys(some), pages=b"".join(others))
-                reply = self._ask("History", request)
+                reply = self._ask("History", request, self._settings.transfer_timeout)
                 try:
                     parts.append((at, read_history(reply, len(some), len(others))))
                 except WireError as error:
@@ -252,7 +252,8 @@ class GrpcBackend(StorageBackend, RemoteTiers, RemoteQuotas):
         `since` is in seconds since 1970. Raises StorageError without an answer.
         """
         with self._gate:
-            reply = self._ask("Report", pb.ReportRequest(since=since))
+            request = pb.ReportRequest(since=since)
+            reply = self._ask("Report", request, self._settings.transfer_timeout)
             return read_report(reply)
 
     def ping(self) -> Pong:

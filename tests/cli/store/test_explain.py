@@ -225,7 +225,9 @@ def test_a_chain_says_what_each_tier_has_and_which_is_out(tmp_path: Path, prompt
         found = explained(prompt, *both)
         [out] = [tier for tier in found["tiers"] if tier["tier"] == "file"]
         assert (out["layouts"][0]["present"], bool(out["why"])) == ([], True)
-        assert "is not asked" in call("explain", "--tokens", prompt, *both).out
+        text = call("explain", "--tokens", prompt, *both).out
+        assert "is not asked" in text
+        assert "not in the tiers that answer" in text
 
 
 def test_a_chain_of_a_daemon_says_from_which_tier_something_went(tmp_path: Path, prompt: str) -> None:

@@ -69,10 +69,16 @@ def test_what_lacks_is_named(served):
 
 
 @pytest.mark.parametrize(
-    "verb", [("ping",), ("status",), ("ls",), ("verify",), ("flush", "--all", "--yes"), ("inspect", "0" * 8)]
-)
-def test_who_is_not_known_is_told_so(served, verb):
+    "verb",
+    [
+        ("ping",), ("status",), ("ls",), ("verify",), ("flush", "--all", "--yes"), ("inspect", "0" * 8),
+        ("report",), ("explain", "--tokens", "PROMPT"),
+    ],
+)  # fmt: skip
+def test_who_is_not_known_is_told_so(served, verb, tmp_path):
     _, url = served
+    (tmp_path / "prompt").write_text("1 2 3")
+    verb = [tmp_path / "prompt" if word == "PROMPT" else word for word in verb]
     assert "unauthenticated" in refused(*verb, "-s", url("stranger"))
 
 

@@ -96,8 +96,8 @@ class Explanation:
 
     @property
     def known_since(self) -> float | None:
-        """Time from which on every removal is known; None if none are."""
-        times = [tier.since for tier in self.history.tiers if not tier.why]
+        """Time from which on every removal is known; None if some are not."""
+        times = [None if tier.why else tier.since for tier in self.history.tiers]
         if not times or None in times:
             return None
         return max(*(at for at in times if at is not None), self.history.forgotten or 0.0)
@@ -201,6 +201,8 @@ def _losses(removals: Sequence[PastRemoval], now: float) -> str:
 
 def _unwritten(found: Explanation, now: float) -> str:
     since = found.known_since
+    if any(tier.why for tier in found.history.tiers):
+        return "not in the tiers that answer"
     if since is None:
         return "not there, and removals are not known"
     return f"not written since {clock_text(since, now)}, before which nothing is known"
