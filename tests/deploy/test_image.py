@@ -93,7 +93,7 @@ def built() -> Iterator[Built]:
         run(*at, "umount", container)
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.timeout(2 * SECONDS)
 def test_a_daemon_serves_in_the_image(built: Built) -> None:
     """The daemon runs as the image's user on a read-only root, and the image's health check asks it."""
@@ -111,7 +111,7 @@ def test_a_daemon_serves_in_the_image(built: Built) -> None:
     assert rest[-1] == "ended well"
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.timeout(2 * SECONDS)
 def test_nothing_else_is_installed_than_what_is_pinned(built: Built) -> None:
     said = run("chroot", built.root, "/opt/tiercache/bin/python", "-m", "pip", "list", "--format", "json")
