@@ -83,6 +83,7 @@ def test_a_store_with_a_mac_key_asks_for_it(kind, tmp_path):
     assert "with --mac-key" in call("ls", "-s", path, ok=2).error
     assert "another MAC key" in call("ls", "-s", path, "--mac-key", wrong, ok=2).error
     call("verify", "-s", path, "--mac-key", key)
+    call("verify", "-s", f"{kind}://{path}?capacity=kept&mac_key={key}")
     plain = make_store(kind, tmp_path / "plain")
     assert "omit --mac-key" in call("ls", "-s", plain, "--mac-key", key, ok=2).error
     assert "cannot be read" in call("ls", "-s", path, "--mac-key", tmp_path / "none", ok=2).error

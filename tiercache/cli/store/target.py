@@ -256,7 +256,7 @@ def _resolve_url(url: str, mac_key: str) -> Target:
         )
     directory = section.get("path", "")
     if kind in _LOCAL:
-        if "capacity" in section:
+        if section.get("capacity", _KEEP_CAPACITY) != _KEEP_CAPACITY:
             parse_size(section["capacity"])
         if directory and not os.path.lexists(os.path.join(directory, "format")):
             raise ConfigError(
