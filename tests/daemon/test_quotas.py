@@ -255,7 +255,10 @@ def test_a_tier_without_quotas_beside_one_with(serve: Any, tmp_path: Path) -> No
     with StorageServer(daemon_settings("tcp")) as below:
         token = scratch() / "token"
         url = f"grpc://{below.addresses[0]}?token_file={token}"
-        client = serve(("memory://?capacity=8MiB", url), ash={"quota": MIB})
+        tiers = ("memory://?capacity=8MiB", url)
+        warned = check(settings_of(tmp_path, tiers, {"ash": {"quota": MIB}}), files=False, ports=False)
+        assert [line for line in warned if "do not count what a tier of type grpc holds" in line]
+        client = serve(tiers, ash={"quota": MIB})
         ash = client("ash")
         for name in range(40):
             put(ash, name)

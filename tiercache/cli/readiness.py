@@ -26,7 +26,7 @@ from tiercache.config.rules import SOCKETS, warnings
 from tiercache.config.urls import section_of
 from tiercache.errors import ConfigError, StorageError
 from tiercache.memory import read_memory
-from tiercache.storage.registry import check_backend, check_shares
+from tiercache.storage.registry import capabilities_of, check_backend, check_shares
 from tiercache.storage.shares import Shares, limits_of
 from tiercache.storage.tiers import is_read_only
 from tiercache.text import exact_size, parse_size
@@ -62,8 +62,7 @@ def check(settings: Settings, *, files: bool = True, ports: bool = True) -> list
         setting = "storage" if settings.storage else "directory"
         error.args = (f"{setting}: {str(error).removeprefix('storage ')}",)
         raise
-    check_shares(settings.store_url, Shares(lambda _: "", limits_of(settings.tenants)))
-    said = [*warnings(settings), *_memory(settings), *disk]
+    said = [*warnings(settings), *_memory(settings), *disk, *_quotas(settings)]
     if ports:
         _ports(settings)
     return said
@@ -136,6 +135,21 @@ def _store(settings: Settings) -> Iterator[str]:
         if section["type"] in _LOCAL and "path" in section:
             check = partial(_directory, section, setting)
             yield from check() if len(sections) == 1 else _tier(check, section["path"])
+
+
+def _quotas(settings: Settings) -> Iterator[str]:
+    """Yield a warning for each tier in which the quotas of tenants do not count.
+
+    Raises ConfigError if the store cannot keep the quotas and guarantees.
+    """
+    shares = Shares(lambda _: "", limits_of(settings.tenants))
+    check_shares(settings.store_url, shares)
+    for section in map(section_of, settings.store_urls if shares.is_limiting else ()):
+        if not capabilities_of(section).shares:
+            yield (
+                f"quotas and guarantees of tenants do not count what a tier of type {section['type']} holds;"
+                " leave that tier out if they must"
+            )
 
 
 def _directory(section: Mapping[str, str], setting: str) -> list[str]:
