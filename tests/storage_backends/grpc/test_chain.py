@@ -72,7 +72,7 @@ def test_a_client_is_told_of_every_tier(node: StorageServer) -> None:
             ("disk", "file", "serving"),
             ("broken", "file", "out"),
         ]
-        assert replace(usage, details=inside.details) == inside
+        assert replace(usage, details=inside.details, owners=inside.owners) == inside
         fast, disk, broken = usage.tiers
         assert (fast.read_objects, fast.read_bytes) == (1, 5000)
         assert fast.last_read is not None
