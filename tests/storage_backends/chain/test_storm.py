@@ -90,14 +90,14 @@ class Storm:
                 self.call(self.scan, list(alive))
 
     def call(self, work, *args) -> None:
-        began = time.monotonic()
+        began, before = time.monotonic(), self.outages
         try:
             work(*args)
         except (
             UnavailableError
         ) as error:  # every tier that has the objects is out, or a scan must begin again
             self.done[f"refused {work.__name__}"] += 1
-            if work != self.scan and not self.may_be_out():
+            if work != self.scan and not self.may_be_out(before):
                 self.faults.append(f"{work.__name__}: {error}")
         self.longest = max(self.longest, time.monotonic() - began)
         self.done[work.__name__] += 1
