@@ -114,10 +114,13 @@ def serve(
     """
     # gRPC reads this when it is first imported; it would tell of each client that breaks a handshake.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    # The first import, because its error names the extra that is missing.
+    from tiercache.daemon import StorageServer
+
+    # isort: split
     from tiercache.cli.logs import start_logging
     from tiercache.cli.readiness import check
     from tiercache.config.settings import find_file, load
-    from tiercache.daemon import StorageServer
     from tiercache.daemon.process import Notifier
 
     given: dict[str, Any] = {
