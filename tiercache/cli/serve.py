@@ -7,8 +7,10 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
-from threading import Event, Thread
+from queue import Empty, SimpleQueue
+from threading import Thread
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -167,29 +169,36 @@ def serve(
                 )
         notifier.send("READY=1")
 
-    stop, hangup = Event(), Event()
+    # A handler may interrupt the loop below anywhere, also inside a lock of `threading.Event`, which it would
+    # then wait for without end; `SimpleQueue.put` holds none.
+    signals: SimpleQueue[int] = SimpleQueue()
+    ends = 0
 
-    def handle_signal(number: int, _: FrameType | None) -> None:
-        if stop.is_set():  # at the second signal, do not wait for the calls under way
+    def handle_end(number: int, _: FrameType | None) -> None:
+        nonlocal ends
+        ends += 1
+        if ends > 1:  # at the second signal, do not wait for the calls under way
             sys.exit(128 + number)
-        stop.set()
+        signals.put(number)
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, handle_signal)
-    signal.signal(signal.SIGHUP, lambda *_: hangup.set())
+        signal.signal(number, handle_end)
+    signal.signal(signal.SIGHUP, lambda number, _: signals.put(number))
     notifier = Notifier()
     node = StorageServer(settings, notifier=notifier)
     node.start()
     for line in node.describe():
         say(line)
     _report(node, output)
-    reloading = Thread()
-    while not stop.wait(0.5):
+    reloading, is_outdated = Thread(), False
+    while not ends:
+        with suppress(Empty):
+            is_outdated |= signals.get(timeout=0.5) == signal.SIGHUP
         if not node.alive:
             raise StorageError("the storage server ended by itself; its log says why")
         # On a thread of its own: files that cannot be read must not keep the daemon from its end.
-        if hangup.is_set() and not reloading.is_alive():
-            hangup.clear()
+        if is_outdated and not reloading.is_alive():
+            is_outdated = False
             reloading = Thread(target=reload, name="tiercache-reload", daemon=True)
             reloading.start()
     say(f"stopping: calls under way have {settings.drain:g} s")
