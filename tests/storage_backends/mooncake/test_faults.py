@@ -134,7 +134,7 @@ def test_a_provider_that_hangs_writes_late_into_memory_that_is_withheld() -> Non
         until(lambda: store.usage().details["staging_free_bytes"] == 4 << 20)
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_a_store_is_closed_while_a_call_hangs() -> None:
     """The caller's memory goes away, and the late bytes reach the store's own mapping of it."""
     with Pool(segments=[64 << 20]) as pool:
