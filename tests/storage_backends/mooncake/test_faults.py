@@ -134,7 +134,7 @@ def test_a_provider_that_hangs_writes_late_into_memory_that_is_withheld() -> Non
         until(lambda: store.usage().details["staging_free_bytes"] == 4 << 20)
 
 
-@pytest.mark.stress
+@pytest.mark.slow
 def test_a_store_is_closed_while_a_call_hangs() -> None:
     """The caller's memory goes away, and the late bytes reach the store's own mapping of it."""
     with Pool(segments=[64 << 20]) as pool:
@@ -146,8 +146,9 @@ def test_a_store_is_closed_while_a_call_hangs() -> None:
         view[:] = payload("big", BLOCK)
         stored(store, [SetItem(key("big"), [view], to_set(key("big"), payload("big", BLOCK)).meta)])
         pool.providers[0].stop()
-        assert store.get([GetItem(key("big"), [view], BLOCK)]) == [UNAVAILABLE]
         link = store._link  # private: whether the late call has returned
+        # On a busy machine the master's answer may be what is late, and such a call does not hang.
+        until(lambda: store.get([GetItem(key("big"), [view], BLOCK)]) == [UNAVAILABLE] and link.hung_calls)
         store.close()
         view.release()
         assert link.hung_calls
