@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -19,6 +18,8 @@ from pathlib import Path
 from queue import Full, Queue
 from threading import Thread
 from typing import Any, Final
+
+from tiercache.daemon.lines import append, size_of
 
 _log = logging.getLogger(__name__)
 
@@ -108,35 +109,11 @@ class AuditLog:
         return False
 
     def _append(self, line: bytes) -> None:
-        """Append a line, whole or not at all; raises OSError.
-
-        The file is opened for each record: these are few, and an operator may move the file away at any time.
-        """
-        file = self._open()
-        try:
-            size = os.fstat(file).st_size
-            if size and size + len(line) > self._max_bytes:
-                self._set_aside()
-                os.close(file)
-                file = self._open()
-                size = 0
-            # After a crash the last line may be cut; what follows begins on a line of its own.
-            cut = size and os.pread(file, 1, size - 1) != b"\n"
-            data = b"\n" + line if cut else line
-            if os.write(file, data) != len(data):
-                os.ftruncate(file, size)
-                raise OSError("the disk is full")
-            os.fdatasync(file)
-        finally:
-            os.close(file)
-
-    def _open(self) -> int:
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            return os.open(self.path, flags, 0o600)
-        except FileNotFoundError:
-            self.path.parent.mkdir(0o700, parents=True, exist_ok=True)
-            return os.open(self.path, flags, 0o600)
+        """Append a line, whole or not at all; raises OSError."""
+        size = size_of(self.path)
+        if size and size + len(line) > self._max_bytes:
+            self._set_aside()
+        append(self.path, line)
 
     def _set_aside(self) -> None:
         names = [self.path, *(Path(f"{self.path}.{number}") for number in range(1, self._kept + 1))]

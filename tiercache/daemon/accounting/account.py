@@ -21,6 +21,8 @@ from pathlib import Path
 from threading import Lock, Thread
 from typing import Any, Final
 
+from tiercache.daemon.lines import append, size_of
+
 _log = logging.getLogger(__name__)
 
 HOUR_S: Final = 3600
@@ -111,7 +113,7 @@ class Account:
                 if pending:
                     self._append(pending)
                     pending = {}
-                if self._size() > self._compact_at:
+                if size_of(self.path) > self._compact_at:
                     self._compact()
             except OSError as error:
                 with self._lock:
@@ -146,24 +148,7 @@ class Account:
         }
 
     def _append(self, rows: Rows) -> None:
-        data = b"".join(_line(hour, tenant, counts) for (hour, tenant), counts in rows.items())
-        file = self._open()
-        try:
-            size = os.fstat(file).st_size
-            # After a crash the last line may be cut; what follows begins on a line of its own.
-            if size and os.pread(file, 1, size - 1) != b"\n":
-                data = b"\n" + data
-            try:
-                written = os.write(file, data)
-                if written != len(data):
-                    raise OSError("the disk is full")
-                os.fdatasync(file)
-            except OSError:
-                with suppress(OSError):
-                    os.ftruncate(file, size)
-                raise
-        finally:
-            os.close(file)
+        append(self.path, b"".join(_line(hour, tenant, counts) for (hour, tenant), counts in rows.items()))
 
     def _compact(self) -> None:
         """Write one line for each hour and tenant, without hours beyond MAX_HOURS; raises OSError."""
@@ -181,7 +166,7 @@ class Account:
             out.flush()
             os.fsync(out.fileno())
         beside.replace(self.path)
-        self._compact_at = max(self._max_bytes, 2 * self._size())
+        self._compact_at = max(self._max_bytes, 2 * size_of(self.path))
 
     def _read(self) -> Rows:
         found: Rows = {}
@@ -195,20 +180,6 @@ class Account:
                 if row is not None:
                     found.setdefault(row[0], Counts()).add(row[1])
         return found
-
-    def _size(self) -> int:
-        try:
-            return self.path.stat(follow_symlinks=False).st_size
-        except FileNotFoundError:
-            return 0
-
-    def _open(self) -> int:
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            return os.open(self.path, flags, 0o600)
-        except FileNotFoundError:
-            self.path.parent.mkdir(0o700, parents=True, exist_ok=True)
-            return os.open(self.path, flags, 0o600)
 
     def _fail(self, error: OSError) -> None:
         self._count_failed()
