@@ -373,11 +373,29 @@ def test_a_seed_and_an_order_give_the_same_run(refresh_path: bool) -> None:
     assert facts(1) != facts(2)
 
 
+def test_what_running_requests_hold_beside_the_tiers() -> None:
+    """Their pages, the states at the ends of prompt and request, and the state that the engine advances."""
+    one = Listed([ask(1, 300, answer=100)])
+    state, page = HYBRID.state_bytes, PAGE * HYBRID.kv_bytes_per_token
+    assert ran(one, Tiers(600_000)).working_bytes == 7 * page + 3 * state
+    assert ran(one, Tiers(600_000, 1_600_000)).working_bytes == state
+    assert ran(one, Tiers(600_000), profile=ATTENTION).working_bytes == 7 * page
+    # The second request holds also the state from which it was restored.
+    again = Listed([ask(1, 300, answer=100), ask(1, 600, answer=100)])
+    assert ran(again, Tiers(900_000)).working_bytes == 11 * page + 4 * state
+    # Two at once: the second one's prompt is there already when the first one ends.
+    both = replace(one, requests=[ask(1, 300, answer=100), ask(2, 300, answer=100)], concurrency=2)
+    assert ran(both, Tiers(900_000)).working_bytes == (7 + 5) * page + 5 * state
+
+
 def test_what_is_counted_over_time() -> None:
     source = open_source(CHATS, seed=4)
     run = ran(source, Tiers(600_000))
     assert [one.requests for one in run.tally.over_time] == list(range(1, 51))
     assert all(0 <= one.token_hit_rate <= 1 and 0 <= one.bytes_held <= 600_000 for one in run.tally.over_time)
+    whole = sum(one.flops for one in run.tally.over_time)
+    mean = sum(one.flops * one.flops_saved for one in run.tally.over_time) / whole
+    assert mean == pytest.approx(run.tally.flops_saved)
     assert len(run.tally.by_round()) == 5
     assert run.tally.by_round()[0] == 0
     assert ran(Listed([ask(1, 300), ask(2, 300)]), Tiers(600_000)).tally.by_round() == ()

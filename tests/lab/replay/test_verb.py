@@ -28,8 +28,8 @@ FIRST = [
     "ttft_ms_p95", "peak_bytes",
 ]  # fmt: skip
 THEN = [
-    "requests", "seconds", "seed", "profile", "write", "write_chance", "is_bound", "tiers", "kept",
-    "by_round", "published",
+    "requests", "seconds", "seed", "profile", "write", "write_chance", "is_bound", "working_bytes",
+    "tiers", "kept", "by_round", "published",
 ]  # fmt: skip
 QUICK = ("--limit", "40", "--no-bounds")
 
@@ -117,6 +117,18 @@ def test_json_rows_have_these_keys_and_nothing_else_is_on_stdout(trace: Path) ->
     # The first question about each document computes it, the others find a state at its end, where a page
     # ends too.
     assert done.rows[0]["token_hit_rate"] == pytest.approx(4 * 2048 / (6 * 2248))
+
+
+def test_the_rates_over_time_are_in_the_rows_if_they_are_asked_for(replay: Command, trace: Path) -> None:
+    for form in ("json", "jsonl"):
+        done = replay(trace, "--policy", "lru", "--capacity", "0.3", "--no-bounds", "--samples", "-o", form)
+        rows = json.loads(done.out) if form == "json" else done.rows
+        assert [len(row["over_time"]) for row in rows] == [6, 6]
+        windows = rows[1]["over_time"]
+        mean = sum(one["flops"] * one["flops_saved"] for one in windows) / sum(
+            one["flops"] for one in windows
+        )
+        assert mean == pytest.approx(rows[1]["flops_saved"])
 
 
 def test_the_same_again_but_for_the_seconds(replay: Command, trace: Path) -> None:

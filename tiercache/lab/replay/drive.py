@@ -117,7 +117,7 @@ class Run:
         self._bandwidths = {
             tier.name: tier.bandwidth or setup.machine.disk_bandwidth for tier in setup.tiers.storage
         }
-        self._device_peak = 0
+        self._device_peak = self._working_peak = 0
         block = block_bytes(geometry)
         # The requests cannot fill more than `fillable` bytes. A larger arena would only cost bookkeeping.
         fillable = infinite(source, need, setup.profile, setup.checkpoints).host_bytes
@@ -205,6 +205,11 @@ class Run:
         The tiers may reach their peaks at different times.
         """
         return sum(use.peak for use in self.uses().values())
+
+    @property
+    def working_bytes(self) -> int:
+        """Peak of the bytes that running requests held on the device outside of every tier."""
+        return self._working_peak
 
     def uses(self) -> Mapping[str, TierUse]:
         """Return the usage of each tier by the tier's name.
@@ -381,12 +386,20 @@ class Run:
             raise ConfigError(
                 f"the device is too small for the requests that run at once: {error}"
             ) from error
+        held = sum(
+            (pool.capacity - pool.available) * self._object_bytes[name] for name, pool in self._device.items()
+        )
+        # Two kinds of states have no slot in a replay: the one that the engine advances for each running
+        # request, and those at the checkpoints of requests that do not end yet.
+        advanced, waiting = (
+            len(self._running) + 1,
+            sum(len(one.admission.checkpoints) for one in self._running),
+        )
         if self._setup.tiers.device_bytes is not None:
-            held = sum(
-                (pool.capacity - pool.available) * self._object_bytes[name]
-                for name, pool in self._device.items()
-            )
             self._device_peak = max(self._device_peak, held)
+            held = waiting = 0  # the device is a tier, whose bytes have been counted
+        states = (advanced + waiting) * self._setup.profile.state_bytes
+        self._working_peak = max(self._working_peak, held + states)
         controller.commit(admission, request.prompt, {depth: admission.take_states() for depth in depths})
         if end > len(request.prompt) or has_end:
             controller.commit(admission, sequence, {end: admission.take_states()} if has_end else {})

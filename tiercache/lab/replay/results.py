@@ -64,6 +64,8 @@ class Sample:
     flops_saved: float
     bytes_held: int
     """Bytes in use on the host."""
+    flops: float = 0.0
+    """FLOPs of the prompts of the window: the weight of `flops_saved` in a mean over windows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,12 @@ class Result:
 
     There are four such runs: the infinite cache, the clairvoyant policy, the upper bound, and one pool of the
     bytes of all tiers.
+    """
+    working_bytes: int = 0
+    """Highest number of bytes that running requests held on the device outside of every tier.
+
+    These are one state for each request, which the engine advances. If the device is no tier, the pages and
+    checkpointed states of the requests belong to them as well. `capacity_bytes` does not count them.
     """
     tiers: Mapping[str, TierUse] = field(default_factory=dict)
     kept: tuple[Kept, ...] = ()

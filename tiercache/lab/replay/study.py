@@ -230,6 +230,7 @@ class _Study:
             ttft_ms_mean=mean,
             ttft_ms_p95=p95,
             peak_bytes=run.peak_bytes,
+            working_bytes=run.working_bytes,
             requests=run.tally.requests,
             seconds=time.perf_counter() - started,
             seed=question.seed,

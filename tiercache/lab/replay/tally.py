@@ -45,7 +45,7 @@ class Tally:
             self._total[i] += value
         if len(self._rows) % self._every == 0:
             tokens, hits, flops, saved = self._window
-            self.over_time.append(Sample(len(self._rows), hits / tokens, saved / flops, self._held()))
+            self.over_time.append(Sample(len(self._rows), hits / tokens, saved / flops, self._held(), flops))
             self._window = [0.0] * 4
 
     @property

@@ -160,6 +160,10 @@ def replay(
         ),
     ] = True,
     output: OutputOption = Output.TABLE,
+    samples: Annotated[
+        bool,
+        typer.Option("--samples", help="Add to each row of JSON its rates over time, in some 100 windows."),
+    ] = False,
     report: Annotated[
         Path | None,
         typer.Option(metavar="FILE.html", help="Write charts and tables to this file, for a browser."),
@@ -239,14 +243,14 @@ def replay(
             for result in study(question, watch.stage):
                 found.append(result)
                 if output is Output.JSONL:
-                    line(show.record(result))
+                    line(show.record(result, samples=samples))
                 else:
                     watch.found(result)
     except KeyboardInterrupt:
         code = Exit.INTERRUPTED
         typer.echo(f"interrupted after {counted(len(found), 'result')}", err=True)
     if output is Output.JSON:
-        records(map(show.record, found), output)
+        records((show.record(one, samples=samples) for one in found), output)
     if found and output is Output.TABLE:
         show.show_results(found, asking.about(question.source))
         show.show_published(found)

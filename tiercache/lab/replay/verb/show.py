@@ -174,6 +174,8 @@ def _legend(made: Sequence[Group], *, several: bool) -> Iterator[str]:
         " time to the first token, mean; p95: its 95th percentile. read, written: bytes read from a tier and"
         " written to it; per read: bytes written for each byte read. evicted: number of objects."
     )
+    working = max(one.working_bytes for group in made for one in (*group.policies, *group.bounds))
+    yield f"Beside these sizes, running requests hold up to {size(working)} on the device."
     if several:
         yield (
             "peak: most bytes that a tier held at any time; in the first table, the sum over the tiers, which"
@@ -292,13 +294,14 @@ def _plain(text: str) -> str:
     return text.replace("\u202f", " ")
 
 
-def record(result: Result) -> dict[str, Any]:
-    """Return a result as a dictionary for JSON.
+def record(result: Result, *, samples: bool = False) -> dict[str, Any]:
+    """Return a result as a dictionary for JSON, with `over_time` only if `samples`.
 
-    The dictionary has no `over_time`, which only the report uses. Numbers that are not finite become None.
+    Numbers that are not finite become None.
     """
     row = result.row()
-    del row["over_time"]
+    if not samples:
+        del row["over_time"]
     return {name: _finite(value) for name, value in row.items()}
 
 
