@@ -30,7 +30,7 @@ def test_a_policy_sees_what_the_tree_is():
     long, short = at_depth(leaves, 5), at_depth(leaves, 3)
     node = rig.match((1, 2, 8)).node
     expected = {
-        "kind": UnitKind.LEAF, "last_access": 5, "hits": 2, "children": 0, "replay": 1,
+        "kind": UnitKind.LEAF, "last_access": 5, "created": 3, "hits": 2, "children": 0, "replay": 1,
         "nbytes": BYTES[KV] + BYTES[STATE], "covered": 1,
         "depth": 3, "digest": int(node.digests[-1].view(np.int64)),
         "checkpoint": CheckpointKind(1 + (1 + 3) % 5),
@@ -52,9 +52,44 @@ def test_a_policy_sees_what_the_tree_is():
         "nbytes": BYTES[STATE],
         "covered": 0,
         "hits": 1,
+        "created": 1,
     }
     assert {name: inner[name] for name in expected} == expected
     assert at_depth(states, 3)["covered"] == 1
+
+
+def test_a_state_that_is_taken_again_is_a_new_unit_and_its_pages_are_not():
+    policy = Seen()
+    rig = Rig(policy)
+    rig.request((1, 2, 3), (2, 3))  # tick 1
+    rig.request((1, 9), (2,))  # tick 2, and cuts the edge of the first request at depth 1
+    rig.evict_device(0, 2)
+    rig.request((1, 2, 3), (3,))  # tick 3 takes the state anew
+    rig.evict_device(1)
+    assert sorted(policy.seen[-1].created.tolist()) == [2, 3]
+
+
+def test_a_policy_is_told_what_left():
+    policy = Seen()
+    rig = Rig(policy)
+    for path in ((1, 1), (2, 2), (3, 3)):
+        rig.request(path, (2,))
+    rig.copy((1, 1))
+    digests = [digest_of(rig, (n, n)) for n in (1, 2, 3)]
+    rig.evict_device(4)
+    rig.evict_host(1)
+    assert [asked.queue for asked in policy.seen] == [0, 0, 2]
+    nbytes = 2 * BYTES[KV] + BYTES[STATE]
+    assert policy.gone == [(0, digests[0], nbytes), (0, digests[1], nbytes), (2, digests[0], nbytes)]
+
+
+def test_a_sample_says_of_how_many_units_it_is():
+    policy = Seen()
+    rig = Rig(policy)
+    for turn in range(900):
+        rig.request((turn, 1, 2, 3, 4), (1, 2, 3, 4, 5))
+    rig.evict_device(0, 1)
+    assert (len(policy.seen[-1]), policy.seen[-1].population) == (4096, 4500)
 
 
 def test_a_unit_is_covered_when_a_lower_tier_holds_all_that_goes():

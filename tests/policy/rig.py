@@ -40,6 +40,7 @@ class PlainUnits:
     page_tokens: int
     kind: Column
     last_access: Column
+    created: Column
     hits: Column
     depth: Column
     children: Column
@@ -51,9 +52,16 @@ class PlainUnits:
     expected: Column
     digest: Column
     covered: Column
+    queue: int = 0
+    of: int = 0
 
     def __len__(self) -> int:
         return self.count
+
+    @property
+    def population(self) -> int:
+        """Number of units of which these are a sample, if `of` is not 0."""
+        return max(self.of, self.count)
 
     @property
     def columns(self) -> Mapping[str, Column]:
@@ -78,7 +86,7 @@ def units(
     if count is None:
         count = max(map(len, given.values()), default=1)
     default: dict[str, npt.ArrayLike] = dict.fromkeys(
-        set(PlainUnits.__annotations__) - {"count", "now", "page_tokens"}, 0
+        set(PlainUnits.__annotations__) - {"count", "now", "page_tokens", "queue", "of"}, 0
     )
     default |= dict.fromkeys(("kind", "replay", "nbytes"), 1)
     return PlainUnits(
@@ -93,11 +101,13 @@ def random_units(count: int, seed: int = 0, now: int = 10_000) -> PlainUnits:
     """Make `count` units with random values in every column."""
     draw = np.random.default_rng(seed).integers
     depth = draw(1, 2000, count)
+    last_access = draw(0, now + 1, count)
     return units(
         count,
         now,
         kind=draw(1, 3, count),
-        last_access=draw(0, now + 1, count),
+        last_access=last_access,
+        created=last_access // 2,
         hits=draw(0, 5, count),
         depth=depth,
         children=draw(0, 4, count),
@@ -152,6 +162,11 @@ def hostile(policy: Policy) -> None:
     policy.evicted(1.0)
     policy.evicted(0.5)
     policy.learn(units(0, now=HUGE), units(0, now=HUGE))
+    for queue in (0, 1, 2, 3, 0):
+        for digest in (0, 1, -1, 2**63 - 1, -(2**63), 7):
+            policy.left(queue, digest, 1)
+            policy.left(queue, digest, HUGE)
+            policy.reused(reuse_of(units(digest=digest, now=5), evicted=True))
 
 
 def ranked(policy: Policy, given: PlainUnits) -> Ranks:

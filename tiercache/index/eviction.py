@@ -177,6 +177,7 @@ class Evictor:
         node, counters = victim.node, self._tree.counters
         if victim.rank is not None:  # None for dead weight, which policies do not rank
             self._policy.evicted(victim.rank)
+            self._policy.left(victim.number, node.signature, self._columns.bytes_of(node, victim.number))
         # The description is made before the node's objects are taken, because it depends on them.
         unit = reuse_of(node, self._columns.now) if node.can_answer else None
         sweep.take(victim)

@@ -33,6 +33,7 @@ in its next pass instead.
 """
 _SHARED: Final = (
     "last_access",
+    "created",
     "hits",
     "depth",
     "children",
@@ -162,6 +163,10 @@ class EvictionColumns:
         self._update((node,))
         return UnitKind.NONE
 
+    def bytes_of(self, node: Node, number: int) -> int:
+        """Return the bytes that the eviction of the node's unit of this kind frees, as its row says."""
+        return int(self._nbytes[number][node.row])
+
     def rows_of(self, nodes: Iterable[Node]) -> npt.NDArray[np.int64]:
         """Return the rows of some nodes, which are written first if they may be out of date."""
         at = list(nodes)
@@ -188,9 +193,9 @@ class EvictionColumns:
         """Return the rows of all nodes that could answer a hit."""
         return np.flatnonzero(self.shared["complete"][: len(self.nodes)])
 
-    def view(self, rows: npt.NDArray[np.int64], number: int = 0) -> UnitRows:
-        """Return the units of this kind in some rows, as a policy sees them."""
-        return UnitRows(self, rows, number)
+    def view(self, rows: npt.NDArray[np.int64], number: int = 0, of: int = 0) -> UnitRows:
+        """Return the units of this kind in some rows, as a policy sees them: a sample, if `of` are more."""
+        return UnitRows(self, rows, number, of=of)
 
     def stale(self, node: Node) -> bool:
         """Return whether the node's row is wrong although the node is not marked; for integrity checks.
@@ -241,6 +246,7 @@ class EvictionColumns:
         self._version += 1
         held, branches, can_answer = node.resident_mask, node.branches, node.can_answer
         self._last_access[row] = node.last_access
+        self._created[row] = node.created
         self._hits[row] = node.hits
         self._depth[row] = node.end
         self._children[row] = branches
@@ -292,7 +298,7 @@ class EvictionColumns:
             self.by_kind[name][:, :used] = columns[:, :used]
         # Writing one element through a memoryview takes half the time that it takes through an array.
         views = [self.shared[name].data for name in _SHARED]
-        self._last_access, self._hits, self._depth, self._children, self._replay = views[:5]
+        self._last_access, self._created, self._hits, self._depth, self._children, self._replay = views[:6]
         (
             self._checkpoint,
             self._lineage,
@@ -302,7 +308,7 @@ class EvictionColumns:
             self._complete,
             self._digest,
             self._version_of,
-        ) = views[5:]
+        ) = views[6:]
         self._kind, self._nbytes, self._covered = (
             [row.data for row in self.by_kind[name]] for name in _BY_KIND
         )
@@ -331,8 +337,11 @@ class UnitRows:
     number: int
     stored_bytes: Column | None = None
     """Bytes of each unit in storage, if these are the units of a store; None for units of this index."""
+    of: int = 0
+    """Number of units of which these are a sample; less than their own number if these are all."""
 
     last_access = _Shared()
+    created = _Shared()
     hits = _Shared()
     depth = _Shared()
     children = _Shared()
@@ -345,6 +354,16 @@ class UnitRows:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def queue(self) -> int:
+        """Number of the kind, which is that of its queue."""
+        return self.number
+
+    @property
+    def population(self) -> int:
+        """Number of units in the queue."""
+        return max(self.of, len(self.rows))
 
     @property
     def kind(self) -> Column:
@@ -489,9 +508,10 @@ class EvictionQueue:
         if not len(rows) and not len(dead):
             return False
         columns.record_changes(self._number, on=True)  # `_add_changed` keeps the new front up to date
-        if not steady and len(rows) > _MAX_SAMPLE:
+        count = len(rows)
+        if not steady and count > _MAX_SAMPLE:
             rows = np.sort(self._rng.choice(rows, _MAX_SAMPLE, replace=False))
-        ranks = self._policy.rank(columns.view(rows, self._number)) if len(rows) else np.empty(0)
+        ranks = self._policy.rank(columns.view(rows, self._number, count)) if len(rows) else np.empty(0)
         chosen = self._front.choose(ranks)
         live = self._entries(rows[chosen], ranks[chosen])
         self._front.fill([*live, *self._entries(dead, columns.shared["last_access"][dead])], columns.now)

@@ -184,6 +184,21 @@ class GhostUnits:
         return np.full(self._count, UnitKind.NONE)
 
     @property
+    def queue(self) -> int:
+        """0: lost units are in no queue."""
+        return 0
+
+    @property
+    def population(self) -> int:
+        """Number of lost units."""
+        return self._count
+
+    @property
+    def created(self) -> Column:
+        """0 for each unit, because the time of its creation is not remembered."""
+        return np.zeros(self._count, np.int64)
+
+    @property
     def expected(self) -> Column:
         """0 for each unit: what is expected of a unit is forgotten with it."""
         return np.zeros(self._count, np.int64)

@@ -116,6 +116,8 @@ def adopt_states(
             elif held == ABSENT:
                 adopted.append(PlacedState(depth, pool, slot))
                 at = at if at.end == depth else tree.split(at, depth)
+                if at.states is None:
+                    at.created = now
                 at.set_state(Tier.DEVICE, number, slot)
                 at.last_access = now
                 tree.counters.recount_states(at)

@@ -105,6 +105,7 @@ class Node:
         "checkpoint",
         "children",
         "complete_pages",
+        "created",
         "digests",
         "edge",
         "end",
@@ -171,8 +172,9 @@ class Node:
 
         None if no state is present or pending.
         """
-        # The next six describe the node's units to policies; `Units` explains them.
+        # The next seven describe the node's units to policies; `Units` explains them.
         self.last_access = 0
+        self.created = 0
         self.hits = 0
         self.expected = 0
         self.checkpoint = CheckpointKind.NONE

@@ -276,7 +276,7 @@ class RadixTree:
         shape = (len(Tier), len(self.page_pools), len(edge) // self._page_bytes)
         digests = self.prefixes.of(np.frombuffer(edge, "<u8"), parent.digest)
         node = Node(parent, edge, digests, np.full(shape, ABSENT), len(self.state_pools), parent.extra)
-        node.last_access = self._columns.now
+        node.last_access = node.created = self._columns.now
         parent.children[edge[: self._page_bytes]] = node
         if len(parent.children) <= 2:  # see `Node.branches`
             self._columns.mark(parent)
@@ -306,7 +306,7 @@ class RadixTree:
         )
         upper.pins = [int(pins > 0) for pins in node.pins]
         upper.last_access, upper.hits, upper.nearest_state = node.last_access, node.hits, node.nearest_state
-        upper.expected = node.expected
+        upper.expected, upper.created = node.expected, node.created
         upper.children = {node.edge[cut : cut + self._page_bytes]: node}
         parent.children[node.edge[: self._page_bytes]] = upper
         node.parent, node.edge, node.where, node.pages = (

@@ -75,12 +75,24 @@ class Units(Protocol):
         """Tokens per page; 1 where the owner does not know."""
 
     @property
+    def queue(self) -> int:
+        """Number of the owner's queue from which the units are. Each queue has an order of its own."""
+
+    @property
+    def population(self) -> int:
+        """Number of units in the queue, at least `len(units)`; the units may be a random sample of them."""
+
+    @property
     def kind(self) -> Column:
         """`UnitKind` of each unit."""
 
     @property
     def last_access(self) -> Column:
         """Tick of each unit's last hit, or of its creation if it has had none."""
+
+    @property
+    def created(self) -> Column:
+        """Tick at which the unit's state was taken or, without a state, its edge was made; 0 if not known."""
 
     @property
     def hits(self) -> Column:
@@ -128,7 +140,8 @@ class Units(Protocol):
     def digest(self) -> Column:
         """Digest of the prefix that ends with the unit, as int64; 0 where the owner has none.
 
-        Only policies that know the future use this column. Such policies exist only in simulations.
+        A policy finds by it what it remembers of the unit. The name lasts longer than the unit: a unit that
+        is made again later has the same digest.
         """
 
     @property
@@ -209,8 +222,14 @@ class Policy(ABC):
         """Return the probability that each unit is hit within the next `ticks` ticks; 1 if not known."""
         return np.ones(len(units))
 
-    def evicted(self, rank: float) -> None:  # noqa: B027  a policy may ignore this and the next two methods
+    def evicted(self, rank: float) -> None:  # noqa: B027  a policy may ignore this and the next three methods
         """Record that a unit of this rank was evicted."""
+
+    def left(self, queue: int, digest: int, nbytes: int) -> None:  # noqa: B027
+        """Record which unit was evicted; an owner that knows digests calls this after each `evicted`.
+
+        `queue` is its queue, and `digest` and `nbytes` are its entries in the columns of `Units`.
+        """
 
     def reused(self, reuse: Reuse) -> None:  # noqa: B027
         """Record that a unit was hit, or was missed because it had been evicted."""

@@ -53,6 +53,10 @@ class Portfolio(Policy):
         """Report an eviction to the current member only, because that member gave the rank."""
         self.members[self.current].evicted(rank)
 
+    def left(self, queue: int, digest: int, nbytes: int) -> None:
+        """Report to the current member only, as `evicted` does."""
+        self.members[self.current].left(queue, digest, nbytes)
+
     def reused(self, reuse: Reuse) -> None:
         """Report a hit or a miss to all members."""
         for member in self.members.values():

@@ -22,6 +22,21 @@ class StoredColumns(ABC):
     def __len__(self) -> int: ...
 
     @property
+    def queue(self) -> int:
+        """0: a store has one queue."""
+        return 0
+
+    @property
+    def population(self) -> int:
+        """Number of units."""
+        return len(self)
+
+    @property
+    def created(self) -> Column:
+        """Zeros: not known to a store."""
+        return self._unknown()
+
+    @property
     def checkpoint(self) -> Column:
         """Zeros (`CheckpointKind.NONE`): not known to a store."""
         return self._unknown()
