@@ -250,7 +250,7 @@ def test_a_tier_more_is_a_token_sooner() -> None:
 
 
 def test_the_time_to_the_first_token_is_prefill_and_loads() -> None:
-    machine = ReplayMachine(flops=1e12, host_bandwidth=1e9, disk_bandwidth=1e8)
+    machine = ReplayMachine(flops=1e12, host_bandwidth=1e9, disk_bandwidth=1e8, cut_seconds=0.0)
     first, second = ask(1, 300), ask(1, 300)
     tiers = Tiers(host_bytes=10_000_000)
     alone = ran(Listed([first]), tiers, machine=machine).tally.ttft_ms()[0]
@@ -259,6 +259,10 @@ def test_the_time_to_the_first_token_is_prefill_and_loads() -> None:
     loaded = (4 * PAGE * 64 + HYBRID.state_bytes) / 1e9 + HYBRID.flops(256, 300) / 1e12
     assert 2 * mean - alone == pytest.approx(loaded * 1e3)
     assert loaded * 1e3 < mean < late <= alone
+    # The prefill of the first request is cut at 256 tokens; the second one has restored them.
+    cut = ran(Listed([first, second]), tiers, machine=replace(machine, cut_seconds=0.5)).tally
+    assert cut.cuts == 0.5
+    assert cut.ttft_ms()[0] - mean == pytest.approx(250)
     # On the device nothing is loaded.
     mean = ran(Listed([first, second]), Tiers(0, 10_000_000), machine=machine).tally.ttft_ms()[0]
     assert 2 * mean - alone == pytest.approx(HYBRID.flops(256, 300) / 1e12 * 1e3)

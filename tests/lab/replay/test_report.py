@@ -120,7 +120,8 @@ def test_the_figures_of_the_report_are_those_of_the_rows() -> None:
         assert cells[4] == f"{told['flops_saved'] * 100:.1f} %"
         assert cells[5] == f"{told['token_hit_rate'] * 100:.1f} %"
         assert cells[6] == f"{told['ttft_ms_mean']:,.0f} ms"
-        assert cells[9:11] == [f"{told['requests']:,}", str(told["seed"])]
+        assert cells[8] == f"{told['cuts']:.2f}"
+        assert cells[10:12] == [f"{told['requests']:,}", str(told["seed"])]
 
 
 def test_charts_show_the_figures_and_name_the_table() -> None:

@@ -29,7 +29,7 @@ FIRST = [
 ]  # fmt: skip
 THEN = [
     "requests", "seconds", "seed", "profile", "write", "write_chance", "is_bound", "working_bytes",
-    "tiers", "kept", "by_round", "published",
+    "cuts", "tiers", "kept", "by_round", "published",
 ]  # fmt: skip
 QUICK = ("--limit", "40", "--no-bounds")
 

@@ -329,7 +329,8 @@ class Run:
         slowest = admission.sources.slowest()
         if slowest is not None:
             self._tokens_from[[*read][-1] if slowest is Tier.STORAGE else str(slowest)] += admission.depth
-        self.tally.add(request, admission.depth, self._seconds(request, admission, read))
+        cuts = sum(depth < len(request.prompt) for depth in admission.checkpoints)
+        self.tally.add(request, admission.depth, self._seconds(request, admission, read, cuts), cuts)
         self._running.append(_Running(request, admission))
 
     def _read_of_storage(self) -> Mapping[str, float]:
@@ -340,12 +341,13 @@ class Run:
         read = self._store.take_reads() if self._store else {}
         return {name: nbytes / sum(read.values()) for name, nbytes in read.items() if nbytes}
 
-    def _seconds(self, request: Request, admission: Admission, read: Mapping[str, float]) -> float:
+    def _seconds(self, request: Request, admission: Admission, read: Mapping[str, float], cuts: int) -> float:
         """Return the modelled time to the first token, in seconds.
 
-        All loads come first, one after the other. The prefill of the other tokens follows.
+        All loads come first, one after the other. The prefill of the other tokens follows, with its cuts.
         """
-        machine, seconds = self._setup.machine, 0.0
+        machine = self._setup.machine
+        seconds = cuts * machine.cut_seconds
         for (tier, pool), count in admission.sources.objects.items():
             nbytes = count * self._object_bytes[pool]
             if tier is Tier.HOST:

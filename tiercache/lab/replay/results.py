@@ -110,6 +110,8 @@ class Result:
     These are one state for each request, which the engine advances. If the device is no tier, the pages and
     checkpointed states of the requests belong to them as well. `capacity_bytes` does not count them.
     """
+    cuts: float = 0.0
+    """Cuts of the prefill per request, at the checkpoints before the prompt's end; 0 for an upper bound."""
     tiers: Mapping[str, TierUse] = field(default_factory=dict)
     kept: tuple[Kept, ...] = ()
     over_time: tuple[Sample, ...] = ()

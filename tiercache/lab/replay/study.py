@@ -237,6 +237,7 @@ class _Study:
             profile=question.profile.name,
             write=question.write,
             write_chance=question.write_chance,
+            cuts=run.tally.cuts,
             tiers=run.uses(),
             kept=run.kept(),
             over_time=tuple(run.tally.over_time),

@@ -27,17 +27,20 @@ class Tally:
         self._profile = profile
         self._held = held
         self._every = max(1, requests // _SAMPLES)
-        # round, prompt tokens, restored tokens and seconds of each request
-        self._rows: list[tuple[int, int, int, float]] = []
+        # round, prompt tokens, restored tokens, seconds and cuts of each request
+        self._rows: list[tuple[int, int, int, float, int]] = []
         # sums of prompt tokens, restored tokens, FLOPs of prompts and FLOPs of restored prefixes
         self._window: list[float] = [0.0] * 4
         self._total: list[float] = [0.0] * 4
         self.over_time: list[Sample] = []
 
-    def add(self, request: Request, depth: int, seconds: float) -> None:
-        """Count a request that restored `depth` tokens and had its first token after `seconds`."""
+    def add(self, request: Request, depth: int, seconds: float, cuts: int = 0) -> None:
+        """Count a request that restored `depth` tokens and had its first token after `seconds`.
+
+        `cuts` is the number of checkpoints at which its prefill was cut.
+        """
         prompt = len(request.prompt)
-        self._rows.append((request.round, prompt, depth, seconds))
+        self._rows.append((request.round, prompt, depth, seconds, cuts))
         for i, value in enumerate(
             (prompt, depth, self._profile.flops(0, prompt), self._profile.flops(0, depth))
         ):
@@ -62,6 +65,11 @@ class Tally:
     def flops_saved(self) -> float:
         """FLOPs of the restored prefixes divided by FLOPs of the prompts."""
         return self._total[3] / self._total[2] if self._total[2] else 0.0
+
+    @property
+    def cuts(self) -> float:
+        """Cuts of the prefill per request."""
+        return sum(row[4] for row in self._rows) / len(self._rows) if self._rows else 0.0
 
     def ttft_ms(self) -> tuple[float, float]:
         """Return mean and 95th percentile of the modelled time to the first token, in milliseconds."""

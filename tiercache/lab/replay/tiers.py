@@ -26,6 +26,11 @@ class ReplayMachine:
     """Bytes per second of loads from the host."""
     disk_bandwidth: float = 6e9
     """Bytes per second of loads from a storage tier that has no bandwidth of its own."""
+    cut_seconds: float = 0.002
+    """Seconds that each cut of a prefill costs: it is one more forward pass, with its launches and its copy.
+
+    A prefill is cut at every checkpoint before the prompt's end.
+    """
 
 
 @dataclass(frozen=True, slots=True)

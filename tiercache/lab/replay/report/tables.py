@@ -130,7 +130,7 @@ def every_run(comparison: Comparison) -> Table:
     """Return one row per result, also for results that no chart shows."""
     head = [
         "Source", "Policy", "Capacity", "In bytes", "Saved FLOPs", "Hit rate", "TTFT mean", "TTFT p95",
-        "Peak", "Requests", "Seed", "Profile", "Replayed in",
+        "Cuts", "Peak", "Requests", "Seed", "Profile", "Replayed in",
     ]  # fmt: skip
     marked = "; a bound is marked with an asterisk" if comparison.bounds else ""
     rows = [_run_row(run) for run in comparison.results]
@@ -169,8 +169,8 @@ def _run_row(run: Result) -> list[Cell]:
         run.source, f"{run.policy}{'*' if run.is_bound else ''}",
         DASH if fraction is None else short_percent(fraction), size(run.capacity_bytes),
         percent(run.flops_saved), percent(run.token_hit_rate), milliseconds(run.ttft_ms_mean),
-        milliseconds(run.ttft_ms_p95), size(run.peak_bytes), count(run.requests), str(run.seed), run.profile,
-        seconds(run.seconds),
+        milliseconds(run.ttft_ms_p95), f"{run.cuts:.2f}", size(run.peak_bytes), count(run.requests),
+        str(run.seed), run.profile, seconds(run.seconds),
     )  # fmt: skip
 
 
