@@ -60,6 +60,14 @@ def test_qwen3_5_9b():
     assert profile.flops_per_context_token * 10_000 == pytest.approx(1.31 * GIGA, rel=0.0025)
 
 
+def test_qwen3_5_27b():
+    """A dense hybrid whose states are larger than the KV of two thousand tokens."""
+    profile = profile_named("qwen3.5-27b")
+    assert profile.kv_bytes_per_token == 64 * KIB
+    assert round(profile.state_bytes / MIB, 1) == 146.8
+    assert profile.flops_per_token == pytest.approx(2 * 24.35e9 + 7 * 48 * 48 * 128 * 128, rel=0.01)
+
+
 # Public configs
 
 
@@ -67,6 +75,7 @@ def test_qwen3_5_9b():
     ("name", "kv_kib", "state_mib", "full_heads", "active"),
     [
         ("qwen3.5-9b", 32, 24 * (2 + 8192 * 3 * 2 / MIB), 8 * 16 * 256, 9),
+        ("qwen3.5-27b", 64, 48 * (3 + 10240 * 3 * 2 / MIB), 16 * 24 * 256, 27),
         ("jamba-1.5-mini", 16, 28 * 8192 * (16 * 4 + 3 * 2) / MIB, 4 * 32 * 128, 12),
         ("nemotron-h-8b", 16, 24 * (4 + 10240 * 3 * 2 / MIB), 4 * 32 * 128, 8.1),
         ("falcon-h1-7b", 44, 44 * (3 + 3584 * 3 * 2 / MIB), 44 * 12 * 128, 7.59),

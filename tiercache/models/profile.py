@@ -45,6 +45,17 @@ CONFIGS: Final[dict[str, dict[str, Any]]] = {
             "linear_conv_kernel_dim": 4,
         },
     },
+    "qwen3.5-27b": {
+        "model_type": "qwen3_5", "text_config": {
+            "model_type": "qwen3_5_text", "hidden_size": 5120, "intermediate_size": 17408,
+            "num_hidden_layers": 64,
+            "full_attention_interval": 4, "num_attention_heads": 24, "num_key_value_heads": 4,
+            "head_dim": 256, "attn_output_gate": True,
+            "linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+        },
+    },
     "qwen3.5-35b-a3b": {
         "model_type": "qwen3_5_moe", "text_config": {
             "model_type": "qwen3_5_moe_text", "hidden_size": 2048, "num_hidden_layers": 40,
