@@ -28,7 +28,9 @@ from tiercache_backends.s3.pack import NewEntry, make_name, pack_head, read_head
 from tiercache.core import ObjectMeta, PoolName
 from tiercache.events import EventKind, KVEvent, Medium, ObjectGroup, Place
 from tiercache.events.encoding import decode_batch, encode_batch
-from tiercache.lab.replay.drive import Run, Setup, measure
+from tiercache.lab.replay.cache import Setup
+from tiercache.lab.replay.drive import Run
+from tiercache.lab.replay.needs import measure
 from tiercache.lab.replay.sources.catalogue import open_source
 from tiercache.lab.replay.tiers import ReplayMachine, StorageTier, Tiers
 from tiercache.models.profile import profile_named

@@ -9,8 +9,10 @@ import pytest
 
 from tests.lab.replay.test_drive import CHATS, HYBRID, disk, ran
 from tiercache.errors import ConfigError
+from tiercache.lab.replay.cache import Setup
 from tiercache.lab.replay.chain import NullChain, chain_settings
-from tiercache.lab.replay.drive import Run, Setup, measure
+from tiercache.lab.replay.drive import Run
+from tiercache.lab.replay.needs import measure
 from tiercache.lab.replay.results import TierUse
 from tiercache.lab.replay.sources import open_source
 from tiercache.lab.replay.store import NullStore
@@ -46,7 +48,7 @@ def test_one_tier_is_a_plain_null_store(policy, monkeypatch) -> None:
             read, self.taken = self.read_bytes - self.taken, self.read_bytes
             return {"disk": read}
 
-    monkeypatch.setattr("tiercache.lab.replay.drive.NullChain", Plain)
+    monkeypatch.setattr("tiercache.lab.replay.cache.NullChain", Plain)
     plain = ran(source, tiers, policy)
     assert plain.uses() == chained.uses()
     assert plain.tally.ttft_ms() == chained.tally.ttft_ms()

@@ -14,7 +14,9 @@ from tiercache.core import PoolName, Tier, TokenArray, reusable_pages
 from tiercache.errors import ConfigError
 from tiercache.index import CheckpointRules
 from tiercache.lab.replay.base import Request, Source
-from tiercache.lab.replay.drive import Need, Run, Setup, infinite, measure
+from tiercache.lab.replay.cache import Setup
+from tiercache.lab.replay.drive import Run
+from tiercache.lab.replay.needs import Need, infinite, measure
 from tiercache.lab.replay.sources import open_source
 from tiercache.lab.replay.tiers import ReplayMachine, StorageTier, Tiers
 from tiercache.policy import POLICIES, ModelProfile

@@ -10,8 +10,10 @@ import pytest
 
 from tests.lab.replay.test_drive import CHATS, HYBRID, disk
 from tiercache.core import Outcome
-from tiercache.lab.replay import drive
-from tiercache.lab.replay.drive import Run, Setup, measure
+from tiercache.lab.replay import cache
+from tiercache.lab.replay.cache import Setup
+from tiercache.lab.replay.drive import Run
+from tiercache.lab.replay.needs import measure
 from tiercache.lab.replay.sources import open_source
 from tiercache.lab.replay.store import NullStore
 from tiercache.lab.replay.tiers import StorageTier, Tiers
@@ -52,7 +54,7 @@ def run(tiers: Tiers, write: str = "write_through") -> tuple[Run, list[int]]:
 def test_one_exception_of_a_store_ends_the_run_with_it(
     operation: str, tiers: Tiers, write: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drive, "NullStore", breaking(operation))
+    monkeypatch.setattr(cache, "NullStore", breaking(operation))
     one, steps = run(tiers, write)
     with pytest.raises(RuntimeError, match=r"the replay's storage raised in .*defect of tiercache") as raised:
         one.go(lambda: steps.append(1))
@@ -66,7 +68,7 @@ def test_a_store_that_raises_from_now_on_ends_the_run_too(
     operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Writes that wait for the end of an outage do not keep the run waiting."""
-    monkeypatch.setattr(drive, "NullStore", breaking(operation, once=False))
+    monkeypatch.setattr(cache, "NullStore", breaking(operation, once=False))
     one, _ = run(SMALL)
     with pytest.raises(RuntimeError) as raised:
         one.go()
@@ -94,7 +96,7 @@ def test_a_store_that_answers_with_an_error_ends_the_run(
                 return [Outcome.ERROR] * self.failed
             return outcomes
 
-    monkeypatch.setattr(drive, "NullStore", Refusing)
+    monkeypatch.setattr(cache, "NullStore", Refusing)
     one, steps = run(SMALL)
     with pytest.raises(RuntimeError, match=rf"storage failed \(storage_{operation}s_total kv error: \d+"):
         one.go(lambda: steps.append(1))

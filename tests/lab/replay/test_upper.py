@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from tests.examples import example_count
 from tiercache.index import CheckpointRules
 from tiercache.lab.replay.base import Request
+from tiercache.lab.replay.cache import Setup
 from tiercache.lab.replay.clairvoyant import Clairvoyant, Recorder
-from tiercache.lab.replay.drive import Need, Run, Setup, infinite, measure
+from tiercache.lab.replay.drive import Run
+from tiercache.lab.replay.needs import Need, infinite, measure
 from tiercache.lab.replay.sources import WorkloadSource, open_source
 from tiercache.lab.replay.tiers import Tiers
 from tiercache.lab.replay.upper import Upper, upper_bound

@@ -12,8 +12,10 @@ from tiercache.core import PoolName
 from tiercache.errors import ConfigError
 from tiercache.index import CheckpointRules
 from tiercache.lab.replay.base import Source
+from tiercache.lab.replay.cache import Setup
 from tiercache.lab.replay.clairvoyant import Clairvoyant, Recorder
-from tiercache.lab.replay.drive import Need, Run, Setup, infinite, measure
+from tiercache.lab.replay.drive import Run
+from tiercache.lab.replay.needs import Need, infinite, measure
 from tiercache.lab.replay.plane import geometries
 from tiercache.lab.replay.results import IN_EVERY_TIER, ONE_POOL, WITHOUT_OFFLOAD, Result
 from tiercache.lab.replay.sources import WorkloadSource
