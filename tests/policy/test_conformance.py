@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tests.policy.conformance import PolicyConformance
-from tiercache.policy import POLICIES, Policy, policy_named
+from tiercache.policy import POLICIES, RIVALS, Policy, policy_named
 
-for _name in (*POLICIES, "seglen:additive"):
+for _name in (*POLICIES, *RIVALS, "seglen:additive"):
 
     def _make(self: PolicyConformance, name: str = _name) -> Policy:
         return policy_named(name)

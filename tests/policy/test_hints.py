@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.policy.rig import COSTS, units
-from tiercache.policy import POLICIES, policy_named
+from tiercache.policy import POLICIES, RIVALS, policy_named
 
 RECENCY = ["lru", "seglen:0.1", "marconi"]
 
@@ -14,7 +14,7 @@ def ranks(policy, **columns):
     return policy_named(policy, COSTS).rank(units(**given))
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("policy", sorted((*POLICIES, *RIVALS)))
 def test_an_expected_hit_never_lowers_a_rank_and_no_rank_is_nan(policy):
     expected = [0, 1, 900, 999, 1000, 1001, 1010, 5000, 1 << 40]
     plain = ranks(policy, now=1000, last_access=[900] * 9)

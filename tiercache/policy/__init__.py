@@ -3,7 +3,8 @@
 One contract serves the index and the stores.
 
 Reading order: `base` (the contract), `costs`, one file per policy, `order` (the front of an eviction order,
-common to the index and the stores), `stored` (the columns that a store cannot fill).
+common to the index and the stores), `stored` (the columns that a store cannot fill), `history` (what policies
+with queues of their own remember).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Final
 
 from tiercache.errors import ConfigError
 from tiercache.models.profile import PROFILES, ModelProfile, profile_named, profile_of
+from tiercache.policy.arc import Arc
 from tiercache.policy.base import LEARN_EVERY, CheckpointKind, Policy, Reuse, UnitKind, Units
 from tiercache.policy.costs import Costs
 from tiercache.policy.gdsf import Gdsf
@@ -20,13 +22,16 @@ from tiercache.policy.hvd import HitValueDensity
 from tiercache.policy.lru import Lru
 from tiercache.policy.marconi import Marconi
 from tiercache.policy.portfolio import WINDOW, Portfolio
+from tiercache.policy.s3fifo import S3Fifo
 from tiercache.policy.seglen import SegLen
+from tiercache.policy.sieve import Sieve
 
 __all__ = [
     "DEFAULT_PROFILE",
     "LEARN_EVERY",
     "POLICIES",
     "PROFILES",
+    "RIVALS",
     "WINDOW",
     "CheckpointKind",
     "Costs",
@@ -57,8 +62,15 @@ _MAKE: Final[Mapping[str, Callable[[Costs], Policy]]] = {
     HitValueDensity.name: HitValueDensity,
     Portfolio.name: lambda costs: Portfolio({name: policy_named(name, costs) for name in _MEMBERS}),
 }
+_MAKE_RIVAL: Final[Mapping[str, Callable[[], Policy]]] = {
+    S3Fifo.name: S3Fifo,
+    Sieve.name: Sieve,
+    Arc.name: Arc,
+}
 POLICIES: Final = tuple(_MAKE)
-"""Names of all policies, without parameters."""
+"""Names of the main policies, without parameters."""
+RIVALS: Final = tuple(_MAKE_RIVAL)
+"""Names of the other policies, which are published ones to compare with."""
 
 
 def policy_named(name: str, costs: Costs | None = None) -> Policy:
@@ -73,11 +85,11 @@ def policy_named(name: str, costs: Costs | None = None) -> Policy:
     Raises ConfigError for an unknown name or parameter.
     """
     base, _, parameter = name.partition(":")
-    if base not in _MAKE:
-        raise ConfigError(f"there is no eviction policy {name!r}; use {', '.join(_MAKE)}")
+    if base not in POLICIES + RIVALS:
+        raise ConfigError(f"there is no eviction policy {name!r}; use {', '.join(POLICIES + RIVALS)}")
     costs = costs or Costs(profile_named(DEFAULT_PROFILE))
     if not parameter:
-        return _MAKE[base](costs)
+        return _MAKE[base](costs) if base in _MAKE else _MAKE_RIVAL[base]()
     if name == "marconi:tuned":
         return Portfolio({alpha: policy_named(alpha, costs) for alpha in _ALPHAS}, name)
     if name == "seglen:additive":

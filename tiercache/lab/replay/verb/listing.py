@@ -26,7 +26,7 @@ class ReplayCommand(TyperCommand):
         """Write the help, then the sources, policies and profiles."""
         super().format_help(ctx, formatter)
         from tiercache.lab.replay.sources import SESSIONS, SOURCES
-        from tiercache.policy import POLICIES, PROFILES
+        from tiercache.policy import POLICIES, PROFILES, RIVALS
 
         trace = (
             "a Mooncake trace: one JSON object per line and request, with timestamp, input_length,"
@@ -40,7 +40,7 @@ class ReplayCommand(TyperCommand):
                     (_PATH, SESSIONS.summary),
                 ]
             )
-        for title, names in (("Policies", POLICIES), ("Profiles", PROFILES)):
+        for title, names in (("Policies", (*POLICIES, *RIVALS)), ("Profiles", PROFILES)):
             with formatter.section(title):
                 formatter.write_text(", ".join(names))
 
