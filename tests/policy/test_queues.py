@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import example_count
-from tests.policy.rig import KV, SETUPS, Rig, tokens_of, units
-from tiercache.policy import Policy, policy_named
+from tests.policy.rig import Flat, units
+from tiercache.policy import policy_named
 
 
 class Model(Protocol):
@@ -148,30 +148,6 @@ MODELS: dict[str, Callable[[int], Model]] = {
     "s3fifo": TextbookS3Fifo,
     "arc": TextbookArc,
 }
-
-
-class Flat:
-    """Index with room for `size` prompts of one page, which evicts before it inserts."""
-
-    def __init__(self, policy: Policy, size: int) -> None:
-        self.rig = Rig(policy, SETUPS["stateless"])
-        self.size = size
-        self.slots: dict[int, int] = {}
-
-    def ask(self, name: int) -> int | None:
-        path = (name,)
-        index, match = self.rig.index, self.rig.match(path)
-        origin = index.touch(match, tokens_of(path))
-        if match.depth:
-            return None
-        gone = None
-        if len(self.slots) == self.size:
-            (slot,) = index.evict_device({KV: 1}).freed[KV].tolist()
-            gone = self.slots.pop(slot)
-        (slot,) = self.rig.fresh(1).tolist()
-        index.insert(tokens_of(path), {KV: np.array([slot])}, origin=origin)
-        self.slots[slot] = name
-        return gone
 
 
 def both(name: str, size: int, asked: Sequence[int]) -> tuple[list[int | None], list[int | None]]:

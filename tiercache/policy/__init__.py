@@ -25,6 +25,7 @@ from tiercache.policy.portfolio import WINDOW, Portfolio
 from tiercache.policy.s3fifo import S3Fifo
 from tiercache.policy.seglen import SegLen
 from tiercache.policy.sieve import Sieve
+from tiercache.policy.ttl import Ttl
 
 __all__ = [
     "DEFAULT_PROFILE",
@@ -62,10 +63,11 @@ _MAKE: Final[Mapping[str, Callable[[Costs], Policy]]] = {
     HitValueDensity.name: HitValueDensity,
     Portfolio.name: lambda costs: Portfolio({name: policy_named(name, costs) for name in _MEMBERS}),
 }
-_MAKE_RIVAL: Final[Mapping[str, Callable[[], Policy]]] = {
-    S3Fifo.name: S3Fifo,
-    Sieve.name: Sieve,
-    Arc.name: Arc,
+_MAKE_RIVAL: Final[Mapping[str, Callable[[Costs], Policy]]] = {
+    S3Fifo.name: lambda costs: S3Fifo(),
+    Sieve.name: lambda costs: Sieve(),
+    Arc.name: lambda costs: Arc(),
+    Ttl.name: Ttl,
 }
 POLICIES: Final = tuple(_MAKE)
 """Names of the main policies, without parameters."""
@@ -89,7 +91,7 @@ def policy_named(name: str, costs: Costs | None = None) -> Policy:
         raise ConfigError(f"there is no eviction policy {name!r}; use {', '.join(POLICIES + RIVALS)}")
     costs = costs or Costs(profile_named(DEFAULT_PROFILE))
     if not parameter:
-        return _MAKE[base](costs) if base in _MAKE else _MAKE_RIVAL[base]()
+        return (_MAKE.get(base) or _MAKE_RIVAL[base])(costs)
     if name == "marconi:tuned":
         return Portfolio({alpha: policy_named(alpha, costs) for alpha in _ALPHAS}, name)
     if name == "seglen:additive":
