@@ -1,0 +1,345 @@
+"""Tables of docs/policies.md, made from the rows of a campaign."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any, Final
+
+from tests.benchmarks.policies.intervals import Interval, of_seeds, of_windows
+from tests.benchmarks.policies.matrix import BOUNDS, INFINITE, RIVALS, RULES, SLOW, traffics
+from tiercache.policy import DEFAULT_PROFILE
+
+OURS: Final = "hvd"
+BEGIN: Final = "<!-- campaign: begin; written by python -m tests.benchmarks.policies tables -->"
+END: Final = "<!-- campaign: end -->"
+_DASH: Final = "\u2013"
+_ORDER: Final = (*RIVALS, *SLOW, OURS, *BOUNDS, INFINITE)
+_SOURCES: Final = tuple(source.name for source in traffics("trace", "sessions"))
+_SMALL_GAP: Final = 0.005
+"""Smallest gap between LRU and the clairvoyant cache of which a closed share is told."""
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Rows of one size, checkpoint policy and model, by source, policy and seed."""
+
+    rows: Mapping[tuple[str, str, int], Row]
+    sources: Sequence[str]
+    policies: Sequence[str]
+
+    def saved(self, source: str, policy: str) -> dict[int, float]:
+        """Return the saved fraction of the prefill FLOPs by seed."""
+        return {
+            seed: row["flops_saved"]
+            for (of, by, seed), row in self.rows.items()
+            if (of, by) == (source, policy)
+        }
+
+    def mean(self, source: str, policy: str) -> float:
+        """Return the mean of `saved` over the seeds; NaN without runs."""
+        return mean(self.saved(source, policy).values() or [math.nan])
+
+    def lead(self, source: str, rival: str, policy: str = OURS) -> Interval | None:
+        """Return how much more `policy` saves than `rival`, with its interval; None without common runs.
+
+        Both serve the same requests, so the differences of the seeds are what is averaged.
+        """
+        ours, theirs = self.saved(source, policy), self.saved(source, rival)
+        seeds = sorted(ours.keys() & theirs.keys())
+        if not seeds:
+            return None
+        first, second = (self.rows[source, name, seeds[0]].get("windows") for name in (policy, rival))
+        if first and second and len(first) == len(second):
+            lead = [mine[1] - other[1] for mine, other in zip(first, second, strict=True)]
+            return of_windows([weight for weight, _ in first], lead)
+        return of_seeds([ours[seed] - theirs[seed] for seed in seeds])
+
+    def best_rival(self, source: str) -> str | None:
+        """Return the rival with the highest mean; one that was best by chance is taken for the best."""
+        found = [
+            (self.mean(source, name), name) for name in self.policies if name not in (OURS, *BOUNDS, INFINITE)
+        ]
+        return max(((value, name) for value, name in found if not math.isnan(value)), default=(0, None))[1]
+
+    def lead_on_mean(self, rival: str) -> Interval | None:
+        """Return the lead on the mean over all sources, with its interval over the seeds.
+
+        A source without seeds gives every seed the same lead. None if a run of any source is missing.
+        """
+        by_source = []
+        for source in self.sources:
+            ours, theirs = self.saved(source, OURS), self.saved(source, rival)
+            by_source.append({seed: ours[seed] - theirs[seed] for seed in ours.keys() & theirs.keys()})
+        several = [set(leads) for leads in by_source if len(leads) > 1]
+        if not all(by_source):
+            return None
+        seeds = sorted(set.intersection(*several)) if several else [0]
+        alone = [next(iter(leads.values())) for leads in by_source if len(leads) == 1]
+        return of_seeds(
+            [mean([*alone, *(leads[seed] for leads in by_source if len(leads) > 1)]) for seed in seeds]
+        )
+
+
+def setting(rows: Iterable[Row], keep: Callable[[Row], bool]) -> Setting:
+    """Return the rows that `keep` accepts, arranged."""
+    found = {(row["traffic"], row["policy"], row["seed"]): row for row in rows if keep(row)}
+    sources = [source for source in _SOURCES if any(of == source for of, _, _ in found)]
+    policies = {policy for _, policy, _ in found}
+    known = [name for name in _ORDER if name in policies]
+    return Setting(found, sources, [*sorted(policies - {*_ORDER}), *known])
+
+
+def page(rows: Sequence[Row]) -> str:
+    """Return everything that stands between the marks of the page."""
+    plain = [row for row in rows if row["checkpoints"] == RULES and row["profile"] == DEFAULT_PROFILE]
+    free = setting(plain, lambda row: row["policy"] == INFINITE).rows
+    parts = [_introduction(rows), _footprints(list(free.values()))]
+    for size in ("5 %", "10 %", "20 %"):
+        limited = setting(
+            plain, lambda row, size=size: row["size"] == size and row["policy"] != INFINITE
+            and row["phase"] != "two tiers",
+        )  # fmt: skip
+        if OURS in limited.policies:
+            with_infinite = Setting({**limited.rows, **free}, limited.sources, [*limited.policies, INFINITE])
+            parts += [f"### At {size}", _means(with_infinite), _leads(limited, size), _rivals(limited)]
+    parts += [_tiers(plain), _checkpoints(rows, free), _profiles(rows), _commands(rows)]
+    return "\n\n".join(filter(None, parts))
+
+
+def written(text: str, made: str) -> str:
+    """Return a page whose part between the marks is `made`.
+
+    Raises SystemExit if the marks are missing.
+    """
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise SystemExit(f"the page must have these two lines, once each:\n{BEGIN}\n{END}")
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{made}\n\n{END}{rest.split(END)[1]}"
+
+
+def table_of_rows(rows: Sequence[Row]) -> str:
+    """Return every row as CSV, with the command that makes it."""
+    columns = (
+        "traffic", "seed", "policy", "size", "checkpoints", "profile", "flops_saved", "token_hit_rate",
+        "capacity_bytes", "working_bytes", "requests", "code", "command",
+    )  # fmt: skip
+    text = io.StringIO()
+    sheet = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
+    sheet.writeheader()
+    sheet.writerows(sorted(rows, key=lambda row: [str(row[name]) for name in columns[:6]]))
+    return text.getvalue()
+
+
+def _introduction(rows: Sequence[Row]) -> str:
+    seeds = sorted({row["seed"] for row in rows})
+    codes = sorted({row["code"] for row in rows})
+    return (
+        "## Measured over several seeds\n\n"
+        f"{len(rows):,} runs of `tiercache replay` (code {', '.join(codes)}; seeds {_span(seeds)}).\n"
+        "All figures are fractions of prefill FLOPs saved.\n"
+        "`python -m tests.benchmarks.policies run` makes the rows, and `tables` these tables.\n"
+        "Nothing is tuned on these seeds, nor on the third of the agentic sessions that is replayed here.\n\n"
+        "- A size is a fraction of the bytes that the infinite cache holds at the end of the same requests.\n"
+        "- Intervals are at 95 %.\n"
+        "  For sources with seeds they are Student's t over the differences of the seeds\n"
+        "  (two policies serve the same requests).\n"
+        "  The conversation trace has no seeds: its interval is a moving-block bootstrap over windows of\n"
+        "  the one run, and says nothing about other days.\n"
+        "- The best rival is the one with the highest mean here, chosen afterwards, which favours it."
+    )
+
+
+def _footprints(free: Sequence[Row]) -> str:
+    lines = []
+    for source in dict.fromkeys(row["traffic"] for row in free):
+        mine = [row for row in free if row["traffic"] == source]
+        whole = [row["capacity_bytes"] for row in mine]
+        spread = f" ({_gib(min(whole))} to {_gib(max(whole))})" if len(whole) > 1 else ""
+        working = max(row["working_bytes"] for row in mine)
+        lines.append(
+            [
+                source, f"{mean(row['requests'] for row in mine):,.0f}", f"{_gib(mean(whole))}{spread}",
+                *(_gib(mean(whole) * share) for share in (0.05, 0.1, 0.2)), _gib(working),
+                f"{mean(row['flops_saved'] for row in mine):.3f}",
+            ]
+        )  # fmt: skip
+    heads = ("source", "requests", "infinite cache, GiB", "5 %", "10 %", "20 %", "beside it, GiB", "saved")
+    return (
+        "### Footprints\n\n"
+        "Bytes count in full: all pages and all states that are cached.\n"
+        "*Beside it* stands the most that running requests held on the device: their pages, the\n"
+        "states at their checkpoints, and the state that the engine advances.\n"
+        "*Saved* is what the infinite cache saves.\n\n" + _table(heads, lines)
+    )
+
+
+def _means(found: Setting) -> str:
+    lines = []
+    for policy in found.policies:
+        values = [found.mean(source, policy) for source in found.sources]
+        name = f"**{policy}**" if policy == OURS else policy
+        lines.append([name, *(_fraction(value) for value in values), _fraction(mean(values))])
+    return "Means over the seeds:\n\n" + _table(["", *found.sources, "mean"], lines)
+
+
+def _leads(found: Setting, size: str) -> str:
+    lines = []
+    for source in found.sources:
+        rival = found.best_rival(source)
+        lead = found.lead(source, rival) if rival else None
+        if rival is None or lead is None:
+            continue
+        lru, ours, best = (found.mean(source, name) for name in ("lru", OURS, "clairvoyant"))
+        gap = best - lru
+        closed = f"{(ours - lru) / gap * 100:.0f} %" if gap >= _SMALL_GAP else _DASH
+        lines.append([source, rival, _points(lead), closed])
+    heads = ("source", "best rival", f"lead of {OURS}, points", "gap closed")
+    return (
+        f"Lead of `{OURS}` over the best rival of each source, and the share that it closes of the gap\n"
+        "between LRU and the clairvoyant cache:\n\n" + _table(heads, lines)
+    )
+
+
+def _rivals(found: Setting) -> str:
+    lines = []
+    for rival in found.policies:
+        if rival in (OURS, *BOUNDS, INFINITE):
+            continue
+        leads = [found.lead(source, rival) for source in found.sources]
+        known = [lead for lead in leads if lead is not None]
+        wins = sum(lead.excludes_zero and lead.mean > 0 for lead in known)
+        losses = sum(lead.excludes_zero and lead.mean < 0 for lead in known)
+        score = f"{wins} / {len(known) - wins - losses} / {losses}"
+        lines.append(
+            [rival, _points(found.lead_on_mean(rival)), score, *(_cell(lead) for lead in leads)]
+        )  # fmt: skip
+    return (
+        f"Lead of `{OURS}` over each rival in points, on the mean and by source.\n"
+        "A lead whose interval excludes 0 is bold, and counts as won or lost; the others are draws:\n\n"
+        + _table(["", "mean", "won / drawn / lost", *found.sources], lines)
+    )
+
+
+def _tiers(plain: Sequence[Row]) -> str:
+    found = setting(plain, lambda row: row["phase"] == "two tiers" and row["policy"] != INFINITE)
+    hierarchy = setting(found.rows.values(), lambda row: "disk" in row["size"])
+    if not hierarchy.rows:
+        return ""
+    size = next(iter(hierarchy.rows.values()))["size"]
+    lines = [
+        [policy, *(_fraction(hierarchy.mean(source, policy)) for source in hierarchy.sources),
+         _fraction(mean(hierarchy.mean(source, policy) for source in hierarchy.sources))]
+        for policy in hierarchy.policies
+    ]  # fmt: skip
+    pool = setting(plain, lambda row: row["phase"] == "two tiers" and row["size"] == "30 %")
+    values = [pool.mean(source, OURS) for source in hierarchy.sources]
+    lines.append([f"{OURS} in one pool of 30 %", *map(_fraction, values), _fraction(mean(values))])
+    return f"### Two tiers: {size}\n\nMeans over the seeds:\n\n" + _table(
+        ["", *hierarchy.sources, "mean"], lines
+    )
+
+
+def _checkpoints(rows: Sequence[Row], free: Mapping[Any, Row]) -> str:
+    lines: list[list[str]] = []
+    kinds = dict.fromkeys(row["checkpoints"] for row in rows if row["phase"] == "checkpoints")
+    default = setting(
+        rows, lambda row: row["phase"] == "5 %" and row["policy"] == OURS
+        and row["profile"] == DEFAULT_PROFILE,
+    )  # fmt: skip
+    if not kinds:
+        return ""
+    sources = default.sources
+    for kind, name in ((RULES, "default"), *((kind, kind) for kind in kinds)):
+        limited = default if kind == RULES else setting(
+            rows, lambda row, kind=kind: row["checkpoints"] == kind and row["policy"] == OURS
+        )  # fmt: skip
+        whole = Setting(free, sources, ()) if kind == RULES else setting(
+            rows, lambda row, kind=kind: row["checkpoints"] == kind and row["policy"] == INFINITE
+        )  # fmt: skip
+        for of, policy, label in ((limited, OURS, f"{OURS} at 5 %"), (whole, INFINITE, "infinite cache")):
+            values = [of.mean(source, policy) for source in sources]
+            lines.append([name, label, *map(_fraction, values), _fraction(mean(values))])
+    return (
+        "### Where states are taken\n\n"
+        "The sizes are the same bytes in all rows: 5 % of the infinite cache with the default rules.\n\n"
+        + _table(["checkpoints", "", *sources, "mean"], lines)
+    )
+
+
+def _profiles(rows: Sequence[Row]) -> str:
+    parts = []
+    for profile in dict.fromkeys(row["profile"] for row in rows if row["phase"] == "profiles"):
+        found = setting(
+            rows, lambda row, profile=profile: row["profile"] == profile and row["policy"] != INFINITE
+        )
+        lines = [
+            [policy, *(_fraction(found.mean(source, policy)) for source in found.sources),
+             _fraction(mean(found.mean(source, policy) for source in found.sources))]
+            for policy in found.policies
+        ]  # fmt: skip
+        if lines:
+            parts.append(f"`{profile}`, at 5 %:\n\n" + _table(["", *found.sources, "mean"], lines))
+    return "### Other models\n\n" + "\n\n".join(parts) if parts else ""
+
+
+def _commands(rows: Sequence[Row]) -> str:
+    ours = [row for row in rows if row["policy"] == OURS]
+    shown: dict[tuple[str, str], str] = {}
+    for row in ours:
+        named = row["phase"] if row["phase"] not in ("checkpoints", "profiles") else (
+            row["checkpoints"] or row["profile"])  # fmt: skip
+        shown.setdefault((named, row["traffic"]), row["command"])
+    first = dict.fromkeys(key[1] for key in shown)
+    lines = [
+        command for (phase, source), command in shown.items() if source == next(iter(first)) or phase == "5 %"
+    ]
+    return (
+        "### Commands\n\n"
+        "Each row of the campaign is made by one command.\n"
+        "Those of `hvd` for the first seed stand here; another `--policy` and `--seed` give the other rows.\n"
+        "The rows of bounds come without `--no-bounds`.\n\n"
+        "<!-- test: not run, it takes hours, and needs recorded traces -->\n```sh\n"
+        + "\n".join(lines)
+        + "\n```"
+    )
+
+
+def _table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    return "\n".join(
+        ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+        + ["| " + " | ".join(line) + " |" for line in lines]
+    )
+
+
+def _fraction(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.3f}"
+
+
+def _points(lead: Interval | None) -> str:
+    if lead is None:
+        return ""
+    told = f"{lead.mean * 100:+.2f}"
+    return f"{told} [{lead.low * 100:+.2f}, {lead.high * 100:+.2f}]" if lead.is_known else told
+
+
+def _cell(lead: Interval | None) -> str:
+    if lead is None:
+        return ""
+    told = f"{lead.mean * 100:+.2f}"
+    return f"**{told}**" if lead.excludes_zero else told
+
+
+def _gib(nbytes: float) -> str:
+    value = nbytes / 2**30
+    return f"{value:,.0f}" if value >= 99.5 else f"{value:.1f}" if value >= 9.95 else f"{value:.2f}"
+
+
+def _span(seeds: Sequence[int]) -> str:
+    together = list(range(seeds[0], seeds[-1] + 1)) == list(seeds) and len(seeds) > 1
+    return f"{seeds[0]} to {seeds[-1]}" if together else ", ".join(map(str, seeds))
