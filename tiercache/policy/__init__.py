@@ -19,6 +19,7 @@ from tiercache.policy.base import LEARN_EVERY, CheckpointKind, Policy, Reuse, Un
 from tiercache.policy.costs import Costs
 from tiercache.policy.gdsf import Gdsf
 from tiercache.policy.hvd import HitValueDensity
+from tiercache.policy.lpc import Lpc
 from tiercache.policy.lru import Lru
 from tiercache.policy.marconi import Marconi
 from tiercache.policy.portfolio import WINDOW, Portfolio
@@ -68,6 +69,7 @@ _MAKE_RIVAL: Final[Mapping[str, Callable[[Costs], Policy]]] = {
     Sieve.name: lambda costs: Sieve(),
     Arc.name: lambda costs: Arc(),
     Ttl.name: Ttl,
+    Lpc.name: lambda costs: Lpc(),
 }
 POLICIES: Final = tuple(_MAKE)
 """Names of the main policies, without parameters."""
