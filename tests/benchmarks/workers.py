@@ -30,9 +30,10 @@ from tiercache.events import EventKind, KVEvent, Medium, ObjectGroup, Place
 from tiercache.events.encoding import decode_batch, encode_batch
 from tiercache.lab.replay.cache import Setup
 from tiercache.lab.replay.drive import Run
+from tiercache.lab.replay.machines import ReplayMachine
 from tiercache.lab.replay.needs import measure
 from tiercache.lab.replay.sources.catalogue import open_source
-from tiercache.lab.replay.tiers import ReplayMachine, StorageTier, Tiers
+from tiercache.lab.replay.tiers import StorageTier, Tiers
 from tiercache.models.profile import profile_named
 from tiercache.testing.objects import key
 

@@ -19,6 +19,7 @@ from tests.cli.store.test_samples import call
 from tests.deploy.base import parsed, tool
 from tests.docs.blocks import LANGUAGES, Block, blocks
 from tests.docs.pages import PAGES, ROOT, prose
+from tiercache.lab.replay.machines import machine_named
 
 ALL = [block for page in PAGES for block in blocks(page)]
 VERBS_OF = {
@@ -80,7 +81,10 @@ def test_imports_of_programs_exist(block: Block) -> None:
 @pytest.mark.parametrize("block", of("toml"))
 def test_configurations_are_valid(block: Block, tmp_path: Path) -> None:
     tomllib.loads(block.text)
-    if block.reason is None:
+    if "[prefill]" in block.text:
+        (tmp_path / "machine.toml").write_text(block.text)
+        machine_named(str(tmp_path / "machine.toml"))
+    elif block.reason is None:
         (tmp_path / "node.toml").write_text(re.sub(r"\d+[GT]iB", "64MiB", block.text))
         call("config", "check", "--no-files", "--no-ports", str(tmp_path / "node.toml"))
 

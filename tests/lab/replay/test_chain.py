@@ -12,11 +12,12 @@ from tiercache.errors import ConfigError
 from tiercache.lab.replay.cache import Setup
 from tiercache.lab.replay.chain import NullChain, chain_settings
 from tiercache.lab.replay.drive import Run
+from tiercache.lab.replay.machines import ReplayMachine
 from tiercache.lab.replay.needs import measure
 from tiercache.lab.replay.results import TierUse
 from tiercache.lab.replay.sources import open_source
 from tiercache.lab.replay.store import NullStore
-from tiercache.lab.replay.tiers import ReplayMachine, StorageTier, Tiers
+from tiercache.lab.replay.tiers import StorageTier, Tiers
 from tiercache.policy import Costs, policy_named
 
 SMALL = Tiers(host_bytes=400_000)

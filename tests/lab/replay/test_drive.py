@@ -16,9 +16,10 @@ from tiercache.index import CheckpointRules
 from tiercache.lab.replay.base import Request, Source
 from tiercache.lab.replay.cache import Setup
 from tiercache.lab.replay.drive import Run
+from tiercache.lab.replay.machines import ReplayMachine
 from tiercache.lab.replay.needs import Need, infinite, measure
 from tiercache.lab.replay.sources import open_source
-from tiercache.lab.replay.tiers import ReplayMachine, StorageTier, Tiers
+from tiercache.lab.replay.tiers import StorageTier, Tiers
 from tiercache.policy import POLICIES, ModelProfile
 
 PAGE = 64

@@ -220,3 +220,18 @@ def test_a_file_that_is_too_long_is_refused_unread(tmp_path):
         file.truncate(2**40)
     with pytest.raises(InputError, match=r"a\.json: longer than 67,108,864 bytes"):
         open_source(str(tmp_path))
+
+
+def test_the_time_of_recorded_answers_can_be_left_out_of_the_pauses(tmp_path):
+    requests = [turn(0, 200, [1, 2, 3], api_time=3), turn(5, 300, [1, 2, 3, 4], api_time=60.0)]
+    requests += [turn(9.5, 400, [1, 2, 3, 4, 5, 6], api_time=None), turn(12.0, 400, [1, 2, 3, 4, 5, 6])]
+    path = str(write(tmp_path, a=session(requests)) / "a.json")
+    plain, closed = opened(path), open_source(path, closed=True)
+    assert np.diff([r.arrival for r in plain]) == pytest.approx([5, 4.5, 2.5])
+    assert np.diff([r.arrival for r in closed]) == pytest.approx([2, 0, 2.5])
+    assert next(iter(plain)).arrival == next(iter(closed)).arrival
+    assert all(np.array_equal(a.prompt, b.prompt) for a, b in zip(plain, closed, strict=True))
+    for wrong in (-1, "3", float("nan")):
+        requests[0]["api_time"] = wrong
+        with pytest.raises(InputError, match=r"api_time|NaN is not a number"):
+            open_source(str(write(tmp_path, a=session(requests)) / "a.json"))

@@ -29,7 +29,7 @@ FIRST = [
 ]  # fmt: skip
 THEN = [
     "requests", "seconds", "seed", "profile", "write", "write_chance", "is_bound", "working_bytes",
-    "cuts", "tiers", "kept", "by_round", "published",
+    "cuts", "ttft_ms_p50", "serving", "tiers", "kept", "by_round", "published",
 ]  # fmt: skip
 QUICK = ("--limit", "40", "--no-bounds")
 
@@ -117,6 +117,78 @@ def test_json_rows_have_these_keys_and_nothing_else_is_on_stdout(trace: Path) ->
     # The first question about each document computes it, the others find a state at its end, where a page
     # ends too.
     assert done.rows[0]["token_hit_rate"] == pytest.approx(4 * 2048 / (6 * 2248))
+
+
+SERVED = ("multi-turn?conversations=6&rounds=4&live=3&pause=2", "--policy", "lru,hvd", "--capacity", "0.2")
+
+
+def test_requests_queue_at_a_machine(replay: Command, tmp_path: Path) -> None:
+    machine = tmp_path / "small.toml"
+    machine.write_text("[prefill]\nflops = 20e12\n[serving]\nbatch = 2\n")
+    options = ("--machine", machine, "--rate", "3", "--slo-ttft", "500ms", "--slo-tpot", "1s")
+    rows = {row["policy"]: row for row in replay(*SERVED, *options, "-o", "jsonl").rows}
+    assert list(rows) == ["infinite", "lru", "hvd", "no cache"]
+    for row in rows.values():
+        queue = row["serving"]
+        assert queue["objective"] == {"ttft": 0.5, "tpot": 1.0}
+        assert queue["goodput"] == pytest.approx(queue["within"] * queue["served_per_second"])
+        assert queue["busy"].keys() == {"engine", "host"}
+        parts = queue["wait_ms_mean"] + queue["load_ms_mean"] + queue["prefill_ms_mean"]
+        assert row["ttft_ms_mean"] == pytest.approx(parts)
+        assert row["ttft_ms_p50"] <= row["ttft_ms_p95"]
+    assert rows["no cache"]["is_bound"]
+    assert rows["no cache"]["token_hit_rate"] == 0
+    assert rows["no cache"]["serving"]["within"] < rows["infinite"]["serving"]["within"]
+    report = tmp_path / "queue.html"
+    shown = replay(*SERVED, *options, "--report", report).out
+    for word in ("without a cache", "goodput", "in time", "p50"):
+        assert word in shown
+    page = report.read_text()
+    for words in (
+        "In the queue",
+        "Goodput",
+        "Time to first token, p95",
+        "2 places, 3 per second",
+        "of at most 500ms",
+    ):
+        assert words in page
+    plain = replay(*SERVED, "--machine", "h100", "--no-bounds").out
+    assert "goodput" not in plain.partition("* saves")[0].partition("p50, p95:")[0]
+    assert "engine" in plain
+
+
+def test_options_replace_the_speeds_of_a_machine(replay: Command) -> None:
+    def mean(*options: str) -> float:
+        row = replay(*SERVED, "--no-bounds", "-o", "jsonl", *options).rows[0]
+        return float(row["ttft_ms_mean"])
+
+    assert mean() == mean("--flops", "250e12", "--host-bandwidth", "50GB", "--disk-bandwidth", "6GB")
+    assert mean("--machine", "h100") < mean("--machine", "h100", "--flops", "40e12")
+    assert mean("--machine", "h100") < mean("--machine", "h100", "--host-bandwidth", "100MB")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--rate", "2"), "--rate is for requests that queue at a machine; add --machine"),
+        (("--open",), "--open is for requests that queue"),
+        (("--slo-ttft", "2s"), "--slo-ttft is for requests that queue"),
+        (("--slo-tpot", "2s"), "--slo-tpot is for requests that queue"),
+        (("--machine", "h100", "--rate", "0"), "--rate 0 is not possible"),
+        (("--machine", "h100", "--rate", "nan"), "--rate nan is not possible"),
+        (("--machine", "h100", "--slo-ttft", "0"), "a time to the first token of 0 s is no objective"),
+        (("--machine", "h100", "--slo-tpot", "soon"), "--slo-tpot: 'soon' is not a duration"),
+        (
+            ("--machine", "h1000"),
+            "there is no machine and no file 'h1000'; give the path of a TOML file, or one",
+        ),
+    ],
+)
+def test_options_of_a_queue_that_are_wrong(replay: Command, options: tuple[str, ...], message: str) -> None:
+    done = replay(*SERVED, *options)
+    assert done.code == 2
+    assert done.out == ""
+    assert message in " ".join(done.err.split())
 
 
 def test_the_rates_over_time_are_in_the_rows_if_they_are_asked_for(replay: Command, trace: Path) -> None:

@@ -24,11 +24,12 @@ from tiercache.lab.replay.base import Request, Source
 from tiercache.lab.replay.chain import NullChain, chain_settings
 from tiercache.lab.replay.clairvoyant import Clairvoyant, Recorder
 from tiercache.lab.replay.failures import Witness, check_counters
+from tiercache.lab.replay.machines import ReplayMachine
 from tiercache.lab.replay.needs import Need, device_slots, infinite
 from tiercache.lab.replay.plane import Inline, NullArena, NullEngine, block_bytes, device_pool, geometries
 from tiercache.lab.replay.results import Kept, TierUse
 from tiercache.lab.replay.store import NullStore
-from tiercache.lab.replay.tiers import ReplayMachine, Tiers
+from tiercache.lab.replay.tiers import Tiers
 from tiercache.policy import CheckpointKind, Costs, ModelProfile, Policy, policy_named
 
 
@@ -51,7 +52,7 @@ class Setup:
     """The controller's options of these names."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Running:
     """Request that has begun but not ended."""
 
@@ -59,6 +60,8 @@ class Running:
     admission: Admission
     loads: Mapping[str, float]
     """Bytes that it loads, by the name of the tier from which they come, the fastest first."""
+    is_computed: bool = False
+    """Whether its prompt has been committed."""
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -242,27 +245,34 @@ class SimulatedCache:
         self.running.append(begun)
         return begun
 
+    def compute(self, running: Running) -> None:
+        """Commit the prompt of a request whose prefill has ended, before the request ends."""
+        admission, depths = running.admission, self._depths(running)
+        self._extend(admission, len(running.request.prompt), len(depths))
+        states = {depth: admission.take_states() for depth in depths}
+        self.controller.commit(admission, running.request.prompt, states)
+        running.is_computed = True
+
     def end(self, running: Running) -> None:
         """Commit the pages and states of a request, and release its admission."""
         self.running.remove(running)
         request, admission, controller = running.request, running.admission, self.controller
         # sequence:   prompt . . . . . . . . . . . . . . | output without the last token . . . |
         # states at:        ^ admission.checkpoints ^                        ^ end (last whole page)
-        sequence = tokens_of(request)
-        depths = [*admission.checkpoints] if self._setup.profile.state_bytes else []
+        sequence, depths = tokens_of(request), self._depths(running)
         end = full_pages(len(sequence), controller.page_size) * controller.page_size
         has_end = (
             bool(self._setup.profile.state_bytes)
             and self._setup.checkpoints.request_end
             and end > max(admission.depth, *depths, 0)
         )
-        self._finish_copies()
-        try:
-            admission.extend(len(sequence), len(depths) + has_end)
-        except PoolFullError as error:
-            raise self._too_small(error) from error
+        if running.is_computed:
+            depths = []
+        self._extend(admission, len(sequence), len(depths) + has_end)
         self._count_working()
-        controller.commit(admission, request.prompt, {depth: admission.take_states() for depth in depths})
+        if not running.is_computed:
+            states = {depth: admission.take_states() for depth in depths}
+            controller.commit(admission, request.prompt, states)
         if end > len(request.prompt) or has_end:
             controller.commit(admission, sequence, {end: admission.take_states()} if has_end else {})
         controller.release(admission)
@@ -276,6 +286,16 @@ class SimulatedCache:
         self._check_storage()
         check_counters(self.controller.metrics)
 
+    def _depths(self, running: Running) -> list[int]:
+        return [*running.admission.checkpoints] if self._setup.profile.state_bytes else []
+
+    def _extend(self, admission: Admission, tokens: int, states: int) -> None:
+        self._finish_copies()
+        try:
+            admission.extend(tokens, states)
+        except PoolFullError as error:
+            raise self._too_small(error) from error
+
     def _count_working(self) -> None:
         """Count what the requests hold on the device, one of which has left `running` and is ending."""
         held = sum(
@@ -284,7 +304,7 @@ class SimulatedCache:
         # Two kinds of states have no slot in a replay: the one that the engine advances for each running
         # request, and those at the checkpoints of requests that do not end yet.
         advanced = len(self.running) + 1
-        waiting = sum(len(one.admission.checkpoints) for one in self.running)
+        waiting = sum(len(one.admission.checkpoints) for one in self.running if not one.is_computed)
         if self._setup.tiers.device_bytes is not None:
             self._device_peak = max(self._device_peak, held)
             held = waiting = 0  # the device is a tier, whose bytes have been counted

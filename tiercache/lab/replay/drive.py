@@ -24,7 +24,8 @@ class Run(SimulatedCache):
         self._source = source
         self._setup = setup
         self._bandwidths = {
-            tier.name: tier.bandwidth or setup.machine.disk_bandwidth for tier in setup.tiers.storage
+            tier.name: setup.machine.storage(tier.name, tier.bandwidth).bandwidth
+            for tier in setup.tiers.storage
         } | {str(Tier.HOST): setup.machine.host_bandwidth}
         self.tally = Tally(setup.profile, need.requests, lambda: self.host_bytes)
 

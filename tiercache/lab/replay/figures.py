@@ -72,6 +72,12 @@ def seconds(value: float | None) -> str:
     return DASH if known is None else f"{known:,.1f}{_NARROW}s"
 
 
+def rate(value: float | None) -> str:
+    """Write a number per second, with three digits: 2.35/s."""
+    known = finite(value)
+    return DASH if known is None else f"{ratio(known)}/s"
+
+
 def count(value: float | None) -> str:
     """Write a number without decimals: 12,031."""
     known = finite(value)

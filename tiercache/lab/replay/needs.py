@@ -35,6 +35,8 @@ class Need:
     """Number of pages of all requests together, as if no two requests shared a page."""
     longest: int
     """Number of pages of the longest request."""
+    last: float = 0.0
+    """Arrival of the last request, in seconds since the start."""
 
 
 def measure(source: Source, step: Callable[[], object] = lambda: None) -> Need:
@@ -43,11 +45,13 @@ def measure(source: Source, step: Callable[[], object] = lambda: None) -> Need:
     `step` is called after each request.
     """
     requests = pages = longest = 0
+    last = 0.0
     for request in source:
         size = -(-(len(request.prompt) + len(request.output)) // source.page_size)
         requests, pages, longest = requests + 1, pages + size, max(longest, size)
+        last = request.arrival
         step()
-    return Need(requests, pages, longest)
+    return Need(requests, pages, longest, last)
 
 
 def infinite(source: Source, need: Need, profile: ModelProfile, rules: CheckpointRules) -> Tiers:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
+
+from tiercache.lab.replay.queueing.figures import Serving
 
 ONE_POOL: Final = "in one pool"
 """Suffix of a policy's name for a run in which the host alone has the bytes of all tiers."""
 IN_EVERY_TIER: Final = "in every tier"
 """Suffix of a policy's name for a run in which the storage tiers have that policy as well."""
+NO_CACHE: Final = "no cache"
+"""Name of the run in which every prompt is computed, which stands beside the policies of a queue."""
 WITHOUT_OFFLOAD: Final = "without offload"
 """Suffix of a policy's name for a run in which the device is the only tier."""
 
@@ -101,8 +106,8 @@ class Result:
     is_bound: bool = False
     """Whether the run is a bound on what policies can reach, and not the run of a policy.
 
-    There are four such runs: the infinite cache, the clairvoyant policy, the upper bound, and one pool of the
-    bytes of all tiers.
+    There are five such runs: the infinite cache, the clairvoyant policy, the upper bound, one pool of the
+    bytes of all tiers, and no cache.
     """
     working_bytes: int = 0
     """Highest number of bytes that running requests held on the device outside of every tier.
@@ -112,6 +117,10 @@ class Result:
     """
     cuts: float = 0.0
     """Cuts of the prefill per request, at the checkpoints before the prompt's end; 0 for an upper bound."""
+    ttft_ms_p50: float = math.nan
+    """Median of the modelled time to the first token, in milliseconds."""
+    serving: Serving | None = None
+    """Times of the requests in the queue; None for a run without one."""
     tiers: Mapping[str, TierUse] = field(default_factory=dict)
     kept: tuple[Kept, ...] = ()
     over_time: tuple[Sample, ...] = ()

@@ -15,11 +15,13 @@ from tiercache.lab.replay.base import Source
 from tiercache.lab.replay.cache import Setup
 from tiercache.lab.replay.clairvoyant import Clairvoyant, Recorder
 from tiercache.lab.replay.drive import Run
+from tiercache.lab.replay.machines import ReplayMachine
 from tiercache.lab.replay.needs import Need, infinite, measure
 from tiercache.lab.replay.plane import geometries
-from tiercache.lab.replay.results import IN_EVERY_TIER, ONE_POOL, WITHOUT_OFFLOAD, Result
+from tiercache.lab.replay.queueing.run import QueuedRun, Queueing
+from tiercache.lab.replay.results import IN_EVERY_TIER, NO_CACHE, ONE_POOL, WITHOUT_OFFLOAD, Result
 from tiercache.lab.replay.sources import WorkloadSource
-from tiercache.lab.replay.tiers import ReplayMachine, StorageTier, Tiers
+from tiercache.lab.replay.tiers import StorageTier, Tiers
 from tiercache.lab.replay.upper import upper_bound
 from tiercache.policy import POLICIES, Costs, ModelProfile, Policy, policy_named
 
@@ -61,8 +63,13 @@ class Question:
     write: str = WRITE_THROUGH
     write_chance: float = WRITE_CHANCE
     """The controller's options of these names."""
+    queueing: Queueing | None = None
+    """The queue in front of the machine; None for requests that are served one after the other."""
     bounds: bool = True
     """Whether the study also runs the clairvoyant policy and computes the upper bound.
+
+    With a queue, it runs without a cache instead: in which order requests are served then depends on the
+    policy, and nothing is proven of orders that differ.
 
     With storage tiers, it also runs each policy in one pool of all bytes, and LRU in every tier.
     """
@@ -123,7 +130,10 @@ class Question:
         sizes = 1 if self.is_benchmark or self.tiers is not None else len(self.capacities or CAPACITIES)
         # 2: the source is read, and the infinite cache runs. Each policy runs at each size. A benchmark also
         # runs without offload. The bounds are one clairvoyant run per size, and one stage for upper bounds.
-        bounds = len(self.yardsticks) + (sizes + 1 if self.bounds else 0)
+        # With a queue, they are one run without a cache.
+        bounds = len(self.yardsticks)
+        if self.bounds:
+            bounds += sizes + 1 if self.queueing is None else 1
         return 2 + len(self.policies) * sizes + self.is_benchmark + bounds
 
 
@@ -175,7 +185,10 @@ class _Study:
         for policy, label, tiers in question.yardsticks:
             found = self._run(need, tiers, policy, label, None)
             yield replace(found, is_bound=not tiers.storage)
-        if question.bounds:
+        if question.bounds and question.queueing is not None:
+            found = self._run(need, Tiers(0), "lru", NO_CACHE, None)
+            yield replace(found, is_bound=True)
+        elif question.bounds:
             yield from self._bounds(need, sizes, recorder.uses)
 
     def _sizes(self, need: Need, unlimited: Tiers, footprint: int) -> list[tuple[float | None, Tiers]]:
@@ -197,7 +210,7 @@ class _Study:
             (capacity, Tiers(int(footprint * capacity))) for capacity in question.capacities or CAPACITIES
         ]
 
-    def _prepare(self, need: Need, tiers: Tiers, policy: str | Policy) -> Run:
+    def _prepare(self, need: Need, tiers: Tiers, policy: str | Policy) -> Run | QueuedRun:
         question = self._question
         setup = Setup(
             policy,
@@ -210,6 +223,8 @@ class _Study:
             question.write,
             question.write_chance,
         )
+        if question.queueing is not None:
+            return QueuedRun(self._source, need, setup, question.queueing)
         return Run(self._source, need, setup)
 
     def _run(
@@ -240,6 +255,8 @@ class _Study:
             write=question.write,
             write_chance=question.write_chance,
             cuts=run.tally.cuts,
+            ttft_ms_p50=run.tally.ttft_ms_p50,
+            serving=run.serving() if isinstance(run, QueuedRun) else None,
             tiers=run.uses(),
             kept=run.kept(),
             over_time=tuple(run.tally.over_time),

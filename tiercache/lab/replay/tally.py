@@ -76,6 +76,11 @@ class Tally:
         seconds = np.array([row[3] for row in self._rows]) * 1e3
         return (float(seconds.mean()), float(np.percentile(seconds, 95))) if len(seconds) else (0.0, 0.0)
 
+    @property
+    def ttft_ms_p50(self) -> float:
+        """Median of the modelled time to the first token, in milliseconds."""
+        return float(np.median([row[3] for row in self._rows])) * 1e3 if self._rows else 0.0
+
     def by_round(self) -> tuple[float, ...]:
         """Return the token hit rate of each round.
 

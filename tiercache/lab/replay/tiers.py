@@ -1,4 +1,4 @@
-"""Tiers of a replay, and the machine that they are in."""
+"""Tiers of a replay."""
 
 from __future__ import annotations
 
@@ -17,23 +17,6 @@ _NOTHING: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayMachine:
-    """Speeds of the machine for which the time to the first token is modelled."""
-
-    flops: float = 250e12
-    """FLOPs per second that a prefill reaches."""
-    host_bandwidth: float = 50e9
-    """Bytes per second of loads from the host."""
-    disk_bandwidth: float = 6e9
-    """Bytes per second of loads from a storage tier that has no bandwidth of its own."""
-    cut_seconds: float = 0.002
-    """Seconds that each cut of a prefill costs: it is one more forward pass, with its launches and its copy.
-
-    A prefill is cut at every checkpoint before the prompt's end.
-    """
-
-
-@dataclass(frozen=True, slots=True)
 class StorageTier:
     """Tier of the store below the host.
 
@@ -44,7 +27,7 @@ class StorageTier:
     nbytes: int
     """Payload bytes."""
     bandwidth: float | None = None
-    """Bytes per second of loads; None: `ReplayMachine.disk_bandwidth`."""
+    """Bytes per second of loads; None: as in `ReplayMachine.storage`."""
     policy: str = "lru"
     """Name of the eviction policy."""
     settings: Mapping[str, str] = field(default_factory=lambda: _NOTHING)

@@ -69,6 +69,11 @@ def time_by_capacity(chapter: Chapter, title: str, note: str, value: Value) -> C
     return _by_capacity(chapter, title, note, value, {"title": "ms", "tickCount": 5})
 
 
+def throughput_by_capacity(chapter: Chapter, title: str, note: str, value: Value) -> Chart | None:
+    """Draw requests per second, as `rate_by_capacity` draws a rate."""
+    return _by_capacity(chapter, title, note, value, {"title": "requests per second", "tickCount": 5})
+
+
 def rate_over_requests(
     chapter: Chapter, capacity: Size, title: str, note: str, value: Callable[[Sample], float]
 ) -> Chart | None:

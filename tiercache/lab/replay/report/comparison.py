@@ -52,7 +52,7 @@ class Series:
     is_bound: bool
     runs: Mapping[Size, Result]
     flat: Result | None = None
-    """Run of the infinite cache, if no policy was run at its capacity. It is shown at every capacity.
+    """Run of the infinite cache or of none, if no policy was run at its capacity; shown at every capacity.
 
     None for all other series.
     """
@@ -166,8 +166,8 @@ def _chapter(
 def _series(key: tuple[str, bool], found: Mapping[Size, Result], style: int, sizes: Sequence[Size]) -> Series:
     policy, bound = key
     shared = {one: run for one, run in found.items() if one in sizes}
-    # A series without a run at the policies' capacities is the infinite cache, with one run at 100 %. If it
-    # has several runs, the run at the largest capacity is shown.
+    # A series without a run at the policies' capacities is the infinite cache, with one run at 100 %, or the
+    # run without a cache. If it has several runs, the run at the largest capacity is shown.
     return Series(policy, style, bound, shared, None if shared else found[max(found)])
 
 

@@ -126,6 +126,7 @@ def _figures(chapter: Chapter) -> Iterator[_Figures]:
             charts.time_by_capacity(chapter, "Time to first token", times, lambda run: run.ttft_ms_mean),
         ]
         yield from _shown("By capacity", drawn, [tables.by_capacity(chapter)])
+        yield from _shown("In the queue", _queue(chapter), [tables.in_queue(chapter)])
     detail = [_course(chapter), _tiers(chapter), *_kinds(chapter)]
     made = [tables.over_requests(chapter, at), tables.by_tier(chapter, at), tables.by_kind(chapter, at)]
     yield from _shown(f"In detail at {at}", detail, [table for table in made if table.rows])
@@ -135,6 +136,22 @@ def _shown(name: str, drawn: Sequence[Chart | None], made: Sequence[Table]) -> I
     found = [one for one in drawn if one is not None]
     if found:
         yield _Figures(name, found, made)
+
+
+def _queue(chapter: Chapter) -> list[Chart | None]:
+    """Draw goodput and times of runs with a queue; nothing for other runs."""
+    if not any(run.serving for one in chapter.series for run in _runs(one)):
+        return []
+    good = "Requests per second within the objective; more is better."
+    late = "95th percentile, with the wait for a place; less is better."
+    return [
+        charts.throughput_by_capacity(
+            chapter, "Goodput", good, lambda run: run.serving.goodput if run.serving else None
+        ),
+        charts.time_by_capacity(
+            chapter, "Time to first token, p95", late, lambda run: run.ttft_ms_p95 if run.serving else None
+        ),
+    ]
 
 
 def _course(chapter: Chapter) -> Chart | None:

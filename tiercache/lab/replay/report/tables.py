@@ -13,11 +13,13 @@ from tiercache.lab.replay.figures import (
     milliseconds,
     percent,
     points,
+    rate,
     ratio,
     seconds,
     short_percent,
     size,
 )
+from tiercache.lab.replay.queueing.run import ENGINE
 from tiercache.lab.replay.report.charts import thinned
 from tiercache.lab.replay.report.comparison import Chapter, Comparison, Measure, Size
 from tiercache.lab.replay.report.verdict import LEVEL, means
@@ -84,6 +86,28 @@ def by_capacity(chapter: Chapter) -> Table:
     ]  # fmt: skip
     head = ["Policy", "Capacity", "Saved FLOPs", "Hit rate", "TTFT mean", "TTFT p95", "Peak"]
     return Table(f"{chapter.name}: by capacity", head, rows, texts=2)
+
+
+def in_queue(chapter: Chapter) -> Table:
+    """Return the times and the goodput of one source's runs with a queue, by policy and capacity."""
+    rows = []
+    for one in chapter.series:
+        for capacity in chapter.sizes:
+            run = one.at(capacity)
+            if run is not None and (queue := run.serving) is not None:
+                rows.append(
+                    _cells(
+                        one.name, str(capacity),
+                        *map(milliseconds, (run.ttft_ms_p50, run.ttft_ms_p95, queue.wait_ms_mean)),
+                        *map(milliseconds, (queue.load_ms_mean, queue.prefill_ms_mean, queue.tpot_ms_mean)),
+                        percent(queue.within), rate(queue.goodput), percent(queue.busy.get(ENGINE)),
+                    )
+                )  # fmt: skip
+    head = [
+        "Policy", "Capacity", "TTFT p50", "TTFT p95", "Wait", "Loads", "Prefill", "Per token", "In time",
+        "Goodput", "Engine busy",
+    ]  # fmt: skip
+    return Table(f"{chapter.name}: in the queue", head, rows, texts=2)
 
 
 def over_requests(chapter: Chapter, capacity: Size) -> Table:

@@ -2,7 +2,8 @@
 
 A file has `block_size` (64), `tool_tokens` and `system_tokens` (tokens with which the prompts open), and
 `requests` in order of time. A request has `t` (seconds since the session's start), `in` and `out` (tokens),
-and `hash_ids` (one integer per whole block of the prompt; an id for the partial block at the end may follow).
+`hash_ids` (one integer per whole block of the prompt; an id for the partial block at the end may follow), and
+perhaps `api_time` (seconds that the answer took).
 A request of `type` `subagent` has `requests` of its own instead, whose `t` counts from its start, and perhaps
 `tool_tokens`, `system_tokens` and `subagent_type`; its ids are those of the file. Other fields are ignored.
 """
@@ -130,4 +131,5 @@ def _turn(row: dict[str, Any], time: float) -> RecordedTurn:
         refuse(
             f"{len(ids)} hash_ids for in {prompt}, which has {prompt // BLOCK} whole blocks of {BLOCK} tokens"
         )
-    return RecordedTurn(time, prompt, output, np.array(ids, np.uint32))
+    service = duration(row, "api_time", "seconds") if row.get("api_time") is not None else 0.0
+    return RecordedTurn(time, prompt, output, np.array(ids, np.uint32), service)

@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import Final
 
 from tiercache.errors import ConfigError
-from tiercache.lab.replay.base import Source
 from tiercache.lab.replay.sources.agentic import SUFFIX, read_sessions
 from tiercache.lab.replay.sources.agents import Agents
 from tiercache.lab.replay.sources.base import Kind, Layout, Workload, WorkloadSource
@@ -101,7 +100,9 @@ SESSIONS: Final = Kind("recorded sessions of agents: a directory of .json files,
 _MAX_SEED: Final = 2**63
 
 
-def open_source(spec: str, *, seed: int = 0, limit: int | None = None) -> Source:
+def open_source(
+    spec: str, *, seed: int = 0, limit: int | None = None, closed: bool = False
+) -> WorkloadSource:
     """Return the source that `spec` names, limited to the first `limit` requests.
 
     `spec` is one of the following, where parameters look like "shared-prefix?groups=32&question=64-128". If
@@ -111,7 +112,8 @@ def open_source(spec: str, *, seed: int = 0, limit: int | None = None) -> Source
     - The path of a Mooncake trace file.
     - The path of a recorded session (.json), or of a directory of such files, with parameters of `SESSIONS`.
 
-    `seed` has no effect on a Mooncake trace. The returned source is a `WorkloadSource`.
+    `seed` has no effect on a Mooncake trace. With `closed`, the times of recorded sessions are those of
+    `Sessions.closed`; it has no effect on other sources.
 
     Raises ConfigError for an unknown name or parameter, and for a value out of bounds. Raises InputError for
     a file that is not a trace.
@@ -135,7 +137,7 @@ def open_source(spec: str, *, seed: int = 0, limit: int | None = None) -> Source
         name, query = spec, ""
     path = Path(name)
     if path.suffix == SUFFIX or path.is_dir():
-        return _recorded(path, query, seed, limit)
+        return _recorded(path, query, seed, limit, closed=closed)
     if query:
         raise ConfigError(f"{path.name} has no parameters, because it is a Mooncake trace")
     trace = read_trace(path, limit)
@@ -147,12 +149,12 @@ def _exists(path: str) -> bool:
     return bool(path) and os.path.exists(path)
 
 
-def _recorded(path: Path, query: str, seed: int, limit: int | None) -> WorkloadSource:
+def _recorded(path: Path, query: str, seed: int, limit: int | None, *, closed: bool) -> WorkloadSource:
     name = path.resolve().stem
     texts = parameters(name, query)
     asked = with_options(SESSIONS.workload, name, texts)  # a wrong parameter raises before the files are read
     assert isinstance(asked, Sessions)
-    workload = replace(asked, sessions=read_sessions(path))
+    workload = replace(asked, sessions=read_sessions(path), closed=closed)
     total = workload.count(seed)
     return WorkloadSource(
         name=_named(name, workload, texts),

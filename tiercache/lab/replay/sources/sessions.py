@@ -6,7 +6,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -41,6 +41,8 @@ class RecordedTurn:
 
     In one session, equal ids at equal places mean equal blocks.
     """
+    service: float = 0.0
+    """Seconds that the recorded answer took; 0 if that is not known."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,6 +107,12 @@ class Sessions(Workload):
     )
     page: int = field(default=BLOCK, metadata=bounds(BLOCK, 4096, "tokens per page, a multiple of 64"))
 
+    closed: bool = False
+    """Whether the times of an agent's requests leave out how long the recorded answers took.
+
+    For a replay that adds times of its own: what is left are the pauses between the answers and the requests.
+    """
+
     def __post_init__(self) -> None:
         if self.page % BLOCK:
             raise ConfigError(f"page={self.page} is no multiple of {BLOCK}, the block of the recorded ids")
@@ -144,9 +152,9 @@ class Sessions(Workload):
             begin = max(start, heapq.heappop(ends)) if len(ends) == self.live else start
             heapq.heappush(ends, begin + session.seconds)
             schedule += [
-                (begin + turn.time, number, i, j)
+                (begin + time, number, i, j)
                 for i, agent in enumerate(session.agents)
-                for j, turn in enumerate(agent.turns)
+                for j, time in enumerate(_times(agent, closed=self.closed))
             ]
         return sorted(schedule)
 
@@ -162,6 +170,18 @@ def _opening(session: RecordedSession) -> _Opening:
         found = dict(zip(opening.tolist(), keys.tolist(), strict=True)) | found
     ordered = np.array(sorted(found), np.uint32)
     return _Opening(ordered, np.array([found[one] for one in ordered.tolist()], np.uint64))
+
+
+def _times(agent: RecordedAgent, *, closed: bool) -> Iterator[float]:
+    """Yield the times of an agent's requests, in seconds since the session's start."""
+    if not closed:
+        yield from (turn.time for turn in agent.turns)
+        return
+    now = agent.turns[0].time
+    yield now
+    for turn, following in pairwise(agent.turns):
+        now += max(0.0, following.time - turn.time - turn.service)
+        yield now
 
 
 def _tokens(

@@ -5,23 +5,24 @@ A wrong option raises ConfigError with a message that names the option.
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from tiercache.config import parse_size
 from tiercache.controller import WRITE_BACK
 from tiercache.errors import ConfigError
 from tiercache.index import CheckpointRules
 from tiercache.lab.replay.base import Source
 from tiercache.lab.replay.chain import chain_settings
+from tiercache.lab.replay.machines import ReplayMachine
+from tiercache.lab.replay.queueing.run import Queueing
 from tiercache.lab.replay.report import check_libraries
 from tiercache.lab.replay.sources import WorkloadSource, open_source
 from tiercache.lab.replay.sources.options import parameters
 from tiercache.lab.replay.study import Question, possible
-from tiercache.lab.replay.tiers import ReplayMachine, StorageTier, Tiers
+from tiercache.lab.replay.tiers import StorageTier, Tiers
+from tiercache.lab.replay.verb.timing import number_of, size_of, times
 from tiercache.policy import DEFAULT_PROFILE, POLICIES, policy_named, profile_named
 from tiercache.text import exact_size, shown
 
@@ -35,8 +36,8 @@ ALL: Final = "all"
 NONE: Final = "none"
 
 
-def source(spec: str, seed: int, limit: int | None) -> Source:
-    """Open the source to replay.
+def source(spec: str, seed: int, limit: int | None, *, closed: bool = False) -> Source:
+    """Open the source to replay; `closed` is as in `open_source`.
 
     Raises ConfigError if no source is named.
     """
@@ -45,7 +46,7 @@ def source(spec: str, seed: int, limit: int | None) -> Source:
             "no source is named; give a trace file or a generator, such as seed-20457 (all generators:"
             " tiercache replay --list)"
         )
-    return open_source(spec, seed=seed, limit=limit)
+    return open_source(spec, seed=seed, limit=limit, closed=closed)
 
 
 def about(source: Source) -> str:
@@ -67,6 +68,7 @@ def question(
     write: str,
     write_chance: float,
     bounds: bool,
+    queueing: Queueing | None = None,
 ) -> Question:
     """Return the study's parameters.
 
@@ -92,6 +94,7 @@ def question(
         seed,
         write,
         write_chance,
+        queueing,
         bounds,
     )
 
@@ -103,7 +106,7 @@ def capacities(text: str) -> tuple[float, ...]:
             f"--capacity {shown(text)} contains no number; use fractions of the bytes that an infinite"
             " cache would hold, such as 0.05,0.1"
         )
-    return tuple(_number("--capacity", part, "a fraction, such as 0.1") for part in _parts(text))
+    return tuple(number_of("--capacity", part, "a fraction, such as 0.1") for part in _parts(text))
 
 
 def tiers(device: str, host: str, storage: Sequence[StorageTier], states: int | None) -> Tiers | None:
@@ -117,8 +120,8 @@ def tiers(device: str, host: str, storage: Sequence[StorageTier], states: int | 
     if not (device or host or storage):
         return None
     found = Tiers(
-        _size("--host-bytes", host) if host else 0,
-        _size("--device-bytes", device) if device else None,
+        size_of("--host-bytes", host) if host else 0,
+        size_of("--device-bytes", device) if device else None,
         tuple(storage),
         states,
     )
@@ -129,7 +132,7 @@ def tiers(device: str, host: str, storage: Sequence[StorageTier], states: int | 
 def storage(specs: Sequence[str], disk: str, disk_policy: str) -> list[StorageTier]:
     """Return the storage tiers that `--tier` names, or the one of `--disk-bytes`."""
     policy_named(disk_policy)
-    nbytes = _size("--disk-bytes", disk) if disk else 0
+    nbytes = size_of("--disk-bytes", disk) if disk else 0
     if specs and disk:
         raise ConfigError(
             "--disk-bytes is short for --tier 'disk?capacity=SIZE'; give the disk as a --tier as well"
@@ -154,10 +157,10 @@ def _storage_tier(spec: str) -> StorageTier:
         )
     bandwidth = None
     if "bandwidth" in given:
-        bandwidth = float(_size(f"--tier {name}, bandwidth", given["bandwidth"].removesuffix("/s")))
+        bandwidth = float(size_of(f"--tier {name}, bandwidth", given["bandwidth"].removesuffix("/s")))
     return StorageTier(
         name,
-        _size(f"--tier {name}, capacity", given["capacity"]),
+        size_of(f"--tier {name}, capacity", given["capacity"]),
         bandwidth,
         given.get("policy", "lru"),
         {key: text for key, text in given.items() if key in _OF_A_CHAIN},
@@ -178,18 +181,6 @@ def rules(checkpoints: str, every: int, per_path: int) -> CheckpointRules:
             )
     taken = {rule: name in wanted for name, rule in _CHECKPOINTS.items()}
     return CheckpointRules(**taken, every=every, per_path=per_path)
-
-
-def machine(flops: str, host_bandwidth: str, disk_bandwidth: str) -> ReplayMachine:
-    """Return the speeds from which times are modelled: FLOPs per second and bytes per second."""
-    rates = [_number("--flops", flops, "FLOPs per second, such as 250e12")]
-    if not 0 < rates[0] < math.inf:
-        raise ConfigError(f"--flops {flops} is not possible; use a positive number, such as 250e12")
-    for option, text in (("--host-bandwidth", host_bandwidth), ("--disk-bandwidth", disk_bandwidth)):
-        rates.append(float(_size(option, text)))
-        if not rates[-1]:
-            raise ConfigError(f"{option} 0 is not possible; use bytes per second, such as 6GB")
-    return ReplayMachine(*rates)
 
 
 def check_report(path: Path) -> None:
@@ -219,11 +210,7 @@ def notes(question: Question) -> list[str]:
             f" A hit marks {'its whole path' if question.refresh_path else 'the last node that it needs'}"
             " as recently used."
         ),
-        (
-            f"Times to first token are calculated from {machine.flops / 1e12:g} TFLOP/s,"
-            f" {machine.host_bandwidth / 1e9:g} GB/s from the host, {machine.disk_bandwidth / 1e9:g} GB/s"
-            " from disk."
-        ),
+        *times(machine, question.queueing),
     ]
     if question.write == WRITE_BACK:
         said.append(
@@ -241,7 +228,7 @@ def notes(question: Question) -> list[str]:
 
 
 def _described(tier: StorageTier, machine: ReplayMachine) -> str:
-    bandwidth = (tier.bandwidth or machine.disk_bandwidth) / 1e9
+    bandwidth = machine.storage(tier.name, tier.bandwidth).bandwidth / 1e9
     settings = [f"policy {tier.policy}", *(f"{name} {text}" for name, text in tier.settings.items())]
     return f"{tier.name}: {exact_size(tier.nbytes)} at {bandwidth:g} GB/s, {', '.join(settings)}"
 
@@ -250,17 +237,3 @@ def _parts(text: str) -> list[str]:
     """Return the different parts of `text` between commas, stripped of white space, without empty parts."""
     parts = dict.fromkeys(part.strip() for part in text.split(","))
     return [part for part in parts if part]
-
-
-def _size(option: str, text: str) -> int:
-    try:
-        return parse_size(text)
-    except ConfigError as error:
-        raise ConfigError(f"{option}: {error}") from error
-
-
-def _number(option: str, text: str, wanted: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"{option}: {shown(text)} is not a number; use {wanted}") from None

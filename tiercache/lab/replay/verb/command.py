@@ -129,18 +129,61 @@ def replay(
         int,
         typer.Option(help="Maximum number of states on one path; the deepest ones are kept. 0: no limit."),
     ] = 0,
+    machine: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="Let requests queue at a machine: its speeds, by the name of one listed below, or the path"
+            " of a TOML file. Default: requests come one after the other.",
+        ),
+    ] = "",
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Requests per second at the machine, on average. Default: the source's times."),
+    ] = None,
+    open_loop: Annotated[
+        bool,
+        typer.Option(
+            "--open/--closed",
+            help="When the next request of a session comes: at the source's time, or its pause after the"
+            " previous one has ended.",
+        ),
+    ] = False,
+    slo_ttft: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME", help="Goodput counts requests whose first token comes within this time, as 2s."
+        ),
+    ] = "",
+    slo_tpot: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME", help="Goodput counts requests with at most this time per further token, as 50ms."
+        ),
+    ] = "",
     flops: Annotated[
-        str, typer.Option(help="FLOPs per second of a prefill, from which times are calculated.")
-    ] = "250e12",
+        str,
+        typer.Option(
+            help="FLOPs per second of a prefill, from which times are calculated. Default: the machine's, or"
+            " 250e12.",
+            show_default=False,
+        ),
+    ] = "",
     host_bandwidth: Annotated[
         str,
         typer.Option(
-            metavar="SIZE", help="Bytes per second from host to device, from which times are calculated."
+            metavar="SIZE",
+            help="Bytes per second from host to device, from which times are calculated. Default: the"
+            " machine's, or 50GB.",
         ),
-    ] = "50GB",
+    ] = "",
     disk_bandwidth: Annotated[
-        str, typer.Option(metavar="SIZE", help="Bytes per second from storage tiers without a bandwidth.")
-    ] = "6GB",
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="Bytes per second from storage tiers without a bandwidth. Default: the machine's, or 6GB.",
+        ),
+    ] = "",
     write: Annotated[
         WriteMode,
         typer.Option(
@@ -204,6 +247,12 @@ def replay(
         tiercache replay trace.jsonl --policy hvd --host-bytes 100GiB
         --disk-bytes 250GiB --write write_back --write-chance 0.2
 
+    Compare the times to the first token of two policies, and how many requests
+    per second keep within 2 s, if 4 requests per second queue at a GPU:
+
+        tiercache replay multi-turn --policy hvd,lru --machine h100 --rate 4
+        --slo-ttft 2s
+
     Repeat a published benchmark, with the tiers that it used:
 
         tiercache replay seed-20457
@@ -220,19 +269,23 @@ def replay(
     from tiercache.lab.replay.figures import counted
     from tiercache.lab.replay.report import write_report
     from tiercache.lab.replay.study import study
-    from tiercache.lab.replay.verb import asking, show
+    from tiercache.lab.replay.verb import asking, show, timing
     from tiercache.lab.replay.verb.watch import watching
 
     if report is not None:
         asking.check_report(report)
     storage = asking.storage(tier or [], disk_bytes, disk_policy)
     tiers = asking.tiers(device_bytes, host_bytes, storage, device_states)
+    queueing = timing.queueing_of(
+        machine, rate=rate, closed=not open_loop, slo_ttft=slo_ttft, slo_tpot=slo_tpot
+    )
     question = asking.question(
-        asking.source(source, seed, limit), policy, profile, asking.capacities(capacity), tiers,
+        asking.source(source, seed, limit, closed=bool(queueing and queueing.closed)),
+        policy, profile, asking.capacities(capacity), tiers,
         asking.rules(checkpoints, every, states_per_path),
-        asking.machine(flops, host_bandwidth, disk_bandwidth),
+        timing.machine_of(machine, flops, host_bandwidth, disk_bandwidth),
         refresh_path=refresh is Refresh.PATH, seed=seed, write=str(write),
-        write_chance=write_chance, bounds=bounds,
+        write_chance=write_chance, bounds=bounds, queueing=queueing,
     )  # fmt: skip
     if output is not Output.TABLE and (about := asking.about(question.source)):
         typer.echo(about, err=True)

@@ -20,11 +20,12 @@ _PATH: Final = "DIR"
 
 
 class ReplayCommand(TyperCommand):
-    """Typer command whose help ends with the names of all sources, policies and profiles."""
+    """Typer command whose help ends with the names of all sources, policies, profiles and machines."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help, then the sources, policies and profiles."""
+        """Write the help, then the sources, policies, profiles and machines."""
         super().format_help(ctx, formatter)
+        from tiercache.lab.replay.machines import MACHINES
         from tiercache.lab.replay.sources import SESSIONS, SOURCES
         from tiercache.policy import POLICIES, PROFILES, RIVALS
 
@@ -40,7 +41,8 @@ class ReplayCommand(TyperCommand):
                     (_PATH, SESSIONS.summary),
                 ]
             )
-        for title, names in (("Policies", (*POLICIES, *RIVALS)), ("Profiles", PROFILES)):
+        every = {"Policies": (*POLICIES, *RIVALS), "Profiles": PROFILES, "Machines": MACHINES}
+        for title, names in every.items():
             with formatter.section(title):
                 formatter.write_text(", ".join(names))
 

@@ -1,7 +1,8 @@
 """Results of a replay on a terminal and as JSON.
 
 The first table has one group of rows per capacity, with policies above bounds. If there are several tiers, a
-table of the tiers follows. The last table has the figures that were published for the same traffic.
+table of the tiers follows, and a table of the times if requests queue. The last table has the figures that
+were published for the same traffic.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from tiercache.lab.replay import figures
+from tiercache.lab.replay.queueing.run import ENGINE
 from tiercache.lab.replay.report.verdict import LEVEL
-from tiercache.lab.replay.results import WITHOUT_OFFLOAD, Result, TierUse
+from tiercache.lab.replay.results import NO_CACHE, WITHOUT_OFFLOAD, Result, TierUse
 
 _BEST: Final = "*"
 """Mark of the best policies."""
@@ -72,6 +74,9 @@ def show_results(found: Sequence[Result], about: str = "") -> None:
     if several:
         console.print()
         _print(console, [(group.title, list(_tier_lines(group))) for group in made if len(group.policies)])
+    if first.serving is not None:
+        console.print()
+        _print(console, [(group.title, list(_queue_lines(group))) for group in made])
     console.print()
     for sentence in ([about] if about else []) + [*_legend(made, several=several)]:
         console.print(sentence, style="dim", markup=False)
@@ -80,7 +85,8 @@ def show_results(found: Sequence[Result], about: str = "") -> None:
 def groups(found: Sequence[Result]) -> list[Group]:
     """Return a group for the infinite cache, followed by one group per capacity, ascending."""
     free = [one for one in found if is_infinite(one)]
-    limited = [one for one in found if not is_infinite(one)]
+    without = [one for one in found if one.policy == NO_CACHE]
+    limited = [one for one in found if not is_infinite(one) and one not in without]
     made = [Group(f"without a limit, {size(one.capacity_bytes)}", (), (one,)) for one in free]
     for capacity in sorted({one.capacity for one in limited}, key=lambda one: one or 0.0):
         mine = [one for one in limited if one.capacity == capacity]
@@ -90,7 +96,7 @@ def groups(found: Sequence[Result]) -> list[Group]:
         else:
             title = f"{capacity * 100:g} % of that, {size(mine[0].capacity_bytes)}"
         made.append(Group(title, policies, bounds))
-    return made
+    return made + [Group("without a cache", (), (one,)) for one in without]
 
 
 def is_infinite(result: Result) -> bool:
@@ -123,6 +129,26 @@ def _tier_lines(group: Group) -> Iterator[Line]:
             share = one.token_hit_rate * use.tokens / tokens if tokens else 0.0
             cells = {"policy": "" if number else one.policy, "tier": name, "hit rate": percent(share)}
             yield Line(cells | _transfers(use) | {"peak": size(use.peak)}, "dim" if one.is_bound else "")
+
+
+def _queue_lines(group: Group) -> Iterator[Line]:
+    for one in (*group.policies, *group.bounds):
+        if (queue := one.serving) is None:
+            continue
+        cells = {
+            "policy": one.policy,
+            "p50": milliseconds(one.ttft_ms_p50),
+            "p95": milliseconds(one.ttft_ms_p95),
+            "wait": milliseconds(queue.wait_ms_mean),
+            "loads": milliseconds(queue.load_ms_mean),
+            "prefill": milliseconds(queue.prefill_ms_mean),
+            "per token": milliseconds(queue.tpot_ms_mean),
+            "served": per_second(queue.served_per_second),
+        }
+        if queue.objective.is_given:
+            cells |= {"in time": percent(queue.within), "goodput": per_second(queue.goodput)}
+        cells["engine"] = percent(queue.busy.get(ENGINE))
+        yield Line(cells, "dim" if one.is_bound else "")
 
 
 def _transfers(use: TierUse | None) -> dict[str, str]:
@@ -176,6 +202,13 @@ def _legend(made: Sequence[Group], *, several: bool) -> Iterator[str]:
     )
     working = max(one.working_bytes for group in made for one in (*group.policies, *group.bounds))
     yield f"Beside these sizes, running requests hold up to {size(working)} on the device."
+    if any(one.serving for group in made for one in (*group.policies, *group.bounds)):
+        yield (
+            "p50, p95: of the time to the first token. wait: for a place in the batch; loads; prefill: after"
+            " the loads, with waits for the engine; per token: after the first; all means. served, goodput:"
+            " requests per second, all of them and those in time. engine: share of the time in which it"
+            " computed."
+        )
     if several:
         yield (
             "peak: most bytes that a tier held at any time; in the first table, the sum over the tiers, which"
@@ -287,6 +320,11 @@ def size(value: float | None) -> str:
 def milliseconds(value: float | None) -> str:
     """Format a time in milliseconds, such as "1,420 ms"."""
     return _plain(figures.milliseconds(value))
+
+
+def per_second(value: float | None) -> str:
+    """Format a rate, such as "2.35/s"."""
+    return _plain(figures.rate(value))
 
 
 def _plain(text: str) -> str:

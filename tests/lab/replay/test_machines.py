@@ -1,0 +1,133 @@
+"""Machines: the times that they give, and the files that describe them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.lab.replay.test_drive import ATTENTION, HYBRID
+from tiercache.errors import ConfigError
+from tiercache.lab.replay.machines import MACHINES, ReplayMachine, Speed, machine_named
+from tiercache.lab.replay.machines.files import machine_text
+
+
+def test_a_prefill_is_cut_at_checkpoints_and_by_the_chunk() -> None:
+    machine = ReplayMachine(flops=1e12, cut_seconds=0.5, chunk=100)
+    seconds = machine.prefill(HYBRID, 64, 320, (64, 128, 320, 500))
+    edges = [64, 128, 228, 320]
+    passes = [HYBRID.flops(a, b) / 1e12 for a, b in pairwise(edges)]
+    assert seconds == pytest.approx([passes[0] + 0.5, passes[1], passes[2] + 0.5])
+    more = replace(machine, pass_seconds=0.25, request_seconds=2.0).prefill(HYBRID, 64, 320, (64, 128, 320))
+    assert more == pytest.approx([seconds[0] + 2.25, seconds[1] + 0.25, seconds[2] + 0.25])
+    assert replace(machine, chunk=None, cut_seconds=0.0).prefill(HYBRID, 0, 320, ()) == pytest.approx(
+        [HYBRID.flops(0, 320) / 1e12]
+    )
+
+
+def test_a_curve_gives_the_time_of_a_pass_and_flops_that_of_its_context() -> None:
+    machine = ReplayMachine(flops=1e10, curve=((64, 1.0), (128, 1.5), (1024, 8.5)), cut_seconds=0.0)
+    assert machine.prefill(HYBRID, 0, 64, ()) == [1.0]
+    assert machine.prefill(HYBRID, 0, 1, ()) == [1.0], (
+        "a pass takes as long as the shortest that was measured"
+    )
+    assert machine.prefill(HYBRID, 0, 96, ()) == [1.25]
+    assert machine.prefill(HYBRID, 0, 576, ()) == [5.0]
+    beyond = 8.5 + HYBRID.flops(1024, 2048) / 1e10
+    assert machine.prefill(HYBRID, 0, 2048, ()) == pytest.approx([beyond])
+    context = 1000 * 64 * HYBRID.flops_per_context_token / 1e10
+    assert machine.prefill(HYBRID, 1000, 1064, ()) == pytest.approx([1.0 + context])
+
+
+def test_a_step_of_decoding_reads_the_weights_once() -> None:
+    machine = ReplayMachine(decode_seconds=0.01, decode_seconds_per_request=0.001, memory_bandwidth=1e12)
+    assert machine.step(ATTENTION, 0) == 0
+    assert machine.step(ATTENTION, 1) == pytest.approx(0.01 + 0.001 + 0.001)
+    assert machine.step(ATTENTION, 5) == pytest.approx(0.01 + 0.001 + 0.005)
+
+
+def test_speeds_of_storage() -> None:
+    machine = ReplayMachine(disk_bandwidth=5.0, disk_latency=1.0, tiers={"far": Speed(2.0, 3.0)})
+    assert machine.storage("near", None) == Speed(5.0, 1.0)
+    assert machine.storage("near", 7.0) == Speed(7.0, 1.0)
+    assert machine.storage("far", None) == Speed(2.0, 3.0)
+    assert machine.storage("far", 7.0) == Speed(7.0, 3.0)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_what_comes_with_tiercache_can_be_read_and_written_again(name: str, tmp_path: Path) -> None:
+    machine = machine_named(name)
+    assert machine.batch > 1
+    assert machine.flops > 1e14
+    assert 0 < machine.step(HYBRID, machine.batch) < 0.1
+    (tmp_path / "again.toml").write_text(machine_text(machine, "again"))
+    assert machine_named(str(tmp_path / "again.toml")) == machine
+
+
+def test_a_file_with_everything(tmp_path: Path) -> None:
+    machine = ReplayMachine(
+        3e11, 1e9, 2e8, 0.001, 0.0001, 0.002, {"a.b": Speed(5.0, 0.0), "c": Speed(7.0, 0.5)}, 0.003, 0.0,
+        ((1, 0.01), (64, 0.02)), 512, 3, 0.01, 0.002, 1e10,
+    )  # fmt: skip
+    path = tmp_path / "machine.toml"
+    path.write_text(machine_text(machine, 'with "quotes"\n'))
+    assert machine_named(str(path)) == machine
+    path.write_text("")
+    assert machine_named(str(path)) == ReplayMachine()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("flops = 1", "'flops' is not known; use about, prefill"),
+        ("[prefil]", "'prefil' is not known"),
+        ("prefill = 3", r"prefill must be a table, \[prefill\], not 3"),
+        ("about = 3", "about must be a text, not 3"),
+        ("[prefill]\nflop = 1", r"\[prefill\] has no setting 'flop'; it has flops, curve"),
+        ("[prefill]\nflops = 0", r"\[prefill\] flops: 0 is not possible"),
+        ("[prefill]\nflops = -1e12", "is not possible; use a number per second above 0"),
+        ("[prefill]\nflops = nan", "nan is not a number"),
+        ("[prefill]\nflops = inf", "inf is not a number"),
+        ("[prefill]\nflops = true", "True is not a number"),
+        ("[prefill]\nflops = '1e12'", "'1e12' is not a number"),
+        (f"[prefill]\nflops = 1{'0' * 400}", "is not possible"),
+        ("[prefill]\npass_seconds = -0.1", "use seconds from 0 to 3600"),
+        ("[prefill]\nchunk = 0", "use a whole number from 1 to 4194304"),
+        ("[prefill]\nchunk = 1.5", "1.5 is not possible"),
+        ("[prefill]\ncurve = 5", "is not a list of 1 to 1024 points"),
+        ("[prefill]\ncurve = []", "is not a list of 1 to 1024 points"),
+        ("[prefill]\ncurve = [[1, 2, 3]]", r"is not a point; write \[tokens, seconds\]"),
+        ("[prefill]\ncurve = [[1, 2], [1, 3]]", r"the point \[1, 3\] does not follow \[1, 2\]"),
+        ("[prefill]\ncurve = [[1, 2], [2, 1]]", "let no longer pass take less time"),
+        ("[prefill]\ncurve = [[1, 2]]\npass_seconds = 1", "leave out pass_seconds"),
+        ("[serving]\nbatch = 0", r"\[serving\] batch: 0 is not possible; use a whole number from 1 to 4096"),
+        ("[host]\nbandwidth = '0GB'", r"\[host\] bandwidth: 0 is not possible"),
+        ("[host]\nbandwidth = 'fast'", "'fast' is not a size"),
+        ("[tier.far]\nlatency = 1", r"\[tier.far\] has no bandwidth; give bytes per second"),
+        ("[tier]\nfar = 1", r"\[tier.far\] must be a table"),
+        ("[tier.far]\nbandwith = 1", r"\[tier.far\] has no setting 'bandwith'"),
+        ("[prefill", "not TOML"),
+        ("\0", "not TOML"),
+        ("x = " + "[" * 5000, "not TOML"),
+        ("#" * 70_000, "larger than 65536 bytes"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused_in_one_sentence(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "machine.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as raised:
+        machine_named(str(path))
+    assert "machine.toml" in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 500
+
+
+def test_a_path_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "latin.toml").write_bytes(b"about = '\xff'")
+    for path in ("nowhere", str(tmp_path), "/dev/zero", "a\0b", "x" * 5000):
+        with pytest.raises(ConfigError, match=r"no machine and no file|cannot be read"):
+            machine_named(path)
+    with pytest.raises(ConfigError, match="not TOML"):
+        machine_named(str(tmp_path / "latin.toml"))
