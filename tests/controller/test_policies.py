@@ -85,3 +85,27 @@ def test_a_portfolio_follows_the_shadow_that_saves_most():
     assert all(score > 0 for score in chosen.scores.values()), (
         "the prompts repeat, and each shadow has room for them"
     )
+
+
+def test_marconis_artifact_searches_once_and_then_needs_no_shadows():
+    engine = Engine(
+        pages=24,
+        states=12,
+        blocks=24,
+        options=ControllerOptions(policy="marconi:artifact", checkpoints=CheckpointRules()),
+    )
+    chosen = engine.context.index.policy
+    assert isinstance(chosen, Portfolio)
+    turn, deadline = 0, time.monotonic() + 60
+    while not chosen.settled and time.monotonic() < deadline:
+        engine.serve([*tokens(100 * (turn % 3), 2), turn], check=False)
+        assert engine.controller.flush()
+        turn += 1
+    assert chosen.settled
+    assert max(chosen.scores.values()) > 0
+    scores = dict(chosen.scores)
+    for _ in range(3):
+        engine.serve([*tokens(100, 2), turn], check=False)
+        assert engine.controller.flush()
+        engine.controller.tick()
+    assert chosen.scores == scores, "it searches no more"

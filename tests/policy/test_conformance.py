@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.policy.conformance import PolicyConformance
 from tiercache.policy import POLICIES, RIVALS, Policy, policy_named
 
-for _name in (*POLICIES, *RIVALS, "seglen:additive"):
+for _name in (*POLICIES, *RIVALS, "seglen:additive", "marconi:artifact"):
 
     def _make(self: PolicyConformance, name: str = _name) -> Policy:
         return policy_named(name)

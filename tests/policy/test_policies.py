@@ -11,6 +11,7 @@ from tiercache.errors import ConfigError
 from tiercache.policy import (
     DEFAULT_PROFILE,
     POLICIES,
+    WINDOW,
     Costs,
     Lru,
     ModelProfile,
@@ -279,6 +280,16 @@ def test_of_a_portfolio_the_member_that_lately_saved_most_ranks():
         policy.saved(saved)
         ranked.append(int(policy.rank(units(1))[0]))
     assert ranked == [0, 1, 2, 0, 0, 2]
+
+
+def test_a_portfolio_adds_up_what_its_shadows_saved_by_windows():
+    policy = Portfolio({str(n): Told(n) for n in range(2)})
+    for turn in range(2 * WINDOW):
+        assert policy.current == ("0" if turn < WINDOW else "1"), turn
+        policy.served([0.0, 1.0] if turn < WINDOW else [5.0, 0.0])
+    assert policy.current == "0"
+    assert policy.scores == {"0": 5.0 * WINDOW, "1": pytest.approx(0.7 * WINDOW)}
+    assert not policy.settled
 
 
 def test_a_portfolio_needs_states_if_one_of_it_does():

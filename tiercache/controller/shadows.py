@@ -13,7 +13,7 @@ from typing import Final
 from tiercache.controller.context import ControllerContext
 from tiercache.core import TokenArray
 from tiercache.index import Shadow
-from tiercache.policy import WINDOW, Portfolio, policy_named
+from tiercache.policy import Portfolio, policy_named
 from tiercache.policy.costs import Costs
 
 _log = logging.getLogger(__name__)
@@ -35,8 +35,6 @@ class Shadows:
         self._portfolio = portfolio
         self._waiting = 0
         """Number of requests that wait for the shadow thread."""
-        self._served = 0
-        """Number of requests that were simulated."""
         cost = {
             name: pool.blocks_per_object * context.arena.block_bytes for name, pool in context.host.items()
         }
@@ -50,13 +48,13 @@ class Shadows:
             )
             for name in portfolio.members
         ]  # fmt: skip
-        self._saved = [0.0] * len(self._shadows)
-        """FLOPs that each shadow cache has saved since the last report to the portfolio."""
         self._thread = context.threads("shadow", 1)
 
     def served(self, prompt: TokenArray, sequence: TokenArray, extra: bytes) -> None:
         """Let the shadow caches simulate a request that began as `prompt` and ended as `sequence`."""
-        if self._waiting < _MAX_WAITING:
+        if self._portfolio.settled:
+            self._shadows = []  # requests that still wait find none, and their answers are dropped
+        elif self._waiting < _MAX_WAITING:
             self._waiting += 1
             self._thread.submit(partial(self._run, prompt, sequence, extra))
 
@@ -70,13 +68,10 @@ class Shadows:
             saved = [flops(0, shadow.request(prompt, sequence, extra)) for shadow in self._shadows]
         except Exception:  # noqa: BLE001  a failed shadow must not end this thread
             _log.exception("a shadow cache failed; this request is left out of the comparison of policies")
-            saved = [0.0] * len(self._shadows)
+            saved = [0.0] * len(self._portfolio.members)
         self._context.events.post(partial(self._land, saved))
 
     def _land(self, saved: list[float]) -> None:
         self._waiting -= 1
-        self._served += 1
-        self._saved = [before + now for before, now in zip(self._saved, saved, strict=True)]
-        if self._served % WINDOW == 0:
-            self._portfolio.saved(self._saved)
-            self._saved = [0.0] * len(self._shadows)
+        if not self._portfolio.settled:
+            self._portfolio.served(saved)

@@ -22,6 +22,7 @@ from tiercache.policy.hvd import HitValueDensity
 from tiercache.policy.lpc import Lpc
 from tiercache.policy.lru import Lru
 from tiercache.policy.marconi import Marconi
+from tiercache.policy.marconi_artifact import ArtifactScore, MarconiArtifact
 from tiercache.policy.portfolio import WINDOW, Portfolio
 from tiercache.policy.s3fifo import S3Fifo
 from tiercache.policy.seglen import SegLen
@@ -85,6 +86,8 @@ def policy_named(name: str, costs: Costs | None = None) -> Policy:
     - `seglen:0.7` sets the weight, and `seglen:additive` chooses the additive sum (see `SegLen`).
     - `marconi:1.5` sets alpha, and `marconi:tuned` always uses the alpha that lately saved most in simulated
       caches (see `Portfolio`).
+    - `marconi:artifact` is Marconi as its artifact does it (see `MarconiArtifact`), `marconi:artifact:0.3`
+      its score with this alpha.
 
     Raises ConfigError for an unknown name or parameter.
     """
@@ -96,16 +99,26 @@ def policy_named(name: str, costs: Costs | None = None) -> Policy:
         return (_MAKE.get(base) or _MAKE_RIVAL[base])(costs)
     if name == "marconi:tuned":
         return Portfolio({alpha: policy_named(alpha, costs) for alpha in _ALPHAS}, name)
+    if name == MarconiArtifact.name:
+        return MarconiArtifact(costs)
+    if name == "marconi:best":
+        raise ConfigError(
+            "marconi:best is the alpha that was best in hindsight, so only a replay can use it; use"
+            " marconi:tuned or an alpha such as marconi:0.5"
+        )
     if name == "seglen:additive":
         return SegLen(additive=True)
+    by_artifact = base == Marconi.name and parameter.startswith("artifact:")
     try:
-        value = float(parameter)
+        value = float(parameter.removeprefix("artifact:") if by_artifact else parameter)
     except ValueError:
         raise ConfigError(
             f"the parameter of policy {name!r} is not a number; use one such as seglen:0.7"
         ) from None
     if base == SegLen.name:
         return SegLen(value)
+    if by_artifact:
+        return ArtifactScore(costs, value)
     if base == Marconi.name:
         return Marconi(costs, value)
     raise ConfigError(f"policy {base!r} has no parameter; seglen has a weight and marconi an alpha")

@@ -18,7 +18,7 @@ class Portfolio(Policy):
     """Policy that ranks as one of its `members` does, while all of them learn.
 
     The owner of the policy keeps a shadow (a simulated cache without bytes, see `index.Shadow`) for each
-    member, and passes to `saved` how many FLOPs each shadow has saved. When the kind of traffic changes,
+    member, and passes to `served` how many FLOPs each shadow has saved. When the kind of traffic changes,
     another member takes over. The cost is one shadow per member.
 
     Thread safety: as `Policy`.
@@ -36,6 +36,9 @@ class Portfolio(Policy):
         self.current = next(iter(self.members))
         self.scores = dict.fromkeys(self.members, 0.0)
         """FLOPs that each member's shadow saved, with less weight for older windows."""
+        self.settled = False
+        """Whether the current member stays, so that shadows are not needed any more."""
+        self._window: list[Sequence[float]] = []
 
     def rank(self, units: Units) -> Ranks:
         """Return the ranks of the current member."""
@@ -66,6 +69,16 @@ class Portfolio(Policy):
         """Let all members learn."""
         for member in self.members.values():
             member.learn(live, gone)
+
+    def served(self, flops: Sequence[float]) -> None:
+        """Count a request, of which each member's shadow saved this many FLOPs, in the order of `members`.
+
+        Every `WINDOW` requests, the sums are passed to `saved`.
+        """
+        self._window.append(flops)
+        if len(self._window) == WINDOW:
+            self.saved([sum(column) for column in zip(*self._window, strict=True)])
+            self._window.clear()
 
     def saved(self, flops: Sequence[float]) -> None:
         """Choose the current member by the FLOPs that each member's shadow saved in the last window.
