@@ -98,7 +98,7 @@ def test_marconis_artifact_searches_once_and_then_needs_no_shadows():
     assert isinstance(chosen, Portfolio)
     turn, deadline = 0, time.monotonic() + 60
     while not chosen.settled and time.monotonic() < deadline:
-        engine.serve([*tokens(100 * (turn % 3), 2), turn], check=False)
+        engine.serve([*tokens(100 * (turn % 9 if turn % 2 else 0), 2), turn], check=False)
         assert engine.controller.flush()
         turn += 1
     assert chosen.settled
