@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.examples import example_count
 from tests.policy.rig import Flat, units
 from tiercache.policy import policy_named
+from tiercache.policy.sieve import _Hand  # private: the bound on its memory shows in no rank of a small index
 
 
 class Model(Protocol):
@@ -183,3 +184,30 @@ def test_the_mind_of_each_is_bounded() -> None:
             policy.evicted(float(digest % 7))
             policy.left(0, digest, 100)
         assert np.isfinite(policy.rank(units(3, digest=[1, 2, 3], now=10))).all()
+
+
+@given(moves=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30)), max_size=40))
+@settings(max_examples=example_count(60), deadline=None)
+@pytest.mark.hypothesis
+def test_the_hand_remembers_when_it_passed_each_place(moves: list[tuple[int, int]]) -> None:
+    hand, passed = _Hand(), [0] * 40
+    hand.newest = 29
+    for now, (group, place) in enumerate(moves, 1):
+        start = hand.place
+        ways = {0: range(start, place), 1: [*range(start, 40), *range(place)]}.get(group, range(40))
+        hand.move(group, place, now)
+        for at in ways:
+            passed[at] = now
+        assert hand.passed(np.arange(40)).tolist() == passed
+
+
+def test_a_hand_that_made_many_steps_forgets_to_spare_units_and_not_to_evict_them() -> None:
+    hand, passed = _Hand(), np.zeros(9000, np.int64)
+    hand.newest = 10_000
+    for now, place in enumerate(range(3, 8500, 2), 1):
+        passed[hand.place : place] = now
+        hand.move(0, place, now)
+    found = hand.passed(np.arange(9000))
+    assert (found >= passed).all()
+    np.testing.assert_array_equal(found[7600:], passed[7600:])
+    assert np.diff(found[:8400]).min() >= 0

@@ -111,4 +111,3 @@ class _Hand:
             half = _MAX_STEPS // 2
             self._ticks[:half] = [max(pair) for pair in zip(*[iter(self._ticks[:half])] * 2, strict=True)]
             self._starts[:half] = self._starts[:half:2]
-            self._ticks[half // 2 : half] = []
