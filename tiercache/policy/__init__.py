@@ -35,6 +35,7 @@ __all__ = [
     "POLICIES",
     "PROFILES",
     "RIVALS",
+    "VARIANTS",
     "WINDOW",
     "CheckpointKind",
     "Costs",
@@ -76,6 +77,8 @@ POLICIES: Final = tuple(_MAKE)
 """Names of the main policies, without parameters."""
 RIVALS: Final = tuple(_MAKE_RIVAL)
 """Names of the other policies, which are published ones to compare with."""
+VARIANTS: Final = ("seglen:additive", "marconi:tuned", MarconiArtifact.name)
+"""Names of policies with a parameter that is not a number."""
 
 
 def policy_named(name: str, costs: Costs | None = None) -> Policy:

@@ -14,7 +14,7 @@ import pytest
 from tiercache.errors import ConfigError
 from tiercache.lab.replay.results import WITHOUT_OFFLOAD, Result
 from tiercache.lab.replay.sources import open_source
-from tiercache.lab.replay.study import Question, Stage, study
+from tiercache.lab.replay.study import ALPHAS, BEST, Question, Stage, study
 from tiercache.lab.replay.tiers import StorageTier, Tiers
 from tiercache.policy import DEFAULT_PROFILE, POLICIES, ModelProfile, profile_named
 
@@ -223,6 +223,32 @@ def test_a_model_without_states(policies: str) -> None:
 def test_the_benchmark_of_a_model_without_states() -> None:
     results = found(asked("seed-20457", "lru", profile=ATTENTION))
     assert {one.token_hit_rate for one in results} == {517 / 576}
+
+
+def test_the_best_alpha_in_hindsight_is_a_bound_that_names_its_alpha() -> None:
+    chats = "multi-turn?conversations=6&rounds=4&live=4&user=64-400&answer=64-200"
+    infinite, *each = found(
+        asked(chats, ",".join(f"marconi:{alpha:g}" for alpha in ALPHAS), capacities=(0.2,))
+    )
+    stages: list[Stage] = []
+    question = asked(chats, f"{BEST},lru", capacities=(0.2,))
+
+    def told(stage: Stage) -> Callable[[], object]:
+        stages.append(stage)
+        return lambda: None
+
+    results = list(study(question, told))
+    assert [(one.policy, one.is_bound) for one in results] == [
+        ("infinite", True), (BEST, True), ("lru", False)
+    ]  # fmt: skip
+    assert len(stages) == question.stages == 2 + len(ALPHAS) + 1
+    best, lru = results[1:]
+    [mine] = [run for run in each if run.policy == f"marconi:{best.alpha:g}"]
+    assert mine.flops_saved == best.flops_saved == max(run.flops_saved for run in each)
+    assert mine == next(run for run in each if run.flops_saved == best.flops_saved), "the lowest of equals"
+    assert lru.alpha is infinite.alpha is None
+    with pytest.raises(ConfigError, match="ranks recurrent states"):
+        asked(chats, BEST, profile=ATTENTION)
 
 
 @pytest.mark.parametrize(

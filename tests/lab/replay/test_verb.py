@@ -21,14 +21,14 @@ from tiercache.controller import WRITE_BACK, WRITE_CHANCE
 from tiercache.lab.replay.sources import SOURCES, open_source
 from tiercache.lab.replay.study import Question
 from tiercache.lab.replay.verb.asking import notes
-from tiercache.policy import POLICIES, PROFILES, profile_named
+from tiercache.policy import POLICIES, PROFILES, RIVALS, VARIANTS, profile_named
 
 FIRST = [
     "source", "policy", "capacity", "capacity_bytes", "token_hit_rate", "flops_saved", "ttft_ms_mean",
     "ttft_ms_p95", "peak_bytes",
 ]  # fmt: skip
 THEN = [
-    "requests", "seconds", "seed", "profile", "write", "write_chance", "is_bound", "working_bytes",
+    "requests", "seconds", "seed", "profile", "write", "write_chance", "is_bound", "alpha", "working_bytes",
     "cuts", "ttft_ms_p50", "serving", "tiers", "kept", "by_round", "published",
 ]  # fmt: skip
 QUICK = ("--limit", "40", "--no-bounds")
@@ -622,13 +622,15 @@ def test_help_teaches_and_names_everything(replay: Command) -> None:
         "--report",
     ):
         assert option in said
-    for name in (*SOURCES, *POLICIES, *PROFILES):
+    for name in (*SOURCES, *POLICIES, *RIVALS, *VARIANTS, "marconi:best", *PROFILES):
         assert name in said
     assert max(map(len, done.out.splitlines())) <= 80
 
 
-def test_a_list_of_the_generators(replay: Command) -> None:
+def test_a_list_of_the_generators_and_policies(replay: Command) -> None:
     said = replay("--list").out
+    for name in (*POLICIES, *RIVALS, *VARIANTS, "marconi:best"):
+        assert name in said
     for name, kind in SOURCES.items():
         assert re.search(rf"^ {name} ", said, re.MULTILINE)
         for option in kind.options:

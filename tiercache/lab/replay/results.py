@@ -106,9 +106,11 @@ class Result:
     is_bound: bool = False
     """Whether the run is a bound on what policies can reach, and not the run of a policy.
 
-    There are five such runs: the infinite cache, the clairvoyant policy, the upper bound, one pool of the
-    bytes of all tiers, and no cache.
+    There are six such runs: the infinite cache, the clairvoyant policy, the upper bound, one pool of the
+    bytes of all tiers, no cache, and Marconi with the alpha that was best in hindsight.
     """
+    alpha: float | None = None
+    """Alpha of Marconi that was best in hindsight (`study.BEST`); None for all other runs."""
     working_bytes: int = 0
     """Highest number of bytes that running requests held on the device outside of every tier.
 

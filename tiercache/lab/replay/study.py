@@ -27,6 +27,10 @@ from tiercache.policy import POLICIES, Costs, ModelProfile, Policy, policy_named
 
 CAPACITIES: Final = (0.05, 0.1, 0.2)
 """Default capacities, as fractions of the infinite cache's peak in bytes."""
+BEST: Final = "marconi:best"
+"""Name for Marconi with the one of `ALPHAS` that saves most FLOPs, found by a run with each of them."""
+ALPHAS: Final = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
+"""Values of alpha that `BEST` tries."""
 
 
 def possible(policy: str, profile: ModelProfile) -> bool:
@@ -34,7 +38,7 @@ def possible(policy: str, profile: ModelProfile) -> bool:
 
     Raises ConfigError for an unknown policy.
     """
-    needs = policy_named(policy, Costs(profile)).needs_states
+    needs = policy_named("marconi" if policy == BEST else policy, Costs(profile)).needs_states
     return bool(profile.state_bytes) or not needs
 
 
@@ -121,7 +125,7 @@ class Question:
         pool = Tiers(self.tiers.nbytes)
         return [
             *([("lru", f"lru {IN_EVERY_TIER}", lru)] if is_new else []),
-            *((policy, f"{policy} {ONE_POOL}", pool) for policy in self.policies),
+            *((policy, f"{policy} {ONE_POOL}", pool) for policy in self.policies if policy != BEST),
         ]
 
     @property
@@ -134,7 +138,8 @@ class Question:
         bounds = len(self.yardsticks)
         if self.bounds:
             bounds += sizes + 1 if self.queueing is None else 1
-        return 2 + len(self.policies) * sizes + self.is_benchmark + bounds
+        runs = sum(len(ALPHAS) if policy == BEST else 1 for policy in self.policies)
+        return 2 + runs * sizes + self.is_benchmark + bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +173,7 @@ class _Study:
         need = measure(self._source, self._stage(Stage("reading", len(self._source))))
         if question.tiers is not None:
             # If the device is too small, this raises ConfigError before the long run of the infinite cache.
-            self._prepare(need, question.tiers, question.policies[0])
+            self._prepare(need, question.tiers, "lru")
         recorder = Recorder()
         unlimited = infinite(self._source, need, question.profile, question.checkpoints)
         free = self._run(need, unlimited, recorder, "infinite", None)
@@ -178,7 +183,10 @@ class _Study:
         sizes = self._sizes(need, unlimited, footprint)
         for policy in question.policies:
             for capacity, tiers in sizes:
-                yield self._run(need, tiers, policy, policy, capacity)
+                if policy == BEST:
+                    yield self._best(need, tiers, capacity)
+                else:
+                    yield self._run(need, tiers, policy, policy, capacity)
         if question.is_benchmark:
             device_only = replace(sizes[0][1], host_bytes=0, storage=())
             yield self._run(need, device_only, "lru", f"lru {WITHOUT_OFFLOAD}", None)
@@ -263,6 +271,14 @@ class _Study:
             by_round=run.tally.by_round(),
             published=self._source.published if isinstance(self._source, WorkloadSource) else {},
         )
+
+    def _best(self, need: Need, tiers: Tiers, capacity: float | None) -> Result:
+        """Run Marconi with each alpha; return the run that saved most, with the lowest alpha among equals."""
+        names = {alpha: f"marconi:{alpha:g}" for alpha in ALPHAS}
+        runs = {alpha: self._run(need, tiers, name, name, capacity) for alpha, name in names.items()}
+        alpha = max(runs, key=lambda one: runs[one].flops_saved)
+        seconds = sum(run.seconds for run in runs.values())
+        return replace(runs[alpha], policy=BEST, alpha=alpha, is_bound=True, seconds=seconds)
 
     def _bounds(
         self, need: Need, sizes: Sequence[tuple[float | None, Tiers]], uses: Mapping[int, Sequence[int]]

@@ -72,7 +72,7 @@ def question(
 ) -> Question:
     """Return the study's parameters.
 
-    `policies` lists names of policies. "all" stands for every policy that suits the model.
+    `policies` lists names of policies. "all" stands for the main policies that suit the model (`POLICIES`).
     """
     model = profile_named(profile or DEFAULT_PROFILE)
     named: Sequence[str] = _parts(policies)

@@ -51,7 +51,8 @@ def replay(
         str,
         typer.Option(
             metavar="P,...",
-            help="Policies, such as lru,seglen:0.7,hvd; see below. all: every policy that suits the model.",
+            help="Policies, such as lru,seglen:0.7,s3fifo; see below. all: the main ones, as far as they suit"
+            " the model.",
         ),
     ] = "all",
     profile: Annotated[

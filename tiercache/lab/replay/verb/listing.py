@@ -27,7 +27,7 @@ class ReplayCommand(TyperCommand):
         super().format_help(ctx, formatter)
         from tiercache.lab.replay.machines import MACHINES
         from tiercache.lab.replay.sources import SESSIONS, SOURCES
-        from tiercache.policy import POLICIES, PROFILES, RIVALS
+        from tiercache.policy import PROFILES
 
         trace = (
             "a Mooncake trace: one JSON object per line and request, with timestamp, input_length,"
@@ -41,14 +41,23 @@ class ReplayCommand(TyperCommand):
                     (_PATH, SESSIONS.summary),
                 ]
             )
-        every = {"Policies": (*POLICIES, *RIVALS), "Profiles": PROFILES, "Machines": MACHINES}
-        for title, names in every.items():
+        with formatter.section("Policies"):
+            formatter.write_text(policies())
+        for title, names in {"Profiles": PROFILES, "Machines": MACHINES}.items():
             with formatter.section(title):
                 formatter.write_text(", ".join(names))
 
 
+def policies() -> str:
+    """Return the names of all policies: those that `all` stands for, and the others."""
+    from tiercache.lab.replay.study import BEST
+    from tiercache.policy import POLICIES, RIVALS, VARIANTS
+
+    return f"all: {', '.join(POLICIES)}. By name only: {', '.join((*RIVALS, *VARIANTS, BEST))}."
+
+
 def show_sources() -> None:
-    """Print the generators and recorded sessions with their parameters as a table."""
+    """Print the generators and recorded sessions with their parameters as a table, and names of policies."""
     from tiercache.lab.replay.sources import SESSIONS, SOURCES
 
     shown = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
@@ -77,6 +86,7 @@ def show_sources() -> None:
         " a number or a range.",
         style="dim",
     )
+    console.print(f"Policies: {policies()}", style="dim")
 
 
 def source_records() -> Iterator[dict[str, Any]]:

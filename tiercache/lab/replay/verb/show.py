@@ -109,7 +109,7 @@ def _lines(group: Group, *, several: bool) -> Iterator[Line]:
         best = group.is_best(one)
         cells = {
             "": _BEST if best else "",
-            "policy": one.policy,
+            "policy": one.policy if one.alpha is None else f"{one.policy} ({one.alpha:g})",
             "hit rate": percent(one.token_hit_rate),
             "FLOPs": percent(one.flops_saved),
             "TTFT": milliseconds(one.ttft_ms_mean),
