@@ -74,7 +74,7 @@ def test_the_paths_of_evicted_states_are_remembered():
     assert not list(engine.context.index.nodes()), "no state, no path"
     admission = engine.controller.admit(engine.controller.lookup([*prompt(1, 2, 4, 5), 7]), states=2)
     assert admission.start().status is Status.READY
-    kinds = {depth: admission.checkpoint_kinds[depth // P] for depth in admission.checkpoints}
+    kinds = {depth: admission.plan.depths[depth // P] for depth in admission.checkpoints}
     assert kinds == {2 * P: CheckpointKind.GHOST, 4 * P: CheckpointKind.PROMPT}
     engine.controller.release(admission)
     engine.check()

@@ -18,7 +18,8 @@ BRANCH, GHOST, PROMPT, INTERVAL, END = (
 
 
 def plan(harness: Harness, path: tuple[int, ...], tail: int = 1, depth: int = 0) -> dict[int, CheckpointKind]:
-    return dict(harness.index.plan_checkpoints(harness.match(path, tail), tokens_of(path, tail), depth))
+    match = harness.match(path, tail)
+    return dict(harness.index.plan_checkpoints(match, tokens_of(path, tail), depth).depths)
 
 
 @pytest.mark.parametrize(
@@ -94,8 +95,8 @@ def test_other_adapters_have_other_ghosts():
     h.insert((1, 2, 3), 3, extra=b"a")
     h.evict(kv=3)
     tokens = tokens_of((1, 2, 7), 1)
-    assert 2 in h.index.plan_checkpoints(h.index.match(tokens, b"a"), tokens, 0)
-    assert 2 not in h.index.plan_checkpoints(h.index.match(tokens, b"b"), tokens, 0)
+    assert 2 in h.index.plan_checkpoints(h.index.match(tokens, b"a"), tokens, 0).depths
+    assert 2 not in h.index.plan_checkpoints(h.index.match(tokens, b"b"), tokens, 0).depths
 
 
 def test_without_state_pools_nothing_is_asked_for():

@@ -31,7 +31,7 @@ def plan(index: HybridIndex) -> dict[int, CheckpointKind]:
     """The checkpoints of a prompt that leaves the path (1, 2, 3) behind its second page."""
     index.check_integrity()
     tokens = tokens_of((1, 2, 4, 5), 1)
-    return dict(index.plan_checkpoints(index.match(tokens), tokens, 0))
+    return dict(index.plan_checkpoints(index.match(tokens), tokens, 0).depths)
 
 
 def test_a_path_that_never_had_a_state_is_remembered():

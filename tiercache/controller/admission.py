@@ -27,8 +27,7 @@ from tiercache.controller.request_slots import RequestSlots
 from tiercache.controller.restore import DeviceRestore, Sources, count_restore
 from tiercache.core import ABSENT, Locations, PoolName, Reason, Tier, TokenArray, reusable_pages
 from tiercache.errors import AdmissionError, InputError, PoolFullError
-from tiercache.index import Inserted, Match, Node, Origin, PathLocations, Pin
-from tiercache.policy import CheckpointKind
+from tiercache.index import CheckpointPlan, Inserted, Match, Node, Origin, PathLocations, Pin
 
 
 class Status(enum.StrEnum):
@@ -113,8 +112,8 @@ class Admission:
         self._cut_short = False
         """Whether storage might have given more if the depth had been frozen later."""
         self._prefetch = Prefetch(context, lookup, self._limit)
-        self.checkpoint_kinds: Mapping[int, CheckpointKind] = {}
-        """Depths in pages at which this prefill should leave states, each with the reason."""
+        self.plan = CheckpointPlan({}, end=False)
+        """Depths, in pages, at which this request should leave states."""
         self.origin = Origin()
         """The requests and the pages that this request continues."""
         match = self._match()
@@ -167,12 +166,12 @@ class Admission:
 
         All are beyond the restored depth.
         """
-        return tuple(p * self._context.page_size for p in self.checkpoint_kinds)
+        return tuple(p * self._context.page_size for p in self.plan.depths)
 
     @property
     def keeps_end(self) -> bool:
         """Whether the engine should hand over a state at the end of the request too."""
-        return self._context.options.checkpoints.request_end
+        return self.plan.end
 
     @property
     def restored_states(self) -> Mapping[PoolName, int]:
@@ -539,7 +538,7 @@ class Admission:
         self._restore.begin(node, depth, located, need)
         self._restore.note_fences()
         self.status = Status.FAILED if self.reason is not Reason.NONE and not depth else Status.READY
-        self.checkpoint_kinds = self._context.index.plan_checkpoints(match, self.lookup.tokens, depth)
+        self.plan = self._context.index.plan_checkpoints(match, self.lookup.tokens, depth)
         self.origin = self._context.index.touch(match, self.lookup.tokens)
         if self.origin.expected:
             self._context.metrics.increment("hints_total", "honoured")

@@ -20,7 +20,7 @@ from tiercache.controller.store_calls import StoreCalls
 from tiercache.core import Locations, PoolName, Tier
 from tiercache.errors import ClosedError, ConfigError
 from tiercache.events.settings import EventSettings
-from tiercache.index import CheckpointRules, HybridIndex, Pin
+from tiercache.index import CheckpointRules, HybridIndex, Pin, checkpoints_named
 from tiercache.metrics import Metrics
 from tiercache.policy import ModelProfile
 from tiercache.pools import BlockArena, DevicePool, HostPool
@@ -139,8 +139,8 @@ class ControllerOptions:
     """
     policy: str = "hvd"
     """Name of the eviction policy; see `policy_named`."""
-    checkpoints: CheckpointRules = field(default_factory=CheckpointRules)
-    """Rules for the depths at which a prefill should leave states."""
+    checkpoints: str | CheckpointRules = "rules"
+    """Name of the policy that chooses where prefills leave states, or its rules; see `checkpoints_named`."""
     seed: int = 0
     """Seed of the index's random draws."""
     load_flops_per_byte: float = 0.0
@@ -151,6 +151,12 @@ class ControllerOptions:
     """
 
     def __post_init__(self) -> None:
+        if not isinstance(self.checkpoints, str | CheckpointRules):
+            raise ConfigError(
+                f"checkpoints={self.checkpoints!r} is not possible; use the name of a checkpoint policy, or"
+                " CheckpointRules(...)"
+            )
+        checkpoints_named(self.checkpoints)  # a wrong name raises here
         if not isinstance(self.prefetch, PrefetchRules):
             raise ConfigError(f"prefetch={self.prefetch!r} is not possible; use PrefetchRules(policy=...)")
         if not isinstance(self.events, EventSettings | None):

@@ -38,7 +38,7 @@ from tiercache.events import ObjectGroup
 from tiercache.events.publisher import EventPublisher
 from tiercache.events.settings import EventSettings
 from tiercache.events.source import EventSource
-from tiercache.index import Content, HybridIndex
+from tiercache.index import Content, HybridIndex, checkpoints_named
 from tiercache.keys import Identity, Shard, layout_digest, namespace_of
 from tiercache.metrics import Metrics
 from tiercache.policy import (
@@ -154,7 +154,7 @@ class HybridCacheController:
                 state_pools=state_pools,
                 policy=policy or policy_named(options.policy, costs),
                 refresh="path" if options.refresh_path else "last",
-                checkpoints=options.checkpoints,
+                checkpoints=checkpoints_named(options.checkpoints, costs),
                 object_bytes={name: pool.geometry.nbytes for name, pool in device_pools.items()},
                 seed=options.seed,
             ),
@@ -500,7 +500,7 @@ class HybridCacheController:
             table,
             by_depth,
             admission.lookup.extra,
-            checkpoints=admission.checkpoint_kinds,
+            checkpoints=admission.plan.depths,
             origin=admission.origin,
             after=admission.held_node(full),
         )

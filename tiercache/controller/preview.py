@@ -26,5 +26,5 @@ def preview(context: ControllerContext, tokens: TokenArray, extra: bytes) -> Pre
     """Return what the index knows of `tokens`; storage is not asked, and nothing changes."""
     page_size = context.page_size
     match = context.index.match(tokens, extra, limit=reusable_pages(len(tokens), page_size))
-    depths = context.index.plan_checkpoints(match, tokens, match.depth)
+    depths = context.index.plan_checkpoints(match, tokens, match.depth).depths
     return Preview(match.depth * page_size, tuple(depth * page_size for depth in depths))

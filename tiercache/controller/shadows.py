@@ -12,7 +12,7 @@ from typing import Final
 
 from tiercache.controller.context import ControllerContext
 from tiercache.core import TokenArray
-from tiercache.index import Shadow
+from tiercache.index import Shadow, checkpoints_named
 from tiercache.policy import Portfolio, policy_named
 from tiercache.policy.costs import Costs
 
@@ -43,7 +43,7 @@ class Shadows:
                 policy_named(name, Costs(context.profile)), page_size=context.page_size,
                 page_pools=context.index.page_pools,
                 state_pools=context.index.state_pools, cost=cost, capacity=context.arena.nbytes,
-                checkpoints=context.options.checkpoints,
+                checkpoints=checkpoints_named(context.options.checkpoints, Costs(context.profile)),
                 seed=context.options.seed,
             )
             for name in portfolio.members

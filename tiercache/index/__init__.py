@@ -25,16 +25,23 @@ from tiercache.index.base import (
     Span,
     StateLocation,
 )
+from tiercache.index.checkpoints import (
+    CHECKPOINTS,
+    CheckpointPlan,
+    CheckpointRules,
+    Checkpoints,
+    PromptView,
+    checkpoint_depths,
+    checkpoints_named,
+)
 from tiercache.index.hybrid_index import HybridIndex
 from tiercache.index.node import Node
 from tiercache.index.planner import (
-    CheckpointRules,
     Chunk,
     PrefillRules,
     Speculated,
     StateBlocks,
     after_speculation,
-    checkpoint_depths,
     next_chunk,
     plan_prefill,
     state_blocks,
@@ -44,8 +51,11 @@ from tiercache.index.radix_tree import Pin
 from tiercache.index.shadow import Shadow
 
 __all__ = [
+    "CHECKPOINTS",
     "Appraisal",
+    "CheckpointPlan",
     "CheckpointRules",
+    "Checkpoints",
     "Chunk",
     "Content",
     "Eviction",
@@ -60,6 +70,7 @@ __all__ = [
     "Pin",
     "PlacedState",
     "PrefillRules",
+    "PromptView",
     "Shadow",
     "Span",
     "Speculated",
@@ -67,6 +78,7 @@ __all__ = [
     "StateLocation",
     "after_speculation",
     "checkpoint_depths",
+    "checkpoints_named",
     "next_chunk",
     "plan_prefill",
     "state_blocks",

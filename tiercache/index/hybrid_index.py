@@ -38,13 +38,19 @@ from tiercache.index.base import (
     Span,
     StateLocation,
 )
+from tiercache.index.checkpoints import (
+    CheckpointPlan,
+    CheckpointRules,
+    Checkpoints,
+    PromptView,
+    checkpoints_named,
+)
 from tiercache.index.eviction import ONE_BUDGET_KINDS, UNIT_KINDS, Evictor, reuse_of
 from tiercache.index.eviction_order import EvictionColumns, EvictionQueue
 from tiercache.index.ghosts import Ghosts
 from tiercache.index.insertion import adopt_pages, adopt_states, check_pages, check_states
 from tiercache.index.integrity import check_integrity, owned
 from tiercache.index.node import ALIVE, IN_STORAGE, Digests, Node, Prefixes
-from tiercache.index.planner import CheckpointRules, checkpoint_depths
 from tiercache.index.radix_tree import Pin, RadixTree
 from tiercache.index.residency import Residency
 from tiercache.policy import LEARN_EVERY, CheckpointKind, Lru, Policy, Reuse, UnitKind
@@ -71,7 +77,7 @@ class HybridIndex:
     - `refresh` says whether a hit refreshes (counts as an access of) only the last matched node ("last"), or
       its whole path ("path").
     - `max_stored_pages` is the maximum number of pages in the index that only the store has.
-    - `checkpoints` are the rules for the states that requests should leave.
+    - `checkpoints` says where requests should leave states (default: `CheckpointRules`).
     - `object_bytes` are the payload bytes of one object of each pool, which policies weigh.
     - `seed` is for the random sample of units that a policy ranks.
     - With `one_budget`, the device's pools share their memory (see `evict_device_bytes`).
@@ -90,7 +96,7 @@ class HybridIndex:
         policy: Policy | None = None,
         refresh: Literal["last", "path"] = "last",
         max_stored_pages: int = MAX_STORED_PAGES,
-        checkpoints: CheckpointRules | None = None,
+        checkpoints: Checkpoints | CheckpointRules | None = None,
         object_bytes: Mapping[PoolName, int] | None = None,
         seed: int = 0,
         one_budget: bool = False,
@@ -108,7 +114,11 @@ class HybridIndex:
         self.page_pools = tuple(page_pools)
         self.state_pools = tuple(state_pools)
         self.pools = self.page_pools + self.state_pools
-        self.checkpoints = checkpoints or CheckpointRules()
+        self.checkpoints = (
+            checkpoints
+            if isinstance(checkpoints, Checkpoints)
+            else checkpoints_named(checkpoints or CheckpointRules())
+        )
         self.policy = policy
         self._refresh_path = refresh == "path"
         self._requests = 0
@@ -126,6 +136,9 @@ class HybridIndex:
 
         A state is named as a span of one page, the last page of its node.
         """
+        self._object_bytes = dict(zip(self.pools, nbytes, strict=True))
+        self._prefill: tuple[Match, TokenArray, PromptView] | None = None
+        """Last prompt that was compared with the index."""
         page_bytes, state_bytes = sum(nbytes[: len(page_pools)]), sum(nbytes[len(page_pools) :])
         self._appraiser = Appraiser(self._columns, policy, page_bytes, state_bytes)
         self._evictor = Evictor(self._tree, self._columns, self._ghosts, policy, self._queues)
@@ -265,20 +278,31 @@ class HybridIndex:
     # -- changing
     # ------------------------------------------------------------------------------------------------------
 
-    def plan_checkpoints(self, match: Match, tokens: TokenArray, depth: int) -> Mapping[int, CheckpointKind]:
+    def plan_checkpoints(self, match: Match, tokens: TokenArray, depth: int) -> CheckpointPlan:
         """Return where a prompt that is restored to `depth` should leave states, and why.
 
-        The depths are in pages and ascending. Without state pools there are none. Changes nothing.
+        Without state pools, there are no depths. Changes nothing.
         """
         if not self.state_pools:
-            return {}
-        tokens = as_tokens(tokens)
-        ghost = match.path_depth
-        if self.checkpoints.ghost and len(self._ghosts):
-            ghost += self._ghosts.repeated(self._digests_beyond(match, tokens))
-        return checkpoint_depths(
-            depth, match.path_depth, len(tokens), self.page_size, ghost_depth=ghost, rules=self.checkpoints
-        )
+            return CheckpointPlan({}, end=False)
+        return self.checkpoints.plan(self._prefill_of(match, as_tokens(tokens), depth))
+
+    def _prefill_of(self, match: Match, tokens: TokenArray, depth: int) -> PromptView:
+        last = self._prefill
+        if last is None or last[0] is not match or last[1] is not tokens or last[2].depth != depth:
+            ghost = match.path_depth
+            if len(self._ghosts):
+                ghost += self._ghosts.repeated(self._digests_beyond(match, tokens))
+            prefill = PromptView(
+                depth,
+                match.path_depth,
+                ghost,
+                len(tokens),
+                self.page_size,
+                lambda: self._digests_of(match, tokens),
+            )
+            self._prefill = last = match, tokens, prefill
+        return last[2]
 
     def touch(self, match: Match, tokens: TokenArray | None = None) -> Origin:
         """Record that a request used the match, and return the `origin` for its `insert`.
@@ -289,8 +313,13 @@ class HybridIndex:
         """
         # The request is counted first, then the hit, then the miss. The miss is deeper than the hit. The
         # request continues the deeper of the two units.
+        prefill = None
+        if tokens is not None and self.state_pools:
+            tokens = as_tokens(tokens)
+            prefill = self._prefill_of(match, tokens, match.depth)
         self._begin_request()
         found: list[Reuse] = []
+        missed: Reuse | None = None
         expected = False
         if match.depth:
             node = self.node_at(match, match.depth)
@@ -307,6 +336,9 @@ class HybridIndex:
             found.append(missed)
         for reuse in found:
             self.policy.reused(reuse)
+        if prefill is not None:
+            self.checkpoints.began(prefill, missed.depth if missed else 0)
+            self._prefill = None
         if not found:
             return Origin()
         last = found[-1]
@@ -334,17 +366,20 @@ class HybridIndex:
     def _missed(self, match: Match, tokens: TokenArray) -> Reuse | None:
         """Return and forget the deepest lost unit that would have restored more of this prompt, or None."""
         limit = reusable_pages(len(tokens), self.page_size)
-        known = np.concatenate(
-            [at.digests for at in reversed(list(match.node.path()))] or [np.empty(0, np.uint64)]
-        )[: match.path_depth]
-        rest = self._digests_beyond(match, tokens)
         # digests[i] is that of the prefix with match.depth + 1 + i pages. Only depths that the match did not
         # restore and that a restore of this prompt may reach are searched:
         #   depth      match.depth + 1 ... path_depth     path_depth + 1 ... limit
-        #   digests    from `known`                       from `rest`
-        digests = np.concatenate([known, rest])[match.depth : limit]
+        #   digests    from the tree                      from the prompt
+        digests = self._digests_of(match, tokens)[match.depth : limit]
         place = self._ghosts.deepest(digests)
         return None if place is None else self._ghosts.reuse(int(digests[place]), self._columns.now)
+
+    def _digests_of(self, match: Match, tokens: TokenArray) -> Digests:
+        """Return the digests of all whole pages of a prompt."""
+        known = [at.digests for at in reversed(list(match.node.path()))] or [np.empty(0, np.uint64)]
+        return np.concatenate(
+            [np.concatenate(known)[: match.path_depth], self._digests_beyond(match, tokens)]
+        )
 
     def _digests_beyond(self, match: Match, tokens: TokenArray) -> Digests:
         """Return the digests of the pages of a prompt behind those in the tree."""
@@ -544,9 +579,7 @@ class HybridIndex:
         Raises PoolFullError, and changes nothing, if the unpinned objects do not suffice. Raises InputError
         for an unknown pool, and in an index with `one_budget`.
         """
-        eviction = self._evictor.device(need)
-        self.residency.forget_excess()
-        return eviction
+        return self._evicted(self._evictor.device(need))
 
     def evict_device_bytes(self, nbytes: int, cost: Mapping[PoolName, int]) -> Eviction:
         """Free objects of at least `nbytes` bytes in total, on a device whose pools share their memory.
@@ -554,9 +587,7 @@ class HybridIndex:
         One object of a pool takes `cost[pool]` bytes. Raises PoolFullError, and changes nothing, if the
         unpinned objects do not suffice. Raises InputError in an index without `one_budget`.
         """
-        eviction = self._evictor.device_bytes(nbytes, cost)
-        self.residency.forget_excess()
-        return eviction
+        return self._evicted(self._evictor.device_bytes(nbytes, cost))
 
     def evict_host(self, blocks: int, cost: Mapping[PoolName, int]) -> Eviction:
         """Free objects of at least `blocks` arena blocks in total.
@@ -564,8 +595,13 @@ class HybridIndex:
         One object of a pool takes `cost[pool]` blocks. Raises PoolFullError, and changes nothing, if the
         unpinned objects do not suffice.
         """
-        eviction = self._evictor.host(blocks, cost)
+        return self._evicted(self._evictor.host(blocks, cost))
+
+    def _evicted(self, eviction: Eviction) -> Eviction:
         self.residency.forget_excess()
+        if eviction.lost:
+            freed = sum(len(at) * self._object_bytes[pool] for pool, at in eviction.freed.items())
+            self.checkpoints.lost(freed * eviction.lost / (eviction.lost + eviction.demoted))
         return eviction
 
     def coldest_on_host(self) -> Iterator[tuple[Node, UnitKind]]:

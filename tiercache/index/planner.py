@@ -1,9 +1,6 @@
-"""Plan of a prefill: the depths at which states are taken, its chunks, and the state blocks of a request.
+"""Plan of a prefill: its chunks, and the state blocks of a request.
 
-`CheckpointRules` and `checkpoint_depths` say which states are worth taking. Their depths are in pages. The
-choice of states to take matters more to the hit rate than the choice of states to evict.
-
-The other functions follow vLLM's block-aligned rules. Their depths are in tokens. A *chunk* is the part of a
+The functions follow vLLM's block-aligned rules. All depths are in tokens. A *chunk* is the part of a
 prefill that one forward pass computes; the pass leaves only the state at the chunk's end. Other requests can
 restore only states at multiples of the block, because only these depths have keys. Chunks therefore end at
 multiples of the block.
@@ -19,84 +16,10 @@ All functions are pure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tiercache.core import full_pages, reusable_pages
-from tiercache.errors import ConfigError, InputError
-from tiercache.policy import CheckpointKind
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointRules:
-    """Rules for the depths at which states are taken.
-
-    The defaults did best in measurements (docs/policies.md).
-    """
-
-    branch: bool = True
-    """Take a state at the depth at which a prompt leaves the paths that the index knows.
-
-    Two prompts share the pages up to this depth, so a third one probably will, too. Without a state there, no
-    prompt could restore these pages.
-    """
-    prompt_end: bool = True
-    """Take a state at the deepest depth that a repeat of the prompt may restore, and at the prompt's end.
-
-    A repeat leaves at least one token of the prompt to compute, so the two depths differ if a page ends
-    exactly at the prompt's end. The next turn continues from the prompt's end if a chat template drops the
-    answer's reasoning. The state there costs no extra cut, because the prefill ends there anyway.
-    """
-    request_end: bool = True
-    """Take a state at the last full page of the answer, which the engine commits when the request ends."""
-    ghost: bool = True
-    """Take a state at the depth up to which a prompt repeats evicted pages that the index remembers."""
-    every: int = 0
-    """Tokens between further states; 0 for none."""
-    per_path: int = 0
-    """Number of states that one path may keep; 0 for any number.
-
-    If a path has more, the shallowest ones are evicted first. States at which the tree branches do not count,
-    and are not evicted for this reason.
-    """
-
-    def __post_init__(self) -> None:
-        for name in ("every", "per_path"):
-            if getattr(self, name) < 0:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} is not possible; use 0 to switch it off, or a positive"
-                    " number"
-                )
-
-
-def checkpoint_depths(
-    depth: int,
-    path_depth: int,
-    prompt_tokens: int,
-    page_size: int,
-    *,
-    ghost_depth: int = 0,
-    rules: CheckpointRules | None = None,
-) -> Mapping[int, CheckpointKind]:
-    """Return where a prompt of `prompt_tokens` tokens should leave states, and why.
-
-    The depths are in pages and ascending, and all of them are beyond the restored `depth`. `path_depth` is
-    the number of the prompt's leading pages that the index knows. `ghost_depth` also counts the evicted pages
-    after them that the index remembers.
-    """
-    rules = rules or CheckpointRules()
-    last = reusable_pages(prompt_tokens, page_size)
-    wanted: dict[int, CheckpointKind] = {}
-    if rules.every:
-        step = max(1, rules.every // page_size)
-        wanted |= dict.fromkeys(range(step, last + 1, step), CheckpointKind.INTERVAL)
-    if rules.ghost and ghost_depth > path_depth:
-        wanted[min(ghost_depth, last)] = CheckpointKind.GHOST
-    if rules.branch and path_depth:
-        wanted[min(path_depth, last)] = CheckpointKind.BRANCH
-    if rules.prompt_end:
-        wanted |= {last: CheckpointKind.PROMPT, full_pages(prompt_tokens, page_size): CheckpointKind.PROMPT}
-    return {at: wanted[at] for at in sorted(wanted) if at > depth}
+from tiercache.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)

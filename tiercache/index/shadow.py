@@ -8,8 +8,8 @@ from itertools import count
 import numpy as np
 
 from tiercache.core import Locations, PoolName, TokenArray, full_pages
+from tiercache.index.checkpoints import CheckpointRules, Checkpoints
 from tiercache.index.hybrid_index import HybridIndex
-from tiercache.index.planner import CheckpointRules
 from tiercache.keys import KEY_BYTES
 from tiercache.policy import Policy
 
@@ -30,7 +30,7 @@ class Shadow:
         state_pools: Sequence[PoolName],
         cost: Mapping[PoolName, int],
         capacity: int,
-        checkpoints: CheckpointRules,
+        checkpoints: Checkpoints | CheckpointRules,
         seed: int = 0,
     ) -> None:
         self._index = HybridIndex(
@@ -55,12 +55,11 @@ class Shadow:
         """
         index, size = self._index, self._index.page_size
         match = index.match(prompt, extra)
-        plan = index.plan_checkpoints(match, prompt, match.depth)
+        plan, keeps_end = index.plan_checkpoints(match, prompt, match.depth)
         origin = index.touch(match, prompt)
         depth = full_pages(len(sequence), size)
-        depths = (
-            [*plan, depth] if index.checkpoints.request_end and depth > max((match.depth, *plan)) else [*plan]
-        )
+        keeps_end &= depth * size >= len(prompt) and depth > max((match.depth, *plan))
+        depths = [*plan, depth] if keeps_end else [*plan]
         pages: dict[PoolName, Locations] = {pool: self._fresh(depth) for pool in index.page_pools}
         states = (
             {at: {pool: next(self._slots) for pool in index.state_pools} for at in depths}

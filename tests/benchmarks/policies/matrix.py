@@ -29,7 +29,7 @@ SEEDS: Final = (1000, 1001, 1002, 1003, 1004)
 """Seeds of the generators. Nothing is tuned on seeds of 1000 and more."""
 RULES: Final = ""
 """Checkpoint policy of rows that do not name one: the default of `tiercache replay`."""
-CHECKPOINTS: Final = ("every:2048", "every:8192", "end", "prompt,end", "branch,end", "sparse")
+CHECKPOINTS: Final = ("every:2048", "every:8192", "end", "prompt,end", "branch,end", "sparse", "learned")
 """Other checkpoint policies, as `--checkpoints` takes them."""
 PROFILES: Final = ("qwen3.5-9b", "kimi-linear-48b-a3b", "nemotron-h-8b", "jamba-1.5-mini")
 """Other models, between whose states and KV pages the ratio of bytes differs."""

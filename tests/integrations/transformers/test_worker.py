@@ -29,6 +29,7 @@ from tests.integrations.transformers.serving import (
     settle,
     store,
 )
+from tiercache.controller import ControllerOptions
 from tiercache.core import PoolName, Tier
 from tiercache.errors import InputError, TokenError
 from tiercache.integrations.transformers import ModelRunner
@@ -326,3 +327,24 @@ def test_every_weight_counts() -> None:
     seen.add(digest(model))
     assert len(seen) == 5
     assert digest(build("llama")) == digest(build("llama")) not in seen
+
+
+@pytest.mark.parametrize("checkpoints", slow_after(1, ["learned", "every:32", "sparse:2"]))
+def test_where_states_are_taken_changes_no_answer(checkpoints: str) -> None:
+    """Questions about one document; each prefill is cut where the policy says, and nowhere else."""
+    audit = Audit(loaded("qwen3_next")[0], page_slots=256, state_slots=64)
+    options = ControllerOptions(restore_deadline=30.0, checkpoints=checkpoints)
+    with serving("qwen3_next", options=options) as worker:
+        found = []
+        for number in range(6):
+            asked = joined(LONG[1], prompt(PAGE + 3, 10 + number))
+            planned = worker.plan(asked)
+            generation = worker.serve(asked, 4, audit=True)
+            cuts = tuple(chunk.end for chunk in planned.chunks)
+            assert generation.bounds[: len(cuts)] == cuts
+            assert generation.restored == planned.restored
+            assert tuple(at for at in generation.states if at <= len(asked)) == planned.checkpoints
+            right(audit, worker, generation)
+            found.append(generation.restored)
+        assert found[-1] >= 4 * PAGE
+        worker.controller.check_integrity()

@@ -64,6 +64,16 @@ def found(question: Question) -> list[Result]:
     return results
 
 
+def test_fractions_are_of_the_same_bytes_whatever_the_checkpoints_are() -> None:
+    rules, every, learned = (
+        list(study(asked(CHATS, "hvd", capacities=(0.2,), checkpoints=checkpoints)))
+        for checkpoints in ("rules", "every:64", "learned")
+    )
+    assert every[0].peak_bytes > rules[0].peak_bytes > learned[0].peak_bytes, "those of the infinite caches"
+    assert every[1].capacity_bytes == rules[1].capacity_bytes == learned[1].capacity_bytes
+    assert every[1].cuts > rules[1].cuts > learned[1].cuts
+
+
 def named(results: list[Result], policy: str) -> Result:
     [one] = [one for one in results if one.policy == policy]
     return one
@@ -256,6 +266,7 @@ def test_the_best_alpha_in_hindsight_is_a_bound_that_names_its_alpha() -> None:
     [
         lambda: asked(CHATS, "lru,hvd", capacities=(0.1,)),
         lambda: asked(CHATS, "lru", limit=7, bounds=True),
+        lambda: asked(CHATS, "lru", limit=7, checkpoints="learned"),
         lambda: asked(CHATS, "lru", tiers=Tiers(500_000), bounds=True),
         lambda: asked(CHATS, "lru,hvd", tiers=Tiers(500_000, storage=(DISK,)), bounds=True),
         lambda: asked(CHATS, "hvd", tiers=Tiers(500_000, storage=(DISK,)), bounds=True),

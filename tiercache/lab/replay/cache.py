@@ -41,7 +41,8 @@ class Setup:
     """Name of the eviction policy, or a Policy object that the caller made, such as `Clairvoyant`."""
     profile: ModelProfile
     tiers: Tiers
-    checkpoints: CheckpointRules = field(default_factory=CheckpointRules)
+    checkpoints: str | CheckpointRules = "rules"
+    """The controller's option of the same name."""
     machine: ReplayMachine = field(default_factory=ReplayMachine)
     refresh_path: bool = False
     """The controller's option of the same name (see `ControllerOptions`)."""
@@ -263,7 +264,8 @@ class SimulatedCache:
         end = full_pages(len(sequence), controller.page_size) * controller.page_size
         has_end = (
             bool(self._setup.profile.state_bytes)
-            and self._setup.checkpoints.request_end
+            and admission.keeps_end
+            and len(request.prompt) <= end
             and end > max(admission.depth, *depths, 0)
         )
         if running.is_computed:

@@ -9,17 +9,16 @@ from typing import Final
 
 from tiercache.core import PoolName
 from tiercache.errors import ConfigError
-from tiercache.index import CheckpointRules
+from tiercache.index import CheckpointRules, checkpoints_named
 from tiercache.lab.replay.base import Source
 from tiercache.lab.replay.plane import block_bytes, geometries
 from tiercache.lab.replay.tiers import Tiers
 from tiercache.policy import ModelProfile
 
-_SPARE_STATES: Final = 8
-"""Number of state slots that are reserved for each request.
+_SPARE_STATES: Final = 3
+"""Number of state slots that are reserved for each request besides those for the states that it may leave.
 
-These slots hold the states at the request's checkpoints and at its end, and the state from which the request
-was restored.
+One of them holds the state from which the request was restored.
 """
 _STATE_SHARE: Final = 0.25
 """Fraction of the device's bytes that states get if `Tiers.device_states` is None."""
@@ -54,26 +53,37 @@ def measure(source: Source, step: Callable[[], object] = lambda: None) -> Need:
     return Need(requests, pages, longest, last)
 
 
-def infinite(source: Source, need: Need, profile: ModelProfile, rules: CheckpointRules) -> Tiers:
+def infinite(source: Source, need: Need, profile: ModelProfile, checkpoints: str | CheckpointRules) -> Tiers:
     """Return tiers with a host so large that it never evicts."""
     # A page takes one block. A state takes as many whole blocks as its bytes need.
     geometry = geometries(profile, source.page_size)
     block, pages = block_bytes(geometry), need.pages if PoolName.KV in geometry else 0
-    states = need.requests * _SPARE_STATES + (
-        need.pages * source.page_size // rules.every if rules.every else 0
-    )
+    mean = -(-need.pages * source.page_size // max(1, need.requests))
+    states = need.requests * _states_of(checkpoints, mean, source.page_size)
     return Tiers(pages * block + states * (-(-profile.state_bytes // block) * block))
 
 
+def _states_of(checkpoints: str | CheckpointRules, tokens: int, page_size: int) -> int:
+    """Return the number of state slots of a request of `tokens` tokens.
+
+    It grows at most in proportion to the tokens, so that a request of the mean length tells of all requests.
+    """
+    return _SPARE_STATES + checkpoints_named(checkpoints).most(tokens, page_size)
+
+
 def device_slots(
-    profile: ModelProfile, tiers: Tiers, need: Need, rules: CheckpointRules, page_size: int, at_once: int
+    profile: ModelProfile,
+    tiers: Tiers,
+    need: Need,
+    checkpoints: str | CheckpointRules,
+    page_size: int,
+    at_once: int,
 ) -> tuple[int, int]:
     """Return the numbers of page slots and state slots of a device for `at_once` requests.
 
     Raises ConfigError if the device does not hold the requests that run at once.
     """
-    # State slots that one request can take: the spare ones, and one for each `rules.every` tokens.
-    own = _SPARE_STATES + (need.longest * page_size // rules.every if rules.every else 0)
+    own = _states_of(checkpoints, need.longest * page_size, page_size)
     kv = geometries(profile, page_size).get(PoolName.KV)
     page, state = kv.nbytes if kv else 0, profile.state_bytes
     state_share = _STATE_SHARE if page else 1.0

@@ -60,7 +60,8 @@ class Question:
     """Sizes of the cache as fractions of the bytes that an infinite cache holds."""
     tiers: Tiers | None = None
     """Sizes of the tiers in bytes."""
-    checkpoints: CheckpointRules = field(default_factory=CheckpointRules)
+    checkpoints: str | CheckpointRules = "rules"
+    """Checkpoint policy, which says where states are taken (see `checkpoints_named`)."""
     machine: ReplayMachine = field(default_factory=ReplayMachine)
     refresh_path: bool = False
     seed: int = 0
@@ -112,6 +113,15 @@ class Question:
         return own is not None and not self.capacities and self.tiers is None
 
     @property
+    def needs_size(self) -> bool:
+        """Whether the infinite cache must run with the default rules as well, for its size.
+
+        Fractions are of that size whatever the checkpoints are, so that they can be compared at equal bytes.
+        """
+        is_default = self.checkpoints in ("rules", CheckpointRules())
+        return not is_default and self.tiers is None and not self.is_benchmark
+
+    @property
     def yardsticks(self) -> Sequence[tuple[str, str, Tiers]]:
         """Policy, label and tiers of runs with which the storage tiers are compared.
 
@@ -132,14 +142,14 @@ class Question:
     def stages(self) -> int:
         """Number of stages of a study with these parameters."""
         sizes = 1 if self.is_benchmark or self.tiers is not None else len(self.capacities or CAPACITIES)
-        # 2: the source is read, and the infinite cache runs. Each policy runs at each size. A benchmark also
-        # runs without offload. The bounds are one clairvoyant run per size, and one stage for upper bounds.
-        # With a queue, they are one run without a cache.
+        # 2: the source is read, and the infinite cache runs, twice if its size is another. Each policy runs
+        # at each size. A benchmark also runs without offload. The bounds are one clairvoyant run per size,
+        # and one stage for upper bounds. With a queue, they are one run without a cache.
         bounds = len(self.yardsticks)
         if self.bounds:
             bounds += sizes + 1 if self.queueing is None else 1
         runs = sum(len(ALPHAS) if policy == BEST else 1 for policy in self.policies)
-        return 2 + runs * sizes + self.is_benchmark + bounds
+        return 2 + self.needs_size + runs * sizes + self.is_benchmark + bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +190,8 @@ class _Study:
         footprint = max(1, free.peak_bytes)
         filled = {name: replace(use, capacity=use.peak) for name, use in free.tiers.items()}
         yield replace(free, capacity=1.0, capacity_bytes=footprint, is_bound=True, tiers=filled)
+        if question.needs_size:
+            footprint = self._footprint(need)
         sizes = self._sizes(need, unlimited, footprint)
         for policy in question.policies:
             for capacity, tiers in sizes:
@@ -198,6 +210,14 @@ class _Study:
             yield replace(found, is_bound=True)
         elif question.bounds:
             yield from self._bounds(need, sizes, recorder.uses)
+
+    def _footprint(self, need: Need) -> int:
+        """Return the bytes that an infinite cache holds with the default rules."""
+        question = replace(self._question, checkpoints="rules")
+        tiers = infinite(self._source, need, question.profile, question.checkpoints)
+        run = self._prepare(need, tiers, "lru", question)
+        run.go(self._stage(Stage("infinite with the default rules", need.requests)))
+        return max(1, run.peak_bytes)
 
     def _sizes(self, need: Need, unlimited: Tiers, footprint: int) -> list[tuple[float | None, Tiers]]:
         question = self._question
@@ -218,8 +238,10 @@ class _Study:
             (capacity, Tiers(int(footprint * capacity))) for capacity in question.capacities or CAPACITIES
         ]
 
-    def _prepare(self, need: Need, tiers: Tiers, policy: str | Policy) -> Run | QueuedRun:
-        question = self._question
+    def _prepare(
+        self, need: Need, tiers: Tiers, policy: str | Policy, question: Question | None = None
+    ) -> Run | QueuedRun:
+        question = question or self._question
         setup = Setup(
             policy,
             question.profile,

@@ -49,6 +49,7 @@ KINDS: Final = (
     ("#3e9a66", "#8cee91"),
     ("#861d60", "#d2308f"),
     ("#7b89bd", "#a2aee4"),
+    ("#b0482b", "#ea8a6a"),
 )
 """Colours of kinds of checkpoints."""
 TINTS: Final = (

@@ -12,7 +12,7 @@ from typing import Final
 
 from tiercache.controller import WRITE_BACK
 from tiercache.errors import ConfigError
-from tiercache.index import CheckpointRules
+from tiercache.index import CHECKPOINTS, CheckpointRules, checkpoints_named
 from tiercache.lab.replay.base import Source
 from tiercache.lab.replay.chain import chain_settings
 from tiercache.lab.replay.machines import ReplayMachine
@@ -60,7 +60,7 @@ def question(
     profile: str,
     capacities: Sequence[float],
     tiers: Tiers | None,
-    rules: CheckpointRules,
+    checkpoints: str | CheckpointRules,
     machine: ReplayMachine,
     *,
     refresh_path: bool,
@@ -88,7 +88,7 @@ def question(
         model,
         capacities,
         tiers,
-        rules,
+        checkpoints,
         machine,
         refresh_path,
         seed,
@@ -167,17 +167,29 @@ def _storage_tier(spec: str) -> StorageTier:
     )
 
 
-def rules(checkpoints: str, every: int, per_path: int) -> CheckpointRules:
-    """Return the rules for the depths at which the model's recurrent states are saved."""
+def checkpoints(named: str, every: int, per_path: int) -> str | CheckpointRules:
+    """Return where the model's recurrent states are saved: the name of a policy, or rules."""
     if every < 0:
         raise ConfigError(f"--every {every} is not possible; use 0 or a number of tokens")
     if per_path < 0:
         raise ConfigError(f"--states-per-path {per_path} is not possible; use 0 or more")
-    wanted = [] if checkpoints == NONE else _parts(checkpoints)
+    if named.partition(":")[0] in CHECKPOINTS:
+        try:
+            checkpoints_named(named)
+        except ConfigError as error:
+            raise ConfigError(f"--checkpoints: {error}") from error
+        if every or per_path:
+            raise ConfigError(
+                f"--every and --states-per-path belong to kinds of checkpoints, not to --checkpoints {named};"
+                " name kinds, such as branch,prompt,end,ghost"
+            )
+        return named
+    wanted = [] if named == NONE else _parts(named)
     for name in wanted:
         if name not in _CHECKPOINTS:
             raise ConfigError(
-                f"--checkpoints {shown(name)} is not known; use {', '.join(_CHECKPOINTS)} or {NONE}"
+                f"--checkpoints {shown(name)} is not known; use {', '.join(_CHECKPOINTS)} or {NONE}, or a"
+                f" policy: {', '.join(CHECKPOINTS)}"
             )
     taken = {rule: name in wanted for name, rule in _CHECKPOINTS.items()}
     return CheckpointRules(**taken, every=every, per_path=per_path)
@@ -200,13 +212,10 @@ def check_report(path: Path) -> None:
 
 def notes(question: Question) -> list[str]:
     """Return sentences for the report about how the results were made."""
-    rules, machine, tiers = question.checkpoints, question.machine, question.tiers
-    taken = [name for name, rule in _CHECKPOINTS.items() if getattr(rules, rule)]
-    taken += [f"every {rules.every} tokens"] if rules.every else []
+    machine, tiers = question.machine, question.tiers
     said = [
         (
-            "States are taken at:"
-            f" {', '.join(taken) or NONE}{f', at most {rules.per_path} per path' if rules.per_path else ''}."
+            f"States are taken {_places(question.checkpoints)}."
             f" A hit marks {'its whole path' if question.refresh_path else 'the last node that it needs'}"
             " as recently used."
         ),
@@ -225,6 +234,15 @@ def notes(question: Question) -> list[str]:
         stores = [_described(tier, machine) for tier in tiers.storage]
         said.append(f"Device: {device}; {'; '.join([f'host: {exact_size(tiers.host_bytes)}', *stores])}.")
     return said
+
+
+def _places(checkpoints: str | CheckpointRules) -> str:
+    if isinstance(checkpoints, str):
+        return f"by the policy {checkpoints}"
+    taken = [name for name, rule in _CHECKPOINTS.items() if getattr(checkpoints, rule)]
+    taken += [f"every {checkpoints.every} tokens"] if checkpoints.every else []
+    limit = f", at most {checkpoints.per_path} per path" if checkpoints.per_path else ""
+    return f"at: {', '.join(taken) or NONE}{limit}"
 
 
 def _described(tier: StorageTier, machine: ReplayMachine) -> str:

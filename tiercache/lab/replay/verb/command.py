@@ -119,7 +119,9 @@ def replay(
     checkpoints: Annotated[
         str,
         typer.Option(
-            metavar="C,...", help="Kinds of checkpoints at which states are taken; none: at no checkpoint."
+            metavar="NAME|C,...",
+            help="Where states are taken: a policy (rules, every:2048, sparse:4, learned), or kinds of"
+            " checkpoints; none: at no checkpoint.",
         ),
     ] = "branch,prompt,end,ghost",
     every: Annotated[
@@ -283,7 +285,7 @@ def replay(
     question = asking.question(
         asking.source(source, seed, limit, closed=bool(queueing and queueing.closed)),
         policy, profile, asking.capacities(capacity), tiers,
-        asking.rules(checkpoints, every, states_per_path),
+        asking.checkpoints(checkpoints, every, states_per_path),
         timing.machine_of(machine, flops, host_bandwidth, disk_bandwidth),
         refresh_path=refresh is Refresh.PATH, seed=seed, write=str(write),
         write_chance=write_chance, bounds=bounds, queueing=queueing,

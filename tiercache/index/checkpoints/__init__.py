@@ -1,0 +1,67 @@
+"""Checkpoint policies: where the prefill of a prompt leaves states. `base` is the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+from tiercache.errors import ConfigError
+from tiercache.index.checkpoints.base import CheckpointPlan, Checkpoints, PromptView
+from tiercache.index.checkpoints.learned import Learned
+from tiercache.index.checkpoints.rules import CheckpointRules, FixedRules, checkpoint_depths
+from tiercache.index.checkpoints.sparse import Sparse
+from tiercache.policy import DEFAULT_PROFILE, profile_named
+from tiercache.policy.costs import Costs
+
+__all__ = [
+    "CHECKPOINTS",
+    "CheckpointPlan",
+    "CheckpointRules",
+    "Checkpoints",
+    "FixedRules",
+    "Learned",
+    "PromptView",
+    "Sparse",
+    "checkpoint_depths",
+    "checkpoints_named",
+]
+
+CHECKPOINTS: Final = ("rules", "every", "sparse", "learned")
+"""Names of all checkpoint policies, without parameters."""
+_MOST: Final[Mapping[str, int]] = {"every": 1 << 30, "sparse": 64}
+"""Highest parameter of each policy that has one."""
+_ALONE: Final = CheckpointRules(branch=False, prompt_end=False, request_end=False, ghost=False)
+
+
+def checkpoints_named(name: str | CheckpointRules, costs: Costs | None = None) -> Checkpoints:
+    """Return a new checkpoint policy, which weighs by `costs` (default: those of `DEFAULT_PROFILE`).
+
+    `name` is one of these, or the `CheckpointRules` themselves:
+
+    - `rules`: `CheckpointRules` with their defaults.
+    - `every:2048`: a state every so many tokens, and nothing else.
+    - `sparse`, `sparse:8`: the best places of at most 4, or of so many states on a path (see `Sparse`).
+    - `learned`: as many states as are worth their cost (see `Learned`).
+
+    Raises ConfigError for an unknown name or parameter.
+    """
+    if isinstance(name, CheckpointRules):
+        return FixedRules(name)
+    base, colon, parameter = name.partition(":")
+    costs = costs or Costs(profile_named(DEFAULT_PROFILE))
+    if base not in CHECKPOINTS:
+        raise ConfigError(f"there is no checkpoint policy {name!r}; use {', '.join(CHECKPOINTS)}")
+    if base in ("every", "sparse"):
+        if not colon and base == "sparse":
+            return Sparse(costs)
+        if not parameter.isdecimal() or not 0 < int(parameter) <= _MOST[base]:
+            raise ConfigError(
+                f"checkpoint policy {name!r} needs a number from 1 to {_MOST[base]}; use one such as"
+                " every:2048 (tokens) or sparse:4 (states)"
+            )
+        number = int(parameter)
+        return FixedRules(replace(_ALONE, every=number)) if base == "every" else Sparse(costs, number)
+    if colon:
+        raise ConfigError(f"checkpoint policy {base!r} has no parameter; every has tokens and sparse states")
+    return FixedRules(CheckpointRules()) if base == "rules" else Learned(costs)
