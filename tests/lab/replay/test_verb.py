@@ -157,6 +157,21 @@ def test_requests_queue_at_a_machine(replay: Command, tmp_path: Path) -> None:
     assert "engine" in plain
 
 
+def test_arrivals_of_a_file_and_pages_of_another_size(replay: Command, tmp_path: Path) -> None:
+    times = tmp_path / "burst.csv"
+    rows = [f"{n * 3},GPT-4,1,1,2,API log" for n in range(6)]
+    times.write_text(
+        "\n".join(["Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type", *rows])
+    )
+    options = (*SERVED, "--arrivals", times, "--page", "32", "--no-bounds")
+    done = replay(*options, "-o", "jsonl")
+    assert done.err.startswith("Sessions start at the times of burst.csv.")
+    plain = replay(*SERVED, "--no-bounds", "-o", "jsonl").rows
+    assert done.rows[0]["token_hit_rate"] > plain[0]["token_hit_rate"], "less is lost at the ends of pages"
+    times.write_text(times.read_text().rpartition("\n")[0])
+    assert "burst.csv has 5 requests, and the source needs 6 times" in replay(*options).err
+
+
 def test_options_replace_the_speeds_of_a_machine(replay: Command) -> None:
     def mean(*options: str) -> float:
         row = replay(*SERVED, "--no-bounds", "-o", "jsonl", *options).rows[0]

@@ -23,6 +23,7 @@ from tiercache.lab.replay.sources.groups import SharedPrefix
 from tiercache.lab.replay.sources.mixed import Mixed
 from tiercache.lab.replay.sources.mooncake import read_trace
 from tiercache.lab.replay.sources.options import Span, options_of, parameters, with_options
+from tiercache.lab.replay.sources.retimed import retimed
 from tiercache.lab.replay.sources.sessions import Sessions
 from tiercache.lab.replay.sources.trace import BLOCK
 from tiercache.text import shown
@@ -98,10 +99,18 @@ SESSIONS: Final = Kind("recorded sessions of agents: a directory of .json files,
 """How recorded sessions are replayed; opened by path."""
 
 _MAX_SEED: Final = 2**63
+_MAX_PAGE: Final = 4096
+"""Maximum tokens of a page."""
 
 
 def open_source(
-    spec: str, *, seed: int = 0, limit: int | None = None, closed: bool = False
+    spec: str,
+    *,
+    seed: int = 0,
+    limit: int | None = None,
+    closed: bool = False,
+    page: int | None = None,
+    arrivals: Path | None = None,
 ) -> WorkloadSource:
     """Return the source that `spec` names, limited to the first `limit` requests.
 
@@ -113,7 +122,8 @@ def open_source(
     - The path of a recorded session (.json), or of a directory of such files, with parameters of `SESSIONS`.
 
     `seed` has no effect on a Mooncake trace. With `closed`, the times of recorded sessions are those of
-    `Sessions.closed`; it has no effect on other sources.
+    `Sessions.closed`; it has no effect on other sources. `page` is the number of tokens per page. `arrivals`
+    is a file with the times at which a generator's sessions start (`retimed`).
 
     Raises ConfigError for an unknown name or parameter, and for a value out of bounds. Raises InputError for
     a file that is not a trace.
@@ -124,7 +134,11 @@ def open_source(
         raise ConfigError(f"the limit must be a whole number of requests, at least 1, not {shown(limit)}")
     name, _, query = spec.partition("?")
     if name in SOURCES:
-        return _generated(name, query, seed, limit)
+        found = _generated(name, query, seed, limit)
+        if SOURCES[name].fixed and (page is not None or arrivals is not None):
+            raise ConfigError(f"{name} repeats a published benchmark, so its pages and times are fixed")
+        found = _paged(found, page, 1)
+        return found if arrivals is None else retimed(found, arrivals)
     if not _exists(spec):
         # The path itself may contain question marks.
         name, _, query = spec.rpartition("?")
@@ -136,12 +150,33 @@ def open_source(
     else:
         name, query = spec, ""
     path = Path(name)
+    if arrivals is not None:
+        raise ConfigError(f"{path.name} has times of its own; other arrivals are for generators: {_names()}")
     if path.suffix == SUFFIX or path.is_dir():
+        if page is not None:
+            raise ConfigError(
+                f"write the page after the path of recorded sessions, like '{path}?page={page}'"
+            )
         return _recorded(path, query, seed, limit, closed=closed)
     if query:
         raise ConfigError(f"{path.name} has no parameters, because it is a Mooncake trace")
     trace = read_trace(path, limit)
-    return WorkloadSource(path.stem, trace, seed, trace.count(seed), page_size=BLOCK)
+    found = WorkloadSource(path.stem, trace, seed, trace.count(seed), page_size=BLOCK)
+    return _paged(found, page, BLOCK)
+
+
+def _paged(source: WorkloadSource, page: int | None, block: int) -> WorkloadSource:
+    """Return a source with pages of `page` tokens, if that is not None; its prompts share whole blocks."""
+    if page is None:
+        return source
+    if type(page) is not int or not 16 <= page <= _MAX_PAGE or page % 16:
+        raise ConfigError(f"a page has a multiple of 16 tokens up to {_MAX_PAGE}, not {shown(page)}")
+    if block % page and page % block:
+        raise ConfigError(
+            f"{source.name} has blocks of {block} tokens; use a page that divides them, such as 64, or a"
+            f" multiple of them, not {page}"
+        )
+    return replace(source, page_size=page)
 
 
 def _exists(path: str) -> bool:

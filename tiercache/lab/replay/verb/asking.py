@@ -36,8 +36,16 @@ ALL: Final = "all"
 NONE: Final = "none"
 
 
-def source(spec: str, seed: int, limit: int | None, *, closed: bool = False) -> Source:
-    """Open the source to replay; `closed` is as in `open_source`.
+def source(
+    spec: str,
+    seed: int,
+    limit: int | None,
+    *,
+    closed: bool = False,
+    page: int | None = None,
+    arrivals: Path | None = None,
+) -> Source:
+    """Open the source to replay; the other parameters are those of `open_source`.
 
     Raises ConfigError if no source is named.
     """
@@ -46,7 +54,7 @@ def source(spec: str, seed: int, limit: int | None, *, closed: bool = False) -> 
             "no source is named; give a trace file or a generator, such as seed-20457 (all generators:"
             " tiercache replay --list)"
         )
-    return open_source(spec, seed=seed, limit=limit, closed=closed)
+    return open_source(spec, seed=seed, limit=limit, closed=closed, page=page, arrivals=arrivals)
 
 
 def about(source: Source) -> str:

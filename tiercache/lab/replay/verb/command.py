@@ -47,6 +47,22 @@ def replay(
     limit: Annotated[
         int | None, typer.Option(help="Number of requests to replay, counted from the first. Default: all.")
     ] = None,
+    page: Annotated[
+        int | None,
+        typer.Option(
+            metavar="TOKENS",
+            help="Tokens per page. Default: 64, or the block of a trace (512). Recorded sessions have the"
+            " parameter page instead.",
+        ),
+    ] = None,
+    arrivals: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.csv",
+            help="Times at which a generator's sessions start: a file of BurstGPT or of Azure's LLM inference"
+            " traces. Default: the generator's own.",
+        ),
+    ] = None,
     policy: Annotated[
         str,
         typer.Option(
@@ -283,7 +299,9 @@ def replay(
         machine, rate=rate, closed=not open_loop, slo_ttft=slo_ttft, slo_tpot=slo_tpot
     )
     question = asking.question(
-        asking.source(source, seed, limit, closed=bool(queueing and queueing.closed)),
+        asking.source(
+            source, seed, limit, closed=bool(queueing and queueing.closed), page=page, arrivals=arrivals
+        ),
         policy, profile, asking.capacities(capacity), tiers,
         asking.checkpoints(checkpoints, every, states_per_path),
         timing.machine_of(machine, flops, host_bandwidth, disk_bandwidth),
