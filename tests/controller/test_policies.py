@@ -35,11 +35,15 @@ def test_every_policy_serves_right_bytes_under_pressure(policy: str):
     assert engine.metrics.value("tokens_total", "restored") > 0
 
 
-def test_a_policy_for_states_is_refused_where_there_are_none():
+def test_policies_that_cannot_be_are_refused():
     with pytest.raises(ConfigError, match="seglen"):
         Engine(hybrid=False, options=ControllerOptions(policy="seglen"))
     with pytest.raises(ConfigError, match="no eviction policy"):
         Engine(options=ControllerOptions(policy="fifo"))
+    with pytest.raises(ConfigError, match="no checkpoint policy"):
+        ControllerOptions(checkpoints="best")
+    with pytest.raises(ConfigError, match="checkpoints=7 is not possible"):
+        ControllerOptions(checkpoints=7)  # type: ignore[arg-type]
 
 
 def test_the_rules_say_where_a_prefill_is_cut():

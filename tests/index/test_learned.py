@@ -19,6 +19,7 @@ from tiercache.index import (
     Shadow,
     checkpoints_named,
 )
+from tiercache.index.checkpoints.departures import Departures, Mark, Past
 from tiercache.index.checkpoints.memory import PageMemory
 from tiercache.policy import CheckpointKind, Lru, ModelProfile
 from tiercache.policy.costs import Costs
@@ -235,3 +236,22 @@ def test_every_name_makes_a_policy_of_its_own():
         assert isinstance(one, Checkpoints)
         assert one is not other
     assert checkpoints_named(CheckpointRules(per_path=3)).per_path == 3
+
+
+def test_the_rates_of_a_class_are_its_own_once_it_has_been_seen_often_enough():
+    """Answers reach the next page boundary only if their prompts end late in a page."""
+    departures = Departures()
+    early, late, rare = (
+        Past(0, 8, 8, Mark.FRESH, size, quarter) for size, quarter in ((2, 0), (2, 3), (5, 1))
+    )
+    assert departures.rates(early)[:3] == [1.0, 1.0, 1.0], "as the rules"
+    for _ in range(100):
+        for past, depth in ((early, 8), (late, 9)):
+            departures.began(past)
+            departures.left(past, depth)
+    departures.refresh()
+    rates = {past: departures.rates(past) for past in (early, late, rare)}
+    assert rates[early][Mark.PROMPT] > 0.9 > 0.1 > rates[early][Mark.END]
+    assert rates[late][Mark.END] > 0.9 > 0.1 > rates[late][Mark.PROMPT]
+    assert rates[rare][Mark.END] == pytest.approx(0.5, abs=0.05), "as the requests of its kind"
+    assert rates[late][Mark.BRANCH] < 0.1

@@ -82,11 +82,11 @@ class Learned(Checkpoints):
         tokens = [point * prefill.page_size for point in points]
         flops = self._profile.flops(prefill.depth * prefill.page_size, tokens).tolist()
         shares = [weights[point] for point in points]
-        chosen = list(range(_MOST + 1))
-        while len(chosen) > _MOST:
-            prices = [price + self._cut] * (len(points) - 1) + [price]
-            chosen = place_priced(shares, flops, prices)
-            price = 4 * price + self._cut
+        prices = [price + self._cut] * (len(points) - 1) + [price]
+        while len(chosen := place_priced(shares, flops, prices)) > _MOST:
+            # If departures are spread evenly, the number of states falls with the square root of the price.
+            dearer = 1.5 * (len(chosen) / _MOST) ** 2
+            prices = [dearer * one for one in prices]
         depths = {points[i]: self._kind(prefill, past, points[i]) for i in chosen if points[i] < end}
         if past.last in depths and past.full > past.last:
             depths[past.full] = CheckpointKind.PROMPT  # no cut: the prefill ends there

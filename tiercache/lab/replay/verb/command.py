@@ -81,7 +81,8 @@ def replay(
         str,
         typer.Option(
             metavar="F,...",
-            help="Sizes of the cache, as fractions of the bytes that an infinite cache holds at the end."
+            help="Sizes of the cache, as fractions of the bytes that an infinite cache holds at the end,"
+            " with the default checkpoints."
             " Default: 0.05,0.1,0.2.",
         ),
     ] = "",
