@@ -10,9 +10,9 @@ from tests.controller.harness import KV, MAMBA, Engine, P
 from tests.examples import slow_after
 from tiercache.controller import ControllerOptions
 from tiercache.core import Tier
-from tiercache.errors import ConfigError
+from tiercache.errors import ConfigError, InputError
 from tiercache.index import CheckpointRules
-from tiercache.policy import POLICIES, WINDOW, Portfolio
+from tiercache.policy import POLICIES, WINDOW, Ending, Portfolio
 
 
 def tokens(start: int, pages: int) -> list[int]:
@@ -113,3 +113,34 @@ def test_marconis_artifact_searches_once_and_then_needs_no_shadows():
         assert engine.controller.flush()
         engine.controller.tick()
     assert chosen.scores == scores, "it searches no more"
+
+
+def test_how_a_request_ended_is_known_of_the_state_that_the_next_one_restores():
+    engine = Engine()
+    controller, told = engine.controller, []
+    watched = engine.context.index.policy
+    learn = watched.reused
+    watched.reused = lambda reuse: (told.append(reuse.ending), learn(reuse))[1]  # type: ignore[method-assign]
+    said = tokens(1, 4)
+    for ending in (Ending.CALL, Ending.TURN, Ending.UNKNOWN):
+        admission = controller.admit(controller.lookup([*said, 5]), states=1)
+        admission.wait()
+        controller.commit(admission, said, {len(said): admission.take_states()})
+        controller.release(admission, ending=ending)
+        said = [*said, *tokens(100 * len(said), 2)]
+    admission = controller.admit(controller.lookup([*said[: -2 * P], 5]), states=1)
+    admission.wait()
+    assert told == [Ending.CALL, Ending.TURN, Ending.UNKNOWN]
+    with pytest.raises(InputError, match="ending 7"):
+        controller.release(admission, ending=7)  # type: ignore[arg-type]
+    controller.release(admission, ending=Ending.LAST)
+
+
+def test_an_ending_without_a_commit_changes_nothing():
+    engine = Engine()
+    engine.serve(tokens(1, 4))
+    (node,) = [at for at in engine.context.index.nodes() if at.is_complete and not at.children]
+    admission = engine.controller.admit(engine.controller.lookup([*tokens(1, 4), 5]))
+    admission.wait()
+    engine.controller.release(admission, ending=Ending.LAST)
+    assert node.ending == Ending.UNKNOWN

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from tests.index.states import ONE, publish_state, reserve_state, span_of
 from tiercache.core import ABSENT, Locations, PoolName, Tier, TokenArray
 from tiercache.index import Eviction, HybridIndex, Match, Pin, Span
-from tiercache.policy import CheckpointKind, Costs, ModelProfile, Policy, Reuse
+from tiercache.policy import CheckpointKind, Costs, Ending, ModelProfile, Policy, Reuse
 from tiercache.policy.base import Column, Ranks
 
 # PAGE: tokens of a page. BYTES: bytes of an object. BLOCKS: host blocks of an object.
@@ -49,6 +49,7 @@ class PlainUnits:
     checkpoint: Column
     lineage: Column
     grown: Column
+    ending: Column
     expected: Column
     digest: Column
     covered: Column
@@ -116,6 +117,7 @@ def random_units(count: int, seed: int = 0, now: int = 10_000) -> PlainUnits:
         checkpoint=draw(0, len(CheckpointKind), count),
         lineage=draw(0, 6, count),
         grown=np.minimum(depth, draw(0, 500, count)),
+        ending=draw(0, len(Ending), count),
         digest=draw(-(2**63), 2**63, count),
         covered=draw(0, 2, count),
     )

@@ -28,6 +28,7 @@ from tiercache.controller.restore import DeviceRestore, Sources, count_restore
 from tiercache.core import ABSENT, Locations, PoolName, Reason, Tier, TokenArray, reusable_pages
 from tiercache.errors import AdmissionError, InputError, PoolFullError
 from tiercache.index import CheckpointPlan, Inserted, Match, Node, Origin, PathLocations, Pin
+from tiercache.policy import Ending
 
 
 class Status(enum.StrEnum):
@@ -333,6 +334,11 @@ class Admission:
         # A shorter commit must not release deeper pages that are in the slot table.
         if inserted.depth >= self._pinned_depth:
             self._hold(inserted.node, inserted.depth, Tier.DEVICE, fence=fence)
+
+    def note_ending(self, ending: Ending) -> None:
+        """Tell the index how the request ended; nothing if it has committed nothing."""
+        if self.committed:
+            self._context.index.ended(self._pin.node, ending)
 
     def close(self, fence: DeviceFence | None = None) -> None:
         """Once the device has passed `fence`, release the pins, and the slots that only this request uses.

@@ -44,6 +44,7 @@ from tiercache.metrics import Metrics
 from tiercache.policy import (
     DEFAULT_PROFILE,
     Costs,
+    Ending,
     ModelProfile,
     Policy,
     Portfolio,
@@ -512,22 +513,30 @@ class HybridCacheController:
         )
         return admission.pages
 
-    def release(self, admission: Admission, *, fence: DeviceFence | None = None) -> None:
+    def release(
+        self, admission: Admission, *, fence: DeviceFence | None = None, ending: Ending = Ending.UNKNOWN
+    ) -> None:
         """End a request: release its pins, and the slots that belong to this request alone.
 
         The device passes `fence` when it has finished reading and writing the request's slots; None means
-        that the device has finished already. Raises AdmissionError if the admission was released before.
+        that the device has finished already. `ending` tells policies that learn from it (`hvd`) whether
+        a tool, a person or nobody will continue the request. Raises AdmissionError if the admission was
+        released before, and InputError for an unknown ending.
         """
         self._enter()
+        if ending not in Ending.__members__.values():
+            raise InputError(f"the ending {ending!r} is unknown; use one of {', '.join(Ending.__members__)}")
         self._require_mine(admission)
         self._note_call("a release", admission.lookup.tokens)
         self._check_fence(fence)
+        if ending:
+            admission.note_ending(ending)
         admission.close(fence)
         self._admissions.discard(admission)
         self._values.tell()
         self._post_residency()
         if self._shadows is not None and admission.committed:
-            self._shadows.served(admission.lookup.tokens, admission.sequence, admission.lookup.extra)
+            self._shadows.served(admission.lookup.tokens, admission.sequence, admission.lookup.extra, ending)
 
     def join_ranks(self, ranks: RankGroup) -> None:
         """Join the ranks of a group anew, after one of them was started again.

@@ -13,7 +13,7 @@ from typing import Final
 from tiercache.controller.context import ControllerContext
 from tiercache.core import TokenArray
 from tiercache.index import Shadow, checkpoints_named
-from tiercache.policy import Portfolio, policy_named
+from tiercache.policy import Ending, Portfolio, policy_named
 from tiercache.policy.costs import Costs
 
 _log = logging.getLogger(__name__)
@@ -50,22 +50,22 @@ class Shadows:
         ]  # fmt: skip
         self._thread = context.threads("shadow", 1)
 
-    def served(self, prompt: TokenArray, sequence: TokenArray, extra: bytes) -> None:
+    def served(self, prompt: TokenArray, sequence: TokenArray, extra: bytes, ending: Ending) -> None:
         """Let the shadow caches simulate a request that began as `prompt` and ended as `sequence`."""
         if self._portfolio.settled:
             self._shadows = []  # requests that still wait find none, and their answers are dropped
         elif self._waiting < _MAX_WAITING:
             self._waiting += 1
-            self._thread.submit(partial(self._run, prompt, sequence, extra))
+            self._thread.submit(partial(self._run, prompt, sequence, extra, ending))
 
     def close(self, timeout: float) -> bool:
         """Let the shadow thread end; return False if it still runs after `timeout` seconds."""
         return self._thread.close(timeout)
 
-    def _run(self, prompt: TokenArray, sequence: TokenArray, extra: bytes) -> None:
+    def _run(self, prompt: TokenArray, sequence: TokenArray, extra: bytes, ending: Ending) -> None:
         flops = self._context.profile.flops
         try:
-            saved = [flops(0, shadow.request(prompt, sequence, extra)) for shadow in self._shadows]
+            saved = [flops(0, shadow.request(prompt, sequence, extra, ending)) for shadow in self._shadows]
         except Exception:  # noqa: BLE001  a failed shadow must not end this thread
             _log.exception("a shadow cache failed; this request is left out of the comparison of policies")
             saved = [0.0] * len(self._portfolio.members)

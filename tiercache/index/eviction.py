@@ -257,6 +257,7 @@ def reuse_of(node: Node, now: int) -> Reuse:
         node.checkpoint,
         node.lineage,
         node.new_pages,
+        node.ending,
         age,
         node.signature,
         evicted=False,

@@ -41,6 +41,7 @@ _SHARED: Final = (
     "checkpoint",
     "lineage",
     "grown",
+    "ending",
     "expected",
     "alive",
     "complete",
@@ -254,6 +255,7 @@ class EvictionColumns:
         self._checkpoint[row] = node.checkpoint
         self._lineage[row] = node.lineage
         self._grown[row] = node.new_pages
+        self._ending[row] = node.ending
         self._expected[row] = node.expected
         # Alive: a complete state is at the node's end or below it, and the node is a branch or within the
         # limit of its path. Without state pools every unit is alive. Without page pools, states below need
@@ -303,6 +305,7 @@ class EvictionColumns:
             self._checkpoint,
             self._lineage,
             self._grown,
+            self._ending,
             self._expected,
             self._alive,
             self._complete,
@@ -349,6 +352,7 @@ class UnitRows:
     checkpoint = _Shared()
     lineage = _Shared()
     grown = _Shared()
+    ending = _Shared()
     expected = _Shared()
     digest = _Shared()
 

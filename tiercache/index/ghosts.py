@@ -24,10 +24,13 @@ _COLUMNS: Final = (
     "checkpoint",
     "lineage",
     "grown",
+    "ending",
     "last_access",
     "digest",
 )
 """Fields of `Reuse`, with the tick of the last access in place of the age."""
+_OWN: Final = _COLUMNS.index("last_access")
+"""Number of fields before the age, which are copied as they are."""
 
 
 class Ghosts:
@@ -92,7 +95,7 @@ class Ghosts:
         if digest in self._at:
             self.forget(digest, self._at[digest])
         self._digest[slot], self._at[digest], self._there[slot] = digest, slot, True
-        self._units[slot] = (*unit[:7], now - unit.age, unit.digest)
+        self._units[slot] = (*unit[:_OWN], now - unit.age, unit.digest)
 
     @property
     def has_units(self) -> bool:
@@ -120,19 +123,7 @@ class Ghosts:
         slot = self._at[digest]
         *unit, last_access, signature = self._units[slot].tolist()
         self.forget(digest, slot)
-        depth, replay, children, hits, checkpoint, lineage, grown = unit
-        return Reuse(
-            depth,
-            replay,
-            children,
-            hits,
-            checkpoint,
-            lineage,
-            grown,
-            now - last_access,
-            signature,
-            evicted=True,
-        )
+        return Reuse._make((*unit, now - last_access, signature, True))
 
     def forget(self, digest: int, slot: int) -> None:
         """Forget the unit in row `slot`, which ended with the prefix `digest`."""
@@ -171,6 +162,7 @@ class GhostUnits:
             self.checkpoint,
             self.lineage,
             self.grown,
+            self.ending,
             self.last_access,
             self.digest,
         ) = rows.T

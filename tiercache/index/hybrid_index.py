@@ -53,7 +53,7 @@ from tiercache.index.integrity import check_integrity, owned
 from tiercache.index.node import ALIVE, IN_STORAGE, Digests, Node, Prefixes
 from tiercache.index.radix_tree import Pin, RadixTree
 from tiercache.index.residency import Residency
-from tiercache.policy import LEARN_EVERY, CheckpointKind, Lru, Policy, Reuse, UnitKind
+from tiercache.policy import LEARN_EVERY, CheckpointKind, Ending, Lru, Policy, Reuse, UnitKind
 from tiercache.policy.base import Ranks
 
 MAX_STORED_PAGES: Final = 1 << 20
@@ -477,6 +477,17 @@ class HybridIndex:
         self._refresh(node)
         return Inserted(node, after.end, depth, answer, tuple(adopted), tuple(rejected))
 
+    def ended(self, node: Node, ending: Ending) -> None:
+        """Note how a request ended whose last commit was up to the end of `node`.
+
+        It counts for the deepest state on the path to `node`, from which the session goes on.
+        """
+        for at in node.path():
+            if at.is_complete:
+                at.ending = ending
+                self._columns.mark(at)
+                return
+
     def extend_path(self, tokens: TokenArray, depth: int, extra: bytes = b"") -> Node:
         """Return the node that ends exactly at `depth` of `tokens`, created without objects if it is new.
 
@@ -508,6 +519,7 @@ class HybridIndex:
         """
         node.checkpoint, node.lineage, node.over_limit = checkpoint, origin.lineage, False
         node.new_pages = max(0, node.end - origin.known)
+        node.ending = Ending.UNKNOWN
         if self.checkpoints.per_path:
             # `path` goes upwards, so the deepest states come first. States at branches do not count.
             on_path = [at for at in node.path() if at.is_complete and len(at.children) < 2]

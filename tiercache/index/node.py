@@ -16,7 +16,7 @@ import numpy.typing as npt
 import xxhash
 
 from tiercache.core import ABSENT, Locations, Mask, Tier
-from tiercache.policy import CheckpointKind
+from tiercache.policy import CheckpointKind, Ending
 
 Digests: TypeAlias = npt.NDArray[np.uint64]
 """Digests, one per page: entry i covers the sequence from its start to the end of page i."""
@@ -109,6 +109,7 @@ class Node:
         "digests",
         "edge",
         "end",
+        "ending",
         "ends",
         "expected",
         "extra",
@@ -172,13 +173,14 @@ class Node:
 
         None if no state is present or pending.
         """
-        # The next seven describe the node's units to policies; `Units` explains them.
+        # The next eight describe the node's units to policies; `Units` explains them.
         self.last_access = 0
         self.created = 0
         self.hits = 0
         self.expected = 0
         self.checkpoint = CheckpointKind.NONE
         self.lineage = 0
+        self.ending = Ending.UNKNOWN
         self.new_pages = 0
         """Number of pages on the path that no request had before the one that took the state.
 

@@ -11,7 +11,7 @@ from tiercache.core import Locations, PoolName, TokenArray, full_pages
 from tiercache.index.checkpoints import CheckpointRules, Checkpoints
 from tiercache.index.hybrid_index import HybridIndex
 from tiercache.keys import KEY_BYTES
-from tiercache.policy import Policy
+from tiercache.policy import Ending, Policy
 
 
 class Shadow:
@@ -48,7 +48,9 @@ class Shadow:
         """Bytes that the objects in the shadow take now."""
         return self._used
 
-    def request(self, prompt: TokenArray, sequence: TokenArray, extra: bytes = b"") -> int:
+    def request(
+        self, prompt: TokenArray, sequence: TokenArray, extra: bytes = b"", ending: Ending = Ending.UNKNOWN
+    ) -> int:
         """Serve a request; return how many tokens of its prompt were restored.
 
         `sequence` has the tokens of the prompt and of the answer.
@@ -73,6 +75,8 @@ class Shadow:
             int(np.count_nonzero(one.adopted)) * self._cost[pool] for pool, one in inserted.pages.items()
         )
         self._used += sum(self._cost[pool] for _, pool, _ in inserted.adopted_states)
+        if ending:
+            index.ended(inserted.node, ending)
         index.prune(inserted.node)
         if self._used > self._capacity:
             self._shrink()

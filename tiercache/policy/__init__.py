@@ -15,7 +15,7 @@ from typing import Final
 from tiercache.errors import ConfigError
 from tiercache.models.profile import PROFILES, ModelProfile, profile_named, profile_of
 from tiercache.policy.arc import Arc
-from tiercache.policy.base import LEARN_EVERY, CheckpointKind, Policy, Reuse, UnitKind, Units
+from tiercache.policy.base import LEARN_EVERY, CheckpointKind, Ending, Policy, Reuse, UnitKind, Units
 from tiercache.policy.costs import Costs
 from tiercache.policy.gdsf import Gdsf
 from tiercache.policy.hvd import HitValueDensity
@@ -39,6 +39,7 @@ __all__ = [
     "WINDOW",
     "CheckpointKind",
     "Costs",
+    "Ending",
     "Lru",
     "ModelProfile",
     "Policy",

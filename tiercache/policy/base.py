@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -52,6 +53,22 @@ class CheckpointKind(enum.IntEnum):
     """A multiple of a fixed number of tokens."""
     PREDICTED = 6
     """A depth at which later prompts are likely to leave this one."""
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class Ending(enum.IntEnum):
+    """How a request ended, as far as its engine knows. Policies learn what follows each; none is believed."""
+
+    UNKNOWN = 0
+    """The engine does not say."""
+    TURN = 1
+    """The answer is complete: the next request waits for a person, if one comes at all."""
+    CALL = 2
+    """The answer calls a tool: the next request comes when the tool has returned."""
+    LAST = 3
+    """No request will continue this one, for example because a sub-agent has reported its result."""
 
     def __str__(self) -> str:
         return self.name.lower()
@@ -135,6 +152,10 @@ class Units(Protocol):
         """Number of pages, up to the unit's end, that were unknown before the request that made the unit."""
 
     @property
+    def ending(self) -> Column:
+        """`Ending` of the request that last ended at the unit."""
+
+    @property
     def expected(self) -> Column:
         """Tick at which a hit on the unit is expected, in the future or overdue; 0 if none is expected."""
 
@@ -174,11 +195,18 @@ class Reuse(NamedTuple):
     checkpoint: int
     lineage: int
     grown: int
+    ending: int
     age: int
     """Ticks since the unit's last access."""
     digest: int
     evicted: bool
     """False for a hit, True for a miss."""
+
+
+def columns_of(reused: Sequence[Reuse]) -> Mapping[str, Column]:
+    """Return the fields of some hits and misses as columns, by name; int64, shape (len(reused),)."""
+    rows = np.array(reused, np.int64).reshape(-1, len(Reuse._fields))
+    return dict(zip(Reuse._fields, rows.T, strict=True))
 
 
 class Policy(ABC):

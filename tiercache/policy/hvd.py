@@ -10,7 +10,17 @@ from typing import ClassVar, Final
 import numpy as np
 import numpy.typing as npt
 
-from tiercache.policy.base import CheckpointKind, Column, Policy, Ranks, Reuse, Units
+from tiercache.policy.base import (
+    CheckpointKind,
+    Column,
+    Ending,
+    Policy,
+    Ranks,
+    Reuse,
+    UnitKind,
+    Units,
+    columns_of,
+)
 from tiercache.policy.costs import Costs
 
 _LINEAGES = 5
@@ -36,7 +46,8 @@ class HitValueDensity(Policy):
     The hazard is learned. It follows from the rate at which units of a class are hit at an age (see
     `Hazard`), where a miss of an evicted unit counts as a hit. Classes are nested in three levels, by
 
-    1. the reason why the state was taken, and the number of continuations (0, 1, more)
+    1. the reason why the state was taken, the number of continuations (0, 1, more), and how the request that
+       left the state ended (see `Ending`)
     2. the unit's own hits or, if it has none, its lineage (see `Units.lineage`)
     3. the number of tokens that the owner did not know before (see `Units.grown`)
 
@@ -50,7 +61,7 @@ class HitValueDensity(Policy):
 
     def __init__(self, costs: Costs) -> None:
         self._costs = costs
-        self._hazard = Hazard((len(CheckpointKind) * 3, _LINEAGES + _HITS, _SIZES))
+        self._hazard = Hazard((len(CheckpointKind) * 3 * len(Ending), _LINEAGES + _HITS, _SIZES))
         self._reused: list[Reuse] = []
 
     def rank(self, units: Units) -> Ranks:
@@ -58,7 +69,7 @@ class HitValueDensity(Policy):
         rate = self._hazard.rate(_classes(units), units.now - units.last_access)
         if units.expected.any():
             rate = np.maximum(rate, _expected_rate(units))
-        return rate * self._costs.density(units)
+        return rate * self._density(units)
 
     def value(self, units: Units) -> Ranks:
         """Return the hit-value density, which is in FLOPs per byte and tick already."""
@@ -78,15 +89,35 @@ class HitValueDensity(Policy):
 
     def learn(self, live: Units, gone: Units) -> None:
         """Learn, for each class, the hits since the last call and the ticks that units waited for a hit."""
-        hits = np.array(self._reused, np.int64).reshape(-1, len(Reuse._fields))
+        told = columns_of(self._reused)
         self._reused.clear()
-        _, _, children, own, checkpoint, lineage, grown, age, _, _ = hits.T
         self._hazard.begin(live.now)
-        self._hazard.hit(_classes_of(checkpoint, children, own, lineage, grown * live.page_tokens), age)
+        self._hazard.hit(
+            _classes_of(
+                told["checkpoint"], told["children"], told["ending"], told["hits"], told["lineage"],
+                told["grown"] * live.page_tokens,
+            ),
+            told["age"],
+        )  # fmt: skip
         for units in (live, gone):
             if len(units):
                 self._hazard.wait(_classes(units), units.now - units.last_access)
         self._hazard.derive()
+
+    def _density(self, units: Units) -> Ranks:
+        """Return the cost of a miss of each unit per byte, counting the pages that die with a leaf."""
+        # A leaf's eviction frees its own edge, but without its state the pages between the nearest shallower
+        # state and the edge are of no use either, and go next:
+        #   state ---- pages ----[ edge of the leaf )state
+        #         |<------- replay --------------->|
+        profile = self._costs.profile
+        tokens = units.replay * units.page_tokens
+        dying = tokens * float(profile.kv_bytes_per_token) + profile.state_bytes
+        is_leaf = (
+            (units.kind == UnitKind.LEAF) & (units.checkpoint != CheckpointKind.NONE) & (units.covered == 0)
+        )
+        cost = self._costs.density(units)
+        return np.where(is_leaf, cost * units.nbytes / np.maximum(units.nbytes, dying), cost)
 
 
 def _expected_rate(units: Units) -> Ranks:
@@ -108,15 +139,16 @@ def _expected_rate(units: Units) -> Ranks:
 
 def _classes(units: Units) -> tuple[Column, Column, Column]:
     return _classes_of(
-        units.checkpoint, units.children, units.hits, units.lineage, units.grown * units.page_tokens
-    )
+        units.checkpoint, units.children, units.ending, units.hits, units.lineage,
+        units.grown * units.page_tokens,
+    )  # fmt: skip
 
 
 def _classes_of(
-    checkpoint: Column, children: Column, hits: Column, lineage: Column, new_tokens: Column
+    checkpoint: Column, children: Column, ending: Column, hits: Column, lineage: Column, new_tokens: Column
 ) -> tuple[Column, Column, Column]:
     """Return the class of each unit on the three levels, outermost first."""
-    kind = checkpoint * 3 + np.minimum(children, 2)
+    kind = (checkpoint * 3 + np.minimum(children, 2)) * len(Ending) + ending
     past = _PAST[np.minimum(hits, _PAST.shape[0] - 1), np.minimum(lineage, _PAST.shape[1] - 1)]
     size = _SIZE[np.minimum(new_tokens >> 10, len(_SIZE) - 1)]
     return kind, past, size

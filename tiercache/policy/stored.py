@@ -52,6 +52,11 @@ class StoredColumns(ABC):
         return self._unknown()
 
     @property
+    def ending(self) -> Column:
+        """Zeros: not known to a store."""
+        return self._unknown()
+
+    @property
     def expected(self) -> Column:
         """Zeros: hints do not reach a store."""
         return self._unknown()

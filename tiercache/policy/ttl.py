@@ -7,7 +7,18 @@ from typing import ClassVar, Final
 import numpy as np
 import numpy.typing as npt
 
-from tiercache.policy.base import LEARN_EVERY, CheckpointKind, Column, Policy, Ranks, Reuse, Units, last_use
+from tiercache.policy.base import (
+    LEARN_EVERY,
+    CheckpointKind,
+    Column,
+    Ending,
+    Policy,
+    Ranks,
+    Reuse,
+    Units,
+    columns_of,
+    last_use,
+)
 from tiercache.policy.costs import Costs
 from tiercache.policy.history import GROUP
 
@@ -15,13 +26,15 @@ _TIMES: Final = 2.0 ** (np.arange(48) / 2)
 """Times to live that are considered, in ticks: powers of the square root of 2, up to 12 million."""
 _TURNS: Final = 16
 """Number of turns that are told apart; the last stands for all later ones."""
-_ROLES: Final = len(CheckpointKind) * 3
-"""Number of roles: the reasons for a state, each with no, one or more continuations."""
+_ROLES: Final = len(CheckpointKind) * 3 * len(Ending)
+"""Number of roles: the reasons for a state, each with no, one or more continuations and each `Ending`."""
 _ENOUGH: Final = 8.0
 """Weight of pauses from which a class is described by its own pauses."""
 _KEPT: Final = 0.95
 """Factor by which earlier observations lose weight every `LEARN_EVERY` requests."""
-_OF_SESSIONS: Final = np.isin(np.arange(_ROLES) // 3, [CheckpointKind.END, CheckpointKind.PROMPT])
+_OF_SESSIONS: Final = np.isin(
+    np.arange(_ROLES) // (3 * len(Ending)), [CheckpointKind.END, CheckpointKind.PROMPT]
+)
 """Roles of states of which each request leaves one."""
 
 Table = npt.NDArray[np.float64]
@@ -39,17 +52,18 @@ class Ttl(Policy):
     recently used first. Before there are observations, no time runs out.
 
     Chances are those of the pauses that were seen of units of the same class, misses of evicted units
-    included. A class is the reason why the state was taken, the number of continuations, and the turn of the
-    session. A class with fewer than 8 pauses uses those of all turns, and these those of all units. A chance
-    also has a factor for whether there will be a hit at all: for ends of prompts and requests it is the share
-    of such states of that turn that were hit, for other states it is 1.
+    included. A class is the reason why the state was taken, the number of continuations, how the request
+    ended (see `Ending`), and the turn of the session. A class with fewer than 8 pauses uses those of all
+    turns, and these those of all units. A chance also has a factor for whether there will be a hit at all:
+    for ends of prompts and requests it is the share of such states of that turn that were hit, for other
+    states it is 1.
 
     Source: Li et al., "Continuum: Efficient and Robust Multi-Turn LLM Agent Scheduling with KV Cache
     Time-to-Live" (arXiv 2511.02230), which keeps the KV of an agent during a tool call for a time that weighs
     the cost of a reload or of computing again against the memory that is held, by the tool's earlier times.
     What differs:
 
-    - Tools are not known here, so classes stand for them.
+    - It is known at most that a tool was called, not which, so classes stand for the tools.
     - Ticks are the only clock: pauses are counted in the hits and inserts of all sessions, not in seconds.
     - The delay in a queue, which the paper adds to the cost of a miss, is not known. The price of memory is
       ours, because the paper's is a delay of other requests.
@@ -84,7 +98,7 @@ class Ttl(Policy):
             return np.full(len(units), np.inf)
         nbytes = units.nbytes.sum(dtype=np.float64) * (units.population / len(units))
         price = self._saved / max(self._elapsed, 1.0) / nbytes
-        at = _classes(units.checkpoint, units.children, units.lineage)
+        at = _classes(units.checkpoint, units.children, units.ending, units.lineage)
         worth = self._costs.density(units)[:, None] * self._chance[at] - price * self._held[at]
         best = worth.argmax(axis=1)
         return np.where(worth.max(axis=1) > 0, _TIMES[best], 0.0)
@@ -95,21 +109,20 @@ class Ttl(Policy):
 
     def learn(self, live: Units, gone: Units) -> None:
         """Learn the pauses that have ended since the last call."""
-        told = np.array(self._reused, np.int64).reshape(-1, len(Reuse._fields))
+        told = columns_of(self._reused)
         self._reused.clear()
-        depth, replay, children, _, checkpoint, lineage, _, age, _, evicted = told.T
         for sum_ in (self._pauses, self._made):
             sum_ *= _KEPT
-        role, turn = _classes(checkpoint, children, lineage)
-        place = np.minimum(np.searchsorted(_TIMES, age), len(_TIMES) - 1)
+        role, turn = _classes(told["checkpoint"], told["children"], told["ending"], told["lineage"])
+        place = np.minimum(np.searchsorted(_TIMES, told["age"]), len(_TIMES) - 1)
         np.add.at(self._pauses, (role, turn, place), 1.0)
         # A request that continues another has the next turn. All others begin a session.
         later = np.minimum(turn + 1, _TURNS - 1)[_OF_SESSIONS[role]]
         np.add.at(self._made, later, 1.0)
         self._made[0] += max(0, LEARN_EVERY - len(later))
-        end = depth * live.page_tokens
-        saved = self._costs.profile.flops(end - np.minimum(replay * live.page_tokens, end), end)
-        self._saved = _KEPT * self._saved + float(np.sum(np.where(evicted, 0.0, saved)))
+        end = told["depth"] * live.page_tokens
+        saved = self._costs.profile.flops(end - np.minimum(told["replay"] * live.page_tokens, end), end)
+        self._saved = _KEPT * self._saved + float(np.sum(np.where(told["evicted"], 0.0, saved)))
         self._elapsed = _KEPT * self._elapsed + max(0, live.now - self._opened)
         self._opened = live.now
         self._derive()
@@ -134,6 +147,6 @@ def _sum(pauses: Table) -> Table:
     return total
 
 
-def _classes(checkpoint: Column, children: Column, lineage: Column) -> tuple[Column, Column]:
+def _classes(checkpoint: Column, children: Column, ending: Column, lineage: Column) -> tuple[Column, Column]:
     """Return the role and the turn of each unit."""
-    return checkpoint * 3 + np.minimum(children, 2), np.minimum(lineage, _TURNS - 1)
+    return (checkpoint * 3 + np.minimum(children, 2)) * len(Ending) + ending, np.minimum(lineage, _TURNS - 1)

@@ -14,6 +14,7 @@ from tests.lab.replay.requests import common, opened, same, starts_with
 from tiercache.errors import ConfigError, InputError
 from tiercache.lab.replay.base import Request
 from tiercache.lab.replay.sources import open_source
+from tiercache.policy import Ending
 
 BLOCK = 64
 
@@ -120,6 +121,31 @@ def test_sessions_run_side_by_side_up_to_a_number(tmp_path):
         most = max(sum(begin <= at < end for begin, end in spans) for at, _ in spans)
         assert most == live
         assert all(end - begin == pytest.approx(100) for begin, end in spans)
+
+
+def test_how_an_answer_stopped_is_read(tmp_path):
+    stops = ["tool_use", "end_turn", "max_tokens", None, 7, ["tool_use"]]
+    write(tmp_path, a=session([turn(n, 64, [n], stop=stop) for n, stop in enumerate(stops)]))
+    read = [request.ending for request in opened(f"{tmp_path}/a.json")]
+    assert read == [Ending.CALL, Ending.TURN, *[Ending.UNKNOWN] * 4]
+
+
+def test_a_part_of_the_sessions_can_be_kept_aside(tmp_path):
+    write(tmp_path, **{f"s{n:02}": session([turn(0, 64 * (n + 1), list(range(n + 1)))]) for n in range(8)})
+
+    def lengths(query: str) -> list[int]:
+        return sorted(len(request.prompt) // 64 - 1 for request in opened(f"{tmp_path}{query}"))
+
+    assert [lengths(f"?folds=3&fold={n}") for n in range(3)] == [[0, 3, 6], [1, 4, 7], [2, 5]]
+    assert lengths("?folds=3&fold=2&rest=1") == [0, 1, 3, 4, 6, 7]
+    assert lengths("") == list(range(8))
+    for query, message in (
+        ("fold=1", "below folds"),
+        ("rest=1", "folds=2"),
+        ("folds=9&fold=8", "fewer folds"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            opened(f"{tmp_path}?{query}")
 
 
 def test_the_seed_decides_order_and_times_and_nothing_else(tmp_path):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tiercache.core import TokenArray
+from tiercache.policy import Ending
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class Request:
     """Number of the session. A request begins only after the previous request of its session has ended."""
     round: int = 0
     """Number of the request in its session, from 0."""
+    ending: Ending = Ending.UNKNOWN
+    """How the request ended, where the source says it."""
 
 
 class Source(Protocol):

@@ -277,7 +277,7 @@ class SimulatedCache:
             controller.commit(admission, request.prompt, states)
         if end > len(request.prompt) or has_end:
             controller.commit(admission, sequence, {end: admission.take_states()} if has_end else {})
-        controller.release(admission)
+        controller.release(admission, ending=request.ending)
         if self._setup.tiers.device_bytes is None:
             # The device is no cache: when the copies to the host are done, nothing stays on the device.
             self._finish_copies()

@@ -20,6 +20,7 @@ from tiercache.errors import InputError
 from tiercache.lab.replay.sources.base import MAX_REQUESTS, MAX_TOKENS
 from tiercache.lab.replay.sources.fields import block_ids, check_object, duration, parse_object, refuse, whole
 from tiercache.lab.replay.sources.sessions import BLOCK, RecordedAgent, RecordedSession, RecordedTurn
+from tiercache.policy import Ending
 from tiercache.text import shown
 
 SUFFIX: Final = ".json"
@@ -32,6 +33,8 @@ _MAX_IDS: Final = 2**26
 """Maximum number of ids of all files. They take 256 MiB."""
 _MAX_DEPTH: Final = 8
 """Maximum number of sub-agents inside each other."""
+_ENDINGS: Final = {"tool_use": Ending.CALL, "end_turn": Ending.TURN}
+"""Values of `stop`; others say nothing."""
 
 
 def read_sessions(path: Path) -> tuple[RecordedSession, ...]:
@@ -132,4 +135,11 @@ def _turn(row: dict[str, Any], time: float) -> RecordedTurn:
             f"{len(ids)} hash_ids for in {prompt}, which has {prompt // BLOCK} whole blocks of {BLOCK} tokens"
         )
     service = duration(row, "api_time", "seconds") if row.get("api_time") is not None else 0.0
-    return RecordedTurn(time, prompt, output, np.array(ids, np.uint32), service)
+    return RecordedTurn(
+        time,
+        prompt,
+        output,
+        np.array(ids, np.uint32),
+        service,
+        _ENDINGS.get(str(row.get("stop")), Ending.UNKNOWN),
+    )

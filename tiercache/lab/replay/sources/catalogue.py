@@ -189,7 +189,7 @@ def _recorded(path: Path, query: str, seed: int, limit: int | None, *, closed: b
     texts = parameters(name, query)
     asked = with_options(SESSIONS.workload, name, texts)  # a wrong parameter raises before the files are read
     assert isinstance(asked, Sessions)
-    workload = replace(asked, sessions=read_sessions(path), closed=closed)
+    workload = replace(asked, closed=closed).dealt(read_sessions(path))
     total = workload.count(seed)
     return WorkloadSource(
         name=_named(name, workload, texts),

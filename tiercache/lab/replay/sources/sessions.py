@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Final, NamedTuple
 
@@ -19,6 +19,7 @@ from tiercache.lab.replay.sources.arrivals import poisson
 from tiercache.lab.replay.sources.base import Workload
 from tiercache.lab.replay.sources.options import bounds
 from tiercache.lab.replay.sources.streams import block_keys, expand_keys, join, key_of, rng_of, tokens
+from tiercache.policy import Ending
 
 BLOCK: Final = 64
 """Tokens per block of a session."""
@@ -43,6 +44,8 @@ class RecordedTurn:
     """
     service: float = 0.0
     """Seconds that the recorded answer took; 0 if that is not known."""
+    ending: Ending = Ending.UNKNOWN
+    """Whether the answer called tools (CALL) or was complete (TURN)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,6 +109,12 @@ class Sessions(Workload):
         default=1, metadata=bounds(0, 1, "whether all sessions share tools and system prompt; 0: no")
     )
     page: int = field(default=BLOCK, metadata=bounds(BLOCK, 4096, "tokens per page, a multiple of 64"))
+    folds: int = field(
+        default=1,
+        metadata=bounds(1, 1000, "parts of the recorded sessions, dealt in the order of their names"),
+    )
+    fold: int = field(default=0, metadata=bounds(0, 999, "number of the part that is replayed, from 0"))
+    rest: int = field(default=0, metadata=bounds(0, 1, "1: all parts but that one are replayed instead"))
 
     closed: bool = False
     """Whether the times of an agent's requests leave out how long the recorded answers took.
@@ -116,6 +125,24 @@ class Sessions(Workload):
     def __post_init__(self) -> None:
         if self.page % BLOCK:
             raise ConfigError(f"page={self.page} is no multiple of {BLOCK}, the block of the recorded ids")
+        if self.fold >= self.folds:
+            raise ConfigError(f"fold={self.fold} is none of {self.folds} parts; use a number below folds")
+        if self.rest and self.folds == 1:
+            raise ConfigError("rest=1 leaves nothing if there is one part; use folds=2 or more")
+
+    def dealt(self, sessions: Sequence[RecordedSession]) -> Sessions:
+        """Return the workload of the part of these sessions that `folds`, `fold` and `rest` name.
+
+        Raises ConfigError if it is empty.
+        """
+        kept = [
+            one
+            for number, one in enumerate(sessions)
+            if (number % self.folds == self.fold) != bool(self.rest)
+        ]
+        if not kept:
+            raise ConfigError(f"{len(sessions)} sessions make no {self.folds} parts; use fewer folds")
+        return replace(self, sessions=tuple(kept))
 
     def count(self, seed: int) -> int:
         """Return the number of requests of all sessions."""
@@ -127,7 +154,8 @@ class Sessions(Workload):
         offsets = [0, *accumulate(len(session.agents) for session in self.sessions)]
         for arrival, number, agent, turn in self._schedule(seed):
             prompt, output = _tokens(self.sessions[number], openings[number], agent, turn)
-            yield Request(prompt, output, arrival, offsets[number] + agent, turn)
+            ending = self.sessions[number].agents[agent].turns[turn].ending
+            yield Request(prompt, output, arrival, offsets[number] + agent, turn, ending)
 
     def about(self) -> str:
         """Return a sentence on how the sessions are replayed."""
