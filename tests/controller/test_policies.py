@@ -12,7 +12,7 @@ from tiercache.controller import ControllerOptions
 from tiercache.core import Tier
 from tiercache.errors import ConfigError, InputError
 from tiercache.index import CheckpointRules
-from tiercache.policy import POLICIES, WINDOW, Ending, Portfolio
+from tiercache.policy import POLICIES, RIVALS, WINDOW, Ending, Portfolio
 
 
 def tokens(start: int, pages: int) -> list[int]:
@@ -23,7 +23,14 @@ def tokens(start: int, pages: int) -> list[int]:
     "policy",
     slow_after(
         3,
-        ["lru", "hvd", "gdsf", *sorted({*POLICIES} - {"lru", "hvd", "gdsf"}), "marconi:tuned", "seglen:0.5"],
+        [
+            "lru",
+            "hvd",
+            "gdsf",
+            *sorted({*POLICIES, *RIVALS} - {"lru", "hvd", "gdsf"}),
+            "marconi:tuned",
+            "seglen:0.5",
+        ],
     ),
 )
 def test_every_policy_serves_right_bytes_under_pressure(policy: str):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
+from tests.examples import slow_after
 from tiercache.core import PoolName, Tier, TokenArray, reusable_pages
 from tiercache.errors import ConfigError
 from tiercache.index import CheckpointRules
@@ -20,7 +21,7 @@ from tiercache.lab.replay.machines import ReplayMachine
 from tiercache.lab.replay.needs import Need, infinite, measure
 from tiercache.lab.replay.sources import open_source
 from tiercache.lab.replay.tiers import StorageTier, Tiers
-from tiercache.policy import POLICIES, ModelProfile
+from tiercache.policy import POLICIES, RIVALS, ModelProfile
 
 PAGE = 64
 HYBRID = ModelProfile(
@@ -170,7 +171,9 @@ ALL_THREE = Tiers(host_bytes=500_000, device_bytes=1_500_000, storage=disk(2_000
 @pytest.mark.parametrize(
     ("policy", "tiers"),
     [
-        *((policy, ALL_THREE) for policy in POLICIES),
+        *slow_after(
+            len(POLICIES), ((policy, ALL_THREE) for policy in (*POLICIES, *RIVALS, "marconi:artifact"))
+        ),
         ("lru", Tiers(host_bytes=1_000_000)),
         ("hvd", Tiers(host_bytes=700_000, device_bytes=1_500_000)),
         ("marconi", Tiers(host_bytes=400_000, storage=disk(1_500_000))),

@@ -11,11 +11,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from tests.examples import example_count
+from tests.examples import example_count, slow_after
 from tiercache.core import ObjectKey, ObjectMeta, Outcome, PoolName
 from tiercache.errors import ConfigError
 from tiercache.lab.replay.store import NullStore
-from tiercache.policy import POLICIES, Costs, Policy, Units, policy_named, profile_named
+from tiercache.policy import POLICIES, RIVALS, Costs, Policy, Units, policy_named, profile_named
 from tiercache.policy.base import Ranks
 from tiercache.storage import StoreContext
 from tiercache.storage.base import GetItem, NamespaceRecord, SetItem
@@ -152,7 +152,7 @@ class ReplayMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.hypothesis
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", slow_after(len(POLICIES), (*POLICIES, *RIVALS)))
 def test_a_null_store_is_a_plain_model(policy: str) -> None:
     machine: Any = type(f"Machine_{policy}", (ReplayMachine,), {"policy": policy})
     run_state_machine_as_test(

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from tiercache_backends.file import FileBackend
 
+from tests.examples import slow_after
 from tiercache.core import Outcome
 from tiercache.errors import ConfigError
-from tiercache.policy import POLICIES, Policy, Units, policy_named
+from tiercache.policy import POLICIES, RIVALS, Policy, Units, policy_named
 from tiercache.storage import open_backend
 from tiercache.testing.faults import FaultEnv
 from tiercache.testing.objects import chain, fetch, key, outcomes, payload, put, state_of, to_set
@@ -127,7 +128,7 @@ def test_a_store_of_an_older_format_starts_empty(tmp_path: Path, caplog: pytest.
         assert fetch(store, key("a"), 9000) == payload("a", 9000)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", slow_after(len(POLICIES), (*POLICIES, *RIVALS)))
 def test_every_policy_keeps_a_full_store_within_its_cap(tmp_path: Path, policy: str) -> None:
     """Sequences of four pages with a state each, several times what fits: the cap holds and no page outlives
     what it depends on.
