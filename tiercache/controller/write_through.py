@@ -240,7 +240,7 @@ class _Plan:
             if self._costs[end] == done:
                 break
             try:
-                self._begin(end, chain, host_only=host_only)
+                may_evict = self._begin(end, chain, host_only=host_only)
             except PoolFullError:
                 self.is_full = True
                 # The write that found no room would take `tried` blocks. The smallest possible write, which
@@ -253,7 +253,17 @@ class _Plan:
                 limit = max(tried // 2, least)
                 continue
             begun, self.at, limit = True, end, part
+            if may_evict and self._reads_from((end + 1) // 2):
+                # A later write would read what may be gone from the host. The next plan looks again where
+                # everything is.
+                break
         return begun
+
+    def _reads_from(self, page: int) -> bool:
+        """Return whether writes from this page on read objects on the host."""
+        return any(self.held[pool][page:].any() for pool in self.located) or any(
+            one.held and one.page >= page for one in self.states
+        )
 
     def copy_stored(self) -> None:
         """Copy to the host the objects that storage has and the host lacks, as far as blocks are free."""
@@ -271,8 +281,11 @@ class _Plan:
         if blocks and (end := int(np.searchsorted(self._costs, blocks, "right")) - 1):
             self._begin(end, Chain({}), host_only=True)
 
-    def _begin(self, end: int, chain: Chain, *, host_only: bool) -> None:
-        """Begin one write of the positions [at, end)."""
+    def _begin(self, end: int, chain: Chain, *, host_only: bool) -> bool:
+        """Begin one write of the positions [at, end).
+
+        Returns whether objects of the path may have been evicted from the host to make room.
+        """
         context = self._context
         # Page i has position 2i, so the positions [at, end) have the pages [start, stop).
         start, stop = (self.at + 1) // 2, (end + 1) // 2
@@ -280,7 +293,7 @@ class _Plan:
         need = Counter({pool: int(np.count_nonzero(self.copies[pool][start:stop])) for pool in self.located})
         need.update(one.pool for one in states if not one.held)
         if host_only and not need.total():
-            return
+            return False
         nodes = {self._node, *(one.node for one in states)}
         reads = not host_only and (
             any(self.held[pool][start:stop].any() for pool in self.located) or any(one.held for one in states)
@@ -318,6 +331,7 @@ class _Plan:
             host_pins=host_pins,
             host_only=host_only,
         )
+        return not kept
 
 
 @dataclass(eq=False)

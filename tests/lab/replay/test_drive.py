@@ -21,7 +21,7 @@ from tiercache.lab.replay.machines import ReplayMachine
 from tiercache.lab.replay.needs import Need, infinite, measure
 from tiercache.lab.replay.sources import open_source
 from tiercache.lab.replay.tiers import StorageTier, Tiers
-from tiercache.policy import POLICIES, RIVALS, ModelProfile
+from tiercache.policy import POLICIES, RIVALS, ModelProfile, profile_named
 
 PAGE = 64
 HYBRID = ModelProfile(
@@ -396,6 +396,18 @@ def test_what_running_requests_hold_beside_the_tiers() -> None:
     # Two at once: the second one's prompt is there already when the first one ends.
     both = replace(one, requests=[ask(1, 300, answer=100), ask(2, 300, answer=100)], concurrency=2)
     assert ran(both, Tiers(900_000)).working_bytes == (7 + 5) * page + 5 * state
+
+
+@pytest.mark.parametrize("policy", ["lru", "hvd"])
+def test_a_prompt_larger_than_the_host_is_written_from_where_its_pages_are(policy: str) -> None:
+    """Some pages of such a prompt are on the host already, and make room for others before they are stored.
+
+    A write that still read them there would fail, which a replay reports, or store the bytes of other pages.
+    """
+    source = open_source("multi-turn?conversations=8&rounds=5&live=4&user=64-300&answer=64-200", limit=25)
+    profile = profile_named("qwen3-8b")
+    run = ran(source, Tiers(92_274_688, storage=disk(440_401_920)), policy, profile)
+    assert run.uses()["disk"].written_bytes > run.uses()["host"].capacity
 
 
 def test_what_is_counted_over_time() -> None:
