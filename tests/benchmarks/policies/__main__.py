@@ -16,7 +16,8 @@ from tests.benchmarks.policies.rows import Rows, opened
 from tests.benchmarks.policies.runner import Campaign, duration, tell
 from tests.benchmarks.policies.tables import page, table_of_rows, written
 from tiercache.errors import TierCacheError
-from tiercache.policy import policy_named
+from tiercache.lab.replay.study import possible
+from tiercache.policy import DEFAULT_PROFILE, profile_named
 
 _LONGEST = 60 * 24 * 30
 """Minutes after which a campaign stops in any case."""
@@ -116,7 +117,7 @@ def names(text: str) -> list[str]:
 def exists(policy: str) -> bool:
     """Return whether there is such a policy, and say so if not."""
     try:
-        policy_named(policy)
+        possible(policy, profile_named(DEFAULT_PROFILE))
     except TierCacheError as error:
         tell(f"left out: {error}")
         return False

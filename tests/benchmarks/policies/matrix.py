@@ -12,11 +12,11 @@ from tiercache.policy import DEFAULT_PROFILE
 
 RIVALS: Final = (
     "lru", "s3fifo", "sieve", "arc", "ttl", "lpc", "gdsf", "seglen", "seglen:additive", "marconi",
-    "marconi:artifact", "marconi:best",
+    "marconi:artifact",
 )  # fmt: skip
 """Eviction policies that `hvd` is compared with."""
-SLOW: Final = ("portfolio",)
-"""Policies that run shadow caches and take several times as long; they come late."""
+SLOW: Final = ("marconi:best", "portfolio")
+"""Rivals that run shadow caches or several alphas, and take several times as long; they come late."""
 IN_TIERS: Final = ("hvd", "lru", "arc", "s3fifo", "gdsf", "seglen:additive", "marconi")
 """Policies of the two-tier runs."""
 BY_PROFILE: Final = ("hvd", "lru", "gdsf", "seglen:additive", "marconi")
@@ -29,7 +29,7 @@ SEEDS: Final = (1000, 1001, 1002, 1003, 1004)
 """Seeds of the generators. Nothing is tuned on seeds of 1000 and more."""
 RULES: Final = ""
 """Checkpoint policy of rows that do not name one: the default of `tiercache replay`."""
-CHECKPOINTS: Final = ("every:2048", "every:8192", "end", "prompt,end", "branch,end", "sparse", "learned")
+CHECKPOINTS: Final = ("every:2048", "every:8192", "sparse", "learned", "end", "prompt,end", "branch,end")
 """Other checkpoint policies, as `--checkpoints` takes them."""
 PROFILES: Final = ("qwen3.5-9b", "kimi-linear-48b-a3b", "nemotron-h-8b", "jamba-1.5-mini")
 """Other models, between whose states and KV pages the ratio of bytes differs."""

@@ -16,7 +16,7 @@ from tiercache.lab.replay.cache import Setup
 from tiercache.lab.replay.clairvoyant import Clairvoyant, Recorder
 from tiercache.lab.replay.drive import Run
 from tiercache.lab.replay.machines import ReplayMachine
-from tiercache.lab.replay.needs import Need, infinite, measure
+from tiercache.lab.replay.needs import infinite, measure
 from tiercache.lab.replay.plane import geometries
 from tiercache.lab.replay.queueing.run import QueuedRun, Queueing
 from tiercache.lab.replay.results import IN_EVERY_TIER, NO_CACHE, ONE_POOL, WITHOUT_OFFLOAD, Result
@@ -169,58 +169,72 @@ def study(
     `stage` is called at the start of each stage and returns a function. This function is called after each
     request of the stage.
     """
-    return _Study(question, stage).results()
+    return Study(question, stage).results()
 
 
-class _Study:
-    def __init__(self, question: Question, stage: Callable[[Stage], Callable[[], object]]) -> None:
+class Study:
+    """Runs of one question, all with the same source and the same parameters.
+
+    Making one reads the source. `stage` is as in `study`.
+
+    Thread safety: one thread.
+    """
+
+    def __init__(
+        self, question: Question, stage: Callable[[Stage], Callable[[], object]] = lambda _: lambda: None
+    ) -> None:
         self._question = question
         self._stage = stage
         self._source = question.source
+        self._recorder = Recorder()
+        self.need: Final = measure(self._source, stage(Stage("reading", len(self._source))))
+        """Memory that the requests of the source need."""
+
+    def infinite(self, step: Callable[[], object] = lambda: None) -> Result:
+        """Run the infinite cache; `step` is called after each request."""
+        unlimited = infinite(self._source, self.need, self._question.profile, self._question.checkpoints)
+        free = self.run(unlimited, self._recorder, "infinite", None, step)
+        filled = {name: replace(use, capacity=use.peak) for name, use in free.tiers.items()}
+        footprint = max(1, free.peak_bytes)
+        return replace(free, capacity=1.0, capacity_bytes=footprint, is_bound=True, tiers=filled)
 
     def results(self) -> Iterator[Result]:
+        """Yield the results of the question; see `study`."""
         question = self._question
-        need = measure(self._source, self._stage(Stage("reading", len(self._source))))
         if question.tiers is not None:
             # If the device is too small, this raises ConfigError before the long run of the infinite cache.
-            self._prepare(need, question.tiers, "lru")
-        recorder = Recorder()
-        unlimited = infinite(self._source, need, question.profile, question.checkpoints)
-        free = self._run(need, unlimited, recorder, "infinite", None)
-        footprint = max(1, free.peak_bytes)
-        filled = {name: replace(use, capacity=use.peak) for name, use in free.tiers.items()}
-        yield replace(free, capacity=1.0, capacity_bytes=footprint, is_bound=True, tiers=filled)
-        if question.needs_size:
-            footprint = self._footprint(need)
-        sizes = self._sizes(need, unlimited, footprint)
+            self._prepare(question.tiers, "lru")
+        free = self.infinite()
+        yield free
+        sizes = self._sizes(self._footprint() if question.needs_size else free.capacity_bytes)
         for policy in question.policies:
             for capacity, tiers in sizes:
                 if policy == BEST:
-                    yield self._best(need, tiers, capacity)
+                    yield self._best(tiers, capacity)
                 else:
-                    yield self._run(need, tiers, policy, policy, capacity)
+                    yield self.run(tiers, policy, policy, capacity)
         if question.is_benchmark:
             device_only = replace(sizes[0][1], host_bytes=0, storage=())
-            yield self._run(need, device_only, "lru", f"lru {WITHOUT_OFFLOAD}", None)
+            yield self.run(device_only, "lru", f"lru {WITHOUT_OFFLOAD}", None)
         for policy, label, tiers in question.yardsticks:
-            found = self._run(need, tiers, policy, label, None)
+            found = self.run(tiers, policy, label, None)
             yield replace(found, is_bound=not tiers.storage)
         if question.bounds and question.queueing is not None:
-            found = self._run(need, Tiers(0), "lru", NO_CACHE, None)
+            found = self.run(Tiers(0), "lru", NO_CACHE, None)
             yield replace(found, is_bound=True)
         elif question.bounds:
-            yield from self._bounds(need, sizes, recorder.uses)
+            yield from self._bounds(sizes, self._recorder.uses)
 
-    def _footprint(self, need: Need) -> int:
+    def _footprint(self) -> int:
         """Return the bytes that an infinite cache holds with the default rules."""
         question = replace(self._question, checkpoints="rules")
-        tiers = infinite(self._source, need, question.profile, question.checkpoints)
-        run = self._prepare(need, tiers, "lru", question)
-        run.go(self._stage(Stage("infinite with the default rules", need.requests)))
+        tiers = infinite(self._source, self.need, question.profile, question.checkpoints)
+        run = self._prepare(tiers, "lru", question)
+        run.go(self._stage(Stage("infinite with the default rules", self.need.requests)))
         return max(1, run.peak_bytes)
 
-    def _sizes(self, need: Need, unlimited: Tiers, footprint: int) -> list[tuple[float | None, Tiers]]:
-        question = self._question
+    def _sizes(self, footprint: int) -> list[tuple[float | None, Tiers]]:
+        question, need = self._question, self.need
         if question.tiers is not None:
             return [(None, question.tiers)]
         if question.is_benchmark:
@@ -232,6 +246,7 @@ class _Study:
             # The published benchmark limits states but not pages, so the device has room for all pages.
             pages = max(need.pages + need.longest, (need.longest + 1) * self._source.concurrency)
             device = layout.device_states * question.profile.state_bytes + pages * page
+            unlimited = infinite(self._source, need, question.profile, question.checkpoints)
             disk = (StorageTier("disk", unlimited.host_bytes),) if layout.file_storage else ()
             return [(None, Tiers(int(device * layout.host_ratio), device, disk, layout.device_states))]
         return [
@@ -239,7 +254,7 @@ class _Study:
         ]
 
     def _prepare(
-        self, need: Need, tiers: Tiers, policy: str | Policy, question: Question | None = None
+        self, tiers: Tiers, policy: str | Policy, question: Question | None = None
     ) -> Run | QueuedRun:
         question = question or self._question
         setup = Setup(
@@ -254,17 +269,31 @@ class _Study:
             question.write_chance,
         )
         if question.queueing is not None:
-            return QueuedRun(self._source, need, setup, question.queueing)
-        return Run(self._source, need, setup)
+            return QueuedRun(self._source, self.need, setup, question.queueing)
+        return Run(self._source, self.need, setup)
 
-    def _run(
-        self, need: Need, tiers: Tiers, policy: str | Policy, label: str, capacity: float | None
+    def run(
+        self,
+        tiers: Tiers,
+        policy: str | Policy,
+        label: str,
+        capacity: float | None,
+        also: Callable[[], object] = lambda: None,
     ) -> Result:
+        """Run a policy with these tiers. `label` and `capacity` become those of the result.
+
+        `also` is called after each request. Raises ConfigError if the device is too small.
+        """
         question = self._question
-        at = "" if capacity is None else f" at {capacity * 100:g} %"
-        step = self._stage(Stage(f"{label}{at}", need.requests))
+        at = "" if capacity is None else f" at {capacity * 100:.3g} %"
+        staged = self._stage(Stage(f"{label}{at}", self.need.requests))
+
+        def step() -> None:
+            staged()
+            also()
+
         started = time.perf_counter()
-        run = self._prepare(need, tiers, policy)
+        run = self._prepare(tiers, policy)
         run.go(step)
         mean, p95 = run.tally.ttft_ms()
         return Result(
@@ -294,23 +323,23 @@ class _Study:
             published=self._source.published if isinstance(self._source, WorkloadSource) else {},
         )
 
-    def _best(self, need: Need, tiers: Tiers, capacity: float | None) -> Result:
+    def _best(self, tiers: Tiers, capacity: float | None) -> Result:
         """Run Marconi with each alpha; return the run that saved most, with the lowest alpha among equals."""
         names = {alpha: f"marconi:{alpha:g}" for alpha in ALPHAS}
-        runs = {alpha: self._run(need, tiers, name, name, capacity) for alpha, name in names.items()}
+        runs = {alpha: self.run(tiers, name, name, capacity) for alpha, name in names.items()}
         alpha = max(runs, key=lambda one: runs[one].flops_saved)
         seconds = sum(run.seconds for run in runs.values())
         return replace(runs[alpha], policy=BEST, alpha=alpha, is_bound=True, seconds=seconds)
 
     def _bounds(
-        self, need: Need, sizes: Sequence[tuple[float | None, Tiers]], uses: Mapping[int, Sequence[int]]
+        self, sizes: Sequence[tuple[float | None, Tiers]], uses: Mapping[int, Sequence[int]]
     ) -> Iterator[Result]:
         question = self._question
         for capacity, tiers in sizes:
             clairvoyant = Clairvoyant(Costs(question.profile), uses)
-            yield replace(self._run(need, tiers, clairvoyant, "clairvoyant", capacity), is_bound=True)
+            yield replace(self.run(tiers, clairvoyant, "clairvoyant", capacity), is_bound=True)
         started = time.perf_counter()
-        step = self._stage(Stage("upper bound", need.requests))
+        step = self._stage(Stage("upper bound", self.need.requests))
         bounds = upper_bound(self._source, question.profile, [tiers.nbytes for _, tiers in sizes], step)
         for (capacity, tiers), bound in zip(sizes, bounds, strict=True):
             yield Result(
@@ -323,7 +352,7 @@ class _Study:
                 ttft_ms_mean=float("nan"),
                 ttft_ms_p95=float("nan"),
                 peak_bytes=0,
-                requests=need.requests,
+                requests=self.need.requests,
                 seconds=time.perf_counter() - started,
                 seed=question.seed,
                 profile=question.profile.name,

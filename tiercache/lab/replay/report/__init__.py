@@ -16,7 +16,7 @@ from pathlib import Path
 from tiercache.errors import MissingExtraError
 from tiercache.lab.replay.results import Result
 
-__all__ = ["check_libraries", "render", "write_report"]
+__all__ = ["check_libraries", "render", "write_report", "write_whole"]
 
 _TITLE = "Replay: policies and capacities"
 _LIBRARIES = ("jinja2", "vl_convert")
@@ -48,11 +48,15 @@ def write_report(
 
     Raises InputError if there are no results, and OSError if the file cannot be written.
     """
-    content = render(results, title=title, notes=notes).encode()
+    write_whole(path, render(results, title=title, notes=notes))
+
+
+def write_whole(path: Path, content: str) -> None:
+    """Write a file, either completely or not at all. Raises OSError if that fails."""
     number, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(number, "wb") as file:
-            file.write(content)
+            file.write(content.encode())
             # A file from mkstemp can be read only by its owner. Give it the permissions of an ordinary file.
             os.fchmod(number, 0o666 & ~_umask())
         os.replace(temporary, path)

@@ -103,7 +103,7 @@ def rate_over_requests(
         **_appearance([one for one, _ in runs], "color", "strokeDash"),
     }  # fmt: skip
     body = {"mark": {"type": "line", "strokeWidth": 1.6}, "encoding": encoding, "height": _HEIGHT}
-    return _chart(title, note + left_out, f"{counted(len(runs), 'line')}", rows, body)
+    return drawn(title, note + left_out, f"{counted(len(runs), 'line')}", rows, body)
 
 
 def stacked(
@@ -144,7 +144,7 @@ def stacked(
         },
     }  # fmt: skip
     body = {"mark": {"type": "bar"}, "encoding": encoding, "height": {"step": _ROW}}
-    return _chart(title, note, f"{counted(len(parts), 'bar')}", rows, body)
+    return drawn(title, note, f"{counted(len(parts), 'bar')}", rows, body)
 
 
 def thinned(samples: Sequence[Sample], value: Callable[[Sample], float]) -> list[tuple[int, float]]:
@@ -190,7 +190,7 @@ def _by_capacity(
             **_appearance(series, "color", legend=None),
         }
         bars = {"mark": {"type": "bar"}, "encoding": encoding, "height": {"step": _ROW}}
-        return _chart(title, f"{note} At {chapter.sizes[0]}.", f"{counted(len(rows), 'bar')}", rows, bars)
+        return drawn(title, f"{note} At {chapter.sizes[0]}.", f"{counted(len(rows), 'bar')}", rows, bars)
     capacities = [str(one) for one in chapter.sizes]
     x = {
         "field": "capacity",
@@ -210,12 +210,16 @@ def _by_capacity(
     ]
     body = {"layer": layers, "encoding": {"x": x, "y": _quantity(axis)}, "height": _HEIGHT}
     said = f"{counted(len(series), 'line')} over {counted(len(capacities), 'capacity', 'capacities')}"
-    return _chart(title, note, said, rows, body)
+    return drawn(title, note, said, rows, body)
 
 
-def _chart(
+def drawn(
     title: str, note: str, said: str, rows: Sequence[Mapping[str, Any]], body: Mapping[str, Any]
 ) -> Chart:
+    """Draw a Vega-Lite specification, whose `body` may replace the usual width.
+
+    `rows` are its data, and `said` describes the drawing to readers who do not see it.
+    """
     # Names of policies and sources appear only as data and in the domains of scales. Vega would interpret
     # names that appear as fields or expressions.
     spec = {

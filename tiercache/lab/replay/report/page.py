@@ -47,15 +47,10 @@ class _Section:
 
 
 def document(comparison: Comparison, title: str, notes: Sequence[str]) -> str:
-    """Return the whole page as text. The template engine escapes all names in the page."""
-    style = f"{style_rules()}\n{_resource('report.css')}"
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, finalize=_readable, trim_blocks=True, lstrip_blocks=True
-    )
-    return environment.from_string(_resource("report.html.jinja")).render(
+    """Return the whole page as text."""
+    return filled(
+        "report.html.jinja",
         title=title,
-        style=Markup(style),  # noqa: S704 - our own resource
-        policy=_policy(style),
         about=_about(comparison),
         overview=_overview(comparison),
         tints=tables.TINTS,
@@ -63,6 +58,22 @@ def document(comparison: Comparison, title: str, notes: Sequence[str]) -> str:
         sections=[_section(chapter, comparison.measure) for chapter in comparison.chapters],
         runs=tables.every_run(comparison),
         notes=[*notes, *_replaced(comparison)],
+    )
+
+
+def filled(template: str, **fields: Any) -> str:
+    """Return a page made from one of our templates, with the report's style and security policy.
+
+    The template engine escapes all names in the page.
+    """
+    style = f"{style_rules()}\n{_resource('report.css')}"
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, finalize=_readable, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(_resource(template)).render(
+        style=Markup(style),  # noqa: S704 - our own resource
+        policy=_policy(style),
+        **fields,
     )
 
 

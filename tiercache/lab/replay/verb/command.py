@@ -77,6 +77,13 @@ def replay(
             help="The model: a profile listed below, or the path of a config.json.", show_default=False
         ),
     ] = "",
+    plan: Annotated[
+        bool,
+        typer.Option(
+            "--plan",
+            help="Find out how much host memory and disk save how much, with one policy (default: hvd).",
+        ),
+    ] = False,
     capacity: Annotated[
         str,
         typer.Option(
@@ -229,7 +236,11 @@ def replay(
     ] = False,
     report: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.html", help="Write charts and tables to this file, for a browser."),
+        typer.Option(
+            metavar="FILE.html",
+            help="Write charts and tables to this file, for a browser. With --plan also"
+            " FILE.svg: the drawing alone.",
+        ),
     ] = None,
     listing: Annotated[
         bool, typer.Option("--list", help="Print the generators with their parameters, and exit.")
@@ -273,6 +284,10 @@ def replay(
         tiercache replay multi-turn --policy hvd,lru --machine h100 --rate 4
         --slo-ttft 2s
 
+    Ask how much memory is worth buying, as a sentence, a table and a picture:
+
+        tiercache replay trace.jsonl --plan --report plan.html
+
     Repeat a published benchmark, with the tiers that it used:
 
         tiercache replay seed-20457
@@ -294,6 +309,14 @@ def replay(
 
     if report is not None:
         asking.check_report(report)
+    if plan:
+        from tiercache.lab.replay.verb import planning
+
+        planning.check_sizes(
+            capacity=capacity, device_bytes=device_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes,
+            tier=tier, device_states=device_states, write=write is WriteMode.BACK,
+        )  # fmt: skip
+        policy = planning.policy_of(policy)
     storage = asking.storage(tier or [], disk_bytes, disk_policy)
     tiers = asking.tiers(device_bytes, host_bytes, storage, device_states)
     queueing = timing.queueing_of(
@@ -311,6 +334,8 @@ def replay(
     )  # fmt: skip
     if output is not Output.TABLE and (about := asking.about(question.source)):
         typer.echo(about, err=True)
+    if plan:
+        raise typer.Exit(planning.run(question, output, report))
     found: list[Result] = []
     code = Exit.DONE
     try:

@@ -1,0 +1,171 @@
+"""`tiercache replay --plan` as a user runs it: the answer, the table, the rows, the picture, and mistakes."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from tiercache.cli.app import main
+from tiercache.lab.replay.plan.answer import sentences
+from tiercache.lab.replay.plan.search import Search, SizePlan, disk_of, host_of
+from tiercache.lab.replay.sources import open_source
+from tiercache.lab.replay.study import Question
+from tiercache.lab.replay.verb.planning import bar
+from tiercache.policy import profile_named
+
+SMALL = "multi-turn?conversations=5&rounds=3&live=3&user=64-300&answer=64-200"
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def replay(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """The console script, in this process: its exit code, stdout and stderr."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["tiercache", "replay", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        told = capsys.readouterr()
+        return int(end.value.code or 0), told.out, told.err
+
+    return run
+
+
+def planned(spec: str, profile: str = "qwen3-next-80b-a3b", limit: int | None = None) -> SizePlan:
+    search = Search(Question(open_source(spec, limit=limit), ["hvd"], profile_named(profile), bounds=False))
+    results = list(search.results())
+    assert search.plan is not None
+    assert len(results) == 1 + len(search.plan.hosts) + len(search.plan.disks) <= 19
+    return search.plan
+
+
+def rows_of(out: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def test_the_answer_is_what_the_runs_say(replay: Command, tmp_path: Path) -> None:
+    """Each figure of the answer is that of a run, and a replay with these sizes gives it again."""
+    picture = tmp_path / "plan.svg"
+    code, out, err = replay(SMALL, "--plan", "-o", "jsonl", "--report", picture)
+    assert code == 0, err
+    *rows, last = rows_of(out)
+    plan = last["plan"]
+    free = rows[0]
+    assert free["policy"] == "infinite"
+    assert {row["policy"] for row in rows[1:]} == {"hvd"}
+    assert (plan["unlimited_bytes"], plan["unlimited_saved"]) == (free["capacity_bytes"], free["flops_saved"])
+    sizes = {row["capacity_bytes"]: row["flops_saved"] for row in rows[1:] if "disk" not in row["tiers"]}
+    assert plan["host_saved"] == pytest.approx(max(v for s, v in sizes.items() if s <= plan["host_bytes"]))
+    assert plan["host_bytes"] in sizes
+    assert plan["enough_bytes"] in {*sizes, plan["unlimited_bytes"]}
+    code, out, _ = replay(
+        SMALL, "--policy", "hvd", "--no-bounds", "-o", "jsonl",
+        "--host-bytes", plan["host_bytes"], "--disk-bytes", plan["disk_bytes"] or 10**9,
+    )  # fmt: skip
+    again = rows_of(out)[-1]
+    if plan["disk_bytes"]:
+        assert again["flops_saved"] == plan["disk_saved"]
+    else:
+        assert again["flops_saved"] < plan["host_saved"] + 0.01
+    assert re.match(r"[\d.]+ [KMG]iB of host memory save [\d.]+ % of the prefill", plan["sentences"][0])
+    drawing = ElementTree.fromstring(picture.read_text())
+    assert drawing.tag.endswith("svg")
+    assert "host alone" in "".join(drawing.itertext())
+    assert "<script" not in picture.read_text()
+
+
+def test_the_terminal_has_the_answer_first_and_the_page_has_the_same(replay: Command, tmp_path: Path) -> None:
+    path = tmp_path / "plan.html"
+    code, out, err = replay(SMALL, "--limit", 9, "--plan", "--report", path)
+    assert code == 0, err
+    assert "at most 19 runs, about" in err
+    first = out.splitlines()[2]
+    assert " of host memory save " in first
+    page = path.read_text()
+    assert first.rstrip() in page
+    assert "█" in out
+    assert all(word in page for word in ("All runs", "The policy is hvd.", "<svg", "Content-Security-Policy"))
+    assert "<script" not in page
+
+
+@pytest.mark.parametrize(
+    ("spec", "limit", "profile", "told"),
+    [
+        ("shared-prefix?groups=40&prompts=1", 6, "qwen3-next-80b-a3b", "Nothing is saved, whatever the size"),
+        (SMALL, 1, "qwen3-next-80b-a3b", "Nothing is saved, whatever the size"),
+        (SMALL, 9, "qwen3-8b", "of host memory save"),
+        pytest.param(SMALL, 9, "mamba2-2.7b", "of host memory save", marks=pytest.mark.slow),
+    ],
+)
+def test_it_is_sensible_for_short_sources_and_for_other_models(
+    spec: str, limit: int, profile: str, told: str
+) -> None:
+    plan = planned(spec, profile, limit)
+    assert told in sentences(plan)[0]
+    assert bool(plan.hosts) == ("save" in told and "Nothing" not in told)
+
+
+@pytest.mark.slow
+def test_disks_are_run_where_the_host_leaves_something_to_save() -> None:
+    plan = planned("shared-prefix?groups=6&prompts=5&system=2000-4000", limit=30)
+    for one in plan.disks:
+        assert disk_of(one) > 0
+        wear = plan.written_per_day(one)
+        assert wear == pytest.approx(one.tiers["disk"].written_bytes / plan.seconds * 86_400)
+    if plan.disk is not None:
+        assert host_of(plan.disk) == plan.host
+        assert plan.disk.flops_saved >= plan.curve.at(plan.host) + 0.009
+    assert plan.seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--capacity", "0.1"), "--plan finds the sizes of host and disk itself; leave out --capacity"),
+        (("--host-bytes", "1GiB", "--disk-bytes", "1GiB"), "leave out --host-bytes, --disk-bytes"),
+        (("--write", "write_back"), "leave out --write"),
+        (("--policy", "lru,hvd"), "--plan runs one policy, and --policy names 2; name one of them"),
+    ],
+)
+def test_mistakes_are_one_sentence(replay: Command, options: tuple[str, ...], message: str) -> None:
+    code, out, err = replay(SMALL, "--plan", *options)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_what_is_known_is_shown_after_an_interrupt(replay: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Search.results
+
+    def cut(self: Search) -> Any:
+        for number, result in enumerate(whole(self)):
+            if number == 3:
+                raise KeyboardInterrupt
+            yield result
+
+    monkeypatch.setattr(Search, "results", cut)
+    code, out, err = replay(SMALL, "--plan")
+    assert code == 130
+    assert "interrupted after 3 runs" in err
+    assert " of host memory save " in out
+
+
+def test_bars() -> None:
+    assert [bar(share) for share in (0, 1, 0.5, 1.2, -1)] == ["", "█" * 20, "█" * 10, "█" * 20, ""]
+    assert bar(1 / 160) == "▏"
+
+
+@pytest.mark.slow
+def test_the_knee_of_a_generator_is_where_the_savings_stop_to_rise() -> None:
+    plan = planned("multi-turn", limit=250)
+    curve = plan.curve
+    assert curve.at(plan.host) > 0.85 * curve.top
+    assert plan.host < 0.35 * plan.footprint
+    assert curve.at(plan.host / 2) < curve.at(plan.host) - 0.05
