@@ -29,8 +29,8 @@ class SourceArrivals:
     def __init__(self, requests: Iterator[Request], speed: float, *, closed: bool) -> None:
         self._requests, self._speed, self._closed = requests, speed, closed
         self._ahead = next(requests, None)
-        # Entries are (time, number, arrival, request); no two have the same number.
-        self._coming: list[tuple[float, int, float, Request]] = []
+        # Entries are (arrival, number, request); no two have the same number.
+        self._coming: list[tuple[float, int, Request]] = []
         self._count = self._tokens = 0
         self._busy: dict[int, deque[Request]] = {}
         """For each session with a request that has not ended: the requests behind that one."""
@@ -39,7 +39,10 @@ class SourceArrivals:
 
     @property
     def next(self) -> float:
-        """Time of the next arrival, or an earlier time; infinite if nothing comes before a request ends."""
+        """Time of the next arrival, or an earlier time; infinite if nothing comes before a request ends.
+
+        An arrival is in the past if the request had to wait for the previous one of its session.
+        """
         coming = self._coming[0][0] if self._coming else math.inf
         return min(coming, self._time(self._ahead)) if self._ahead is not None else coming
 
@@ -62,7 +65,7 @@ class SourceArrivals:
                 self._come(request)
         found = []
         while self._coming and self._coming[0][0] <= now:
-            _, _, arrival, request = heapq.heappop(self._coming)
+            arrival, _, request = heapq.heappop(self._coming)
             found.append(Job(request, arrival))
         return found
 
@@ -83,11 +86,10 @@ class SourceArrivals:
         self._busy[request.session] = deque()
         arrival = self._time(request)
         ended, before = self._ended.pop(request.session, (-math.inf, -math.inf))
-        time = max(arrival, ended)
         if self._closed and ended > -math.inf:
-            arrival = time = ended + arrival - before
+            arrival = ended + arrival - before
         self._count += 1
-        heapq.heappush(self._coming, (time, self._count, arrival, request))
+        heapq.heappush(self._coming, (arrival, self._count, request))
 
     def _time(self, request: Request) -> float:
         return request.arrival / self._speed
