@@ -44,7 +44,7 @@ from tests.policy.rig import (
 from tiercache.core import Tier
 from tiercache.errors import ConfigError, PoolFullError
 from tiercache.index import Eviction
-from tiercache.policy import LEARN_EVERY, Policy
+from tiercache.policy import LEARN_EVERY, RIVALS, VARIANTS, Policy
 
 _PINNED: Final = {(1, 1, 1): (Tier.DEVICE,), (2, 0, 1): (Tier.HOST,), (3, 2): (Tier.DEVICE, Tier.HOST)}
 
@@ -69,7 +69,15 @@ class PolicyConformance:
             setups = {
                 name: setup for name, setup in SETUPS.items() if setup.states or not self.make().needs_states
             }
-            metafunc.parametrize("setup", setups.values(), ids=setups)
+            # The main policies show all setups in every run, the others one of them.
+            quick = {"one budget"} if self.make().name in (*RIVALS, *VARIANTS) else set(setups)
+            metafunc.parametrize(
+                "setup",
+                [
+                    pytest.param(setup, id=name, marks=() if name in quick else pytest.mark.slow)
+                    for name, setup in setups.items()
+                ],
+            )
         if "sequences" in metafunc.fixturenames:
             # How many are ranked at once is the index's affair: the plainest policy shows it, and hvd.
             marks = () if self.make().name in ("lru", "hvd") else pytest.mark.slow

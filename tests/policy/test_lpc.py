@@ -19,7 +19,7 @@ def some(now: int, first: int, kind: CheckpointKind) -> PlainUnits:
     return units(now=now, digest=first + ages, checkpoint=kind, last_access=now - ages, depth=4)
 
 
-def lived(policy: Lpc, *, used: CheckpointKind, late: int = 0, lost: bool = False, rounds: int = 30) -> Lpc:
+def lived(policy: Lpc, *, used: CheckpointKind, late: int = 0, lost: bool = False, rounds: int = 15) -> Lpc:
     """Let the policy see units of two kinds, of which one kind is used, `late` rounds after it was drawn."""
     asked: list[tuple[int, PlainUnits]] = []
     for turn in range(rounds):
@@ -68,7 +68,7 @@ def test_the_same_calls_give_the_same_ranks_and_another_seed_draws_otherwise():
     ranks = []
     for seed in (1, 1, 2):
         policy = Lpc(seed)
-        for turn in range(20):
+        for turn in range(8):
             for row in range(0, 300, 7):
                 policy.reused(reuse_of(asked, row))
             policy.learn(asked.take(np.arange(300), 10_000 + 3000 * turn), asked.take(np.arange(9)))
