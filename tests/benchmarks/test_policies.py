@@ -113,12 +113,13 @@ def test_commands_name_no_path_of_this_machine() -> None:
     block = next(matrix.blocks([trace], (7,), ("hvd",), (), 50))
     free, run, *_ = block.runs()
     assert run.command() == (
-        "tiercache replay trace.jsonl --seed 7 --limit 50 --policy hvd --capacity 0.05 --no-bounds"
+        "tiercache replay trace.jsonl --seed 7 --limit 50 --policy hvd --capacity 0.05 --index-only"
+        " --no-bounds"
     )
     assert free.command() == run.command().replace("hvd", "lru")
     assert block.arguments(["hvd"], 0, bounds=True) == [
         "/data/secret/trace.jsonl", "--seed", "7", "--limit", "50", "--policy", "hvd", "--capacity", "0.05",
-        "--samples",
+        "--index-only", "--samples",
     ]  # fmt: skip
     assert Size(0.05, 0.25).options(1000) == ["--host-bytes", "50", "--disk-bytes", "250"]
 

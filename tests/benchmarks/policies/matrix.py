@@ -33,7 +33,9 @@ CHECKPOINTS: Final = ("every:2048", "every:8192", "sparse", "learned", "end", "p
 """Other checkpoint policies, as `--checkpoints` takes them."""
 PROFILES: Final = ("qwen3.5-9b", "kimi-linear-48b-a3b", "nemotron-h-8b", "jamba-1.5-mini")
 """Other models, between whose states and KV pages the ratio of bytes differs."""
-PHASES: Final = ("5 %", "10 and 20 %", "two tiers", "checkpoints", "slow", "profiles")
+WHOLE: Final = "controller"
+"""Phase whose runs of one pool go through the controller; those of other phases, through the index alone."""
+PHASES: Final = ("5 %", "10 and 20 %", "two tiers", "checkpoints", WHOLE, "slow", "profiles")
 """Parts of the campaign, in their order."""
 
 
@@ -84,6 +86,8 @@ class Run:
     checkpoints: str = RULES
     profile: str = DEFAULT_PROFILE
     limit: int | None = None
+    whole: bool = False
+    """Whether a run of one pool goes through the controller, too."""
 
     def command(self, footprint: int = 0) -> str:
         """Return the one command that makes the row; `footprint` counts only for sizes in bytes."""
@@ -107,6 +111,8 @@ class Block:
     profile: str = DEFAULT_PROFILE
     limit: int | None = None
     bounds: bool = False
+    whole: bool = False
+    """Whether runs of one pool go through the controller, too."""
 
     @property
     def needs_footprint(self) -> bool:
@@ -115,10 +121,13 @@ class Block:
 
     def runs(self) -> Iterator[Run]:
         """Yield the runs; the first is that of the infinite cache."""
-        yield infinite(self.traffic, self.seed, self.checkpoints, self.profile, self.limit)
+        yield infinite(self.traffic, self.seed, self.checkpoints, self.profile, self.limit, whole=self.whole)
         for policy in (*self.policies, *(BOUNDS if self.bounds else ())):
             for size in self.sizes:
-                yield Run(self.traffic, self.seed, policy, size, self.checkpoints, self.profile, self.limit)
+                yield Run(
+                    self.traffic, self.seed, policy, size, self.checkpoints, self.profile, self.limit,
+                    self.whole,
+                )  # fmt: skip
 
     def arguments(self, policies: Sequence[str], footprint: int, *, bounds: bool) -> list[str]:
         """Return the arguments of `tiercache replay` for some of the policies."""
@@ -135,9 +144,11 @@ def infinite(
     checkpoints: str = RULES,
     profile: str = DEFAULT_PROFILE,
     limit: int | None = None,
+    *,
+    whole: bool = False,
 ) -> Run:
     """Return the run of the infinite cache, which is the first row of any command; this one is at 5 %."""
-    return Run(traffic, seed, INFINITE, Size(0.05), checkpoints, profile, limit)
+    return Run(traffic, seed, INFINITE, Size(0.05), checkpoints, profile, limit, whole)
 
 
 def options(run: Run, policies: Sequence[str], sizes: Sequence[Size], footprint: int) -> list[str]:
@@ -152,6 +163,7 @@ def options(run: Run, policies: Sequence[str], sizes: Sequence[Size], footprint:
         *(("--limit", str(run.limit)) if run.limit else ()),
         "--policy", ",".join(policies),
         *sized,
+        *(() if run.whole or any(size.disk or size.in_bytes for size in sizes) else ("--index-only",)),
         *(("--checkpoints", run.checkpoints) if run.checkpoints != RULES else ()),
         *(("--profile", run.profile) if run.profile != DEFAULT_PROFILE else ()),
     ]  # fmt: skip
@@ -193,10 +205,8 @@ def blocks(
             (some(IN_TIERS), (Size(0.05, 0.25),), RULES, DEFAULT_PROFILE, False),
             (some(("hvd",)), (Size(0.3),), RULES, DEFAULT_PROFILE, False),
         ],
-        "checkpoints": [
-            (some(("hvd",)), (Size(0.05, in_bytes=True),), taken, DEFAULT_PROFILE, False)
-            for taken in checkpoints
-        ],
+        "checkpoints": [(some(("hvd",)), small, taken, DEFAULT_PROFILE, False) for taken in checkpoints],
+        WHOLE: [(some(("hvd", "lru")), small, RULES, DEFAULT_PROFILE, False)],
         "slow": [(some(SLOW), small, RULES, DEFAULT_PROFILE, False)],
         "profiles": [(some(BY_PROFILE), small, RULES, profile, False) for profile in PROFILES],
     }
@@ -207,4 +217,6 @@ def blocks(
                     continue
                 for named, sizes, taken, profile, bounds in of_phase[phase]:
                     if named:
-                        yield Block(phase, source, seed, named, sizes, taken, profile, limit, bounds)
+                        yield Block(
+                            phase, source, seed, named, sizes, taken, profile, limit, bounds, phase == WHOLE
+                        )

@@ -77,6 +77,7 @@ def question(
     write_chance: float,
     bounds: bool,
     queueing: Queueing | None = None,
+    index_only: bool = False,
 ) -> Question:
     """Return the study's parameters.
 
@@ -103,6 +104,7 @@ def question(
         write,
         write_chance,
         queueing,
+        index_only,
         bounds,
     )
 
@@ -234,6 +236,8 @@ def notes(question: Question) -> list[str]:
             "The host writes to storage what it evicts next and what is hit again with a chance of at least"
             f" {question.write_chance:g}."
         )
+    if question.index_only:
+        said.append("The index served the requests alone: no controller, no copies, no times.")
     said += [text] if (text := about(question.source)) else []
     if tiers is not None:
         device = "caches nothing"

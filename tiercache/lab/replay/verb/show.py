@@ -201,7 +201,8 @@ def _legend(made: Sequence[Group], *, several: bool) -> Iterator[str]:
         " written to it; per read: bytes written for each byte read. evicted: number of objects."
     )
     working = max(one.working_bytes for group in made for one in (*group.policies, *group.bounds))
-    yield f"Beside these sizes, running requests hold up to {size(working)} on the device."
+    if working:
+        yield f"Beside these sizes, running requests hold up to {size(working)} on the device."
     if any(one.serving for group in made for one in (*group.policies, *group.bounds)):
         yield (
             "p50, p95: of the time to the first token. wait: for a place in the batch; loads; prefill: after"
