@@ -167,6 +167,15 @@ def test_the_order_is_that_of_the_paper(name: str, size: int, asked: list[int]) 
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_so_it_is_in_tiny_caches_where_every_rule_is_met(name: str) -> None:
+    random = Random(1)
+    for turn in range(80):
+        size = 1 + turn % 4
+        ours, theirs = both(name, size, [random.randint(1, 2 * size + 1) for _ in range(40)])
+        assert ours == theirs, (turn, size)
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_so_it_is_over_thousands_of_skewed_requests(name: str) -> None:
     random = Random(5)
     asked = [int(random.paretovariate(0.8)) % 400 + 1 for _ in range(3000)]

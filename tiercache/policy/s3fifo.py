@@ -148,6 +148,10 @@ class _Queues:
         while self._small_seen and self._small_seen[-1].key < key:
             self._move(self._small_seen.pop())
         if group == _MOVING:
+            while self._small_seen and self._small_seen[-1].excess:
+                unit = self._small_seen.pop()
+                if unit.digest != digest:
+                    self._move(unit)
             self._look_at_main(1, 0)  # it was evicted after it would have moved behind all other units
         else:
             self._ghosts.add(digest, nbytes)
