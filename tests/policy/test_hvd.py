@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.examples import example_count
 from tests.policy.rig import COSTS, STATE, PlainUnits, Rig, reuse_of, units
-from tiercache.policy import CheckpointKind, Ending, Policy, UnitKind
+from tiercache.policy import CheckpointKind, Ending, Policy
 from tiercache.policy.hvd import DECAY, Hazard, HitValueDensity
 
 END, PROMPT, BRANCH = CheckpointKind.END, CheckpointKind.PROMPT, CheckpointKind.BRANCH
@@ -39,9 +39,8 @@ def test_hvd_starts_as_lru_among_equals():
 def test_hvd_weighs_what_a_miss_costs_by_bytes():
     policy = HitValueDensity(COSTS)
     asked = session(
-        4, kind=UnitKind.STATE, depth=[100, 100, 200, 100], nbytes=[1000, 500, 1000, 1000],
-        replay=[10, 10, 10, 20], now=50,
-    )  # fmt: skip
+        4, depth=[100, 100, 200, 100], nbytes=[1000, 500, 1000, 1000], replay=[10, 10, 10, 20], now=50
+    )
     ranks, density = policy.rank(asked), COSTS.density(asked)
     np.testing.assert_allclose(ranks / ranks[0], density / density[0])
 
@@ -84,23 +83,6 @@ def test_hvd_learns_which_class_is_hit(cold: dict[str, int], warm: dict[str, int
             float(policy.rank(session(1, now=now, last_access=now - age, **of))[0]) for of in (cold, warm)
         )
         assert always > 5 * never, f"at age {age}"
-
-
-def test_hvd_counts_the_pages_that_die_with_a_leaf():
-    """A short edge behind many pages without a state is worth no more per byte than one long edge."""
-    page = COSTS.profile.kv_bytes_per_token * 64
-    few, all_of_them = 2 * page + COSTS.profile.state_bytes, 90 * page + COSTS.profile.state_bytes
-    leaves = session(3, kind=UnitKind.LEAF, replay=90, nbytes=[few, all_of_them, 2 * all_of_them])
-    short, long, larger = HitValueDensity(COSTS).rank(leaves)
-    assert short == pytest.approx(long)
-    assert larger == pytest.approx(long / 2)
-    states = session(
-        2, kind=UnitKind.STATE, replay=90, nbytes=[COSTS.profile.state_bytes, 2 * COSTS.profile.state_bytes]
-    )
-    alone, double = HitValueDensity(COSTS).rank(states)
-    assert alone == pytest.approx(2 * double), "a state alone takes no pages with it"
-    covered = session(2, kind=UnitKind.LEAF, replay=90, nbytes=[few, all_of_them], covered=1)
-    assert np.ptp(HitValueDensity(COSTS).rank(covered)) == 0, "a load costs by bytes, whatever is above"
 
 
 def test_hvd_forgets_what_has_changed():

@@ -10,17 +10,7 @@ from typing import ClassVar, Final
 import numpy as np
 import numpy.typing as npt
 
-from tiercache.policy.base import (
-    CheckpointKind,
-    Column,
-    Ending,
-    Policy,
-    Ranks,
-    Reuse,
-    UnitKind,
-    Units,
-    columns_of,
-)
+from tiercache.policy.base import CheckpointKind, Column, Ending, Policy, Ranks, Reuse, Units, columns_of
 from tiercache.policy.costs import Costs
 
 _LINEAGES = 5
@@ -69,7 +59,7 @@ class HitValueDensity(Policy):
         rate = self._hazard.rate(_classes(units), units.now - units.last_access)
         if units.expected.any():
             rate = np.maximum(rate, _expected_rate(units))
-        return rate * self._density(units)
+        return rate * self._costs.density(units)
 
     def value(self, units: Units) -> Ranks:
         """Return the hit-value density, which is in FLOPs per byte and tick already."""
@@ -103,21 +93,6 @@ class HitValueDensity(Policy):
             if len(units):
                 self._hazard.wait(_classes(units), units.now - units.last_access)
         self._hazard.derive()
-
-    def _density(self, units: Units) -> Ranks:
-        """Return the cost of a miss of each unit per byte, counting the pages that die with a leaf."""
-        # A leaf's eviction frees its own edge, but without its state the pages between the nearest shallower
-        # state and the edge are of no use either, and go next:
-        #   state ---- pages ----[ edge of the leaf )state
-        #         |<------- replay --------------->|
-        profile = self._costs.profile
-        tokens = units.replay * units.page_tokens
-        dying = tokens * float(profile.kv_bytes_per_token) + profile.state_bytes
-        is_leaf = (
-            (units.kind == UnitKind.LEAF) & (units.checkpoint != CheckpointKind.NONE) & (units.covered == 0)
-        )
-        cost = self._costs.density(units)
-        return np.where(is_leaf, cost * units.nbytes / np.maximum(units.nbytes, dying), cost)
 
 
 def _expected_rate(units: Units) -> Ranks:

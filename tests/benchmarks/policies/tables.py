@@ -11,7 +11,7 @@ from statistics import mean
 from typing import Any, Final
 
 from tests.benchmarks.policies.intervals import Interval, of_seeds, of_windows
-from tests.benchmarks.policies.matrix import BOUNDS, INFINITE, RIVALS, RULES, SLOW, traffics
+from tests.benchmarks.policies.matrix import BOUNDS, INFINITE, RIVALS, RULES, SLOW, WHOLE, traffics
 from tiercache.policy import DEFAULT_PROFILE
 
 OURS: Final = "hvd"
@@ -97,9 +97,11 @@ def setting(rows: Iterable[Row], keep: Callable[[Row], bool]) -> Setting:
 
 def page(rows: Sequence[Row]) -> str:
     """Return everything that stands between the marks of the page."""
-    plain = [row for row in rows if row["checkpoints"] == RULES and row["profile"] == DEFAULT_PROFILE]
+    whole = [row for row in rows if row["phase"] == WHOLE]
+    alone = [row for row in rows if row["phase"] != WHOLE]
+    plain = [row for row in alone if row["checkpoints"] == RULES and row["profile"] == DEFAULT_PROFILE]
     free = setting(plain, lambda row: row["policy"] == INFINITE).rows
-    parts = [_introduction(rows), _footprints(list(free.values()))]
+    parts = [_introduction(rows), _footprints(list(free.values()), whole)]
     for size in ("5 %", "10 %", "20 %"):
         limited = setting(
             plain, lambda row, size=size: row["size"] == size and row["policy"] != INFINITE
@@ -108,7 +110,13 @@ def page(rows: Sequence[Row]) -> str:
         if OURS in limited.policies:
             with_infinite = Setting({**limited.rows, **free}, limited.sources, [*limited.policies, INFINITE])
             parts += [f"### At {size}", _means(with_infinite), _leads(limited, size), _rivals(limited)]
-    parts += [_tiers(plain), _checkpoints(rows, free), _profiles(rows), _commands(rows)]
+    parts += [
+        _tiers(plain),
+        _checkpoints(alone, free),
+        _profiles(alone),
+        _whole(plain, whole),
+        _commands(alone),
+    ]
     return "\n\n".join(filter(None, parts))
 
 
@@ -146,6 +154,8 @@ def _introduction(rows: Sequence[Row]) -> str:
         "`python -m tests.benchmarks.policies run` makes the rows, and `tables` these tables.\n"
         "Nothing is tuned on these seeds, nor on the third of the agentic sessions that is replayed here.\n\n"
         "- A size is a fraction of the bytes that the infinite cache holds at the end of the same requests.\n"
+        "- Runs in one pool go through the index alone (`--index-only`); runs in two tiers,\n"
+        "  and those of the last table, go through the controller as well.\n"
         "- Intervals are at 95 %.\n"
         "  For sources with seeds they are Student's t over the differences of the seeds\n"
         "  (two policies serve the same requests).\n"
@@ -155,17 +165,41 @@ def _introduction(rows: Sequence[Row]) -> str:
     )
 
 
-def _footprints(free: Sequence[Row]) -> str:
+def _whole(plain: Sequence[Row], whole: Sequence[Row]) -> str:
+    """Return what the runs through the controller save beside those through the index alone."""
+    found = {(row["traffic"], row["policy"], row["seed"]): row["flops_saved"] for row in whole}
+    beside = {
+        (row["traffic"], row["policy"], row["seed"]): row["flops_saved"]
+        for row in plain
+        if row["size"] == "5 %"
+    }
+    shared = [key for key in found if key in beside and key[1] != INFINITE]
+    if not shared:
+        return ""
+    lines = [
+        [traffic, policy, f"{seed}", *(f"{table[traffic, policy, seed]:.3f}" for table in (beside, found))]
+        for traffic, policy, seed in shared
+    ]
+    most = max(abs(found[key] - beside[key]) for key in shared)
+    return (
+        "### Through the controller\n\n"
+        "The same requests at 5 % through the index alone and through the controller, which copies\n"
+        f"to a host arena with blocks and slots. The largest difference is {most * 100:.1f} points.\n\n"
+        + _table(("source", "policy", "seed", "index alone", "controller"), lines)
+    )
+
+
+def _footprints(free: Sequence[Row], whole_runs: Sequence[Row]) -> str:
     lines = []
     for source in dict.fromkeys(row["traffic"] for row in free):
         mine = [row for row in free if row["traffic"] == source]
         whole = [row["capacity_bytes"] for row in mine]
         spread = f" ({_gib(min(whole))} to {_gib(max(whole))})" if len(whole) > 1 else ""
-        working = max(row["working_bytes"] for row in mine)
+        beside = max((row["working_bytes"] for row in whole_runs if row["traffic"] == source), default=0)
         lines.append(
             [
                 source, f"{mean(row['requests'] for row in mine):,.0f}", f"{_gib(mean(whole))}{spread}",
-                *(_gib(mean(whole) * share) for share in (0.05, 0.1, 0.2)), _gib(working),
+                *(_gib(mean(whole) * share) for share in (0.05, 0.1, 0.2)), _gib(beside) if beside else _DASH,
                 f"{mean(row['flops_saved'] for row in mine):.3f}",
             ]
         )  # fmt: skip

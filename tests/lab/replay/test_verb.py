@@ -28,7 +28,8 @@ FIRST = [
     "ttft_ms_p95", "peak_bytes",
 ]  # fmt: skip
 THEN = [
-    "requests", "seconds", "seed", "profile", "write", "write_chance", "is_bound", "alpha", "working_bytes",
+    "requests", "seconds", "seed", "profile", "write", "write_chance",
+    "index_only", "is_bound", "alpha", "working_bytes",
     "cuts", "ttft_ms_p50", "serving", "tiers", "kept", "by_round", "published",
 ]  # fmt: skip
 QUICK = ("--limit", "40", "--no-bounds")

@@ -71,6 +71,8 @@ class Checkpoints(ABC):
 
     name: ClassVar[str]
     """Name in configuration and reports."""
+    keeps_ends: bool = True
+    """Whether a request without a plan of its own, such as a continuation, leaves a state at its end."""
     per_path: int = 0
     """Number of states that one path may keep (see `CheckpointRules.per_path`); 0 for any number."""
 

@@ -91,7 +91,7 @@ class FixedRules(Checkpoints):
 
     def __init__(self, rules: CheckpointRules) -> None:
         self.rules = rules
-        self.per_path = rules.per_path
+        self.per_path, self.keeps_ends = rules.per_path, rules.request_end
 
     def plan(self, prefill: PromptView) -> CheckpointPlan:
         """Return the depths that the rules name."""
