@@ -101,7 +101,7 @@ def page(rows: Sequence[Row]) -> str:
     alone = [row for row in rows if row["phase"] != WHOLE]
     plain = [row for row in alone if row["checkpoints"] == RULES and row["profile"] == DEFAULT_PROFILE]
     free = setting(plain, lambda row: row["policy"] == INFINITE).rows
-    parts = [_introduction(rows), _footprints(list(free.values()), whole)]
+    parts = [_introduction(rows, whole), _footprints(list(free.values()), whole)]
     for size in ("5 %", "10 %", "20 %"):
         limited = setting(
             plain, lambda row, size=size: row["size"] == size and row["policy"] != INFINITE
@@ -144,9 +144,12 @@ def table_of_rows(rows: Sequence[Row]) -> str:
     return text.getvalue()
 
 
-def _introduction(rows: Sequence[Row]) -> str:
+def _introduction(rows: Sequence[Row], whole: Sequence[Row]) -> str:
     seeds = sorted({row["seed"] for row in rows})
     codes = sorted({row["code"] for row in rows})
+    also = [row for row in rows if row["phase"] == "two tiers"]
+    through = [*(["runs in two tiers"] if also else []), *(["those of the last table"] if whole else [])]
+    others = f"; {' and '.join(through)}, through the controller as well" if through else ""
     return (
         "## Measured over several seeds\n\n"
         f"{len(rows):,} runs of `tiercache replay` (code {', '.join(codes)}; seeds {_span(seeds)}).\n"
@@ -154,8 +157,7 @@ def _introduction(rows: Sequence[Row]) -> str:
         "`python -m tests.benchmarks.policies run` makes the rows, and `tables` these tables.\n"
         "Nothing is tuned on these seeds, nor on the third of the agentic sessions that is replayed here.\n\n"
         "- A size is a fraction of the bytes that the infinite cache holds at the end of the same requests.\n"
-        "- Runs in one pool go through the index alone (`--index-only`); runs in two tiers,\n"
-        "  and those of the last table, go through the controller as well.\n"
+        f"- Runs in one pool go through the index alone (`--index-only`){others}.\n"
         "- Intervals are at 95 %.\n"
         "  For sources with seeds they are Student's t over the differences of the seeds\n"
         "  (two policies serve the same requests).\n"
@@ -208,7 +210,8 @@ def _footprints(free: Sequence[Row], whole_runs: Sequence[Row]) -> str:
         "### Footprints\n\n"
         "Bytes count in full: all pages and all states that are cached.\n"
         "*Beside it* stands the most that running requests held on the device: their pages, the\n"
-        "states at their checkpoints, and the state that the engine advances.\n"
+        "states at their checkpoints, and the state that the engine advances; only runs through the\n"
+        "controller know it.\n"
         "*Saved* is what the infinite cache saves.\n\n" + _table(heads, lines)
     )
 

@@ -358,7 +358,7 @@ def test_the_index_alone_saves_what_the_controller_saves():
     ]
     for whole, alone in zip(*found, strict=True):
         assert (whole.policy, whole.capacity, alone.index_only) == (alone.policy, alone.capacity, True)
-        assert alone.flops_saved == pytest.approx(whole.flops_saved, abs=0.06)
+        assert alone.flops_saved == pytest.approx(whole.flops_saved, abs=0.01)
     assert found[0][0].flops_saved == found[1][0].flops_saved, "the infinite cache is the same"
 
 

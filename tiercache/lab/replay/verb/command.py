@@ -226,8 +226,8 @@ def replay(
         bool,
         typer.Option(
             "--index-only",
-            help="Replay through the index alone: five times as fast, for comparisons of policies; no tiers,"
-            " no times.",
+            help="Replay through the index alone: three to five times as fast, for comparisons of policies;"
+            " no tiers, no times.",
         ),
     ] = False,
     bounds: Annotated[
