@@ -115,9 +115,9 @@ def table(page: str, title: str) -> list[list[str]]:
 
 def policies() -> str:
     """Draw the mean of each policy at a capacity of 5 %, from the table of docs/policies.md."""
-    head, *rows = table("policies.md", "### 5%")
+    head, *rows = table("policies.md", "### At 5%")
     at = head.index("mean")
-    wanted = ("hvd", "gdsf", "seglen:additive", "lru", "marconi", "seglen", "clairvoyant")
+    wanted = ("hvd", "lpc", "gdsf", "arc", "seglen:additive", "lru", "marconi", "seglen", "clairvoyant")
     means = {row[0]: float(row[at]) for row in rows if row[0] in wanted}
     return bars(
         "Prefill FLOPs saved at 5 % capacity",

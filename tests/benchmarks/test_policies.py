@@ -58,7 +58,7 @@ def test_a_campaign_goes_on_where_it_stopped_and_each_row_has_its_command(tmp_pa
     same = ("flops_saved", "token_hit_rate", "capacity_bytes", "working_bytes", "requests", "tiers")
     assert {name: again[name] for name in same} == {name: told[name] for name in same}
     page = tables.page(list(Rows(results)))
-    for title in ("## Measured over", "### Footprints", "### At 5 %", "### Two tiers", "### Commands"):
+    for title in ("## Measured over", "### Footprints", "### At 5%", "### Two tiers", "### Commands"):
         assert title in page
     assert len(tables.table_of_rows(then).splitlines()) == 1 + len(then)
 

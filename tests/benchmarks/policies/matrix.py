@@ -16,11 +16,16 @@ RIVALS: Final = (
 )  # fmt: skip
 """Eviction policies that `hvd` is compared with."""
 SLOW: Final = ("marconi:best", "portfolio")
-"""Rivals that run shadow caches or several alphas, and take several times as long; they come late."""
+"""Policies that try several alphas or run shadow caches, and take several times as long; they come late.
+
+They are no rivals: the first knows the end, and the second chooses between others, `hvd` among them.
+"""
 IN_TIERS: Final = ("hvd", "lru", "arc", "s3fifo", "gdsf", "seglen:additive", "marconi")
 """Policies of the two-tier runs."""
 BY_PROFILE: Final = ("hvd", "lru", "gdsf", "seglen:additive", "marconi")
 """Policies of the runs with other models."""
+BY_PLACES: Final = ("hvd", "lru", "arc", "lpc", "gdsf", "seglen:additive")
+"""Policies of the runs in which states are taken as `LEARNED` says."""
 BOUNDS: Final = ("clairvoyant", "upper bound")
 """Rows that a replay adds with `--bounds`."""
 INFINITE: Final = "infinite"
@@ -29,7 +34,9 @@ SEEDS: Final = (1000, 1001, 1002, 1003, 1004)
 """Seeds of the generators. Nothing is tuned on seeds of 1000 and more."""
 RULES: Final = ""
 """Checkpoint policy of rows that do not name one: the default of `tiercache replay`."""
-CHECKPOINTS: Final = ("every:2048", "every:8192", "sparse", "learned", "end", "prompt,end", "branch,end")
+LEARNED: Final = "learned"
+"""Checkpoint policy that is ours."""
+CHECKPOINTS: Final = ("every:2048", "every:8192", "sparse", LEARNED, "end", "prompt,end", "branch,end")
 """Other checkpoint policies, as `--checkpoints` takes them."""
 PROFILES: Final = ("qwen3.5-9b", "kimi-linear-48b-a3b", "nemotron-h-8b", "jamba-1.5-mini")
 """Other models, between whose states and KV pages the ratio of bytes differs."""
@@ -205,7 +212,10 @@ def blocks(
             (some(IN_TIERS), (Size(0.05, 0.25),), RULES, DEFAULT_PROFILE, False),
             (some(("hvd",)), (Size(0.3),), RULES, DEFAULT_PROFILE, False),
         ],
-        "checkpoints": [(some(("hvd",)), small, taken, DEFAULT_PROFILE, False) for taken in checkpoints],
+        "checkpoints": [
+            (some(BY_PLACES if taken == LEARNED else ("hvd",)), small, taken, DEFAULT_PROFILE, False)
+            for taken in checkpoints
+        ],
         WHOLE: [(some(("hvd", "lru")), small, RULES, DEFAULT_PROFILE, False)],
         "slow": [(some(SLOW), small, RULES, DEFAULT_PROFILE, False)],
         "profiles": [(some(BY_PROFILE), small, RULES, profile, False) for profile in PROFILES],

@@ -11,7 +11,17 @@ from statistics import mean
 from typing import Any, Final
 
 from tests.benchmarks.policies.intervals import Interval, of_seeds, of_windows
-from tests.benchmarks.policies.matrix import BOUNDS, INFINITE, RIVALS, RULES, SLOW, WHOLE, traffics
+from tests.benchmarks.policies.matrix import (
+    BOUNDS,
+    BY_PLACES,
+    INFINITE,
+    LEARNED,
+    RIVALS,
+    RULES,
+    SLOW,
+    WHOLE,
+    traffics,
+)
 from tiercache.policy import DEFAULT_PROFILE
 
 OURS: Final = "hvd"
@@ -62,9 +72,7 @@ class Setting:
 
     def best_rival(self, source: str) -> str | None:
         """Return the rival with the highest mean; one that was best by chance is taken for the best."""
-        found = [
-            (self.mean(source, name), name) for name in self.policies if name not in (OURS, *BOUNDS, INFINITE)
-        ]
+        found = [(self.mean(source, name), name) for name in self.policies if name in RIVALS]
         return max(((value, name) for value, name in found if not math.isnan(value)), default=(0, None))[1]
 
     def lead_on_mean(self, rival: str) -> Interval | None:
@@ -109,10 +117,16 @@ def page(rows: Sequence[Row]) -> str:
         )  # fmt: skip
         if OURS in limited.policies:
             with_infinite = Setting({**limited.rows, **free}, limited.sources, [*limited.policies, INFINITE])
-            parts += [f"### At {size}", _means(with_infinite), _leads(limited, size), _rivals(limited)]
+            parts += [
+                f"### At {size.replace(' ', '')}", _means(with_infinite), _leads(limited, size),
+                f"Lead of `{OURS}` over each rival in points, on the mean and by source.\n"
+                "A lead whose interval excludes 0 is bold, and counts as won or lost; the others are draws:",
+                _rivals(limited),
+            ]  # fmt: skip
     parts += [
         _tiers(plain),
         _checkpoints(alone, free),
+        _with_learned(alone),
         _profiles(alone),
         _whole(plain, whole),
         _commands(alone),
@@ -246,7 +260,7 @@ def _leads(found: Setting, size: str) -> str:
 def _rivals(found: Setting) -> str:
     lines = []
     for rival in found.policies:
-        if rival in (OURS, *BOUNDS, INFINITE):
+        if rival not in RIVALS:
             continue
         leads = [found.lead(source, rival) for source in found.sources]
         known = [lead for lead in leads if lead is not None]
@@ -256,11 +270,7 @@ def _rivals(found: Setting) -> str:
         lines.append(
             [rival, _points(found.lead_on_mean(rival)), score, *(_cell(lead) for lead in leads)]
         )  # fmt: skip
-    return (
-        f"Lead of `{OURS}` over each rival in points, on the mean and by source.\n"
-        "A lead whose interval excludes 0 is bold, and counts as won or lost; the others are draws:\n\n"
-        + _table(["", "mean", "won / drawn / lost", *found.sources], lines)
-    )
+    return _table(["", "mean", "won / drawn / lost", *found.sources], lines)
 
 
 def _tiers(plain: Sequence[Row]) -> str:
@@ -285,10 +295,12 @@ def _tiers(plain: Sequence[Row]) -> str:
 def _checkpoints(rows: Sequence[Row], free: Mapping[Any, Row]) -> str:
     lines: list[list[str]] = []
     kinds = dict.fromkeys(row["checkpoints"] for row in rows if row["phase"] == "checkpoints")
+    seeds = {row["seed"] for row in rows if row["phase"] == "checkpoints"}
     default = setting(
         rows, lambda row: row["phase"] == "5 %" and row["policy"] == OURS
-        and row["profile"] == DEFAULT_PROFILE,
+        and row["profile"] == DEFAULT_PROFILE and row["seed"] in seeds,
     )  # fmt: skip
+    free = {key: row for key, row in free.items() if row["seed"] in seeds}
     if not kinds:
         return ""
     sources = default.sources
@@ -304,8 +316,29 @@ def _checkpoints(rows: Sequence[Row], free: Mapping[Any, Row]) -> str:
             lines.append([name, label, *map(_fraction, values), _fraction(mean(values))])
     return (
         "### Where states are taken\n\n"
-        "The sizes are the same bytes in all rows: 5 % of the infinite cache with the default rules.\n\n"
+        "The sizes are the same bytes in all rows: 5 % of the infinite cache with the default rules.\n"
+        f"Means over the seeds {_span(sorted(seeds))}.\n\n"
         + _table(["checkpoints", "", *sources, "mean"], lines)
+    )
+
+
+def _with_learned(rows: Sequence[Row]) -> str:
+    """Return how several policies compare where states are taken as `LEARNED` says, and with the rules."""
+    learned = setting(rows, lambda row: row["checkpoints"] == LEARNED and row["policy"] in BY_PLACES)
+    rivals = [policy for policy in learned.policies if policy in RIVALS]
+    if not rivals:
+        return ""
+    seeds = {seed for _, policy, seed in learned.rows if policy == rivals[0]}
+    rules = setting(rows, lambda row: row["phase"] == "5 %" and row["policy"] in RIVALS)
+    ours = {key: row for key, row in learned.rows.items() if key[1] == OURS}
+    mixed = Setting({**rules.rows, **ours}, learned.sources, [*rules.policies, OURS])
+    return (
+        f"### With `{LEARNED}`\n\n"
+        f"Several policies at 5 % where states are taken as `{LEARNED}` says, over the seeds"
+        f" {_span(sorted(seeds))}:\n\n{_means(learned)}\n\n"
+        f"Lead of `{OURS}` in points where both policies have `{LEARNED}`:\n\n{_rivals(learned)}\n\n"
+        f"Lead of `{OURS}` with `{LEARNED}` over each rival with the default rules, in the same bytes:\n\n"
+        f"{_rivals(mixed)}"
     )
 
 

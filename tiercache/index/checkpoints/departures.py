@@ -102,8 +102,8 @@ class Departures:
         """Departures by the classes of the request that was left, and by mark."""
         self._between = np.zeros((marks, 2, len(_LOW)))
         """Departures by the class of the request, and by the distance behind the branch or before the end."""
-        self._rates: dict[tuple[int, int, int], list[float]] = {}
         self._distances: dict[int, Distances] = {}
+        self.refresh()
 
     def began(self, past: Past) -> None:
         """Count a request, which later prompts can leave."""
@@ -134,20 +134,18 @@ class Departures:
 
     def refresh(self) -> None:
         """Let the next answers include all observations so far. Otherwise they may be older ones."""
-        self._rates.clear()
         self._distances.clear()
+        # From the class of all requests inwards: each turn divides every class into its parts.
+        rates, within = _START, (0, 1, 2)
+        for level in range(len(within) + 1):
+            requests, left = (table.sum(within[level:]) for table in (self._requests, self._left))
+            around = rates[..., None, :] if level else rates
+            rates = (left + _PRIOR * around) / (requests[..., None] + _PRIOR)
+        self._rates: list[list[list[list[float]]]] = rates.tolist()
 
     def rates(self, past: Past) -> list[float]:
         """Return how many later prompts leave a request of the classes of this one, by mark."""
-        classes = past.mark, past.size, past.quarter
-        found = self._rates.get(classes)
-        if found is None:
-            rate = _START
-            for level in range(len(classes) + 1):
-                left = self._left[classes[:level]].reshape(-1, len(Mark)).sum(0)
-                rate = (left + _PRIOR * rate) / (self._requests[classes[:level]].sum() + _PRIOR)
-            found = self._rates[classes] = rate.tolist()
-        return found
+        return self._rates[past.mark][past.size][past.quarter]
 
     def distances(self, mark: Mark) -> Distances:
         """Return the likely distances of departures between the marks of a request of this class."""
