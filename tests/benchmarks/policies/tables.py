@@ -163,10 +163,11 @@ def _introduction(rows: Sequence[Row], whole: Sequence[Row]) -> str:
     codes = sorted({row["code"] for row in rows})
     also = [row for row in rows if row["phase"] == "two tiers"]
     through = [*(["runs in two tiers"] if also else []), *(["those of the last table"] if whole else [])]
-    others = f"; {' and '.join(through)}, through the controller as well" if through else ""
+    others = f";\n  {' and '.join(through)}, through the controller as well" if through else ""
     return (
         "## Measured over several seeds\n\n"
-        f"{len(rows):,} runs of `tiercache replay` (code {', '.join(codes)}; seeds {_span(seeds)}).\n"
+        f"{len(rows):,} runs of `tiercache replay` (seeds {_span(seeds)};\n"
+        f"code {', '.join(codes)}).\n"
         "All figures are fractions of prefill FLOPs saved.\n"
         "`python -m tests.benchmarks.policies run` makes the rows, and `tables` these tables.\n"
         "Nothing is tuned on these seeds, nor on the third of the agentic sessions that is replayed here.\n\n"
@@ -315,7 +316,7 @@ def _checkpoints(rows: Sequence[Row], free: Mapping[Any, Row]) -> str:
             values = [of.mean(source, policy) for source in sources]
             lines.append([name, label, *map(_fraction, values), _fraction(mean(values))])
     return (
-        "### Where states are taken\n\n"
+        "### Checkpoints compared\n\n"
         "The sizes are the same bytes in all rows: 5 % of the infinite cache with the default rules.\n"
         f"Means over the seeds {_span(sorted(seeds))}.\n\n"
         + _table(["checkpoints", "", *sources, "mean"], lines)
@@ -334,8 +335,8 @@ def _with_learned(rows: Sequence[Row]) -> str:
     mixed = Setting({**rules.rows, **ours}, learned.sources, [*rules.policies, OURS])
     return (
         f"### With `{LEARNED}`\n\n"
-        f"Several policies at 5 % where states are taken as `{LEARNED}` says, over the seeds"
-        f" {_span(sorted(seeds))}:\n\n{_means(learned)}\n\n"
+        f"Several policies at 5 % where states are taken as `{LEARNED}` says, over the seeds\n"
+        f"{_span(sorted(seeds))}. {_means(learned)}\n\n"
         f"Lead of `{OURS}` in points where both policies have `{LEARNED}`:\n\n{_rivals(learned)}\n\n"
         f"Lead of `{OURS}` with `{LEARNED}` over each rival with the default rules, in the same bytes:\n\n"
         f"{_rivals(mixed)}"
