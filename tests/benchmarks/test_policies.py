@@ -60,6 +60,9 @@ def test_a_campaign_goes_on_where_it_stopped_and_each_row_has_its_command(tmp_pa
     page = tables.page(list(Rows(results)))
     for title in ("## Measured over", "### Footprints", "### At 5%", "### Two tiers", "### Commands"):
         assert title in page
+    tiers = page.partition("### Two tiers")[2]
+    for one, label in zip(then[-3:], ("hvd", "lru", "hvd in one pool of 30 %"), strict=True):
+        assert f"| {label} | {one['flops_saved']:.3f} |" in tiers
     assert len(tables.table_of_rows(then).splitlines()) == 1 + len(then)
 
 

@@ -275,8 +275,7 @@ def _rivals(found: Setting) -> str:
 
 
 def _tiers(plain: Sequence[Row]) -> str:
-    found = setting(plain, lambda row: row["phase"] == "two tiers" and row["policy"] != INFINITE)
-    hierarchy = setting(found.rows.values(), lambda row: "disk" in row["size"])
+    hierarchy = setting(plain, lambda row: "disk" in row["size"] and row["policy"] != INFINITE)
     if not hierarchy.rows:
         return ""
     size = next(iter(hierarchy.rows.values()))["size"]
