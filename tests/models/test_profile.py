@@ -353,6 +353,9 @@ def test_flops_of_many_is_the_sum_of_their_tokens():
             tokens = np.arange(start, end)
             assert total[i, j] == pytest.approx(profile.flops(tokens, tokens + 1).sum(), rel=1e-12)
     assert isinstance(profile.flops(3, 5), float)
+    # Plain numbers count as the same float64, also where neighbours cannot be told apart.
+    for start, end in ((0, 0), (3, 5), (4095, 4097), (10**6, 10**7), (2**53, 2**53 + 1), (2**62, 2**62 + 1)):
+        assert profile.flops(start, end) == profile.flops(np.array([start]), np.array([end]))[0]
     each = profile.flops_per_context_token + 3e6
     assert profile.flops(0, 2) == 2 * profile.flops_per_token + 2 * each
     assert profile.flops(np.int32(100_000), np.int32(100_001)) > 0

@@ -218,8 +218,10 @@ class ModelProfile:
         # half a token. The sum of t + 1/2 over [start, end) is (end^2 - start^2) / 2.
         first: Any = start
         last: Any = end
-        if {type(start), type(end)} != {int}:  # plain numbers are several times as fast as arrays
-            first, last = np.asarray(start, np.float64), np.asarray(end, np.float64)
+        if {type(start), type(end)} == {int}:  # plain numbers are several times as fast as arrays
+            first, last = float(first), float(last)
+        else:
+            first, last = np.asarray(first, np.float64), np.asarray(last, np.float64)
         total = (
             self.flops_per_token * (last - first)
             + self.flops_per_context_token * (last * last - first * first) / 2
