@@ -66,6 +66,43 @@ def test_a_campaign_goes_on_where_it_stopped_and_each_row_has_its_command(tmp_pa
     assert len(tables.table_of_rows(then).splitlines()) == 1 + len(then)
 
 
+def row_of(policy: str, seed: int, saved: float, checkpoints: str = "") -> dict[str, Any]:
+    """Return a row at 5 % of one source."""
+    return {
+        "phase": "checkpoints" if checkpoints else "5 %", "traffic": "sharegpt", "seed": seed,
+        "policy": policy, "size": "5 %", "checkpoints": checkpoints, "profile": "qwen3-next-80b-a3b",
+        "capacity_bytes": 2**30, "working_bytes": 0, "requests": 10, "flops_saved": saved, "code": "c",
+        "command": "tiercache replay sharegpt",
+    }  # fmt: skip
+
+
+def test_tables_compare_with_rivals_only_and_mix_no_checkpoints() -> None:
+    rows = [
+        row_of(policy, seed, saved + seed / 100, checkpoints)
+        for seed in (0, 1)
+        for policy, saved, checkpoints in (
+            ("infinite", 0.9, ""), ("hvd", 0.5, ""), ("lru", 0.3, ""), ("arc", 0.4, ""),
+            ("marconi:best", 0.8, ""), ("portfolio", 0.7, ""), ("clairvoyant", 0.85, ""),
+            ("infinite", 0.95, "learned"), ("hvd", 0.6, "learned"), ("lru", 0.45, "learned"),
+            ("hvd", 0.2, "sparse"),
+        )
+    ]  # fmt: skip
+    page = tables.page(rows)
+    small, _, rest = page.partition("### Checkpoints compared")
+    assert "| sharegpt | arc | +10.00 [+10.00, +10.00] | 36 % |" in small, "not a policy that knows the end"
+    assert "| marconi:best | 0.805 | 0.805 |" in small, "it has a row of means"
+    assert "| marconi:best | +" not in page
+    assert "| portfolio | +" not in page
+    compared, _, learned = rest.partition("### With `learned`")
+    assert "| sparse | hvd at 5 % | 0.205 | 0.205 |" in compared
+    both, _, mixed = learned.partition("with the default rules, in the same bytes")
+    assert "| lru | 0.455 | 0.455 |" in both
+    assert "| lru | +15.00 [+15.00, +15.00]" in both
+    assert "| arc |" not in both
+    assert "| lru | +30.00 [+30.00, +30.00]" in mixed
+    assert "| arc | +20.00 [+20.00, +20.00]" in mixed
+
+
 @pytest.mark.slow
 def test_what_cannot_be_run_is_said_and_the_rest_is_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

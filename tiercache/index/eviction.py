@@ -93,8 +93,6 @@ class Evictor:
         self._columns = columns
         self._ghosts = ghosts
         self._policy = policy
-        self._told = type(policy).left is not Policy.left
-        """Whether the policy wants to know which unit left."""
         self._device_pages, self._device_states, self._host_units, _ = queues
         self._one_budget = columns.kinds is ONE_BUDGET_KINDS
 
@@ -179,9 +177,7 @@ class Evictor:
         node, counters = victim.node, self._tree.counters
         if victim.rank is not None:  # None for dead weight, which policies do not rank
             self._policy.evicted(victim.rank)
-            if self._told:
-                nbytes = self._columns.bytes_of(node, victim.number)
-                self._policy.left(victim.number, node.signature, nbytes)
+            self._policy.left(victim.number, node.signature, self._columns.bytes_of(node, victim.number))
         # The description is made before the node's objects are taken, because it depends on them.
         unit = reuse_of(node, self._columns.now) if node.can_answer else None
         sweep.take(victim)

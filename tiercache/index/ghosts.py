@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import repeat
-from struct import Struct
 from typing import Final
 
 import numpy as np
@@ -32,8 +31,6 @@ _COLUMNS: Final = (
 """Fields of `Reuse`, with the tick of the last access in place of the age."""
 _OWN: Final = _COLUMNS.index("last_access")
 """Number of fields before the age, which are copied as they are."""
-_ROW: Final = Struct(f"={len(_COLUMNS)}q")
-"""Layout of a row. Packing takes a fifth of the time of an assignment to a row of an array."""
 
 
 class Ghosts:
@@ -55,7 +52,6 @@ class Ghosts:
         """Number of digests in `_edges`, repeated ones included."""
         # The rows of lost units are a ring. Row `_next` is the oldest one, and is overwritten next.
         self._units = np.zeros((units, len(_COLUMNS)), np.int64)
-        self._rows = self._units.data.cast("B")
         self._there = np.zeros(units, np.bool_)
         """Whether each row has a unit."""
         self._digest = [0] * units
@@ -99,7 +95,7 @@ class Ghosts:
         if digest in self._at:
             self.forget(digest, self._at[digest])
         self._digest[slot], self._at[digest], self._there[slot] = digest, slot, True
-        _ROW.pack_into(self._rows, slot * _ROW.size, *unit[:_OWN], now - unit.age, unit.digest)
+        self._units[slot] = (*unit[:_OWN], now - unit.age, unit.digest)
 
     @property
     def has_units(self) -> bool:
@@ -125,7 +121,7 @@ class Ghosts:
     def reuse(self, digest: int, now: int) -> Reuse:
         """Return and forget the description of the lost unit with this digest."""
         slot = self._at[digest]
-        *unit, last_access, signature = _ROW.unpack_from(self._rows, slot * _ROW.size)
+        *unit, last_access, signature = self._units[slot].tolist()
         self.forget(digest, slot)
         return Reuse._make((*unit, now - last_access, signature, True))
 
