@@ -16,6 +16,7 @@ import tiercache
 from tests.__main__ import status_of
 from tests.order import ALONE, LONGEST
 from tiercache import errors
+from tiercache_distribution import DISTRIBUTION
 
 
 def run(code: str) -> str:
@@ -68,7 +69,7 @@ def test_the_public_names_exist_and_the_version_is_the_distribution_s():
     from importlib.metadata import version
 
     assert all(hasattr(tiercache, name) for name in tiercache.__all__)
-    assert tiercache.__version__ == version("tiercache")
+    assert tiercache.__version__ == version(DISTRIBUTION)
 
 
 ROOT = Path(__file__).parents[1]

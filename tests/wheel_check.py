@@ -24,7 +24,7 @@ from tiercache import errors
 
 HEAVY = ("torch", "grpc", "numpy", "lmdb")
 CORE = {"numpy", "blake3", "xxhash", "msgpack", "lmdb"}
-BROUGHT = {"typing-extensions", "pip", "setuptools", "tiercache"}
+BROUGHT = {"typing-extensions", "pip", "setuptools", "tiercache-hybrid"}
 """Dependencies of the five in `CORE`, and distributions that every environment has."""
 MODULES = (
     "tiercache_backends.file",
@@ -138,7 +138,7 @@ def check_missing_extras() -> None:
     def says(part: str, extra: str) -> None:
         raised = sys.exc_info()[1]
         assert part in str(raised), raised
-        assert f"is not installed: pip install 'tiercache[{extra}]'" in str(raised), raised
+        assert f"is not installed: pip install 'tiercache-hybrid[{extra}]'" in str(raised), raised
 
     for work, part, extra in (
         (lambda: open_backend("grpc://127.0.0.1:1"), "storage type 'grpc' needs protobuf", "grpc"),
@@ -154,8 +154,8 @@ def check_missing_extras() -> None:
     done = subprocess.run([command(), "--help"], capture_output=True, text=True)
     assert done.returncode == 2, done
     assert (
-        done.stderr
-        == "tiercache: the command line needs typer, which is not installed: pip install 'tiercache[cli]'\n"
+        done.stderr == "tiercache: the command line needs typer, which is not installed:"
+        " pip install 'tiercache-hybrid[cli]'\n"
     )
 
 
@@ -248,7 +248,8 @@ def check_cli() -> None:
         done = run("serve", "-d", directory)
         assert done.returncode == 2, done
         assert done.stderr == (
-            "tiercache: the daemon needs grpcio, which is not installed: pip install 'tiercache[daemon]'\n"
+            "tiercache: the daemon needs grpcio, which is not installed:"
+            " pip install 'tiercache-hybrid[daemon]'\n"
         )
 
 

@@ -29,6 +29,8 @@ A message says what is wrong, which object it is about, and what to do. A *miss*
 
 from __future__ import annotations
 
+from tiercache_distribution import DISTRIBUTION
+
 _DISTRIBUTIONS = {
     "google": "protobuf",
     "grpc": "grpcio",
@@ -39,6 +41,11 @@ _DISTRIBUTIONS = {
     "zmq": "pyzmq",
 }
 """Names of distributions by the top-level module that they install, if the two names differ."""
+
+
+def install_line(extra: str) -> str:
+    """Return the pip line that adds an extra to the installed tiercache."""
+    return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
 class TierCacheError(Exception):
@@ -71,7 +78,7 @@ class MissingExtraError(ConfigError):
     def __init__(self, what: str, extra: str, error: ImportError) -> None:
         module = (error.name or "").partition(".")[0]
         missing = _DISTRIBUTIONS.get(module, module.replace("_", "-")) or "another package"
-        super().__init__(f"{what} needs {missing}, which is not installed: pip install 'tiercache[{extra}]'")
+        super().__init__(f"{what} needs {missing}, which is not installed: {install_line(extra)}")
 
 
 class PoolError(TierCacheError, RuntimeError):

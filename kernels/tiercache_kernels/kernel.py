@@ -116,7 +116,7 @@ class CopyKernel:
             import cupy
         except ImportError as error:
             raise Unavailable(
-                f"the copy kernel needs CuPy, which cannot be imported ({error}); install tiercache[cuda]"
+                f"the copy kernel needs CuPy, which cannot be imported ({error}); install cupy-cuda13x"
             ) from error
         # `get_function` loads the module on the current device. So the kernel is compiled here and not at the
         # first launch.

@@ -94,7 +94,7 @@ def test_a_package_of_an_extra_that_is_missing_gets_one_sentence(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=GUARD, cwd=tmp_path
     )
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
-    assert f" needs {package}, which is not installed: pip install 'tiercache[" in done.stderr
+    assert f" needs {package}, which is not installed: pip install 'tiercache-hybrid[" in done.stderr
     assert done.stderr.count("\n") == 1
 
 

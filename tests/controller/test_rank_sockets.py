@@ -179,7 +179,7 @@ def test_torch_is_needed_for_its_groups_only(monkeypatch):
     with pytest.raises(InputError, match="no process group; call init_process_group first"):
         torch_ranks.ranks_of()
     monkeypatch.setitem(__import__("sys").modules, "torch", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'tiercache\[torch\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'tiercache-hybrid\[torch\]'"):
         torch_ranks.ranks_of()
 
 

@@ -361,5 +361,8 @@ def test_without_the_extra_one_sentence_says_what_to_install(tmp_path: Path) -> 
     words = ["serve", "-d", str(tmp_path), "--disk-bytes", "16MiB", "--http", "127.0.0.1:0"]
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert "http.listen needs aiohttp, which is not installed: pip install 'tiercache[http]'" in done.stderr
+    assert (
+        "http.listen needs aiohttp, which is not installed: pip install 'tiercache-hybrid[http]'"
+        in done.stderr
+    )
     assert "Traceback" not in done.stderr

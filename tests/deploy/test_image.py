@@ -119,4 +119,4 @@ def test_nothing_else_is_installed_than_what_is_pinned(built: Built) -> None:
     pinned = re.findall(r"(?m)^\S+==\S+", (DEPLOY / "container/requirements.txt").read_text())
     wanted = dict(line.lower().replace("_", "-").split("==") for line in pinned)
     assert {name: found.get(name) for name in wanted} == wanted
-    assert {*found} - {*wanted} <= {"tiercache", "pip", "setuptools", "wheel"}
+    assert {*found} - {*wanted} <= {"tiercache-hybrid", "pip", "setuptools", "wheel"}

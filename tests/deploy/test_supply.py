@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.deploy.base import DEPLOY, run, tool
+from tiercache_distribution import DISTRIBUTION
 
 ROOT = DEPLOY.parent
 PINS_FILE = DEPLOY / "container/requirements.txt"
@@ -38,7 +39,7 @@ def needed(name: str, extras: set[str], python: str, done: set[str]) -> Iterator
         marker = requirement.marker
         if marker and not any(marker.evaluate(environment | {"extra": extra}) for extra in extras or {""}):
             continue
-        if canonicalize_name(requirement.name) != "tiercache":
+        if canonicalize_name(requirement.name) != DISTRIBUTION:
             yield requirement
         key = f"{requirement.name}[{','.join(sorted(requirement.extras))}]"
         if key not in done:
@@ -60,7 +61,7 @@ def test_every_pin_has_hashes_and_is_the_one_that_is_tested() -> None:
 
 @pytest.mark.parametrize("python", PYTHONS)
 def test_everything_that_the_image_installs_is_pinned(python: str) -> None:
-    found = list(needed("tiercache", {EXTRA, ""}, python, set()))
+    found = list(needed(DISTRIBUTION, {EXTRA, ""}, python, set()))
     assert {"aiohttp", "grpcio", "lmdb"} <= {requirement.name for requirement in found}
     for requirement in found:
         name = canonicalize_name(requirement.name)
@@ -69,7 +70,7 @@ def test_everything_that_the_image_installs_is_pinned(python: str) -> None:
 
 
 def test_nothing_is_pinned_that_nothing_needs() -> None:
-    found = [needed("tiercache", {EXTRA, ""}, python, set()) for python in PYTHONS]
+    found = [needed(DISTRIBUTION, {EXTRA, ""}, python, set()) for python in PYTHONS]
     assert {canonicalize_name(one.name) for each in found for one in each} == {*PINS}
 
 
@@ -82,7 +83,7 @@ def test_the_bill_of_materials_is_that_of_the_wheel(tmp_path: Path) -> None:
     *words, _ = recipe.split()
     run("env", "PYTHONWARNINGS=ignore", cyclonedx, *words, tmp_path / "bill.json", cwd=ROOT)
     bill = json.loads((tmp_path / "bill.json").read_text())
-    wheel = importlib.metadata.metadata("tiercache")
+    wheel = importlib.metadata.metadata(DISTRIBUTION)
     described = bill["metadata"]["component"]
     assert (described["name"], described["version"]) == (wheel["Name"], wheel["Version"])
     assert described["licenses"][0]["license"]["id"] == wheel["License-Expression"]

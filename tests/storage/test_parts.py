@@ -95,7 +95,7 @@ def test_bad_specs_say_what_is_known(spec: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("module", "said"),
     [
-        ("None", "needs grpcio, which is not installed: pip install 'tiercache[grpc]'"),
+        ("None", "needs grpcio, which is not installed: pip install 'tiercache-hybrid[grpc]'"),
         ("types.ModuleType('grpc')", "cannot be imported: cannot import name"),
     ],
 )

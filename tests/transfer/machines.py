@@ -176,7 +176,7 @@ class Real(Machine):
 
     def __init__(self) -> None:
         torch = pytest.importorskip("torch", reason="torch is not installed")
-        pytest.importorskip("cupy", reason="CuPy is not installed: pip install 'tiercache[cuda]'")
+        pytest.importorskip("cupy", reason="CuPy is not installed: pip install 'tiercache-hybrid[cuda]'")
         if not torch.cuda.is_available():
             pytest.skip("there is no CUDA device")
         self._torch = torch

@@ -338,7 +338,7 @@ class TestTheStart:
             CupyDevice(0)
         except ConfigError as error:
             # one of two
-            assert "pip install 'tiercache[cuda]'" in str(error) or "nvidia-smi" in str(error)  # noqa: PT017
+            assert "pip install 'tiercache-hybrid[cuda]'" in str(error) or "nvidia-smi" in str(error)  # noqa: PT017
             with pytest.raises(ConfigError, match="device cuda:0"):
                 engine_for({PoolName.KV: rig.device}, {PoolName.KV: rig.host})
         with pytest.raises(ConfigError, match=r"device cuda:99|no device cuda:99"):

@@ -18,6 +18,7 @@ import tiercache
 from tiercache.cli.terminal import Exit, code_of, complain, exit_table
 from tiercache.cli.verbs import Verbs
 from tiercache.errors import MissingExtraError, TierCacheError
+from tiercache_distribution import foreign_sentence
 
 app = typer.Typer(
     name="tiercache",
@@ -39,6 +40,8 @@ _READER_GONE: Final = select.POLLERR | select.POLLHUP
 def _version(show: bool) -> None:
     if show:
         typer.echo(f"tiercache {tiercache.__version__}")
+        if sentence := foreign_sentence():
+            complain(sentence)
         raise typer.Exit
 
 

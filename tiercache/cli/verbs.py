@@ -28,7 +28,7 @@ class Verb:
     command: str = ""
     """Class of the verb's typer command, as MODULE:NAME; empty for typer's own class."""
     extra: str = "all"
-    """Name of the extra (`pip install tiercache[EXTRA]`) that installs what the verb needs."""
+    """Name of the extra of the distribution that installs what the verb needs."""
 
     def load(self, name: str) -> Any:
         """Import the verb and return its command, whose help ends with the exit codes."""

@@ -24,7 +24,7 @@ A storage server serves its own metrics (*Node*) and the metrics of its store (*
 /metrics` of the address in `http.listen` ([status.md](status.md)). The port is off by default; an example
 that turns it on is `tiercache serve --http 127.0.0.1:9464`. A worker's controller has the metrics of
 *Worker* in `controller.metrics.registry`, which an engine can serve together with its own metrics. The
-daemon needs `tiercache[http]` for that, and an engine `tiercache[metrics]`. To count, tiercache needs no
+daemon needs the extra `http` for that, and an engine the extra `metrics`. To count, tiercache needs no
 other package.
 
 Every label set exists from the start, with the value 0. So a label set that is absent is not measured.

@@ -20,6 +20,7 @@ from tiercache.errors import ConfigError, MissingExtraError
 from tiercache.storage.base import Capabilities, StorageBackend, StoreContext
 from tiercache.storage.env import Env
 from tiercache.storage.shares import Shares
+from tiercache_distribution import DISTRIBUTION
 
 GROUP: Final = "tiercache.storage_backends"
 """Group of the entry points of backends; the name of an entry point is the storage type."""
@@ -114,7 +115,7 @@ def _known() -> list[str]:
 def _has_extra(found: EntryPoint) -> bool:
     """Return whether this backend is part of tiercache and needs the extra of the same name."""
     dist = found.dist
-    if dist is None or dist.name != "tiercache":
+    if dist is None or dist.name != DISTRIBUTION:
         return False
     return found.name in (dist.metadata.get_all("Provides-Extra") or ())
 

@@ -117,7 +117,7 @@ def test_a_mistake_gets_one_sentence(arguments, code, sentence):
 def test_a_device_that_is_not_there_gets_one_sentence():
     done = tiercache("demo", "--device", "cuda:99")
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
-    sentences = ("pip install 'tiercache[cuda]'", "there is no device cuda:99")
+    sentences = ("pip install 'tiercache-hybrid[cuda]'", "there is no device cuda:99")
     assert any(sentence in done.stderr.replace("\n", " ") for sentence in sentences)
 
 

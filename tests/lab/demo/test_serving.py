@@ -86,7 +86,9 @@ def test_what_does_not_fit_is_refused(
 
 
 def test_a_device_that_is_not_there_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"pip install 'tiercache\[cuda\]'|there is no device cuda:99"):
+    with pytest.raises(
+        ConfigError, match=r"pip install 'tiercache-hybrid\[cuda\]'|there is no device cuda:99"
+    ):
         Session(DemoPlan("serve", str(tmp_path), str(tmp_path / "no model"), device="cuda:99"))
 
 

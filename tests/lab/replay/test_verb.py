@@ -428,7 +428,7 @@ def test_a_report_without_its_libraries_is_refused_before_any_work(
     done = replay(trace, "--report", tmp_path / "replay.html")
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith("tiercache: --report needs vl-convert-python, which is not installed: pip ")
-    assert "'tiercache[report]'" in done.err
+    assert "'tiercache-hybrid[report]'" in done.err
 
 
 def test_options_change_what_is_found(replay: Command) -> None:

@@ -20,13 +20,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from tiercache.cli.terminal import count_text
+from tiercache.errors import install_line
 from tiercache.memory import create_memfd, kernel_text, read_memory
 from tiercache.text import readable_size
+from tiercache_distribution import DISTRIBUTION, foreign_sentence
 
 if TYPE_CHECKING:
     from tiercache.transfer.cuda import Calibration
 
-_PACKAGES: Final = ("tiercache", "numpy", "lmdb", "msgpack", "blake3", "xxhash")
+_PACKAGES: Final = (DISTRIBUTION, "numpy", "lmdb", "msgpack", "blake3", "xxhash")
 _OPTIONAL_PACKAGES: Final = ("grpcio", "protobuf")
 """Packages that are not needed in every installation. The check lists the installed ones."""
 _ENGINES: Final = ("sglang", "vllm", "transformers", "torch")
@@ -79,6 +81,7 @@ def machine_checks() -> Iterator[Check]:
     """Run all checks except those of the disk."""
     yield _python()
     yield _packages()
+    yield from _foreign()
     yield _kernel()
     yield _memfd()
     yield _memlock()
@@ -123,8 +126,14 @@ def _packages() -> Check:
         "packages",
         text,
         Level.FAIL if missing else Level.OK,
-        f"install {' and '.join(missing)}: pip install tiercache",
+        f"install {' and '.join(missing)}, or {DISTRIBUTION} again from its checkout or wheel",
     )
+
+
+def _foreign() -> Iterator[Check]:
+    if sentence := foreign_sentence():
+        found, _, fix = sentence.partition("; ")
+        yield Check("import name", Level.FAIL, found, fix)
 
 
 def _kernel() -> Check:
@@ -293,7 +302,7 @@ def _gpu() -> Iterator[Check]:
             "GPU",
             found,
             Level.OK if cupy else Level.WARN,
-            "workers need cupy to copy by kernels: pip install 'tiercache[cuda]'",
+            f"workers need cupy to copy by kernels: {install_line('cuda')}",
         )
     yield from _calibrations(expected=bool(driver))
 

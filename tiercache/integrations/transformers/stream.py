@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from tiercache.controller.allocation import DeviceFence
-from tiercache.errors import ConfigError
+from tiercache.errors import ConfigError, install_line
 
 Mark: TypeAlias = Any
 """Position in a stream, for measuring times: seconds of `time.perf_counter`, or a `torch.cuda.Event`."""
@@ -112,7 +112,7 @@ def find_device(name: str) -> torch.device:
         return torch.device("cpu")
     if torch.version.cuda is None:
         raise ConfigError(
-            f"device {name} needs a torch that was built for CUDA; pip install 'tiercache[cuda]', or name one"
+            f"device {name} needs a torch that was built for CUDA; {install_line('cuda')}, or name one"
             " that torch has"
         )
     count = torch.cuda.device_count()

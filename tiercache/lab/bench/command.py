@@ -293,13 +293,10 @@ def worker(
     from tempfile import TemporaryDirectory
 
     from tiercache.cli.readiness import require_place
-    from tiercache.errors import ConfigError
+    from tiercache.errors import MissingExtraError
 
     if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
-        raise ConfigError(
-            f"this measures a model and needs {' and '.join(missing)}; install them with: pip install"
-            " 'tiercache[worker]'"
-        )
+        raise MissingExtraError("tiercache bench worker", "worker", ModuleNotFoundError(name=missing[0]))
     require_place(directory, "DIRECTORY")
     import torch
 

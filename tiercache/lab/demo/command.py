@@ -31,7 +31,7 @@ from tiercache.cli import children
 from tiercache.cli.readiness import require_disk, require_memory, require_place
 from tiercache.cli.terminal import Exit, Output, OutputOption, UnreachableError, document, line, records
 from tiercache.config import parse_size
-from tiercache.errors import ConfigError, StorageError, TierCacheError
+from tiercache.errors import ConfigError, MissingExtraError, StorageError, TierCacheError
 from tiercache.storage.registry import capabilities_of, check_backend, open_backend, spec_of
 
 _COLUMNS: Final = (
@@ -172,7 +172,7 @@ def demo(
         typer.Option(
             help=(
                 "Device of the model and of the first tier: cpu, cuda, or cuda:N for one of several GPUs."
-                " CUDA needs pip install 'tiercache[cuda]'."
+                " CUDA needs the extra cuda."
             )
         ),
     ] = "cpu",
@@ -215,10 +215,7 @@ def demo(
     if not console.is_terminal:
         console = Console(width=100, stderr=output is not Output.TABLE, emoji=False)
     if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
-        raise ConfigError(
-            f"the demo runs a model and needs {' and '.join(missing)}; install them with: pip install"
-            " 'tiercache[worker]'"
-        )
+        raise MissingExtraError("the demo", "worker", ModuleNotFoundError(name=missing[0]))
     _require_device(device)
     if model and not Path(model).is_dir():
         raise ConfigError(
@@ -287,10 +284,7 @@ def _require_device(name: str) -> None:
     if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
         raise ConfigError(f"--device {name} is not known; use cpu, cuda, or cuda:N for one of several")
     if name != "cpu" and find_spec("cupy") is None:
-        raise ConfigError(
-            f"--device {name} needs CuPy for copies between device and host; install it with: pip install"
-            " 'tiercache[cuda]'"
-        )
+        raise MissingExtraError(f"--device {name}", "cuda", ModuleNotFoundError(name="cupy"))
 
 
 def _require_room(sizes: dict[str, int], device: str, directory: Path) -> None:

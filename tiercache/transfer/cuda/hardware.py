@@ -17,7 +17,7 @@ from tiercache_kernels.batch import BatchCopy
 from tiercache_kernels.context import DeviceContext
 from tiercache_kernels.kernel import CopyKernel
 
-from tiercache.errors import ConfigError
+from tiercache.errors import ConfigError, install_line
 from tiercache.transfer.cuda.device import Card, CudaDevice, Method
 from tiercache.transfer.descriptors import Copies
 
@@ -34,9 +34,7 @@ def _cupy(ordinal: int) -> Any:
     try:
         import cupy
     except ImportError as error:
-        raise ConfigError(
-            f"device cuda:{ordinal} needs CuPy ({error}); pip install 'tiercache[cuda]'"
-        ) from error
+        raise ConfigError(f"device cuda:{ordinal} needs CuPy ({error}); {install_line('cuda')}") from error
     return cupy
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from typing import Any, Final, Protocol, TypeAlias
 
-from tiercache.errors import ConfigError, TransferError
+from tiercache.errors import ConfigError, TransferError, install_line
 from tiercache.lab.bench.device.bed import Bed, finish
 from tiercache.lab.bench.device.ground import Ground, Say
 from tiercache.lab.bench.device.plan import DeviceCase, DevicePlan, Shapes
@@ -143,7 +143,7 @@ class TorchProducts:
         try:
             import torch
         except ImportError as error:
-            raise ConfigError(f"torch cannot be imported ({error}); pip install 'tiercache[cuda]'") from error
+            raise ConfigError(f"torch cannot be imported ({error}); {install_line('cuda')}") from error
         if not torch.cuda.is_available():
             raise ConfigError(
                 f"torch {torch.__version__} finds no CUDA device; install a build of torch for CUDA"
