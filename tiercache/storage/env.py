@@ -199,17 +199,13 @@ def close_quietly(env: Env, fd: int) -> None:
         env.close(fd)
 
 
-def moves_direct(env: Env, path: str) -> bool:
-    """Return whether a file can be written and read with O_DIRECT; overwrite its first 4 KiB.
+def moves_direct(env: Env, fd: int) -> bool:
+    """Return whether a file opened with O_DIRECT can be written and read; overwrite its first 4 KiB.
 
     Raises OSError if a call fails.
     """
     block = memoryview(mmap(-1, BLOCK_ALIGN))  # O_DIRECT needs aligned memory; a mapping begins on a page
-    fd = env.open(path, os.O_RDWR | os.O_DIRECT)
-    try:
-        return env.pwritev(fd, [block], 0) == env.preadv(fd, [block], 0) == BLOCK_ALIGN
-    finally:
-        close_quietly(env, fd)
+    return env.pwritev(fd, [block], 0) == env.preadv(fd, [block], 0) == BLOCK_ALIGN
 
 
 def cached_bytes(fd: int, offset: int, length: int) -> int:

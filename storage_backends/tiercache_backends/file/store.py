@@ -523,9 +523,9 @@ def _moves_direct(env: Env, directory: str) -> bool:
     """
     path = os.path.join(directory, "probe")
     try:
-        fd = env.open(path, os.O_RDWR | os.O_CREAT)
+        fd = env.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
         try:
-            moved = moves_direct(env, path)
+            moved = moves_direct(env, fd)
             env.cached(fd, 0, BLOCK_ALIGN)
             return moved
         finally:

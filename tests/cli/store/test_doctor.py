@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -44,6 +48,30 @@ def test_every_check_has_a_line_and_leaves_nothing_behind(tmp_path):
     table = call("doctor", "-s", tmp_path, ok=None).out
     assert all(name in table for name in NAMES)
     assert len(call("doctor", "--directory", tmp_path, "-o", "jsonl", ok=None).lines) == len(done.document)
+
+
+def test_o_direct_works_where_the_kernel_has_it(tmp_path):
+    try:
+        os.close(os.open(tmp_path / "probe", os.O_RDWR | os.O_CREAT | os.O_DIRECT))
+    except OSError:
+        pytest.skip(f"the file system of {tmp_path} has no O_DIRECT")
+    (tmp_path / "probe").unlink()
+    found = {row["name"]: row for row in call("doctor", "-d", tmp_path, "-o", "json", ok=None).document}
+    assert (found["O_DIRECT"]["level"], found["O_DIRECT"]["found"]) == ("ok", "works")
+
+
+def test_o_direct_is_refused_where_the_file_system_has_none(tmp_path):
+    """On ramfs, which has no O_DIRECT, mounted where no other process sees it."""
+    script = 'mount -t ramfs none "$0" && exec "$@"'
+    alone = [shutil.which("unshare") or "true", "--mount", "sh", "-c", script, tmp_path]
+    if subprocess.run([*alone, "true"], capture_output=True).returncode or not shutil.which("unshare"):
+        pytest.skip("only root with util-linux can mount a file system of its own")
+    said = [sys.executable, "-m", "tiercache.cli", "doctor", "-d", tmp_path, "-o", "json"]
+    done = subprocess.run([*alone, *said], capture_output=True, text=True)
+    found = {row["name"]: row for row in json.loads(done.stdout)}
+    assert found["O_DIRECT"]["level"] == "warn"
+    assert found["O_DIRECT"]["found"] == "refused: Invalid argument"
+    assert "put the store on ext4 or xfs" in found["O_DIRECT"]["fix"]
 
 
 def test_a_failure_is_exit_code_6(tmp_path, monkeypatch):

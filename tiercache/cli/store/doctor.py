@@ -244,7 +244,12 @@ def _direct(directory: Path, fd: int) -> Check:
         f" ({file_system_of(directory)})"
     )
     try:
-        moved = moves_direct(Env(), f"/proc/self/fd/{fd}")
+        # Not by `Env.open`, which refuses links: the unnamed file has no other path.
+        direct = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+        try:
+            moved = moves_direct(Env(), direct)
+        finally:
+            os.close(direct)
     except OSError as error:
         return Check("O_DIRECT", Level.WARN, f"refused: {error.strerror}", fix)
     return make_check(
