@@ -118,5 +118,11 @@ _OUTCOMES: Final = {
 
 
 def outcome_of(error: RequestError) -> Outcome:
-    """Return the outcome of an item whose request failed so."""
+    """Return the outcome of an item of a get whose request failed so."""
     return _OUTCOMES[error.kind]
+
+
+def outcome_of_set(error: RequestError) -> Outcome:
+    """Return the outcome of an item of a set whose request failed so; a set knows no misses."""
+    found = _OUTCOMES[error.kind]
+    return Outcome.ERROR if found in (Outcome.MISS, Outcome.CORRUPT) else found

@@ -39,7 +39,9 @@ _FAILURES: Final = 3
 _PAUSE: Final = 1.0
 """First pause of the breaker in seconds."""
 _RETRIES: Final = 3
-"""Number of times that obstore repeats a request, within the deadline."""
+"""Number of times that obstore repeats a request, and tries of a put that meets conflicts."""
+_CONFLICT_PAUSE: Final = 0.05
+"""Seconds from a put that was answered with a conflict to the next try."""
 _LIST_CHUNK: Final = 1000
 """Names of one page of a listing."""
 
@@ -179,13 +181,28 @@ class BucketClient:
             raise
         with self._room:
             self.requests += 1
-        request = PendingRequest(self, lambda: work(store), nbytes, until)
+        request = PendingRequest(self, lambda: self._twice(work, store), nbytes, until)
         self._threads.submit(request.run)
         return request
 
     def ask(self, work: Callable[[S3Store], T], until: float | None = None) -> T:
         """Return the answer to a request that moves few bytes. Raises RequestError."""
         return self.begin(work, until or self.deadline()).result()
+
+    def _twice(self, work: Callable[[S3Store], T], store: S3Store) -> T:
+        """Make a request; if it is refused, make it once more, with credentials that are read again.
+
+        So one answer that was a mistake of the service, or came just before new credentials, refuses nothing.
+        """
+        try:
+            return work(store)
+        except Exception as error:
+            if classify(error, self.where).kind is not FailureKind.REFUSED:
+                raise
+        with self._room:
+            if self._store is store:
+                self._store = None
+        return work(self._client())
 
     # --- requests
     # --------------------------------------------------------------------------------------------------------
@@ -195,9 +212,19 @@ class BucketClient:
         place = self._settings.place(name)
 
         def work(store: S3Store) -> None:
-            # The name is ours alone: if it exists, an attempt whose answer was lost has written it.
-            with suppress(obstore.exceptions.AlreadyExistsError):
-                obstore.put(store, place, data, mode="create", use_multipart=False)
+            # The name is ours alone: if it exists, an attempt whose answer was lost has written it. But a
+            # service may also answer a conflict (409) and keep nothing, so look before it counts as written.
+            for left in reversed(range(_RETRIES)):
+                try:
+                    obstore.put(store, place, data, mode="create", use_multipart=False)
+                    return
+                except obstore.exceptions.AlreadyExistsError:
+                    with suppress(FileNotFoundError):
+                        if obstore.head(store, place)["size"] == len(data):
+                            return
+                    if not left or time.monotonic() > until:
+                        raise
+                    time.sleep(_CONFLICT_PAUSE)
 
         return self.begin(work, until, len(data))
 
@@ -261,11 +288,21 @@ class BucketClient:
         Raises RequestError. Each page has a deadline of its own.
         """
         prefix = self._settings.place(folder)
-        offset = f"{prefix}/{after}" if after else None
-        stream = self.ask(
-            lambda store: iter(obstore.list(store, prefix, offset=offset, chunk_size=_LIST_CHUNK))
-        )
-        while (chunk := self.ask(lambda _: next(stream, None))) is not None:
+        last = f"{prefix}/{after}" if after else None
+        stream: Any = None
+
+        def page(store: S3Store) -> Any:
+            nonlocal stream
+            # A listing that has failed is over, which must not look like its end: the next try begins anew.
+            listing, stream = stream, None
+            if listing is None:
+                listing = iter(obstore.list(store, prefix, offset=last, chunk_size=_LIST_CHUNK))
+            found = next(listing, None)
+            stream = listing
+            return found
+
+        while (chunk := self.ask(page)) is not None:
+            last = chunk[-1]["path"]
             yield [
                 Listed(
                     str(entry["path"])[len(prefix) + 1 :], entry["size"], entry["last_modified"].timestamp()

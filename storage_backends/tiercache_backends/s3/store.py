@@ -34,7 +34,7 @@ from tiercache_backends.s3.directory.directory import BucketDirectory
 from tiercache_backends.s3.directory.listing import BucketListing
 from tiercache_backends.s3.directory.notes import ObjectPlace
 from tiercache_backends.s3.directory.refreshing import Refresher
-from tiercache_backends.s3.failures import RequestError, outcome_of
+from tiercache_backends.s3.failures import RequestError, outcome_of, outcome_of_set
 from tiercache_backends.s3.namespaces import Namespaces
 from tiercache_backends.s3.reading import PackReader, WantedObject
 from tiercache_backends.s3.room import Room
@@ -297,7 +297,7 @@ class S3Backend(StorageBackend):
             if not all(self._directory.present(keys)):
                 self._refresher.ask()
         except RequestError as error:
-            return [outcome_of(error)] * len(items)
+            return [outcome_of_set(error)] * len(items)
         self._namespaces.write()
         answers = dict(
             zip(

@@ -14,7 +14,7 @@ from tiercache.storage.vectors import batches, total
 from tiercache_backends.s3.choices import CodecChoices
 from tiercache_backends.s3.directory.directory import BucketDirectory
 from tiercache_backends.s3.directory.notes import Pack, PackClaim, PackRemoval, WritePlan
-from tiercache_backends.s3.failures import FailureKind, RequestError, outcome_of
+from tiercache_backends.s3.failures import FailureKind, RequestError, outcome_of_set
 from tiercache_backends.s3.pack import (
     FOLDER,
     MAX_ENTRIES,
@@ -161,7 +161,7 @@ class PackWriter:
             share = 0  # from here on it is the request's
             waiting.append(_Sent(pack, claims, self._service.put(f"{FOLDER}/{name}", data, until)))
         except RequestError as error:
-            self._directory.fail(claims, outcome_of(error), name)
+            self._directory.fail(claims, outcome_of_set(error), name)
         finally:
             self._service.ended(share)
         return True
@@ -185,7 +185,7 @@ class PackWriter:
         try:
             sent.request.result()
         except RequestError as error:
-            self._directory.fail(sent.claims, outcome_of(error), sent.pack.name)
+            self._directory.fail(sent.claims, outcome_of_set(error), sent.pack.name)
             return
         self._directory.publish(sent.pack, sent.claims)
 

@@ -116,7 +116,8 @@ class Proxy:
                     whole = self.after(exchange) is not False
                 else:
                     whole = True
-                exchange.headers["content-length"] = str(len(exchange.body))
+                if exchange.method != "HEAD":  # whose answer gives the length of what it leaves out
+                    exchange.headers["content-length"] = str(len(exchange.body))
                 lines = [f"HTTP/1.1 {exchange.status} x", *(f"{k}: {v}" for k, v in exchange.headers.items())]
                 answer = "\r\n".join([*lines, "", ""]).encode() + exchange.body
                 client.sendall(answer if whole else answer[: len(answer) // 2])
@@ -132,7 +133,7 @@ class Proxy:
             answer = http.client.HTTPResponse(upstream, method=exchange.method)
             answer.begin()
             exchange.status = answer.status
-            hop = ("content-length", "transfer-encoding", "connection")
+            hop = ("transfer-encoding", "connection")
             exchange.headers = {k.lower(): v for k, v in answer.getheaders() if k.lower() not in hop}
             exchange.body = bytearray(answer.read())
 

@@ -73,7 +73,7 @@ def test_a_connection_that_is_lost_in_the_middle(store: S3Backend, proxy: Proxy)
     wanted = gets(items)
     assert store.get(wanted) == [HIT] * 9
     assert [content(one) for one in wanted] == [b"".join(item.buffers) for item in items]
-    assert cut == ["PUT", "GET"]
+    assert cut == ["PUT", "HEAD", "GET"], "an answer that there is such an object is looked into"
 
 
 def test_a_service_that_is_busy(store: S3Backend, proxy: Proxy) -> None:
@@ -217,6 +217,52 @@ def test_a_refusal_is_one_sentence_with_what_to_do(
     assert "\n" not in str(caught.value)
     proxy.well()
     until(lambda: fetch(store, key("a"), SIZE) == payload("a", SIZE))
+
+
+def spoiled(proxy: Proxy, which: Callable[[Exchange], bool], times: int, status: int, code: str) -> list[str]:
+    """Answer so many requests with an error; return the list to which their methods are added."""
+    seen: list[str] = []
+
+    def fault(exchange: Exchange) -> None:
+        if which(exchange) and len(seen) < times:
+            seen.append(exchange.method)
+            exchange.refuse(status, code)
+
+    proxy.before = fault
+    return seen
+
+
+def test_a_put_that_conflicts_is_tried_again_and_never_stored_unless_it_is_there(
+    store: S3Backend, proxy: Proxy
+) -> None:
+    seen = spoiled(proxy, lambda e: e.method == "PUT", 1, 409, "ConditionalRequestConflict")
+    assert put(store, key("a"), payload("a", SIZE)) is STORED
+    assert fetch(store, key("a"), SIZE) == payload("a", SIZE)
+    assert seen == ["PUT"]
+    for status, code in ((409, "OperationAborted"), (412, ""), (404, "NoSuchKey"), (416, "")):
+        spoiled(proxy, lambda e: e.method == "PUT", 1 << 30, status, code)
+        assert put(store, key("b"), payload("b", SIZE)) is Outcome.ERROR, status
+        proxy.well()
+        assert fetch(store, key("b"), SIZE) is MISS
+    assert put(store, key("b"), payload("b", SIZE)) is STORED
+    assert fetch(store, key("b"), SIZE) == payload("b", SIZE)
+
+
+def test_one_refusal_is_no_reason_to_refuse(store: S3Backend, proxy: Proxy, tmp_path: Path) -> None:
+    put(store, key("a"), payload("a", SIZE))
+    seen = spoiled(proxy, lambda _: True, 1, 403, "AccessDenied")
+    assert fetch(store, key("a"), SIZE) == payload("a", SIZE)
+    assert seen == ["GET"]
+    seen = spoiled(proxy, lambda _: True, 1, 403, "")
+    assert put(store, key("b"), payload("b", SIZE)) is STORED
+    assert seen == ["PUT"]
+    seen = spoiled(proxy, lambda e: e.is_list, 1, 403, "SignatureDoesNotMatch")
+    store.sync(removals=True)
+    assert seen == ["GET"]
+    assert store.exists([key("a"), key("b"), key("x")]) == [True, True, False]
+    spoiled(proxy, lambda e: e.is_list, 1, 403, "AccessDenied")
+    with open_s3(tmp_path, proxy.url) as other:
+        assert other.exists([key("a"), key("b")]) == [True, True]
 
 
 def test_no_service_and_no_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, proxy: Proxy) -> None:
