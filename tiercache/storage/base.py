@@ -26,6 +26,8 @@ from tiercache.storage.vectors import usable
 
 NAMESPACE_BYTES: Final = 64
 """Maximum length of a namespace in bytes. `keys.namespace_of` returns 32 bytes."""
+FLUSH_SECONDS: Final = 60.0
+"""Seconds within which the flush of a store of several stores returns or raises, by default."""
 FLOPS_FIELD: Final = "flops_per_token"
 """Field of a record's identity that is no part of it: FLOPs of a prefill per token, as a whole number.
 
@@ -455,6 +457,10 @@ class StorageBackend(ABC):
     @abstractmethod
     def flush(self) -> None:
         """Block until everything acknowledged before this call would survive a power cut.
+
+        A store of several stores flushes each that keeps a copy of every object by its settings. If one of
+        them cannot be flushed, or lacks objects, it raises StorageError with their number, within
+        FLUSH_SECONDS unless its settings allow more.
 
         The medium is trusted: data that the medium reports as stored counts as stored.
         """

@@ -456,13 +456,17 @@ class MonitoredStore:
         over: Callable[[], None] = lambda: None,
         *,
         is_deletion: bool = False,
+        seconds: float | None = None,
     ) -> PendingCall[T]:
-        """Begin a call; `over` is called once, when it is over or if it cannot begin."""
+        """Begin a call; `over` is called once, when it is over or if it cannot begin.
+
+        `seconds`: as for `Calls.begin`.
+        """
         store = self._store
         if store is None or not (self._breaker.closed or (is_deletion and self._is_returning)):
             over()
             raise UnavailableError(f"tier {self.name!r} is left out: {self._why}")
-        return self._calls.begin(operation, partial(work, store), nbytes, give_up, over)
+        return self._calls.begin(operation, partial(work, store), nbytes, give_up, over, seconds)
 
     def _end(self, call: PendingCall[T]) -> T:
         """Return the value of a call; raises StorageError, and tells the breaker what it was like."""

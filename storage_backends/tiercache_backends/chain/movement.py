@@ -139,6 +139,8 @@ class Mover:
         self._staged = 0
         self._closed = False
         self._is_behind = True  # what an earlier process or an outage left out has to be found
+        self._left_out = 0
+        """Number of objects that were not copied since the tier was compared with those above."""
         self._was_level = False
         """Whether catching up has come to its end once."""
         self._lacks_some = False
@@ -179,6 +181,12 @@ class Mover:
         with self._changed:
             return len(self._queue) + len(self._copying)
 
+    @property
+    def missing(self) -> int:
+        """Number of objects, as far as they are known, that should be in the tier and are not yet."""
+        with self._changed:
+            return len(self._queue) + len(self._copying) + self._left_out
+
     def stage(self, item: GetItem) -> memoryview | None:
         """Return a copy of an object's payload, to be promoted; None if too many bytes wait already."""
         with self._changed:
@@ -194,11 +202,16 @@ class Mover:
         return copy
 
     def offer(self, jobs: Iterable[Job], deleted: Digests) -> None:
-        """Queue objects to be copied, except those in `deleted`, the watch of the caller's operation."""
+        """Queue objects to be copied, except those in `deleted`, the watch of the caller's operation.
+
+        Objects for which there is no room in the queue, or that the target does not take now, are found later
+        by catching up.
+        """
+        room = _MAX_WAITING if self.target.is_writable else 0
         with self._changed:
             for job in jobs:
                 digest = job.key.digest
-                if digest in deleted or digest in self._queue or len(self._queue) >= _MAX_WAITING:
+                if digest in deleted or digest in self._queue or len(self._queue) >= room:
                     self._forget(job, lost=digest not in deleted and digest not in self._queue)
                 else:
                     self._queue[digest] = job
@@ -271,8 +284,7 @@ class Mover:
         if job.payload is not None:
             self._staged -= job.payload.nbytes
         if lost:
-            self._is_behind = True
-            self.target.figures.count_dropped(1)
+            self._give_up(1)
 
     def _is_busy(self) -> bool:
         """Return whether there is more to do than to look at the tier; the caller holds `_changed`."""
@@ -300,6 +312,9 @@ class Mover:
                     self._copy(batch)
                 elif self._is_behind or self._unscanned:
                     self._catch_up()
+                    with self._changed:
+                        if not (self._is_behind or self._unscanned):
+                            self._left_out = 0
             except Exception:  # noqa: BLE001
                 # A store may raise any exception; the thread has to go on with the next objects.
                 _log.exception("a copy to tier %s failed", self.target.name)
@@ -383,19 +398,24 @@ class Mover:
             if outcome is Outcome.HIT and view.nbytes == entry.meta.length and job.key.digest not in deleted
         ]
         # The source may answer another time. What it does not have any more is lost to this tier.
-        self._is_behind |= not {Outcome.HIT, Outcome.MISS, Outcome.CORRUPT}.issuperset(found)
-        self.target.figures.count_dropped(sum(outcome is not Outcome.HIT for outcome in found))
+        lost = sum(outcome in (Outcome.MISS, Outcome.CORRUPT) for outcome in found)
+        self.target.figures.count_dropped(lost)
+        if later := sum(outcome is not Outcome.HIT for outcome in found) - lost:
+            self._give_up(later)
         if not items:
             return
         outcomes = self.target.set(items, deleted, owned=True)
-        if Outcome.UNAVAILABLE in outcomes or Outcome.ERROR in outcomes:
-            self._is_behind = True
+        if later := sum(outcome in (Outcome.UNAVAILABLE, Outcome.ERROR) for outcome in outcomes):
+            self._give_up(later)
         self.target.figures.count_dropped(
-            sum(outcome not in (Outcome.STORED, Outcome.HIT) for outcome in outcomes)
+            sum(outcome not in (Outcome.STORED, Outcome.HIT) for outcome in outcomes) - later
         )
 
     def _give_up(self, objects: int) -> None:
-        self._is_behind = True
+        """Leave objects to catching up."""
+        with self._changed:
+            self._is_behind = True
+            self._left_out += objects
         self.target.figures.count_dropped(objects)
 
     # --- catching up
@@ -403,8 +423,7 @@ class Mover:
 
     def _catch_up(self) -> None:
         """Offer objects that should be here and are not, from one more batch of a scan of the tiers above."""
-        settings = self.target.settings
-        if WritePolicy.THROUGH not in (settings.write, *settings.write_pools.values()):
+        if not self.target.settings.writes_through:
             self._is_behind = False
             return
         if not self.target.is_writable:

@@ -54,10 +54,8 @@ class Offers:
         for tier in lineup.below(source):
             policy = tier.settings.write_policy
             jobs = [Job(key, source) for key in keys if policy(key.pool) is WritePolicy.THROUGH]
-            if tier.is_writable:
+            if jobs and not tier.settings.read_only:
                 lineup.movers[tier].offer(jobs, deleted)
-            elif not tier.settings.read_only:
-                tier.figures.count_dropped(len(jobs))
 
     def read(self, lineup: Lineup, tier: Tier, items: Sequence[GetItem], deleted: Digests) -> None:
         """Count reads of a tier's objects, and offer the objects to other tiers as the policies say."""

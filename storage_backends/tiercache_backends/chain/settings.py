@@ -83,6 +83,11 @@ class TierSettings:
         return self.write_pools.get(str(pool), self.write)
 
     @property
+    def writes_through(self) -> bool:
+        """Whether any pool is written through."""
+        return WritePolicy.THROUGH in (self.write, *self.write_pools.values())
+
+    @property
     def writes_back(self) -> bool:
         """Whether any pool is written back."""
         return WritePolicy.BACK in (self.write, *self.write_pools.values())

@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, Self
 
 from tiercache.core import ObjectKey, Outcome
 from tiercache.errors import StorageError, UnavailableError
 from tiercache.storage.base import (
+    FLUSH_SECONDS,
     Capabilities,
     GetItem,
     NamespaceRecord,
@@ -35,13 +36,13 @@ from tiercache_backends.chain.cursor import Cursor, ScansUnderWay
 from tiercache_backends.chain.lineup import Lineup, Lineups
 from tiercache_backends.chain.movement import Deletions, Digests
 from tiercache_backends.chain.offers import Offers
-from tiercache_backends.chain.settings import TierSettings, WritePolicy, parse_tiers
+from tiercache_backends.chain.settings import TierSettings, parse_tiers
 from tiercache_backends.chain.shares import ChainShares, check_tiers
 from tiercache_backends.chain.tier import Tier
 
 KIND: Final = "chain"
-_DRAIN_S: Final = 60.0
-"""Maximum seconds that a flush waits for copies to lower tiers."""
+_COPIES_S: Final = FLUSH_SECONDS / 2
+"""Maximum seconds that a flush waits for copies to lower tiers; the rest is for the stores themselves."""
 _CLOSE_S: Final = 10.0
 """Maximum seconds that a close waits for copies to lower tiers."""
 
@@ -287,33 +288,24 @@ class TierChain(StorageBackend, TierControl):
 
     def flush(self) -> None:
         with self._lineups.bound() as lineup:
-            tiers = _answering(lineup)
-            until = time.monotonic() + _DRAIN_S
-            for tier in tiers:
+            _answering(lineup)
+            until = time.monotonic() + _COPIES_S
+            for tier in lineup.readable():
                 lineup.movers[tier].drain(until)
-            keepers = _keepers(lineup)
-            complete = {
-                tier
-                for tier in keepers
-                if tier.is_writable and lineup.movers[tier].drain(until, caught_up=True)
-            }
-            failed: dict[Tier, str] = {tier: tier.why for tier in lineup.tiers if tier not in tiers}
-            for tier in tiers:
-                try:
-                    tier.flush()
-                except StorageError as error:
-                    failed[tier] = str(error)
-            # A tier that has only copies may fail: the tiers that acknowledged the objects have them.
-            for tier, why in failed.items():
-                if tier.is_unflushed:
-                    raise StorageError(
-                        f"tier {tier.name!r} has not flushed what it took since the last flush: {why}"
-                    )
-            if keepers and not complete - failed.keys():
-                raise StorageError(
-                    "objects in memory have not reached a tier that keeps them; flush again when"
-                    f" {' or '.join(tier.name for tier in keepers)} serves and has caught up"
-                )
+            faults = [
+                f"tier {tier.name!r} lacks {lineup.movers[tier].missing or 'an unknown number of'} objects"
+                f" that are written through to it: {tier.why or 'it has not caught up'}"
+                for tier in _keepers(lineup)
+                if not lineup.movers[tier].drain(until, caught_up=True)
+            ]
+            failed = _flushed(lineup.tiers)
+            faults += [
+                f"tier {tier.name!r} has not flushed {tier.unflushed} objects: {why}"
+                for tier, why in failed.items()
+                if tier.unflushed
+            ]
+            if faults:
+                raise StorageError(f"{'; '.join(faults)}; flush again when it serves and has caught up")
 
     def share(self, shares: Shares, *, evict: bool = True) -> None:
         """Divide these shares among the tiers by their capacities; those that keep none have no part.
@@ -362,19 +354,29 @@ def _presence(tier: Tier, keys: Sequence[ObjectKey]) -> TierHistory:
 
 
 def _keepers(lineup: Lineup) -> list[Tier]:
-    """Return the tiers of which one must have all objects after a flush.
-
-    These are the persistent tiers that are written through, if the first tier loses its contents.
-    """
-    if lineup.tiers[0].capabilities.persistent:
-        return []
+    """Return the tiers that promise to keep a copy of what the tiers above them acknowledge."""
     return [
         tier
-        for tier in lineup.tiers
-        if tier.capabilities.persistent
-        and not tier.settings.read_only
-        and tier.settings.write is WritePolicy.THROUGH
+        for tier in lineup.tiers[1:]
+        if tier.capabilities.persistent and not tier.settings.read_only and tier.settings.writes_through
     ]
+
+
+def _flushed(tiers: Sequence[Tier]) -> dict[Tier, str]:
+    """Flush all tiers at the same time; return why, for those that could not be flushed."""
+    failed: dict[Tier, str] = {}
+    ends: dict[Tier, Callable[[], None]] = {}
+    for tier in tiers:
+        try:
+            ends[tier] = tier.begin_flush()
+        except StorageError as error:
+            failed[tier] = str(error)
+    for tier, end in ends.items():
+        try:
+            end()
+        except StorageError as error:
+            failed[tier] = str(error)
+    return failed
 
 
 def _tiers_of(section: Mapping[str, Any]) -> list[TierSettings]:

@@ -30,8 +30,8 @@ from tiercache_backends.chain.settings import TierSettings
 
 T = TypeVar("T")
 
-_FLUSH_BYTES: Final = 8 << 30
-"""Bytes of payload that count for a flush."""
+_FLUSH_DEADLINES: Final = 3
+"""Number of deadlines that a flush may take, because much may have to be written."""
 
 
 class Tier(MonitoredStore):
@@ -53,7 +53,7 @@ class Tier(MonitoredStore):
         self._private: Final = PrivateMemory()
         self._in_flight: Final = BytesInFlight(settings.in_flight)
         self._acknowledged = 0
-        """Number of objects that callers, not copies, have stored here."""
+        """Number of objects that callers have stored here and, if the tier is persistent, copies too."""
         self._flushed = 0
         """Number of those objects that were flushed."""
         self.owners: Mapping[str, OwnerUse] = {}
@@ -153,8 +153,9 @@ class Tier(MonitoredStore):
             item.meta.length for item, out in zip(items, outcomes, strict=True) if out is Outcome.STORED
         ]
         self.figures.note_written(stored)
-        if not owned:
-            self._acknowledged += len(stored)
+        if not owned or self.capabilities.persistent:
+            with self._lock:
+                self._acknowledged += len(stored)
         return outcomes
 
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
@@ -224,16 +225,25 @@ class Tier(MonitoredStore):
             )
         return [False] * len(keys)
 
-    def flush(self) -> None:
-        """Flush the store; raises StorageError if that fails."""
+    def begin_flush(self) -> Callable[[], None]:
+        """Begin to flush the store; the function that is returned waits for the end.
+
+        Both raise StorageError.
+        """
         acknowledged = self._acknowledged
-        self.call("flush", lambda store: store.flush(), _FLUSH_BYTES)
-        self._flushed = acknowledged
+        seconds = _FLUSH_DEADLINES * self.settings.deadline
+        call = self._begin("flush", lambda store: store.flush(), seconds=seconds)
+
+        def end() -> None:
+            self._end(call)
+            self._flushed = max(self._flushed, acknowledged)
+
+        return end
 
     @property
-    def is_unflushed(self) -> bool:
-        """Whether callers have stored objects here since the last flush; copies do not count."""
-        return self._acknowledged > self._flushed
+    def unflushed(self) -> int:
+        """Number of objects stored here since the last flush; in memory, copies do not count."""
+        return self._acknowledged - self._flushed
 
     def report(self, waiting: int) -> TierReport:
         """Return contents and figures of the tier; no contents while it is out."""

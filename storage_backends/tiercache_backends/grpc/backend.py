@@ -17,6 +17,7 @@ from typing import Any, Final, Self, TypeVar
 from tiercache.core import DIGEST_BYTES, ObjectKey, Outcome
 from tiercache.errors import StorageError, UnlistedError, WireError
 from tiercache.storage.base import (
+    FLUSH_SECONDS,
     Capabilities,
     GetItem,
     NamespaceRecord,
@@ -81,8 +82,8 @@ class GrpcBackend(StorageBackend, RemoteTiers, RemoteQuotas):
     the daemon does not answer, and REFUSED if the daemon does not serve this client.
 
     Every call returns within its deadline. A call without payload has `timeout` seconds, a call with payload
-    `transfer_timeout` seconds for each 128 MiB (`stream.CALL_BYTES`). `settings` explains the section of the
-    configuration.
+    `transfer_timeout` seconds for each 128 MiB (`stream.CALL_BYTES`), a flush FLUSH_SECONDS more. `settings`
+    explains the section of the configuration.
 
     A process that was forked after the backend was opened must open its own: connections are the parent's.
 
@@ -218,7 +219,7 @@ class GrpcBackend(StorageBackend, RemoteTiers, RemoteQuotas):
 
     def flush(self) -> None:
         with self._gate:
-            self._ask("Flush", pb.FlushRequest(), self._settings.transfer_timeout)
+            self._ask("Flush", pb.FlushRequest(), self._settings.transfer_timeout + FLUSH_SECONDS)
 
     def status(self) -> dict[str, Any]:
         """Return the status document of the daemon (docs/status.md); raise StorageError without an answer."""

@@ -102,5 +102,5 @@ def test_a_flush_waits_for_a_daemon_that_keeps_objects(tmp_path: Path) -> None:
         chain.flush()
         server.stop()
         assert put(chain, key(2), payload(2, SIZE)) is Outcome.STORED
-        with pytest.raises(StorageError, match="have not reached a tier that keeps them"):
+        with pytest.raises(StorageError, match="lacks 1 objects that are written through to it"):
             chain.flush()

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import suppress
 
 import pytest
+from tiercache_backends.chain import TierChain
 from tiercache_backends.chain.cursor import ScansUnderWay
 from tiercache_backends.file import FileBackend
 from tiercache_backends.memory import MemoryBackend
 
-from tests.storage_backends.chain.stores import Refusing, chain_over, health, held, until
+from tests.storage_backends.chain.hooks import QuickClock, tier_of
+from tests.storage_backends.chain.stores import Hanging, Refusing, chain_over, health, held, until
+from tests.storage_backends.grpc.nodes import daemon_settings
 from tiercache.core import Outcome
+from tiercache.daemon import StorageServer
 from tiercache.errors import ClosedError, RefusedError, StorageError, UnavailableError
 from tiercache.storage.base import ScanEntry
+from tiercache.storage.registry import open_backend
 from tiercache.testing.objects import fetch, key, payload, put, to_set
 from tiercache.testing.outage import Outage
 
@@ -81,7 +87,7 @@ def test_a_flush_says_that_a_tier_with_new_objects_is_out():
     away.begin()
     for _ in range(3):
         fetch(chain, key("a"), SIZE)
-    with pytest.raises(StorageError, match="has not flushed what it took since the last flush"):
+    with pytest.raises(StorageError, match="has not flushed 1 objects"):
         chain.flush()
     away.end()
     until(lambda: health(chain) == ["serving", "serving"])
@@ -102,12 +108,71 @@ def test_what_is_in_memory_is_flushed_to_a_tier_that_keeps_it(tmp_path):
     disk.begin()
     put(chain, key("b"), payload("b", SIZE))
     until(lambda: health(chain) == ["serving", "out"])
-    with pytest.raises(StorageError, match="objects in memory have not reached a tier that keeps them"):
+    with pytest.raises(StorageError, match="'t1' lacks 1 objects that are written through to it"):
         chain.flush()
     disk.end()
     until(lambda: health(chain) == ["serving", "serving"])
     chain.flush()
     assert held(disk, "a", "b") == [True, True]
+    chain.close()
+
+
+def test_a_flush_means_every_tier_that_is_written_through(tmp_path):
+    disk = Outage(FileBackend(str(tmp_path / "far"), 16 << 20))
+    chain = chain_over(FileBackend(str(tmp_path / "near"), 16 << 20), disk)
+    items = [to_set(key(n), payload(n, SIZE)) for n in range(300)]
+    chain.set(items[:100])
+    chain.flush()
+    assert held(disk, *range(100)) == [True] * 100
+    disk.begin()
+    chain.set(items[100:])
+    until(lambda: health(chain) == ["serving", "out"])
+    settings = daemon_settings("unix")
+    with StorageServer(settings, chain), open_backend(f"grpc://{settings.sockets}") as client:
+        for store in (chain, client):
+            with pytest.raises(StorageError, match="'t1' lacks 200 objects that are written through to it"):
+                store.flush()
+        disk.end()
+        until(lambda: health(chain) == ["serving", "serving"])
+        client.flush()
+        assert held(disk, *range(300)) == [True] * 300
+    chain.close()
+
+
+def test_a_flush_waits_for_what_a_tier_could_not_take(tmp_path):
+    disk, clock = FileBackend(str(tmp_path / "far"), 16 << 20), QuickClock()
+    near = FileBackend(str(tmp_path / "near"), 16 << 20)
+    tiers = [
+        tier_of(lambda: near, near.capabilities, clock, name="near"),
+        tier_of(lambda: disk, disk.capabilities, clock, name="far", write_per_day=24 * 100 * SIZE),
+    ]
+    chain = TierChain(tiers)
+    for n in range(0, 300, 20):
+        chain.set([to_set(key(m), payload(m, SIZE)) for m in range(n, n + 20)])
+    until(lambda: not tiers[1].is_writable)
+    with pytest.raises(StorageError, match=r"'far' lacks \d+ objects") as caught:
+        chain.flush()
+    lacking = held(disk, *range(300)).count(False)
+    assert f"lacks {lacking} objects" in str(caught.value)
+    assert lacking
+    chain.change_tier("far", write_per_day="unlimited")
+    chain.flush()
+    assert held(disk, *range(300)) == [True] * 300
+    chain.close()
+
+
+def test_a_tier_that_hangs_in_a_flush_holds_nobody(tmp_path):
+    disk = Hanging(FileBackend(str(tmp_path / "far"), 16 << 20), "flush")
+    chain = chain_over(MemoryBackend(), disk, settings={1: {"deadline": 0.3}})
+    put(chain, key("a"), payload("a", SIZE))
+    disk.hang()
+    began = time.monotonic()
+    with pytest.raises(StorageError, match="'t1' has not flushed 1 objects: tier t1: flush has not"):
+        chain.flush()
+    assert time.monotonic() - began < 30
+    disk.release()
+    until(lambda: health(chain) == ["serving", "serving"])
+    chain.flush()
     chain.close()
 
 

@@ -14,7 +14,7 @@ from tiercache_backends.memory import MemoryBackend
 from tests.storage_backends.grpc.nodes import daemon_settings, scratch, section
 from tiercache.core import Outcome
 from tiercache.daemon import StorageServer
-from tiercache.errors import RefusedError, UnlistedError
+from tiercache.errors import RefusedError, StorageError, UnlistedError
 from tiercache.storage.base import Capabilities, ScanPage
 from tiercache.storage.registry import open_backend
 from tiercache.storage.wrappers.base import Wrapper
@@ -64,7 +64,8 @@ def client(node: StorageServer, name: str = "worker") -> GrpcBackend:
 def test_a_client_is_told_of_every_tier(node: StorageServer) -> None:
     with client(node) as store:
         assert put(store, key(1), payload(1, 5000)) is Outcome.STORED
-        store.flush()
+        with pytest.raises(StorageError, match="tier 'broken' lacks 1 objects"):
+            store.flush()
         assert fetch(store, key(1), 5000) == payload(1, 5000)
         usage, inside = store.usage(), node.store.usage()
         assert [(tier.name, tier.kind, tier.health) for tier in usage.tiers] == [
@@ -84,7 +85,8 @@ def test_a_client_is_told_of_every_tier(node: StorageServer) -> None:
 def test_a_client_is_told_where_an_object_is(node: StorageServer) -> None:
     with client(node) as store:
         assert put(store, key(1), b"both") is Outcome.STORED
-        store.flush()
+        with pytest.raises(StorageError, match="tier 'broken' lacks 1 objects"):
+            store.flush()
         # The first tier gives the object up.
         inner = node.store.tiers[0]._store  # private: an object in one tier alone
         assert inner.delete([key(1)]) == [True]
