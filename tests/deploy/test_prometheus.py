@@ -10,10 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.daemon.hosts import until
+from tests.daemon.test_metrics import Scrape, serving
 from tests.deploy.base import DEPLOY, run, tool
+from tiercache.core import Outcome
 from tiercache.metrics import TABLE
 from tiercache.metrics.instruments import Histogram
 from tiercache.metrics.table import PREFIX, Known
+from tiercache.storage.base import NamespaceRecord
+from tiercache.storage.registry import open_backend
+from tiercache.testing import objects
+from tiercache.testing.objects import NAMESPACE, payload, state_of, to_set
 
 GENERATED = runpy.run_path(str(DEPLOY / "generate.py"))
 ALERTS = GENERATED["ALERTS"]
@@ -88,6 +95,41 @@ def test_promtool_fires_each_alert_for_its_own_reason() -> None:
     promtool = tool("promtool", "apt-get install prometheus")
     run(promtool, "check", "rules", DEPLOY / "prometheus/rules.yml")
     run(promtool, "test", "rules", "rules_test.yml", cwd=DEPLOY / "prometheus")
+
+
+def test_the_alert_of_what_cannot_be_restored_fires_for_a_chain(tmp_path: Path) -> None:
+    """Half of the KV of two tiers is of no use; promtool judges what the daemon says of itself."""
+    promtool = tool("promtool", "apt-get install prometheus")
+    chain = open_backend(["memory://?capacity=64MiB&tier_name=ram", f"file://{tmp_path}/disk?tier_name=disk&capacity=64MiB"])
+    useful, useless = (
+        [to_set(page, payload(page, 4096), parent=parent) for page, parent in objects.chain(name, 4)]
+        for name in ("useful", "useless")
+    )
+    state = to_set(state_of(("useful", 3)), b"s" * 100, parent=useful[-1].key.page_key)
+    chain.register_namespace(NamespaceRecord(NAMESPACE, {}, states=True))
+    assert set(chain.set([*useful, state, *useless])) == {Outcome.STORED}
+    names = [f"node_store_{name}_bytes" for name in ("restorable", "dead")]
+    with serving(tmp_path / "daemon", chain) as (node, _):
+        until(lambda: Scrape(node.http_address)("node_store_dead_bytes") > 0)
+        scrape = Scrape(node.http_address)
+        found = {name: scrape(name) for name in names}
+    assert found == {names[0]: 4 * 4096 + 100, names[1]: 4 * 4096}, "copies count once"
+    series = [
+        {"series": f'{PREFIX}{name}{{job="tiercache",instance="a"}}', "values": f"{value}x120"}
+        for name, value in found.items()
+    ]
+    tests = [
+        {
+            "interval": "1m", "input_series": [*series, {"series": 'up{job="tiercache"}', "values": "1x120"}],
+            "promql_expr_test": [{
+                "expr": 'count by (alertname) (ALERTS{alertstate="firing"})', "eval_time": "100m",
+                "exp_samples": [{"labels": '{alertname="TiercacheRestorableLow"}', "value": 1}],
+            }],
+        }
+    ]  # fmt: skip
+    case = {"rule_files": [str(DEPLOY / "prometheus/rules.yml")], "tests": tests}
+    (tmp_path / "case.yml").write_text(json.dumps(case))
+    run(promtool, "test", "rules", tmp_path / "case.yml")
 
 
 def test_promtool_understands_every_expression(tmp_path: Path) -> None:

@@ -241,10 +241,6 @@ class PageTable:
         """Recompute which pages are live and which are broken, and cut circles of parents.
 
         `stateless` tells for each node whether KV on the node may be restored without a state.
-
-        This is pointer doubling: after round k every node has seen all of its ancestors up to distance 2**k.
-        A chain of a million pages takes 20 rounds instead of a million. If the depths of the pages show that
-        there are no circles, the first round that changes nothing is the last.
         """
         while not self._recount(stateless):
             pass
@@ -287,34 +283,10 @@ class PageTable:
         own = (kv > 0) & stateless[:n]
         alive = own | (states > 0)
         whole = (kv > 0) & (flags & CUT == 0)
-        at = up.copy()
         follows = np.flatnonzero(up >= 0)
         depth = self.columns["depth"]
-        acyclic = bool((depth[up[follows]] < depth[follows]).all())
-        last: int | None = None
-        # In round k, `at` has the ancestor of each node at distance 2**k, or NONE if there is none. A page is
-        # alive if it, or one of its descendants, has a state or needs none. A page is whole if it and all of
-        # its ancestors are stored and not CUT. Each round doubles the distance covered:
-        #   page                 1 <- 2 <- 3 <- 4 <- 5     page 5 has a state
-        #   alive before         .    .    .    .    x
-        #   after round 0        .    .    .    x    x     distance 1
-        #   after round 1        .    x    x    x    x     distance 2
-        #   after round 2        x    x    x    x    x     distance 4
-        for _ in range(n.bit_length() + 1):
-            on = np.flatnonzero(at >= 0)
-            # Pages only become alive, and only cease to be whole, so this number grows with every change.
-            changes = int(np.count_nonzero(alive) - np.count_nonzero(whole))
-            if not len(on) or (acyclic and changes == last):
-                break
-            last = changes
-            far = at[on]
-            alive[far[alive[on]]] = True
-            whole[on] &= whole[far]
-            at[on] = at[far]
-        else:
-            # `at` is now more steps away than there are nodes. A node that still has an ancestor at that
-            # distance leads into a circle, and that ancestor is on the circle.
-            circle = np.unique(at[at >= 0])
+        circle = spread(up, alive, whole, acyclic=bool((depth[up[follows]] < depth[follows]).all()))
+        if len(circle):
             np.subtract.at(self.columns["children"], up[circle], 1)
             up[circle] = NONE
             flags[circle] |= CUT
@@ -378,6 +350,42 @@ class PageTable:
         """
         pages = np.ascontiguousarray(keys).view(f"V{PAGE_KEY_BYTES}").ravel().tolist()
         return np.fromiter(map(hash, pages), np.int64, len(keys)) & self._mask
+
+
+def spread(up: Links, alive: Mask, whole: Mask, *, acyclic: bool = False) -> Ints:
+    """Make pages alive that lead to one that is, and broken those behind one that is; in place.
+
+    `up` has the node of the page before each page, or NONE. Returns nodes on circles of pages; if there are
+    any, the masks are not complete. `acyclic`: it is known that there are none.
+
+    This is pointer doubling: after round k every node has seen all of its ancestors up to distance 2**k.
+    A chain of a million pages takes 20 rounds instead of a million. If there are no circles, the first round
+    that changes nothing is the last.
+    """
+    at = up.copy()
+    last: int | None = None
+    # In round k, `at` has the ancestor of each node at distance 2**k, or NONE if there is none. A page is
+    # alive if it, or one of its descendants, has a state or needs none. A page is whole if it and all of
+    # its ancestors are stored and not CUT. Each round doubles the distance covered:
+    #   page                 1 <- 2 <- 3 <- 4 <- 5     page 5 has a state
+    #   alive before         .    .    .    .    x
+    #   after round 0        .    .    .    x    x     distance 1
+    #   after round 1        .    x    x    x    x     distance 2
+    #   after round 2        x    x    x    x    x     distance 4
+    for _ in range(len(up).bit_length() + 1):
+        on = np.flatnonzero(at >= 0)
+        # Pages only become alive, and only cease to be whole, so this number grows with every change.
+        changes = int(np.count_nonzero(alive) - np.count_nonzero(whole))
+        if not len(on) or (acyclic and changes == last):
+            return on[:0]
+        last = changes
+        far = at[on]
+        alive[far[alive[on]]] = True
+        whole[on] &= whole[far]
+        at[on] = at[far]
+    # `at` is now more steps away than there are nodes. A node that still has an ancestor at that distance
+    # leads into a circle, and that ancestor is on the circle.
+    return np.unique(at[at >= 0]).astype(np.int64)
 
 
 def grown(column: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:

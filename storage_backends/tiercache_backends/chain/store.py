@@ -39,6 +39,7 @@ from tiercache_backends.chain.offers import Offers
 from tiercache_backends.chain.settings import TierSettings, parse_tiers
 from tiercache_backends.chain.shares import ChainShares, check_tiers
 from tiercache_backends.chain.tier import Tier
+from tiercache_backends.chain.union import UnionWorth
 
 KIND: Final = "chain"
 _COPIES_S: Final = FLUSH_SECONDS / 2
@@ -56,7 +57,8 @@ class TierChain(StorageBackend, TierControl):
     chain has at its opening of `persistent` and `shared` is promised: a tier without it cannot join.
 
     A tier that is out is not asked, so its objects are misses until it is back. An object is present as long
-    as one tier has it, and every copy counts in `usage`.
+    as one tier has it. Every copy counts in `usage`, but in `details` all copies of an object count once: what can
+    be restored of all tiers together.
 
     Thread safety: as `StorageBackend`. `Deletions.changed` is the only lock that calls share; it is not held
     while a tier is called.
@@ -83,6 +85,7 @@ class TierChain(StorageBackend, TierControl):
         self._lineups: Final = Lineups(tiers, self._deletions, self._env)
         self._promised: Final = Capabilities.common(tier.capabilities for tier in tiers)
         self._shares: Final = ChainShares()
+        self._union: Final = UnionWorth(lambda: self.tiers)
         self._changes: Final = Changes(
             self._lineups, self._deletions, self._promised, self._shares, self._env
         )
@@ -282,6 +285,7 @@ class TierChain(StorageBackend, TierControl):
                 payload_bytes=sum(report.payload_bytes for report in reports),
                 used_bytes=sum(report.used_bytes for report in reports),
                 capacity_bytes=sum(capacities) if all(capacities) else 0,
+                details=self._union.latest(),
                 tiers=reports,
                 owners=self._shares.summed(lineup.tiers),
             )
@@ -323,6 +327,7 @@ class TierChain(StorageBackend, TierControl):
         if not self._changes.close():
             return
         self._lineups.current.gate.close()
+        self._union.close()
         movers = self._lineups.current.movers
         until = time.monotonic() + _CLOSE_S
         for mover in movers.values():
