@@ -34,6 +34,7 @@ from tiercache.storage.base import (
 from tiercache.storage.checksum import checksum
 from tiercache.storage.env import Env
 from tiercache.storage.eviction import EvictionOrder
+from tiercache.storage.footprint import INDEX_BYTES, Footprint
 from tiercache.storage.gate import CallGate
 from tiercache.storage.registry import settings_of
 from tiercache.storage.residents import Residents, parents_first
@@ -43,6 +44,8 @@ from tiercache.storage.vectors import take, usable
 
 _SCAN_PAGE: Final = 1024
 """Maximum number of entries per page of a scan."""
+FOOTPRINT: Final = Footprint(fixed=INDEX_BYTES + 768, unit=16)
+"""What an object takes: its Python objects have at most 760 bytes (`INDEX_BYTES`)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +61,7 @@ class _Object:
 
 
 class MemoryBackend(StorageBackend):
-    """A dict of objects with at most `capacity` bytes of payload in all; 0 means no limit.
+    """A dict of objects that take at most `capacity` bytes in all (`FOOTPRINT`); 0 means no limit.
 
     Everything is lost when the store closes.
 
@@ -75,7 +78,7 @@ class MemoryBackend(StorageBackend):
         self._gate = CallGate("the memory store")
         self._mutex = Lock()
         self._objects: dict[bytes, _Object] = {}
-        self._residents = Residents(clock=self._env.monotonic)
+        self._residents = Residents(clock=self._env.monotonic, footprint=FOOTPRINT)
         self._order = EvictionOrder(self._residents, Lru())
         self._namespace_ids: dict[bytes, int] = {}
         self._used = 0
@@ -188,7 +191,7 @@ class MemoryBackend(StorageBackend):
                 **self._residents.pages.worth()._asdict(),
             }
             return Usage(
-                len(self._objects), self._used, self._used, self._capacity, figures,
+                len(self._objects), self._residents.payload, self._used, self._capacity, figures,
                 owners=self._residents.owners.use(),
             )  # fmt: skip
 
@@ -222,7 +225,7 @@ class MemoryBackend(StorageBackend):
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all counts add up; call it only while no other call is running."""
-        assert self._used == sum(item.meta.length for item in self._objects.values())
+        assert self._used == sum(FOOTPRINT.of(item.meta.length) for item in self._objects.values())
         self._residents.check_integrity()
 
     def _entry(self, found: _Object) -> ScanEntry:
@@ -294,9 +297,10 @@ class MemoryBackend(StorageBackend):
 
         The caller holds the object's page and parent.
         """
-        if self._capacity and len(fresh.payload) > self._capacity:
-            return Outcome.THROTTLED
         residents, meta = self._residents, fresh.meta
+        taken = FOOTPRINT.of(meta.length)
+        if self._capacity and taken > self._capacity:
+            return Outcome.THROTTLED
         owners = residents.owners
         node, parent = (
             residents.pages.hold(fresh.key.page_key),
@@ -307,16 +311,16 @@ class MemoryBackend(StorageBackend):
         promising = residents.pages.is_promising(node, namespace_id, attached=parent == node)
         parents = () if parent is None else (parent,)
         rank = None if meta.value is None else residents.rank(meta.value)
-        writer = Writer(owners.of(namespace_id), meta.length) if owners.active else None
+        writer = Writer(owners.of(namespace_id), taken) if owners.active else None
         within = writer is None or self._fit_quota(writer, parents, rank, promising=promising)
         if within:
             self._order.evict(
-                _Evicting(self, len(fresh.payload)), parents, promising=promising, rank=rank, writer=writer
+                _Evicting(self, taken), parents, promising=promising, rank=rank, writer=writer
             )
             self._not_worth += self._order.not_worth
         elif writer is not None:
             owners.throttled[writer.owner] += 1
-        fits = within and (not self._capacity or self._used + len(fresh.payload) <= self._capacity)
+        fits = within and (not self._capacity or self._used + taken <= self._capacity)
         if fits:
             number = residents.newest + 1
             fresh.row = residents.add(
@@ -324,7 +328,7 @@ class MemoryBackend(StorageBackend):
             )
             residents.hint(fresh.row, meta.value, meta.worker)
             self._objects[fresh.key.digest] = fresh
-            self._used += meta.length
+            self._used += taken
         for held in (node, parent):
             if held is not None:
                 residents.pages.release(held)
@@ -365,7 +369,7 @@ class MemoryBackend(StorageBackend):
         del self._objects[item.key.digest]
         self._residents.leave(item.row)
         self._residents.drop(item.row)
-        self._used -= item.meta.length
+        self._used -= FOOTPRINT.of(item.meta.length)
         return True
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from pathlib import Path
 from random import Random
@@ -22,12 +22,17 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tiercache_backends import memory
+from tiercache_backends.file import claims
+from tiercache_backends.lmdb.payload import footprint as lmdb_footprint
+
 from tests.examples import example_count
 from tests.storage.backends import FileHooks, MemoryHooks
 from tests.storage_backends.lmdb.hooks import LmdbHooks
 from tiercache.core import ObjectKey, Outcome
 from tiercache.errors import RefusedError
 from tiercache.storage.base import SetItem
+from tiercache.storage.footprint import Footprint
 from tiercache.storage.shares import Share, Shares
 from tiercache.testing.conformance import BackendHooks
 from tiercache.testing.conformance.threads import run_all
@@ -40,6 +45,8 @@ PLAIN, HYBRID = b"plain", b"hybrid"
 SIZES = (100_000, 40_000, 4096, 180_000)
 LENGTH = 6
 """Pages of a sequence."""
+TINY, TINY_PAGES = 12, 256
+"""Sequence whose pages are objects of one byte, each without a parent, and their number."""
 
 Place = tuple[str, int, int, bool]
 """An object: owner, sequence, page, and whether it is the page's state."""
@@ -61,17 +68,19 @@ def key_of(place: Place) -> ObjectKey:
 
 def length_of(place: Place) -> int:
     owner, sequence, page, is_state = place
+    if sequence == TINY:
+        return 1
     return SIZES[(len(owner) + 3 * sequence + page + is_state) % len(SIZES)]
 
 
 def item_of(place: Place, value: float | None = None) -> SetItem:
     owner, sequence, page, is_state = place
     parent = page_key((owner, sequence, page)) if is_state else None
-    if page and not is_state:
+    if page and not is_state and sequence != TINY:
         parent = page_key((owner, sequence, page - 1))
     return to_set(
         key_of(place), bytes(length_of(place)), namespace=namespace_of(owner, sequence), parent=parent,
-        depth=page + 1, value=value, worker=1,
+        depth=None if sequence == TINY else page + 1, value=value, worker=1,
     )  # fmt: skip
 
 
@@ -88,6 +97,7 @@ EVERYTHING = [
     for page in range(LENGTH)
     for is_state in (False, True)[: 1 + sequence % 2]
 ]
+ALL_TINY = [(owner, TINY, page, False) for owner in OWNERS for page in range(TINY_PAGES)]
 
 
 class SharesMachine(RuleBasedStateMachine):
@@ -101,7 +111,8 @@ class SharesMachine(RuleBasedStateMachine):
     persistent: ClassVar[bool]
     capacity: ClassVar[int]
     safe: ClassVar[int]
-    """Payload bytes that fit whatever the sizes of the objects are."""
+    """Bytes that fit whatever the sizes of the objects are."""
+    footprint: ClassVar[Footprint]
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +143,15 @@ class SharesMachine(RuleBasedStateMachine):
         value=st.sampled_from([None, None, 1.0, 100.0]),
     )  # fmt: skip
     def set(self, owner: str, sequence: int, pages: int, value: float | None) -> None:
-        places = batch_of(owner, sequence, pages)
+        self.put(owner, batch_of(owner, sequence, pages), value)
+
+    @rule(owner=st.sampled_from(OWNERS), first=st.integers(0, 3), count=st.integers(1, 4))
+    def flood(self, owner: str, first: int, count: int) -> None:
+        """Store up to 256 objects of one byte, in batches."""
+        for part in range(first, min(first + count, 4)):
+            self.put(owner, [(owner, TINY, 64 * part + page, False) for page in range(64)], None)
+
+    def put(self, owner: str, places: Sequence[Place], value: float | None) -> None:
         before = self.there
         used = self.used(owner)
         fresh = [place for place in places if place not in before]
@@ -145,8 +164,7 @@ class SharesMachine(RuleBasedStateMachine):
             if other != owner:
                 self.check_loss(other, [place for place in lost if place[0] == other])
         share = self.limits.get(owner, Share())
-        wanted = sum(map(length_of, fresh))
-        total = sum(map(length_of, before))
+        wanted, total = self.taken(fresh), self.taken(before)
         if used + wanted <= share.guarantee:
             assert THROTTLED not in answers.values(), "a tenant can store what it is guaranteed"
         if total + wanted <= self.safe:
@@ -154,7 +172,7 @@ class SharesMachine(RuleBasedStateMachine):
         refused = [place for place in fresh if answers[place] is THROTTLED and self.could_follow(place)]
         if refused and value is None and not self.has_values:
             room = inf if share.quota is None else share.quota - self.used(owner)
-            assert length_of(refused[0]) > room or all(
+            assert self.taken(refused[:1]) > room or all(
                 self.used(other) <= self.limits.get(other, Share()).guarantee
                 for other in OWNERS
                 if other != owner
@@ -165,7 +183,7 @@ class SharesMachine(RuleBasedStateMachine):
 
     def could_follow(self, place: Place) -> bool:
         owner, sequence, page, is_state = place
-        return (not page and not is_state) or (owner, sequence, page - (not is_state), False) in self.there
+        return (not page and not is_state) or sequence == TINY or (owner, sequence, page - (not is_state), False) in self.there
 
     @rule(places=st.lists(st.sampled_from(EVERYTHING), max_size=8))
     def get(self, places: Sequence[Place]) -> None:
@@ -245,16 +263,19 @@ class SharesMachine(RuleBasedStateMachine):
     # --- what must hold
 
     def look(self) -> None:
-        found = self.store.exists([key_of(place) for place in EVERYTHING])
-        self.there = {place for place, there in zip(EVERYTHING, found, strict=True) if there}
+        found = self.store.exists([key_of(place) for place in EVERYTHING + ALL_TINY])
+        self.there = {place for place, there in zip(EVERYTHING + ALL_TINY, found, strict=True) if there}
+
+    def taken(self, places: Iterable[Place]) -> int:
+        return sum(self.footprint.of(length_of(place)) for place in places)
 
     def used(self, owner: str) -> int:
-        return sum(length_of(place) for place in self.there if place[0] == owner)
+        return self.taken(place for place in self.there if place[0] == owner)
 
     def check_loss(self, owner: str, lost: Sequence[Place]) -> None:
         """Each of these objects was evicted while the owner had more than its guarantee."""
         if lost:
-            last = max(map(length_of, lost))
+            last = max(self.taken([place]) for place in lost)
             assert self.used(owner) + last > self.limits.get(owner, Share()).guarantee, (
                 f"{owner} lost {lost} to others, which it was guaranteed"
             )
@@ -273,16 +294,18 @@ class SharesMachine(RuleBasedStateMachine):
 
 
 STORES: dict[str, Any] = {
-    "memory": (MemoryHooks, False, 2 << 20, 2 << 20, 20),
-    "file": (FileHooks, True, 5 << 20, 2 << 20, 20),
-    "lmdb": (LmdbHooks, True, 6 << 20, 2 << 20, 20),
+    "memory": (MemoryHooks, False, 2 << 20, 2 << 20, memory.FOOTPRINT, 20),
+    "file": (FileHooks, True, 5 << 20, 2 << 20, claims.FOOTPRINT, 20),
+    "lmdb": (LmdbHooks, True, 6 << 20, 2 << 20, lmdb_footprint(4096), 20),
 }
 
 
 @pytest.mark.parametrize("store", STORES)
 def test_three_tenants_beside_a_model(store: str) -> None:
-    suite, persistent, capacity, safe, examples = STORES[store]
-    members = {"suite": suite, "persistent": persistent, "capacity": capacity, "safe": safe}
+    suite, persistent, capacity, safe, footprint, examples = STORES[store]
+    members = {
+        "suite": suite, "persistent": persistent, "capacity": capacity, "safe": safe, "footprint": footprint,
+    }  # fmt: skip
     run_state_machine_as_test(
         type("Machine", (SharesMachine,), members),
         settings=settings(
@@ -294,7 +317,7 @@ def test_three_tenants_beside_a_model(store: str) -> None:
 
 @pytest.mark.parametrize(("store", "database"), [("file", "catalog"), ("lmdb", "database")])
 def test_bytes_are_counted_anew_after_a_damaged_database(store: str, database: str, tmp_path: Path) -> None:
-    suite, _, capacity, *_ = STORES[store]
+    suite, _, capacity, _, footprint, _ = STORES[store]
     hooks = suite()
     limits = {name: Share(quota=900_000) for name in TENANTS}
     with hooks.open_store(tmp_path / "s", capacity) as opened:
@@ -309,7 +332,7 @@ def test_bytes_are_counted_anew_after_a_damaged_database(store: str, database: s
         opened.share(Shares(owner_of, limits))
         found = dict.fromkeys(OWNERS, 0)
         for entry in opened.scan_all():
-            found[owner_of(entry.meta.namespace)] += entry.meta.length
+            found[owner_of(entry.meta.namespace)] += footprint.of(entry.meta.length)
         assert {name: use.used_bytes for name, use in opened.usage().owners.items()} == found
         assert sum(found.values()) > 0
         assert opened.set([item_of(place) for place in batch_of("ash", 6, 3)]).count(STORED) > 0

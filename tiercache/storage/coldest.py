@@ -58,9 +58,10 @@ class Survey:
         owners = residents.owners
         self._owner = owners.of_all(residents.columns["namespace"][self._rows]) if owners.active else None
         self._protected, self._near_quota = owners.protected(), owners.near_quota()
-        self._page, self._attached, self._length, self._number = (
-            residents.columns[name][self._rows] for name in ("page", "attached", "length", "number")
+        self._page, self._attached, self._number = (
+            residents.columns[name][self._rows] for name in ("page", "attached", "number")
         )
+        self._taken = residents.footprint.of(residents.columns["length"][self._rows])
 
     def coldest(self, nbytes: int) -> Found:
         """Return about `nbytes` bytes of the objects that are evicted next, and the pages that they need.
@@ -79,11 +80,11 @@ class Survey:
         rank_of_states = rank.copy()
         rank_of_states[self._alone] = np.minimum(rank[self._alone], self._ranks_alone)
         of_use = np.flatnonzero(useful[self._page])
-        page, attached, length = (
-            column[of_use] for column in (self._page, self._attached != 0, self._length)
+        page, attached, taken = (
+            column[of_use] for column in (self._page, self._attached != 0, self._taken)
         )
         ranks = np.where(attached, rank_of_states[page], rank[page])
-        chosen = self._chosen(of_use, ranks, level[page], length, nbytes)
+        chosen = self._chosen(of_use, ranks, level[page], taken, nbytes)
         # `place` is the place of each chosen object in the order of eviction. A page must be copied before
         # the first object that depends on it, so the page gets the lowest place among these.
         place = np.full(len(of_use), len(of_use))
@@ -98,21 +99,21 @@ class Survey:
         return Found(self._rows[found], self._number[found])
 
     def _chosen(
-        self, of_use: Ints, ranks: npt.NDArray[Any], level: Ints, length: npt.NDArray[Any], nbytes: int
+        self, of_use: Ints, ranks: npt.NDArray[Any], level: Ints, taken: npt.NDArray[Any], nbytes: int
     ) -> Ints:
         """Return the objects to list, in their order; all arguments are of the objects that are of use."""
         if self._owner is None:
-            return _lowest(ranks, level, length, nbytes)
+            return _lowest(ranks, level, taken, nbytes)
         owner = self._owner[of_use]
         parts = [(np.flatnonzero(~np.isin(owner, self._protected)), nbytes)]
         parts += [(np.flatnonzero(owner == one), lost) for one, lost in self._near_quota.items()]
-        found = [some[_lowest(ranks[some], level[some], length[some], wanted)] for some, wanted in parts]
+        found = [some[_lowest(ranks[some], level[some], taken[some], wanted)] for some, wanted in parts]
         together, first = np.unique(np.concatenate(found), return_index=True)
         return together[np.argsort(first)]
 
 
-def _lowest(ranks: npt.NDArray[Any], level: Ints, length: npt.NDArray[Any], nbytes: int) -> Ints:
-    """Return the objects of the lowest ranks, the lowest first, until they have `nbytes` bytes.
+def _lowest(ranks: npt.NDArray[Any], level: Ints, taken: npt.NDArray[Any], nbytes: int) -> Ints:
+    """Return the objects of the lowest ranks, the lowest first, until they take `nbytes` bytes.
 
     Objects of equal rank are all returned, so that no unit is cut. The deepest in its sequence is first.
     """
@@ -122,7 +123,7 @@ def _lowest(ranks: npt.NDArray[Any], level: Ints, length: npt.NDArray[Any], nbyt
     if len(ranks) > _MAX_OBJECTS:
         lowest = np.argpartition(ranks, _MAX_OBJECTS)[:_MAX_OBJECTS]
     lowest = lowest[np.lexsort((-level[lowest], ranks[lowest]))]
-    last = min(int(np.searchsorted(np.cumsum(length[lowest]), nbytes)), len(lowest) - 1)
+    last = min(int(np.searchsorted(np.cumsum(taken[lowest]), nbytes)), len(lowest) - 1)
     end = int(np.searchsorted(ranks[lowest], ranks[lowest[last]], "right"))
     return lowest[:end]
 

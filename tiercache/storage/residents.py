@@ -22,6 +22,7 @@ import numpy.typing as npt
 from tiercache.core import DIGEST_BYTES, ObjectMeta
 from tiercache.events.source import ChangeNote
 from tiercache.storage.env import Env
+from tiercache.storage.footprint import Footprint
 from tiercache.storage.layouts import LAYOUT_BYTES, Layouts
 from tiercache.storage.pages import BROKEN, NONE, SERVED, Ints, Words, column_of, grown, link_groups
 from tiercache.storage.restorable import RestorablePages
@@ -135,7 +136,7 @@ class Residents:
 
     Rows are reused; `number` tells apart the objects that had the same row. The store also chooses a number
     for each namespace, `namespace_id`. Subclasses add columns with `extra`. `clock` gives the seconds by
-    which hints age (`values`).
+    which hints age (`values`). `footprint` says what an object takes of its owner's share.
 
     Thread safety: none of its own; the store calls it under its mutex.
     """
@@ -152,8 +153,12 @@ class Residents:
     pins: memoryview
 
     def __init__(
-        self, extra: dict[str, npt.DTypeLike] | None = None, clock: Callable[[], float] | None = None
+        self,
+        extra: dict[str, npt.DTypeLike] | None = None,
+        clock: Callable[[], float] | None = None,
+        footprint: Footprint = Footprint(),  # noqa: B008
     ) -> None:
+        self.footprint: Final = footprint
         self.pages = RestorablePages(clock or Env().monotonic)
         self.columns: dict[str, npt.NDArray[Any]] = {
             n: np.zeros(_FIRST_ROWS, d) for n, d in {**_COLUMNS, **(extra or {})}.items()
@@ -242,7 +247,7 @@ class Residents:
         for kind, sums in ((RESIDENT, owners.used), (LEAVING, owners.extra)):
             rows = np.flatnonzero(state == kind)
             np.add.at(counted := np.zeros(len(sums), np.int64), owners.of_all(namespaces[rows]),
-                      lengths[rows].astype(np.int64))  # fmt: skip
+                      self.footprint.of(lengths[rows].astype(np.int64)))  # fmt: skip
             sums[:] = counted.tolist()
 
     def find(self, digest: bytes) -> int:
@@ -348,8 +353,9 @@ class Residents:
         self.payload -= self.length[row]
         if self.owners.active:
             owner = self.owners.of(self.namespace[row])
-            self.owners.used[owner] -= self.length[row]
-            self.owners.extra[owner] += self.length[row]
+            taken = self.footprint.of(self.length[row])
+            self.owners.used[owner] -= taken
+            self.owners.extra[owner] += taken
         pages.weigh(node, -self.length[row])
         if self.attached[row]:
             pages.state_removed(node)
@@ -373,7 +379,7 @@ class Residents:
         node = pages.hold(digest[LAYOUT_BYTES:])
         above = None if parent is None else pages.hold(parent)
         if self.owners.active:  # `_enter` counts it again
-            self.owners.extra[self.owners.of(self.namespace[row])] -= self.length[row]
+            self.owners.extra[self.owners.of(self.namespace[row])] -= self.footprint.of(self.length[row])
         if not pages.kv[node]:
             pages.namespace_id[node] = left.namespace_id
         pages.depth[node] = pages.depth[node] or left.depth
@@ -393,7 +399,7 @@ class Residents:
         """Free the row of an object that left, for use by another object."""
         del self._left[row]
         if self.owners.active:
-            self.owners.extra[self.owners.of(self.namespace[row])] -= self.length[row]
+            self.owners.extra[self.owners.of(self.namespace[row])] -= self.footprint.of(self.length[row])
         self.state[row] = FREE
         self.next[row] = self._free
         self._free = row
@@ -568,12 +574,12 @@ class Residents:
         if owners.active:
             used = Counter[int]()
             for row in rows:
-                used[owners.of(self.namespace[row])] += self.length[row]
+                used[owners.of(self.namespace[row])] += self.footprint.of(self.length[row])
             assert owners.used == [used[owner] for owner in range(len(owners.names))], (
                 "bytes of each owner are counted right"
             )
             leaving = np.flatnonzero(self.columns["state"][: self.used] == LEAVING)
-            assert sum(owners.extra) == int(self.columns["length"][leaving].sum()), (
+            assert sum(owners.extra) == int(self.footprint.of(self.columns["length"][leaving]).sum()), (
                 "what is leaving counts, and nothing else that is not found"
             )
 
@@ -600,7 +606,7 @@ class Residents:
         self.count += 1
         self.payload += self.length[row]
         if self.owners.active:
-            self.owners.used[self.owners.of(self.namespace[row])] += self.length[row]
+            self.owners.used[self.owners.of(self.namespace[row])] += self.footprint.of(self.length[row])
         pages.weigh(node, self.length[row])
         if self.attached[row]:
             pages.state_added(node)

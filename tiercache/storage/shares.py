@@ -8,7 +8,8 @@ common owner, "", which has neither limit.
          by its own
          writes only
 
-Bytes are payload bytes, as in `Usage.payload_bytes`.
+Bytes are what objects take in the store that keeps the shares (`footprint`): payload in whole units of the
+medium, records, and memory of the tables. So a limit also bounds the number of objects.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ class Share:
     """Limits of one owner."""
 
     quota: int | None = None
-    """Maximum payload bytes of the owner's objects; None: no limit."""
+    """Maximum bytes that the owner's objects take; None: no limit."""
     guarantee: int = 0
-    """Payload bytes of the owner that the writes of others do not evict."""
+    """Bytes of the owner that the writes of others do not evict."""
 
     def of(self, part: int, whole: int) -> Share:
         """Return the limits in a store that has `part` of `whole` bytes."""
@@ -97,7 +98,7 @@ class OwnerUse:
     """Objects of one owner in a store, its limits there, and what they have caused since the store opened."""
 
     used_bytes: int = 0
-    """Payload bytes of the objects that can be found."""
+    """Bytes that the objects which can be found take in the store (`footprint`)."""
     quota_bytes: int | None = None
     """Maximum of `used_bytes`; None: no limit."""
     guarantee_bytes: int = 0
@@ -152,7 +153,7 @@ class Writer(NamedTuple):
     owner: int
     """Number of the owner of the new objects."""
     nbytes: int = 0
-    """Payload bytes of the new objects that are not reserved yet."""
+    """Bytes that the new objects take and that are not reserved yet."""
     for_quota: bool = False
     """Whether the room is needed below the owner's quota, so that only its own objects are evicted."""
 
@@ -172,9 +173,9 @@ class Owners:
         self.quotas: list[float] = [inf]
         self.guarantees: list[int] = [0]
         self.used: list[int] = [0]
-        """Payload bytes of the objects that can be found."""
+        """Bytes that the objects which can be found take."""
         self.extra: list[int] = [0]
-        """Payload bytes that count besides: objects that are being written or removed."""
+        """Bytes that count besides: objects that are being written or removed."""
         self.evicted: list[int] = [0]
         self.throttled: list[int] = [0]
         self._shares = Shares(lambda _: COMMON)

@@ -11,6 +11,7 @@ from tiercache.storage.checksum import CHECKSUM_BYTES, MAC_BYTES, NO_MAC
 from tiercache.storage.layouts import LAYOUT_BYTES
 from tiercache.storage.pages import NONE, Ints
 from tiercache.storage.residents import RESIDENT, ObjectColumns, Residents
+from tiercache_backends.file.claims import FOOTPRINT
 from tiercache_backends.file.new_pages import are_plain
 from tiercache_backends.file.records import (
     DEPTH_KNOWN,
@@ -46,7 +47,9 @@ class ObjectTable(Residents):
         """Extents after the first, by row; only for objects that have any."""
         macs = {"mac": f"V{MAC_BYTES}"} if with_macs else {}
         super().__init__(
-            {"start": "i8", "blocks": "u4", "more": "u2", "checksum": f"V{CHECKSUM_BYTES}", **macs}, clock
+            {"start": "i8", "blocks": "u4", "more": "u2", "checksum": f"V{CHECKSUM_BYTES}", **macs},
+            clock,
+            FOOTPRINT,
         )
 
     def load_catalog(self, loaded: CatalogContents) -> None:
@@ -129,7 +132,7 @@ class ObjectTable(Residents):
         self.count += n
         self.payload += int(lengths.sum())
         if self.owners.active:
-            self.owners.used[self.owners.of(namespace_id)] += int(lengths.sum())
+            self.owners.used[self.owners.of(namespace_id)] += int(FOOTPRINT.of(lengths).sum())
         pages.pages_added(at, above, lengths, namespace_id)
         if self.note is not None:
             self.note(digests, True)

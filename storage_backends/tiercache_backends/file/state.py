@@ -42,7 +42,7 @@ from tiercache.storage.eviction import EvictionOrder
 from tiercache.storage.residents import RESIDENT, parents_first
 from tiercache.storage.restorable import Admissibility
 from tiercache.storage.shares import OwnerUse, Shares, Writer
-from tiercache_backends.file.claims import Claim, Claims, Pins, Removal, Removed, Suspect
+from tiercache_backends.file.claims import FOOTPRINT, Claim, Claims, Pins, Removal, Removed, Suspect
 from tiercache_backends.file.extents import ExtentAllocator
 from tiercache_backends.file.new_pages import expected_all, hold_new
 from tiercache_backends.file.objects import ObjectTable
@@ -276,10 +276,10 @@ class StoreState:
             owner = owners.of(claims[0].namespace_id)
             left = 0
             for claim in claims:
-                if claim.is_charged or claim.length > owners.quotas[owner]:
+                if claim.is_charged or claim.taken > owners.quotas[owner]:
                     continue
-                if left or claim.length > owners.room(owner):
-                    left += claim.length
+                if left or claim.taken > owners.room(owner):
+                    left += claim.taken
                 else:
                     self._charge(claim)
             return int(left - owners.room(owner)) if left else 0
@@ -293,7 +293,10 @@ class StoreState:
             owners.throttled[owner] += throttled
 
     def evict_own(self, nbytes: int, max_objects: int, claims: Sequence[Claim]) -> Removal:
-        """Take out objects of the claims' owner, until they have `nbytes` payload bytes."""
+        """Take out objects of the claims' owner, until they have `nbytes` bytes.
+
+        Here and below, bytes are those that objects take of their owner's share (`FOOTPRINT`).
+        """
         return self.evict(0, 0, max_objects, claims, own_bytes=nbytes)
 
     def evict_near_quota(self, claims: Sequence[Claim], max_objects: int, share: int) -> Removal:
@@ -308,7 +311,7 @@ class StoreState:
             owner = owners.of(claims[0].namespace_id)
             spare = owners.quotas[owner] // share
             short = spare - owners.room(owner)
-            if spare < sum(claim.length for claim in claims) or not 0 < short < inf:
+            if spare < sum(claim.taken for claim in claims) or not 0 < short < inf:
                 return Removal()
         return self.evict_own(int(short), max_objects, claims)
 
@@ -369,7 +372,7 @@ class StoreState:
             for claim in claims.fresh:
                 del self._busy[claim.digest]
                 if claim.is_charged:  # what is stored counts as `used` instead
-                    objects.owners.extra[objects.owners.of(claim.namespace_id)] -= claim.length
+                    objects.owners.extra[objects.owners.of(claim.namespace_id)] -= claim.taken
             rows = objects.store(
                 records,
                 [claim.digest for claim in stored],
@@ -416,7 +419,7 @@ class StoreState:
         new objects as soon as this object is stored. Unpromising writes may evict less, and writes of low
         value too (see `EvictionOrder.evict`). They all have one owner, if the store has shares.
 
-        `own_bytes`: payload bytes to take out of what that owner has, and of nothing else; 0: take out what
+        `own_bytes`: bytes to take out of what that owner has, and of nothing else; 0: take out what
         is in turn.
         """
         removal, residents = Removal(), self._objects
@@ -595,14 +598,14 @@ class StoreState:
 
     def _charge(self, claim: Claim) -> None:
         owners = self._objects.owners
-        owners.extra[owners.of(claim.namespace_id)] += claim.length
+        owners.extra[owners.of(claim.namespace_id)] += claim.taken
         claim.is_charged = True
 
     def _writer(self, claims: Sequence[Claim], *, for_quota: bool) -> Writer | None:
         owners = self._objects.owners
         if not owners.active or not claims:
             return None
-        uncharged = sum(claim.length for claim in claims if not claim.is_charged)
+        uncharged = sum(claim.taken for claim in claims if not claim.is_charged)
         return Writer(owners.of(claims[0].namespace_id), uncharged, for_quota)
 
     def _rank(self, claim: Claim) -> float | None:
@@ -706,7 +709,7 @@ class StoreState:
 class _Evicting:
     """Receiver of the objects that one eviction takes out (see `eviction.Taker`).
 
-    The eviction needs `blocks` blocks, `objects` objects and `nbytes` payload bytes, and may take out
+    The eviction needs `blocks` blocks, `objects` objects and `nbytes` bytes, and may take out
     `max_objects` objects.
 
     Thread safety: used only under the state's mutex.
@@ -733,7 +736,7 @@ class _Evicting:
         """Take out the objects in these rows."""
         for row in rows:
             self._gained += self._state._objects.blocks(row)
-            self._nbytes -= self._state._objects.length[row]
+            self._nbytes -= FOOTPRINT.of(self._state._objects.length[row])
             self._state._leave(self._removal, row)
 
     def enough(self) -> bool:

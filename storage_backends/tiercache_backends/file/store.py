@@ -42,7 +42,7 @@ from tiercache.storage.env import Env, close_quietly, moves_direct
 from tiercache.storage.gate import CallGate
 from tiercache.storage.pages import PAGE_KEY_BYTES
 from tiercache.storage.shares import Shares
-from tiercache_backends.file.claims import Claim, blocks_for
+from tiercache_backends.file.claims import FOOTPRINT, Claim, blocks_for
 from tiercache_backends.file.io_engine import IoEngine
 from tiercache_backends.file.opening import open_catalog, read_catalog
 from tiercache_backends.file.reading import ObjectReader
@@ -381,7 +381,7 @@ class FileBackend(StorageBackend):
             namespace_id,
             meta.value,
             meta.worker,
-            meta.length,
+            FOOTPRINT.of(meta.length),
         )
 
     def _open(

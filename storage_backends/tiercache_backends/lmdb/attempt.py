@@ -41,6 +41,8 @@ class NewObject(NamedTuple):
     """Key of the object's page."""
     attached: bool
     """Whether the object is attached to its page, as a state is; otherwise the object is the page."""
+    taken: int
+    """Bytes that the object takes of its owner's share (`Mirror.footprint`)."""
 
 
 class WriteLimits(NamedTuple):
@@ -196,7 +198,7 @@ class Attempt:
         if not owners.active or not news:
             return None
         owner = owners.of_namespace(news[0].item.meta.namespace)
-        return Writer(owner, sum(new.item.meta.length for new in news), for_quota)
+        return Writer(owner, sum(new.taken for new in news), for_quota)
 
     def _within_quota(self, news: Sequence[NewObject]) -> Sequence[NewObject] | None:
         """Evict objects of the owner until these are within its quota; return those that are.
@@ -209,7 +211,7 @@ class Attempt:
         owners, owner = self._mirror.owners, writer.owner
         # What leaves in this transaction is gone when this is stored, so `extra` does not count.
         room = owners.quotas[owner] - owners.used[owner]
-        short = sum(n.item.meta.length for n in news if n.item.meta.length <= owners.quotas[owner]) - room
+        short = sum(n.taken for n in news if n.taken <= owners.quotas[owner]) - room
         if short > 0:
             valued = [n.item.meta.value for n in news if n.item.meta.value is not None]
             value = min(
@@ -230,8 +232,8 @@ class Attempt:
         within: list[NewObject] = []
         lost: set[bytes] = set()
         for new in news:
-            if new.item.meta.length <= room and new.item.meta.parent not in lost:
-                room -= new.item.meta.length
+            if new.taken <= room and new.item.meta.parent not in lost:
+                room -= new.taken
                 within.append(new)
             elif not new.attached:
                 lost.add(new.page)

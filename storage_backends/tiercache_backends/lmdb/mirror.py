@@ -36,6 +36,7 @@ from tiercache.storage.restorable import Worth
 from tiercache.storage.shares import Owners, Shares, Writer
 from tiercache.storage.values import HALF_LIFE, usable_hints
 from tiercache_backends.lmdb.environment import Environment
+from tiercache_backends.lmdb.payload import footprint
 from tiercache_backends.lmdb.records import (
     FACTS,
     HALF,
@@ -101,6 +102,8 @@ class Mirror:
     def __init__(self, environment: Environment, clock: Callable[[], float]) -> None:
         self._environment = environment
         self._clock = clock
+        self.footprint: Final = footprint(environment.page_bytes)
+        """What an object takes of its owner's share."""
         self._hints: deque[_Hint] = deque(maxlen=_MAX_NOTED)
         self.lock: Final = RLock()
         self._leaving: list[tuple[int, bytes, bytes | None]] = []
@@ -384,7 +387,7 @@ class Mirror:
         return int(self._residents.number[row])
 
     def _reset(self) -> None:
-        self._residents = Residents(clock=self._clock)
+        self._residents = Residents(clock=self._clock, footprint=self.footprint)
         self._residents.owners = self.owners
         self._order = EvictionOrder(self._residents, Lru())
         self._leaving = []
@@ -490,7 +493,7 @@ class Eviction:
         self.damaged = damaged
         """Places of objects that cannot be removed. A removal that meets damage adds the object's place."""
         self.nbytes = nbytes
-        """Payload bytes that are still to be removed."""
+        """Bytes of an owner's share (`Mirror.footprint`) that are still to be removed."""
         self.objects = 0
         """Number of objects removed so far."""
 
@@ -524,7 +527,7 @@ class _EvictionTaker:
                 raise
             self._mirror.leave(row)
             self._eviction.objects += 1
-            self._eviction.nbytes -= record.length
+            self._eviction.nbytes -= self._mirror.footprint.of(record.length)
 
     def enough(self) -> bool:
         """Return whether enough LMDB pages are free, and enough bytes removed."""

@@ -23,6 +23,8 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
+from tiercache.storage.footprint import INDEX_BYTES, Footprint
+
 PART_PAGES: Final = 16
 """Number of LMDB pages of a full piece, unless the file has too few long runs of free pages."""
 _PART: Final = struct.Struct(">QI")
@@ -36,6 +38,8 @@ The padding makes the payload of a run a multiple of 64 bytes, the stride of the
 """
 _PIECES_PER_LEAF: Final = 128
 """Number of pieces for which `pages_for` counts one leaf page of LMDB's tree."""
+_TREE_BYTES: Final = 640
+"""Bytes that the entries of an object take in LMDB's trees, which are half full at worst."""
 _INLINE_BYTES: Final = 1024
 """Maximum bytes of a piece that lies in a leaf of LMDB's tree."""
 _CACHED_BYTES: Final = 256 << 10
@@ -89,6 +93,11 @@ def pages_for(length: int, page_bytes: int, part_pages: int = PART_PAGES) -> int
         + len(sizes) // _PIECES_PER_LEAF
         + sum(_run(size, page_bytes) for size in sizes if size > _INLINE_BYTES)
     )
+
+
+def footprint(page_bytes: int) -> Footprint:
+    """Return what an object takes: LMDB pages, entries in the trees, and memory."""
+    return Footprint(_TREE_BYTES + INDEX_BYTES, page_bytes, _MARGIN_BYTES // PART_PAGES)
 
 
 class BufferCursor:

@@ -147,7 +147,8 @@ class BatchWriter:
         checksums = Checksums(checksum_of(item), self._mac_key.mac(item.key, item.buffers, length))
         page = place[:HALF]
         pages = pages_for(length, self._environment.page_bytes)
-        return NewObject(place, item, checksums, pages, page, attached=item.meta.parent == page)
+        taken = self._mirror.footprint.of(length)
+        return NewObject(place, item, checksums, pages, page, item.meta.parent == page, taken)
 
     def _chunks(
         self, objects: Iterable[NewObject], budget: PageBudget | None = None

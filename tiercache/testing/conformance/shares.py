@@ -18,7 +18,9 @@ from tiercache.testing.conformance.hooks import HIT, STORED, THROTTLED, BackendH
 from tiercache.testing.conformance.threads import run_all
 from tiercache.testing.objects import chain, key, payload, state_of, to_set
 
-SIZE = 40_960
+SIZE = 40_900
+TAKEN = 42 << 10
+"""Bytes that an object of `SIZE` takes of its owner's share: a little more than in any store."""
 ASH, BIRCH, COMMON = b"ash", b"birch", b"common"
 
 
@@ -40,7 +42,7 @@ class SharesTests(BackendHooks):
 
     def share(self, store: StorageBackend, *, evict: bool = True, **objects: tuple[int | None, int]) -> None:
         """Give quotas and guarantees, in objects of `SIZE` bytes."""
-        size = SIZE * self.copies
+        size = TAKEN * self.copies
         limits = {
             name: Share(None if quota is None else quota * size, guarantee * size)
             for name, (quota, guarantee) in objects.items()
@@ -75,18 +77,17 @@ class SharesTests(BackendHooks):
         self.share(shared, ash=(None, 0), birch=(8, 4))
         self.put_all(shared, BIRCH, range(4))
         shared.delete([key((BIRCH, 0))])
-        size = self.usage(shared).payload_bytes // 8  # of one object and its copies
-        total = shared.usage().payload_bytes
-        owners = shared.usage().owners
-        assert sum(use.used_bytes for use in owners.values()) == total
+        owners, payload_bytes = shared.usage().owners, shared.usage().payload_bytes
+        total = sum(use.used_bytes for use in owners.values())
+        assert payload_bytes < total <= payload_bytes // SIZE * TAKEN
         assert {name: use.used_bytes * 8 // total for name, use in owners.items()} == {
             "": 2,
             "ash": 3,
             "birch": 3,
         }
-        assert size == SIZE
-        assert owners["birch"].quota_bytes == 8 * SIZE * self.copies
-        assert owners["birch"].guarantee_bytes == 4 * SIZE * self.copies
+        assert self.usage(shared).payload_bytes == 8 * SIZE
+        assert owners["birch"].quota_bytes == 8 * TAKEN * self.copies
+        assert owners["birch"].guarantee_bytes == 4 * TAKEN * self.copies
         assert owners["ash"] == OwnerUse(used_bytes=owners["ash"].used_bytes)
 
     def test_a_quota_evicts_the_coldest_of_its_owner_only(self, shared: StorageBackend) -> None:
@@ -96,7 +97,7 @@ class SharesTests(BackendHooks):
         for name in range(30):
             assert self.put_one(shared, ASH, name) is STORED
             use = shared.usage().owners["ash"]
-            assert use.used_bytes <= 8 * SIZE * self.copies
+            assert use.used_bytes <= 8 * TAKEN * self.copies
         kept = self.held(shared, ASH, range(30))
         assert kept == list(range(30 - len(kept), 30)), "the coldest went first"
         assert len(kept) * self.copies >= 5, "no more was evicted than was needed"
@@ -125,6 +126,20 @@ class SharesTests(BackendHooks):
         self.flood(shared, BIRCH)
         self.flood(shared, COMMON)
         assert self.held(shared, ASH, names) == list(names), "the coldest of all, and guaranteed"
+
+    def test_objects_of_one_byte_take_no_more_than_their_owner_has(self, shared: StorageBackend) -> None:
+        """Within their guarantees, a tenant of large objects and one of the smallest leave each other alone."""
+        room = self.small // 4 // TAKEN
+        self.share(shared, ash=(None, room), birch=(None, room))
+        for first in range(0, 8192, 512):
+            names = [("tiny", first + n) for n in range(512)]
+            shared.set([to_set(key((ASH, name)), b"x", namespace=ASH) for name in names])
+        assert self.put_all(shared, BIRCH, range(room)) == [STORED] * room
+        for first in range(0, 8192, 512):
+            names = [("more", first + n) for n in range(512)]
+            shared.set([to_set(key((ASH, name)), b"x", namespace=ASH) for name in names])
+        assert self.held(shared, BIRCH, range(room)) == list(range(room))
+        assert shared.usage().owners["ash"].used_bytes >= room * TAKEN * self.copies * 9 // 10
 
     def test_a_guarantee_ends_the_eviction_of_a_unit(self, shared: StorageBackend) -> None:
         """Without the state at its end no page of the sequence is of use, and five of its objects stay."""
@@ -169,7 +184,7 @@ class SharesTests(BackendHooks):
         kept = self.held(shared, ASH, range(12))
         assert 0 < len(kept) <= 6 * self.copies
         assert kept == list(range(12 - len(kept), 12))
-        assert shared.usage().owners["ash"].used_bytes <= 6 * SIZE * self.copies
+        assert shared.usage().owners["ash"].used_bytes <= 6 * TAKEN * self.copies
         self.share(shared, ash=(7, 0), evict=False)
 
     def test_guarantees_beyond_the_store_are_refused(self, shared: StorageBackend) -> None:
@@ -181,7 +196,7 @@ class SharesTests(BackendHooks):
             shared.share(Shares(owner_of, {"ash": Share(None, half), "birch": Share(None, half)}))
         with pytest.raises(ConfigError, match=r"tenant ash: the guarantee .* is more than the quota"):
             shared.share(Shares(owner_of, {"ash": Share(4, 5)}))
-        assert shared.usage().owners["ash"].quota_bytes == 9 * SIZE * self.copies
+        assert shared.usage().owners["ash"].quota_bytes == 9 * TAKEN * self.copies
 
     def test_a_store_counts_anew_after_it_was_opened_again(self, tmp_path: Path) -> None:
         store = self.open_store(tmp_path / "store", self.small)
@@ -195,7 +210,7 @@ class SharesTests(BackendHooks):
         self.share(store, ash=(10, 5))
         assert {name: use.used_bytes for name, use in store.usage().owners.items()} == before
         assert self.put_all(store, ASH, range(100, 120)) == [STORED] * 20
-        assert store.usage().owners["ash"].used_bytes <= 10 * SIZE * self.copies
+        assert store.usage().owners["ash"].used_bytes <= 10 * TAKEN * self.copies
         self._finish(store)
 
     def test_quotas_hold_while_threads_write(self, shared: StorageBackend) -> None:
@@ -215,8 +230,8 @@ class SharesTests(BackendHooks):
         def watch() -> None:
             while not done.is_set():
                 owners = shared.usage().owners
-                assert owners["ash"].used_bytes <= 6 * SIZE * self.copies
-                assert owners["birch"].used_bytes <= 9 * SIZE * self.copies
+                assert owners["ash"].used_bytes <= 6 * TAKEN * self.copies
+                assert owners["birch"].used_bytes <= 9 * TAKEN * self.copies
 
         run_all(work, watch)
 
