@@ -8,7 +8,7 @@ This store is the reference for the behaviour of the other stores. It is used in
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import chain
 from threading import Lock
@@ -28,7 +28,7 @@ from tiercache.storage.base import (
     StorageBackend,
     StoreContext,
     Usage,
-    checksum_of,
+    meta_of,
     storable,
 )
 from tiercache.storage.checksum import checksum
@@ -257,7 +257,7 @@ class MemoryBackend(StorageBackend):
             outcome = self._refuse(item, refused=refused)
         if outcome is not None:
             return outcome
-        meta = replace(item.meta, checksum=checksum_of(item))
+        meta = meta_of(item)
         fresh = _Object(
             item.key, meta, b"".join(take(item.buffers, 0, meta.length)), self._env.time_ns() / 1e9
         )

@@ -30,6 +30,7 @@ from tests.campaign import (
     growth,
     hosts,
     kill,
+    late,
     opening,
     power,
     simulation,
@@ -48,15 +49,16 @@ CAMPAIGNS = {
     "clones": (clones.campaign, 100, 8),
     "power": (power.campaign, 50, 4),
     "enospc": (full_disk.campaign, 10, 1),
+    "late": (late.campaign, 1000, 10),
     "soak": (soak.campaign, 120, 15),
     "simulate": (simulation.campaign, 10_000, 50),
     "hosts": (hosts.campaign, 6, 1),
     "fuzz": (fuzz.campaign, 600, 5),
 }
-"""Each with its trials (`open`: in all; `grow`, `fork`, `clock`, `gone`, `clones`: for each row; soak:
-seconds; `simulate`, `hosts`: seeds; `fuzz`: seconds for each target), and those of --quick.
+"""Each with its trials (`open`: in all; `grow`, `fork`, `clock`, `gone`, `clones`, `late`: for each row;
+soak: seconds; `simulate`, `hosts`: seeds; `fuzz`: seconds for each target), and those of --quick.
 """
-STORELESS = ("simulate", "hosts", "fuzz")
+STORELESS = ("late", "simulate", "hosts", "fuzz")
 """Campaigns that choose their stores themselves."""
 
 

@@ -38,6 +38,7 @@ from tests.daemon.hosts import (
 )
 from tiercache.core import ObjectKey, ObjectMeta
 from tiercache.errors import WireError
+from tiercache.storage.checksum import checksum
 from tiercache.wire import attachment, messages
 from tiercache.wire.v1 import attach_pb2
 from tiercache.wire.v1 import storage_pb2 as pb
@@ -155,14 +156,17 @@ def into(
 
 
 def store_from(
-    client: Worker, keys: list[ObjectKey], spots: list[tuple[int, int, int]], checksum: bytes = b""
+    client: Worker, region: Region, keys: list[ObjectKey], sum_of: Callable = checksum
 ) -> list[int]:
-    metas = [messages.meta(ObjectMeta(NAMESPACE, size, checksum, None, None)) for _, _, size in spots]
-    return list(
-        client.call(
-            "SetFrom", pb.SetFromRequest(keys=messages.keys(keys), metas=metas, places=places(spots))
-        ).outcomes
+    """Store the first MiBs of region 1."""
+    payload = memoryview(region.map)
+    sums = [sum_of(k, [payload[n * MIB : (n + 1) * MIB]], MIB) for n, k in enumerate(keys)]
+    request = pb.SetFromRequest(
+        keys=messages.keys(keys),
+        metas=[messages.meta(ObjectMeta(NAMESPACE, MIB, found)) for found in sums],
+        places=places([(1, n * MIB, MIB) for n in range(len(keys))]),
     )
+    return list(client.call("SetFrom", request).outcomes)
 
 
 def refused(answer: attach_pb2.Answer) -> str:
@@ -449,13 +453,9 @@ def test_scribbling_into_a_set_hurts_that_object_alone(daemon: Daemon) -> None:
         client.attach(region.fd, region.nbytes)
         with scribbling(region, 1) as goes_on:
             while goes_on():
-                assert set(store_from(client, keys, [(1, n * MIB, MIB) for n in range(8)])) <= {
-                    STORED,
-                    HIT,
-                    ERROR,
-                }
+                assert set(store_from(client, region, keys)) <= {STORED, HIT, ERROR}
                 client.delete(keys)
-        store_from(client, keys, [(1, n * MIB, MIB) for n in range(8)])
+        store_from(client, region, keys)
         assert client.get(dict.fromkeys(keys, MIB)) == [
             bytes(region.map[n * MIB : (n + 1) * MIB]) for n in range(8)
         ]
@@ -466,10 +466,21 @@ def test_scribbling_into_a_set_hurts_that_object_alone(daemon: Daemon) -> None:
 def test_a_checksum_that_lies_is_found_out_at_the_latest_when_it_is_read(daemon: Daemon) -> None:
     with Worker(daemon) as client, Region(MIB) as region:
         client.attach(region.fd, region.nbytes)
-        outcomes = store_from(client, [key(1, "lie")], [(1, 0, MIB)], b"l" * 16)
+        outcomes = store_from(client, region, [key(1, "lie")], lambda *_: b"l" * 16)
         assert outcomes in ([STORED], [ERROR])
         assert client.get({key(1, "lie"): MIB}) == [None]
         client.delete([key(1, "lie")])
+
+
+def test_a_set_from_shared_memory_needs_the_checksum_of_what_is_meant(daemon: Daemon) -> None:
+    """The daemon may read the bytes late, so that a checksum which it made itself would prove nothing."""
+    k = key(1, "unsummed")
+    with Worker(daemon) as client, Region(MIB) as region:
+        client.attach(region.fd, region.nbytes)
+        with pytest.raises(grpc.RpcError, match="without its checksum") as refused:
+            store_from(client, region, [k], lambda *_: b"")
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert client.get({k: MIB}) == [None]
 
 
 VICTIM = """
@@ -483,7 +494,7 @@ assert client.attach(region.fd, region.nbytes).region
 print("on", flush=True)
 while True:
     into(client, region, 1, OBJECTS)
-    store_from(client, [key(n, "v") for n in range(32)], [(1, n * MIB, MIB) for n in range(32)])
+    store_from(client, region, [key(n, "v") for n in range(32)])
 """
 
 

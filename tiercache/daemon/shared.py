@@ -299,6 +299,10 @@ class SharedCalls:
         metas = [messages.read_meta(meta) for meta in request.metas]
         if len(metas) != len(keys):
             raise WireError(f"{len(keys)} keys came with {len(metas)} descriptions")
+        # The store may read the payload after the client has given the call up and written something else
+        # there. Only a checksum that the client computed before the call shows that.
+        if not all(meta.checksum for meta in metas):
+            raise WireError("an object came without its checksum; compute it before SetFrom, and send it")
         session = _session(call.caller)
         buffers = _extents(session, request.places, len(keys), self._max_bytes + _EXTENTS_BYTES)
         for meta in metas:

@@ -27,11 +27,12 @@ from tiercache.storage.base import (
     ScanPage,
     SetItem,
     StorageBackend,
-    checksum_of,
     storable,
 )
+from tiercache.storage.checksum import Checksum
 from tiercache.storage.history import History, TierHistory
 from tiercache.storage.shares import Shares
+from tiercache.storage.vectors import take
 from tiercache.storage.wrappers import Wrapper
 from tiercache.storage.wrappers.base import decide
 
@@ -151,7 +152,7 @@ class TenantView(_View):
     A caller cannot register a namespace for another tenant: the view sets `tenant` in the namespace's
     identity to the name that the operator gave the tenant. A namespace has at most 48 bytes here, because the
     mark takes 16 of the store's 64. A checksum covers the key as well as the bytes. Therefore the view checks
-    the checksum that comes from the caller, and the store computes a new checksum for the hidden key.
+    the checksum that comes from the caller, and gives the store the checksum under the hidden key.
 
     Thread safety: as the contract of `StorageBackend` says.
     """
@@ -169,9 +170,9 @@ class TenantView(_View):
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
         with self._gate:
-            return decide(
-                items, _refusal, lambda sound: self.inner.set([self._hide_item(item) for item in sound])
-            )
+            hidden = [self._hide_item(item) for item in items]
+            answers = iter(self.inner.set([item for item in hidden if item is not None]))
+            return [Outcome.ERROR if item is None else next(answers) for item in hidden]
 
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
         return super().delete(self._hidden(keys))
@@ -213,14 +214,26 @@ class TenantView(_View):
     def _hidden(self, keys: Sequence[ObjectKey]) -> list[ObjectKey]:
         return [self._hide(key) for key in keys]
 
-    def _hide_item(self, item: SetItem) -> SetItem:
-        meta = item.meta
+    def _hide_item(self, item: SetItem) -> SetItem | None:
+        """Return the item for the store; None if it cannot be stored or does not match its checksum.
+
+        One pass over the payload makes both checksums. After a pass for each, bytes that a client changes in
+        between would be stored with a checksum of their own:
+
+            1. the client gives up a SetFrom of this payload     2. here: the bytes match the checksum
+            3. the client writes something else there            4. here: the checksum under the hidden key
+        """
+        meta, key = item.meta, self._hide(item.key)
+        if not storable(item) or len(meta.namespace) > _MAX_NAMESPACE_BYTES:
+            return None
+        found = Checksum()
+        found.add(take(item.buffers, 0, meta.length))
+        if meta.checksum not in (b"", found.digest(item.key)):
+            return None
+        namespace = self._cipher.mark(meta.namespace)
         parent = meta.parent and self._cipher.hide(meta.parent)
-        return SetItem(
-            self._hide(item.key),
-            item.buffers,
-            replace(meta, namespace=self._cipher.mark(meta.namespace), checksum=b"", parent=parent),
-        )
+        meta = replace(meta, namespace=namespace, checksum=found.digest(key), parent=parent)
+        return SetItem(key, item.buffers, meta)
 
     def _reveal_entry(self, entry: ScanEntry) -> ScanEntry | None:
         """Return the entry under the tenant's names, without a checksum; None if it is not the tenant's."""
@@ -253,16 +266,6 @@ def _own_page(
         at = page.cursor
         if not at or len(entries) >= _SCAN_ENTRIES:
             return ScanPage(entries, cipher.hide(at) if cipher else at)
-
-
-def _refusal(item: SetItem) -> Outcome | None:
-    """Return ERROR for an item that cannot be stored or does not match the caller's checksum, else None."""
-    meta = item.meta
-    if not storable(item) or len(meta.namespace) > _MAX_NAMESPACE_BYTES:
-        return Outcome.ERROR
-    if meta.checksum and checksum_of(item._replace(meta=replace(meta, checksum=b""))) != meta.checksum:
-        return Outcome.ERROR
-    return None
 
 
 class _LimitedView(_View):

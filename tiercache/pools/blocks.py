@@ -37,8 +37,8 @@ class Quarantine:
     `active` is True while a quarantine is in force, a slot is withheld or a change waits for `apply_changes`.
     While `active` is False, the owner may use the allocator directly.
 
-    Thread safety: any thread may call `begin`, call the function that `begin` returned, and read `active`.
-    The rest belongs to the allocator's owner. The lock is held only for a few numpy calls.
+    Thread safety: any thread may call `begin`, the function that it returned, and `covers`, and may read
+    `active`. The rest belongs to the allocator's owner. The lock is held only for a few numpy calls.
     """
 
     def __init__(self, allocator: SlotAllocator, *, noun: str) -> None:
@@ -79,6 +79,11 @@ class Quarantine:
                     self._change(pending.pop(), -1)
 
         return lift
+
+    def covers(self, slots: Locations) -> bool:
+        """Return whether one of these slots is under quarantine."""
+        with self._lock:
+            return bool(self._in_force and self._counts[slots].any())
 
     def apply_changes(self) -> None:
         """Withhold free slots that came under quarantine, and free withheld slots whose quarantine ended."""
@@ -172,7 +177,7 @@ class BlockArena(ABC):
     `BLOCK_ALIGN`.
 
     Thread safety: `alloc`, `free`, `available`, `withheld` and `close` belong to one owner thread. Any thread
-    may use `view`, `hold`, `quarantine`, `address`, `nbytes` and `fd`.
+    may use `view`, `hold`, `quarantine`, `is_quarantined`, `address`, `nbytes` and `fd`.
     """
 
     fd: int
@@ -246,6 +251,17 @@ class BlockArena(ABC):
         Any thread may call this method. The caller guarantees that no `alloc` hands out a free block of these
         ranges at the same time.
         """
+        return self._quarantine.begin(self._under(ranges))
+
+    def is_quarantined(self, ranges: Sequence[tuple[int, int]]) -> bool:
+        """Return whether a block that these byte ranges touch is under quarantine; any thread may call.
+
+        Raises SlotError for a range that is not inside the arena.
+        """
+        return self._quarantine.active and self._quarantine.covers(self._under(ranges))
+
+    def _under(self, ranges: Sequence[tuple[int, int]]) -> Locations:
+        """Return the blocks that these byte ranges touch, each once."""
         for offset, length in ranges:
             if offset < 0 or length < 0 or offset + length > self.nbytes:
                 raise SlotError(
@@ -257,7 +273,7 @@ class BlockArena(ABC):
             for offset, length in ranges
             if length
         ]
-        return self._quarantine.begin(np.unique(np.concatenate(spans)) if spans else np.empty(0, np.int64))
+        return np.unique(np.concatenate(spans)) if spans else np.empty(0, np.int64)
 
     @abstractmethod
     def view(self, block: int) -> memoryview:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from tiercache.core import BLOCK_ALIGN
-from tiercache.storage.base import SharedMemory
+from tiercache.storage.base import GetItem, SharedMemory
 from tiercache.storage.vectors import address_of
 
 
@@ -70,3 +70,16 @@ def quarantine(
         for attached in memories
         if id(attached.memory) in ranges
     ]
+
+
+def withheld(items: Sequence[GetItem], memories: Sequence[AttachedMemory]) -> list[bool]:
+    """Return for each item whether a call that was given up may still write to its buffers."""
+    some = [one for one in memories if one.memory.is_quarantined([(0, one.nbytes)])]
+    return [any(_is_withheld(view, one) for one in some for view in item.buffers) for item in items]
+
+
+def _is_withheld(view: memoryview, attached: AttachedMemory) -> bool:
+    """Return whether a byte of the view lies in this memory and is under quarantine."""
+    at = address_of(view) - attached.address
+    start, end = max(at, 0), min(at + view.nbytes, attached.nbytes)
+    return start < end and attached.memory.is_quarantined([(start, end - start)])

@@ -90,6 +90,11 @@ def checksum_of(item: SetItem) -> bytes:
     return item.meta.checksum or checksum(item.key, item.buffers, item.meta.length)
 
 
+def meta_of(item: SetItem) -> ObjectMeta:
+    """Return the metadata of a well-formed item to write, with its checksum."""
+    return replace(item.meta, checksum=checksum_of(item))
+
+
 def no_shares(what: str, shares: Shares) -> str:
     """Return the sentence that refuses shares which a store cannot keep; `what` is its type."""
     named = next(name for name, share in shares.limits.items() if share != type(share)())
@@ -276,6 +281,9 @@ class SharedMemory(Protocol):
 
         A store calls this when it gives up waiting for another process that may still write to the blocks.
         """
+
+    def is_quarantined(self, ranges: Sequence[tuple[int, int]]) -> bool:
+        """Return whether a block under these ranges is under quarantine now."""
 
 
 @dataclass(frozen=True, slots=True)

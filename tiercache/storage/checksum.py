@@ -54,9 +54,10 @@ class Checksum:
             self._hasher.update(view)
 
     def digest(self, key: ObjectKey) -> bytes:
-        """Return the 16-byte checksum of the added bytes under `key`; nothing can be added after that."""
-        self._hasher.update(key.digest)
-        return self._hasher.digest()
+        """Return the 16-byte checksum of the added bytes under `key`."""
+        hasher = self._hasher.copy()
+        hasher.update(key.digest)
+        return hasher.digest()
 
 
 def checksum(key: ObjectKey, buffers: Sequence[memoryview], length: int) -> bytes:

@@ -61,10 +61,25 @@ class GetBatch(_Batch[GetItem]):
         tiers = self._lineup.readable()
         sound = [i for i, item in enumerate(self._items) if usable(item.buffers, item.length, writable=True)]
         for i in sound:
-            self._outcomes[i] = Outcome.MISS if tiers else Outcome.UNAVAILABLE
-        if tiers and sound:
+            self._outcomes[i] = Outcome.UNAVAILABLE
+        sound = self._free(tiers[0], sound) if tiers else []
+        for i in sound:
+            self._outcomes[i] = Outcome.MISS
+        if sound:
             self._read(tiers, sound)
         return self._outcomes
+
+    def _free(self, tier: Tier, wanted: Sequence[int]) -> list[int]:
+        """Return those of the objects to whose buffers no call may still write that was given up.
+
+            1. get: tier 1 does not answer in time, and its store puts the buffers under quarantine
+            2. get: tier 2 answers HIT, and the caller uses the bytes
+            3. tier 1 wakes up, and writes into the buffers
+
+        Therefore no other tier is asked in step 2, nor in a later get with these buffers.
+        """
+        held = tier.withheld([self._items[i] for i in wanted])
+        return [i for i, is_held in zip(wanted, held, strict=True) if not is_held]
 
     def _read(self, tiers: Sequence[Tier], wanted: Sequence[int]) -> None:
         """Read the objects `wanted` from the first of `tiers` that has them, and set their outcomes.
@@ -103,7 +118,7 @@ class GetBatch(_Batch[GetItem]):
         if self._is_use:
             hits = [self._items[i] for i in here if self._outcomes[i] is Outcome.HIT]
             self._offers.read(self._lineup, tier, hits, self._deleted)
-        if missed and below and not pending.is_tainted:
+        if below and (missed := self._free(tier, missed)):
             self._read(below, missed)
 
 

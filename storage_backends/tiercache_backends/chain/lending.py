@@ -15,7 +15,7 @@ import numpy as np
 
 from tiercache.core import BLOCK_ALIGN, Outcome
 from tiercache.storage.attached import AttachedMemory, SharedExtent, locate, quarantine
-from tiercache.storage.base import GetItem, SetItem
+from tiercache.storage.base import GetItem, SetItem, meta_of
 from tiercache.storage.vectors import address_of, take
 
 Item = TypeVar("Item", GetItem, SetItem)
@@ -192,7 +192,11 @@ class LentSets(Loan):
         *,
         owned: bool = False,
     ) -> None:
-        """Lend the payloads; those that are neither `owned` nor in attached memory are copied."""
+        """Lend the payloads; those that are neither `owned` nor in attached memory are copied.
+
+        A payload in attached memory is lent with its checksum. A store that computed the checksum itself, in
+        a call that was given up, might do so after the caller has written something else there.
+        """
         payloads = [] if owned else [(item.buffers, item.meta.length) for item in given]
         super().__init__(payloads, memories, private)
         if owned:
@@ -203,7 +207,9 @@ class LentSets(Loan):
                 for source in take(item.buffers, 0, item.meta.length):
                     target[: source.nbytes] = source
                     target = target[source.nbytes :]
-        self.items = _lent(given, self.buffers)
+            self.items = _lent(given, self.buffers)
+        else:
+            self.items = [item._replace(meta=meta_of(item)) for item in given]
 
 
 def _extents(payloads: Sequence[Payload], memories: Sequence[AttachedMemory]) -> list[SharedExtent] | None:

@@ -10,6 +10,7 @@ from typing import Any, Final, TypeVar
 
 from tiercache.core import ObjectKey, Outcome
 from tiercache.errors import RefusedError, StorageError, UnavailableError
+from tiercache.storage.attached import withheld
 from tiercache.storage.base import (
     Capabilities,
     GetItem,
@@ -58,6 +59,10 @@ class Tier(MonitoredStore):
         """Number of those objects that were flushed."""
         self.owners: Mapping[str, OwnerUse] = {}
         """Bytes of each owner at the last `report`; empty while the tier is out or keeps no shares."""
+
+    def withheld(self, items: Sequence[GetItem]) -> list[bool]:
+        """Return for each item whether a call that was given up may still write to its buffers."""
+        return withheld(items, self._backlog.memories)
 
     @property
     def is_busy(self) -> bool:
@@ -331,10 +336,3 @@ class PendingGet:
             hits = zip(self._items, outcomes, strict=True)
             self._tier.figures.note_read([item.length for item, out in hits if out is Outcome.HIT])
         return outcomes
-
-    @property
-    def is_tainted(self) -> bool:
-        """Whether the tier may still write to the caller's buffers, so that no other tier may."""
-        if self._call is None or self._loan is None:
-            return False
-        return self._call.given_up and not self._loan.is_private

@@ -8,6 +8,7 @@ from typing import Final
 
 from tiercache.core import Outcome
 from tiercache.errors import UnavailableError
+from tiercache.storage.attached import withheld
 from tiercache.storage.base import GetItem
 from tiercache.storage.checksum import checksum
 from tiercache_backends.mooncake.claims import NameClaims
@@ -39,14 +40,20 @@ class PoolReader:
         """Number of reads that took longer than the lease of their object."""
 
     def get(self, items: Sequence[GetItem]) -> list[Outcome]:
-        """Read well-formed items."""
+        """Read well-formed items.
+
+        An item is UNAVAILABLE while an earlier call, which was given up, may still write to its buffers.
+        """
         outcomes = [Outcome.UNAVAILABLE] * len(items)
         patience = self._link.patience()
         odd: list[tuple[PlacedItem[GetItem], int]] = []
         fits = self._link.staging.nbytes - HEADER_BYTES
         wanted = [
             (n, item, self._names.of(item.key.digest), item.buffers, item.length)
-            for n, item in enumerate(items)
+            for n, (item, is_held) in enumerate(
+                zip(items, withheld(items, self._link.attached.memories), strict=True)
+            )
+            if not is_held
         ]
         for n, item, *_ in wanted:
             if item.length > fits and self._link.attached.locate(item.buffers, item.length) is None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from threading import Lock
 from typing import Final, NamedTuple
 
 from tiercache.core import Outcome
-from tiercache.storage.base import checksum_of
+from tiercache.storage.base import meta_of
 from tiercache.storage.vectors import batches, total
 from tiercache_backends.s3.choices import CodecChoices
 from tiercache_backends.s3.directory.directory import BucketDirectory
@@ -171,8 +170,7 @@ class PackWriter:
         entries, pieces = [], list[memoryview]()
         for claim in claims:
             item, encoded = claim.item, encode(claim.item, self._choices)
-            meta = replace(item.meta, checksum=checksum_of(item))
-            entries.append(NewEntry(item.key, meta, encoded.codec, encoded.nbytes))
+            entries.append(NewEntry(item.key, meta_of(item), encoded.codec, encoded.nbytes))
             pieces += encoded.pieces
         return pack_head(entries), pieces
 

@@ -1,7 +1,7 @@
 """A daemon in a process of its own, which tests stop, continue and kill; its store answers as late as it is
 told.
 
-python -m tests.storage_backends.grpc.daemon TRANSPORT DIRECTORY STORE [HOST:PORT]
+python -m tests.storage_backends.grpc.daemon TRANSPORT DIRECTORY STORE[,STORE...] [HOST:PORT]
 
 It prints its address when it serves. A file `slow` in DIRECTORY holds the seconds that every get takes in the
 store before it begins.
@@ -117,7 +117,8 @@ class Daemon:
 
 
 def main(transport: str, directory: str, store: str, address: str) -> None:
-    slow = Slow(open_backend(store))
+    tiers = store.split(",")
+    slow = Slow(open_backend(tiers if len(tiers) > 1 else store))
     slow.file = Path(directory) / "slow"
     listen = {} if transport == "unix" else {"listen": (address,)}
     node = StorageServer(daemon_settings(transport, Path(directory), **listen), slow)

@@ -17,9 +17,10 @@ from typing import Any, Final, Generic, TypeVar
 
 from tiercache.core import Outcome
 from tiercache.errors import WireError
-from tiercache.storage.attached import AttachedMemory, SharedExtent, locate, quarantine
-from tiercache.storage.base import GetItem, SetItem, SharedMemory
+from tiercache.storage.attached import AttachedMemory, SharedExtent, locate, quarantine, withheld
+from tiercache.storage.base import GetItem, SetItem, SharedMemory, meta_of
 from tiercache.storage.vectors import take
+from tiercache.storage.wrappers.base import decide
 from tiercache.wire import messages
 from tiercache.wire.v1 import storage_pb2 as pb
 from tiercache_backends.grpc.connection import Connection
@@ -162,7 +163,10 @@ class SharedPlane:
             self._attach_to(connection, attached.memory)
 
     def get(self, items: Sequence[GetItem], *, peek: bool = False) -> list[Outcome]:
-        """Read items, as `StorageBackend.get` does, or as `peek` does."""
+        """Read items, as `StorageBackend.get` does, or as `peek` does.
+
+        An item is UNAVAILABLE while an earlier call, which was given up, may still write to its buffers.
+        """
 
         def move(call: _Call[GetItem]) -> list[Outcome]:
             keys = messages.keys([item.key for item in call.items])
@@ -179,10 +183,18 @@ class SharedPlane:
                     _copy(take(item.buffers, 0, item.length), [call.staging_view(offset, item.length)])
             return answers
 
-        return self._batch(items, lambda item: item.length, move, partial(self._stream.get, peek=peek))
+        def read(free: Sequence[GetItem]) -> list[Outcome]:
+            return self._batch(free, lambda item: item.length, move, partial(self._stream.get, peek=peek))
+
+        held = iter(withheld(items, self._memories))
+        return decide(items, lambda _: Outcome.UNAVAILABLE if next(held) else None, read)
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
-        """Store items with distinct keys, as `StorageBackend.set` does."""
+        """Store items with distinct keys, as `StorageBackend.set` does.
+
+        The checksums are computed here. The daemon may read the payload after the call was given up, when the
+        caller has written something else there. An object of such bytes does not match its checksum.
+        """
         full = False  # whether an earlier call found no room
 
         def move(call: _Call[SetItem]) -> list[Outcome]:
@@ -190,7 +202,7 @@ class SharedPlane:
             if full:
                 return self._stream.held_or_throttled(call.items)
             keys = messages.keys([item.key for item in call.items])
-            metas = [messages.meta(item.meta) for item in call.items]
+            metas = [messages.meta(meta_of(item)) for item in call.items]
 
             def request(regions: dict[int, int]) -> pb.SetFromRequest:
                 places = encode_places(call.extents, regions)
