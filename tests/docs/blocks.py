@@ -7,11 +7,14 @@ A comment `<!-- test: ... -->` is invisible to readers. Above a block it says wh
     until TEXT          it is repeated until its output has this text
     needs PROGRAM       it is run where this program is installed
     exit N              it must end with this exit code
-    like                a block `text`: output of the block before, where numbers, sizes and blanks may differ
-    log                 output of what was started last, somewhere in it
-    output              as `like`, but to the letter; `...` stands for anything
+    output              a block `text`: output of the block before, to the letter
+    like                as `output`, except that blanks may differ, and what is marked in the text
+    log                 as `like`, of what was started last, somewhere in it
     given NAME          a block `python`: it has the names that this function of tests/docs/given.py returns
     file PATH           a block `toml`: it is written into this file, for the commands behind it
+
+In such a text `...` stands for anything, `<N>` for a number, `<SIZE>` for a number of bytes with its unit,
+and `<TIME>` for a duration. In `like`, `log`, `background` and `until`, lines of tables may have any length.
 
 Alone it says something about the page:
 

@@ -20,6 +20,8 @@ from tests.docs.pages import ROOT
 
 GUARD = 240
 """Seconds that a block may take."""
+MARKS = {"<N>": r"[\d.,]+", "<SIZE>": r"[\d.,]+ ?(?:[KMGT]i?)?B", "<TIME>": r"[\d.,]+ ?(?:[mu]?s|min|h|d)"}
+"""What may differ in an output that a page shows, by its mark in the page."""
 CHECKOUT = ("examples", "deploy", "tests")
 """Folders of the checkout that the commands of a page name."""
 
@@ -161,11 +163,10 @@ def pattern(text: str, *, like: bool) -> str:
     """A regular expression for the output that a page shows."""
     expected = re.escape(text.strip()).replace(r"\.\.\.", ".*")
     if like:
-        expected = re.sub(r"\b(?:(?:[KMGT]i)?B|[mu]?s)\b", "<unit>", expected)
-        expected = re.sub(r"\d[\d,]*(?:\\\.\d+)?", "<number>", expected)
         expected = re.sub(r"[─━]{3,}", "[─━]+", expected)
         expected = re.sub(r"(?:\\?\s)+", r"\\s+", expected)
-        expected = expected.replace("<unit>", r"\w+").replace("<number>", r"[\d.,]+")
+    for mark, values in MARKS.items():
+        expected = expected.replace(mark, values)
     return expected
 
 

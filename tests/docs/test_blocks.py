@@ -40,7 +40,7 @@ def commands(text: str) -> Iterator[list[str]]:
     """Words of our commands in a script, without what a shell does with their output."""
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
-        if words and words[0].rpartition("/")[2] == "tiercache":
+        if words and words[0].rpartition("/")[2] == "tiercache" and words[1:] != ["--version"]:
             end = next((n for n, word in enumerate(words) if re.match(r"\d?[>|&]", word)), len(words))
             yield ["tiercache", *(word for word in words[1:end] if word != "--help")]
 
