@@ -21,7 +21,7 @@ from tests.docs.pages import ROOT
 GUARD = 240
 """Seconds that a block may take."""
 MARKS = {"<N>": r"[\d.,]+", "<SIZE>": r"[\d.,]+ ?(?:[KMGT]i?)?B", "<TIME>": r"[\d.,]+ ?(?:[mu]?s|min|h|d)"}
-"""What may differ in an output that a page shows, by its mark in the page."""
+"""Patterns of the values that may differ in an output of a page, by their marks."""
 CHECKOUT = ("examples", "deploy", "tests")
 """Folders of the checkout that the commands of a page name."""
 

@@ -76,17 +76,18 @@ def test_a_hit(engine: Engine) -> None:
         engine.url,
     )
     assert (notes(found), found["look_at"]) == ([], [])
-    assert (only["restored_tokens"], only["same_text"], only["verdict"]) == (384, True, "hit")
-    assert [only[name]["cached_tokens"] for name in ("first", "again", "control")] == [0, 384, 0]
+    assert (only["restored_tokens"], only["same_text"], only["verdict"]) == (400, True, "hit")
+    assert [only[name]["cached_tokens"] for name in ("first", "again", "control")] == [0, 400, 0]
     assert only["again"]["sources"] == (
-        {"device": 0, "host": 0, "storage": 384} if engine.kind == "sglang" else None
+        {"device": 0, "host": 0, "storage": 400} if engine.kind == "sglang" else None
     )
     assert all(
-        only[name]["prompt_tokens"] > 390 and only[name]["first_token_s"] > 0
+        only[name]["prompt_tokens"] == 400 and only[name]["first_token_s"] > 0
         for name in ("first", "again", "control")
     )
-    assert "384 of 396 tokens were restored and the text is the same" in found["sentence"]
-    first, again, control = engine.asked
+    assert "400 of 400 tokens were restored and the text is the same" in found["sentence"]
+    trial, first, again, control = engine.asked
+    assert trial["prompt"] not in (first["prompt"], control["prompt"])
     assert first == again
     assert first["prompt"] != control["prompt"]
     assert len(first["prompt"].split()) == len(control["prompt"].split())
@@ -99,6 +100,14 @@ def test_a_hit(engine: Engine) -> None:
     assert engine.resets_seen == [
         "/flush_cache?timeout=60" if engine.kind == "sglang" else "/reset_prefix_cache?reset_external=true"
     ]
+
+
+@pytest.mark.parametrize("each", [2, 3])
+def test_the_prompt_has_the_length_that_the_server_counts(engine: Engine, each: int) -> None:
+    engine.tokens_each = each
+    [only] = proved(engine, "--tokens", 3000)["rounds"]
+    assert 2970 <= only["first"]["prompt_tokens"] <= 3000
+    assert 2970 <= only["control"]["prompt_tokens"] <= 3000
 
 
 def test_what_a_hit_gains(sglang: Engine) -> None:
@@ -116,7 +125,7 @@ def test_what_a_hit_gains(sglang: Engine) -> None:
 def test_a_hit_for_people(engine: Engine) -> None:
     out = prove(engine, "--seed", 17).out
     assert f"{engine.kind}, model qwen3-next" in out
-    assert "HIT: 384 of 396 tokens were restored" in out
+    assert "HIT: 400 of 400 tokens were restored" in out
     for word in ("17", "first", "again", "never sent", "the same", "1st token"):
         assert word in out
 
@@ -151,6 +160,7 @@ def test_a_miss(engine: Engine) -> None:
     assert "--settle" in said
     assert ("prefetch_threshold (256)" in said) == (engine.kind == "sglang")
     assert ("write_through_selective" in said) == (engine.kind == "sglang")
+    assert "a KV hit without a state" in said
     assert ("TieringOffloadingSpec" in said) == (engine.kind == "vllm")
     out = prove(engine, ok=Exit.NO).out
     assert "MISS: nothing was restored" in out
@@ -187,13 +197,13 @@ def test_a_server_that_reports_nothing(engine: Engine, stores: bool) -> None:
 
 def test_sglang_says_without_the_flag_where_tokens_lay(sglang: Engine) -> None:
     sglang.reports = False
-    assert proved(sglang)["rounds"][0]["again"]["cached_tokens"] == 384
+    assert proved(sglang)["rounds"][0]["again"]["cached_tokens"] == 400
 
 
 def test_another_text_is_wrong(engine: Engine) -> None:
     engine.wrong = 1
     out = prove(engine, ok=Exit.CORRUPT).out
-    assert "WRONG: 384 of 396 tokens were restored and the text differs from character" in out
+    assert "WRONG: 400 of 400 tokens were restored and the text differs from character" in out
     assert "--repeat 5" in out
     assert "differs: ..." in out
     assert "nonsense" in out
@@ -208,7 +218,7 @@ def test_one_wrong_text_among_many(engine: Engine) -> None:
         ("hit", 41),
         ("hit", 42),
     ]
-    assert len({request["prompt"] for request in engine.asked}) == 6
+    assert len({request["prompt"] for request in engine.asked}) == 7  # one shows how the server counts
     assert len(engine.resets_seen) == 3
 
 
@@ -217,7 +227,7 @@ def test_a_seed_that_was_used_is_noticed(engine: Engine) -> None:
     engine.restart()
     [note] = notes(proved(engine, "--seed", 5))
     assert "the seed was used before" in note
-    assert len({request["prompt"] for request in engine.asked}) == 3  # one prompt, two controls
+    assert len({request["prompt"] for request in engine.asked}) == 5  # one prompt, two controls, two trials
 
 
 def test_vllm_with_another_connector_keeps_its_store(vllm: Engine) -> None:
@@ -226,7 +236,7 @@ def test_vllm_with_another_connector_keeps_its_store(vllm: Engine) -> None:
     assert "connector MooncakeStoreConnector may not keep its storage" in note
     assert "may come from host memory" in note
     assert vllm.resets_seen == ["/reset_prefix_cache"]
-    assert len(vllm.storage) == 2
+    assert len(vllm.storage) == 3
 
 
 def test_a_busy_engine(engine: Engine) -> None:
@@ -359,7 +369,7 @@ def test_time_is_bounded(sglang: Engine, way: str) -> None:
     setattr(sglang, way, True)
     began = time.monotonic()
     assert "took longer than 0.2 s; see the server's log, or give a higher --timeout" in refused(
-        sglang, "--timeout", 0.2, ok=Exit.UNREACHABLE
+        sglang, "--timeout", 0.2
     )
     assert time.monotonic() - began < 20, "without the limit, the stand-in would never answer"
 
@@ -404,14 +414,14 @@ def test_over_a_restart(engine: Engine, tmp_path) -> None:
     assert f"--after {path}" in " ".join(
         prove(engine, "--save", path, "--seed", 3, "--max-tokens", 8).out.split()
     )
-    assert len(engine.asked) == 1
-    assert json.loads(path.read_text())["prompt"] == draw("3", 400)
+    assert len(engine.asked) == 2
+    assert json.loads(path.read_text())["prompt"] == draw("3", 384) == engine.asked[1]["prompt"]
     engine.restart()
     found = proved(engine, "--after", path)
     assert (found["verdict"], found["rounds"][0]["seed"]) == ("hit", 3)
     assert engine.resets_seen == []
-    assert [request["max_tokens"] for request in engine.asked] == [8, 8, 8]
-    assert engine.asked[0] == engine.asked[1] != engine.asked[2]
+    assert [request["max_tokens"] for request in engine.asked] == [8, 8, 8, 8]
+    assert engine.asked[1] == engine.asked[2] != engine.asked[3]
     assert len(notes(found)) == (engine.kind == "vllm")  # SGLang says that it came from storage
     engine.restart()
     assert proved(engine, "--after", path)["verdict"] == "hit"  # again: the control is another one
@@ -462,7 +472,7 @@ def test_a_changed_file_is_refused(sglang: Engine, tmp_path, change: dict[str, A
     prove(sglang, "--save", path)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     assert "is not a file of --save of this version" in refused(sglang, "--after", path, ok=Exit.MISUSED)
-    assert len(sglang.asked) == 1
+    assert len(sglang.asked) == 2
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"7", b"[]", b"null", b"{}", b"[" * 100_000])

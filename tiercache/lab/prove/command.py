@@ -52,7 +52,12 @@ def prove(
         ),
     ] = "",
     tokens: Annotated[
-        int, typer.Option(min=MIN_TOKENS, max=MAX_TOKENS, help="Approximate length of the prompt in tokens.")
+        int,
+        typer.Option(
+            min=MIN_TOKENS,
+            max=MAX_TOKENS,
+            help="Length of the prompt in tokens, about as the server counts them.",
+        ),
     ] = 4096,
     max_tokens: Annotated[
         int, typer.Option(min=1, max=MAX_ANSWER, help="Length of the answers in tokens.")
@@ -88,8 +93,9 @@ def prove(
     """Check whether a running engine restores a prompt from storage, and answers with the same text.
 
     The command sends a new prompt, empties the engine's own caches FOR ALL ITS
-    USERS, and sends the same prompt again. The store keeps its objects. At the
-    end, another new prompt shows how long computing takes without a cache.
+    USERS, and sends the same prompt again. The store keeps its objects. Before,
+    a short prompt shows how the server counts tokens; at the end, another new
+    prompt shows how long computing takes without a cache.
 
         tiercache prove http://127.0.0.1:30000
 

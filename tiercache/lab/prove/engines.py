@@ -41,6 +41,10 @@ REPORT_FLAGS: Final = {Engine.SGLANG: "--enable-cache-report", Engine.VLLM: "--e
 """Options that a server needs to report the number of cached tokens."""
 
 _FIRST: Final = "docs/engines.md: the settings that attach the store, and the log lines after a success"
+_STATES: Final = (
+    "a KV hit without a state: of a model with recurrent states, pages restore nothing unless a state is"
+    " stored for the depth where they end; `tiercache ls --pool mamba` shows whether states are stored"
+)
 LOOK_AT: Final = {
     Engine.SGLANG: (
         _FIRST,
@@ -51,6 +55,7 @@ LOOK_AT: Final = {
         "--hicache-write-policy: write_through_selective stores only what is used twice, write_back"
         " only what is evicted",
         "--hicache-storage-prefetch-policy: best_effort does not wait for a slow store, wait_complete does",
+        _STATES,
         "--settle: a slow store may not have written everything yet",
     ),
     Engine.VLLM: (
@@ -59,6 +64,7 @@ LOOK_AT: Final = {
         "--tokens: a prompt that is shorter than one offloading chunk is not stored",
         "kv_connector OffloadingConnector with spec_name TieringOffloadingSpec: without it there is no tier "
         "below the GPU",
+        _STATES,
         "--settle: tokens that are being written while the caches are emptied are lost, and vLLM reads"
         " from no tier until these writes have ended",
     ),

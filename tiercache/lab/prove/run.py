@@ -51,8 +51,9 @@ class ProveRun:
         `settle` is the time to wait, in seconds, until the engine has written a prompt to storage.
         """
         found, notes = [], dict[str, None]()
+        words = self._fitting_words()
         for seed in seeds:
-            prompt = draw(str(seed), self.tokens)
+            prompt = draw(str(seed), words)
             first = self._ask("a new prompt", prompt)
             self.say(f"waiting {settle:g} s for the prompt to be stored")
             time.sleep(settle)
@@ -63,7 +64,7 @@ class ProveRun:
 
     def save(self, seed: int, path: Path) -> Saved:
         """Send the first request, and save the prompt and its answer for `after`."""
-        prompt, model = draw(str(seed), self.tokens), self.subject.model.name
+        prompt, model = draw(str(seed), self._fitting_words()), self.subject.model.name
         first = self._ask("a new prompt", prompt)
         saved = Saved(
             self.server.url,
@@ -95,8 +96,19 @@ class ProveRun:
         again = self._ask("the same prompt again", prompt)
         # The control must be a new prompt, so it is drawn at random. With a seed that was used before, a
         # prompt drawn from the seed would not be new.
-        control = self._ask("another new prompt", draw(secrets.token_hex(16), self.tokens))
+        control = self._ask("another new prompt", draw(secrets.token_hex(16), len(prompt.split()) - _FRAME))
         return Round(seed, first, again, control)
+
+    def _fitting_words(self) -> int:
+        """Return the number of words for which the server counts about `tokens` tokens in a prompt.
+
+        Sends a prompt of its own. A server that does not report its count gets one word for each token.
+        """
+        sent = min(self.tokens, _TRIAL)
+        counted = self._ask(
+            "the length of a prompt", draw(secrets.token_hex(16), sent - _FRAME)
+        ).prompt_tokens
+        return max(_SHOWN, self.tokens * sent // (counted or sent) - _FRAME)
 
     def _ask(self, what: str, prompt: str) -> Answer:
         self.say(what)
@@ -117,14 +129,16 @@ WORDS: Final = tuple(_COMMON.split())
 
 The smallest page has 16 tokens. There are about 10^33 sequences of 16 words, so two prompts never share a
 page by chance."""
-_FRAME: Final = 20
-"""Tokens of the prompt outside the list of words."""
 _SHOWN: Final = 6
 """Number of words that the prompt repeats, enough for a model to find the place in the list."""
+_FRAME: Final = 10 + _SHOWN
+"""Words of the prompt outside the list of words."""
+_TRIAL: Final = 128
+"""Maximum number of words of the prompt that is sent only to learn how the server counts."""
 
 
-def draw(seed: str, tokens: int) -> str:
-    """Return a prompt of about `tokens` tokens; the same seed gives the same prompt.
+def draw(seed: str, count: int) -> str:
+    """Return a prompt with a list of `count` words; the same seed gives the same prompt.
 
     The prompt ends shortly after it has begun to repeat its own words. A model continues the repetition, so
     its answer depends on the restored beginning, and one next word is always far more likely than all others.
@@ -132,7 +146,7 @@ def draw(seed: str, tokens: int) -> str:
     likely, and rounding would choose one of them.
     """
     # The generator need not be secure, because prompts are not secret.
-    words = random.Random(seed).choices(WORDS, k=tokens - _FRAME)  # noqa: S311
+    words = random.Random(seed).choices(WORDS, k=count)  # noqa: S311
     return (
         f"{' '.join(words)}\n\nThe same words once more, from the first one on:\n\n{' '.join(words[:_SHOWN])}"
     )

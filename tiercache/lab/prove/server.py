@@ -129,8 +129,13 @@ class Server:
         try:
             with self._client.stream(method, url, content=body, headers=self._keys[admin]) as response:
                 yield response.status_code, self._parts(response, url, deadline)
-        except (httpx.TimeoutException, TimeoutError) as error:
+        except httpx.ConnectTimeout as error:
             raise UnreachableError(
+                f"{url} cannot be reached within {self.timeout_s:g} s; check that the server runs, and the"
+                " network"
+            ) from error
+        except (httpx.TimeoutException, TimeoutError) as error:
+            raise CannotTellError(
                 f"{url} took longer than {self.timeout_s:g} s; see the server's log, or give a higher"
                 " --timeout"
             ) from error
