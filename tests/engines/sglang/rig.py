@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
@@ -130,6 +131,18 @@ def server_says(kv_cache_dtype: str = "auto", **more: Any) -> Iterator[dict[str,
         yield bags
 
 
+@contextlib.contextmanager
+def started_with(**settings: Any) -> Iterator[None]:
+    """A server that was started with these settings of a store, and not one to which it is attached later."""
+    memory = SimpleNamespace(
+        hicache_storage_backend="dynamic", hicache_storage_backend_extra_config=json.dumps(settings)
+    )
+    # private: as in `server_says`
+    bags = dict(runtime_context._CONTEXT._config_bags or {}) | {"memory": memory}
+    with mock.patch.object(runtime_context._CONTEXT, "_config_bags", bags):
+        yield
+
+
 def mamba_pool(
     layout: str = "page_first",
     dtype: torch.dtype = torch.float32,
@@ -208,7 +221,8 @@ def backend(
     )  # fmt: skip
     made = StorageBackendFactory.create_backend("dynamic", config, kv)
     try:
-        made.register_mem_pool_host(kv)
+        with started_with(hicache_storage_pass_prefix_keys=True):
+            made.register_mem_pool_host(kv)
     except ValueError:
         made.close()  # as the controller does
         raise
@@ -294,10 +308,9 @@ def controller(kv: Any, mamba: Any, group: Any, layers: int = 3) -> HybridCacheC
         device="cpu",
         enable_memory_saver=False,
     )  # fmt: skip
-    entries = [
-        PoolEntry(PoolName.KV, kv, device, lambda layer: layer, is_primary_index_anchor=True),
-        PoolEntry(PoolName.MAMBA, mamba, None, lambda layer: layer),
-    ]
+    entries = [PoolEntry(PoolName.KV, kv, device, lambda layer: layer, is_primary_index_anchor=True)]
+    if mamba is not None:
+        entries.append(PoolEntry(PoolName.MAMBA, mamba, None, lambda layer: layer))
     return HybridCacheController(
         SimpleNamespace(get_kvcache=lambda: device),
         HostPoolGroup(entries),
@@ -328,7 +341,9 @@ def write(
     Returns the acknowledged operation.
     """
     transfers = [state_at(hashes[at], slot) for at, slot in states.items()]
-    made.write_storage(rows(*pages), list(tokens), hash_value=hashes, extra_pools=transfers or None)
+    made.write_storage(
+        rows(*pages), list(tokens), hash_value=hashes, prefix_keys=[], extra_pools=transfers or None
+    )
     return made.ack_backup_queue.get(timeout=60)
 
 

@@ -49,17 +49,16 @@ def restored(made: Any, kv: Any, mamba: Any, expected: list[bytes], state: bytes
     return pages
 
 
-@pytest.mark.parametrize("v1", [0, 1])
 @pytest.mark.parametrize("kind", ["file", "lmdb", "memory", "grpc"])
 def test_every_store_gives_back_what_it_was_given(
-    group: Any, tmp_path: Path, request: pytest.FixtureRequest, kind: str, v1: int
+    group: Any, tmp_path: Path, request: pytest.FixtureRequest, kind: str
 ) -> None:
     url = {"memory": "memory://?capacity=64MiB"}.get(kind, f"{kind}://{tmp_path}/store?capacity=64MiB")
     if kind == "grpc":
         url = f"grpc://{request.getfixturevalue('daemon').where}"
     kv, mamba = rig.kv_pool(), rig.mamba_pool()
     made = rig.controller(kv, mamba, group)
-    rig.attach(made, url, v1=v1)
+    rig.attach(made, url)
     expected, state = [rig.page(kv, i) for i in range(6)], rig.page(mamba, 2)
     _, hashes = rig.hashed(TOKENS)
     assert restored(made, kv, mamba, expected, state) == 0

@@ -63,6 +63,12 @@ _ORDER_UNKNOWN: Final = (
     " %shicache_storage_pass_prefix_keys to true"
 )
 
+_PREFIXES_NEEDED: Final = (
+    f"{_PLACE}: this model has states or windows, and a full store can restore them only if SGLang says"
+    " which pages come before those that it writes; set interface_v1 to 1 and"
+    " hicache_storage_pass_prefix_keys to true"
+)
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _Method = Callable[Concatenate["TierCacheStorage", _P], _T]
@@ -206,9 +212,10 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             )
 
     def on_host_pools_registered(self) -> None:
-        """End the attach; if any pool cannot be kept, close the store and raise ConfigError.
+        """End the attach; if nothing could ever be restored, close the store and raise ConfigError.
 
-        A restore needs the objects of all pools, so without one pool nothing could ever be restored.
+        A restore needs the objects of all pools. For a model with states it also needs the order of pages,
+        without which a full store evicts pages that the states need.
         """
         if self._refused_pools:
             self.close()
@@ -216,6 +223,9 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             raise ConfigError(
                 f"tiercache cannot keep this model, because prefixes need all of its pools: {pools}"
             )
+        if self._record.states and (self._flat_kv or self._server.tells_prefixes is False):
+            self.close()
+            raise ConfigError(_PREFIXES_NEEDED)
 
     def _register(self, name: str, pool: Any) -> None:
         if (
@@ -522,6 +532,10 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
 
         A KV page depends on the page before it. An object of any other pool depends on its own page.
         """
+        if before is None and self._record.states and not self._server.tells_prefixes:
+            if self._order_warning.first():
+                _log.error("tiercache: nothing is stored: %s", _PREFIXES_NEEDED)
+            return [False] * len(buffers)
         page_keys = self._keys.of(keys)
         parents: Sequence[bytes | None] = page_keys
         if pool.name == _KV:

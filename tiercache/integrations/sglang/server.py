@@ -9,7 +9,8 @@ from typing import Any, Final
 
 import torch
 from blake3 import blake3
-from sglang.srt.runtime_context import get_model, get_spec
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+from sglang.srt.runtime_context import get_memory, get_model, get_spec
 from sglang.version import __version__ as sglang_version
 
 from tiercache.errors import ConfigError
@@ -52,6 +53,8 @@ class Server:
             model = spec = None
         self.known = model is not None
         """Whether a server has published its configuration; False in a script without a server."""
+        self.tells_prefixes = _tells_prefixes()
+        """Whether SGLang says which pages come before those of a write; None if that is unknown."""
         # GPUs of AMD and NVIDIA have different FP8 formats with the name E4M3.
         self._platform = ["sglang", sglang_version, "rocm" if torch.version.hip else "cuda"]
         # A pool of states does not tell how layers are divided among pipeline stages (pp).
@@ -62,6 +65,19 @@ class Server:
     def facts(self, *, draft: bool) -> list[Any]:
         """Return the settings on which a pool's bytes depend; with `draft`, also those of a draft model."""
         return [*self._platform, self._stages, self._model, self._draft if draft else None]
+
+
+def _tells_prefixes() -> bool | None:
+    # SGLang takes this option out of what a backend gets, but publishes the text that has it. Of a store that
+    # is attached while the server runs, it publishes nothing before the attach has succeeded.
+    try:
+        memory = get_memory()
+    except ValueError:
+        return None
+    if getattr(memory, "hicache_storage_backend", None) is None:
+        return None
+    text = memory.hicache_storage_backend_extra_config
+    return bool(HybridCacheController.parse_storage_backend_extra_config(text)[-1])
 
 
 def _said(published: Any, names: Sequence[str]) -> list[list[str]]:

@@ -39,12 +39,13 @@ class Keys:
 
     An object is a row of vLLM's primary tier: the bytes of all workers for one chunk of one group, with
     padding. `row_bytes` is the size of a row. Construction raises ConfigError if neither vLLM nor the
-    settings name the dtype of recurrent states.
+    settings name the dtype of recurrent states, and under a vLLM that does not tell what it needs.
 
     Thread safety: immutable.
     """
 
     def __init__(self, config: OffloadingConfig, row_bytes: int, settings: StoreSettings) -> None:
+        _check(config)
         self.identity: Final = settings.identity(
             config.model.name, config.model.dtype, config.cache.tokens_per_hash
         )
@@ -118,6 +119,16 @@ class Keys:
 
     def _page_key(self, key: bytes) -> bytes:
         return blake3(key[:-_GROUP_BYTES], key=self.namespace).digest()
+
+
+def _check(config: OffloadingConfig) -> None:
+    # Another length may mean other factors of the rotary embedding, and states would be taken for pages.
+    facts = (config.model, "max_model_len"), (config.groups[0], "sliding_window_size_in_chunks")
+    if missing := [name for part, name in facts if not hasattr(part, name)]:
+        raise ConfigError(
+            f"vLLM {vllm.__version__} does not tell a tier {' and '.join(missing)}, so TierCacheTier could"
+            " restore wrong bytes; it needs vLLM 0.33"
+        )
 
 
 def _group_of(key: bytes) -> int:
