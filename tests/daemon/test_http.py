@@ -20,6 +20,7 @@ import pytest
 from aiohttp import web
 from tiercache_backends.memory import MemoryBackend
 
+from tests.cli.store import test_samples as runner
 from tests.daemon.hosts import secret, until
 from tests.daemon.web import ask, say
 from tiercache.config.settings import Settings
@@ -81,12 +82,14 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StorageServer]
 def test_every_path_of_the_port(node: StorageServer) -> None:
     here = node.http_address
     assert ask(here, "/healthz")[:2] == (200, "alive\n")
-    assert json.loads(ask(here, "/readyz").text) == {"ready": True, "reasons": []}
+    assert json.loads(ask(here, "/readyz").text) == {"ready": True, "state": "ready", "reasons": []}
+    start = ask(here, "/")
+    assert (start.status, start.headers["Location"]) == (302, "status")
     assert "tiercache_node_calls_limit" in ask(here, "/metrics?name[]=x").text
     told = json.loads(ask(here, "/status.json").text)
     assert (told["whole"], told["store"]["kind"]) == (True, "MemoryBackend")
     assert json.loads(ask(here, "/status", Accept="application/json").text)["instance"] == told["instance"]
-    for path in ("/", "/metrics/../etc", "/status/", "//"):
+    for path in ("/metrics/../etc", "/status/", "//"):
         assert ask(here, path).status == 404
     for method in ("POST", "PUT", "DELETE", "OPTIONS"):
         assert ask(here, "/status.json", method).status == 405
@@ -366,3 +369,24 @@ def test_without_the_extra_one_sentence_says_what_to_install(tmp_path: Path) -> 
         in done.stderr
     )
     assert "Traceback" not in done.stderr
+
+
+def test_a_daemon_with_a_tier_out_is_degraded_and_takes_calls(tmp_path: Path) -> None:
+    """Nobody listens at a tier: balancers go on sending calls, and operators read which tier is missing."""
+    chain = open_backend(["memory://?capacity=16MiB&tier_name=ram", "grpc://127.0.0.1:1?tier_name=far"])
+    more = {"listen": ["127.0.0.1:0"], "unix": False}
+    with serving(tmp_path, chain, **more) as node, grpc.insecure_channel(node.addresses[0]) as channel:
+        until(lambda: "degraded" in ask(node.http_address, "/readyz").text)
+        ready = ask(node.http_address, "/readyz")
+        assert ready.status == 200
+        found = json.loads(ready.text)
+        assert (found["ready"], found["state"]) == (True, "degraded")
+        assert found["reasons"][0].startswith("tier far is out: ")
+        assert json.loads(ask(node.http_address, "/status.json").text)["readiness"] == found
+        health = channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=30)
+        assert health == b"\x08\x01", "SERVING"
+        told = [
+            runner.call(*arguments, "-s", f"grpc://{node.addresses[0]}").out
+            for arguments in (("top", "--once"), ("status", "--quick"))
+        ]
+        assert all("degraded: tier far is out" in " ".join(text.split()) for text in told)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -137,6 +139,9 @@ def test_a_daemon_in_a_browser(page: Page, tmp_path: Path) -> None:
         # It follows the daemon, and keeps the nodes that it has.
         page.ask("window.first = document.querySelector('#tiers td'); 0")
         health["s3"] = "out"
+        shown(page, "degraded")
+        assert page.ask("document.getElementById('state').className") == "pill warn"
+        assert page.ask("document.title") == f"degraded: {socket.gethostname()}: tiercache"
         shown(page, "out")
         assert page.ask("window.first === document.querySelector('#tiers td')")
         count(node)
@@ -150,11 +155,30 @@ def test_a_daemon_in_a_browser(page: Page, tmp_path: Path) -> None:
         }
         assert {"Tiers", "Last events", "Hit rate over the last hour; now 75.0 %"} <= names
     shown(page, "The daemon does not answer since")
-    assert page.ask("document.title") == "no answer: tiercache"
+    assert page.ask("document.title") == f"no answer: {socket.gethostname()}: tiercache"
     settings = settings_of(tmp_path, http={"listen": node.http_address, "public": True})
     with StorageServer(settings, MemoryBackend()):
         shown(page, "MemoryBackend store")
         until(lambda: page.ask("document.getElementById('notice').textContent") == "")
+
+
+def test_a_capacity_that_shrinks_draws_over_nothing(page: Page, tmp_path: Path) -> None:
+    """What was stored before was more than fits now."""
+    shrunk: list[int] = []
+
+    def tell() -> Usage:
+        found = usage()
+        return replace(found, used_bytes=GIB, capacity_bytes=2 * GIB) if shrunk else found
+
+    with daemon(tmp_path, tell) as node:
+        shrunk.append(1)
+        page.open(f"http://{node.http_address}/status")
+        shown(page, "50.0 % of 2.0 GiB")
+        inside = "[...document.querySelectorAll('.tiles path')].every(p => p.getBBox().y >= 0)"
+        until(lambda: page.ask("document.querySelectorAll('.tiles path').length") > 8)
+        assert page.ask(inside)
+        wrapped = "[...document.querySelectorAll('.figure')].every(f => f.getClientRects()[0].height < 45)"
+        assert page.ask(wrapped)
 
 
 def test_a_tenant_gives_its_token_and_sees_itself(

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -454,3 +455,59 @@ def test_a_reload_that_hangs_does_not_keep_the_daemon_from_its_end(tmp_path: Pat
         daemon.process.send_signal(signal.SIGTERM)
         assert daemon.process.wait(GUARD) == 0
         os.close(writers[0])
+
+
+def test_operators_see_what_was_reloaded_refused_and_changed(tmp_path: Path) -> None:
+    """The journal of a real daemon; who was removed stays in its list, with what it did."""
+    names = "abc"
+    tokens = {name: secret(tmp_path / name, name * 16) for name in names}
+    salt = secret(tmp_path / "salt", "s" * 32)
+
+    def body(*present: str, quota: str = "4MiB", more: str = "") -> str:
+        principals = "".join(
+            f'[[principals]]\nname = "{name}"\ntoken_file = "{tokens[name]}"\nverbs = ["admin"]\n'
+            for name in present
+        )
+        return (
+            f'directory = "{tmp_path}"\ndisk_bytes = "64MiB"\nhost_bytes = "48MiB"\n{more}'
+            'listen = ["127.0.0.1:0"]\n[http]\nlisten = "127.0.0.1:0"\n'
+            f'[tenants.acme]\nsalt_file = "{salt}"\nquota = "{quota}"\n{principals}'
+        )
+
+    with serving(tmp_path, body("a", "b")) as daemon:
+        places = json.loads((tmp_path / "places.json").read_text())["places"]
+        page = next(place["address"] for place in places if place["transport"] == "http")
+        address = f"127.0.0.1:{daemon.ports[0]}"
+
+        def document() -> dict[str, Any]:
+            answer = web.ask(page, "/status.json", authorization=f"Bearer {'a' * 16}")
+            return dict(json.loads(answer.text))
+
+        def told(start: str) -> str:
+            return next((row["text"] for row in document()["journal"] if row["text"].startswith(start)), "")
+
+        def row(name: str) -> tuple[bool, int]:
+            [found] = [one for one in document()["principals"] if one["name"] == name]
+            return found["removed"], found["calls"]
+
+        def reload(text: str) -> None:
+            (tmp_path / "tiercache.toml").write_text(text)
+            daemon.process.send_signal(signal.SIGHUP)
+
+        with Client(address, [("authorization", f"Bearer {'b' * 16}")]) as b:
+            for _ in range(3):
+                b.call("Hello", HELLO)
+            b.call("SetQuota", pb.SetQuotaRequest(tenant="acme", quota_bytes=1 << 20))
+        # An answer may be a fifth of a second old, so each is asked for until it says so.
+        until(lambda: told("set quota") == "set quota done (tenant acme, quota 1MiB, by b)")
+        reload(body("a", "c"))
+        until(lambda: told("reload done") == "reload done (removed b)")
+        with Client(address, [("authorization", f"Bearer {'c' * 16}")]) as c:
+            c.call("Hello", HELLO)
+        until(lambda: row("b") == (True, 4) and row("c") == (False, 1), GUARD)
+        reload("nonsense")
+        until(lambda: told("reload refused"))
+        reload(body("a", "b", "c", more='drain = "9s"\n'))
+        until(lambda: "drain" in told("reload done"))
+        until(lambda: row("b") == (False, 4))
+        assert document()["host"] == socket.gethostname()

@@ -27,6 +27,7 @@ from tiercache.daemon.status.samples import CounterSample, SampleRing, history_o
 from tiercache.daemon.status.slowest import SlowestCalls
 from tiercache.errors import StorageError
 from tiercache.storage.base import TierReport, Usage
+from tiercache.storage.tiers import SET_READ_ONLY
 from tiercache.testing.objects import key, payload, to_set
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -70,19 +71,23 @@ def board_of(usage: Callable[[], Usage], **settings: Any) -> Iterator[StatusBoar
 
 
 def test_a_daemon_is_ready_while_one_of_its_tiers_answers() -> None:
-    health = ["out", "read-only"]
+    health, why = ["out", "read-only"], ["w", "w"]
 
     def usage() -> Usage:
-        tiers = [TierReport(name=f"t{n}", kind="file", health=h, why="w") for n, h in enumerate(health)]
+        tiers = [TierReport(name=f"t{n}", kind="file", health=health[n], why=why[n]) for n in range(2)]
         return Usage(0, 0, 0, 0, tiers=tiers)
 
     with board_of(usage) as board:
         until(lambda: len(board.document(None).tiers) == 2)
         board.sample()
-        assert board.readiness() == Readiness(True, [])
+        found = Readiness(True, ["tier t0 is out: w", "tier t1 is read-only: w"], "degraded")
+        assert board.readiness() == board.document(None).readiness == found
+        why[:] = ["w", SET_READ_ONLY]
+        until(lambda: board.readiness().reasons == ["tier t0 is out: w"])
+        why[:] = ["w", "w"]
         health[1] = "out"
         until(lambda: not board.readiness().ready)
-        assert board.readiness() == Readiness(False, ["no tier answers: t0, t1"])
+        assert board.readiness() == Readiness(False, ["no tier answers: t0, t1"], "not ready")
         board.sample()
         health[:] = ["serving", "serving"]
         until(lambda: board.readiness().ready)
@@ -127,7 +132,8 @@ def test_a_tenant_gets_its_own_rows_and_no_reasons(tmp_path: Path) -> None:
             found = board.document(access.authenticate(f"Bearer {name * 4}", {}))
             assert {row.name for row in found.principals} == own, "no tenant is no common tenant"
             assert {row.principal for row in found.slowest} == own
-            assert (found.readiness, found.whole, found.reader) == (Readiness(False, []), False, name)
+            assert (found.readiness, found.whole) == (Readiness(False, [], "not ready"), False)
+            assert found.reader == name
         assert board.document(None).readiness.reasons == ["the daemon shuts down"]
 
 
@@ -193,7 +199,7 @@ def test_a_journal_is_short_and_tells_what_is_new() -> None:
     journal.compare([], {"refused (busy)": 2003})
     assert [entry.text for entry in journal.latest()] == ["refused (busy): 2,000", "refused (busy): 3"]
     for n in range(1000):
-        journal.info(f"{n} " + "x" * 5000)
+        journal.add(f"{n} " + "x" * 5000)
     kept = journal.latest()
     assert len(kept) == 64
     assert kept[0].text.startswith("999 ")

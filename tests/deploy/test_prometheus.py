@@ -100,7 +100,9 @@ def test_promtool_fires_each_alert_for_its_own_reason() -> None:
 def test_the_alert_of_what_cannot_be_restored_fires_for_a_chain(tmp_path: Path) -> None:
     """Half of the KV of two tiers is of no use; promtool judges what the daemon says of itself."""
     promtool = tool("promtool", "apt-get install prometheus")
-    chain = open_backend(["memory://?capacity=64MiB&tier_name=ram", f"file://{tmp_path}/disk?tier_name=disk&capacity=64MiB"])
+    chain = open_backend(
+        ["memory://?capacity=64MiB&tier_name=ram", f"file://{tmp_path}/disk?tier_name=disk&capacity=64MiB"]
+    )
     useful, useless = (
         [to_set(page, payload(page, 4096), parent=parent) for page, parent in objects.chain(name, 4)]
         for name in ("useful", "useless")

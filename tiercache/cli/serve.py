@@ -158,6 +158,7 @@ def serve(
             waiting = node.reload(now)
         except ConfigError as error:
             say(f"SIGHUP: nothing was changed: {error}", logging.WARNING)
+            node.note_refused_reload(error)
         except StorageError as error:
             say(f"SIGHUP: {error}", logging.ERROR)
         else:

@@ -20,6 +20,7 @@ from grpc import StatusCode
 
 from tiercache.daemon.access import Refusal, reason_of
 from tiercache.daemon.audit import AuditLog
+from tiercache.daemon.status.journal import Journal
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +28,8 @@ _BURST: Final = 5
 """Number of refusals of one kind in a period that are told one by one; further ones are counted."""
 _PERIOD_S: Final = 10.0
 """Seconds of such a period."""
+_TOLD: Final = {"reload": ("removed", "at_next_start"), "set_quota": ("tenant", "quota", "guarantee")}
+"""Changes that are told in the journal, and their details there. Its readers must not learn URLs of tiers."""
 
 
 @dataclass(slots=True)
@@ -69,13 +72,15 @@ class CallLog:
         *,
         instance: bytes = b"",
         slow: float = float("inf"),
+        journal: Journal | None = None,
     ) -> None:
         """Name calls after `instance`, and tell of those that take `slow` seconds or longer.
 
-        `count_refusal` counts a refusal by its reason.
+        `count_refusal` counts a refusal by its reason. `journal` tells operators of changes of the daemon.
         """
         self._count_refusal = count_refusal
         self.audit: Final = audit
+        self._journal: Final = journal
         self._prefix = instance.hex()[:8]
         self.slow = slow
         """Seconds from which a call is slow."""
@@ -153,6 +158,11 @@ class CallLog:
         _log.info("%s: %s", event, outcome, extra=fields | details)
         if self.audit is not None:
             self.audit.record(event, {**fields, "outcome": outcome, **details})
+        if self._journal is not None and event in _TOLD:
+            named = {**{name: details.get(name) for name in _TOLD[event]}, "by": fields.get("principal")}
+            more = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in named.items() if value)
+            self._journal.add(f"{event.replace('_', ' ')} {outcome}" + (f" ({more})" if more else ""),
+                              is_warning=outcome != "done")  # fmt: skip
 
     def _tell_refusal(self, reason: str, why: str, peer: str = "") -> None:
         call = CURRENT.get()

@@ -30,6 +30,7 @@ from tiercache.daemon.status.slowest import SlowestCalls
 from tiercache.errors import TierCacheError
 from tiercache.events.publisher import EventPublisher
 from tiercache.metrics import HIT, MISS, NODE, Families
+from tiercache.metrics.instruments import Counter
 from tiercache.metrics.table import ANSWERS, BUDGETS, CODES, HEALTHS, METHODS, OUT, REFUSALS
 from tiercache.storage.base import GetItem, StorageBackend, TierReport, Usage
 from tiercache.storage.shares import OwnerUse
@@ -83,6 +84,7 @@ Direction = Literal["in", "out"]
 Plane = Literal["stream", "data", "shared"]
 """Way of the payload: in messages of a stream, on connections of its own, or through shared memory."""
 _PLANES: Final[tuple[Plane, ...]] = ("stream", "data", "shared")
+_DIRECTIONS: Final[tuple[Direction, ...]] = ("in", "out")
 
 
 class Measured:
@@ -99,8 +101,7 @@ class NodeMetrics(Families):
 
     def __init__(self, principals: Iterable[str] = (), registry: CollectorRegistry | None = None) -> None:
         """Make all counters; `principals` are the names of all principals that may call the server."""
-        names = tuple(dict.fromkeys(principals))
-        super().__init__(NODE, registry, principal=names, version=[tiercache.__version__])
+        super().__init__(NODE, registry, version=[tiercache.__version__])
         self.gauge("node_build_info", tiercache.__version__).set(1)
         self._seconds: Final = {method: self.histogram("node_call_seconds", method) for method in METHODS}
         self._under_way: Final = {method: self.gauge("node_calls_under_way", method) for method in METHODS}
@@ -109,17 +110,13 @@ class NodeMetrics(Families):
             for method in METHODS
         }
         self._refused: Final = {reason: self.counter("node_refused_total", reason) for reason in REFUSALS}
-        self._callers: Final = {name: self.counter("node_principal_calls_total", name) for name in names}
-        directions: tuple[Direction, ...] = ("in", "out")
-        self._by_caller: Final = {
-            (name, way): self.counter("node_principal_bytes_total", name, way)
-            for name in names
-            for way in directions
-        }
+        self._callers: Final[dict[str, Counter]] = {}
+        self._by_caller: Final[dict[tuple[str, Direction], Counter]] = {}
+        self.add_principals(principals)
         self._moved: Final = {
             (plane, way): self.counter("node_payload_bytes_total", plane, way)
             for plane in _PLANES
-            for way in directions
+            for way in _DIRECTIONS
         }
         self._audit_lost: Final = self.counter("node_audit_lost_total")
         self._account_failed: Final = self.counter("node_account_failed_total")
@@ -132,6 +129,14 @@ class NodeMetrics(Families):
             for operation in ("exists", "get")
             for outcome in ANSWERS[operation]
         }
+
+    def add_principals(self, names: Iterable[str]) -> None:
+        """Count the calls of these principals from now on; those that are known keep their counts."""
+        for name in names:
+            self.add(principal=name)
+            self._callers[name] = self.counter("node_principal_calls_total", name)
+            for way in _DIRECTIONS:
+                self._by_caller[name, way] = self.counter("node_principal_bytes_total", name, way)
 
     @contextmanager
     def measure(self, method: str) -> Iterator[Measured]:
@@ -171,7 +176,7 @@ class NodeMetrics(Families):
         self._account_failed.inc()
 
     def count_call(self, principal: str) -> None:
-        """Count a call of this principal; a name that was not given at construction is ignored."""
+        """Count a call of this principal; a name that is not known (`add_principals`) is ignored."""
         if (counter := self._callers.get(principal)) is not None:
             counter.inc()
 

@@ -14,6 +14,7 @@ from tiercache.config.settings import Settings, check_files
 from tiercache.daemon.access import Access, read_tokens
 from tiercache.daemon.call_log import CallLog
 from tiercache.daemon.certificates import CertificateFiles, Certificates
+from tiercache.daemon.node_metrics import NodeMetrics
 from tiercache.daemon.payload.sessions import DataSessions
 
 
@@ -30,12 +31,14 @@ class Reload:
         sessions: DataSessions,
         certificates: Certificates | None,
         calls: CallLog,
+        metrics: NodeMetrics,
     ) -> None:
         self._first: Final = settings
         self._access = access
         self._sessions = sessions
         self._certificates = certificates
         self._calls = calls
+        self._metrics = metrics
 
     def prepare(self, settings: Settings) -> tuple[list[str], Callable[[], None]]:
         """Read every file that these settings name, and change nothing yet; raises ConfigError.
@@ -58,10 +61,15 @@ class Reload:
         def apply() -> None:
             if self._certificates is not None and files is not None and "tls" not in waiting:
                 self._certificates.use(files)
+            removed = set(self._access.tenants)
             if "principals" not in waiting:
+                self._metrics.add_principals(principal.name for principal, _ in principals)
                 self._sessions.end_all_of(self._access.reload(principals))
+            removed.difference_update(self._access.tenants)
             self._calls.slow = settings.log.slow_call
-            self._calls.end("reload", "done", at_next_start=", ".join(sorted(waiting)))
+            self._calls.end(
+                "reload", "done", at_next_start=", ".join(sorted(waiting)), removed=", ".join(sorted(removed))
+            )
 
         return sorted(waiting), apply
 

@@ -43,6 +43,7 @@ from tiercache.daemon.shared import SharedCalls
 from tiercache.daemon.sockets import PLAIN_SOCKET, TLS_SOCKET, make_way, prepare, remove
 from tiercache.daemon.standard import Standard
 from tiercache.daemon.status.board import StatusBoard
+from tiercache.daemon.status.journal import Journal
 from tiercache.daemon.store_threads import Threads
 from tiercache.daemon.tiers import TierCalls
 from tiercache.errors import ConfigError, StorageError
@@ -129,6 +130,7 @@ class StorageServer:
         self._stopping: asyncio.Event | None = None
         self._gate: Gate | None = None
         self._reload: Reload | None = None
+        self._calls: CallLog | None = None
         self._shares: TenantShares | None = None
         self._board: StatusBoard | None = None
         self._thread = Thread(target=self._run, name="tiercache-node", daemon=True)
@@ -194,6 +196,11 @@ class StorageServer:
                 " answers again, or restart it"
             ) from error
         return waiting
+
+    def note_refused_reload(self, why: Exception) -> None:
+        """Tell operators that new settings were refused, and nothing was changed."""
+        if self._calls is not None:
+            self._calls.end("reload", f"refused: {why}")
 
     @property
     def alive(self) -> bool:
@@ -292,7 +299,8 @@ class StorageServer:
             requests=Budget(max(rest // 3, limits.message_bytes)),
             workers=Budget(threads.count),
         )
-        calls = self._call_log(metrics, ends)
+        journal = Journal()
+        calls = self._calls = self._call_log(metrics, journal, ends)
         account = Account(settings.account_file, count_failed=metrics.count_account_failed)
         self._keep_books(store, account, ends)
         access = Access(settings, store, budgets, account)
@@ -304,7 +312,7 @@ class StorageServer:
         )
         certificates = None if settings.tls is None else Certificates(CertificateFiles.read(settings.tls))
         board = self._board = StatusBoard(
-            kind, self.instance, metrics, figures, budgets, access, certificates
+            kind, self.instance, metrics, figures, budgets, access, certificates, journal
         )
         self._serve_http(board, metrics, access, calls, certificates, ends)
         ends.push_async_callback(attachments.close)
@@ -337,7 +345,7 @@ class StorageServer:
             sessions, service.answer, calls, _limits(settings), max_connections=2 * limits.clients,
             idle=limits.idle, workers=threads.count, certificates=certificates,
         )  # fmt: skip
-        self._reload = Reload(settings, access, sessions, certificates, calls)
+        self._reload = Reload(settings, access, sessions, certificates, calls, metrics)
         serving = await self._serve(service, attachments, access, gate, (sessions, port), certificates, ends)
         ends.callback(board.drain)
         ends.callback(asyncio.create_task(board.watch()).cancel)
@@ -462,7 +470,7 @@ class StorageServer:
             following.start()
             ends.push_async_callback(asyncio.to_thread, following.close)
 
-    def _call_log(self, metrics: NodeMetrics, ends: AsyncExitStack) -> CallLog:
+    def _call_log(self, metrics: NodeMetrics, journal: Journal, ends: AsyncExitStack) -> CallLog:
         settings = self.settings
         audit = AuditLog(
             settings.audit_file,
@@ -472,7 +480,9 @@ class StorageServer:
             count_lost=metrics.count_audit_lost,
         )
         ends.push_async_callback(asyncio.to_thread, audit.close)
-        return CallLog(metrics.count_refusal, audit, instance=self.instance, slow=settings.log.slow_call)
+        return CallLog(
+            metrics.count_refusal, audit, instance=self.instance, slow=settings.log.slow_call, journal=journal
+        )
 
     def _serve_http(
         self,

@@ -16,6 +16,11 @@ from tiercache.storage.wrappers.base import unwrap
 PREFIX: Final = "tier_"
 """Prefix of the settings that belong to a tier instead of its store."""
 
+SET_READ_ONLY: Final = "tier_read_only is set"
+LEAVING: Final = "it is being removed"
+DELIBERATE: Final = (SET_READ_ONLY, LEAVING)
+"""Reasons why a tier is not serving that an operator has chosen."""
+
 NO_CHAIN: Final = (
     "this daemon serves one store without tiers; start it with chain = true (tiercache serve --chain), or"
     " with a list of stores, to change tiers while it serves"

@@ -25,6 +25,7 @@ from tiercache.storage.breaker import Breaker, Verdict
 from tiercache.storage.calls import Calls, GiveUp, NoThreadError, PendingCall
 from tiercache.storage.env import Env
 from tiercache.storage.shares import Shares
+from tiercache.storage.tiers import LEAVING, SET_READ_ONLY
 from tiercache_backends.chain.backlog import Backlog
 from tiercache_backends.chain.canary import answers, takes_objects
 from tiercache_backends.chain.figures import Figures
@@ -133,7 +134,7 @@ class MonitoredStore:
     def why(self) -> str:
         """Reason why the tier is not serving; empty while it is."""
         if self.is_leaving and self.is_readable:
-            return "it is being removed"
+            return LEAVING
         return "" if self.health is Health.SERVING else self._why
 
     def open(self) -> None:
@@ -274,7 +275,7 @@ class MonitoredStore:
             self._takes_writes = takes_writes
             self._why = "" if takes_writes else "it takes no new objects: it is full or read-only"
             if self.settings.read_only:
-                self._why = "tier_read_only is set"
+                self._why = SET_READ_ONLY
             self._examined_at = self._env.monotonic()
         if closed_meanwhile:
             store.close()

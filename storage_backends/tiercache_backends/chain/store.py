@@ -57,8 +57,8 @@ class TierChain(StorageBackend, TierControl):
     chain has at its opening of `persistent` and `shared` is promised: a tier without it cannot join.
 
     A tier that is out is not asked, so its objects are misses until it is back. An object is present as long
-    as one tier has it. Every copy counts in `usage`, but in `details` all copies of an object count once: what can
-    be restored of all tiers together.
+    as one tier has it. Every copy counts in `usage`; only in its `details`, which tell what can be restored
+    of all tiers together, the copies of an object count once.
 
     Thread safety: as `StorageBackend`. `Deletions.changed` is the only lock that calls share; it is not held
     while a tier is called.

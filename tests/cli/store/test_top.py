@@ -40,7 +40,7 @@ def node(tmp_path: Path) -> Iterator[StorageServer]:
 
 def test_one_look(node: StorageServer, tmp_path: Path) -> None:
     text = call("top", "-s", tmp_path, "--once").out
-    for said in ("ready", "75.0%", "4.8 TiB of 18.1 TiB", "96.2%", "62.1 GiB of 64.0 GiB", "▇", "checksum",
+    for said in ("degraded", "75.0%", "4.8 TiB of 18.1 TiB", "96.2%", "62.1 GiB of 64.0 GiB", "▇", "checksum",
                  "sglang-0", "globex", "1,210", "740.0 MiB", "Set (failed)", "800.0 ms", "serves a store",
                  HOSTILE[:8], r"[/bold][red]\x1b[31mred"):  # fmt: skip
         assert said in text.replace("█", "▇"), said
@@ -62,7 +62,7 @@ def test_all_views_have_one_document(node: StorageServer, tmp_path: Path) -> Non
         assert len({*told}) == 1 or name == "limits", name
     table = call("status", "--quick", "-s", tmp_path).out
     assert "75.0% of 1,000 objects" in table
-    assert "ready" in table
+    assert "degraded" in table
 
 
 def _without(value: object, names: tuple[str, ...]) -> object:

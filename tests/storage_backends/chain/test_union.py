@@ -111,7 +111,10 @@ def test_pages_in_a_circle_are_orphans(tmp_path: Path) -> None:
 
 def test_a_tier_that_is_out_does_not_count(tmp_path: Path) -> None:
     plain = [item for item in ITEMS if item.meta.namespace == OTHER_NAMESPACE]
-    urls = ["memory://?tier_name=a&capacity=64MiB", f"file://{tmp_path}/b?tier_name=b&tier_write=write_back&capacity=64MiB"]
+    urls = [
+        "memory://?tier_name=a&capacity=64MiB",
+        f"file://{tmp_path}/b?tier_name=b&tier_write=write_back&capacity=64MiB",
+    ]
     with closing(open_backend(urls)) as store:
         assert isinstance(store, TierChain)
         place(tier(store, 0), plain[:3])

@@ -93,8 +93,8 @@ def status_of(found: StorageBackend, name: str) -> Document:
 
 def summary(it: Document) -> list[tuple[str, str]]:
     """Return the figures of the whole daemon, each with its name."""
-    ready = "ready" if it["readiness"]["ready"] else "not ready: " + "; ".join(it["readiness"]["reasons"])
-    rows = [("state", ready.removesuffix(": "))]
+    ready = it["readiness"]
+    rows = [("state", ": ".join(filter(None, [_state(ready), "; ".join(ready["reasons"])])))]
     if it["whole"]:
         lookups, history = it["lookups"], it["history"]
         rate = _share(lookups["hit_rate"])
@@ -117,7 +117,7 @@ def picture(it: Document, note: str = "") -> RenderableType:
 
     up = readable_age(max(0.0, it["time"] - it["started"]))
     head = Text.assemble(
-        ("tiercache ", "bold"), (clean(it["version"]), ""), (f", up {up}", "dim"),
+        ("tiercache ", "bold"), (clean(it.get("host", "")), ""), (f" {clean(it['version'])}, up {up}", "dim"),
         (f", as {clean(it['reader'])}" if it["reader"] else "", "dim"),
     )  # fmt: skip
     parts: list[RenderableType] = [head]
@@ -233,7 +233,8 @@ def _principals(it: Document) -> RenderableType:
     shown = table(("principal", "tenant", "calls", "read", "written"), left=("principal", "tenant"))
     for row in sorted(it["principals"], key=lambda row: -row["calls"]):
         shown.add_row(
-            safe(row["name"]), safe(row["tenant"] or "-"), f"{row['calls']:,}",
+            safe(row["name"] + (" (removed)" if row.get("removed") else "")), safe(row["tenant"] or "-"),
+            f"{row['calls']:,}",
             readable_size(row["read_bytes"]), readable_size(row["written_bytes"]),
         )  # fmt: skip
     return shown
@@ -273,6 +274,11 @@ def _journal(it: Document) -> RenderableType:
 def _cut(name: str) -> str:
     """Return a name that leaves room for the other columns."""
     return name if len(name) <= _NAME else f"{name[: _NAME - 3]}..."
+
+
+def _state(readiness: Document) -> str:
+    """Return `ready`, `degraded` or `not ready`; older daemons do not tell the second."""
+    return str(readiness.get("state", "ready" if readiness["ready"] else "not ready"))
 
 
 def _share(share: float | None) -> str:

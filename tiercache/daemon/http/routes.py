@@ -1,4 +1,4 @@
-"""Answers of the HTTP port: /metrics, /healthz, /readyz, /status and /status.json."""
+"""Answers of the HTTP port: /metrics, /healthz, /readyz, /status and /status.json; / leads to /status."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ def make_app(
     routes = _Routes(board, registry, readers, calls)
     app = web.Application(middlewares=[routes.guard])
     for path, handler in (
+        ("/", routes.start),
         ("/healthz", routes.health),
         ("/readyz", routes.ready),
         ("/metrics", routes.metrics),
@@ -104,6 +105,10 @@ class _Routes:
         answer.force_close()
         return answer
 
+    async def start(self, _: web.Request) -> web.Response:
+        """Lead to the page, which asks who it is for."""
+        return web.Response(status=302, headers={"Location": "status"})
+
     async def health(self, _: web.Request) -> web.Response:
         """Answer that the process is alive, to everyone."""
         return _text(200, "alive")
@@ -114,7 +119,7 @@ class _Routes:
         told: dict[str, object] = {"ready": found.ready}
         try:
             self._readers.identify_observer(request)
-            told["reasons"] = found.reasons
+            told |= {"state": found.state, "reasons": found.reasons}
         except Refusal:
             pass  # a stranger learns one word, as from gRPC's health check
         return _json(json.dumps(told).encode(), 200 if found.ready else 503)

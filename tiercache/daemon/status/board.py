@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -22,7 +23,7 @@ from tiercache.daemon.status.document import (
     TenantStatus,
     TierStatus,
 )
-from tiercache.daemon.status.journal import Journal
+from tiercache.daemon.status.journal import Journal, in_words
 from tiercache.daemon.status.samples import (
     SAMPLE_SECONDS,
     CounterSample,
@@ -33,8 +34,9 @@ from tiercache.daemon.status.samples import (
     tier_hits,
 )
 from tiercache.metrics.table import BUDGETS, HEALTHS, HIT, OUT
-from tiercache.storage.base import Usage
+from tiercache.storage.base import TierReport, Usage
 from tiercache.storage.shares import COMMON
+from tiercache.storage.tiers import DELIBERATE
 
 _SILENT_SECONDS: Final = 30.0
 """Age of the store's figures from which the store is taken not to answer."""
@@ -59,6 +61,7 @@ class StatusBoard:
         budgets: Budgets,
         access: Access,
         certificates: Certificates | None = None,
+        journal: Journal | None = None,
         every: float = SAMPLE_SECONDS,
     ) -> None:
         """Read the figures of these parts; `kind` is the type of the store.
@@ -73,9 +76,10 @@ class StatusBoard:
         self._every: Final = every
         self._access: Final = access
         self._samples: Final = SampleRing(every=every)
-        self._journal: Final = Journal()
+        self._journal: Final = journal or Journal()
+        self._host: Final = socket.gethostname()
         self._started: Final = time.time()
-        self._journal.info(f"tiercache {tiercache.__version__} serves a store of type {kind}")
+        self._journal.add(f"tiercache {tiercache.__version__} serves a store of type {kind}")
         self._certificates: Final = certificates
         self._draining = False
 
@@ -94,7 +98,7 @@ class StatusBoard:
     def drain(self) -> None:
         """Say from now on that the daemon is not ready, because it shuts down."""
         self._draining = True
-        self._journal.info("the daemon shuts down")
+        self._journal.add("the daemon shuts down")
 
     def readiness(self) -> Readiness:
         """Return whether the daemon can serve calls now."""
@@ -104,20 +108,25 @@ class StatusBoard:
             reasons.append(f"the store has not answered for {age:.0f} s")
         if tiers and all(tier.health == OUT for tier in tiers):
             reasons.append(f"no tier answers: {', '.join(tier.name for tier in tiers)}")
-        return Readiness(not reasons, reasons)
+        if reasons:
+            return Readiness(False, reasons, "not ready")
+        reasons = [in_words(tier) for tier in tiers if _is_unwell(tier)]
+        return Readiness(True, reasons, "degraded" if reasons else "ready")
 
     def document(self, reader: Permissions | None) -> StatusDocument:
         """Return the status as `reader` may know it; None stands for someone who may know everything."""
         whole = reader is None or reader.observes
         ready = self.readiness()
         document = StatusDocument(
-            version=tiercache.__version__, instance=self._instance, time=time.time(), started=self._started,
+            version=tiercache.__version__, host=self._host, instance=self._instance, time=time.time(),
+            started=self._started,
             reader="" if reader is None else reader.name, whole=whole,
-            readiness=ready if whole else Readiness(ready.ready, []),
+            readiness=ready if whole else Readiness(ready.ready, [], "ready" if ready.ready else "not ready"),
             tiers=[], limits=[], slowest=[], principals=[], tenants=[], journal=[],
         )  # fmt: skip
-        own = set(self._access.tenants) if reader is None or whole else self._beside(reader)
-        document.principals.extend(row for row in self._principals() if row.name in own)
+        everyone = {**self._access.removed, **self._access.tenants}
+        own = set(everyone) if reader is None or whole else _beside(reader, everyone)
+        document.principals.extend(row for row in self._principals(everyone) if row.name in own)
         document.tenants.extend(
             row for row in self._tenants() if reader is None or whole or row.name == reader.tenant
         )
@@ -143,14 +152,6 @@ class StatusBoard:
             certificate_expires=None if self._certificates is None else self._certificates.end,
             journal=self._journal.latest(),
         )
-
-    def _beside(self, reader: Permissions) -> set[str]:
-        """Return the names of a principal and of the other principals of its tenant."""
-        return {
-            name
-            for name, tenant in self._access.tenants.items()
-            if name == reader.name or reader.tenant == tenant != ""
-        }
 
     def _store(self, usage: Usage) -> StoreStatus:
         detail = self._figures.detail
@@ -190,15 +191,15 @@ class StatusBoard:
         rows = [*held, ("calls", budgets.streams), ("threads", budgets.workers)]
         return [LimitStatus(name, budget.held, budget.limit) for name, budget in rows]
 
-    def _principals(self) -> list[PrincipalStatus]:
+    def _principals(self, tenants: Mapping[str, str]) -> list[PrincipalStatus]:
         calls = self._summed("node_principal_calls_total", "principal")
         moved = self._summed("node_principal_bytes_total", "principal", "direction")
         return [
             PrincipalStatus(
                 name, tenant, round(calls.get((name,), 0)), round(moved.get((name, "out"), 0)),
-                round(moved.get((name, "in"), 0)),
+                round(moved.get((name, "in"), 0)), name in self._access.removed,
             )
-            for name, tenant in self._access.tenants.items()
+            for name, tenant in tenants.items()
         ]  # fmt: skip
 
     def _tenants(self) -> list[TenantStatus]:
@@ -247,3 +248,13 @@ class StatusBoard:
             key = tuple(sample.labels[label] for label in labels)
             found[key] = found.get(key, 0.0) + sample.value
         return found
+
+
+def _beside(reader: Permissions, tenants: Mapping[str, str]) -> set[str]:
+    """Return the names of a principal and of the other principals of its tenant."""
+    return {name for name, tenant in tenants.items() if name == reader.name or reader.tenant == tenant != ""}
+
+
+def _is_unwell(tier: TierReport) -> bool:
+    """Return whether a tier does less than the operator wants of it."""
+    return tier.health != HEALTHS[0] and tier.why not in DELIBERATE

@@ -131,6 +131,8 @@ class PrincipalStatus:
     calls: int
     read_bytes: int
     written_bytes: int
+    removed: bool
+    """Whether a reload has removed this principal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +162,12 @@ class JournalEntry:
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Whether the daemon can serve calls, and the reasons why not."""
+    """Whether the daemon can serve calls, and the reasons why not, or why only in part."""
 
     ready: bool
     reasons: list[str]
+    state: Literal["ready", "degraded", "not ready"] = "ready"
+    """`degraded`: ready, but a tier is out, or takes no new objects although it should."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +181,8 @@ class StatusDocument:
 
     version: str
     """Version of tiercache."""
+    host: str
+    """Name of the daemon's host."""
     instance: str
     """Hex digits that are different in each run of the daemon."""
     time: float

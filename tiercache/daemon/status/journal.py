@@ -6,10 +6,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
-from typing import Final
+from typing import Final, Literal
 
 from tiercache.daemon.status.document import JournalEntry, TierStatus
 from tiercache.metrics.table import HEALTHS
+from tiercache.storage.base import TierReport
 
 _KEPT: Final = 64
 """Number of entries that are kept."""
@@ -30,15 +31,11 @@ class Journal:
         self._health: dict[str, str] = {}
         self._counted: Mapping[str, float] = {}
 
-    def info(self, text: str) -> None:
-        """Add an entry about something ordinary."""
+    def add(self, text: str, *, is_warning: bool = False) -> None:
+        """Add an entry about something ordinary, or about something that an operator should look at."""
         with self._lock:
-            self._entries.append(JournalEntry(self._clock(), "info", text[:_TEXT]))
-
-    def warn(self, text: str) -> None:
-        """Add an entry about something that an operator should look at."""
-        with self._lock:
-            self._entries.append(JournalEntry(self._clock(), "warning", text[:_TEXT]))
+            level: Literal["info", "warning"] = "warning" if is_warning else "info"
+            self._entries.append(JournalEntry(self._clock(), level, text[:_TEXT]))
 
     def compare(self, tiers: Sequence[TierStatus], counted: Mapping[str, float]) -> None:
         """Add entries for what has changed since the last call.
@@ -48,15 +45,19 @@ class Journal:
         for tier in tiers:
             before = self._health.get(tier.name, HEALTHS[0])
             if tier.health != before:
-                said = f"tier {tier.name} is {tier.health}" + (f": {tier.why}" if tier.why else "")
-                (self.info if tier.health == HEALTHS[0] else self.warn)(said)
+                self.add(in_words(tier), is_warning=tier.health != HEALTHS[0])
         self._health = {tier.name: tier.health for tier in tiers}
         for what, count in counted.items():
             if (new := round(count - self._counted.get(what, 0.0))) > 0:
-                self.warn(f"{what}: {new:,}")
+                self.add(f"{what}: {new:,}", is_warning=True)
         self._counted = dict(counted)
 
     def latest(self) -> list[JournalEntry]:
         """Return the entries, the newest first."""
         with self._lock:
             return list(reversed(self._entries))
+
+
+def in_words(tier: TierStatus | TierReport) -> str:
+    """Return the health of a tier as a sentence."""
+    return f"tier {tier.name} is {tier.health}" + (f": {tier.why}" if tier.why else "")
