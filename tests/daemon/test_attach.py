@@ -159,8 +159,7 @@ def store_from(
     client: Worker, region: Region, keys: list[ObjectKey], sum_of: Callable = checksum
 ) -> list[int]:
     """Store the first MiBs of region 1."""
-    payload = memoryview(region.map)
-    sums = [sum_of(k, [payload[n * MIB : (n + 1) * MIB]], MIB) for n, k in enumerate(keys)]
+    sums = [sum_of(k, [memoryview(region.map[n * MIB : (n + 1) * MIB])], MIB) for n, k in enumerate(keys)]
     request = pb.SetFromRequest(
         keys=messages.keys(keys),
         metas=[messages.meta(ObjectMeta(NAMESPACE, MIB, found)) for found in sums],

@@ -5,6 +5,7 @@ The whole contract holds through both. Objects outside a view appear absent.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from tiercache_backends.memory import MemoryBackend
 from tests.storage.backends import MemoryHooks, without_checksum
 from tiercache.core import ObjectKey, Outcome
 from tiercache.daemon.views import CommonView, NameCipher, NamespaceView, TenantView
-from tiercache.storage.base import NamespaceRecord, StorageBackend
+from tiercache.storage.base import NamespaceRecord, SetItem, StorageBackend
 from tiercache.testing.conformance import BackendConformance
 from tiercache.testing.objects import (
     NAMESPACE,
@@ -59,6 +60,26 @@ class TestVeiled(MemoryHooks):
             store.register_namespace(NamespaceRecord(namespace, {"model": "m", "tenant": "me"}))
         assert {r.namespace for r in store.namespaces()} == {NAMESPACE, b"n"}
         assert all(r.identity == {"model": "m", "tenant": "acme"} for r in store.namespaces())
+
+
+class Scribbled(MemoryBackend):
+    """A store into whose buffers somebody writes before it reads them."""
+
+    def set(self, items: Sequence[SetItem]) -> list[Outcome]:
+        for item in items:
+            item.buffers[0][:1] = b"\x55"
+        return super().set(items)
+
+
+@pytest.mark.parametrize("is_summed", [True, False])
+def test_bytes_that_change_behind_the_view_are_never_a_hit(is_summed: bool) -> None:
+    """The checksum under the hidden key is of the bytes that the view compared, and of no others."""
+    with TenantView(Scribbled(), VEIL, "acme") as view:
+        item = to_set(key("a"), bytearray(payload("a", 5000)))
+        if not is_summed:
+            item = item._replace(meta=replace(item.meta, checksum=b""))
+        assert view.set([item]) == [Outcome.STORED]
+        assert fetch(view, key("a"), 5000) is Outcome.CORRUPT
 
 
 class TestFenced(MemoryHooks):

@@ -475,6 +475,9 @@ class QuarantineMachine(RuleBasedStateMachine):
         assert self.arena.withheld == BLOCKS - len(self.held) - len(self.free_blocks)
         # private: callers cannot see whether the quarantine is looked at
         assert self.arena._quarantine.active == bool(self.isolated)
+        isolated = set().union(*(blocks for blocks, _ in self.isolated))
+        for block in range(BLOCKS):
+            assert self.arena.is_quarantined([(block * BLOCK, 1)]) == (block in isolated)
         self.arena.check_integrity()
 
     @invariant()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from dataclasses import replace
+
 import pytest
 from tiercache_backends.memory import MemoryBackend
 
@@ -71,6 +74,28 @@ def test_a_set_that_hangs_stores_what_it_was_given():
     until(lambda: held(first, "a") == [True])
     assert fetch(first, key("a"), SIZE) == payload("a", SIZE)
     chain.close()
+
+
+def test_a_set_that_hangs_stores_nothing_else_from_attached_memory():
+    """The store reads the blocks when their owner has written something else there."""
+    first, below = MemoryBackend(), MemoryBackend()
+    slow = Hanging(first, "set")
+    chain = chain_over(slow, below, settings={0: {"deadline": 0.2}})
+    with closing(HostArena(2 * BLOCK, BLOCK, huge_pages=False)) as arena:
+        chain.attach(arena)
+        views = [arena.view(int(block)) for block in arena.alloc(2)]
+        item = SetItem(key("a"), views, replace(to_set(key("a"), bytes(SIZE)).meta, checksum=b""))
+        slow.hang()
+        assert chain.set([item]) == [STORED]
+        for view in views:
+            view[:] = b"\x11" * BLOCK
+        slow.release()
+        until(lambda: held(first, "a") == [True])
+        until(lambda: health(chain) == ["serving", "serving"])
+        assert fetch(chain, key("a"), SIZE) == bytes(SIZE), "the tier below has what was meant"
+        assert held(first, "a") == [False], "what is corrupt is dropped"
+        chain.close()
+        views.clear()
 
 
 def test_a_deleted_object_does_not_come_back_with_a_set_that_hung():

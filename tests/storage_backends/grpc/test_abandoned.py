@@ -6,15 +6,22 @@ that was given to somebody else meanwhile.
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 from tiercache_backends.grpc import GrpcBackend
 from tiercache_backends.grpc.settings import read_settings
+from tiercache_backends.memory import MemoryBackend
 
+from tests.campaign.late import STORES
+from tests.storage_backends.chain.stores import chain_over
 from tests.storage_backends.grpc.daemon import Daemon
 from tests.storage_backends.grpc.nodes import scratch, section
 from tests.storage_backends.grpc.test_planes import connection_of, shared_of, staging_of, until
@@ -31,8 +38,6 @@ HIT, STORED, UNAVAILABLE = Outcome.HIT, Outcome.STORED, Outcome.UNAVAILABLE
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    import tempfile
-
     with Daemon(
         "unix", Path(tempfile.mkdtemp(dir=scratch())), f"file://{tmp_path}/store?capacity=16MiB"
     ) as running:
@@ -78,9 +83,7 @@ def test_a_late_write_meets_nobody(daemon: Daemon, arena: HostArena, how: str) -
         daemon.slow(1.5)
         if how == "stopped":
             # It has the request, and is in the store, when it is stopped; the write comes after it goes on.
-            import threading
-
-            threading.Thread(target=lambda: (until(daemon.entered), daemon.stop())).start()
+            Thread(target=lambda: (until(daemon.entered), daemon.stop())).start()
         begun = time.monotonic()
         assert client.get([GetItem(key("old"), views(arena, blocks.tolist()), SIZE)]) == [UNAVAILABLE]
         assert time.monotonic() - begun < 1.2, "within its deadline"
@@ -136,8 +139,9 @@ def test_a_request_that_waits_in_the_daemon_s_socket_meets_nobody(daemon: Daemon
             arena.free(blocks)
 
 
-def test_a_late_read_stores_nothing_else_under_the_key(daemon: Daemon, arena: HostArena) -> None:
-    """A set without a checksum that the daemon reads late must not store what was put there meanwhile."""
+def test_a_late_read_of_blocks_that_are_freed_finds_them_as_they_were(
+    daemon: Daemon, arena: HostArena
+) -> None:
     with client_of(daemon) as client:
         client.attach(arena)
         blocks = arena.alloc(4)
@@ -155,6 +159,94 @@ def test_a_late_read_stores_nothing_else_under_the_key(daemon: Daemon, arena: Ho
         daemon.slow(0)
         hits_come_back(client, to_get(key("new"), SIZE))
         assert fetch(client, key("new"), SIZE) == OLD
+
+
+@contextmanager
+def stopped(daemon: Daemon) -> Iterator[None]:
+    """Stop the daemon while its store is at the first call of the block; let it go on at the end."""
+    daemon.slow(1.5)
+    stopping = Thread(target=lambda: (until(daemon.entered), daemon.stop()))
+    stopping.start()
+    yield
+    stopping.join()
+    daemon.slow(0)
+    daemon.go_on()
+
+
+def untouched(arena: HostArena) -> bool:
+    """Whether the daemon has done with all calls that were given up."""
+    return not arena.is_quarantined([(0, arena.nbytes)])
+
+
+@pytest.mark.parametrize(
+    "store", ["memory", "file", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lmdb", "chain"))]
+)
+def test_a_late_read_of_blocks_that_are_written_again_costs_a_miss(
+    tmp_path: Path, arena: HostArena, store: str
+) -> None:
+    """The caller keeps its blocks, and puts something else there as soon as its set has answered."""
+    sockets, url = Path(tempfile.mkdtemp(dir=scratch())), STORES[store].format(*[tmp_path] * 2)
+    with Daemon("unix", sockets, url) as daemon, client_of(daemon) as client:
+        client.attach(arena)
+        place = views(arena, arena.alloc(4).tolist())
+        item = SetItem(key("new"), place, replace(to_set(key("new"), OLD).meta, checksum=b""))
+        _fill(place, OLD)
+        with stopped(daemon):
+            assert client.set([item]) == [UNAVAILABLE]
+            _fill(place, b"\x55" * SIZE)
+        until(lambda: untouched(arena))
+        until(lambda: fetch(client, key("new"), SIZE) in (Outcome.CORRUPT, Outcome.MISS))
+        until(lambda: fetch(client, key("new"), SIZE) is Outcome.MISS)
+        _fill(place, OLD)
+        until(lambda: client.set([item])[0] in (STORED, HIT))
+        until(lambda: fetch(client, key("new"), SIZE) == OLD)
+
+
+@pytest.mark.parametrize("gives_up", ["the tier", "the chain"])
+def test_no_other_tier_answers_into_buffers_that_a_late_one_may_write_to(
+    daemon: Daemon, arena: HostArena, gives_up: str
+) -> None:
+    patient = {"transfer_timeout": "60s"} if gives_up == "the chain" else {}
+    deadline = {"deadline": 0.5} if gives_up == "the chain" else {}
+    first, below = client_of(daemon, **patient), MemoryBackend()
+    until(lambda: put(first, key("old"), OLD) in (STORED, HIT))
+    with chain_over(first, below, settings={0: deadline}) as chain:
+        chain.attach(arena)
+        put(below, key("old"), OLD)
+        place = views(arena, arena.alloc(4).tolist())
+        item = GetItem(key("old"), place, SIZE)
+        with stopped(daemon):
+            assert chain.get([item]) == [UNAVAILABLE], "another tier must not write there"
+            assert chain.get([item]) == [UNAVAILABLE], "nor for another call"
+            assert fetch(chain, key("old"), SIZE) == OLD, "other buffers are free"
+        until(lambda: untouched(arena))
+        until(lambda: chain.get([item]) == [HIT])
+        _fill(place, b"\x55" * SIZE)
+        time.sleep(0.3)
+        assert b"".join(place) == b"\x55" * SIZE
+
+
+def test_a_get_into_buffers_of_a_late_call_is_not_made(daemon: Daemon, arena: HostArena) -> None:
+    with client_of(daemon, transfer_timeout="60s") as client, chain_over(MemoryBackend()) as chain:
+        place = views(arena, arena.alloc(4).tolist())
+        for store in (client, chain):
+            store.attach(arena)
+            assert put(store, key("old"), OLD) is STORED
+            ends = arena.quarantine([(0, BLOCK)])
+            first, rest = (
+                GetItem(key("old"), views(arena, some), SIZE) for some in ([3, 2, 1, 0], [4, 5, 6, 7])
+            )
+            assert store.get([first, rest, to_get(key("old"), SIZE)]) == [UNAVAILABLE, HIT, HIT]
+            assert store.peek([first, to_get(key("none"), SIZE)]) == [UNAVAILABLE, Outcome.MISS]
+            assert b"".join(place) == bytes(SIZE)
+            ends()
+            assert store.get([first]) == [HIT]
+            _fill(place, bytes(SIZE))
+
+
+def _fill(place: list[memoryview], data: bytes) -> None:
+    for n, view in enumerate(place):
+        view[:] = data[n * BLOCK : (n + 1) * BLOCK]
 
 
 def test_the_death_of_the_daemon_ends_the_quarantine(daemon: Daemon, arena: HostArena) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -132,6 +134,54 @@ def test_a_provider_that_hangs_writes_late_into_memory_that_is_withheld() -> Non
         until(lambda: store.get([GetItem(key("big"), [again], BLOCK)]) == [HIT])
         assert bytes(again) == data
         until(lambda: store.usage().details["staging_free_bytes"] == 4 << 20)
+
+
+@pytest.mark.slow
+def test_a_provider_that_hangs_and_reads_late_costs_a_miss() -> None:
+    """Mooncake sends bytes that the caller has written to its block after its set was given up."""
+    with (
+        Pool(segments=[64 << 20]) as pool,
+        closing(HostArena(4 * BLOCK, BLOCK, huge_pages=False)) as arena,
+        open_in(pool, deadline="300ms") as store,
+    ):
+        store.attach(arena)
+        target = arena.view(int(arena.alloc(1)[0]))
+        target[:] = data = payload("big", BLOCK)
+        big = SetItem(key("big"), [target], replace(to_set(key("big"), data).meta, checksum=b""))
+        into = GetItem(key("small"), [target], SIZE)
+        stored(store, [to_set(key("small"), payload("small", SIZE))])
+        pool.providers[0].stop()
+        until(lambda: store.set([big]) == [UNAVAILABLE] and store.usage().details["hung_calls"])
+        target[:] = b"\x55" * BLOCK
+        assert store.get([into]) == [UNAVAILABLE]
+        pool.providers[0].go_on()
+        until(lambda: not store.usage().details["hung_calls"])
+        assert bytes(target) == b"\x55" * BLOCK
+        until(lambda: store.get([into]) == [HIT])
+        until(lambda: fetch(store, key("big"), BLOCK) in (Outcome.CORRUPT, MISS))
+        target[:] = data
+        until(lambda: store.set([big])[0] in (STORED, HIT))
+        until(lambda: fetch(store, key("big"), BLOCK) == data)
+        target.release()
+
+
+@pytest.mark.slow
+def test_a_get_into_buffers_of_a_late_call_is_not_made() -> None:
+    with (
+        Pool(segments=[64 << 20]) as pool,
+        closing(HostArena(2 * BLOCK, BLOCK, huge_pages=False)) as arena,
+        open_in(pool, deadline="60s") as store,
+    ):
+        store.attach(arena)
+        data = payload("big", BLOCK)
+        stored(store, [to_set(key("big"), data)])
+        items = [GetItem(key("big"), [arena.view(block)], BLOCK) for block in (0, 1)]
+        ends = arena.quarantine([(BLOCK - 1, 1)])
+        assert store.get(items) == [UNAVAILABLE, HIT]
+        assert not any(arena.view(0))
+        ends()
+        assert store.get(items) == [HIT, HIT]
+        items.clear()
 
 
 @pytest.mark.slow

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 
 from tiercache.pools import HostArena
 from tiercache.storage.base import GetItem, SetItem, StorageBackend
-from tiercache.testing.conformance.hooks import HIT, MISS, STORED, BackendHooks
+from tiercache.testing.conformance.hooks import CORRUPT, ERROR, HIT, MISS, STORED, BackendHooks
 from tiercache.testing.objects import fetch, key, payload, to_get, to_set
 
 BLOCK = 4096
@@ -53,6 +55,23 @@ class Attaching(BackendHooks):
         arena.free(blocks.reshape(-1))
         arena.check_integrity()
         arena.close()
+
+    def test_bytes_that_are_not_those_of_the_checksum_are_never_a_hit(self, store: StorageBackend) -> None:
+        """A store that reads attached memory late, after a set was given up, finds such bytes."""
+        with closing(HostArena(4 * BLOCK, BLOCK, huge_pages=False)) as arena:
+            store.attach(arena)
+            place = [arena.view(int(block)) for block in arena.alloc(3)]
+            meant, item = payload("meant", SIZE), to_set(key("a"), payload("meant", SIZE))
+            item = item._replace(buffers=place)
+            _fill(place, payload("other", SIZE))
+            [answer] = store.set([item])
+            assert answer in (STORED, ERROR)
+            assert fetch(store, key("a"), SIZE) in ((CORRUPT, MISS) if answer is STORED else (MISS,))
+            _fill(place, meant)
+            assert store.set([item]) == [STORED]
+            assert fetch(store, key("a"), SIZE) == meant
+            store.close()
+            place.clear()
 
 
 def _fill(views: list[memoryview], data: bytes) -> None:
