@@ -139,29 +139,30 @@ def test_a_provider_that_hangs_writes_late_into_memory_that_is_withheld() -> Non
 @pytest.mark.slow
 def test_a_provider_that_hangs_and_reads_late_costs_a_miss() -> None:
     """Mooncake sends bytes that the caller has written to its block after its set was given up."""
+    large = 24 << 20  # more than the kernel takes while nobody receives
     with (
-        Pool(segments=[64 << 20]) as pool,
-        closing(HostArena(4 * BLOCK, BLOCK, huge_pages=False)) as arena,
-        open_in(pool, deadline="300ms") as store,
+        Pool(segments=[128 << 20]) as pool,
+        closing(HostArena(large, large, huge_pages=False)) as arena,
+        open_in(pool, deadline="300ms", staging="64MiB") as store,
     ):
         store.attach(arena)
-        target = arena.view(int(arena.alloc(1)[0]))
-        target[:] = data = payload("big", BLOCK)
+        target = arena.view(0)
+        target[:] = data = payload("big", large)
         big = SetItem(key("big"), [target], replace(to_set(key("big"), data).meta, checksum=b""))
         into = GetItem(key("small"), [target], SIZE)
         stored(store, [to_set(key("small"), payload("small", SIZE))])
         pool.providers[0].stop()
         until(lambda: store.set([big]) == [UNAVAILABLE] and store.usage().details["hung_calls"])
-        target[:] = b"\x55" * BLOCK
+        target[:] = b"\x55" * large
         assert store.get([into]) == [UNAVAILABLE]
         pool.providers[0].go_on()
         until(lambda: not store.usage().details["hung_calls"])
-        assert bytes(target) == b"\x55" * BLOCK
+        assert bytes(target) == b"\x55" * large
         until(lambda: store.get([into]) == [HIT])
-        until(lambda: fetch(store, key("big"), BLOCK) in (Outcome.CORRUPT, MISS))
+        until(lambda: fetch(store, key("big"), large) in (Outcome.CORRUPT, MISS))
         target[:] = data
         until(lambda: store.set([big])[0] in (STORED, HIT))
-        until(lambda: fetch(store, key("big"), BLOCK) == data)
+        until(lambda: fetch(store, key("big"), large) == data)
         target.release()
 
 
@@ -173,9 +174,8 @@ def test_a_get_into_buffers_of_a_late_call_is_not_made() -> None:
         open_in(pool, deadline="60s") as store,
     ):
         store.attach(arena)
-        data = payload("big", BLOCK)
-        stored(store, [to_set(key("big"), data)])
-        items = [GetItem(key("big"), [arena.view(block)], BLOCK) for block in (0, 1)]
+        stored(store, [to_set(key(n), payload(n, BLOCK)) for n in (0, 1)])
+        items = [GetItem(key(n), [arena.view(n)], BLOCK) for n in (0, 1)]
         ends = arena.quarantine([(BLOCK - 1, 1)])
         assert store.get(items) == [UNAVAILABLE, HIT]
         assert not any(arena.view(0))
