@@ -75,9 +75,10 @@ miss of `get` is an object that was lost between the `exists` and the `get` of t
         """\
 These metrics count the calls of a server's store, or of any store inside `Metered`, without the time of the
 network and the clients. A call has many items, so its duration does not tell how long one item takes.
-`corrupt` counts items of `get` whose checksum was wrong, and which were not returned; check the disk if there
-are any. `throttled` means that a store is full or busy, and `error` that a disk fails. Only a store behind a
-connection is `unavailable` (it does not answer) or `refused` (it does not serve this caller).""",
+`corrupt` counts items of `get` whose checksum was wrong, and which were not returned. Sets that a daemon
+finished after it had stood still leave a few; otherwise check the disk. `throttled` means that a store is
+full or busy, and `error` that a disk fails. Only a store behind a connection is `unavailable` (it does not
+answer) or `refused` (it does not serve this caller).""",
         STORE,
         (
             ("Duration of the slowest 1 % of the reads",

@@ -300,6 +300,11 @@ class StorageBackend(ABC):
     stay unchanged, and no thread reads the buffers of a get. Batches may be empty, may hold duplicates and
     have no size limit.
 
+    A caller that has called `attach` also guarantees, after a call that was given up (UNAVAILABLE):
+    - the buffers of a get are free again when their quarantine has ended. Until then, and whenever the caller
+      reads them without a HIT, they may hold anything;
+    - the buffers of a set are free at once.
+
     The implementation must:
     - answer item by item, in input order. One bad item never fails the batch;
     - raise only `ClosedError` (use after close), `UnlistedError` from a scan if the store is not `listed`,
@@ -320,6 +325,9 @@ class StorageBackend(ABC):
       length or a read-only buffer, and MISS for an absent object;
     - refuse to store an object that does not match the checksum of its set (ERROR), or answer CORRUPT to the
       first get of the object;
+    - if it gives up a set while something may still read the buffers, have computed the checksum before it
+      lent them (`meta_of`), and keep that one with the object: bytes that are read late are then CORRUPT;
+    - answer no HIT into buffers to which a call that was given up may still write (`attached.withheld`);
     - answer HIT to a set of a key that the store has, without writing the object again. An object is visible
       to other calls only as a whole, and only after its set is acknowledged as STORED;
     - keep within its capacity at every instant. A store that is full and cannot evict answers THROTTLED and
