@@ -324,6 +324,11 @@ class Catalog:
         # result is then larger than any batch.
         return touchable // 2 if touchable < self._pages else records + (1 << 20)
 
+    def addable(self) -> int:
+        """Return how many records a transaction may add without a removal before it (see `removable`)."""
+        added = (self._map_bytes // self._page_bytes - self._pages) // 5 - 2
+        return max(0, added - 8) * self._page_bytes // RECORD.itemsize
+
     def nbytes(self) -> int:
         """Return the bytes of the catalog's file, including those that are preallocated."""
         return max(self._reserved, self._written())

@@ -28,9 +28,9 @@ Race 3. (1) V claims A. (2) W claims B. (3) V needs B, and W needs A.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
-from math import inf
 from threading import Event, Lock
 from typing import Final
 
@@ -172,8 +172,12 @@ class StoreState:
         with self._mutex:
             self._objects.pages.require_states(namespace_id)
 
-    def claim(self, batch: Sequence[Claim], limit: int, missing: Iterable[bytes] = ()) -> Claims:
-        """Sort a batch: claim at most `limit` objects for writing, and leave the others for `Claims.later`.
+    def claim(
+        self, batch: Sequence[Claim], limit: int, missing: Iterable[bytes] = (), most_blocks: int = sys.maxsize
+    ) -> Claims:
+        """Sort a batch: claim some objects for writing, and leave the others for `Claims.later`.
+
+        At most `limit` objects are claimed, with at most `most_blocks` blocks or a single object.
 
         No restore can use a page without its parent. So a page is THROTTLED if its parent is not stored, not
         being written and not in the batch. The objects that depend on a throttled page are THROTTLED too. An
@@ -186,7 +190,8 @@ class StoreState:
         ordered = [batch[i] for i in parents_first([(one.page, one.parent_page) for one in batch])]
         with self._mutex:
             rows = self._objects.find_many([one.digest for one in ordered])
-            if not self._claim_new(ordered, rows, limit, claims):
+            if not self._claim_new(ordered, rows, limit, most_blocks, claims):
+                left = most_blocks
                 for one, row in zip(ordered, rows, strict=True):
                     if row >= 0:
                         self._objects.renew(row)
@@ -194,8 +199,13 @@ class StoreState:
                         claims.hits.append(one.index)
                         self._hold(one.page, claims)
                     # Leave the item for later in three cases: (1) this object is being stored or removed. (2)
-                    # The batch has `limit` claims. (3) The parent was left for later.
-                    elif one.digest in self._busy or len(claims.fresh) == limit or one.parent_page in later:
+                    # The batch has enough claims. (3) The parent was left for later.
+                    elif (
+                        one.digest in self._busy
+                        or len(claims.fresh) == limit
+                        or (claims.fresh and one.blocks > left)
+                        or one.parent_page in later
+                    ):
                         claims.later.append(one.index)
                         if one.is_page:
                             later.add(one.page)
@@ -203,6 +213,7 @@ class StoreState:
                             claims.waits.add(event)
                     else:
                         self._claim(one, claims)
+                        left -= one.blocks
             if claims.fresh:
                 self._writing[id(claims)] = claims
         return claims
@@ -300,18 +311,18 @@ class StoreState:
         return self.evict(0, 0, max_objects, claims, own_bytes=nbytes)
 
     def evict_near_quota(self, claims: Sequence[Claim], max_objects: int, share: int) -> Removal:
-        """Take out objects of the claims' owner if less than 1/`share` of its quota is left.
+        """Take out objects of the claims' owner if less of its quota is left than a set like this one needs.
 
-        Nothing is taken out if that part of the quota is less than another set like this one needs.
+        Nothing is taken out if that is more than 1/`share` of the quota.
         """
         with self._mutex:
             owners = self._objects.owners
             if not owners.active or not claims:
                 return Removal()
             owner = owners.of(claims[0].namespace_id)
-            spare = owners.quotas[owner] // share
+            spare = sum(claim.taken for claim in claims)
             short = spare - owners.room(owner)
-            if spare < sum(claim.taken for claim in claims) or not 0 < short < inf:
+            if spare > owners.quotas[owner] // share or short <= 0:
                 return Removal()
         return self.evict_own(int(short), max_objects, claims)
 
@@ -397,8 +408,8 @@ class StoreState:
         with self._mutex:
             return self._allocator.needs_second_slab(blocks)
 
-    def shortage(self, budget_blocks: int | None, share: int) -> int:
-        """Return how many blocks must be freed so that 1/`share` of all blocks is available.
+    def shortage(self, budget_blocks: int | None, share: int, most: int = sys.maxsize) -> int:
+        """Return how many blocks must be freed so that 1/`share` of all blocks, or `most`, is available.
 
         Available blocks are free or can still be preallocated. A result of 0 or less means that enough are
         available. `budget_blocks`: maximum number of blocks of all slabs; None if the slabs cannot grow.
@@ -406,7 +417,8 @@ class StoreState:
         with self._mutex:
             size = self._allocator.size if budget_blocks is None else budget_blocks
             # result = wanted free blocks - free blocks - blocks that can still be preallocated
-            return size // share - self._allocator.free - max(0, size - self._allocator.size)
+            wanted = min(size // share, most)
+            return wanted - self._allocator.free - max(0, size - self._allocator.size)
 
     def evict(
         self, blocks: int, objects: int, max_objects: int, claims: Sequence[Claim] = (), own_bytes: int = 0
@@ -620,13 +632,15 @@ class StoreState:
                 if claim.parent is not None:
                     yield claim.parent
 
-    def _claim_new(self, batch: list[Claim], rows: Sequence[int], limit: int, claims: Claims) -> bool:
+    def _claim_new(
+        self, batch: list[Claim], rows: Sequence[int], limit: int, most_blocks: int, claims: Claims
+    ) -> bool:
         """Claim a batch of which all is new, in columns; return False, with nothing changed, if it is not.
 
         This does the same as the loop in `claim`, several times as fast.
         """
         pages, busy = self._objects.pages, self._busy
-        if not _FEW <= len(batch) <= limit or max(rows) >= 0:
+        if not _FEW <= len(batch) <= limit or max(rows) >= 0 or sum(c.blocks for c in batch) > most_blocks:
             return False
         digests = [one.digest for one in batch]
         namespace_id = batch[0].namespace_id

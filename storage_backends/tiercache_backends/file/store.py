@@ -58,7 +58,7 @@ from tiercache_backends.file.slabs import (
     slab_blocks_for,
 )
 from tiercache_backends.file.state import StoreState
-from tiercache_backends.file.writing import BATCH, ObjectWriter, Remover
+from tiercache_backends.file.writing import ObjectWriter, Remover
 from tiercache_backends.local.directory import StoreDirectory, sync_directory
 from tiercache_backends.local.settings import (
     between,
@@ -76,6 +76,11 @@ VERSION: Final = 2
 """Version of the format on disk that this module reads and writes (see `catalog.py`)."""
 _SCAN_PAGE: Final = 1024
 """Maximum number of records per page of a scan."""
+_ROUND_SHARE: Final = 16
+"""Divisor of the blocks: a set writes at most a 16th of them at once.
+
+What is written counts as restorable or not from then on, which decides what the rest of the set may evict.
+"""
 _IO_THREADS: Final = 8
 """Default of `io_threads`."""
 _MAX_IO_THREADS: Final = 64
@@ -218,7 +223,8 @@ class FileBackend(StorageBackend):
             missing: set[bytes] = set()
             try:
                 while todo:
-                    claims = self._state.claim([self._wanted(i, items[i]) for i in todo], BATCH, missing)
+                    wanted = [self._wanted(i, items[i]) for i in todo]
+                    claims = self._state.claim(wanted, self._writer.batch(), missing, self._round_blocks)
                     missing = claims.missing
                     held += claims.held.values()
                     for i, refusal in claims.refused.items():
@@ -418,6 +424,7 @@ class FileBackend(StorageBackend):
             sizing = divide(capacity, directory)
             directory.record_capacity(capacity)
         self._capacity = sizing.capacity
+        self._round_blocks = sizing.budget_blocks // _ROUND_SHARE
         self._direct = (
             not self._read_only and io == "auto" and _moves_direct(self._env, directory.at("slabs"))
         )

@@ -30,13 +30,13 @@ from tiercache_backends.file.state import StoreState
 
 _log = logging.getLogger(__name__)
 
-BATCH: Final = 4096
+_BATCH: Final = 4096
 """Maximum number of objects per catalog transaction."""
 _LOW_WATER: Final = 64
-"""Divisor of the number of blocks. While less than 1/64 of the blocks is free, a set also evicts objects.
+"""Divisor of the number of blocks: up to 1/64 of the blocks is freed ahead.
 
-The set removes the records of the evicted objects in its own catalog transaction. Later sets then find free
-blocks and need not wait for an eviction.
+If fewer blocks are free than a set has just written, the set also evicts objects, and removes their records in
+its own catalog transaction. The next set like it then finds free blocks and need not wait for an eviction.
 """
 _MIN_REMOVALS: Final = 16
 """Number of records that one transaction may remove even if the catalog is full."""
@@ -139,6 +139,10 @@ class ObjectWriter:
         self._cramped = False
         """Whether the last attempt to grow a slab failed because the disk had no room."""
 
+    def batch(self) -> int:
+        """Return how many objects can be written in one catalog transaction, without a removal before it."""
+        return min(_BATCH, max(_MIN_REMOVALS, self._catalog.addable()))
+
     def store(self, items: Sequence[SetItem], claims: Claims, outcomes: list[Outcome]) -> None:
         """Write claimed objects and set their outcomes by item index. In any case, end every claim."""
         stored: tuple[Sequence[Claim], Records] = [], NO_RECORDS
@@ -208,7 +212,7 @@ class ObjectWriter:
 
     def _evict_own(self, nbytes: int, claims: Sequence[Claim]) -> bool:
         """Evict objects of the claims' owner because of its quota; return False if none was removed."""
-        limit = min(BATCH, max(_MIN_REMOVALS, self._catalog.removable(0)))
+        limit = min(_BATCH, max(_MIN_REMOVALS, self._catalog.removable(0)))
         removal = self._state.evict_own(nbytes, limit, claims)
         if not self._remover.remove(removal) or not removal.objects:
             return False
@@ -219,7 +223,7 @@ class ObjectWriter:
     def trim(self) -> None:
         """Evict what owners have beyond their quotas, as far as no call uses it."""
         while True:
-            limit = min(BATCH, max(_MIN_REMOVALS, self._catalog.removable(0)))
+            limit = min(_BATCH, max(_MIN_REMOVALS, self._catalog.removable(0)))
             removal = self._state.evict_beyond(limit)
             if not removal.objects or not self._remover.remove(removal):
                 return
@@ -266,7 +270,7 @@ class ObjectWriter:
         Fewer are taken out if one transaction may not remove more, or nothing is left to evict. Returns False
         if no object was removed.
         """
-        limit = min(BATCH, max(_MIN_REMOVALS, self._catalog.removable(0)))
+        limit = min(_BATCH, max(_MIN_REMOVALS, self._catalog.removable(0)))
         removal = self._state.evict(blocks, objects, limit, claims)
         if not self._remover.remove(removal) or not removal.objects:
             return False
@@ -276,20 +280,22 @@ class ObjectWriter:
     def _sweep(self) -> None:
         """Remove the objects that the last eviction made useless, but that its transaction did not remove."""
         while True:
-            limit = min(BATCH, max(_MIN_REMOVALS, self._catalog.removable(0)))
+            limit = min(_BATCH, max(_MIN_REMOVALS, self._catalog.removable(0)))
             removal = self._state.sweep(limit)
             if not removal.objects or not self._remover.remove(removal):
                 return
             self._state.count("evicted", len(removal.objects))
 
     def _evict_ahead(self, written: Sequence[Claim]) -> Removal:
-        """Take objects out of the state if few blocks are free, so that the next set finds free blocks.
+        """Take objects out of the state if another set like this one would find too few free blocks.
 
         This set stores `written`. Its transaction also removes the records of the objects taken out. With
         blocks enough, room is made in the same way below the quota of their owner.
         """
         changes = len(written)
-        short = self._state.shortage(None if self._cramped else self._slabs.budget_blocks, _LOW_WATER)
+        short = self._state.shortage(
+            None if self._cramped else self._slabs.budget_blocks, _LOW_WATER, sum(c.blocks for c in written)
+        )
         limit = min(_MAX_AHEAD, max(_MIN_REMOVALS, changes, self._catalog.removable(changes)))
         if short > 0:
             return self._state.evict(short, 1, limit)
