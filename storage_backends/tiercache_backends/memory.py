@@ -150,6 +150,9 @@ class MemoryBackend(StorageBackend):
                 with self._mutex:
                     for node in held:
                         self._residents.pages.release(node)
+                    self._order.refuse(missing)
+                    if self._order.unfinished:
+                        self._order.sweep(_Evicting(self, 0))
                     if self._residents.owners.active:
                         self._trim()
             return outcomes
@@ -314,9 +317,7 @@ class MemoryBackend(StorageBackend):
         writer = Writer(owners.of(namespace_id), taken) if owners.active else None
         within = writer is None or self._fit_quota(writer, parents, rank, promising=promising)
         if within:
-            self._order.evict(
-                _Evicting(self, taken), parents, promising=promising, rank=rank, writer=writer
-            )
+            self._order.evict(_Evicting(self, taken), parents, promising=promising, rank=rank, writer=writer)
             self._not_worth += self._order.not_worth
         elif writer is not None:
             owners.throttled[writer.owner] += 1

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tiercache_backends.grpc import GrpcBackend
 from tiercache_backends.grpc.settings import read_settings
+from tiercache_backends.memory import FOOTPRINT
 
 from tests.events.rig import ANY, NAMESPACE, Follower, item, store_pages
 from tests.storage_backends.grpc.nodes import daemon_settings
@@ -36,7 +37,7 @@ def contents(chain) -> dict[Place, set[Resident]]:
 
 
 def test_a_subscriber_follows_all_tiers_through_their_changes(tmp_path):
-    chain = open_backend([f"memory://?capacity={64 * 30}&tier_name=ram", url(tmp_path, "ssd")])
+    chain = open_backend([f"memory://?capacity={30 * FOOTPRINT.of(64)}&tier_name=ram", url(tmp_path, "ssd")])
     with StorageServer(daemon_settings("unix", events=EVENTS), chain) as node:
         client = GrpcBackend(read_settings({"path": str(node.settings.socket_directory)}))
         with client, Follower(node.publisher) as follower:
@@ -72,7 +73,7 @@ def held(store) -> set[Resident]:
 
 @pytest.mark.parametrize("kind", ["memory", "file", "lmdb"])
 def test_a_store_alone_is_told_under_its_kind(tmp_path, kind):
-    place = "?capacity=2KiB" if kind == "memory" else f"{tmp_path}/a?capacity=4MiB"
+    place = f"?capacity={32 * FOOTPRINT.of(64)}" if kind == "memory" else f"{tmp_path}/a?capacity=4MiB"
     store = open_backend(f"{kind}://{place}")
     nbytes = 64 if kind == "memory" else 20_000
     with StorageServer(daemon_settings("unix", events=EVENTS), store) as node:

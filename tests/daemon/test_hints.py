@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf, nan
 
 import pytest
-from tiercache_backends.memory import MemoryBackend
+from tiercache_backends.memory import FOOTPRINT, MemoryBackend
 
 from tests.storage.backends import AgingEnv, MemoryHooks, wrapped
 from tiercache.core import Outcome
@@ -23,7 +23,7 @@ TestOneScale = pytest.mark.slow(wrapped(MemoryHooks, OneScale, obeys_values=Fals
 
 def tenants() -> tuple[MemoryBackend, StorageBackend, StorageBackend]:
     """A small store, and its views for two tenants."""
-    store = MemoryBackend(SIZE * ROOM, AgingEnv())
+    store = MemoryBackend(FOOTPRINT.of(SIZE) * ROOM, AgingEnv())
     red, blue = (
         TenantView(OneScale(store), NameCipher(name.encode() * 20), name) for name in ("red", "blue")
     )

@@ -9,6 +9,7 @@ from threading import Event
 from typing import Any
 
 import pytest
+from tiercache_backends.file.claims import FOOTPRINT
 from tiercache_backends.grpc import GrpcBackend
 from tiercache_backends.grpc.settings import read_settings
 
@@ -164,7 +165,7 @@ def test_who_may_know_and_change_quotas(serve: Any) -> None:
     client = serve(ash={"quota": 4 * MIB})
     put(client("ash"), 1)
     assert client("ash").quotas() == client("observer").quotas("ash")
-    assert client("ash").quotas("ash")["ash"].used_bytes == SIZE
+    assert client("ash").quotas("ash")["ash"].used_bytes == FOOTPRINT.of(SIZE)
     assert list(client("operator").quotas()) == list(client("observer").quotas()) == list(TENANTS)
     with pytest.raises(RefusedError, match="birch belongs to tenant birch, and may know the quota of that"):
         client("birch").quotas("ash")
@@ -300,7 +301,7 @@ def test_the_command_line(serve: Any) -> None:
         put(client("ash"), name)
     where = ("-s", f"grpc://{client.node.settings.socket_directory}")
     said = call("quota", "list", *where).out
-    assert "1.6 MiB (52%)" in said
+    assert "1.6 MiB (53%)" in said
     assert "3.0 MiB" in said
     rows = json.loads(call("quota", "list", *where, "-o", "json").out)
     assert [row["tenant"] for row in rows] == list(TENANTS)

@@ -9,6 +9,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from tiercache_backends.memory import FOOTPRINT
 
 from tests.events.rig import item
 from tests.examples import slow_after
@@ -33,7 +34,7 @@ class History:
         self.nbytes = 64 if kind == "memory" else 60_000
         self.store = open_backend(
             {
-                "memory": "memory://?capacity=2KiB",
+                "memory": f"memory://?capacity={32 * FOOTPRINT.of(64)}",
                 "file": self.file("a").partition("&")[0],
                 "chain": [f"memory://?capacity={60_000 * 12}&tier_name=ram", self.file("a")],
             }[kind]

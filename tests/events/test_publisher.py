@@ -9,7 +9,7 @@ import time
 
 import pytest
 import zmq
-from tiercache_backends.memory import MemoryBackend
+from tiercache_backends.memory import FOOTPRINT, MemoryBackend
 
 from tests.events.rig import ANY, Follower, item, page, published, store_pages, truth
 from tiercache.core import Outcome, PoolName
@@ -20,9 +20,12 @@ from tiercache.events.settings import EventSettings
 from tiercache.events.subscriber import SNAPSHOT, BatchOrigin, EventSubscriber
 from tiercache.storage.store_events import StoreEvents
 
+TAKEN = FOOTPRINT.of(64)
+"""Bytes that a page of these tests takes."""
+
 
 def test_a_subscriber_knows_what_was_there_and_what_comes_and_goes():
-    with MemoryBackend(64 * 40) as store:
+    with MemoryBackend(TAKEN * 40) as store:
         store_pages(store, 10)
         with published(store) as publisher, Follower(publisher) as follower:
             follower.until(lambda: follower.held() == truth(store) != set())
@@ -38,7 +41,7 @@ def test_a_subscriber_knows_what_was_there_and_what_comes_and_goes():
 
 
 def test_a_late_subscriber_begins_with_a_snapshot_and_another_follows_beside_it():
-    with MemoryBackend(64 * 40) as store, published(store) as publisher, Follower(publisher) as early:
+    with MemoryBackend(TAKEN * 40) as store, published(store) as publisher, Follower(publisher) as early:
         early.read()
         store_pages(store, 20)
         with Follower(publisher) as late:
@@ -78,7 +81,7 @@ def test_the_last_messages_before_a_pause_are_healed_too():
 
 def test_a_gap_that_the_log_no_longer_has_is_healed_by_a_snapshot():
     settings = EventSettings(endpoint=ANY.endpoint, replay=ANY.replay, buffer=2)
-    with MemoryBackend(64 * 30) as store, published(store, settings) as p, Follower(p) as follower:
+    with MemoryBackend(TAKEN * 30) as store, published(store, settings) as p, Follower(p) as follower:
         follower.read()
         store_pages(store, 3)
         follower.until(lambda: follower.held() == truth(store))
@@ -224,7 +227,7 @@ def test_a_replay_as_vllm_asks_for_it():
 
 
 def test_close_while_stores_go_on_and_subscribers_come_and_go():
-    with MemoryBackend(64 * 100) as store:
+    with MemoryBackend(TAKEN * 100) as store:
         stopping = threading.Event()
 
         def write(seed: int) -> None:
@@ -252,7 +255,7 @@ def test_close_while_stores_go_on_and_subscribers_come_and_go():
 
 
 def test_changes_of_many_threads_are_told_in_their_order():
-    with MemoryBackend(64 * 50) as store, published(store) as publisher, Follower(publisher) as follower:
+    with MemoryBackend(TAKEN * 50) as store, published(store) as publisher, Follower(publisher) as follower:
         follower.read()
 
         def work(seed: int) -> None:

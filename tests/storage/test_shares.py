@@ -21,7 +21,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-
 from tiercache_backends import memory
 from tiercache_backends.file import claims
 from tiercache_backends.lmdb.payload import footprint as lmdb_footprint
@@ -183,7 +182,8 @@ class SharesMachine(RuleBasedStateMachine):
 
     def could_follow(self, place: Place) -> bool:
         owner, sequence, page, is_state = place
-        return (not page and not is_state) or sequence == TINY or (owner, sequence, page - (not is_state), False) in self.there
+        starts = sequence == TINY or (not page and not is_state)
+        return starts or (owner, sequence, page - (not is_state), False) in self.there
 
     @rule(places=st.lists(st.sampled_from(EVERYTHING), max_size=8))
     def get(self, places: Sequence[Place]) -> None:

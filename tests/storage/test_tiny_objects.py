@@ -1,4 +1,4 @@
-"""Objects of one byte: a tenant that stores nothing else takes no more than it has, on the medium and in memory.
+"""Objects of one byte: a tenant that stores nothing else takes no more than it has, also in memory.
 
 `python -m tests.storage.test_tiny_objects KIND COUNT` prints the figures of one store.
 """

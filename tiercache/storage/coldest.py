@@ -80,9 +80,7 @@ class Survey:
         rank_of_states = rank.copy()
         rank_of_states[self._alone] = np.minimum(rank[self._alone], self._ranks_alone)
         of_use = np.flatnonzero(useful[self._page])
-        page, attached, taken = (
-            column[of_use] for column in (self._page, self._attached != 0, self._taken)
-        )
+        page, attached, taken = (column[of_use] for column in (self._page, self._attached != 0, self._taken))
         ranks = np.where(attached, rank_of_states[page], rank[page])
         chosen = self._chosen(of_use, ranks, level[page], taken, nbytes)
         # `place` is the place of each chosen object in the order of eviction. A page must be copied before

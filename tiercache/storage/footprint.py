@@ -4,7 +4,7 @@ Capacities of memory, quotas and guarantees count these bytes, because payload b
 object of one byte takes a block of 4 KiB in `file`, and a row of the tables of objects and pages in every
 store.
 
-    payload     |-- unit --|-- unit --|-- unit --|      whole units, each with `margin` bytes of the medium's own
+    payload     |-- unit --|-- unit --|-- unit --|      whole units; `margin` bytes of each hold no payload
     beside it   |-- record on the medium --|-- Python objects --|-- rows of the tables --|      `fixed`
 """
 

@@ -32,6 +32,8 @@ from tiercache.storage.values import Values
 
 _MAX_EVICTABLE: Final = 1 << 16
 """Maximum number of pages noted for the eviction order. If there are more, the order scans all pages."""
+_MAX_REFUSED: Final = 1 << 14
+"""Maximum number of refused pages that are remembered; if there are more, the oldest are forgotten."""
 
 
 class Admissibility(enum.Enum):
@@ -85,6 +87,8 @@ class RestorablePages(PageTable):
         """Namespaces whose prefixes need states."""
         self._kv_of: Counter[int] = Counter()
         """Number of stored pages by namespace."""
+        self._refused: dict[bytes, None] = {}
+        """Keys of pages that were not stored when they came last, the oldest first."""
 
     def require_states(self, namespace_id: int) -> None:
         """Record that prefixes of this namespace need states, so that KV without a state is useless."""
@@ -108,13 +112,15 @@ class RestorablePages(PageTable):
 
         `parent` is None if the parent is not known. It is `node` itself if the object is attached to the page
         of `node`. `depth` is 0 if it is not known. `refused` says that the object's page was part of the same
-        call and was not stored; in any other case an attached object may be stored before its page.
+        call and was not stored. Unless the page is that, or was refused before, an attached object may be
+        stored before its page.
         """
         if self.first[node] >= 0 and self.namespace_id[node] != namespace_id:
             return Admissibility.IMPOSSIBLE
         if depth and self.depth[node] and self.depth[node] != depth:
             return Admissibility.IMPOSSIBLE
-        if parent == node and refused and not (self.kv[node] or self.coming[node]):
+        absent = parent == node and not (self.kv[node] or self.coming[node])
+        if absent and (refused or self.has_refused(self.key(node))):
             return Admissibility.ABSENT_PARENT
         if parent is None or parent == node:
             return Admissibility.FINE
@@ -127,6 +133,32 @@ class RestorablePages(PageTable):
         if self.children[node] and self.is_below(parent, node):
             return Admissibility.IMPOSSIBLE
         return Admissibility.FINE
+
+    def refuse(self, pages: Iterable[bytes]) -> bool:
+        """Note that these pages were not stored: their states will not be of use before they come again.
+
+        Returns whether any of them has a state already, which does not wait for its page any longer.
+        """
+        waiting = False
+        for page in pages:
+            self._refused.pop(page, None)
+            self._refused[page] = None
+            node = self.find(page)
+            if node >= 0 and self.states[node] and not self.kv[node]:
+                self.number[node], waiting = 0, True
+                self.note_evictable(node)
+        while len(self._refused) > _MAX_REFUSED:
+            del self._refused[next(iter(self._refused))]
+        return waiting
+
+    def has_refused(self, page: bytes) -> bool:
+        """Return whether this page was not stored when it came last."""
+        return page in self._refused
+
+    def admit(self, pages: Iterable[bytes]) -> None:
+        """Forget that these pages were refused."""
+        for page in self._refused.keys() & pages:
+            del self._refused[page]
 
     def expect(self, node: int, depth: int, namespace_id: int) -> None:
         """Record that a page object is being written on this node, so that other pages may follow it.
@@ -338,6 +370,8 @@ class RestorablePages(PageTable):
                 self._mark_served(node)
         if self.children[node]:  # the pages after this page may no longer be orphans
             self.orphans_changed = True
+        if self._refused:
+            self._refused.pop(self.key(node), None)
         if namespace_id not in self._hybrid:
             self._count_live(node)
 

@@ -52,6 +52,7 @@ def hold_new(
         for node in nodes:
             table.tidy(node)
         return None
+    table.admit(pages)
     columns["holds"][at] = columns["coming"][at] = 1
     columns["namespace_id"][at] = namespace_id
     columns["depth"][at] = told

@@ -173,7 +173,11 @@ class StoreState:
             self._objects.pages.require_states(namespace_id)
 
     def claim(
-        self, batch: Sequence[Claim], limit: int, missing: Iterable[bytes] = (), most_blocks: int = sys.maxsize
+        self,
+        batch: Sequence[Claim],
+        limit: int,
+        missing: Iterable[bytes] = (),
+        most_blocks: int = sys.maxsize,
     ) -> Claims:
         """Sort a batch: claim some objects for writing, and leave the others for `Claims.later`.
 
@@ -216,6 +220,7 @@ class StoreState:
                         left -= one.blocks
             if claims.fresh:
                 self._writing[id(claims)] = claims
+            self._order.refuse(claims.missing)
         return claims
 
     def advise(self, digests: Sequence[bytes], values: Sequence[float], worker: int) -> None:
@@ -400,6 +405,7 @@ class StoreState:
                         # The write failed. Without this page, no restore could use the pages that follow it.
                         if claim.is_page:
                             claims.missing.add(claim.page)
+                self._order.refuse(claims.missing)
             self._writing.pop(id(claims), None)
         claims.done.set()
 

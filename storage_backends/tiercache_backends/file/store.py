@@ -240,6 +240,7 @@ class FileBackend(StorageBackend):
                     todo = claims.later
             finally:
                 self._state.release_nodes(held)
+            self._writer.sweep()
             if self._state.is_shared:
                 self._writer.trim()
             return outcomes

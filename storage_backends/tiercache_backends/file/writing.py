@@ -35,8 +35,8 @@ _BATCH: Final = 4096
 _LOW_WATER: Final = 64
 """Divisor of the number of blocks: up to 1/64 of the blocks is freed ahead.
 
-If fewer blocks are free than a set has just written, the set also evicts objects, and removes their records in
-its own catalog transaction. The next set like it then finds free blocks and need not wait for an eviction.
+If fewer blocks are free than a set has just written, the set also evicts objects, and removes their records
+in its own catalog transaction. The next set like it then finds free blocks and need not wait.
 """
 _MIN_REMOVALS: Final = 16
 """Number of records that one transaction may remove even if the catalog is full."""
@@ -160,7 +160,6 @@ class ObjectWriter:
             stored = self._write(items, placed, outcomes)
         finally:
             self._state.publish(claims, *stored)
-        self._sweep()
 
     def _reserve(self, claims: Sequence[Claim]) -> None:
         """Allocate blocks for the claims: grow the slabs first, then evict.
@@ -277,8 +276,8 @@ class ObjectWriter:
         self._state.count("evicted", len(removal.objects))
         return True
 
-    def _sweep(self) -> None:
-        """Remove the objects that the last eviction made useless, but that its transaction did not remove."""
+    def sweep(self) -> None:
+        """Remove objects that are of no use: the rest of an evicted unit, and states of refused pages."""
         while True:
             limit = min(_BATCH, max(_MIN_REMOVALS, self._catalog.removable(0)))
             removal = self._state.sweep(limit)

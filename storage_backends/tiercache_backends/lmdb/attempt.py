@@ -273,6 +273,7 @@ class Attempt:
         for new in missing:
             admissibility = self._admissibility(new, coming)
             page_is_lost = new.page in lost or new.page in self._batch.missing
+            page_is_lost = page_is_lost or (new.page not in coming and self._mirror.has_refused(new.page))
             if admissibility is Admissibility.FINE and new.attached and page_is_lost:
                 admissibility = Admissibility.ABSENT_PARENT
             if admissibility is not Admissibility.FINE:
@@ -358,9 +359,9 @@ class Attempt:
             return True
         if not self._mirror.is_read:
             raise MirrorBehindError
-        eviction = Eviction(
-            target - self._context.disk.whole.slack, self._evictions, self._context.unremovable
-        )
+        # What is freed beyond the need is no more than another chunk like this one takes.
+        slack = min(self._context.disk.whole.slack, pages)
+        eviction = Eviction(target - slack, self._evictions, self._context.unremovable)
         promising = {self._is_promising(new, fitting) for new in fitting}
         values = [value for new in fitting if (value := new.item.meta.value) is not None]
         self._mirror.evict(

@@ -354,6 +354,15 @@ class Mirror:
         self._residents.pages.release(node)
         return promising
 
+    def refuse(self, pages: Iterable[bytes]) -> None:
+        """Note pages that were not stored, so that their states are not stored either."""
+        with self.lock:
+            self._order.refuse(pages)
+
+    def has_refused(self, page: bytes) -> bool:
+        """Return whether this page was not stored when it came last."""
+        return self.is_read and self._residents.pages.has_refused(page)
+
     def survey(self) -> Survey:
         """Return copies of the columns that determine the eviction order; see `EvictionOrder.survey`."""
         return self._order.survey()

@@ -198,7 +198,7 @@ def test_what_is_evicted_before_it_is_copied_counts_as_dropped() -> None:
     while report(store, 1).waiting <= 64 and len(names) < 2000:  # more than one batch waits
         fill(10)
     known = report(store, 1).waiting
-    fill(1000)
+    fill(800)
     lower.release()
     until(lambda: report(store, 1).dropped > 0 and report(store, 1).waiting == 0)
     until(lambda: is_ahead(upper, inner))

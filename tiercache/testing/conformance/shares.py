@@ -128,7 +128,7 @@ class SharesTests(BackendHooks):
         assert self.held(shared, ASH, names) == list(names), "the coldest of all, and guaranteed"
 
     def test_objects_of_one_byte_take_no_more_than_their_owner_has(self, shared: StorageBackend) -> None:
-        """Within their guarantees, a tenant of large objects and one of the smallest leave each other alone."""
+        """Two tenants within their guarantees leave each other alone, whatever the sizes of their objects."""
         room = self.small // 4 // TAKEN
         self.share(shared, ash=(None, room), birch=(None, room))
         for first in range(0, 8192, 512):
