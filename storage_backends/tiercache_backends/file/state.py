@@ -194,8 +194,8 @@ class StoreState:
         ordered = [batch[i] for i in parents_first([(one.page, one.parent_page) for one in batch])]
         with self._mutex:
             rows = self._objects.find_many([one.digest for one in ordered])
-            if not self._claim_new(ordered, rows, limit, most_blocks, claims):
-                left = most_blocks
+            left, too_large = most_blocks, sum([one.blocks for one in batch]) > most_blocks
+            if too_large or not self._claim_new(ordered, rows, limit, claims):
                 for one, row in zip(ordered, rows, strict=True):
                     if row >= 0:
                         self._objects.renew(row)
@@ -638,15 +638,13 @@ class StoreState:
                 if claim.parent is not None:
                     yield claim.parent
 
-    def _claim_new(
-        self, batch: list[Claim], rows: Sequence[int], limit: int, most_blocks: int, claims: Claims
-    ) -> bool:
+    def _claim_new(self, batch: list[Claim], rows: Sequence[int], limit: int, claims: Claims) -> bool:
         """Claim a batch of which all is new, in columns; return False, with nothing changed, if it is not.
 
         This does the same as the loop in `claim`, several times as fast.
         """
         pages, busy = self._objects.pages, self._busy
-        if not _FEW <= len(batch) <= limit or max(rows) >= 0 or sum(c.blocks for c in batch) > most_blocks:
+        if not _FEW <= len(batch) <= limit or max(rows) >= 0:
             return False
         digests = [one.digest for one in batch]
         namespace_id = batch[0].namespace_id

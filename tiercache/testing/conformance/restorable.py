@@ -14,7 +14,7 @@ import pytest
 
 from tiercache.core import ObjectKey, Outcome
 from tiercache.storage.base import NamespaceRecord, SetItem, StorageBackend
-from tiercache.testing.conformance.hooks import ERROR, STORED, THROTTLED, BackendHooks
+from tiercache.testing.conformance.hooks import ERROR, HIT, STORED, THROTTLED, BackendHooks
 from tiercache.testing.objects import NAMESPACE, OTHER_NAMESPACE, chain, key, payload, put, state_of, to_set
 
 PAGE = 20_000
@@ -72,6 +72,24 @@ class Restorable(BackendHooks):
                 for call in ([state], pages) if states_first else (pages, [state]):
                     assert set(bounded.set(call)) == {STORED}
         assert self._restorable_share(bounded) >= 0.9
+
+    @pytest.mark.parametrize("state_first", [False, True])
+    def test_a_state_whose_pages_were_refused_is_refused(
+        self, bounded: StorageBackend, state_first: bool
+    ) -> None:
+        """The state comes in a call of its own, as engines send it, and none of its pages fitted."""
+        bounded.register_namespace(NamespaceRecord(NAMESPACE, {}, states=True))
+        _converse(bounded, "kept", 3)
+        *pages, state = _turn("long", 0, every=2 * self.small // PAGE)
+        if state_first:
+            assert bounded.set([state]) == [STORED]
+        assert bounded.set(pages)[-1] is THROTTLED
+        assert bounded.set([state]) == [THROTTLED]
+        assert self._worth(bounded)[2] == 0, "no orphan is kept"
+        assert set(_converse(bounded, "next", 2)) == {STORED}
+        *pages, state = _turn("next", 2)
+        assert set(bounded.set([state])) | set(bounded.set(pages)) == {STORED}
+        assert bounded.set([to_set(state.key, payload(state.key, STATE), parent=state.meta.parent)]) == [HIT]
 
     def test_what_is_dead_goes_before_what_can_be_restored(self, bounded: StorageBackend) -> None:
         _converse(bounded, "old", 3)
