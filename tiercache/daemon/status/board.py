@@ -130,8 +130,7 @@ class StatusBoard:
         document.tenants.extend(
             row for row in self._tenants() if reader is None or whole or row.name == reader.tenant
         )
-        calls = [call for call in self._metrics.slowest.latest() if call.principal in own]
-        document.slowest.extend(calls[:_SLOWEST])
+        document.slowest.extend(self._metrics.slowest.latest(own)[:_SLOWEST])
         return self._completed(document) if whole else document
 
     def encoded(self, reader: Permissions | None) -> bytes:
