@@ -6,17 +6,20 @@ import os
 import random
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import zmq
 from tiercache_backends.memory import FOOTPRINT, MemoryBackend
 
-from tests.events.rig import ANY, Follower, item, page, published, store_pages, truth
+from tests.events.rig import ANY, LAYOUTS, NAMESPACE, Follower, item, page, published, store_pages, truth
 from tiercache.core import Outcome, PoolName
 from tiercache.errors import ConfigError, StorageError
-from tiercache.events import EventLog
+from tiercache.events import EventKind, EventLog, KVEvent, Medium, ObjectGroup, Place
 from tiercache.events.publisher import END, EventPublisher
 from tiercache.events.settings import EventSettings
+from tiercache.events.source import EventSource
 from tiercache.events.subscriber import SNAPSHOT, BatchOrigin, EventSubscriber
 from tiercache.storage.store_events import StoreEvents
 
@@ -164,6 +167,77 @@ def test_subscribers_that_never_read_cost_no_batch_and_no_other_replay(monkeypat
                 follower.until(lambda: follower.held() == truth(store))
             assert publisher.skipped == 0
     finally:
+        context.destroy(linger=0)
+
+
+class SlowSource(EventSource):
+    """A source of many objects, on a disk that needs 2 ms for each part of a snapshot."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+        self.between: list[int] = []
+        """Number of parts that were drawn before each question for changes, since the one before."""
+        self._wake: Callable[[], None] = lambda: None
+        self._changes = 0
+
+    def collect(self):
+        self.between.append(self.drawn)
+        self.drawn = 0
+        self._changes += 1
+        return [self._stored(0, self._changes)] if len(self.between) % 10 == 0 else []
+
+    def snapshot(self):
+        for number in range(100):
+            time.sleep(0.002)
+            self.drawn += 1
+            yield [self._stored(number + 1, 0)]
+
+    def follow(self, wake):
+        self._wake = wake
+
+    def _stored(self, chain: int, number: int) -> KVEvent:
+        group = ObjectGroup(PoolName.KV, NAMESPACE, LAYOUTS[PoolName.KV], 64)
+        keys = tuple(page(n, chain) for n in range(number, number + 1024))
+        return KVEvent(EventKind.STORED, Place(Medium.STORAGE, "slow"), group, keys)
+
+
+@pytest.mark.slow
+def test_readers_that_ask_again_and_again_and_take_nothing_delay_neither_events_nor_replays():
+    """Sixty ask for all, again and again; between two looks for changes little is read for them."""
+    source, context, over = SlowSource(), zmq.Context(), threading.Event()
+    publisher = EventPublisher(ANY, [source])
+
+    def ask() -> None:
+        silent = []
+        for _ in range(60):
+            silent.append(context.socket(zmq.DEALER))
+            for option, value in ((zmq.RCVHWM, 1), (zmq.RCVBUF, 4096)):
+                silent[-1].setsockopt(option, value)
+            silent[-1].connect(publisher.replay_endpoint)
+        while not over.wait(0.05):
+            for socket in silent:
+                with suppress(zmq.Again):
+                    socket.send_multipart((b"", SNAPSHOT.to_bytes(8, "big")), zmq.NOBLOCK)
+        for socket in silent:
+            socket.close(linger=0)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        _wait(lambda: publisher.replays > 60)
+        with context.socket(zmq.DEALER) as client:
+            client.connect(publisher.replay_endpoint)
+            client.send_multipart((b"", SNAPSHOT.to_bytes(8, "big")))
+            parts = 0
+            while client.poll(60_000) and client.recv_multipart()[2] != END:
+                parts += 1
+        assert parts > 100
+        assert max(source.between) < 30, "changes waited for replays"
+        assert max(source.between) > 0
+    finally:
+        over.set()
+        asking.join()
+        assert publisher.close()
         context.destroy(linger=0)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from threading import Event, Thread
@@ -34,20 +34,24 @@ SEND_MARK: Final = 1_000
 """Number of batches that wait for one slow subscriber; those after it are lost for that subscriber."""
 _IDLE_MS: Final = 250
 """Milliseconds after which the sources are asked without having said anything, as for tiers that changed."""
-_MAX_REPLAYS: Final = 8
-"""Number of replays that are answered at a time. The others wait."""
+_MAX_REPLAYS: Final = 64
+"""Number of replays that are answered at a time, in turns. The others wait."""
+_REPLAY_MARK: Final = 8
+"""Number of messages of a replay that wait for its client, each of them some 100 KB."""
 _PACE_S: Final = 0.004
 """Seconds from the first change to its publication, in which more changes come into the same batch."""
 _COLLECTS: Final = 32
 """Number of times that a source is asked before others are."""
 _REQUESTS: Final = 16
 """Number of requests that are read before events are published again."""
-_SENDS: Final = 64
-"""Number of messages of a replay that are sent before events are published again."""
+_SLICE_S: Final = 0.02
+"""Seconds in which messages of replays are made and sent before events are published again."""
+_FORGET_S: Final = 10.0
+"""Seconds after which half of what a client was sent is forgotten."""
 PATIENCE_S: Final = 10.0
 """Seconds after which a replay is given up whose client takes nothing."""
 _PATIENCE_WITH_OTHERS_S: Final = 0.5
-"""The same for one of `_MAX_REPLAYS` replays, while another client waits."""
+"""Seconds after which a replay may be given up in favour of another client's."""
 _CLOSE_S: Final = 5.0
 _LAST_S: Final = 1.0
 """Seconds in which the last events are published at the end, while stores may still change."""
@@ -81,7 +85,10 @@ class EventPublisher:
         self._topic: Final = settings.topic.encode()
         self._encode: Final = encode
         self._sent = self.log.next
-        self._replays: OrderedDict[bytes, _Replay] = OrderedDict()
+        self._replays: dict[bytes, _Replay] = {}
+        self._served: Counter[bytes] = Counter()
+        """Number of messages of replays that each client was sent lately."""
+        self._forgot_at = time.monotonic()
         self._closing = Event()
         self._pid = os.getpid()
         self.published = 0
@@ -154,8 +161,8 @@ class EventPublisher:
         zmq = self._zmq
         made = self._context.socket(kind)
         for option, value in (
-            (zmq.LINGER, 0), (zmq.SNDHWM, SEND_MARK), (zmq.MAXMSGSIZE, 512),
-            (zmq.TCP_KEEPALIVE, 1), (zmq.HANDSHAKE_IVL, 5_000),
+            (zmq.LINGER, 0), (zmq.SNDHWM, SEND_MARK if kind == zmq.PUB else _REPLAY_MARK),
+            (zmq.MAXMSGSIZE, 512), (zmq.TCP_KEEPALIVE, 1), (zmq.HANDSHAKE_IVL, 5_000),
         ):  # fmt: skip
             made.setsockopt(option, value)
         return made
@@ -253,45 +260,67 @@ class EventPublisher:
                 self.malformed += 1
                 continue
             self.replays += 1
-            # A client that asks again while it is answered is answered anew.
-            self._replays[client] = _Replay(self._messages(int.from_bytes(frames[1], "big")))
-        for client in list(self._replays):
-            busy |= self._send(client, self._replays[client])
-        return busy
+            replay = self._replays.setdefault(client, _Replay())
+            # A client that asks again while it is answered is answered anew, and has as much patience left.
+            replay.messages, replay.waiting = self._messages(int.from_bytes(frames[1], "big")), None
+        return self._take_turns() or busy
 
     def _make_room(self) -> bool:
-        """Give up the replay whose client has taken nothing for the longest time, if that is long enough."""
-        slowest = min(self._replays, key=lambda client: self._replays[client].moved)
-        if time.monotonic() - self._replays[slowest].moved < _PATIENCE_WITH_OTHERS_S:
-            return False
-        del self._replays[slowest]
-        return True
+        """Give up a replay that had time enough: one whose client takes nothing now, or the slowest."""
+        now = time.monotonic()
+
+        def urgency(client: bytes) -> tuple[bool, float]:
+            replay = self._replays[client]
+            age = now - replay.begun
+            return now - replay.moved < _PATIENCE_WITH_OTHERS_S, replay.sent / age
+
+        old = [c for c, r in self._replays.items() if now - r.begun > _PATIENCE_WITH_OTHERS_S]
+        if old:
+            del self._replays[min(old, key=urgency)]
+        return bool(old)
+
+    def _take_turns(self) -> bool:
+        """Send messages of replays for a moment, the next to the client that was sent the fewest lately.
+
+        Return whether any was sent.
+        """
+        now = time.monotonic()
+        if now - self._forgot_at > _FORGET_S:
+            self._forgot_at = now
+            self._served = Counter({client: n // 2 for client, n in self._served.items() if n > 1})
+        ready = set(self._replays)
+        sent = False
+        while ready and time.monotonic() < now + _SLICE_S:
+            client = min(ready, key=self._served.__getitem__)
+            if self._send(client, self._replays[client]):
+                self._served[client] += 1
+                sent = True
+            else:
+                ready.remove(client)
+        return sent
 
     def _send(self, client: bytes, replay: _Replay) -> bool:
-        """Send a part of a replay; return whether anything was sent."""
-        sent = 0
+        """Send the next message of a replay; return whether the client took it and there are more."""
         over = False
         try:
-            while sent < _SENDS and not over:
-                message = replay.waiting or next(replay.messages, None)
-                if message is None:
-                    over = True
-                    break
-                replay.waiting = message
-                self._router.send_multipart((client, b"", *message), self._zmq.NOBLOCK)
-                replay.waiting = None
-                sent += 1
+            message = replay.waiting or next(replay.messages)
+            replay.waiting = message
+            self._router.send_multipart((client, b"", *message), self._zmq.NOBLOCK)
+            replay.waiting = None
+            replay.sent += 1
+            replay.moved = time.monotonic()
+            if message[1] != END:
+                return True
+            over = True
         except self._zmq.Again:
             over = time.monotonic() - replay.moved > PATIENCE_S
         except (self._zmq.ZMQError, StorageError) as error:
             # The client is gone, or the snapshot cannot be made now: it gets no end, and asks again.
             _log.debug("a replay of KV events was given up: %s", error)
             over = True
-        if sent:
-            replay.moved = time.monotonic()
         if over:
-            self._replays.pop(client, None)
-        return sent > 0
+            del self._replays[client]
+        return False
 
     def _messages(self, start: int) -> Iterator[tuple[bytes, bytes, bytes]]:
         """Yield the messages of a replay from `start` on."""
@@ -305,8 +334,11 @@ class EventPublisher:
 class _Replay:
     """Answer to one client that is under way."""
 
-    def __init__(self, messages: Iterator[tuple[bytes, bytes, bytes]]) -> None:
-        self.messages = messages
+    def __init__(self) -> None:
+        self.messages: Iterator[tuple[bytes, bytes, bytes]] = iter(())
         self.waiting: tuple[bytes, bytes, bytes] | None = None
         """Message that the client has not taken yet."""
-        self.moved = time.monotonic()
+        self.sent = 0
+        """Number of messages that the client has taken."""
+        self.begun = self.moved = time.monotonic()
+        """Times of its first request and of the last message that it took."""
