@@ -229,27 +229,29 @@ def test_a_broken_pair_changes_nothing_and_the_end_of_the_good_one_is_told(tmp_p
     told = {"authorization": f"Bearer {'1' * 16}"}
     with StorageServer(first) as node:
 
-        def end() -> float:
+        def ends() -> set[float]:
+            """Return the ends that the document and the metrics tell, which may be of different moments."""
             status = json.loads(web.ask(node.http_address, "/status.json", context=context, **told).text)
             metrics = web.ask(node.http_address, "/metrics", context=context, **told).text
             [line] = re.findall(r"(?m)^tiercache_node_certificate_expires_seconds (\S+)", metrics)
-            assert float(line) == status["certificate_expires"]
-            return float(line)
+            return {float(line), status["certificate_expires"]}
 
-        good = end()
+        [good] = ends()
         assert abs(good - time.time() - 2 * 86400) < 3600
         for how in WAYS:
             wanted = broken(how, key_file, certificate)
             with pytest.raises(ConfigError, match=wanted):
                 node.reload(other)
             assert shown(node.addresses[0], ca) == "one", how
-            assert end() == good
+            assert ends() == {good}
             install()
         issue(tmp_path, "long", "-days", "90")
         shutil.copy(tmp_path / "long.key", key_file)
         shutil.copy(tmp_path / "long.pem", certificate)
         assert node.reload(first) == []
-        until(lambda: abs(end() - time.time() - 90 * 86400) < 3600)  # the port keeps answers for a moment
+        until(lambda: good not in ends())  # the port keeps answers for a moment
+        [new] = ends()
+        assert abs(new - time.time() - 90 * 86400) < 3600
 
 
 def test_a_daemon_without_tls_tells_of_no_certificate(tmp_path: Path) -> None:
