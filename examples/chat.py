@@ -11,6 +11,7 @@ import argparse
 import json
 from pathlib import Path
 
+import torch
 from transformers import AutoTokenizer
 
 from tiercache.integrations.transformers import Worker
@@ -43,8 +44,16 @@ def main() -> None:
     history = options.directory / "conversation.json"
     tokens = json.loads(history.read_text()) if history.exists() else []
     store = f"file://{options.directory.absolute()}/store?capacity=4GiB"
-    model = options.model or build_small_hybrid()
-    with Worker(model, device_bytes=options.memory, host_bytes=options.memory, storage=store) as worker:
+    model, page = options.model, 64
+    if not model:
+        # Threads that share small products wait for each other: on a busy CPU that takes ten times as long.
+        torch.set_num_threads(1)
+        model, page = (
+            build_small_hybrid(),
+            16,
+        )  # whole pages are restored: of small ones, a short turn has some
+    sizes = {"device_bytes": options.memory, "host_bytes": options.memory, "page_size": page}
+    with Worker(model, storage=store, **sizes) as worker:
         print(f"{len(tokens)} tokens of conversation so far")
         while True:
             try:

@@ -81,6 +81,8 @@ class Engine:
 PROMPT = [n * n % 251 for n in range(200)]
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("give the URL of a store, such as file:///tmp/engine?capacity=64MiB")
     engine = Engine(sys.argv[1])
     for tokens in (PROMPT, PROMPT[:144] + [7] * 40):
         restored, said = engine.serve(tokens)

@@ -60,4 +60,6 @@ def main(place: Path) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("give a directory, which is made, such as /tmp/tenants")
     main(Path(sys.argv[1]).absolute())
