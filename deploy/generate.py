@@ -132,6 +132,13 @@ def share(title: str, part: str, whole: tuple[str, ...], *, by: tuple[str, ...] 
     return Graph(title, ((expr, legend),), "percentunit", rows[0].help)
 
 
+def difference(title: str, more: str, less: str, *, by: tuple[str, ...] = ()) -> Graph:
+    """Return the panel of the seconds per second by which one counter grows faster than another."""
+    labels, legend = _by(by)
+    summed = [f"sum by ({labels}) (rate({_metric(name)}[$__rate_interval]))" for name in (more, less)]
+    return Graph(title, ((" - ".join(summed), legend),), "short", _ROWS[more].help)
+
+
 def age(title: str, name: str, *by: str) -> Graph:
     """Return the panel of the time since a metric that is a time by the wall clock; 0 is left out."""
     labels, legend = _by(by)
@@ -152,7 +159,10 @@ DAEMON: Final = {
         of("Lost audit records", "node_audit_lost_total"),
     ),
     "Objects": (
-        share("Found by lookups", 'node_lookups_total{operation="exists",result="hit"}',
+        share("Hit rate: prompt tokens restored", 'node_tokens_total{how="restored"}',
+              ('node_tokens_total{how="asked"}',), by=("tenant",)),
+        difference("Time saved", "node_prefill_seconds_total", "node_read_seconds_total", by=("tenant",)),
+        share("Looked up and found, which is no hit", 'node_lookups_total{operation="exists",result="hit"}',
               ('node_lookups_total{operation="exists"}',), by=("pool",)),
         of("Lost between lookup and read", "node_lookups_total", by=("reason",),
            where='operation="get",result="miss"'),
@@ -202,7 +212,7 @@ DAEMON: Final = {
 
 WORKERS: Final = {
     "Benefit": (
-        share("Prompt tokens restored", 'tokens_total{how="restored"}', ("tokens_total",)),
+        share("Hit rate: prompt tokens restored", 'tokens_total{how="restored"}', ("tokens_total",)),
         of("Prompt tokens", "tokens_total", by=("how",)),
         of("Restored payload", "restored_bytes_total", by=("tier",)),
     ),

@@ -89,6 +89,11 @@ def readable_age(seconds: float | None) -> str:
     return f"{max(0.0, seconds) / factor:.0f} {unit}"
 
 
+def readable_seconds(seconds: float) -> str:
+    """Format a duration, which may be negative, such as "12.5 s" or "3.2 h"."""
+    return f"{seconds / 3600:,.1f} h" if abs(seconds) >= 2 * 3600 else f"{seconds:,.1f} s"
+
+
 def shown(value: object) -> str:
     """Return the `repr` of a value for a message, cut if it is long."""
     try:

@@ -414,3 +414,78 @@ def test_a_daemon_goes_on_without_a_disk_for_its_account(tmp_path: Path) -> None
             store.report(0)
         settings.account_file.rmdir()
         assert the_row(store)["restored_tokens"] == 12
+
+
+# --- the hit rate and the saved time
+# ------------------------------------------------------------------------------------------------------------
+
+
+def test_to_look_up_is_to_ask_and_only_what_is_read_is_a_hit(tmp_path: Path) -> None:
+    """Twelve pages are asked for, ten are there, six are read; a second rank changes nothing."""
+    with StorageServer(daemon_settings("unix"), open_backend("memory://")) as node, worker(node) as store:
+        register(store, flops_per_token=1000)
+        keys = sequence(store, 10)
+        other = sequence(store, 10, layout=b"m" * 32)
+        absent = [ObjectKey(PoolName.KV, key.layout + page(n)) for n, key in enumerate(keys[:2])]
+        store.exists([*keys, *absent])
+        document = store.status()
+        assert (document["hits"]["token_hit_rate"], document["hits"]["restored_tokens"]) == (0.0, 0)
+        store.exists([*other, *(ObjectKey(PoolName.KV, b"m" * 32 + page(n)) for n in range(2))])
+        read(store, keys[:6])
+        read(store, other[:6])
+        row = the_row(store)
+        assert (row["asked_tokens"], row["restored_tokens"]) == (12 * PAGE_SIZE, 6 * PAGE_SIZE)
+        hits = store.status()["hits"]
+        assert hits["token_hit_rate"] == 0.5
+        assert store.status()["tenant_hits"] == [hits]
+        assert hits["saved_seconds"] is None
+        assert hits["why_not_saved"] == (
+            f"no worker has registered how long the prefill of {6 * PAGE_SIZE:,} of the tokens takes"
+        )
+
+
+def test_saved_seconds_are_those_of_the_prefill_less_those_of_the_reads(tmp_path: Path) -> None:
+    """Half a second per token: no read of this machine takes as long."""
+    with StorageServer(daemon_settings("unix"), open_backend("memory://")) as node, worker(node) as store:
+        register(store, flops_per_token=1000, prefill_flops_per_second=2000)
+        keys = sequence(store, 10)
+        states = sequence(store, 1, layout=b"s" * 32, pool=PoolName.MAMBA)
+        store.exists(keys)
+        read(store, keys[:6])
+        row = the_row(store)
+        assert (row["timed_tokens"], row["prefill_seconds"]) == (6 * PAGE_SIZE, 3.0 * PAGE_SIZE)
+        assert 0 < row["read_seconds"] < 60
+        read(store, states)
+        assert the_row(store)["read_seconds"] > row["read_seconds"], "a state is read for tokens"
+        hits = store.status()["hits"]
+        row = the_row(store)
+        assert hits["saved_seconds"] == pytest.approx(3.0 * PAGE_SIZE - row["read_seconds"])
+        assert hits["why_not_saved"] == ""
+        register(store)  # a writer that does not know the speed forgets it no more than the FLOPs
+        assert store.namespaces()[0].identity["prefill_flops_per_second"] == 2000
+
+
+def test_tokens_that_nobody_can_know_are_no_rate(tmp_path: Path) -> None:
+    with StorageServer(daemon_settings("unix"), open_backend("memory://")) as node, worker(node) as store:
+        store.exists([key(1), key(2)])
+        hits = store.status()["hits"]
+        assert (hits["asked_tokens"], hits["token_hit_rate"]) == (0, None)
+        assert hits["why_no_rate"].startswith("2 objects were looked up whose tokens are not known")
+
+
+def test_metrics_of_tokens_are_by_tenant(tmp_path: Path) -> None:
+    with server(tmp_path, "memory://") as node:
+        for name, pages in (("red", 3), ("blue", 5)):
+            with client(node, tmp_path, name) as store:
+                register(store, flops_per_token=10, prefill_flops_per_second=10)
+                keys = sequence(store, pages)
+                store.exists(keys)
+                read(store, keys[:2])
+                assert [one["tenant"] for one in store.status()["tenant_hits"]] == [name], "its own"
+                assert store.status()["hits"] is None
+        metrics = node._board._metrics  # type: ignore[union-attr]  # private: this daemon has no HTTP port
+        for name, pages in (("red", 3), ("blue", 5)):
+            assert metrics.total("node_tokens_total", tenant=name, how="asked") == pages * PAGE_SIZE
+            assert metrics.total("node_tokens_total", tenant=name, how="restored") == 2 * PAGE_SIZE
+            assert metrics.total("node_prefill_seconds_total", tenant=name) == 2 * PAGE_SIZE
+            assert 0 < metrics.total("node_read_seconds_total", tenant=name) < 60

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from tests.lab.replay.browser import MISSING, PROGRAM, Page, chromium
 from tests.lab.replay.test_report_in_browser import PALE, WIDE
 from tiercache.core import Outcome, PoolName
 from tiercache.daemon import StorageServer
+from tiercache.daemon.accounting.account import Counts
 from tiercache.storage.base import TierReport, Usage
 from tiercache.storage.shares import OwnerUse
 from tiercache.testing.objects import key
@@ -98,6 +100,14 @@ def count(node: StorageServer) -> None:
     for name, calls in (("sglang-0", 1210), ("vllm-1", 640), ("batch", 88)):
         for _ in range(calls):
             metrics.count_call(name)
+    counts = Counts(
+        asked_tokens=64_000,
+        restored_tokens=48_000,
+        timed_tokens=48_000,
+        prefill_seconds=960.0,
+        read_seconds=60.0,
+    )
+    board._hits.__self__.add("acme", counts)  # type: ignore[attr-defined]  # private: see above
     for n, (method, name) in enumerate([("GetInto", "vllm-1"), ("Set", "batch"), ("Get", "sglang-0")]):
         metrics.slowest.note(method, name, 0.8 / (n + 1), failed=n == 1)
 
@@ -117,7 +127,8 @@ def test_a_daemon_in_a_browser(page: Page, tmp_path: Path) -> None:
             for said in ("dram", "62.1 GiB of 64.0 GiB", HOSTILE, "absent (exists)", "checksum (get)",
                          "96.2 %", "912 orphans", "sglang-0", "globex", "1,210", "740 MiB", "800 ms",
                          "Set (failed)", "serves a store of type", "ready",
-                         "390 GiB of 400 GiB", "100 GiB", "4,711", "29"):  # fmt: skip
+                         "390 GiB of 400 GiB", "48,000 of 64,000 prompt tokens", "15 min", "100 GiB",
+                         "4,711", "29"):  # fmt: skip
                 assert said in text, said
             assert page.ask("document.documentElement.scrollWidth") <= width
             assert page.ask(WIDE) == []
@@ -127,9 +138,18 @@ def test_a_daemon_in_a_browser(page: Page, tmp_path: Path) -> None:
             assert (max(ground) < 60) == dark
             assert page.ask("[...document.querySelectorAll('svg')].every(one => one.ariaLabel)")
         assert "certificate" not in text
+        # Under the pointer, a curve tells the value of one moment.
+        box = page.ask(
+            "(b => [b.right - 2, b.top + 5])(document.querySelector('.tiles svg').getBoundingClientRect())"
+        )
+        page.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0], y=box[1])
+        until(lambda: re.search(r"(?m)^\d\d:\d\d:\d\d: 75.0 %$", page.ask(TEXT)))
+        page.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
+        until(lambda: not re.search(r"(?m)^\d\d:\d\d:\d\d: 75.0 %$", page.ask(TEXT)))
         board = node._board  # private: a daemon with TLS has an address that no browser trusts
         board._certificates = SimpleNamespace(end=time.time() + 13 * 86400)  # private: see above
         shown(page, "the certificate ends in 12")
+        assert "certificate until 20" in page.ask(TEXT)
         assert page.ask("typeof window.bad") == "undefined"
         assert page.ask("document.querySelectorAll('img, td script, span script').length") == 0
         assert page.complaints == []
@@ -145,7 +165,7 @@ def test_a_daemon_in_a_browser(page: Page, tmp_path: Path) -> None:
         shown(page, "out")
         assert page.ask("window.first === document.querySelector('#tiers td')")
         count(node)
-        shown(page, "1,500 of 2,000")
+        shown(page, "96,000 of 128,000 prompt tokens")
         assert page.complaints == []
         assert page.ask("typeof window.bad") == "undefined"
         names = {

@@ -21,12 +21,20 @@ from tiercache.daemon.budget import Budget
 from tiercache.daemon.node_metrics import NodeMetrics, UsageFigures
 from tiercache.daemon.status import board as board_module
 from tiercache.daemon.status.board import StatusBoard
-from tiercache.daemon.status.document import MissStatus, Readiness, StatusDocument
+from tiercache.daemon.status.document import MissStatus, PoolStatus, Readiness, StatusDocument
 from tiercache.daemon.status.journal import Journal
-from tiercache.daemon.status.samples import CounterSample, SampleRing, history_of, lookups_of, tier_hits
+from tiercache.daemon.status.samples import (
+    CounterSample,
+    SampleRing,
+    history_of,
+    hits_of,
+    lookups_of,
+    tier_hits,
+)
 from tiercache.daemon.status.slowest import SlowestCalls
 from tiercache.errors import StorageError
 from tiercache.storage.base import TierReport, Usage
+from tiercache.storage.hits import Hits
 from tiercache.storage.tiers import SET_READ_ONLY
 from tiercache.testing.objects import key, payload, to_set
 
@@ -46,9 +54,14 @@ def test_figures_of_calls(tmp_path: Path) -> None:
         assert found.lookups is not None
         assert found.history is not None
         assert (found.lookups.asked, found.lookups.found, found.lookups.fetched) == (3, 2, 3)
+        assert found.lookups.pools == [PoolStatus("kv", 3, 2, 3, 2)]
+        assert found.hits is not None
+        assert found.hits.token_hit_rate is None
+        assert found.hits.why_no_rate.startswith("3 objects were looked up whose tokens are not known")
+        assert found.hits.why_not_saved == "nothing was restored"
         assert found.lookups.misses == [MissStatus("exists", "absent", 1), MissStatus("get", "absent", 1)]
         [tier] = found.tiers
-        assert (tier.name, tier.health, tier.hits, tier.hit_rate) == ("MemoryBackend", "serving", 2, 2 / 3)
+        assert (tier.name, tier.health, tier.hits, tier.read_share) == ("MemoryBackend", "serving", 2, 2 / 3)
         assert {row.method for row in found.slowest} == {"Set", "Exists", "Get"}
         assert {row.principal for row in found.slowest} == {"anonymous"}
         assert not any(row.failed for row in found.slowest)
@@ -140,6 +153,10 @@ def test_a_tenant_gets_its_own_rows_and_no_reasons(tmp_path: Path) -> None:
         assert board.document(None).readiness.reasons == ["the daemon shuts down"]
 
 
+def lookups(found: float, absent: float) -> dict[tuple[str, str, str], float]:
+    return {("exists", "", "kv"): found, ("exists", "absent", "kv"): absent}
+
+
 def sample(at: float, **figures: Any) -> CounterSample:
     return CounterSample(time=1e9 + at, at=at, **figures)
 
@@ -147,13 +164,14 @@ def sample(at: float, **figures: Any) -> CounterSample:
 def test_the_window_moves_and_is_bounded() -> None:
     ring = SampleRing(window=100.0, every=10.0)
     for n in range(1000):
-        ring.add(sample(n * 10.0, lookups={("exists", ""): n * 2.0, ("exists", "absent"): n * 1.0}))
-    within = ring.within(sample(10_000.0, lookups={("exists", ""): 2000.0, ("exists", "absent"): 1000.0}))
+        ring.add(sample(n * 10.0, lookups=lookups(n * 2.0, n * 1.0)))
+    within = ring.within(sample(10_000.0, lookups=lookups(2000.0, 1000.0)))
     assert [s.at for s in within] == [9900.0 + 10 * n for n in range(11)]
     found = lookups_of(within)
-    assert (found.window, found.asked, found.found, found.hit_rate) == (100.0, 30, 20, 2 / 3)
+    assert (found.window, found.asked, found.found) == (100.0, 30, 20)
+    assert found.pools == [PoolStatus("kv", 30, 20, 0, 0)]
     assert found.misses == [MissStatus("exists", "absent", 10)]
-    assert lookups_of(within[-1:]).hit_rate is None
+    assert lookups_of(within[-1:]).asked == 0
     ring = SampleRing(window=100.0, every=10.0)
     ring.add(sample(10.0, read=5.0))
     assert history_of(ring.within(sample(10.5, read=6.0)), 9).read == [2.0], "nothing older is known"
@@ -163,15 +181,23 @@ def test_the_window_moves_and_is_bounded() -> None:
 
 def test_a_history_is_rates_of_few_points_and_the_newest_is_the_last() -> None:
     samples = [
-        sample(10.0 * n, read=1000.0 * n, calls=20.0 * n, used_bytes=float(n), tier_reads={"a": 5.0 * n})
+        sample(
+            10.0 * n,
+            read=1000.0 * n,
+            calls=20.0 * n,
+            used_bytes=float(n),
+            tier_reads={"a": 5.0 * n},
+            hits={"acme": Hits(asked_tokens=64 * max(0, n - 50), restored_tokens=16 * max(0, n - 50))},
+        )
         for n in range(100)
     ]
     found = history_of(samples, 30)
-    assert len(found.times) == len(found.read) == len(found.hit_rate) <= 30
+    assert len(found.times) == len(found.read) == len(found.token_hit_rate) <= 30
     assert (found.times[-1], found.used_bytes[-1]) == (1e9 + 990.0, 99.0)
     assert {*found.read} == {100.0}
     assert {*found.calls} == {2.0}
-    assert {*found.hit_rate} == {None}
+    assert {*found.token_hit_rate} == {None, 0.25}, "None while nobody asks"
+    assert hits_of(samples) == {"acme": Hits(asked_tokens=64 * 49, restored_tokens=16 * 49)}
     assert history_of(samples[:1], 30).times == []
     assert tier_hits(samples, "a") == 495
     again = [*samples, sample(1000.0, tier_reads={"a": 7.0})]

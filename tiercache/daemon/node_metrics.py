@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import compress
@@ -33,6 +33,7 @@ from tiercache.metrics import HIT, MISS, NODE, Families
 from tiercache.metrics.instruments import Counter
 from tiercache.metrics.table import ANSWERS, BUDGETS, CODES, HEALTHS, METHODS, OUT, REFUSALS
 from tiercache.storage.base import GetItem, StorageBackend, TierReport, Usage
+from tiercache.storage.hits import Hits
 from tiercache.storage.shares import OwnerUse
 from tiercache.wire.methods import METHODS as SERVED
 
@@ -229,6 +230,7 @@ class NodeMetrics(Families):
         sessions: DataSessions,
         figures: UsageFigures,
         certificates: Certificates | None,
+        hits: Callable[[], Mapping[str, Hits]],
     ) -> None:
         """Let later scrapes read these objects. Call this when the server begins to serve."""
         self.gauge("node_start_time_seconds").set(time.time())
@@ -264,6 +266,21 @@ class NodeMetrics(Families):
             self.tell(name, {(): read})
         for name, figure in _TIER_FIGURES.items():
             self.tell_all(name, partial(_by_tier, figures, figure))
+        known = dict.fromkeys(["", *settings.tenants], Hits())
+
+        def seconds(figure: str) -> dict[tuple[str, ...], float | None]:
+            return {(name,): getattr(one, figure) for name, one in {**known, **hits()}.items()}
+
+        self.tell_all(
+            "node_tokens_total",
+            lambda: {
+                (name, how): getattr(one, f"{how}_tokens")
+                for name, one in {**known, **hits()}.items()
+                for how in ("asked", "restored")
+            },
+        )
+        self.tell_all("node_prefill_seconds_total", partial(seconds, "prefill_seconds"))
+        self.tell_all("node_read_seconds_total", partial(seconds, "read_seconds"))
         self.tell_all("node_tier_health", partial(_healths, figures))
         for name, of_tenant in _TENANT_FIGURES.items():
             self.tell_all(name, partial(_by_tenant, figures, sorted(settings.tenants), of_tenant))

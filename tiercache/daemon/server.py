@@ -312,7 +312,7 @@ class StorageServer:
         )
         certificates = None if settings.tls is None else Certificates(CertificateFiles.read(settings.tls))
         board = self._board = StatusBoard(
-            kind, self.instance, metrics, figures, budgets, access, certificates, journal
+            kind, self.instance, metrics, figures, budgets, access, certificates, journal, account.hits
         )
         self._serve_http(board, metrics, access, calls, certificates, ends)
         ends.push_async_callback(attachments.close)
@@ -333,7 +333,7 @@ class StorageServer:
         )  # fmt: skip
         ends.callback(gate.close)
         sessions = DataSessions(access, gate, limits.streams_per_client)
-        metrics.watch(settings, budgets, attachments, sessions, figures, certificates)
+        metrics.watch(settings, budgets, attachments, sessions, figures, certificates, account.hits)
         inquiries = Inquiries(threads, access, store, account, limits.keys_per_batch)
         service = Service(
             access, attachments, threads, streams, shared, TierCalls(self.store, self.instance, calls),

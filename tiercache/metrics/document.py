@@ -48,7 +48,13 @@ figures stay, and `node_store_figures_age_seconds` grows. `node_lookups_total` c
 miss of `get` is an object that was lost between the `exists` and the `get` of the same client.""",
         NODE,
         (
-            ("Fraction of the requested objects that the server has, by pool",
+            ("Hit rate: fraction of the prompt tokens asked for that were restored, by tenant",
+             'sum by (tenant) (rate(tiercache_node_tokens_total{how="restored"}[5m]))\n'
+             '  / sum by (tenant) (rate(tiercache_node_tokens_total{how="asked"}[5m]))'),
+            ("Seconds saved in each second, by tenant",
+             "sum by (tenant) (rate(tiercache_node_prefill_seconds_total[5m]))\n"
+             "  - sum by (tenant) (rate(tiercache_node_read_seconds_total[5m]))"),
+            ("Fraction of the objects looked up that the server has, by pool; to be found is no hit",
              'sum by (pool) (rate(tiercache_node_lookups_total{operation="exists",result="hit"}[5m]))\n'
              '  / sum by (pool) (rate(tiercache_node_lookups_total{operation="exists"}[5m]))'),
             ("Servers that were written to, but not read for an hour",
@@ -102,7 +108,7 @@ correctness. If `tier_last_read_seconds` of a tier stays the same while its `wri
 tier is written to, but never read.""",
         CONTROLLER,
         (
-            ("Fraction of the prompt tokens that were restored",
+            ("Hit rate: fraction of the prompt tokens that were restored",
              'sum(rate(tiercache_tokens_total{how="restored"}[5m])) / sum(rate(tiercache_tokens_total[5m]))'),
             ("Most frequent reasons why storage did not contribute",
              'topk(3, sum by (reason) (rate(tiercache_lookups_total{tier="storage",result="miss"}[5m])))'),

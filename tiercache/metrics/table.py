@@ -116,6 +116,7 @@ _ITEM_OUTCOMES: Final = tuple(
 _POOLS: Final = Known(f"the pools of the model, out of {', '.join(PoolName)}")
 _STORE: Final = Known("the name given to the store; a server's store has its kind as its name")
 _TENANT: Final = Known("the names in `tenants`")
+_TENANT_OR_NONE: Final = Known("the names in `tenants`, and none for the callers without a tenant")
 _PRINCIPAL: Final = Known("the names in `principals`, `owner` (the daemon's own user) and `anonymous`")
 _STORE_TIER: Final = Known("the names of the tiers of the server's store; absent unless it is a chain")
 _VERSION: Final = Known("the version of tiercache")
@@ -293,10 +294,22 @@ NODE: Final = (
     Metric("node_data_connections", Gauge, "Connections for payload of clients on TCP."),
     Metric(
         "node_lookups_total", Counter,
-        "Objects that clients asked for: whether the object was found, and the reason if it was not.",
+        "Objects that clients asked for: whether the object was found, and the reason if it was not. To be "
+        "found by exists is no hit in the sense of the hit rate (node_tokens_total).",
         {"tier": (str(Tier.STORAGE),), "pool": tuple(map(str, PoolName)),
          ("operation", "result", "reason"): _LOOKUP_RESULTS},
     ),
+    Metric("node_tokens_total", Counter,
+     "Prompt tokens of pages that clients looked up (asked) or read (restored). The hit rate is restored / "
+     "asked. A page counts once for all ranks. Pages of namespaces without a record count nowhere.",
+     {"tenant": _TENANT_OR_NONE, "how": ("asked", "restored")}),
+    Metric("node_prefill_seconds_total", Counter,
+     "Time that the prefill of restored tokens would have taken, by the FLOPs and the speed that workers "
+     "have registered; other tokens count nowhere. Less node_read_seconds_total, it is the saved time.",
+     {"tenant": _TENANT_OR_NONE}),
+    Metric("node_read_seconds_total", Counter,
+     "Time that the store took to read the tokens of node_prefill_seconds_total.",
+     {"tenant": _TENANT_OR_NONE}),
     Metric("node_last_read_seconds", Gauge,
      "Time when a client last got an object, by the wall clock; 0: never."),
     Metric("node_store_objects", Gauge, "Stored objects."),

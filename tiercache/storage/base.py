@@ -33,6 +33,8 @@ FLOPS_FIELD: Final = "flops_per_token"
 
 Work that depends on the length of the context is left out. The field is absent if the writer does not know.
 """
+SPEED_FIELD: Final = "prefill_flops_per_second"
+"""Another such field: FLOPs per second of the writer's prefill, as measured, as a whole number."""
 
 
 class GetItem(NamedTuple):
@@ -174,12 +176,12 @@ class NamespaceRecord:
         """Return the record to keep when this one is registered after `known`.
 
         The result equals this record, but `states` is set if it is set in either record, and a known
-        FLOPS_FIELD stays if this writer does not know it.
+        FLOPS_FIELD or SPEED_FIELD stays if this writer does not know it.
         """
         if known is None:
             return self
-        flops = {FLOPS_FIELD: known.identity[FLOPS_FIELD]} if FLOPS_FIELD in known.identity else {}
-        return replace(self, states=self.states or known.states, identity={**flops, **self.identity})
+        costs = {name: known.identity[name] for name in (FLOPS_FIELD, SPEED_FIELD) if name in known.identity}
+        return replace(self, states=self.states or known.states, identity={**costs, **self.identity})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

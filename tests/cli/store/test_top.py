@@ -61,7 +61,8 @@ def test_all_views_have_one_document(node: StorageServer, tmp_path: Path) -> Non
             told = [json.dumps(_without(one[name], ages)) for one in (seen, row, status, page)]
         assert len({*told}) == 1 or name == "limits", name
     table = call("status", "--quick", "-s", tmp_path).out
-    assert "75.0% of 1,000 objects" in table
+    assert "75.0%, 48,000 of 64,000 prompt tokens restored" in table
+    assert "900.0 s" in table
     assert "degraded" in table
 
 

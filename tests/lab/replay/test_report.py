@@ -176,7 +176,7 @@ def test_a_chapter_says_who_wins_and_by_how_much() -> None:
         "At 5 % (5.00 GiB) a saves 60.0 % of prefill FLOPs 5.0 pp over b, 20.0 pp over c. 2.0 pp below end,"
         " 30.0 pp below all." in page
     )
-    assert "Highest token hit rate: b, 75.0 %." in page
+    assert "Highest hit rate: b, 75.0 %." in page
     assert (
         "At 10 % (10.0 GiB) a and b save 65.0 % of prefill FLOPs 1.0 pp above end, 25.0 pp below all. 5.0 pp"
         " over the best at 5 %." in page

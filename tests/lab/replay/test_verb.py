@@ -252,7 +252,7 @@ def test_a_benchmark_stands_beside_what_was_published(replay: Command) -> None:
     assert done.out.startswith("seed-20457: 120 requests, qwen3-next-80b-a3b, seed 0\n")
     for policy in ("lru", "hvd", "lru without offload", "infinite"):
         assert re.search(rf"^[ *]+{policy} +89\.8 % +89\.5 % ", done.out, re.MULTILINE), policy
-    rounds = done.out[done.out.index("Token hit rate by round") :]
+    rounds = done.out[done.out.index("Hit rate by round") :]
     assert re.search(r"^ +all +0\.897569 +0\.897569 +0\.\d{6}", rounds, re.MULTILINE)
     assert re.search(r"^ published +0\.897569 +0\.898 +0\.547049", rounds, re.MULTILINE)
     assert len(re.findall(r"^ +\d+ +0\.\d{4} ", rounds, re.MULTILINE)) == 12
@@ -293,7 +293,7 @@ def test_a_table_marks_the_best_and_names_every_tier(replay: Command) -> None:
             name for name, (_, rate) in saved.items() if best - rate < 0.11
         }
     # A row is told on stderr as soon as it is there.
-    assert len(re.findall(r"^hvd at (10|50) %: [\d.]+ % of tokens hit", done.err, re.MULTILINE)) == 2
+    assert len(re.findall(r"^hvd at (10|50) %: hit rate [\d.]+ %", done.err, re.MULTILINE)) == 2
     done = replay(
         chats,
         *QUICK,

@@ -21,7 +21,7 @@ import numpy as np
 from tiercache.cli.store.trees import Layout, PromptPath
 from tiercache.cli.terminal import clean, count_text, ranges_text
 from tiercache.core import HitPolicy, PoolName, reusable_pages
-from tiercache.storage.base import FLOPS_FIELD
+from tiercache.storage.base import FLOPS_FIELD, SPEED_FIELD
 from tiercache.storage.history import Cause, History, PastRemoval
 from tiercache.text import readable_age
 
@@ -226,5 +226,5 @@ def differing(
     one: Mapping[str, str | int], other: Mapping[str, str | int]
 ) -> dict[str, tuple[str | int | None, str | int | None]]:
     """Return the fields in which two identities differ, with the values of both."""
-    names = [name for name in dict.fromkeys([*one, *other]) if name != FLOPS_FIELD]
+    names = [name for name in dict.fromkeys([*one, *other]) if name not in (FLOPS_FIELD, SPEED_FIELD)]
     return {name: (one.get(name), other.get(name)) for name in names if one.get(name) != other.get(name)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from datetime import datetime
 from typing import Annotated, Any, Final
 
@@ -25,7 +26,8 @@ from tiercache.cli.terminal import (
 )
 from tiercache.config import parse_duration
 from tiercache.errors import ConfigError, RefusedError
-from tiercache.text import readable_size
+from tiercache.storage.hits import Hits
+from tiercache.text import readable_seconds, readable_size
 
 _COMMON: Final = "(no tenant)"
 """Name in tables of the callers without a tenant."""
@@ -71,7 +73,12 @@ def report(
     read_bytes, missed_objects (asked for by a read, and not there),
     found_objects and absent_objects (of lookups), restored_tokens,
     unpriced_tokens (restored, but the FLOPs are not known), saved_flops (of
-    the other tokens; null if all are unpriced).
+    the other tokens; null if all are unpriced), asked_tokens (of pages that
+    were looked up), token_hit_rate (restored / asked; null if not known),
+    saved_seconds (time of the prefill of the restored tokens, less that of
+    their reads; null if not known), unsized_objects (looked up, and their
+    tokens are not known), timed_tokens, prefill_seconds and read_seconds
+    (restored tokens whose prefill has a known time, and both times).
     """
     begin = _begin(since, time.time())
     target = resolve(store)
@@ -137,7 +144,14 @@ def _summed(rows: Sequence[Mapping[str, Any]], by: By) -> list[dict[str, Any]]:
         tokens, unpriced = summed["restored_tokens"], summed["unpriced_tokens"]
         if tokens and unpriced == tokens:
             summed["saved_flops"] = None
+        hits = _hits(summed)
+        summed |= {"token_hit_rate": hits.token_hit_rate, "saved_seconds": hits.saved_seconds}
     return [found[key] for key in sorted(found)]
+
+
+def _hits(row: Mapping[str, Any]) -> Hits:
+    """Return the prompt tokens of a row; an older daemon tells less of them."""
+    return Hits(**{field.name: row.get(field.name, 0) for field in fields(Hits)})
 
 
 def _day(hour: int) -> float:
@@ -156,7 +170,10 @@ def _print(
     by: By,
 ) -> None:
     to = console()
-    columns = ("begins", "tenant", "written", "read", "hits", "misses", "found", "absent", "tokens", "saved")
+    columns = (
+        "begins", "tenant", "written", "read", "objects", "missed", "tokens", "hit rate", "saved",
+        "time saved",
+    )  # fmt: skip
     made = table(columns, left=("begins", "tenant"))
     for row in rows:
         made.add_row(
@@ -166,13 +183,17 @@ def _print(
             readable_size(row["read_bytes"]),
             f"{row['read_objects']:,}",
             f"{row['missed_objects']:,}",
-            f"{row['found_objects']:,}",
-            f"{row['absent_objects']:,}",
             f"{row['restored_tokens']:,}",
+            "unknown" if row["token_hit_rate"] is None else f"{row['token_hit_rate']:.1%}",
             _saved(row),
+            "unknown" if row["saved_seconds"] is None else readable_seconds(row["saved_seconds"]),
         )
     if rows:
         to.print(made)
+        total = Hits.total(map(_hits, rows))
+        for name, why in (("hit rate", total.why_no_rate), ("time saved", total.why_not_saved)):
+            if why:
+                to.print(f"[dim]{name}: {why}[/]", soft_wrap=True)
     else:
         to.print(f"nothing was stored or asked for since {_when(begin, By.HOUR)}")
     if begun > begin + _HOUR_S:

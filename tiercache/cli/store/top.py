@@ -25,7 +25,7 @@ from tiercache.cli.terminal import (
 )
 from tiercache.errors import ConfigError, StorageError
 from tiercache.storage.base import StorageBackend
-from tiercache.text import readable_age, readable_size
+from tiercache.text import readable_age, readable_seconds, readable_size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -95,19 +95,31 @@ def summary(it: Document) -> list[tuple[str, str]]:
     """Return the figures of the whole daemon, each with its name."""
     ready = it["readiness"]
     rows = [("state", ": ".join(filter(None, [_state(ready), "; ".join(ready["reasons"])])))]
+    for hits in [it["hits"]] if it.get("hits") else it.get("tenant_hits", ()):
+        rows += [("hit rate", rate_text(hits)), ("saved", saved_text(hits))]
     if it["whole"]:
-        lookups, history = it["lookups"], it["history"]
-        rate = _share(lookups["hit_rate"])
+        history = it["history"]
         rows += [
-            (
-                "hit rate",
-                f"{rate} of {count_text(lookups['asked'], 'object')} in {readable_age(lookups['window'])}",
-            ),
             ("read", f"{_rate(history['read'])} to clients"),
             ("written", f"{_rate(history['written'])} from clients"),
             ("calls", f"{history['calls'][-1] if history['calls'] else 0:.1f}/s"),
         ]
     return rows
+
+
+def rate_text(hits: Document) -> str:
+    """Return a hit rate with what it is made of, or the reason why there is none."""
+    asked = f"{hits['restored_tokens']:,} of {count_text(hits['asked_tokens'], 'prompt token')} restored"
+    rate = hits["token_hit_rate"]
+    return f"unknown: {hits['why_no_rate']}" if rate is None else f"{rate:.1%}, {asked}"
+
+
+def saved_text(hits: Document) -> str:
+    """Return the saved time, or the reason why it is not known."""
+    if hits["saved_seconds"] is None:
+        return f"unknown: {hits['why_not_saved']}"
+    more = f" + unknown: {hits['why_not_saved']}" if hits["why_not_saved"] else ""
+    return readable_seconds(hits["saved_seconds"]) + more
 
 
 def picture(it: Document, note: str = "") -> RenderableType:
@@ -174,7 +186,7 @@ def _figures(it: Document) -> RenderableType:
     shown = table(("", " ", "last hour"), left=("", " ", "last hour"))
     shown.show_header = False
     history = it["history"] or {}
-    columns = {"hit rate": "hit_rate", "read": "read", "written": "written", "calls": "calls"}
+    columns = {"hit rate": "token_hit_rate", "read": "read", "written": "written", "calls": "calls"}
     for name, said in summary(it):
         values = history.get(columns.get(name, ""), ())
         shown.add_row(f"[bold]{name}[/]", safe(said), spark(values, 1.0 if name == "hit rate" else 0.0))
@@ -194,7 +206,7 @@ def _tiers(it: Document) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    columns = ("tier", "kind", "health", "used", "objects", "hit rate", "waiting", "dropped", "last read")
+    columns = ("tier", "kind", "health", "used", "objects", "read share", "waiting", "dropped", "last read")
     shown = table(columns, left=columns[:3])
     whys = []
     for tier in it["tiers"]:
@@ -205,7 +217,7 @@ def _tiers(it: Document) -> RenderableType:
         shown.add_row(
             safe(_cut(tier["name"])), safe(tier["kind"]), f"[{style}]{safe(tier['health'])}[/]",
             "-" if out else readable_size(tier["used_bytes"]) + capacity,
-            "-" if out else f"{tier['objects']:,}", _share(tier["hit_rate"]), f"{tier['waiting']:,}",
+            "-" if out else f"{tier['objects']:,}", _share(tier.get("read_share")), f"{tier['waiting']:,}",
             f"{tier['dropped']:,}", readable_age(None if last is None else it["time"] - last),
         )  # fmt: skip
         if tier["why"]:

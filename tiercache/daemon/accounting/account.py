@@ -22,6 +22,7 @@ from threading import Lock, Thread
 from typing import Any, Final
 
 from tiercache.daemon.lines import append, size_of
+from tiercache.storage.hits import Hits
 
 _log = logging.getLogger(__name__)
 
@@ -59,14 +60,26 @@ class Counts:
     """Restored tokens of models whose FLOPs are not known."""
     saved_flops: float = 0.0
     """FLOPs of a prefill of the other restored tokens."""
+    asked_tokens: int = 0
+    unsized_objects: int = 0
+    timed_tokens: int = 0
+    prefill_seconds: float = 0.0
+    read_seconds: float = 0.0
+    """These five are those of `Hits`."""
 
     def add(self, other: Counts) -> None:
         """Add all counts of `other`."""
         for name in NAMES:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+            if more := getattr(other, name):
+                setattr(self, name, getattr(self, name) + more)
+
+    def hits(self) -> Hits:
+        """Return the prompt tokens among these counts."""
+        return Hits(**{field.name: getattr(self, field.name) for field in fields(Hits)})
 
 
 NAMES: Final = tuple(field.name for field in fields(Counts))
+_AMOUNTS: Final = {"saved_flops", "prefill_seconds", "read_seconds"}
 Rows = dict[tuple[int, str], Counts]
 """Counts by hour (its begin in seconds since 1970) and tenant ("": no tenant)."""
 
@@ -95,6 +108,7 @@ class Account:
         self._lock: Final = Lock()
         self._file_lock: Final = Lock()
         self._pending: Rows = {}
+        self._totals: dict[str, Counts] = {}
         self._is_failing = False
         self._compact_at = max_bytes
 
@@ -103,6 +117,12 @@ class Account:
         hour = max(0, int(self.clock()) // HOUR_S * HOUR_S)
         with self._lock:
             self._pending.setdefault((hour, tenant), Counts()).add(counts)
+            self._totals.setdefault(tenant, Counts()).add(counts)
+
+    def hits(self) -> dict[str, Hits]:
+        """Return the prompt tokens of each tenant since the start of this process."""
+        with self._lock:
+            return {tenant: counts.hits() for tenant, counts in self._totals.items()}
 
     def write(self) -> bool:
         """Append what was counted since the last call; return False if that was not possible."""
@@ -201,8 +221,8 @@ def _parsed(line: bytes) -> tuple[tuple[int, str], Counts] | None:
         counts = Counts(**{name: found[name] for name in NAMES if name in found})
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    sound = all(_is_count(value) for value in (hour, *(getattr(counts, name) for name in NAMES[:-1])))
-    is_row = sound and hour < _MAX_FUTURE and isinstance(tenant, str) and _is_amount(counts.saved_flops)
+    sound = all((_is_amount if name in _AMOUNTS else _is_count)(getattr(counts, name)) for name in NAMES)
+    is_row = sound and _is_count(hour) and hour < _MAX_FUTURE and isinstance(tenant, str)
     return ((hour, tenant), counts) if is_row else None
 
 

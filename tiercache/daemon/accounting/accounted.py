@@ -10,10 +10,12 @@ from contextlib import suppress
 from threading import Lock
 from typing import Final, NamedTuple
 
-from tiercache.core import ObjectKey, Outcome, PoolName
+import numpy as np
+
+from tiercache.core import DIGEST_BYTES, ObjectKey, Outcome, PoolName
 from tiercache.daemon.accounting.account import HOUR_S, Account, Counts
 from tiercache.errors import ClosedError, StorageError
-from tiercache.storage.base import FLOPS_FIELD, GetItem, ScanEntry, SetItem, StorageBackend
+from tiercache.storage.base import FLOPS_FIELD, SPEED_FIELD, GetItem, ScanEntry, SetItem, StorageBackend
 from tiercache.storage.wrappers import Wrapper
 
 _REFRESH_S: Final = 60.0
@@ -26,6 +28,8 @@ _MAX_LAYOUTS: Final = 4096
 """Number of layouts of one tenant that are known; the store is asked for those of others each time."""
 _MAX_FLOPS: Final = 10**16
 """FLOPs per token above which a record is not believed."""
+_MAX_SPEED: Final = 10**19
+"""FLOPs per second above which a record is not believed."""
 
 
 class _Price(NamedTuple):
@@ -34,6 +38,8 @@ class _Price(NamedTuple):
     page_size: int
     flops: int | None
     """FLOPs of a prefill per token; None if they are not known."""
+    seconds: float | None = None
+    """Duration of a prefill per token; None if it is not known."""
 
 
 class TenantAccount:
@@ -52,6 +58,8 @@ class TenantAccount:
         self._turn = 0
         self._usual: dict[bytes, bytes | None] = {}
         """Namespace of the objects of each layout, see `saw`; None if there are several."""
+        self.is_timed = False
+        """Whether the tokens that were read last have a price in seconds; states are read along with them."""
         self._layouts: dict[bytes, bytes] = {}
         """Layout whose pages stand for tokens in this hour, by namespace."""
 
@@ -68,6 +76,19 @@ class TenantAccount:
         with self._lock:
             self._turn += 1
             return self._usual.get(layout) if self._turn % _ASK_AGAIN else None
+
+    def asked(self, store: StorageBackend, layout: bytes, pool: PoolName, objects: int) -> Counts:
+        """Return the tokens for which objects of a layout stand that were looked up, found or not."""
+        namespace = self._usual.get(layout)
+        if pool is not PoolName.KV:
+            # A state of a model without pages stands for its whole prompt; of an absent one nothing is known.
+            return Counts(unsized_objects=objects if layout in self._usual and namespace is None else 0)
+        price = self.price(store, namespace or b"")
+        sizes = {one.page_size for one in self._prices.values()} if price is None else {price.page_size}
+        if len(sizes) != 1:
+            return Counts(unsized_objects=objects)
+        counts = self.stands_for_tokens(namespace or b"", layout)
+        return Counts(asked_tokens=objects * sizes.pop() * counts)
 
     def saw(self, layout: bytes, kind: bytes | None) -> None:
         """Learn of an object of a layout: its namespace, b"" if it stands for no page, None to ask always."""
@@ -114,17 +135,32 @@ class Accounted(Wrapper):
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
         answers = super().exists(keys)
         found = sum(answers)
-        self._account.add(Counts(found_objects=found, absent_objects=len(answers) - found))
+        counts = Counts(found_objects=found, absent_objects=len(answers) - found)
+        if keys:
+            # The first word of a digest is of its layout. NumPy, because a call may have thousands of keys.
+            words = np.frombuffer(b"".join([key.digest for key in keys]), np.uint64)[:: DIGEST_BYTES // 8]
+            _, first, objects = np.unique(words, return_index=True, return_counts=True)
+            for at, count in zip(first.tolist(), objects.tolist(), strict=True):
+                counts.add(self._account.asked(self.inner, keys[at].layout, keys[at].pool, count))
+        self._account.add(counts)
         return answers
 
     def get(self, items: Sequence[GetItem]) -> list[Outcome]:
+        began = time.perf_counter()
         outcomes = super().get(items)
+        seconds = time.perf_counter() - began
         hits = [item for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.HIT]
         missed = outcomes.count(Outcome.MISS) + outcomes.count(Outcome.CORRUPT)
         counts = Counts(
             read_objects=len(hits), read_bytes=sum(item.length for item in hits), missed_objects=missed
         )
-        self._count_tokens(hits, counts)
+        if hits:
+            self._count_tokens(hits, counts)
+            counts.read_seconds = seconds * (
+                counts.timed_tokens / counts.restored_tokens
+                if counts.restored_tokens
+                else self._account.is_timed
+            )
         self._account.add(counts)
         return outcomes
 
@@ -158,6 +194,10 @@ class Accounted(Wrapper):
                     counts.unpriced_tokens += tokens
                 else:
                     counts.saved_flops += float(tokens) * price.flops
+                self._account.is_timed = price.seconds is not None
+                if price.seconds is not None:
+                    counts.timed_tokens += tokens
+                    counts.prefill_seconds += tokens * price.seconds
 
     def _pages(self, layout: bytes, keys: Sequence[ObjectKey]) -> Iterable[tuple[bytes, int]]:
         """Return the namespaces of objects of one layout, each with the pages for which they stand."""
@@ -196,7 +236,9 @@ def _prices(store: StorageBackend) -> dict[bytes, _Price]:
         page_size = _number(record.identity.get("page_size"), 2**32)
         if page_size is not None:
             flops = _number(record.identity.get(FLOPS_FIELD), _MAX_FLOPS)
-            found[record.namespace] = _Price(page_size, flops)
+            speed = _number(record.identity.get(SPEED_FIELD), _MAX_SPEED)
+            seconds = flops / speed if flops and speed else None
+            found[record.namespace] = _Price(page_size, flops, seconds)
     return found
 
 

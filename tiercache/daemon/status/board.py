@@ -6,15 +6,17 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from typing import Final
 
 import tiercache
+from tiercache.core import PoolName
 from tiercache.daemon.access import Access, Budgets, Permissions
 from tiercache.daemon.certificates import Certificates
 from tiercache.daemon.node_metrics import NodeMetrics, UsageFigures
 from tiercache.daemon.status.document import (
+    HitStatus,
     LimitStatus,
     PrincipalStatus,
     Readiness,
@@ -29,12 +31,15 @@ from tiercache.daemon.status.samples import (
     CounterSample,
     SampleRing,
     history_of,
+    hits_of,
     lookups_of,
     share,
     tier_hits,
 )
+from tiercache.daemon.views import NamespaceView
 from tiercache.metrics.table import BUDGETS, HEALTHS, HIT, OUT
 from tiercache.storage.base import TierReport, Usage
+from tiercache.storage.hits import Hits
 from tiercache.storage.shares import COMMON
 from tiercache.storage.tiers import DELIBERATE
 
@@ -62,10 +67,12 @@ class StatusBoard:
         access: Access,
         certificates: Certificates | None = None,
         journal: Journal | None = None,
+        hits: Callable[[], Mapping[str, Hits]] = dict,
         every: float = SAMPLE_SECONDS,
     ) -> None:
         """Read the figures of these parts; `kind` is the type of the store.
 
+        `hits` returns the prompt tokens of each tenant since the start.
         `every`: seconds between two samples.
         """
         self._kind: Final = kind
@@ -73,6 +80,7 @@ class StatusBoard:
         self._metrics: Final = metrics
         self._figures: Final = figures
         self._budgets: Final = budgets
+        self._hits: Final = hits
         self._every: Final = every
         self._access: Final = access
         self._samples: Final = SampleRing(every=every)
@@ -122,7 +130,7 @@ class StatusBoard:
             started=self._started,
             reader="" if reader is None else reader.name, whole=whole,
             readiness=ready if whole else Readiness(ready.ready, [], "ready" if ready.ready else "not ready"),
-            tiers=[], limits=[], slowest=[], principals=[], tenants=[], journal=[],
+            tiers=[], tenant_hits=[], limits=[], slowest=[], principals=[], tenants=[], journal=[],
         )  # fmt: skip
         everyone = {**self._access.removed, **self._access.tenants}
         own = set(everyone) if reader is None or whole else _beside(reader, everyone)
@@ -130,21 +138,29 @@ class StatusBoard:
         document.tenants.extend(
             row for row in self._tenants() if reader is None or whole or row.name == reader.tenant
         )
+        samples = self._samples.within(self._counters(self._figures.latest()))
+        hits = hits_of(samples)
+        if reader is not None and not whole:  # as in `Inquiries.report`
+            alone = isinstance(reader.store, NamespaceView)
+            hits = {name: one for name, one in hits.items() if name == reader.tenant and not alone}
+        document.tenant_hits.extend(_hit_status(*one) for one in hits.items())
         document.slowest.extend(self._metrics.slowest.latest(own)[:_SLOWEST])
-        return self._completed(document) if whole else document
+        return self._completed(document, samples, Hits.total(hits.values())) if whole else document
 
     def encoded(self, reader: Permissions | None) -> bytes:
         """Return `document` as JSON."""
         return json.dumps(asdict(self.document(reader)), allow_nan=False).encode()
 
-    def _completed(self, document: StatusDocument) -> StatusDocument:
+    def _completed(
+        self, document: StatusDocument, samples: list[CounterSample], hits: Hits
+    ) -> StatusDocument:
         """Return a document with the figures of the whole store."""
         usage = self._figures.latest()
-        samples = self._samples.within(self._counters(usage))
         return replace(
             document,
             store=self._store(usage),
             tiers=self._tiers(usage, samples),
+            hits=_hit_status("", hits),
             lookups=lookups_of(samples),
             history=history_of(samples, _POINTS),
             limits=self._limits(),
@@ -222,9 +238,9 @@ class StatusBoard:
 
     def _counters(self, usage: Usage) -> CounterSample:
         lookups = {
-            (operation, "" if result == HIT else reason): count
-            for (operation, result, reason), count in self._summed(
-                "node_lookups_total", "operation", "result", "reason"
+            (operation, "" if result == HIT else reason, pool): count
+            for (operation, result, reason, pool), count in self._summed(
+                "node_lookups_total", "operation", "result", "reason", "pool"
             ).items()
         }
         reads: dict[str, float] = {tier.name: tier.read_objects for tier in usage.tiers}
@@ -233,7 +249,8 @@ class StatusBoard:
             time=time.time(),
             at=time.monotonic(),
             lookups=lookups,
-            tier_reads=reads or {self._kind: lookups.get(("get", ""), 0.0)},
+            tier_reads=reads or {self._kind: sum(lookups.get(("get", "", pool), 0.0) for pool in PoolName)},
+            hits=dict(self._hits()),
             read=moved["out",],
             written=moved["in",],
             calls=self._summed("node_calls_total").get((), 0.0),
@@ -257,3 +274,10 @@ def _beside(reader: Permissions, tenants: Mapping[str, str]) -> set[str]:
 def _is_unwell(tier: TierReport) -> bool:
     """Return whether a tier does less than the operator wants of it."""
     return tier.health != HEALTHS[0] and tier.why not in DELIBERATE
+
+
+def _hit_status(tenant: str, hits: Hits) -> HitStatus:
+    return HitStatus(
+        tenant, hits.asked_tokens, hits.restored_tokens, hits.token_hit_rate, hits.why_no_rate,
+        hits.saved_seconds, hits.why_not_saved,
+    )  # fmt: skip

@@ -56,7 +56,7 @@ class TierStatus:
     """Time when a client last got an object from this tier."""
     hits: int
     """Objects that clients got from this tier within the window."""
-    hit_rate: float | None
+    read_share: float | None
     """Fraction of the objects fetched within the window that came from this tier."""
 
 
@@ -70,19 +70,53 @@ class MissStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class HitStatus:
+    """Prompt tokens that clients asked for and got within the window, and the time that this saved."""
+
+    tenant: str
+    """Empty: the callers without a tenant; in the total, all callers."""
+    asked_tokens: int
+    """Tokens of pages that clients looked up."""
+    restored_tokens: int
+    """Tokens of pages that clients read."""
+    token_hit_rate: float | None
+    """Restored / asked."""
+    why_no_rate: str
+    """Reason why the rate is None."""
+    saved_seconds: float | None
+    """Time that the prefill of the restored tokens would have taken, less that of their reads."""
+    why_not_saved: str
+    """Reason why some or all restored tokens do not count in `saved_seconds`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatus:
+    """Objects of one pool within the window: KV against states."""
+
+    pool: str
+    asked: int
+    """Objects that clients looked up."""
+    found: int
+    fetched: int
+    """Objects that clients then asked to read."""
+    got: int
+
+
+@dataclass(frozen=True, slots=True)
 class LookupStatus:
-    """Lookups within the window."""
+    """Objects within the window. To find one is no hit: the hit rate is that of `HitStatus`."""
 
     window: float
     """Seconds: an hour, or the time since the start."""
     asked: int
     """Objects that clients looked for."""
     found: int
-    hit_rate: float | None
     fetched: int
     """Objects that clients then fetched."""
     misses: list[MissStatus]
     """The most frequent first."""
+    pools: list[PoolStatus]
+    """Pools of which clients asked for an object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +124,7 @@ class HistoryStatus:
     """Figures over the window, as columns of equal length, the oldest first."""
 
     times: list[float]
-    hit_rate: list[float | None]
+    token_hit_rate: list[float | None]
     read: list[float]
     """Payload bytes per second to clients."""
     written: list[float]
@@ -194,6 +228,10 @@ class StatusDocument:
     readiness: Readiness
     store: StoreStatus | None = None
     tiers: list[TierStatus]
+    hits: HitStatus | None = None
+    """All callers together."""
+    tenant_hits: list[HitStatus]
+    """Tenants that asked for or got something; a reader of a tenant learns its own."""
     lookups: LookupStatus | None = None
     history: HistoryStatus | None = None
     limits: list[LimitStatus]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from threading import Lock
-from typing import Final, TypeVar
+from typing import Final, Literal, TypeVar
 
-from tiercache.daemon.status.document import HistoryStatus, LookupStatus, MissStatus
+from tiercache.daemon.status.document import HistoryStatus, LookupStatus, MissStatus, PoolStatus
+from tiercache.storage.hits import Hits
 
 WINDOW_SECONDS: Final = 3600.0
 SAMPLE_SECONDS: Final = 10.0
@@ -28,8 +29,10 @@ class CounterSample:
     """Seconds since 1970."""
     at: float
     """Reading of the monotonic clock."""
-    lookups: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    """Objects by operation and reason; the reason of a hit is empty."""
+    lookups: Mapping[tuple[str, str, str], float] = field(default_factory=dict)
+    """Objects by operation, reason and pool; the reason of a hit is empty."""
+    hits: Mapping[str, Hits] = field(default_factory=dict)
+    """Prompt tokens by tenant."""
     tier_reads: Mapping[str, float] = field(default_factory=dict)
     """Objects that clients got, by tier."""
     read: float = 0.0
@@ -70,17 +73,36 @@ def lookups_of(samples: Sequence[CounterSample]) -> LookupStatus:
     """Return what clients looked up between the first and the last of the samples."""
     first, last = samples[0], samples[-1]
     grown = {key: round(_grown(first.lookups, last.lookups, key)) for key in last.lookups}
-    asked, fetched = (
-        sum(n for (operation, _), n in grown.items() if operation == wanted) for wanted in ("exists", "get")
-    )
-    found = grown.get(("exists", ""), 0)
-    misses = [
-        MissStatus("exists" if operation == "exists" else "get", reason, n)
-        for (operation, reason), n in grown.items()
-        if reason and n
-    ]
-    misses.sort(key=lambda miss: -miss.objects)
-    return LookupStatus(last.at - first.at, asked, found, share(found, asked), fetched, misses)
+
+    def count(wanted: str, pool: str = "", *, only_hits: bool = False) -> int:
+        return sum(
+            n
+            for (operation, reason, of), n in grown.items()
+            if operation == wanted and pool in ("", of) and not (only_hits and reason)
+        )
+
+    missed: Counter[tuple[Literal["exists", "get"], str]] = Counter()
+    for (operation, reason, _), n in grown.items():
+        if reason and n:
+            missed["exists" if operation == "exists" else "get", reason] += n
+    pools = [
+        PoolStatus(
+            pool, count("exists", pool), count("exists", pool, only_hits=True), count("get", pool),
+            count("get", pool, only_hits=True),
+        )
+        for pool in dict.fromkeys(pool for (_, _, pool), n in grown.items() if n)
+    ]  # fmt: skip
+    return LookupStatus(
+        last.at - first.at, count("exists"), count("exists", only_hits=True), count("get"),
+        [MissStatus(*kind, n) for kind, n in missed.most_common()], pools,
+    )  # fmt: skip
+
+
+def hits_of(samples: Sequence[CounterSample]) -> dict[str, Hits]:
+    """Return the prompt tokens of each tenant between the first and the last of the samples."""
+    first, last = samples[0].hits, samples[-1].hits
+    grown = {tenant: hits - first.get(tenant, Hits()) for tenant, hits in last.items()}
+    return {tenant: hits for tenant, hits in sorted(grown.items()) if hits != Hits()}
 
 
 def tier_hits(samples: Sequence[CounterSample], tier: str) -> int:
@@ -96,9 +118,9 @@ def history_of(samples: Sequence[CounterSample], points: int) -> HistoryStatus:
     history = HistoryStatus([], [], [], [], [], [])
     for before, after in pairwise(chosen):
         seconds = after.at - before.at
-        asked = _sum(after, "exists") - _sum(before, "exists")
         history.times.append(after.time)
-        history.hit_rate.append(share(_grown(before.lookups, after.lookups, ("exists", "")), asked))
+        hits = Hits.total(after.hits.values()) - Hits.total(before.hits.values())
+        history.token_hit_rate.append(hits.token_hit_rate)
         history.read.append((after.read - before.read) / seconds)
         history.written.append((after.written - before.written) / seconds)
         history.calls.append((after.calls - before.calls) / seconds)
@@ -115,7 +137,3 @@ def _grown(before: Mapping[K, float], after: Mapping[K, float], key: K) -> float
     """Return by how much a counter has grown; a counter that is smaller than before has begun anew."""
     was, now = before.get(key, 0.0), after.get(key, 0.0)
     return now - was if now >= was else now
-
-
-def _sum(sample: CounterSample, operation: str) -> float:
-    return sum(n for (name, _), n in sample.lookups.items() if name == operation)

@@ -129,7 +129,7 @@ class Result:
     kept: tuple[Kept, ...] = ()
     over_time: tuple[Sample, ...] = ()
     by_round: tuple[float, ...] = ()
-    """Token hit rate of each round: of the first requests of all sessions, of the second, and so on.
+    """Hit rate of each round: of the first requests of all sessions, of the second, and so on.
 
     The tuple is empty if no session has more than one request.
     """

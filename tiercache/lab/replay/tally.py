@@ -82,7 +82,7 @@ class Tally:
         return float(np.median([row[3] for row in self._rows])) * 1e3 if self._rows else 0.0
 
     def by_round(self) -> tuple[float, ...]:
-        """Return the token hit rate of each round.
+        """Return the hit rate of each round.
 
         Round n has the n-th request of every session, counted from 0. The result is empty if no session has
         more than one request.

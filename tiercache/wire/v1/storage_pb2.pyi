@@ -419,7 +419,7 @@ class ReportReply(_message.Message):
     def __init__(self, rows: _Optional[_Iterable[_Union[AccountRow, _Mapping]]] = ..., stored: _Optional[_Iterable[_Union[StoredBytes, _Mapping]]] = ..., begun: _Optional[float] = ...) -> None: ...
 
 class AccountRow(_message.Message):
-    __slots__ = ("hour", "tenant", "written_objects", "written_bytes", "read_objects", "read_bytes", "missed_objects", "found_objects", "absent_objects", "restored_tokens", "unpriced_tokens", "saved_flops")
+    __slots__ = ("hour", "tenant", "written_objects", "written_bytes", "read_objects", "read_bytes", "missed_objects", "found_objects", "absent_objects", "restored_tokens", "unpriced_tokens", "saved_flops", "asked_tokens", "unsized_objects", "timed_tokens", "prefill_seconds", "read_seconds")
     HOUR_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     WRITTEN_OBJECTS_FIELD_NUMBER: _ClassVar[int]
@@ -432,6 +432,11 @@ class AccountRow(_message.Message):
     RESTORED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     UNPRICED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAVED_FLOPS_FIELD_NUMBER: _ClassVar[int]
+    ASKED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    UNSIZED_OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    TIMED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    READ_SECONDS_FIELD_NUMBER: _ClassVar[int]
     hour: int
     tenant: str
     written_objects: int
@@ -444,7 +449,12 @@ class AccountRow(_message.Message):
     restored_tokens: int
     unpriced_tokens: int
     saved_flops: float
-    def __init__(self, hour: _Optional[int] = ..., tenant: _Optional[str] = ..., written_objects: _Optional[int] = ..., written_bytes: _Optional[int] = ..., read_objects: _Optional[int] = ..., read_bytes: _Optional[int] = ..., missed_objects: _Optional[int] = ..., found_objects: _Optional[int] = ..., absent_objects: _Optional[int] = ..., restored_tokens: _Optional[int] = ..., unpriced_tokens: _Optional[int] = ..., saved_flops: _Optional[float] = ...) -> None: ...
+    asked_tokens: int
+    unsized_objects: int
+    timed_tokens: int
+    prefill_seconds: float
+    read_seconds: float
+    def __init__(self, hour: _Optional[int] = ..., tenant: _Optional[str] = ..., written_objects: _Optional[int] = ..., written_bytes: _Optional[int] = ..., read_objects: _Optional[int] = ..., read_bytes: _Optional[int] = ..., missed_objects: _Optional[int] = ..., found_objects: _Optional[int] = ..., absent_objects: _Optional[int] = ..., restored_tokens: _Optional[int] = ..., unpriced_tokens: _Optional[int] = ..., saved_flops: _Optional[float] = ..., asked_tokens: _Optional[int] = ..., unsized_objects: _Optional[int] = ..., timed_tokens: _Optional[int] = ..., prefill_seconds: _Optional[float] = ..., read_seconds: _Optional[float] = ...) -> None: ...
 
 class StoredBytes(_message.Message):
     __slots__ = ("tenant", "objects", "bytes")

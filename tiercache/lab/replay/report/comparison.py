@@ -39,7 +39,7 @@ class Measure(Enum):
     @property
     def words(self) -> str:
         """The measure as a noun, for sentences."""
-        return "saved prefill FLOPs" if self is Measure.FLOPS else "token hit rate"
+        return "saved prefill FLOPs" if self is Measure.FLOPS else "hit rate"
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from tiercache.lab.replay.report.verdict import Statement, overall, statements
 from tiercache.lab.replay.results import Kept, Result
 
 _SAVED: Final = "Saved prefill FLOPs"
-_HITS: Final = "Token hit rate"
+_HITS: Final = "Hit rate"
 
 
 @dataclass(frozen=True, slots=True)

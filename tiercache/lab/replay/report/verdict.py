@@ -157,7 +157,7 @@ def _sentences(chapter: Chapter, one: PolicyVerdict, measure: Measure) -> list[s
     said += _other_winner(chapter, one, measure)
     if len(chapter.series) == 1 and (run := chapter.series[0].at(one.capacity)) is not None:
         said.append(
-            f"Token hit rate {percent(run.token_hit_rate)}; modelled TTFT {milliseconds(run.ttft_ms_mean)} in"
+            f"Hit rate {percent(run.token_hit_rate)}; modelled TTFT {milliseconds(run.ttft_ms_mean)} in"
             f" the mean, {milliseconds(run.ttft_ms_p95)} at the 95th percentile; peak {size(run.peak_bytes)}"
             f" of {size(run.capacity_bytes)}."
         )
@@ -172,7 +172,7 @@ def _other_winner(chapter: Chapter, one: PolicyVerdict, measure: Measure) -> lis
     top = max(hits, key=lambda name: hits[name])
     if any(hits[top] - hits.get(name, 0.0) < LEVEL for name in one.best):
         return []
-    return [f"Highest token hit rate: {top}, {percent(hits[top])}."]
+    return [f"Highest hit rate: {top}, {percent(hits[top])}."]
 
 
 def _from_bounds(bounds: Iterable[Gap]) -> str:

@@ -246,7 +246,7 @@ def show_published(found: Sequence[Result]) -> None:
 
 def _by_round(runs: Sequence[Result]) -> Table:
     shown = Table(
-        box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title="Token hit rate by round",
+        box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title="Hit rate by round",
         title_style="bold", title_justify="left"
     )  # fmt: skip
     shown.add_column("round", justify="right", vertical="bottom")

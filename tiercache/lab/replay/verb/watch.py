@@ -41,7 +41,7 @@ class _Log(Watch):
             else f" at {result.capacity * 100:g} %"
         )
         said = (
-            f"{result.policy}{at}: {percent(result.token_hit_rate)} of tokens hit,"
+            f"{result.policy}{at}: hit rate {percent(result.token_hit_rate)},"
             f" {percent(result.flops_saved)} of FLOPs saved"
         )
         self._console.print(f"{said}, in {result.seconds:.1f} s", markup=False, soft_wrap=True)
