@@ -128,7 +128,7 @@ class Tenant(_Table):
     Never change these bytes: the tenant's objects would be lost.
     """
     quota: Size | None = None
-    """Maximum payload bytes of this tenant's objects in the store; every copy in a tier counts.
+    """Maximum bytes that this tenant's objects take in the store; every copy in a tier counts.
 
     A set beyond it evicts the tenant's own coldest objects. Default: no limit.
     """

@@ -364,12 +364,12 @@ NODE: Final = (
      "Time when a client last got an object from a tier, by the wall clock; 0: never.",
      {"tier": _STORE_TIER}),
     Metric("node_tenant_used_bytes", Gauge,
-     "Payload bytes of a tenant's objects; every copy in a tier that keeps quotas counts. 0 if the store "
+     "Bytes that a tenant's objects take; every copy in a tier that keeps quotas counts. 0 if the store "
      "keeps none.", {"tenant": _TENANT}),
     Metric("node_tenant_quota_bytes", Gauge, "Quota of a tenant. Absent if it has none.",
      {"tenant": _TENANT}),
     Metric("node_tenant_guarantee_bytes", Gauge,
-     "Payload bytes of a tenant that the sets of others do not evict.", {"tenant": _TENANT}),
+     "Bytes of a tenant that the sets of others do not evict.", {"tenant": _TENANT}),
     Metric("node_tenant_evicted_objects_total", Counter,
      "Objects of a tenant that its own sets evicted because of its quota.", {"tenant": _TENANT}),
     Metric("node_tenant_throttled_objects_total", Counter,

@@ -28,7 +28,7 @@ TenantArgument = Annotated[
 @quota.callback(
     help="""Show how much the tenants of a daemon have, and change their quotas and guarantees.
 
-    A quota is the most payload bytes that a tenant may have in the daemon's store, at any instant. A set
+    A quota is the most bytes that a tenant's objects may take in the daemon's store, at any instant. A set
     beyond it evicts the tenant's own coldest objects. A guarantee is how many bytes of a tenant the sets of
     others do not evict. In a chain of tiers both are divided among the tiers by their capacities, and every
     copy counts.
@@ -54,7 +54,7 @@ def list_quotas(store: StoreOption = "", output: OutputOption = Output.TABLE) ->
 
         tiercache quota list -s grpc:///var/lib/tiercache/run
 
-    JSON fields: tenant, used_bytes (payload, with every copy in a tier),
+    JSON fields: tenant, used_bytes (what its objects take, with every copy in a tier),
     quota_bytes (null: no limit), guarantee_bytes, evicted_objects (by the
     tenant's own sets, because of its quota) and throttled_objects (because of
     its quota), both since the daemon started.

@@ -171,7 +171,7 @@ class PrincipalStatus:
 
 @dataclass(frozen=True, slots=True)
 class TenantStatus:
-    """Share of one tenant in the store, in payload bytes; every copy in a tier that keeps quotas counts."""
+    """Share of one tenant in the store, in bytes that its objects take in all tiers that keep quotas."""
 
     name: str
     used_bytes: int
