@@ -33,6 +33,7 @@ from tests.campaign import (
     late,
     opening,
     power,
+    rot,
     simulation,
     soak,
 )
@@ -47,6 +48,7 @@ CAMPAIGNS = {
     "clock": (clocks.campaign, 8, 1),
     "gone": (gone.campaign, 6, 1),
     "clones": (clones.campaign, 100, 8),
+    "rot": (rot.campaign, 400, 6),
     "power": (power.campaign, 50, 4),
     "enospc": (full_disk.campaign, 10, 1),
     "late": (late.campaign, 1000, 10),
@@ -55,7 +57,7 @@ CAMPAIGNS = {
     "hosts": (hosts.campaign, 6, 1),
     "fuzz": (fuzz.campaign, 600, 5),
 }
-"""Each with its trials (`open`: in all; `grow`, `fork`, `clock`, `gone`, `clones`, `late`: for each row;
+"""Each with its trials (`open`: in all; `grow`, `fork`, `clock`, `gone`, `clones`, `rot`, `late`: for each row;
 soak: seconds; `simulate`, `hosts`: seeds; `fuzz`: seconds for each target), and those of --quick.
 """
 STORELESS = ("late", "simulate", "hosts", "fuzz")

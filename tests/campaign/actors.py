@@ -7,7 +7,7 @@ say "calls N" at their end (how many calls the `Env` saw), and what their job ha
 
 from __future__ import annotations
 
-from tests.campaign import forks, gone, jobs  # noqa: F401 (they make the jobs known)
+from tests.campaign import forks, gone, jobs, rot  # noqa: F401 (they make the jobs known)
 from tests.campaign.parts import act
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from tests.storage_backends.local.files import disk_bytes
 from tiercache.core import Outcome
 from tiercache.errors import StorageError
 from tiercache.storage.base import StorageBackend
-from tiercache.testing.crash import CrashEnv, RebootedEnv
+from tiercache.testing.crash import CrashEnv
 from tiercache.testing.objects import key
 
 SMALL = 4 << 20
@@ -118,7 +118,7 @@ def examine(subject: Subject, model: Model, must: set[Version], names: int, hist
     """Open what the cut left, compare, and go on working with it."""
     verdict = Verdict()
     try:
-        store = subject.recover(names, verdict, RebootedEnv())
+        store = subject.recover(names, verdict)
     except StorageError as error:
         return Verdict(lost=len(must) or 1, notes=[f"does not open: {error}"])
     with store:

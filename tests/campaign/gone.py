@@ -1,6 +1,7 @@
 """Campaign that takes away what a store needs while it works.
 
-Its directory disappears, the right to it, its file system, or the end of LMDB's file. Meanwhile no call may
+Its directory disappears, the right to it, its file system, the end of LMDB's file, or the disk below LMDB: a
+library that is compiled and preloaded (`below.c`) lets LMDB's own calls fail. Meanwhile no call may
 raise except those that are allowed to (StorageError from `flush` and the listing calls), no bytes may be
 wrong, and what is answered with STORED must be there once everything is back. Mounting and becoming another
 user require root.
@@ -8,6 +9,8 @@ user require root.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import fcntl
 import json
 import os
@@ -17,8 +20,8 @@ import struct
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -100,9 +103,26 @@ def cut(path: Path, random: Random) -> Callable[[], None]:
     return lambda: None
 
 
+def below(which: int) -> Away:
+    """LMDB's own calls fail, from one of the next ones on: a kind of `below.c`."""
+
+    def away(_path: Path, random: Random) -> Callable[[], None]:
+        fail = ctypes.CDLL(None).below
+        fail(which, random.choice((errno.EIO, errno.ENOSPC)), random.randrange(6))
+        return lambda: fail(0, 0, 0)
+
+    return away
+
+
+BELOW = {
+    "writes fail": below(1),
+    "writes are short": below(2),
+    "syncs fail": below(3),
+    "reads fail": below(4),
+}
 AWAY: dict[str, Away] = {
     "removed": removed, "replaced": replaced, "chmod 000": forbidden, "read-only": read_only,
-    "shut down": shut_down(SYNCED), "shut down at once": shut_down(AS_IT_IS), "data.mdb cut": cut,
+    "shut down": shut_down(SYNCED), "shut down at once": shut_down(AS_IT_IS), "data.mdb cut": cut, **BELOW,
 }  # fmt: skip
 ON_AN_IMAGE = ("read-only", "shut down", "shut down at once")
 RACE = "data.mdb cut in a call"
@@ -112,7 +132,7 @@ def campaign(kind: str, trials: int, seed: int, base: Path, steps: Steps) -> lis
     """One row for each thing that goes away."""
     rows = []
     why = unfit()
-    with Nursery("tests.campaign.actors") as nursery:
+    with _preloaded(base), Nursery("tests.campaign.actors") as nursery:
         for name in (*AWAY, RACE):
             row = Row("gone", f"{kind}, {name}")
             rows.append(row)
@@ -135,7 +155,24 @@ def campaign(kind: str, trials: int, seed: int, base: Path, steps: Steps) -> lis
     return rows
 
 
+@contextmanager
+def _preloaded(base: Path) -> Iterator[None]:
+    """Processes that are started meanwhile have `below.c` in them, where there is a compiler."""
+    if shutil.which("cc") is None:
+        yield
+        return
+    library, source = base / "below.so", Path(__file__).with_name("below.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"], check=True)
+    os.environ["LD_PRELOAD"] = str(library)
+    try:
+        yield
+    finally:
+        del os.environ["LD_PRELOAD"]
+
+
 def _unfit(name: str, base: Path, no_image: str) -> str:
+    if name in BELOW and shutil.which("cc") is None:
+        return "skipped: no compiler (cc)"
     if name in ON_AN_IMAGE and no_image:
         return f"skipped: {no_image}"
     if name == "chmod 000":

@@ -24,7 +24,6 @@ from tests.campaign.report import Row, Steps
 from tests.campaign.stores import Subject, check_integrity
 from tests.campaign.victims import Nursery
 from tests.campaign.writer import Order
-from tiercache.testing.crash import RebootedEnv
 
 IMAGE_BYTES = 64 << 20
 CAPACITY = 24 << 20
@@ -139,7 +138,7 @@ class Cut:
             must = model.certain() if subject.keeps_all else model.durable()
             if self._names == EVICTING:
                 must &= model.newest(12)
-            with subject.recover(self._names, verdict, RebootedEnv()) as store:
+            with subject.recover(self._names, verdict) as store:
                 verdict.add(found := judge(store, model, must, self._names))
                 check_integrity(store)
             gone = sum(found.found.get(v.name) != v.turn for v in model.certain())

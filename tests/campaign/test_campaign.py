@@ -168,7 +168,7 @@ def test_a_ledger_tells_what_was_said_while_something_was_gone(tmp_path: Path) -
     assert model.certain() == {Version(1, 1), Version(2, 2), Version(4, 3)}
 
 
-@pytest.mark.parametrize("name", [name for name in gone.AWAY if name not in gone.ON_AN_IMAGE])
+@pytest.mark.parametrize("name", [name for name in gone.AWAY if name not in (*gone.ON_AN_IMAGE, *gone.BELOW)])
 def test_what_goes_away_comes_back(made: Template, name: str, tmp_path: Path) -> None:
     path = tmp_path / "store"
     shutil.copytree(made.running, path)

@@ -22,16 +22,7 @@ Look = Callable[[StorageBackend], None]
 
 
 class QuickEnv(FaultEnv):
-    """Another boot at every opening.
-
-    Syncs, and the check of the catalog in a child process, may fail, and else succeed at no cost.
-    """
-
-    boots = 0
-
-    def boot_id(self) -> str:
-        QuickEnv.boots += 1
-        return f"boot {QuickEnv.boots}"
+    """Syncs, and the check of the catalog in a child process, may fail, and else succeed at no cost."""
 
     def run(self, arguments: Sequence[str], timeout: float) -> int:
         return int(self.perform("run", lambda *_: 0, (arguments, timeout)))

@@ -191,7 +191,7 @@ def test_an_opening_that_fails_while_it_repairs_leaves_the_old_catalog(path: Pat
 
 DAMAGES: dict[str, Callable[[Path, Random], None]] = {
     "suspect": lambda path, _: _edit_state(path, suspect=True),
-    "another boot": lambda path, _: _edit_state(path, boot_id="other", database=None),
+    "killed": lambda path, _: _edit_state(path, database=None),
     "freelist": lambda path, _: zero(path, *pages_of(path, "freelist")),
     "meta": lambda path, random: zero(path, random.randrange(2)),
     "branch": lambda path, _: zero(path, *pages_of(path, "branch")),
@@ -289,7 +289,6 @@ LOOKS: dict[str, Callable[[Path], object]] = {
     "sound": lambda path: None,
     "suspect": lambda path: _edit_state(path, suspect=True),
     "killed": lambda path: _edit_state(path, database=None),
-    "another boot": lambda path: _edit_state(path, boot_id="other", database=None),
     "head": lambda path: zero(path, 0),
     "freelist": lambda path: zero(path, *pages_of(path, "freelist")),
     "branch": lambda path: zero(path, *pages_of(path, "branch")),

@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from mmap import MAP_SHARED, PAGESIZE, PROT_READ, PROT_WRITE, mmap
-from pathlib import Path
 from typing import Final, Protocol
 
 from tiercache.core import BLOCK_ALIGN
@@ -164,13 +163,6 @@ class Env:
             ).returncode
         except subprocess.TimeoutExpired:
             return -1
-
-    def boot_id(self) -> str:
-        """Return a text that changes with every boot of the machine, or "" if the system has none."""
-        try:
-            return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        except OSError:
-            return ""
 
     def getpid(self) -> int:
         """Return the id of this process."""

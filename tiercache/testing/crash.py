@@ -7,7 +7,7 @@ that a power cut could leave. This example cuts the power before the third commi
     store = open_backend(url, env=env)
     env.at_call("commit", 3, lambda: env.clone(directory, target, seed=7))
     store.set(...)
-    open_backend(url of target, env=RebootedEnv())      opens the data that is left
+    open_backend(url of target)                         opens the data that is left
 
 The model is a journalling file system on a disk with 512-byte sectors, and is stricter than most:
 
@@ -37,23 +37,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from tiercache.storage.env import Env
 from tiercache.storage.vectors import total
 from tiercache.testing.faults import Call, FaultEnv, Rule
 from tiercache.testing.unsynced import SECTOR, Named, TreeEntry, Unsynced, Written, undo
 
 _BLOCK: Final = 4096
-
-
-class RebootedEnv(Env):
-    """Calls of the operating system after a power cut: real calls, but another boot id.
-
-    Thread safety: stateless; share it freely.
-    """
-
-    def boot_id(self) -> str:
-        """Return an id that differs from the id of the real boot."""
-        return "the boot after the power cut"
 
 
 class CrashEnv(FaultEnv):

@@ -9,8 +9,8 @@ import logging
 import os
 import struct
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from errno import EAGAIN, EDQUOT, EIO, ENOSPC, ESTALE
 from threading import Lock
 from typing import Any, Final, TypeVar
@@ -30,6 +30,8 @@ _READERS: Final = 1024
 _SPARE: Final = 8
 """Number of ended read transactions that the LMDB binding keeps for reuse."""
 _DATABASES: Final = ("objects", "parts", "ages", "namespaces", "facts")
+_FAILURES: Final = (lmdb.Error, SystemError)
+"""Exceptions that a call of LMDB raises; its binding raises SystemError for entries of impossible sizes."""
 _open: Final[set[tuple[int, int, int]]] = set()
 """Process id, device and inode of each environment that is open in this process.
 
@@ -152,43 +154,66 @@ class Environment:
         self._env = env
         self._pid = env.getpid()
         self._writer_lock = WriterLock(env, os.path.join(path, "WRITER"))
+        self._last_sync = last_sync
+        self._read_only = read_only
+        self._lock = not (read_only and alone)
         self._damaged = False
-        self._kept = 0
-        """Number of LMDB pages, counted from the file's start, that `reserve` has allocated on the disk."""
         self.path: Final = path
         self._claim()
         try:
+            self._open(map_bytes)
+        except BaseException:
+            self._close_files()
+            raise
+
+    def _open(self, map_bytes: int) -> None:
+        self._map_bytes = map_bytes
+        self._kept = 0
+        """Number of LMDB pages, counted from the file's start, that `reserve` has allocated on the disk."""
+        try:
             self._lmdb = lmdb.open(
-                path,
+                self.path,
                 map_size=map_bytes,
                 max_dbs=len(_DATABASES),
                 max_readers=_READERS,
                 max_spare_txns=_SPARE,
                 mode=0o600,
-                metasync=last_sync,
-                readonly=read_only,
-                lock=not (read_only and alone),
-                create=not read_only,
+                metasync=self._last_sync,
+                readonly=self._read_only,
+                lock=self._lock,
+                create=not self._read_only,
             )
-        except lmdb.Error as error:
-            self._close_files()
+        except _FAILURES as error:
             raise self._os_error(error) from error
-        except BaseException:
-            self._close_files()
-            raise
         try:
-            self._length = FileLength(env, os.path.join(path, "data.mdb"), self._lmdb)
+            self._length = FileLength(self._env, os.path.join(self.path, "data.mdb"), self._lmdb)
         except BaseException:
             self._lmdb.close()
-            self._close_files()
             raise
         try:
-            found = self._present() if read_only else self.write(self._databases)
+            found = self._present() if self._read_only else self.write(self._databases)
             self.objects, self.parts, self.ages, self.names, self.facts = found
             self.page_bytes: int = self._lmdb.stat()["psize"]
         except BaseException:
-            self.close()
+            self._length.close()
+            self._lmdb.close()
             raise
+
+    def reopen(self, mend: Callable[[], bool]) -> None:
+        """Close LMDB, call `mend`, and open LMDB again; `mend` returns whether the environment is sound now.
+
+        The caller guarantees that no transaction is under way. Raises OSError; LMDB may be closed then, and
+        every other call raises OSError until the next `reopen`.
+        """
+        self._length.close()
+        self._lmdb.close()
+        sound = False
+        try:
+            sound = mend()
+        finally:
+            self._damaged = True
+            self._open(self._map_bytes)
+            self._damaged = not sound
 
     def read(self, work: Callable[[Any], T]) -> T:
         """Run `work` in a read transaction, and return its result. Raises OSError.
@@ -198,13 +223,16 @@ class Environment:
         """
         self._check_process()
         try:
-            self._check_length()
+            self._length.check()
             with self._begin() as txn:
                 return work(txn)
-        except lmdb.Error as error:
+        except _FAILURES as error:
             raise self._os_error(error) from error
         except struct.error as error:
             raise self._unreadable(error) from error
+        except DamagedError:
+            self._damaged = True
+            raise
 
     def write(self, work: Callable[[Any], T]) -> T:
         """Run `work` in a write transaction, which is committed as a whole or not at all.
@@ -214,7 +242,7 @@ class Environment:
         self._check_process()
         with self._writer_lock:
             try:
-                self._check_length()
+                self._length.check()
                 txn = self._lmdb.begin(write=True)
                 try:
                     result = work(txn)
@@ -222,10 +250,13 @@ class Environment:
                 except BaseException:
                     txn.abort()
                     raise
-            except lmdb.Error as error:
+            except _FAILURES as error:
                 raise self._os_error(error) from error
             except struct.error as error:
                 raise self._unreadable(error) from error
+            except DamagedError:
+                self._damaged = True
+                raise
             return result
 
     def resize(self, map_bytes: int) -> None:
@@ -233,10 +264,9 @@ class Environment:
 
         Raises OSError.
         """
-        try:
+        with self._as_os_error():
             self._lmdb.set_mapsize(map_bytes)
-        except lmdb.Error as error:
-            raise self._os_error(error) from error
+            self._map_bytes = map_bytes
 
     def used_pages(self, txn: Any) -> int:
         """Return the number of LMDB pages in use in this transaction.
@@ -255,7 +285,7 @@ class Environment:
 
         While such a slot exists, LMDB reuses no page that its reader might have read.
         """
-        with suppress(lmdb.Error):
+        with suppress(*_FAILURES):
             return int(self._lmdb.reader_check())
         return 0
 
@@ -267,21 +297,21 @@ class Environment:
         """
         # Transaction ids rise by one with each commit. A read transaction has the id that was newest when it
         # began. LMDB lists readers as lines of "pid thread txnid", after a heading; an idle slot shows "-".
-        newest = self._lmdb.info()["last_txnid"]
-        began = [
-            int(line.split()[2])
-            for line in self._lmdb.readers().splitlines()[1:]
-            if line.split()[2].isdigit()
-        ]
+        with self._as_os_error():
+            newest = self._lmdb.info()["last_txnid"]
+            lines = self._lmdb.readers().splitlines()[1:]
+        began = [int(line.split()[2]) for line in lines if line.split()[2].isdigit()]
         return sum(1 for txn in began if txn + 1 < newest)
 
     def readers(self) -> int:
         """Return the number of read transactions now under way in all processes."""
-        return sum(line.split()[2].isdigit() for line in self._lmdb.readers().splitlines()[1:])
+        with self._as_os_error():
+            return sum(line.split()[2].isdigit() for line in self._lmdb.readers().splitlines()[1:])
 
     def map_bytes(self) -> int:
         """Return the size of the map in bytes."""
-        return int(self._lmdb.info()["map_size"])
+        with self._as_os_error():
+            return int(self._lmdb.info()["map_size"])
 
     def reserve(self, least: int, pages: int) -> None:
         """Allocate `pages` LMDB pages on the disk behind the last used page, if fewer than `least` are left.
@@ -291,7 +321,8 @@ class Environment:
         """
         #   | pages that the file has used | allocated in advance |          |
         #   0                            there                 _kept     end of the map
-        there = int(self._lmdb.info()["last_pgno"]) + 1
+        with self._as_os_error():
+            there = int(self._lmdb.info()["last_pgno"]) + 1
         if self._kept >= min(there + least, self.map_bytes() // self.page_bytes):
             return
         wanted = min(there + pages, self.map_bytes() // self.page_bytes)
@@ -319,8 +350,12 @@ class Environment:
         finally:
             close_quietly(self._env, fd)
 
+    def note_damage(self) -> None:
+        """Note that an entry was found that this store cannot have written."""
+        self._damaged = True
+
     def is_damaged(self) -> bool:
-        """Return whether any call has met damage since the environment was opened."""
+        """Return whether any call has met damage since the environment was opened or mended."""
         return self._damaged
 
     def is_ours(self) -> bool:
@@ -335,13 +370,19 @@ class Environment:
         return not self._damaged
 
     def _databases(self, txn: Any) -> list[Any]:
-        return [self._lmdb.open_db(name.encode(), txn) for name in _DATABASES]
+        # All five are made in one transaction. An empty one in the place of one that is not found would hide
+        # what the store has.
+        is_new = not self._lmdb.stat()["entries"]
+        try:
+            return [self._lmdb.open_db(name.encode(), txn, create=is_new) for name in _DATABASES]
+        except lmdb.NotFoundError as error:
+            raise DamagedError(EIO, f"a database is missing: {error}") from error
 
     def _present(self) -> list[Any]:
         try:
-            self._check_length()
+            self._length.check()
             return [self._lmdb.open_db(name.encode(), create=False) for name in _DATABASES]
-        except lmdb.Error as error:
+        except _FAILURES as error:
             raise self._os_error(error) from error
 
     def _begin(self) -> Any:
@@ -365,13 +406,6 @@ class Environment:
                 ESTALE, f"{self.path} was replaced while it was open; close the store and open it again"
             )
 
-    def _check_length(self) -> None:
-        try:
-            self._length.check()
-        except DamagedError:
-            self._damaged = True
-            raise
-
     def _claim(self) -> None:
         found = self._env.lstat(self.path)
         self._identity = (self._pid, found.st_dev, found.st_ino)
@@ -387,7 +421,14 @@ class Environment:
         with _open_lock:
             _open.discard(self._identity)
 
-    def _os_error(self, error: lmdb.Error) -> OSError:
+    @contextmanager
+    def _as_os_error(self) -> Iterator[None]:
+        try:
+            yield
+        except _FAILURES as error:
+            raise self._os_error(error) from error
+
+    def _os_error(self, error: lmdb.Error | SystemError) -> OSError:
         """Return the OSError for an error of LMDB; if the error means damage, record the damage."""
         if isinstance(error, lmdb.MapFullError):
             return MapFullError(ENOSPC, str(error))

@@ -122,7 +122,14 @@ class Maintenance:
             self._damaged.update(damaged)
             while len(self._damaged) > _MAX_WAITING:
                 del self._damaged[next(iter(self._damaged))]
-        self.flush()
+        # Where LMDB's trees are damaged, more may be hidden than lost, which only a rewrite finds again.
+        if not self._environment.is_damaged():
+            self.flush()
+
+    def forget_damaged(self) -> None:
+        """Forget all damaged objects, because the environment was written anew without them."""
+        with self._mutex:
+            self._damaged, self._unremovable = {}, {}
 
     def is_damaged(self, place: bytes, number: int) -> bool:
         """Return whether the object with this number is known to be damaged, and so counts as absent."""

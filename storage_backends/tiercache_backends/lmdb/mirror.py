@@ -183,6 +183,15 @@ class Mirror:
         """Whether all records have been read."""
         return self._seen > 0
 
+    def restart(self) -> None:
+        """Let the next call read all records, because the environment was written anew.
+
+        The watcher is told of what has gone then.
+        """
+        with self.lock:
+            self._told = self._told or self._digests()
+            self._reset()
+
     def read(self) -> None:
         """Empty the mirror and read all records; the caller has no transaction open.
 

@@ -25,6 +25,7 @@ from tiercache_backends.lmdb.environment import Environment
 from tiercache_backends.lmdb.records import SIZE, Size
 from tiercache_backends.lmdb.salvage import data_file, salvage
 from tiercache_backends.local.directory import StoreDirectory, tree_bytes
+from tiercache_backends.local.failures import DamagedError
 from tiercache_backends.local.settings import check_capacity
 
 _log = logging.getLogger(__name__)
@@ -68,6 +69,24 @@ class Opened:
         """
         return tree_bytes(self.env, os.path.join(self.directory.database, "data.mdb"))
 
+    def mend(self, mac_key: MacKey) -> None:
+        """Open LMDB again after damage, and rewrite the environment first if no other process has it open.
+
+        The caller guarantees that no transaction is under way. Raises OSError; the environment is damaged
+        then.
+        """
+
+        def rewrite() -> bool:
+            self.directory.rejoin()
+            if self.directory.sole:
+                _repair(self.env, self.directory, self.capacity, mac_key)
+            return self.directory.sole
+
+        try:
+            self.environment.reopen(rewrite)
+        finally:
+            self.directory.admit_others()
+
     def close(self) -> None:
         """Close the environment and release the directory; do nothing in a forked child."""
         if self.environment.is_ours():
@@ -96,7 +115,13 @@ def open_environment(
     check_capacity(capacity, capacity or 0)
     directory.claim(shared=True)
     try:
-        opened = _open(env, directory, capacity, mac_key, last_sync, read_only)
+        try:
+            opened = _open(env, directory, capacity, mac_key, last_sync, read_only)
+        except DamagedError:
+            if read_only or not directory.sole:
+                raise
+            directory.suspect = True
+            opened = _open(env, directory, capacity, mac_key, last_sync, read_only)
         directory.admit_others()
     except BaseException as error:
         directory.release(clean=False)
@@ -123,10 +148,8 @@ def _open(
         )
     if directory.sole and not read_only:
         _clear(env, directory)
-        if not sound:
+        if not sound or directory.suspect:
             _repair(env, directory, capacity, mac_key)
-        elif directory.suspect:
-            directory.mark_repaired()  # `check_environment` has found every LMDB page sound
     for name in ("data.mdb", "lock.mdb"):  # `stat` refuses symbolic links; LMDB would follow them
         directory.stat(os.path.join(_DATABASE, name))
     wanted = None if capacity is None else _size_for(env, directory, capacity)

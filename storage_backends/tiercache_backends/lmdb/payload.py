@@ -24,6 +24,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 from tiercache.storage.footprint import INDEX_BYTES, Footprint
+from tiercache_backends.local.failures import DamagedError
 
 PART_PAGES: Final = 16
 """Number of LMDB pages of a full piece, unless the file has too few long runs of free pages."""
@@ -149,13 +150,13 @@ def pieces(
 def write(txn: Any, db: Any, entries: Iterable[tuple[bytes, memoryview | bytes]]) -> None:
     """Put pieces into LMDB, in order; their numbers are larger than those of all stored objects.
 
-    Raises OSError where the store already holds a piece with one of these numbers or a larger number.
+    Raises DamagedError where the store already holds a piece with one of these numbers or a larger number.
     """
     # `append` puts a key behind all others without a search of the tree, and skips a key that is not larger.
     with txn.cursor(db) as cursor:
         taken, added = cursor.putmulti(entries, append=True)
     if added < taken:
-        raise OSError(EIO, "the store holds a part of an object that was never stored")
+        raise DamagedError(EIO, "the store holds a part of an object that was never stored")
 
 
 def read(cursor: Any, number: int, length: int, buffers: Sequence[memoryview], verify: Verify) -> bool:
@@ -212,6 +213,16 @@ def verify_in_map(cursor: Any, number: int, length: int, verify: Verify) -> bool
         if not length:
             return True
     return False
+
+
+def stored_bytes(cursor: Any, number: int) -> int:
+    """Return the bytes of all pieces of a payload that are found."""
+    found, nbytes, part = cursor.set_range(part_key(number, 0)), 0, 0
+    while found and cursor.key() == part_key(number, part):
+        nbytes += len(cursor.value())
+        part += 1
+        found = cursor.next()
+    return nbytes
 
 
 class BufferWriter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from errno import EIO
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -188,14 +189,16 @@ class Reader:
             return ReadResult(Outcome.MISS)
         record = Record.unpack(value)
         if record is None:
+            self._environment.note_damage()
             return ReadResult(Outcome.CORRUPT)
         if self._maintenance.is_damaged(place, record.number):
             return ReadResult(Outcome.MISS)
-        if record.length != length or not usable(buffers, length, writable=True):
-            return ReadResult(Outcome.ERROR)
         met.append(record.number)
         verifier = self._mac_key.verifier(key, length)
         with txn.cursor(self._environment.parts) as cursor:
+            if record.length != length or not usable(buffers, length, writable=True):
+                _check_whole(cursor, record)
+                return ReadResult(Outcome.ERROR)
             whole = payload.read(cursor, record.number, length, buffers, verifier.add)
             checksums = Checksums(record.checksum, record.mac)
             if whole and verifier.matches(checksums):
@@ -203,6 +206,7 @@ class Reader:
             # A mismatch has two possible causes: another process wrote to the caller's (shared) buffers
             # during the copy, or the stored bytes are damaged. Only damage is a reason to drop the object. So
             # check the bytes in the map, which no caller can change.
+            _check_whole(cursor, record)
             again = self._mac_key.verifier(key, length)
             sound = payload.verify_in_map(cursor, record.number, length, again.add) and again.matches(
                 checksums
@@ -210,6 +214,15 @@ class Reader:
         return (
             ReadResult(Outcome.ERROR, record.number) if sound else ReadResult(Outcome.CORRUPT, record.number)
         )
+
+
+def _check_whole(cursor: Any, record: Record) -> None:
+    """Raise DamagedError unless the pieces of a payload have its length.
+
+    Without that, the record or LMDB's trees are damaged. Damage to the payload alone costs the object alone.
+    """
+    if (found := payload.stored_bytes(cursor, record.number)) != record.length:
+        raise DamagedError(EIO, f"{found} bytes are found of an object of {record.length}")
 
 
 def _size(item: GetItem) -> int:

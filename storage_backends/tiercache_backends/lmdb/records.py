@@ -58,6 +58,8 @@ _RECORD: Final = struct.Struct("<QQQIIB7x16s16s32s")
 _PROOF: Final = struct.Struct("<Q8xQ16x16s16s")
 _FACTS: Final = struct.Struct("<6Q")
 _SIZE: Final = struct.Struct("<QQ")
+_MAX_POOL: Final = 64
+"""Maximum bytes of a pool's name; a longer one is damaged, and may be said to end behind the file."""
 _TICK: Final = struct.Struct(">Q")
 _COUNT: Final = struct.Struct("<I")
 _PARENT_KNOWN: Final = 1
@@ -198,8 +200,8 @@ class Record(NamedTuple):
 
     @classmethod
     def unpack(cls, value: bytes | memoryview) -> Record | None:
-        """Return the record in a stored value; None where the value is too short to be a record."""
-        if len(value) <= _RECORD.size:
+        """Return the record in a stored value; None where the value has no length of a record."""
+        if not _RECORD.size < len(value) <= _RECORD.size + _MAX_POOL:
             return None
         return cls._make((*_RECORD.unpack_from(value), bytes(value[_RECORD.size :])))
 

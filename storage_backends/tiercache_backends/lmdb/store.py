@@ -10,7 +10,7 @@ writes at a time; the other writers wait.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, Self
@@ -43,7 +43,7 @@ from tiercache_backends.lmdb.maintenance import Maintenance, check, orphans
 from tiercache_backends.lmdb.mirror import Mirror
 from tiercache_backends.lmdb.opening import KIND, VERSION, Opened, open_environment
 from tiercache_backends.lmdb.reading import Reader
-from tiercache_backends.lmdb.records import FACTS, Record, StoreTotals, place_of
+from tiercache_backends.lmdb.records import FACTS, HALF, Record, StoreTotals, place_of
 from tiercache_backends.lmdb.transaction import names_in
 from tiercache_backends.lmdb.writing import BatchWriter
 from tiercache_backends.local.directory import StoreDirectory
@@ -53,8 +53,25 @@ from tiercache_backends.local.settings import check_capacity, local_settings, op
 _EXAMPLE: Final = "lmdb:///var/lib/tiercache-lmdb?capacity=8GiB"
 _ENTRIES_PER_TRANSACTION: Final = 1024
 """Maximum entries of the database `objects` that one transaction of `scan` or `describe` looks at."""
+_MEND_PAUSE_S: Final = 60.0
+"""Seconds from a repair that failed, or left the rest to another process, to the next."""
 _FOLLOW_S: Final = 0.05
 """Seconds after which a store that is watched looks for changes again, also for those of other processes."""
+
+
+class _MendingGate(CallGate):
+    """Gate that calls `after` whenever a call has left it.
+
+    Thread safety: as CallGate.
+    """
+
+    def __init__(self, name: str, getpid: Callable[[], int], after: Callable[[], None]) -> None:
+        super().__init__(name, getpid)
+        self._after = after
+
+    def __exit__(self, *exc: object) -> None:
+        super().__exit__(*exc)
+        self._after()
 
 
 class LmdbBackend(StorageBackend):
@@ -91,7 +108,10 @@ class LmdbBackend(StorageBackend):
     ) -> None:  # fmt: skip
         env, mac_key = env or Env(), mac_key or MacKey()
         self._read_only = opens_read_only(access, capacity)
-        self._gate = CallGate(f"the store in {path}", env.getpid)
+        self._gate = _MendingGate(f"the store in {path}", env.getpid, self._mend)
+        self._mac_key = mac_key
+        self._clock = env.monotonic
+        self._mend_after = 0.0
         self._power = durability == "power"
         self._store: Opened = open_environment(
             env, path, capacity, mac_key, last_sync=self._power, read_only=self._read_only
@@ -104,6 +124,7 @@ class LmdbBackend(StorageBackend):
         self._disk = Disk(env, self._environment, self._store.budget)
         self._mirror = Mirror(self._environment, env.monotonic)
         self._following = Following("lmdb-changes", _FOLLOW_S, self._follow)
+        self._unremovable: set[bytes] = set()
         self._writer = BatchWriter(
             WriteContext(
                 self._environment,
@@ -111,7 +132,7 @@ class LmdbBackend(StorageBackend):
                 self._disk,
                 self._maintenance,
                 self._errors,
-                unremovable=set(),
+                unremovable=self._unremovable,
             ),
             mac_key,
         )
@@ -356,6 +377,26 @@ class LmdbBackend(StorageBackend):
         with self._gate:
             check(self._environment)
 
+    def _mend(self) -> None:
+        """Write the environment anew if a call has met damage of it; called after each call.
+
+        While other processes have the store open, LMDB is only opened again, and the next owner who is alone
+        does the rest.
+        """
+        if self._read_only or not self._environment.is_damaged() or self._clock() < self._mend_after:
+            return
+        try:
+            with suppress(ClosedError), self._gate.alone():
+                if self._environment.is_damaged():
+                    self._store.mend(self._mac_key)
+                    self._maintenance.forget_damaged()
+                    self._unremovable.clear()
+                    self._mirror.restart()
+        except (OSError, StorageError) as error:
+            self._errors.failed("a repair", error)
+        if self._environment.is_damaged():
+            self._mend_after = self._clock() + _MEND_PAUSE_S
+
     def _worth(self) -> dict[str, int]:
         """Return the figures of `usage` about restorable and dead bytes; an empty dict after damage."""
         try:
@@ -425,6 +466,8 @@ class LmdbBackend(StorageBackend):
     def _entry(self, place: bytes, value: Any, names: Mapping[int, bytes]) -> ScanEntry | None:
         """Return the scan entry of the object at a place; None where the object cannot be read."""
         record = Record.unpack(value) if len(place) == DIGEST_BYTES else None
+        if record is None and len(place) != HALF:
+            self._environment.note_damage()
         key = record.key(place) if record is not None else None
         if record is None or key is None or self._maintenance.is_damaged(place, record.number):
             return None

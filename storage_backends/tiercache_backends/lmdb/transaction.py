@@ -95,7 +95,7 @@ class Transaction:
     def add(self, objects: Sequence[tuple[bytes, SetItem, Checksums]], part_pages: int) -> None:
         """Store objects that are not there yet, in pieces of at most `part_pages` LMDB pages.
 
-        `objects`: place, item and checksums of each. Raises OSError where the store already holds a piece
+        `objects`: place, item and checksums of each. Raises DamagedError where the store has a piece
         with the number of one of these objects or a larger number.
         """
         # Write one entry per piece in `parts`, one entry in each of `objects` and `ages`, and the count of

@@ -2,8 +2,7 @@
 
 DIR/LOCK, OPENING   see `ownership.py`
 DIR/format          JSON {"kind": ..., "version": N, ...}: written when the store is created
-DIR/state           JSON {"boot_id": ...,
-                          "database": null while the environment is in use; after a clean shutdown
+DIR/state           JSON {"database": null while the environment is in use; after a clean shutdown
                                       [size, mtime_ns] of LMDB's file,
                           "capacity": bytes, if known,
                           "suspect": true if the environment is damaged and not repaired yet}
@@ -103,7 +102,7 @@ class StoreDirectory:
         self.suspect = False
         """Whether this owner or an earlier one found the environment damaged, and nobody has repaired it.
 
-        Set by `check_environment`, and cleared by `mark_repaired`.
+        Set by `check_environment` and by who meets damage, and cleared by `mark_repaired`.
         """
         self.capacity: int | None = None
         """Capacity of the last owner in bytes; None if it is not known. `check_environment` sets it."""
@@ -216,7 +215,7 @@ class StoreDirectory:
         state = self._read("state")
         kept = state.get("capacity")
         self.capacity = kept if isinstance(kept, int) and 0 < kept <= MAX_CAPACITY else None
-        self.suspect = bool(state.get("suspect"))
+        self.suspect |= bool(state.get("suspect"))
         found = self._data()
         sound = found is None or self._is_sound(found, state, closely)
         self.suspect |= not sound
@@ -238,6 +237,10 @@ class StoreDirectory:
         Always true for an exclusive owner. For a shared owner, the value is valid until `admit_others`.
         """
         return self._lock.sole
+
+    def rejoin(self) -> None:
+        """Keep others from opening a shared store until `admit_others`; `sole` is valid meanwhile."""
+        self._lock.rejoin()
 
     def admit_others(self) -> None:
         """Let other processes open a shared store, now that the environment is open."""
@@ -377,29 +380,19 @@ class StoreDirectory:
         known: dict[str, Any] = {} if self.capacity is None else {"capacity": self.capacity}
         if self.suspect:
             known["suspect"] = True
-        self._write("state", {"boot_id": self._env.boot_id(), "database": database, **known})
+        self._write("state", {"database": database, **known})
 
     def _is_sound(self, found: os.stat_result, state: Mapping[str, Any], closely: bool) -> bool:
-        #   environment                                what is read
-        #   trusted, closed in order, not `closely`    the head pages; if they look wrong, every page in use
-        #   trusted, but not closed or `closely`       every page in use
-        #   not trusted                                every page in use, then all records by a child process
-        trusted = not self.suspect and self._trusted(found, state)
-        clean = trusted and state.get("database") is not None
+        #   environment                           what is read
+        #   closed in order                       the head pages; if they look wrong, every page in use
+        #   closed in order, `closely`            every page in use
+        #   its owner died, perhaps of damage,    every page in use, then all records by a child process
+        #   or met damage, or it was changed
+        clean = not self.suspect and state.get("database") == [found.st_size, found.st_mtime_ns]
         checked = clean and not closely and is_plausible(self._env, self.database, found.st_size)
         if not checked and not is_whole(self._env, self.database):
             return False
-        return trusted or not is_damaged(self._env, self.database)
-
-    def _trusted(self, found: os.stat_result, state: Mapping[str, Any]) -> bool:
-        """Return whether only LMDB has written to the environment, and all its writes are in the file.
-
-        After a clean shutdown, the file's size and mtime must be unchanged. After a crash of the owner, the
-        environment is trusted until the next boot, because everything that LMDB wrote is in the page cache.
-        """
-        if state.get("database") is not None:
-            return bool(state["database"] == [found.st_size, found.st_mtime_ns])
-        return bool(state.get("boot_id")) and state["boot_id"] == self._env.boot_id()
+        return clean or not is_damaged(self._env, self.database, found.st_size)
 
     def _aside(self, n: int) -> str:
         return os.path.basename(self.database) + ".damaged" + (f".{n}" if n else "")

@@ -21,8 +21,15 @@ DAMAGE: Final = (
     lmdb.PanicError,
     lmdb.InvalidError,
     lmdb.BadTxnError,
+    lmdb.BadDbiError,
+    lmdb.BadValsizeError,
+    lmdb.CursorFullError,
+    lmdb.IncompatibleError,
+    lmdb.PageFullError,
+    lmdb.ProblemError,
+    SystemError,
 )
-"""Exceptions that LMDB raises for a damaged page, and for later calls in the same transaction."""
+"""Exceptions of LMDB and its binding for a damaged page, and for later calls in the same transaction."""
 
 
 class DamagedError(OSError):
@@ -34,7 +41,7 @@ def is_full(error: OSError) -> bool:
     return error.errno in _FULL
 
 
-def os_error(error: lmdb.Error, env: Env, path: str) -> OSError:
+def os_error(error: lmdb.Error | SystemError, env: Env, path: str) -> OSError:
     """Return the OSError for a failure of LMDB in `path`.
 
     Damage gives a DamagedError. A full disk or map gives the errno ENOSPC, and anything else EIO.

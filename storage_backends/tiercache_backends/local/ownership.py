@@ -107,6 +107,13 @@ class OwnerLock:
         elif not self._env.try_share(self._lock_fd):
             raise self._locked(self._lock_fd)
 
+    def rejoin(self) -> None:
+        """Keep other processes from opening the store until `admit_others`, and look whether there are any.
+
+        Raises StoreLockedError or OSError.
+        """
+        self._join()
+
     def admit_others(self) -> None:
         """Let other processes open a shared store.
 

@@ -20,7 +20,9 @@ from tiercache_backends.local.lmdb_file import LmdbFile, UnsoundError
 _log = logging.getLogger(__name__)
 
 CHECK_SECONDS: Final = 120.0
-"""Seconds that the check in a child process may take before the environment counts as damaged."""
+"""Seconds that the check of a small environment in a child process may take before it counts as damaged."""
+_CHECKED_PER_SECOND: Final = 64 << 20
+"""Bytes of an environment for which the check gets one more second."""
 _LMDB_MAGIC: Final = 0xBEEFC0DE
 _LMDB_META: Final = struct.Struct("<16xIIQQI92xQQ")
 """Head page of LMDB: magic, version, address, map size, page size, last page, transaction.
@@ -62,9 +64,10 @@ def is_plausible(env: Env, database: str, size: int) -> bool:
         close_quietly(env, fd)
 
 
-def is_damaged(env: Env, database: str) -> bool:
-    """Let a child process read the whole environment; return whether it finds damage or is killed."""
-    status = env.run([sys.executable, "-P", check.__file__, database], CHECK_SECONDS)
+def is_damaged(env: Env, database: str, size: int) -> bool:
+    """Let a child process read an environment of `size` bytes; return whether it finds damage or dies."""
+    seconds = CHECK_SECONDS + size / _CHECKED_PER_SECOND
+    status = env.run([sys.executable, "-P", check.__file__, database], seconds)
     if status:
         _log.error("the database in %s is damaged (its check ended with status %d)", database, status)
     return status != 0

@@ -31,7 +31,7 @@ def test_a_damaged_catalog_costs_the_contents_and_nothing_else(
     with opened(path) as store:
         store.set([to_set(key(n), payload(n, 5000)) for n in range(300)])
     if not clean:
-        (path / "state").write_text(json.dumps({"boot_id": "another boot", "database": None}))
+        (path / "state").write_text(json.dumps({"database": None}))
     damage(path / "catalog" / "data.mdb", how, rest=4 * 4096)  # far behind that, blocks are only reserved
     with caplog.at_level(logging.ERROR), opened(path) as store:
         assert store.usage().objects == 0
@@ -75,7 +75,7 @@ def test_after_an_unclean_shutdown_a_sound_catalog_passes_its_check(tmp_path: Pa
     path = tmp_path / "s"
     with opened(path) as store:
         put(store, key("a"), payload("a", 5000))
-    (path / "state").write_text(json.dumps({"boot_id": "another boot", "database": None}))
+    (path / "state").write_text(json.dumps({"database": None}))
     env = FaultEnv()
     with opened(path, env=env) as store:
         assert fetch(store, key("a"), 5000) == payload("a", 5000)
