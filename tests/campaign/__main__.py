@@ -57,8 +57,8 @@ CAMPAIGNS = {
     "hosts": (hosts.campaign, 6, 1),
     "fuzz": (fuzz.campaign, 600, 5),
 }
-"""Each with its trials (`open`: in all; `grow`, `fork`, `clock`, `gone`, `clones`, `rot`, `late`: for each row;
-soak: seconds; `simulate`, `hosts`: seeds; `fuzz`: seconds for each target), and those of --quick.
+"""Each with its trials (`open`: in all; `grow`, `fork`, `clock`, `gone`, `clones`, `rot`, `late`: for each
+row; soak: seconds; `simulate`, `hosts`: seeds; `fuzz`: seconds for each target), and those of --quick.
 """
 STORELESS = ("late", "simulate", "hosts", "fuzz")
 """Campaigns that choose their stores themselves."""

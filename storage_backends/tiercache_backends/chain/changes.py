@@ -15,7 +15,7 @@ A tier that leaves is read on, but takes no new objects, until the others have w
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from threading import Lock
@@ -194,6 +194,8 @@ class Changes:
         others = [other for other in self._lineups.current.tiers if other is not tier]
         if keep_contents:
             self._copy_out(tier, report)
+        for other in others:
+            other.learn_namespaces([tier])
         self._lineups.swap(others)
         tier.close()
         self._shares.follow(others)
@@ -270,13 +272,12 @@ class Changes:
 
 
 def _introduce(tier: Tier, others: Sequence[Tier]) -> None:
-    """Tell a new tier of the memory and the namespaces that other tiers know."""
+    """Tell a new tier of the memory that other tiers know, and all of each other's namespaces."""
     for other in others:
         for memory in other.memories:
             tier.attach(memory)
-        with suppress(StorageError):
-            for record in other.call("namespaces", lambda store: store.namespaces()):
-                tier.register_namespace(record)
+        other.learn_namespaces([tier])
+    tier.learn_namespaces(others)
 
 
 def _settings(tiers: Sequence[Tier]) -> list[TierSettings]:

@@ -6,7 +6,7 @@ import enum
 import logging
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Final, TypeVar
@@ -314,6 +314,21 @@ class MonitoredStore:
             return False
         return True
 
+    def learn_namespaces(self, others: Iterable[MonitoredStore]) -> None:
+        """Register the namespaces that other tiers know and this one does not, as far as they answer.
+
+        Without this, the names of objects would leave the chain with the tier that brought them.
+        """
+        with suppress(StorageError):
+            known = {found.namespace: found for found in self.call("namespaces", _namespaces)}
+            for other in others:
+                with suppress(StorageError):
+                    for record in other.call("namespaces", _namespaces) if other.is_readable else ():
+                        mine = known.get(record.namespace)
+                        known[record.namespace] = record if mine is None else mine.over(record)
+                        if known[record.namespace] != mine:
+                            self.register_namespace(known[record.namespace])
+
     def attach(self, memory: SharedMemory) -> None:
         """Tell the store of memory that buffers may lie in, now or when it is back."""
         with self._lock:
@@ -492,3 +507,7 @@ class MonitoredStore:
             self._why = why
             if not self._breaker.closed:
                 _log.warning("tier %s is left out: %s", self.name, why)
+
+
+def _namespaces(store: StorageBackend) -> list[NamespaceRecord]:
+    return store.namespaces()

@@ -149,6 +149,8 @@ class Mover:
         self._skipped: list[Tier] = []
         """Tiers above that were out when the present or last comparison with them began."""
         self._cursor = b""
+        self._named: set[bytes] = set()
+        """Namespaces whose records the target was given, if any tier has them."""
         self._write_back: Final = WriteBack(target)
         self._is_awaited = False
         """Whether a promotion to the tier above waits for this tier."""
@@ -304,6 +306,8 @@ class Mover:
                 if self.target.tick():
                     self._is_behind = True
                     self._write_back.reset()
+                    for other in self._others():
+                        other.learn_namespaces([self.target])
                 self._copy_coldest()
                 with self._changed:
                     batch = self._next_batch()
@@ -404,6 +408,9 @@ class Mover:
             self._give_up(later)
         if not items:
             return
+        if not self._named.issuperset(item.meta.namespace for item in items):
+            self.target.learn_namespaces(self._others())
+            self._named.update(item.meta.namespace for item in items)
         outcomes = self.target.set(items, deleted, owned=True)
         if later := sum(outcome in (Outcome.UNAVAILABLE, Outcome.ERROR) for outcome in outcomes):
             self._give_up(later)
@@ -418,11 +425,16 @@ class Mover:
             self._left_out += objects
         self.target.figures.count_dropped(objects)
 
+    def _others(self) -> list[Tier]:
+        return [*self._above(), *(mover.target for mover in self._below())]
+
     # --- catching up
     # --------------------------------------------------------------------------------------------------------
 
     def _catch_up(self) -> None:
         """Offer objects that should be here and are not, from one more batch of a scan of the tiers above."""
+        if self._is_behind and self.target.is_writable:
+            self.target.learn_namespaces(self._others())
         if not self.target.settings.writes_through:
             self._is_behind = False
             return

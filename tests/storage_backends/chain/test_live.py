@@ -101,6 +101,60 @@ def test_what_only_a_leaving_tier_has_is_copied(tmp_path, leaving):
         assert has_all(store, range(leaving * 10, leaving * 10 + 10))
 
 
+@pytest.mark.parametrize("how", ["keep", "drop", "while stopped", "after an outage"])
+def test_a_namespace_s_record_survives_the_tier_that_brought_it(tmp_path, how):
+    """Only tier b has it, from an earlier life, when the chain begins; then b goes."""
+    never = {"write": "write_through_selective", "promote": "never"}
+    urls = [url(tmp_path / name, name=name, **never) for name in "ab"]
+    record = NamespaceRecord(NAMESPACE, {"model": "m"}, states=True)
+    b = open_backend(url(tmp_path / "b"))
+    b.register_namespace(record)
+    fill(b, range(3))
+    if how != "after an outage":
+        b.close()
+    with opened(*urls) as chain:
+        if how == "after an outage":  # the tier's directory is another's
+            assert chain.namespaces() == []
+            b.close()
+        if how in ("keep", "drop"):
+            chain.remove_tier("b", keep_contents=how == "keep")
+        else:
+            wait_for(
+                lambda: chain.tiers[0].call("namespaces", lambda store: store.namespaces()) == [record], 60
+            )
+    with opened(urls[0]) as chain:
+        assert chain.namespaces() == [record]
+
+
+def test_a_tier_gets_the_record_of_a_namespace_with_its_first_object(tmp_path):
+    """It comes to the lower tier behind the chain, as from another host, and the upper one gets a copy."""
+    with opened("memory://?capacity=1MiB&tier_promote=second", url(tmp_path / "b")) as chain:
+        other = chain.tiers[1].opened
+        assert other is not None
+        wait_for(lambda: not any(mover._is_behind for mover in chain._lineups.current.movers.values()))
+        other.register_namespace(NamespaceRecord(NAMESPACE, {"model": "m"}))
+        fill(other, ["x"])
+        upper = chain.tiers[0]
+
+        def is_promoted() -> bool:
+            assert fetch(chain, key("x"), SIZE) == payload("x", SIZE)
+            return upper.exists([key("x")]) == [True]
+
+        wait_for(is_promoted)
+        assert [r.namespace for r in upper.call("namespaces", lambda store: store.namespaces())] == [
+            NAMESPACE
+        ]
+
+
+def test_a_new_tier_s_records_go_to_the_others(tmp_path):
+    with open_backend(url(tmp_path / "b")) as b:
+        b.register_namespace(NamespaceRecord(NAMESPACE, {"model": "m"}))
+    with opened(url(tmp_path / "a")) as chain:
+        chain.add_tier(url(tmp_path / "b", name="b"))
+    with open_backend(url(tmp_path / "a")) as a:
+        assert [record.namespace for record in a.namespaces()] == [NAMESPACE]
+
+
 def test_contents_may_be_given_up(tmp_path):
     with opened("memory://?capacity=1MiB", url(tmp_path / "a", write="write_through_selective")) as chain:
         fill(chain, range(3))
