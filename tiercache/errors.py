@@ -13,6 +13,7 @@
     ├── StorageError(OSError)             a store cannot be opened or operated
     │   ├── StoreLockedError              another process owns the directory
     │   ├── UnavailableError              the store cannot be reached, or does not answer in time
+    │   │   └── UnansweredError           it was sent a change, which may have been made
     │   ├── RefusedError                  the store answers, and refuses the caller or the call
     │   ├── UnlistedError                 the store answers, and cannot list its objects
     │   ├── StoreFormatError              the directory holds a format that this version does not know
@@ -107,6 +108,10 @@ class StoreLockedError(StorageError):
 
 class UnavailableError(StorageError):
     """A store cannot be reached, or does not answer in time."""
+
+
+class UnansweredError(UnavailableError):
+    """A change was sent to a store that did not answer: it may have been made, or be made yet."""
 
 
 class RefusedError(StorageError):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -12,15 +13,18 @@ import pytest
 from tiercache_backends.file.claims import FOOTPRINT
 from tiercache_backends.grpc import GrpcBackend
 from tiercache_backends.grpc.settings import read_settings
+from tiercache_backends.memory import MemoryBackend
 
 from tests.cli.store.test_samples import call
 from tests.daemon.hosts import until
 from tests.storage_backends.grpc.nodes import daemon_settings, scratch
 from tiercache.cli.readiness import check
+from tiercache.cli.terminal import Exit, code_of
 from tiercache.config.settings import Settings
-from tiercache.core import Outcome
+from tiercache.core import ObjectKey, Outcome
 from tiercache.daemon import StorageServer
-from tiercache.errors import ConfigError, RefusedError, StorageError
+from tiercache.errors import ConfigError, RefusedError, StorageError, UnansweredError, UnavailableError
+from tiercache.storage.shares import Shares
 from tiercache.testing.conformance.threads import run_all
 from tiercache.testing.objects import key, payload, to_set
 
@@ -159,6 +163,68 @@ def test_an_operator_changes_quotas_while_the_daemon_serves(serve: Any) -> None:
     assert ("operator", "ash", "1MiB", "512KiB", "done") in changes
     assert ("operator", "ash", "1MiB", None, "failed") in changes
     assert ("operator", "ash", "none", None, "done") in changes
+
+
+class LateStore(MemoryBackend):
+    """A store that makes changes when it may."""
+
+    def __init__(self) -> None:
+        super().__init__(16 * MIB)
+        self.may_go_on = Event()
+        self.may_go_on.set()
+
+    def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        assert self.may_go_on.wait(60)
+        return super().delete(keys)
+
+    def share(self, shares: Shares, *, evict: bool = True) -> None:
+        assert self.may_go_on.wait(60)
+        super().share(shares, evict=evict)
+
+
+@pytest.mark.parametrize("change", ["set_quota", "delete"])
+def test_a_change_whose_client_left_is_told_as_what_it_was(tmp_path: Path, change: str) -> None:
+    """The client is told that it may go on, and the audit log has its end; the command exits with 7."""
+    store = LateStore()
+    with StorageServer(settings_of(tmp_path), store) as node:
+        section = {"address": node.addresses[0], "token_file": str(scratch() / "operator.quotas")}
+
+        def ask(client: GrpcBackend) -> object:
+            if change == "delete":
+                return client.delete([key(1)])
+            return client.set_quota("ash", {"quota": MIB})
+
+        def outcomes() -> list[str]:
+            records = map(json.loads, node.settings.audit_file.read_text().splitlines())
+            return [record["outcome"] for record in records if record["event"] == change]
+
+        with GrpcBackend(read_settings({**section, "timeout": "1s"})) as operator:
+            assert put(operator, 1) is STORED
+            store.may_go_on.clear()
+            with pytest.raises(UnansweredError, match="may be done, or go on there: look again") as told:
+                ask(operator)
+            assert "\n" not in str(told.value)
+            assert code_of(told.value) is Exit.UNKNOWN
+            until(lambda: len(outcomes()) == 2)
+            store.may_go_on.set()
+            until(lambda: len(outcomes()) == 3)
+            assert outcomes() == ["asked", "goes on; the client left", "done"]
+            assert operator.exists([key(1)]) == [change != "delete"]
+            assert operator.quotas("ash")["ash"].quota_bytes == (MIB if change == "set_quota" else None)
+        store.may_go_on.clear()
+        if change == "set_quota":
+            url = f"grpc://{node.addresses[0]}?timeout=1s&token_file={section['token_file']}"
+            done = call("quota", "set", "ash", "2MiB", "-s", url, ok=Exit.UNKNOWN)
+            assert "may be done, or go on there" in done.err
+            assert "start the daemon" not in done.err
+        store.may_go_on.set()
+    node.stop()
+    with (
+        closing(GrpcBackend(read_settings({**section, "timeout": "1s"}))) as gone,
+        pytest.raises(UnavailableError, match="start the daemon there") as refused,
+    ):
+        ask(gone)
+    assert not isinstance(refused.value, UnansweredError), "it was not sent"
 
 
 def test_who_may_know_and_change_quotas(serve: Any) -> None:

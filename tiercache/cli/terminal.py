@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from tiercache.errors import InputError, RefusedError, StorageError, TierCacheError
+from tiercache.errors import InputError, RefusedError, StorageError, TierCacheError, UnansweredError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,7 +69,7 @@ def code_of(error: Exception) -> Exit | None:
     """
     if isinstance(error, UnreachableError):
         return Exit.UNREACHABLE
-    if isinstance(error, CannotTellError):
+    if isinstance(error, CannotTellError | UnansweredError):
         return Exit.UNKNOWN
     if isinstance(error, RefusedError):
         return Exit.REFUSED

@@ -6,15 +6,16 @@ salts or payload.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from grpc import StatusCode
 
@@ -30,6 +31,8 @@ _PERIOD_S: Final = 10.0
 """Seconds of such a period."""
 _TOLD: Final = {"reload": ("removed", "at_next_start"), "set_quota": ("tenant", "quota", "guarantee")}
 """Changes that are told in the journal, and their details there. Its readers must not learn URLs of tiers."""
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -123,20 +126,47 @@ class CallLog:
         if (call := CURRENT.get()) is not None:
             call.principal = principal
 
-    @asynccontextmanager
-    async def change(self, event: str, **details: Any) -> AsyncIterator[dict[str, Any]]:
-        """Record a change before and after it is made; what is put into the dictionary is told at the end.
+    async def change(
+        self,
+        event: str,
+        start: Callable[..., Awaitable[T]],
+        work: Callable[[], T],
+        told: Callable[[T], Mapping[str, Any]] = lambda _: {},
+        **details: Any,
+    ) -> T:
+        """Record a change before and after it is made, and return what `work`, which makes it, returns.
+
+        `start` begins work in a thread (`Threads.start`); `told` returns what the record at the end has of
+        the result. If the call ends before `work`, as when its client leaves, the work goes on, and the
+        record at its end comes all the same:
+
+            asked ── the call ends ──▶ goes on; the client left ── the work ends ──▶ done, or failed
 
         Raises Refusal, before the change, if it must not be made.
         """
         await self.begin(event, **details)
-        outcome: dict[str, Any] = {}
+        call, outcome, is_over = CURRENT.get(), {"outcome": "not begun; the client left"}, False
+
+        def run() -> T:
+            try:
+                result = work()
+            except Exception as error:
+                outcome["outcome"] = f"failed: {str(error) or type(error).__name__}"
+                raise
+            outcome.update({**told(result), "outcome": "done"})
+            return result
+
+        def landed() -> None:
+            nonlocal is_over
+            is_over = True
+            self.end(event, call=call, **details, **outcome)
+
         try:
-            yield outcome
-        except BaseException as error:
-            self.end(event, f"failed: {str(error) or type(error).__name__}", **details)
+            return await start(run, landed=landed)
+        except asyncio.CancelledError:
+            if not is_over:
+                self.end(event, "goes on; the client left", call, **details)
             raise
-        self.end(event, "done", **details, **outcome)
 
     async def begin(self, event: str, **details: Any) -> None:
         """Record a change that is about to be made; raises Refusal if it must not be made."""

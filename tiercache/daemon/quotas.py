@@ -116,9 +116,12 @@ class QuotaCalls:
         self._require(request.tenant)
         details = {"tenant": request.tenant, **_words(request)}
         try:
-            async with self._calls.change("set_quota", **details):
-                change = partial(_changed, request)
-                await self._ask(call, self._change, request.tenant, change, not request.no_evict)
+            await self._calls.change(
+                "set_quota",
+                partial(self._threads.start, call.caller.budgets.workers),
+                partial(self._change, request.tenant, partial(_changed, request), not request.no_evict),
+                **details,
+            )
         except (ConfigError, RefusedError) as error:
             kind = pb.TIER_ERROR_CONFIG if isinstance(error, ConfigError) else pb.TIER_ERROR_REFUSED
             await call.send(pb.QuotasReply(error=kind, why=str(error)).SerializeToString())

@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, Final, TypeVar, TypeVarTuple
 
 import grpc
@@ -306,9 +307,14 @@ class Service:
 
     async def _delete(self, call: Call) -> None:
         keys = await self._keys(call, pb.DeleteRequest)
-        async with self._calls.change("delete", objects=len(keys)) as outcome:
-            deleted = await self._ask(call, call.caller.permissions.store.delete, keys)
-            outcome["deleted"] = sum(deleted)
+        caller = call.caller
+        deleted = await self._calls.change(
+            "delete",
+            partial(self._threads.start, caller.budgets.workers),
+            partial(caller.permissions.store.delete, keys),
+            lambda deleted: {"deleted": sum(deleted)},
+            objects=len(keys),
+        )
         await _answer(call, pb.BitmapReply(bits=messages.bits(deleted)))
 
     async def _describe(self, call: Call) -> None:

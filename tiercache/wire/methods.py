@@ -43,6 +43,8 @@ class Method(NamedTuple):
         return f"/{SERVICE}/{self.name}"
 
 
+CHANGES: Final = frozenset({"Delete", "Flush", "ChangeTiers", "SetQuota"})
+"""Calls that change a store or a daemon, also if their client does not wait for the answer."""
 METHODS: Final = {
     method.name: method
     for method in (

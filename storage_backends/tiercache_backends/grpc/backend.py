@@ -37,6 +37,7 @@ from tiercache.storage.values import usable_hints
 from tiercache.storage.vectors import usable
 from tiercache.storage.wrappers.base import decide
 from tiercache.wire import messages
+from tiercache.wire.methods import CHANGES
 from tiercache.wire.v1 import storage_pb2 as pb
 from tiercache_backends.grpc.connection import Connection
 from tiercache_backends.grpc.connection_manager import ConnectionManager
@@ -322,14 +323,16 @@ class GrpcBackend(StorageBackend, RemoteTiers, RemoteQuotas):
 
     def _ask(self, name: str, request: Any, seconds: float | None = None) -> Any:
         return self._manager.ask(
-            lambda connection, left: connection.call(name, request, left), name.lower(), seconds
-        )
+            lambda connection, left: connection.call(name, request, left), name.lower(), seconds,
+            changes=name in CHANGES,
+        )  # fmt: skip
 
     def _ask_of_tiers(self, name: str, request: Any) -> Any:
         with self._gate:
             return self._manager.ask(
-                lambda connection, left: connection.call(name, request, left), "a change of tiers"
-            )
+                lambda connection, left: connection.call(name, request, left), "a change of tiers",
+                changes=name in CHANGES,
+            )  # fmt: skip
 
     def _ask_of_quotas(self, name: str, request: Any) -> Any:
         with self._gate:

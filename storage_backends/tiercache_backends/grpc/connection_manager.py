@@ -9,7 +9,7 @@ from collections.abc import Callable
 from threading import Condition, Thread
 from typing import Final, TypeVar
 
-from tiercache.errors import RefusedError, StorageError, UnavailableError
+from tiercache.errors import RefusedError, StorageError, UnansweredError, UnavailableError
 from tiercache.storage.breaker import Breaker, Verdict
 from tiercache.wire.v1 import storage_pb2 as pb
 from tiercache_backends.grpc.connection import Connection
@@ -131,19 +131,34 @@ class ConnectionManager:
         what: str,
         seconds: float | None = None,
         impossible: type[StorageError] = StorageError,
+        *,
+        changes: bool = False,
     ) -> T:
         """Return the result of `work`, as `perform` does, but turn a failure into a StorageError.
 
-        `what`: the call's name in error messages. Raises UnavailableError if the daemon does not answer,
+        `what`: the call's name in error messages. `changes`: the daemon may do it without this client. Raises
+        UnavailableError if the daemon does not answer, UnansweredError if it then may have done it,
         RefusedError if the daemon refuses the call, `impossible` if it does not have what the call asks for,
         and StorageError if it cannot serve this call.
         """
+        is_sent = False
+
+        def send(connection: Connection, left: float) -> T:
+            nonlocal is_sent
+            is_sent = changes
+            return work(connection, left)
+
         try:
-            return self.perform(work, seconds or self._settings.timeout)
+            return self.perform(send, seconds or self._settings.timeout)
         except CallError as error:
             if error.kind in (Kind.REFUSED, Kind.SESSION_ENDED, Kind.BUSY):
                 raise RefusedError(f"{what} is refused by {error.text}") from error
             if error.kind is Kind.UNREACHABLE:
+                if is_sent:
+                    raise UnansweredError(
+                        f"{what}: {error.text}; it may be done, or go on there: look again before you"
+                        " repeat it; the daemon's audit log says how it ended"
+                    ) from error
                 raise UnavailableError(f"{what}: {error.text}; {advice(error)}") from error
             kind = impossible if error.kind is Kind.IMPOSSIBLE else StorageError
             raise kind(f"{what}: {error.text}") from error

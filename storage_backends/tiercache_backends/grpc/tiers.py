@@ -10,7 +10,14 @@ from contextlib import suppress
 from typing import Any, Final
 
 from tiercache.config.urls import section_of
-from tiercache.errors import ConfigError, RefusedError, StorageError, TierCacheError
+from tiercache.errors import (
+    ConfigError,
+    RefusedError,
+    StorageError,
+    TierCacheError,
+    UnansweredError,
+    UnavailableError,
+)
 from tiercache.storage.tiers import Progress, Report, TierControl, ignore_progress
 from tiercache.wire.v1 import storage_pb2 as pb
 
@@ -98,7 +105,8 @@ class RemoteTiers(TierControl):
                 self._follow_given_up(reply)
             raise
         if lost is not None:
-            raise type(lost)(f"{lost}; the change goes on there ({reply.what})") from lost
+            kind = UnansweredError if isinstance(lost, UnavailableError) else type(lost)
+            raise kind(f"{lost}; the change goes on there ({reply.what})") from lost
         if reply.HasField("progress"):
             report(_read_progress(reply.progress))
         _raise(reply)

@@ -24,6 +24,7 @@ from tiercache.errors import (
     StorageError,
     StoreFormatError,
     StoreLockedError,
+    UnansweredError,
     UnavailableError,
 )
 from tiercache.storage.base import StorageBackend, TierReport
@@ -147,6 +148,8 @@ def opened(target: Target, *, change: bool = False, tells: bool = True) -> Itera
             _check_whole(store)
         try:
             yield store
+        except UnansweredError:
+            raise
         except UnavailableError as error:
             raise UnreachableError(f"{target.name} does not answer: {clean(str(error))}") from error
         for tier in tiers_out(store) if tells else ():
