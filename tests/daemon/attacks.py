@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import selectors
 import socket
 import ssl
 import time
@@ -227,3 +228,66 @@ def client_hello() -> bytes:
     with suppress(ssl.SSLWantReadError):
         half.do_handshake()
     return outgoing.read()
+
+
+@contextmanager
+def half_open(
+    port: int, first: bytes, *, addresses: int, connections: int = 400, trickled: bytes = b""
+) -> Iterator[None]:
+    """Keep up connections of strangers that say `first`, then `trickled` byte by byte, and no more.
+
+    They come from 127.1.0.1 and on; with no `addresses` from 127.0.0.1. One that is cut comes again at once.
+    """
+    over = Event()
+    with ThreadPoolExecutor(1) as pool:
+        flooding = pool.submit(_keep_half_open, port, first, trickled, connections, addresses, over)
+        try:
+            yield
+        finally:
+            over.set()
+        flooding.result()
+
+
+def _keep_half_open(
+    port: int, first: bytes, trickled: bytes, connections: int, addresses: int, over: Event
+) -> None:
+    selector = selectors.DefaultSelector()
+    said: dict[socket.socket, int] = {}
+
+    def connect(number: int) -> None:
+        sock = socket.socket()
+        sock.setblocking(False)
+        if addresses:
+            sock.bind((f"127.1.0.{1 + number % addresses}", 0))
+        sock.connect_ex(("127.0.0.1", port))
+        said[sock] = 0
+        selector.register(sock, selectors.EVENT_WRITE, number)
+
+    for number in range(connections):
+        connect(number)
+    looked = time.monotonic()
+    while not over.is_set():
+        for found, events in selector.select(0.05):
+            sock = found.fileobj
+            assert isinstance(sock, socket.socket)
+            try:
+                if events & selectors.EVENT_WRITE:
+                    sock.send(first)
+                    selector.modify(sock, selectors.EVENT_READ, found.data)
+                elif not sock.recv(1 << 16):
+                    raise ConnectionResetError
+            except BlockingIOError:
+                continue
+            except OSError:
+                selector.unregister(sock)
+                sock.close()
+                del said[sock]
+                connect(found.data)
+        if time.monotonic() - looked > 0.3:
+            looked = time.monotonic()
+            for sock, at in said.items():
+                with suppress(OSError):
+                    said[sock] = at + sock.send(trickled[at : at + 1])
+    for sock in said:
+        sock.close()
+    selector.close()

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tiercache.daemon.admission import Admission, ConnectionState, OpeningCounter, SharedRate
+from tiercache.daemon.admission import (
+    GREETING_BYTES,
+    HEAD_BYTES,
+    Admission,
+    ConnectionState,
+    OpeningCounter,
+    SharedRate,
+)
 
 HERE, THERE = b"here", b"there"
 
@@ -79,6 +86,44 @@ def test_the_origin_that_was_served_least_opens_first(admission: Admission[Conne
     add(admission, 1, THERE)
     admission.record_forwarded(first, 500, 500)
     assert opened(admission) == [1, 0]
+
+
+def test_an_origin_that_came_to_nothing_waits_for_those_that_did_not_until_it_is_forgiven(
+    admission: Admission[ConnectionState],
+) -> None:
+    admission.remove(add(admission, 0))
+    known = add(admission, 1, b"elsewhere")
+    known.known = True
+    admission.remove(known)
+    for number, origin in enumerate((HERE, THERE, b"elsewhere"), 2):
+        add(admission, number, origin)
+    assert opened(admission) == [3, 4]
+    for number in (3, 4):
+        admission.settle(admission.connections[number])
+        admission.remove(admission.connections[number])
+    for now in (6.0, 12.0):
+        admission.overdue(now)
+    add(admission, 5, b"elsewhere")
+    assert opened(admission) == [2, 5], "all are forgiven"
+
+
+def test_of_those_that_open_few_may_send_much() -> None:
+    admission: Admission[ConnectionState] = Admission(
+        max_connections=4, max_opening=4, max_wide=1, settling=5.0, now=0.0
+    )
+    connections = [add(admission, number, tls=True) for number in range(3)]
+    assert opened(admission) == [0, 1, 2]
+    counters = [connection.opening for connection in connections if connection.opening is not None]
+    for counter in counters[:2]:
+        assert counter.take(b"\x16\x03\x01\x02\x00" + bytes(counter.room - 5)) == GREETING_BYTES[True]
+        assert (counter.room, counter.cost) == (0, GREETING_BYTES[True] - 5 - 512), "the hello costs nothing"
+    assert list(admission.to_widen()) == connections[:1]
+    assert [counter.room for counter in counters] == [
+        HEAD_BYTES - GREETING_BYTES[True], 0, GREETING_BYTES[True]
+    ]  # fmt: skip
+    assert list(admission.to_widen()) == [], "one is wide"
+    admission.remove(connections[0])
+    assert list(admission.to_widen()) == connections[1:2]
 
 
 def test_none_opens_while_the_rate_is_used_up(admission: Admission[ConnectionState]) -> None:

@@ -55,7 +55,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 @contextmanager
 def gated(settling: float) -> Iterator[Gate]:
     gate = Gate(
-        max_connections=8, max_opening=4, max_streams=32, settling=settling, count_refusal=lambda _: None
+        max_connections=8, max_wide=4, max_streams=32, settling=settling, count_refusal=lambda _: None
     )
     try:
         yield gate

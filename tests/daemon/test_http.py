@@ -27,7 +27,7 @@ from tiercache.config.settings import Settings
 from tiercache.core import ObjectKey
 from tiercache.daemon import StorageServer
 from tiercache.daemon.http import HttpPort, routes
-from tiercache.daemon.http.port import MAX_CONNECTIONS
+from tiercache.daemon.http.port import MAX_SERVED
 from tiercache.errors import StorageError
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.registry import open_backend
@@ -261,7 +261,7 @@ def test_silent_clients_make_room_for_others_and_are_cut() -> None:
         for _ in range(5):
             assert ask(here, "/").status == 200
         assert threading.active_count() == before
-        assert sum(map(is_open, silent)) <= MAX_CONNECTIONS
+        assert sum(map(is_open, silent)) <= MAX_SERVED[False]
         for sock in silent:
             with suppress(ConnectionResetError):
                 assert sock.recv(10) == b""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import socket
 import ssl
+import time
 from typing import NamedTuple
 
 
@@ -17,14 +18,22 @@ class Answer(NamedTuple):
 
 
 def ask(
-    address: str, path: str, method: str = "GET", *, context: ssl.SSLContext | None = None, **headers: str
+    address: str,
+    path: str,
+    method: str = "GET",
+    *,
+    context: ssl.SSLContext | None = None,
+    pause: float = 0,
+    **headers: str,
 ) -> Answer:
-    """Make one request; `headers` have underscores for hyphens."""
+    """Make one request, `pause` seconds after the connection; `headers` have underscores for hyphens."""
     connection = (
         http.client.HTTPConnection(address, timeout=30)
         if context is None
         else http.client.HTTPSConnection(address, timeout=30, context=context)
     )
+    connection.connect()
+    time.sleep(pause)
     connection.request(method, path, headers={name.replace("_", "-"): text for name, text in headers.items()})
     answer = connection.getresponse()
     text = answer.read().decode()

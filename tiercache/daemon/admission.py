@@ -11,11 +11,16 @@ server announces its limits). In TLS the gate cannot see the acknowledgement. Th
 once it is older than gRPC's timeouts for handshake and acknowledgement together, or once it is known. A
 connection is known once gRPC's service has recognised a caller on it.
 
-Only a few connections are opening at once. Waiting connections open in this order: first those whose origin
-(user id or IP address) has the fewest opening connections, then those whose origin was served the fewest
-bytes recently, then the oldest. When the limit on connections is reached, a new connection displaces a
-connection that is not known. For this, the gate chooses the origin that has most connections that are not
-known, and displaces the oldest of these connections.
+A bounded number of connections is opening at once, and only a few of them may be wide: send more than a
+usual client sends before it acknowledges. Waiting connections open, and opening ones become wide, in this
+order: first those whose origin (user id or IP address) has not failed lately, then those whose origin has the
+fewest such connections, then those whose origin was served the fewest bytes recently, then the oldest. An
+origin fails when one of its connections ends without a known caller. So who comes from an address that did
+nothing yet goes before any number of addresses whose connections come to nothing.
+
+When the limit on connections is reached, a new connection displaces a connection that is not known. For
+this, the gate chooses the origin that has most connections that are not known, with a handicap for one that
+failed lately, and displaces the oldest of these connections.
 
 Calls of unknown callers are refused, but each refusal takes a turn of the event loop, and delays the calls of
 known callers. Therefore all settled connections share one rate of forwarding (`SharedRate`); the origin that
@@ -29,14 +34,22 @@ This module does no I/O and reads no clock; `gate` does both.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, Generic, NamedTuple, TypeVar
 
 HEAD_BYTES: Final = 16 << 10
 """Maximum bytes of TLS handshake, preface, SETTINGS and headers together; a usual client sends a quarter."""
 DATA_BYTES: Final = 64 << 10
 """Maximum bytes of DATA frames: the initial flow-control window of a connection (RFC 9113, 6.9.2)."""
+GREETING_BYTES: Final = {False: 1 << 10, True: 4 << 10}
+"""Bytes that each opening connection may forward, in clear and in TLS; with more it must become wide.
+
+gRPC's own client sends 150 bytes before it acknowledges the SETTINGS, and in TLS 700 to 2,500.
+"""
 _PREFACE_BYTES: Final = 24
+_RECORD_HEADER_BYTES: Final = 5
+_HANDSHAKE: Final = b"\x16"
+"""Type of a TLS record (RFC 8446, 5.1)."""
 _FRAME_HEADER_BYTES: Final = 9
 _DATA, _HEADERS, _SETTINGS = 0, 1, 4
 """Frame types (RFC 9113, 6)."""
@@ -44,6 +57,10 @@ _ACK: Final = 1
 """The flag ACK of a SETTINGS frame."""
 _MAX_ORIGINS: Final = 4096
 """Maximum number of origins whose usage is recorded; when it is exceeded, all records are dropped."""
+_FORGIVING_SECONDS: Final = 5.0
+"""Seconds after which the weight of all failures sinks by one."""
+_FAILED: Final = 2
+"""Weight of an origin that fails. It does not grow, because a client may share an address with strangers."""
 _PRESSED_SECONDS: Final = 1.0
 """Seconds that a connection may take to open while others wait for their turn."""
 _RATE_BURST_BYTES: Final = 64 << 10
@@ -56,6 +73,8 @@ _RATE_BYTES_PER_SECOND: Final = 16 << 10
 
 The event loop can refuse that many calls a second in addition to its other work. At twice this rate, calls of
 known callers were delayed by seconds (measured with "short calls without end" of tests/daemon/attacks.py)."""
+_CALL_BYTES: Final = 256
+"""Bytes that each call of an opening connection takes from the shared rate."""
 _TURN_BYTES: Final = 1 << 10
 """Maximum bytes that a settled connection without a known caller forwards at a time."""
 
@@ -82,7 +101,10 @@ class OpeningCounter:
         """Whether the client sent more bytes or began more calls than it may before the acknowledgement."""
         self.calls = 0
         """Number of calls (HEADERS frames) that have begun; 0 in TLS, where they cannot be seen."""
+        self.is_wide = False
+        """Whether the connection may send more than GREETING_BYTES."""
         self._tls = tls
+        self._greeting = GREETING_BYTES[tls]
         self._max_streams: Final = max_streams
         # Bytes that may still come: in DATA frames (True), and in everything else (False).
         self._room = {False: HEAD_BYTES, True: DATA_BYTES}
@@ -93,7 +115,25 @@ class OpeningCounter:
     @property
     def room(self) -> int:
         """Maximum number of bytes that `take` may be given now."""
-        return self._room[False] if self._tls else sum(self._room.values())
+        room = self._room[False] if self._tls else sum(self._room.values())
+        return room if self.is_wide else min(room, self._greeting)
+
+    @property
+    def must_widen(self) -> bool:
+        """Whether more may come only when the connection is wide."""
+        return not self.is_wide and not self._greeting
+
+    @property
+    def cost(self) -> int:
+        """Bytes that the connection has taken from the shared rate: an estimate of what its calls cost.
+
+        In TLS calls cannot be counted, so all bytes count but those of the first record of the handshake.
+        """
+        if not self._tls:
+            return _CALL_BYTES * self.calls
+        # type (1 byte) | version (2 bytes) | length (2 bytes)
+        hello = int.from_bytes(self._header[3:]) if self._header[:1] == _HANDSHAKE else 0
+        return max(0, HEAD_BYTES - self._room[False] - _RECORD_HEADER_BYTES - hello)
 
     def take(self, data: bytes) -> int:
         """Count the next bytes, at most `room`, and return how many of them belong to the opening.
@@ -102,6 +142,7 @@ class OpeningCounter:
         of `data` belongs to the opening.
         """
         if self._tls:
+            self._header += data[: _RECORD_HEADER_BYTES - len(self._header)]
             self._spend(len(data))
             return len(data)
         at = 0
@@ -120,6 +161,7 @@ class OpeningCounter:
         return at
 
     def _spend(self, nbytes: int) -> None:
+        self._greeting -= nbytes
         self._room[self._in_data] -= nbytes
         self.excessive |= self._room[self._in_data] < 0
 
@@ -217,21 +259,27 @@ class Overdue(NamedTuple, Generic[C]):
 class Admission(Generic[C]):
     """All connections, and the order in which they open and are served.
 
-    At most `max_opening` connections are opening at once. gRPC itself cuts a connection whose handshake and
-    acknowledgement take longer than `settling` seconds.
+    At most `max_opening` connections are opening at once, and at most `max_wide` of them are wide. gRPC
+    itself cuts a connection whose handshake and acknowledgement take longer than `settling` seconds.
 
     Thread safety: one thread.
     """
 
-    def __init__(self, *, max_connections: int, max_opening: int, settling: float, now: float) -> None:
+    def __init__(
+        self, *, max_connections: int, max_opening: int, settling: float, now: float, max_wide: int = 0
+    ) -> None:
         self._max_connections: Final = max_connections
         self._max_opening: Final = max_opening
+        self._max_wide: Final = max_wide
         self._settling: Final = settling
         self._rate = SharedRate(_RATE_BURST_BYTES, _RATE_BYTES_PER_SECOND, now)
         self._unsettled: dict[int, C] = {}
         """Connections that wait or are opening, by number; the oldest comes first."""
         self._throttled: dict[int, C] = {}
         """Settled connections that wait for the shared rate, by number."""
+        self._failures: Counter[bytes] = Counter()
+        """Weight of each origin of which a connection ended lately without a known caller."""
+        self._forgave_at = now
         self.connections: Final[dict[int, C]] = {}
         """All connections by number; the oldest comes first."""
 
@@ -243,7 +291,11 @@ class Admission(Generic[C]):
         """Remove a connection in any state; return False if it was removed before."""
         self._unsettled.pop(connection.number, None)
         self._throttled.pop(connection.number, None)
-        return self.connections.pop(connection.number, None) is not None
+        if self.connections.pop(connection.number, None) is None:
+            return False
+        if not connection.known:
+            self._failures[connection.origin] = _FAILED
+        return True
 
     def settle(self, connection: C) -> None:
         """Settle an opening connection; its bytes and calls are no longer counted one by one."""
@@ -286,7 +338,9 @@ class Admission(Generic[C]):
         unknown = [connection for connection in self.connections.values() if not connection.known]
         if not unknown:
             return None
-        origin, _ = Counter(connection.origin for connection in unknown).most_common(1)[0]
+        held = Counter(connection.origin for connection in unknown)
+        # `max` returns the first of equals, which is the one with the oldest connection.
+        origin = max(held, key=lambda origin: held[origin] + self._failures[origin])
         return next(connection for connection in unknown if connection.origin == origin)
 
     def to_open(self, clock: Callable[[], float]) -> Iterator[C]:
@@ -299,16 +353,31 @@ class Admission(Generic[C]):
             connection.origin for connection in self._unsettled.values() if connection.opening is not None
         )
         while opening.total() < self._max_opening and self._rate.left(clock()):
-            waiting = list(self._waiting())
-            if not waiting:
+            chosen = self._first(self._waiting(), opening)
+            if chosen is None:
                 return
-            # `min` returns the first of equals, which is the oldest.
-            chosen = min(
-                waiting,
-                key=lambda connection: (opening[connection.origin], self._rate.used(connection.origin)),
-            )
             yield chosen
             opening[chosen.origin] += 1
+
+    def to_widen(self) -> Iterator[C]:
+        """Yield opening connections that wait to become wide, until `max_wide` are wide; now these are."""
+        found = [(connection, connection.opening) for connection in self._unsettled.values()]
+        wide = Counter(connection.origin for connection, opening in found if opening and opening.is_wide)
+        waiting = {connection: opening for connection, opening in found if opening and opening.must_widen}
+        while wide.total() < self._max_wide and (chosen := self._first(waiting, wide)) is not None:
+            waiting.pop(chosen).is_wide = True
+            yield chosen
+            wide[chosen.origin] += 1
+
+    def _first(self, waiting: Iterable[C], held: Mapping[bytes, int]) -> C | None:
+        """Return which of the `waiting` goes first, if each origin has `held` so many already."""
+
+        def urgency(connection: C) -> tuple[int, int, int]:
+            origin = connection.origin
+            return self._failures[origin], held[origin], self._rate.used(origin)
+
+        # `min` returns the first of equals, which is the oldest.
+        return min(waiting, key=urgency, default=None)
 
     def to_serve(self, clock: Callable[[], float]) -> Iterator[C]:
         """Yield throttled connections, each once, while the shared rate has bytes left.
@@ -339,6 +408,9 @@ class Admission(Generic[C]):
 
     def overdue(self, now: float) -> Overdue[C]:
         """Return the opening connections whose time is over."""
+        if now - self._forgave_at > _FORGIVING_SECONDS or len(self._failures) > _MAX_ORIGINS:
+            self._forgave_at = now
+            self._failures = Counter({origin: n - 1 for origin, n in self._failures.items() if n > 1})
         overdue: Overdue[C] = Overdue([], [])
         max_age = _PRESSED_SECONDS if next(self._waiting(), None) is not None else self._settling
         for connection in self._unsettled.values():

@@ -38,10 +38,10 @@ _SEND_BYTES: Final = 1 << 20
 """Size in bytes of the send buffer at either end of a connection to gRPC; the system may lower it.
 
 With smaller buffers both ends wait for each other."""
-_CALL_BYTES: Final = 256
-"""Bytes that each call of an opening connection takes from the shared rate.
+_OPENING_EACH: Final = 16
+"""Number of connections that may be opening at once for each that may be wide.
 
-In TLS calls cannot be counted. There, an opening connection takes as many bytes as it sends."""
+What one that is not wide can make gRPC hold is less than a sixteenth."""
 _READ, _WRITE = select.EPOLLIN, select.EPOLLOUT
 
 
@@ -99,13 +99,13 @@ class Gate:
         self,
         *,
         max_connections: int,
-        max_opening: int,
+        max_wide: int,
         max_streams: int,
         settling: float,
         count_refusal: Callable[[str], None],
         ended: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Prepare for at most `max_connections` connections, `max_opening` of which are opening at once.
+        """Prepare for at most `max_connections` connections, `max_wide` of which are wide at once.
 
         A client may begin `max_streams` calls before it acknowledges gRPC's SETTINGS. gRPC itself cuts a
         connection whose handshake and acknowledgement take longer than `settling` seconds. The gate cuts a
@@ -118,7 +118,11 @@ class Gate:
         When a connection to gRPC has ended, the gate's thread calls `ended` with the connection's name.
         """
         self._admission: Admission[_Connection] = Admission(
-            max_connections=max_connections, max_opening=max_opening, settling=settling, now=time.monotonic()
+            max_connections=max_connections,
+            max_opening=_OPENING_EACH * max_wide,
+            max_wide=max_wide,
+            settling=settling,
+            now=time.monotonic(),
         )
         self._max_streams: Final = max_streams
         self._count_refusal: Final = count_refusal
@@ -332,6 +336,8 @@ class Gate:
                 self._open(connection)
             except OSError:
                 self._cut(connection, "busy")
+        for connection in self._admission.to_widen():
+            self._try_to_advance(connection)
 
     def _serve_throttled(self) -> None:
         for connection in self._admission.to_serve(time.monotonic):
@@ -383,18 +389,17 @@ class Gate:
     ) -> None:
         """Forward bytes of an opening connection; raises OSError if the client has sent more than it may."""
         if not opening.room:
-            return  # in TLS, reading goes on when the connection is settled
+            return  # reading goes on when the connection is wide or, in TLS, settled
         # Peek first: the bytes behind the acknowledgement stay in the socket for `_forward_throttled`.
         seen = _receive(connection, opening.room, socket.MSG_PEEK)
-        before = opening.calls
+        before = opening.cost
         data = connection.client.recv(opening.take(seen)) if seen else b""
         # An acknowledgement that comes before gRPC has sent any byte acknowledges nothing: it is forged.
         if opening.excessive or (opening.acknowledged and not connection.down.moved):
             raise ConnectionAbortedError(
                 "the client sent more than it may before it acknowledges the SETTINGS"
             )
-        cost = len(data) if connection.tls else _CALL_BYTES * (opening.calls - before)
-        self._forward(connection, backend, data, cost)
+        self._forward(connection, backend, data, opening.cost - before)
         if opening.acknowledged:
             self._settle(connection)
 

@@ -72,14 +72,14 @@ _ACKNOWLEDGE_MS: Final = 1_000
 """Milliseconds that a client may take to acknowledge gRPC's SETTINGS."""
 _READ_BYTES: Final = 64 << 10
 """Maximum bytes of one connection that gRPC has read but not parsed yet."""
-_OPENING_BYTES: Final = 24 << 20
-"""Bytes of `host_bytes` (the bound on the server's memory) for one opening connection.
+_WIDE_BYTES: Final = 24 << 20
+"""Bytes of `host_bytes` (the bound on the server's memory) for one wide connection (`admission`).
 
-`host_bytes` divided by this figure is the number of connections that may be opening at once, within the
-limits of _OPENINGS. The figure is eight times the memory that one opening connection can make gRPC hold.
+`host_bytes` divided by this figure is the number of connections that may be wide at once, within the limits
+of _WIDE. The figure is eight times the memory that one wide connection can make gRPC hold.
 """
-_OPENINGS: Final = (4, 32)
-"""Minimum and maximum number of connections that may be opening at once, for any `host_bytes`."""
+_WIDE: Final = (4, 32)
+"""Minimum and maximum number of connections that may be wide at once, for any `host_bytes`."""
 _RELOAD_SECONDS: Final = 30.0
 """Seconds in which the event loop must take over new settings."""
 _KEEPALIVE_MS: Final = 10_000
@@ -323,10 +323,10 @@ class StorageServer:
         shared = SharedCalls(
             threads, max_keys=limits.keys_per_batch, max_bytes=settings.object_bytes, metrics=metrics
         )
-        minimum, maximum = _OPENINGS
+        minimum, maximum = _WIDE
         gate = self._gate = Gate(
             max_connections=limits.clients,
-            max_opening=max(minimum, min(maximum, settings.host_bytes // _OPENING_BYTES)),
+            max_wide=max(minimum, min(maximum, settings.host_bytes // _WIDE_BYTES)),
             max_streams=limits.streams_per_client, settling=(_HANDSHAKE_MS + 2 * _ACKNOWLEDGE_MS) / 1e3,
             count_refusal=calls.refused_connection,
             ended=lambda name: self._in_loop(sessions.end, name),

@@ -42,10 +42,10 @@ _log = logging.getLogger(__name__)
 
 _OPEN_BYTES: Final = 8 << 10
 """Maximum bytes of the first frame's header; a token file has at most half of them."""
-_MAX_OPENING: Final = 64
+_MAX_OPENING: Final = 128
 """Maximum number of connections that are opening at once; each holds some kilobytes, with TLS some dozens."""
 _OPEN_COSTS: Final = {False: 256, True: 1 << 10}
-"""Bytes that an opening connection takes from the rate that all of them share, without TLS and with it."""
+"""Bytes that a connection which is refused takes from the rate of all, without TLS and with it."""
 _SETTLING_SECONDS: Final = 5.0
 """Seconds that a client may take to bring its token."""
 _TICK_SECONDS: Final = 0.1
@@ -209,7 +209,6 @@ class DataPort:
         for connection in self._admission.to_open(time.monotonic):
             connection.since = time.monotonic()
             connection.opening = OpeningCounter(tls=True, max_streams=0)
-            self._admission.record_forwarded(connection, 0, _OPEN_COSTS[self._certificates is not None])
             connection.task = get_running_loop().create_task(self._serve(connection))
             connection.task.add_done_callback(partial(self._over, connection))
         if self._admission.has_unsettled and self._tick is None:
@@ -246,6 +245,7 @@ class DataPort:
             session = await self._greet(connection)
         except Refusal as refusal:
             self._calls.refused(refusal)
+            self._charge(connection)
             failure = data_pb2.DataFailure(code=refusal.code.value[0], text=refusal.message)
             with suppress(DisconnectedError, Refusal):
                 frame = data.pack(FrameKind.FAILED, failure.SerializeToString())
@@ -253,6 +253,7 @@ class DataPort:
             return
         except WireError as error:
             self._calls.refused(error)
+            self._charge(connection)
             return
         except DisconnectedError:
             return
@@ -267,6 +268,10 @@ class DataPort:
             self._calls.refused(error)
         finally:
             session.ends.discard(end)
+
+    def _charge(self, connection: _Connection) -> None:
+        """Let a connection that was refused take bytes of the rate that all of them share."""
+        self._admission.record_forwarded(connection, 0, _OPEN_COSTS[self._certificates is not None])
 
     async def _converse(self, connection: _Connection, session: DataSession) -> None:
         """Let the calls of a connection be served, by threads and, where one has to wait, here."""
