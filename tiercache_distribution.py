@@ -8,13 +8,14 @@ imports nothing of it before `main` runs.
 from __future__ import annotations
 
 import sys
-from importlib.metadata import PackageNotFoundError, version
 
 DISTRIBUTION = "tiercache-hybrid"
 
 
 def foreign_sentence() -> str:
     """Return a sentence about an installed distribution `tiercache`; empty if there is none."""
+    from importlib.metadata import PackageNotFoundError, version  # takes longer than --help may
+
     try:
         found = version("tiercache")
     except PackageNotFoundError:

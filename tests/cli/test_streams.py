@@ -19,6 +19,8 @@ import pytest
 from tests.cli.store.test_samples import call
 from tiercache.cli.terminal import MEANINGS, Exit, exit_sentence
 from tiercache.cli.verbs import VERBS
+from tiercache.storage.registry import open_backend
+from tiercache.testing.objects import key, payload, to_set
 
 COMMAND = [sys.executable, "-m", "tiercache.cli"]
 HEAVY = (
@@ -125,6 +127,22 @@ def test_a_reader_that_goes_away_ends_it_quietly(arguments: list[str]) -> None:
     finally:
         os.close(write)
     assert (done.returncode, done.stderr) == (Exit.UNREAD, "")
+
+
+def test_a_reader_that_leaves_in_the_middle_of_a_document_is_noticed(tmp_path: Path) -> None:
+    """Also with PYTHONUNBUFFERED, with which Python drops the rest of a write that is cut short."""
+    with open_backend(f"file://{tmp_path}/s?capacity=64MiB") as store:
+        store.set([to_set(key(n), payload(n, 64)) for n in range(1000)])  # 400 KB, a pipe holds 64 KB
+    command = [*COMMAND, "ls", "-s", str(tmp_path / "s"), "-o", "json"]
+    for more in ({}, {"PYTHONUNBUFFERED": "1"}):
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | more
+        ) as run:
+            assert run.stdout is not None
+            assert run.stderr is not None
+            assert run.stdout.read(1) == b"["
+            run.stdout.close()
+            assert (run.wait(GUARD), run.stderr.read()) == (Exit.UNREAD, b"")
 
 
 def test_one_line_is_enough_for_a_reader() -> None:

@@ -5,6 +5,7 @@ Only a defect of tiercache ends with a traceback.
 
 from __future__ import annotations
 
+import io
 import os
 import select
 import signal
@@ -15,7 +16,7 @@ from typing import Annotated, Any, Final
 import typer
 
 import tiercache
-from tiercache.cli.terminal import Exit, code_of, complain, exit_table
+from tiercache.cli.terminal import MEANINGS, Exit, code_of, complain, exit_table
 from tiercache.cli.verbs import Verbs
 from tiercache.errors import MissingExtraError, TierCacheError
 from tiercache_distribution import foreign_sentence
@@ -57,6 +58,8 @@ def _root(
 def main() -> None:
     """Run the command; the entry point of the console script."""
     outputs = _outputs()
+    # gRPC reads this when it is first imported; it would print lines of its own beside our sentences.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # SIGTERM unwinds the stack as Ctrl-C does, so that child processes are ended and temporary directories
     # removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(Exit.TERMINATED))
@@ -77,6 +80,8 @@ def _run(outputs: list[int]) -> int:
         if (code := _report(error, outputs)) is None:
             raise
         return code
+    if code == Exit.INTERRUPTED:
+        complain(MEANINGS[Exit.INTERRUPTED])
     return code if isinstance(code, int) else Exit.DONE
 
 
@@ -152,6 +157,10 @@ def _outputs() -> list[int]:
         if stream is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
         elif hasattr(stream, "reconfigure"):
+            if isinstance(stream.buffer, io.RawIOBase):
+                # PYTHONUNBUFFERED: Python drops the rest of a write that a leaving reader cuts short.
+                stream = open(stream.fileno(), "w", 1, stream.encoding, closefd=False)  # noqa: SIM115
+                setattr(sys, name, stream)
             stream.reconfigure(errors="backslashreplace")
             with suppress(OSError):
                 descriptors.append(os.dup(stream.fileno()))

@@ -114,8 +114,6 @@ def serve(
     or replay; address, with the port), pid, store (its URL, or a list of the URLs of its tiers).
     With jsonl one line for each place, and a last line with summary.
     """
-    # gRPC reads this when it is first imported; it would tell of each client that breaks a handshake.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # The first import, because its error names the extra that is missing.
     from tiercache.daemon import StorageServer
 
@@ -136,6 +134,8 @@ def serve(
     }  # fmt: skip
     flags = {name: value for name, value in given.items() if value is not None}
     settings = load(find_file(config), flags)
+    if settings.http.address:
+        import tiercache.daemon.http  # noqa: F401  so that a missing extra is named before the store is opened
     start_logging(settings.log.level, settings.log.format)
     console = Console(stderr=True, highlight=False, emoji=False)
 

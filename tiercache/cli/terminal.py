@@ -227,6 +227,15 @@ def table(columns: Sequence[str], left: Sequence[str] = ()) -> Table:
 
 
 @contextmanager
+def working(doing: str) -> Iterator[None]:
+    """Show on stderr, if that is a terminal, that something of unknown length goes on."""
+    from rich.console import Console
+
+    with Console(stderr=True, emoji=False).status(safe(doing)):
+        yield
+
+
+@contextmanager
 def progress(doing: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show a progress bar for `total` bytes on stderr, if stderr is a terminal.
 

@@ -96,11 +96,20 @@ def error_of_status(number: int, text: str, what: str) -> CallError:
     return CallError(kind, f"{what}: {code.name.lower()}, {' '.join(text.split())[:500]}", untouched=True)
 
 
+_WRONG_PORT: Final = (
+    "another service listens there, such as that of http.listen or of payload; give the port for calls"
+)
 _ADVICE: Final = (
     ("CERTIFICATE_VERIFY_FAILED", "its certificate is not of the authority in ca=; give the right one"),
     ("Hostname Verification", "its certificate has another name; use that name, or give it as server_name="),
     ("WRONG_VERSION_NUMBER", "it serves without TLS; leave out ca=, certificate= and tls="),
-    ("Socket closed", "if it serves with TLS, give ca=; otherwise wait until it is back"),
+    ("Failed parsing HTTP/2", _WRONG_PORT),
+    ("missing selected ALPN", _WRONG_PORT),
+    (
+        "Socket closed",
+        "if it serves with TLS, give ca=; if this is its port for payload, give its port for calls; otherwise"
+        " wait until it is back",
+    ),
 )
 """Advice by a part of what gRPC says of a connection that could not be made."""
 

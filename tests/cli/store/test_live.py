@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
-from tests.cli.store.test_samples import ACME, FORK, PROMPT, call, identity, keys_of, store_sequence
+from tests.cli.store.test_samples import (
+    ACME,
+    FORK,
+    KINDS,
+    PROMPT,
+    call,
+    identity,
+    keys_of,
+    make_store,
+    store_sequence,
+)  # fmt: skip
+from tests.storage_backends.grpc.nodes import daemon_settings
 from tiercache.cli.store import target as targets
+from tiercache.daemon import StorageServer
 from tiercache.storage.base import NamespaceRecord, StoreContext
 from tiercache.storage.env import Env
 from tiercache.storage.registry import open_backend
@@ -86,3 +101,29 @@ def test_a_killed_daemon_is_unreachable_and_leaves_a_store(served):
     found = call("status", "-s", path, "-o", "json").document
     assert (found["live"], found["objects"], found["capacity_bytes"]) == (False, 20, 64 << 20)
     call("verify", "-s", path)
+
+
+def test_ports_that_are_not_for_calls_are_named():
+    with StorageServer(daemon_settings("tcp", principals=(), insecure_bind=True)) as node:
+        [payload] = [line.rpartition(" ")[2] for line in node.describe() if line.startswith("payload at ")]
+        said = call("ping", "-s", f"grpc://{payload}", ok=3).error
+        assert "if this is its port for payload, give its port for calls" in said
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        said = call("ping", "-s", f"grpc://127.0.0.1:{server.server_port}", ok=3).error
+        server.shutdown()
+        thread.join()
+    assert said.endswith(
+        "; another service listens there, such as that of http.listen or of payload; give the port for calls"
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_store_s_own_figures_have_the_names_that_the_documents_explain(kind, tmp_path):
+    shown = call("status", "-s", make_store(kind, tmp_path / "s")).out
+    details = call("status", "-s", tmp_path / "s", "-o", "json").document["details"]
+    documented = (Path(__file__).parents[3] / "docs/stores.md").read_text()
+    for name in details.keys() - {"restorable_bytes", "dead_bytes", "orphans"}:
+        assert re.search(rf"(?m)^ {name} ", shown) or not details[name]
+        assert f"`{name}`" in documented, name

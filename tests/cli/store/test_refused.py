@@ -12,7 +12,8 @@ from tiercache_backends.memory import MemoryBackend
 from tests.cli.store.test_samples import ACME, PROMPT, call, identity, store_sequence
 from tests.storage_backends.grpc.nodes import daemon_settings
 from tiercache.daemon import StorageServer
-from tiercache.storage.base import NamespaceRecord
+from tiercache.storage.base import NamespaceRecord, ScanPage
+from tiercache.storage.registry import open_backend
 
 PRINCIPALS = {
     "reader": ("read",), "writer": ("read", "write"), "keeper": ("read", "admin"),
@@ -86,3 +87,44 @@ def test_who_is_not_known_is_told_so(served, verb, tmp_path):
 def test_who_may_not_read_is_told_so(served, verb):
     _, url = served
     assert "blind may admin and write, not read" in refused(*verb, "-s", url("blind"))
+
+
+def test_a_tenant_verifies_what_is_its_own(tmp_path: Path):
+    for name, text in (("token", "acme-".ljust(32, "t")), ("salt", "s" * 32)):
+        (tmp_path / name).touch(0o600)
+        (tmp_path / name).write_text(text)
+    settings = daemon_settings(
+        "tcp",
+        tenants={"acme": {"salt_file": tmp_path / "salt"}},
+        principals=(
+            {"name": "acme", "tenant": "acme", "token_file": tmp_path / "token", "verbs": ("read", "write")},
+        ),
+    )
+    with StorageServer(settings, MemoryBackend(1 << 24)) as node:
+        url = f"grpc://{node.addresses[0]}?token_file={tmp_path}/token"
+        with open_backend(url) as store:
+            store_sequence(store, PROMPT)
+        found = call("verify", "-s", url, "-o", "json").document["summary"]
+    assert (found["objects"], found["ok"], found["catalog"]) == (13, 13, "unknown")
+
+
+class Evicting(MemoryBackend):
+    """Store that loses three objects whenever it has listed them."""
+
+    def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
+        page = super().scan(namespace, cursor)
+        self.delete([entry.key for entry in page.entries[-3:]])
+        return page
+
+
+def test_what_is_evicted_while_verify_reads_is_counted_and_not_listed():
+    store = Evicting(1 << 24)
+    store_sequence(store, PROMPT)
+    with StorageServer(daemon_settings("unix"), store) as node:
+        url = f"grpc://{node.settings.socket_directory}"
+        found = call("verify", "-s", url, "-o", "json").document
+        assert [row for row in found["found"] if row["result"] == "missing"] == []
+        assert (found["summary"]["missing"], found["summary"]["removed"]) == (0, 3)
+        shown = call("verify", "-s", url).out
+    assert "missing" not in shown
+    assert "3 were evicted or deleted meanwhile, which is no damage" in shown

@@ -70,6 +70,7 @@ def test_tables_say_what_is_unknown_and_escape_what_comes_from_others(node: Stor
     assert "2 PFLOP" in text
     assert "unknown" in text
     assert "40 kFLOP" in text
+    assert "unknown: the model's FLOPs were not registered; give SGLang or vLLM the model as a direct" in text
     assert "(no tenant)" in text
     assert "\x1b[31m" not in text
     assert "account begins at" in text

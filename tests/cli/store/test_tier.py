@@ -100,11 +100,11 @@ def test_a_store_that_no_daemon_serves(tmp_path):
 def test_a_daemon_of_one_store(tmp_path):
     settings = load(None, {"directory": str(tmp_path), "disk_bytes": "16MiB", "host_bytes": "32MiB"})
     with StorageServer(settings):
-        for words in (["list"], ["add", url(tmp_path, "b")]):
-            said = call("tier", *words, "-s", tmp_path, ok=2).error
-            assert (
-                "serves one store without tiers; start it with chain = true (tiercache serve --chain)" in said
-            )
+        sentence = "serves one store without tiers; start it with chain = true (tiercache serve --chain)"
+        assert sentence in call("tier", "add", url(tmp_path, "b"), "-s", tmp_path, ok=2).error
+        assert sentence in call("tier", "list", "-s", tmp_path).out
+        found = call("tier", "list", "-s", tmp_path, "-o", "json").document
+        assert found == {"tiers": [], "storage": []}
 
 
 def test_verify_says_how_many_copies_it_has_not_read(tmp_path):

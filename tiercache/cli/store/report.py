@@ -196,6 +196,12 @@ def _print(
                 to.print(f"[dim]{name}: {why}[/]", soft_wrap=True)
     else:
         to.print(f"nothing was stored or asked for since {_when(begin, By.HOUR)}")
+    if any(row["unpriced_tokens"] for row in rows):
+        to.print(
+            "unknown: the model's FLOPs were not registered; give SGLang or vLLM the model as a directory"
+            " with config.json, or the setting profile (docs/explain.md)",
+            soft_wrap=True,
+        )
     if begun > begin + _HOUR_S:
         to.print(f"[dim]the account begins at {_when(begun, By.HOUR)}[/]")
     if stored:

@@ -222,7 +222,7 @@ def _print(record: dict[str, Any]) -> None:
         *_size_rows(record),
         ("restorable", _restorable_text(record)),
         *(
-            (name.replace("_", " "), _text(value))
+            (name, _text(value))
             for name, value in record["details"].items()
             if name not in _RESTORABLE_FIELDS
         ),

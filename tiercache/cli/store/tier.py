@@ -67,8 +67,8 @@ def list_tiers(store: StoreOption = "", output: OutputOption = Output.TABLE) -> 
         tiercache tier list -s grpc:///var/lib/tiercache/run
 
     JSON fields: tiers (the fields of `tiercache status`, and url), storage (the
-    URLs, to be written into the daemon's configuration). jsonl has one line for
-    each tier.
+    URLs, to be written into the daemon's configuration); both are empty for one
+    store without tiers. jsonl has one line for each tier.
     """
     with _daemon(store) as (_, found):
         _report(found, output)
@@ -274,8 +274,9 @@ def _progress() -> Iterator[Report]:
 
 def _report(store: StorageBackend, output: Output, *, changed: bool = False) -> None:
     tiers = store.usage().tiers
-    if not tiers:
-        raise ConfigError(NO_CHAIN)
+    if not tiers and output is Output.TABLE:
+        console().print(NO_CHAIN, markup=False, soft_wrap=True)
+        return
     rows = [asdict(tier) for tier in tiers]
     urls = [tier.url for tier in tiers]
     if output is Output.JSONL:

@@ -41,9 +41,10 @@ from tiercache.cli.terminal import (
     line,
     progress,
     say,
+    working,
 )
 from tiercache.core import ObjectKey, Outcome
-from tiercache.errors import ConfigError, StorageError, StoreDamagedError, UnlistedError
+from tiercache.errors import ConfigError, RefusedError, StorageError, StoreDamagedError, UnlistedError
 from tiercache.storage.base import ScanEntry, StorageBackend
 from tiercache.text import readable_size
 
@@ -104,8 +105,9 @@ def verify(
     JSON fields: found (the objects that are not ok: result = corrupt, missing,
     unreadable or orphan; action = dropped, listed (still stored), deleted or
     none; and the fields of ls), summary (objects, bytes, seconds,
-    bytes_per_second, ok, corrupt, missing, unreadable, orphan, repaired,
-    catalog = sound or damaged, unread_copies). jsonl prints one line for each
+    bytes_per_second, ok, corrupt, missing, unreadable, orphan, removed (from a
+    live store after they were listed, which is no damage), repaired, catalog =
+    sound, damaged or unknown (to this caller), unread_copies). jsonl prints one line for each
     object of found at once, and summary as the last line.
     """
     wanted = make_filter(
@@ -141,7 +143,8 @@ def _verify(target: Target, wanted: Filter, repair: bool, tally: VerifyCounts) -
         checks: list[_StoreCheck] = []
         for one in target.tiers or [target]:
             try:
-                check = _begin(one, wanted, repair, tally, stack)
+                with working(f"listing the objects of {one.name}"):
+                    check = _begin(one, wanted, repair, tally, stack)
             except (StorageError, ConfigError) as error:
                 if not target.tiers:
                     raise
@@ -201,7 +204,7 @@ def _begin(
         check_removable(target, store)
     tally.check_catalog(store)
     everything = _entries_of(target, store)
-    if target.live:
+    if target.live and tally.is_known:
         tally.count_copies(store, len(everything))
     there = {entry.key.digest for entry in everything}
     dropped = [entry for entry in listed if entry.key.digest not in there]
@@ -243,6 +246,8 @@ class VerifyCounts:
     seconds: float = 0.0
     damaged: bool = False
     """Whether the catalog was damaged when this run began."""
+    is_known: bool = True
+    """Whether the store lets this caller know its catalog and its totals."""
     is_partial: bool = False
     """Whether a tier was out, so that its objects were not checked."""
 
@@ -250,8 +255,11 @@ class VerifyCounts:
     """Number of copies in the tiers of a daemon's chain beyond the one of each object that is read."""
 
     def check_catalog(self, store: StorageBackend) -> None:
-        """Set `damaged` if the store reports a damaged catalog."""
-        self.damaged |= bool(store.usage().details.get("catalog_damaged"))
+        """Set `damaged` if the store reports a damaged catalog; a tenant may not know."""
+        try:
+            self.damaged |= bool(store.usage().details.get("catalog_damaged"))
+        except RefusedError:
+            self.is_known = False
 
     def count_copies(self, store: StorageBackend, objects: int) -> None:
         """Count the copies that a chain of tiers has beyond these objects, and say that they are not read."""
@@ -267,12 +275,12 @@ class VerifyCounts:
     def summary(self) -> dict[str, Any]:
         """Return the fields for JSON."""
         return {
-            "objects": sum(self.counts[name] for name in _RESULTS[:-1]),
+            "objects": sum(self.counts[name] for name in (*_RESULTS[:-1], "removed")),
             "bytes": self.nbytes,
             "seconds": round(self.seconds, 6),
             "bytes_per_second": round(self.nbytes / self.seconds) if self.seconds else 0,
-            **{name: self.counts[name] for name in (*_RESULTS, "repaired")},
-            "catalog": "damaged" if self.damaged else "sound",
+            **{name: self.counts[name] for name in (*_RESULTS, "removed", "repaired")},
+            "catalog": "damaged" if self.damaged else "sound" if self.is_known else "unknown",
             "unread_copies": self.unread_copies,
         }
 
@@ -288,10 +296,12 @@ def _check_objects(check: _StoreCheck, tally: VerifyCounts) -> Iterator[dict[str
             nbytes = sum(checked.entry.meta.length for checked in batch)
             tally.nbytes, tally.seconds = tally.nbytes + nbytes, time.monotonic() - started
             check_answered(check.target, [checked.outcome for checked in batch])
-            tally.counts.update(_RESULT_OF[checked.outcome] for checked in batch)
-            yield from _bad_records(
-                check.store, [checked for checked in batch if checked.outcome is not Outcome.HIT], check.gone
-            )
+            bad = [checked for checked in batch if checked.outcome is not Outcome.HIT]
+            tally.counts["ok"] += len(batch) - len(bad)
+            for record in _bad_records(check, bad):
+                tally.counts[record["result"]] += 1
+                if record["result"] != "removed":
+                    yield record
             advance(nbytes)
 
 
@@ -315,13 +325,15 @@ def _report_orphans(
         yield _record("orphan", "deleted" if deleted else "none", entry)
 
 
-def _bad_records(store: StorageBackend, bad: Sequence[Checked], gone: set[bytes]) -> Iterator[dict[str, Any]]:
-    there = store.exists([checked.entry.key for checked in bad]) if bad else []
+def _bad_records(check: _StoreCheck, bad: Sequence[Checked]) -> Iterator[dict[str, Any]]:
+    there = check.store.exists([checked.entry.key for checked in bad]) if bad else []
     for (entry, outcome), still in zip(bad, there, strict=True):
         if not still or outcome is Outcome.CORRUPT:
-            gone.add(entry.key.digest)
+            check.gone.add(entry.key.digest)
         action = "none" if outcome is not Outcome.CORRUPT else "listed" if still else "dropped"
-        yield _record(_RESULT_OF[outcome], action, entry)
+        # A daemon goes on evicting while its objects are read; nobody evicts from a stopped store.
+        removed = check.target.live and outcome is Outcome.MISS and not still
+        yield _record("removed" if removed else _RESULT_OF[outcome], action, entry)
 
 
 def _orphans(
@@ -389,6 +401,8 @@ def _finish(found: list[dict[str, Any]], summary: dict[str, Any], output: Output
         parts = ", ".join(
             f"{summary[name]:,} {name}" for name in (*_RESULTS, "repaired") if summary[name] or name == "ok"
         )
+        if summary["removed"]:
+            parts += f"; {summary['removed']:,} were evicted or deleted meanwhile, which is no damage"
         if summary["orphan"] > _ORPHANS:
             console().print(
                 f"and {summary['orphan'] - _ORPHANS:,} more orphans; -o jsonl lists all", markup=False
