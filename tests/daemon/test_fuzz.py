@@ -23,6 +23,7 @@ from tiercache.config.settings import load
 from tiercache.core import ObjectMeta
 from tiercache.daemon import StorageServer
 from tiercache.errors import WireError
+from tiercache.storage.checksum import checksum
 from tiercache.storage.registry import open_backend
 from tiercache.wire import attachment, messages
 from tiercache.wire.frames import decode, read_message
@@ -46,7 +47,8 @@ FUZZ = settings(
 )
 
 KEYS = messages.keys([key(n) for n in range(3)])
-METAS = [messages.meta(ObjectMeta(b"n", 4096, b"", b"p" * 32, n)) for n in range(3)]
+SUMS = [checksum(key(n), [memoryview(bytes(4096))], 4096) for n in range(3)]
+METAS = [messages.meta(ObjectMeta(b"n", 4096, found, b"p" * 32, n)) for n, found in enumerate(SUMS)]
 PLACES = places([(1, n * 4096, 4096) for n in range(3)])
 SOUND: dict[str, bytes] = {
     "Hello": pb.HelloRequest(client="c").SerializeToString(),

@@ -80,10 +80,10 @@ class Quarantine:
 
         return lift
 
-    def covers(self, slots: Locations) -> bool:
-        """Return whether one of these slots is under quarantine."""
+    def covers(self, start: int, stop: int) -> bool:
+        """Return whether one of the slots [start, stop) is under quarantine."""
         with self._lock:
-            return bool(self._in_force and self._counts[slots].any())
+            return bool(self._in_force and self._counts[start:stop].any())
 
     def apply_changes(self) -> None:
         """Withhold free slots that came under quarantine, and free withheld slots whose quarantine ended."""
@@ -251,29 +251,25 @@ class BlockArena(ABC):
         Any thread may call this method. The caller guarantees that no `alloc` hands out a free block of these
         ranges at the same time.
         """
-        return self._quarantine.begin(self._under(ranges))
+        spans = [np.arange(start, stop) for start, stop in self._spans(ranges)]
+        return self._quarantine.begin(np.unique(np.concatenate(spans)) if spans else np.empty(0, np.int64))
 
     def is_quarantined(self, ranges: Sequence[tuple[int, int]]) -> bool:
         """Return whether a block that these byte ranges touch is under quarantine; any thread may call.
 
         Raises SlotError for a range that is not inside the arena.
         """
-        return self._quarantine.active and self._quarantine.covers(self._under(ranges))
+        return any(self._quarantine.covers(*span) for span in self._spans(ranges))
 
-    def _under(self, ranges: Sequence[tuple[int, int]]) -> Locations:
-        """Return the blocks that these byte ranges touch, each once."""
+    def _spans(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return the blocks [start, stop) that each of these byte ranges touches."""
         for offset, length in ranges:
             if offset < 0 or length < 0 or offset + length > self.nbytes:
                 raise SlotError(
                     f"{length} bytes at offset {offset} are not inside the arena of {self.nbytes} bytes"
                 )
         size = self.block_bytes
-        spans = [
-            np.arange(offset // size, -(-(offset + length) // size), dtype=np.int64)
-            for offset, length in ranges
-            if length
-        ]
-        return np.unique(np.concatenate(spans)) if spans else np.empty(0, np.int64)
+        return [(offset // size, -(-(offset + length) // size)) for offset, length in ranges if length]
 
     @abstractmethod
     def view(self, block: int) -> memoryview:

@@ -75,6 +75,8 @@ def quarantine(
 def withheld(items: Sequence[GetItem], memories: Sequence[AttachedMemory]) -> list[bool]:
     """Return for each item whether a call that was given up may still write to its buffers."""
     some = [one for one in memories if one.memory.is_quarantined([(0, one.nbytes)])]
+    if not some:
+        return [False] * len(items)
     return [any(_is_withheld(view, one) for one in some for view in item.buffers) for item in items]
 
 
