@@ -45,7 +45,7 @@ from tiercache.storage.vectors import take, usable
 _SCAN_PAGE: Final = 1024
 """Maximum number of entries per page of a scan."""
 FOOTPRINT: Final = Footprint(fixed=INDEX_BYTES + 768, unit=16)
-"""What an object takes: its Python objects have at most 760 bytes (`INDEX_BYTES`)."""
+"""Bytes that an object takes: its Python objects have at most 760 bytes (`INDEX_BYTES`)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -150,9 +150,6 @@ class MemoryBackend(StorageBackend):
                 with self._mutex:
                     for node in held:
                         self._residents.pages.release(node)
-                    self._order.refuse(missing)
-                    if self._order.unfinished:
-                        self._order.sweep(_Evicting(self, 0))
                     if self._residents.owners.active:
                         self._trim()
             return outcomes
@@ -289,6 +286,8 @@ class MemoryBackend(StorageBackend):
         for held in (node, above):
             if held is not None:
                 residents.pages.release(held)
+        if admissibility is Admissibility.ABSENT_PARENT:
+            self._note_refused(item.key, parent)
         return {
             Admissibility.FINE: None,
             Admissibility.ABSENT_PARENT: Outcome.THROTTLED,
@@ -303,6 +302,7 @@ class MemoryBackend(StorageBackend):
         residents, meta = self._residents, fresh.meta
         taken = FOOTPRINT.of(meta.length)
         if self._capacity and taken > self._capacity:
+            self._note_refused(fresh.key, meta.parent)
             return Outcome.THROTTLED
         owners = residents.owners
         node, parent = (
@@ -330,10 +330,17 @@ class MemoryBackend(StorageBackend):
             residents.hint(fresh.row, meta.value, meta.worker)
             self._objects[fresh.key.digest] = fresh
             self._used += taken
+        else:
+            self._note_refused(fresh.key, meta.parent)
         for held in (node, parent):
             if held is not None:
                 residents.pages.release(held)
         return Outcome.STORED if fits else Outcome.THROTTLED
+
+    def _note_refused(self, k: ObjectKey, parent: bytes | None) -> None:
+        """Note that this page was not stored; a state is no page."""
+        if parent != k.page_key:
+            self._residents.pages.refuse([k.page_key])
 
     def _fit_quota(
         self, writer: Writer, parents: Sequence[int], rank: float | None, *, promising: bool

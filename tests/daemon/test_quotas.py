@@ -10,7 +10,7 @@ from threading import Event
 from typing import Any
 
 import pytest
-from tiercache_backends.file.claims import FOOTPRINT
+from tiercache_backends.file.records import FOOTPRINT
 from tiercache_backends.grpc import GrpcBackend
 from tiercache_backends.grpc.settings import read_settings
 from tiercache_backends.memory import MemoryBackend

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from tiercache_backends import memory
-from tiercache_backends.file import claims
+from tiercache_backends.file import records
 from tiercache_backends.lmdb.payload import footprint as lmdb_footprint
 
 from tests.examples import example_count
@@ -295,7 +295,7 @@ class SharesMachine(RuleBasedStateMachine):
 
 STORES: dict[str, Any] = {
     "memory": (MemoryHooks, False, 2 << 20, 2 << 20, memory.FOOTPRINT, 20),
-    "file": (FileHooks, True, 5 << 20, 2 << 20, claims.FOOTPRINT, 20),
+    "file": (FileHooks, True, 5 << 20, 2 << 20, records.FOOTPRINT, 20),
     "lmdb": (LmdbHooks, True, 6 << 20, 2 << 20, lmdb_footprint(4096), 20),
 }
 

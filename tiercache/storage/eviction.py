@@ -99,9 +99,9 @@ class EvictionOrder:
         self._pushes_left = 0
         """Number of entries that may be added before the queues are looked at for stale ones."""
         self.unfinished = False
-        """Whether the last eviction stopped in the middle of a unit, or states of refused pages are stored.
+        """Whether the last eviction stopped in the middle of a unit.
 
-        The rest of that unit is useless, as these states are: call `sweep` to evict them.
+        The rest of that unit is useless: call `sweep` to evict the rest.
         """
         self.not_worth = False
         """Whether the last eviction stopped at a unit of a higher rank than the new objects."""
@@ -197,10 +197,6 @@ class EvictionOrder:
             if not self.not_worth and self._take_waiting(eviction, group):
                 return True
         return False
-
-    def refuse(self, pages: Iterable[bytes]) -> None:
-        """Note pages that were not stored; if one of them has a state, the next `sweep` evicts that."""
-        self.unfinished = self._residents.pages.refuse(pages) or self.unfinished
 
     def sweep(self, taker: Taker) -> None:
         """Evict objects that no restore can use, until none is left or the taker is full."""

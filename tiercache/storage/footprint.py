@@ -24,7 +24,7 @@ Lengths = TypeVar("Lengths", int, Any)
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What an object takes in one kind of store; by default its payload alone."""
+    """Bytes that an object takes in one kind of store; by default its payload alone."""
 
     fixed: int = 0
     """Bytes of an object without payload."""

@@ -427,7 +427,7 @@ class Residents:
         """
         node = self.page[row]
         self.touch(row)
-        if self.pages.is_useless(node):
+        if self.pages.is_useless(node) and not self.pages.has_refused(self.pages.key(node)):
             self.pages.restart_wait(node, self.newest)
 
     def rank(self, value: float) -> float:

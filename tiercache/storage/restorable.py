@@ -134,22 +134,20 @@ class RestorablePages(PageTable):
             return Admissibility.IMPOSSIBLE
         return Admissibility.FINE
 
-    def refuse(self, pages: Iterable[bytes]) -> bool:
-        """Note that these pages were not stored: their states will not be of use before they come again.
+    def refuse(self, pages: Iterable[bytes]) -> None:
+        """Note that these pages were not stored, for want of room or of a page before them.
 
-        Returns whether any of them has a state already, which does not wait for its page any longer.
+        Until they come again, no state of theirs is stored, and one that is there does not wait for them.
         """
-        waiting = False
         for page in pages:
             self._refused.pop(page, None)
             self._refused[page] = None
             node = self.find(page)
             if node >= 0 and self.states[node] and not self.kv[node]:
-                self.number[node], waiting = 0, True
+                self.number[node] = 0
                 self.note_evictable(node)
         while len(self._refused) > _MAX_REFUSED:
             del self._refused[next(iter(self._refused))]
-        return waiting
 
     def has_refused(self, page: bytes) -> bool:
         """Return whether this page was not stored when it came last."""

@@ -90,6 +90,8 @@ class BackendMachine(RuleBasedStateMachine):
         again when the store is next opened.
         """
         self.full = False
+        self.refused: set[bytes] = set()
+        """Keys of pages that were THROTTLED when they came last: their states may be THROTTLED too."""
         self.version = 0
         """Number of the latest batch that was stored; batches with different numbers have different bytes."""
         self.told = StoreFollower(self.store)
@@ -244,7 +246,8 @@ class BackendMachine(RuleBasedStateMachine):
     def put(self, items: Sequence[SetItem]) -> None:
         """Store a batch, and compare the answers with the model."""
         before = dict(self.model)
-        for item, answer in zip(items, self.store.set(items), strict=True):
+        answers = self.store.set(items)
+        for item, answer in zip(items, answers, strict=True):
             if answer is Outcome.STORED:
                 assert self.bounded or item.key not in self.model
                 # With faults, a page may fail to reach the store while its state does. A state may be stored
@@ -261,6 +264,10 @@ class BackendMachine(RuleBasedStateMachine):
                 assert answer in self.hooks.faults & _REFUSALS or (
                     answer is Outcome.THROTTLED and self.may_throttle(item, items)
                 )
+        for item, answer in zip(items, answers, strict=True):
+            if item.meta.parent != item.key.page_key:
+                change = self.refused.add if answer is Outcome.THROTTLED else self.refused.discard
+                change(item.key.page_key)
         self.give_up(before, items)
 
     def read(self, wanted: Sequence[tuple[ObjectKey, int]]) -> None:
@@ -311,7 +318,8 @@ class BackendMachine(RuleBasedStateMachine):
 
     def may_throttle(self, item: SetItem, batch: Sequence[SetItem]) -> bool:
         """Return whether the store may have a reason to answer THROTTLED for this item of a batch."""
-        return self.full or self.is_cut_off(item, self.model, batch)
+        waits = item.meta.parent == item.key.page_key and item.key.page_key in self.refused
+        return self.full or waits or self.is_cut_off(item, self.model, batch)
 
     def is_cut_off(self, item: SetItem, stored: Mapping[ObjectKey, Held], batch: Sequence[SetItem]) -> bool:
         """Return whether the item has an ancestor that is neither stored nor part of the batch.

@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from threading import Event
-from typing import Final, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from tiercache.core import BLOCK_ALIGN, Outcome
-from tiercache.storage.footprint import INDEX_BYTES, Footprint
 from tiercache.storage.pages import NONE
-from tiercache_backends.file.records import RECORD, Extent, Places
+from tiercache_backends.file.records import Extent, Places
 
 T = TypeVar("T")
-
-FOOTPRINT: Final = Footprint(fixed=RECORD.itemsize + INDEX_BYTES, unit=BLOCK_ALIGN)
-"""What an object takes: blocks, its record in the catalog, and memory."""
 
 
 class Suspect(NamedTuple):
@@ -97,7 +93,7 @@ class Claim:
     worker: int
     """Number of the caller that gave the value."""
     taken: int = 0
-    """Bytes that the object takes of its owner's share (`FOOTPRINT`)."""
+    """Bytes that the object takes of its owner's share (`records.FOOTPRINT`)."""
     node: int = NONE
     """Node of the object's page in the page table; NONE before the item is claimed."""
     parent: int | None = None

@@ -11,10 +11,10 @@ from tiercache.storage.checksum import CHECKSUM_BYTES, MAC_BYTES, NO_MAC
 from tiercache.storage.layouts import LAYOUT_BYTES
 from tiercache.storage.pages import NONE, Ints
 from tiercache.storage.residents import RESIDENT, ObjectColumns, Residents
-from tiercache_backends.file.claims import FOOTPRINT
 from tiercache_backends.file.new_pages import are_plain
 from tiercache_backends.file.records import (
     DEPTH_KNOWN,
+    FOOTPRINT,
     PARENT_KNOWN,
     CatalogContents,
     Extent,

@@ -35,8 +35,9 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import as_strided
 
-from tiercache.core import ObjectKey, ObjectMeta, PoolName
+from tiercache.core import BLOCK_ALIGN, ObjectKey, ObjectMeta, PoolName
 from tiercache.storage.base import ScanEntry, SetItem
+from tiercache.storage.footprint import INDEX_BYTES, Footprint
 
 RECORD: Final = np.dtype([
     ("number", ">u8"), ("digest", "V64"), ("parent", "V32"), ("checksum", "V16"), ("mac", "V16"),
@@ -45,6 +46,8 @@ RECORD: Final = np.dtype([
     ("depth", "<u4"), ("namespace", "<u4"),
     ("pool", "S8"), ("guard", "<u8"),
 ])  # fmt: skip
+FOOTPRINT: Final = Footprint(fixed=RECORD.itemsize + INDEX_BYTES, unit=BLOCK_ALIGN)
+"""Bytes that an object takes: blocks, its record, and memory."""
 PARENT_KNOWN: Final = 1
 DEPTH_KNOWN: Final = 2
 MAX_EXTENTS: Final = 1 + 2**16 - 1

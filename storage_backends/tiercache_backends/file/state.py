@@ -42,11 +42,11 @@ from tiercache.storage.eviction import EvictionOrder
 from tiercache.storage.residents import RESIDENT, parents_first
 from tiercache.storage.restorable import Admissibility
 from tiercache.storage.shares import OwnerUse, Shares, Writer
-from tiercache_backends.file.claims import FOOTPRINT, Claim, Claims, Pins, Removal, Removed, Suspect
+from tiercache_backends.file.claims import Claim, Claims, Pins, Removal, Removed, Suspect
 from tiercache_backends.file.extents import ExtentAllocator
 from tiercache_backends.file.new_pages import expected_all, hold_new
 from tiercache_backends.file.objects import ObjectTable
-from tiercache_backends.file.records import CatalogContents, Extent, Places, Records
+from tiercache_backends.file.records import FOOTPRINT, CatalogContents, Extent, Places, Records
 from tiercache_backends.file.recovery import sound_records
 
 _FEW: Final = 8
@@ -220,7 +220,6 @@ class StoreState:
                         left -= one.blocks
             if claims.fresh:
                 self._writing[id(claims)] = claims
-            self._order.refuse(claims.missing)
         return claims
 
     def advise(self, digests: Sequence[bytes], values: Sequence[float], worker: int) -> None:
@@ -405,7 +404,7 @@ class StoreState:
                         # The write failed. Without this page, no restore could use the pages that follow it.
                         if claim.is_page:
                             claims.missing.add(claim.page)
-                self._order.refuse(claims.missing)
+                            objects.pages.refuse([claim.page])
             self._writing.pop(id(claims), None)
         claims.done.set()
 
@@ -684,6 +683,7 @@ class StoreState:
             self._counts[f"refused_{admissibility.value}"] += 1
             if one.is_page:
                 claims.missing.add(page)
+                pages.refuse([page])
             return
         self._busy[one.digest] = claims.done
         if one.is_page:

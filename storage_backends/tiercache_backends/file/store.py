@@ -42,11 +42,11 @@ from tiercache.storage.env import Env, close_quietly, moves_direct
 from tiercache.storage.gate import CallGate
 from tiercache.storage.pages import PAGE_KEY_BYTES
 from tiercache.storage.shares import Shares
-from tiercache_backends.file.claims import FOOTPRINT, Claim, blocks_for
+from tiercache_backends.file.claims import Claim, blocks_for
 from tiercache_backends.file.io_engine import IoEngine
 from tiercache_backends.file.opening import open_catalog, read_catalog
 from tiercache_backends.file.reading import ObjectReader
-from tiercache_backends.file.records import CatalogContents, Extent
+from tiercache_backends.file.records import FOOTPRINT, CatalogContents, Extent
 from tiercache_backends.file.recovery import blocks_named
 from tiercache_backends.file.slabs import (
     CATALOG_SHARE,
@@ -240,7 +240,6 @@ class FileBackend(StorageBackend):
                     todo = claims.later
             finally:
                 self._state.release_nodes(held)
-            self._writer.sweep()
             if self._state.is_shared:
                 self._writer.trim()
             return outcomes

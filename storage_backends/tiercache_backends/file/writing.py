@@ -160,6 +160,7 @@ class ObjectWriter:
             stored = self._write(items, placed, outcomes)
         finally:
             self._state.publish(claims, *stored)
+        self._sweep()
 
     def _reserve(self, claims: Sequence[Claim]) -> None:
         """Allocate blocks for the claims: grow the slabs first, then evict.
@@ -276,8 +277,8 @@ class ObjectWriter:
         self._state.count("evicted", len(removal.objects))
         return True
 
-    def sweep(self) -> None:
-        """Remove objects that are of no use: the rest of an evicted unit, and states of refused pages."""
+    def _sweep(self) -> None:
+        """Remove the objects that the last eviction made useless, but that its transaction did not remove."""
         while True:
             limit = min(_BATCH, max(_MIN_REMOVALS, self._catalog.removable(0)))
             removal = self._state.sweep(limit)

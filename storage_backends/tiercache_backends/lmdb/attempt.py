@@ -174,6 +174,8 @@ class Attempt:
             outcomes |= dict.fromkeys(needs, Outcome.THROTTLED)
             outcomes |= refused
             outcomes |= dict.fromkeys(self._add(fitting, needs), Outcome.STORED)
+            crowded = (new for new in missing if new.place in needs and not new.attached)
+            self._mirror.refuse(n.page for n in crowded if outcomes[n.place] is Outcome.THROTTLED)
         self._transaction.save()
         return AttemptResult(applied, outcomes, self._transaction.used_pages())
 
@@ -279,6 +281,7 @@ class Attempt:
             if admissibility is not Admissibility.FINE:
                 if not new.attached:
                     lost.add(new.page)
+                    self._mirror.refuse([new.page])
                 refused[new.place] = (
                     Outcome.ERROR if admissibility is Admissibility.IMPOSSIBLE else Outcome.THROTTLED
                 )

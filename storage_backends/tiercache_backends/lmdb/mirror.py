@@ -103,7 +103,7 @@ class Mirror:
         self._environment = environment
         self._clock = clock
         self.footprint: Final = footprint(environment.page_bytes)
-        """What an object takes of its owner's share."""
+        """Bytes that an object takes of its owner's share."""
         self._hints: deque[_Hint] = deque(maxlen=_MAX_NOTED)
         self.lock: Final = RLock()
         self._leaving: list[tuple[int, bytes, bytes | None]] = []
@@ -365,8 +365,7 @@ class Mirror:
 
     def refuse(self, pages: Iterable[bytes]) -> None:
         """Note pages that were not stored, so that their states are not stored either."""
-        with self.lock:
-            self._order.refuse(pages)
+        self._residents.pages.refuse(pages)
 
     def has_refused(self, page: bytes) -> bool:
         """Return whether this page was not stored when it came last."""

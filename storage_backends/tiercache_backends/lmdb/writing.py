@@ -318,7 +318,6 @@ class BatchWriter:
             self._disk.keep_reserve()
             if result.outcomes is not None:
                 batch.settle(chunk, result.outcomes)
-                self._mirror.refuse(batch.missing.intersection(new.page for new in chunk))
                 return
             if limits.evicts_apart:
                 # Transaction N + 2 is the first that can use the pages that transaction N gave up.

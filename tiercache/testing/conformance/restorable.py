@@ -84,9 +84,9 @@ class Restorable(BackendHooks):
         if state_first:
             assert bounded.set([state]) == [STORED]
         assert bounded.set(pages)[-1] is THROTTLED
-        assert bounded.set([state]) == [THROTTLED]
-        assert self._worth(bounded)[2] == 0, "no orphan is kept"
+        assert bounded.set([state]) in ([THROTTLED], [HIT] if state_first else [THROTTLED])
         assert set(_converse(bounded, "next", 2)) == {STORED}
+        assert self._worth(bounded)[2] == 0, "no orphan is kept"
         *pages, state = _turn("next", 2)
         assert set(bounded.set([state])) | set(bounded.set(pages)) == {STORED}
         assert bounded.set([to_set(state.key, payload(state.key, STATE), parent=state.meta.parent)]) == [HIT]
