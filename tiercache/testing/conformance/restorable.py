@@ -77,13 +77,15 @@ class Restorable(BackendHooks):
     def test_a_state_whose_pages_were_refused_is_refused(
         self, bounded: StorageBackend, state_first: bool
     ) -> None:
-        """The state comes in a call of its own, as engines send it, and none of its pages fitted."""
+        """The state comes in a call of its own, as engines send it, and its page did not fit."""
         bounded.register_namespace(NamespaceRecord(NAMESPACE, {}, states=True))
         _converse(bounded, "kept", 3)
         *pages, state = _turn("long", 0, every=2 * self.small // PAGE)
         if state_first:
             assert bounded.set([state]) == [STORED]
-        assert bounded.set(pages)[-1] is THROTTLED
+        for first in range(0, len(pages), 16):
+            answers = bounded.set(pages[first : first + 16])
+        assert answers[-1] is THROTTLED
         assert bounded.set([state]) in ([THROTTLED], [HIT] if state_first else [THROTTLED])
         assert set(_converse(bounded, "next", 2)) == {STORED}
         assert self._worth(bounded)[2] == 0, "no orphan is kept"
