@@ -232,7 +232,7 @@ def client_hello() -> bytes:
 
 @contextmanager
 def half_open(
-    port: int, first: bytes, *, addresses: int, connections: int = 400, trickled: bytes = b""
+    port: int, first: bytes, trickled: bytes, *, addresses: int, connections: int = 400
 ) -> Iterator[None]:
     """Keep up connections of strangers that say `first`, then `trickled` byte by byte, and no more.
 

@@ -36,14 +36,19 @@ name = "mallory"
 token_file = "{mallory}"
 verbs = ["read", "write", "admin"]
 """
+HELLO = client_hello()
 FIRST = {
-    "nothing": b"",
-    "half a preface": PREFACE[:10],
-    "a preface": PREFACE,
-    "half a hello": client_hello()[:100],
-    "a hello": client_hello(),
-    "half a request": b"GET / HTTP/1.1\r\nHost: x\r\n",
+    "nothing": (b"", b""),
+    "a preface": (PREFACE, b""),
+    "a hello": (HELLO, b""),
+    "half a preface": (PREFACE[:10], b""),
+    "half a hello": (HELLO[:100], b""),
+    "half a request": (b"GET / HTTP/1.1\r\nHost: x\r\n", b""),
+    "a trickled preface": (b"", PREFACE),
+    "a trickled hello": (b"", HELLO),
+    "a trickled request": (b"GET / HTTP/1.1\r\nHost: x\r\nx: ", b"y" * 4096),
 }
+"""What strangers say at once, and then byte by byte."""
 PORTS = ("grpc", "data", "http")
 
 
@@ -126,7 +131,7 @@ def test_strangers_of_a_hundred_addresses_delay_no_newcomer_for_long(
 ) -> None:
     """Four hundred connections. Newcomers have waited up to 6 s; a busy machine may need more."""
     before = place.daemon.figures().memory
-    with half_open(place.ports[port], FIRST[first], addresses=100, trickled=bytes(4096)):
+    with half_open(place.ports[port], *FIRST[first], addresses=100):
         found = waits(place, port, 1)
         time.sleep(1)
         found += waits(place, port, 3)
@@ -141,6 +146,6 @@ def test_strangers_of_a_hundred_addresses_delay_no_newcomer_for_long(
 @pytest.mark.parametrize("port", PORTS)
 def test_strangers_of_the_newcomer_s_own_address(place: Place, port: str, first: str) -> None:
     """Behind one NAT a newcomer waits its turn: longer, but not for ever."""
-    with half_open(place.ports[port], FIRST[first], addresses=0):
+    with half_open(place.ports[port], *FIRST[first], addresses=0):
         time.sleep(1)
         print(f"{port}, {first}: {', '.join(f'{wait:.2f}' for wait in waits(place, port, 4))} s")

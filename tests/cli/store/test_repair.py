@@ -10,7 +10,6 @@ import pty
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -40,6 +39,8 @@ from tiercache.cli.store.forest import Forest
 from tiercache.cli.store.target import Target
 from tiercache.core import ObjectKey, Outcome, PoolName
 from tiercache.keys import namespace_of
+from tiercache.storage.env import Env
+from tiercache.storage.registry import open_backend
 
 TIERCACHE = str(Path(sys.executable).parent / "tiercache")
 EVERYTHING = 23
@@ -230,15 +231,25 @@ def test_flush_of_a_prefix_takes_everything_below(tmp_path):
     }
 
 
+class AnHourAgo(Env):
+    """The world with a clock that is an hour late."""
+
+    def time_ns(self) -> int:
+        return super().time_ns() - 3600 * 10**9
+
+
 def test_an_old_page_in_front_of_a_new_one_stays(tmp_path):
-    with open_store("file", tmp_path / "s") as store:
+    section = {"type": "file", "path": str(tmp_path / "s"), "capacity": "16MiB"}
+    with open_backend(section, env=AnHourAgo()) as store:
         store_sequence(store, PROMPT[:20], states=())
-        time.sleep(1.1)
+    with open_backend(section) as store:
         store_sequence(store, FORK, states=())
-    done = call("flush", "--older", "1s", "--yes", "-s", tmp_path / "s")
+    done = call("flush", "--older", "1800s", "--yes", "-s", tmp_path / "s")
     assert "nothing to delete" in done.out
     assert "5 objects, 7.3 KiB are kept" in done.out
-    done = call("flush", "--older", "1s", "--cascade", "--yes", "-s", tmp_path / "s", "-o", "json").document
+    done = call(
+        "flush", "--older", "1800s", "--cascade", "--yes", "-s", tmp_path / "s", "-o", "json"
+    ).document
     assert done["deleted"] == 11
 
 

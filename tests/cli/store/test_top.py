@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.store.test_samples import call
+from tests.daemon.hosts import until
 from tests.daemon.test_page import HOSTILE, daemon, usage
 from tests.daemon.web import ask
 from tiercache.cli.store.top import spark
@@ -49,6 +50,8 @@ def test_one_look(node: StorageServer, tmp_path: Path) -> None:
 
 
 def test_all_views_have_one_document(node: StorageServer, tmp_path: Path) -> None:
+    # The first sample adds an entry to the journal.
+    until(lambda: len(json.loads(ask(node.http_address, "/status.json").text)["journal"]) > 1)
     seen = call("top", "-s", tmp_path, "-o", "json").document
     [row] = call("top", "-s", tmp_path, "-o", "jsonl", "--once").lines
     status = call("status", "--quick", "-s", tmp_path, "-o", "json").document["status"]

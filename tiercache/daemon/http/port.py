@@ -173,6 +173,8 @@ class HttpPort:
     def _end(self, connection: _Connection, task: Task[None]) -> None:
         """End the connection of a task that is over, also of one that was cancelled before it began."""
         connection.known = not task.cancelled()  # it was answered
+        # Or the error of a cancelled task keeps 300 KB of a handshake, until garbage is collected.
+        connection.task = None
         self._admission.remove(connection)
         if not self._closing.is_set():
             self._open_next()
