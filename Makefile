@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# What only builds pages takes an environment that is named by VENV= as it is, and installs nothing into it.
+OWN := $(if $(filter file,$(origin VENV)),$(STAMP))
 
 .DEFAULT_GOAL := help
 GPU_PYTHON ?= $(BIN)/python
@@ -79,13 +81,14 @@ check: test lint types  ## Everything that CI runs on the checkout
 proto: $(STAMP)  ## Generate tiercache/wire/v1 from proto/ (the tests compare)
 	$(BIN)/python proto/generate.py .
 
-docs: $(STAMP)  ## Write docs/metrics.md, alerts and dashboards from the table of metrics, and draw the drawings (the tests compare)
-	$(BIN)/python -m tiercache.metrics > docs/metrics.md
+docs: $(OWN)  ## Write docs/metrics.md, alerts and dashboards from the table of metrics, and draw the drawings (the tests compare)
+	$(BIN)/python -m tiercache.metrics > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
 	$(BIN)/python deploy/generate.py
 	$(BIN)/python docs/generator/drawings.py
 
-site: $(STAMP)  ## Build the documentation as a site in site/, with MkDocs, which this installs
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -r docs/generator/requirements.txt
+site: $(OWN)  ## Build the documentation as a site in site/, with MkDocs, which this installs into .venv
+	$(if $(OWN),$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -r docs/generator/requirements.txt)
+	@$(BIN)/python -c 'import mkdocs, mkdocstrings_handlers.python' 2> /dev/null || { echo "$(VENV) has no MkDocs, and is left as it is; install docs/generator/requirements.txt into it, or leave out VENV="; exit 1; }
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict
 	@echo "read it: site/index.html"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -180,3 +181,15 @@ def test_a_wheel_beside_another_distribution_of_its_import_name(tmp_path: Path) 
     pip("uninstall", "--yes", "tiercache", DISTRIBUTION)
     pip("install", "--no-deps", wheel)
     assert answer() == (0, "")
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_building_pages_installs_nothing_into_somebody_s_environment(tmp_path: Path) -> None:
+    venv.create(tmp_path / "theirs")
+    before = sorted(tmp_path.rglob("*"))
+    line = ["make", "--no-print-directory", "site", f"VENV={tmp_path}/theirs"]
+    environment = os.environ | {"PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2
+    assert "has no MkDocs, and is left as it is" in done.stdout
+    assert sorted(tmp_path.rglob("*")) == before

@@ -25,6 +25,34 @@ SMALL = (
 )  # fmt: skip
 
 
+COMMANDS = {
+    "tests.benchmarks.hosts": (),
+    "tests.benchmarks.policies": ("run", "tables"),
+    "tests.benchmarks.restorable": (),
+    "tests.benchmarks.restore": (),
+    "tests.campaign": (),
+    "tests.fuzz.guided": (),
+}
+"""Commands with help, and their parts; that of tests.benchmarks.sglang needs SGLang."""
+
+
+@pytest.mark.parametrize("part", ["run", "tables"])
+def test_the_help_of_a_campaign_is_there(part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([part, "--help"])
+    assert left.value.code == 0
+    assert "results" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", COMMANDS)
+def test_the_help_of_every_command_is_there(module: str) -> None:
+    for part in ("", *COMMANDS[module]):
+        line = [sys.executable, "-W", "ignore", "-m", module, *filter(None, [part]), "--help"]
+        done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT)
+        assert (done.returncode, done.stderr, "usage: " in done.stdout) == (0, "", True)
+
+
 def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 

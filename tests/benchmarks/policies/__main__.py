@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument("--budget", type=float, metavar="MINUTES", default=_LONGEST, help="stop after this time")
     run.add_argument("--limit", type=int, help="requests of each run, for a trial")
     for name, known in (("phases", matrix.PHASES), ("sources", None), ("policies", None)):
-        among = f"; among {'; '.join(known)}" if known else ""
+        among = f"; among {'; '.join(known)}".replace("%", "%%") if known else ""
         run.add_argument(f"--{name}", type=names, default=None, help=f"only these, with commas{among}")
     run.add_argument(
         "--seeds", type=lambda text: [int(part) for part in text.split(",")], default=matrix.SEEDS
