@@ -247,13 +247,13 @@ def test_every_generator_is_replayed(replay: Command, name: str) -> None:
 
 
 def test_a_benchmark_stands_beside_what_was_published(replay: Command) -> None:
-    done = replay("seed-20457", "--no-bounds", "--policy", "lru,hvd")
+    done = replay("seed-20457", "--no-bounds", "--policy", "lru")
     assert done.code == 0, done.err
     assert done.out.startswith("seed-20457: 120 requests, qwen3-next-80b-a3b, seed 0\n")
-    for policy in ("lru", "hvd", "lru without offload", "infinite"):
+    for policy in ("lru", "lru without offload", "infinite"):
         assert re.search(rf"^[ *]+{policy} +89\.8 % +89\.5 % ", done.out, re.MULTILINE), policy
     rounds = done.out[done.out.index("Hit rate by round") :]
-    assert re.search(r"^ +all +0\.897569 +0\.897569 +0\.\d{6}", rounds, re.MULTILINE)
+    assert re.search(r"^ +all +0\.897569 +0\.\d{6}", rounds, re.MULTILINE)
     assert re.search(r"^ published +0\.897569 +0\.898 +0\.547049", rounds, re.MULTILINE)
     assert len(re.findall(r"^ +\d+ +0\.\d{4} ", rounds, re.MULTILINE)) == 12
     # Figures that are no rates are said in a sentence.
@@ -473,8 +473,9 @@ def test_the_host_writes_at_once_or_what_it_is_about_to_evict(replay: Command, t
     back = ("--write", "write_back")
     through = written("--write", "write_through")
     assert written() == through, "write_through is the default"
-    assert 0 < written(*back) < through
-    assert written(*back, "--write-chance", "0") >= written(*back)
+    evicted = written(*back)
+    assert 0 < evicted < through
+    assert written(*back, "--write-chance", "0") >= evicted
     assert written(*back, "--write-chance", "1") == 0, "no hit is certain"
 
     # The notes of a report say what differs from the default.
