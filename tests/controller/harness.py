@@ -77,6 +77,7 @@ class Engine:
         shard=None,
         ranks=None,
         told=False,
+        profile=None,
     ):
         chosen = [*([PAGES] if kv else []), *([STATES] if hybrid else []), *more]
         self.paged = {g.pool: g for g in chosen if g.hit_policy is HitPolicy.ALL_PAGES}
@@ -105,6 +106,7 @@ class Engine:
             storage,
             shard=shard,
             ranks=ranks,
+            profile=profile,
             options=options or ControllerOptions(restore_deadline=10.0),
             **extra,
         )

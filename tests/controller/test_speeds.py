@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiercache_backends.memory import MemoryBackend
 
 from tests.controller.harness import KV, MAMBA, Engine, P, prompt
 from tests.controller.test_interleavings import Gated, ask, evict, until, wind_up
@@ -17,6 +18,7 @@ from tiercache.controller.speeds import ENOUGH_S, HALF_LIFE_S, Speed, Speeds
 from tiercache.core import Reason, Tier, as_tokens
 from tiercache.errors import InputError
 from tiercache.policy import profile_named
+from tiercache.storage.base import SPEED_FIELD
 
 FIRST = [*prompt(1, 2, 3), 5]
 MIB = 1 << 20
@@ -239,3 +241,26 @@ def test_an_impossible_prefill(start, end, seconds):
     engine, _ = filled()
     with pytest.raises(InputError, match="is not possible"):
         engine.controller.note_prefill(start, end, seconds)
+
+
+def test_the_store_learns_how_fast_the_prefill_is_once_it_is_known():
+    """A daemon then knows how much time a hit saves. The engine waits for no call."""
+    store = MemoryBackend()
+    engine = Engine(store, profile=PROFILE, clock=Clock())
+    engine.controller.note_prefill(0, 10, 0.01)
+    engine.settle()
+    assert SPEED_FIELD not in store.namespaces()[0].identity, "too short to be measured"
+    engine.controller.note_prefill(0, 4096, 0.5)
+    until(engine, lambda: SPEED_FIELD in store.namespaces()[0].identity)
+    [record] = store.namespaces()
+    speed = record.identity[SPEED_FIELD]
+    assert speed == pytest.approx(PROFILE.flops(0, 4096) / 0.5, rel=0.05)
+    engine.controller.note_prefill(0, 4096, 5.0)
+    engine.settle()
+    assert store.namespaces()[0].identity[SPEED_FIELD] == speed, "once is enough"
+    other = MemoryBackend()
+    guessing = Engine(other, clock=Clock())
+    guessing.controller.note_prefill(0, 4096, 0.5)
+    guessing.settle()
+    [record] = other.namespaces()
+    assert SPEED_FIELD not in record.identity, "the default profile is a guess"

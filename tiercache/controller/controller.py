@@ -28,6 +28,7 @@ from tiercache.controller.ranks.session import describe_call, join_ranks
 from tiercache.controller.residency_events import ResidencyEvents
 from tiercache.controller.retention import Hints, PrefixPins
 from tiercache.controller.shadows import Shadows
+from tiercache.controller.store_calls import StoreCall
 from tiercache.controller.tier_changes import TierChanges
 from tiercache.controller.values import Values
 from tiercache.controller.write_back import WriteBack
@@ -121,6 +122,8 @@ class HybridCacheController:
         page_pools, state_pools = split_pools(identity, device_pools)
         namespace = namespace_of(identity)
         record = NamespaceRecord.priced(identity, profile)  # not by the default profile, which is a guess
+        self._tells_speed = profile is not None
+        """Whether storage is to be told the speed of the prefill as soon as it is known."""
         profile = profile or profile_named(DEFAULT_PROFILE)
         costs = Costs(profile, options.load_flops_per_byte or LOAD_FLOPS_PER_BYTE)
         host = {name: HostPool(pool.geometry, arena) for name, pool in device_pools.items()}
@@ -574,6 +577,20 @@ class HybridCacheController:
                 " the one behind the last, and a finite number of seconds"
             )
         self._context.speeds.note_prefill(start, end, seconds)
+        if self._tells_speed and self._hybrid is not None:
+            self._tell_speed(self._hybrid)
+
+    def _tell_speed(self, storage: HybridStorage) -> None:
+        """Register the speed of the prefill, by which daemons know how much time a hit saves."""
+
+        def tell_again(*_: object) -> None:
+            self._tells_speed = True
+
+        if (speed := self._context.speeds.prefill_flops_per_second) is not None:
+            self._tells_speed = False
+            self._context.writes.submit(
+                StoreCall(partial(storage.register_speed, speed), bool, tell_again, lambda _: None)
+            )
 
     def tick(self, wait: float = 0.0) -> bool:
         """Apply background events, after waiting up to `wait` seconds for an event.

@@ -104,6 +104,12 @@ class Speeds:
         if seconds >= LEAST_PREFILL_S:
             self._prefills.add(self._profile.flops(start, end), seconds)
 
+    @property
+    def prefill_flops_per_second(self) -> int | None:
+        """FLOPs per second of the prefill; None while they are not known."""
+        pace = self._prefills.pace()
+        return None if not pace else round(1 / pace)
+
     def gains(
         self,
         start: int,

@@ -39,8 +39,11 @@ class Hits:
 
     @property
     def token_hit_rate(self) -> float | None:
-        """Restored prompt tokens / prompt tokens asked for; None if that is not known."""
-        return None if self.why_no_rate else self.restored_tokens / self.asked_tokens
+        """Restored prompt tokens / prompt tokens asked for, at most 1; None if that is not known.
+
+        At the begin of an interval, tokens are read that were looked up before it.
+        """
+        return None if self.why_no_rate else min(1.0, self.restored_tokens / self.asked_tokens)
 
     @property
     def why_no_rate(self) -> str:
@@ -50,7 +53,7 @@ class Hits:
                 f"{self.unsized_objects:,} objects were looked up whose tokens are not known: no record says"
                 " their page size, or they are states of a model without pages"
             )
-        if self.restored_tokens > self.asked_tokens:
+        if self.restored_tokens > 2 * self.asked_tokens:
             return "clients read pages that they had not looked up"
         return "" if self.asked_tokens else "no prompt was looked up"
 

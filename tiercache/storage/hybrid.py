@@ -27,11 +27,18 @@ from tiercache.core import (
     StorageExtra,
     restorable_prefixes,
 )
-from tiercache.errors import InputError, RefusedError, UnavailableError
+from tiercache.errors import InputError, RefusedError, StorageError, UnavailableError
 from tiercache.geometry import Geometry
 from tiercache.keys import Shard, layout_digest, object_keys
 from tiercache.pools import HostPool
-from tiercache.storage.base import GetItem, NamespaceRecord, SetItem, SharedMemory, StorageBackend
+from tiercache.storage.base import (
+    SPEED_FIELD,
+    GetItem,
+    NamespaceRecord,
+    SetItem,
+    SharedMemory,
+    StorageBackend,
+)
 from tiercache.storage.transfers import (
     Place,
     check_keys,
@@ -250,6 +257,16 @@ class HybridStorage:
             self.backend.register_namespace(self.namespace)
         if pool.memory is not None:
             self.backend.attach(pool.memory)
+
+    def register_speed(self, flops_per_second: int) -> bool:
+        """Add the speed of this worker's prefill to its record; return whether the store took it."""
+        record = replace(self.namespace, identity={**self.namespace.identity, SPEED_FIELD: flops_per_second})
+        try:
+            self.backend.register_namespace(record)
+        except StorageError:
+            return False
+        self.namespace = record
+        return True
 
     def holds(self, wanted: Mapping[PoolName, Sequence[bytes]]) -> tuple[dict[PoolName, list[bool]], Reason]:
         """Return which of these pages and states (by page key) the store has, with one call of the backend.

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from threading import Lock
@@ -26,6 +27,8 @@ _ASK_AGAIN: Final = 16
 """Number of reads of which one asks the store again for the namespace of a layout that is known."""
 _MAX_LAYOUTS: Final = 4096
 """Number of layouts of one tenant that are known; the store is asked for those of others each time."""
+_FEW: Final = 64
+"""If a call has fewer keys than this, NumPy does not make it faster."""
 _MAX_FLOPS: Final = 10**16
 """FLOPs per token above which a record is not believed."""
 _MAX_SPEED: Final = 10**19
@@ -77,18 +80,21 @@ class TenantAccount:
             self._turn += 1
             return self._usual.get(layout) if self._turn % _ASK_AGAIN else None
 
-    def asked(self, store: StorageBackend, layout: bytes, pool: PoolName, objects: int) -> Counts:
-        """Return the tokens for which objects of a layout stand that were looked up, found or not."""
+    def add_asked(self, store: StorageBackend, key: ObjectKey, objects: int, counts: Counts) -> None:
+        """Count the tokens of objects with the layout of `key` that were looked up, found or not."""
+        layout = key.layout
         namespace = self._usual.get(layout)
-        if pool is not PoolName.KV:
+        if key.pool is not PoolName.KV:
             # A state of a model without pages stands for its whole prompt; of an absent one nothing is known.
-            return Counts(unsized_objects=objects if layout in self._usual and namespace is None else 0)
+            if namespace is None and layout in self._usual:
+                counts.unsized_objects += objects
+            return
         price = self.price(store, namespace or b"")
         sizes = {one.page_size for one in self._prices.values()} if price is None else {price.page_size}
         if len(sizes) != 1:
-            return Counts(unsized_objects=objects)
-        counts = self.stands_for_tokens(namespace or b"", layout)
-        return Counts(asked_tokens=objects * sizes.pop() * counts)
+            counts.unsized_objects += objects
+        elif self.stands_for_tokens(namespace or b"", layout):
+            counts.asked_tokens += objects * sizes.pop()
 
     def saw(self, layout: bytes, kind: bytes | None) -> None:
         """Learn of an object of a layout: its namespace, b"" if it stands for no page, None to ask always."""
@@ -136,12 +142,8 @@ class Accounted(Wrapper):
         answers = super().exists(keys)
         found = sum(answers)
         counts = Counts(found_objects=found, absent_objects=len(answers) - found)
-        if keys:
-            # The first word of a digest is of its layout. NumPy, because a call may have thousands of keys.
-            words = np.frombuffer(b"".join([key.digest for key in keys]), np.uint64)[:: DIGEST_BYTES // 8]
-            _, first, objects = np.unique(words, return_index=True, return_counts=True)
-            for at, count in zip(first.tolist(), objects.tolist(), strict=True):
-                counts.add(self._account.asked(self.inner, keys[at].layout, keys[at].pool, count))
+        for key, objects in _by_layout(keys):
+            self._account.add_asked(self.inner, key, objects, counts)
         self._account.add(counts)
         return answers
 
@@ -213,6 +215,18 @@ class Accounted(Wrapper):
                 self._account.saw(layout, _kind_of(entry))
                 pages[entry.meta.namespace] = pages.get(entry.meta.namespace, 0) + _pages_of(entry)
         return pages.items()
+
+
+def _by_layout(keys: Sequence[ObjectKey]) -> list[tuple[ObjectKey, int]]:
+    """Return one key of each layout, and how many keys have it."""
+    if len(keys) < _FEW:
+        layouts = [key.layout for key in keys]
+        some = dict(zip(layouts, keys, strict=True))
+        return [(some[layout], n) for layout, n in Counter(layouts).items()]
+    # The first word of a digest is of its layout. With NumPy, thousands of keys cost a tenth.
+    words = np.frombuffer(b"".join([key.digest for key in keys]), np.uint64)[:: DIGEST_BYTES // 8]
+    _, first, objects = np.unique(words, return_index=True, return_counts=True)
+    return [(keys[at], n) for at, n in zip(first.tolist(), objects.tolist(), strict=True)]
 
 
 def _kind_of(entry: ScanEntry) -> bytes | None:
