@@ -373,7 +373,7 @@ def test_without_the_extra_one_sentence_says_what_to_install(tmp_path: Path) -> 
 
 
 def test_a_daemon_with_a_tier_out_is_degraded_and_takes_calls(tmp_path: Path) -> None:
-    """Nobody listens at a tier: balancers go on sending calls, and operators read which tier is missing."""
+    """Test that probes let a daemon with a tier out stay in, and that operators read which tier it is."""
     chain = open_backend(["memory://?capacity=16MiB&tier_name=ram", "grpc://127.0.0.1:1?tier_name=far"])
     more = {"listen": ["127.0.0.1:0"], "unix": False}
     with serving(tmp_path, chain, **more) as node, grpc.insecure_channel(node.addresses[0]) as channel:

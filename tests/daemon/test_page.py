@@ -185,7 +185,7 @@ def test_a_daemon_in_a_browser(page: Page, tmp_path: Path) -> None:
 
 
 def test_a_capacity_that_shrinks_draws_over_nothing(page: Page, tmp_path: Path) -> None:
-    """What was stored before was more than fits now."""
+    """Test a curve of what was stored when more fitted."""
     shrunk: list[int] = []
 
     def tell() -> Usage:

@@ -1,4 +1,4 @@
-"""What can be restored of all tiers together: one store with everything must have the same figures."""
+"""Worth of all tiers of a chain together: that of one store with everything."""
 
 from __future__ import annotations
 
