@@ -25,7 +25,7 @@ from tiercache.testing.objects import key, payload, to_set
 MIB = 1 << 20
 SIZE = 20_000
 QUOTA = 4 * MIB
-ALLOWANCE = 6 * MIB
+ALLOWANCE = 8 * MIB
 """Memory beside the limit and a tenth: buffers, queues and allocators of a store, whatever it holds."""
 BATCH = 512
 STORES: dict[str, tuple[str, ...]] = {

@@ -140,10 +140,12 @@ class RestorablePages(PageTable):
         Until they come again, no state of theirs is stored, and one that is there does not wait for them.
         """
         for page in pages:
+            node = self.find(page)
+            if node >= 0 and self.kv[node]:  # stored in another layout
+                continue
             self._refused.pop(page, None)
             self._refused[page] = None
-            node = self.find(page)
-            if node >= 0 and self.states[node] and not self.kv[node]:
+            if node >= 0 and self.states[node]:
                 self.number[node] = 0
                 self.note_evictable(node)
         while len(self._refused) > _MAX_REFUSED:
@@ -164,6 +166,8 @@ class RestorablePages(PageTable):
         The caller holds the node.
         """
         self.coming[node] += 1
+        if self._refused:
+            self._refused.pop(self.key(node), None)
         if not self.kv[node]:
             self.namespace_id[node] = namespace_id
         if depth:
