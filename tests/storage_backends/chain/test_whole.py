@@ -12,7 +12,7 @@ from tiercache_backends.chain.cursor import ScansUnderWay
 from tiercache_backends.file import FileBackend
 from tiercache_backends.memory import MemoryBackend
 
-from tests.storage_backends.chain.hooks import QuickClock, tier_of
+from tests.storage_backends.chain.hooks import tier_of
 from tests.storage_backends.chain.stores import Hanging, Refusing, chain_over, health, held, until
 from tests.storage_backends.grpc.nodes import daemon_settings
 from tiercache.core import Outcome
@@ -140,11 +140,12 @@ def test_a_flush_means_every_tier_that_is_written_through(tmp_path):
 
 
 def test_a_flush_waits_for_what_a_tier_could_not_take(tmp_path):
-    disk, clock = FileBackend(str(tmp_path / "far"), 16 << 20), QuickClock()
+    disk = FileBackend(str(tmp_path / "far"), 16 << 20)
     near = FileBackend(str(tmp_path / "near"), 16 << 20)
     tiers = [
-        tier_of(lambda: near, near.capabilities, clock, name="near"),
-        tier_of(lambda: disk, disk.capabilities, clock, name="far", write_per_day=24 * 100 * SIZE),
+        tier_of(lambda: near, near.capabilities, name="near"),
+        # Half an object beyond its hour's share, it takes the next one 18 s later at the earliest.
+        tier_of(lambda: disk, disk.capabilities, name="far", write_per_day=(24 * 99 + 12) * SIZE),
     ]
     chain = TierChain(tiers)
     for n in range(0, 300, 20):
