@@ -48,7 +48,7 @@ FIRST = {
     "a trickled hello": (b"", HELLO),
     "a trickled request": (b"GET / HTTP/1.1\r\nHost: x\r\nx: ", b"y" * 4096),
 }
-"""What strangers say at once, and then byte by byte."""
+"""Bytes that strangers send at once, and then one by one."""
 PORTS = ("grpc", "data", "http")
 
 

@@ -127,10 +127,11 @@ def test_a_namespace_s_record_survives_the_tier_that_brought_it(tmp_path, how):
 
 
 def test_a_tier_gets_the_record_of_a_namespace_with_its_first_object(tmp_path):
-    """It comes to the lower tier behind the chain, as from another host, and the upper one gets a copy."""
+    """Store and register behind the chain, as another host does, and let the upper tier get a copy."""
     with opened("memory://?capacity=1MiB&tier_promote=second", url(tmp_path / "b")) as chain:
         other = chain.tiers[1].opened
         assert other is not None
+        # private: a record that comes when nothing is looked for any more
         wait_for(lambda: not any(mover._is_behind for mover in chain._lineups.current.movers.values()))
         other.register_namespace(NamespaceRecord(NAMESPACE, {"model": "m"}))
         fill(other, ["x"])
