@@ -135,7 +135,8 @@ def serve(
     flags = {name: value for name, value in given.items() if value is not None}
     settings = load(find_file(config), flags)
     if settings.http.address:
-        import tiercache.daemon.http  # noqa: F401  so that a missing extra is named before the store is opened
+        # A missing extra is named before the store is opened.
+        import tiercache.daemon.http  # noqa: F401
     start_logging(settings.log.level, settings.log.format)
     console = Console(stderr=True, highlight=False, emoji=False)
 
