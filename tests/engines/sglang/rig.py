@@ -137,9 +137,8 @@ def started_with(**settings: Any) -> Iterator[None]:
     memory = SimpleNamespace(
         hicache_storage_backend="dynamic", hicache_storage_backend_extra_config=json.dumps(settings)
     )
-    # private: as in `server_says`
-    bags = dict(runtime_context._CONTEXT._config_bags or {}) | {"memory": memory}
-    with mock.patch.object(runtime_context._CONTEXT, "_config_bags", bags):
+    context = runtime_context._CONTEXT  # private: as in `server_says`
+    with mock.patch.object(context, "_config_bags", (context._config_bags or {}) | {"memory": memory}):
         yield
 
 
