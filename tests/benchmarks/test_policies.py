@@ -110,9 +110,9 @@ def test_tables_compare_with_rivals_only_and_mix_no_checkpoints() -> None:
         for seed in (0, 1)
         for policy, saved, checkpoints in (
             ("infinite", 0.9, ""), ("hvd", 0.5, ""), ("lru", 0.3, ""), ("arc", 0.4, ""),
-            ("marconi:best", 0.8, ""), ("portfolio", 0.7, ""), ("clairvoyant", 0.85, ""),
+            ("marconi:best", 0.8, ""), ("clairvoyant", 0.85, ""),
             ("infinite", 0.95, "learned"), ("hvd", 0.6, "learned"), ("lru", 0.45, "learned"),
-            ("hvd", 0.2, "sparse"),
+            ("hvd", 0.2, "every:2048"),
         )
     ]  # fmt: skip
     page = tables.page(rows)
@@ -120,9 +120,8 @@ def test_tables_compare_with_rivals_only_and_mix_no_checkpoints() -> None:
     assert "| sharegpt | arc | +10.00 [+10.00, +10.00] | 36 % |" in small, "not a policy that knows the end"
     assert "| marconi:best | 0.805 | 0.805 |" in small, "it has a row of means"
     assert "| marconi:best | +" not in page
-    assert "| portfolio | +" not in page
     compared, _, learned = rest.partition("### With `learned`")
-    assert "| sparse | hvd at 5 % | 0.205 | 0.205 |" in compared
+    assert "| every:2048 | hvd at 5 % | 0.205 | 0.205 |" in compared
     both, _, mixed = learned.partition("with the default rules, in the same bytes")
     assert "| lru | 0.455 | 0.455 |" in both
     assert "| lru | +15.00 [+15.00, +15.00]" in both
@@ -159,13 +158,13 @@ def test_the_budget_stops_it(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_the_order_of_the_campaign() -> None:
     sources = matrix.traffics("trace.jsonl", "sessions/")
     assert len(sources) == 11
-    found = list(matrix.blocks(sources, matrix.SEEDS, ("hvd", "lru", "portfolio")))
+    found = list(matrix.blocks(sources, matrix.SEEDS, ("hvd", "lru", "marconi:best")))
     phases = list(dict.fromkeys(block.phase for block in found))
     assert phases == list(matrix.PHASES)
     first = [block for block in found if block.phase == "5 %"]
     assert [block.seed for block in first[:12]] == [1000] * 11 + [1001]
     assert len(first) == 10 * 5 + 1, "the trace has no seeds"
-    assert all("portfolio" not in block.policies for block in first)
+    assert all("marconi:best" not in block.policies for block in first)
     keys = [
         (run.command(10**12), run.policy)
         for block in found

@@ -1,8 +1,6 @@
-"""Policies in the controller: eviction under pressure, checkpoints, write-through, shadow caches."""
+"""Policies in the controller: eviction under pressure, checkpoints, write-through."""
 
 from __future__ import annotations
-
-import time
 
 import pytest
 
@@ -12,7 +10,7 @@ from tiercache.controller import ControllerOptions
 from tiercache.core import Tier
 from tiercache.errors import ConfigError, InputError
 from tiercache.index import CheckpointRules
-from tiercache.policy import POLICIES, RIVALS, WINDOW, Ending, Portfolio
+from tiercache.policy import POLICIES, RIVALS, Ending
 
 
 def tokens(start: int, pages: int) -> list[int]:
@@ -22,15 +20,7 @@ def tokens(start: int, pages: int) -> list[int]:
 @pytest.mark.parametrize(
     "policy",
     slow_after(
-        3,
-        [
-            "lru",
-            "hvd",
-            "gdsf",
-            *sorted({*POLICIES, *RIVALS} - {"lru", "hvd", "gdsf"}),
-            "marconi:tuned",
-            "seglen:0.5",
-        ],
+        3, ["lru", "hvd", "gdsf", *sorted({*POLICIES, *RIVALS} - {"lru", "hvd", "gdsf"}), "seglen:0.5"]
     ),
 )
 def test_every_policy_serves_right_bytes_under_pressure(policy: str):
@@ -73,53 +63,6 @@ def test_a_state_that_is_cheaper_to_compute_than_to_load_stays_up():
     assert engine.serve([*tokens(1, 4), 5, 6]) == 4 * P, "from the device"
     engine.controller.evict(Tier.DEVICE)
     assert engine.serve([*tokens(1, 4), 5, 6]) == 0, "nowhere else"
-
-
-def test_a_portfolio_follows_the_shadow_that_saves_most():
-    engine = Engine(
-        pages=24,
-        states=12,
-        blocks=48,
-        options=ControllerOptions(policy="portfolio", checkpoints=CheckpointRules()),
-    )
-    chosen = engine.context.index.policy
-    assert isinstance(chosen, Portfolio)
-    for turn in range(WINDOW + 3):
-        engine.serve([*tokens(100 * (turn % 3), 2), turn], check=False)
-        assert engine.controller.flush()
-    deadline = time.monotonic() + 30
-    # the shadows are behind the engine, on a thread of their own
-    while not any(chosen.scores.values()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-        engine.controller.tick()
-    assert chosen.scores.keys() == chosen.members.keys()
-    assert all(score > 0 for score in chosen.scores.values()), (
-        "the prompts repeat, and each shadow has room for them"
-    )
-
-
-def test_marconis_artifact_searches_once_and_then_needs_no_shadows():
-    engine = Engine(
-        pages=24,
-        states=12,
-        blocks=24,
-        options=ControllerOptions(policy="marconi:artifact", checkpoints=CheckpointRules()),
-    )
-    chosen = engine.context.index.policy
-    assert isinstance(chosen, Portfolio)
-    turn, deadline = 0, time.monotonic() + 60
-    while not chosen.settled and time.monotonic() < deadline:
-        engine.serve([*tokens(100 * (turn % 9 if turn % 2 else 0), 2), turn], check=False)
-        assert engine.controller.flush()
-        turn += 1
-    assert chosen.settled
-    assert max(chosen.scores.values()) > 0
-    scores = dict(chosen.scores)
-    for _ in range(3):
-        engine.serve([*tokens(100, 2), turn], check=False)
-        assert engine.controller.flush()
-        engine.controller.tick()
-    assert chosen.scores == scores, "it searches no more"
 
 
 def test_how_a_request_ended_is_known_of_the_state_that_the_next_one_restores():

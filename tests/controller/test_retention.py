@@ -214,7 +214,7 @@ def test_an_impossible_share():
             ControllerOptions(pin_share=share)
 
 
-@pytest.mark.parametrize("policy", ["hvd", "lru", "gdsf", "marconi", "seglen:0.1", "portfolio"])
+@pytest.mark.parametrize("policy", ["hvd", "lru", "gdsf", "marconi", "seglen:0.1"])
 def test_a_hint_saves_a_prefix_from_the_eviction_that_would_have_taken_it(policy):
     """Without a hint, the oldest of equal conversations goes first."""
     kept = {}

@@ -111,7 +111,7 @@ def test_tokens_beyond_the_admission_are_refused_although_pages_take_no_slots():
     engine.check()
 
 
-@pytest.mark.parametrize("policy", ["lru", "seglen", "gdsf", "marconi", "hvd", "portfolio"])
+@pytest.mark.parametrize("policy", ["lru", "seglen", "gdsf", "marconi", "hvd"])
 def test_under_pressure_every_policy_keeps_what_can_be_restored(store, policy):
     engine = engine_of(store, policy=policy, states=7, blocks=24)
     for turn in range(30):

@@ -9,7 +9,8 @@ from tests.index.harness import COST, KV, MAMBA, Harness
 from tests.index.model import PAGE, tokens_of
 from tiercache.core import PoolName
 from tiercache.errors import ConfigError, InputError, PoolFullError
-from tiercache.index import CheckpointRules, HybridIndex, Origin, Shadow, checkpoint_depths
+from tiercache.index import CheckpointRules, HybridIndex, Origin, checkpoint_depths
+from tiercache.lab.replay.alone import IndexCache
 from tiercache.policy import CheckpointKind, Lru
 
 BRANCH, GHOST, PROMPT, INTERVAL, END = (
@@ -146,15 +147,15 @@ def test_a_session_knows_its_length_even_when_its_states_were_lost():
     assert turn((1, 2, 8)) == Origin(1, 2), "another branch, of the first turn"
 
 
-def shadow(capacity: int, **rules: bool) -> Shadow:
-    return Shadow(
+def cache(capacity: int, **rules: bool) -> IndexCache:
+    return IndexCache(
         Lru(), page_size=PAGE, page_pools=[KV], state_pools=[MAMBA], cost=COST, capacity=capacity,
         checkpoints=CheckpointRules(**rules)
     )  # fmt: skip
 
 
-def test_a_shadow_restores_what_fits_and_no_more():
-    ample, scant = shadow(1000), shadow(14)
+def test_a_cache_restores_what_fits_and_no_more():
+    ample, scant = cache(1000), cache(14)
     for one in (ample, scant):
         assert one.request(tokens_of((1, 2), 1), tokens_of((1, 2, 3), 1)) == 0
         assert one.request(tokens_of((1, 2, 3, 4), 1), tokens_of((1, 2, 3, 4, 5), 1)) == 3 * PAGE

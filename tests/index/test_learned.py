@@ -16,11 +16,11 @@ from tiercache.index import (
     CheckpointRules,
     Checkpoints,
     PromptView,
-    Shadow,
     checkpoints_named,
 )
 from tiercache.index.checkpoints.departures import Departures, Mark, Past
 from tiercache.index.checkpoints.memory import PageMemory
+from tiercache.lab.replay.alone import IndexCache
 from tiercache.policy import CheckpointKind, Lru, ModelProfile
 from tiercache.policy.costs import Costs
 
@@ -40,11 +40,11 @@ def text(topic: int, pages: int) -> TokenArray:
 
 
 class Traffic:
-    """Requests through a shadow cache, and what the policy planned for each."""
+    """Requests through a cache of the index alone, and what the policy planned for each."""
 
     def __init__(self, name: str, capacity: int = AMPLE) -> None:
         self.checkpoints = checkpoints_named(name, Costs(PROFILE))
-        self.shadow = Shadow(
+        self.cache = IndexCache(
             Lru(), page_size=PAGE, page_pools=[PoolName.KV], state_pools=[PoolName.MAMBA], cost=COST,
             capacity=capacity, checkpoints=self.checkpoints,
         )  # fmt: skip
@@ -62,7 +62,7 @@ class Traffic:
     def ask(self, *parts: TokenArray, answer: TokenArray | None = None) -> None:
         prompt = np.concatenate([*parts, text(10**6 + len(self.plans), 1)[:1]])
         sequence = prompt if answer is None else np.concatenate([prompt[:-1], answer])
-        self.restored.append(self.shadow.request(prompt, sequence) // PAGE)
+        self.restored.append(self.cache.request(prompt, sequence) // PAGE)
 
     def topic(self) -> int:
         self._topic += 1
@@ -182,24 +182,13 @@ def test_pages_are_forgotten_when_others_take_their_places():
     assert memory.known(new) == len(new)
 
 
-def test_sparse_checkpoints_go_where_prompts_leave():
-    traffic = Traffic("sparse:2")
-    shared = [text(n, 10 + 10 * n) for n in (1, 2)]
-    for number in range(200):
-        traffic.ask(shared[number % 2], text(100 + number, 30), answer=text(500 + number, 1))
-    depths, end = traffic.plans[-1]
-    assert end
-    assert all(kind is PREDICTED for kind in depths.values())
-    assert traffic.restored[-2:] == [20, 30]
-
-
 def test_every_so_many_tokens_and_nothing_else():
     traffic = Traffic("every:256")
     traffic.ask(text(1, 13), answer=text(2, 9))
     assert traffic.plans == [({4: INTERVAL, 8: INTERVAL, 12: INTERVAL}, False)]
 
 
-@pytest.mark.parametrize("name", ["rules", "every:64", "sparse", "sparse:1", "learned"])
+@pytest.mark.parametrize("name", ["rules", "every:64", "learned"])
 def test_equal_requests_in_an_equal_order_give_equal_plans(name: str):
     one, other = Traffic(name, 2_000_000), Traffic(name, 2_000_000)
     for traffic in (one, other):
@@ -216,11 +205,10 @@ def test_equal_requests_in_an_equal_order_give_equal_plans(name: str):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("best", "no checkpoint policy 'best'; use rules, every, sparse, learned"),
-        ("every", "'every' needs a number from 1"),
-        ("every:0", "'every:0' needs a number from 1"),
-        ("sparse:65", "'sparse:65' needs a number from 1 to 64"),
-        ("sparse:", "'sparse:' needs a number"),
+        ("best", "no checkpoint policy 'best'; use rules, every, learned"),
+        ("every", "'every' needs a number of tokens from 1"),
+        ("every:0", "'every:0' needs a number of tokens from 1"),
+        ("sparse", "no checkpoint policy 'sparse'"),
         ("learned:2", "'learned' has no parameter"),
     ],
 )

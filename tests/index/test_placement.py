@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercache.index.checkpoints.placement import Placement, place_priced
+from tiercache.index.checkpoints.placement import place_priced
 
 WEIGHTS = st.lists(st.integers(0, 9), min_size=0, max_size=8)
 STEPS = st.lists(st.integers(0, 5), min_size=8, max_size=8)
@@ -27,20 +27,6 @@ def placements(points: int, most: int) -> list[tuple[int, ...]]:
     return [some for count in range(most + 1) for some in combinations(range(points), count)]
 
 
-@given(WEIGHTS, STEPS, st.integers(0, 9))
-def test_no_placement_of_as_many_states_leaves_less_work(weights: list[int], steps: list[int], most: int):
-    flops = list(accumulate(steps))[: len(weights)]
-    placed = Placement(weights, flops, most)
-    for points in range(len(weights) + 1):
-        found = placed.best(points)
-        assert found == sorted(set(found))
-        assert len(found) <= most
-        assert all(0 <= at < points for at in found)
-        assert work(weights[:points], flops, found) == min(
-            work(weights[:points], flops, some) for some in placements(points, most)
-        )
-
-
 @given(WEIGHTS, STEPS, st.lists(st.integers(0, 30), min_size=8, max_size=8))
 def test_no_placement_of_any_number_is_worth_more(weights: list[int], steps: list[int], prices: list[int]):
     flops, prices = list(accumulate(steps))[: len(weights)], prices[: len(weights)]
@@ -55,12 +41,16 @@ def test_no_placement_of_any_number_is_worth_more(weights: list[int], steps: lis
 
 def test_work_that_grows_faster_than_depth_is_placed_exactly():
     flops = [depth + 0.1 * depth * depth for depth in range(1, 41)]
-    found = Placement([1.0] * 40, flops, 2).best(40)
-    best = min(combinations(range(40), 2), key=lambda some: work([1] * 40, flops, some))  # type: ignore[arg-type]
+    price = 400.0
+    found = place_priced([1.0] * 40, flops, [price] * 40)
+    assert len(found) == 2
+    best = min(
+        placements(40, 2),
+        key=lambda some: work([1] * 40, flops, some) + price * len(some),  # type: ignore[arg-type]
+    )
     assert found == list(best)
 
 
 @pytest.mark.parametrize("points", [0, 1])
 def test_nothing_to_place(points: int):
-    assert Placement([0.0] * points, [1.0] * points, 3).best(points) == []
     assert place_priced([0.0] * points, [1.0] * points, [0.0] * points) == []

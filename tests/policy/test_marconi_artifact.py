@@ -9,15 +9,14 @@ import pytest
 
 from tests.policy.rig import BYTES, COSTS, KV, PAGE, STATE, tokens_of, units
 from tiercache.errors import ConfigError
-from tiercache.index import CheckpointRules, Shadow
-from tiercache.policy import policy_named
+from tiercache.index import CheckpointRules
+from tiercache.lab.replay.alone import IndexCache
+from tiercache.policy import Policy, policy_named
 from tiercache.policy.marconi_artifact import ArtifactScore, MarconiArtifact
 
 
 def artifact() -> MarconiArtifact:
-    made = policy_named("marconi:artifact", COSTS)
-    assert isinstance(made, MarconiArtifact)
-    return made
+    return MarconiArtifact(COSTS)
 
 
 def test_the_score_is_the_artifacts():
@@ -65,29 +64,29 @@ def test_the_alpha_is_the_lowest_of_those_that_saved_most():
     np.testing.assert_array_equal(policy.rank(asked), ArtifactScore(COSTS, 0.3).rank(asked))
 
 
-def test_shadows_beside_the_traffic_find_what_a_replay_of_the_window_finds():
-    """The artifact serves the window again from an empty cache; here a fresh shadow of each alpha does."""
+def test_caches_beside_the_traffic_find_what_a_replay_of_the_window_finds():
+    """The artifact serves the window again from an empty cache; here a fresh cache of each alpha does."""
     random = Random(3)
     paths = [
         (random.randrange(6), *[random.randrange(3) for _ in range(random.randrange(1, 9))]) for _ in range(5)
     ]
     policy = artifact()
-    beside = {name: shadow(name) for name in policy.members}
+    beside = [cache(member) for member in policy.members]
     policy.evicted(0.5)
     totals = []
     for path in paths:
-        policy.served([COSTS.profile.flops(0, serve(one, path)) for one in beside.values()])
-    for name in policy.members:
-        again = shadow(name)
+        policy.served([COSTS.profile.flops(0, serve(one, path)) for one in beside])
+    for member in policy.members:
+        again = cache(member)
         totals.append(sum(COSTS.profile.flops(0, serve(again, path)) for path in paths))
     assert policy.settled
-    assert list(policy.scores.values()) == totals
+    assert policy.saved == totals
     assert policy.alpha == pytest.approx(int(np.argmax(totals)) / 10)
 
 
-def shadow(name: str) -> Shadow:
-    return Shadow(
-        policy_named(name, COSTS),
+def cache(policy: Policy) -> IndexCache:
+    return IndexCache(
+        policy,
         page_size=PAGE,
         page_pools=[KV],
         state_pools=[STATE],
@@ -97,7 +96,7 @@ def shadow(name: str) -> Shadow:
     )
 
 
-def serve(one: Shadow, path: tuple[int, ...]) -> int:
+def serve(one: IndexCache, path: tuple[int, ...]) -> int:
     return one.request(tokens_of(path), tokens_of((*path, 9)))
 
 
@@ -107,6 +106,7 @@ def test_an_alpha_that_the_artifact_does_not_try_is_refused(name: str) -> None:
         policy_named(name)
 
 
-def test_the_best_alpha_in_hindsight_is_refused_outside_a_replay():
-    with pytest.raises(ConfigError, match="only a replay"):
-        policy_named("marconi:best")
+@pytest.mark.parametrize("name", ["marconi:best", "marconi:artifact"])
+def test_a_search_for_alpha_is_refused_outside_a_replay(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} searches .* only tiercache replay can use it"):
+        policy_named(name)

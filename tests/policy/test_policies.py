@@ -1,28 +1,23 @@
-"""Policies by name, the cost of a miss, and `lru`, `seglen`, `marconi` and `portfolio` by hand."""
+"""Policies by name, the cost of a miss, and `lru`, `seglen`, `marconi` by hand."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from tests.policy.rig import COSTS, STATE, PlainUnits, Rig, reuse_of, units
+from tests.policy.rig import COSTS, STATE, PlainUnits, Rig, units
 from tiercache.core import Tier
 from tiercache.errors import ConfigError
 from tiercache.policy import (
     DEFAULT_PROFILE,
     POLICIES,
-    WINDOW,
     Costs,
     Lru,
     ModelProfile,
     Policy,
-    Portfolio,
-    Reuse,
-    Units,
     policy_named,
     profile_named,
 )
-from tiercache.policy.base import Ranks
 from tiercache.policy.costs import LOAD_FLOPS_PER_BYTE
 from tiercache.policy.gdsf import Gdsf
 from tiercache.policy.hvd import HitValueDensity
@@ -231,80 +226,3 @@ def test_marconi_counts_the_bytes_that_go_and_not_those_of_the_path():
 def test_marconi_has_an_alpha_from_0(alpha: float):
     with pytest.raises(ConfigError, match="alpha"):
         Marconi(COSTS, alpha)
-
-
-# -- portfolio ---------------------------------------------------------------------------------
-
-
-class Told(Policy):
-    """Says its number, and keeps what it was told."""
-
-    name = "told"
-
-    def __init__(self, number: int, *, needs_states: bool = False) -> None:
-        self.number = number
-        self.needs_states = needs_states  # type: ignore[misc]
-        self.told: list[str] = []
-
-    def rank(self, asked: Units) -> Ranks:
-        return np.full(len(asked), float(self.number))
-
-    def evicted(self, rank: float) -> None:
-        self.told.append("evicted")
-
-    def reused(self, reuse: Reuse) -> None:
-        self.told.append("reused")
-
-    def learn(self, live: Units, gone: Units) -> None:
-        self.told.append("learn")
-
-
-def test_of_a_portfolio_one_ranks_and_all_learn():
-    members = {str(n): Told(n) for n in range(3)}
-    policy = Portfolio(members)
-    assert policy.rank(units(2)).tolist() == [0, 0]
-    policy.reused(reuse_of(units(1)))
-    policy.learn(units(1), units(0))
-    policy.evicted(1.0)
-    assert [member.told for member in members.values()] == [
-        ["reused", "learn", "evicted"],
-        ["reused", "learn"],
-        ["reused", "learn"],
-    ]
-
-
-def test_of_a_portfolio_the_member_that_lately_saved_most_ranks():
-    policy = Portfolio({str(n): Told(n) for n in range(3)})
-    ranked = []
-    for saved in ([0, 0, 0], [0, 5, 5], [0, 0, 1], [9, 0, 0], [0, 0, 0], [0, 0, 7]):
-        policy.saved(saved)
-        ranked.append(int(policy.rank(units(1))[0]))
-    assert ranked == [0, 1, 2, 0, 0, 2]
-
-
-def test_a_portfolio_adds_up_what_its_shadows_saved_by_windows():
-    policy = Portfolio({str(n): Told(n) for n in range(2)})
-    for turn in range(2 * WINDOW):
-        assert policy.current == ("0" if turn < WINDOW else "1"), turn
-        policy.served([0.0, 1.0] if turn < WINDOW else [5.0, 0.0])
-    assert policy.current == "0"
-    assert policy.scores == {"0": 5.0 * WINDOW, "1": pytest.approx(0.7 * WINDOW)}
-    assert not policy.settled
-
-
-def test_a_portfolio_needs_states_if_one_of_it_does():
-    assert not Portfolio({"a": Told(1), "b": Told(2)}).needs_states
-    assert Portfolio({"a": Told(1), "b": Told(2, needs_states=True)}).needs_states
-    with pytest.raises(ConfigError):
-        Portfolio({})
-    whole, tuned = policy_named("portfolio"), policy_named("marconi:tuned")
-    assert isinstance(whole, Portfolio)
-    assert set(whole.members) == {"hvd", "gdsf", "lru"}
-    assert isinstance(tuned, Portfolio)
-    assert [member.alpha for member in tuned.members.values() if isinstance(member, Marconi)] == [
-        0,
-        0.25,
-        0.5,
-        1,
-        2,
-    ]

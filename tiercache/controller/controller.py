@@ -27,7 +27,6 @@ from tiercache.controller.ranks.group_admission import GroupAdmission
 from tiercache.controller.ranks.session import describe_call, join_ranks
 from tiercache.controller.residency_events import ResidencyEvents
 from tiercache.controller.retention import Hints, PrefixPins
-from tiercache.controller.shadows import Shadows
 from tiercache.controller.store_calls import StoreCall
 from tiercache.controller.tier_changes import TierChanges
 from tiercache.controller.values import Values
@@ -42,16 +41,7 @@ from tiercache.events.source import EventSource
 from tiercache.index import Content, HybridIndex, checkpoints_named
 from tiercache.keys import Identity, Shard, layout_digest, namespace_of
 from tiercache.metrics import Metrics
-from tiercache.policy import (
-    DEFAULT_PROFILE,
-    Costs,
-    Ending,
-    ModelProfile,
-    Policy,
-    Portfolio,
-    policy_named,
-    profile_named,
-)
+from tiercache.policy import DEFAULT_PROFILE, Costs, Ending, ModelProfile, Policy, policy_named, profile_named
 from tiercache.policy.costs import LOAD_FLOPS_PER_BYTE
 from tiercache.pools import BlockArena, DevicePool, HostPool
 from tiercache.storage.base import NamespaceRecord, StorageBackend
@@ -187,8 +177,6 @@ class HybridCacheController:
         self._hints = Hints(self._context)
         self._parking = Parking(self._context, self._values)
         self._context.on_landed = self._retry_waiting
-        chosen = self._context.index.policy
-        self._shadows = Shadows(self._context, chosen) if isinstance(chosen, Portfolio) else None
         self._admissions: set[Admission] = set()
         self._closed = self._drained = False
         self._publisher = self._publish(options.events, shards)
@@ -538,8 +526,6 @@ class HybridCacheController:
         self._admissions.discard(admission)
         self._values.tell()
         self._post_residency()
-        if self._shadows is not None and admission.committed:
-            self._shadows.served(admission.lookup.tokens, admission.sequence, admission.lookup.extra, ending)
 
     def join_ranks(self, ranks: RankGroup) -> None:
         """Join the ranks of a group anew, after one of them was started again.
@@ -699,8 +685,6 @@ class HybridCacheController:
         ]
         if self._session is not None:
             self._session.close()
-        if self._shadows is not None:
-            self._shadows.close(max(0.1, end - time.monotonic()))
         self._context.engine.close(max(0.1, end - time.monotonic()))
         quiet = all(idle)
         if self._backend is not None and quiet:

@@ -7,8 +7,7 @@ Reading order:
 - `radix_tree` (structure and pins), and the changes of its contents: `residency` (by transfers), `insertion`
   and `eviction`
 - `hybrid_index`, which puts these together
-- `planner` (where a prefill is cut), `shadow` (an index without bytes, to simulate a policy), and `integrity`
-  (a check that recounts everything)
+- `planner` (where a prefill is cut) and `integrity` (a check that recounts everything)
 """
 
 from tiercache.index.appraisal import Appraisal
@@ -48,7 +47,6 @@ from tiercache.index.planner import (
     state_memory,
 )
 from tiercache.index.radix_tree import Pin
-from tiercache.index.shadow import Shadow
 
 __all__ = [
     "CHECKPOINTS",
@@ -71,7 +69,6 @@ __all__ = [
     "PlacedState",
     "PrefillRules",
     "PromptView",
-    "Shadow",
     "Span",
     "Speculated",
     "StateBlocks",

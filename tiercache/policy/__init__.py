@@ -23,7 +23,6 @@ from tiercache.policy.lpc import Lpc
 from tiercache.policy.lru import Lru
 from tiercache.policy.marconi import Marconi
 from tiercache.policy.marconi_artifact import ArtifactScore, MarconiArtifact
-from tiercache.policy.portfolio import WINDOW, Portfolio
 from tiercache.policy.s3fifo import S3Fifo
 from tiercache.policy.seglen import SegLen
 from tiercache.policy.sieve import Sieve
@@ -36,14 +35,12 @@ __all__ = [
     "PROFILES",
     "RIVALS",
     "VARIANTS",
-    "WINDOW",
     "CheckpointKind",
     "Costs",
     "Ending",
     "Lru",
     "ModelProfile",
     "Policy",
-    "Portfolio",
     "Reuse",
     "UnitKind",
     "Units",
@@ -55,17 +52,12 @@ __all__ = [
 DEFAULT_PROFILE: Final = "qwen3-next-80b-a3b"
 """Name of the model profile that is used where none is given."""
 
-_MEMBERS: Final = ("hvd", "gdsf", "lru")
-"""Members of the `portfolio` policy."""
-_ALPHAS: Final = ("marconi:0", "marconi:0.25", "marconi:0.5", "marconi:1", "marconi:2")
-"""Members of the `marconi:tuned` policy."""
 _MAKE: Final[Mapping[str, Callable[[Costs], Policy]]] = {
     Lru.name: lambda costs: Lru(),
     SegLen.name: lambda costs: SegLen(),
     Marconi.name: Marconi,
     Gdsf.name: Gdsf,
     HitValueDensity.name: HitValueDensity,
-    Portfolio.name: lambda costs: Portfolio({name: policy_named(name, costs) for name in _MEMBERS}),
 }
 _MAKE_RIVAL: Final[Mapping[str, Callable[[Costs], Policy]]] = {
     S3Fifo.name: lambda costs: S3Fifo(),
@@ -78,7 +70,7 @@ POLICIES: Final = tuple(_MAKE)
 """Names of the main policies, without parameters."""
 RIVALS: Final = tuple(_MAKE_RIVAL)
 """Names of the other policies, which are published ones to compare with."""
-VARIANTS: Final = ("seglen:additive", "marconi:tuned", MarconiArtifact.name)
+VARIANTS: Final = ("seglen:additive", MarconiArtifact.name)
 """Names of policies with a parameter that is not a number."""
 
 
@@ -88,10 +80,7 @@ def policy_named(name: str, costs: Costs | None = None) -> Policy:
     The name may have a parameter:
 
     - `seglen:0.7` sets the weight, and `seglen:additive` chooses the additive sum (see `SegLen`).
-    - `marconi:1.5` sets alpha, and `marconi:tuned` always uses the alpha that lately saved most in simulated
-      caches (see `Portfolio`).
-    - `marconi:artifact` is Marconi as its artifact does it (see `MarconiArtifact`), `marconi:artifact:0.3`
-      its score with this alpha.
+    - `marconi:1.5` sets alpha, and `marconi:artifact:0.3` does so for the score of Marconi's artifact.
 
     Raises ConfigError for an unknown name or parameter.
     """
@@ -101,14 +90,10 @@ def policy_named(name: str, costs: Costs | None = None) -> Policy:
     costs = costs or Costs(profile_named(DEFAULT_PROFILE))
     if not parameter:
         return (_MAKE.get(base) or _MAKE_RIVAL[base])(costs)
-    if name == "marconi:tuned":
-        return Portfolio({alpha: policy_named(alpha, costs) for alpha in _ALPHAS}, name)
-    if name == MarconiArtifact.name:
-        return MarconiArtifact(costs)
-    if name == "marconi:best":
+    if name in ("marconi:best", MarconiArtifact.name):
         raise ConfigError(
-            "marconi:best is the alpha that was best in hindsight, so only a replay can use it; use"
-            " marconi:tuned or an alpha such as marconi:0.5"
+            f"{name} searches its alpha in simulated caches, so only tiercache replay can use it; use an"
+            " alpha such as marconi:0.5"
         )
     if name == "seglen:additive":
         return SegLen(additive=True)

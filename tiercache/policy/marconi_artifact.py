@@ -10,7 +10,6 @@ import numpy as np
 from tiercache.errors import ConfigError
 from tiercache.policy.base import Policy, Ranks, Units, last_use
 from tiercache.policy.costs import Costs
-from tiercache.policy.portfolio import Portfolio
 from tiercache.policy.seglen import normalised
 
 _ALPHAS: Final = tuple(n / 10 for n in range(21))
@@ -58,14 +57,15 @@ class ArtifactScore(Policy):
         return ranks
 
 
-class MarconiArtifact(Portfolio):
+class MarconiArtifact(Policy):
     """Policy of Marconi's artifact: alpha is 0 until one search has found the best for the first requests.
 
     When the first unit is lost, the artifact multiplies the number of requests until then by 5. After so many
     requests, it serves all of them again from an empty cache, with alpha = 0, 0.1, and so on up to 2. From
     then on it uses the alpha that saved most FLOPs, the lowest one among equals, and never searches again. If
-    the traffic ends before, alpha stays 0. Here each alpha has a shadow cache instead (see `index.Shadow`),
-    which serves the same requests at the time when they come. The result is the same.
+    the traffic ends before, alpha stays 0. Here the caller keeps a simulated cache for each of `members`,
+    which serves the same requests at the time when they come, and passes to `served` what each cache has
+    saved. The result is the same.
 
     What of the artifact's peculiarities is as there: the bytes in the score are those of the whole path, not
     those that an eviction frees. Recency is 1 / age, normalised, which is about 0 for all but the youngest.
@@ -83,11 +83,15 @@ class MarconiArtifact(Portfolio):
     """
 
     name: ClassVar[str] = "marconi:artifact"
+    needs_states: ClassVar[bool] = True
 
     def __init__(self, costs: Costs) -> None:
-        members = {f"{self.name}:{alpha:g}": ArtifactScore(costs, alpha) for alpha in _ALPHAS}
-        super().__init__(members, self.name)
-        self.needs_states = True  # type: ignore[misc]
+        self.members = [ArtifactScore(costs, alpha) for alpha in _ALPHAS]
+        self.saved = [0.0] * len(self.members)
+        """FLOPs that the simulated cache of each member has saved."""
+        self.settled = False
+        """Whether alpha is chosen, so that the simulated caches are not needed any more."""
+        self._current = self.members[0]
         self._served = 0
         self._search_at: int | None = None
         """Number of requests after which alpha is chosen; None before the first loss."""
@@ -95,7 +99,11 @@ class MarconiArtifact(Portfolio):
     @property
     def alpha(self) -> float:
         """Value of alpha that is in use."""
-        return _ALPHAS[list(self.members).index(self.current)]
+        return self._current.alpha
+
+    def rank(self, units: Units) -> Ranks:
+        """Return the scores with the current alpha."""
+        return self._current.rank(units)
 
     def evicted(self, rank: float) -> None:
         """Note the first loss. The rank of a unit that a lower tier has is below 0."""
@@ -103,10 +111,9 @@ class MarconiArtifact(Portfolio):
             self._search_at = _BOOTSTRAP * (self._served + 1)  # the present request counts
 
     def served(self, flops: Sequence[float]) -> None:
-        """Count a request, and choose alpha if it was the last of the window."""
+        """Count a request, of which the cache of each member saved so much; choose alpha after the last."""
         self._served += 1
-        for name, saved in zip(self.members, flops, strict=True):
-            self.scores[name] += saved
+        self.saved = [sum(pair) for pair in zip(self.saved, flops, strict=True)]
         if self._search_at is not None and self._served >= self._search_at:
-            self.current = max(self.scores, key=lambda name: self.scores[name])
+            self._current = self.members[self.saved.index(max(self.saved))]
             self.settled = True

@@ -15,10 +15,10 @@ RIVALS: Final = (
     "marconi:artifact",
 )  # fmt: skip
 """Eviction policies that `hvd` is compared with."""
-SLOW: Final = ("marconi:best", "portfolio")
-"""Policies that try several alphas or run shadow caches, and take several times as long; they come late.
+SLOW: Final = ("marconi:best",)
+"""Policies that try several alphas and take several times as long; they come late.
 
-They are no rivals: the first knows the end, and the second chooses between others, `hvd` among them.
+They are no rivals, because they know the end.
 """
 IN_TIERS: Final = ("hvd", "lru", "arc", "s3fifo", "gdsf", "seglen:additive", "marconi")
 """Policies of the two-tier runs."""
@@ -36,7 +36,7 @@ RULES: Final = ""
 """Checkpoint policy of rows that do not name one: the default of `tiercache replay`."""
 LEARNED: Final = "learned"
 """Checkpoint policy that is ours."""
-CHECKPOINTS: Final = ("every:2048", "every:8192", "sparse", LEARNED, "end", "prompt,end", "branch,end")
+CHECKPOINTS: Final = ("every:2048", "every:8192", LEARNED, "end", "prompt,end", "branch,end")
 """Other checkpoint policies, as `--checkpoints` takes them."""
 PROFILES: Final = ("qwen3.5-9b", "kimi-linear-48b-a3b", "nemotron-h-8b", "jamba-1.5-mini")
 """Other models, between whose states and KV pages the ratio of bytes differs."""

@@ -18,7 +18,7 @@ SOURCES: Final = {  # Saved by the infinite cache, and how much a policy can get
     "mixed": (0.927, 0.07),
     "mooncake-conversation": (0.322, 0.20), "mooncake-synthetic": (0.602, 0.40),
 }  # fmt: skip
-POLICIES: Final = {"lru": 1.0, "seglen": 0.72, "marconi": 0.6, "gdsf": 0.45, "hvd": 0.2, "portfolio": 0.17}
+POLICIES: Final = {"lru": 1.0, "seglen": 0.72, "marconi": 0.6, "gdsf": 0.45, "hvd": 0.2}
 HOSTILE: Final = (
     "<script>window.bad=1</script><img src=x onerror='window.bad=1'>\""
     ' onfocus="window.bad=1"&amp;\x00\u202e\udc80]]>'

@@ -171,9 +171,7 @@ ALL_THREE = Tiers(host_bytes=500_000, device_bytes=1_500_000, storage=disk(2_000
 @pytest.mark.parametrize(
     ("policy", "tiers"),
     [
-        *slow_after(
-            len(POLICIES), ((policy, ALL_THREE) for policy in (*POLICIES, *RIVALS, "marconi:artifact"))
-        ),
+        *slow_after(len(POLICIES), ((policy, ALL_THREE) for policy in (*POLICIES, *RIVALS))),
         ("lru", Tiers(host_bytes=1_000_000)),
         ("hvd", Tiers(host_bytes=700_000, device_bytes=1_500_000)),
         ("marconi", Tiers(host_bytes=400_000, storage=disk(1_500_000))),

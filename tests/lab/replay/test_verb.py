@@ -562,11 +562,11 @@ def test_a_model_without_states_gets_the_policies_that_it_has_a_use_for(
         (
             ["agent", "--checkpoints", "branch,middle"],
             "--checkpoints 'middle' is not known; use branch, prompt, end, ghost or none, or a policy:"
-            " rules, every, sparse, learned",
+            " rules, every, learned",
         ),
         (
             ["agent", "--checkpoints", "every"],
-            "--checkpoints: checkpoint policy 'every' needs a number from 1 to 1073741824",
+            "--checkpoints: checkpoint policy 'every' needs a number of tokens from 1 to 1073741824",
         ),
         (
             ["agent", "--checkpoints", "learned", "--every", "64"],

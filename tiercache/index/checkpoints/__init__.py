@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -10,7 +9,6 @@ from tiercache.errors import ConfigError
 from tiercache.index.checkpoints.base import CheckpointPlan, Checkpoints, PromptView
 from tiercache.index.checkpoints.learned import Learned
 from tiercache.index.checkpoints.rules import CheckpointRules, FixedRules, checkpoint_depths
-from tiercache.index.checkpoints.sparse import Sparse
 from tiercache.policy import DEFAULT_PROFILE, profile_named
 from tiercache.policy.costs import Costs
 
@@ -22,15 +20,14 @@ __all__ = [
     "FixedRules",
     "Learned",
     "PromptView",
-    "Sparse",
     "checkpoint_depths",
     "checkpoints_named",
 ]
 
-CHECKPOINTS: Final = ("rules", "every", "sparse", "learned")
+CHECKPOINTS: Final = ("rules", "every", "learned")
 """Names of all checkpoint policies, without parameters."""
-_MOST: Final[Mapping[str, int]] = {"every": 1 << 30, "sparse": 64}
-"""Highest parameter of each policy that has one."""
+_MOST_TOKENS: Final = 1 << 30
+"""Highest parameter of `every`."""
 _ALONE: Final = CheckpointRules(branch=False, prompt_end=False, request_end=False, ghost=False)
 
 
@@ -41,7 +38,6 @@ def checkpoints_named(name: str | CheckpointRules, costs: Costs | None = None) -
 
     - `rules`: `CheckpointRules` with their defaults.
     - `every:2048`: a state every so many tokens, and nothing else.
-    - `sparse`, `sparse:8`: the best places of at most 4, or of so many states on a path (see `Sparse`).
     - `learned`: as many states as are worth their cost (see `Learned`).
 
     Raises ConfigError for an unknown name or parameter.
@@ -52,16 +48,13 @@ def checkpoints_named(name: str | CheckpointRules, costs: Costs | None = None) -
     costs = costs or Costs(profile_named(DEFAULT_PROFILE))
     if base not in CHECKPOINTS:
         raise ConfigError(f"there is no checkpoint policy {name!r}; use {', '.join(CHECKPOINTS)}")
-    if base in ("every", "sparse"):
-        if not colon and base == "sparse":
-            return Sparse(costs)
-        if not parameter.isdecimal() or not 0 < int(parameter) <= _MOST[base]:
+    if base == "every":
+        if not parameter.isdecimal() or not 0 < int(parameter) <= _MOST_TOKENS:
             raise ConfigError(
-                f"checkpoint policy {name!r} needs a number from 1 to {_MOST[base]}; use one such as"
-                " every:2048 (tokens) or sparse:4 (states)"
+                f"checkpoint policy {name!r} needs a number of tokens from 1 to {_MOST_TOKENS}, such as"
+                " every:2048"
             )
-        number = int(parameter)
-        return FixedRules(replace(_ALONE, every=number)) if base == "every" else Sparse(costs, number)
+        return FixedRules(replace(_ALONE, every=int(parameter)))
     if colon:
-        raise ConfigError(f"checkpoint policy {base!r} has no parameter; every has tokens and sparse states")
+        raise ConfigError(f"checkpoint policy {base!r} has no parameter; only every has one")
     return FixedRules(CheckpointRules()) if base == "rules" else Learned(costs)

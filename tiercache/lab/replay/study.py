@@ -11,7 +11,7 @@ from tiercache.controller import WRITE_CHANCE, WRITE_THROUGH
 from tiercache.core import PoolName
 from tiercache.errors import ConfigError
 from tiercache.index import CheckpointRules
-from tiercache.lab.replay.alone import IndexRun
+from tiercache.lab.replay.alone import ARTIFACT, IndexRun
 from tiercache.lab.replay.base import Source
 from tiercache.lab.replay.cache import Setup
 from tiercache.lab.replay.clairvoyant import Clairvoyant, Recorder
@@ -39,7 +39,7 @@ def possible(policy: str, profile: ModelProfile) -> bool:
 
     Raises ConfigError for an unknown policy.
     """
-    needs = policy_named("marconi" if policy == BEST else policy, Costs(profile)).needs_states
+    needs = policy_named("marconi" if policy in (BEST, ARTIFACT) else policy, Costs(profile)).needs_states
     return bool(profile.state_bytes) or not needs
 
 
@@ -92,6 +92,11 @@ class Question:
                     f"policy {name!r} ranks recurrent states, and {self.profile.name} has none; use {others},"
                     " or another profile"
                 )
+        if ARTIFACT in self.policies and not self.index_only:
+            raise ConfigError(
+                f"policy {ARTIFACT} searches its alpha in simulated caches; add --index-only, or give it an"
+                f" alpha, such as {ARTIFACT}:0.3"
+            )
         for capacity in self.capacities:
             if not 0.0 < capacity <= 1.0:
                 raise ConfigError(
