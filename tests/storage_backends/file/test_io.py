@@ -20,6 +20,8 @@ from tiercache.testing.faults import Call, FaultEnv
 from tiercache.testing.objects import NAMESPACE, key, outcomes, payload, put, to_get, to_set
 
 CAPACITY = 24 << 20
+ROOMY = 256 << 20
+"""Capacity of a store that writes 12 MiB at once: at most a 16th of it."""
 HIT, MISS, STORED, CORRUPT = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.CORRUPT
 
 
@@ -147,7 +149,7 @@ def test_a_large_batch_is_written_in_steps(real_disk: Path, monkeypatch: pytest.
     # private: steps are larger than the whole store of this test
     monkeypatch.setattr(io_engine, "_STEP_BYTES", 4 << 20)
     env = Doors()
-    with FileBackend(str(real_disk), CAPACITY, env=env) as store:
+    with FileBackend(str(real_disk), ROOMY, env=env) as store:
         env.doors("")
         ways = [(False, False), (True, True), (False, False)]
         monkeypatch.setattr(selector_of(store), "chooses_direct", lambda: ways.pop(0))
@@ -178,7 +180,7 @@ def test_the_first_large_batch_lies_in_two_slabs_and_a_small_one_in_one(real_dis
 
 def test_the_slower_way_is_tried_with_the_beginning_of_a_batch(real_disk: Path) -> None:
     env = Doors()
-    with FileBackend(str(real_disk), CAPACITY, env=env) as store:
+    with FileBackend(str(real_disk), ROOMY, env=env) as store:
         env.doors("")
         selector_of(store).record(False, 1 << 30, 1.0)
         names = [f"page-{i}" for i in range(12)]
