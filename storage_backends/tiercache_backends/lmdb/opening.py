@@ -178,21 +178,23 @@ def _open(
 
 def _repair(env: Env, directory: StoreDirectory, capacity: int | None, mac_key: MacKey) -> None:
     """Copy the readable objects of a damaged environment into a new one, which replaces the old file."""
+    _clear(env, directory)  # what is left there would count twice
     beside = directory.at(_REPAIR)
     directory.make_part(beside, make=True)
     # The new LMDB pages may be less full than the old ones, so the new map is twice as large as the old file.
-    environment = Environment(
-        env, beside, 2 * max(directory.database_bytes(), capacity or 0, SMALLEST_CAPACITY), last_sync=True
-    )
+    map_size = 2 * max(directory.database_bytes(), capacity or 0, SMALLEST_CAPACITY)
     try:
-        copied = salvage(env, data_file(directory.database), environment, mac_key)
-        environment.sync()
+        environment = Environment(env, beside, map_size, last_sync=True)
+        try:
+            copied = salvage(env, data_file(directory.database), environment, mac_key)
+            environment.sync()
+        finally:
+            environment.close()
+        _log.error("%s is damaged; it was written anew from %d objects", directory.database, copied)
+        directory.replace(data_file(beside))  # atomic
+        directory.mark_repaired()
     finally:
-        environment.close()
-    _log.error("%s is damaged; it was written anew from %d objects", directory.database, copied)
-    directory.replace(data_file(beside))  # atomic
-    directory.mark_repaired()
-    _clear(env, directory)
+        _clear(env, directory)
 
 
 def _clear(env: Env, directory: StoreDirectory) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from errno import ENOSPC
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 from tiercache_backends.lmdb import LmdbBackend
 from tiercache_backends.local.lmdb_file import LmdbFile
 
-from tests.storage.backends import copy_tree
+from tests.storage.backends import AgingEnv, copy_tree
 from tests.storage_backends.lmdb.hooks import (
     CAPACITY,
     data_file,
@@ -122,6 +123,21 @@ def test_a_kill_while_an_opening_repairs_loses_nothing(tmp_path: Path) -> None:
         with opened(left) as store:
             assert all(fetch(store, key(n), 5000) == payload(n, 5000) for n in range(100)), left
             store.check_integrity()
+
+
+def test_a_repair_that_failed_half_way_is_repeated_from_its_begin(tmp_path: Path) -> None:
+    env = AgingEnv()
+    with opened(tmp_path / "s", env=env) as store:
+        store.set([to_set(key(n), payload(n, 5000)) for n in range(300)])
+        environment_of(store).note_damage()
+        env.fail("commit", at=5, error=ENOSPC)  # behind some of the objects
+        assert store.exists([key(0)]) == [True]
+        assert not os.listdir(tmp_path / "s" / "database.new"), "a full disk does not keep what is of no use"
+        env.later += 100.0
+        assert store.exists([key(0)]) == [True]
+        assert store.usage().objects == 300
+        assert all(fetch(store, key(n), 5000) == payload(n, 5000) for n in range(300))
+        store.check_integrity()
 
 
 def test_looking_writes_nothing_and_lets_others_look(tmp_path: Path) -> None:
