@@ -235,12 +235,13 @@ class Mover:
         hold, as far as it is written through; False at once if what it lacks cannot be found.
         """
         with self._changed:
-            while self._queue or self._copying or (caught_up and (self._is_behind or self._unscanned)):
+            while self._queue or self._copying or (caught_up and self._is_compared()):
                 left = until - time.monotonic()
                 if left <= 0 or not self.target.is_writable:
                     return False
                 self._changed.wait(min(left, _TICK_S))
-            return not (caught_up and self._lacks_some)
+            # What was left out may be in a tier above that is out, and is found when that is back.
+            return not (caught_up and (self._lacks_some or self._left_out))
 
     def follows(self, source: Tier) -> bool:
         """Return whether the target gets what `source` is about to evict."""
@@ -293,6 +294,11 @@ class Mover:
         is_scanning = bool(self._unscanned) and self.target.is_writable
         return self._closed or self._is_awaited or bool(self._queue) or is_scanning
 
+    def _is_compared(self) -> bool:
+        """Return whether the target is to be compared with tiers above; the caller holds `_changed`."""
+        is_back = any(tier.is_readable for tier in self._skipped)
+        return self._is_behind or bool(self._unscanned) or is_back
+
     def _work(self) -> None:
         while True:
             with self._changed:
@@ -311,13 +317,14 @@ class Mover:
                 self._copy_coldest()
                 with self._changed:
                     batch = self._next_batch()
-                self._is_behind |= any(tier.is_readable for tier in self._skipped)
+                if any(tier.is_readable for tier in self._skipped):
+                    self._is_behind = True
                 if batch:
                     self._copy(batch)
                 elif self._is_behind or self._unscanned:
                     self._catch_up()
                     with self._changed:
-                        if not (self._is_behind or self._unscanned):
+                        if not (self._is_behind or self._unscanned or self._skipped):
                             self._left_out = 0
             except Exception:  # noqa: BLE001
                 # A store may raise any exception; the thread has to go on with the next objects.
@@ -441,10 +448,11 @@ class Mover:
         if not self.target.is_writable:
             return
         if not self._unscanned:
-            self._is_behind = False
             above = self._above()
-            self._unscanned = [tier for tier in above if tier.is_readable]
-            self._skipped = [tier for tier in above if not tier.is_readable]
+            readable = [tier for tier in above if tier.is_readable]
+            with self._changed:
+                self._is_behind, self._unscanned = False, readable
+                self._skipped = [tier for tier in above if tier not in readable]
             self._cursor = b""
         try:
             self._scan_on()

@@ -139,6 +139,35 @@ def test_a_flush_means_every_tier_that_is_written_through(tmp_path):
     chain.close()
 
 
+def _asks(chain):
+    """Whether any tier is asked, after a call that may find that one does not answer."""
+    with suppress(UnavailableError):
+        chain.exists([key(0)])
+    return "serving" in health(chain)
+
+
+def test_a_flush_counts_what_only_a_tier_has_that_is_out(tmp_path):
+    """The near tier is flushed and goes away before the far one, which was away, could copy from it."""
+    near, far = (Outage(FileBackend(str(tmp_path / name), 16 << 20)) for name in ("near", "far"))
+    chain = chain_over(near, far)
+    far.begin()
+    chain.set([to_set(key(n), payload(n, SIZE)) for n in range(20)])
+    until(lambda: health(chain) == ["serving", "out"])
+    with pytest.raises(StorageError, match="'t1' lacks 20 objects"):
+        chain.flush()  # all the same, the near tier is flushed
+    near.begin()
+    until(lambda: not _asks(chain))
+    far.end()
+    until(lambda: health(chain) == ["out", "serving"])
+    with pytest.raises(StorageError, match="'t1' lacks 20 objects"):
+        chain.flush()
+    near.end()
+    until(lambda: health(chain) == ["serving", "serving"])
+    chain.flush()
+    assert held(far, *range(20)) == [True] * 20
+    chain.close()
+
+
 def test_a_flush_waits_for_what_a_tier_could_not_take(tmp_path):
     disk = FileBackend(str(tmp_path / "far"), 16 << 20)
     near = FileBackend(str(tmp_path / "near"), 16 << 20)
