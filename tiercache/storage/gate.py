@@ -64,8 +64,9 @@ class CallGate:
             if self._closed:
                 raise ClosedError(f"{self._name} is closed; open it again before you use it")
             self._alone = True
-            self._condition.wait_for(lambda: not self._inside)
         try:
+            with self._condition:
+                self._condition.wait_for(lambda: not self._inside)
             yield
         finally:
             with self._condition:
