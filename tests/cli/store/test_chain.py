@@ -25,7 +25,9 @@ from tests.cli.store.test_samples import (
     store_sequence,
 )
 from tests.daemon.hosts import until
+from tests.storage_backends.grpc.nodes import daemon_settings
 from tiercache.core import Outcome, PoolName
+from tiercache.daemon import StorageServer
 from tiercache.keys import object_key
 from tiercache.storage import open_backend
 from tiercache.storage.base import NamespaceRecord
@@ -132,6 +134,21 @@ def test_flush_deletes_every_copy_and_copies_nothing(chain: list[str], tmp_path:
     after = set(content_of("lmdb", tmp_path / "b"))
     assert len(after) == 2
     assert after < before, "the upper tier's objects are not written through by a flush"
+
+
+def test_what_is_deleted_counts_as_deleted_though_copies_of_other_objects_wait(tmp_path: Path) -> None:
+    urls = [f"file://{tmp_path}/near?capacity=16MiB", f"file://{tmp_path}/far?capacity=16MiB"]
+    urls[1] += "&tier_name=far&tier_write_per_day=24KiB"
+    settings = daemon_settings("unix")
+    with open_backend(urls) as store, StorageServer(settings, store):
+        for n in range(20):
+            put(store, key(n), payload(n, 5000))
+        until(lambda: store.usage().tiers[1].dropped > 0)
+        done = call("flush", "--all", "--yes", "-s", f"grpc://{settings.sockets}", "-o", "json")
+        assert (done.document["deleted"], done.document["failed"]) == (20, 0)
+        assert "a power cut could undo it" in done.err
+        assert "tier 'far' lacks" in done.err
+        assert not list(store.scan_all())
 
 
 def test_a_tier_that_is_never_changed_stays(chain: list[str], tmp_path: Path) -> None:

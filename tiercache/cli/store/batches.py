@@ -7,8 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from mmap import mmap
 from typing import Final, NamedTuple
 
+import typer
+
 from tiercache.cli.store.target import Target, check_allowed
+from tiercache.cli.terminal import clean
 from tiercache.core import BLOCK_ALIGN, Outcome
+from tiercache.errors import RefusedError, StorageError, UnavailableError
 from tiercache.storage.base import GetItem, ScanEntry, StorageBackend
 from tiercache.storage.vectors import batches
 
@@ -109,7 +113,8 @@ def remove(
 ) -> Iterator[Removed]:
     """Delete objects in the given order, `at_once` objects per call, and yield each batch when it is done.
 
-    The store is flushed at the end, so that the deletion is durable.
+    The store is flushed at the end, so that the deletion is durable. What is deleted stays deleted if the
+    store cannot say that, such as a chain in which copies of other objects wait.
     """
     for start in range(0, len(ordered), at_once):
         batch = ordered[start : start + at_once]
@@ -119,4 +124,9 @@ def remove(
         there = store.exists([entry.key for entry in doubtful]) if doubtful else []
         yield Removed(batch, [entry for entry, still in zip(doubtful, there, strict=True) if still])
     if ordered:
-        store.flush()
+        try:
+            store.flush()
+        except (UnavailableError, RefusedError):
+            raise
+        except StorageError as error:
+            typer.echo(f"deleted, but a power cut could undo it: {clean(str(error))}", err=True)
