@@ -473,6 +473,32 @@ def test_tokens_that_nobody_can_know_are_no_rate(tmp_path: Path) -> None:
         assert hits["why_no_rate"].startswith("2 objects were looked up whose tokens are not known")
 
 
+def test_a_tenant_learns_no_page_size_of_others_and_takes_no_rate_from_them(tmp_path: Path) -> None:
+    """One lookup of a key that nobody knows: by whoever has no record, nothing of the others' is counted."""
+    with server(tmp_path, "memory://") as node:
+        with client(node, tmp_path, "red") as store:
+            register(store)
+            keys = sequence(store, 4)
+            store.exists(keys)
+            read(store, keys[:2])
+        with client(node, tmp_path, "blue") as store:
+            store.exists([key(1)])
+            [own] = store.status()["tenant_hits"]
+            assert (own["asked_tokens"], own["token_hit_rate"]) == (0, None)
+            assert own["why_no_rate"].startswith("1 objects were looked up whose tokens are not known")
+            register(store, page_size=2**32)
+            lie = sequence(store, 2)
+            store.exists(lie)
+            read(store, lie)
+        document = node._board.document(None)  # type: ignore[union-attr]  # private: no HTTP port here
+        assert document.hits is not None
+        found = document.hits
+        assert (found.asked_tokens, found.restored_tokens) == (4 * PAGE_SIZE, 2 * PAGE_SIZE)
+        assert found.token_hit_rate == 0.5
+        assert document.history is not None
+        assert document.history.token_hit_rate[-1] in (0.5, None)
+
+
 def test_metrics_of_tokens_are_by_tenant(tmp_path: Path) -> None:
     with server(tmp_path, "memory://") as node:
         for name, pages in (("red", 3), ("blue", 5)):

@@ -11,7 +11,9 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import grpc
@@ -19,6 +21,9 @@ import pytest
 
 from tests.daemon.hosts import TOKENS, Client, key, secret, serving, until
 from tiercache.daemon.audit import AuditLog
+from tiercache.daemon.budget import Budget
+from tiercache.daemon.call_log import CallLog
+from tiercache.daemon.store_threads import Threads
 from tiercache.wire import messages
 from tiercache.wire.v1 import storage_pb2 as pb
 
@@ -87,6 +92,9 @@ def test_a_full_disk_keeps_what_was_whole(tmp_path: Path) -> None:
 import resource, signal
 from pathlib import Path
 from tiercache.daemon.audit import AuditLog
+from tiercache.daemon.budget import Budget
+from tiercache.daemon.call_log import CallLog
+from tiercache.daemon.store_threads import Threads
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 lost = []
 path = Path({str(path)!r})
@@ -213,3 +221,32 @@ def test_without_a_record_nothing_is_changed_if_records_are_required(tmp_path: P
                 trent.call("Delete", request)
             assert trent.exists([key(0)]) == [required]
         assert "cannot be written" in node.log.read_text()
+
+
+def test_a_change_whose_client_left_before_it_began_is_not_told_as_going_on(
+    opened: Callable[..., AuditLog],
+) -> None:
+    """The one store thread is busy when the client leaves, so the change is never made."""
+    log = opened()
+    made = Event()
+
+    async def leave() -> None:
+        threads, workers, may_end = Threads(1), Budget(1), Event()
+        busy = threads.start(workers, may_end.wait, 60)
+        change = asyncio.create_task(
+            CallLog(audit=log).change("delete", partial(threads.start, workers), made.set)
+        )
+        while not log.path.exists():
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # the change waits for the thread
+        change.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await change
+        may_end.set()
+        await busy
+        assert await threads.close(60)
+
+    asyncio.run(leave())
+    log.close()
+    assert not made.is_set()
+    assert [one["outcome"] for one in records(log.path)] == ["asked", "not begun; the client left"]

@@ -418,7 +418,8 @@ class _TenantViews:
     def __init__(self, settings: Settings, store: StorageBackend, account: Account | None) -> None:
         self._store = store
         self._account = account
-        self._accounts: dict[str, TenantAccount] = {}
+        self._accounts: dict[tuple[str, bool], TenantAccount] = {}
+        """Accounts by tenant, and whether the callers see everything."""
         salts = {
             name: read_salt(tenant.salt_file, f"tenants.{name}.salt_file")
             for name, tenant in sorted(settings.tenants.items())
@@ -440,8 +441,13 @@ class _TenantViews:
         names = [bytes.fromhex(name) for name in namespaces if name != "*"]
         seen = self._scaled(tenant, names if "*" not in namespaces else [])
         if self._account is not None:
-            mine = self._accounts.setdefault(tenant, TenantAccount(self._account, tenant))
-            seen = Accounted(seen, mine)
+            # By the page sizes of other tenants, a caller would learn of them.
+            mine = TenantAccount(
+                self._account,
+                tenant,
+                lambda name: (everything and not tenant) or self.tenant_of(name) == tenant,
+            )
+            seen = Accounted(seen, self._accounts.setdefault((tenant, everything), mine))
         if tenant:
             # The settings may name a namespace of the tenant by its name in the store. That name is encrypted
             # and ends with the tenant's mark. `unmark` returns None for any other name.

@@ -29,6 +29,8 @@ _BURST: Final = 5
 """Number of refusals of one kind in a period that are told one by one; further ones are counted."""
 _PERIOD_S: Final = 10.0
 """Seconds of such a period."""
+_GOES_ON: Final = "goes on; the client left"
+"""Outcome of a change that is being made when its call ends."""
 _TOLD: Final = {"reload": ("removed", "at_next_start"), "set_quota": ("tenant", "quota", "guarantee")}
 """Changes that are told in the journal, and their details there. Its readers must not learn URLs of tiers."""
 
@@ -141,6 +143,7 @@ class CallLog:
         record at its end comes all the same:
 
             asked ── the call ends ──▶ goes on; the client left ── the work ends ──▶ done, or failed
+            asked ── the call ends while the work waits for a thread ──▶ not begun; the client left
 
         Raises Refusal, before the change, if it must not be made.
         """
@@ -148,9 +151,10 @@ class CallLog:
         call, outcome, is_over = CURRENT.get(), {"outcome": "not begun; the client left"}, False
 
         def run() -> T:
+            outcome["outcome"] = _GOES_ON
             try:
                 result = work()
-            except Exception as error:
+            except BaseException as error:
                 outcome["outcome"] = f"failed: {str(error) or type(error).__name__}"
                 raise
             outcome.update({**told(result), "outcome": "done"})
@@ -164,8 +168,8 @@ class CallLog:
         try:
             return await start(run, landed=landed)
         except asyncio.CancelledError:
-            if not is_over:
-                self.end(event, "goes on; the client left", call, **details)
+            if not is_over and outcome["outcome"] == _GOES_ON:
+                self.end(event, _GOES_ON, call, **details)
             raise
 
     async def begin(self, event: str, **details: Any) -> None:

@@ -37,6 +37,15 @@ class Hits:
         """Return the sum of several."""
         return cls(*map(sum, zip(*map(astuple, several), astuple(cls()), strict=True)))
 
+    @classmethod
+    def rated(cls, tenants: Iterable[Hits]) -> Self:
+        """Return the sum of the tenants whose rate can be known; of all if it is that of none.
+
+        Otherwise one lookup of a key that nobody can know would leave all of them without a rate.
+        """
+        several = list(tenants)
+        return cls.total([one for one in several if not one.unsized_objects] or several)
+
     @property
     def token_hit_rate(self) -> float | None:
         """Restored prompt tokens / prompt tokens asked for, at most 1; None if that is not known.

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from threading import Lock
 from typing import Final, NamedTuple
@@ -16,7 +16,15 @@ import numpy as np
 from tiercache.core import DIGEST_BYTES, ObjectKey, Outcome, PoolName
 from tiercache.daemon.accounting.account import HOUR_S, Account, Counts
 from tiercache.errors import ClosedError, StorageError
-from tiercache.storage.base import FLOPS_FIELD, SPEED_FIELD, GetItem, ScanEntry, SetItem, StorageBackend
+from tiercache.storage.base import (
+    FLOPS_FIELD,
+    SPEED_FIELD,
+    GetItem,
+    NamespaceRecord,
+    ScanEntry,
+    SetItem,
+    StorageBackend,
+)
 from tiercache.storage.wrappers import Wrapper
 
 _REFRESH_S: Final = 60.0
@@ -29,6 +37,8 @@ _MAX_LAYOUTS: Final = 4096
 """Number of layouts of one tenant that are known; the store is asked for those of others each time."""
 _FEW: Final = 64
 """If a call has fewer keys than this, NumPy does not make it faster."""
+_MAX_PAGE_SIZE: Final = 2**20
+"""Tokens per page above which a record is not believed, so that the counts of a row stay below 2**63."""
 _MAX_FLOPS: Final = 10**16
 """FLOPs per token above which a record is not believed."""
 _MAX_SPEED: Final = 10**19
@@ -51,9 +61,11 @@ class TenantAccount:
     Thread safety: any thread.
     """
 
-    def __init__(self, account: Account, tenant: str) -> None:
+    def __init__(self, account: Account, tenant: str, owns: Callable[[bytes], bool]) -> None:
+        """Count for `tenant`; `owns` says whether a namespace, by its name in the store, is the tenant's."""
         self._account: Final = account
         self._tenant: Final = tenant
+        self._owns: Final = owns
         self._lock: Final = Lock()
         self._prices: Mapping[bytes, _Price] = {}
         self._read_at = float("-inf")
@@ -112,7 +124,9 @@ class TenantAccount:
         if age > _REFRESH_S or (namespace not in self._prices and age > _AGAIN_S):
             self._read_at = now
             with suppress(StorageError, ClosedError):
-                self._prices = _prices(store)
+                self._prices = _prices(
+                    record for record in store.namespaces() if self._owns(record.namespace)
+                )
         return self._prices.get(namespace)
 
     def stands_for_tokens(self, namespace: bytes, layout: bytes) -> bool:
@@ -244,10 +258,10 @@ def _pages_of(entry: ScanEntry) -> int:
     return (entry.meta.depth or 0) if is_alone else 0
 
 
-def _prices(store: StorageBackend) -> dict[bytes, _Price]:
+def _prices(records: Iterable[NamespaceRecord]) -> dict[bytes, _Price]:
     found = {}
-    for record in store.namespaces():
-        page_size = _number(record.identity.get("page_size"), 2**32)
+    for record in records:
+        page_size = _number(record.identity.get("page_size"), _MAX_PAGE_SIZE)
         if page_size is not None:
             flops = _number(record.identity.get(FLOPS_FIELD), _MAX_FLOPS)
             speed = _number(record.identity.get(SPEED_FIELD), _MAX_SPEED)

@@ -143,16 +143,17 @@ class StatusBoard:
         if reader is not None and not whole:  # as in `Inquiries.report`
             alone = isinstance(reader.store, NamespaceView)
             hits = {name: one for name, one in hits.items() if name == reader.tenant and not alone}
-        document.tenant_hits.extend(_hit_status(*one) for one in hits.items())
+        document.tenant_hits.extend(_hit_status(name, one, one) for name, one in hits.items())
         document.slowest.extend(self._metrics.slowest.latest(own)[:_SLOWEST])
-        return self._completed(document, samples, Hits.total(hits.values())) if whole else document
+        total = _hit_status("", Hits.rated(hits.values()), Hits.total(hits.values()))
+        return self._completed(document, samples, total) if whole else document
 
     def encoded(self, reader: Permissions | None) -> bytes:
         """Return `document` as JSON."""
         return json.dumps(asdict(self.document(reader)), allow_nan=False).encode()
 
     def _completed(
-        self, document: StatusDocument, samples: list[CounterSample], hits: Hits
+        self, document: StatusDocument, samples: list[CounterSample], hits: HitStatus
     ) -> StatusDocument:
         """Return a document with the figures of the whole store."""
         usage = self._figures.latest()
@@ -160,7 +161,7 @@ class StatusBoard:
             document,
             store=self._store(usage),
             tiers=self._tiers(usage, samples),
-            hits=_hit_status("", hits),
+            hits=hits,
             lookups=lookups_of(samples),
             history=history_of(samples, _POINTS),
             limits=self._limits(),
@@ -276,8 +277,8 @@ def _is_unwell(tier: TierReport) -> bool:
     return tier.health != HEALTHS[0] and tier.why not in DELIBERATE
 
 
-def _hit_status(tenant: str, hits: Hits) -> HitStatus:
+def _hit_status(tenant: str, rated: Hits, hits: Hits) -> HitStatus:
     return HitStatus(
-        tenant, hits.asked_tokens, hits.restored_tokens, hits.token_hit_rate, hits.why_no_rate,
+        tenant, rated.asked_tokens, rated.restored_tokens, rated.token_hit_rate, rated.why_no_rate,
         hits.saved_seconds, hits.why_not_saved,
     )  # fmt: skip

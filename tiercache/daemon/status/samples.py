@@ -119,8 +119,7 @@ def history_of(samples: Sequence[CounterSample], points: int) -> HistoryStatus:
     for before, after in pairwise(chosen):
         seconds = after.at - before.at
         history.times.append(after.time)
-        hits = Hits.total(after.hits.values()) - Hits.total(before.hits.values())
-        history.token_hit_rate.append(hits.token_hit_rate)
+        history.token_hit_rate.append(Hits.rated(hits_of([before, after]).values()).token_hit_rate)
         history.read.append((after.read - before.read) / seconds)
         history.written.append((after.written - before.written) / seconds)
         history.calls.append((after.calls - before.calls) / seconds)
