@@ -74,13 +74,29 @@ def test_figures_of_calls(tmp_path: Path) -> None:
 
 
 @contextmanager
-def board_of(usage: Callable[[], Usage], **settings: Any) -> Iterator[StatusBoard]:
+def board_of(
+    usage: Callable[[], Usage], hits: Callable[[], dict[str, Hits]] = dict, **settings: Any
+) -> Iterator[StatusBoard]:
     """A board of a store whose usage is told by a function, asked at every question."""
     figures = UsageFigures(Told(MemoryBackend(), usage), every=0.0, patience=30.0)
     budgets = Budgets(*(Budget(10) for _ in range(5)))
     access = Access(Settings(**settings), MemoryBackend(), budgets)
-    yield StatusBoard("chain", b"i", NodeMetrics(list(access.tenants)), figures, budgets, access)
+    yield StatusBoard("chain", b"i", NodeMetrics(list(access.tenants)), figures, budgets, access, hits=hits)
     figures.close(30)
+
+
+def test_what_is_counted_right_after_the_start_is_told() -> None:
+    """The first sample is older than the first call, however late its thread runs."""
+    found: dict[str, Hits] = {}
+    with board_of(lambda: Usage(0, 0, 0, 0), lambda: found) as board:
+        found["acme"] = Hits(asked_tokens=64, restored_tokens=16)
+        told = board.document(None)
+        assert told.hits is not None
+        assert told.hits.token_hit_rate == 0.25
+        found["mallory"] = Hits(asked_tokens=64, restored_tokens=64, unsized_objects=1)
+        total = board.document(None).hits
+        assert total is not None
+        assert (total.asked_tokens, total.token_hit_rate) == (64, 0.25), "of those who can have a rate"
 
 
 def test_a_daemon_is_ready_while_one_of_its_tiers_answers() -> None:

@@ -90,6 +90,7 @@ class StatusBoard:
         self._journal.add(f"tiercache {tiercache.__version__} serves a store of type {kind}")
         self._certificates: Final = certificates
         self._draining = False
+        self.sample()  # before the first call, or what that counts would be missing
 
     async def watch(self) -> None:
         """Take samples until cancelled."""
