@@ -33,7 +33,7 @@ class Engine:
     wrong: int = 0  # hits whose text is another
     owner: str = ""
     longest: int = 40960
-    tokens_each: int = 1  # tokens of a word
+    tokens_each: float = 1  # tokens of a word
     names: tuple[str, ...] = ("qwen3-next", "an-adapter")
     models: bytes | None = None
     stream: bytes | None = None  # instead of an answer
@@ -64,7 +64,7 @@ class Engine:
         return [path for _, path, _ in self.seen if "flush" in path or "reset" in path]
 
     def answer(self, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        prompt, count = request["prompt"], len(request["prompt"].split()) * self.tokens_each
+        prompt, count = request["prompt"], int(len(request["prompt"].split()) * self.tokens_each)
         where = next((name for name in ("device", "host", "storage") if prompt in getattr(self, name)), "")
         cached = count - count % 16 if where else self.always_cached
         time.sleep(self.restoring if where else self.computing)

@@ -102,6 +102,13 @@ def test_a_hit(engine: Engine) -> None:
     ]
 
 
+def test_a_server_that_counts_too_little_gets_no_longer_prompt(engine: Engine) -> None:
+    engine.tokens_each = 0.01
+    [only] = proved(engine, "--tokens", 3000)["rounds"]
+    assert only["first"]["prompt_tokens"] == 30
+    assert max(len(request["prompt"].split()) for request in engine.asked) == 3000
+
+
 @pytest.mark.parametrize("each", [2, 3])
 def test_the_prompt_has_the_length_that_the_server_counts(engine: Engine, each: int) -> None:
     engine.tokens_each = each

@@ -108,7 +108,8 @@ class ProveRun:
         counted = self._ask(
             "the length of a prompt", draw(secrets.token_hex(16), sent - _FRAME)
         ).prompt_tokens
-        return max(_SHOWN, self.tokens * sent // (counted or sent) - _FRAME)
+        # No server has fewer tokens than words, whatever it counts.
+        return max(_SHOWN, self.tokens * sent // max(counted or 0, sent) - _FRAME)
 
     def _ask(self, what: str, prompt: str) -> Answer:
         self.say(what)
