@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final, Protocol
 
 from blake3 import blake3
@@ -442,11 +443,8 @@ class _TenantViews:
         seen = self._scaled(tenant, names if "*" not in namespaces else [])
         if self._account is not None:
             # By the page sizes of other tenants, a caller would learn of them.
-            mine = TenantAccount(
-                self._account,
-                tenant,
-                lambda name: (everything and not tenant) or self.tenant_of(name) == tenant,
-            )
+            owns = cache(lambda name: (everything and not tenant) or self.tenant_of(name) == tenant)
+            mine = TenantAccount(self._account, tenant, owns)
             seen = Accounted(seen, self._accounts.setdefault((tenant, everything), mine))
         if tenant:
             # The settings may name a namespace of the tenant by its name in the store. That name is encrypted
