@@ -81,6 +81,8 @@ class MemoryBackend(StorageBackend):
         self._residents = Residents(clock=self._env.monotonic, footprint=FOOTPRINT)
         self._order = EvictionOrder(self._residents, Lru())
         self._namespace_ids: dict[bytes, int] = {}
+        self._names: list[bytes] = []
+        """Namespaces by number."""
         self._used = 0
         self._corrupt = 0
         self._evicted = 0
@@ -366,10 +368,13 @@ class MemoryBackend(StorageBackend):
             owners.evicted[owner] += self._evicted - before
 
     def _namespace_id(self, namespace: bytes) -> int:
-        return self._namespace_ids.setdefault(namespace, len(self._namespace_ids))
+        if namespace not in self._namespace_ids:
+            self._namespace_ids[namespace] = len(self._names)
+            self._names.append(namespace)
+        return self._namespace_ids[namespace]
 
     def _name_of(self, namespace_id: int) -> bytes:
-        return next((name for name, number in self._namespace_ids.items() if number == namespace_id), b"")
+        return self._names[namespace_id] if namespace_id < len(self._names) else b""
 
     def _drop(self, item: _Object | None) -> bool:
         if item is None or self._objects.get(item.key.digest) is not item:

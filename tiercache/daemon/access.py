@@ -24,6 +24,7 @@ from tiercache.daemon.accounting.account import Account
 from tiercache.daemon.accounting.accounted import Accounted, TenantAccount
 from tiercache.daemon.budget import Budget
 from tiercache.daemon.hints import OneScale
+from tiercache.daemon.namespaces import FewNamespaces
 from tiercache.daemon.views import CommonView, NameCipher, NamespaceView, TenantView
 from tiercache.errors import WireError
 from tiercache.storage.base import StorageBackend
@@ -417,7 +418,7 @@ class _TenantViews:
     """
 
     def __init__(self, settings: Settings, store: StorageBackend, account: Account | None) -> None:
-        self._store = store
+        self._store = FewNamespaces(store, self.tenant_of)
         self._account = account
         self._accounts: dict[tuple[str, bool], TenantAccount] = {}
         """Accounts by tenant, and whether the callers see everything."""
@@ -453,6 +454,7 @@ class _TenantViews:
             seen = TenantView(seen, self._ciphers[tenant], tenant)
         elif self._ciphers and not everything:
             seen = CommonView(seen, list(self._ciphers.values()), self._cursors)
+        self._store.reserve(self._ciphers[tenant].mark(name) if tenant else name for name in names)
         return seen if "*" in namespaces else NamespaceView(seen, frozenset(names))
 
     def tenant_of(self, namespace: bytes) -> str:

@@ -36,7 +36,7 @@ from tiercache.daemon.store_threads import Threads
 from tiercache.daemon.streams import StreamCalls
 from tiercache.daemon.tiers import TierCalls
 from tiercache.daemon.views import NamespaceView
-from tiercache.errors import ClosedError, StorageError, UnlistedError, WireError
+from tiercache.errors import ClosedError, RefusedError, StorageError, UnlistedError, WireError
 from tiercache.steps import Deadline
 from tiercache.storage.base import NAMESPACE_BYTES, NamespaceRecord, ScanEntry, StorageBackend
 from tiercache.wire import messages
@@ -49,8 +49,6 @@ _UNTOUCHED = ((UNTOUCHED_METADATA, "1"),)
 """Trailing metadata of a refusal. It promises that the call does not touch attached memory, now or later."""
 _RECORD_BYTES: Final = 4096
 """Maximum bytes of a namespace's record as a message."""
-_MAX_NAMESPACES: Final = 512
-"""Maximum number of namespaces of one tenant."""
 
 T = TypeVar("T")
 CallT = TypeVar("CallT", bound=Call)
@@ -415,19 +413,11 @@ class Service:
 
 
 def _register(store: StorageBackend, record: NamespaceRecord) -> None:
-    """Register a namespace; runs in a store thread.
-
-    Raises Refusal for a new namespace beyond _MAX_NAMESPACES. The number of namespaces is limited because a
-    store keeps them for ever, and lists all of them at once.
-    """
-    known = {held.namespace for held in store.namespaces()}
-    if record.namespace not in known and len(known) >= _MAX_NAMESPACES:
-        raise Refusal(
-            StatusCode.RESOURCE_EXHAUSTED,
-            f"there are {len(known)} namespaces already, and the daemon registers no more",
-            "limit",
-        )
-    store.register_namespace(record)
+    """Register a namespace; runs in a store thread. Raises Refusal beyond the bounds of its tenant."""
+    try:
+        store.register_namespace(record)
+    except RefusedError as error:
+        raise Refusal(StatusCode.RESOURCE_EXHAUSTED, str(error), "limit") from error
 
 
 def _described(call: Call, entries: Sequence[ScanEntry]) -> dict[str, Any]:

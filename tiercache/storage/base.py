@@ -334,7 +334,7 @@ class StorageBackend(ABC):
       to other calls only as a whole, and only after its set is acknowledged as STORED;
     - keep within its capacity at every instant. A store that is full and cannot evict answers THROTTLED and
       keeps all of its objects. It may answer THROTTLED as well if the object's `value` is lower than that of
-      everything that would have to be evicted for it;
+      everything that would have to be evicted for it, or if there are too many namespaces for a new one;
     - hold no lock during I/O if another call may need that lock.
 
     Thread safety: every method may be called from any number of threads at once; `close` waits for calls that
@@ -433,7 +433,8 @@ class StorageBackend(ABC):
         """Store the identity of a namespace. A second call with the same record is harmless.
 
         The latest identity replaces earlier identities. `states` stays set once it was set in any record of
-        the namespace (`NamespaceRecord.over`), because some writers may have no pool of states.
+        the namespace (`NamespaceRecord.over`), because some writers may have no pool of states. A store that
+        has no room for more records keeps those that it has.
         """
 
     @abstractmethod

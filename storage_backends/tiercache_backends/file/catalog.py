@@ -26,7 +26,7 @@ import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from errno import EIO, ESTALE
+from errno import EIO, ENOSPC, ESTALE
 from threading import Lock
 from typing import Any, Final
 
@@ -51,7 +51,7 @@ from tiercache_backends.file.records import (
     unpack_extents,
 )
 from tiercache_backends.local.failures import DamagedError, FileLength, os_error
-from tiercache_backends.local.names import Names, unpack_name
+from tiercache_backends.local.names import Name, Names, pack_name, unpack_name
 
 _log = logging.getLogger(__name__)
 
@@ -71,6 +71,10 @@ _RESERVE_BYTES: Final = 1 << 20
 """Bytes that are preallocated behind the last page of the catalog's file."""
 _BATCH: Final = 1 << 15
 """Records per transaction when a catalog is rewritten."""
+_NAME_SHARE: Final = 512
+"""Bytes of the map for each namespace that the catalog may have; a namespace takes at most 160."""
+_RECORD_SHARE: Final = 8
+"""Divisor of the map: so much of it may be records of namespaces, which take twice their length at most."""
 DATA: Final = "data.mdb"
 """Name that LMDB gives to the catalog's file."""
 
@@ -222,6 +226,7 @@ class Catalog:
         records: Records | None = None,
         further: Mapping[int, tuple[Extent, ...]] | None = None,
         removals: Sequence[int] = (),
+        forgotten: Sequence[bytes] = (),
     ) -> None:
         """Change the catalog in one transaction.
 
@@ -229,10 +234,11 @@ class Catalog:
 
         `records`: records to add; this call sets their numbers. `further`: their extents after the first, by
         position. `removals`: numbers of records to remove; numbers without a record are ignored.
+        `forgotten`: namespaces to forget, which no record names.
         """
         with self._writer:
             try:
-                self._transact(records, further or {}, removals)
+                self._transact(records, further or {}, removals, forgotten)
             except lmdb.Error as error:
                 raise self._os_error(error) from error
 
@@ -275,17 +281,38 @@ class Catalog:
     def register(self, record: NamespaceRecord) -> None:
         """Record a namespace's identity.
 
-        Raises OSError if the identity cannot be saved. The next transaction tries again.
+        Raises OSError if the identity cannot be saved. The next transaction tries again, unless the reason is
+        that there are too many already.
         """
-        self.id_of(record.namespace)
+        there = self.id_of(record.namespace)
         with self._writer:
             known = self._known.records.get(record.namespace)
             kept = record.over(known)
             if kept == known:
                 return
+            others = [self._known.packed(name) for name in self._known.records if name != record.namespace]
+            packed = pack_name(Name(there, kept))
+            if not there or sum(map(len, [*others, packed])) > self._map_bytes // _RECORD_SHARE:
+                raise OSError(ENOSPC, "there are too many namespaces, or their records are too long")
             self._known.records[record.namespace] = kept
             self._unsaved.add(record.namespace)
         self.apply()
+
+    def forget_unused(self, loaded: CatalogContents) -> None:
+        """Forget the namespaces that have neither a record nor one of these objects.
+
+        Raises OSError. The last id stays, so that no later namespace gets an id that was in use.
+        """
+        kept = {*np.unique(loaded.records["namespace"]).tolist(), self._known.last}
+        with self._writer:
+            ids, records = self._known.ids, self._known.records
+            unused = [name for name, number in ids.items() if number not in kept and name not in records]
+        try:
+            self.apply(forgotten=unused)
+        except OSError:
+            # The transaction may have taken effect. The next one saves the namespaces again.
+            self._unsaved.update(unused)
+            raise
 
     def has_states(self, namespace: bytes) -> bool:
         """Return whether prefixes of this namespace need states.
@@ -355,7 +382,11 @@ class Catalog:
         return np.frombuffer(raw, _STORED)
 
     def _transact(
-        self, records: Records | None, further: Mapping[int, tuple[Extent, ...]], removals: Sequence[int]
+        self,
+        records: Records | None,
+        further: Mapping[int, tuple[Extent, ...]],
+        removals: Sequence[int],
+        forgotten: Sequence[bytes],
     ) -> None:
         txn = self._begin(write=True)
         try:
@@ -379,6 +410,8 @@ class Catalog:
             # This transaction also saves the namespaces that a failed transaction left unsaved.
             for namespace in self._unsaved:
                 txn.put(namespace, self._known.packed(namespace), db=self._names)
+            for namespace in forgotten:
+                txn.delete(namespace, db=self._names)
             pages = self._used_pages(txn)
         except BaseException:  # whatever it is, LMDB's writer is free again, and it is raised again
             txn.abort()
@@ -393,6 +426,7 @@ class Catalog:
         if records is not None:
             self._next += len(records)
         self._unsaved.clear()
+        self._known.forget(forgotten)
         self._pages = pages
         # This transaction is committed. If another process has cut the file meanwhile, the next transaction
         # reports the cut.
@@ -469,13 +503,18 @@ class Catalog:
         return found
 
     def id_of(self, namespace: bytes) -> int:
-        """Return the id by which records name this namespace. The next transaction saves a new id."""
+        """Return the id by which records name this namespace; 0 if there is no room for another namespace.
+
+        The next transaction saves a new id.
+        """
         found = self._known.ids.get(namespace)
         if found is not None:
             return found
         with self._writer:
             # Test again: another thread may have added the namespace since.
             if namespace not in self._known.ids:
+                if len(self._known.ids) >= self._map_bytes // _NAME_SHARE:
+                    return 0
                 self._unsaved.add(namespace)
             return self._known.number(namespace)
 

@@ -111,6 +111,7 @@ class Snapshot(Catalog):
         records: Records | None = None,
         further: Mapping[int, tuple[Extent, ...]] | None = None,
         removals: Sequence[int] = (),
+        forgotten: Sequence[bytes] = (),
     ) -> None:
         """Raise OSError (EROFS), because the catalog is read-only."""
         raise OSError(EROFS, os.strerror(EROFS))

@@ -218,7 +218,12 @@ class FileBackend(StorageBackend):
             except OSError as error:
                 failed = self._remover.failed("set", error)
                 return [failed if storable(item) else Outcome.ERROR for item in items]
-            todo = [i for i, item in enumerate(items) if storable(item)]
+            sound = [i for i, item in enumerate(items) if storable(item)]
+            names = dict.fromkeys(items[i].meta.namespace for i in sound)
+            full = {name for name in names if not self._catalog.id_of(name)}
+            todo = [i for i in sound if items[i].meta.namespace not in full]
+            for i in set(sound).difference(todo) if full else ():
+                outcomes[i] = Outcome.THROTTLED
             held: list[int] = []
             missing: set[bytes] = set()
             try:
@@ -305,9 +310,9 @@ class FileBackend(StorageBackend):
         with self._gate:
             if self._read_only:
                 return
-            if record.states:
-                self._state.require_states(self._catalog.id_of(record.namespace))
             try:
+                if record.states and (namespace_id := self._catalog.id_of(record.namespace)):
+                    self._state.require_states(namespace_id)
                 self._catalog.register(record)
             except OSError as error:
                 # The identity is kept in memory, and the catalog's next transaction saves it.
@@ -481,6 +486,10 @@ class FileBackend(StorageBackend):
             _log.warning("%d records in %s have no sound place and are dropped", len(unsound), directory.path)
             self._catalog.apply(removals=unsound)
         if not self._read_only:
+            try:
+                self._catalog.forget_unused(loaded)
+            except OSError as error:
+                self._remover.failed("namespace", error)
             self._slabs.trim()
         directory.admit_others()
 

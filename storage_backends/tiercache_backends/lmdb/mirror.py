@@ -332,6 +332,12 @@ class Mirror:
             eviction.objects += own.objects
             self.owners.evicted[owner] += own.objects
 
+    def used_namespaces(self, objects: int) -> set[int] | None:
+        """Return the numbers of all objects' namespaces; None unless the mirror has `objects` objects."""
+        rows = self._residents.residents()
+        used = np.unique(self._residents.columns["namespace"][rows]).tolist()
+        return {*used} if len(rows) == objects else None
+
     def committed(self) -> None:
         """Drop the objects that the transaction removed; call this after its commit."""
         for row, _, _ in self._leaving:

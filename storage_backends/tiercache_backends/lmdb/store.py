@@ -168,6 +168,7 @@ class LmdbBackend(StorageBackend):
                 raise self._unreadable("reading all records", error) from error
             if not self._read_only:
                 self._writer.trim()
+                self._writer.forget_namespaces()
 
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
         with self._gate:

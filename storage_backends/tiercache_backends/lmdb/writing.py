@@ -115,6 +115,21 @@ class BatchWriter:
             if not self._evict_some(partial(self._mirror.evict_beyond, beyond[0])):
                 return
 
+    def forget_namespaces(self) -> None:
+        """Forget the namespaces that have neither a record nor an object, as far as the mirror is whole."""
+
+        def work(txn: Any) -> None:
+            transaction = Transaction(self._environment, txn)
+            known = self._mirror.is_read and self._mirror.keep_up(txn)
+            used = self._mirror.used_namespaces(transaction.totals.objects) if known else None
+            if used is not None:
+                transaction.forget_namespaces(used)
+
+        try:
+            self._write(work)
+        except OSError as error:
+            self._errors.failed("forgetting namespaces", error)
+
     def _sweep(self) -> bool:
         """Evict the rest of a unit (pages of one conversation) that earlier transactions evicted in part.
 

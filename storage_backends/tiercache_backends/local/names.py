@@ -7,6 +7,7 @@ Earlier releases wrote only the first two members. Such a namespace is read as o
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 import msgpack
@@ -84,6 +85,11 @@ class Names:
         if namespace not in self.ids:
             self.add(namespace, self.last + 1)
         return self.ids[namespace]
+
+    def forget(self, namespaces: Iterable[bytes]) -> None:
+        """Remove these namespaces."""
+        for namespace in namespaces:
+            del self._by_id[self.ids.pop(namespace)]
 
     def name(self, number: int) -> bytes:
         """Return the namespace with this number, or b"" if there is none."""
