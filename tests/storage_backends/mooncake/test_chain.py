@@ -72,5 +72,5 @@ def test_what_the_tier_below_did_not_get_is_said(pool: Pool, tmp_path: Path) -> 
         deadline = time.monotonic() + 30
         while chain.usage().tiers[1].health != "serving" and time.monotonic() < deadline:
             time.sleep(0.05)
-        with pytest.raises(StorageError, match="tier 'file' lacks .* it has not caught up"):
+        with pytest.raises(StorageError, match=r"tier 'file' lacks .* it has not caught up"):
             chain.flush()
