@@ -10,7 +10,7 @@ from tiercache.storage.base import ScanEntry
 from tiercache.storage.tiers import Progress, Report
 from tiercache.text import readable_size
 from tiercache_backends.chain.canary import CANARY
-from tiercache_backends.chain.movement import Deletions, Digests, Job, Mover
+from tiercache_backends.chain.movement import Deletions, Digests, Mover
 from tiercache_backends.chain.tier import Tier
 
 _PASSES: Final = 4
@@ -143,7 +143,10 @@ class Leaving:
     def _copy_to(self, keeper: Tier, entries: Sequence[ScanEntry], deleted: Digests) -> list[ScanEntry]:
         """Copy objects to a keeper; return those that it does not have then."""
         mover = self._movers[keeper]
-        mover.offer([Job(entry.key, self._tier) for entry in entries], deleted)
+        try:
+            mover.offer_behind_parents(self._tier, entries, deleted)
+        except StorageError:
+            return list(entries)
         mover.settle(
             {entry.key.digest for entry in entries}, lambda: self._is_given_up() or not keeper.is_writable
         )

@@ -21,6 +21,7 @@ import numpy as np
 from tiercache.core import ObjectKey, Outcome
 from tiercache.errors import StorageError, UnavailableError, UnlistedError
 from tiercache.storage.base import GetItem, ScanEntry, ScanPage, SetItem
+from tiercache.storage.residents import parents_first
 from tiercache.storage.vectors import batches
 from tiercache_backends.chain.canary import CANARY
 from tiercache_backends.chain.settings import WritePolicy
@@ -218,6 +219,30 @@ class Mover:
                 else:
                     self._queue[digest] = job
             self._changed.notify_all()
+
+    def offer_behind_parents(self, source: Tier, entries: Sequence[ScanEntry], deleted: Digests) -> None:
+        """Queue objects that a scan of `source` has listed, each behind the pages before it.
+
+        A store takes no page without its parent, and a scan may list pages in any order. So parents that
+        the target lacks too are queued as well. Raises StorageError.
+        """
+        found = list(entries)
+        known = {entry.key.digest for entry in entries}
+        while entries and len(found) < _MAX_WAITING and not self._closed:
+            parents = {
+                above.digest: above
+                for key, meta, *_ in entries
+                if meta.parent not in (None, key.page_key)
+                and (above := ObjectKey(key.pool, key.layout + meta.parent)).digest not in known
+            }
+            known |= parents.keys()
+            keys = list(parents.values())
+            held = self.target.exists(keys)
+            absent = source.describe([key for key, there in zip(keys, held, strict=True) if not there])
+            entries = [entry for entry in absent if entry is not None]
+            found += entries
+        order = parents_first([(entry.key.page_key, entry.meta.parent) for entry in found])
+        self.offer([Job(found[n].key, source) for n in order], deleted)
 
     def withdraw(self, digests: Digests) -> None:
         """Drop these objects from the queue; the caller holds `changed`."""
@@ -473,16 +498,15 @@ class Mover:
             except UnlistedError:  # what earlier processes left in it does not count
                 self._lacks_some |= self._was_level or self.target.figures.dropped > 0
                 page = ScanPage([], b"")
-            keys = [
-                entry.key
+            entries = [
+                entry
                 for entry in page.entries
                 if entry.meta.namespace != CANARY
                 and settings.write_policy(entry.key.pool) is WritePolicy.THROUGH
             ]
-            held = self.target.exists(keys)
-            self.offer(
-                [Job(key, source) for key, there in zip(keys, held, strict=True) if not there], deleted
-            )
+            held = self.target.exists([entry.key for entry in entries])
+            lacking = [entry for entry, there in zip(entries, held, strict=True) if not there]
+            self.offer_behind_parents(source, lacking, deleted)
         self._cursor = page.cursor
         if not page.cursor:
             self._unscanned.pop(0)

@@ -15,7 +15,8 @@ from tiercache.core import Outcome
 from tiercache.errors import ClosedError, ConfigError, RefusedError, StorageError
 from tiercache.storage.base import NamespaceRecord
 from tiercache.storage.registry import open_backend
-from tiercache.testing.objects import NAMESPACE, fetch, key, payload, put
+from tiercache.testing.objects import NAMESPACE, fetch, key, payload, put, to_set
+from tiercache.testing.objects import chain as pages_of
 
 SIZE = 20_000
 
@@ -472,3 +473,19 @@ def test_a_second_change_is_refused_during_a_change(tmp_path):
         assert set(sentences) == {"tier 'a' is being removed; change the chain again when that is over"}
         assert has_all(chain, [*range(10), "meanwhile"])
         assert store_of(chain.tiers[0]) is not None
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_tier_that_lists_pages_in_any_order_is_copied_whole(tmp_path, leaves):
+    """A store takes no page without its parent, and an `lmdb` store lists pages by their keys."""
+    sequence = pages_of("s", 2500)
+    keys = [k for k, _ in sequence]
+    with open_backend(f"lmdb://{tmp_path}/a?capacity=64MiB") as store:
+        store.set([to_set(k, payload(k, 100), parent=parent) for k, parent in sequence])
+    write = "write_through_selective" if leaves else "write_through"
+    with opened(f"lmdb://{tmp_path}/a?capacity=64MiB&tier_name=a", url(tmp_path / "b", write=write)) as chain:
+        if leaves:
+            chain.remove_tier("a")
+        else:
+            chain.flush()
+        assert all(chain.tiers[-1].exists(keys))
