@@ -38,6 +38,7 @@ ITEMS = items()
 
 
 def figures(store: StorageBackend) -> tuple[int, ...]:
+    until(lambda: bool(store.usage().details))  # a chain may still be at its first count
     details = store.usage().details
     return tuple(int(details[name]) for name in NAMES)
 
@@ -128,6 +129,7 @@ def test_a_chain_counts_again_after_a_while_and_ends_at_once() -> None:
     with closing(open_backend(TWO)) as store:
         assert isinstance(store, TierChain)
         counted = UnionWorth(lambda: store.tiers, every=0.0)
+        until(lambda: bool(counted.latest()))
         assert counted.latest()["restorable_bytes"] == 0
         place(tier(store, 0), ITEMS)
         until(lambda: counted.latest()["restorable_bytes"] != 0)
