@@ -23,14 +23,15 @@ from tiercache_backends.memory import MemoryBackend
 
 from tests.examples import example_count
 from tiercache.config import parse_duration, parse_size
-from tiercache.core import PoolName
+from tiercache.core import Outcome, PoolName
 from tiercache.errors import ClosedError, ConfigError
+from tiercache.storage.base import NamespaceRecord
 from tiercache.storage.checksum import checksum
 from tiercache.storage.gate import CallGate
 from tiercache.storage.registry import open_backend
 from tiercache.storage.vectors import read_all, take, write_all, zero_tail
 from tiercache.testing.faults import CALLS, FaultEnv
-from tiercache.testing.objects import key, payload, split
+from tiercache.testing.objects import fetch, key, payload, put, split
 
 
 @pytest.mark.parametrize(
@@ -149,6 +150,21 @@ def test_short_reads_and_writes_are_taken_up(tmp_path: Path) -> None:
     assert target[:50_000] == data
     assert env.calls["pwritev"] >= 6
     env.close(fd)
+
+
+@pytest.mark.parametrize("kind", ["file", "lmdb"])
+def test_a_record_of_an_impossible_namespace_harms_nothing(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """LMDB takes no such key, which must not look like damage, or fail the transactions of others."""
+    with open_backend(f"{kind}://{tmp_path}/s?capacity=16MiB") as store:
+        assert put(store, key(1), b"1") is Outcome.STORED
+        for namespace in (b"", bytes(65), bytes(512)):
+            store.register_namespace(NamespaceRecord(namespace, {"model": "m"}, states=True))
+            assert put(store, key(namespace), b"2") is Outcome.STORED
+        assert fetch(store, key(1), 1) == b"1"
+        assert not store.namespaces()
+    assert not caplog.records
 
 
 def test_a_gate_waits_for_calls_inside() -> None:

@@ -172,6 +172,11 @@ class NamespaceRecord:
         flops = {} if profile is None else {FLOPS_FIELD: round(profile.flops_per_token)}
         return cls(namespace_of(identity), identity.public_record() | flops, states)
 
+    @property
+    def is_possible(self) -> bool:
+        """Whether there can be objects in this namespace; no store need keep another record."""
+        return 0 < len(self.namespace) <= NAMESPACE_BYTES
+
     def over(self, known: NamespaceRecord | None) -> NamespaceRecord:
         """Return the record to keep when this one is registered after `known`.
 

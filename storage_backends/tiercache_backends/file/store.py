@@ -308,7 +308,7 @@ class FileBackend(StorageBackend):
 
     def register_namespace(self, record: NamespaceRecord) -> None:
         with self._gate:
-            if self._read_only:
+            if self._read_only or not record.is_possible:
                 return
             try:
                 if record.states and (namespace_id := self._catalog.id_of(record.namespace)):

@@ -298,7 +298,7 @@ class LmdbBackend(StorageBackend):
 
     def register_namespace(self, record: NamespaceRecord) -> None:
         with self._gate:
-            if not self._read_only:
+            if record.is_possible and not self._read_only:
                 self._maintenance.register(record)
 
     def namespaces(self) -> list[NamespaceRecord]:
