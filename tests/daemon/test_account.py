@@ -11,9 +11,11 @@ import textwrap
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
+from tiercache_backends.memory import MemoryBackend
 
 from tests.cli.store.test_samples import identity
 from tests.daemon.hosts import Client, serving, until
@@ -22,6 +24,7 @@ from tests.storage_backends.grpc.nodes import daemon_settings
 from tiercache.core import ObjectKey, Outcome, PoolName, as_tokens
 from tiercache.daemon import StorageServer
 from tiercache.daemon.accounting.account import HOUR_S, MAX_HOURS, NAMES, Account, Counts
+from tiercache.daemon.accounting.accounted import Accounted, TenantAccount
 from tiercache.keys import namespace_of, page_keys
 from tiercache.storage.base import NamespaceRecord
 from tiercache.storage.registry import open_backend
@@ -471,6 +474,39 @@ def test_tokens_that_nobody_can_know_are_no_rate(tmp_path: Path) -> None:
         hits = store.status()["hits"]
         assert (hits["asked_tokens"], hits["token_hit_rate"]) == (0, None)
         assert hits["why_no_rate"].startswith("2 objects were looked up whose tokens are not known")
+
+
+class LateRecords(MemoryBackend):
+    """A store whose records can be read when they may, as those of a bucket that does not answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_read = Event()
+        self.may_read.set()
+
+    def namespaces(self) -> list[NamespaceRecord]:
+        assert self.may_read.wait(60)
+        return super().namespaces()
+
+
+def test_a_lookup_waits_for_no_records_and_counts_what_was_registered_before_it(tmp_path: Path) -> None:
+    """A key of a layout that nobody knows makes the account read the records anew, beside the call."""
+    store = LateRecords()
+    counted = TenantAccount(Account(tmp_path / "a"), "", lambda _: True)
+    accounted = Accounted(store, counted)
+    try:
+        assert accounted.exists([key(1)]) == [False], (
+            "the first waits for the records, of which there are none"
+        )
+        register(accounted)
+        store.may_read.clear()
+        counted._read_at = float("-inf")  # private: a minute later
+        assert accounted.exists([key(2), key(3)]) == [False, False]
+        assert not store.may_read.is_set()
+        [hits] = counted._account.hits().values()
+        assert (hits.unsized_objects, hits.asked_tokens) == (1, 2 * PAGE_SIZE)
+    finally:
+        store.may_read.set()
 
 
 def test_a_tenant_learns_no_page_size_of_others_and_takes_no_rate_from_them(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from threading import Lock
+from threading import Lock, Thread
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -29,8 +29,12 @@ from tiercache.storage.wrappers import Wrapper
 
 _REFRESH_S: Final = 60.0
 """Seconds after which the records of namespaces are read again."""
-_AGAIN_S: Final = 1.0
-"""Minimum seconds between two readings because of a namespace that is not known."""
+_AGAIN_S: Final = 10.0
+"""Minimum seconds between two readings because of a namespace that is not known.
+
+What is registered with this daemon is known at once; the records of others have to be read."""
+_PATIENCE_S: Final = 1.0
+"""Seconds that a call waits for the first reading."""
 _ASK_AGAIN: Final = 16
 """Number of reads of which one asks the store again for the namespace of a layout that is known."""
 _MAX_LAYOUTS: Final = 4096
@@ -69,6 +73,9 @@ class TenantAccount:
         self._lock: Final = Lock()
         self._prices: Mapping[bytes, _Price] = {}
         self._read_at = float("-inf")
+        self._reading: Thread | None = None
+        self._is_new = True
+        """Whether the records were not read since the start; calls wait for that, a moment."""
         self._hour = 0
         self._turn = 0
         self._usual: dict[bytes, bytes | None] = {}
@@ -118,16 +125,39 @@ class TenantAccount:
                 self._usual[layout] = kind
 
     def price(self, store: StorageBackend, namespace: bytes) -> _Price | None:
-        """Return what a page of a namespace stands for; None if no record says so."""
-        now = time.monotonic()
-        age = now - self._read_at
-        if age > _REFRESH_S or (namespace not in self._prices and age > _AGAIN_S):
-            self._read_at = now
-            with suppress(StorageError, ClosedError):
-                self._prices = _prices(
-                    record for record in store.namespaces() if self._owns(record.namespace)
-                )
+        """Return what a page of a namespace stands for; None if no record says so.
+
+        Records are read again beside the calls: of a bucket, each takes a request.
+        """
+        with self._lock:
+            now = time.monotonic()
+            age = now - self._read_at
+            is_stale = age > _REFRESH_S or (namespace not in self._prices and age > _AGAIN_S)
+            if is_stale and not (self._reading and self._reading.is_alive()):
+                self._read_at = now
+                self._reading = Thread(target=self._read, args=(store,), name="tiercache-prices", daemon=True)
+                self._reading.start()
+            first = self._reading if self._is_new else None
+        if first is not None:
+            first.join(_PATIENCE_S)
+            self._is_new = False
         return self._prices.get(namespace)
+
+    def learn(self, record: NamespaceRecord) -> None:
+        """Learn of a record that is registered; what it does not tell stays as it was known."""
+        with self._lock:
+            for namespace, price in _prices([record]).items():
+                known = self._prices.get(namespace, price)
+                price = price._replace(
+                    flops=price.flops or known.flops, seconds=price.seconds or known.seconds
+                )
+                self._prices = {**self._prices, namespace: price}
+
+    def _read(self, store: StorageBackend) -> None:
+        with suppress(StorageError, ClosedError):
+            found = _prices(record for record in store.namespaces() if self._owns(record.namespace))
+            with self._lock:
+                self._prices = {**self._prices, **found}
 
     def stands_for_tokens(self, namespace: bytes, layout: bytes) -> bool:
         """Return whether pages of this layout count as tokens.
@@ -151,6 +181,10 @@ class Accounted(Wrapper):
     def __init__(self, inner: StorageBackend, account: TenantAccount) -> None:
         super().__init__(inner)
         self._account: Final = account
+
+    def register_namespace(self, record: NamespaceRecord) -> None:
+        super().register_namespace(record)
+        self._account.learn(record)
 
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
         answers = super().exists(keys)
