@@ -492,7 +492,8 @@ class LateRecords(MemoryBackend):
 def test_a_lookup_waits_for_no_records_and_counts_what_was_registered_before_it(tmp_path: Path) -> None:
     """A key of a layout that nobody knows makes the account read the records anew, beside the call."""
     store = LateRecords()
-    counted = TenantAccount(Account(tmp_path / "a"), "", lambda _: True)
+    account = Account(tmp_path / "a")
+    counted = TenantAccount(account, "", lambda _: True)
     accounted = Accounted(store, counted)
     try:
         assert accounted.exists([key(1)]) == [False], (
@@ -503,7 +504,7 @@ def test_a_lookup_waits_for_no_records_and_counts_what_was_registered_before_it(
         counted._read_at = float("-inf")  # private: a minute later
         assert accounted.exists([key(2), key(3)]) == [False, False]
         assert not store.may_read.is_set()
-        [hits] = counted._account.hits().values()
+        [hits] = account.hits().values()
         assert (hits.unsized_objects, hits.asked_tokens) == (1, 2 * PAGE_SIZE)
     finally:
         store.may_read.set()
