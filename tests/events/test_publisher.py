@@ -201,6 +201,42 @@ class SlowSource(EventSource):
         return KVEvent(EventKind.STORED, Place(Medium.STORAGE, "slow"), group, keys)
 
 
+def test_readers_who_come_again_and_again_under_new_names_starve_no_replay():
+    """Four clients each take ten messages and connect anew; one that stays gets its turns."""
+    source, context, over = SlowSource(), zmq.Context(), threading.Event()
+    publisher = EventPublisher(ANY, [source])
+
+    def come_and_go() -> None:
+        while not over.is_set():
+            with context.socket(zmq.DEALER) as client:
+                client.linger = 0
+                client.connect(publisher.replay_endpoint)
+                client.send_multipart((b"", SNAPSHOT.to_bytes(8, "big")))
+                for _ in range(10):
+                    if client.poll(200):
+                        client.recv_multipart()
+
+    coming = [threading.Thread(target=come_and_go) for _ in range(4)]
+    for thread in coming:
+        thread.start()
+    try:
+        _wait(lambda: publisher.replays > 8)
+        with context.socket(zmq.DEALER) as client:
+            client.linger = 0
+            client.connect(publisher.replay_endpoint)
+            client.send_multipart((b"", SNAPSHOT.to_bytes(8, "big")))
+            until, is_over = time.monotonic() + 60, False
+            while not is_over and time.monotonic() < until:
+                is_over = bool(client.poll(1_000)) and client.recv_multipart()[2] == END
+        assert is_over
+    finally:
+        over.set()
+        for thread in coming:
+            thread.join()
+        assert publisher.close()
+        context.destroy(linger=0)
+
+
 @pytest.mark.slow
 def test_readers_that_ask_again_and_again_and_take_nothing_delay_neither_events_nor_replays():
     """Sixty ask for all, again and again; between two looks for changes little is read for them."""

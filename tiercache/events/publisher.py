@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from threading import Event, Thread
@@ -46,8 +45,6 @@ _REQUESTS: Final = 16
 """Number of requests that are read before events are published again."""
 _SLICE_S: Final = 0.02
 """Seconds in which messages of replays are made and sent before events are published again."""
-_FORGET_S: Final = 10.0
-"""Seconds after which half of what a client was sent is forgotten."""
 PATIENCE_S: Final = 10.0
 """Seconds after which a replay is given up whose client takes nothing."""
 _PATIENCE_WITH_OTHERS_S: Final = 0.5
@@ -86,9 +83,7 @@ class EventPublisher:
         self._encode: Final = encode
         self._sent = self.log.next
         self._replays: dict[bytes, _Replay] = {}
-        self._served: Counter[bytes] = Counter()
-        """Number of messages of replays that each client was sent lately."""
-        self._forgot_at = time.monotonic()
+        """Replays by client, in the order of their turns."""
         self._closing = Event()
         self._pid = os.getpid()
         self.published = 0
@@ -280,23 +275,22 @@ class EventPublisher:
         return bool(old)
 
     def _take_turns(self) -> bool:
-        """Send messages of replays for a moment, the next to the client that was sent the fewest lately.
+        """Send messages of replays for a moment, one to each client in turn; return whether any was sent.
 
-        Return whether any was sent.
+        Whoever had a turn, and whoever comes anew under another name, is the last in line.
         """
         now = time.monotonic()
-        if now - self._forgot_at > _FORGET_S:
-            self._forgot_at = now
-            self._served = Counter({client: n // 2 for client, n in self._served.items() if n > 1})
-        ready = set(self._replays)
+        ready = dict.fromkeys(self._replays)
         sent = False
         while ready and time.monotonic() < now + _SLICE_S:
-            client = min(ready, key=self._served.__getitem__)
-            if self._send(client, self._replays[client]):
-                self._served[client] += 1
+            client = next(iter(ready))
+            del ready[client]
+            goes_on = self._send(client, self._replays[client])
+            if client in self._replays:
+                self._replays[client] = self._replays.pop(client)
+            if goes_on:
+                ready[client] = None
                 sent = True
-            else:
-                ready.remove(client)
         return sent
 
     def _send(self, client: bytes, replay: _Replay) -> bool:
