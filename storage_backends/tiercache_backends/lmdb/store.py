@@ -390,9 +390,10 @@ class LmdbBackend(StorageBackend):
             with suppress(ClosedError), self._gate.alone():
                 if self._environment.is_damaged():
                     self._store.mend(self._mac_key)
-                    self._maintenance.forget_damaged()
-                    self._unremovable.clear()
-                    self._mirror.restart()
+                    if not self._environment.is_damaged():
+                        self._maintenance.forget_damaged()
+                        self._unremovable.clear()
+                        self._mirror.restart()
         except (OSError, StorageError) as error:
             self._errors.failed("a repair", error)
         if self._environment.is_damaged():

@@ -140,6 +140,35 @@ def test_a_repair_that_failed_half_way_is_repeated_from_its_begin(tmp_path: Path
         store.check_integrity()
 
 
+def test_a_damaged_object_stays_hidden_while_another_process_keeps_the_store_from_a_repair(
+    tmp_path: Path,
+) -> None:
+    env, size = AgingEnv(), 30_000
+    code = (
+        "import sys; from tiercache_backends.lmdb import LmdbBackend as L;"
+        f" s = L({str(tmp_path / 's')!r}, {CAPACITY}); print(flush=True); sys.stdin.read()"
+    )
+    with opened(tmp_path / "s", env=env) as store:
+        put(store, key(1), payload(1, size))
+        with subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as other:
+            assert other.stdout is not None
+            other.stdout.readline()
+            environment_of(store).note_damage()
+            assert store.exists([key(1)]) == [True]
+            flip(data_file(store), locate(store, key(1))[0][0], 1)
+            assert fetch(store, key(1), size) is CORRUPT
+            for _ in range(2):
+                assert fetch(store, key(1), size) is MISS
+                env.later += 100.0
+            other.communicate()
+        assert fetch(store, key(1), size) is MISS
+        assert not environment_of(store).is_damaged(), "nobody else has it open now"
+        assert store.usage().objects == 0
+        store.check_integrity()
+
+
 def test_looking_writes_nothing_and_lets_others_look(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with opened(path) as store:
