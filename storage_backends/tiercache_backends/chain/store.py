@@ -42,8 +42,11 @@ from tiercache_backends.chain.tier import Tier
 from tiercache_backends.chain.union import UnionWorth
 
 KIND: Final = "chain"
-_COPIES_S: Final = FLUSH_SECONDS / 2
-"""Maximum seconds that a flush waits for copies to lower tiers; the rest is for the stores themselves."""
+_COPIES_S: Final = FLUSH_SECONDS / 3
+"""Maximum seconds that a flush waits for copies to lower tiers; the rest is for the stores themselves.
+
+It is less than three default deadlines, which a chain in another daemon has as a tier of this one.
+"""
 _CLOSE_S: Final = 10.0
 """Maximum seconds that a close waits for copies to lower tiers."""
 
