@@ -12,8 +12,10 @@ from tiercache.daemon.status.document import JournalEntry, TierStatus
 from tiercache.metrics.table import HEALTHS
 from tiercache.storage.base import TierReport
 
-_KEPT: Final = 64
-"""Number of entries that are kept."""
+_KEPT: Final = 48
+"""Number of entries that are kept of what happened once."""
+_COUNTS_KEPT: Final = 16
+"""Number of entries that are kept of counters, with which strangers must not push out the others."""
 _TEXT: Final = 300
 """Maximum number of characters of an entry."""
 
@@ -28,14 +30,13 @@ class Journal:
         self._clock: Final = clock
         self._lock: Final = Lock()
         self._entries: Final[deque[JournalEntry]] = deque(maxlen=_KEPT)
+        self._counts: Final[deque[JournalEntry]] = deque(maxlen=_COUNTS_KEPT)
         self._health: dict[str, str] = {}
         self._counted: Mapping[str, float] = {}
 
     def add(self, text: str, *, is_warning: bool = False) -> None:
         """Add an entry about something ordinary, or about something that an operator should look at."""
-        with self._lock:
-            level: Literal["info", "warning"] = "warning" if is_warning else "info"
-            self._entries.append(JournalEntry(self._clock(), level, text[:_TEXT]))
+        self._add(self._entries, "warning" if is_warning else "info", text)
 
     def compare(self, tiers: Sequence[TierStatus], counted: Mapping[str, float]) -> None:
         """Add entries for what has changed since the last call.
@@ -49,13 +50,18 @@ class Journal:
         self._health = {tier.name: tier.health for tier in tiers}
         for what, count in counted.items():
             if (new := round(count - self._counted.get(what, 0.0))) > 0:
-                self.add(f"{what}: {new:,}", is_warning=True)
+                self._add(self._counts, "warning", f"{what}: {new:,}")
         self._counted = dict(counted)
 
     def latest(self) -> list[JournalEntry]:
         """Return the entries, the newest first."""
         with self._lock:
-            return list(reversed(self._entries))
+            entries = [*self._entries, *self._counts]
+        return sorted(entries[::-1], key=lambda entry: -entry.time)
+
+    def _add(self, to: deque[JournalEntry], level: Literal["info", "warning"], text: str) -> None:
+        with self._lock:
+            to.append(JournalEntry(self._clock(), level, text[:_TEXT]))
 
 
 def in_words(tier: TierStatus | TierReport) -> str:
