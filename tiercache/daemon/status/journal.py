@@ -57,7 +57,8 @@ class Journal:
         """Return the entries, the newest first."""
         with self._lock:
             entries = [*self._entries, *self._counts]
-        return sorted(entries[::-1], key=lambda entry: -entry.time)
+        entries.sort(key=lambda entry: entry.time)  # equal times stay in the order in which they came
+        return entries[::-1]
 
     def _add(self, to: deque[JournalEntry], level: Literal["info", "warning"], text: str) -> None:
         with self._lock:
