@@ -129,7 +129,7 @@ class SharesTests(BackendHooks):
 
     def test_objects_of_one_byte_take_no_more_than_their_owner_has(self, shared: StorageBackend) -> None:
         """Two tenants within their guarantees leave each other alone, whatever the sizes of their objects."""
-        room = self.small // 4 // TAKEN
+        room = self.small // 5 // TAKEN
         self.share(shared, ash=(None, room), birch=(None, room))
         for first in range(0, 8192, 512):
             names = [("tiny", first + n) for n in range(512)]

@@ -41,6 +41,7 @@ class WriteClaims:
             plan.outcomes[i] = outcome = self._verdict(plan, i, item, node, parent, page in missing)
             if outcome in (Outcome.THROTTLED, Outcome.ERROR) and node != parent:
                 missing.add(page)
+        pages.refuse(missing)
         return plan
 
     def end(self, claim: PackClaim, outcome: Outcome) -> None:
@@ -48,7 +49,10 @@ class WriteClaims:
         claim.writing.outcome = outcome
         del self._writing[claim.item.key.digest]
         if claim.is_page:
-            self._objects.residents.pages.expected(claim.node)
+            pages = self._objects.residents.pages
+            pages.expected(claim.node)
+            if outcome is Outcome.THROTTLED:
+                pages.refuse([claim.item.key.page_key])
         claim.writing.ended.set()
 
     def release(self, plan: WritePlan) -> None:
