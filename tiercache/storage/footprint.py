@@ -17,6 +17,7 @@ INDEX_BYTES: Final = 512
 """Memory of an object in the tables of objects and pages and in the eviction order.
 
 Measured in full stores, with values and queues: at most 491 bytes (`tests/storage/test_tiny_objects.py`).
+Some 150 more if each object has a layout of its own; what else is counted for an object covers these.
 """
 
 Lengths = TypeVar("Lengths", int, Any)
