@@ -17,6 +17,8 @@ from random import Random
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from tests.processes import wait_suspended
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
@@ -91,8 +93,7 @@ class Nursery:
     def stop(self) -> None:
         """Suspend the writer; on return none of its threads runs."""
         self._send(signal.SIGSTOP)
-        while any(state not in "TtZX" for state in _states(int(self.words["pid"]))):
-            time.sleep(0.001)
+        wait_suspended(int(self.words["pid"]))
 
     def kill(self) -> None:
         """kill -9, and wait for the end. Raises RuntimeError where the writer had died by itself."""
@@ -119,12 +120,3 @@ class Nursery:
         with suppress(ProcessLookupError):  # it ended by itself, which `kill` reports
             if self._pid_fd >= 0:
                 signal.pidfd_send_signal(self._pid_fd, number)
-
-
-def _states(pid: int) -> list[str]:
-    """One letter for each of a process's threads; none where it is gone."""
-    found = []
-    with suppress(FileNotFoundError, ProcessLookupError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            found.append((task / "stat").read_text().rpartition(")")[2].split()[0])
-    return found

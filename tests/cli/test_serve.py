@@ -18,6 +18,7 @@ import grpc
 import pytest
 
 from tests.cli.store.test_samples import call
+from tests.processes import suspend
 from tiercache.wire import attachment
 from tiercache.wire.methods import METHODS, SESSION_METADATA
 from tiercache.wire.v1 import attach_pb2, storage_pb2
@@ -188,7 +189,7 @@ def test_a_watchdog_is_not_fed_by_a_daemon_that_hangs(directory: Path, tmp_path:
         ) as process:
             manager.settimeout(30)
             manager.recv(1000)
-            process.send_signal(signal.SIGSTOP)
+            suspend(process.pid)
             manager.settimeout(1)
             beats = iter(lambda: manager.recv(1000), b"")
             with pytest.raises(TimeoutError):

@@ -20,6 +20,7 @@ from pathlib import Path
 from threading import Event
 from typing import Self
 
+from tests.processes import suspend
 from tests.storage_backends.grpc.nodes import daemon_settings
 from tiercache.core import Outcome
 from tiercache.daemon import StorageServer
@@ -45,14 +46,6 @@ class Slow(Wrapper):
         with suppress(FileNotFoundError, ValueError):
             self.file.with_name("entered").touch()
             time.sleep(float(self.file.read_text()))
-
-
-def _state(thread: Path) -> str:
-    """The letter of proc(5); X for a thread that has ended."""
-    try:
-        return (thread / "stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "X"
 
 
 class Daemon:
@@ -91,14 +84,7 @@ class Daemon:
         return (self.directory / "entered").exists()
 
     def stop(self) -> None:
-        """Return once every thread of it stands still: the signal is sent at once and heeded a little
-        later.
-        """
-        os.kill(self.process.pid, signal.SIGSTOP)
-        end = time.monotonic() + 120
-        while any(_state(thread) not in "TZX" for thread in Path(f"/proc/{self.process.pid}/task").iterdir()):
-            assert time.monotonic() < end, "it does not stop"
-            time.sleep(0.001)
+        suspend(self.process.pid)
 
     def go_on(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)

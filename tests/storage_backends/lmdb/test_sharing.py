@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from tiercache_backends.lmdb.environment import MAX_WAIT_SECONDS
 
+from tests.processes import suspend
 from tests.storage_backends.lmdb.hooks import CAPACITY, opened
 from tests.storage_backends.lmdb.sharer import size_of
 from tests.storage_backends.local.files import disk_bytes
@@ -124,7 +125,7 @@ def test_a_reader_that_stands_still_throttles_writers_and_harms_nothing(
         stored = {n: STORED for n in range(60) if put(store, key(n), payload(n, 150_000)) is STORED}
         with sharer(path, "hold") as child:
             hear(child, "holding")
-            child.send_signal(signal.SIGSTOP)
+            suspend(child.pid)
             answers = []
             for n in range(60, 300):
                 answers.append(put(store, key(n), payload(n, 150_000)))

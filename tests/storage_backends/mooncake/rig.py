@@ -27,6 +27,7 @@ from typing import Any, Self
 
 import pytest
 
+from tests.processes import suspend
 from tiercache.cli import children
 from tiercache.config.urls import storage_url
 from tiercache.errors import ConfigError
@@ -105,7 +106,7 @@ class Process:
         assert line.strip() == "ready", f"a provider did not start: {line!r}"
 
     def stop(self) -> None:
-        os.kill(self.process.pid, signal.SIGSTOP)
+        suspend(self.process.pid)
 
     def go_on(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)

@@ -13,6 +13,7 @@ import pytest
 from tiercache_backends.s3 import S3Backend
 from tiercache_backends.s3.pack import make_name
 
+from tests.processes import suspend
 from tests.storage_backends.s3.filler import SIZE, Filler
 from tests.storage_backends.s3.hooks import open_s3, prefix_of, s3_of
 from tests.storage_backends.s3.proxy import Exchange, Proxy
@@ -62,7 +63,7 @@ def test_an_owner_that_was_stopped_beyond_its_lease_removes_nothing(tmp_path: Pa
         assert set(first.fill("a", ENOUGH)) == {"stored"}
         assert deletions(proxy)
         assert first.is_owner()
-        os.kill(first.process.pid, signal.SIGSTOP)
+        suspend(first.process.pid)
         with open_s3(tmp_path, **LEASE) as second:
             assert not owns(second)
             assert Outcome.THROTTLED in fill(second, "b", 5), "it is full, and another process is the owner"

@@ -1,0 +1,39 @@
+"""Suspend a process, for tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+
+def suspend(pid: int) -> None:
+    """Send SIGSTOP and return once no thread of the process runs.
+
+    The kernel queues the signal at once, but threads that run or are ready go on until each has heeded it: on
+    a busy machine one of them may still answer a request in between.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    wait_suspended(pid)
+
+
+def wait_suspended(pid: int, seconds: float = 120) -> None:
+    """Wait until every thread of a process that was sent SIGSTOP stands still or has ended."""
+    end = time.monotonic() + seconds
+    while any(state not in "TtZX" for state in _states(pid)):
+        assert time.monotonic() < end, f"process {pid} does not stop"
+        time.sleep(0.001)
+
+
+def _states(pid: int) -> list[str]:
+    """List the state letters of proc(5), one for each thread; X for one that ended meanwhile."""
+    found = []
+    with suppress(OSError):  # the process is gone
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            try:
+                found.append((thread / "stat").read_text().rpartition(")")[2].split()[0])
+            except OSError:
+                found.append("X")
+    return found
