@@ -428,7 +428,7 @@ def test_a_set_that_stalls_leaves_the_buffers_alone_when_it_returns(ends: ExitSt
         meta = to_set(key("a"), bytes(data)).meta
         begun = time.monotonic()
         assert client.set([SetItem(item.key, [view], meta)]) == [UNAVAILABLE]
-        assert time.monotonic() - begun < 2
+        assert time.monotonic() - begun < 20
         view.release()
         data[:] = b"\x02" * len(data)
         later.set()

@@ -124,7 +124,7 @@ def test_it_opens_without_a_daemon_and_answers_nothing(
 ) -> None:
     caplog.set_level(logging.WARNING)
     store = GrpcBackend.from_config(
-        section("unix", str(tmp_path), timeout="200ms", staging="0"), StoreContext(Env())
+        section("unix", str(tmp_path), timeout="20s", staging="0"), StoreContext(Env())
     )
     started = time.monotonic()
     item, before = to_get(key("a"), 5000), b"\xaa" * 5000
@@ -146,7 +146,7 @@ def test_it_opens_without_a_daemon_and_answers_nothing(
     ):
         with pytest.raises(UnavailableError, match=str(tmp_path)):
             ask()
-    assert time.monotonic() - started < 1, "nobody waits for what is known to be away"
+    assert time.monotonic() - started < 15, "nobody waits for what is known to be away"
     assert len(caplog.records) == 1, "told once"
     store.close()
     store.close()
