@@ -42,7 +42,7 @@ DATA = payload("a", SIZE)
 SUM = to_set(key("a"), DATA).meta.checksum
 OPENED = pack(FrameKind.OPENED, b"")
 Answer = bytes | Iterable[bytes] | None
-QUICK = {"timeout": "500ms", "transfer_timeout": "700ms"}
+QUICK = {"timeout": "1s", "transfer_timeout": "2s"}
 
 
 def pieces(**more: Any) -> pb.GetPieces:

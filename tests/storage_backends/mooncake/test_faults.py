@@ -252,7 +252,7 @@ def test_a_master_that_is_killed_and_started_again() -> None:
     with Pool(segments=[64 << 20]) as pool, open_in(pool) as store:
         record = NamespaceRecord(NAMESPACE, {"model": "m"}, states=True)
         store.register_namespace(record)
-        assert put(store, key("a"), payload("a", SIZE)) is STORED
+        stored(store, [to_set(key("a"), payload("a", SIZE))])
         assert pool.master is not None
         pool.master.kill()
         assert put(store, key("b"), payload("b", SIZE)) is UNAVAILABLE
