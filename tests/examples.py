@@ -25,11 +25,11 @@ def slow_after(quick: int, values: Iterable[Any]) -> list[Any]:
     """Return the parameters of a test, of which those after the first `quick` are slow: they repeat the same
     proof with another model, store, size or seed.
     """
-    return [
-        value if n < quick else pytest.param(*_row(value), marks=pytest.mark.slow)
-        for n, value in enumerate(values)
-    ]
+    return [value if n < quick else _slow(value) for n, value in enumerate(values)]
 
 
-def _row(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
+def _slow(value: Any) -> Any:
+    if isinstance(value, type(pytest.param())):
+        return value._replace(marks=[*value.marks, pytest.mark.slow])
+    row = value if isinstance(value, tuple) else (value,)
+    return pytest.param(*row, marks=pytest.mark.slow)

@@ -57,6 +57,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_campaign_goes_on_where_it_stopped_and_each_row_has_its_command(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     first = ["run", str(results), *SMALL, "--phases", "5 %", "--policies", "hvd"]

@@ -17,6 +17,7 @@ import pytest
 
 from tests.cli.store.test_samples import ACME, call, identity, make_store, store_sequence
 from tests.cli.test_streams import GUARD
+from tests.examples import slow_after
 from tests.lab.prove.stand_in import Engine, serve
 from tiercache.cli.terminal import Exit
 from tiercache.cli.verbs import VERBS
@@ -155,7 +156,7 @@ def test_tenants(here: Path, output: str) -> None:
             read(call("quota", *words, "-s", "node", "-o", output).out, output)
 
 
-@pytest.mark.parametrize("output", FORMATS)
+@pytest.mark.parametrize("output", slow_after(2, FORMATS))
 def test_no_store(here: Path, output: str) -> None:
     assert call("doctor", "-o", output, ok=None).code in (Exit.DONE, Exit.NO)
     for verb in (

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.store.test_samples import call
+from tests.examples import slow_after
 from tiercache.cli.terminal import MEANINGS, Exit, exit_sentence
 from tiercache.cli.verbs import VERBS
 from tiercache.storage.registry import open_backend
@@ -108,14 +109,17 @@ def test_completion_knows_verbs_and_their_options() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        LONG,
-        ["replay", "--list"],
-        ["--help"],
-        ["replay", "--help"],
-        ["config", "schema"],
-        ["doctor", "-o", "json"],
-    ],
+    slow_after(
+        3,
+        [
+            LONG,
+            ["replay", "--list"],
+            ["--help"],
+            ["replay", "--help"],
+            ["config", "schema"],
+            ["doctor", "-o", "json"],
+        ],
+    ),
 )
 def test_a_reader_that_goes_away_ends_it_quietly(arguments: list[str]) -> None:
     read, write = os.pipe()

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.controller.harness import KV, MAMBA, PAGES, STATES, Engine, P, as_bytes, content, prompt
+from tests.examples import slow_after
 from tests.transfer.simulated_cuda import SimulatedDevice
 from tiercache.core import Tier, as_tokens
 from tiercache.errors import ConfigError
@@ -140,7 +141,7 @@ def live(engine, rounds, seed):
     return depths
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", slow_after(1, range(3)))
 def test_with_fences_every_byte_is_right(seed, tmp_path):
     engine = LateEngine(
         open_backend(f"file://{tmp_path}/s?capacity=64MiB"), pages=12, states=7, blocks=24, seed=seed

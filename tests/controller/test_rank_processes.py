@@ -42,6 +42,7 @@ def run(size, folder, scenario, *, restart=None):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", slow_after(1, [2, 4]))
 def test_ranks_of_one_model_restore_the_same_bits_whatever_one_of_them_lacks(size, tmp_path):
     logs = run(size, tmp_path, "life")

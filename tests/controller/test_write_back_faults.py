@@ -190,6 +190,7 @@ def test_a_forked_child_is_turned_away_and_the_parent_writes_everything():
     assert restored(engine) == len(NAMES)
 
 
+@pytest.mark.slow
 def test_two_controllers_write_back_to_one_daemon(tmp_path):
     """Each serves sessions of its own and of both, on threads of their own."""
     with Daemon("unix", tmp_path, "memory://?capacity=64MiB") as daemon:

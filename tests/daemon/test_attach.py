@@ -562,6 +562,7 @@ def test_a_flood_of_packets_whose_answers_nobody_reads(daemon: Daemon) -> None:
     assert good.p99 < 5
 
 
+@pytest.mark.slow
 def test_detaching_and_using_at_once(daemon: Daemon) -> None:
     """A region that is detached during a call stays mapped until the call has ended."""
     with Worker(daemon) as client, Region(8 * MIB) as region:

@@ -205,6 +205,7 @@ def test_a_daemon_tells_who_changed_what_and_who_was_refused(tmp_path: Path) -> 
     assert not any(token in everything for token in (*TOKENS.values(), "wrong-"))
 
 
+@pytest.mark.slow
 def test_without_a_record_nothing_is_changed_if_records_are_required(tmp_path: Path) -> None:
     """The file cannot be made, because its directory is a file."""
     blocked = tmp_path / "blocked"

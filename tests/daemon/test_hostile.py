@@ -42,6 +42,7 @@ from tests.daemon.hosts import (
     status,
     until,
 )
+from tests.examples import slow_after
 from tiercache.core import ObjectMeta, Verb
 from tiercache.wire import messages
 from tiercache.wire.frames import encode
@@ -439,7 +440,7 @@ class TestCrowds:
                     assert limited or stream_refused, error  # noqa: PT017
         assert answered
 
-    @pytest.mark.parametrize("method", ["Get", "Exists", "Set"])
+    @pytest.mark.parametrize("method", slow_after(1, ["Get", "Exists", "Set"]))
     def test_calls_that_are_cancelled_at_once(self, mallory: Callable[[], Client], method: str) -> None:
         requests = {
             "Get": [
@@ -491,7 +492,7 @@ class TestCrowds:
 
         at_once(4, hit)
 
-    @pytest.mark.parametrize("flood", ["ping", "continuation"])
+    @pytest.mark.parametrize("flood", slow_after(1, ["ping", "continuation"]))
     def test_floods_of_frames(self, daemon: Daemon, flood: str) -> None:
         end = time.monotonic() + 1.0
 

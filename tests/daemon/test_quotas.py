@@ -17,6 +17,7 @@ from tiercache_backends.memory import MemoryBackend
 
 from tests.cli.store.test_samples import call
 from tests.daemon.hosts import until
+from tests.examples import slow_after
 from tests.storage_backends.grpc.nodes import daemon_settings, scratch
 from tiercache.cli.readiness import check
 from tiercache.cli.terminal import Exit, code_of
@@ -95,7 +96,7 @@ def held(store: Any, names: list[Any]) -> int:
     return sum(store.exists([key(name) for name in names]))
 
 
-@pytest.mark.parametrize("storage", ["", "memory://?capacity=16MiB", "lmdb", "chain"])
+@pytest.mark.parametrize("storage", slow_after(2, ["", "memory://?capacity=16MiB", "lmdb", "chain"]))
 def test_three_tenants_that_flood_at_once(serve: Any, tmp_path: Path, storage: str) -> None:
     if storage == "lmdb":
         storage = f"lmdb://{tmp_path}/lmdb?capacity=16MiB"

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tiercache_backends.grpc import GrpcBackend
 from tiercache_backends.grpc.settings import read_settings
 
@@ -68,6 +69,7 @@ def client_of(node: StorageServer) -> GrpcBackend:
     return GrpcBackend(read_settings({**where, "timeout": "30s", "transfer_timeout": "60s"}))
 
 
+@pytest.mark.slow
 def test_tiers_change_under_eight_clients(tmp_path: Path) -> None:
     far = StorageServer(daemon_settings("unix"), open_backend("memory://?capacity=64MiB"))
     far.start()

@@ -20,6 +20,7 @@ from tiercache_backends.grpc import GrpcBackend
 from tiercache_backends.grpc.settings import read_settings
 
 from tests.daemon.hosts import until
+from tests.examples import slow_after
 from tests.storage_backends.grpc.nodes import daemon_settings, scratch
 from tiercache.config.settings import load
 from tiercache.core import Outcome
@@ -396,7 +397,7 @@ def test_a_daemon_is_no_tier_of_itself(node: StorageServer, client: GrpcBackend)
     assert names(client) == ["a", "b"]
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", slow_after(1, [2, 3]))
 def test_daemons_are_no_tiers_of_each_other(count: int) -> None:
     """Each has the one before it as a tier, and the first may not have the last."""
     with ExitStack() as stack:

@@ -141,6 +141,7 @@ def test_a_directory_with_other_things_in_it_is_not_opened(tmp_path: Path) -> No
     assert stat.S_IMODE(made.stat().st_mode) == 0o700
 
 
+@pytest.mark.slow
 def test_one_that_an_earlier_daemon_made_is_opened(tmp_path: Path) -> None:
     made = tmp_path / "made"
     made.mkdir(0o700)

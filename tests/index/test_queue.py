@@ -82,7 +82,7 @@ def some_path(random: Random) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("policy", "states"), slow_after(2, [(Lru, True), (Steady, False), (Lru, False), (Steady, True)])
+    ("policy", "states"), slow_after(1, [(Lru, True), (Steady, False), (Lru, False), (Steady, True)])
 )
 def test_a_steady_policy_s_order_is_exact(policy: type[Policy], states: bool):
     """Each victim is the least of all units, recomputed from the tree, through random requests, hits, pins

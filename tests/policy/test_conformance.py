@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from tests.policy.conformance import PolicyConformance
 from tiercache.policy import POLICIES, RIVALS, Policy, policy_named
 
@@ -10,6 +14,9 @@ for _name in (*POLICIES, *RIVALS, "seglen:additive", "marconi:artifact:0.3"):
     def _make(self: PolicyConformance, name: str = _name) -> Policy:
         return policy_named(name)
 
+    _attributes: dict[str, Any] = {"make": _make}
+    if _name not in POLICIES:
+        _attributes["pytestmark"] = pytest.mark.slow
     globals()[f"Test{_name.title().translate(str.maketrans('', '', ':.'))}"] = type(
-        _name, (PolicyConformance,), {"make": _make}
+        _name, (PolicyConformance,), _attributes
     )

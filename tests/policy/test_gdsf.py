@@ -167,6 +167,7 @@ def test_for_gdsf_seven_hits_count():
     assert Gdsf(COSTS).rank(asked).tolist() == [56, 64, 64, 64]
 
 
+@pytest.mark.slow
 def test_gdsf_remembers_a_bounded_number_of_steps_and_the_latest_best():
     policy = Gdsf(COSTS)
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.examples import example_count
+from tests.examples import example_count, slow_after
 from tests.policy.rig import Flat, units
 from tiercache.policy import policy_named
 from tiercache.policy.sieve import _Hand  # private: the bound on its memory shows in no rank of a small index
@@ -166,7 +166,7 @@ def test_the_order_is_that_of_the_paper(name: str, size: int, asked: list[int]) 
     assert ours == theirs
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_after(1, MODELS))
 def test_so_it_is_in_tiny_caches_where_every_rule_is_met(name: str) -> None:
     random = Random(1)
     for turn in range(80):

@@ -7,6 +7,7 @@ from random import Random
 import numpy as np
 import pytest
 
+from tests.examples import slow_after
 from tests.policy.rig import BYTES, COSTS, KV, PAGE, Flat, reuse_of, units
 from tiercache.policy import LEARN_EVERY, CheckpointKind, policy_named
 from tiercache.policy.ttl import Ttl
@@ -70,7 +71,7 @@ class Plain:
         return best
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", slow_after(1, range(2)))
 def test_the_order_is_that_of_a_plain_model(seed: int) -> None:
     """Tools that answer within some ticks, prompts that come again much later, and others that never do."""
     random = Random(seed)

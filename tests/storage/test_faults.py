@@ -211,7 +211,7 @@ def failing(error: int) -> Break:
 
 
 @over(*(name for name, operation in OPERATIONS.items() if operation.act))
-@pytest.mark.parametrize("error", slow_after(2, ERRORS), ids=errno.errorcode.get)
+@pytest.mark.parametrize("error", slow_after(1, ERRORS), ids=errno.errorcode.get)
 def test_every_call_fails_once(trials: Trials, error: int) -> None:
     trials.exhaust(failing(error))
 

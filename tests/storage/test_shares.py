@@ -25,7 +25,7 @@ from tiercache_backends import memory
 from tiercache_backends.file import records
 from tiercache_backends.lmdb.payload import footprint as lmdb_footprint
 
-from tests.examples import example_count
+from tests.examples import example_count, slow_after
 from tests.storage.backends import FileHooks, MemoryHooks
 from tests.storage_backends.lmdb.hooks import LmdbHooks
 from tiercache.core import ObjectKey, Outcome
@@ -300,7 +300,7 @@ STORES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("store", slow_after(2, STORES))
 def test_three_tenants_beside_a_model(store: str) -> None:
     suite, persistent, capacity, safe, footprint, examples = STORES[store]
     members = {

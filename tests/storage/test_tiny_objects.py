@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.examples import slow_after
 from tiercache.core import ObjectKey, Outcome
 from tiercache.storage import open_backend
 from tiercache.storage.base import SetItem, StorageBackend
@@ -82,7 +83,7 @@ def figures(kind: str, count: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "count", [16_384, pytest.param(200_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
 )
-@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize("kind", slow_after(2, STORES))
 def test_a_flood_of_one_byte_objects_takes_what_its_tenant_has(kind: str, count: int) -> None:
     command = [sys.executable, "-m", "tests.storage.test_tiny_objects", kind, str(count)]
     done = subprocess.run(

@@ -46,7 +46,7 @@ def begin(worker: Worker, n: int) -> Task:
 @pytest.mark.parametrize(
     ("name", "tier"),
     slow_after(
-        2,
+        1,
         [
             ("bamba", None),
             ("llama", Tier.STORAGE),
@@ -114,7 +114,7 @@ def test_the_pages_of_the_prompt_are_shared(name: str) -> None:
         worker.controller.check_integrity()
 
 
-@pytest.mark.parametrize("name", ["bamba", "llama"])
+@pytest.mark.parametrize("name", slow_after(1, ["bamba", "llama"]))
 def test_continuations_end_in_any_order(name: str) -> None:
     """Each ends behind another token of its answer, the first one first, last or in between."""
     audit = Audit(loaded(name)[0], page_slots=256, state_slots=64)

@@ -74,6 +74,7 @@ def from_host(worker: Worker) -> Generation:
     return generation
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_after(1, ["qwen3_next", "falcon_h1", "llama"]))
 def test_every_state_comes_back_from_every_tier(name: str, tmp_path: Path) -> None:
     audit = Audit(loaded(name)[0], page_slots=256, state_slots=64)
@@ -88,6 +89,7 @@ def test_every_state_comes_back_from_every_tier(name: str, tmp_path: Path) -> No
         serve_from(worker, audit, Tier.STORAGE, 5 * PAGE, prompts[5 * PAGE])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "seed"), slow_after(1, [("qwen3_next", 0), ("qwen3_next", 1), ("llama", 0), ("llama", 1)])
 )
@@ -262,7 +264,7 @@ def test_the_time_to_the_first_token_is_when_it_is_there() -> None:
         assert generation.ttft_seconds >= 0.4
 
 
-@pytest.mark.parametrize("at", [1, 4])
+@pytest.mark.parametrize("at", slow_after(1, [1, 4]))
 def test_a_layer_that_cannot_be_loaded(at: int) -> None:
     device = SimulatedDevice(jitter=0.002)
     audit = Audit(loaded("qwen3_next")[0], page_slots=128, state_slots=32)

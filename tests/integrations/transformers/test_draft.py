@@ -97,7 +97,7 @@ def test_the_answer_is_that_of_plain_decoding(name: str, equal: bool, count: int
         worker.controller.check_integrity()
 
 
-@pytest.mark.parametrize("equal", [True, False], ids=["equal", "other"])
+@pytest.mark.parametrize("equal", slow_after(1, [True, False]), ids=["equal", "other"])
 def test_a_model_that_is_fed_single_tokens_computes_the_bits_of_plain_decoding(equal: bool) -> None:
     token_mode = loaded("llama")[0].like(TailMode.TOKEN)
     draft = drafted("llama") if equal else drafted("llama", **OTHER)
@@ -110,6 +110,7 @@ def test_a_model_that_is_fed_single_tokens_computes_the_bits_of_plain_decoding(e
             assert found.proposed
 
 
+@pytest.mark.slow
 def test_a_draft_may_have_a_window_longer_than_its_positions() -> None:
     """Such a layer counts its tokens, so the count is cut, too."""
     draft = drafted("mistral", sliding_window=4096, max_position_embeddings=2048)
@@ -136,7 +137,7 @@ def test_an_answer_ends_behind_each_of_its_tokens() -> None:
 
 
 @pytest.mark.parametrize("name", slow_after(1, ["llama", "qwen3"]))
-@pytest.mark.parametrize("tier", list(Tier))
+@pytest.mark.parametrize("tier", slow_after(1, [Tier.STORAGE, Tier.HOST, Tier.DEVICE]))
 def test_the_cache_of_the_draft_is_restored_bit_by_bit(name: str, tier: Tier, tmp_path: Path) -> None:
     """With that of the model, to the same depth; the slots are overwritten before."""
     audit = Audit(loaded(name)[0], page_slots=256, state_slots=1)
@@ -211,6 +212,7 @@ def test_without_an_object_of_the_draft_the_next_depth_below_is_restored(tmp_pat
             right(audit, worker, found)
 
 
+@pytest.mark.slow
 def test_another_draft_finds_nothing_of_the_first(tmp_path: Path) -> None:
     """Each draft later finds its own objects, and a worker without a draft finds the model's."""
     drafts = [drafted("llama"), drafted("llama", **OTHER), build("llama", seed=9), None]
@@ -239,7 +241,7 @@ def test_the_plan_and_the_pools_have_the_pages_of_both(tmp_path: Path) -> None:
         assert worker.plan(LONG[1], PAGE).restored == 6 * PAGE
 
 
-@pytest.mark.parametrize("limit", [PAGE, None])
+@pytest.mark.parametrize("limit", slow_after(1, [PAGE, None]))
 def test_a_prefill_in_chunks_and_a_request_without_room(limit: int | None) -> None:
     audit = Audit(loaded("llama")[0], page_slots=256, state_slots=1)
     draft = drafted("llama", **OTHER)

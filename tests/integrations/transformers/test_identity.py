@@ -174,6 +174,7 @@ def test_what_changes_the_computation_changes_the_identity_and_is_noticed(
     assert served_by_another(model, tmp_path) == 6 * PAGE
 
 
+@pytest.mark.slow
 def test_nothing_of_another_adapter_comes_back_though_weights_are_vouched_for(tmp_path: Path) -> None:
     model = with_adapters()
     assert served_by_another(model, tmp_path, identity=GIVEN) == 0

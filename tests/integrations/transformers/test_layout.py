@@ -16,13 +16,14 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
+from tests.examples import slow_after
 from tests.integrations.transformers.models import EACH, FAMILIES, PAGE, REFUSED, build, loaded, prompt
 from tiercache.core import HitPolicy, PoolName
 from tiercache.errors import UnsupportedModelError
 from tiercache.integrations.transformers import ModelRunner, inspect_cache
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", slow_after(3, EACH))
 def test_geometries_describe_the_tensors_of_a_long_cache(name: str) -> None:
     runner, _ = loaded(name)
     layout, cache = runner.layout, runner.new_cache()
@@ -72,6 +73,7 @@ def test_a_layer_may_be_in_both_geometries_or_in_none() -> None:
     assert [layer.layer for layer in none.layers if layer.empty] == [1, 4]
 
 
+@pytest.mark.slow
 def test_mla_has_keys_and_values_of_different_widths() -> None:
     for name in ("deepseek_v3", "kimi_linear"):
         first = loaded(name)[0].layout.kv_geometry.segments[:2]

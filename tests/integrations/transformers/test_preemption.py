@@ -69,7 +69,7 @@ def whole(worker: Worker) -> None:
 
 @pytest.mark.parametrize(
     ("name", "below"),
-    slow_after(2, [("bamba", False), ("llama", True), *product(("gemma3",), (False, True))]),
+    slow_after(1, [("bamba", False), ("llama", True), *product(("gemma3",), (False, True))]),
 )
 def test_parked_requests_go_on_bit_for_bit(name: str, below: bool, tmp_path: Path) -> None:
     """In decoding, at any place in a page; the answers are those of a device without pressure."""
@@ -106,7 +106,7 @@ def test_a_request_is_parked_between_the_chunks_of_its_prefill(name: str, tmp_pa
         whole(worker)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_after(1, NAMES))
 def test_a_request_may_be_parked_before_every_step(name: str, tmp_path: Path) -> None:
     """At every length: with a window that is not full yet, in the middle of a page, and at its end; on the
     host and in storage in turn.

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
+from tests.examples import slow_after
 from tests.integrations.transformers.models import EACH, FAMILIES, PAGE, build, loaded, prompt, wrongs
 from tiercache.errors import InputError, SlotError, TokenError
 from tiercache.integrations.transformers import ModelRunner, PoolTensors, TailMode, differences
@@ -177,7 +178,7 @@ def test_several_rows_of_logits_are_the_same_in_either_mode() -> None:
     assert float((rows[0] - rows[1]).abs().max()) <= report.tolerance
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", slow_after(1, [1, 2]))
 @pytest.mark.parametrize("name", ["qwen3_next", "bamba"])
 @pytest.mark.usefixtures("threads")
 def test_repeated_prefills_are_bitwise_equal(name: str, count: int) -> None:

@@ -59,7 +59,7 @@ def test_the_layout_has_states_and_no_pages(name: str) -> None:
         runner.forward(cache, [1], 8)
 
 
-@pytest.mark.parametrize(("name", "page", "dtype"), CASES)
+@pytest.mark.parametrize(("name", "page", "dtype"), slow_after(1, CASES))
 def test_a_restored_conversation_equals_its_recompute(
     name: str, page: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -84,7 +84,7 @@ def test_a_restored_conversation_equals_its_recompute(
         worker.controller.check_integrity()
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", slow_after(1, EACH))
 def test_a_branch_restores_where_the_prompts_part(name: str, tmp_path: Path) -> None:
     with serving(name, store(tmp_path)) as worker:
         audit = Audit(worker.runner, page_slots=1, state_slots=40)

@@ -89,7 +89,7 @@ def test_tasks_in_turns_equal_their_recompute(name: str, tmp_path: Path) -> None
 # ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_after(1, NAMES))
 def test_requests_in_turns_give_what_they_give_one_by_one(name: str, tmp_path: Path) -> None:
     """Prompts that share nothing have the same cuts in both ways, so everything is equal, to the last bit."""
     asked = [
@@ -119,7 +119,7 @@ def test_requests_in_turns_give_what_they_give_one_by_one(name: str, tmp_path: P
             assert worker.controller.flush()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_after(1, NAMES))
 def test_requests_that_share_a_prefix_use_what_earlier_ones_left(name: str, tmp_path: Path) -> None:
     """Out of the device, and out of the disk after a restart; later ones restore what earlier ones left."""
     audit = Audit(loaded(name)[0], page_slots=512, state_slots=128)
@@ -140,7 +140,7 @@ def test_requests_that_share_a_prefix_use_what_earlier_ones_left(name: str, tmp_
             assert worker.controller.flush()
 
 
-@pytest.mark.parametrize("name", ["bamba", "llama"])
+@pytest.mark.parametrize("name", slow_after(1, ["bamba", "llama"]))
 def test_requests_wait_for_slots(name: str, tmp_path: Path) -> None:
     """The pools have room for one or two; one needs more than there is, and is computed without them."""
     runner = loaded(name)[0]

@@ -113,7 +113,7 @@ def test_conversations_with_pools_too_small_for_all_of_them(name: str, tmp_path:
 # --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tier", [Tier.DEVICE, Tier.HOST])
+@pytest.mark.parametrize("tier", slow_after(1, [Tier.HOST, Tier.DEVICE]))
 @pytest.mark.parametrize("name", EACH)
 def test_a_cache_that_is_tampered_with_moves_the_logits_and_is_called_wrong(name: str, tier: Tier) -> None:
     """Negative controls: what the checks of this module would see if a tier gave back something else than it

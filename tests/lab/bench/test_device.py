@@ -167,6 +167,7 @@ def everything(measured: Path) -> list[Any]:
     return rows
 
 
+@pytest.mark.slow
 def test_every_case_has_its_rows(everything: list[Any], kept: Path) -> None:
     records = [row.record() for row in everything]
     by_case = {

@@ -171,7 +171,7 @@ ALL_THREE = Tiers(host_bytes=500_000, device_bytes=1_500_000, storage=disk(2_000
 @pytest.mark.parametrize(
     ("policy", "tiers"),
     [
-        *slow_after(len(POLICIES), ((policy, ALL_THREE) for policy in (*POLICIES, *RIVALS))),
+        *slow_after(2, ((policy, ALL_THREE) for policy in (*POLICIES, *RIVALS))),
         ("lru", Tiers(host_bytes=1_000_000)),
         ("hvd", Tiers(host_bytes=700_000, device_bytes=1_500_000)),
         ("marconi", Tiers(host_bytes=400_000, storage=disk(1_500_000))),
@@ -206,7 +206,7 @@ def test_no_tier_ever_holds_more_than_it_has(policy: str, tiers: Tiers) -> None:
     run.controller.check_integrity()
 
 
-@pytest.mark.parametrize("policy", ["lru", "gdsf", "hvd"])
+@pytest.mark.parametrize("policy", slow_after(1, ["lru", "gdsf", "hvd"]))
 def test_bytes_and_tokens_add_up(policy: str) -> None:
     # A device that holds what runs and little else, a host that holds some of it, a disk for most.
     source = open_source(CHATS, seed=1)
@@ -309,7 +309,7 @@ def test_so_many_at_once_and_sessions_never_overlap(concurrency: int) -> None:
     assert run.tally.by_round()[1:] == pytest.approx([384 / 600, 640 / 900, 960 / 1200], abs=0.05)
 
 
-@pytest.mark.parametrize("policy", ["lru", "gdsf", "hvd"])
+@pytest.mark.parametrize("policy", slow_after(1, ["lru", "gdsf", "hvd"]))
 def test_a_model_without_states(policy: str) -> None:
     source = open_source(CHATS, seed=1)
     free = ran(source, infinite(source, measure(source), ATTENTION, CheckpointRules()), policy, ATTENTION)
@@ -326,7 +326,7 @@ def test_a_model_without_states(policy: str) -> None:
     assert less.uses()["host"].peak <= free.peak_bytes // 4
 
 
-@pytest.mark.parametrize("policy", ["lru", "hvd"])
+@pytest.mark.parametrize("policy", slow_after(1, ["lru", "hvd"]))
 def test_a_model_of_states_alone(policy: str) -> None:
     """Whatever the sizes, nothing but states moves, and with room for all the hits are those of a hybrid."""
     source = open_source(CHATS)
@@ -358,7 +358,7 @@ def test_a_cache_without_a_limit_never_evicts() -> None:
     assert sum(kept.page_bytes + kept.states * STATE for kept in free.kept()) == free.peak_bytes
 
 
-@pytest.mark.parametrize("refresh_path", [False, True])
+@pytest.mark.parametrize("refresh_path", slow_after(1, [False, True]))
 def test_a_seed_and_an_order_give_the_same_run(refresh_path: bool) -> None:
     def facts(seed: int) -> tuple[object, ...]:
         run = ran(

@@ -9,6 +9,7 @@ from itertools import islice, pairwise
 import numpy as np
 import pytest
 
+from tests.examples import slow_after
 from tests.lab.replay.requests import common, opened, peak_memory, same, starts_with
 from tiercache.core import TokenArray, reusable_pages
 from tiercache.errors import ConfigError
@@ -66,7 +67,7 @@ def sessions(requests: Iterable[Request]) -> dict[int, list[Request]]:
 # --- all sources
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", slow_after(5, SOURCES))
 def test_a_source_keeps_the_contract_and_shares_what_it_is_made_for(name):
     source = opened(name)
     cache = InfiniteCache(source.page_size)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.examples import example_count
+from tests.examples import example_count, slow_after
 from tiercache.index import CheckpointRules
 from tiercache.lab.replay.base import Request
 from tiercache.lab.replay.cache import Setup
@@ -380,11 +380,12 @@ def check_runs(
             assert tally.flops_saved <= bound.flops_saved + SLACK
 
 
-@pytest.mark.parametrize("spec", SPECS[:2])
+@pytest.mark.parametrize("spec", slow_after(1, SPECS[:2]))
 def test_no_run_is_above_the_bound(spec):
     check_runs(spec, HYBRID, 1, CheckpointRules(), limit=30)
 
 
+@pytest.mark.slow
 def test_no_run_of_pages_alone_or_of_requests_that_overlap_is_above_the_bound():
     check_runs(SPECS[2], ATTENTION, 3, CheckpointRules(), limit=30)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.examples import slow_after
 from tiercache.cli.app import main
 from tiercache.controller import WRITE_BACK, WRITE_CHANCE
 from tiercache.lab.replay.sources import SOURCES, open_source
@@ -123,6 +124,7 @@ def test_json_rows_have_these_keys_and_nothing_else_is_on_stdout(trace: Path) ->
 SERVED = ("multi-turn?conversations=6&rounds=4&live=3&pause=2", "--policy", "lru,hvd", "--capacity", "0.2")
 
 
+@pytest.mark.slow
 def test_requests_queue_at_a_machine(replay: Command, tmp_path: Path) -> None:
     machine = tmp_path / "small.toml"
     machine.write_text("[prefill]\nflops = 20e12\n[serving]\nbatch = 2\n")
@@ -173,6 +175,7 @@ def test_arrivals_of_a_file_and_pages_of_another_size(replay: Command, tmp_path:
     assert "burst.csv has 5 requests, and the source needs 6 times" in replay(*options).err
 
 
+@pytest.mark.slow
 def test_options_replace_the_speeds_of_a_machine(replay: Command) -> None:
     def mean(*options: str) -> float:
         row = replay(*SERVED, "--no-bounds", "-o", "jsonl", *options).rows[0]
@@ -246,6 +249,7 @@ def test_every_generator_is_replayed(replay: Command, name: str) -> None:
     assert rows[1]["published"] == dict(SOURCES[name].published)
 
 
+@pytest.mark.slow
 def test_a_benchmark_stands_beside_what_was_published(replay: Command) -> None:
     done = replay("seed-20457", "--no-bounds", "--policy", "lru")
     assert done.code == 0, done.err
@@ -314,6 +318,7 @@ def test_a_table_marks_the_best_and_names_every_tier(replay: Command) -> None:
 TIERS = ("--tier", "nvme?capacity=1GiB&bandwidth=6GB/s", "--tier", "far?capacity=8GiB&write=write_back")
 
 
+@pytest.mark.slow
 def test_storage_tiers_are_compared_with_one_pool_and_with_lru(replay: Command, tmp_path: Path) -> None:
     chats, path = "multi-turn?conversations=10&rounds=4", tmp_path / "replay.html"
     asked = (chats, "--limit", 40, "--policy", "hvd", "--host-bytes", "1GiB", *TIERS)
@@ -379,7 +384,7 @@ def test_storage_tiers_need_a_host(replay: Command) -> None:
     assert "through the host, which has 0 bytes" in done.err
 
 
-@pytest.mark.parametrize("columns", [80, 140])
+@pytest.mark.parametrize("columns", slow_after(1, [80, 140]))
 def test_a_table_fits_its_terminal(columns: int) -> None:
     pty = pytest.importorskip("pty")
     command = [sys.executable, "-m", "tiercache.cli", "replay", "sharegpt", *QUICK, "--policy", "lru"]
@@ -460,6 +465,7 @@ def test_options_change_what_is_found(replay: Command) -> None:
     assert device["tokens"] > 0
 
 
+@pytest.mark.slow
 def test_the_host_writes_at_once_or_what_it_is_about_to_evict(replay: Command, tmp_path: Path) -> None:
     chats = ("multi-turn?conversations=10&rounds=4", *QUICK, "--policy", "hvd", "--host-bytes", "1GiB")
     disk = ("--disk-bytes", "8GiB")
