@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples import slow_after
+from tests.lab.demo.saved_models import save
 from tiercache.storage.registry import open_backend
 
 TIERCACHE = str(Path(sys.executable).parent / "tiercache")
@@ -76,7 +77,8 @@ def test_two_workers_use_a_chain_of_tiers_one_after_the_other_if_they_cannot_sha
     urls = [f"{kind}://{tmp_path}/{kind}-{n}?capacity=64MiB" for n, kind in enumerate((upper, "lmdb"))]
     done = tiercache(
         *("demo", "--storage", urls[0], "--storage", urls[1]),
-        *("--turns", 1, "--conversations", 2, "--context", 256, "--json", tmp_path / "report.json"),
+        *("--model", save(tmp_path / "model", "qwen3_next"), "--turns", 1, "--conversations", 2),
+        *("--context", 256, "--json", tmp_path / "report.json"),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert title in done.stdout

@@ -93,7 +93,7 @@ def test_a_device_that_is_not_there_is_refused_before_the_model_is_loaded(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "times"), [("llama", 2), ("falcon_h1", 1), ("jamba", 1)])
+@pytest.mark.parametrize(("name", "times"), [("llama", 2), ("falcon_h1", 1)])
 def test_one_conversation_of_one_turn_needs_every_tier(name: str, times: int, tmp_path: Path) -> None:
     """The hardest plan; twice in one directory, because what an earlier demonstration left there must not be
     taken for this one's.
