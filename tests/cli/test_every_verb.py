@@ -31,7 +31,7 @@ FORMATS = ("table", "json", "jsonl")
 LOOKS = (
     ["status"], ["ls"], ["ls", "--namespaces"], ["verify"], ["flush", "--all", "--dry-run"],
     ["inspect", "--namespace", "NAMESPACE"],
-    ["inspect", "KEY"], ["inspect", "--tokens", "prompt.json"], ["explain", "--tokens", "prompt.json"],
+    ["inspect", "KEY"], ["explain", "--tokens", "prompt.json"],
 )  # fmt: skip
 """Arguments of commands that work on a stopped store and on a daemon alike."""
 

@@ -76,7 +76,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("replay agent --limit 0", "at least 1"),
         ("replay agent --host-bytes=-1", "--host-bytes: '-1' is not a size"),
         ("replay agent --capacity 2", "use a fraction"),
-        ("inspect --tokens directory.toml -s store", "Is a directory"),
+        ("explain --tokens directory.toml -s store", "Is a directory"),
         ("inspect zz -s store", "is not hex"),
         ("prove nowhere", "is not the URL of an engine"),
     ],

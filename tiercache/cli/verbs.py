@@ -88,12 +88,11 @@ VERBS: Final = {
     ),
     "ls": Verb(f"{_STORE}.ls:ls", "List the stored objects."),
     "inspect": Verb(
-        f"{_STORE}.inspect:inspect",
-        "Show one page and its objects, the tree of a namespace, or how much of a prompt could be restored.",
+        f"{_STORE}.inspect:inspect", "Show one page and its objects, or the tree of a namespace."
     ),
     "explain": Verb(
         f"{_STORE}.explain:explain",
-        "Explain why a prompt can be restored only so deep. Exit code 6 if nothing of it can be restored.",
+        "Explain how deep a prompt can be restored, and why not deeper. Exit code 6 if nothing of it can be.",
     ),
     "verify": Verb(
         f"{_STORE}.verify:verify",

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.cli.store.test_samples import (
     ACME,
     KV,
     MAMBA,
+    PAGE,
     PROMPT,
     RANKS,
     call,
@@ -32,7 +35,7 @@ from tests.storage_backends.grpc.nodes import daemon_settings
 from tiercache.cli.terminal import Exit
 from tiercache.core import PoolName, as_tokens
 from tiercache.daemon import StorageServer
-from tiercache.keys import namespace_of, object_key, sglang_page_keys
+from tiercache.keys import namespace_of, object_key, sequence_extra, sglang_page_keys
 from tiercache.storage.base import NamespaceRecord
 from tiercache.storage.registry import open_backend
 from tiercache.testing.objects import payload, to_set
@@ -332,9 +335,70 @@ def test_pages_of_sglang_are_found_by_the_tokens_too(node: StorageServer, prompt
         found = explained(prompt, "-s", url(node))
         assert (found["label"], found["restorable"]["pages"]) == ("of-sglang@r1, acme", 5)
         assert gap_at(found, 6)["reason"] == "deleted"
-        assert (
-            call("inspect", "--tokens", prompt, "-s", url(node), "-o", "json").document[0]["matched_pages"]
-            == 5
-        )
         store.delete([kv(page) for page in pages[:5]])
     assert gap_at(explained(prompt, "-s", url(node), ok=Exit.NO), 1)["reason"] == "deleted"
+
+
+def test_a_prompt_is_read_from_every_format_and_from_a_stream(tmp_path: Path) -> None:
+    path = make_store("file", tmp_path / "s")
+    remove("file", path, kv(keys_of(PROMPT)[5]))
+    tokens = [*PROMPT, 1, 2]
+    (tmp_path / "tokens.json").write_text(json.dumps(tokens))
+    (tmp_path / "tokens.txt").write_text("\n".join(f"{token}," for token in tokens))
+    np.save(tmp_path / "tokens.npy", np.array(tokens, np.int32))
+    shown = [
+        call("explain", "--tokens", tmp_path / f"tokens.{end}", "-s", path, "-o", "json").document
+        for end in ("json", "txt", "npy")
+    ]
+    assert shown[0] == shown[1] == shown[2]
+    acme, other = shown[0]["namespaces"]
+    assert (acme["namespace"], acme["pages"], acme["page_size"]) == (ACME.hex(), 10, PAGE)
+    assert (acme["restorable"], acme["restorable_depths"]) == ({"pages": 5, "tokens": 20}, [[4, 5]])
+    assert other["restorable_depths"] == [[1, 3]]
+    assert acme["page_keys"] == [page.hex() for page in keys_of(PROMPT)]
+    text = " ".join(map(str, tokens))
+    lines = call(
+        "explain", "--tokens", "-", "--namespace", "acme", "-s", path, "-o", "jsonl", text=text
+    ).lines
+    assert lines[0] == acme
+
+
+def test_an_adapter_is_another_sequence_and_the_shard_that_reaches_deepest_counts(tmp_path: Path) -> None:
+    extra = sequence_extra("lora@1")
+    with open_store("file", tmp_path / "s") as store:
+        register(store)
+        store_sequence(store, PROMPT, layouts=RANKS, extra=extra)
+        store_sequence(store, PROMPT[:8], layouts=RANKS[:1], states=(2,))
+    remove("file", tmp_path / "s", to_key(RANKS[1], keys_of(PROMPT, extra=extra)[4]))
+    (tmp_path / "t").write_text(" ".join(map(str, [*PROMPT, 1])))
+    found = explained(str(tmp_path / "t"), "--extra", extra.hex(), "-s", tmp_path / "s")
+    present = {one["layout"]: one["present"] for one in found["tiers"][0]["layouts"] if one["pool"] == "kv"}
+    assert present == {RANKS[0].hex(): [[1, 10]], RANKS[1].hex(): [[1, 4], [6, 10]]}
+    assert found["restorable_depths"] == [[4, 5], [8, 8]]
+    assert explained(str(tmp_path / "t"), "-s", tmp_path / "s")["restorable"]["pages"] == 2
+
+
+def test_a_text_goes_through_its_tokenizer(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {f"w{n}": n for n in range(64)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    (tmp_path / "model").mkdir()
+    made.save(str(tmp_path / "model" / "tokenizer.json"))
+    path = make_store("file", tmp_path / "s")
+    text = " ".join(f"w{n}" for n in [*PROMPT, 5])
+    (tmp_path / "prompt.txt").write_text(text)
+    for given in (["--text", text], ["--text-file", tmp_path / "prompt.txt"]):
+        verb = ("explain", *given, "--tokenizer", tmp_path / "model", "--namespace", "acme", "-s", path)
+        found = call(*verb, "-o", "json").document
+        assert (found["tokens"], found["namespaces"][0]["restorable"]["pages"]) == (41, 8)
+
+
+def test_a_tokenizer_that_is_not_installed_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    path = make_store("file", tmp_path / "s")
+    said = call("explain", "--text", "x", "--tokenizer", tmp_path, "-s", path, ok=2).error
+    assert "pip install tokenizers" in said

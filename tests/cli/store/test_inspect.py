@@ -1,12 +1,12 @@
-"""`inspect`: pages, namespaces and prompts, with what is missing and what nothing can reach."""
+"""`inspect`: pages and namespaces, with what is missing and what nothing can reach."""
 
 from __future__ import annotations
 
 import json
-import sys
 
 import numpy as np
 import pytest
+from rich.tree import Tree
 
 from tests.cli.store.test_samples import (
     ACME,
@@ -16,7 +16,6 @@ from tests.cli.store.test_samples import (
     MAMBA,
     PAGE,
     PROMPT,
-    RANKS,
     call,
     identity,
     keys_of,
@@ -26,14 +25,14 @@ from tests.cli.store.test_samples import (
     remove,
     spoil,
     state,
-    store_sequence,
 )
 from tests.examples import slow_after
 from tiercache.cli.store.forest import Forest
-from tiercache.cli.store.trees import add_runs, draw, follow, runs_of
+from tiercache.cli.store.inspect import add_runs, runs_of
+from tiercache.cli.store.reasons import follow
 from tiercache.cli.terminal import console
 from tiercache.core import ObjectKey, ObjectMeta, PoolName, as_tokens
-from tiercache.keys import namespace_of, page_keys, sequence_extra
+from tiercache.keys import namespace_of, page_keys
 from tiercache.storage.base import NamespaceRecord, ScanEntry
 from tiercache.testing.objects import payload, to_set
 
@@ -112,135 +111,6 @@ def test_the_tree_of_a_namespace_draws_runs_together(tmp_path):
     assert "ORPHAN" in call("inspect", "--namespace", "acme", "-s", path).out
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_shows_what_could_be_restored(kind, tmp_path):
-    path = make_store(kind, tmp_path / "s")
-    remove(kind, path, kv(keys_of(PROMPT)[5]))
-    (tmp_path / "tokens.json").write_text(json.dumps([*PROMPT, 1, 2]))
-    (tmp_path / "tokens.txt").write_text("\n".join(f"{t}," for t in [*PROMPT, 1, 2]))
-    np.save(tmp_path / "tokens.npy", np.array([*PROMPT, 1, 2], np.int32))
-    shown = [
-        call("inspect", "--tokens", tmp_path / f"tokens.{end}", "-s", path, "-o", "json").document
-        for end in ("json", "txt", "npy")
-    ]
-    assert shown[0] == shown[1] == shown[2]
-    [acme] = [found for found in shown[0] if found["namespace"] == ACME.hex()]
-    [other] = [found for found in shown[0] if found["namespace"] != ACME.hex()]
-    assert (other["matched_pages"], other["restorable"][0]["pages"]) == (3, [1, 2, 3])
-    assert (acme["tokens"], acme["pages"], acme["matched_pages"], acme["page_size"]) == (42, 10, 9, PAGE)
-    layouts = {found["pool"]: (found["policy"], found["present"]) for found in acme["layouts"]}
-    assert layouts == {"kv": ("all_pages", [[1, 5], [7, 10]]), "mamba": ("trailing_pages", [[4, 5], [8, 8]])}
-    assert [found["pages"] for found in acme["restorable"]] == [[4, 5]]
-    assert [found["tokens"] for found in acme["restorable"]] == [[16, 20]]
-    assert (acme["orphans"], acme["branches"]) == ([[7, 10]], [{"depth": 5, "pages": 6}])
-    drawn = call("inspect", "--tokens", tmp_path / "tokens.json", "-s", path).out
-    for text in (
-        "pages 1..5 kv",
-        "mamba at 4..5",
-        "page 6 missing",
-        "pages 7..10 kv ORPHAN",
-        "restorable at pages 4..5, the deepest 20 tokens",
-    ):
-        assert text in drawn
-    [line] = call(
-        "inspect",
-        "--tokens",
-        "-",
-        "--namespace",
-        "acme",
-        "-s",
-        path,
-        "-o",
-        "jsonl",
-        text=" ".join(map(str, [*PROMPT, 1, 2])),
-    ).lines
-    assert line == acme
-
-
-def test_a_prompt_that_ends_with_its_page_leaves_a_token_to_compute(tmp_path):
-    path = make_store("file", tmp_path / "s")
-    (tmp_path / "t").write_text(" ".join(map(str, PROMPT[:20])))
-    [found] = call(
-        "inspect", "--tokens", tmp_path / "t", "--namespace", "acme", "-s", path, "-o", "json"
-    ).document
-    assert found["restorable"][0]["pages"] == [4]
-
-
-def test_a_prompt_nobody_stored_matches_nothing(tmp_path):
-    path = make_store("file", tmp_path / "s")
-    (tmp_path / "t").write_text("9 9 9 9 9")
-    assert call("inspect", "--tokens", tmp_path / "t", "-s", path, "-o", "json").document == []
-    assert (
-        "no namespace has a page of this prompt"
-        in call("inspect", "--tokens", tmp_path / "t", "-s", path).out
-    )
-    [found] = call(
-        "inspect", "--tokens", tmp_path / "t", "--namespace", "acme", "-s", path, "-o", "json"
-    ).document
-    assert found["matched_pages"] == 0
-
-
-def test_ranks_are_shown_apart_and_an_adapter_is_another_sequence(tmp_path):
-    extra = sequence_extra("lora@1")
-    with open_store("file", tmp_path / "s") as store:
-        store.register_namespace(NamespaceRecord(ACME, identity().public_record()))
-        store_sequence(store, PROMPT, layouts=RANKS, extra=extra)
-        store_sequence(store, PROMPT[:8], layouts=RANKS[:1])
-    remove("file", tmp_path / "s", ObjectKey(PoolName.KV, RANKS[1] + keys_of(PROMPT, extra=extra)[4]))
-    (tmp_path / "t").write_text(" ".join(map(str, [*PROMPT, 1])))
-    [found] = call(
-        "inspect", "--tokens", tmp_path / "t", "--extra", extra.hex(), "-s", tmp_path / "s", "-o", "json"
-    ).document
-    present = {layout["layout"]: layout["present"] for layout in found["layouts"] if layout["pool"] == "kv"}
-    assert present == {RANKS[0].hex(): [[1, 10]], RANKS[1].hex(): [[1, 4], [6, 10]]}
-    assert {choice["layouts"]["kv"]: choice["pages"] for choice in found["restorable"]} == {
-        RANKS[0].hex(): [4, 5, 8],
-        RANKS[1].hex(): [4],
-    }
-    [plain] = call("inspect", "--tokens", tmp_path / "t", "-s", tmp_path / "s", "-o", "json").document
-    assert plain["matched_pages"] == 2
-    assert (
-        f"kv:{RANKS[0].hex()[:8]}"
-        in call("inspect", "--tokens", tmp_path / "t", "--extra", extra.hex(), "-s", tmp_path / "s").out
-    )
-
-
-def test_a_text_goes_through_its_tokenizer(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    words = {f"w{n}": n for n in range(64)}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    (tmp_path / "model").mkdir()
-    made.save(str(tmp_path / "model" / "tokenizer.json"))
-    path = make_store("file", tmp_path / "s")
-    text = " ".join(f"w{n}" for n in [*PROMPT, 5])
-    (tmp_path / "prompt.txt").write_text(text)
-    for given in (["--text", text], ["--text-file", tmp_path / "prompt.txt"]):
-        [found] = call(
-            "inspect",
-            *given,
-            "--tokenizer",
-            tmp_path / "model",
-            "--namespace",
-            "acme",
-            "-s",
-            path,
-            "-o",
-            "json",
-        ).document
-        assert (found["tokens"], found["matched_pages"]) == (41, 10)
-
-
-def test_a_tokenizer_that_is_not_installed_is_one_sentence(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    path = make_store("file", tmp_path / "s")
-    assert (
-        "pip install tokenizers"
-        in call("inspect", "--text", "x", "--tokenizer", tmp_path, "-s", path, ok=2).error
-    )
-
-
 @pytest.mark.parametrize("count", slow_after(1, [10_000, 100_000]))
 def test_thousands_of_pages_need_no_recursion(count):
     tokens = as_tokens(np.arange(count * PAGE, dtype=np.uint64))
@@ -255,11 +125,8 @@ def test_thousands_of_pages_need_no_recursion(count):
     runs = runs_of(forest, forest.roots)
     assert len(runs) == 2 * len(pages[::10]) + 1
     assert [run.start for run in runs if run.last.key == pages[-1]] == [count - 8]
-    path = follow(forest, ACME, tokens, PAGE, b"")
-    assert path.restorable()[0][1][-1] == (count - 1) // 7 * 7 + 1
-    for tree in (draw(path, "x", 500), draw(path, "x", 2)):
-        with console().capture():
-            console().print(tree)
+    assert follow(forest, ACME, tokens, PAGE, pages).restorable()[1][-1] == (count - 1) // 7 * 7 + 1
+    tree = Tree("x")
     add_runs(tree, runs, 500)
     with console().capture():
         console().print(tree)
@@ -306,15 +173,11 @@ def test_states_without_pages_are_no_orphans(kind, tmp_path):
     assert {str(outcome) for outcome in store.set(items)} == {"stored"}
     store.close()
     (tmp_path / "tokens").write_text(json.dumps(PROMPT))
-    [found] = call(
-        "inspect", "--namespace", "alone", "-s", path, "--tokens", tmp_path / "tokens", "-o", "json"
-    ).document
-    assert (found["matched_pages"], found["orphans"]) == (3, [])
-    assert [layout["policy"] for layout in found["layouts"]] == ["trailing_pages"]
-    assert [one["pages"] for one in found["restorable"]] == [[3, 7]], "one token is left to compute"
-    drawn = call("inspect", "--namespace", "alone", "-s", path, "--tokens", tmp_path / "tokens").out
-    assert "restorable at pages 3, 7" in drawn
-    assert "missing" not in drawn
+    explain = ("explain", "--namespace", "alone", "-s", path, "--tokens", tmp_path / "tokens")
+    found = call(*explain, "-o", "json").document["namespaces"][0]
+    assert found["restorable_depths"] == [[3, 3], [7, 7]], "one token is left to compute"
+    assert [layout["present"] for layout in found["tiers"][0]["layouts"]] == [[[3, 3], [7, 7], [10, 10]]]
+    assert "up to page 7 (28 tokens)" in call(*explain).out
     tree = call("inspect", "--namespace", "alone", "-s", path)
     assert "0 pages, 3 states" in tree.out
     assert "page 7 no pages are kept; mamba at 7" in tree.out

@@ -82,8 +82,8 @@ def test_every_verb_asks_the_daemon(served, tmp_path):
         o["verified"] for o in call("inspect", page, "--verify", "-s", path, "-o", "json").document["objects"]
     ] == ["hit", "hit"]
     (tmp_path / "t").write_text(" ".join(map(str, [*PROMPT, 1])))
-    [prompt] = call("inspect", "--tokens", tmp_path / "t", "-s", path, "-o", "json").document
-    assert prompt["restorable"][0]["pages"] == [4, 5, 8]
+    [prompt] = call("explain", "--tokens", tmp_path / "t", "-s", path, "-o", "jsonl").lines
+    assert prompt["restorable_depths"] == [[4, 5], [8, 8]]
     assert call("verify", "-s", path, "-o", "json").document["summary"]["ok"] == 20
     assert call("flush", "--prefix", page, "--yes", "-s", path, "-o", "json").document["deleted"] == 15
     assert call("status", "-s", path, "-o", "json").document["objects"] == 5

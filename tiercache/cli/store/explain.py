@@ -1,4 +1,4 @@
-"""The verb `tiercache explain`: why a prompt can be restored only so deep."""
+"""The verb `tiercache explain`: how deep a prompt can be restored, and why not deeper."""
 
 from __future__ import annotations
 
@@ -22,9 +22,17 @@ from tiercache.cli.store.prompt import (
     prompts_given,
     tokens_of,
 )
-from tiercache.cli.store.reasons import Explanation, differing, explain_path, moment, sentence
+from tiercache.cli.store.reasons import (
+    Explanation,
+    Layout,
+    differing,
+    explain_path,
+    follow,
+    keys_of_prompt,
+    moment,
+    sentence,
+)
 from tiercache.cli.store.target import opened, resolve_all
-from tiercache.cli.store.trees import Layout, follow_keys, keys_of_prompt
 from tiercache.cli.terminal import (
     SHORTER,
     Exit,
@@ -69,7 +77,7 @@ def explain(
     mac_key: MacKeyOption = "",
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Explain why a prompt can be restored only so deep. Exit code 6 if nothing of it can be restored.
+    """Explain how deep a prompt can be restored, and why not deeper. Exit code 6 if nothing of it can be.
 
     For each tier and pool: which pages and states are there, and what is
     missing first at each depth that could be restored, and why. A daemon
@@ -83,8 +91,8 @@ def explain(
 
     JSON: tokens, looked_at (labels of all namespaces), hidden_namespaces, and
     namespaces (jsonl: one line each), the asked one first: namespace, label,
-    identity, page_size, pages, limit (of a restore, in pages), restorable
-    (pages, tokens), restorable_depths, tiers (tier, why, removals_since,
+    identity, page_size, pages, page_keys (for `tiercache inspect`), limit (of a
+    restore, in pages), restorable (pages, tokens), restorable_depths, tiers (tier, why, removals_since,
     layouts: pool, layout, present), gaps (first, last, pool, layout, missing,
     page, reason, removed, stored_behind), removals_known_since, differs
     (field: here, asked). Depths count pages, from 1; ranges have both ends.
@@ -144,7 +152,7 @@ def _explanations(
     found = []
     for name, size in sizes.items():
         pages = keys_of_prompt(name, prompt, size, extra, is_known)
-        path = follow_keys(forest, name, prompt, size, pages)
+        path = follow(forest, name, prompt, size, pages)
         if name == asked or path.matched or any(page in removed for page in pages[:1]):
             keys = [layout.key_of(page) for layout in path.layouts for page in path.keys]
             history = _history(store, keys, path.keys)
@@ -203,7 +211,8 @@ def _record(found: Explanation, asked: Explanation, names: Namespaces) -> dict[s
         **names.record(path.namespace),
         "page_size": path.page_size,
         "pages": len(path.keys),
-        "limit": found.limit,
+        "page_keys": [key.hex() for key in path.keys],
+        "limit": path.limit,
         "restorable": {"pages": found.deepest, "tokens": found.deepest * path.page_size},
         "restorable_depths": ranges(found.depths),
         "tiers": [
@@ -270,7 +279,7 @@ def _print_one(to: Console, found: Explanation, asked: Explanation, names: Names
     path, size = found.path, found.path.page_size
     to.print(
         f"[bold]{safe(names.named(path.namespace))}[/]: {count_text(path.tokens, 'token')} ="
-        f" {count_text(len(path.keys), 'page')} of {size}; at most {found.limit:,} can be restored",
+        f" {count_text(len(path.keys), 'page')} of {size}; at most {path.limit:,} can be restored",
         soft_wrap=True,
     )
     if found is not asked:

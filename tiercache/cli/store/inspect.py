@@ -1,32 +1,23 @@
-"""The verb `tiercache inspect`: shows a page, the tree of a namespace, or the stored part of a prompt."""
+"""The verb `tiercache inspect`: shows a page with its objects, or the tree of a namespace."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Final
 
 import typer
 from rich.tree import Tree
 
 from tiercache.cli.store.batches import ObjectReader
-from tiercache.cli.store.forest import Forest
+from tiercache.cli.store.forest import Forest, Page
 from tiercache.cli.store.names import Namespaces, check_hex, object_header, object_record, object_row, one_key
 from tiercache.cli.store.options import MacKeyOption, StoresOption
-from tiercache.cli.store.prompt import (
-    ExtraOption,
-    TextFileOption,
-    TextOption,
-    TokenizerOption,
-    TokensOption,
-    check_one_prompt,
-    extra_of,
-    prompts_given,
-    tokens_of,
-)
 from tiercache.cli.store.target import Target, check_answered, opened, resolve_all
-from tiercache.cli.store.trees import add_runs, draw, follow, runs_of, summary
 from tiercache.cli.terminal import (
     SHORT,
+    SHORTER,
     Exit,
     Output,
     OutputOption,
@@ -34,12 +25,14 @@ from tiercache.cli.terminal import (
     count_text,
     document,
     line,
+    ranges_text,
     safe,
     whole,
 )
-from tiercache.core import Outcome, TokenArray
-from tiercache.errors import ConfigError, InputError
+from tiercache.core import Outcome
+from tiercache.errors import ConfigError
 from tiercache.storage.base import StorageBackend
+from tiercache.text import readable_size
 
 _KEY_DIGITS: Final = 64
 """Hex digits of a page key. An object's key (layout and page key) has twice as many."""
@@ -57,14 +50,7 @@ def inspect(
         ),
     ] = "",
     store: StoresOption = None,
-    namespace: Annotated[
-        str, typer.Option(help="Show the tree of this namespace; with a prompt: search only there.")
-    ] = "",
-    tokens: TokensOption = "",
-    text: TextOption = None,
-    text_file: TextFileOption = "",
-    tokenizer: TokenizerOption = "",
-    extra: ExtraOption = "",
+    namespace: Annotated[str, typer.Option(help="Show the tree of this namespace.")] = "",
     verify: Annotated[
         bool, typer.Option("--verify", help="Read and check the page's objects; a daemon drops corrupt ones.")
     ] = False,
@@ -72,16 +58,16 @@ def inspect(
     mac_key: MacKeyOption = "",
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Show one page and its objects, the tree of a namespace, or how much of a prompt could be restored.
+    """Show one page and its objects, or the tree of a namespace.
 
     Show a page of a stopped store, and check its objects; show everything
-    stored of a model; show what a daemon has of a prompt:
+    stored of a model:
 
         tiercache inspect 3fa9c2 -s /var/lib/tiercache --verify
 
-        tiercache inspect --namespace qwen3 -s /var/lib/tiercache
+        tiercache inspect --namespace qwen3 -s grpc://n7:7070
 
-        tiercache inspect --text-file p.txt --tokenizer /models/q3 -s grpc://n7:7070
+    What is stored of a prompt, and why not more, says `tiercache explain`.
 
     JSON fields of a page: page_key, namespace, label, depth, objects (the
     fields of ls, and verified: the outcome, such as hit or corrupt; null
@@ -92,45 +78,22 @@ def inspect(
     JSON fields of a namespace: namespace, label, identity, runs (run,
     parent_run, first_depth, last_depth, first_page, last_page, pools, states,
     bytes, orphan, missing). jsonl has one line for each run.
-
-    JSON fields of a prompt, for each namespace that has pages of the prompt:
-    namespace, label, identity, page_size, tokens, pages, matched_pages, layouts
-    (present: ranges of depths), restorable (pages, tokens), branches, orphans,
-    page_keys. Depths count pages, from 1.
     """
-    prompts = prompts_given(tokens, text, text_file)
-    _check_use(key, namespace, prompts, verify, extra, tokenizer)
+    if bool(key) == bool(namespace):
+        raise ConfigError(
+            "inspect needs either a page KEY or a --namespace; `tiercache ls` shows both, and `tiercache"
+            " explain` finds the pages of a prompt"
+        )
+    if verify and not key:
+        raise ConfigError("--verify needs a KEY; use `tiercache verify --namespace` for more than one page")
     digits = check_hex(key, "KEY", 2 * _KEY_DIGITS) if key else ""
-    extra_bytes = extra_of(extra)
-    prompt = tokens_of(tokens, text, text_file, tokenizer) if prompts else None
     target = resolve_all(store, mac_key)
     with opened(target) as found:
         names = Namespaces.of(found)
-        if prompt is not None:
-            _prompt(found, names, namespace, prompt, extra_bytes, limit, output)
-        elif namespace:
+        if namespace:
             _namespace(found, names, namespace, limit, output)
         else:
             _page(target, found, names, digits, verify, output)
-
-
-def _check_use(
-    key: str, namespace: str, prompts: list[str], verify: bool, extra: str, tokenizer: str
-) -> None:
-    if not (key or namespace or prompts):
-        raise ConfigError(
-            "inspect needs a page KEY, a --namespace or a prompt (--tokens, --text or --text-file);"
-            " `tiercache ls` shows keys"
-        )
-    check_one_prompt(prompts)
-    if key and (namespace or prompts):
-        raise ConfigError("a KEY already names one page; omit --namespace and the prompt")
-    if verify and not key:
-        raise ConfigError("--verify needs a KEY; use `tiercache verify --namespace` for more than one page")
-    if extra and not prompts:
-        raise ConfigError("--extra needs a prompt; give --tokens, --text or --text-file too")
-    if tokenizer and not prompts:
-        raise ConfigError("--tokenizer needs --text or --text-file; give one of them")
 
 
 def _page(
@@ -244,39 +207,182 @@ def _namespace(store: StorageBackend, names: Namespaces, text: str, limit: int, 
             line(run.record(n))
 
 
-def _prompt(
-    store: StorageBackend,
-    names: Namespaces,
-    text: str,
-    prompt: TokenArray,
-    extra: bytes,
-    limit: int,
-    output: Output,
-) -> None:
-    forest = Forest(store.scan_all())
-    chosen = [names.one(text, names.records)] if text else sorted(names.records)
-    paths = []
-    for namespace in chosen:
-        size = names.identity(namespace).get("page_size")
-        if isinstance(size, int) and not isinstance(size, bool) and 0 < size < 2**32:
-            path = follow(forest, namespace, prompt, size, extra)
-            if text or path.matched:
-                paths.append(path)
-        elif text:
-            raise InputError(
-                f"namespace {names.named(namespace)} has no page size on record, so a prompt cannot be"
-                " cut into pages; use KEY"
+@dataclass(slots=True)
+class Run:
+    """Consecutive pages with objects of the same pools and layouts.
+
+        pages      1 ─ 2 ─ 3 ─ 4        run 0: pages 1..2
+                       └─ 3' ─ 4'       run 1: pages 3..4, parent 0; run 2: pages 3'..4', parent 0
+
+    Thread safety: one thread.
+    """
+
+    first: Page
+    last: Page
+    start: int
+    """Depth of the first page, in pages.
+
+    If no object records the depth, it is one more than the last depth of the parent run, or 1 at a root.
+    """
+    parent: int | None
+    """Number of the run before this one; None at a root, or if the page before this run is not stored."""
+    pools: tuple[tuple[str, str], ...]
+    """Pools of the page objects, each with its layout in hex."""
+    pages: int = 0
+    nbytes: int = 0
+    states: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    """Depths of states and other objects that are attached to pages, by pool and layout (hex)."""
+    missing: bytes | None = None
+    """Key of the missing page that makes the run unreachable; None if the run is reachable."""
+    children: list[int] = field(default_factory=list)
+    """Numbers of the runs that continue this one."""
+
+    def append(self, page: Page) -> None:
+        """Append the next page to the run."""
+        for entry in page.entries if page.is_states_alone else page.states:
+            self.states.setdefault((str(entry.key.pool), entry.key.layout.hex()), []).append(
+                self.start + self.pages
             )
-    records = [{**names.record(path.namespace), **path.record()} for path in paths]
-    if output is Output.JSON:
-        document(records)
-    elif output is Output.JSONL:
-        for record in records:
-            line(record)
-    else:
-        for path in paths:
-            console().print(draw(path, safe(names.named(path.namespace)), limit), soft_wrap=True)
-        if not paths:
-            console().print(
-                f"{count_text(len(prompt), 'token')}: no namespace has a page of this prompt", markup=False
-            )
+        self.last = page
+        self.pages += 1
+        self.nbytes += sum(entry.meta.length for entry in page.entries)
+
+    def record(self, number: int) -> dict[str, Any]:
+        """Return the fields for JSON; `number` is this run's number."""
+        return {
+            "run": number,
+            "parent_run": self.parent,
+            "first_depth": self.start,
+            "last_depth": self.start + self.pages - 1,
+            "first_page": self.first.key.hex(),
+            "last_page": self.last.key.hex(),
+            "pools": [{"pool": pool, "layout": layout} for pool, layout in self.pools],
+            "states": [
+                {"pool": pool, "layout": layout, "depths": depths}
+                for (pool, layout), depths in sorted(self.states.items())
+            ],
+            "bytes": self.nbytes,
+            "orphan": self.missing is not None,
+            "missing": None if self.missing is None else self.missing.hex(),
+        }
+
+
+def runs_of(forest: Forest, keys: Iterable[bytes]) -> list[Run]:
+    """Return the runs of these roots and of all pages below, each after its parent."""
+    runs: list[Run] = []
+    # Pages that begin a run, each with the number of its parent run.
+    waiting: list[tuple[bytes, int | None]] = [(key, None) for key in reversed(list(keys))]
+    while waiting:
+        key, parent = waiting.pop()
+        page = forest.pages[key]
+        run = Run(
+            page, page, _depth(page, runs[parent] if parent is not None else None), parent, _pools(page)
+        )
+        run.missing = forest.broken.get(key) or (None if page.pages else key)
+        run.append(page)
+        while len(page.children) == 1:
+            following = forest.pages[page.children[0]]
+            if not _continues(forest, run, following):
+                break
+            page = following
+            run.append(page)
+        if parent is not None:
+            runs[parent].children.append(len(runs))
+        waiting += [(child, len(runs)) for child in reversed(page.children)]
+        runs.append(run)
+    return runs
+
+
+def add_runs(tree: Tree, runs: list[Run], limit: int) -> None:
+    """Add at most `limit` runs to a tree.
+
+    Several runs may continue the same run. One of them, whose subtree has the most pages, is indented like
+    the run that it continues. The others are indented one level more:
+
+        pages 1..2
+            branch, pages 3..4
+        pages 3..90                  has more pages than the branch
+    """
+    weights = [run.pages for run in runs]  # pages of each run and of all runs below
+    for number in range(len(runs) - 1, -1, -1):
+        parent = runs[number].parent
+        if parent is not None:
+            weights[parent] += weights[number]
+    several = _pools_with_several_layouts(runs)
+    stack = [(n, tree, False) for n in range(len(runs) - 1, -1, -1) if runs[n].parent is None]
+    shown = 0
+    while stack and shown < limit:
+        number, host, aside = stack.pop()
+        node = host.add(_label(runs[number], several, aside=aside))
+        shown += 1
+        heaviest = sorted(runs[number].children, key=lambda child: -weights[child])
+        stack += [(child, host, False) for child in heaviest[:1]]
+        stack += [(child, node, True) for child in reversed(heaviest[1:])]
+    if shown < len(runs):
+        tree.add(f"[dim]and {len(runs) - shown:,} more; raise --limit, or use -o json[/]")
+
+
+def _label(run: Run, several: set[str], *, aside: bool) -> str:
+    end = run.start + run.pages - 1
+    pages = f"pages {run.start}..{end}" if run.pages > 1 else f"page {run.start}"
+    pools = ", ".join(_pool_text(pool, layout, several) for pool, layout in run.pools)
+    if not pools:
+        pools = "[dim]no pages are kept[/]" if run.first.is_states_alone else "[red]not stored[/]"
+    states = "".join(
+        f"; {_pool_text(p, layout, several)} at {ranges_text(depths)}"
+        for (p, layout), depths in sorted(run.states.items())
+    )
+    branch = "branch, " if aside else ""
+    lost = f" [red]ORPHAN: page {run.missing.hex()[:SHORT]} is missing[/]" if run.missing is not None else ""
+    return (
+        f"{branch}{pages} {pools}{states} [dim]{readable_size(run.nbytes)}, ends with"
+        f" {run.last.key.hex()[:SHORT]}[/]{lost}"
+    )
+
+
+def _pool_text(pool: str, layout: str, several: set[str]) -> str:
+    """Return the name of a pool for display, with its layout if the pool is one of `several`.
+
+    `several` are the names of all pools with several layouts.
+    """
+    return f"{safe(pool)}:{layout[:SHORTER]}" if pool in several else safe(pool)
+
+
+def _pools_with_several_layouts(runs: list[Run]) -> set[str]:
+    layouts: dict[str, set[str]] = {}
+    for run in runs:
+        for pool, layout in (*run.pools, *run.states):
+            layouts.setdefault(pool, set()).add(layout)
+    return {pool for pool, found in layouts.items() if len(found) > 1}
+
+
+def _pools(page: Page) -> tuple[tuple[str, str], ...]:
+    return (
+        ()
+        if page.is_states_alone
+        else tuple(sorted((str(entry.key.pool), entry.key.layout.hex()) for entry in page.pages))
+    )
+
+
+def _continues(forest: Forest, run: Run, page: Page) -> bool:
+    missing = forest.broken.get(page.key) or (None if page.pages else page.key)
+    return (
+        _pools(page) == run.pools
+        and missing == run.missing
+        and page.depth in (None, run.start + run.pages)  # a wrong depth on record begins a new run
+    )
+
+
+def _depth(page: Page, before: Run | None) -> int:
+    if page.depth is not None:
+        return page.depth
+    return before.start + before.pages if before is not None else 1
+
+
+def summary(forest: Forest, keys: Iterable[bytes]) -> str:
+    """Return the numbers of pages, states and bytes of these pages as one line."""
+    pages = [forest.pages[key] for key in keys]
+    stored = sum(bool(page.pages) and not page.is_states_alone for page in pages)
+    states = sum(len(page.entries if page.is_states_alone else page.states) for page in pages)
+    nbytes = sum(entry.meta.length for page in pages for entry in page.entries)
+    return f"{count_text(stored, 'page')}, {count_text(states, 'state')}, {readable_size(nbytes)}"

@@ -1,4 +1,4 @@
-"""Reasons why a prompt cannot be restored deeper: which object is missing first at each depth, and why.
+"""Restorable depths of a prompt, and which object is missing first at each other depth, and why.
 
 The depths of a prompt are divided by what is missing first:
 
@@ -12,15 +12,26 @@ The depths of a prompt are divided by what is missing first:
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice, product
 from typing import Any, Final
 
 import numpy as np
 
-from tiercache.cli.store.trees import Layout, PromptPath
+from tiercache.cli.store.forest import Forest
+from tiercache.cli.store.names import is_attached
 from tiercache.cli.terminal import clean, count_text, ranges_text
-from tiercache.core import HitPolicy, PoolName, reusable_pages
+from tiercache.core import (
+    HitPolicy,
+    ObjectKey,
+    PoolName,
+    PoolPresence,
+    TokenArray,
+    restorable_prefixes,
+    reusable_pages,
+)
+from tiercache.keys import object_key, page_keys, sglang_page_keys
 from tiercache.storage.base import FLOPS_FIELD, SPEED_FIELD
 from tiercache.storage.history import Cause, History, PastRemoval
 from tiercache.text import readable_age
@@ -33,6 +44,134 @@ _WORDS: Final = {
     Cause.DELETED: "deleted",
     Cause.CORRUPT: "found corrupt and dropped",
 }
+
+
+_COMBINATIONS: Final = 16
+"""Maximum number of combinations of layouts that are tried.
+
+A combination has one layout of each pool. Two layouts of one pool may be shards, which a restore needs
+together, or dtypes, of which a restore needs only one. Layout digests do not say which of the two they are,
+so the combination that can be restored deepest is explained."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """Objects of one pool and one layout (geometry and shard) along the prompt."""
+
+    pool: PoolName
+    layout: bytes
+    """Layout digest."""
+    presence: PoolPresence
+    """Whether the object of each page is stored: `present[0]` is that of the first page, at depth 1."""
+    has_pages: bool
+    """Whether the objects belong to pages: they are pages, or attached to pages as states are."""
+
+    def key_of(self, page: bytes) -> ObjectKey:
+        """Return the key of this layout's object on a page."""
+        return object_key(self.pool, self.layout, page)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPath:
+    """Stored part of a prompt in one namespace.
+
+    Depths count pages, from 1.
+    """
+
+    namespace: bytes
+    page_size: int
+    """Tokens of a page."""
+    tokens: int
+    """Number of tokens of the prompt."""
+    keys: Sequence[bytes]
+    """Page key of each page of the prompt."""
+    layouts: Sequence[Layout]
+
+    @property
+    def is_states_alone(self) -> bool:
+        """Whether the namespace has objects, and all are states without pages."""
+        return bool(self.layouts) and not any(found.has_pages for found in self.layouts)
+
+    @property
+    def matched(self) -> int:
+        """Number of pages of the prompt with at least one stored object."""
+        return int(
+            np.logical_or.reduce(
+                [np.zeros(len(self.keys), np.bool_), *(found.presence.present for found in self.layouts)]
+            ).sum()
+        )
+
+    @property
+    def limit(self) -> int:
+        """Deepest depth that a restore may have, because one token must be left to compute."""
+        return reusable_pages(self.tokens, self.page_size)
+
+    def restorable(self) -> tuple[Sequence[Layout], Sequence[int]]:
+        """Return one layout of each pool, and their restorable depths, in pages; the deepest combination.
+
+        Both are empty if no combination has KV pages where the namespace needs them.
+        """
+        by_pool: dict[PoolName, list[Layout]] = {}
+        for found in self.layouts:
+            by_pool.setdefault(found.pool, []).append(found)
+        anchor = None if self.is_states_alone else PoolName.KV
+        if anchor and anchor not in by_pool:
+            return (), ()
+        choices: list[tuple[Sequence[Layout], Sequence[int]]] = []
+        for choice in islice(product(*by_pool.values()), _COMBINATIONS):
+            depths = restorable_prefixes(
+                {found.pool: found.presence for found in choice}, anchor
+            ).restorable_prefix_pages
+            choices.append((choice, [depth for depth in depths if depth <= self.limit]))
+        return max(choices, key=lambda found: list(found[1])[-1:])
+
+
+def keys_of_prompt(
+    namespace: bytes, tokens: TokenArray, page_size: int, extra: bytes, known: Callable[[bytes], bool]
+) -> list[bytes]:
+    """Return the page keys of a prompt: those of SGLang if only they are `known`, otherwise tiercache's own.
+
+    `extra` are the bytes that the page keys include for adapters and images (`keys.sequence_extra`).
+    """
+    own = page_keys(namespace, tokens, page_size, extra=extra)
+    if extra or not own or any(map(known, own)):
+        return own
+    others = sglang_page_keys(namespace, tokens, page_size)
+    return others if any(map(known, others)) else own
+
+
+def follow(
+    forest: Forest, namespace: bytes, tokens: TokenArray, page_size: int, keys: Sequence[bytes]
+) -> PromptPath:
+    """Return the stored part of a prompt, whose pages have these keys."""
+    # All layouts of the namespace, each with whether its objects are attached to pages, as states are, and
+    # whether they belong to pages at all.
+    layouts: dict[tuple[PoolName, bytes], tuple[bool, bool]] = {}
+    for page in forest.pages.values():
+        alone = page.is_states_alone
+        for entry in page.entries:
+            if entry.meta.namespace == namespace:
+                place = (entry.key.pool, entry.key.layout)
+                attached, has_pages = layouts.get(place, (False, False))
+                layouts[place] = attached or is_attached(entry), has_pages or not alone
+    found = {place: np.zeros(len(keys), np.bool_) for place in layouts}
+    for n, key in enumerate(keys):
+        for entry in forest.pages[key].entries if key in forest.pages else ():
+            if (present := found.get((entry.key.pool, entry.key.layout))) is not None:
+                present[n] = True
+    made = [
+        Layout(
+            PoolName(pool),
+            layout,
+            PoolPresence(
+                HitPolicy.ALL_PAGES if has_pages and not attached else HitPolicy.TRAILING_PAGES,
+                found[pool, layout],
+            ),
+            has_pages,
+        )
+        for (pool, layout), (attached, has_pages) in sorted(layouts.items())
+    ]
+    return PromptPath(namespace, page_size, len(tokens), keys, made)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +224,6 @@ class Explanation:
     gaps: Sequence[Gap]
 
     @property
-    def limit(self) -> int:
-        """Deepest depth that a restore may have, because one token must be left to compute."""
-        return reusable_pages(self.path.tokens, self.path.page_size)
-
-    @property
     def deepest(self) -> int:
         """Deepest restorable depth, in pages; 0 if there is none."""
         return self.depths[-1] if self.depths else 0
@@ -108,14 +242,12 @@ def explain_path(path: PromptPath, history: History, *, states: bool) -> Explana
 
     `states`: the namespace needs states besides pages. The pages of `history` are those of `path`.
     """
-    # Several layouts of one pool are shards or geometries; the deepest combination is explained.
-    choices = path.restorable()
-    choice, depths = max(choices, key=lambda found: list(found[1])[-1:], default=((), ()))
+    choice, depths = path.restorable()
     kv = next((found for found in choice if found.presence.hit_policy is HitPolicy.ALL_PAGES), None)
     attached = [found for found in choice if found.presence.hit_policy is not HitPolicy.ALL_PAGES]
     if states and not attached:
         depths = ()
-    limit = reusable_pages(path.tokens, path.page_size)
+    limit = path.limit
     run = len(path.keys) if path.is_states_alone else 0 if kv is None else _run(kv)
     by_page: dict[int, list[PastRemoval]] = {}
     for removal in history.removals:
