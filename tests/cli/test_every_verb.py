@@ -227,6 +227,6 @@ def test_all_defaults(here: Path, verb: list[str]) -> None:
 
 
 def test_no_verb_is_forgotten() -> None:
-    """All but "events", which needs a publisher, and "top", which needs a daemon: see their own tests."""
+    """All but "events", which needs a publisher: see its own tests."""
     source = Path(__file__).read_text()
     assert [name for name in VERBS if f'"{name}"' not in source] == []

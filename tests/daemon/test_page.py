@@ -233,7 +233,7 @@ def test_a_tenant_gives_its_token_and_sees_itself(
         assert page.ask("document.documentElement.scrollWidth") <= 360
         assert page.complaints == []
         url = f"grpc://{node.addresses[0]}?token_file={tmp_path}/acme"
-        said = call("top", "--once", "-s", url).out
+        said = call("status", "-s", url).out
         assert "acme" in said
         assert not any(word in said for word in ("globex", "tier ", "hit rate"))
         monkeypatch.setattr(node._board, "encoded", lambda _: 1 / 0)  # private: a bug

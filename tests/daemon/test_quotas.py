@@ -389,7 +389,7 @@ def test_the_command_line(serve: Any) -> None:
     assert "nothing to change" in call("quota", "set", "ash", *where, ok=2).error
     assert "is not a size" in call("quota", "set", "ash", "many", *where, ok=2).error
     assert "there is no tenant 'oak'; there are ash" in call("quota", "get", "oak", *where, ok=1).error
-    assert "ash" in call("top", "--once", *where).out
+    assert "ash" in call("status", *where).out
     client.node.stop()
     said = call("quota", "list", "-s", client.node.settings.directory / "store", ok=2).error
     assert "is served by no daemon, and only a daemon has tenants" in said

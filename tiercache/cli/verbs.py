@@ -74,14 +74,10 @@ VERBS: Final = {
     ),
     "status": Verb(
         f"{_STORE}.status:status",
-        "Show what a store is and what it holds. Exit code 3 if a daemon does not answer.",
+        "Show what a store is, holds and does, once or live. Exit code 3 if a daemon does not answer.",
     ),
     "ping": Verb(
         f"{_STORE}.status:ping", "Measure round trips to a daemon. Exit code 3 if it does not answer."
-    ),
-    "top": Verb(
-        f"{_STORE}.top:top",
-        "Show live what a daemon does: tiers, hit rates, throughput, limits, slow calls. Ctrl-C ends it.",
     ),
     "report": Verb(
         f"{_STORE}.report:report", "Show what each tenant of a daemon stored, read and saved, by day or hour."

@@ -83,7 +83,7 @@ def test_who_is_not_known_is_told_so(served, verb, tmp_path):
     assert "unauthenticated" in refused(*verb, "-s", url("stranger"))
 
 
-@pytest.mark.parametrize("verb", [("status",), ("ls",), ("verify",)])
+@pytest.mark.parametrize("verb", [("ls",), ("verify",)])
 def test_who_may_not_read_is_told_so(served, verb):
     _, url = served
     assert "blind may admin and write, not read" in refused(*verb, "-s", url("blind"))

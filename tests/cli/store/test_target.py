@@ -186,7 +186,6 @@ def test_ping_measures_and_names_the_daemon(daemon):
     "verb",
     [
         ["status"],
-        ["status", "--quick"],
         ["ping"],
         ["ls"],
         ["inspect", "ab"],
@@ -361,6 +360,6 @@ def test_what_a_store_says_cannot_steer_a_terminal(tmp_path):
     ):
         done = call(*verb, "-s", path)
         assert not set("\x1b\x07\x9b\u202e") & set(done.out + done.err)
-    assert "[red]bold" in call("status", "-s", path).out
+    assert "[red]bold" in call("ls", "--namespaces", "-s", path).out
     assert not set("\x1b\x07") & set(call("ls", "-s", f"{path}x", ok=2).err)
     assert clean("a\x1bb") == "a\\x1bb"

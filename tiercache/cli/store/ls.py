@@ -75,7 +75,7 @@ def ls(
     ] = None,
     limit: Annotated[int, typer.Option(min=0, help="Maximum number of rows; 0: all.")] = 0,
     namespaces: Annotated[
-        bool, typer.Option("--namespaces", help="List namespaces with their objects and bytes instead.")
+        bool, typer.Option("--namespaces", help="Count objects and bytes by namespace and pool instead.")
     ] = False,
     mac_key: MacKeyOption = "",
     output: OutputOption = Output.TABLE,
@@ -93,7 +93,7 @@ def ls(
     (seconds since 1970), parent (the object's own page key if the object is
     attached to that page, as a state is), layout, checksum, tier (of a chain). A field is null if
     its value is not known. With --namespaces the fields are: namespace, label,
-    identity, objects, bytes.
+    identity, objects, bytes, pools (pool, objects, bytes).
     """
     now = time.time()
     wanted = make_filter(
@@ -124,31 +124,39 @@ def _show(entries: Iterable[ScanEntry], now: float, output: Output) -> None:
 
 
 def _namespaces(wanted: Filter, store: StorageBackend, limit: int, output: Output) -> None:
-    totals: dict[bytes, list[int]] = {}
+    counts: dict[bytes, dict[str, list[int]]] = {}
     for entry in wanted.scan(store):
-        total = totals.setdefault(entry.meta.namespace, [0, 0])
+        total = counts.setdefault(entry.meta.namespace, {}).setdefault(str(entry.key.pool), [0, 0])
         total[0] += 1
         total[1] += entry.meta.length
     names = wanted.names
-    known = [name for name in names.records if not wanted.namespace or names.fits(name, wanted.namespace)]
-    everything = sorted({*totals, *known}, key=lambda name: (-totals.get(name, [0, 0])[1], name))
-    found = [_record(names, name, totals.get(name, [0, 0])) for name in everything[: limit or None]]
+    for name in names.records:
+        if not wanted.namespace or names.fits(name, wanted.namespace):
+            counts.setdefault(name, {})
+    found = [_record(names, name, pools) for name, pools in sorted(counts.items())]
+    found.sort(key=lambda record: -record["bytes"])
+    found = found[: limit or None]
     if output is not Output.TABLE:
         records(found, output)
-    else:
-        shown = table(("namespace", "label", "page", "objects", "bytes"), left=("namespace", "label"))
-        for record in found:
-            page = str(record["identity"].get("page_size", "-"))
-            cells = (
-                record["namespace"][:SHORTER],
-                safe(record["label"]),
-                safe(page),
-                f"{record['objects']:,}",
-                readable_size(record["bytes"]),
-            )
-            shown.add_row(*cells)
-        console().print(shown)
+        return
+    columns = ("namespace", "label", "page", "pool", "objects", "bytes")
+    shown = table(columns, left=("namespace", "label", "pool"))
+    for record in found:
+        page = str(record["identity"].get("page_size", "-"))
+        start = (record["namespace"][:SHORTER], safe(record["label"]), safe(page))
+        for pool in record["pools"] or [{"pool": "-", "objects": 0, "bytes": 0}]:
+            shown.add_row(*start, safe(pool["pool"]), f"{pool['objects']:,}", readable_size(pool["bytes"]))
+            start = ("", "", "")
+    console().print(shown)
 
 
-def _record(names: Namespaces, namespace: bytes, total: list[int]) -> dict[str, Any]:
-    return {**names.record(namespace), "objects": total[0], "bytes": total[1]}
+def _record(names: Namespaces, namespace: bytes, pools: dict[str, list[int]]) -> dict[str, Any]:
+    return {
+        **names.record(namespace),
+        "objects": sum(objects for objects, _ in pools.values()),
+        "bytes": sum(nbytes for _, nbytes in pools.values()),
+        "pools": [
+            {"pool": pool, "objects": objects, "bytes": nbytes}
+            for pool, (objects, nbytes) in sorted(pools.items())
+        ],
+    }

@@ -8,15 +8,15 @@ from dataclasses import asdict
 from typing import Annotated, Any, cast
 
 import typer
-from rich.table import Table
 
 from tiercache.cli.store.options import StoreOption
+from tiercache.cli.store.picture import tenant_table
 from tiercache.cli.store.target import Target, opened, resolve
 from tiercache.cli.terminal import Output, OutputOption, clean, console, document, line
 from tiercache.errors import ConfigError, RefusedError
 from tiercache.storage.shares import OwnerUse, QuotaControl
 from tiercache.storage.wrappers import unwrap
-from tiercache.text import exact_size, parse_size, readable_size
+from tiercache.text import exact_size, parse_size
 
 quota = typer.Typer(no_args_is_help=True)
 
@@ -151,26 +151,7 @@ def _report(found: Mapping[str, OwnerUse], output: Output, *, single: bool = Fal
     elif not rows:
         console().print("this daemon has no tenants")
     else:
-        console().print(quota_table(rows))
-
-
-def quota_table(rows: list[dict[str, Any]]) -> Table:
-    """Return a table of tenants, given as the fields of `OwnerUse` and their names."""
-    table = Table("tenant", box=None, pad_edge=False)
-    for name in ("used", "quota", "guarantee", "evicted", "throttled"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        limit = row["quota_bytes"]
-        share = f" ({row['used_bytes'] / limit:.0%})" if limit else ""
-        table.add_row(
-            clean(row["tenant"]),
-            readable_size(row["used_bytes"]) + share,
-            "none" if limit is None else readable_size(limit),
-            readable_size(row["guarantee_bytes"]) if row["guarantee_bytes"] else "none",
-            str(row["evicted_objects"]),
-            str(row["throttled_objects"]),
-        )
-    return table
+        console().print(tenant_table(rows))
 
 
 def _tell_settings(tenant: str, use: OwnerUse, target: Target) -> None:

@@ -4,91 +4,118 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Annotated, Any, Final, cast
 
 import typer
 
 import tiercache
-from tiercache.cli.store.names import Namespaces
 from tiercache.cli.store.options import MacKeyOption, StoreOption, StoresOption
+from tiercache.cli.store.picture import RESTORABLE, Fields, picture, value_text
 from tiercache.cli.store.target import Target, opened, resolve, resolve_all
-from tiercache.cli.store.top import Document, status_of, summary
-from tiercache.cli.terminal import (
-    SHORTER,
-    Output,
-    OutputOption,
-    console,
-    count_text,
-    document,
-    line,
-    safe,
-    table,
-    whole,
-)
-from tiercache.errors import ConfigError, RefusedError
-from tiercache.storage.base import ScanEntry, StorageBackend, Usage
-from tiercache.text import readable_age, readable_size
+from tiercache.cli.terminal import Output, OutputOption, console, count_text, document, line, safe, say, whole
+from tiercache.errors import ConfigError, RefusedError, StorageError
+from tiercache.storage.base import StorageBackend
 
 _PING_FIELDS: Final = ("version", "instance", "principal", "tenant", "verbs", "transport", "store")
 """Fields of a daemon's answer to a ping that are shown."""
+_SUMS: Final = ("objects", "payload_bytes", "used_bytes", "capacity_bytes")
 _PAUSE: Final = 0.1
 """Seconds between two pings if there are at most 100 pings. With more pings there is no pause."""
-_RESTORABLE_FIELDS: Final = ("restorable_bytes", "dead_bytes", "orphans")
-"""Keys in the details of a store's usage that concern restores. Some stores omit these keys."""
 
 
 def status(
     store: StoresOption = None,
-    quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick", help="Leave out the figures per namespace and pool, which need a scan of all objects."
-        ),
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Look at a daemon again and again, until Ctrl-C.")
     ] = False,
+    every: Annotated[
+        float, typer.Option(min=0.2, max=3600, help="With --watch: seconds between two looks.")
+    ] = 2.0,
     mac_key: MacKeyOption = "",
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Show what a store is and what it holds. Exit code 3 if a daemon does not answer.
+    """Show what a store is, holds and does, once or live. Exit code 3 if a daemon does not answer.
 
-    Show a stopped store; show a daemon of this machine, as input for a monitor:
+    Show a stopped store; show a daemon of this machine, as input for a monitor;
+    follow a daemon: tiers, hit rates, throughput, limits, slow calls; record a
+    line every minute:
 
         tiercache status -s /var/lib/tiercache
 
-        tiercache status -s grpc:///run/tiercache --quick -o json
+        tiercache status -s grpc:///run/tiercache -o json
+
+        tiercache status -s grpc:///run/tiercache --watch
+
+        tiercache status --watch --every 60 -o jsonl >> status.jsonl
 
     Show the tiers of a stopped chain, which are only read here:
 
         tiercache status -s file:///ssd/kv?tier_name=ssd -s /hdd/kv
+
+    With --watch, a daemon that does not answer later is asked until it does. If
+    stdout is no terminal, a table is shown once.
 
     JSON fields: name, kind, live, directory, owner (process id of the daemon),
     version, daemon (instance, principal, tenant, verbs, transport, store; null
     for a stopped store), objects, payload_bytes, used_bytes, capacity_bytes (0:
     no limit), restorable_bytes (payload that a restore can use), dead_bytes
     (payload that no restore can use), orphans (objects whose parent is
-    missing), details (the store's own counters: corrupt, evicted, ...),
-    namespaces (namespace, label, identity, objects, bytes, pools: pool,
-    objects, bytes; null with --quick), tiers (of a chain, the fastest first:
-    name, kind, health = serving, read-only or out, why (it is not serving),
-    objects, payload_bytes, used_bytes, capacity_bytes, read_objects,
-    read_bytes, written_objects, written_bytes, waiting, dropped, lost_calls,
-    last_read, details), status (the status document of a daemon, docs/status.md;
-    null for a stopped store), unlisted (why the store cannot list its objects, or "").
-    The figures of a chain are sums, in which every copy of an object counts.
-    restorable_bytes, dead_bytes and orphans are null if the store does not report
-    them; so are all figures of a store that cannot list, and namespaces. jsonl
-    has the same on one line.
+    missing), details (the store's own counters: corrupt, evicted, ...), tiers
+    (of a chain, the fastest first: name, kind, health = serving, read-only or
+    out, why (it is not serving), objects, payload_bytes, used_bytes,
+    capacity_bytes, read_objects, read_bytes, written_objects, written_bytes,
+    waiting, dropped, lost_calls, last_read, details), status (the status
+    document of a daemon, docs/status.md, as far as this principal may know it;
+    null for a stopped store), unlisted (why the store cannot list its objects,
+    or ""). The figures of a chain are sums, in which every copy of an object
+    counts. restorable_bytes, dead_bytes and orphans are null if the store does
+    not report them; so are all figures of a store that cannot list, and those
+    that this principal may not know. jsonl has a line for each look.
+    `tiercache ls --namespaces` counts objects by namespace and pool.
     """
     target = resolve_all(store, mac_key)
+    if watch:
+        _require_daemon(target)
+        if output is Output.JSON:
+            raise ConfigError("one JSON document never ends with --watch; use -o jsonl")
     with opened(target, tells=False) as found:
         record = _describe(target, found)
-        names = Namespaces.of(found)
-        record["namespaces"] = None if quick or record["unlisted"] else _totals(found.scan_all(), names)
-    if output is Output.TABLE:
-        _print(record)
-    else:
-        whole(record, output)
+        to = console()
+        if output is not Output.TABLE:
+            whole(record, output)
+        elif not (watch and to.is_terminal):
+            to.print(picture(record), soft_wrap=True)
+        if watch and (to.is_terminal or output is not Output.TABLE):
+            with suppress(KeyboardInterrupt):
+                (_watch if output is Output.TABLE else _record)(target, found, record, every)
+
+
+def _record(target: Target, found: StorageBackend, _: Fields, every: float) -> None:
+    while True:
+        time.sleep(every)
+        try:
+            line(_describe(target, found))
+        except StorageError as error:
+            say(f"tiercache: {error}")
+
+
+def _watch(target: Target, found: StorageBackend, latest: Fields, every: float) -> None:
+    from rich.live import Live
+
+    heard = time.time()
+    with Live(picture(latest, live=True), console=console(), screen=True, auto_refresh=False) as shown:
+        while True:
+            time.sleep(every)
+            note = ""
+            try:
+                latest, heard = _describe(target, found), time.time()
+            except StorageError:
+                since = time.strftime("%H:%M:%S", time.localtime(heard))
+                note = f"the daemon does not answer since {since}; the figures are of that time"
+            shown.update(picture(latest, live=True, note=note), refresh=True)
 
 
 def ping(
@@ -107,11 +134,7 @@ def ping(
     each round trip: seconds, and the fields from version on.
     """
     target = resolve(store)
-    if not target.live:
-        raise ConfigError(
-            f"{target.name} is not served by a daemon, which could answer; start one there with: tiercache"
-            " serve"
-        )
+    _require_daemon(target)
     times: list[float] = []
     with opened(target) as found:
         call = _ping_of(found, target)
@@ -137,7 +160,17 @@ def ping(
         shown.print(
             f"{count_text(count, 'round trip')}: min {low}, median {middle}, max {high}", markup=False
         )
-        shown.print(", ".join(f"{name} {safe(_text(record[name]))}" for name in _PING_FIELDS if record[name]))
+        shown.print(
+            ", ".join(f"{name} {safe(value_text(record[name]))}" for name in _PING_FIELDS if record[name])
+        )
+
+
+def _require_daemon(target: Target) -> None:
+    if not target.live:
+        raise ConfigError(
+            f"{target.name} is not served by a daemon, which could answer; start one there with: tiercache"
+            " serve"
+        )
 
 
 def _ping_of(store: StorageBackend, target: Target) -> Callable[[], Any]:
@@ -154,9 +187,19 @@ def _pong(pong: Any) -> dict[str, Any]:
 
 def _describe(target: Target, store: StorageBackend) -> dict[str, Any]:
     daemon = _pong(_ping_of(store, target)()) if target.live else None
-    usage = store.usage()
-    unlisted = next((str(one["unlisted"]) for one in _details(usage) if "unlisted" in one), "")
-    sums = ("objects", "payload_bytes", "used_bytes", "capacity_bytes")
+    status = _document(store) if target.live else None
+    try:
+        usage = store.usage()
+        details, tiers = usage.details, usage.tiers
+        figures = {**details, **{name: getattr(usage, name) for name in _SUMS}}
+    except RefusedError:
+        if status is None:
+            raise
+        # Of the totals, this principal may know those of the status document; a principal of a tenant, none.
+        details, tiers, figures = {}, (), status["store"] or {}
+    unlisted = next(
+        (str(one["unlisted"]) for one in (details, *(t.details for t in tiers)) if "unlisted" in one), ""
+    )
     return {
         "name": target.name,
         "kind": target.kind,
@@ -165,155 +208,19 @@ def _describe(target: Target, store: StorageBackend) -> dict[str, Any]:
         "owner": target.owner,
         "version": daemon.pop("version") if daemon else tiercache.__version__,
         "daemon": daemon,
-        **{name: None if unlisted else getattr(usage, name) for name in sums},
-        **{name: usage.details.get(name) for name in _RESTORABLE_FIELDS},
-        "details": {name: value for name, value in usage.details.items() if name != "unlisted"},
-        "tiers": [asdict(tier) for tier in usage.tiers],
+        **{name: None if unlisted else figures.get(name) for name in _SUMS},
+        **{name: figures.get(name) for name in RESTORABLE},
+        "details": {name: value for name, value in details.items() if name != "unlisted"},
+        "tiers": [asdict(tier) for tier in tiers],
         "unlisted": unlisted,
-        "status": _document(target, store) if target.live else None,
+        "status": status,
     }
 
 
-def _document(target: Target, store: StorageBackend) -> Document | None:
-    """Return the status document of a daemon; None of a daemon that has none, or not for this caller."""
+def _document(store: StorageBackend) -> Fields | None:
+    """Return the status document of a daemon; None if it has none for this caller."""
+    call = cast("Callable[[], Fields] | None", getattr(store, "status", None))
     try:
-        return status_of(store, target.name)
-    except (ConfigError, RefusedError):
+        return None if call is None else call()
+    except RefusedError:
         return None
-
-
-def _details(usage: Usage) -> list[Mapping[str, Any]]:
-    """Return the details of a store and of its tiers."""
-    return [usage.details, *(tier.details for tier in usage.tiers)]
-
-
-def _totals(entries: Iterable[ScanEntry], names: Namespaces) -> list[dict[str, Any]]:
-    counts: dict[bytes, dict[str, list[int]]] = {name: {} for name in names.records}
-    for entry in entries:
-        total = counts.setdefault(entry.meta.namespace, {}).setdefault(str(entry.key.pool), [0, 0])
-        total[0] += 1
-        total[1] += entry.meta.length
-    return [
-        {
-            **names.record(namespace),
-            "objects": sum(n for n, _ in pools.values()),
-            "bytes": sum(nbytes for _, nbytes in pools.values()),
-            "pools": [
-                {"pool": pool, "objects": n, "bytes": nbytes} for pool, (n, nbytes) in sorted(pools.items())
-            ],
-        }
-        for namespace, pools in sorted(counts.items())
-    ]
-
-
-def _print(record: dict[str, Any]) -> None:
-    shown = table(("", " "), left=("", " "))
-    shown.show_header = False
-    rows = [
-        ("store", record["name"]),
-        ("kind", f"{record['kind']}, {'served by a daemon' if record['live'] else 'not served'}"),
-        (
-            "owner",
-            f"process {record['owner']}" if record["owner"] else "none" if record["kind"] == "file" else "",
-        ),
-        ("tiercache", record["version"]),
-        *((name, _text(value)) for name, value in (record["daemon"] or {}).items()),
-        *(summary(record["status"]) if record["status"] else ()),
-        *_size_rows(record),
-        ("restorable", _restorable_text(record)),
-        *(
-            (name, _text(value))
-            for name, value in record["details"].items()
-            if name not in _RESTORABLE_FIELDS
-        ),
-    ]
-    for name, value in rows:
-        if value:
-            shown.add_row(safe(name), safe(value))
-    to = console()
-    to.print(shown)
-    if record["tiers"]:
-        to.print(tier_table(record["tiers"], time.time()))
-    for tier in record["tiers"]:
-        # A stopped chain is only read here, so that no tier of it takes objects.
-        if tier["why"] and (record["live"] or tier["health"] == "out"):
-            to.print(f"tier {tier['name']} is {tier['health']}: {tier['why']}", markup=False, soft_wrap=True)
-    if record["namespaces"]:
-        to.print(_pools(record["namespaces"]))
-    if record["unlisted"]:
-        to.print(record["unlisted"], markup=False, soft_wrap=True)
-
-
-def _size_rows(record: dict[str, Any]) -> list[tuple[str, str]]:
-    if record["unlisted"]:
-        return [("objects", "not known")]
-    capacity = record["capacity_bytes"]
-    share = f" ({record['used_bytes'] / capacity:.0%})" if capacity else ""
-    return [
-        ("objects", f"{record['objects']:,}"),
-        ("payload", readable_size(record["payload_bytes"])),
-        ("used", readable_size(record["used_bytes"]) + share),
-        ("capacity", readable_size(capacity) if capacity else "no limit"),
-    ]
-
-
-def _restorable_text(record: dict[str, Any]) -> str:
-    """Return the restorable bytes, dead bytes and orphans as text; "" if the store does not report them."""
-    restorable, dead, orphans = (record[name] for name in _RESTORABLE_FIELDS)
-    if None in (restorable, dead, orphans):
-        return ""
-    share = f" ({restorable / (restorable + dead):.0%})" if restorable + dead else ""
-    return f"{readable_size(restorable)}{share}, dead {readable_size(dead)}, {count_text(orphans, 'orphan')}"
-
-
-def tier_table(tiers: Sequence[Mapping[str, Any]], now: float) -> Any:
-    """Return a table of the tiers of a chain; `now` is in seconds since 1970."""
-    columns = (
-        "tier",
-        "kind",
-        "health",
-        "objects",
-        "used",
-        "read",
-        "written",
-        "waiting",
-        "dropped",
-        "last read",
-    )
-    shown = table(columns, left=columns[:3])
-    for tier in tiers:
-        capacity = f" of {readable_size(tier['capacity_bytes'])}" if tier["capacity_bytes"] else ""
-        last = tier["last_read"]
-        holds = (f"{tier['objects']:,}", readable_size(tier["used_bytes"]) + capacity)
-        if tier["health"] == "out" or "unlisted" in tier["details"]:
-            holds = ("-", "-")
-        shown.add_row(
-            safe(tier["name"]),
-            safe(tier["kind"]),
-            safe(tier["health"]),
-            *holds,
-            *(
-                f"{tier[f'{way}_objects']:,}, {readable_size(tier[f'{way}_bytes'])}"
-                for way in ("read", "written")
-            ),
-            f"{tier['waiting']:,}",
-            f"{tier['dropped']:,}",
-            readable_age(None if last is None else now - last),
-        )
-    return shown
-
-
-def _pools(namespaces: list[dict[str, Any]]) -> Any:
-    shown = table(("namespace", "label", "pool", "objects", "bytes"), left=("namespace", "label", "pool"))
-    for space in namespaces:
-        start = (space["namespace"][:SHORTER], safe(space["label"]))
-        for pool in space["pools"] or [{"pool": "-", "objects": 0, "bytes": 0}]:
-            shown.add_row(*start, safe(pool["pool"]), f"{pool['objects']:,}", readable_size(pool["bytes"]))
-            start = ("", "")
-    return shown
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, int):
-        return f"{value:,}"
-    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -12,11 +12,11 @@ from typing import Annotated, Any, cast
 import typer
 
 from tiercache.cli.store.options import StoreOption
-from tiercache.cli.store.status import tier_table
+from tiercache.cli.store.picture import tier_table
 from tiercache.cli.store.target import Target, opened, resolve
 from tiercache.cli.terminal import Output, OutputOption, clean, console, document, line, progress
 from tiercache.errors import ConfigError, RefusedError
-from tiercache.storage.base import StorageBackend, TierReport
+from tiercache.storage.base import StorageBackend
 from tiercache.storage.tiers import NO_CHAIN, Progress, Report, TierControl, tier_control
 
 tier = typer.Typer(no_args_is_help=True)
@@ -285,19 +285,12 @@ def _report(store: StorageBackend, output: Output, *, changed: bool = False) -> 
     elif output is Output.JSON:
         document({"tiers": rows, "storage": urls})
     else:
-        _print(tiers, rows, urls, changed=changed)
+        _print(rows, urls, changed=changed)
 
 
-def _print(
-    tiers: Sequence[TierReport], rows: Sequence[dict[str, Any]], urls: Sequence[str], *, changed: bool
-) -> None:
+def _print(rows: Sequence[dict[str, Any]], urls: Sequence[str], *, changed: bool) -> None:
     to = console()
-    to.print(tier_table(rows, time.time()))
-    for tier in tiers:
-        if tier.why:
-            to.print(
-                f"tier {clean(tier.name)} is {tier.health}: {clean(tier.why)}", markup=False, soft_wrap=True
-            )
+    to.print(tier_table(rows, time.time()), soft_wrap=True)
     if not all(urls):
         to.print("only an operator of the daemon is told the URLs of the tiers", markup=False)
         return

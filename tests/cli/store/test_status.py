@@ -1,4 +1,4 @@
-"""The verb `top` against a daemon, and the same document in `status` and over HTTP."""
+"""The verb `status` against a daemon, once and live, and the same document over HTTP."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.cli.store.test_samples import call
 from tests.daemon.hosts import until
 from tests.daemon.test_page import HOSTILE, daemon, usage
 from tests.daemon.web import ask
-from tiercache.cli.store.top import spark
+from tiercache.cli.store.picture import spark
 from tiercache.daemon import StorageServer
 from tiercache.daemon.status.document import StatusDocument
 from tiercache.storage.base import Usage
@@ -40,30 +40,28 @@ def node(tmp_path: Path) -> Iterator[StorageServer]:
 
 
 def test_one_look(node: StorageServer, tmp_path: Path) -> None:
-    text = call("top", "-s", tmp_path, "--once").out
-    for said in ("degraded", "75.0%", "4.8 TiB of 18.1 TiB", "96.2%", "62.1 GiB of 64.0 GiB", "▇", "checksum",
-                 "sglang-0", "globex", "1,210", "740.0 MiB", "Set (failed)", "800.0 ms", "serves a store",
-                 HOSTILE[:8], r"[/bold][red]\x1b[31mred"):  # fmt: skip
+    text = call("status", "-s", tmp_path).out
+    for said in ("degraded", "75.0%", "4.8 TiB of 18.1 TiB", "4.4 TiB (96%)", "62.1 GiB of 64.0 GiB", "▇",
+                 "checksum", "sglang-0", "globex", "1,210", "740.0 MiB", "Set (failed)", "800.0 ms",
+                 "serves a store", HOSTILE[:8], r"[/bold][red]\x1b[31mred"):  # fmt: skip
         assert said in text.replace("█", "▇"), said
     assert "\x1b" not in text
-    assert call("top", "-s", tmp_path).out.count("hit rate") == text.count("hit rate"), "no terminal, no end"
+    watched = call("status", "--watch", "-s", tmp_path).out
+    assert watched.count("hit rate") == text.count("hit rate"), "no terminal, no end"
 
 
 def test_all_views_have_one_document(node: StorageServer, tmp_path: Path) -> None:
     # The first sample adds an entry to the journal.
     until(lambda: len(json.loads(ask(node.http_address, "/status.json").text)["journal"]) > 1)
-    seen = call("top", "-s", tmp_path, "-o", "json").document
-    [row] = call("top", "-s", tmp_path, "-o", "jsonl", "--once").lines
-    status = call("status", "--quick", "-s", tmp_path, "-o", "json").document["status"]
+    status = call("status", "-s", tmp_path, "-o", "json").document["status"]
     page = json.loads(ask(node.http_address, "/status.json").text)
-    assert {*seen} == {*row} == {*status} == {*page} == {field.name for field in fields(StatusDocument)}
-    for name in ("instance", "store", "tiers", "journal", "whole", "limits"):
+    assert {*status} == {*page} == {field.name for field in fields(StatusDocument)}
+    for name in ("instance", "journal", "whole"):
+        assert status[name] == page[name]
+    for name in ("store", "tiers"):
         ages = ("age", "last_read")
-        told = [json.dumps(one[name], sort_keys=True, default=str) for one in (seen, row, status, page)]
-        if name in ("store", "tiers"):
-            told = [json.dumps(_without(one[name], ages)) for one in (seen, row, status, page)]
-        assert len({*told}) == 1 or name == "limits", name
-    table = call("status", "--quick", "-s", tmp_path).out
+        assert _without(status[name], ages) == _without(page[name], ages), name
+    table = call("status", "-s", tmp_path).out
     assert "75.0%, 48,000 of 64,000 prompt tokens restored" in table
     assert "900.0 s" in table
     assert "degraded" in table
@@ -78,8 +76,9 @@ def _without(value: object, names: tuple[str, ...]) -> object:
 
 def test_a_store_that_no_daemon_serves_has_nothing_to_watch(tmp_path: Path) -> None:
     assert call("status", "-s", _stopped(tmp_path), "-o", "json").document["status"] is None
-    assert "tiercache serve" in call("top", "-s", _stopped(tmp_path), ok=2).error
-    assert call("top", "-s", "grpc://127.0.0.1:1", ok=3).error.count("tiercache:") == 1
+    assert "tiercache serve" in call("status", "--watch", "-s", _stopped(tmp_path), ok=2).error
+    assert "never ends" in call("status", "--watch", "-o", "json", "-s", "grpc://127.0.0.1:1", ok=2).error
+    assert call("status", "--watch", "-s", "grpc://127.0.0.1:1", ok=3).error.count("tiercache:") == 1
 
 
 def _stopped(tmp_path: Path) -> Path:
@@ -103,7 +102,8 @@ def test_a_line_of_bars_is_short_and_has_gaps() -> None:
 def test_a_terminal_follows_the_daemon_and_says_when_it_is_gone(tmp_path: Path) -> None:
     with daemon(tmp_path, told, unix=True):
         here, there = pty.openpty()
-        command = [sys.executable, "-m", "tiercache.cli", "top", "-s", str(tmp_path), "--every", "0.2"]
+        command = [sys.executable, "-m", "tiercache.cli", "status", "--watch", "--every", "0.2"]
+        command += ["-s", str(tmp_path)]
         environment = os.environ | {"TERM": "xterm", "COLUMNS": "150", "LINES": "70"}
         process = subprocess.Popen(
             command, stdin=there, stdout=there, stderr=subprocess.PIPE, env=environment, text=True
@@ -122,6 +122,17 @@ def test_a_terminal_follows_the_daemon_and_says_when_it_is_gone(tmp_path: Path) 
         process.wait()
         process.stderr.close()  # type: ignore[union-attr]
         os.close(here)
+
+
+def test_lines_are_recorded_until_ctrl_c(node: StorageServer, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tiercache.cli", "status", "--watch", "--every", "0.2", "-o", "jsonl"]
+    with subprocess.Popen([*command, "-s", tmp_path], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        first, second = (json.loads(process.stdout.readline()) for _ in range(2))
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    assert first["status"]["instance"] == second["status"]["instance"] == node.instance.hex()
+    assert first["status"]["time"] < second["status"]["time"]
 
 
 def _seen(terminal: int, text: bytes) -> bool:
