@@ -135,7 +135,7 @@ def test_the_version_and_doctor_name_another_distribution_of_the_import_name(tmp
     done = command("--version", PYTHONPATH=site)
     assert (done.returncode, done.stderr) == (0, f"tiercache: {SENTENCE}\n")
     assert done.stdout.startswith("tiercache 0.")
-    done = command("doctor", "-o", "jsonl", "-d", site, PYTHONPATH=site)
+    done = command("doctor", "-o", "jsonl", "-s", site, PYTHONPATH=site)
     assert done.returncode == 6
     row = '"name": "import name", "level": "fail", "found": "the distribution tiercache 0.1.13'
     assert row in done.stdout.replace('":"', '": "').replace('","', '", "')

@@ -108,7 +108,7 @@ def check(
     warning (field warning), and a last line with summary.
     """
     # Imported here to keep --help fast, because --help needs none of these modules.
-    from tiercache.cli.readiness import check as check_readiness
+    from tiercache.cli.checks import warnings_about
     from tiercache.config.settings import DEFAULT_FILE, find_file, printable, resolve
 
     found = find_file(file)
@@ -118,7 +118,7 @@ def check(
         )
     settings = resolve(found).settings
     try:
-        warned = check_readiness(settings, files=files, ports=ports)
+        warned = warnings_about(settings, files=files, ports=ports)
     except (ConfigError, StorageError) as error:
         error.args = (f"{printable(found)}: {error}",)
         raise

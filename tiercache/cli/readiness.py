@@ -1,7 +1,7 @@
 """Checks, before the store is opened, that a configuration can be served on this machine now.
 
-`config check` prints the results. `serve` runs the same checks, and stops at an error before it writes
-anything.
+Each check yields warnings, and raises ConfigError for a wrong setting, or StorageError for a condition of
+this machine, such as a port in use. Nothing is written.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import socket
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from errno import EADDRINUSE
 from functools import partial
 from pathlib import Path
@@ -21,15 +21,14 @@ from typing import TYPE_CHECKING, Final
 
 from tiercache.cli.store.target import listener
 from tiercache.cli.terminal import clean
-from tiercache.config.files import check_certificates, check_files
-from tiercache.config.rules import SOCKETS, warnings
+from tiercache.config.rules import SOCKETS
 from tiercache.config.urls import section_of
 from tiercache.errors import ConfigError, StorageError
 from tiercache.memory import read_memory
 from tiercache.storage.registry import capabilities_of, check_backend, check_shares
 from tiercache.storage.shares import Shares, limits_of
 from tiercache.storage.tiers import is_read_only
-from tiercache.text import exact_size, parse_size
+from tiercache.text import exact_size, parse_size, readable_size
 
 if TYPE_CHECKING:
     from tiercache.config.addresses import Address
@@ -41,31 +40,6 @@ _TIER_S: Final = 10.0
 """Seconds within which the directory of a chain's tier must answer."""
 _BACKLOG: Final = 1
 """Maximum number of waiting connections at a port that is bound only for the check."""
-
-
-def check(settings: Settings, *, files: bool = True, ports: bool = True) -> list[str]:
-    """Return warnings about a configuration; raise an error if it cannot be served.
-
-    With `files`, also checks secrets and certificates. With `ports`, also checks that no daemon serves the
-    sockets, and binds every address for a moment. Raises ConfigError for a wrong setting, and StorageError
-    for a condition of this machine, such as a port in use.
-    """
-    if files:
-        check_files(settings)
-        check_certificates(settings)
-    disk = [*_store(settings)]
-    if settings.unix:
-        _sockets(settings.socket_directory)
-    try:
-        check_backend(settings.store_url)
-    except (ConfigError, StorageError) as error:
-        setting = "storage" if settings.storage else "directory"
-        error.args = (f"{setting}: {str(error).removeprefix('storage ')}",)
-        raise
-    said = [*warnings(settings), *_memory(settings), *disk, *_quotas(settings)]
-    if ports:
-        _ports(settings)
-    return said
 
 
 def require_memory(*wanted: tuple[str, int]) -> Iterator[str]:
@@ -81,11 +55,11 @@ def require_memory(*wanted: tuple[str, int]) -> Iterator[str]:
             "the limit of this container" if found.ceiling == found.tightest else "the memory of this machine"
         )
         raise ConfigError(
-            f"{names} cannot be allocated: {whose} is {_rounded_size(found.ceiling)}; give less"
+            f"{names} cannot be allocated: {whose} is {readable_size(found.ceiling)}; give less"
         )
     if found.available and total > found.available:
         yield (
-            f"{_rounded_size(total)} of memory are needed, and {_rounded_size(found.available)} are free on"
+            f"{readable_size(total)} of memory are needed, and {readable_size(found.available)} are free on"
             " this machine now"
         )
 
@@ -96,12 +70,13 @@ def require_disk(path: Path, name: str, capacity: int) -> Iterator[str]:
     Yields a warning if the capacity exceeds the space that is free now. Bytes that the store already occupies
     count as free.
     """
-    place = place_of(path)
-    size, free = place.disk_bytes()
-    disk = f"the disk of {clean(str(place.there))} has"
+    there = _existing(path)
+    found = os.statvfs(there)
+    size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    disk = f"the disk of {clean(str(there))} has"
     if size and capacity > size:
         raise ConfigError(
-            f"{name} {exact_size(capacity)} does not fit: {disk} {_rounded_size(size)}; give less, or use"
+            f"{name} {exact_size(capacity)} does not fit: {disk} {readable_size(size)}; give less, or use"
             " another disk"
         )
     held = 0
@@ -111,10 +86,11 @@ def require_disk(path: Path, name: str, capacity: int) -> Iterator[str]:
                 # stat(2): st_blocks counts units of 512 bytes.
                 held += os.lstat(os.path.join(root, name)).st_blocks * 512
     if size and capacity > free + held:
-        yield f"{name} is {exact_size(capacity)}, and {disk} only {_rounded_size(free + held)} for it now"
+        yield f"{name} is {exact_size(capacity)}, and {disk} only {readable_size(free + held)} for it now"
 
 
-def _memory(settings: Settings) -> Iterator[str]:
+def check_memory(settings: Settings) -> Iterator[str]:
+    """Check that the memory of this machine holds what the settings ask for."""
     sections = map(section_of, settings.store_urls)
     stored = [
         ("storage: capacity", parse_size(section["capacity"]))
@@ -124,7 +100,7 @@ def _memory(settings: Settings) -> Iterator[str]:
     return require_memory(("host_bytes", settings.host_bytes), *stored)
 
 
-def _store(settings: Settings) -> Iterator[str]:
+def check_directories(settings: Settings) -> Iterator[str]:
     """Yield warnings about the directories of local stores, and about the room on their disks.
 
     Raises ConfigError if a directory cannot be made, or a disk is smaller than its store's capacity.
@@ -137,7 +113,17 @@ def _store(settings: Settings) -> Iterator[str]:
             yield from check() if len(sections) == 1 else _tier(check, section["path"])
 
 
-def _quotas(settings: Settings) -> Iterator[str]:
+def check_store(settings: Settings) -> None:
+    """Check the options of the storage URL, and what each type of store checks by itself."""
+    try:
+        check_backend(settings.store_url)
+    except (ConfigError, StorageError) as error:
+        setting = "storage" if settings.storage else "directory"
+        error.args = (f"{setting}: {str(error).removeprefix('storage ')}",)
+        raise
+
+
+def check_quotas(settings: Settings) -> Iterator[str]:
     """Yield a warning for each tier in which the quotas of tenants do not count.
 
     Raises ConfigError if the store cannot keep the quotas and guarantees.
@@ -188,12 +174,15 @@ def _tier(check: Callable[[], list[str]], path: str) -> list[str]:
     return found
 
 
-def _sockets(directory: Path) -> None:
-    """Raise ConfigError unless the unix sockets can be in `directory`.
+def check_sockets(settings: Settings) -> None:
+    """Raise ConfigError unless the unix sockets can be in their directory.
 
     If the directory does not exist, this user must be able to create it. If it exists, it must belong to this
     user and must not be a symbolic link. A file in it that has the name of a socket must be a socket.
     """
+    if not settings.unix:
+        return
+    directory = settings.socket_directory
     require_place(directory, "sockets")
     if os.path.lexists(directory) and (os.path.islink(directory) or directory.stat().st_uid != os.getuid()):
         raise ConfigError(
@@ -213,22 +202,22 @@ def require_place(path: Path, setting: str) -> None:
 
     `setting` is the setting's name in the message.
     """
-    place = place_of(path)
-    there, shown = clean(str(place.there)), clean(str(path))
-    if not place.is_directory:
+    existing = _existing(path)
+    there, shown = clean(str(existing)), clean(str(path))
+    if not existing.is_dir():
         raise ConfigError(
             f"{setting}: {shown} cannot be a directory, because {there} is not one; name another path, or"
             " move that file away"
         )
-    if not place.can_be_written:
-        what = "cannot be written" if place.there == place.path else f"cannot be made in {there}"
+    if not os.access(existing, os.W_OK | os.X_OK, effective_ids=True):
+        what = "cannot be written" if os.path.lexists(path) else f"cannot be made in {there}"
         raise ConfigError(
             f"{setting}: {shown} {what} by this user; run this as the daemon's user, or give that user the"
             " directory"
         )
 
 
-def _ports(settings: Settings) -> None:
+def check_ports(settings: Settings) -> None:
     """Raise StorageError if an address is in use, or if a daemon answers on the sockets.
 
     All addresses are bound together and then released together. So a collision of two addresses is found too.
@@ -284,43 +273,7 @@ def _bind(address: Address, setting: str, taken: ExitStack) -> None:
         ) from error
 
 
-def _rounded_size(nbytes: int) -> str:
-    """Return a byte count as text, rounded to a tenth of the largest unit that fits.
-
-    Measured sizes are rounded; sizes that the user has given are shown exactly.
-    """
-    value, unit = float(nbytes), "bytes"
-    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
-        if value >= 1024:
-            value, unit = value / 1024, larger
-    return f"{value:.1f} {unit}"
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Path of a directory that may not exist yet."""
-
-    path: Path
-    there: Path
-    """The path itself if it exists, else its nearest parent that exists."""
-
-    @property
-    def is_directory(self) -> bool:
-        """Whether `there` is a directory; False if a file has that name."""
-        return self.there.is_dir()
-
-    @property
-    def can_be_written(self) -> bool:
-        """Whether this user may create files and directories in `there`."""
-        return os.access(self.there, os.W_OK | os.X_OK, effective_ids=True)
-
-    def disk_bytes(self) -> tuple[int, int]:
-        """Return the bytes of the file system and its free bytes for this user; zeros if they are unknown."""
-        found = os.statvfs(self.there)
-        return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
-
-
-def place_of(path: Path) -> Place:
-    """Return the place of a path, which is made absolute. The place's methods follow symbolic links."""
+def _existing(path: Path) -> Path:
+    """Return the path itself if it exists, else its nearest parent that exists."""
     path = Path(os.path.abspath(path))
-    return Place(path, next(above for above in (path, *path.parents) if os.path.lexists(above)))
+    return next(above for above in (path, *path.parents) if os.path.lexists(above))

@@ -118,8 +118,8 @@ def serve(
     from tiercache.daemon import StorageServer
 
     # isort: split
+    from tiercache.cli.checks import warnings_about
     from tiercache.cli.logs import start_logging
-    from tiercache.cli.readiness import check
     from tiercache.config.settings import find_file, load
     from tiercache.daemon.process import Notifier
 
@@ -148,7 +148,7 @@ def serve(
             heading = {logging.WARNING: "[yellow]warning:[/] ", logging.ERROR: "[red]tiercache:[/] "}
             console.print(heading.get(level, "") + escape(text), soft_wrap=True)
 
-    for warning in check(settings):
+    for warning in warnings_about(settings):
         say(warning, logging.WARNING)
 
     def reload() -> None:

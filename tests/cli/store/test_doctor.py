@@ -13,9 +13,9 @@ import pytest
 from tests.cli.store.test_samples import call
 from tests.transfer.simulated_cuda import SimulatedDevice
 from tiercache import memory
-from tiercache.cli.store import checks
-from tiercache.cli.store import doctor as directory_checks
-from tiercache.cli.store.checks import Level
+from tiercache.cli import checks
+from tiercache.cli.checks import Level, Needs, findings
+from tiercache.cli.store import doctor
 from tiercache.transfer.cuda import calibrated
 
 NAMES = {
@@ -34,7 +34,7 @@ def cards(tmp_path_factory, monkeypatch):
 
 
 def test_every_check_has_a_line_and_leaves_nothing_behind(tmp_path):
-    done = call("doctor", "--directory", tmp_path, "-o", "json", ok=None)
+    done = call("doctor", "-s", tmp_path, "-o", "json", ok=None)
     # that one is only where a GPU is
     found = {check["name"]: check for check in done.document if check["name"] != "copies"}
     assert found.keys() == NAMES
@@ -47,7 +47,7 @@ def test_every_check_has_a_line_and_leaves_nothing_behind(tmp_path):
     assert "/dev/shm is not needed" in found["memfd"]["found"]
     table = call("doctor", "-s", tmp_path, ok=None).out
     assert all(name in table for name in NAMES)
-    assert len(call("doctor", "--directory", tmp_path, "-o", "jsonl", ok=None).lines) == len(done.document)
+    assert len(call("doctor", "-s", tmp_path, "-o", "jsonl", ok=None).lines) == len(done.document)
 
 
 def test_o_direct_works_where_the_kernel_has_it(tmp_path):
@@ -56,7 +56,7 @@ def test_o_direct_works_where_the_kernel_has_it(tmp_path):
     except OSError:
         pytest.skip(f"the file system of {tmp_path} has no O_DIRECT")
     (tmp_path / "probe").unlink()
-    found = {row["name"]: row for row in call("doctor", "-d", tmp_path, "-o", "json", ok=None).document}
+    found = {row["name"]: row for row in call("doctor", "-s", tmp_path, "-o", "json", ok=None).document}
     assert (found["O_DIRECT"]["level"], found["O_DIRECT"]["found"]) == ("ok", "works")
 
 
@@ -66,7 +66,7 @@ def test_o_direct_is_refused_where_the_file_system_has_none(tmp_path):
     alone = [shutil.which("unshare") or "true", "--mount", "sh", "-c", script, tmp_path]
     if subprocess.run([*alone, "true"], capture_output=True).returncode or not shutil.which("unshare"):
         pytest.skip("only root with util-linux can mount a file system of its own")
-    said = [sys.executable, "-m", "tiercache.cli", "doctor", "-d", tmp_path, "-o", "json"]
+    said = [sys.executable, "-m", "tiercache.cli", "doctor", "-s", tmp_path, "-o", "json"]
     done = subprocess.run([*alone, *said], capture_output=True, text=True)
     found = {row["name"]: row for row in json.loads(done.stdout)}
     assert found["O_DIRECT"]["level"] == "warn"
@@ -74,9 +74,17 @@ def test_o_direct_is_refused_where_the_file_system_has_none(tmp_path):
     assert "put the store on ext4 or xfs" in found["O_DIRECT"]["fix"]
 
 
+def test_with_a_daemon_named_the_default_directory_is_checked(tmp_path, monkeypatch):
+    """The disk of a daemon may be that of another machine, and its sockets have none."""
+    monkeypatch.setattr(doctor, "DEFAULT_DIRECTORY", str(tmp_path))
+    for store in ("grpc://host:1", f"grpc://{tmp_path}/run"):
+        found = {row["name"]: row for row in call("doctor", "-s", store, "-o", "json", ok=None).document}
+        assert found["file system"]["found"].endswith(f" at {tmp_path}")
+
+
 def test_a_failure_is_exit_code_6(tmp_path, monkeypatch):
-    monkeypatch.setattr(directory_checks, "file_system_of", lambda directory: "nfs4")
-    done = call("doctor", "--directory", tmp_path, "-o", "json", ok=6)
+    monkeypatch.setattr(checks, "file_system_of", lambda directory: "nfs4")
+    done = call("doctor", "-s", tmp_path, "-o", "json", ok=6)
     [found] = [check for check in done.document if check["level"] == "fail"]
     assert (found["name"], found["fix"][:16]) == ("file system", "use a local disk")
 
@@ -93,7 +101,7 @@ def test_a_failure_is_exit_code_6(tmp_path, monkeypatch):
 )
 def test_kernels_are_told_apart(release, level, monkeypatch):
     monkeypatch.setattr(checks.platform, "release", lambda: release)
-    [kernel] = [check for check in checks.machine_checks() if check.name == "kernel"]
+    [kernel] = [check for check in findings({Needs.MACHINE: None}) if check.name == "kernel"]
     assert kernel.level is level
 
 
@@ -101,16 +109,15 @@ def test_a_machine_that_tells_nothing_gets_answers_all_the_same(monkeypatch, tmp
     for module in (checks, memory):
         monkeypatch.setattr(module, "kernel_text", lambda path: "")
     monkeypatch.setattr(checks, "installed", lambda package: "")
-    found = {check.name: check for check in checks.machine_checks()}
+    found = {check.name: check for check in findings({Needs.MACHINE: None})}
     assert found["packages"].level is Level.FAIL
     assert found["engines"].found.startswith("none installed")
     assert found["cgroup memory"].found == "no limit"
-    monkeypatch.setattr(directory_checks, "kernel_text", lambda path: "")
-    assert directory_checks.file_system_of(tmp_path) == "unknown"
+    assert checks.file_system_of(tmp_path) == "unknown"
 
 
 def gpu_checks():
-    return [check for check in checks.machine_checks() if check.name in ("GPU", "copies")]
+    return [check for check in findings({Needs.MACHINE: None}) if check.name in ("GPU", "copies")]
 
 
 def calibrate_card(directory):
@@ -161,7 +168,7 @@ def test_each_calibration_is_summed_up(cards, tmp_path):
         f" 64 KiB, kernel below; host_to_device: batch; kept in {path}"
     )
     assert "batch from 64 KiB, kernel below" in " ".join(
-        call("doctor", "--directory", tmp_path, "-o", "jsonl", ok=None).out.split()
+        call("doctor", "-s", tmp_path, "-o", "jsonl", ok=None).out.split()
     )
 
 
@@ -180,7 +187,7 @@ def test_doctor_loads_no_engine(tmp_path):
     import sys
 
     code = (
-        f"import sys; sys.argv = ['tiercache', 'doctor', '--directory', {str(tmp_path)!r}]\n"
+        f"import sys; sys.argv = ['tiercache', 'doctor', '-s', {str(tmp_path)!r}]\n"
         "from tiercache.cli import main\n"
         "try: main()\nexcept SystemExit: pass\n"
         "print([m for m in ('torch', 'cupy', 'vllm', 'sglang', 'transformers') if m in sys.modules])"
