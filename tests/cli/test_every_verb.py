@@ -152,7 +152,7 @@ def test_tenants(here: Path, output: str) -> None:
     Path("salt").write_text("s" * 40)
     Path("tenants.toml").write_text(f'[tenants.acme]\nsalt_file = "{here}/salt"\nquota = "4MiB"\n')
     with daemon("-d", "node", "--config", "tenants.toml"):
-        for words in (["list"], ["get", "acme"], ["set", "acme", "2MiB", "--guarantee", "1MiB"]):
+        for words in (["list"], ["list", "acme"], ["set", "acme", "2MiB", "--guarantee", "1MiB"]):
             read(call("quota", *words, "-s", "node", "-o", output).out, output)
 
 

@@ -375,7 +375,7 @@ def test_the_command_line(serve: Any) -> None:
     assert set(rows[0]) == {
         "tenant", "used_bytes", "quota_bytes", "guarantee_bytes", "evicted_objects", "throttled_objects",
     }  # fmt: skip
-    assert json.loads(call("quota", "get", "ash", *where, "-o", "json").out) == rows[0]
+    assert json.loads(call("quota", "list", "ash", *where, "-o", "json").out) == rows[:1]
     said = call("quota", "set", "ash", "1MiB", "--no-evict", *where, ok=5).error
     assert (
         "tenant ash has 1.6 MiB, more than a quota of 1.0 MiB; delete some of it, or omit --no-evict" in said
@@ -383,12 +383,12 @@ def test_the_command_line(serve: Any) -> None:
     said = call("quota", "set", "ash", "1MiB", "--guarantee", "512KiB", *where).out
     assert "To make it last, set there:" in said
     assert '[tenants.ash]\nquota = "1MiB"\nguarantee = "512KiB"\n' in said
-    [row] = call("quota", "get", "ash", *where, "-o", "jsonl").lines
+    [row] = call("quota", "list", "ash", *where, "-o", "jsonl").lines
     assert (row["quota_bytes"], row["used_bytes"] <= MIB) == (MIB, True)
     assert call("quota", "set", "ash", "none", "--guarantee", "none", *where).out.endswith("[tenants.ash]\n")
     assert "nothing to change" in call("quota", "set", "ash", *where, ok=2).error
     assert "is not a size" in call("quota", "set", "ash", "many", *where, ok=2).error
-    assert "there is no tenant 'oak'; there are ash" in call("quota", "get", "oak", *where, ok=1).error
+    assert "there is no tenant 'oak'; there are ash" in call("quota", "list", "oak", *where, ok=1).error
     assert "ash" in call("status", *where).out
     client.node.stop()
     said = call("quota", "list", "-s", client.node.settings.directory / "store", ok=2).error

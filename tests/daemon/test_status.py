@@ -20,18 +20,17 @@ from tiercache.daemon.access import Access, Budgets
 from tiercache.daemon.budget import Budget
 from tiercache.daemon.node_metrics import NodeMetrics, UsageFigures
 from tiercache.daemon.status import board as board_module
-from tiercache.daemon.status.board import StatusBoard
-from tiercache.daemon.status.document import MissStatus, PoolStatus, Readiness, StatusDocument
-from tiercache.daemon.status.journal import Journal
-from tiercache.daemon.status.samples import (
+from tiercache.daemon.status.board import (
     CounterSample,
     SampleRing,
+    StatusBoard,
     history_of,
     hits_of,
     lookups_of,
     tier_hits,
 )
-from tiercache.daemon.status.slowest import SlowestCalls
+from tiercache.daemon.status.document import MissStatus, PoolStatus, Readiness, StatusDocument
+from tiercache.daemon.status.journal import Journal, SlowestCalls
 from tiercache.errors import StorageError
 from tiercache.storage.base import TierReport, Usage
 from tiercache.storage.hits import Hits

@@ -7,12 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from tiercache.cli.terminal import Output, OutputOption, document, line, records
+from tiercache.cli.terminal import Output, OutputOption, console, document, line, records, table
 from tiercache.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
@@ -39,9 +36,6 @@ verbs = ["read", "write"]
 salt_file = "/etc/tiercache/acme.salt"    # 32 random bytes, mode 0600
 """
 """Configuration file that `tiercache config --help` shows; it can be loaded unchanged."""
-
-_TABLE_WIDTH: Final = 160
-"""Width, in columns, of a table that is not printed to a terminal."""
 
 
 def _verbatim(text: str) -> str:
@@ -268,13 +262,13 @@ def _principal_text(principal: Principal) -> str:
 
 
 def _print(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in columns:
-        table.add_column(name, overflow="fold", style="dim" if name == "what it is" else "")
+    shown = table(columns, left=columns)
     for row in rows:
-        table.add_row(*(Text(cell, style="dim" if cell == "default" else "") for cell in row))
-    console = Console(emoji=False)
-    (console if console.is_terminal else Console(width=_TABLE_WIDTH, emoji=False)).print(table)
+        *cells, description = row
+        shown.add_row(
+            *(Text(cell, "dim" if cell == "default" else "") for cell in cells), Text(description, "dim")
+        )
+    console().print(shown)
 
 
 def _cell(value: Any) -> str:

@@ -26,7 +26,7 @@ from prometheus_client import CollectorRegistry
 import tiercache
 from tiercache.core import ObjectKey, Outcome, PoolName, Tier
 from tiercache.daemon.access import Budgets
-from tiercache.daemon.status.slowest import SlowestCalls
+from tiercache.daemon.status.journal import SlowestCalls
 from tiercache.errors import TierCacheError
 from tiercache.events.publisher import EventPublisher
 from tiercache.metrics import HIT, MISS, NODE, Families

@@ -79,9 +79,9 @@ def _figures(record: Fields, *, live: bool) -> RenderableType:
     if not live:
         owner = f"process {record['owner']}" if record["owner"] else "none" * (record["kind"] == "file")
         served = "served by a daemon" if record["live"] else "not served"
-        fixed = {"store": record["name"], "kind": f"{record['kind']}, {served}", "owner": owner}
-        fixed |= {"tiercache": record["version"], **(record["daemon"] or {})}
-        rows += [(name, value_text(value), "") for name, value in fixed.items()]
+        fixed = [("store", record["name"]), ("kind", f"{record['kind']}, {served}"), ("owner", owner)]
+        fixed += [("tiercache", record["version"]), *(record["daemon"] or {}).items()]
+        rows += [(name, value_text(value), "") for name, value in fixed]
     if status is not None:
         rows += _hits_and_rates(status)
     rows += [*_contents(record)]

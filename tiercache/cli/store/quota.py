@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 import typer
 
 from tiercache.cli.store.options import StoreOption
 from tiercache.cli.store.picture import tenant_table
 from tiercache.cli.store.target import Target, opened, resolve
-from tiercache.cli.terminal import Output, OutputOption, clean, console, document, line
+from tiercache.cli.terminal import Output, OutputOption, clean, console, records
 from tiercache.errors import ConfigError, RefusedError
 from tiercache.storage.shares import OwnerUse, QuotaControl
 from tiercache.storage.wrappers import unwrap
@@ -46,13 +46,22 @@ def _group() -> None:
 
 
 @quota.command("list")
-def list_quotas(store: StoreOption = "", output: OutputOption = Output.TABLE) -> None:
+def list_quotas(
+    tenant: Annotated[
+        str, typer.Argument(metavar="[TENANT]", help="Only this tenant.", show_default=False)
+    ] = "",
+    store: StoreOption = "",
+    output: OutputOption = Output.TABLE,
+) -> None:
     """Show what each tenant has, its quota and its guarantee.
 
     The sums of all tenants need not reach what the store has: objects of no
-    tenant have no limits and are not shown:
+    tenant have no limits and are not shown. A principal of a tenant is shown
+    that one:
 
         tiercache quota list -s grpc:///var/lib/tiercache/run
+
+        tiercache quota list acme -s grpc://cache-1.example:7070
 
     JSON fields: tenant, used_bytes (what its objects take, with every copy in a tier),
     quota_bytes (null: no limit), guarantee_bytes, evicted_objects (by the
@@ -60,21 +69,7 @@ def list_quotas(store: StoreOption = "", output: OutputOption = Output.TABLE) ->
     its quota), both since the daemon started.
     """
     with _daemon(store) as (control, _):
-        _report(control.quotas(), output)
-
-
-@quota.command()
-def get(tenant: TenantArgument, store: StoreOption = "", output: OutputOption = Output.TABLE) -> None:
-    """Show what one tenant has, its quota and its guarantee.
-
-    A principal of the tenant may ask for it too:
-
-        tiercache quota get acme -s grpc://cache-1.example:7070
-
-    JSON fields: as of `tiercache quota list`.
-    """
-    with _daemon(store) as (control, _):
-        _report(control.quotas(tenant), output, single=True)
+        _report(control.quotas(tenant), output)
 
 
 @quota.command("set")
@@ -120,7 +115,7 @@ def set_quota(
         except RefusedError as error:
             text = str(error).replace("allow that the coldest of it is evicted", "omit --no-evict")
             raise RefusedError(text) from error
-        _report({tenant: use}, output, single=True)
+        _report({tenant: use}, output)
         if output is Output.TABLE:
             _tell_settings(tenant, use, target)
 
@@ -141,17 +136,12 @@ def _daemon(name: str) -> Iterator[tuple[QuotaControl, Target]]:
         yield cast("QuotaControl", control), target
 
 
-def _report(found: Mapping[str, OwnerUse], output: Output, *, single: bool = False) -> None:
-    rows: list[dict[str, Any]] = [{"tenant": name, **asdict(use)} for name, use in found.items()]
-    if output is Output.JSONL:
-        for row in rows:
-            line(row)
-    elif output is Output.JSON:
-        document(rows[0] if single else rows)
-    elif not rows:
-        console().print("this daemon has no tenants")
+def _report(found: Mapping[str, OwnerUse], output: Output) -> None:
+    rows = [{"tenant": name, **asdict(use)} for name, use in found.items()]
+    if output is not Output.TABLE:
+        records(rows, output)
     else:
-        console().print(tenant_table(rows))
+        console().print(tenant_table(rows) if rows else "this daemon has no tenants")
 
 
 def _tell_settings(tenant: str, use: OwnerUse, target: Target) -> None:

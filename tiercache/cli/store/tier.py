@@ -14,7 +14,7 @@ import typer
 from tiercache.cli.store.options import StoreOption
 from tiercache.cli.store.picture import tier_table
 from tiercache.cli.store.target import Target, opened, resolve
-from tiercache.cli.terminal import Output, OutputOption, clean, console, document, line, progress
+from tiercache.cli.terminal import Output, OutputOption, clean, console, document, progress, records
 from tiercache.errors import ConfigError, RefusedError
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.tiers import NO_CHAIN, Progress, Report, TierControl, tier_control
@@ -280,8 +280,7 @@ def _report(store: StorageBackend, output: Output, *, changed: bool = False) -> 
     rows = [asdict(tier) for tier in tiers]
     urls = [tier.url for tier in tiers]
     if output is Output.JSONL:
-        for row in rows:
-            line(row)
+        records(rows, output)
     elif output is Output.JSON:
         document({"tiers": rows, "storage": urls})
     else:
