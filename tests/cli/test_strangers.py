@@ -48,7 +48,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("ls -s store --older=-1d", "'-1d' is not a duration"),
         ("ls -s store --mac-key nowhere", "cannot be read"),
         ("ls -s store --mac-key empty", "must be a file"),
-        ("ping -s store", "is not served by a daemon"),
+        ("ping -s store", "is served by no daemon"),
         ("ping -s empty", "holds no tiercache store"),
         ("doctor -s nowhere", "--store nowhere is not a directory"),
         ("doctor -s file", "--store file is not a directory"),

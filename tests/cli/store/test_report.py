@@ -18,7 +18,6 @@ from tiercache.cli.terminal import Exit
 from tiercache.daemon import StorageServer
 from tiercache.daemon.accounting.account import HOUR_S
 from tiercache.storage.registry import open_backend
-from tiercache.wire import methods
 
 HOUR = int(time.time()) // HOUR_S * HOUR_S
 
@@ -114,24 +113,6 @@ def test_what_cannot_be_reported(node: StorageServer, tmp_path: Path) -> None:
         assert said in call("report", "-s", url(node), f"--since={since}", ok=Exit.MISUSED).error, since
     assert "tenants" not in call("report", "-s", url(node), "--since", "1000000d").err
     path = make_store("file", tmp_path / "s")
-    assert "keeps no account" in call("report", "-s", path, ok=Exit.MISUSED).error
+    assert "only a running daemon keeps an account" in call("report", "-s", path, ok=Exit.MISUSED).error
     assert call("report", "-s", f"grpc://{tmp_path}/nowhere", ok=Exit.UNREACHABLE).error
     call("report", "-s", url(node), "--by", "week", ok=Exit.MISUSED)
-
-
-def test_a_daemon_of_an_older_version(
-    node: StorageServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its answer is that of gRPC for a call that is not there."""
-
-    class Older(methods.Method):
-        path = "/tiercache.wire.v1.Storage/NotThere"
-
-    for name in ("Report", "History"):
-        monkeypatch.setitem(methods.METHODS, name, Older(*methods.METHODS[name]))
-    assert "older version" in call("report", "-s", url(node), ok=Exit.UNKNOWN).error
-    prompt = tmp_path / "prompt.json"
-    prompt.write_text(json.dumps(list(range(40))))
-    done = call("explain", "--tokens", prompt, "-s", url(node), "-o", "json")
-    assert "older version and remembers no removals" in done.err
-    assert done.document["namespaces"][0]["restorable"]["pages"] == 9

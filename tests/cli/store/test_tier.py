@@ -94,7 +94,10 @@ def test_a_store_that_no_daemon_serves(tmp_path):
     open_backend(f"file://{tmp_path}/a?capacity=16MiB").close()
     for words in (["list"], ["remove", "a"], ["add", "memory://"]):
         said = call("tier", *words, "-s", tmp_path / "a", ok=2).error
-        assert "is served by no daemon, so there is nothing to change while it is stopped; edit" in said
+        assert (
+            "is served by no daemon, and the tiers of a stopped store are those of the setting storage"
+            in said
+        )
 
 
 def test_a_daemon_of_one_store(tmp_path):

@@ -45,13 +45,11 @@ from tiercache.cli.terminal import (
     ranges,
     ranges_text,
     safe,
-    say,
 )
 from tiercache.core import HitPolicy, TokenArray
-from tiercache.errors import ConfigError, InputError, RefusedError
+from tiercache.errors import ConfigError, InputError
 from tiercache.keys import KEY_BYTES, page_keys, sglang_page_keys
 from tiercache.storage.base import NamespaceRecord, StorageBackend
-from tiercache.storage.history import History
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -143,7 +141,7 @@ def _explanations(
             *(() if extra else sglang_page_keys(name, prompt[:size], size)),
         )
     ]
-    removed = {firsts[removal.page] for removal in _history(store, [], firsts).removals}
+    removed = {firsts[removal.page] for removal in store.history([], firsts).removals}
     forest = Forest(store.scan_all())
 
     def is_known(page: bytes) -> bool:
@@ -155,7 +153,7 @@ def _explanations(
         path = follow(forest, name, prompt, size, pages)
         if name == asked or path.matched or any(page in removed for page in pages[:1]):
             keys = [layout.key_of(page) for layout in path.layouts for page in path.keys]
-            history = _history(store, keys, path.keys)
+            history = store.history(keys, path.keys)
             found.append(explain_path(path, history, states=known[name].states))
     found.sort(key=lambda one: (one.path.namespace != asked, -one.deepest, -one.path.matched))
     return found
@@ -169,16 +167,6 @@ def _page_size(names: Namespaces, namespace: bytes) -> int:
     size = names.identity(namespace).get("page_size")
     usable = isinstance(size, int) and not isinstance(size, bool) and 0 < size < 2**32
     return int(size) if usable and size is not None and len(namespace) == KEY_BYTES else 0
-
-
-def _history(store: StorageBackend, keys: Sequence[Any], pages: Sequence[bytes]) -> History:
-    try:
-        return store.history(keys, pages)
-    except RefusedError as error:
-        if "unimplemented" not in str(error):
-            raise
-        say("this daemon is of an older version and remembers no removals; only what is there is shown")
-        return StorageBackend.history(store, keys, pages)
 
 
 # --- JSON

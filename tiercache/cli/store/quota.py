@@ -11,7 +11,7 @@ import typer
 
 from tiercache.cli.store.options import StoreOption
 from tiercache.cli.store.picture import tenant_table
-from tiercache.cli.store.target import Target, opened, resolve
+from tiercache.cli.store.target import Target, opened, resolve_daemon
 from tiercache.cli.terminal import Output, OutputOption, clean, console, records
 from tiercache.errors import ConfigError, RefusedError
 from tiercache.storage.shares import OwnerUse, QuotaControl
@@ -123,12 +123,7 @@ def set_quota(
 @contextmanager
 def _daemon(name: str) -> Iterator[tuple[QuotaControl, Target]]:
     """Yield the quotas of a daemon; raises ConfigError for a store that no daemon serves."""
-    target = resolve(name)
-    if not target.live:
-        raise ConfigError(
-            f"{target.name} is served by no daemon, and only a daemon has tenants; name a daemon that serves,"
-            " or edit [tenants] of its configuration"
-        )
+    target = resolve_daemon(name, "only a daemon has tenants")
     with opened(target, tells=False) as store:
         control = unwrap(store)
         if not isinstance(control, QuotaControl):

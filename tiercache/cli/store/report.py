@@ -12,20 +12,10 @@ from typing import Annotated, Any, Final
 import typer
 
 from tiercache.cli.store.options import StoreOption
-from tiercache.cli.store.target import opened, resolve
-from tiercache.cli.terminal import (
-    CannotTellError,
-    Output,
-    OutputOption,
-    clean,
-    console,
-    document,
-    line,
-    safe,
-    table,
-)
+from tiercache.cli.store.target import opened, resolve_daemon
+from tiercache.cli.terminal import Output, OutputOption, clean, console, document, line, safe, table
 from tiercache.config import parse_duration
-from tiercache.errors import ConfigError, RefusedError
+from tiercache.errors import ConfigError
 from tiercache.storage.hits import Hits
 from tiercache.text import readable_seconds, readable_size
 
@@ -81,18 +71,9 @@ def report(
     (restored tokens whose prefill has a known time, and both times).
     """
     begin = _begin(since, time.time())
-    target = resolve(store)
-    if not target.live:
-        raise ConfigError(f"{target.name} is a stopped store, which keeps no account; name a running daemon")
+    target = resolve_daemon(store, "only a running daemon keeps an account")
     with opened(target) as found:
-        try:
-            answer = getattr(found, "report")(begin)  # noqa: B009  only a daemon's store has it
-        except RefusedError as error:
-            if "unimplemented" in str(error):
-                raise CannotTellError(
-                    f"{target.name} is a daemon of an older version, which keeps no account; upgrade it"
-                ) from error
-            raise
+        answer = getattr(found, "report")(begin)  # noqa: B009  only a daemon's store has it
     stored: Mapping[str, tuple[int, int]] = answer.stored
     names = {*stored, *(row["tenant"] for row in answer.rows)}
     if tenant is not None and tenant not in names:
@@ -150,8 +131,7 @@ def _summed(rows: Sequence[Mapping[str, Any]], by: By) -> list[dict[str, Any]]:
 
 
 def _hits(row: Mapping[str, Any]) -> Hits:
-    """Return the prompt tokens of a row; an older daemon tells less of them."""
-    return Hits(**{field.name: row.get(field.name, 0) for field in fields(Hits)})
+    return Hits(**{field.name: row[field.name] for field in fields(Hits)})
 
 
 def _day(hour: int) -> float:

@@ -14,7 +14,7 @@ import typer
 import tiercache
 from tiercache.cli.store.options import MacKeyOption, StoreOption, StoresOption
 from tiercache.cli.store.picture import RESTORABLE, Fields, picture, value_text
-from tiercache.cli.store.target import Target, opened, resolve, resolve_all
+from tiercache.cli.store.target import Target, check_daemon, opened, resolve_all, resolve_daemon
 from tiercache.cli.terminal import Output, OutputOption, console, count_text, document, line, safe, say, whole
 from tiercache.errors import ConfigError, RefusedError, StorageError
 from tiercache.storage.base import StorageBackend
@@ -78,7 +78,7 @@ def status(
     """
     target = resolve_all(store, mac_key)
     if watch:
-        _require_daemon(target)
+        check_daemon(target, "only a daemon can be watched")
         if output is Output.JSON:
             raise ConfigError("one JSON document never ends with --watch; use -o jsonl")
     with opened(target, tells=False) as found:
@@ -133,8 +133,7 @@ def ping(
     instance, principal, tenant, verbs, transport, store. jsonl has one line for
     each round trip: seconds, and the fields from version on.
     """
-    target = resolve(store)
-    _require_daemon(target)
+    target = resolve_daemon(store, "only a daemon answers")
     times: list[float] = []
     with opened(target) as found:
         call = _ping_of(found, target)
@@ -162,14 +161,6 @@ def ping(
         )
         shown.print(
             ", ".join(f"{name} {safe(value_text(record[name]))}" for name in _PING_FIELDS if record[name])
-        )
-
-
-def _require_daemon(target: Target) -> None:
-    if not target.live:
-        raise ConfigError(
-            f"{target.name} is not served by a daemon, which could answer; start one there with: tiercache"
-            " serve"
         )
 
 

@@ -93,6 +93,22 @@ def resolve(text: str, mac_key: str = "") -> Target:
     return _resolve_url(text, mac_key) if "://" in text else _resolve_directory(text, mac_key)
 
 
+def resolve_daemon(text: str, why: str) -> Target:
+    """Return the daemon that `text` names; raises ConfigError, which says `why` it must be one."""
+    target = resolve(text)
+    check_daemon(target, why)
+    return target
+
+
+def check_daemon(target: Target, why: str) -> None:
+    """Raise ConfigError, which says `why` there must be one, unless a daemon serves the store."""
+    if not target.live:
+        raise ConfigError(
+            f"{target.name} is served by no daemon, and {why}; name a daemon, or start one there with:"
+            " tiercache serve"
+        )
+
+
 def resolve_all(names: Sequence[str] | None, mac_key: str = "") -> Target:
     """Return the store that `names` names: one store, or a chain of stopped stores, the fastest first.
 

@@ -13,7 +13,7 @@ import typer
 
 from tiercache.cli.store.options import StoreOption
 from tiercache.cli.store.picture import tier_table
-from tiercache.cli.store.target import Target, opened, resolve
+from tiercache.cli.store.target import Target, opened, resolve_daemon
 from tiercache.cli.terminal import Output, OutputOption, clean, console, document, progress, records
 from tiercache.errors import ConfigError, RefusedError
 from tiercache.storage.base import StorageBackend
@@ -219,12 +219,7 @@ def cancel(store: StoreOption = "", output: OutputOption = Output.TABLE) -> None
 @contextmanager
 def _daemon(name: str) -> Iterator[tuple[TierControl, StorageBackend]]:
     """Yield the tiers and the store of a daemon; raises ConfigError for a store that no daemon serves."""
-    target = resolve(name)
-    if not target.live:
-        raise ConfigError(
-            f"{target.name} is served by no daemon, so there is nothing to change while it is stopped; edit"
-            " the setting storage of its configuration (`tiercache status` shows what is there)"
-        )
+    target = resolve_daemon(name, "the tiers of a stopped store are those of the setting storage")
     with opened(target, tells=False) as store:
         try:
             yield tier_control(store), store
