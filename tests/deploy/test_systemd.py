@@ -102,7 +102,6 @@ def command(directive: str, config: Path) -> list[str]:
 def test_the_unit_s_commands_serve_and_notify_until_they_are_stopped(secrets: Path, tmp_path: Path) -> None:
     """The certificates of the trial let exactly their client in."""
     config = example(tmp_path, in_place(turned_on(EXAMPLE), secrets))
-    run(*command("ExecStartPre", config))
     environment = os.environ | {"NOTIFY_SOCKET": str(secrets / "notify"), "WATCHDOG_USEC": "300000"}
     with notified(secrets / "notify") as heard:
         daemon = subprocess.Popen(

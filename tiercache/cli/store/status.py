@@ -83,30 +83,34 @@ def status(
             raise ConfigError("one JSON document never ends with --watch; use -o jsonl")
     with opened(target, tells=False) as found:
         record = _describe(target, found)
-        to = console()
         if output is not Output.TABLE:
             whole(record, output)
-        elif not (watch and to.is_terminal):
-            to.print(picture(record), soft_wrap=True)
-        if watch and (to.is_terminal or output is not Output.TABLE):
-            with suppress(KeyboardInterrupt):
-                (_watch if output is Output.TABLE else _record)(target, found, record, every)
+            if watch:
+                _record(target, found, every)
+        elif watch and console().is_terminal:
+            _watch(target, found, record, every)
+        else:
+            console().print(picture(record), soft_wrap=True)
 
 
-def _record(target: Target, found: StorageBackend, _: Fields, every: float) -> None:
-    while True:
-        time.sleep(every)
-        try:
-            line(_describe(target, found))
-        except StorageError as error:
-            say(f"tiercache: {error}")
+def _record(target: Target, found: StorageBackend, every: float) -> None:
+    with suppress(KeyboardInterrupt):
+        while True:
+            time.sleep(every)
+            try:
+                line(_describe(target, found))
+            except StorageError as error:
+                say(f"tiercache: {error}")
 
 
 def _watch(target: Target, found: StorageBackend, latest: Fields, every: float) -> None:
     from rich.live import Live
 
     heard = time.time()
-    with Live(picture(latest, live=True), console=console(), screen=True, auto_refresh=False) as shown:
+    with (
+        suppress(KeyboardInterrupt),
+        Live(picture(latest, live=True), console=console(), screen=True, auto_refresh=False) as shown,
+    ):
         while True:
             time.sleep(every)
             note = ""
