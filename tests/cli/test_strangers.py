@@ -77,7 +77,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("replay agent --host-bytes=-1", "--host-bytes: '-1' is not a size"),
         ("replay agent --capacity 2", "use a fraction"),
         ("explain --tokens directory.toml -s store", "Is a directory"),
-        ("inspect zz -s store", "is not hex"),
         ("prove nowhere", "is not the URL of an engine"),
     ],
 )

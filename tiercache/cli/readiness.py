@@ -19,7 +19,7 @@ from queue import Empty, Queue
 from threading import Thread
 from typing import TYPE_CHECKING, Final
 
-from tiercache.cli.store.target import listener
+from tiercache.cli.store.target import LOCAL, listener
 from tiercache.cli.terminal import clean
 from tiercache.config.rules import SOCKETS
 from tiercache.config.urls import section_of
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from tiercache.config.addresses import Address
     from tiercache.config.models import Settings
 
-_LOCAL: Final = ("file", "lmdb")
-"""Storage types of stores in a directory of this machine."""
 _TIER_S: Final = 10.0
 """Seconds within which the directory of a chain's tier must answer."""
 _BACKLOG: Final = 1
@@ -108,7 +106,7 @@ def check_directories(settings: Settings) -> Iterator[str]:
     setting = "storage" if settings.storage else "directory"
     sections = [section_of(url) for url in settings.store_urls]
     for section in sections:
-        if section["type"] in _LOCAL and "path" in section:
+        if section["type"] in LOCAL and "path" in section:
             check = partial(_directory, section, setting)
             yield from check() if len(sections) == 1 else _tier(check, section["path"])
 

@@ -14,7 +14,7 @@ import typer
 
 from tiercache.cli.store.batches import check_removable, remove
 from tiercache.cli.store.forest import Forest
-from tiercache.cli.store.names import Namespaces, check_hex, object_record, one_key
+from tiercache.cli.store.names import KEY_DIGITS, Namespaces, check_hex, object_record, one_key
 from tiercache.cli.store.options import (
     Filter,
     MacKeyOption,
@@ -41,8 +41,6 @@ from tiercache.cli.terminal import (
 from tiercache.errors import ConfigError, StorageError
 from tiercache.storage.base import ScanEntry, StorageBackend
 from tiercache.text import readable_size
-
-_KEY_DIGITS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +116,7 @@ def flush(
             " see what would be deleted"
         )
     wanted = make_filter(time.time(), pool=pool, older=older)
-    digits = check_hex(prefix, "--prefix", _KEY_DIGITS) if prefix else ""
+    digits = check_hex(prefix, "--prefix", KEY_DIGITS) if prefix else ""
     target = resolve_all(store, mac_key)
     with opened(target) as found:
         if not dry_run:

@@ -12,7 +12,15 @@ from rich.tree import Tree
 
 from tiercache.cli.store.batches import ObjectReader
 from tiercache.cli.store.forest import Forest, Page
-from tiercache.cli.store.names import Namespaces, check_hex, object_header, object_record, object_row, one_key
+from tiercache.cli.store.names import (
+    KEY_DIGITS,
+    Namespaces,
+    check_hex,
+    object_header,
+    object_record,
+    object_row,
+    one_key,
+)
 from tiercache.cli.store.options import MacKeyOption, StoresOption
 from tiercache.cli.store.target import Target, check_answered, opened, resolve_all
 from tiercache.cli.terminal import (
@@ -34,8 +42,6 @@ from tiercache.errors import ConfigError
 from tiercache.storage.base import StorageBackend
 from tiercache.text import readable_size
 
-_KEY_DIGITS: Final = 64
-"""Hex digits of a page key. An object's key (layout and page key) has twice as many."""
 _CHAIN: Final = 3
 """Number of ancestors of a page that a table shows; JSON has all."""
 
@@ -86,7 +92,7 @@ def inspect(
         )
     if verify and not key:
         raise ConfigError("--verify needs a KEY; use `tiercache verify --namespace` for more than one page")
-    digits = check_hex(key, "KEY", 2 * _KEY_DIGITS) if key else ""
+    digits = check_hex(key, "KEY", 2 * KEY_DIGITS) if key else ""
     target = resolve_all(store, mac_key)
     with opened(target) as found:
         names = Namespaces.of(found)
@@ -104,7 +110,7 @@ def _page(
     entries = [
         entry
         for entry in page.entries
-        if len(digits) <= _KEY_DIGITS or entry.key.digest.hex().startswith(digits)
+        if len(digits) <= KEY_DIGITS or entry.key.digest.hex().startswith(digits)
     ]
     outcomes: list[str | None] = [None] * len(entries)
     if verify:
@@ -140,13 +146,13 @@ def _page_key(forest: Forest, digits: str) -> bytes:
 
     `digits` are the first digits of the page key, or all digits of the key of one of the page's objects.
     """
-    if len(digits) <= _KEY_DIGITS:
+    if len(digits) <= KEY_DIGITS:
         return one_key(digits, forest.pages, "KEY")
-    if len(digits) < 2 * _KEY_DIGITS:
+    if len(digits) < 2 * KEY_DIGITS:
         raise ConfigError(
             f"KEY has {len(digits)} digits; a page key has 64, and an object's key (layout and page key) 128"
         )
-    key = one_key(digits[_KEY_DIGITS:], forest.pages, "KEY")
+    key = one_key(digits[KEY_DIGITS:], forest.pages, "KEY")
     if not any(entry.key.digest.hex() == digits for entry in forest.pages[key].entries):
         raise ConfigError(
             f"KEY {digits[:SHORT]}... names a stored page in a layout that is not stored; give the page key"

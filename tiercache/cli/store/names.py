@@ -10,6 +10,8 @@ from tiercache.errors import ConfigError
 from tiercache.storage.base import ScanEntry, StorageBackend
 from tiercache.text import readable_age, readable_size
 
+KEY_DIGITS: Final = 64
+"""Hex digits of a page key. An object's key (layout and page key) has twice as many."""
 _CANDIDATES: Final = 8
 """Maximum number of matches that an error message lists."""
 _HEX: Final = frozenset("0123456789abcdef")

@@ -34,7 +34,7 @@ from tiercache.storage.tiers import PREFIX, free_name, is_read_only
 DEFAULT_DIRECTORY: Final = "/var/lib/tiercache"
 LIVE: Final = "grpc"
 """Storage type through which the store of a daemon is reached."""
-_LOCAL: Final = ("file", "lmdb")
+LOCAL: Final = ("file", "lmdb")
 """Storage types of stores that are opened from a directory."""
 _KEEP_CAPACITY: Final = "kept"
 """Value of `capacity` with which a store keeps its size when it is opened."""
@@ -193,7 +193,7 @@ def _access(target: Target, *, change: bool) -> dict[str, Any]:
     """Return the settings with which a store is opened, for change or only for reading."""
     if target.tiers:
         return {"tiers": [_as_tier(tier, change=change) for tier in target.tiers]}
-    return {"access": "write"} if change and target.kind in _LOCAL and not target.read_only else {}
+    return {"access": "write"} if change and target.kind in LOCAL and not target.read_only else {}
 
 
 def _as_tier(tier: Target, *, change: bool) -> dict[str, Any]:
@@ -274,7 +274,7 @@ def _resolve_url(url: str, mac_key: str) -> Target:
             " grpc://host:port"
         )
     directory = section.get("path", "")
-    if kind in _LOCAL:
+    if kind in LOCAL:
         if section.get("capacity", _KEEP_CAPACITY) != _KEEP_CAPACITY:
             parse_size(section["capacity"])
         if directory and not os.path.lexists(os.path.join(directory, "format")):
