@@ -22,8 +22,8 @@ import grpc
 
 from tiercache.core import ObjectKey, ObjectMeta, PoolName
 from tiercache.wire import attachment, messages
-from tiercache.wire.frames import cut, decode, encode
 from tiercache.wire.methods import ATTACH_SOCKET, GRPC_SOCKET, METHODS, SESSION_METADATA
+from tiercache.wire.pieces import cut
 from tiercache.wire.v1 import attach_pb2
 from tiercache.wire.v1 import storage_pb2 as pb
 
@@ -240,10 +240,10 @@ class Client:
         found: dict[int, bytes] = {}
         hits: set[int] = set()
         for data in self.stream("Get", iter([request]), timeout):
-            header, payload = decode(data, pb.GetPieces)
-            at = 0
+            reply = pb.GetReply.FromString(data)
+            header, payload, at = reply.pieces, reply.payload, 0
             for item, outcome, size in zip(header.items, header.outcomes, header.sizes, strict=True):
-                found[item] = found.get(item, b"") + bytes(payload[at : at + size])
+                found[item] = found.get(item, b"") + payload[at : at + size]
                 hits |= {item} if outcome == pb.OUTCOME_HIT else set()
                 at += size
         return [found[n] if n in hits else None for n in range(len(lengths))]
@@ -277,7 +277,8 @@ def set_messages(items: Mapping[ObjectKey, bytes], namespace: bytes = NAMESPACE)
             keys=messages.keys([keys[n] for n in begun]),
             metas=[messages.meta(ObjectMeta(namespace, len(values[n]), b"", None, None)) for n in begun],
         )  # fmt: skip
-        yield encode(header, [memoryview(values[piece.item])[piece.start : piece.stop] for piece in pieces])
+        payload = b"".join(values[piece.item][piece.start : piece.stop] for piece in pieces)
+        yield pb.SetRequest(pieces=header, payload=payload).SerializeToString()
 
 
 def status(call: Any) -> grpc.StatusCode:

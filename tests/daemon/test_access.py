@@ -38,7 +38,6 @@ from tiercache.core import ObjectKey
 from tiercache.daemon import StorageServer
 from tiercache.daemon.views import NameCipher
 from tiercache.wire import attachment, messages
-from tiercache.wire.frames import decode
 from tiercache.wire.methods import METHODS
 from tiercache.wire.v1 import attach_pb2
 from tiercache.wire.v1 import storage_pb2 as pb
@@ -504,7 +503,7 @@ def test_get_into_answers_like_a_miss_too(daemon: Daemon, client: Any) -> None:
             into(worker, region, 1, {k: b""}) == into(worker, region, 1, {absent: b""}) == [pb.OUTCOME_MISS]
         )
     [reply] = ask(client("red"), "Get", absent)
-    assert not decode(reply, pb.GetPieces)[1]
+    assert not pb.GetReply.FromString(reply).payload
 
 
 def test_a_namespace_may_be_named_as_the_operator_is_shown_it(client: Any) -> None:

@@ -45,7 +45,6 @@ from tests.daemon.hosts import (
 from tests.examples import slow_after
 from tiercache.core import ObjectMeta, Verb
 from tiercache.wire import messages
-from tiercache.wire.frames import encode
 from tiercache.wire.methods import METHODS, SERVICE
 from tiercache.wire.v1 import storage_pb2 as pb
 
@@ -227,7 +226,7 @@ def keys_of(count: int, pools: int = 1) -> pb.Keys:
 
 
 def header(**columns: Any) -> bytes:
-    return encode(pb.SetPieces(**columns), [])
+    return pb.SetRequest(pieces=pb.SetPieces(**columns)).SerializeToString()
 
 
 ONE_OF_MANY = pb.SetPieces(
@@ -364,9 +363,8 @@ class TestAmplification:
         """Each is charged for its whole length, so that few are under way at once; their first message brings
         much beside.
         """
-        begun = encode(
-            ONE_OF_MANY, [memoryview(b"x")]
-        ) + b"\x1a\xa0\x8d\x06" + bytes(100_000)  # fmt: skip
+        whole = pb.SetRequest(pieces=ONE_OF_MANY, payload=b"x").SerializeToString()
+        begun = whole + b"\x1a\xa0\x8d\x06" + bytes(100_000)
 
         def requests() -> Iterator[bytes]:
             yield begun
@@ -381,11 +379,12 @@ class TestAmplification:
         item = pb.SetPieces(
             sizes=[1], begins=[True], keys=keys_of(1), metas=[pb.ObjectMeta(namespace=b"n", length=3)]
         )
-        more = encode(pb.SetPieces(sizes=[1], begins=[False]), [memoryview(b"x")])
+        more = pb.SetRequest(pieces=pb.SetPieces(sizes=[1], begins=[False]), payload=b"x").SerializeToString()
         junk = b"\x1a" + bytes([0xF0, 0xFF, 0x7B]) + bytes(0x1EFFFF0)[: 0x7B << 14 | 0x3FF0]
 
         def requests() -> Iterator[bytes]:
-            yield encode(item, [memoryview(b"x")]) + junk[: MESSAGE - 400]
+            begun = pb.SetRequest(pieces=item, payload=b"x").SerializeToString()
+            yield begun + junk[: MESSAGE - 400]
             yield more
             time.sleep(2 * IDLE)
 
@@ -398,7 +397,7 @@ class TestAmplification:
             sizes=[1, 63] * KEYS, begins=[True, False] * KEYS, keys=messages.keys(list(objects)),
             metas=[pb.ObjectMeta(namespace=b"n", length=64)] * KEYS,
         )  # fmt: skip
-        whole = encode(first, [memoryview(bytes(64 * KEYS))])
+        whole = pb.SetRequest(pieces=first, payload=bytes(64 * KEYS)).SerializeToString()
         with clients(4, mallory) as hostile:
             at_once(16, lambda n: list(hostile[n % 4].stream("Set", iter([whole]), 20)))
 

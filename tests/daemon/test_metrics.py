@@ -34,8 +34,8 @@ from tiercache.storage.wrappers import Wrapper
 from tiercache.testing.latency import Latency
 from tiercache.testing.objects import key, payload, put, to_set
 from tiercache.wire import attachment, messages
-from tiercache.wire.frames import cut, decode, encode
 from tiercache.wire.methods import ATTACH_SOCKET, GRPC_SOCKET, METHODS, SESSION_METADATA
+from tiercache.wire.pieces import cut
 from tiercache.wire.v1 import attach_pb2
 from tiercache.wire.v1 import storage_pb2 as pb
 
@@ -127,9 +127,8 @@ def pieces(items: list[SetItem]) -> list[bytes]:
             begins=[not piece.start for piece in message],
             sizes=[piece.stop - piece.start for piece in message],
         )
-        frames.append(
-            encode(header, [memoryview(b"".join(items[p.item].buffers))[p.start : p.stop] for p in message])
-        )
+        payload = b"".join(b"".join(items[p.item].buffers)[p.start : p.stop] for p in message)
+        frames.append(pb.SetRequest(pieces=header, payload=payload).SerializeToString())
     return frames
 
 
@@ -208,7 +207,7 @@ def test_figures_add_up_after_known_calls(tmp_path: Path) -> None:
             exists([key(0), key(1), key("x"), key(9, PoolName.MAMBA), key("y", PoolName.MAMBA)]),
         )
         frames = call(channel, "Get", get([key(0), key(2), key("x")]))
-        assert sum(decode(frame, pb.GetPieces)[1].nbytes for frame in frames) == 2 * SIZE
+        assert sum(len(pb.GetReply.FromString(frame).payload) for frame in frames) == 2 * SIZE
         refused(grpc.StatusCode.INVALID_ARGUMENT, channel, "Exists", exists([key(0)]), timeout=None)
         refused(grpc.StatusCode.INVALID_ARGUMENT, channel, "Exists", b"\xff\xff\xff")
         refused(grpc.StatusCode.INVALID_ARGUMENT, channel, "Exists", exists([key(n) for n in range(4097)]))

@@ -30,7 +30,7 @@ from tiercache.events.settings import EventSettings
 from tiercache.keys import Shard
 from tiercache.storage.registry import open_backend
 from tiercache.storage.store_events import StoreEvents
-from tiercache.wire import attachment, data, frames, messages
+from tiercache.wire import attachment, data, messages
 from tiercache.wire.v1 import attach_pb2, data_pb2
 from tiercache.wire.v1 import storage_pb2 as pb
 
@@ -41,16 +41,20 @@ META = ObjectMeta(b"n" * 32, 4096, b"c" * 16, b"p" * 32, 3, 0.5, 7)
 # ------------------------------------------------------------------------------------------------------------
 
 
-def _frame(found: bytes) -> None:
-    header, payload = frames.decode(found, pb.SetPieces)
-    promised(payload.nbytes <= len(found) and header.ByteSize() <= 2 * len(found), "more than was given")
+def _set(data: bytes) -> None:
+    found = messages.read_message(data, pb.UnreadSet, MIB)
+    header = messages.read_message(found.pieces, pb.SetPieces, MIB)
+    promised(len(found.payload) <= len(data) and header.ByteSize() <= 2 * len(data), "more than was given")
     messages.read_keys(header.keys, 100)
 
 
-def _frames() -> list[bytes]:
+def _sets() -> list[bytes]:
     header = pb.SetPieces(sizes=[3, 0], begins=[True, True], keys=messages.keys(KEYS[:2]),
                           metas=[messages.meta(META)] * 2)  # fmt: skip
-    return [frames.encode(header, [memoryview(b"abc")]), frames.encode(pb.SetPieces(), [])]
+    return [
+        pb.SetRequest(pieces=header, payload=b"abc").SerializeToString(),
+        pb.SetRequest().SerializeToString(),
+    ]
 
 
 READERS: Sequence[tuple[type[Any], Callable[[Any], object]]] = (
@@ -69,7 +73,7 @@ READERS: Sequence[tuple[type[Any], Callable[[Any], object]]] = (
 
 def _message(found: bytes) -> None:
     kind, read = READERS[found[0] % len(READERS)] if found else READERS[0]
-    read(frames.read_message(found[1:], kind, MIB))
+    read(messages.read_message(found[1:], kind, MIB))
 
 
 def _messages() -> list[bytes]:
@@ -112,7 +116,7 @@ def _stream(found: bytes) -> None:
         frame = data.unpack(found[at : at + data.FRAME_BYTES], 1 << 16, MIB)
         at += data.FRAME_BYTES
         header = found[at : at + frame.header]
-        frames.read_message(header, HEADERS.get(frame.kind, pb.SetPieces), 1 << 16)
+        messages.read_message(header, HEADERS.get(frame.kind, pb.SetPieces), 1 << 16)
         at += frame.header + frame.payload
 
 
@@ -328,7 +332,7 @@ def _cursors() -> list[bytes]:
 
 
 RECEIVED = (
-    Target("payload message", _frame, _frames, (WireError,)),
+    Target("payload message", _set, _sets, (WireError,)),
     Target("message", _message, _messages, (WireError,)),
     Target("data frames", _stream, _streams, (WireError,)),
     Target("attach packet", _packet, _packets, (WireError,), max_bytes=5000, costs=2),

@@ -156,3 +156,42 @@ def test_a_mapping_is_bounded() -> None:
         messages.read_mapping({str(i): "" for i in range(40)}, {str(i): i for i in range(40)})
     with pytest.raises(WireError):
         messages.read_mapping({"model": "x" * 5000}, {})
+
+
+COUNTED = b"\x7a\x80\x80\x04" + bytes(1 << 16)
+"""A field of a newer version, so large that the fields of its message are counted."""
+
+
+@given(st.binary(max_size=200))
+def test_any_large_message_is_read_as_protobuf_reads_it_or_refused(data: bytes) -> None:
+    try:
+        expected = pb.SetPieces.FromString(COUNTED + data)
+    except DecodeError:
+        expected = None
+    try:
+        found = messages.read_message(COUNTED + data, pb.SetPieces, 1 << 20)
+    except WireError:
+        return  # stricter than protobuf, which also reads groups
+    assert found == expected
+
+
+@given(METAS, st.binary(max_size=60))
+def test_fields_of_newer_versions_are_passed_over(meta: ObjectMeta, more: bytes) -> None:
+    numbers = b"\xf8\x3f\x96\x01" + b"\xf9\x3f" + bytes(8) + b"\xfd\x3f" + bytes(4)
+    whole = pb.SetPieces(sizes=[3], metas=[messages.meta(meta)])
+    newer = COUNTED + b"\xfa\x3f" + bytes([len(more)]) + more + numbers
+    found = messages.read_message(newer + whole.SerializeToString(), pb.SetPieces, 1 << 20)
+    assert (list(found.sizes), list(found.metas)) == ([3], list(whole.metas))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\x12\xff\xff\xff\xff\x0f", b"\x12", b"\x0a\x02\xff\xff", b"\x80" * 11, b"\x00\x00", b"\x13",
+     b"\x11\x00", b"\x12\x05abc"],
+    ids=["a huge length", "no length", "a bad number inside", "an endless number", "field 0", "a group",
+         "a cut fixed field", "cut bytes"],
+)  # fmt: skip
+@pytest.mark.parametrize("before", [b"", COUNTED], ids=["small", "counted"])
+def test_what_is_no_message_is_refused(before: bytes, data: bytes) -> None:
+    with pytest.raises(WireError):
+        messages.read_message(before + data, pb.SetPieces, 1 << 20)

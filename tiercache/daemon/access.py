@@ -22,7 +22,7 @@ from tiercache.config.settings import Settings, read_salt, read_token
 from tiercache.core import Verb
 from tiercache.daemon.accounting.account import Account
 from tiercache.daemon.accounting.accounted import Accounted, TenantAccount
-from tiercache.daemon.budget import Budget
+from tiercache.daemon.budget import MESSAGE_COPIES, Budget
 from tiercache.daemon.hints import OneScale
 from tiercache.daemon.namespaces import FewNamespaces
 from tiercache.daemon.views import CommonView, NameCipher, NamespaceView, TenantView
@@ -102,13 +102,14 @@ class Budgets:
         Units that are taken from a smaller budget are also taken from its parent.
 
         A part has `payload` bytes and `streams` calls. Its limits for messages and threads are those of its
-        parents, divided by `share`. The limits for messages have room for at least two messages with payload
-        and one without, of `message` bytes each. Every limit is at least 1, and at most that of its parent.
+        parents, divided by `share`. The limits for messages have room for at least one message with payload
+        (MESSAGE_COPIES) and one without, of `message` bytes each. Every limit is at least 1, and at most that
+        of its parent.
         """
         limits = (
             (self.payload, payload),
             (self.streams, streams),
-            (self.transfers, max(self.transfers.limit // share, 2 * message)),
+            (self.transfers, max(self.transfers.limit // share, MESSAGE_COPIES * message)),
             (self.requests, max(self.requests.limit // share, message)),
             (self.workers, self.workers.limit // share),
         )

@@ -21,6 +21,10 @@ from tiercache.steps import enter_loop, in_loop
 
 BLOCK_BYTES: Final = 64 << 10
 """Size of a block of the arena in bytes."""
+MESSAGE_COPIES: Final = 4
+"""Number of times that the bytes of a message with payload are held at once.
+
+One copy is on its way, and of the next message there are the payload, the parsed message and its bytes."""
 
 
 class Budget:

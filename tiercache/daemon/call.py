@@ -16,7 +16,6 @@ from tiercache.core import ObjectKey
 from tiercache.daemon.access import Caller, LimitError, Refusal
 from tiercache.errors import WireError
 from tiercache.wire import messages
-from tiercache.wire.frames import read_message
 from tiercache.wire.v1 import storage_pb2 as pb
 
 M = TypeVar("M", bound=Message)
@@ -96,7 +95,7 @@ class Call:
         data = await self.read()
         if data is None:
             raise WireError("the call ended before its request came")
-        message = read_message(data, kind, self.request_bytes)
+        message = messages.read_message(data, kind, self.request_bytes)
         weight = PARSED * len(data) + weigh(message)
         if weight > self.message_bytes:
             raise WireError(

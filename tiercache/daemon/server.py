@@ -24,7 +24,7 @@ from tiercache.config.urls import section_of, storage_url, unix_target
 from tiercache.daemon.access import ANONYMOUS, OWNER, Access, Budgets
 from tiercache.daemon.accounting.account import Account
 from tiercache.daemon.audit import AuditLog
-from tiercache.daemon.budget import BLOCK_BYTES, BlockPool, Budget
+from tiercache.daemon.budget import BLOCK_BYTES, MESSAGE_COPIES, BlockPool, Budget
 from tiercache.daemon.call_log import CallLog
 from tiercache.daemon.certificates import CertificateFiles, Certificates
 from tiercache.daemon.gate import Gate
@@ -295,7 +295,7 @@ class StorageServer:
         budgets = Budgets(
             payload=Budget(arena.nbytes),
             streams=Budget(limits.streams),
-            transfers=Budget(max(rest - rest // 3, 2 * limits.message_bytes)),
+            transfers=Budget(max(rest - rest // 3, MESSAGE_COPIES * limits.message_bytes)),
             requests=Budget(max(rest // 3, limits.message_bytes)),
             workers=Budget(threads.count),
         )

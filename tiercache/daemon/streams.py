@@ -21,7 +21,7 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 from tiercache.daemon.access import Caller
-from tiercache.daemon.budget import BlockPool, Lease
+from tiercache.daemon.budget import MESSAGE_COPIES, BlockPool, Lease
 from tiercache.daemon.call import Call, Wanted, read_wanted
 from tiercache.daemon.node_metrics import NodeMetrics, Plane
 from tiercache.daemon.payload.receiving import ObjectReceiver
@@ -30,7 +30,7 @@ from tiercache.daemon.store_threads import Threads
 from tiercache.steps import enter_loop
 from tiercache.storage.base import GetItem
 from tiercache.wire import messages
-from tiercache.wire.frames import CHUNK_BYTES, encode
+from tiercache.wire.pieces import CHUNK_BYTES
 from tiercache.wire.v1 import storage_pb2 as pb
 
 _HEADER_BYTES: Final = 64 << 10
@@ -69,7 +69,8 @@ class StreamCalls:
 
         async def deliver(window: Window) -> None:
             for header, views in window.pieces(self._chunk):
-                await call.send(encode(header, views))
+                reply = pb.GetReply(pieces=header, payload=b"".join(views))
+                await call.send(reply.SerializeToString())
 
         request = await call.request(pb.GetRequest)
         async with _transfer(call.caller, self._chunk + _HEADER_BYTES):
@@ -151,11 +152,8 @@ class StreamCalls:
 
 @asynccontextmanager
 async def _transfer(caller: Caller, nbytes: int) -> AsyncIterator[None]:
-    """Reserve room for two messages of `nbytes` bytes each, or the largest room that the client may have.
-
-    One message is on its way, while the other is made or parsed.
-    """
-    held = min(2 * nbytes, caller.budgets.transfers.largest)
+    """Reserve room for messages of `nbytes` bytes each, or the largest room that the client may have."""
+    held = min(MESSAGE_COPIES * nbytes, caller.budgets.transfers.largest)
     await caller.budgets.transfers.take(held)
     try:
         yield

@@ -5,6 +5,6 @@ Order of reading:
 1. `proto/tiercache/wire/v1` defines the messages.
 2. `methods` has the table of calls.
 3. `messages` converts between protobuf and `tiercache.core`.
-4. `frames` encodes and decodes messages with payload, with few copies.
+4. `pieces` divides objects among messages with payload.
 5. `attachment` sets up memory that two processes share.
 """

@@ -1,15 +1,16 @@
 """Conversion between protobuf messages and the types of `tiercache.core`.
 
-The functions `read_...` check the values from the other end: they return valid values or raise WireError.
+The functions `read_...` check what comes from the other end: they return valid values or raise WireError.
 Only `read_meta` checks nothing, because the store checks those values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
+from google.protobuf.message import DecodeError, Message
 
 from tiercache.core import DIGEST_BYTES, ObjectKey, ObjectMeta, Outcome, PoolName
 from tiercache.errors import WireError
@@ -20,6 +21,12 @@ _MAX_TEXT: Final = 4096
 """Maximum number of characters of a text in a mapping."""
 _MAX_ENTRIES: Final = 64
 """Maximum number of entries of a mapping, of pools in one batch of keys, and of tiers in one reply."""
+_FEW_BYTES: Final = 64 << 10
+"""Maximum bytes of a message that is parsed without counting its fields first."""
+_MAX_FIELDS: Final = 8192
+"""Maximum number of fields of a message, more than any batch needs.
+
+The limit is needed because a field of two bytes may take 100 bytes of memory, and each field takes time."""
 _TIER_FIELDS: Final = {field.name for field in pb.TierReport.DESCRIPTOR.fields} - {"texts", "numbers"}
 """Fields of a tier's report that have the same name and type on the wire as in a `TierReport`."""
 
@@ -40,6 +47,54 @@ NUMBER_OF: Final = {outcome: number for number, outcome in enumerate(_OUTCOMES, 
     Outcome.REFUSED: _OUTCOMES.index(Outcome.ERROR) + 1,
 }
 """Number of each outcome on the wire; UNAVAILABLE and REFUSED are sent as ERROR."""
+
+M = TypeVar("M", bound=Message)
+
+
+def read_message(data: bytes, kind: type[M], max_bytes: int) -> M:
+    """Parse a message.
+
+    Raises WireError if the message has more than `max_bytes` bytes, is malformed, or has too many fields. The
+    limit on fields (`_MAX_FIELDS`, checked above 64 KiB) bounds the memory for the parsed message.
+    """
+    if len(data) > max_bytes:
+        raise WireError(
+            f"a message of {len(data)} bytes is beyond the limit of {max_bytes}; send it in parts"
+        )
+    try:
+        if len(data) > _FEW_BYTES:
+            _count_fields(data)
+        return kind.FromString(data)
+    except (DecodeError, IndexError, KeyError) as error:
+        raise WireError(f"a message cannot be read ({error})") from error
+
+
+def _count_fields(data: bytes) -> None:
+    """Raise WireError for more than `_MAX_FIELDS` fields; IndexError or KeyError for malformed ones."""
+    at = 0
+    for _ in range(_MAX_FIELDS):
+        tag, at = _varint(data, at)
+        if tag & 7 == 0:
+            _, at = _varint(data, at)
+        elif tag & 7 == 2:  # its length comes before its content
+            size, at = _varint(data, at)
+            at += size
+        else:
+            at += {1: 8, 5: 4}[tag & 7]
+        if at == len(data):
+            return
+    raise WireError(f"a message has more than {_MAX_FIELDS} fields; send it in parts")
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Return the number at an offset (7 bits a byte, lowest first) and the offset after it."""
+    value = 0
+    for shift in range(0, 70, 7):
+        value |= (data[at] & 0x7F) << shift
+        at += 1
+        if data[at - 1] < 0x80:
+            return value, at
+    raise IndexError("a number of more than ten bytes")
 
 
 def keys(items: Sequence[ObjectKey]) -> pb.Keys:

@@ -23,11 +23,7 @@ ATTACH_SOCKET: Final = "attach.sock"
 
 
 class Method(NamedTuple):
-    """Call of the service.
-
-    A request or reply may be a stream of messages with payload (`wire.frames`). gRPC passes such messages on
-    as plain bytes.
-    """
+    """Call of the service."""
 
     name: str
     request: type[Any]

@@ -115,8 +115,8 @@ class Connection:
     def call(self, name: str, request: Any, seconds: float) -> Any:
         """Return the reply to one call.
 
-        `request`: a message, or an iterator of bytes. Raises CallError if the call fails or takes more than
-        `seconds`.
+        `request`: a message, or an iterator of messages. Raises CallError if the call fails or takes more
+        than `seconds`.
         """
         if name == "Exists" and self.data is not None:
             deadline = time.monotonic() + seconds
@@ -131,7 +131,7 @@ class Connection:
         except ValueError as error:  # another thread closed the channel
             raise self._channel_closed(error) from error
 
-    def stream(self, name: str, request: Any, seconds: float) -> Iterator[bytes]:
+    def stream(self, name: str, request: Any, seconds: float) -> Iterator[Any]:
         """Yield the messages of a call's reply.
 
         If the iterator is closed early, the call is cancelled. Raises CallError if the call fails or takes
@@ -205,17 +205,14 @@ class Connection:
         else:
             self._channel = grpc.secure_channel(settings.target, credentials, options)
         for method in METHODS.values():
-            kind, pack, unpack = (
-                self._channel.unary_unary,
-                method.request.SerializeToString,
-                method.reply.FromString,
+            kind = {
+                "": self._channel.unary_unary,
+                "request": self._channel.stream_unary,
+                "reply": self._channel.unary_stream,
+            }[method.streams]
+            self._calls[method.name] = kind(
+                method.path, method.request.SerializeToString, method.reply.FromString
             )
-            # Streams carry payload: `wire.frames` encodes and decodes their messages, so gRPC gets bytes.
-            if method.streams == "request":
-                kind, pack = self._channel.stream_unary, None
-            elif method.streams == "reply":
-                kind, unpack = self._channel.unary_stream, None
-            self._calls[method.name] = kind(method.path, pack, unpack)
 
     def _classify(self, error: grpc.RpcError) -> CallError:
         return classify(error, str(self._settings), session=self.session is not None)

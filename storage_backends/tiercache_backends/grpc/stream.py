@@ -24,7 +24,7 @@ from tiercache.storage.base import GetItem, SetItem, checksum_of
 from tiercache.storage.checksum import CHECKSUM_BYTES, checksum
 from tiercache.storage.vectors import batches, take
 from tiercache.wire import messages
-from tiercache.wire.frames import CHUNK_BYTES, Piece, cut, decode, encode
+from tiercache.wire.pieces import CHUNK_BYTES, Piece, cut
 from tiercache.wire.v1 import storage_pb2 as pb
 from tiercache_backends.grpc.connection import Connection
 from tiercache_backends.grpc.connection_manager import ConnectionManager
@@ -189,21 +189,21 @@ class _Outgoing:
         self._sums = sums
         self._pieces = cut([item.meta.length for item in items], chunk)
 
-    def __iter__(self) -> Iterator[bytes]:
+    def __iter__(self) -> Iterator[pb.SetRequest]:
         return self
 
-    def __next__(self) -> bytes:
+    def __next__(self) -> pb.SetRequest:
         with self._lock:
             if not self._items:
                 raise StopIteration
-            return self._frame(next(self._pieces))
+            return self._message(next(self._pieces))
 
     def end(self) -> None:
         """Make no more messages; return when no thread uses the buffers any more."""
         with self._lock:
             self._items = ()
 
-    def _frame(self, pieces: Sequence[Piece]) -> bytes:
+    def _message(self, pieces: Sequence[Piece]) -> pb.SetRequest:
         begun = [piece.item for piece in pieces if not piece.start]  # items that begin in this message
         header = pb.SetPieces(
             sizes=[piece.stop - piece.start for piece in pieces],
@@ -211,14 +211,12 @@ class _Outgoing:
             keys=messages.keys([self._items[n].key for n in begun]),
             metas=[messages.meta(replace(self._items[n].meta, checksum=self._sums[n])) for n in begun],
         )
-        return encode(
-            header,
-            [
-                view
-                for piece in pieces
-                for view in take(self._items[piece.item].buffers, piece.start, piece.stop)
-            ],
-        )
+        views = [
+            view
+            for piece in pieces
+            for view in take(self._items[piece.item].buffers, piece.start, piece.stop)
+        ]
+        return pb.SetRequest(pieces=header, payload=b"".join(views))
 
 
 class _Incoming:
@@ -251,9 +249,9 @@ class _Incoming:
         self._at = 0  # bytes of the current item that have arrived
         try:
             # mypy does not know that the iterator is a generator, which has the method `close`
-            with closing(connection.stream("Get", request, seconds)) as frames:  # type: ignore[type-var]
-                for frame in frames:
-                    self._take_in(*decode(frame, pb.GetPieces))
+            with closing(connection.stream("Get", request, seconds)) as replies:  # type: ignore[type-var]
+                for reply in replies:
+                    self._take_in(reply.pieces, memoryview(reply.payload))
         except WireError as error:
             raise CallError(Kind.INVALID, str(error)) from error
         if len(self.outcomes) != len(self._items):

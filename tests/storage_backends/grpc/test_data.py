@@ -32,7 +32,6 @@ from tiercache.daemon import StorageServer
 from tiercache.errors import StorageError
 from tiercache.testing.objects import content, fetch, key, payload, to_get, to_set
 from tiercache.wire.data import FRAME_BYTES, FrameKind, pack, unpack
-from tiercache.wire.frames import encode
 from tiercache.wire.v1 import data_pb2
 from tiercache.wire.v1 import storage_pb2 as pb
 
@@ -123,7 +122,7 @@ def bad(
     def get(requests: Iterator[bytes], _: Any) -> Iterator[bytes]:
         for n in range(len(pb.GetRequest.FromString(next(requests)).lengths)):
             header.items[:] = [n]
-            yield encode(header, [memoryview(data)])
+            yield pb.GetReply(pieces=header, payload=data).SerializeToString()
 
     def store(requests: Iterator[bytes], _: Any) -> Iterator[bytes]:
         for _ in requests:

@@ -36,7 +36,6 @@ from tiercache.pools import HostArena
 from tiercache.storage.base import GetItem, SetItem
 from tiercache.testing.objects import content, fetch, key, payload, put, to_get, to_set
 from tiercache.wire import messages
-from tiercache.wire.frames import decode, encode
 from tiercache.wire.v1 import storage_pb2 as pb
 
 HIT, STORED, ERROR, THROTTLED, UNAVAILABLE = (
@@ -376,7 +375,7 @@ def test_what_is_damaged_on_its_way_is_an_error(ends: ExitStack) -> None:
             entry = store.describe([k])[0]
             assert entry is not None
             header = pb.GetPieces(items=[n], outcomes=[1], sizes=[length], checksums=entry.meta.checksum)
-            yield encode(header, [memoryview(data)])
+            yield pb.GetReply(pieces=header, payload=bytes(data)).SerializeToString()
 
     with server(Get=get) as address, direct(address) as client:
         items = [to_get(key("a"), SIZE) for _ in range(3)]
@@ -385,7 +384,12 @@ def test_what_is_damaged_on_its_way_is_an_error(ends: ExitStack) -> None:
 
 
 @pytest.mark.parametrize(
-    "frames", [[], [b"\xff\xff"], [encode(pb.GetPieces(items=[1], outcomes=[3], sizes=[0]), [])]]
+    "frames",
+    [
+        [],
+        [b"\xff\xff"],
+        [pb.GetReply(pieces=pb.GetPieces(items=[1], outcomes=[3], sizes=[0])).SerializeToString()],
+    ],
 )
 def test_an_answer_that_is_none_is_an_error_and_no_outage(ends: ExitStack, frames: list[bytes]) -> None:
     with server(Get=lambda requests, _: iter(frames)) as address, direct(address) as client:
@@ -407,15 +411,15 @@ def test_an_answer_about_other_keys_than_those_asked_is_an_error() -> None:
 
 def test_a_set_that_stalls_leaves_the_buffers_alone_when_it_returns(ends: ExitStack) -> None:
     """The server takes the first message and then no more, until long after the caller reuses its buffers."""
-    seen: list[memoryview] = []
+    seen: list[bytes] = []
     later, done = Event(), Event()
 
     def stall(requests: Iterator[bytes], _: Any) -> Iterator[bytes]:
         try:
-            seen.append(decode(next(requests), pb.SetPieces)[1])
+            seen.append(pb.SetRequest.FromString(next(requests)).payload)
             later.wait(30)
             for message in requests:
-                seen.append(decode(message, pb.SetPieces)[1])
+                seen.append(pb.SetRequest.FromString(message).payload)
         finally:
             done.set()
         yield b""
@@ -435,7 +439,7 @@ def test_a_set_that_stalls_leaves_the_buffers_alone_when_it_returns(ends: ExitSt
         assert done.wait(30)
         data.clear()  # raises BufferError if anybody still looks at it
         assert seen
-        assert all(bytes(part).count(2) == 0 for part in seen)
+        assert all(part.count(2) == 0 for part in seen)
         until(lambda: not any("consume" in thread.name for thread in set(threading.enumerate()) - threads))
 
 
@@ -444,12 +448,12 @@ def test_a_get_that_stalls_keeps_what_is_complete(ends: ExitStack) -> None:
 
     def stall(requests: Iterator[bytes], _: Any) -> Iterator[bytes]:
         item = to_set(key(0), payload(0, 100))
-        yield encode(
-            pb.GetPieces(items=[0], outcomes=[1], sizes=[100], checksums=item.meta.checksum), item.buffers
-        )
-        yield encode(
-            pb.GetPieces(items=[1], outcomes=[1], sizes=[50], checksums=bytes(16)), [memoryview(bytes(50))]
-        )
+        for n, size, found, data in (
+            (0, 100, item.meta.checksum, payload(0, 100)),
+            (1, 50, bytes(16), bytes(50)),
+        ):
+            header = pb.GetPieces(items=[n], outcomes=[1], sizes=[size], checksums=found)
+            yield pb.GetReply(pieces=header, payload=data).SerializeToString()
         wait.wait(30)
 
     with server(Get=stall) as address, direct(address, transfer_timeout="300ms") as client:

@@ -21,7 +21,6 @@ from tiercache.errors import WireError
 from tiercache.steps import enter_loop
 from tiercache.wire import data, messages
 from tiercache.wire.data import FrameKind
-from tiercache.wire.frames import read_message
 from tiercache.wire.v1 import data_pb2
 from tiercache.wire.v1 import storage_pb2 as pb
 
@@ -55,7 +54,7 @@ class DataCall(Call):
 
     async def request(self, kind: type[M], weigh: Callable[[M], int] = lambda _: 0) -> M:
         """Return the request, for which the connection has taken room before it received it."""
-        message = read_message(self._request, kind, self.request_bytes)
+        message = messages.read_message(self._request, kind, self.request_bytes)
         weight = PARSED * len(self._request) + weigh(message)
         if weight > self.message_bytes:
             raise WireError(

@@ -32,9 +32,8 @@ from tiercache.daemon.payload.readiness import SocketReadiness
 from tiercache.daemon.payload.sessions import DataSession, DataSessions
 from tiercache.daemon.sockets import EXHAUSTED, listen_tcp, origin_of
 from tiercache.errors import WireError
-from tiercache.wire import data
+from tiercache.wire import data, messages
 from tiercache.wire.data import FrameKind
-from tiercache.wire.frames import read_message
 from tiercache.wire.v1 import data_pb2
 from tiercache.wire.v1 import storage_pb2 as pb
 
@@ -316,7 +315,7 @@ class DataPort:
         await caller.budgets.requests.take(held)
         try:
             packed = await channel.receive(frame.header)
-            called = read_message(packed, data_pb2.DataCall, most + _CALL_BYTES)
+            called = messages.read_message(packed, data_pb2.DataCall, most + _CALL_BYTES)
             if called.method not in data.METHODS:
                 raise WireError(f"data connections carry no calls of {called.method[:64]!r}")
             if frame.payload and called.method != "Set":

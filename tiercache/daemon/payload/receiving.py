@@ -19,7 +19,6 @@ from tiercache.storage.base import SetItem, StorageBackend
 from tiercache.storage.checksum import checksum
 from tiercache.storage.vectors import batches, take, zero_tail
 from tiercache.wire import messages
-from tiercache.wire.frames import decode
 from tiercache.wire.v1 import storage_pb2 as pb
 
 
@@ -90,7 +89,9 @@ class ObjectReceiver:
 
     async def add(self, message: bytes) -> None:
         """Process one message; raises WireError if it is malformed, LimitError if it is beyond a limit."""
-        header, payload = decode(message, pb.SetPieces, self._max_header)
+        found = messages.read_message(message, pb.UnreadSet, len(message))
+        header = messages.read_message(found.pieces, pb.SetPieces, self._max_header)
+        payload = memoryview(found.payload)
         keys = read_keys(header.keys, self._max_keys)
         if not (
             len(header.sizes) == len(header.begins) and len(keys) == len(header.metas) == sum(header.begins)

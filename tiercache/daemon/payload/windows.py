@@ -15,7 +15,7 @@ from tiercache.storage.base import GetItem, StorageBackend
 from tiercache.storage.checksum import checksum
 from tiercache.storage.vectors import take
 from tiercache.wire import messages
-from tiercache.wire.frames import Piece, cut
+from tiercache.wire.pieces import Piece, cut
 from tiercache.wire.v1 import storage_pb2 as pb
 
 WINDOW_BYTES: Final = 8 << 20

@@ -27,7 +27,7 @@ from tiercache.lab.bench.raw import RawClient
 from tiercache.lab.bench.rows import Note, Row, Target, Unit
 from tiercache.lab.bench.subject import Buffers, Subject, batch_keys
 from tiercache.lab.bench.timing import Crew, Side, medians
-from tiercache.wire.frames import CHUNK_BYTES
+from tiercache.wire.pieces import CHUNK_BYTES
 from tiercache.wire.v1 import storage_pb2 as pb
 
 _MAX_OBJECTS: Final = 128

@@ -210,6 +210,14 @@ class SetRequest(_message.Message):
     payload: bytes
     def __init__(self, pieces: _Optional[_Union[SetPieces, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
+class UnreadSet(_message.Message):
+    __slots__ = ("pieces", "payload")
+    PIECES_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    pieces: bytes
+    payload: bytes
+    def __init__(self, pieces: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
 class SetPieces(_message.Message):
     __slots__ = ("sizes", "begins", "keys", "metas")
     SIZES_FIELD_NUMBER: _ClassVar[int]
