@@ -1,28 +1,26 @@
 """Connections of the HTTP port: few at once, each for a short time, on a thread of their own.
 
 aiohttp parses requests and writes answers. It neither limits the number of connections nor the time of a
-silent one, so connections are accepted here and handed to it. `admission` decides which is handed over next.
+silent one, so an `Acceptor` hands connections to it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import socket
 import time
-from asyncio import Task
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from threading import Thread
 from typing import Any, Final
 
 from aiohttp import web
 
-from tiercache.daemon.admission import Admission, ConnectionState, OpeningCounter
+from tiercache.daemon.acceptor import AcceptedConnection, Acceptor
+from tiercache.daemon.admission import Admission
 from tiercache.daemon.certificates import Certificates
-from tiercache.daemon.sockets import listen_tcp, origin_of
+from tiercache.daemon.sockets import listen_tcp
 from tiercache.errors import StorageError
 
 MAX_CONNECTIONS: Final = 512
@@ -31,14 +29,10 @@ MAX_SERVED: Final = {False: 64, True: 32}
 """Maximum number of connections that are served at once, in clear and in TLS, where each holds 300 KB."""
 _SECONDS: Final = 5.0
 """Maximum duration of a connection in seconds; while others wait, `admission` ends it after one."""
-_TICK_SECONDS: Final = 0.1
-"""Seconds between two looks at connections that are served while others wait."""
 _SHUTDOWN_SECONDS: Final = 1.0
 """Maximum seconds that the end of a TLS connection may take."""
 _LINE_BYTES: Final = 4096
 """Maximum bytes of a request's first line, and of each header."""
-_PAUSE_SECONDS: Final = 0.25
-"""Seconds to wait after descriptors ran out, before connections are accepted again."""
 
 
 class HttpPort:
@@ -71,14 +65,13 @@ class HttpPort:
         self.port: Final = int(self._listener.getsockname()[1])
         self._app: Final = app
         self._certificates: Final = certificates
-        self._admission: Admission[_Connection] = Admission(
+        admission: Admission[_Connection] = Admission(
             max_connections=MAX_CONNECTIONS, max_opening=MAX_SERVED[certificates is not None],
             settling=seconds, now=time.monotonic(),
         )  # fmt: skip
-        self._numbers = itertools.count()
+        self._acceptor = Acceptor(admission, _Connection, self._converse)
         self._protocol: Callable[[], Any]
         """Maker of aiohttp's protocol for a connection; set when the thread serves."""
-        self._tick: asyncio.TimerHandle | None = None
         self._loop: Final = asyncio.new_event_loop()
         self._closing: Final = asyncio.Event()
         self._thread = Thread(target=self._run, name="tiercache-http", daemon=True)
@@ -105,58 +98,10 @@ class HttpPort:
         await runner.setup()
         assert runner.server is not None
         self._protocol = runner.server
-        accepting = asyncio.create_task(self._accept())
+        self._acceptor.listen(self._listener)
         await self._closing.wait()
-        accepting.cancel()
-        ending = [accepting, *filter(None, map(self._cut, [*self._admission.connections.values()]))]
-        await asyncio.wait(ending)
-        self._listener.close()
+        await self._acceptor.close()
         await runner.cleanup()
-
-    async def _accept(self) -> None:
-        while True:
-            try:
-                client, address = await self._loop.sock_accept(self._listener)
-            except OSError:
-                await asyncio.sleep(_PAUSE_SECONDS)
-                continue
-            try:
-                origin = origin_of(client, address)
-            except OSError:
-                client.close()
-                continue
-            if self._admission.is_full and (displaced := self._admission.to_displace()) is not None:
-                self._cut(displaced)
-            self._admission.add(_Connection(next(self._numbers), origin, client))
-            self._open_next()
-            # `sock_accept` does not yield while connections are in the backlog, which a flood can keep full.
-            await asyncio.sleep(0)
-
-    def _open_next(self) -> None:
-        """Serve connections whose turn it is."""
-        for connection in self._admission.to_open(time.monotonic):
-            connection.since = time.monotonic()
-            connection.opening = OpeningCounter(tls=True, max_streams=0)
-            connection.task = self._loop.create_task(self._converse(connection))
-            connection.task.add_done_callback(partial(self._end, connection))
-        if self._admission.has_unsettled and self._tick is None:
-            self._tick = self._loop.call_later(_TICK_SECONDS, self._look)
-
-    def _look(self) -> None:
-        """Cut connections that take too long, every tick while there are connections."""
-        self._tick = None
-        for connection in self._admission.overdue(time.monotonic()).late:
-            self._cut(connection)
-        self._open_next()
-
-    def _cut(self, connection: _Connection) -> Task[None] | None:
-        """End a connection, and return its task, which is then cancelled, if it has one."""
-        self._admission.remove(connection)
-        if connection.task is None:
-            connection.client.close()
-        else:
-            connection.task.cancel()
-        return connection.task
 
     async def _converse(self, connection: _Connection) -> None:
         """Let aiohttp serve a connection."""
@@ -169,26 +114,10 @@ class HttpPort:
                 lambda: _Tracked(self._protocol()), connection.client, **tls
             )
             await tracked.lost.wait()
-
-    def _end(self, connection: _Connection, task: Task[None]) -> None:
-        """End the connection of a task that is over, also of one that was cancelled before it began."""
-        connection.known = not task.cancelled()  # it was answered
-        # Or the error of a cancelled task keeps 300 KB of a handshake, until garbage is collected.
-        connection.task = None
-        self._admission.remove(connection)
-        if not self._closing.is_set():
-            self._open_next()
-        if connection.transport is not None:
-            connection.transport.abort()
-        elif not connection.begun:
-            connection.client.close()
-        else:
-            # A handshake was under way, whose transport closes the socket when it reads the end.
-            with suppress(OSError):
-                connection.client.shutdown(socket.SHUT_RDWR)
+        connection.known = True  # it was answered
 
 
-class _Connection(ConnectionState):
+class _Connection(AcceptedConnection):
     """A connection, which waits or is served; its caller is known with its first and last request only.
 
     Thread safety: the port's thread.
@@ -197,12 +126,20 @@ class _Connection(ConnectionState):
     def __init__(self, number: int, origin: bytes, client: socket.socket) -> None:
         super().__init__(number, origin, time.monotonic(), tls=False, trusted=False)
         self.client: Final = client
-        self.task: Task[None] | None = None
-        """Task that serves the connection; None while it waits."""
         self.begun = False
         """Whether asyncio has taken the socket over."""
         self.transport: asyncio.Transport | None = None
         """None while a TLS handshake is under way."""
+
+    def close(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+        elif not self.begun:
+            self.client.close()
+        else:
+            # A handshake was under way, whose transport closes the socket when it reads the end.
+            with suppress(OSError):
+                self.client.shutdown(socket.SHUT_RDWR)
 
 
 class _Tracked(asyncio.Protocol):

@@ -7,11 +7,9 @@ room, the oldest of the origin that has most of them is closed in favour of a ne
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import socket
 import time
-from asyncio import Task, get_running_loop
+from asyncio import get_running_loop
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -20,8 +18,9 @@ from typing import Final
 from google.protobuf.message import DecodeError
 from grpc import StatusCode
 
+from tiercache.daemon.acceptor import AcceptedConnection, Acceptor
 from tiercache.daemon.access import Refusal
-from tiercache.daemon.admission import Admission, ConnectionState, OpeningCounter
+from tiercache.daemon.admission import Admission
 from tiercache.daemon.call import PARSED, request_bytes
 from tiercache.daemon.call_log import CallLog
 from tiercache.daemon.certificates import Certificates
@@ -30,14 +29,12 @@ from tiercache.daemon.payload.calls import DataCall
 from tiercache.daemon.payload.channel import Channel, DisconnectedError
 from tiercache.daemon.payload.readiness import SocketReadiness
 from tiercache.daemon.payload.sessions import DataSession, DataSessions
-from tiercache.daemon.sockets import EXHAUSTED, listen_tcp, origin_of
+from tiercache.daemon.sockets import listen_tcp
 from tiercache.errors import WireError
 from tiercache.wire import data, messages
 from tiercache.wire.data import FrameKind
 from tiercache.wire.v1 import data_pb2
 from tiercache.wire.v1 import storage_pb2 as pb
-
-_log = logging.getLogger(__name__)
 
 _OPEN_BYTES: Final = 8 << 10
 """Maximum bytes of the first frame's header; a token file has at most half of them."""
@@ -47,10 +44,6 @@ _OPEN_COSTS: Final = {False: 256, True: 1 << 10}
 """Bytes that a connection which is refused takes from the rate of all, without TLS and with it."""
 _SETTLING_SECONDS: Final = 5.0
 """Seconds that a client may take to bring its token."""
-_TICK_SECONDS: Final = 0.1
-"""Seconds between two looks at connections that are opening."""
-_PAUSE_SECONDS: Final = 0.25
-"""Seconds to wait after descriptors or memory ran out, before connections are accepted again."""
 _CALL_BYTES: Final = 64
 """Bytes of a call's header besides its request."""
 _SET_BYTES: Final = 128 << 20
@@ -66,19 +59,31 @@ _LATE: Final = data.pack(
 )
 
 
-class _Connection(ConnectionState):
+class _Connection(AcceptedConnection):
     """A data connection.
 
     Thread safety: the event loop's thread.
     """
 
-    def __init__(self, number: int, origin: bytes, channel: Channel, *, trusted: bool) -> None:
+    def __init__(
+        self, number: int, origin: bytes, channel: Channel, threads: CallThreads, *, trusted: bool
+    ) -> None:
         super().__init__(number, origin, time.monotonic(), tls=False, trusted=trusted)
         self.channel: Final = channel
-        self.task: Task[None] | None = None
-        """Task that serves the connection; None while it waits to open."""
+        self._threads: Final = threads
         self.conversation: Conversation | None = None
         """Its calls, once it is open."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call is under way."""
+        return self.conversation is not None and not self.conversation.is_idle
+
+    def close(self) -> None:
+        if self.conversation is not None:
+            self._threads.end(self.conversation)
+        else:
+            self.channel.close()
 
 
 class DataPort:
@@ -110,14 +115,12 @@ class DataPort:
         self._limits = limits
         self._idle = idle
         self._certificates = certificates
-        self._admission: Admission[_Connection] = Admission(
+        admission: Admission[_Connection] = Admission(
             max_connections=max_connections, max_opening=_MAX_OPENING, settling=_SETTLING_SECONDS,
             now=time.monotonic(),
         )  # fmt: skip
-        self._listeners: list[socket.socket] = []
+        self._acceptor = Acceptor(admission, self._make, self._serve, calls.refused_connection)
         self._readiness = SocketReadiness()
-        self._numbers = 0
-        self._tick: asyncio.TimerHandle | None = None
         self._draining = False
         self._threads: CallThreads | None = None
         self._workers = workers
@@ -128,8 +131,7 @@ class DataPort:
         if self._threads is None:
             self._threads = CallThreads(self._workers)
             self._look_at_threads()
-        self._listeners.append(listener)
-        get_running_loop().add_reader(listener, self._accept, listener)
+        self._acceptor.listen(listener)
         return int(listener.getsockname()[1])
 
     async def drain(self, seconds: float) -> None:
@@ -137,23 +139,7 @@ class DataPort:
         self._draining = self._sessions.draining = True
         if self._threads is not None:
             self._threads.draining = True
-        for listener in self._listeners:
-            get_running_loop().remove_reader(listener)
-            listener.close()
-        self._listeners.clear()
-        if self._tick is not None:
-            self._tick.cancel()
-        everyone = list(self._admission.connections.values())
-        for connection in everyone:
-            if connection.conversation is None or connection.conversation.is_idle:
-                self._end(connection)
-        busy = {connection.task for connection in everyone if connection.task is not None}
-        if busy:
-            await asyncio.wait(busy, timeout=seconds)
-        for connection in everyone:
-            self._end(connection)
-        if busy:
-            await asyncio.wait(busy)
+        await self._acceptor.close(seconds, lambda connection: connection.is_busy)
         self._readiness.close()
         if self._threads is not None:
             self._threads.close()
@@ -163,81 +149,14 @@ class DataPort:
             self._threads.look(_LATE)
             get_running_loop().call_later(LOOK_SECONDS, self._look_at_threads)
 
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            client, address = listener.accept()
-        except OSError as error:
-            if error.errno in EXHAUSTED:
-                # Pause: the event loop would try again and again until a descriptor is free.
-                get_running_loop().remove_reader(listener)
-                get_running_loop().call_later(_PAUSE_SECONDS, self._resume, listener)
-            return
-        try:
-            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            origin = origin_of(client, address)
-            context = None if self._certificates is None else self._certificates.context
-            channel = Channel(client, self._readiness, self._idle, context)
-        except OSError:
-            client.close()
-            return
-        if self._admission.is_full and not self._make_room():
-            self._calls.refused_connection("busy")
-            client.close()
-            return
-        self._numbers += 1
-        mutual = self._certificates is not None and self._certificates.mutual
-        self._admission.add(_Connection(self._numbers, origin, channel, trusted=mutual))
-        self._open_next()
-
-    def _resume(self, listener: socket.socket) -> None:
-        if listener in self._listeners:
-            get_running_loop().add_reader(listener, self._accept, listener)
-
-    def _make_room(self) -> bool:
-        displaced = self._admission.to_displace()
-        if displaced is not None:
-            self._cut(displaced, "busy")
-        return displaced is not None
-
-    def _open_next(self) -> None:
-        """Open connections whose turn it is, and cut those that take too long; goes on until none waits."""
-        if self._draining:
-            return
-        for connection in self._admission.overdue(time.monotonic()).late:
-            self._cut(connection, "idle")
-        for connection in self._admission.to_open(time.monotonic):
-            connection.since = time.monotonic()
-            connection.opening = OpeningCounter(tls=True, max_streams=0)
-            connection.task = get_running_loop().create_task(self._serve(connection))
-            connection.task.add_done_callback(partial(self._over, connection))
-        if self._admission.has_unsettled and self._tick is None:
-            self._tick = get_running_loop().call_later(_TICK_SECONDS, self._look)
-
-    def _look(self) -> None:
-        self._tick = None
-        self._open_next()
-
-    def _cut(self, connection: _Connection, reason: str) -> None:
-        self._calls.refused_connection(reason)
-        self._end(connection)
-
-    def _end(self, connection: _Connection) -> None:
-        """End a connection; what it has under way is cancelled first."""
-        self._admission.remove(connection)
-        if connection.task is None:
-            connection.channel.close()
-        else:
-            connection.task.cancel()
-
-    def _over(self, connection: _Connection, task: Task[None]) -> None:
-        # Not in `_serve`: a task that is cancelled before its first step runs nothing of it.
-        self._admission.remove(connection)
-        if connection.conversation is not None and self._threads is not None:
-            self._threads.end(connection.conversation)
-        else:
-            connection.channel.close()
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("a data connection ended with an error", exc_info=error)
+    def _make(self, number: int, origin: bytes, client: socket.socket) -> _Connection:
+        assert self._threads is not None
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        certificates = self._certificates
+        context = None if certificates is None else certificates.context
+        channel = Channel(client, self._readiness, self._idle, context)
+        mutual = certificates is not None and certificates.mutual
+        return _Connection(number, origin, channel, self._threads, trusted=mutual)
 
     async def _serve(self, connection: _Connection) -> None:
         try:
@@ -256,7 +175,7 @@ class DataPort:
             return
         except DisconnectedError:
             return
-        end = partial(self._end, connection)
+        end = partial(self._acceptor.end, connection)
         session.ends.add(end)
         try:
             await connection.channel.send([memoryview(data.pack(FrameKind.OPENED, b""))])
@@ -270,7 +189,7 @@ class DataPort:
 
     def _charge(self, connection: _Connection) -> None:
         """Let a connection that was refused take bytes of the rate that all of them share."""
-        self._admission.record_forwarded(connection, 0, _OPEN_COSTS[self._certificates is not None])
+        self._acceptor.admission.record_forwarded(connection, 0, _OPEN_COSTS[self._certificates is not None])
 
     async def _converse(self, connection: _Connection, session: DataSession) -> None:
         """Let the calls of a connection be served, by threads and, where one has to wait, here."""
@@ -300,9 +219,9 @@ class DataPort:
         except DecodeError as error:
             raise WireError(f"the first frame of a data connection cannot be read ({error})") from error
         session = self._sessions.admit(opening, channel.names)
-        self._admission.settle(connection)
+        self._acceptor.admission.settle(connection)
         connection.known = True
-        self._open_next()
+        self._acceptor.open_next()
         return session
 
     async def _call(self, channel: Channel, session: DataSession) -> None:
