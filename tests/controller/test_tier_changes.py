@@ -23,6 +23,10 @@ def url(path, name, *more):
     return "&".join([f"file://{path / name}?capacity=64MiB", f"tier_name={name}", *more])
 
 
+def change(engine, name, /, *arguments, **named):
+    return engine.controller.change_tiers(lambda tiers: getattr(tiers, name)(*arguments, **named))
+
+
 def ask_again(engine):
     """Let the engine's thread apply events until nothing is on its way."""
     engine.controller.tick()  # applies what a change has posted
@@ -47,7 +51,7 @@ def test_what_left_with_a_tier_is_not_believed_and_is_stored_again(tmp_path, che
     assert engine.settle()
     ask_again(engine)
     assert believed(engine) == (45, 15)
-    engine.controller.tiers.remove_tier("a", keep_contents=False).result(60)
+    change(engine, "remove_tier", "a", keep_contents=False).result(60)
     ask_again(engine)
     assert believed(engine) == (0, 0)
     for tokens in prompts:
@@ -66,18 +70,17 @@ def test_contents_that_were_kept_are_believed_on(tmp_path):
     engine.serve(tokens)
     assert engine.settle()
     told = []
-    tiers = engine.controller.tiers
-    tiers.remove_tier("a", progress=told.append).result(60)
+    change(engine, "remove_tier", "a", progress=told.append).result(60)
     assert told[-1].copied_objects == 4
     ask_again(engine)
     assert believed(engine) == (3, 1)
     engine.controller.evict(Tier.DEVICE)
     engine.controller.evict(Tier.HOST)
     assert engine.serve(tokens) == 12
-    tiers.add_tier(url(tmp_path, "c"), 0).result(60)
-    tiers.reorder(["b", "c"]).result(60)
-    tiers.change_tier("c", capacity="128MiB", promote="never").result(60)
-    tiers.replace_tier("c", url(tmp_path, "d")).result(60)
+    change(engine, "add_tier", url(tmp_path, "c"), 0).result(60)
+    change(engine, "reorder", ["b", "c"]).result(60)
+    change(engine, "change_tier", "c", capacity="128MiB", promote="never").result(60)
+    change(engine, "replace_tier", "c", url(tmp_path, "d")).result(60)
     assert engine.settle()
     engine.check()
 
@@ -92,36 +95,35 @@ def test_the_engine_does_not_wait_for_a_change(tmp_path):
         reached.set()
         opened.wait(60)
 
-    change = engine.controller.tiers.remove_tier("a", progress=hold)
+    began = change(engine, "remove_tier", "a", progress=hold)
     assert reached.wait(60)
     assert engine.serve([*prompt(4, 5), 5]) == 0
     assert engine.serve([*prompt(1, 2, 3), 5]) == 12
-    assert not change.done()
-    assert not change.cancel()
+    assert not began.done()
+    assert not began.cancel()
     with pytest.raises(RefusedError, match="'a' is being removed"):
-        engine.controller.tiers.reorder(["b", "a"]).result(60)
+        change(engine, "reorder", ["b", "a"]).result(60)
     opened.set()
-    assert change.result(60) is None
+    assert began.result(60) is None
     assert engine.settle()
 
 
 def test_bad_input_is_raised_by_the_future(tmp_path):
     engine = Engine(open_backend([url(tmp_path, "a")]))
-    tiers = engine.controller.tiers
-    for change, sentence in (
-        (tiers.remove_tier("a"), "'a' is the last of the chain"),
-        (tiers.add_tier(7), "7 is no tier"),
-        (tiers.add_tier(url(tmp_path, "a")), "two tiers are named 'a'"),
-        (tiers.change_tier("a", name="b"), "name of tier 'a' cannot change"),
+    for began, sentence in (
+        (change(engine, "remove_tier", "a"), "'a' is the last of the chain"),
+        (change(engine, "add_tier", 7), "7 is no tier"),
+        (change(engine, "add_tier", url(tmp_path, "a")), "two tiers are named 'a'"),
+        (change(engine, "change_tier", "a", name="b"), "name of tier 'a' cannot change"),
     ):
         with pytest.raises((ConfigError, RefusedError), match=f"{sentence}|another|is being"):
-            change.result(60)
+            began.result(60)
     for storage, sentence in (
         (None, "was made without storage and cannot get one"),
         (MemoryBackend(1 << 20), "a MemoryBackend has no tiers that could change; open the store as a list"),
     ):
         with pytest.raises(ConfigError, match=sentence):
-            Engine(storage).controller.tiers.remove_tier("a").result(60)
+            change(Engine(storage), "remove_tier", "a").result(60)
 
 
 def test_a_close_ends_a_change(tmp_path):
@@ -131,7 +133,7 @@ def test_a_close_ends_a_change(tmp_path):
         engine.serve([*prompt(*rng.integers(1, 50, 3).tolist()), 5])
     assert engine.settle()
     reached = threading.Event()
-    change = engine.controller.tiers.remove_tier("a", progress=lambda _: reached.set())
+    began = change(engine, "remove_tier", "a", progress=lambda _: reached.set())
     assert reached.wait(60)
     assert engine.controller.close(60)
-    assert change.exception(60) is None or "closed" in str(change.exception())
+    assert began.exception(60) is None or "closed" in str(began.exception())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any, Self
@@ -28,12 +30,11 @@ from tiercache.controller.ranks.session import describe_call, join_ranks
 from tiercache.controller.residency_events import ResidencyEvents
 from tiercache.controller.retention import Hints, PrefixPins
 from tiercache.controller.store_calls import StoreCall
-from tiercache.controller.tier_changes import TierChanges
 from tiercache.controller.values import Values
 from tiercache.controller.write_back import WriteBack
 from tiercache.controller.write_through import WriteThrough
 from tiercache.core import Locations, PoolName, Tier, as_tokens
-from tiercache.errors import AdmissionError, ClosedError, InputError, PoolFullError
+from tiercache.errors import AdmissionError, ClosedError, ConfigError, InputError, PoolFullError
 from tiercache.events import ObjectGroup
 from tiercache.events.publisher import EventPublisher
 from tiercache.events.settings import EventSettings
@@ -47,6 +48,7 @@ from tiercache.pools import BlockArena, DevicePool, HostPool
 from tiercache.storage.base import NamespaceRecord, StorageBackend
 from tiercache.storage.hybrid import HybridStorage
 from tiercache.storage.store_events import StoreEvents
+from tiercache.storage.tiers import TierControl, tier_control
 from tiercache.threads import IoThreads
 from tiercache.transfer import TransferEngine, engine_for
 
@@ -170,7 +172,6 @@ class HybridCacheController:
         self._write_through = WriteThrough(self._context, self._values)
         self._write_back = WriteBack(self._context, self._write_through.write_unit)
         self._beliefs = Beliefs(self._context)
-        self._tiers = TierChanges(storage, partial(self._context.events.post, self._beliefs.renew))
         self._prefetches = PrefetchQueue(self._context)
         self._draining = Draining(self._context, self._write_through, self._write_back)
         self._pins = PrefixPins(self._context)
@@ -190,15 +191,6 @@ class HybridCacheController:
     def metrics(self) -> Metrics:
         """Counters of this controller."""
         return self._context.metrics
-
-    @property
-    def tiers(self) -> TierChanges:
-        """Changes of the tiers of `storage`, if it is a chain or in a daemon; no method waits for them.
-
-        After a change, the checks of what storage still has begin anew. Their answers are applied by the
-        next calls of this controller.
-        """
-        return self._tiers
 
     @property
     def page_size(self) -> int:
@@ -736,6 +728,39 @@ class HybridCacheController:
         """Publish all that has changed on device and host, because no other call may come for long."""
         if self._context.residency is not None:
             self._context.residency.post(self._context.clock(), everything=True)
+
+    def change_tiers(self, change: Callable[[TierControl], None]) -> Future[None]:
+        """Begin to change the tiers of `storage`, if it is a chain or in a daemon, on a thread of its own.
+
+            controller.change_tiers(lambda tiers: tiers.remove_tier("ssd"))
+
+        The future's result is None, or the error that ended the change, also for bad input. After a change,
+        the checks of what storage still has begin anew. Their answers are applied by the next calls of this
+        controller.
+        """
+        future: Future[None] = Future()
+        future.set_running_or_notify_cancel()
+
+        def run() -> None:
+            error: BaseException | None = None
+            try:
+                if self._backend is None:
+                    raise ConfigError(
+                        "this controller was made without storage and cannot get one; make it with a list of"
+                        " one small store, such as [memory://?capacity=64MiB], to add tiers later"
+                    )
+                change(tier_control(self._backend))
+            except BaseException as caught:  # noqa: BLE001  the future raises it
+                error = caught
+            # First, so that whoever waits for the future finds it done.
+            self._context.events.post(self._beliefs.renew)
+            if error is None:
+                future.set_result(None)
+            else:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="tiercache-tiers", daemon=True).start()
+        return future
 
     def _publish(
         self, settings: EventSettings | None, shards: Mapping[PoolName, Shard | None]
