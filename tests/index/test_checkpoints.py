@@ -9,7 +9,7 @@ from tests.index.harness import COST, KV, MAMBA, Harness
 from tests.index.model import PAGE, tokens_of
 from tiercache.core import PoolName
 from tiercache.errors import ConfigError, InputError, PoolFullError
-from tiercache.index import CheckpointRules, HybridIndex, Origin, checkpoint_depths
+from tiercache.index import CheckpointRules, HybridIndex, Origin, checkpoint_depths, checkpoints_named
 from tiercache.lab.replay.alone import IndexCache
 from tiercache.policy import CheckpointKind, Lru
 
@@ -57,6 +57,31 @@ def test_depths_are_in_order_beyond_what_is_restored_and_a_hit_leaves_a_token():
 def test_rules_that_cannot_be(bad: dict[str, int]):
     with pytest.raises(ConfigError, match=next(iter(bad))):
         CheckpointRules(**bad)
+
+
+def test_rules_have_names():
+    assert checkpoints_named("rules") == CheckpointRules()
+    every = checkpoints_named("every:8")
+    assert checkpoint_depths(0, 3, 33, page_size=4, ghost_depth=5, rules=every) == dict.fromkeys(
+        (2, 4, 6, 8), INTERVAL
+    ), "every so many tokens, and nothing else"
+    assert not every.request_end
+    assert checkpoints_named(every) is every
+    assert (every.most(33, 4), CheckpointRules().most(33, 4)) == (4, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("best", "no checkpoint policy 'best'; use rules, every"),
+        ("every", "'every' needs a number of tokens from 1"),
+        ("every:0", "'every:0' needs a number of tokens from 1"),
+        ("rules:2", "'rules' has no parameter"),
+    ],
+)
+def test_names_that_cannot_be(name: str, said: str):
+    with pytest.raises(ConfigError, match=said):
+        checkpoints_named(name)
 
 
 def test_a_prompt_that_repeats_what_was_evicted_checkpoints_where_the_repeat_ends():

@@ -113,7 +113,7 @@ class Admission:
         self._cut_short = False
         """Whether storage might have given more if the depth had been frozen later."""
         self._prefetch = Prefetch(context, lookup, self._limit)
-        self.plan = CheckpointPlan({}, context.index.checkpoints.keeps_ends)
+        self.plan = CheckpointPlan({}, context.index.checkpoints.request_end)
         """Depths, in pages, at which this request should leave states."""
         self.origin = Origin()
         """The requests and the pages that this request continues."""

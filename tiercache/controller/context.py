@@ -140,7 +140,7 @@ class ControllerOptions:
     policy: str = "hvd"
     """Name of the eviction policy; see `policy_named`."""
     checkpoints: str | CheckpointRules = "rules"
-    """Name of the policy that chooses where prefills leave states, or its rules; see `checkpoints_named`."""
+    """Rules that choose where prefills leave states, or their name; see `checkpoints_named`."""
     seed: int = 0
     """Seed of the index's random draws."""
     load_flops_per_byte: float = 0.0

@@ -150,7 +150,7 @@ class HybridCacheController:
                 state_pools=state_pools,
                 policy=policy or policy_named(options.policy, costs),
                 refresh="path" if options.refresh_path else "last",
-                checkpoints=checkpoints_named(options.checkpoints, costs),
+                checkpoints=checkpoints_named(options.checkpoints),
                 object_bytes={name: pool.geometry.nbytes for name, pool in device_pools.items()},
                 seed=options.seed,
             ),

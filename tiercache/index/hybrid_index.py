@@ -38,13 +38,7 @@ from tiercache.index.base import (
     Span,
     StateLocation,
 )
-from tiercache.index.checkpoints import (
-    CheckpointPlan,
-    CheckpointRules,
-    Checkpoints,
-    PromptView,
-    checkpoints_named,
-)
+from tiercache.index.checkpoints import CheckpointPlan, CheckpointRules, checkpoint_depths
 from tiercache.index.eviction import ONE_BUDGET_KINDS, UNIT_KINDS, Evictor, reuse_of
 from tiercache.index.eviction_order import EvictionColumns, EvictionQueue
 from tiercache.index.ghosts import Ghosts
@@ -96,7 +90,7 @@ class HybridIndex:
         policy: Policy | None = None,
         refresh: Literal["last", "path"] = "last",
         max_stored_pages: int = MAX_STORED_PAGES,
-        checkpoints: Checkpoints | CheckpointRules | None = None,
+        checkpoints: CheckpointRules | None = None,
         object_bytes: Mapping[PoolName, int] | None = None,
         seed: int = 0,
         one_budget: bool = False,
@@ -114,11 +108,7 @@ class HybridIndex:
         self.page_pools = tuple(page_pools)
         self.state_pools = tuple(state_pools)
         self.pools = self.page_pools + self.state_pools
-        self.checkpoints = (
-            checkpoints
-            if isinstance(checkpoints, Checkpoints)
-            else checkpoints_named(checkpoints or CheckpointRules())
-        )
+        self.checkpoints = checkpoints or CheckpointRules()
         self.policy = policy
         self._refresh_path = refresh == "path"
         self._requests = 0
@@ -136,9 +126,6 @@ class HybridIndex:
 
         A state is named as a span of one page, the last page of its node.
         """
-        self._object_bytes = dict(zip(self.pools, nbytes, strict=True))
-        self._prefill: tuple[Match, TokenArray, PromptView] | None = None
-        """Last prompt that was compared with the index."""
         page_bytes, state_bytes = sum(nbytes[: len(page_pools)]), sum(nbytes[len(page_pools) :])
         self._appraiser = Appraiser(self._columns, policy, page_bytes, state_bytes)
         self._evictor = Evictor(self._tree, self._columns, self._ghosts, policy, self._queues)
@@ -285,24 +272,13 @@ class HybridIndex:
         """
         if not self.state_pools:
             return CheckpointPlan({}, end=False)
-        return self.checkpoints.plan(self._prefill_of(match, as_tokens(tokens), depth))
-
-    def _prefill_of(self, match: Match, tokens: TokenArray, depth: int) -> PromptView:
-        last = self._prefill
-        if last is None or last[0] is not match or last[1] is not tokens or last[2].depth != depth:
-            ghost = match.path_depth
-            if len(self._ghosts):
-                ghost += self._ghosts.repeated(self._digests_beyond(match, tokens))
-            prefill = PromptView(
-                depth,
-                match.path_depth,
-                ghost,
-                len(tokens),
-                self.page_size,
-                lambda: self._digests_of(match, tokens),
-            )
-            self._prefill = last = match, tokens, prefill
-        return last[2]
+        tokens, ghost = as_tokens(tokens), match.path_depth
+        if len(self._ghosts):
+            ghost += self._ghosts.repeated(self._digests_beyond(match, tokens))
+        depths = checkpoint_depths(
+            depth, match.path_depth, len(tokens), self.page_size, ghost_depth=ghost, rules=self.checkpoints
+        )
+        return CheckpointPlan(depths, self.checkpoints.request_end)
 
     def touch(self, match: Match, tokens: TokenArray | None = None) -> Origin:
         """Record that a request used the match, and return the `origin` for its `insert`.
@@ -313,13 +289,8 @@ class HybridIndex:
         """
         # The request is counted first, then the hit, then the miss. The miss is deeper than the hit. The
         # request continues the deeper of the two units.
-        prefill = None
-        if tokens is not None and self.state_pools:
-            tokens = as_tokens(tokens)
-            prefill = self._prefill_of(match, tokens, match.depth)
         self._begin_request()
         found: list[Reuse] = []
-        missed: Reuse | None = None
         expected = False
         if match.depth:
             node = self.node_at(match, match.depth)
@@ -336,9 +307,6 @@ class HybridIndex:
             found.append(missed)
         for reuse in found:
             self.policy.reused(reuse)
-        if prefill is not None:
-            self.checkpoints.began(prefill, missed.depth if missed else 0)
-            self._prefill = None
         if not found:
             return Origin()
         last = found[-1]
@@ -611,9 +579,6 @@ class HybridIndex:
 
     def _evicted(self, eviction: Eviction) -> Eviction:
         self.residency.forget_excess()
-        if eviction.lost:
-            freed = sum(len(at) * self._object_bytes[pool] for pool, at in eviction.freed.items())
-            self.checkpoints.lost(freed * eviction.lost / (eviction.lost + eviction.demoted))
         return eviction
 
     def coldest_on_host(self) -> Iterator[tuple[Node, UnitKind]]:

@@ -51,8 +51,6 @@ class CheckpointKind(enum.IntEnum):
     """The depth up to which a prompt repeated an evicted sequence."""
     INTERVAL = 5
     """A multiple of a fixed number of tokens."""
-    PREDICTED = 6
-    """A depth at which later prompts are likely to leave this one."""
 
     def __str__(self) -> str:
         return self.name.lower()

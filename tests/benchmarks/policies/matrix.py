@@ -24,8 +24,6 @@ IN_TIERS: Final = ("hvd", "lru", "arc", "s3fifo", "gdsf", "seglen:additive", "ma
 """Policies of the two-tier runs."""
 BY_PROFILE: Final = ("hvd", "lru", "gdsf", "seglen:additive", "marconi")
 """Policies of the runs with other models."""
-BY_PLACES: Final = ("hvd", "lru", "arc", "lpc", "gdsf", "seglen:additive")
-"""Policies of the runs in which states are taken as `LEARNED` says."""
 BOUNDS: Final = ("clairvoyant", "upper bound")
 """Rows that a replay adds with `--bounds`."""
 INFINITE: Final = "infinite"
@@ -34,9 +32,7 @@ SEEDS: Final = (1000, 1001, 1002, 1003, 1004)
 """Seeds of the generators. Nothing is tuned on seeds of 1000 and more."""
 RULES: Final = ""
 """Checkpoint policy of rows that do not name one: the default of `tiercache replay`."""
-LEARNED: Final = "learned"
-"""Checkpoint policy that is ours."""
-CHECKPOINTS: Final = ("every:2048", "every:8192", LEARNED, "end", "prompt,end", "branch,end")
+CHECKPOINTS: Final = ("every:2048", "every:8192", "end", "prompt,end", "branch,end")
 """Other checkpoint policies, as `--checkpoints` takes them."""
 PROFILES: Final = ("qwen3.5-9b", "kimi-linear-48b-a3b", "nemotron-h-8b", "jamba-1.5-mini")
 """Other models, between whose states and KV pages the ratio of bytes differs."""
@@ -212,10 +208,7 @@ def blocks(
             (some(IN_TIERS), (Size(0.05, 0.25),), RULES, DEFAULT_PROFILE, False),
             (some(("hvd",)), (Size(0.3),), RULES, DEFAULT_PROFILE, False),
         ],
-        "checkpoints": [
-            (some(BY_PLACES if taken == LEARNED else ("hvd",)), small, taken, DEFAULT_PROFILE, False)
-            for taken in checkpoints
-        ],
+        "checkpoints": [(some(("hvd",)), small, taken, DEFAULT_PROFILE, False) for taken in checkpoints],
         WHOLE: [(some(("hvd", "lru")), small, RULES, DEFAULT_PROFILE, False)],
         "slow": [(some(SLOW), small, RULES, DEFAULT_PROFILE, False)],
         "profiles": [(some(BY_PROFILE), small, RULES, profile, False) for profile in PROFILES],

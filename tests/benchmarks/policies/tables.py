@@ -11,17 +11,7 @@ from statistics import mean
 from typing import Any, Final
 
 from tests.benchmarks.policies.intervals import Interval, of_seeds, of_windows
-from tests.benchmarks.policies.matrix import (
-    BOUNDS,
-    BY_PLACES,
-    INFINITE,
-    LEARNED,
-    RIVALS,
-    RULES,
-    SLOW,
-    WHOLE,
-    traffics,
-)
+from tests.benchmarks.policies.matrix import BOUNDS, INFINITE, RIVALS, RULES, SLOW, WHOLE, traffics
 from tiercache.policy import DEFAULT_PROFILE
 
 OURS: Final = "hvd"
@@ -126,7 +116,6 @@ def page(rows: Sequence[Row]) -> str:
     parts += [
         _tiers(plain),
         _checkpoints(alone, free),
-        _with_learned(alone),
         _profiles(alone),
         _whole(plain, whole),
         _commands(alone),
@@ -319,26 +308,6 @@ def _checkpoints(rows: Sequence[Row], free: Mapping[Any, Row]) -> str:
         "The sizes are the same bytes in all rows: 5 % of the infinite cache with the default rules.\n"
         f"Means over the seeds {_span(sorted(seeds))}.\n\n"
         + _table(["checkpoints", "", *sources, "mean"], lines)
-    )
-
-
-def _with_learned(rows: Sequence[Row]) -> str:
-    """Return how several policies compare where states are taken as `LEARNED` says, and with the rules."""
-    learned = setting(rows, lambda row: row["checkpoints"] == LEARNED and row["policy"] in BY_PLACES)
-    rivals = [policy for policy in learned.policies if policy in RIVALS]
-    if not rivals:
-        return ""
-    seeds = {seed for _, policy, seed in learned.rows if policy == rivals[0]}
-    rules = setting(rows, lambda row: row["phase"] == "5 %" and row["policy"] in RIVALS)
-    ours = {key: row for key, row in learned.rows.items() if key[1] == OURS}
-    mixed = Setting({**rules.rows, **ours}, learned.sources, [*rules.policies, OURS])
-    return (
-        f"### With `{LEARNED}`\n\n"
-        f"Several policies at 5 % where states are taken as `{LEARNED}` says, over the seeds\n"
-        f"{_span(sorted(seeds))}. {_means(learned)}\n\n"
-        f"Lead of `{OURS}` in points where both policies have `{LEARNED}`:\n\n{_rivals(learned)}\n\n"
-        f"Lead of `{OURS}` with `{LEARNED}` over each rival with the default rules, in the same bytes:\n\n"
-        f"{_rivals(mixed)}"
     )
 
 

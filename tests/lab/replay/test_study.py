@@ -13,6 +13,7 @@ import pytest
 
 from tests.examples import slow_after
 from tiercache.errors import ConfigError
+from tiercache.index import CheckpointRules
 from tiercache.lab.replay.results import WITHOUT_OFFLOAD, Result
 from tiercache.lab.replay.sources import open_source
 from tiercache.lab.replay.study import ALPHAS, BEST, Question, Stage, study
@@ -67,13 +68,13 @@ def found(question: Question) -> list[Result]:
 
 @pytest.mark.slow
 def test_fractions_are_of_the_same_bytes_whatever_the_checkpoints_are() -> None:
-    rules, every, learned = (
+    rules, every, ends = (
         list(study(asked(CHATS, "hvd", capacities=(0.2,), checkpoints=checkpoints)))
-        for checkpoints in ("rules", "every:64", "learned")
+        for checkpoints in ("rules", "every:64", CheckpointRules(branch=False, prompt_end=False))
     )
-    assert every[0].peak_bytes > rules[0].peak_bytes > learned[0].peak_bytes, "those of the infinite caches"
-    assert every[1].capacity_bytes == rules[1].capacity_bytes == learned[1].capacity_bytes
-    assert every[1].cuts > rules[1].cuts > learned[1].cuts
+    assert every[0].peak_bytes > rules[0].peak_bytes > ends[0].peak_bytes, "those of the infinite caches"
+    assert every[1].capacity_bytes == rules[1].capacity_bytes == ends[1].capacity_bytes
+    assert every[1].cuts > rules[1].cuts > ends[1].cuts
 
 
 def named(results: list[Result], policy: str) -> Result:
@@ -270,7 +271,7 @@ def test_the_best_alpha_in_hindsight_is_a_bound_that_names_its_alpha() -> None:
     [
         lambda: asked(CHATS, "lru,hvd", capacities=(0.1,)),
         lambda: asked(CHATS, "lru", limit=7, bounds=True),
-        lambda: asked(CHATS, "lru", limit=7, checkpoints="learned"),
+        lambda: asked(CHATS, "lru", limit=7, checkpoints="every:256"),
         lambda: asked(CHATS, "lru", tiers=Tiers(500_000), bounds=True),
         lambda: asked("seed-20457", "lru,hvd", limit=20),
         *slow_after(

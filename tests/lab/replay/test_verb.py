@@ -568,15 +568,15 @@ def test_a_model_without_states_gets_the_policies_that_it_has_a_use_for(
         (
             ["agent", "--checkpoints", "branch,middle"],
             "--checkpoints 'middle' is not known; use branch, prompt, end, ghost or none, or a policy:"
-            " rules, every, learned",
+            " rules, every",
         ),
         (
             ["agent", "--checkpoints", "every"],
             "--checkpoints: checkpoint policy 'every' needs a number of tokens from 1 to 1073741824",
         ),
         (
-            ["agent", "--checkpoints", "learned", "--every", "64"],
-            "--every and --states-per-path belong to kinds of checkpoints, not to --checkpoints learned",
+            ["agent", "--checkpoints", "rules", "--every", "64"],
+            "--every and --states-per-path belong to kinds of checkpoints, not to --checkpoints rules",
         ),
         (["agent", "--every", "-5"], "--every -5 is not possible"),
         (["agent", "--states-per-path", "-5"], "--states-per-path -5 is not possible"),

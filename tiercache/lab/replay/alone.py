@@ -10,7 +10,7 @@ import numpy as np
 
 from tiercache.core import Locations, PoolName, TokenArray, full_pages
 from tiercache.errors import ConfigError
-from tiercache.index import CheckpointRules, Checkpoints, HybridIndex, checkpoints_named
+from tiercache.index import CheckpointRules, HybridIndex, checkpoints_named
 from tiercache.keys import KEY_BYTES
 from tiercache.lab.replay.base import Source
 from tiercache.lab.replay.cache import Setup, tokens_of
@@ -45,7 +45,7 @@ class IndexCache:
         state_pools: Sequence[PoolName],
         cost: Mapping[PoolName, int],
         capacity: int,
-        checkpoints: Checkpoints | CheckpointRules,
+        checkpoints: CheckpointRules,
         seed: int = 0,
     ) -> None:
         self._index = HybridIndex(
@@ -182,6 +182,6 @@ class IndexRun:
             state_pools=[name for name in geometry if name != PoolName.KV],
             cost={name: one.nbytes for name, one in geometry.items()},
             capacity=setup.tiers.host_bytes,
-            checkpoints=checkpoints_named(setup.checkpoints, Costs(setup.profile)),
+            checkpoints=checkpoints_named(setup.checkpoints),
             seed=setup.seed,
         )  # fmt: skip

@@ -144,7 +144,7 @@ def replay(
         str,
         typer.Option(
             metavar="NAME|C,...",
-            help="Where states are taken: a policy (rules, every:2048, learned), or kinds of"
+            help="Where states are taken: a policy (rules, every:2048), or kinds of"
             " checkpoints; none: at no checkpoint.",
         ),
     ] = "branch,prompt,end,ghost",

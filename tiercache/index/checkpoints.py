@@ -1,15 +1,34 @@
-"""Checkpoints at fixed rules: branches, ends, ghosts, and every so many tokens."""
+"""Checkpoints: the depths at which the prefill of a prompt leaves states, by fixed rules.
+
+A checkpoint costs the bytes of the state, and a cut of the prefill: one more forward pass.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Final, NamedTuple
 
 from tiercache.core import full_pages, reusable_pages
 from tiercache.errors import ConfigError
-from tiercache.index.checkpoints.base import CheckpointPlan, Checkpoints, PromptView
 from tiercache.policy import CheckpointKind
+
+CHECKPOINTS: Final = ("rules", "every")
+"""Names by which rules can be chosen, without parameters."""
+_MOST_TOKENS: Final = 1 << 30
+"""Highest parameter of `every`."""
+
+
+class CheckpointPlan(NamedTuple):
+    """Depths at which a request should leave states."""
+
+    depths: Mapping[int, CheckpointKind]
+    """Depths of the prompt, in pages and ascending, beyond the restored depth, and why each was chosen."""
+    end: bool
+    """Whether the request should also leave a state at the last whole page of its answer.
+
+    The engine takes it while it decodes, without a cut.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +72,12 @@ class CheckpointRules:
                     " number"
                 )
 
+    def most(self, tokens: int, page_size: int) -> int:
+        """Return the maximum number of states that a plan may have for a prompt of `tokens` tokens."""
+        others = self.branch + self.ghost + 2 * self.prompt_end + self.request_end
+        step = max(1, self.every // page_size) * page_size
+        return others + (tokens // step if self.every else 0)
+
 
 def checkpoint_depths(
     depth: int,
@@ -84,30 +109,28 @@ def checkpoint_depths(
     return {at: wanted[at] for at in sorted(wanted) if at > depth}
 
 
-class FixedRules(Checkpoints):
-    """Checkpoints by `CheckpointRules`, which learn nothing. Thread safety: as `Checkpoints`."""
+def checkpoints_named(name: str | CheckpointRules) -> CheckpointRules:
+    """Return the rules of a name, or the rules themselves.
 
-    name: ClassVar[str] = "rules"
+    - `rules`: `CheckpointRules` with their defaults.
+    - `every:2048`: a state every so many tokens, and nothing else.
 
-    def __init__(self, rules: CheckpointRules) -> None:
-        self.rules = rules
-        self.per_path, self.keeps_ends = rules.per_path, rules.request_end
-
-    def plan(self, prefill: PromptView) -> CheckpointPlan:
-        """Return the depths that the rules name."""
-        depths = checkpoint_depths(
-            prefill.depth,
-            prefill.path_depth,
-            prefill.prompt_tokens,
-            prefill.page_size,
-            ghost_depth=prefill.ghost_depth,
-            rules=self.rules,
+    Raises ConfigError for an unknown name or parameter.
+    """
+    if isinstance(name, CheckpointRules):
+        return name
+    base, colon, parameter = name.partition(":")
+    if base not in CHECKPOINTS:
+        raise ConfigError(f"there is no checkpoint policy {name!r}; use {', '.join(CHECKPOINTS)}")
+    if base == "rules":
+        if colon:
+            raise ConfigError("checkpoint policy 'rules' has no parameter; only every has one")
+        return CheckpointRules()
+    if not parameter.isdecimal() or not 0 < int(parameter) <= _MOST_TOKENS:
+        raise ConfigError(
+            f"checkpoint policy {name!r} needs a number of tokens from 1 to {_MOST_TOKENS}, such as"
+            " every:2048"
         )
-        return CheckpointPlan(depths, self.rules.request_end)
-
-    def most(self, tokens: int, page_size: int) -> int:
-        """Return the number of intervals, and one state for each other rule; the prompt's end has two."""
-        rules = self.rules
-        others = rules.branch + rules.ghost + 2 * rules.prompt_end + rules.request_end
-        step = max(1, rules.every // page_size) * page_size
-        return others + (tokens // step if rules.every else 0)
+    return CheckpointRules(
+        branch=False, prompt_end=False, request_end=False, ghost=False, every=int(parameter)
+    )
