@@ -20,7 +20,7 @@ import numpy as np
 
 from tiercache.core import ObjectKey, Outcome
 from tiercache.errors import StorageError, UnavailableError, UnlistedError
-from tiercache.storage.base import GetItem, ScanEntry, ScanPage, SetItem
+from tiercache.storage.base import GetItem, ScanEntry, SetItem
 from tiercache.storage.residents import parents_first
 from tiercache.storage.vectors import batches
 from tiercache_backends.chain.canary import CANARY
@@ -146,10 +146,10 @@ class Mover:
         """Whether catching up has come to its end once."""
         self._lacks_some = False
         """Whether objects that were not copied cannot be found, because a tier above lists nothing."""
-        self._unscanned: list[Tier] = []
+        self._comparison: Iterator[None] | None = None
+        """Comparison with the tiers above that is under way."""
         self._skipped: list[Tier] = []
         """Tiers above that were out when the present or last comparison with them began."""
-        self._cursor = b""
         self._named: set[bytes] = set()
         """Namespaces whose records the target was given, if any tier has them."""
         self._write_back: Final = WriteBack(target)
@@ -316,13 +316,13 @@ class Mover:
 
     def _is_busy(self) -> bool:
         """Return whether there is more to do than to look at the tier; the caller holds `_changed`."""
-        is_scanning = bool(self._unscanned) and self.target.is_writable
-        return self._closed or self._is_awaited or bool(self._queue) or is_scanning
+        is_comparing = self._comparison is not None and self.target.is_writable
+        return self._closed or self._is_awaited or bool(self._queue) or is_comparing
 
     def _is_compared(self) -> bool:
         """Return whether the target is to be compared with tiers above; the caller holds `_changed`."""
         is_back = any(tier.is_readable for tier in self._skipped)
-        return self._is_behind or bool(self._unscanned) or is_back
+        return self._is_behind or self._comparison is not None or is_back
 
     def _work(self) -> None:
         while True:
@@ -346,10 +346,10 @@ class Mover:
                     self._is_behind = True
                 if batch:
                     self._copy(batch)
-                elif self._is_behind or self._unscanned:
+                elif self._is_behind or self._comparison is not None:
                     self._catch_up()
                     with self._changed:
-                        if not (self._is_behind or self._unscanned or self._skipped):
+                        if not (self._is_behind or self._comparison is not None or self._skipped):
                             self._left_out = 0
             except Exception:  # noqa: BLE001
                 # A store may raise any exception; the thread has to go on with the next objects.
@@ -472,32 +472,41 @@ class Mover:
             return
         if not self.target.is_writable:
             return
-        if not self._unscanned:
-            above = self._above()
-            readable = [tier for tier in above if tier.is_readable]
-            with self._changed:
-                self._is_behind, self._unscanned = False, readable
-                self._skipped = [tier for tier in above if tier not in readable]
-            self._cursor = b""
+        if self._comparison is None:
+            self._comparison = self._compare()
         try:
-            self._scan_on()
+            next(self._comparison)
+        except StopIteration:
+            self._comparison = None
         except StorageError:
-            self._is_behind, self._unscanned = True, []
+            self._is_behind, self._comparison = True, None
 
-    def _scan_on(self) -> None:
-        usage = self.target.call("usage", lambda store: store.usage())
-        if usage.capacity_bytes and usage.used_bytes >= _FULL * usage.capacity_bytes:
-            self._unscanned = []
-        if not self._unscanned:
-            return
-        source, settings = self._unscanned[0], self.target.settings
+    def _compare(self) -> Iterator[None]:
+        """Compare the target with those above, a page of a scan at a time; ends early if it is full."""
+        above = self._above()
+        readable = [tier for tier in above if tier.is_readable]
+        with self._changed:
+            self._is_behind = False
+            self._skipped = [tier for tier in above if tier not in readable]
+        for source in readable:
+            cursor: bytes | None = b""
+            while cursor is not None:
+                usage = self.target.call("usage", lambda store: store.usage())
+                if usage.capacity_bytes and usage.used_bytes >= _FULL * usage.capacity_bytes:
+                    return
+                cursor = self._scan(source, cursor) or None
+                yield
+        self._was_level |= bool(readable)
+
+    def _scan(self, source: Tier, cursor: bytes) -> bytes:
+        """Offer what the target lacks of one page of a scan; return the cursor of the next page."""
+        settings = self.target.settings
         with self._deletions.watch() as deleted:
-            cursor = self._cursor
             try:
                 page = source.call("scan", lambda store: store.scan(None, cursor))
             except UnlistedError:  # what earlier processes left in it does not count
                 self._lacks_some |= self._was_level or self.target.figures.dropped > 0
-                page = ScanPage([], b"")
+                return b""
             entries = [
                 entry
                 for entry in page.entries
@@ -507,7 +516,4 @@ class Mover:
             held = self.target.exists([entry.key for entry in entries])
             lacking = [entry for entry, there in zip(entries, held, strict=True) if not there]
             self.offer_behind_parents(source, lacking, deleted)
-        self._cursor = page.cursor
-        if not page.cursor:
-            self._unscanned.pop(0)
-            self._was_level = self._was_level or not self._unscanned
+        return page.cursor
