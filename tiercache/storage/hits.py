@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
 from typing import Self
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Hits:
     """Prompt tokens that clients asked a store for, and those that they got from it.
 
@@ -30,12 +30,14 @@ class Hits:
 
     def __sub__(self, before: Hits) -> Self:
         """Return what was counted since `before`."""
-        return type(self)(*(now - was for now, was in zip(astuple(self), astuple(before), strict=True)))
+        names = [field.name for field in fields(self)]
+        return type(self)(*(getattr(self, name) - getattr(before, name) for name in names))
 
     @classmethod
     def total(cls, several: Iterable[Hits]) -> Self:
         """Return the sum of several."""
-        return cls(*map(sum, zip(*map(astuple, several), astuple(cls()), strict=True)))
+        found = list(several)
+        return cls(*(sum(getattr(one, field.name) for one in found) for field in fields(cls)))
 
     @classmethod
     def rated(cls, tenants: Iterable[Hits]) -> Self:

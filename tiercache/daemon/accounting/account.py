@@ -38,7 +38,7 @@ _MAX_FUTURE: Final = 2**40
 
 
 @dataclass(slots=True)
-class Counts:
+class Counts(Hits):
     """Figures of what one tenant did in some time.
 
     Thread safety: that of the owner.
@@ -54,28 +54,16 @@ class Counts:
     """Objects that were looked up, and were there."""
     absent_objects: int = 0
     """Objects that were looked up, and were not there."""
-    restored_tokens: int = 0
-    """Tokens of the pages that were read."""
     unpriced_tokens: int = 0
     """Restored tokens of models whose FLOPs are not known."""
     saved_flops: float = 0.0
     """FLOPs of a prefill of the other restored tokens."""
-    asked_tokens: int = 0
-    unsized_objects: int = 0
-    timed_tokens: int = 0
-    prefill_seconds: float = 0.0
-    read_seconds: float = 0.0
-    """These five are those of `Hits`."""
 
     def add(self, other: Counts) -> None:
         """Add all counts of `other`."""
         for name in NAMES:
             if more := getattr(other, name):
                 setattr(self, name, getattr(self, name) + more)
-
-    def hits(self) -> Hits:
-        """Return the prompt tokens among these counts."""
-        return Hits(**{field.name: getattr(self, field.name) for field in fields(Hits)})
 
 
 NAMES: Final = tuple(field.name for field in fields(Counts))
@@ -122,7 +110,7 @@ class Account:
     def hits(self) -> dict[str, Hits]:
         """Return the prompt tokens of each tenant since the start of this process."""
         with self._lock:
-            return {tenant: counts.hits() for tenant, counts in self._totals.items()}
+            return {tenant: Hits.total([counts]) for tenant, counts in self._totals.items()}
 
     def write(self) -> bool:
         """Append what was counted since the last call; return False if that was not possible."""
