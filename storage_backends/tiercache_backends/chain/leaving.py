@@ -69,7 +69,7 @@ class Leaving:
                 progress(done)
             for keeper in self._keepers:
                 if keeper.is_writable:
-                    keeper.call("flush", lambda store: store.flush(), nbytes)
+                    keeper.begin_flush(nbytes)()
             # Count again: an object may be left, or evicted where it was when its page was looked at, or a
             # copy of it that was under way may have arrived in the leaving tier before the one below.
             left_objects, left_bytes = self._count(deleted)

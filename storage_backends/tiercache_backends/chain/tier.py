@@ -21,7 +21,7 @@ from tiercache.storage.base import (
     TierReport,
     Usage,
 )
-from tiercache.storage.calls import NoThreadError, PendingCall
+from tiercache.storage.calls import MIN_BYTES_PER_SECOND, NoThreadError, PendingCall
 from tiercache.storage.env import Env
 from tiercache.storage.shares import OwnerUse
 from tiercache_backends.chain.canary import CANARY
@@ -230,13 +230,13 @@ class Tier(MonitoredStore):
             )
         return [False] * len(keys)
 
-    def begin_flush(self) -> Callable[[], None]:
+    def begin_flush(self, nbytes: int = 0) -> Callable[[], None]:
         """Begin to flush the store; the function that is returned waits for the end.
 
-        Both raise StorageError.
+        `nbytes`: bytes that were stored lately, for which it gets more time. Both raise StorageError.
         """
         acknowledged = self._acknowledged
-        seconds = _FLUSH_DEADLINES * self.settings.deadline
+        seconds = _FLUSH_DEADLINES * self.settings.deadline + nbytes / MIN_BYTES_PER_SECOND
         call = self._begin("flush", lambda store: store.flush(), seconds=seconds)
 
         def end() -> None:
