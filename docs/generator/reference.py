@@ -11,7 +11,7 @@ from typing import Final
 from typer.testing import CliRunner
 
 from tiercache.cli.app import app
-from tiercache.cli.verbs import VERBS
+from tiercache.cli.verbs import VERBS, other_verbs, verb_of
 from tiercache.config.document import every_setting
 
 ROOT: Final = Path(__file__).parents[2]
@@ -128,7 +128,7 @@ def module_page(module: str) -> str:
 def cli_page() -> str:
     """Return the help of every verb, as `--help` prints it."""
     parts = ["# Command line\n\nThe help of every verb, as `--help` prints it.\n", _help("##")]
-    for name, verb in VERBS.items():
+    for name, verb in (VERBS | {name: verb_of(entry) for name, entry in other_verbs().items()}).items():
         parts.append(_help("##", name))
         parts += [_help("###", name, inner) for inner in getattr(verb.load(name), "commands", ())]
     return "\n".join(parts)

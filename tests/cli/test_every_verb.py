@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 
 from tests.cli.store.test_samples import ACME, call, identity, make_store, store_sequence
-from tests.cli.test_streams import GUARD
+from tests.cli.test_streams import EVERY, GUARD
 from tests.examples import slow_after
 from tests.lab.prove.stand_in import Engine, serve
 from tiercache.cli.terminal import Exit
-from tiercache.cli.verbs import VERBS
 from tiercache.config.urls import storage_url
 from tiercache.storage import open_backend
 from tiercache.storage.base import NamespaceRecord
@@ -229,4 +228,4 @@ def test_all_defaults(here: Path, verb: list[str]) -> None:
 def test_no_verb_is_forgotten() -> None:
     """All but "events", which needs a publisher: see its own tests."""
     source = Path(__file__).read_text()
-    assert [name for name in VERBS if f'"{name}"' not in source] == []
+    assert [name for name in EVERY if f'"{name}"' not in source] == []

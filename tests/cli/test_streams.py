@@ -19,7 +19,7 @@ import pytest
 from tests.cli.store.test_samples import call
 from tests.examples import slow_after
 from tiercache.cli.terminal import MEANINGS, Exit, exit_sentence
-from tiercache.cli.verbs import VERBS
+from tiercache.cli.verbs import VERBS, other_verbs, verb_of
 from tiercache.storage.registry import open_backend
 from tiercache.testing.objects import key, payload, to_set
 
@@ -44,6 +44,8 @@ MODULES = 250
 """Modules that `tiercache --help` may import, those of Python among them; it takes about 160."""
 LONG = ["replay", "--list", "-o", "jsonl"]
 GUARD = 300
+EVERY = VERBS | {name: verb_of(entry) for name, entry in other_verbs().items()}
+"""Verbs by name, with those of the lab."""
 
 
 def imported_by(*arguments: str) -> set[str]:
@@ -71,15 +73,15 @@ def test_the_configuration_is_described_without_a_store() -> None:
     assert not imported_by("config", "--help") & {"numpy", "grpc", "lmdb", "torch"}
 
 
-@pytest.mark.parametrize("name", VERBS)
+@pytest.mark.parametrize("name", EVERY)
 def test_each_verb_is_listed_as_it_presents_itself_and_says_its_exit_codes(name: str) -> None:
-    module, _, attribute = VERBS[name].where.partition(":")
+    module, _, attribute = EVERY[name].where.partition(":")
     found = getattr(importlib.import_module(module), attribute)
     if callable(getattr(found, "registered_callback", found)):
-        assert VERBS[name].summary == " ".join((found.__doc__ or "").split("\n\n")[0].split())
+        assert EVERY[name].summary == " ".join((found.__doc__ or "").split("\n\n")[0].split())
     said = " ".join(call(name, "--help").out.split())
     assert exit_sentence() in said
-    assert VERBS[name].summary.split(".")[0] in said
+    assert EVERY[name].summary.split(".")[0] in said
     assert f"{name} " in call("--help").out
 
 

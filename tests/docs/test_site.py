@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.test_streams import EVERY
 from tests.docs.pages import ROOT
-from tiercache.cli.verbs import VERBS
 from tiercache.config.document import every_setting
 
 pytestmark = pytest.mark.slow
@@ -59,7 +59,7 @@ def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
 
 def test_the_reference_has_every_verb_and_every_setting(site: Path) -> None:
     verbs = (site / "reference/cli.html").read_text()
-    assert [name for name in VERBS if f'id="tiercache-{name}"' not in verbs] == []
+    assert [name for name in EVERY if f'id="tiercache-{name}"' not in verbs] == []
     settings = (site / "reference/configuration.html").read_text()
     names = {name.rpartition(".")[2] for name, _, _ in every_setting()}
     assert [name for name in names if f"<code>{name}</code>" not in settings] == []

@@ -1,6 +1,13 @@
-"""Table of the verbs, with the summary and the module of each verb.
+"""Table of the verbs, and the search for those that other packages add.
 
-A verb's module is imported only when the verb is called. `tiercache --help` needs only this table.
+A verb's module is imported only when the verb is called. `tiercache --help` needs only the summaries.
+
+Another package adds a verb by an entry point of the group `tiercache.verbs`, whose value is a `Verb`:
+
+    [project.entry-points."tiercache.verbs"]
+    hello = "my_package.verbs:HELLO"
+
+The module with the `Verb` is imported for `tiercache --help`, so it should import little else.
 """
 
 from __future__ import annotations
@@ -8,13 +15,19 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from tiercache.cli.terminal import exit_sentence
-from tiercache.errors import MissingExtraError
+from tiercache.cli.terminal import complain, exit_sentence
+from tiercache.errors import ConfigError, MissingExtraError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+GROUP: Final = "tiercache.verbs"
+"""Group of the entry points of verbs; the name of an entry point is the verb's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +41,7 @@ class Verb:
     command: str = ""
     """Class of the verb's typer command, as MODULE:NAME; empty for typer's own class."""
     extra: str = "all"
-    """Name of the extra of the distribution that installs what the verb needs."""
+    """Name of the extra of tiercache that installs what the verb needs; empty if none does."""
 
     def load(self, name: str) -> Any:
         """Import the verb and return its command, whose help ends with the exit codes."""
@@ -38,7 +51,11 @@ class Verb:
         try:
             found = _named(self.where)
         except ModuleNotFoundError as error:
-            raise MissingExtraError(f"tiercache {name}", self.extra, error) from error
+            if self.extra:
+                raise MissingExtraError(f"tiercache {name}", self.extra, error) from error
+            raise ConfigError(
+                f"tiercache {name} needs a package that is not installed ({error}); install it"
+            ) from error
         if not isinstance(found, typer.Typer):
             alone = typer.Typer(add_completion=False)
             alone.command(name, cls=_named(self.command) if self.command else None)(found)
@@ -55,22 +72,9 @@ class Verb:
 
 _STORE: Final = "tiercache.cli.store"
 VERBS: Final = {
-    "demo": Verb(
-        "tiercache.lab.demo.command:demo",
-        "Serve conversations, kill the process, continue them in a second process, and check every answer.",
-    ),
-    "replay": Verb(
-        "tiercache.lab.replay.verb.command:replay",
-        "Replay traffic without a model, to see how much each policy saves at each capacity.",
-        "tiercache.lab.replay.verb.listing:ReplayCommand",
-    ),
     "serve": Verb(
         "tiercache.cli.serve:serve",
         "Serve one store to many workers: on unix sockets for this host, on TCP for others.",
-    ),
-    "prove": Verb(
-        "tiercache.lab.prove.command:prove",
-        "Check whether a running engine restores a prompt from storage, and answers with the same text.",
     ),
     "status": Verb(
         f"{_STORE}.status:status",
@@ -112,15 +116,35 @@ VERBS: Final = {
         "Check this machine: kernel, memory, the store's disk, GPU and engines. Exit code 6 if anything"
         " fails.",
     ),
-    "bench": Verb(
-        "tiercache.lab.bench.command:bench",
-        "Measure this machine, and compare most figures with its speed without tiercache.",
-    ),
     "config": Verb(
         "tiercache.cli.config:config", "Check, show and describe the configuration of the daemon."
     ),
 }
-"""Verbs in the order in which the help lists them."""
+"""Verbs of this package, in the order in which the help lists them; others follow by their names."""
+
+
+def other_verbs() -> dict[str, EntryPoint]:
+    """Return the entry points of other packages' verbs, sorted by name; none replaces a verb of this one."""
+    from importlib.metadata import entry_points  # takes longer than a verb of `VERBS` should wait
+
+    found = {entry.name: entry for entry in entry_points(group=GROUP) if entry.name not in VERBS}
+    return dict(sorted(found.items()))
+
+
+def verb_of(entry: EntryPoint) -> Verb:
+    """Return the verb of an entry point; raises ConfigError if there is none."""
+    try:
+        found = entry.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"the verb {entry.name!r} cannot be imported from {entry.value}: {error}; install its package"
+            " again"
+        ) from error
+    if not isinstance(found, Verb):
+        raise ConfigError(
+            f"the verb {entry.name!r} is {entry.value}, which is not a Verb; fix its entry point"
+        )
+    return found
 
 
 class Verbs(TyperGroup):
@@ -128,13 +152,32 @@ class Verbs(TyperGroup):
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
+        self._verbs: dict[str, Verb] = {}
         for name, verb in VERBS.items():
-            self.add_command(TyperCommand(name, short_help=verb.summary))
+            self._add(name, verb)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all verbs; complain of those that cannot be imported."""
+        for name, entry in other_verbs().items():
+            try:
+                self._add(name, verb_of(entry))
+            except ConfigError as error:
+                complain(str(error))
+        return super().list_commands(ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Import the verb that the arguments name; return its name, its command and the other arguments."""
+        if args[0] not in self._verbs:
+            if entry := other_verbs().get(args[0]):
+                self._add(args[0], verb_of(entry))
+            else:
+                self.list_commands(ctx)  # the error suggests similar names
         name, found, rest = super().resolve_command(ctx, args)
-        return name, VERBS[name].load(name) if name in VERBS else found, rest
+        return name, self._verbs[name].load(name) if name in self._verbs else found, rest
+
+    def _add(self, name: str, verb: Verb) -> None:
+        self._verbs[name] = verb
+        self.add_command(TyperCommand(name, short_help=verb.summary))
 
 
 def _named(where: str) -> Any:

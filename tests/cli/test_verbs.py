@@ -1,0 +1,114 @@
+"""Verbs of other packages: found by entry points of packages that are really installed, and refused in one
+sentence.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+GUARD = 120
+MODULES = {
+    "greeting/__init__.py": "",
+    "greeting/verbs.py": """\
+from tiercache.cli.verbs import Verb
+
+HELLO = Verb("greeting.hello:hello", "Greet somebody.", extra="")
+STATUS = Verb("greeting.hello:hello", "Greet instead of the status.")
+LACKING = Verb("greeting.lacking:greet", "Greet from afar.", extra="")
+TEXT = "Greet somebody."
+""",
+    "greeting/hello.py": """\
+from typing import Annotated
+
+import typer
+
+from tiercache.errors import InputError
+
+print("imported")
+
+
+def hello(name: Annotated[str, typer.Argument()]) -> None:
+    \"\"\"Greet somebody.\"\"\"
+    if name == "nobody":
+        raise InputError("nobody cannot be greeted")
+    print(f"hello {name}")
+""",
+    "greeting/lacking.py": "import a_package_that_nobody_has\n",
+}
+
+
+def installed(folder: Path, **verbs: str) -> Path:
+    """Install a package `greeting` with these verbs into a folder, as pip would."""
+    for name, text in MODULES.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    info = folder / "greeting-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: greeting\nVersion: 1.0\n")
+    lines = [f"{name} = {value}\n" for name, value in verbs.items()]
+    (info / "entry_points.txt").write_text("".join(["[tiercache.verbs]\n", *lines]))
+    return folder
+
+
+def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    program = str(Path(sys.executable).parent / "tiercache")
+    variables = os.environ | {"PYTHONPATH": str(folder), "COLUMNS": "120"}
+    return subprocess.run([program, *words], capture_output=True, text=True, timeout=GUARD, env=variables)
+
+
+def test_a_package_adds_a_verb(tmp_path: Path) -> None:
+    folder = installed(tmp_path, hello="greeting.verbs:HELLO")
+    said = command(folder, "--help")
+    assert (said.returncode, said.stderr) == (0, "")
+    assert [line.split() for line in said.stdout.splitlines() if "hello" in line] == [
+        ["hello", "Greet", "somebody."]
+    ]
+    assert "imported" not in said.stdout  # what only the verb itself needs
+    done = command(folder, "hello", "you")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "imported\nhello you\n", "")
+    done = command(folder, "hello", "nobody")
+    assert (done.returncode, done.stderr) == (2, "tiercache: nobody cannot be greeted\n")
+    assert "Exit codes: " in command(folder, "hello", "--help").stdout
+    assert "did you mean 'hello'?" in command(folder, "hullo").stderr.lower()
+
+
+def test_a_package_cannot_replace_a_verb(tmp_path: Path) -> None:
+    folder = installed(tmp_path, status="greeting.verbs:STATUS")
+    assert "Greet" not in command(folder, "--help").stdout
+    assert "Greet" not in command(folder, "status", "--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        ("greeting.gone:HELLO", "cannot be imported from greeting.gone:HELLO: No module named 'greeting.g"),
+        ("greeting.verbs:GONE", "cannot be imported from greeting.verbs:GONE: "),
+        ("greeting.verbs:TEXT", "is greeting.verbs:TEXT, which is not a Verb; fix its entry point"),
+    ],
+)
+def test_a_broken_verb_breaks_no_other(tmp_path: Path, value: str, sentence: str) -> None:
+    folder = installed(tmp_path, broken=value, hello="greeting.verbs:HELLO")
+    called = command(folder, "broken")
+    assert (called.returncode, called.stdout) == (2, "")
+    listed = command(folder, "--help")
+    assert listed.returncode == 0
+    assert "hello" in listed.stdout
+    assert called.stderr == listed.stderr
+    assert called.stderr.startswith(f"tiercache: the verb 'broken' {sentence}")
+    assert called.stderr.count("\n") == 1
+    assert command(folder, "hello", "you").stderr == ""
+
+
+def test_a_verb_whose_package_lacks_another_says_which(tmp_path: Path) -> None:
+    done = command(installed(tmp_path, far="greeting.verbs:LACKING"), "far")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "tiercache: tiercache far needs a package that is not installed"
+        " (No module named 'a_package_that_nobody_has'); install it\n"
+    )
