@@ -19,11 +19,11 @@ VLLM := $(ENGINES)/vllm/bin/python
 help:  ## Show what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 23
 
-$(STAMP): pyproject.toml constraints-dev.txt
+$(STAMP): pyproject.toml lab/pyproject.toml constraints-dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "tiercache needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	@-$(BIN)/python -m pip uninstall -qq --yes tiercache  # not ours, of the same import name
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -e '.[dev]' -e ./lab
 	@touch $(STAMP)
 
 install: $(STAMP)  ## Create the environment and install everything into it
@@ -48,10 +48,10 @@ test-deploy: $(STAMP)  ## Check deploy/ with hadolint, Helm's renderer and the s
 test-image: $(STAMP)  ## Build the image with buildah on a root of Debian, and run a daemon in it: ten minutes, as root
 	$(BIN)/python -m pytest tests/deploy/test_image.py -m stress $(ARGS)
 
-$(ENGINES)/%/.installed: pyproject.toml constraints-dev.txt constraints-engines.txt tests/engines/%/requirements.txt tests/engines/%/engine.txt
+$(ENGINES)/%/.installed: pyproject.toml lab/pyproject.toml constraints-dev.txt constraints-engines.txt tests/engines/%/requirements.txt tests/engines/%/engine.txt
 	@echo "making $(@D): gigabytes, a few minutes"
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -c constraints-engines.txt -r tests/engines/$*/requirements.txt -e '.[all,mooncake]'
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -c constraints-engines.txt -r tests/engines/$*/requirements.txt -e '.[all,mooncake]' -e ./lab
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/engines/$*/engine.txt
 	@touch $@
 
@@ -73,7 +73,7 @@ lint: $(STAMP)  ## Style and import layers
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 
-types: $(STAMP)  ## mypy --strict on all three packages
+types: $(STAMP)  ## mypy --strict on all four packages
 	$(BIN)/mypy
 
 check: test lint types  ## Everything that CI runs on the checkout

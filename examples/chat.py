@@ -15,7 +15,6 @@ import torch
 from transformers import AutoTokenizer
 
 from tiercache.integrations.transformers import Worker
-from tiercache.lab.demo.small import build_small_hybrid
 
 
 class Letters:
@@ -46,6 +45,8 @@ def main() -> None:
     store = f"file://{options.directory.absolute()}/store?capacity=4GiB"
     model, page = options.model, 64
     if not model:
+        from tiercache_lab.demo.small import build_small_hybrid  # only the small model needs the lab
+
         # Threads that share small products wait for each other: on a busy CPU that takes ten times as long.
         torch.set_num_threads(1)
         model, page = (

@@ -21,7 +21,9 @@ from packaging.utils import canonicalize_name
 from tiercache_distribution import DISTRIBUTION, foreign_sentence
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = (".ci", "deploy", "docs", "examples", "kernels", "proto", "storage_backends", "tests", "tiercache")
+FOLDERS = (
+    ".ci", "deploy", "docs", "examples", "kernels", "lab", "proto", "storage_backends", "tests", "tiercache",
+)  # fmt: skip
 COMMAND = re.compile(
     r"(?:(?:pip[0-9.]*|pipx|conda|tool) install|(?:uv|poetry) add|uvx|pipx run)((?:[ \t]+[^\s#;|&]+)+)"
 )
@@ -94,6 +96,15 @@ def test_no_text_says_to_install_a_distribution_that_is_another_s_or_not_publish
         if names:
             found[str(path.relative_to(ROOT))] = names
     assert found == {}
+
+
+def test_the_lab_is_of_the_same_version_and_asks_for_it() -> None:
+    product, lab = (
+        tomllib.loads((ROOT / path / "pyproject.toml").read_text())["project"] for path in (".", "lab")
+    )
+    assert lab["version"] == product["version"]
+    [needed] = [text for text in lab["dependencies"] if Requirement(text).name == DISTRIBUTION]
+    assert needed == f"{DISTRIBUTION}[all]=={product['version']}"
 
 
 def foreign(site: Path, module: str = "") -> Path:
@@ -173,7 +184,7 @@ def test_a_wheel_beside_another_distribution_of_its_import_name(tmp_path: Path) 
     pip("install", f"{wheel}[cli]")
     assert answer() == (0, "")
     # The line of a missing extra finds the installed distribution, although no registry has it.
-    assert "Would install" in pip("install", "--dry-run", f"{DISTRIBUTION}[report]")
+    assert "Would install" in pip("install", "--dry-run", f"{DISTRIBUTION}[events]")
     pip("install", "--no-deps", other)
     assert answer() == (2, f"tiercache: {SENTENCE}\n")
     pip("install", "--no-deps", "--force-reinstall", wheel)

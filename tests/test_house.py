@@ -77,6 +77,7 @@ TREES = {
     "tiercache": ROOT / "tiercache",
     "tiercache_backends": ROOT / "storage_backends" / "tiercache_backends",
     "tiercache_kernels": ROOT / "kernels" / "tiercache_kernels",
+    "tiercache_lab": ROOT / "lab" / "tiercache_lab",
 }
 GENERATED = "tiercache.wire.v1"
 WINGS = {
@@ -96,7 +97,7 @@ WINGS = {
         "tiercache.transfer", "tiercache_kernels", "tiercache.index", "tiercache.controller",
         "tiercache.integrations.torch_ranks", "tiercache.integrations.transformers",
     ),
-    "lab": ("tiercache.lab",),
+    "lab": ("tiercache_lab",),
     "terminal": ("tiercache.cli",),
     "testing": ("tiercache.testing",),
 }  # fmt: skip

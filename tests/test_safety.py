@@ -1,5 +1,5 @@
 """No code is made from data, no shell is asked, no certificate goes unread: a walk over every Python file of
-the three packages.
+the four packages.
 
 Names are followed through imports and aliases, so that `from pickle import loads as x` is found as well; a
 self-test shows that each of them is.
@@ -21,6 +21,7 @@ PACKAGES: Final = (
     ROOT / "tiercache",
     ROOT / "storage_backends/tiercache_backends",
     ROOT / "kernels/tiercache_kernels",
+    ROOT / "lab/tiercache_lab",
 )
 FILES: Final = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
 

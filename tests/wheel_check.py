@@ -2,12 +2,14 @@
 
 `core` (the default): the wheel was installed without extras. Importing loads nothing heavy, stores and a
 controller work, and what needs an extra says so. `cli`: with the extra `cli`; the verbs look at a stopped
-store. `all`: with the extra `all`, at whatever versions; a daemon serves an object.
+store. `all`: with the extra `all`, at whatever versions; a daemon serves an object. `lab`: with the wheel of
+the lab beside it, which brings its verbs; until then, nothing of the lab is there.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import pkgutil
 import subprocess
@@ -26,6 +28,8 @@ HEAVY = ("torch", "grpc", "numpy", "lmdb")
 CORE = {"numpy", "blake3", "xxhash", "msgpack", "lmdb"}
 BROUGHT = {"typing-extensions", "pip", "setuptools", "tiercache-hybrid"}
 """Dependencies of the five in `CORE`, and distributions that every environment has."""
+LAB = ("bench", "demo", "prove", "replay")
+"""Verbs of the lab."""
 MODULES = (
     "tiercache_backends.file",
     "tiercache_backends.lmdb",
@@ -217,27 +221,52 @@ def check_core() -> None:
     assert not loaded, loaded
 
 
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a verb to its end."""
+    return subprocess.run([command(), *arguments], capture_output=True, text=True)
+
+
+def check_no_lab() -> None:
+    """Check that the product's wheel has nothing of the lab, and that the lab's verbs say where they are."""
+    assert importlib.util.find_spec("tiercache_lab") is None
+    assert importlib.util.find_spec("tiercache.lab") is None
+    listed = run("--help").stdout.split("Commands:")[1]
+    for verb in LAB:
+        assert f"\n  {verb} " not in listed, verb
+        for arguments in ((verb,), (verb, "--help")):
+            done = run(*arguments)
+            assert (done.returncode, done.stdout) == (2, ""), done
+            assert done.stderr == (
+                f"tiercache: tiercache {verb} is in the package tiercache-lab, which is not installed:"
+                " pip install path/to/checkout/lab\n"
+            ), done.stderr
+
+
+def check_lab() -> None:
+    """Check an environment with the lab's wheel: its verbs, a replay with its report, and a bench."""
+    assert (files("tiercache_lab") / "py.typed").is_file()
+    for verb in LAB:
+        assert run(verb, "--help").returncode == 0, verb
+    with tempfile.TemporaryDirectory() as directory:
+        page = Path(directory, "replay.html")
+        done = run(
+            "replay", "agent", "--limit", "20", "--policy", "lru,hvd", "--report", str(page), "-o", "jsonl"
+        )
+        assert done.returncode == 0, done
+        assert page.read_text().startswith("<!doctype html>")
+        small = ("--size", "64KiB", "--bytes", "1MiB", "--case", "get-warm", "--repeat", "1", "-d", directory)
+        done = run("bench", "disk", *small, "-o", "jsonl")
+        assert done.returncode == 0, done
+    assert run("replay", "agent", "--machine", "h100", "--limit", "5", "--policy", "lru").returncode == 0
+
+
 def check_cli() -> None:
     """Check an environment with the extra `cli`: verbs on a stopped store, and what else they need."""
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([command(), *arguments], capture_output=True, text=True)
-
     from tiercache.storage import open_backend
     from tiercache.testing.objects import key, payload, put
 
-    for verb in (
-        "replay",
-        "serve",
-        "status",
-        "ls",
-        "inspect",
-        "verify",
-        "flush",
-        "doctor",
-        "bench",
-        "config",
-    ):
+    check_no_lab()
+    for verb in ("serve", "status", "ls", "inspect", "verify", "flush", "doctor", "config"):
         assert run(verb, "--help").returncode == 0, verb
     with tempfile.TemporaryDirectory() as directory:
         with open_backend(f"lmdb://{directory}/store?capacity=16MiB") as store:
@@ -255,12 +284,15 @@ def check_cli() -> None:
 
 def check_all() -> None:
     """Check an environment with the extra `all`."""
-    done = subprocess.run([command(), "--help"], capture_output=True, text=True, check=True)
+    check_no_lab()
+    done = run("--help")
+    assert done.returncode == 0
     assert "Exit codes of all verbs" in done.stdout
     with tempfile.TemporaryDirectory() as directory:
         check_daemon(os.path.realpath(directory))
 
 
 if __name__ == "__main__":
-    {"core": check_core, "cli": check_cli, "all": check_all}[sys.argv[1] if sys.argv[1:] else "core"]()
+    checks = {"core": check_core, "cli": check_cli, "all": check_all, "lab": check_lab}
+    checks[sys.argv[1] if sys.argv[1:] else "core"]()
     print(f"tiercache {tiercache.__version__} from {tiercache.__file__}")

@@ -38,7 +38,6 @@ _DISTRIBUTIONS = {
     "grpc_health": "grpcio-health-checking",
     "grpc_reflection": "grpcio-reflection",
     "mooncake": "mooncake-transfer-engine-non-cuda",
-    "vl_convert": "vl-convert-python",
     "zmq": "pyzmq",
 }
 """Names of distributions by the top-level module that they install, if the two names differ."""

@@ -26,12 +26,12 @@ from tests.benchmarks.remote import seconds_of
 from tests.storage_backends.grpc.hooks import answers
 from tiercache.core import Outcome
 from tiercache.errors import StorageError
-from tiercache.lab.bench.raw import RawClient
 from tiercache.pools import HostArena
 from tiercache.storage.base import GetItem, SetItem, StorageBackend
 from tiercache.storage.checksum import checksum
 from tiercache.storage.registry import open_backend
 from tiercache.testing.objects import key, payload, to_set
+from tiercache_lab.bench.raw import RawClient
 
 PROCESSES = 8
 OBJECTS = 8
@@ -160,7 +160,7 @@ def main(clients: int, seconds: float, way: str) -> None:
             "127.0.0.1:0",
         ]
         if way == "bare":
-            command = [sys.executable, "-m", "tiercache.lab.bench.raw"]
+            command = [sys.executable, "-m", "tiercache_lab.bench.raw"]
         if way == "floor":
             command = [sys.executable, "-m", "tests.benchmarks.floor", str(directory.parent)]
         daemon = stack.enter_context(

@@ -26,7 +26,7 @@ import torch
 from tiercache_backends.s3.compression import Codec, decode, encode
 from transformers import AutoModelForCausalLM, NemotronHConfig, PreTrainedModel, Qwen3NextConfig
 
-from tiercache.lab.demo.small import build_small_hybrid, small_hybrid_config
+from tiercache_lab.demo.small import build_small_hybrid, small_hybrid_config
 
 PAGE = 64
 TOKENS = 2048

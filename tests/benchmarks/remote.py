@@ -21,11 +21,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from tiercache.core import Outcome
-from tiercache.lab.bench.raw import RawClient
 from tiercache.pools import HostArena
 from tiercache.storage.base import GetItem, SetItem, StorageBackend
 from tiercache.storage.registry import open_backend
 from tiercache.testing.objects import key, payload, to_set
+from tiercache_lab.bench.raw import RawClient
 
 MIB = 1 << 20
 BATCHES = {"8 x 64 KiB": (8, 64 << 10), "1 MiB": (1, MIB), "32 MiB": (32, MIB)}
@@ -112,7 +112,7 @@ def child(command: list[str], ends: ExitStack) -> subprocess.Popen[str]:
 
 def main(rounds: int, clients: int) -> None:
     with tempfile.TemporaryDirectory(prefix="tc-") as temporary, ExitStack() as ends:
-        raw = child([sys.executable, "-m", "tiercache.lab.bench.raw"], ends)
+        raw = child([sys.executable, "-m", "tiercache_lab.bench.raw"], ends)
         assert raw.stdout is not None
         port = int(raw.stdout.readline())
         command = [sys.executable, "-m", "tiercache.cli", "serve", "--directory", temporary]

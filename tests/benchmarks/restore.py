@@ -41,7 +41,6 @@ import numpy as np
 from blake3 import blake3
 
 from tests.pools.tensors import STORAGE, ArrayTensor
-from tiercache.cli import children
 from tiercache.config.urls import storage_url
 from tiercache.controller import ControllerOptions, HybridCacheController
 from tiercache.core import (
@@ -56,13 +55,14 @@ from tiercache.core import (
 )
 from tiercache.geometry import Geometry, kv_geometry, state_geometry
 from tiercache.keys import Identity, Shard, layout_digest, object_keys, page_keys
-from tiercache.lab.bench.baselines import DIRECT_THREADS, Copier, RawFile, direct_possible, pieces
-from tiercache.lab.bench.machine import drop, machine, warm
-from tiercache.lab.bench.timing import Crew, Side, medians
 from tiercache.models.profile import profile_named
 from tiercache.pools import DevicePool, HostArena
 from tiercache.storage.registry import open_backend
 from tiercache.storage.vectors import take
+from tiercache_lab import children
+from tiercache_lab.bench.baselines import DIRECT_THREADS, Copier, RawFile, direct_possible, pieces
+from tiercache_lab.bench.machine import drop, machine, warm
+from tiercache_lab.bench.timing import Crew, Side, medians
 
 KV, MAMBA = PoolName.KV, PoolName.MAMBA
 PAGE, LAYERS, STATES = 64, 48, 3

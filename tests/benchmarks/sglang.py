@@ -44,7 +44,7 @@ from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from tests.engines.sglang import rig
-from tiercache.lab.bench.machine import drop
+from tiercache_lab.bench.machine import drop
 
 PAGES, STATES, TOKENS, LAYERS, HEADS, DIM, BATCH = 256, 16, 64, 8, 4, 128, 128
 MIB = 1 << 20

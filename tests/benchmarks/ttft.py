@@ -27,16 +27,16 @@ from tiercache.controller import ControllerOptions
 from tiercache.core import PoolName
 from tiercache.integrations.transformers.requests.generation import Generation
 from tiercache.integrations.transformers.worker import Worker
-from tiercache.lab.bench.worker import WorkerSpeeds, measure_worker
-from tiercache.lab.demo.serving import ANSWER_TOKENS, PAGE_SIZE, Conversations, zigzag
-from tiercache.lab.demo.small import build_small_hybrid
-from tiercache.lab.replay.base import Request
-from tiercache.lab.replay.cache import Setup
-from tiercache.lab.replay.machines import ReplayMachine
-from tiercache.lab.replay.needs import measure
-from tiercache.lab.replay.queueing.run import QueuedRun, Queueing
-from tiercache.lab.replay.queueing.server import Job
-from tiercache.lab.replay.tiers import StorageTier, Tiers
+from tiercache_lab.bench.worker import WorkerSpeeds, measure_worker
+from tiercache_lab.demo.serving import ANSWER_TOKENS, PAGE_SIZE, Conversations, zigzag
+from tiercache_lab.demo.small import build_small_hybrid
+from tiercache_lab.replay.base import Request
+from tiercache_lab.replay.cache import Setup
+from tiercache_lab.replay.machines import ReplayMachine
+from tiercache_lab.replay.needs import measure
+from tiercache_lab.replay.queueing.run import QueuedRun, Queueing
+from tiercache_lab.replay.queueing.server import Job
+from tiercache_lab.replay.tiers import StorageTier, Tiers
 
 CONVERSATIONS, TURNS = 4, 6
 DISK = 1 << 30

@@ -28,14 +28,14 @@ from tiercache_backends.s3.pack import NewEntry, make_name, pack_head, read_head
 from tiercache.core import ObjectMeta, PoolName
 from tiercache.events import EventKind, KVEvent, Medium, ObjectGroup, Place
 from tiercache.events.encoding import decode_batch, encode_batch
-from tiercache.lab.replay.cache import Setup
-from tiercache.lab.replay.drive import Run
-from tiercache.lab.replay.machines import ReplayMachine
-from tiercache.lab.replay.needs import measure
-from tiercache.lab.replay.sources.catalogue import open_source
-from tiercache.lab.replay.tiers import StorageTier, Tiers
 from tiercache.models.profile import profile_named
 from tiercache.testing.objects import key
+from tiercache_lab.replay.cache import Setup
+from tiercache_lab.replay.drive import Run
+from tiercache_lab.replay.machines import ReplayMachine
+from tiercache_lab.replay.needs import measure
+from tiercache_lab.replay.sources.catalogue import open_source
+from tiercache_lab.replay.tiers import StorageTier, Tiers
 
 GiB = 1 << 30
 MODEL = "qwen3-next-80b-a3b"

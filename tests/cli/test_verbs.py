@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.store.test_samples import call
+from tiercache.cli import verbs
+
 GUARD = 120
 MODULES = {
     "greeting/__init__.py": "",
@@ -76,6 +79,19 @@ def test_a_package_adds_a_verb(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (2, "tiercache: nobody cannot be greeted\n")
     assert "Exit codes: " in command(folder, "hello", "--help").stdout
     assert "did you mean 'hello'?" in command(folder, "hullo").stderr.lower()
+
+
+@pytest.mark.parametrize("name", verbs.LAB)
+def test_a_verb_of_the_lab_says_where_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {entry.dist.name for entry in verbs.other_verbs().values() if entry.dist} == {"tiercache-lab"}
+    assert sorted(verbs.other_verbs()) == sorted(verbs.LAB)
+    monkeypatch.setattr(verbs, "other_verbs", dict)
+    done = call(name, "--help", ok=2)
+    assert (done.out, done.err) == (
+        "",
+        f"tiercache: tiercache {name} is in the package tiercache-lab, which is not installed: pip install"
+        " path/to/checkout/lab\n",
+    )
 
 
 def test_a_package_cannot_replace_a_verb(tmp_path: Path) -> None:

@@ -84,9 +84,16 @@ def test_the_image_is_made_of_what_is_pinned() -> None:
     ]
     assert all((ROOT / path).is_file() for path in copied.split()[:-1])
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    asked = re.findall(r"(?m)^ARG EXTRAS=(\w+)", CONTAINERFILE)
-    asked += COMPOSE["services"]["worker-1"]["build"]["args"]["EXTRAS"].split(",")
-    assert {*asked} <= {*extras}
+    assert {*re.findall(r"\$\{wheel\}\[(\w+)\]", CONTAINERFILE)} == {"http", "worker"} & {*extras}
+
+
+def test_only_the_demo_s_image_has_the_lab() -> None:
+    [asked] = re.findall(r"(?m)^ARG DEMO=(.*)$", CONTAINERFILE)
+    assert asked == ""
+    assert re.search(r'if \[ -n "\$\{DEMO\}" \]; then [^;]*/build/tiercache_lab-\*\.whl; ', CONTAINERFILE)
+    assert CONTAINERFILE.count("tiercache_lab") == 1
+    given = {name: (it.get("build") or {}).get("args") for name, it in COMPOSE["services"].items()}
+    assert [name for name, args in given.items() if args] == ["worker-1", "worker-2"]
 
 
 def test_hadolint_has_nothing_to_say() -> None:

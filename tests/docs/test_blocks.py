@@ -19,7 +19,7 @@ from tests.cli.store.test_samples import call
 from tests.deploy.base import parsed, tool
 from tests.docs.blocks import LANGUAGES, Block, blocks
 from tests.docs.pages import PAGES, ROOT, prose
-from tiercache.lab.replay.machines import machine_named
+from tiercache_lab.replay.machines import machine_named
 
 ALL = [block for page in PAGES for block in blocks(page)]
 VERBS_OF = {

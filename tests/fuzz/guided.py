@@ -15,7 +15,7 @@ import resource
 import sys
 from pathlib import Path
 
-INSTRUMENTED = ["tiercache", "tiercache_backends", "numpy.lib._format_impl", "tomllib"]
+INSTRUMENTED = ["tiercache", "tiercache_backends", "tiercache_lab", "numpy.lib._format_impl", "tomllib"]
 """Packages and modules whose branches guide the search; what is compiled cannot be seen."""
 SPARE_BYTES = 512 << 20
 """Memory that the process may take beyond what it has before the first input."""

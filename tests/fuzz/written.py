@@ -21,11 +21,11 @@ from tiercache.config.settings import load
 from tiercache.config.urls import section_of, storage_url
 from tiercache.errors import ConfigError, InputError
 from tiercache.integrations.settings import settings_of
-from tiercache.lab.prove.saved import load as load_saved
-from tiercache.lab.replay.sources.agentic import read_sessions
-from tiercache.lab.replay.sources.mooncake import read_trace
 from tiercache.models.profile import CONFIGS, profile_named
 from tiercache.text import exact_duration, exact_size, parse_duration, parse_size
+from tiercache_lab.prove.saved import load as load_saved
+from tiercache_lab.replay.sources.agentic import read_sessions
+from tiercache_lab.replay.sources.mooncake import read_trace
 
 SETTINGS: dict[str, Callable[[dict[str, object]], object]] = {
     "grpc": grpc_settings, "s3": s3_settings, "mooncake": mooncake_settings,

@@ -22,9 +22,9 @@ from tiercache.errors import StorageError
 from tiercache.integrations.transformers.audit import Audit, Run
 from tiercache.integrations.transformers.requests.generation import Generation
 from tiercache.integrations.transformers.worker import Worker
-from tiercache.lab.demo.serving import timed, uncut_prefill
-from tiercache.lab.demo.small import small_hybrid_config, strengthen
 from tiercache.storage.registry import spec_of
+from tiercache_lab.demo.serving import timed, uncut_prefill
+from tiercache_lab.demo.small import small_hybrid_config, strengthen
 
 AUDIT_SLOTS = (2048, 512)
 """Pages and states that an audit can hold; they take memory as they are used."""

@@ -10,8 +10,8 @@ from tests.index.model import PAGE, tokens_of
 from tiercache.core import PoolName
 from tiercache.errors import ConfigError, InputError, PoolFullError
 from tiercache.index import CheckpointRules, HybridIndex, Origin, checkpoint_depths, checkpoints_named
-from tiercache.lab.replay.alone import IndexCache
 from tiercache.policy import CheckpointKind, Lru
+from tiercache_lab.replay.alone import IndexCache
 
 BRANCH, GHOST, PROMPT, INTERVAL, END = (
     CheckpointKind[name] for name in ("BRANCH", "GHOST", "PROMPT", "INTERVAL", "END")

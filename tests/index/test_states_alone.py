@@ -10,8 +10,8 @@ from tests.index.model import PAGE, Path, path_of, tokens_of
 from tests.index.states import ONE, publish_state, reserve_state, span_of
 from tiercache.core import PoolName, Tier
 from tiercache.index import CheckpointRules, HybridIndex, Inserted
-from tiercache.lab.replay.alone import IndexCache
 from tiercache.policy import CheckpointKind, Lru
+from tiercache_lab.replay.alone import IndexCache
 
 SWA = PoolName.SWA
 FORK = {2: CheckpointKind.GHOST, 4: CheckpointKind.PROMPT}

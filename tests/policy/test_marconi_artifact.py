@@ -10,9 +10,9 @@ import pytest
 from tests.policy.rig import BYTES, COSTS, KV, PAGE, STATE, tokens_of, units
 from tiercache.errors import ConfigError
 from tiercache.index import CheckpointRules
-from tiercache.lab.replay.alone import IndexCache
 from tiercache.policy import Policy, policy_named
 from tiercache.policy.marconi_artifact import ArtifactScore, MarconiArtifact
+from tiercache_lab.replay.alone import IndexCache
 
 
 def artifact() -> MarconiArtifact:

@@ -147,6 +147,10 @@ def verb_of(entry: EntryPoint) -> Verb:
     return found
 
 
+LAB: Final = ("bench", "demo", "prove", "replay")
+"""Verbs of the package tiercache-lab, for the sentence where it is not installed."""
+
+
 class Verbs(TyperGroup):
     """Group of all verbs, which imports only the verb that is called or completed."""
 
@@ -170,6 +174,11 @@ class Verbs(TyperGroup):
         if args[0] not in self._verbs:
             if entry := other_verbs().get(args[0]):
                 self._add(args[0], verb_of(entry))
+            elif args[0] in LAB:
+                raise ConfigError(
+                    f"tiercache {args[0]} is in the package tiercache-lab, which is not installed: pip"
+                    " install path/to/checkout/lab"
+                )
             else:
                 self.list_commands(ctx)  # the error suggests similar names
         name, found, rest = super().resolve_command(ctx, args)

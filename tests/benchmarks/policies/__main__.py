@@ -16,8 +16,8 @@ from tests.benchmarks.policies.rows import Rows, opened
 from tests.benchmarks.policies.runner import Campaign, duration, tell
 from tests.benchmarks.policies.tables import page, table_of_rows, written
 from tiercache.errors import TierCacheError
-from tiercache.lab.replay.study import possible
 from tiercache.policy import DEFAULT_PROFILE, profile_named
+from tiercache_lab.replay.study import possible
 
 _LONGEST = 60 * 24 * 30
 """Minutes after which a campaign stops in any case."""

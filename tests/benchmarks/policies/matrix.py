@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from tiercache.lab.replay.sources import SOURCES
 from tiercache.policy import DEFAULT_PROFILE
+from tiercache_lab.replay.sources import SOURCES
 
 RIVALS: Final = (
     "lru", "s3fifo", "sieve", "arc", "ttl", "lpc", "gdsf", "seglen", "seglen:additive", "marconi",

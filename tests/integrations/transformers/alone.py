@@ -16,7 +16,7 @@ from tiercache.integrations.transformers import ModelRunner, ProbeReport, load
 from tiercache.integrations.transformers import worker as worker_module
 from tiercache.integrations.transformers.caches import warm_up
 from tiercache.integrations.transformers.worker import Worker
-from tiercache.lab.demo.small import strengthen
+from tiercache_lab.demo.small import strengthen
 
 _BASE: Final = {
     "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 3, "bos_token_id": 1, "eos_token_id": 2,

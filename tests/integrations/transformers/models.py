@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tiercache.core import PoolName
 from tiercache.integrations.transformers import ModelRunner, ProbeReport, load
-from tiercache.lab.demo.small import strengthen
+from tiercache_lab.demo.small import strengthen
 
 PAGE: Final = 16
 

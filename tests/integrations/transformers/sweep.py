@@ -32,8 +32,8 @@ from tiercache.core import Tier
 from tiercache.errors import TierCacheError, UnsupportedModelError
 from tiercache.integrations.transformers.audit import Audit
 from tiercache.integrations.transformers.worker import Worker
-from tiercache.lab.demo.small import strengthen
 from tiercache.storage.registry import open_backend
+from tiercache_lab.demo.small import strengthen
 
 TYPES: Final = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 SECONDS: Final = 600.0

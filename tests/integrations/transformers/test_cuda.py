@@ -43,8 +43,8 @@ from tiercache.integrations.transformers.stream import (
 )
 from tiercache.integrations.transformers.watch import identity_of
 from tiercache.integrations.transformers.worker import Worker
-from tiercache.lab.demo.serving import load_model
 from tiercache.transfer.cuda import Method
+from tiercache_lab.demo.serving import load_model
 
 LONG = prompt(6 * PAGE + 1, 1).tolist()
 """A prompt that restores all but its last token."""

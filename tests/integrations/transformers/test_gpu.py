@@ -32,7 +32,7 @@ from tiercache.integrations.transformers.audit import Audit
 from tiercache.integrations.transformers.device import differences
 from tiercache.integrations.transformers.stream import CudaStream, compute_repeatably, describe, find_device
 from tiercache.integrations.transformers.worker import Worker
-from tiercache.lab.demo.small import build_small_hybrid
+from tiercache_lab.demo.small import build_small_hybrid
 
 pytestmark = [
     pytest.mark.gpu,

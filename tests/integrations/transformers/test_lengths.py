@@ -26,7 +26,7 @@ from tiercache.integrations.transformers.lengths import named_lengths, positions
 from tiercache.integrations.transformers.reach import Explorer
 from tiercache.integrations.transformers.requests.generation import Generation
 from tiercache.integrations.transformers.worker import Worker
-from tiercache.lab.demo.small import strengthen
+from tiercache_lab.demo.small import strengthen
 
 DIM = DENSE["hidden_size"] // DENSE["num_attention_heads"]
 SWITCH = 10 * PAGE

@@ -15,7 +15,7 @@ from tests.integrations.transformers.models import EACH, FAMILIES, PAGE, REFUSED
 from tiercache.core import PoolName
 from tiercache.errors import UnsupportedModelError
 from tiercache.integrations.transformers import ModelRunner, TailMode, load, probe
-from tiercache.lab.demo.small import build_small_hybrid
+from tiercache_lab.demo.small import build_small_hybrid
 
 Before = Callable[[dict[str, Any]], None]
 

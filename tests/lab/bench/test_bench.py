@@ -17,13 +17,13 @@ import pytest
 
 from tests.cli.store.test_samples import call
 from tiercache.errors import ConfigError, StorageError
-from tiercache.lab.bench.baselines import Copier, Piece, RawFile, pieces
-from tiercache.lab.bench.machine import machine
-from tiercache.lab.bench.plan import plan
-from tiercache.lab.bench.rivals import RIVALS, Page, check_rival, open_rival
-from tiercache.lab.bench.rows import Case, Row, Target, Unit, rival_target_of, size_text, target_of
-from tiercache.lab.bench.subject import Buffers
-from tiercache.lab.bench.timing import Crew, Side, medians, split
+from tiercache_lab.bench.baselines import Copier, Piece, RawFile, pieces
+from tiercache_lab.bench.machine import machine
+from tiercache_lab.bench.plan import plan
+from tiercache_lab.bench.rivals import RIVALS, Page, check_rival, open_rival
+from tiercache_lab.bench.rows import Case, Row, Target, Unit, rival_target_of, size_text, target_of
+from tiercache_lab.bench.subject import Buffers
+from tiercache_lab.bench.timing import Crew, Side, medians, split
 
 TIERCACHE = str(Path(sys.executable).parent / "tiercache")
 ONE = ("--bytes", "2MiB", "--size", "64KiB", "--repeat", "1")

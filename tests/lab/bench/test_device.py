@@ -21,10 +21,15 @@ from tests.transfer.simulated_cuda import SimulatedDevice
 from tiercache.cli.terminal import Output
 from tiercache.errors import ConfigError, TransferError
 from tiercache.geometry import kv_geometry, state_geometry
-from tiercache.lab.bench import show as lines
-from tiercache.lab.bench.device import show
-from tiercache.lab.bench.device.overlap import TorchProducts
-from tiercache.lab.bench.device.plan import (
+from tiercache.policy import profile_named
+from tiercache.transfer import cuda
+from tiercache.transfer.cuda import Cell, Direction, Method
+from tiercache.transfer.cuda.calibration_files import calibrated
+from tiercache.transfer.descriptors import Copies
+from tiercache_lab.bench import show as lines
+from tiercache_lab.bench.device import show
+from tiercache_lab.bench.device.overlap import TorchProducts
+from tiercache_lab.bench.device.plan import (
     MODELS,
     DeviceCase,
     DevicePlan,
@@ -34,14 +39,9 @@ from tiercache.lab.bench.device.plan import (
     plan,
     shapes_of,
 )
-from tiercache.lab.bench.device.rows import CopyRow, OverlapRow, Waiting
-from tiercache.lab.bench.device.run import run
-from tiercache.lab.bench.rows import MIB, Note
-from tiercache.policy import profile_named
-from tiercache.transfer import cuda
-from tiercache.transfer.cuda import Cell, Direction, Method
-from tiercache.transfer.cuda.calibration_files import calibrated
-from tiercache.transfer.descriptors import Copies
+from tiercache_lab.bench.device.rows import CopyRow, OverlapRow, Waiting
+from tiercache_lab.bench.device.run import run
+from tiercache_lab.bench.rows import MIB, Note
 
 TINY = Shapes(
     "tiny",

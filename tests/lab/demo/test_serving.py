@@ -18,8 +18,8 @@ import pytest
 from tests.integrations.transformers.models import build
 from tests.lab.demo.saved_models import save
 from tiercache.errors import ConfigError, UnsupportedModelError
-from tiercache.lab.demo import serving as demo
-from tiercache.lab.demo.serving import Conversations, DemoPlan, Session, load_model, zigzag
+from tiercache_lab.demo import serving as demo
+from tiercache_lab.demo.serving import Conversations, DemoPlan, Session, load_model, zigzag
 
 
 @pytest.fixture(scope="module")

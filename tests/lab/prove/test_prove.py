@@ -15,8 +15,8 @@ import pytest
 from tests.cli.store.test_samples import Done, call
 from tests.lab.prove.stand_in import ENGINES, KEY, Engine, Handler, Server, serve
 from tiercache.cli.terminal import Exit
-from tiercache.lab.prove import server as server_module
-from tiercache.lab.prove.run import WORDS, draw
+from tiercache_lab.prove import server as server_module
+from tiercache_lab.prove.run import WORDS, draw
 
 
 @pytest.fixture(params=ENGINES)
@@ -539,7 +539,7 @@ def test_an_interruption_is_no_miss(sglang: Engine, monkeypatch: pytest.MonkeyPa
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tiercache.lab.prove.run.empty", interrupted)
+    monkeypatch.setattr("tiercache_lab.prove.run.empty", interrupted)
     prove(sglang, ok=Exit.INTERRUPTED)
 
 

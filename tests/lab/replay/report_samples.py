@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tiercache.lab.replay.results import Kept, Result, Sample, TierUse
+from tiercache_lab.replay.results import Kept, Result, Sample, TierUse
 
 GIB: Final = 1 << 30
 SOURCES: Final = {  # Saved by the infinite cache, and how much a policy can get wrong.

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import numpy as np
 
 from tiercache.core import TokenArray
-from tiercache.lab.replay.base import Request
-from tiercache.lab.replay.sources import WorkloadSource, open_source
+from tiercache_lab.replay.base import Request
+from tiercache_lab.replay.sources import WorkloadSource, open_source
 
 
 def same(a: Request, b: Request) -> bool:

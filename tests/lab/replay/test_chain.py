@@ -10,16 +10,16 @@ import pytest
 from tests.examples import slow_after
 from tests.lab.replay.test_drive import CHATS, HYBRID, disk, ran
 from tiercache.errors import ConfigError
-from tiercache.lab.replay.cache import Setup
-from tiercache.lab.replay.chain import NullChain, chain_settings
-from tiercache.lab.replay.drive import Run
-from tiercache.lab.replay.machines import ReplayMachine
-from tiercache.lab.replay.needs import measure
-from tiercache.lab.replay.results import TierUse
-from tiercache.lab.replay.sources import open_source
-from tiercache.lab.replay.store import NullStore
-from tiercache.lab.replay.tiers import StorageTier, Tiers
 from tiercache.policy import Costs, policy_named
+from tiercache_lab.replay.cache import Setup
+from tiercache_lab.replay.chain import NullChain, chain_settings
+from tiercache_lab.replay.drive import Run
+from tiercache_lab.replay.machines import ReplayMachine
+from tiercache_lab.replay.needs import measure
+from tiercache_lab.replay.results import TierUse
+from tiercache_lab.replay.sources import open_source
+from tiercache_lab.replay.store import NullStore
+from tiercache_lab.replay.tiers import StorageTier, Tiers
 
 SMALL = Tiers(host_bytes=400_000)
 
@@ -50,7 +50,7 @@ def test_one_tier_is_a_plain_null_store(policy, monkeypatch) -> None:
             read, self.taken = self.read_bytes - self.taken, self.read_bytes
             return {"disk": read}
 
-    monkeypatch.setattr("tiercache.lab.replay.cache.NullChain", Plain)
+    monkeypatch.setattr("tiercache_lab.replay.cache.NullChain", Plain)
     plain = ran(source, tiers, policy)
     assert plain.uses() == chained.uses()
     assert plain.tally.ttft_ms() == chained.tally.ttft_ms()

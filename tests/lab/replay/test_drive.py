@@ -14,14 +14,14 @@ from tests.examples import slow_after
 from tiercache.core import PoolName, Tier, TokenArray, reusable_pages
 from tiercache.errors import ConfigError
 from tiercache.index import CheckpointRules
-from tiercache.lab.replay.base import Request, Source
-from tiercache.lab.replay.cache import Setup
-from tiercache.lab.replay.drive import Run
-from tiercache.lab.replay.machines import ReplayMachine
-from tiercache.lab.replay.needs import Need, infinite, measure
-from tiercache.lab.replay.sources import open_source
-from tiercache.lab.replay.tiers import StorageTier, Tiers
 from tiercache.policy import POLICIES, RIVALS, ModelProfile, profile_named
+from tiercache_lab.replay.base import Request, Source
+from tiercache_lab.replay.cache import Setup
+from tiercache_lab.replay.drive import Run
+from tiercache_lab.replay.machines import ReplayMachine
+from tiercache_lab.replay.needs import Need, infinite, measure
+from tiercache_lab.replay.sources import open_source
+from tiercache_lab.replay.tiers import StorageTier, Tiers
 
 PAGE = 64
 HYBRID = ModelProfile(

@@ -10,8 +10,8 @@ import pytest
 
 from tests.lab.replay.test_drive import ATTENTION, HYBRID
 from tiercache.errors import ConfigError
-from tiercache.lab.replay.machines import MACHINES, ReplayMachine, Speed, machine_named
-from tiercache.lab.replay.machines.files import machine_text
+from tiercache_lab.replay.machines import MACHINES, ReplayMachine, Speed, machine_named
+from tiercache_lab.replay.machines.files import machine_text
 
 
 def test_a_prefill_is_cut_at_checkpoints_and_by_the_chunk() -> None:

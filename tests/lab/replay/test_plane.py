@@ -7,9 +7,9 @@ import pytest
 
 from tiercache.core import CacheTransferUnits, PoolName
 from tiercache.errors import ConfigError, PoolFullError, SlotError
-from tiercache.lab.replay.plane import Inline, NullArena, NullEngine, block_bytes, device_pool, geometries
 from tiercache.policy import PROFILES, profile_named
 from tiercache.pools import HostPool
+from tiercache_lab.replay.plane import Inline, NullArena, NullEngine, block_bytes, device_pool, geometries
 
 HYBRID = profile_named("qwen3-next-80b-a3b")
 ATTENTION = profile_named("llama-3.1-8b")

@@ -18,9 +18,9 @@ import pytest
 from tests.lab.replay.browser import contrast
 from tests.lab.replay.report_samples import GIB, HOSTILE, hostile, result, study
 from tiercache.errors import InputError
-from tiercache.lab.replay import figures
-from tiercache.lab.replay.report import palette, render, write_report
-from tiercache.lab.replay.results import Result, Sample
+from tiercache_lab.replay import figures
+from tiercache_lab.replay.report import palette, render, write_report
+from tiercache_lab.replay.results import Result, Sample
 
 
 class Reader(HTMLParser):

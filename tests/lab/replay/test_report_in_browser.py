@@ -12,7 +12,7 @@ import pytest
 
 from tests.lab.replay.browser import MISSING, PROGRAM, Page, chromium, contrast, pixels
 from tests.lab.replay.report_samples import hostile, result, study
-from tiercache.lab.replay.report import write_report
+from tiercache_lab.replay.report import write_report
 
 
 @pytest.fixture(scope="module")

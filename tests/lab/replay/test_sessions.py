@@ -12,9 +12,9 @@ import pytest
 
 from tests.lab.replay.requests import common, opened, same, starts_with
 from tiercache.errors import ConfigError, InputError
-from tiercache.lab.replay.base import Request
-from tiercache.lab.replay.sources import open_source
 from tiercache.policy import Ending
+from tiercache_lab.replay.base import Request
+from tiercache_lab.replay.sources import open_source
 
 BLOCK = 64
 

@@ -13,9 +13,9 @@ from tests.examples import slow_after
 from tests.lab.replay.requests import common, opened, peak_memory, same, starts_with
 from tiercache.core import TokenArray, reusable_pages
 from tiercache.errors import ConfigError
-from tiercache.lab.replay.base import Request
-from tiercache.lab.replay.sources import SOURCES, Layout, Span, open_source
-from tiercache.lab.replay.sources.streams import VOCABULARY, tokens
+from tiercache_lab.replay.base import Request
+from tiercache_lab.replay.sources import SOURCES, Layout, Span, open_source
+from tiercache_lab.replay.sources.streams import VOCABULARY, tokens
 
 REUSE = {
     "shared-prefix": (0.89, 0.94),

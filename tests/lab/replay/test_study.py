@@ -14,11 +14,11 @@ import pytest
 from tests.examples import slow_after
 from tiercache.errors import ConfigError
 from tiercache.index import CheckpointRules
-from tiercache.lab.replay.results import WITHOUT_OFFLOAD, Result
-from tiercache.lab.replay.sources import open_source
-from tiercache.lab.replay.study import ALPHAS, BEST, Question, Stage, study
-from tiercache.lab.replay.tiers import StorageTier, Tiers
 from tiercache.policy import DEFAULT_PROFILE, POLICIES, ModelProfile, profile_named
+from tiercache_lab.replay.results import WITHOUT_OFFLOAD, Result
+from tiercache_lab.replay.sources import open_source
+from tiercache_lab.replay.study import ALPHAS, BEST, Question, Stage, study
+from tiercache_lab.replay.tiers import StorageTier, Tiers
 
 MODEL = profile_named(DEFAULT_PROFILE)
 TINY = ModelProfile(

@@ -10,8 +10,8 @@ import pytest
 from tests.lab.replay.requests import opened
 from tests.lab.replay.test_drive import CHATS
 from tiercache.errors import ConfigError, InputError
-from tiercache.lab.replay.sources import open_source, retimed
-from tiercache.lab.replay.sources.times import read_times
+from tiercache_lab.replay.sources import open_source, retimed
+from tiercache_lab.replay.sources.times import read_times
 
 BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"
 NEWER = "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type"

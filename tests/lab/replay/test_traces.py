@@ -12,8 +12,8 @@ import pytest
 
 from tests.lab.replay.requests import common, opened, peak_memory, same, starts_with
 from tiercache.errors import InputError
-from tiercache.lab.replay.sources import open_source
-from tiercache.lab.replay.sources.streams import expand
+from tiercache_lab.replay.sources import open_source
+from tiercache_lab.replay.sources.streams import expand
 
 
 def row(timestamp: float, length: int, ids: list[int], output: int = 3, **more: object) -> str:

@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 
 from tests.examples import example_count, slow_after
 from tiercache.index import CheckpointRules
-from tiercache.lab.replay.base import Request
-from tiercache.lab.replay.cache import Setup
-from tiercache.lab.replay.clairvoyant import Clairvoyant, Recorder
-from tiercache.lab.replay.drive import Run
-from tiercache.lab.replay.needs import Need, infinite, measure
-from tiercache.lab.replay.sources import WorkloadSource, open_source
-from tiercache.lab.replay.tiers import Tiers
-from tiercache.lab.replay.upper import Upper, upper_bound
 from tiercache.policy import Costs, ModelProfile, Policy, profile_named
+from tiercache_lab.replay.base import Request
+from tiercache_lab.replay.cache import Setup
+from tiercache_lab.replay.clairvoyant import Clairvoyant, Recorder
+from tiercache_lab.replay.drive import Run
+from tiercache_lab.replay.needs import Need, infinite, measure
+from tiercache_lab.replay.sources import WorkloadSource, open_source
+from tiercache_lab.replay.tiers import Tiers
+from tiercache_lab.replay.upper import Upper, upper_bound
 
 HYBRID = profile_named("qwen3-next-80b-a3b")
 SMALL = ModelProfile(

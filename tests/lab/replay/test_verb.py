@@ -19,10 +19,10 @@ import pytest
 from tests.examples import slow_after
 from tiercache.cli.app import main
 from tiercache.controller import WRITE_BACK, WRITE_CHANCE
-from tiercache.lab.replay.sources import SOURCES, open_source
-from tiercache.lab.replay.study import Question
-from tiercache.lab.replay.verb.asking import notes
 from tiercache.policy import POLICIES, PROFILES, RIVALS, VARIANTS, profile_named
+from tiercache_lab.replay.sources import SOURCES, open_source
+from tiercache_lab.replay.study import Question
+from tiercache_lab.replay.verb.asking import notes
 
 FIRST = [
     "source", "policy", "capacity", "capacity_bytes", "token_hit_rate", "flops_saved", "ttft_ms_mean",
@@ -424,16 +424,6 @@ def test_a_report_names_every_policy(replay: Command, tmp_path: Path, trace: Pat
         assert policy in page
     assert "every 512 tokens, at most 4 per path" in page
     assert sorted(tmp_path.iterdir()) == sorted([path, trace])
-
-
-def test_a_report_without_its_libraries_is_refused_before_any_work(
-    replay: Command, tmp_path: Path, trace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "vl_convert", None)
-    done = replay(trace, "--report", tmp_path / "replay.html")
-    assert (done.code, done.out) == (2, "")
-    assert done.err.startswith("tiercache: --report needs vl-convert-python, which is not installed: pip ")
-    assert "'tiercache-hybrid[report]'" in done.err
 
 
 def test_options_change_what_is_found(replay: Command) -> None:

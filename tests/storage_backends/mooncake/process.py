@@ -1,4 +1,4 @@
-"""A master or a provider of memory, as a process that dies with the one that started it (`cli.children`).
+"""A master or a provider of memory, as a process that dies with the one that started it.
 
 python -m tests.storage_backends.mooncake.process master ARGUMENT...
 python -m tests.storage_backends.mooncake.process provider HOST MASTER BYTES

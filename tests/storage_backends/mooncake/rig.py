@@ -28,9 +28,9 @@ from typing import Any, Self
 import pytest
 
 from tests.processes import suspend
-from tiercache.cli import children
 from tiercache.config.urls import storage_url
 from tiercache.errors import ConfigError
+from tiercache_lab import children
 
 _ports = itertools.count(20951)
 """Ports of masters: one for each pool, for a client whose store is closed stays with its master."""

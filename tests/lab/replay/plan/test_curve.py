@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercache.lab.replay.plan.curve import Curve
-from tiercache.lab.replay.plan.search import HOST_RUNS, rounded
+from tiercache_lab.replay.plan.curve import Curve
+from tiercache_lab.replay.plan.search import HOST_RUNS, rounded
 
 GIB = 1 << 30
 

@@ -13,12 +13,12 @@ from xml.etree import ElementTree
 import pytest
 
 from tiercache.cli.app import main
-from tiercache.lab.replay.plan.answer import sentences
-from tiercache.lab.replay.plan.search import Search, SizePlan, disk_of, host_of
-from tiercache.lab.replay.sources import open_source
-from tiercache.lab.replay.study import Question
-from tiercache.lab.replay.verb.planning import bar
 from tiercache.policy import profile_named
+from tiercache_lab.replay.plan.answer import sentences
+from tiercache_lab.replay.plan.search import Search, SizePlan, disk_of, host_of
+from tiercache_lab.replay.sources import open_source
+from tiercache_lab.replay.study import Question
+from tiercache_lab.replay.verb.planning import bar
 
 SMALL = "multi-turn?conversations=5&rounds=3&live=3&user=64-300&answer=64-200"
 Command = Callable[..., tuple[int, str, str]]

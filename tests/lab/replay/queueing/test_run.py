@@ -11,15 +11,15 @@ from tests.examples import slow_after
 from tests.lab.replay.test_drive import CHATS, HYBRID, Listed, ask, disk, ran, text
 from tiercache.errors import ConfigError
 from tiercache.index import CheckpointRules
-from tiercache.lab.replay.base import Request
-from tiercache.lab.replay.cache import Setup
-from tiercache.lab.replay.machines import ReplayMachine, Speed
-from tiercache.lab.replay.needs import infinite, measure
-from tiercache.lab.replay.queueing import arrivals
-from tiercache.lab.replay.queueing.figures import Objective
-from tiercache.lab.replay.queueing.run import QueuedRun, Queueing
-from tiercache.lab.replay.sources import open_source
-from tiercache.lab.replay.tiers import Tiers
+from tiercache_lab.replay.base import Request
+from tiercache_lab.replay.cache import Setup
+from tiercache_lab.replay.machines import ReplayMachine, Speed
+from tiercache_lab.replay.needs import infinite, measure
+from tiercache_lab.replay.queueing import arrivals
+from tiercache_lab.replay.queueing.figures import Objective
+from tiercache_lab.replay.queueing.run import QueuedRun, Queueing
+from tiercache_lab.replay.sources import open_source
+from tiercache_lab.replay.tiers import Tiers
 
 PLAIN = ReplayMachine(flops=1e12, host_bandwidth=1e6, disk_bandwidth=1e5, cut_seconds=0.0)
 

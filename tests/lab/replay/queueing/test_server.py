@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import example_count
-from tiercache.lab.replay.base import Request
-from tiercache.lab.replay.queueing.arrivals import SourceArrivals
-from tiercache.lab.replay.queueing.figures import Objective, serving
-from tiercache.lab.replay.queueing.links import Link
-from tiercache.lab.replay.queueing.server import Job, Needed, QueueServer
+from tiercache_lab.replay.base import Request
+from tiercache_lab.replay.queueing.arrivals import SourceArrivals
+from tiercache_lab.replay.queueing.figures import Objective, serving
+from tiercache_lab.replay.queueing.links import Link
+from tiercache_lab.replay.queueing.server import Job, Needed, QueueServer
 
 ONE = np.zeros(1, np.uint64)
 

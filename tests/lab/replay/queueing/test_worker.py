@@ -11,8 +11,8 @@ import torch
 
 from tests.benchmarks.ttft import compare
 from tiercache.cli.app import main
-from tiercache.lab.replay.machines import machine_named
 from tiercache.policy import profile_named
+from tiercache_lab.replay.machines import machine_named
 
 
 @pytest.fixture(autouse=True)

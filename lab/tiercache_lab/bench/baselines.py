@@ -1,0 +1,171 @@
+"""Baselines for a store: plain system calls that move the same bytes.
+
+This module calls `os` directly, because a baseline must share no code with the stores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple, Self
+
+from tiercache.core import BLOCK_ALIGN
+from tiercache.errors import StorageError
+from tiercache_lab.bench.timing import Crew
+
+DIRECT_THREADS: Final = 8
+"""Number of threads for direct requests, enough to keep a local disk busy.
+
+A single thread would leave the disk idle between two requests.
+"""
+PIECE: Final = 1 << 20
+"""Maximum size of a direct request in bytes.
+
+Even a batch of few large objects has enough pieces of this size for all threads.
+"""
+
+
+class Piece(NamedTuple):
+    """Part of a buffer, and its offset in bytes from the start of the batch."""
+
+    view: memoryview
+    offset: int
+
+
+def pieces(views: Sequence[memoryview], max_bytes: int = 0) -> list[Piece]:
+    """Cut the views of a batch into pieces of at most `max_bytes` bytes (0: one piece per view).
+
+    In the batch the views follow each other without gaps.
+    """
+    found: list[Piece] = []
+    offset = 0
+    for view in views:
+        step = max_bytes or view.nbytes
+        found += [Piece(view[at : at + step], offset + at) for at in range(0, view.nbytes, step)]
+        offset += view.nbytes
+    return found
+
+
+class RawFile:
+    """Preallocated file that is read and written by plain system calls.
+
+    If `direct` is set, reads and writes bypass the page cache (O_DIRECT).
+
+    Thread safety: reads and writes of different places may run at once.
+    """
+
+    def __init__(self, path: Path, nbytes: int, *, direct: bool = False) -> None:
+        self._fd = os.open(
+            path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_DIRECT if direct else 0), 0o600
+        )
+        try:
+            os.posix_fallocate(self._fd, 0, nbytes)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def write(self, batch: Sequence[Piece], base: int, crew: Crew) -> None:
+        """Write a batch at offset `base`. Raises OSError if a write fails."""
+        fd = self._fd
+
+        def put(piece: Piece) -> None:
+            if os.pwritev(fd, [piece.view], base + piece.offset) != piece.view.nbytes:
+                raise StorageError("the disk accepted only a part of a raw write; is it full?")
+
+        crew.each(put, batch)
+
+    def read(self, batch: Sequence[Piece], base: int, crew: Crew) -> None:
+        """Read a batch from offset `base`. Raises OSError if a read fails."""
+        fd = self._fd
+
+        def fill(piece: Piece) -> None:
+            if os.preadv(fd, [piece.view], base + piece.offset) != piece.view.nbytes:
+                raise StorageError("a raw read returned too few bytes; did another program change the file?")
+
+        crew.each(fill, batch)
+
+    def sync(self) -> None:
+        """Wait until all written bytes are on the disk."""
+        os.fdatasync(self._fd)
+
+    def drop(self) -> None:
+        """Write all bytes to the disk and drop them from the page cache."""
+        os.fdatasync(self._fd)
+        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def cached(self) -> bool:
+        """Return whether the first 4 KiB of the file are in the page cache.
+
+        Returns True also if the file system cannot tell whether they are.
+        """
+        # RWF_NOWAIT reads only what is in memory; otherwise the read fails with EAGAIN (BlockingIOError).
+        with mmap.mmap(-1, BLOCK_ALIGN) as page, memoryview(page) as view:
+            try:
+                return os.preadv(self._fd, [view], 0, os.RWF_NOWAIT) > 0
+            except BlockingIOError:
+                return False
+            except OSError:
+                return True
+
+    def map(self, nbytes: int) -> mmap.mmap:
+        """Return a mapping of the first `nbytes` of the file, with all of these bytes in memory."""
+        return mmap.mmap(
+            self._fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        os.close(self._fd)
+
+
+class Copier:
+    """Copier of batches out of a memory-mapped file.
+
+    The `lmdb` store also reads by copying out of a map, so it cannot be faster than this copier.
+
+    Thread safety: copies to different places may run at once, because ctypes releases the interpreter lock.
+    """
+
+    def __init__(self, source: mmap.mmap) -> None:
+        self._source = source
+        self._anchor = ctypes.c_char.from_buffer(source)
+        self._address = ctypes.addressof(self._anchor)
+
+    def copy(self, batch: Sequence[Piece], crew: Crew) -> None:
+        """Copy a batch from the start of the map into its buffers."""
+
+        def fill(piece: Piece) -> None:
+            target = ctypes.addressof(ctypes.c_char.from_buffer(piece.view))
+            ctypes.memmove(target, self._address + piece.offset, piece.view.nbytes)
+
+        crew.each(fill, batch)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        del self._anchor
+        self._source.close()
+
+
+def direct_possible(directory: Path) -> bool:
+    """Try to write a file with O_DIRECT in a directory, and return whether that succeeds."""
+    path = directory / "direct"
+    try:
+        with (
+            mmap.mmap(-1, BLOCK_ALIGN) as page,
+            memoryview(page) as view,
+            Crew(1) as crew,
+            RawFile(path, BLOCK_ALIGN, direct=True) as file,
+        ):
+            file.write([Piece(view, 0)], 0, crew)
+    except OSError:
+        return False
+    finally:
+        path.unlink(missing_ok=True)
+    return True

@@ -1,0 +1,332 @@
+"""The commands of `tiercache bench`, which turn options into a plan, run the plan and print the rows."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from tiercache.cli.terminal import Output, OutputOption
+
+bench = typer.Typer(
+    no_args_is_help=True,
+    help="Measure this machine, and compare most figures with its speed without tiercache.",
+)
+
+
+@bench.callback()
+def _group() -> None:
+    """Measure this machine, and compare most figures with its speed without tiercache."""
+
+
+@bench.command()
+def disk(
+    backend: Annotated[str, typer.Option(help="Store to measure: file or lmdb.")] = "file",
+    size: Annotated[
+        str, typer.Option(help="Sizes of an object, multiples of 4KiB, separated by commas.")
+    ] = "16KiB,256KiB,1MiB,16MiB",
+    directory: Annotated[
+        Path,
+        typer.Option(
+            "--directory",
+            "-d",
+            help="Directory on the disk to measure; written files are removed at the end.",
+        ),
+    ] = Path(),
+    threads: Annotated[
+        int,
+        typer.Option(
+            min=1, max=256, help="Number of threads that call the store. Each thread has a part of the batch."
+        ),
+    ] = 1,
+    repeat: Annotated[
+        int,
+        typer.Option(
+            min=1, max=1000, help="Number of runs for each median, after one run that is not counted."
+        ),
+    ] = 5,
+    total: Annotated[
+        str,
+        typer.Option(
+            "--bytes",
+            help="Maximum bytes that all runs of one size store together. A low value makes batches smaller.",
+        ),
+    ] = "2GiB",
+    durability: Annotated[
+        str, typer.Option(help="process or power. With power, the raw system calls sync each batch as well.")
+    ] = "process",
+    case: Annotated[
+        str,
+        typer.Option(
+            help=(
+                "Measure only these cases, separated by commas: set-cached, set-uncached, set-fresh,"
+                " get-warm, get-cold, exists, open."
+            )
+        ),
+    ] = "",
+    objects: Annotated[
+        int,
+        typer.Option(
+            min=0, help="If not 0: also measure exists and open on a store with this number of tiny objects."
+        ),
+    ] = 0,
+    beside: Annotated[
+        str,
+        typer.Option(
+            help=(
+                "Rivals to compare with, separated by commas: files (one file per page), lmcache, spoolcache."
+                " The last two need their packages. Empty: no rival."
+            )
+        ),
+    ] = "files",
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Measure a store on disk, and compare it with raw system calls and with other stores.
+
+    A batch has 128 objects, or fewer if they would exceed 256 MiB. The store, the system calls and the rivals
+    take turns and use the same buffers, and all bytes read are compared. The time of a set includes computing
+    the checksums. The time of a get includes verifying the checksums. The sentences below the table say what
+    each rival verifies and syncs.
+
+    Measure a disk with pages of 1 MiB:
+
+        tiercache bench disk --directory /var/lib --size 1MiB
+
+    Compare the store with LMCache's file system connector (pip install lmcache):
+
+        tiercache bench disk --size 1MiB --beside files,lmcache
+
+    Measure the start of a store with a million objects:
+
+        tiercache bench disk --size 4KiB --case open --objects 1000000
+    """
+    # These modules take long to import, and --help needs none of them.
+    from tempfile import TemporaryDirectory
+
+    from tiercache_lab.bench import show
+    from tiercache_lab.bench.baselines import direct_possible
+    from tiercache_lab.bench.disk import run
+    from tiercache_lab.bench.machine import machine
+    from tiercache_lab.bench.plan import plan
+
+    made = plan(
+        backend=backend, sizes=size, path=directory, threads=threads, repeats=repeat, total=total,
+        durability=durability, cases=case,
+        objects=objects, beside=beside,
+    )  # fmt: skip
+    with TemporaryDirectory(prefix=".benchmark-", dir=made.directory) as temporary:
+        root = Path(temporary)
+        here = machine(root, direct=direct_possible(root))
+        # If the reader of stdout closes it, the run stops between two rows. closing() then closes the store.
+        with _progress(output) as say, closing(run(made, root, here, say)) as found:
+            rows, notes = show.collect(found, output)
+    said = show.footer(made, here, notes)
+    if output is Output.TABLE:
+        show.table(rows, f"{made.backend} store", said)
+    else:
+        show.aside(said)
+
+
+@bench.command()
+def rpc(
+    size: Annotated[
+        str, typer.Option(help="Sizes of an object, multiples of 4KiB, separated by commas.")
+    ] = "16KiB,1MiB,16MiB",
+    directory: Annotated[
+        Path,
+        typer.Option("--directory", "-d", help="Directory for the daemon's store; it is removed at the end."),
+    ] = Path(),
+    repeat: Annotated[
+        int,
+        typer.Option(
+            min=1, max=1000, help="Number of runs for each median, after one run that is not counted."
+        ),
+    ] = 5,
+    batch: Annotated[
+        str, typer.Option(help="Maximum bytes of a batch, which has at most 128 objects.")
+    ] = "128MiB",
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Measure a daemon on this machine, over TCP and through shared memory.
+
+    TCP is compared with a server that only streams the same messages. Shared memory is compared with the same
+    file store in this process. The command starts a daemon of its own. The daemon, the server and the store
+    take turns and use the same buffers. A get includes verifying the checksums.
+
+        tiercache bench rpc --directory /var/lib --size 1MiB
+    """
+    from tempfile import TemporaryDirectory
+
+    from tiercache.config import parse_size
+    from tiercache_lab.bench import rpc as cases
+    from tiercache_lab.bench import show
+    from tiercache_lab.bench.baselines import direct_possible
+    from tiercache_lab.bench.machine import machine
+    from tiercache_lab.bench.plan import directory_of, sizes_of
+
+    sizes, batch_bytes = sizes_of(size), parse_size(batch)
+    with TemporaryDirectory(prefix=".benchmark-", dir=directory_of(directory)) as temporary:
+        root = Path(temporary)
+        here = machine(root, direct=direct_possible(root))
+        with _progress(output) as say, closing(cases.run(root, sizes, batch_bytes, repeat, say)) as found:
+            rows, notes = show.collect(found, output)
+    said = [
+        f"{here}. Medians of {repeat} interleaved runs over the same buffers.",
+        *(note.text for note in notes),
+    ]
+    if output is Output.TABLE:
+        show.table(rows, "daemon", said)
+    else:
+        show.aside(said)
+
+
+@bench.command()
+def device(
+    number: Annotated[
+        int, typer.Option("--device", min=0, max=127, help="Number of the CUDA device in this process.")
+    ] = 0,
+    most: Annotated[
+        str,
+        typer.Option(
+            help="Maximum bytes of a group of objects. The command page-locks host memory of three times this"
+            " size."
+        ),
+    ] = "1GiB",
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Only these models, separated by commas: qwen3-next-80b-a3b, qwen3.5-9b, qwen3.5-35b-a3b."
+        ),
+    ] = "",
+    method: Annotated[
+        str,
+        typer.Option(
+            help=(
+                "Only these methods, separated by commas: batch, memcpy, kernel, choice (by the calibration)."
+            )
+        ),
+    ] = "",
+    case: Annotated[
+        str, typer.Option(help="Only these cases, separated by commas: start, copy, overlap.")
+    ] = "",
+    repeat: Annotated[
+        int,
+        typer.Option(
+            min=5, max=1000, help="Number of runs for each median, after one run that is not counted."
+        ),
+    ] = 5,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Measure only Qwen3-Next, with only 1, 16 and 256 objects.")
+    ] = False,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Measure copies between a CUDA device and page-locked host memory.
+
+    The command measures stores and loads of 1 to 256 objects of hybrid models
+    (pages of 64 tokens, states, and both). Each store or load is compared with
+    one contiguous copy of the same number of bytes. It is measured with each
+    method, with the method that the calibration chooses, and through the
+    transfer engine. The methods are batch (the driver's batched copies), memcpy
+    (one call per copy) and kernel (tiercache's kernel). All bytes are compared
+    before anything is timed. Other cases are the duration of a start, and a
+    load during a forward pass. The forward pass needs torch.
+
+        tiercache bench device
+
+        tiercache bench device --quick --case copy --method kernel,choice -o json
+    """
+    from tiercache.transfer import cuda
+    from tiercache_lab.bench import show
+    from tiercache_lab.bench.device import show as shown
+    from tiercache_lab.bench.device.overlap import TorchProducts
+    from tiercache_lab.bench.device.plan import plan
+    from tiercache_lab.bench.device.run import run
+
+    made = plan(models=model, most=most, methods=method, cases=case, repeats=repeat, quick=quick)
+    card = cuda.CupyDevice(number)
+    with _progress(output) as say, closing(run(made, card, TorchProducts, say)) as found:
+        rows, notes = show.collect(found, output)
+    said = shown.footer(made, card, notes)
+    if output is Output.TABLE:
+        shown.tables(rows, said)
+    else:
+        show.aside(said)
+
+
+@bench.command()
+def worker(
+    directory: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIRECTORY", help="Directory for machine.toml and config.json, which are overwritten."
+        ),
+    ],
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Directory of a Hugging Face model. Default: a small Qwen3-Next with random weights."
+        ),
+    ] = "",
+    context: Annotated[int, typer.Option(min=512, help="Longest prompt to measure, in tokens.")] = 4096,
+    threads: Annotated[
+        int, typer.Option(min=1, max=1024, help="Threads of torch. One gives the steadiest figures.")
+    ] = 1,
+    repeat: Annotated[int, typer.Option(min=1, max=1000, help="Number of runs for each median.")] = 5,
+) -> None:
+    """Measure the reference worker on a CPU, for replays that model its times.
+
+    The command writes the machine and the model's config. Predict with them how
+    long requests would wait for this worker:
+
+        tiercache bench worker measured
+
+        tiercache replay multi-turn --machine measured/machine.toml
+        --profile measured/config.json --slo-ttft 2s
+    """
+    from importlib.util import find_spec
+    from tempfile import TemporaryDirectory
+
+    from tiercache.cli.readiness import require_place
+    from tiercache.errors import MissingExtraError
+
+    if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
+        raise MissingExtraError("tiercache bench worker", "worker", ModuleNotFoundError(name=missing[0]))
+    require_place(directory, "DIRECTORY")
+    import torch
+
+    from tiercache_lab.bench.worker import CONFIG, MACHINE, measure_worker
+    from tiercache_lab.demo.serving import load_model
+
+    torch.set_num_threads(threads)
+    loaded, _ = load_model(model)
+    with TemporaryDirectory(prefix="tiercache-bench-") as store, _progress(Output.TABLE) as say:
+        speeds = measure_worker(loaded, Path(store), context=context, repeats=repeat, say=say)
+    about = f"the reference worker with {model or 'the small model of the demo'}, torch threads: {threads}"
+    speeds.write(directory, loaded, about)
+    typer.echo(f"{directory / MACHINE}\n{directory / CONFIG}")
+
+
+@contextmanager
+def _progress(output: Output) -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows the current step on a line of stderr.
+
+    The function shows nothing if stderr is not a terminal. It also shows nothing if rows are printed one by
+    one on a terminal, because the line would appear between the rows.
+    """
+    console = Console(stderr=True, emoji=False)
+    if (output is Output.JSONL and sys.stdout.isatty()) or not console.is_terminal:
+        yield lambda _: None
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    # By default rich redirects stdout to this console, so that the rows would go to stderr.
+    with Progress(
+        *columns, console=console, transient=True, redirect_stdout=False, refresh_per_second=2
+    ) as progress:
+        task = progress.add_task("starting")
+        yield lambda doing: progress.update(task, description=doing)

@@ -1,0 +1,373 @@
+"""A run of `bench disk`, which prepares the disk and the page cache for each case and compares the calls.
+
+Each case compares several ways to move the same batch. A way is a `Side`: the store, raw system calls, or a
+rival. Sizes of objects are measured one after the other. The directories of a size are removed before the
+next size begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+from tiercache.core import ObjectKey
+from tiercache_lab.bench.baselines import DIRECT_THREADS, PIECE, Copier, RawFile, pieces
+from tiercache_lab.bench.lookups import lookups, many, missing
+from tiercache_lab.bench.machine import Machine, drop, settle, warm
+from tiercache_lab.bench.plan import TINY, Plan
+from tiercache_lab.bench.rivals import Page, Rival, open_rival
+from tiercache_lab.bench.rows import Case, Note, Row, Target, rival_target_of, size_text, target_of
+from tiercache_lab.bench.subject import Buffers, Subject, batch_keys
+from tiercache_lab.bench.timing import Crew, Side, medians
+
+STORE: Final = "store"
+"""Name of the side that calls the store."""
+_DIRECT: Final = f"O_DIRECT x {DIRECT_THREADS}"
+"""Name of the side that bypasses the page cache."""
+
+
+class SizeBench:
+    """Measurement of all cases for one object size.
+
+    Thread safety: one thread, which lets crews of other threads call the disk.
+    """
+
+    def __init__(
+        self, plan: Plan, machine: Machine, buffers: Buffers, say: Callable[[str], None], stack: ExitStack
+    ) -> None:
+        self._plan = plan
+        self._machine = machine
+        self._buffers = buffers
+        self._say = say
+        self._stack = stack
+        self._callers = stack.enter_context(Crew(plan.threads))
+        self._many = stack.enter_context(Crew(DIRECT_THREADS))
+        self._pages = [
+            [Page(f"{n:03d}-{i:03d}", view) for i, view in enumerate(buffers.views)]
+            for n in range(plan.batches)
+        ]
+        # Buffered calls move each object as a whole. Direct calls move pieces of at most 1 MiB.
+        self._whole = pieces(self._buffers.views)
+        self._cut = pieces(self._buffers.views, PIECE)
+
+    def steady(self, root: Path) -> Iterator[Row | Note]:
+        """Measure sets into a full store, all of whose blocks were written before."""
+        plan, nbytes = self._plan, self._buffers.nbytes
+        capacity = plan.steady_capacity(self._buffers.size)
+        url = plan.url(root / "store", capacity)
+        rivals = self._rivals(root)
+        with (
+            Subject(url, root / "store", self._buffers, self._callers) as subject,
+            RawFile(root / "buffered", nbytes) as buffered,
+            RawFile(root / "direct", nbytes, direct=self._machine.direct) as direct,
+        ):
+            self._say("filling a store")
+            subject.fill(capacity)
+            for file in (buffered, direct):
+                file.write(self._cut, 0, self._many)
+                file.sync()
+            if Case.SET_CACHED in plan.cases:
+                yield from self._set_cached(subject, buffered, rivals)
+            if Case.SET_UNCACHED in plan.cases:
+                yield self._set_uncached(subject, buffered, direct)
+            yield from _notes(subject, rivals)
+
+    def growing(self, root: Path) -> Iterator[Row | Note]:
+        """Measure sets into new blocks, gets of the stored objects, and lookups."""
+        plan, nbytes = self._plan, self._buffers.nbytes
+        url = plan.url(root / "store", plan.growing_capacity(self._buffers.size))
+        keys = [batch_keys(self._buffers.count) for _ in range(plan.batches)]
+        rivals = self._rivals(root)
+        with (
+            Subject(url, root / "store", self._buffers, self._callers) as subject,
+            RawFile(root / "buffered", plan.batches * nbytes) as buffered,
+            RawFile(root / "direct", plan.batches * nbytes, direct=self._machine.direct) as direct,
+        ):
+            yield from self._set_fresh(subject, buffered, direct, rivals, keys)
+            yield from missing(subject, plan.batches * self._buffers.count)
+            if Case.GET_WARM in plan.cases:
+                yield from self._get_warm(root, subject, buffered, rivals, keys[1])
+            if Case.GET_COLD in plan.cases:
+                yield from self._get_cold(root, subject, buffered, direct, rivals, keys)
+            known = [key for batch in keys for key in batch]
+            yield from lookups(plan, subject, known, self._say, rivals, self._pages)
+            yield from _notes(subject, rivals)
+
+    def _set_cached(self, subject: Subject, buffered: RawFile, rivals: Mapping[str, Rival]) -> Iterator[Row]:
+        self._say("set, cached blocks")
+        keys = [batch_keys(self._buffers.count) for _ in range(self._plan.batches)]
+        stored: list[ObjectKey] = []
+
+        # Before round n, the store and the rivals remove the batch of round n - 1, so that round n reuses the
+        # space of that batch.
+        def free(rival: Rival, n: int) -> None:
+            if n:
+                rival.remove(self._pages[n - 1])
+            settle(rival.directory)
+
+        def give_back(n: int) -> None:
+            subject.delete(stored)
+            stored[:] = keys[n]  # the batch that this round is about to store
+            warm(subject.path)
+
+        found = self._compare_sets(
+            [
+                Side(STORE, lambda n: subject.put(keys[n]), give_back, lambda _: subject.store.flush()),
+                self._buffered_write(buffered, lambda _: 0),
+                *(replace(side, before=partial(free, rivals[side.name])) for side in self._puts(rivals)),
+            ]
+        )
+        subject.delete(stored)
+        yield from self._rows(Case.SET_CACHED, found, rivals)
+
+    def _set_uncached(self, subject: Subject, buffered: RawFile, direct: RawFile) -> Row:
+        self._say("set, uncached blocks")
+        keys = [batch_keys(self._buffers.count) for _ in range(self._plan.batches)]
+
+        def give_back(n: int) -> None:
+            subject.delete(keys[n - 1] if n else ())
+            subject.reopen_cold()
+
+        sides = [
+            Side(STORE, lambda n: subject.put(keys[n]), give_back, lambda _: subject.store.flush()),
+            self._buffered_write(buffered, lambda _: 0, before=lambda _: buffered.drop()),
+            *self._direct_write(direct, lambda _: 0),
+        ]
+        [row] = self._rows(Case.SET_UNCACHED, self._compare_sets(sides), {})
+        return row
+
+    def _set_fresh(
+        self,
+        subject: Subject,
+        buffered: RawFile,
+        direct: RawFile,
+        rivals: Mapping[str, Rival],
+        keys: Sequence[Sequence[ObjectKey]],
+    ) -> Iterator[Row]:
+        self._say("set, fresh blocks")
+        nbytes = self._buffers.nbytes
+        sides = [
+            Side(STORE, lambda n: subject.put(keys[n]), after=lambda _: subject.store.flush()),
+            self._buffered_write(buffered, lambda n: n * nbytes),
+            *self._direct_write(direct, lambda n: n * nbytes),
+            *self._puts(rivals),
+        ]
+        # Gets read the objects of these sets, so the sets run even if the plan does not name their case.
+        found = self._compare_sets(sides)
+        if Case.SET_FRESH in self._plan.cases:
+            yield from self._rows(Case.SET_FRESH, found, rivals)
+
+    def _get_warm(
+        self,
+        root: Path,
+        subject: Subject,
+        buffered: RawFile,
+        rivals: Mapping[str, Rival],
+        keys: Sequence[ObjectKey],
+    ) -> Iterator[Row]:
+        self._say("get, warm")
+        # Read batch 1 of set-fresh. In the raw file, batch 1 begins where batch 0 ends.
+        base = self._buffers.nbytes
+        warm(root)
+        subject.get(keys)
+        with ExitStack() as stack:
+            if self._plan.backend == "lmdb":
+                copier = stack.enter_context(Copier(buffered.map(base)))
+                limit = Side("copy from map", lambda _: copier.copy(self._whole, self._callers))
+            else:
+                limit = Side("preadv", lambda _: buffered.read(self._whole, base, self._callers))
+            sides = [Side(STORE, lambda _: subject.get(keys)), limit, *self._gets(rivals, lambda _: 1)]
+            found = self._compare_gets(sides)
+        yield from self._rows(Case.GET_WARM, found, rivals)
+
+    def _get_cold(
+        self,
+        root: Path,
+        subject: Subject,
+        buffered: RawFile,
+        direct: RawFile,
+        rivals: Mapping[str, Rival],
+        keys: Sequence[Sequence[ObjectKey]],
+    ) -> Iterator[Row | Note]:
+        self._say("get, cold")
+        nbytes = self._buffers.nbytes
+        for rival in rivals.values():
+            drop(rival.directory)
+        buffered.drop()
+        if buffered.cached() and not self._machine.in_memory:
+            yield Note(
+                "the page cache could not be dropped on this machine, so get cold is the same as get warm"
+            )
+        # Neither raw way is the faster one on all machines.
+        raw = {f"preadv x {DIRECT_THREADS}": buffered} | ({_DIRECT: direct} if self._machine.direct else {})
+
+        def read(file: RawFile, n: int) -> None:
+            file.read(self._cut, n * nbytes, self._many)
+
+        sides = [
+            # The kernel reads ahead: a read of one batch may bring blocks of the next batch into the page
+            # cache. Therefore the store is reopened before every round.
+            Side(STORE, lambda n: subject.get(keys[n]), lambda _: subject.reopen_cold(keys[0][0])),
+            *(Side(how, partial(read, file), partial(_drop, file)) for how, file in raw.items()),
+            *self._gets(rivals, lambda n: n),
+        ]
+        yield from self._rows(Case.GET_COLD, self._compare_gets(sides), rivals)
+
+    def _rivals(self, root: Path) -> dict[str, Rival]:
+        """Open every rival of the plan in a directory of its own."""
+        plan = self._plan
+        return {
+            name: self._stack.enter_context(
+                open_rival(name, root / name, self._buffers.size, self._callers, durable=plan.durable)
+            )
+            for name in plan.rivals
+        }
+
+    def _puts(self, rivals: Mapping[str, Rival]) -> list[Side]:
+        """Return a side for each rival, which stores batch n in round n."""
+
+        def put(rival: Rival, n: int) -> None:
+            rival.put(self._pages[n])
+
+        def after(rival: Rival, _: int) -> None:
+            settle(rival.directory)
+
+        return [
+            Side(name, partial(put, rival), after=partial(after, rival)) for name, rival in rivals.items()
+        ]
+
+    def _gets(self, rivals: Mapping[str, Rival], batch: Callable[[int], int]) -> list[Side]:
+        """Return a side for each rival, which reads batch `batch(n)` in round n."""
+
+        def get(rival: Rival, n: int) -> None:
+            rival.get(self._pages[batch(n)])
+
+        return [Side(name, partial(get, rival)) for name, rival in rivals.items()]
+
+    def _buffered_write(
+        self, file: RawFile, base: Callable[[int], int], before: Callable[[int], object] = lambda _: None
+    ) -> Side:
+        """Return the side that writes through the page cache, with as many threads as call the store."""
+
+        def write(n: int) -> None:
+            file.write(self._whole, base(n), self._callers)
+            if self._plan.durable:
+                file.sync()
+
+        return Side("pwritev", write, before, lambda _: file.sync())
+
+    def _direct_write(self, file: RawFile, base: Callable[[int], int]) -> list[Side]:
+        """Return the side that bypasses the page cache, or no side if O_DIRECT is not possible."""
+
+        def write(n: int) -> None:
+            file.write(self._cut, base(n), self._many)
+            if self._plan.durable:
+                file.sync()
+
+        return [Side(_DIRECT, write, after=lambda _: file.sync())] if self._machine.direct else []
+
+    def _compare_sets(self, sides: Sequence[Side]) -> dict[str, float]:
+        def with_buffers_read(side: Side) -> Side:
+            def before(n: int) -> None:
+                side.before(n)
+                # Reading all buffers brings the processor's caches into the same state for all sides,
+                # whatever their preparation was.
+                self._buffers.check()
+
+            return replace(side, before=before)
+
+        return medians([with_buffers_read(side) for side in sides], self._plan.repeats)
+
+    def _compare_gets(self, sides: Sequence[Side]) -> dict[str, float]:
+        def with_check(side: Side) -> Side:
+            def before(n: int) -> None:
+                side.before(n)
+                self._buffers.wipe()
+
+            return replace(side, before=before, after=lambda _: self._buffers.check())
+
+        return medians([with_check(side) for side in sides], self._plan.repeats)
+
+    def _rows(self, case: Case, found: dict[str, float], rivals: Mapping[str, Rival]) -> Iterator[Row]:
+        """Yield a row that compares the store with the fastest raw side, and a row for each rival."""
+        plan, buffers = self._plan, self._buffers
+        raw = {way: seconds for way, seconds in found.items() if way != STORE and way not in rivals}
+        fastest = min(raw, key=lambda way: raw[way])
+        target = target_of(plan.backend, case, buffers.size, buffers.count)
+
+        def row(name: str, limit: str, seconds: float, target: Target | None) -> Row:
+            return Row(
+                f"{plan.backend} {name}",
+                buffers.size,
+                buffers.count,
+                found[STORE],
+                buffers.nbytes,
+                limit,
+                seconds,
+                None if plan.durable else target,
+            )
+
+        yield row(case.words, fastest, raw[fastest], target)
+        for name, rival in rivals.items():
+            target = rival_target_of(plan.backend, case, name, buffers.size)
+            yield row(f"{case.words} / {name}", rival.title, found[name], target)
+
+
+def _drop(file: RawFile, _: int) -> None:
+    file.drop()
+
+
+def _notes(subject: Subject, rivals: Mapping[str, Rival]) -> Iterator[Note]:
+    """Yield what the store reports about its reads and writes, if it does, and what each rival does."""
+    told = {
+        name: value for name, value in subject.usage().details.items() if name.startswith(("io", "direct"))
+    }
+    if told:
+        yield Note("the store reports: " + ", ".join(f"{name} {value}" for name, value in told.items()))
+    for name, rival in rivals.items():
+        yield Note(f"/ {name}: {rival.about}")
+
+
+_FILL: Final = 4096
+"""Maximum number of tiny objects in one set."""
+_FULL_STORE_CASES: Final = frozenset({Case.SET_CACHED, Case.SET_UNCACHED})
+"""Cases that run on a full store; all other cases run on a growing store."""
+
+
+def run(plan: Plan, root: Path, machine: Machine, say: Callable[[str], None]) -> Generator[Row | Note]:
+    """Yield every row and note as soon as it is known.
+
+    `root` is the directory for all files; the caller removes it.
+    """
+    for size in plan.sizes:
+        for wanted, cases in (
+            (plan.cases & _FULL_STORE_CASES, SizeBench.steady),
+            (plan.cases - _FULL_STORE_CASES, SizeBench.growing),
+        ):
+            if wanted:
+                with ExitStack() as stack:
+                    where = Path(stack.enter_context(TemporaryDirectory(dir=root)))
+                    yield from cases(
+                        SizeBench(
+                            plan,
+                            machine,
+                            Buffers(size, plan.count(size)),
+                            _prefixed(say, size_text(size)),
+                            stack,
+                        ),
+                        where,
+                    )
+    if plan.objects:
+        with TemporaryDirectory(dir=root) as name:
+            yield from many(
+                plan, Buffers(TINY, min(_FILL, plan.objects)), Path(name), _prefixed(say, size_text(TINY))
+            )
+
+
+def _prefixed(say: Callable[[str], None], prefix: str) -> Callable[[str], None]:
+    return lambda doing: say(f"{prefix}: {doing}")

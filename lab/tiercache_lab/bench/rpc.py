@@ -1,0 +1,246 @@
+"""The cases of `bench rpc`, which measures a daemon over TCP and through shared memory.
+
+Data connections are compared with plain sockets (`raw`), and payload in messages of gRPC with a gRPC server
+that only streams messages (`bare`). Shared memory is compared with the same store in this process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import grpc
+
+from tiercache.config.urls import storage_url
+from tiercache.core import ObjectKey
+from tiercache.errors import ConfigError, StorageError
+from tiercache.wire.pieces import CHUNK_BYTES
+from tiercache.wire.v1 import storage_pb2 as pb
+from tiercache_lab import children
+from tiercache_lab.bench.bare import OPTIONS
+from tiercache_lab.bench.machine import free_bytes, warm
+from tiercache_lab.bench.raw import RawClient
+from tiercache_lab.bench.rows import Note, Row, Target, Unit
+from tiercache_lab.bench.subject import Buffers, Subject, batch_keys
+from tiercache_lab.bench.timing import Crew, Side, medians
+
+_MAX_OBJECTS: Final = 128
+"""Maximum number of objects of a batch."""
+_EXISTS_KEYS: Final = 1600
+"""Number of keys of one call of `exists`."""
+_LAYOUTS: Final = 4
+"""Number of copies of the objects on disk.
+
+One copy each is stored on data connections, by gRPC, through shared memory, and in this process.
+"""
+_SPARE: Final = 128 << 20
+"""Bytes that the stores may need in addition to their objects."""
+_RATIOS: Final = {"data": 0.7, "tcp": 0.9, "shared": 0.8}
+"""Target for each transport: minimum speed as a multiple of the limit's speed."""
+_FROM: Final = 1 << 20
+"""Minimum object size in bytes for which `_RATIOS` holds. For smaller objects the time per object counts."""
+
+
+def run(
+    root: Path, sizes: Sequence[int], batch_bytes: int, repeats: int, say: Callable[[str], None]
+) -> Generator[Row | Note]:
+    """Measure all sizes in the directory `root` and yield the rows and one note.
+
+    Raises ConfigError if the disk has too little space.
+    """
+    needed = max(_LAYOUTS * (repeats + 1) * _count(size, batch_bytes) * size for size in sizes) + _SPARE
+    if (free := free_bytes(root)) < needed:
+        raise ConfigError(
+            f"{root.parent} has {free >> 20} MiB free and the run needs {needed >> 20} MiB; name another"
+            " directory with --directory, or measure less with --batch, --size or --repeat"
+        )
+    for size in sizes:
+        with ExitStack() as stack:
+            yield from _SizeBench(root / str(size), size, batch_bytes, repeats, say, stack).rows()
+    yield Note(
+        "data: compared with plain sockets that move the same bytes, and neither check nor store them."
+        " tcp: by gRPC, compared with a Python gRPC server that only streams the same protobuf messages of"
+        f" {CHUNK_BYTES >> 20} MiB, and with one that streams plain bytes. Neither checks or stores anything."
+        " shared: the daemon fills a memfd; compared with the same file store in this process."
+    )
+
+
+class _SizeBench:
+    """Measurement of all cases for one object size.
+
+    Thread safety: one thread.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        size: int,
+        batch_bytes: int,
+        repeats: int,
+        say: Callable[[str], None],
+        stack: ExitStack,
+    ) -> None:
+        root.mkdir()
+        self._repeats = repeats
+        self._say = say
+        self._size = size
+        count = _count(size, batch_bytes)
+        self._buffers = Buffers(size, count)
+        capacity = 4 * (repeats + 3) * count * (size + 4096) + _SPARE
+        say("starting a daemon")
+        # The path of a unix socket may have only about 100 bytes, and `root` may be a longer path.
+        sockets = stack.enter_context(TemporaryDirectory(prefix="tiercache-bench-"))
+        address = _daemon(root / "daemon", sockets, capacity, stack)
+        callers = stack.enter_context(Crew(1))
+
+        def subject(url: str, path: Path) -> Subject:
+            return stack.enter_context(Subject(url, path, self._buffers, callers))
+
+        store = root / "daemon/store"
+        self._data = subject(storage_url("grpc", address=address), store)
+        self._tcp = subject(storage_url("grpc", address=address, plane="stream"), store)
+        self._shared = subject(storage_url("grpc", sockets, plane="shared"), store)
+        self._local = subject(storage_url("file", root / "local", capacity=capacity), root / "local")
+        self._sockets = stack.enter_context(RawClient(_port_of("tiercache_lab.bench.raw", stack)))
+        port = _port_of("tiercache_lab.bench.bare", stack)
+        channel = stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{port}", options=OPTIONS))
+        self._bare_get: Any = channel.unary_stream("/bare/Get", None, pb.GetReply.FromString)
+        self._bare_set: Any = channel.stream_unary("/bare/Set", pb.SetRequest.SerializeToString)
+        self._raw_get: Any = channel.unary_stream("/bare/GetRaw")
+        self._raw_set: Any = channel.stream_unary("/bare/SetRaw")
+        chunk = min(CHUNK_BYTES, self._buffers.nbytes)
+        self._raw = [
+            bytes(self._buffers.arena.hold()[at : at + chunk]) for at in range(0, self._buffers.nbytes, chunk)
+        ]
+        self._bare = [
+            pb.SetRequest(pieces=pb.SetPieces(sizes=[chunk], begins=[True]), payload=part)
+            for part in self._raw
+        ]
+
+    def rows(self) -> Iterator[Row]:
+        """Yield the rows of all cases. Sets run first, and gets read the objects of the sets."""
+        count, rounds = self._buffers.count, self._repeats + 1
+        new = [[batch_keys(count) for _ in range(rounds)] for _ in range(4)]
+        whole = self._buffers.arena.hold()[: self._buffers.nbytes]
+        self._say("set")
+        found = medians(
+            [
+                Side("data", lambda n: self._data.put(new[3][n])),
+                Side("sockets", lambda _: self._sockets.call(whole, memoryview(bytearray(1)))),
+                Side("tcp", lambda n: self._tcp.put(new[0][n])),
+                Side("shared", lambda n: self._shared.put(new[1][n])),
+                Side("local", lambda n: self._local.put(new[2][n])),
+                Side("bare", lambda _: self._bare_set(iter(self._bare), timeout=60)),
+                Side("raw", lambda _: self._raw_set(iter(self._raw), timeout=60)),
+            ],
+            self._repeats,
+        )
+        yield self._row("data set", found["data"], "plain sockets", found["sockets"])
+        yield self._row("tcp set", found["tcp"], "bare stream", found["bare"], "tcp")
+        yield self._row("tcp set", found["tcp"], "plain bytes", found["raw"])
+        yield self._row("shared set", found["shared"], "in process", found["local"])
+        # The daemon's store has the batches of tcp and shared, and the local store has a batch of its own.
+        # Each store reads its batches once before any get is timed.
+        for subject in (self._shared, self._local):
+            warm(subject.path)
+            for keys in (new[0][0], new[1][0], new[2][0], new[3][0]):
+                if subject.store.exists(keys)[0]:
+                    subject.get(keys)
+        self._say("get")
+        for subject, keys in ((self._tcp, new[0][0]), (self._data, new[3][0])):
+            self._buffers.wipe()
+            subject.get(keys)
+            self._buffers.check()
+        request = f"{len(self._raw)} {len(self._raw[0])}".encode()
+        found = medians(
+            [
+                Side("data", lambda _: self._data.get(new[3][0])),
+                Side("sockets", lambda _: self._sockets.call(whole[:0], whole)),
+                Side("tcp", lambda _: self._tcp.get(new[0][0])),
+                Side("shared", lambda _: self._shared.get(new[1][0])),
+                Side("local", lambda _: self._local.get(new[2][0])),
+                Side(
+                    "bare",
+                    lambda _: sum(len(message.payload) for message in self._bare_get(request, timeout=60)),
+                ),
+                Side("raw", lambda _: sum(map(len, self._raw_get(request, timeout=60)))),
+            ],
+            self._repeats,
+        )
+        yield self._row("data get warm", found["data"], "plain sockets", found["sockets"], "data")
+        yield self._row("tcp get warm", found["tcp"], "bare stream", found["bare"], "tcp")
+        yield self._row("tcp get warm", found["tcp"], "plain bytes", found["raw"])
+        yield self._row("shared get warm", found["shared"], "in process", found["local"], "shared")
+        yield from self._exists([key for batch in new[1] for key in batch])
+
+    def _exists(self, known: list[ObjectKey]) -> Iterator[Row]:
+        keys = (known * (_EXISTS_KEYS // len(known) + 1))[:_EXISTS_KEYS]
+        sides = [
+            Side("data", lambda _: self._data.store.exists(keys)),
+            Side("tcp", lambda _: self._tcp.store.exists(keys)),
+            Side("shared", lambda _: self._shared.store.exists(keys)),
+        ]
+        found = medians(sides, self._repeats)
+        for name in ("data", "tcp", "shared"):
+            yield Row(f"rpc {name} exists", self._size, len(keys), found[name])
+
+    def _row(self, case: str, seconds: float, limit: str, limit_seconds: float, ratio: str = "") -> Row:
+        target = Target(_RATIOS[ratio], Unit.RATIO) if ratio and self._size >= _FROM else None
+        return Row(
+            f"rpc {case}",
+            self._size,
+            self._buffers.count,
+            seconds,
+            self._buffers.nbytes,
+            limit,
+            limit_seconds,
+            target,
+        )
+
+
+def _count(size: int, batch_bytes: int) -> int:
+    """Return the number of objects in one batch, for objects of `size` bytes."""
+    return max(1, min(_MAX_OBJECTS, batch_bytes // size))
+
+
+def _daemon(directory: Path, sockets: str, capacity: int, stack: ExitStack) -> str:
+    """Start a daemon and return its TCP address.
+
+    Raises StorageError if the daemon does not start.
+    """
+    command = children.command(
+        "tiercache.cli", "serve", "--directory", str(directory), "--disk-bytes", str(capacity)
+    )
+    process = _process([*command, "--listen", "127.0.0.1:0", "-o", "jsonl"], stack, TIERCACHE_SOCKETS=sockets)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    for row in map(json.loads, process.stdout):
+        if row.get("transport") == "tcp":
+            return str(row["address"])
+    raise StorageError(f"the daemon did not start: {' '.join(process.stderr.read().splitlines()[-1:])}")
+
+
+def _port_of(module: str, stack: ExitStack) -> int:
+    """Start a server of this package in a process of its own, and return the port that it prints."""
+    process = _process(children.command(module), stack)
+    assert process.stdout is not None
+    return int(process.stdout.readline())
+
+
+def _process(command: Sequence[str], stack: ExitStack, **variables: str) -> subprocess.Popen[str]:
+    """Start a process. The process is terminated when the stack is closed."""
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("TIERCACHE_")
+    } | variables
+    process = stack.enter_context(
+        # The command is a module of this package, not text from outside.
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)  # noqa: S603
+    )
+    stack.callback(process.terminate)
+    return process

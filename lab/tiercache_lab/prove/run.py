@@ -1,0 +1,153 @@
+"""The requests that `tiercache prove` sends to a server, and their order."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tiercache.cli.terminal import clean
+from tiercache.errors import ConfigError
+from tiercache_lab.prove.completion import Answer, ask
+from tiercache_lab.prove.engines import EngineSubject, empty
+from tiercache_lab.prove.saved import Saved
+from tiercache_lab.prove.server import Server
+from tiercache_lab.prove.verdict import Report, Round
+
+_RESTARTED: Final = (
+    "whether the server was restarted is not known; without a restart, restored tokens may come from memory"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ProveRun:
+    """Requests to one server, with the options that they share.
+
+    Thread safety: one thread.
+    """
+
+    server: Server
+    subject: EngineSubject
+    tokens: int
+    max_tokens: int
+    say: Callable[[str], None]
+
+    def check_length(self) -> None:
+        """Raise ConfigError if prompt and answer exceed the limit that the server reports for its model."""
+        longest = self.subject.model.longest
+        if longest and self.tokens + self.max_tokens > longest:
+            raise ConfigError(
+                f"--tokens {self.tokens} and --max-tokens {self.max_tokens} do not fit into the {longest}"
+                " tokens of this model; give fewer"
+            )
+
+    def rounds(self, seeds: range, settle: float) -> Report:
+        """Run one complete round for each seed: a new prompt, the same prompt again, another new prompt.
+
+        `settle` is the time to wait, in seconds, until the engine has written a prompt to storage.
+        """
+        found, notes = [], dict[str, None]()
+        words = self._fitting_words()
+        for seed in seeds:
+            prompt = draw(str(seed), words)
+            first = self._ask("a new prompt", prompt)
+            self.say(f"waiting {settle:g} s for the prompt to be stored")
+            time.sleep(settle)
+            self.say("emptying the engine's own caches")
+            notes |= dict.fromkeys(filter(None, [empty(self.server, self.subject.engine)]))
+            found.append(self._judge(seed, prompt, first))
+        return Report(self.server.url, self.subject, found, list(notes))
+
+    def save(self, seed: int, path: Path) -> Saved:
+        """Send the first request, and save the prompt and its answer for `after`."""
+        prompt, model = draw(str(seed), self._fitting_words()), self.subject.model.name
+        first = self._ask("a new prompt", prompt)
+        saved = Saved(
+            self.server.url,
+            model,
+            self.subject.engine.value,
+            seed,
+            self.tokens,
+            self.max_tokens,
+            prompt,
+            first,
+        )
+        saved.save(path)
+        return saved
+
+    def after(self, before: Saved) -> Report:
+        """Send a saved prompt again, and then another new prompt.
+
+        Raises ConfigError if the file is about another model.
+        """
+        if before.model != self.subject.model.name:
+            raise ConfigError(
+                f"--after is about model {clean(before.model)}, not {clean(self.subject.model.name)}; give"
+                " --model, or use --save again"
+            )
+        found = self._judge(before.seed, before.prompt, before.first)
+        return Report(self.server.url, self.subject, [found], [] if found.again.sources else [_RESTARTED])
+
+    def _judge(self, seed: int, prompt: str, first: Answer) -> Round:
+        again = self._ask("the same prompt again", prompt)
+        # The control must be a new prompt, so it is drawn at random. With a seed that was used before, a
+        # prompt drawn from the seed would not be new.
+        control = self._ask("another new prompt", draw(secrets.token_hex(16), len(prompt.split()) - _FRAME))
+        return Round(seed, first, again, control)
+
+    def _fitting_words(self) -> int:
+        """Return the number of words for which the server counts about `tokens` tokens in a prompt.
+
+        Sends a prompt of its own. A server that does not report its count gets one word for each token.
+        """
+        sent = min(self.tokens, _TRIAL)
+        counted = self._ask(
+            "the length of a prompt", draw(secrets.token_hex(16), sent - _FRAME)
+        ).prompt_tokens
+        # No server has fewer tokens than words, whatever it counts.
+        return max(_SHOWN, self.tokens * sent // max(counted or 0, sent) - _FRAME)
+
+    def _ask(self, what: str, prompt: str) -> Answer:
+        self.say(what)
+        return ask(self.server, self.subject.engine, self.subject.model.name, prompt, self.max_tokens)
+
+
+_COMMON: Final = """
+air arm art baby bag ball bank bar base bear bed bird blood blue board boat body book box boy brain bread
+bridge brother brown car card cat chair child church circle city class clock cloud coat coffee cold color
+copper corner cotton country cup dance dark day desk doctor dog door dream dress east egg engine eye face
+farm father field finger fire fish floor flower food foot forest friend fruit garden gas girl glass gold
+grass green ground group hair hand hat head heart hill home horse hospital hotel hour house ice iron island
+king kitchen lake lamp land letter light lion market milk mirror moon mother mountain mouth music night
+north ocean office paper park phone picture
+"""
+WORDS: Final = tuple(_COMMON.split())
+"""Common words; most of them are one token in any tokenizer.
+
+The smallest page has 16 tokens. There are about 10^33 sequences of 16 words, so two prompts never share a
+page by chance."""
+_SHOWN: Final = 6
+"""Number of words that the prompt repeats, enough for a model to find the place in the list."""
+_FRAME: Final = 10 + _SHOWN
+"""Words of the prompt outside the list of words."""
+_TRIAL: Final = 128
+"""Maximum number of words of the prompt that is sent only to learn how the server counts."""
+
+
+def draw(seed: str, count: int) -> str:
+    """Return a prompt with a list of `count` words; the same seed gives the same prompt.
+
+    The prompt ends shortly after it has begun to repeat its own words. A model continues the repetition, so
+    its answer depends on the restored beginning, and one next word is always far more likely than all others.
+    A prompt without a repetition would be worse: after random words, many next words are about equally
+    likely, and rounding would choose one of them.
+    """
+    # The generator need not be secure, because prompts are not secret.
+    words = random.Random(seed).choices(WORDS, k=count)  # noqa: S311
+    return (
+        f"{' '.join(words)}\n\nThe same words once more, from the first one on:\n\n{' '.join(words[:_SHOWN])}"
+    )

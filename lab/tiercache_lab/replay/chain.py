@@ -1,0 +1,308 @@
+"""The storage tiers of a replay: null stores, between which the decisions of a real chain move objects.
+
+The write policies, the filter of promotions, the watermark of write-back and the budgets of writes are those
+of `tiercache_backends.chain`. Its threads, deadlines and examinations are not: every copy that is decided is
+made before the call ends, so that a replay gives the same figures each time. An object for which a tier has
+no budget is dropped, and no later comparison of the tiers finds it.
+"""
+
+# ruff: noqa: D102 (the contract documents these methods)
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any, Final, Self, TypeVar, cast
+
+from tiercache_backends.chain.figures import Figures
+from tiercache_backends.chain.lineup import Lineup
+from tiercache_backends.chain.movement import Digests, Job, Mover
+from tiercache_backends.chain.offers import Offers
+from tiercache_backends.chain.settings import TierSettings, parse_tiers
+from tiercache_backends.chain.tier import Tier
+from tiercache_backends.chain.write_back import WriteBack
+
+from tiercache.core import ObjectKey, Outcome
+from tiercache.errors import ConfigError
+from tiercache.storage import StoreContext
+from tiercache.storage.base import (
+    Capabilities,
+    GetItem,
+    NamespaceRecord,
+    ScanEntry,
+    ScanPage,
+    SetItem,
+    StorageBackend,
+    Usage,
+)
+from tiercache.storage.env import Env
+from tiercache.storage.gate import CallGate
+from tiercache.storage.tiers import PREFIX
+from tiercache_lab.replay.store import NullStore
+from tiercache_lab.replay.tiers import Tiers
+
+T = TypeVar("T")
+
+_BATCH: Final = 64
+"""Maximum number of objects of one copy, as in a real chain."""
+
+
+def chain_settings(tiers: Tiers) -> list[TierSettings]:
+    """Return the settings of the storage tiers in a chain.
+
+    Raises ConfigError for a setting that is wrong, and for tiers that contradict each other.
+    """
+    if not tiers.storage:
+        return []
+    # The section is that of a bounded store in memory, so that the checks of a real chain apply.
+    return parse_tiers(
+        [
+            {"type": "memory", "capacity": tier.nbytes, f"{PREFIX}name": tier.name}
+            | {f"{PREFIX}{name}": value for name, value in tier.settings.items()}
+            for tier in tiers.storage
+        ]
+    )
+
+
+class NullChain(StorageBackend):
+    """Chain of null stores, the fastest first, which is never sick.
+
+    Thread safety: one thread.
+    """
+
+    capabilities = Capabilities(bounded=True)
+
+    def __init__(
+        self, settings: Sequence[TierSettings], stores: Sequence[NullStore], clock: Callable[[], float]
+    ) -> None:
+        """Make a chain of `stores` with the `settings` of their tiers; `clock` returns seconds."""
+        env = _Clock(clock)
+        self.stores: Final = tuple(stores)
+        self._tiers: Final = [_NullTier(*pair, env) for pair in zip(settings, stores, strict=True)]
+        self._movers: Final = {
+            tier: _InlineMover(tier, self._tiers[:n]) for n, tier in enumerate(self._tiers)
+        }
+        self._offers: Final = Offers()
+        # casts: the offers use of tiers and movers only what the null ones have.
+        self._lineup: Final = Lineup(
+            cast(Sequence[Tier], self._tiers), cast(Mapping[Tier, Mover], self._movers), CallGate("replay"), 0
+        )
+        self._read = dict.fromkeys((tier.name for tier in self._tiers), 0)
+
+    @classmethod
+    def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:
+        raise ConfigError("a chain of null stores can only be made by a replay")
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that were read of all tiers."""
+        return sum(store.read_bytes for store in self.stores)
+
+    def take_reads(self) -> Mapping[str, int]:
+        """Return the bytes that were read of each tier since the last call of this method."""
+        taken, self._read = self._read, dict.fromkeys(self._read, 0)
+        return taken
+
+    def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        found = [False] * len(keys)
+        for store in self.stores:
+            left = [i for i, there in enumerate(found) if not there]
+            for i, there in zip(left, store.exists([keys[i] for i in left]), strict=True):
+                found[i] = there
+        return found
+
+    def get(self, items: Sequence[GetItem]) -> list[Outcome]:
+        outcomes = [Outcome.MISS] * len(items)
+        left = list(range(len(items)))
+        for tier in self._tiers:
+            if not left:
+                break
+            hits = []
+            for i, outcome in zip(left, tier.store.get([items[i] for i in left]), strict=True):
+                if outcome is Outcome.HIT:
+                    hits.append(i)
+                    self._read[tier.name] += items[i].length
+                # As in a real chain, a failure of one tier is the answer unless another has the object.
+                if outcome is Outcome.HIT or outcomes[i] is Outcome.MISS:
+                    outcomes[i] = outcome
+            self._offers.read(self._lineup, cast(Tier, tier), [items[i] for i in hits], set())
+            left = [i for i in left if outcomes[i] is not Outcome.HIT]
+        self._move()
+        return outcomes
+
+    def set(self, items: Sequence[SetItem]) -> list[Outcome]:
+        outcomes = [Outcome.THROTTLED] * len(items)
+        writable = [tier for tier in self._tiers if tier.is_writable]
+        left = self._renewed(writable[0], items, outcomes) if writable else []
+        for n, tier in enumerate(writable):
+            if not left:
+                break
+            refused: list[int] = []
+            stored: list[ObjectKey] = []
+            for i, outcome in zip(left, tier.set([items[i] for i in left]), strict=True):
+                if outcome is Outcome.STORED:
+                    stored.append(items[i].key)
+                if n == 0 or outcome in (Outcome.STORED, Outcome.HIT):
+                    outcomes[i] = outcome
+                # An ERROR is about the object itself, so that no other tier takes it.
+                if outcome is Outcome.THROTTLED:
+                    refused.append(i)
+            left = refused
+            self._offers.stored(self._lineup, cast(Tier, tier), stored, set())
+        self._move()
+        return outcomes
+
+    def _renewed(self, first: _NullTier, items: Sequence[SetItem], outcomes: list[Outcome]) -> list[int]:
+        """Renew what a tier has, other than the first writable tier, and return the other items."""
+        left = list(range(len(items)))
+        for tier in self._tiers:
+            if tier is first or not left:
+                continue
+            keys = [items[i].key for i in left]
+            there = zip(left, tier.exists(keys), first.exists(keys), strict=True)
+            only_here = [i for i, held, held_above in there if held and not held_above]
+            if tier.is_writable:
+                tier.set([items[i] for i in only_here])
+            for i in only_here:
+                outcomes[i] = Outcome.HIT
+            left = [i for i in left if outcomes[i] is not Outcome.HIT]
+        return left
+
+    def _move(self) -> None:
+        """Make all copies that are due, until there are none."""
+        while any(mover.move() for mover in self._movers.values()):
+            pass
+
+    def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        answers = [store.delete(keys) for store in self.stores]
+        return [any(gone) for gone in zip(*answers, strict=True)]
+
+    def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
+        entries = {
+            entry.key.digest: entry for store in self.stores for entry in store.scan(namespace).entries
+        }
+        return ScanPage(list(entries.values()), b"")
+
+    def describe(self, keys: Sequence[ObjectKey]) -> list[ScanEntry | None]:
+        answers = [store.describe(keys) for store in self.stores]
+        return [next((one for one in found if one is not None), None) for found in zip(*answers, strict=True)]
+
+    def advise(self, keys: Sequence[ObjectKey], values: Sequence[float], worker: int = 0) -> None:
+        for store in self.stores:
+            store.advise(keys, values, worker)
+
+    def register_namespace(self, record: NamespaceRecord) -> None:
+        for store in self.stores:
+            store.register_namespace(record)
+
+    def namespaces(self) -> list[NamespaceRecord]:
+        return self.stores[0].namespaces()
+
+    def usage(self) -> Usage:
+        found = [store.usage() for store in self.stores]
+        return Usage(
+            objects=sum(one.objects for one in found),
+            payload_bytes=sum(one.payload_bytes for one in found),
+            used_bytes=sum(one.used_bytes for one in found),
+            capacity_bytes=sum(one.capacity_bytes for one in found),
+        )
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _Clock(Env):
+    """Environment whose time is that of the replay."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+
+    def monotonic(self) -> float:
+        return self._clock()
+
+    def time_ns(self) -> int:
+        return int(self._clock() * 1e9)
+
+
+class _NullTier:
+    """Tier as far as the decisions of a chain know it: a null store and its figures.
+
+    Thread safety: one thread.
+    """
+
+    capabilities: Final = NullStore.capabilities
+    is_readable: Final = True
+
+    def __init__(self, settings: TierSettings, store: NullStore, env: Env) -> None:
+        self.name: Final = settings.name
+        self.settings: Final = settings
+        self.store: Final = store
+        self.figures: Final = Figures(env, settings.write_per_day)
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether the tier takes new objects."""
+        return not self.settings.read_only and self.figures.has_budget()
+
+    def call(self, operation: str, work: Callable[[NullStore], T]) -> T:
+        """Make a call of the store."""
+        return work(self.store)
+
+    def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
+        """Return which objects the tier has."""
+        return self.store.exists(keys)
+
+    def set(self, items: Sequence[SetItem]) -> list[Outcome]:
+        """Store objects, and charge the budget for those that are new."""
+        outcomes = self.store.set(items)
+        stored = zip(items, outcomes, strict=True)
+        self.figures.note_written([item.meta.length for item, out in stored if out is Outcome.STORED])
+        return outcomes
+
+
+class _InlineMover:
+    """Mover as far as the decisions of a chain know it, which copies to `target` when `move` is called.
+
+    Thread safety: one thread.
+    """
+
+    def __init__(self, target: _NullTier, above: Sequence[_NullTier]) -> None:
+        self._target = target
+        self._above = cast(Sequence[Tier], above)
+        self._write_back = WriteBack(cast(Tier, target))
+        self._queue: OrderedDict[bytes, Job] = OrderedDict()
+
+    def stage(self, item: GetItem) -> memoryview:
+        """Return the payload of a promoted object, which has no bytes here."""
+        return memoryview(b"")
+
+    def offer(self, jobs: Iterable[Job], deleted: Digests) -> None:
+        """Queue objects to be copied; nothing is deleted meanwhile."""
+        for job in jobs:
+            self._queue.setdefault(job.key.digest, job)
+
+    def move(self) -> bool:
+        """Copy what waits, and what the tier above will evict soon; return whether anything was copied."""
+        if self._write_back.is_due(self._above):
+            found = self._write_back.look(self._above)
+            if found is not None:
+                self.offer([Job(entry.key, found[0]) for entry in found[1]], set())
+        waiting = list(self._queue.values())
+        self._queue.clear()
+        for begin in range(0, len(waiting), _BATCH):
+            self._copy(waiting[begin : begin + _BATCH])
+        return bool(waiting)
+
+    def _copy(self, batch: Sequence[Job]) -> None:
+        if not self._target.is_writable:
+            self._target.figures.count_dropped(len(batch))
+            return
+        held = self._target.exists([job.key for job in batch])
+        missing = [job for job, there in zip(batch, held, strict=True) if not there]
+        for source, jobs in groupby(missing, key=lambda job: cast(_NullTier, job.source)):
+            entries = source.store.describe([job.key for job in jobs])
+            self._target.set([SetItem(entry.key, [], entry.meta) for entry in entries if entry is not None])

@@ -1,0 +1,112 @@
+"""Run of a replay with a queue: the server of `queueing.server` in front of a simulated cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from tiercache.core import Tier
+from tiercache.errors import ConfigError
+from tiercache_lab.replay.base import Source
+from tiercache_lab.replay.cache import Running, Setup, SimulatedCache
+from tiercache_lab.replay.needs import Need
+from tiercache_lab.replay.queueing.arrivals import SourceArrivals
+from tiercache_lab.replay.queueing.figures import Objective, Serving, serving
+from tiercache_lab.replay.queueing.links import Link
+from tiercache_lab.replay.queueing.server import Job, Needed, QueueServer
+from tiercache_lab.replay.tally import Tally
+
+ENGINE: Final = "engine"
+"""Name of the engine beside those of the tiers, in `Serving.busy`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Queueing:
+    """Parameters of the queue in front of the machine of a replay."""
+
+    rate: float | None = None
+    """Requests per second on average, by scaling the times of the source; None for the source's own times."""
+    closed: bool = True
+    """Whether a request of a session waits its pause after the previous one has ended (`SourceArrivals`)."""
+    objective: Objective = field(default_factory=Objective)
+
+
+class QueuedRun(SimulatedCache):
+    """A replay of one source whose requests wait for places, share bandwidth, and overlap.
+
+    A request looks its prompt up when it gets a place. It finds what was committed before: the prompts whose
+    prefills have ended, and the answers of requests that have ended.
+
+    Raises ConfigError if the device does not hold as many requests as the machine has places, and for a rate
+    if all requests come at once.
+
+    Thread safety: one thread.
+    """
+
+    def __init__(self, source: Source, need: Need, setup: Setup, queueing: Queueing) -> None:
+        # More requests than there are need no more places.
+        super().__init__(source, need, setup, min(setup.machine.batch, max(1, need.requests)))
+        self._source, self._setup, self._queueing = source, setup, queueing
+        self._step: Callable[[], object] = lambda: None
+        self._begun: dict[Job, Running] = {}
+        self._served: list[Job] = []
+        self.tally = Tally(setup.profile, need.requests, lambda: self.host_bytes)
+        machine = setup.machine
+        speeds = {tier.name: machine.storage(tier.name, tier.bandwidth) for tier in setup.tiers.storage}
+        self._links = {name: Link[Job](speed.bandwidth) for name, speed in speeds.items()}
+        self._links[str(Tier.HOST)] = Link(machine.host_bandwidth)
+        latencies = {name: speed.latency for name, speed in speeds.items()}
+        speed = 1.0
+        if queueing.rate is not None:
+            if not need.last:
+                raise ConfigError("a rate cannot scale arrivals that are all at once; leave it out")
+            speed = queueing.rate * need.last / need.requests
+        self._arrivals = SourceArrivals(iter(source), speed, closed=queueing.closed)
+        self._server = QueueServer(
+            machine.batch,
+            lambda requests: machine.step(setup.profile, requests),
+            self._links,
+            latencies | {str(Tier.HOST): machine.host_latency},
+            self._arrivals,
+            self,
+        )
+
+    def go(self, step: Callable[[], object] = lambda: None) -> None:
+        """Serve all requests; `step` is called after each request has ended.
+
+        Raises RuntimeError if a call of storage has failed, and ConfigError if requests come so much faster
+        than they are served that those that wait do not fit into this process.
+        """
+        self._step = step
+        self._server.go()
+        self.check()
+
+    def serving(self) -> Serving:
+        """Return the times of the requests, once all have been served."""
+        busy = {name: link.busy for name, link in self._links.items()}
+        return serving(self._served, self._queueing.objective, busy | {ENGINE: self._server.busy})
+
+    def placed(self, job: Job) -> Needed:
+        """Return the work of a request that has got its place."""
+        self.now = job.begun
+        self._arrivals.begun(job.request)
+        begun = self._begun[job] = self.begin(job.request)
+        machine, prompt = self._setup.machine, len(job.request.prompt)
+        passes = machine.prefill(self._setup.profile, begun.admission.depth, prompt, begun.cuts)
+        return Needed(tuple(begun.loads.items()), tuple(passes), max(0, len(job.request.output) - 1))
+
+    def computed(self, job: Job) -> None:
+        """Commit the prompt of a request whose prefill has ended."""
+        self.now = job.first
+        begun = self._begun[job]
+        self.compute(begun)
+        self.tally.add(job.request, begun.admission.depth, job.ttft, len(begun.cuts))
+
+    def ended(self, job: Job) -> None:
+        """Commit the answer of a request that has ended, and let the next one of its session come."""
+        self.now = job.ended
+        self.end(self._begun.pop(job))
+        self._arrivals.ended(job.request, self.now)
+        self._served.append(job)
+        self._step()

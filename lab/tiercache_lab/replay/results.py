@@ -1,0 +1,145 @@
+"""Results of a replay: one `Result` for each source, policy and capacity."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final
+
+from tiercache_lab.replay.queueing.figures import Serving
+
+ONE_POOL: Final = "in one pool"
+"""Suffix of a policy's name for a run in which the host alone has the bytes of all tiers."""
+IN_EVERY_TIER: Final = "in every tier"
+"""Suffix of a policy's name for a run in which the storage tiers have that policy as well."""
+NO_CACHE: Final = "no cache"
+"""Name of the run in which every prompt is computed, which stands beside the policies of a queue."""
+WITHOUT_OFFLOAD: Final = "without offload"
+"""Suffix of a policy's name for a run in which the device is the only tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierUse:
+    """Usage of one tier in one run."""
+
+    capacity: int
+    """Size of the tier, in bytes."""
+    peak: int
+    """Highest number of bytes in use."""
+    read_bytes: int
+    """Bytes copied from this tier to the tier above it; 0 for the device."""
+    written_bytes: int
+    """Bytes written to this tier."""
+    evicted: int
+    """Number of evicted objects."""
+    tokens: int
+    """Number of prompt tokens that were restored from this tier.
+
+    All restored tokens of a request count for one tier: the slowest from which an object came.
+    """
+
+    @property
+    def written_per_read(self) -> float | None:
+        """Bytes written to this tier for each byte read; None if nothing was read."""
+        return self.written_bytes / self.read_bytes if self.read_bytes else None
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """States of one kind of checkpoint that the cache held at the end of a run, and their pages."""
+
+    kind: str
+    """Reason why the states were taken (`CheckpointKind`)."""
+    states: int
+    """Number of states."""
+    state_bytes: int
+    """Bytes of these states."""
+    page_bytes: int
+    """Bytes of the KV pages that count for this kind (see `Run.kept`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Rates over a window of consecutive requests, and the use of the host after the window."""
+
+    requests: int
+    """Number of requests from the start of the run to the end of the window."""
+    token_hit_rate: float
+    flops_saved: float
+    bytes_held: int
+    """Bytes in use on the host."""
+    flops: float = 0.0
+    """FLOPs of the prompts of the window: the weight of `flops_saved` in a mean over windows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Result of one run."""
+
+    source: str
+    policy: str
+    capacity: float | None
+    """Size of the cache as a fraction of the infinite cache's peak; None for tiers given in bytes."""
+    capacity_bytes: int
+    """Size of the cache in bytes."""
+    token_hit_rate: float
+    """Restored prompt tokens divided by all prompt tokens."""
+    flops_saved: float
+    """FLOPs of the restored prefixes divided by the FLOPs of all prompts."""
+    ttft_ms_mean: float
+    """Mean of the modelled time to the first token, in milliseconds."""
+    ttft_ms_p95: float
+    """95th percentile of the modelled time to the first token, in milliseconds."""
+    peak_bytes: int
+    """Highest number of bytes in use in each tier, added up over the tiers."""
+    requests: int
+    seconds: float
+    """Time that the run took."""
+    seed: int
+    profile: str
+    """Name of the model profile."""
+    write: str
+    """When the host writes to storage: `write_through` or `write_back` (see `ControllerOptions.write`)."""
+    write_chance: float
+    """With `write_back`, the least chance of a hit with which a unit is written."""
+    index_only: bool = False
+    """Whether the index served the requests alone, without a controller (`--index-only`)."""
+    is_bound: bool = False
+    """Whether the run is a bound on what policies can reach, and not the run of a policy.
+
+    There are six such runs: the infinite cache, the clairvoyant policy, the upper bound, one pool of the
+    bytes of all tiers, no cache, and Marconi with the alpha that was best in hindsight.
+    """
+    alpha: float | None = None
+    """Alpha of Marconi that was best in hindsight (`study.BEST`); None for all other runs."""
+    working_bytes: int = 0
+    """Highest number of bytes that running requests held on the device outside of every tier.
+
+    These are one state for each request, which the engine advances. If the device is no tier, the pages and
+    checkpointed states of the requests belong to them as well. `capacity_bytes` does not count them.
+    """
+    cuts: float = 0.0
+    """Cuts of the prefill per request, at the checkpoints before the prompt's end; 0 for an upper bound."""
+    ttft_ms_p50: float = math.nan
+    """Median of the modelled time to the first token, in milliseconds."""
+    serving: Serving | None = None
+    """Times of the requests in the queue; None for a run without one."""
+    tiers: Mapping[str, TierUse] = field(default_factory=dict)
+    kept: tuple[Kept, ...] = ()
+    over_time: tuple[Sample, ...] = ()
+    by_round: tuple[float, ...] = ()
+    """Hit rate of each round: of the first requests of all sessions, of the second, and so on.
+
+    The tuple is empty if no session has more than one request.
+    """
+    published: Mapping[str, float] = field(default_factory=dict)
+    """Figures that others published for this source, by the name of what each figure measures."""
+
+    def row(self) -> dict[str, Any]:
+        """Return this result as plain JSON values."""
+        published = dict(self.published)  # `asdict` cannot copy a mapping proxy
+        row = asdict(replace(self, published=published))
+        for name, use in self.tiers.items():
+            row["tiers"][name]["written_per_read"] = use.written_per_read
+        return row

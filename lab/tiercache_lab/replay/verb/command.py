@@ -1,0 +1,375 @@
+"""The `tiercache replay` command: from options to results."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tiercache.cli.terminal import Exit, Output, OutputOption, line, records
+
+if TYPE_CHECKING:
+    from tiercache_lab.replay.results import Result
+
+
+class Refresh(enum.StrEnum):
+    """Nodes of the index that a hit marks as recently used."""
+
+    LAST = "last"
+    """The last node that the hit needs."""
+    PATH = "path"
+    """All nodes on the path to this node."""
+
+
+class WriteMode(enum.StrEnum):
+    """When objects go from the host to storage (see `ControllerOptions.write`)."""
+
+    THROUGH = "write_through"
+    """When their request ends."""
+    BACK = "write_back"
+    """Ahead of their eviction from the host, if they are likely to be hit."""
+
+
+def replay(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A trace file, a directory of recorded sessions, or a generator; the last two may have"
+            " parameters: see below.",
+        ),
+    ] = "",
+    seed: Annotated[
+        int, typer.Option(help="Seed of all random choices of a generator and of the index.")
+    ] = 0,
+    limit: Annotated[
+        int | None, typer.Option(help="Number of requests to replay, counted from the first. Default: all.")
+    ] = None,
+    page: Annotated[
+        int | None,
+        typer.Option(
+            metavar="TOKENS",
+            help="Tokens per page. Default: 64, or the block of a trace (512). Recorded sessions have the"
+            " parameter page instead.",
+        ),
+    ] = None,
+    arrivals: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.csv",
+            help="Times at which a generator's sessions start: a file of BurstGPT or of Azure's LLM inference"
+            " traces. Default: the generator's own.",
+        ),
+    ] = None,
+    policy: Annotated[
+        str,
+        typer.Option(
+            metavar="P,...",
+            help="Policies, such as lru,seglen:0.7,s3fifo; see below. all: the main ones, as far as they suit"
+            " the model.",
+        ),
+    ] = "all",
+    profile: Annotated[
+        str,
+        typer.Option(
+            help="The model: a profile listed below, or the path of a config.json.", show_default=False
+        ),
+    ] = "",
+    plan: Annotated[
+        bool,
+        typer.Option(
+            "--plan",
+            help="Find out how much host memory and disk save how much, with one policy (default: hvd).",
+        ),
+    ] = False,
+    capacity: Annotated[
+        str,
+        typer.Option(
+            metavar="F,...",
+            help="Sizes of the cache, as fractions of the bytes that an infinite cache holds at the end,"
+            " with the default checkpoints."
+            " Default: 0.05,0.1,0.2.",
+        ),
+    ] = "",
+    device_bytes: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="Bytes of the device tier, such as 40GiB; not together with --capacity. Default: the device"
+            " caches nothing and has room for the running requests.",
+        ),
+    ] = "",
+    host_bytes: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE", help="Bytes of the host tier; not together with --capacity. Default: 0."
+        ),
+    ] = "",
+    disk_bytes: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="Bytes of one storage tier, short for --tier 'disk?capacity=SIZE'; not together with"
+            " --capacity. Default: 0.",
+        ),
+    ] = "",
+    disk_policy: Annotated[
+        str, typer.Option(help="Eviction policy of --disk-bytes; --policy does not apply to it.")
+    ] = "lru",
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME?capacity=SIZE&...",
+            help="A storage tier below the host, the fastest first; repeat it for more. Other settings:"
+            " bandwidth, policy, and write, write_after, write_per_day, promote as in a chain of stores.",
+        ),
+    ] = None,
+    device_states: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of states that the device tier has room for. Default: as many as fit into a quarter"
+            " of its bytes."
+        ),
+    ] = None,
+    refresh: Annotated[
+        Refresh,
+        typer.Option(
+            help="Nodes of the index that a hit marks as recently used: the last node that the hit needs, or"
+            " all nodes on the path to it."
+        ),
+    ] = Refresh.LAST,
+    checkpoints: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME|C,...",
+            help="Where states are taken: a policy (rules, every:2048), or kinds of"
+            " checkpoints; none: at no checkpoint.",
+        ),
+    ] = "branch,prompt,end,ghost",
+    every: Annotated[
+        int,
+        typer.Option(metavar="TOKENS", help="Interval at which more states are taken; 0: no such states."),
+    ] = 0,
+    states_per_path: Annotated[
+        int,
+        typer.Option(help="Maximum number of states on one path; the deepest ones are kept. 0: no limit."),
+    ] = 0,
+    machine: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="Let requests queue at a machine: its speeds, by the name of one listed below, or the path"
+            " of a TOML file. Default: requests come one after the other.",
+        ),
+    ] = "",
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Requests per second at the machine, on average. Default: the source's times."),
+    ] = None,
+    open_loop: Annotated[
+        bool,
+        typer.Option(
+            "--open/--closed",
+            help="When the next request of a session comes: at the source's time, or its pause after the"
+            " previous one has ended.",
+        ),
+    ] = False,
+    slo_ttft: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME", help="Goodput counts requests whose first token comes within this time, as 2s."
+        ),
+    ] = "",
+    slo_tpot: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME", help="Goodput counts requests with at most this time per further token, as 50ms."
+        ),
+    ] = "",
+    flops: Annotated[
+        str,
+        typer.Option(
+            help="FLOPs per second of a prefill, from which times are calculated. Default: the machine's, or"
+            " 250e12.",
+            show_default=False,
+        ),
+    ] = "",
+    host_bandwidth: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="Bytes per second from host to device, from which times are calculated. Default: the"
+            " machine's, or 50GB.",
+        ),
+    ] = "",
+    disk_bandwidth: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="Bytes per second from storage tiers without a bandwidth. Default: the machine's, or 6GB.",
+        ),
+    ] = "",
+    write: Annotated[
+        WriteMode,
+        typer.Option(
+            help="When objects go from the host to storage: at the end of their request, or ahead of their"
+            " eviction from the host."
+        ),
+    ] = WriteMode.THROUGH,
+    write_chance: Annotated[
+        float,
+        typer.Option(help="With write_back, the least chance of a hit with which an object is written."),
+    ] = 0.02,
+    index_only: Annotated[
+        bool,
+        typer.Option(
+            "--index-only",
+            help="Replay through the index alone: three to five times as fast, for comparisons of policies;"
+            " no tiers, no times.",
+        ),
+    ] = False,
+    bounds: Annotated[
+        bool,
+        typer.Option(
+            "--bounds/--no-bounds",
+            help="Show also the rate of a cache that knows the future, and a rate that no cache can exceed.",
+        ),
+    ] = True,
+    output: OutputOption = Output.TABLE,
+    samples: Annotated[
+        bool,
+        typer.Option("--samples", help="Add to each row of JSON its rates over time, in some 100 windows."),
+    ] = False,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.html",
+            help="Write charts and tables to this file, for a browser. With --plan also"
+            " FILE.svg: the drawing alone.",
+        ),
+    ] = None,
+    listing: Annotated[
+        bool, typer.Option("--list", help="Print the generators with their parameters, and exit.")
+    ] = False,
+) -> None:
+    """Replay traffic without a model, to see how much each policy saves at each capacity.
+
+    The real index, policies and controller serve every request as if an engine
+    had sent it, but no data is stored or copied. Times to the first token are
+    calculated from the model's FLOPs and from bandwidths. For comparison, the
+    results include bounds: the rate of a cache of unlimited size, the rate of
+    a cache that knows the future, and a rate that no cache of the same size
+    can exceed. The same seed gives the same figures.
+
+    Compare all policies on a recorded trace, and write a report for a browser:
+
+        tiercache replay trace.jsonl --report replay.html
+
+    Compare two policies on recorded sessions of agents, 16 of them at once:
+
+        tiercache replay 'traces/?live=16' --policy lru,hvd
+
+    Compare two policies on a generator, with a host tier of 20 GiB:
+
+        tiercache replay 'agent?live=8' --policy lru,hvd --host-bytes 20GiB
+
+    See what a second storage tier brings, and how much is written to it:
+
+        tiercache replay trace.jsonl --policy hvd --host-bytes 100GiB
+        --tier 'nvme?capacity=250GiB&bandwidth=6GB'
+        --tier 'remote?capacity=1TiB&bandwidth=1GB&write=write_back'
+
+    See what is saved if the host writes only what it is about to evict:
+
+        tiercache replay trace.jsonl --policy hvd --host-bytes 100GiB
+        --disk-bytes 250GiB --write write_back --write-chance 0.2
+
+    Compare the times to the first token of two policies, and how many requests
+    per second keep within 2 s, if 4 requests per second queue at a GPU:
+
+        tiercache replay multi-turn --policy hvd,lru --machine h100 --rate 4
+        --slo-ttft 2s
+
+    Ask how much memory is worth buying, as a sentence, a table and a picture:
+
+        tiercache replay trace.jsonl --plan --report plan.html
+
+    Repeat a published benchmark, with the tiers that it used:
+
+        tiercache replay seed-20457
+    """
+    # These modules take long to import, and --help needs none of them.
+    if listing:
+        from tiercache_lab.replay.verb import listing as sources
+
+        if output is Output.TABLE:
+            sources.show_sources()
+        else:
+            records(sources.source_records(), output)
+        return
+    from tiercache_lab.replay.figures import counted
+    from tiercache_lab.replay.report import write_report
+    from tiercache_lab.replay.study import study
+    from tiercache_lab.replay.verb import asking, show, timing
+    from tiercache_lab.replay.verb.watch import watching
+
+    if report is not None:
+        asking.check_report(report)
+    if plan:
+        from tiercache_lab.replay.verb import planning
+
+        planning.check_sizes(
+            capacity=capacity, device_bytes=device_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes,
+            tier=tier, device_states=device_states, write=write is WriteMode.BACK,
+        )  # fmt: skip
+        policy = planning.policy_of(policy)
+    storage = asking.storage(tier or [], disk_bytes, disk_policy)
+    tiers = asking.tiers(device_bytes, host_bytes, storage, device_states)
+    queueing = timing.queueing_of(
+        machine, rate=rate, closed=not open_loop, slo_ttft=slo_ttft, slo_tpot=slo_tpot
+    )
+    question = asking.question(
+        asking.source(
+            source, seed, limit, closed=bool(queueing and queueing.closed), page=page, arrivals=arrivals
+        ),
+        policy, profile, asking.capacities(capacity), tiers,
+        asking.checkpoints(checkpoints, every, states_per_path),
+        timing.machine_of(machine, flops, host_bandwidth, disk_bandwidth),
+        refresh_path=refresh is Refresh.PATH, seed=seed, write=str(write),
+        write_chance=write_chance, bounds=bounds, queueing=queueing, index_only=index_only,
+    )  # fmt: skip
+    if output is not Output.TABLE and (about := asking.about(question.source)):
+        typer.echo(about, err=True)
+    if plan:
+        raise typer.Exit(planning.run(question, output, report))
+    found: list[Result] = []
+    code = Exit.DONE
+    try:
+        with watching(question.stages, len(question.source), as_json=output is not Output.TABLE) as watch:
+            for result in study(question, watch.stage):
+                found.append(result)
+                if output is Output.JSONL:
+                    line(show.record(result, samples=samples))
+                else:
+                    watch.found(result)
+    except KeyboardInterrupt:
+        code = Exit.INTERRUPTED
+        typer.echo(f"interrupted after {counted(len(found), 'result')}", err=True)
+    if output is Output.JSON:
+        records((show.record(one, samples=samples) for one in found), output)
+    if found and output is Output.TABLE:
+        show.show_results(found, asking.about(question.source))
+        show.show_published(found)
+    if found and report is not None:
+        write_report(
+            found,
+            report,
+            notes=[
+                *asking.notes(question),
+                *(["The replay was interrupted, so results are missing."] if code else []),
+            ],
+        )
+        typer.echo(f"report: {report}", err=True)
+    raise typer.Exit(code)

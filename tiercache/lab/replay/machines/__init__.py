@@ -1,6 +1,0 @@
-"""Machines whose times a replay models: their speeds, and the files that describe them."""
-
-from tiercache.lab.replay.machines.base import ReplayMachine, Speed
-from tiercache.lab.replay.machines.files import MACHINES, machine_named
-
-__all__ = ["MACHINES", "ReplayMachine", "Speed", "machine_named"]
