@@ -83,7 +83,7 @@ GENERATED = "tiercache.wire.v1"
 WINGS = {
     "common ground": (
         "tiercache.errors", "tiercache.core", "tiercache.text", "tiercache.memory", "tiercache.keys",
-        "tiercache.threads", "tiercache.steps",
+        "tiercache.threads", "tiercache.steps", "tiercache.entries",
         "tiercache.geometry", "tiercache.models", "tiercache.policy", "tiercache.pools",
         "tiercache.metrics", "tiercache.events",
     ),

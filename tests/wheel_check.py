@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import distributions
 from importlib.resources import files
 from pathlib import Path
@@ -30,6 +30,8 @@ BROUGHT = {"typing-extensions", "pip", "setuptools", "tiercache-hybrid"}
 """Dependencies of the five in `CORE`, and distributions that every environment has."""
 LAB = ("bench", "demo", "prove", "replay")
 """Verbs of the lab."""
+RIVALS = {"arc", "lpc", "s3fifo", "seglen:additive", "sieve", "ttl"}
+"""Policies of the lab."""
 MODULES = (
     "tiercache_backends.file",
     "tiercache_backends.lmdb",
@@ -226,10 +228,22 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([command(), *arguments], capture_output=True, text=True)
 
 
+def rivals() -> set[str]:
+    """Return the names of the lab's policies that are there."""
+    from tiercache.policy import policy_named
+
+    found = set()
+    for name in RIVALS:
+        with suppress(errors.ConfigError):
+            found.add(policy_named(name).name)
+    return found
+
+
 def check_no_lab() -> None:
     """Check that the product's wheel has nothing of the lab, and that the lab's verbs say where they are."""
     assert importlib.util.find_spec("tiercache_lab") is None
     assert importlib.util.find_spec("tiercache.lab") is None
+    assert not rivals()
     listed = run("--help").stdout.split("Commands:")[1]
     for verb in LAB:
         assert f"\n  {verb} " not in listed, verb
@@ -245,6 +259,7 @@ def check_no_lab() -> None:
 def check_lab() -> None:
     """Check an environment with the lab's wheel: its verbs, a replay with its report, and a bench."""
     assert (files("tiercache_lab") / "py.typed").is_file()
+    assert rivals() == RIVALS
     for verb in LAB:
         assert run(verb, "--help").returncode == 0, verb
     with tempfile.TemporaryDirectory() as directory:

@@ -10,7 +10,8 @@ from tiercache.controller import ControllerOptions
 from tiercache.core import Tier
 from tiercache.errors import ConfigError, InputError
 from tiercache.index import CheckpointRules
-from tiercache.policy import POLICIES, RIVALS, Ending
+from tiercache.policy import POLICIES, Ending
+from tiercache_lab.policies import RIVALS
 
 
 def tokens(start: int, pages: int) -> list[int]:

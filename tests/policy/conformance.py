@@ -44,7 +44,8 @@ from tests.policy.rig import (
 from tiercache.core import Tier
 from tiercache.errors import ConfigError, PoolFullError
 from tiercache.index import Eviction
-from tiercache.policy import LEARN_EVERY, RIVALS, VARIANTS, Policy
+from tiercache.policy import LEARN_EVERY, Policy
+from tiercache_lab.policies import RIVALS, VARIANTS
 
 _PINNED: Final = {(1, 1, 1): (Tier.DEVICE,), (2, 0, 1): (Tier.HOST,), (3, 2): (Tier.DEVICE, Tier.HOST)}
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from tests.policy.conformance import PolicyConformance
-from tiercache.policy import POLICIES, RIVALS, Policy, policy_named
+from tiercache.policy import POLICIES, Policy, policy_named
+from tiercache_lab.policies import RIVALS
 
 for _name in (*POLICIES, *RIVALS, "seglen:additive", "marconi:artifact:0.3"):
 

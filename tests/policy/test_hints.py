@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from tests.policy.rig import COSTS, units
-from tiercache.policy import POLICIES, RIVALS, policy_named
+from tiercache.policy import POLICIES, policy_named
+from tiercache_lab.policies import RIVALS
 
 RECENCY = ["lru", "seglen:0.1", "marconi"]
 

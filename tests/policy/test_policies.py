@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -43,10 +47,6 @@ def test_a_parameter_follows_the_name():
     asked = units(replay=[1, 2, 9], last_access=[3, 9, 1], depth=[5, 7, 9], nbytes=[4, 5, 6], now=9)
     np.testing.assert_array_equal(policy_named("seglen:0.3").rank(asked), SegLen(0.3).rank(asked))
     np.testing.assert_array_equal(
-        policy_named("seglen:additive").rank(asked), SegLen(additive=True).rank(asked)
-    )
-    assert policy_named("seglen:additive").needs_states
-    np.testing.assert_array_equal(
         policy_named("marconi:1.5", COSTS).rank(asked), Marconi(COSTS, 1.5).rank(asked)
     )
     np.testing.assert_array_equal(
@@ -74,6 +74,58 @@ def test_a_parameter_follows_the_name():
 )
 def test_what_there_is_not_is_refused(name: str):
     with pytest.raises(ConfigError):
+        policy_named(name)
+
+
+POLICIES_OF_OTHERS = """\
+from tiercache.policy import Lru
+
+
+class Oldest(Lru):
+    def __init__(self, costs, parameter):
+        self.costs, self.parameter = costs, parameter
+
+
+def nothing(costs, parameter):
+    return None
+"""
+
+
+@pytest.fixture
+def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package with policies, installed as pip would."""
+    (tmp_path / "others_policies.py").write_text(POLICIES_OF_OTHERS)
+    info = tmp_path / "others-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: others\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[tiercache.policies]\noldest = others_policies:Oldest\nlru.oldest = others_policies:Oldest\n"
+        "lru = others_policies:nothing\nnothing = others_policies:nothing\ngone = others_policies:gone\n"
+        "lacking = a_package_that_nobody_has:make\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("others")
+def test_another_package_adds_policies():
+    for name, parameter in (("oldest", ""), ("oldest:", ""), ("oldest:1:2", "1:2"), ("lru:oldest:3", "3")):
+        made: Any = policy_named(name, COSTS)
+        assert (type(made).__name__, made.costs, made.parameter) == ("Oldest", COSTS, parameter)
+    assert type(policy_named("lru")) is Lru
+
+
+@pytest.mark.usefixtures("others")
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("nothing", "is others_policies:nothing, which makes no Policy; fix its entry point"),
+        ("gone", "cannot be imported: module 'others_policies' has no attribute 'gone'; install that"),
+        ("lacking", "needs a package that is not installed (No module named 'a_package_that_nobody_has'); "),
+        ("mru", "use lru, seglen, .*lacking, lpc, lru, lru:oldest, .*, or install the package that has it"),
+    ],
+)  # fmt: skip
+def test_a_policy_of_another_package_that_cannot_be_had_gets_one_sentence(name: str, sentence: str):
+    with pytest.raises(ConfigError, match=sentence if ".*" in sentence else re.escape(sentence)):
         policy_named(name)
 
 
@@ -142,22 +194,6 @@ def test_the_device_evicts_what_the_host_has_before_what_costs_a_computation():
 def test_seglen_weighs_replay_against_recency(weight: float, expected: list[float]):
     asked = units(replay=[1, 5, 9], last_access=[10, 30, 20], nbytes=[3, 1, 2], hits=[9, 0, 4], now=40)
     assert SegLen(weight).rank(asked).tolist() == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("weight", "expected"),
-    [(0.85, [0.0, 0.85 * 0.5 + 1.0, 0.85 + 0.5]), (0.0, [0.0, 1.0, 0.5]), (1.0, [0.0, 1.5, 1.5])],
-)
-def test_in_its_additive_reading_seglen_adds_recency_in_full(weight: float, expected: list[float]):
-    asked = units(replay=[1, 5, 9], last_access=[10, 30, 20], nbytes=[3, 1, 2], hits=[9, 0, 4], now=40)
-    assert SegLen(weight, additive=True).rank(asked).tolist() == pytest.approx(expected)
-
-
-def test_the_two_readings_of_seglen_disagree():
-    """The middle one is the least recent by far and has the most to replay."""
-    asked = units(replay=[1, 9, 5], last_access=[30, 10, 20])
-    assert order(SegLen(), asked) == [0, 2, 1]
-    assert order(SegLen(additive=True), asked) == [1, 2, 0]
 
 
 def test_seglen_s_default_weight():

@@ -21,6 +21,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from tiercache.cli.terminal import complain, exit_sentence
+from tiercache.entries import entries, load
 from tiercache.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -125,21 +126,12 @@ VERBS: Final = {
 
 def other_verbs() -> dict[str, EntryPoint]:
     """Return the entry points of other packages' verbs, sorted by name; none replaces a verb of this one."""
-    from importlib.metadata import entry_points  # takes longer than a verb of `VERBS` should wait
-
-    found = {entry.name: entry for entry in entry_points(group=GROUP) if entry.name not in VERBS}
-    return dict(sorted(found.items()))
+    return {name: entry for name, entry in entries(GROUP).items() if name not in VERBS}
 
 
 def verb_of(entry: EntryPoint) -> Verb:
     """Return the verb of an entry point; raises ConfigError if there is none."""
-    try:
-        found = entry.load()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"the verb {entry.name!r} cannot be imported from {entry.value}: {error}; install its package"
-            " again"
-        ) from error
+    found = load(entry, f"the verb {entry.name!r}")
     if not isinstance(found, Verb):
         raise ConfigError(
             f"the verb {entry.name!r} is {entry.value}, which is not a Verb; fix its entry point"

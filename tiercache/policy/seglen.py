@@ -13,14 +13,14 @@ from tiercache.policy.base import Policy, Ranks, Units, last_use
 class SegLen(Policy):
     """Policy with the rank: `weight` x replay length + (1 - `weight`) x recency.
 
-    Both are normalised over the units that are compared. With `additive`, the weight of recency is 1. The
-    replay length is the number of pages that must be computed again if the unit is lost: those from the
-    nearest shallower restorable depth to the unit's end. The policy has no meaning without states.
+    Both are normalised over the units that are compared. The replay length is the number of pages that must
+    be computed again if the unit is lost: those from the nearest shallower restorable depth to the unit's
+    end. The policy has no meaning without states.
 
     The formula is inferred from the public description of SGLang's `seglen` (pull request 22172, closed
     without a merge). The description says that a weight of 0.85 controls the balance of the two, but not how
-    they are added. The default is a convex sum, because a balance suggests a weight from 0 (recency alone) to
-    1 (replay length alone). The additive sum is that of Marconi, on which `seglen` is modelled.
+    they are added. This is a convex sum, because a balance suggests a weight from 0 (recency alone) to 1
+    (replay length alone).
 
     Thread safety: stateless, any thread.
     """
@@ -28,18 +28,18 @@ class SegLen(Policy):
     name: ClassVar[str] = "seglen"
     needs_states: ClassVar[bool] = True
 
-    def __init__(self, weight: float = 0.85, *, additive: bool = False) -> None:
+    def __init__(self, weight: float = 0.85) -> None:
         if not 0.0 <= weight <= 1.0:
             raise ConfigError(
                 f"seglen's weight {weight} is not possible; use a number from 0 (recency alone) to 1 (replay"
                 " length alone)"
             )
-        self._replay = weight
-        self._recency = 1.0 if additive else 1.0 - weight
+        self._weight = weight
 
     def rank(self, units: Units) -> Ranks:
         """Return the weighted sum of replay length and recency of each unit, at least 0."""
-        return self._replay * normalised(units.replay) + self._recency * normalised(last_use(units))
+        replay, recency = normalised(units.replay), normalised(last_use(units))
+        return self._weight * replay + (1.0 - self._weight) * recency
 
 
 def normalised(values: np.ndarray) -> Ranks:

@@ -12,10 +12,11 @@ backend without a change to tiercache.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import Any, Final
 
 from tiercache.config.urls import section_of
+from tiercache.entries import entries, load
 from tiercache.errors import ConfigError, MissingExtraError
 from tiercache.storage.base import Capabilities, StorageBackend, StoreContext
 from tiercache.storage.env import Env
@@ -104,12 +105,8 @@ def _parts(spec: Spec) -> tuple[type[StorageBackend], dict[str, Any]]:
         section = {"type": "chain", "tiers": list(spec)}
     kind = section.pop("type", None)
     if not isinstance(kind, str):
-        raise ConfigError(f"storage {spec!r} has no type; give it one of {', '.join(_known())}")
+        raise ConfigError(f"storage {spec!r} has no type; give it one of {', '.join(entries(GROUP))}")
     return _load(kind), section
-
-
-def _known() -> list[str]:
-    return sorted({e.name for e in entry_points(group=GROUP)})
 
 
 def _has_extra(found: EntryPoint) -> bool:
@@ -121,26 +118,20 @@ def _has_extra(found: EntryPoint) -> bool:
 
 
 def _load(kind: str) -> type[StorageBackend]:
-    found = list(entry_points(group=GROUP, name=kind))
-    if not found:
+    known = entries(GROUP)
+    if (found := known.get(kind)) is None:
         raise ConfigError(
-            f"storage type {kind!r} is unknown; use one of {', '.join(_known())}, or install the package that"
+            f"storage type {kind!r} is unknown; use one of {', '.join(known)}, or install the package that"
             " has it"
         )
     try:
-        backend = found[0].load()
-    except ModuleNotFoundError as error:
-        if _has_extra(found[0]):
-            raise MissingExtraError(f"storage type {kind!r}", kind, error) from error
-        raise ConfigError(
-            f"storage type {kind!r} needs a package that is not installed ({error}); install it"
-        ) from error
-    except ImportError as error:  # the package is installed, but broken or of another version
-        raise ConfigError(
-            f"storage type {kind!r} cannot be imported: {error}; install that package again"
-        ) from error
+        backend = load(found, f"storage type {kind!r}")
+    except ConfigError as error:
+        if isinstance(missing := error.__cause__, ModuleNotFoundError) and _has_extra(found):
+            raise MissingExtraError(f"storage type {kind!r}", kind, missing) from missing
+        raise
     if not (isinstance(backend, type) and issubclass(backend, StorageBackend)):
         raise ConfigError(
-            f"storage type {kind!r} is {found[0].value}, which is not a StorageBackend; fix its entry point"
+            f"storage type {kind!r} is {found.value}, which is not a StorageBackend; fix its entry point"
         )
     return backend

@@ -13,7 +13,7 @@ from tiercache.errors import ConfigError
 from tiercache.index import CheckpointRules, HybridIndex, checkpoints_named
 from tiercache.keys import KEY_BYTES
 from tiercache.policy import Costs, Ending, Policy, policy_named
-from tiercache.policy.marconi_artifact import MarconiArtifact
+from tiercache_lab.policies.marconi_artifact import MarconiArtifact
 from tiercache_lab.replay.base import Source
 from tiercache_lab.replay.cache import Setup, tokens_of
 from tiercache_lab.replay.clairvoyant import Clairvoyant, Recorder

@@ -14,7 +14,8 @@ from tests.examples import slow_after
 from tiercache.core import PoolName, Tier, TokenArray, reusable_pages
 from tiercache.errors import ConfigError
 from tiercache.index import CheckpointRules
-from tiercache.policy import POLICIES, RIVALS, ModelProfile, profile_named
+from tiercache.policy import POLICIES, ModelProfile, profile_named
+from tiercache_lab.policies import RIVALS
 from tiercache_lab.replay.base import Request, Source
 from tiercache_lab.replay.cache import Setup
 from tiercache_lab.replay.drive import Run

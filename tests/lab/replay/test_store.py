@@ -14,12 +14,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from tests.examples import example_count, slow_after
 from tiercache.core import ObjectKey, ObjectMeta, Outcome, PoolName
 from tiercache.errors import ConfigError
-from tiercache.policy import POLICIES, RIVALS, Costs, Policy, Units, policy_named, profile_named
+from tiercache.policy import POLICIES, Costs, Policy, Units, policy_named, profile_named
 from tiercache.policy.base import Ranks
 from tiercache.storage import StoreContext
 from tiercache.storage.base import GetItem, NamespaceRecord, SetItem
 from tiercache.storage.env import Env
 from tiercache.testing.objects import NAMESPACE, key, page_key
+from tiercache_lab.policies import RIVALS
 from tiercache_lab.replay.store import NullStore
 
 CAPACITY = 1000

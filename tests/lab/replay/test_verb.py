@@ -19,7 +19,8 @@ import pytest
 from tests.examples import slow_after
 from tiercache.cli.app import main
 from tiercache.controller import WRITE_BACK, WRITE_CHANCE
-from tiercache.policy import POLICIES, PROFILES, RIVALS, VARIANTS, profile_named
+from tiercache.policy import POLICIES, PROFILES, profile_named
+from tiercache_lab.policies import RIVALS, VARIANTS
 from tiercache_lab.replay.sources import SOURCES, open_source
 from tiercache_lab.replay.study import Question
 from tiercache_lab.replay.verb.asking import notes

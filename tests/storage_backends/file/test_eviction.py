@@ -13,11 +13,12 @@ from tiercache_backends.file import FileBackend
 from tests.examples import slow_after
 from tiercache.core import Outcome
 from tiercache.errors import ConfigError
-from tiercache.policy import POLICIES, RIVALS, Policy, Units, policy_named
+from tiercache.policy import POLICIES, Policy, Units, policy_named
 from tiercache.storage import open_backend
 from tiercache.storage.base import NamespaceRecord, SetItem
 from tiercache.testing.faults import FaultEnv
 from tiercache.testing.objects import NAMESPACE, chain, fetch, key, outcomes, payload, put, state_of, to_set
+from tiercache_lab.policies import RIVALS
 
 CAPACITY = 24 << 20
 HIT, MISS, STORED, CORRUPT = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.CORRUPT

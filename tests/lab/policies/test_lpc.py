@@ -7,7 +7,7 @@ import pytest
 
 from tests.policy.rig import HUGE, PlainUnits, random_units, reuse_of, units
 from tiercache.policy import CheckpointKind, policy_named
-from tiercache.policy.lpc import Lpc
+from tiercache_lab.policies.lpc import Lpc
 
 ENDS, PROMPTS = CheckpointKind.END, CheckpointKind.PROMPT
 NONE = units(0)

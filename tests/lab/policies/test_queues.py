@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from tests.examples import example_count, slow_after
 from tests.policy.rig import Flat, units
 from tiercache.policy import policy_named
-from tiercache.policy.sieve import _Hand  # private: the bound on its memory shows in no rank of a small index
+from tiercache_lab.policies.sieve import (
+    _Hand,  # private: the bound on its memory shows in no rank of a small index
+)
 
 
 class Model(Protocol):

@@ -7,7 +7,7 @@ from typing import ClassVar, Final, NamedTuple
 import numpy as np
 
 from tiercache.policy.base import Column, Policy, Ranks, Reuse, Units
-from tiercache.policy.history import GROUP, Digests, GhostList, before, entered, queue_number
+from tiercache_lab.policies.history import GROUP, Digests, GhostList, before, entered, queue_number
 
 _SMALL: Final = 0.1
 """Share of the bytes that the small queue may have."""

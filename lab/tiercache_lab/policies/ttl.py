@@ -20,7 +20,7 @@ from tiercache.policy.base import (
     last_use,
 )
 from tiercache.policy.costs import Costs
-from tiercache.policy.history import GROUP
+from tiercache_lab.policies.history import GROUP
 
 _TIMES: Final = 2.0 ** (np.arange(48) / 2)
 """Times to live that are considered, in ticks: powers of the square root of 2, up to 12 million."""

@@ -10,7 +10,7 @@ import pytest
 from tests.examples import slow_after
 from tests.policy.rig import BYTES, COSTS, KV, PAGE, Flat, reuse_of, units
 from tiercache.policy import LEARN_EVERY, CheckpointKind, policy_named
-from tiercache.policy.ttl import Ttl
+from tiercache_lab.policies.ttl import Ttl
 
 TIMES = [2 ** (n / 2) for n in range(48)]
 WORTH = COSTS.profile.flops(0, PAGE)

@@ -8,7 +8,7 @@ from typing import ClassVar, Final
 import numpy as np
 
 from tiercache.policy.base import Column, Policy, Ranks, Units, last_use
-from tiercache.policy.history import GROUP, entered, queue_number
+from tiercache_lab.policies.history import GROUP, entered, queue_number
 
 _MAX_STEPS: Final = 1024
 """Maximum number of steps in the memory of where the hand passed when (see `_Hand`)."""

@@ -7,7 +7,7 @@ from typing import ClassVar
 import numpy as np
 
 from tiercache.policy.base import Policy, Ranks, Reuse, Units, last_use
-from tiercache.policy.history import GROUP, Digests, GhostList, before, queue_number
+from tiercache_lab.policies.history import GROUP, Digests, GhostList, before, queue_number
 
 
 class Arc(Policy):

@@ -1,0 +1,59 @@
+"""Eviction policies of other papers, to compare with: entry points make them by name.
+
+Reading order: one file per policy, then `history` (what policies with queues of their own remember).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from tiercache.errors import ConfigError
+from tiercache.policy import Costs, Policy
+from tiercache_lab.policies.arc import Arc
+from tiercache_lab.policies.lpc import Lpc
+from tiercache_lab.policies.marconi_artifact import ArtifactScore, MarconiArtifact
+from tiercache_lab.policies.s3fifo import S3Fifo
+from tiercache_lab.policies.seglen_additive import SegLenAdditive
+from tiercache_lab.policies.sieve import Sieve
+from tiercache_lab.policies.ttl import Ttl
+
+RIVALS: Final = (S3Fifo.name, Sieve.name, Arc.name, Ttl.name, Lpc.name)
+"""Names of the policies without variants."""
+VARIANTS: Final = (SegLenAdditive.name, MarconiArtifact.name)
+"""Names of other readings of a main policy."""
+
+
+def _plain(name: str, make: Callable[[Costs], Policy]) -> Callable[[Costs, str], Policy]:
+    """Return the maker of a policy that has no parameter."""
+
+    def made(costs: Costs, parameter: str) -> Policy:
+        if parameter:
+            raise ConfigError(f"policy {name!r} has no parameter; leave out {parameter!r}")
+        return make(costs)
+
+    return made
+
+
+s3fifo: Final = _plain(S3Fifo.name, lambda costs: S3Fifo())
+sieve: Final = _plain(Sieve.name, lambda costs: Sieve())
+arc: Final = _plain(Arc.name, lambda costs: Arc())
+ttl: Final = _plain(Ttl.name, Ttl)
+lpc: Final = _plain(Lpc.name, lambda costs: Lpc())
+seglen_additive: Final = _plain(SegLenAdditive.name, lambda costs: SegLenAdditive())
+
+
+def marconi_artifact(costs: Costs, parameter: str) -> Policy:
+    """Return the score of Marconi's artifact with an alpha; raises ConfigError for another parameter."""
+    if not parameter:
+        raise ConfigError(
+            f"{MarconiArtifact.name} searches its alpha in simulated caches, so only tiercache replay can use"
+            f" it; add an alpha, such as {MarconiArtifact.name}:0.5"
+        )
+    try:
+        alpha = float(parameter)
+    except ValueError:
+        raise ConfigError(
+            f"the alpha {parameter!r} of {MarconiArtifact.name} is not a number; use one from 0 to 2"
+        ) from None
+    return ArtifactScore(costs, alpha)
