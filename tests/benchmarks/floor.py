@@ -1,8 +1,8 @@
 """The least that a call costs: plain sockets before a `file` store, without the code of a daemon.
 
-`python -m tests.benchmarks.floor DIRECTORY` serves the frames of `lab.bench.raw` and prints its port. By the
-sizes of a call it asks the store whether objects are there, reads them, or stores new ones; a thread serves
-each connection. `clients.py` runs it as the way `floor`.
+`python -m tests.benchmarks.floor DIRECTORY` serves the frames of `tiercache_lab.bench.raw` and prints its
+port. By the sizes of a call it asks the store whether objects are there, reads them, or stores new ones; a
+thread serves each connection. `clients.py` runs it as the way `floor`.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from tiercache.pools import DevicePool, HostArena, HostPool, by_layer, page_geom
 from tiercache.pools.device import Tensors
 from tiercache.transfer import CopyEngine
 from tiercache.transfer.descriptors import build_descriptors
+from tiercache_lab.bench.timing import Side, medians
 
 PAGE_SIZE, PAGES, STATES, ROUNDS = 64, 128, 3, 5
 BLOCK_BYTES = 24 * 64 << 10
@@ -42,17 +44,6 @@ def state_tensors() -> Tensors:
     return dict(sorted((by_layer("conv", conv, layers) | by_layer("ssm", ssm, layers)).items()))
 
 
-def seconds(*runs: Callable[[], object]) -> list[float]:
-    """The median time of each of `runs`, which take turns."""
-    samples: list[list[float]] = [[] for _ in runs]
-    for _ in range(ROUNDS):
-        for run, times in zip(runs, samples, strict=True):
-            start = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - start)
-    return [statistics.median(times) for times in samples]
-
-
 def row(name: str, **values: object) -> None:
     print(json.dumps({"benchmark": f"transfer.{name}"} | values), flush=True)
 
@@ -67,24 +58,21 @@ def transfers(name: str, device: DevicePool, host: HostPool) -> None:
     with CopyEngine({device.name: device}, {host.name: host}) as engine:
         store = [CacheTransferUnits(device.name, slots, handles)]
         load = [CacheTransferUnits(device.name, handles, slots)]
-        times = seconds(
-            lambda: ctypes.memmove(target.ctypes.data, source.ctypes.data, nbytes),
-            lambda: engine.store(store).wait(),
-            lambda: engine.load(load).wait(),
-            lambda: build_descriptors(
-                device.segments, slots, host.blocks(handles), host.arena.block_bytes, host.arena.address
-            ),
-        )
-    copies = len(
-        build_descriptors(
-            device.segments, slots, host.blocks(handles), host.arena.block_bytes, host.arena.address
-        )
-    )
-    plain, stored, loaded = (round(nbytes / t / 1e9, 2) for t in times[:3])
+        describe = partial(
+            build_descriptors,
+            device.segments, slots, host.blocks(handles), host.arena.block_bytes, host.arena.address,
+        )  # fmt: skip
+        ways: dict[str, Callable[[], object]] = {
+            "memcpy": lambda: ctypes.memmove(target.ctypes.data, source.ctypes.data, nbytes),
+            "store": lambda: engine.store(store).wait(),
+            "load": lambda: engine.load(load).wait(),
+            "build": describe,
+        }
+        seconds = medians([Side(name, lambda _, run=run: run()) for name, run in ways.items()], ROUNDS)
+    rates = {f"{name}_gb_s": round(nbytes / seconds[name] / 1e9, 2) for name in ("store", "load", "memcpy")}
     row(
-        name, objects=device.capacity, mib=nbytes >> 20, copies=copies, store_gb_s=stored, load_gb_s=loaded,
-        memcpy_gb_s=plain,
-        build_ms=round(times[3] * 1e3, 2),
+        name, objects=device.capacity, mib=nbytes >> 20, copies=len(describe()), **rates,
+        build_ms=round(seconds["build"] * 1e3, 2),
     )  # fmt: skip
     host.free(handles)
 
