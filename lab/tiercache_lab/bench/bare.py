@@ -3,8 +3,7 @@
 The server runs as a separate process and prints its port.
 
 `/bare/Get` sends the same message as many times as requested. `/bare/Set` reads messages to the end of the
-stream. Both use protobuf messages and the generated code, like any gRPC program in Python. `/bare/GetRaw` and
-`/bare/SetRaw` do the same with plain bytes.
+stream. Both use protobuf messages and the generated code, like any gRPC program in Python.
 """
 
 from __future__ import annotations
@@ -35,28 +34,15 @@ async def _get(request: bytes, _: Any) -> AsyncIterator[pb.GetReply]:
         yield message
 
 
-async def _get_raw(request: bytes, _: Any) -> AsyncIterator[bytes]:
-    count, size = map(int, request.split())
-    message = bytes(size)
-    for _ in range(count):
-        yield message
-
-
 async def _set(messages: AsyncIterator[pb.SetRequest], _: Any) -> bytes:
     return str(sum([len(message.payload) async for message in messages])).encode()
-
-
-async def _set_raw(messages: AsyncIterator[bytes], _: Any) -> bytes:
-    return str(sum([len(message) async for message in messages])).encode()
 
 
 async def _serve() -> None:
     server = grpc.aio.server(options=OPTIONS)
     handlers: dict[str, Any] = {
         "Get": grpc.unary_stream_rpc_method_handler(_get, None, pb.GetReply.SerializeToString),
-        "GetRaw": grpc.unary_stream_rpc_method_handler(_get_raw),
         "Set": grpc.stream_unary_rpc_method_handler(_set, pb.SetRequest.FromString),
-        "SetRaw": grpc.stream_unary_rpc_method_handler(_set_raw),
     }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bare", handlers),))
     port = server.add_insecure_port("127.0.0.1:0")

@@ -364,11 +364,9 @@ def test_a_daemon_is_measured_beside_its_limits(tmp_path):
     assert [(row["name"], row["limit"]) for row in rows] == [
         ("rpc data set", "plain sockets"),
         ("rpc tcp set", "bare stream"),
-        ("rpc tcp set", "plain bytes"),
         ("rpc shared set", "in process"),
         ("rpc data get warm", "plain sockets"),
         ("rpc tcp get warm", "bare stream"),
-        ("rpc tcp get warm", "plain bytes"),
         ("rpc shared get warm", "in process"),
         ("rpc data exists", None),
         ("rpc tcp exists", None),
