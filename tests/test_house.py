@@ -191,7 +191,7 @@ def test_the_tour_names_every_folder():
     assert [name for name in named if not (ROOT / name).is_dir()] == []
 
 
-MARKDOWN_WORDS = 60_000
+MARKDOWN_WORDS = 50_000
 """Words of all texts together, at most, as `wc -w` counts them."""
 
 

@@ -120,10 +120,7 @@ def test_tables_compare_with_rivals_only_and_mix_no_checkpoints() -> None:
     assert "| sharegpt | arc | +10.00 [+10.00, +10.00] | 36 % |" in small, "not a policy that knows the end"
     assert "| marconi:best | 0.805 | 0.805 |" in small, "it has a row of means"
     assert "| marconi:best | 0.805 |  |  |" in small, "and no lead"
-    compared, _, learned = rest.partition("### With `learned`")
-    assert "| learned | 0.605 | 0.955 |" in compared
-    assert "| lru | 0.455 | +15.00 [+15.00, +15.00] | 1 / 0 / 0 |" in learned
-    assert "| arc |" not in learned
+    assert "| learned | 0.605 | 0.955 |" in rest, "the policies beside hvd do not count"
 
 
 @pytest.mark.slow

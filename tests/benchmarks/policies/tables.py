@@ -11,17 +11,7 @@ from statistics import mean
 from typing import Any, Final
 
 from tests.benchmarks.policies.intervals import Interval, of_seeds, of_windows
-from tests.benchmarks.policies.matrix import (
-    BOUNDS,
-    BY_PLACES,
-    INFINITE,
-    LEARNED,
-    RIVALS,
-    RULES,
-    SLOW,
-    WHOLE,
-    traffics,
-)
+from tests.benchmarks.policies.matrix import BOUNDS, INFINITE, RIVALS, RULES, SLOW, WHOLE, traffics
 from tiercache.policy import DEFAULT_PROFILE
 
 OURS: Final = "hvd"
@@ -110,21 +100,20 @@ def page(rows: Sequence[Row]) -> str:
     plain = [row for row in alone if row["checkpoints"] == RULES and row["profile"] == DEFAULT_PROFILE]
     free = setting(plain, lambda row: row["policy"] == INFINITE).rows
     parts = [_introduction(rows, whole), _footprints(list(free.values()), whole)]
+    sizes = {}
     for size in ("5 %", "10 %", "20 %"):
         limited = setting(
             plain, lambda row, size=size: row["size"] == size and row["policy"] != INFINITE
             and row["phase"] != "two tiers",
         )  # fmt: skip
         if OURS in limited.policies:
-            with_infinite = Setting({**limited.rows, **free}, limited.sources, [*limited.policies, INFINITE])
-            parts.append(f"### At {size.replace(' ', '')}")
-            if size == "5 %":
-                parts += [_means(with_infinite), _leads(limited)]
-            parts.append(_rivals(with_infinite))
+            sizes[size] = Setting({**limited.rows, **free}, limited.sources, [*limited.policies, INFINITE])
+    if first := sizes.get("5 %"):
+        parts += ["### At 5%", _means(first), _leads(first)]
+    parts.append(_rivals(sizes))
     parts += [
         _tiers(plain),
         _checkpoints(alone, free),
-        _with_learned(alone),
         _profiles(alone),
         _whole(plain, whole),
         _commands(alone),
@@ -245,23 +234,27 @@ def _leads(found: Setting) -> str:
     )
 
 
-def _rivals(found: Setting) -> str:
+def _rivals(sizes: Mapping[str, Setting]) -> str:
+    """Return the means at every size, and the leads at the first one."""
+    if not sizes:
+        return ""
+    size, first = next(iter(sizes.items()))
     lines = []
-    for policy in found.policies:
-        values = [found.mean(source, policy) for source in found.sources]
-        name = f"**{policy}**" if policy == OURS else policy
-        line = [name, _fraction(mean(values)), "", ""]
+    for policy in first.policies:
+        means = [mean(found.mean(source, policy) for source in found.sources) for found in sizes.values()]
+        lead = score = ""
         if policy in RIVALS:
-            known = [lead for source in found.sources if (lead := found.lead(source, policy)) is not None]
-            wins = sum(lead.excludes_zero and lead.mean > 0 for lead in known)
-            losses = sum(lead.excludes_zero and lead.mean < 0 for lead in known)
+            known = [one for source in first.sources if (one := first.lead(source, policy)) is not None]
+            wins = sum(one.excludes_zero and one.mean > 0 for one in known)
+            losses = sum(one.excludes_zero and one.mean < 0 for one in known)
             score = f"{wins} / {len(known) - wins - losses} / {losses}"
-            line[2:] = [_points(found.lead_on_mean(policy)), score]
-        lines.append(line)
+            lead = _points(first.lead_on_mean(policy))
+        name = f"**{policy}**" if policy == OURS else policy
+        lines.append([name, *map(_fraction, means), lead, score])
     return (
-        f"Mean over the sources, and the lead of `{OURS}` in points. A source is won or lost if the\n"
-        "interval of its lead excludes 0, and else drawn:\n\n"
-        + _table(["", "mean", f"lead of {OURS}", "won / drawn / lost"], lines)
+        f"### By size\n\nMeans over the sources, and the lead of `{OURS}` in points. A source is won or\n"
+        "lost if the interval of its lead excludes 0, and else drawn:\n\n"
+        + _table(["", *sizes, f"lead at {size}", "won / drawn / lost"], lines)
     )
 
 
@@ -311,16 +304,6 @@ def _checkpoints(rows: Sequence[Row], free: Mapping[Any, Row]) -> str:
         f"Means over the sources and the seeds {_span(sorted(seeds))}.\n\n"
         + _table(["checkpoints", f"{OURS} at 5 %", "infinite cache"], lines)
     )
-
-
-def _with_learned(rows: Sequence[Row]) -> str:
-    """Return how several policies compare where states are taken as `LEARNED` says."""
-    learned = setting(rows, lambda row: row["checkpoints"] == LEARNED and row["policy"] in BY_PLACES)
-    rivals = [policy for policy in learned.policies if policy in RIVALS]
-    if not rivals:
-        return ""
-    seeds = sorted({seed for _, policy, seed in learned.rows if policy == rivals[0]})
-    return f"### With `{LEARNED}`\n\nAt 5 %, over the seeds {_span(seeds)}.\n{_rivals(learned)}"
 
 
 def _profiles(rows: Sequence[Row]) -> str:
