@@ -72,11 +72,9 @@ def example_page(path: Path) -> str:
 
 
 def decisions_page() -> str:
-    """Return the list of the decisions, by their titles."""
+    """Return the list of the pages of design, by their titles."""
     rows = [f"- [{path.read_text().splitlines()[0].lstrip('# ')}]({path.name})" for path in decisions()]
-    return "\n".join(
-        ["# Decisions", "", "Why each part is as it is, and the ways that were rejected.", "", *rows]
-    )
+    return "\n".join(["# Design", "", "Why each part is as it is, and which ways were rejected.", "", *rows])
 
 
 def index_page() -> str:
