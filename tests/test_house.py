@@ -14,6 +14,7 @@ import pytest
 
 import tiercache
 from tests.__main__ import status_of
+from tests.docs.pages import PAGES
 from tests.order import ALONE, LONGEST
 from tiercache import errors
 from tiercache_distribution import DISTRIBUTION
@@ -183,21 +184,22 @@ def test_no_package_is_deeper_than_six_floors():
     assert deep == {}
 
 
-def test_the_tour_names_every_module():
-    """In docs/structure.md, between a folder's name and the next folder's, all of its modules are named."""
-    named: dict[str, set[str]] = {}
-    folder = ""
-    for word in re.findall(r"`([\w/.]+)`", (ROOT / "docs" / "structure.md").read_text()):
-        if word.endswith("/"):
-            folder = word.rstrip("/")
-        named.setdefault(folder, set()).add(word.removesuffix(".py"))
-    missing = {}
-    for path in MODULES.values():
-        if path.stem not in ("__init__", "__main__"):
-            folder = path.relative_to(ROOT).parent.as_posix()
-            if path.stem not in named.get(folder, set()):
-                missing.setdefault(folder, set()).add(path.stem)
-    assert missing == {}
+def test_the_tour_names_every_folder():
+    named = re.findall(r"`([\w/.]+)/`", (ROOT / "docs" / "structure.md").read_text())
+    assert len(named) == len(set(named))
+    folders = {path.relative_to(ROOT).parent.as_posix() for path in MODULES.values()}
+    assert sorted(folders - set(named)) == []
+    assert [name for name in named if not (ROOT / name).is_dir()] == []
+
+
+MARKDOWN_WORDS = 50_000
+"""Words of all texts together, at most, as `wc -w` counts them."""
+
+
+def test_the_texts_stay_short():
+    """A longer page is paid for by a shorter one."""
+    words = {page: len((ROOT / page).read_text().split()) for page in PAGES}
+    assert sum(words.values()) <= MARKDOWN_WORDS, sorted(words.items(), key=lambda row: -row[1])[:10]
 
 
 PRAGMA = re.compile(r"  # (noqa: \w+|type: ignore\[[\w-]+\])$")

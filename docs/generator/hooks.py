@@ -25,8 +25,6 @@ OUTSIDE: Final = {
 }
 """Texts outside docs/, by their path in the checkout, and the pages that they become."""
 LINK: Final = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
-MARK: Final = re.compile(r"^ *<!-- test: .*? -->\n", re.MULTILINE | re.DOTALL)
-"""What a page says to its tests (tests/docs/blocks.py)."""
 FENCE: Final = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
 
 
@@ -65,7 +63,6 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
     """Turn links between files of the checkout into links between pages."""
     here = page.file.src_uri
     source = next((source for source, made in OUTSIDE.items() if made == here), f"docs/{here}")
-    markdown = MARK.sub("", markdown)
     parts = []
     end = 0
     for fence in FENCE.finditer(markdown):

@@ -60,8 +60,8 @@ def examples() -> list[Path]:
 
 
 def decisions() -> list[Path]:
-    """Return the pages of docs/design/, in the order of their numbers."""
-    return sorted((ROOT / "docs/design").glob("0*.md"))
+    """Return the pages of docs/design/, in the order of their names."""
+    return sorted((ROOT / "docs/design").glob("*.md"))
 
 
 def example_page(path: Path) -> str:
@@ -72,11 +72,9 @@ def example_page(path: Path) -> str:
 
 
 def decisions_page() -> str:
-    """Return the list of the decisions, by their titles."""
+    """Return the list of the pages of design, by their titles."""
     rows = [f"- [{path.read_text().splitlines()[0].lstrip('# ')}]({path.name})" for path in decisions()]
-    return "\n".join(
-        ["# Decisions", "", "Decisions that could have gone another way, and what was rejected.", "", *rows]
-    )
+    return "\n".join(["# Design", "", "Why each part is as it is, and which ways were rejected.", "", *rows])
 
 
 def index_page() -> str:

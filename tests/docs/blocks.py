@@ -1,6 +1,8 @@
-"""The fenced blocks of a page, and what its comments say about their tests.
+"""The fenced blocks of a page, and what tests/docs/steps/ says about trying them.
 
-A comment `<!-- test: ... -->` is invisible to readers. Above a block it says what is to be done with it:
+The file `steps/NAME.txt` belongs to the page of that name (`deploy-README.txt` to deploy/README.md).
+A line `> TEXT` names the next block of the page whose first line begins with TEXT. Below it stands what is
+to be done with that block, if it is not simply run or looked at:
 
     not run, REASON     it is only looked at: its verbs, options, imports and settings must exist
     background, TEXT    it is started, and the page goes on when its output has this text
@@ -16,14 +18,14 @@ A comment `<!-- test: ... -->` is invisible to readers. Above a block it says wh
 In such a text `...` stands for anything, `<N>` for a number, `<SIZE>` for a number of bytes with its unit,
 and `<TIME>` for a duration. In `like`, `log`, `background` and `until`, lines of tables may have any length.
 
-Alone it says something about the page:
+Steps between blocks stand at the head of the file, or below the block that they follow:
 
     ports N, ...        these ports are replaced by free ones
     write A as B        in blocks that run, A is replaced by B; HERE is the folder in which the page is tried
     first COMMAND       this is run, because the page takes it for granted
     stop                what was started last gets Ctrl-C, and must end; `stop 0`: what was started first
 
-Without a comment, `sh` and `python` are run in order (all programs of a page as one), `toml` is a
+Blocks that no line names: `sh` and `python` are run in order (all programs of a page as one), `toml` is a
 configuration of the daemon that must be valid except for its files, `json`, `yaml` and `promql` are parsed,
 and `text` is a drawing or output to look at.
 """
@@ -32,21 +34,21 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from tests.docs.pages import ROOT
 
 LANGUAGES = ("sh", "python", "toml", "json", "yaml", "promql", "text")
-PART = re.compile(
-    r"(?ms)^ *<!-- test: (?P<mark>.*?) -->\n?(?=(?P<above> *```)?)"
-    r"|^ *```(?P<language>\S*)\n(?P<text>.*?)^ *```$"
-)
+STEPS = Path(__file__).parent / "steps"
+BETWEEN = ("ports", "write", "first", "stop")
+"""Steps that belong to the page, not to one of its blocks."""
+PART = re.compile(r"(?ms)^ *```(?P<language>\S*)\n(?P<text>.*?)^ *```$")
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fenced block, or a comment that stands alone (`language` is empty)."""
+    """A fenced block, or a step between blocks (`language` is empty)."""
 
     page: str
     line: int
@@ -61,12 +63,12 @@ class Block:
 
     @property
     def verb(self) -> str:
-        """First word of the comment."""
+        """First word of the step."""
         return self.mark.partition(" ")[0].rstrip(",")
 
     @property
     def rest(self) -> str:
-        """The comment behind its first word."""
+        """The step behind its first word."""
         return self.mark.partition(" ")[2].strip()
 
     @property
@@ -75,18 +77,36 @@ class Block:
         return self.mark.partition(",")[2].strip() if self.mark.startswith("not run") else None
 
 
-def blocks(page: str) -> Iterator[Block]:
-    """The blocks and comments of a page, in order."""
+def steps_file(page: str) -> Path:
+    """The file with the steps of a page."""
+    return STEPS / (page.removeprefix("docs/").removesuffix(".md").replace("/", "-") + ".txt")
+
+
+def blocks(page: str) -> list[Block]:
+    """The blocks and steps of a page, in order; ValueError names a line of steps without its block."""
     text = (ROOT / page).read_text()
-    mark = ""
-    for part in PART.finditer(text):
-        line = text.count("\n", 0, part.start()) + 1
-        if part["mark"] is not None:
-            said = " ".join(part["mark"].split())
-            if part["above"] is None:
-                yield Block(page, line, "", "", said)
-            else:
-                mark = said
+    found = [
+        Block(
+            page,
+            text.count("\n", 0, part.start()) + 1,
+            part["language"] or "nothing",
+            textwrap.dedent(part["text"]),
+            "",
+        )
+        for part in PART.finditer(text)
+    ]
+    path = steps_file(page)
+    at = 0
+    for line in path.read_text().splitlines() if path.exists() else ():
+        if line.startswith("> "):
+            while not found[at:] or not (found[at].language and found[at].text.startswith(line[2:])):
+                at += 1
+                if at >= len(found):
+                    raise ValueError(f"{path.name}: {page} has no block {line[2:]!r} there")
+            at += 1
+        elif line.startswith(BETWEEN):
+            found.insert(at, Block(page, 0, "", "", line))
+            at += 1
         else:
-            yield Block(page, line, part["language"] or "nothing", textwrap.dedent(part["text"]), mark)
-            mark = ""
+            found[at - 1] = replace(found[at - 1], mark=line)
+    return found

@@ -1,4 +1,4 @@
-"""Every fenced block of the texts has a decision, and what it names exists, also where it is not run."""
+"""Every fenced block of the texts has a decision, and the names in it exist, also where it is not run."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ import yaml
 
 from tests.cli.store.test_samples import call
 from tests.deploy.base import parsed, tool
-from tests.docs.blocks import LANGUAGES, Block, blocks
+from tests.docs.blocks import BETWEEN, LANGUAGES, STEPS, Block, blocks, steps_file
 from tests.docs.pages import PAGES, ROOT, prose
 from tiercache_lab.replay.machines import machine_named
 
 ALL = [block for page in PAGES for block in blocks(page)]
 VERBS_OF = {
-    "": {"ports", "write", "first", "stop"},
+    "": set(BETWEEN),
     "sh": {"", "not", "background", "exit", "needs", "until"},
     "python": {"", "not", "given"},
     "text": {"", "like", "log", "output"},
     "toml": {"", "not", "file"},
 }
-"""Comments that a block of a language may have; other languages have none."""
+"""Steps that a block of a language may have; other languages have none."""
 
 
 def of(language: str) -> list[object]:
@@ -53,6 +53,10 @@ def test_every_block_has_a_decision(page: str) -> None:
         assert block.reason != "", f"{block.where}: why is it not run?"
         for path in re.findall(r"tests/[\w/.]+", block.mark):
             assert (ROOT / path.rstrip(".")).exists(), f"{block.where}: {path}"
+
+
+def test_every_file_of_steps_has_its_page() -> None:
+    assert set(STEPS.iterdir()) - {steps_file(page) for page in PAGES} == set()
 
 
 @pytest.mark.parametrize("block", of("sh"))

@@ -20,32 +20,25 @@ _INTRODUCTION: Final = """\
 
 # Metrics
 
-A storage server serves its own metrics (*Node*) and the metrics of its store (*Store*) to Prometheus, at `GET
-/metrics` of the address in `http.listen` ([status.md](status.md)). The port is off by default; an example
-that turns it on is `tiercache serve --http 127.0.0.1:9464`. A worker's controller has the metrics of
-*Worker* in `controller.metrics.registry`, which an engine can serve together with its own metrics. The
-daemon needs the extra `http` for that, and an engine the extra `metrics`. To count, tiercache needs no
-other package.
+A daemon serves its own metrics (*Node*) and those of its store (*Store*) at `/metrics` of `http.listen`
+([status.md](status.md); extra `http`). A worker's controller has those of *Worker* in
+`controller.metrics.registry`, which an engine can serve with its own (extra `metrics`).
 
-Every label set exists from the start, with the value 0. So a label set that is absent is not measured.
-The values of labels come from this table, from the settings or from code, never from a caller's request.
-Counters start at 0 with each process; `rate()` and `increase()` take this into account.
-Gauges described as *by the wall clock* are in seconds since 1970.
+Every label set exists from the start, with the value 0; one that is absent is not measured. Values of labels
+never come from a caller's request. Gauges *by the wall clock* are in seconds since 1970.
 """
 
 _GROUPS: Final = (
     _Group(
         "Node",
         """\
-First look at `node_refused_total`, which counts refusals that clients have caused. Then look at the codes of
-`node_calls_total`, which also show failures of the server. INTERNAL means that the store failed, or that
-tiercache has a bug. UNAVAILABLE means that the server shuts down. DEADLINE_EXCEEDED without an `idle` refusal
-means that the server is too slow. Then compare the held bytes and the busy workers with their limits. At a
-limit, calls wait instead of failing, and `node_call_seconds` grows while `store_seconds` does not. The server
-fetches the figures of the store at a scrape, at most every 5 s. If the store does not answer, the last
-figures stay, and `node_store_figures_age_seconds` grows. `node_lookups_total` counts objects, not requests.
-`exists` counts the objects that clients looked for, and `get` counts the objects that they then fetched. A
-miss of `get` is an object that was lost between the `exists` and the `get` of the same client.""",
+First look at `node_refused_total` (refusals that clients have caused), then at the codes of
+`node_calls_total`: INTERNAL is a failure of the store or a bug, UNAVAILABLE a shutdown, DEADLINE_EXCEEDED
+without an `idle` refusal a slow server. Then compare held bytes and busy workers with their limits: at a
+limit calls wait, and `node_call_seconds` grows while `store_seconds` does not. Figures of the store are
+fetched at a scrape, at most every 5 s; without an answer the last ones stay, and
+`node_store_figures_age_seconds` grows. `node_lookups_total` counts objects: those that clients looked for
+(`exists`) and then fetched (`get`). A miss of `get` was lost between the two.""",
         NODE,
         (
             ("Hit rate: fraction of the prompt tokens asked for that were restored, by tenant",
@@ -79,12 +72,10 @@ miss of `get` is an object that was lost between the `exists` and the `get` of t
     _Group(
         "Store",
         """\
-These metrics count the calls of a server's store, or of any store inside `Metered`, without the time of the
-network and the clients. A call has many items, so its duration does not tell how long one item takes.
-`corrupt` counts items of `get` whose checksum was wrong, and which were not returned. Sets that a daemon
-finished after it had stood still leave a few; otherwise check the disk. `throttled` means that a store is
-full or busy, and `error` that a disk fails. Only a store behind a connection is `unavailable` (it does not
-answer) or `refused` (it does not serve this caller).""",
+Calls of a server's store, or of any store inside `Metered`, without network and clients; a call has many
+items. `corrupt` items of `get` had a wrong checksum and were not returned: sets that a stopped daemon
+finished late leave a few, otherwise check the disk. `throttled` is a full or busy store, `error` a failing
+disk, `unavailable` and `refused` a store behind a connection.""",
         STORE,
         (
             ("Duration of the slowest 1 % of the reads",
@@ -100,12 +91,10 @@ answer) or `refused` (it does not serve this caller).""",
     _Group(
         "Worker",
         """\
-`tokens_total` with `restored` measures the benefit of the cache: prompt tokens that did not have to be
-computed. `lookups_total` counts each tier once per restore and pool, if the tier was consulted. A miss with
-the reason `partial_pools` means that the tier had objects of this pool, but not everything that the restore
-needed. `restore_failures_total` counts planned restores that failed. Such a failure costs time, but never
-correctness. If `tier_last_read_seconds` of a tier stays the same while its `written_objects_total` grows, the
-tier is written to, but never read.""",
+`tokens_total` with `restored` is the benefit of the cache. `lookups_total` counts each consulted tier once
+per restore and pool; the reason `partial_pools` means that the tier had objects of this pool, but not
+everything. `restore_failures_total` counts planned restores that failed, which costs time only. A tier whose
+`tier_last_read_seconds` stays while `written_objects_total` grows is written to and never read.""",
         CONTROLLER,
         (
             ("Hit rate: fraction of the prompt tokens that were restored",

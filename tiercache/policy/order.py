@@ -21,7 +21,7 @@ _SHARE: Final = 64
 """A pass takes the lowest 64th of the units into the front.
 
 Such a unit is as good a choice as the lowest of 64 units drawn at random. In measurements, its eviction was
-no worse than that of the lowest of all units (see docs/design/0014).
+no worse than that of the lowest of all units (see docs/design/policies.md).
 """
 
 Entry = TypeVar("Entry", bound=tuple[Any, ...])

@@ -15,7 +15,7 @@ namespace.
                                                6. check again that there are no holes
 
 The disadvantage is that no process can make a new writable mapping after a daemon has sealed the memory
-(design/0013).
+(docs/design/payload.md).
 """
 
 from __future__ import annotations

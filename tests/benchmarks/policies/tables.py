@@ -100,19 +100,17 @@ def page(rows: Sequence[Row]) -> str:
     plain = [row for row in alone if row["checkpoints"] == RULES and row["profile"] == DEFAULT_PROFILE]
     free = setting(plain, lambda row: row["policy"] == INFINITE).rows
     parts = [_introduction(rows, whole), _footprints(list(free.values()), whole)]
+    sizes = {}
     for size in ("5 %", "10 %", "20 %"):
         limited = setting(
             plain, lambda row, size=size: row["size"] == size and row["policy"] != INFINITE
             and row["phase"] != "two tiers",
         )  # fmt: skip
         if OURS in limited.policies:
-            with_infinite = Setting({**limited.rows, **free}, limited.sources, [*limited.policies, INFINITE])
-            parts += [
-                f"### At {size.replace(' ', '')}", _means(with_infinite), _leads(limited, size),
-                f"Lead of `{OURS}` over each rival in points, on the mean and by source.\n"
-                "A lead whose interval excludes 0 is bold, and counts as won or lost; the others are draws:",
-                _rivals(limited),
-            ]  # fmt: skip
+            sizes[size] = Setting({**limited.rows, **free}, limited.sources, [*limited.policies, INFINITE])
+    if first := sizes.get("5 %"):
+        parts += ["### At 5%", _means(first), _leads(first)]
+    parts.append(_rivals(sizes))
     parts += [
         _tiers(plain),
         _checkpoints(alone, free),
@@ -151,7 +149,7 @@ def _introduction(rows: Sequence[Row], whole: Sequence[Row]) -> str:
     seeds = sorted({row["seed"] for row in rows})
     codes = sorted({row["code"] for row in rows})
     also = [row for row in rows if row["phase"] == "two tiers"]
-    through = [*(["runs in two tiers"] if also else []), *(["those of the last table"] if whole else [])]
+    through = [*(["runs in two tiers"] if also else []), *(["some others"] if whole else [])]
     others = f";\n  {' and '.join(through)}, through the controller as well" if through else ""
     return (
         "## Measured over several seeds\n\n"
@@ -163,10 +161,8 @@ def _introduction(rows: Sequence[Row], whole: Sequence[Row]) -> str:
         "- A size is a fraction of the bytes that the infinite cache holds at the end of the same requests.\n"
         f"- Runs in one pool go through the index alone (`--index-only`){others}.\n"
         "- Intervals are at 95 %.\n"
-        "  For sources with seeds they are Student's t over the differences of the seeds\n"
-        "  (two policies serve the same requests).\n"
-        "  The conversation trace has no seeds: its interval is a moving-block bootstrap over windows of\n"
-        "  the one run, and says nothing about other days.\n"
+        "  With seeds they are Student's t over the differences of the seeds; for the conversation trace, a\n"
+        "  moving-block bootstrap over windows of its one run, which says nothing about other days.\n"
         "- The best rival is the one with the highest mean here, chosen afterwards, which favours it."
     )
 
@@ -182,16 +178,11 @@ def _whole(plain: Sequence[Row], whole: Sequence[Row]) -> str:
     shared = [key for key in found if key in beside and key[1] != INFINITE]
     if not shared:
         return ""
-    lines = [
-        [traffic, policy, f"{seed}", *(f"{table[traffic, policy, seed]:.3f}" for table in (beside, found))]
-        for traffic, policy, seed in shared
-    ]
     most = max(abs(found[key] - beside[key]) for key in shared)
     return (
         "### Through the controller\n\n"
-        "The same requests at 5 % through the index alone and through the controller, which copies\n"
-        f"to a host arena with blocks and slots. The largest difference is {most * 100:.1f} points.\n\n"
-        + _table(("source", "policy", "seed", "index alone", "controller"), lines)
+        f"{len(shared)} runs at 5 % went through the index alone and through the controller, which copies\n"
+        f"to a host arena with blocks and slots. The largest difference is {most * 100:.1f} points."
     )
 
 
@@ -205,18 +196,14 @@ def _footprints(free: Sequence[Row], whole_runs: Sequence[Row]) -> str:
         lines.append(
             [
                 source, f"{mean(row['requests'] for row in mine):,.0f}", f"{_gib(mean(whole))}{spread}",
-                *(_gib(mean(whole) * share) for share in (0.05, 0.1, 0.2)), _gib(beside) if beside else _DASH,
-                f"{mean(row['flops_saved'] for row in mine):.3f}",
+                _gib(beside) if beside else _DASH, f"{mean(row['flops_saved'] for row in mine):.3f}",
             ]
         )  # fmt: skip
-    heads = ("source", "requests", "infinite cache, GiB", "5 %", "10 %", "20 %", "beside it, GiB", "saved")
     return (
         "### Footprints\n\n"
-        "Bytes count in full: all pages and all states that are cached.\n"
-        "*Beside it* stands the most that running requests held on the device: their pages, the\n"
-        "states at their checkpoints, and the state that the engine advances; only runs through the\n"
-        "controller know it.\n"
-        "*Saved* is what the infinite cache saves.\n\n" + _table(heads, lines)
+        "Bytes of all cached pages and states. *Beside it* is the most that running requests held on the\n"
+        "device; only runs through the controller know it. *Saved* is by the infinite cache.\n\n"
+        + _table(("source", "requests", "infinite cache, GiB", "beside it, GiB", "saved"), lines)
     )
 
 
@@ -229,7 +216,7 @@ def _means(found: Setting) -> str:
     return "Means over the seeds:\n\n" + _table(["", *found.sources, "mean"], lines)
 
 
-def _leads(found: Setting, size: str) -> str:
+def _leads(found: Setting) -> str:
     lines = []
     for source in found.sources:
         rival = found.best_rival(source)
@@ -247,20 +234,28 @@ def _leads(found: Setting, size: str) -> str:
     )
 
 
-def _rivals(found: Setting) -> str:
+def _rivals(sizes: Mapping[str, Setting]) -> str:
+    """Return the means at every size, and the leads at the first one."""
+    if not sizes:
+        return ""
+    size, first = next(iter(sizes.items()))
     lines = []
-    for rival in found.policies:
-        if rival not in RIVALS:
-            continue
-        leads = [found.lead(source, rival) for source in found.sources]
-        known = [lead for lead in leads if lead is not None]
-        wins = sum(lead.excludes_zero and lead.mean > 0 for lead in known)
-        losses = sum(lead.excludes_zero and lead.mean < 0 for lead in known)
-        score = f"{wins} / {len(known) - wins - losses} / {losses}"
-        lines.append(
-            [rival, _points(found.lead_on_mean(rival)), score, *(_cell(lead) for lead in leads)]
-        )  # fmt: skip
-    return _table(["", "mean", "won / drawn / lost", *found.sources], lines)
+    for policy in first.policies:
+        means = [mean(found.mean(source, policy) for source in found.sources) for found in sizes.values()]
+        lead = score = ""
+        if policy in RIVALS:
+            known = [one for source in first.sources if (one := first.lead(source, policy)) is not None]
+            wins = sum(one.excludes_zero and one.mean > 0 for one in known)
+            losses = sum(one.excludes_zero and one.mean < 0 for one in known)
+            score = f"{wins} / {len(known) - wins - losses} / {losses}"
+            lead = _points(first.lead_on_mean(policy))
+        name = f"**{policy}**" if policy == OURS else policy
+        lines.append([name, *map(_fraction, means), lead, score])
+    return (
+        f"### By size\n\nMeans over the sources, and the lead of `{OURS}` in points. A source is won or\n"
+        "lost if the interval of its lead excludes 0, and else drawn:\n\n"
+        + _table(["", *sizes, f"lead at {size}", "won / drawn / lost"], lines)
+    )
 
 
 def _tiers(plain: Sequence[Row]) -> str:
@@ -268,16 +263,14 @@ def _tiers(plain: Sequence[Row]) -> str:
     if not hierarchy.rows:
         return ""
     size = next(iter(hierarchy.rows.values()))["size"]
-    lines = [
-        [policy, *(_fraction(hierarchy.mean(source, policy)) for source in hierarchy.sources),
-         _fraction(mean(hierarchy.mean(source, policy) for source in hierarchy.sources))]
-        for policy in hierarchy.policies
-    ]  # fmt: skip
     pool = setting(plain, lambda row: row["phase"] == "two tiers" and row["size"] == "30 %")
-    values = [pool.mean(source, OURS) for source in hierarchy.sources]
-    lines.append([f"{OURS} in one pool of 30 %", *map(_fraction, values), _fraction(mean(values))])
-    return f"### Two tiers: {size}\n\nMeans over the seeds:\n\n" + _table(
-        ["", *hierarchy.sources, "mean"], lines
+    means = {
+        policy: mean(hierarchy.mean(source, policy) for source in hierarchy.sources)
+        for policy in hierarchy.policies
+    } | {f"{OURS} in one pool of 30 %": mean(pool.mean(source, OURS) for source in hierarchy.sources)}
+    lines = [[policy, _fraction(value)] for policy, value in means.items() if not math.isnan(value)]
+    return f"### Two tiers: {size}\n\nOf policies with runs of every source:\n\n" + _table(
+        ["", "mean"], lines
     )
 
 
@@ -300,51 +293,47 @@ def _checkpoints(rows: Sequence[Row], free: Mapping[Any, Row]) -> str:
         whole = Setting(free, sources, ()) if kind == RULES else setting(
             rows, lambda row, kind=kind: row["checkpoints"] == kind and row["policy"] == INFINITE
         )  # fmt: skip
-        for of, policy, label in ((limited, OURS, f"{OURS} at 5 %"), (whole, INFINITE, "infinite cache")):
-            values = [of.mean(source, policy) for source in sources]
-            lines.append([name, label, *map(_fraction, values), _fraction(mean(values))])
+        values = (
+            mean(of.mean(source, policy) for source in sources)
+            for of, policy in ((limited, OURS), (whole, INFINITE))
+        )
+        lines.append([name, *map(_fraction, values)])
     return (
         "### Checkpoints compared\n\n"
         "The sizes are the same bytes in all rows: 5 % of the infinite cache with the default rules.\n"
-        f"Means over the seeds {_span(sorted(seeds))}.\n\n"
-        + _table(["checkpoints", "", *sources, "mean"], lines)
+        f"Means over the sources and the seeds {_span(sorted(seeds))}.\n\n"
+        + _table(["checkpoints", f"{OURS} at 5 %", "infinite cache"], lines)
     )
 
 
 def _profiles(rows: Sequence[Row]) -> str:
-    parts = []
-    for profile in dict.fromkeys(row["profile"] for row in rows if row["phase"] == "profiles"):
-        found = setting(
-            rows, lambda row, profile=profile: row["profile"] == profile and row["policy"] != INFINITE
-        )
-        lines = [
-            [policy, *(_fraction(found.mean(source, policy)) for source in found.sources),
-             _fraction(mean(found.mean(source, policy) for source in found.sources))]
-            for policy in found.policies
-        ]  # fmt: skip
-        if lines:
-            parts.append(f"`{profile}`, at 5 %:\n\n" + _table(["", *found.sources, "mean"], lines))
-    return "### Other models\n\n" + "\n\n".join(parts) if parts else ""
+    profiles = list(dict.fromkeys(row["profile"] for row in rows if row["phase"] == "profiles"))
+    found = {
+        name: setting(rows, lambda row, name=name: row["profile"] == name and row["policy"] != INFINITE)
+        for name in profiles
+    }
+    policies = dict.fromkeys(policy for one in found.values() for policy in one.policies)
+    lines = [
+        [
+            policy,
+            *(_fraction(mean(one.mean(source, policy) for source in one.sources)) for one in found.values()),
+        ]
+        for policy in policies
+    ]
+    return (
+        "### Other models\n\nMeans over the sources, at 5 %:\n\n" + _table(["", *profiles], lines)
+        if lines
+        else ""
+    )
 
 
 def _commands(rows: Sequence[Row]) -> str:
-    ours = [row for row in rows if row["policy"] == OURS]
-    shown: dict[tuple[str, str], str] = {}
-    for row in ours:
-        named = row["phase"] if row["phase"] not in ("checkpoints", "profiles") else (
-            row["checkpoints"] or row["profile"])  # fmt: skip
-        shown.setdefault((named, row["traffic"]), row["command"])
-    first = dict.fromkeys(key[1] for key in shown)
-    lines = [
-        command for (phase, source), command in shown.items() if source == next(iter(first)) or phase == "5 %"
-    ]
+    """Return one command of `OURS` for each phase."""
+    shown = {row["phase"]: row["command"] for row in reversed(rows) if row["policy"] == OURS}
     return (
         "### Commands\n\n"
-        "Each row of the campaign is made by one command.\n"
-        "Those of `hvd` for the first seed stand here; another `--policy` and `--seed` give the other rows.\n"
-        "The rows of bounds come without `--no-bounds`.\n\n"
-        "<!-- test: not run, it takes hours, and needs recorded traces -->\n```sh\n"
-        + "\n".join(lines)
+        "Each row is made by one command, which the CSV of `tables --csv` names. Some of them:\n\n```sh\n"
+        + "\n".join(reversed(shown.values()))
         + "\n```"
     )
 

@@ -72,24 +72,19 @@ _TOKENS: Final = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 class Row:
     """Result for one model type.
 
-    `served` says how the model is fed; it is empty if the model is refused, and "not built" if the small
-    model fails by itself. `exact` is true if all bytes, logits and the text equal those of a recompute.
-    `reason` says why the model is refused, or why its length is limited.
+    `served` says how the model is fed, so that all bytes, logits and the text equal those of a recompute; it
+    is empty if the model is refused, and "not built" if the small model fails by itself. `reason` says why
+    the model is refused, or why its length is limited.
     """
 
     model_type: str
-    model: str
     served: str
-    exact: bool
     reason: str
 
     @property
     def line(self) -> str:
         said = re.sub(r"\s+", " ", _MEASURED.sub("", self.reason)).replace("|", "\\|")
-        return (
-            f"| {self.model_type} | {self.model} | {self.served or 'refused'} |"
-            f" {'yes' if self.exact else '-'} | {said} |"
-        )
+        return f"| {self.model_type} | {self.served or 'refused'} | {said} |"
 
 
 def settled(line: str) -> str:
@@ -173,15 +168,13 @@ def trial(model_type: str) -> Row:
     """Serve a short conversation, from nothing, and from the store with nothing else left; in this
     process.
     """
-    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
-    name = name if isinstance(name, str) else name[0]
     try:
         model = small(model_type)
         with torch.inference_mode():
             model(input_ids=torch.arange(8)[None])
     except Exception as error:  # noqa: BLE001  (a configuration that was not made to be cut)
         first = str(error).strip().partition("\n")[0] or type(error).__name__
-        return Row(model_type, name, "not built", False, f"the small model fails by itself: {first[:100]}")
+        return Row(model_type, "not built", f"the small model fails by itself: {first[:100]}")
     refusals = []
     for prepare in (strengthen, lambda model, seed: model):
         try:
@@ -189,8 +182,8 @@ def trial(model_type: str) -> Row:
         except UnsupportedModelError as error:
             refusals.append(str(error))
             continue
-        return Row(model_type, name, served, True, limit)
-    return Row(model_type, name, "", False, refusals[0])
+        return Row(model_type, served, limit)
+    return Row(model_type, "", refusals[0])
 
 
 def _converse(model: PreTrainedModel) -> tuple[str, str]:
@@ -298,32 +291,24 @@ def table(found: Sequence[Row]) -> str:
         f"with transformers {transformers.__version__}.",
         "Do not edit it.",
         "",
-        "It lists every causal language model type that transformers knows.",
-        "Each type was built as a small model from its own configuration, with random weights,",
-        f"and with windows and chunks of {WINDOW} tokens, which the conversation fills.",
-        "The small model then served two turns of a conversation.",
-        "Before the second turn device and host were emptied, so that it was restored from a store.",
+        "It lists every causal language model type that transformers knows, each built as a small model from",
+        f"its own configuration, with random weights and with windows and chunks of {WINDOW} tokens.",
+        "It served two turns of a conversation; before the second, device and host were emptied.",
         "",
-        "- **served**: *by chunk* or *by token* is how the tokens after a restored prefix are fed "
-        "to the model.",
-        "  *Refused* means that the worker does not serve the model.",
-        "  *Not built* means that no small model of this type could be built and run.",
-        "- **exact**: *yes* means that every restored byte, the logits and the text equal, to the last bit,",
-        "  the results of the same forward passes without a cache.",
-        "  It also means that the logits are within the probe's tolerance of those of the model by itself.",
-        "- **reason or limit**: why a type is refused or was not built;",
-        "  or the length beyond which a model computes differently;",
-        "  longer sequences are computed without the cache.",
+        "- **Served** *by chunk* or *by token*: so the tokens after a restored prefix are fed to the model.",
+        "  Every restored byte, the logits and the text equal, to the last bit, the same passes without a",
+        "  cache, and the logits are within the probe's tolerance of the model by itself.",
+        "- *Refused*: the worker does not serve it. *Not built*: no small model could be built and run.",
+        "- **Reason or limit**: sequences longer than a limit are computed without the cache.",
         "",
-        "A model of the same type with another configuration, such as a window in every layer,",
+        "The worker decides by the behaviour of the model that it is given; another configuration of a type",
         "may be served or refused for other reasons.",
-        "The worker decides by the behaviour of the model that it is given.",
         "",
         f"Of {len(found)} types, {served} are served, {refused} are refused, and "
         f"{len(found) - served - refused} could not be built small.",
         "",
-        "| type | class | served | exact | reason or limit |",
-        "|---|---|---|---|---|",
+        "| type | served | reason or limit |",
+        "|---|---|---|",
         *(row.line for row in found),
         "",
     ])  # fmt: skip
