@@ -128,7 +128,7 @@ def disk(
             rows, notes = show.collect(found, output)
     said = show.footer(made, here, notes)
     if output is Output.TABLE:
-        show.table(rows, f"{made.backend} store", said)
+        show.show_rows(rows, f"{made.backend} store", said)
     else:
         show.aside(said)
 
@@ -181,7 +181,7 @@ def rpc(
         *(note.text for note in notes),
     ]
     if output is Output.TABLE:
-        show.table(rows, "daemon", said)
+        show.show_rows(rows, "daemon", said)
     else:
         show.aside(said)
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
-from tiercache.cli.terminal import Output, document, line
+from tiercache.cli.terminal import Output, console, document, line, safe, table
 from tiercache_lab.bench.machine import Machine
 from tiercache_lab.bench.plan import Plan
-from tiercache_lab.bench.rows import Note, Row, size_text
+from tiercache_lab.bench.rows import Note, Row, Target, size_text
 
 _COLUMNS: Final = ("case", "size", "GB/s", "limit", "ratio", "us each", "limit is", "target", "met")
 _LEFT: Final = ("case", "limit is")
 """Columns that are aligned left."""
-_WIDTH: Final = 100
-"""Width of the table in characters if stdout is not a terminal."""
 _MIN_REPEATS: Final = 5
 """Number of repeats below which the footer warns that medians are not reliable."""
 
@@ -59,21 +55,37 @@ def aside(said: Sequence[str]) -> None:
     )
 
 
-def table(rows: Sequence[Row], title: str, said: Sequence[str]) -> None:
-    """Print all rows with one section per object size, and then the sentences `said`."""
-    console = Console(highlight=False, emoji=False)
-    if not console.is_terminal:
-        console = Console(width=_WIDTH, highlight=False, emoji=False)
-    shown = Table(title=title, title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in _COLUMNS:
-        shown.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=True)
+def print_rows(
+    to: Console,
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Any],
+    cells: Callable[[Any], Sequence[str]],
+    *,
+    left: Sequence[str],
+    section: Callable[[Any], object],
+) -> None:
+    """Print a table of rows, in which rows with the same `section` stand together."""
+    shown = table(columns, left)
+    shown.title, shown.title_style = title, "bold"
     for row, before in zip(rows, [*rows[:1], *rows], strict=False):
-        if row.size != before.size:
+        if section(row) != section(before):
             shown.add_section()
-        shown.add_row(*_cells(row))
-    console.print(shown)
+        shown.add_row(*cells(row))
+    to.print(shown)
+
+
+def show_rows(rows: Sequence[Row], title: str, said: Sequence[str]) -> None:
+    """Print all rows with one section per object size, and then the sentences `said`."""
+    to = console()
+    print_rows(to, title, _COLUMNS, rows, _cells, left=_LEFT, section=lambda row: row.size)
     for sentence in said:
-        console.print(sentence, style="dim", markup=False)
+        to.print(sentence, style="dim", markup=False)
+
+
+def wanted(target: Target | None, met: bool | None) -> list[str]:
+    """Return the cells of a target and of whether it is met."""
+    return [safe(str(target or "")), {None: "", True: "[green]yes[/]", False: "[red]no[/]"}[met]]
 
 
 def footer(plan: Plan, machine: Machine, notes: Sequence[Note]) -> list[str]:
@@ -100,7 +112,6 @@ def footer(plan: Plan, machine: Machine, notes: Sequence[Note]) -> list[str]:
 
 
 def _cells(row: Row) -> list[str]:
-    wanted = [str(row.target or ""), {None: "", True: "[green]yes[/]", False: "[red]no[/]"}[row.met]]
     # The title already names the store, so the first word of the name is left out.
     start = [row.name.partition(" ")[2], size_text(row.size)]
     if not row.payload:
@@ -111,10 +122,10 @@ def _cells(row: Row) -> list[str]:
             f"{row.ratio:.2f}" if row.ratio else "",
             f"{row.us_per_object:.2f}",
             row.limit or f"{row.objects:,} in {_time(row.seconds)}",
-            *wanted,
+            *wanted(row.target, row.met),
         ]
     speeds = [f"{row.gbps:.2f}", f"{row.limit_gbps:.2f}", f"{row.ratio:.2f}"]
-    return [*start, *speeds, f"{row.us_per_object:.1f}", row.limit, *wanted]
+    return [*start, *speeds, f"{row.us_per_object:.1f}", row.limit, *wanted(row.target, row.met)]
 
 
 def _time(seconds: float) -> str:

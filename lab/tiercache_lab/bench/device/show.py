@@ -7,19 +7,16 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Final, TypeVar
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
-from tiercache.cli.terminal import safe
+from tiercache.cli.terminal import console
 from tiercache.transfer.cuda import CudaDevice, Direction, Method
 from tiercache_lab.bench.device.copying import TRANSFERS
 from tiercache_lab.bench.device.plan import DevicePlan
 from tiercache_lab.bench.device.rows import CellRow, CopyRow, DeviceRow, OverlapRow, SkippedRow, StartRow
-from tiercache_lab.bench.rows import MIB, Note, Target, size_text
+from tiercache_lab.bench.rows import MIB, Note, size_text
+from tiercache_lab.bench.show import print_rows, wanted
 
-_WIDTH: Final = 120
-"""Width of the tables in characters if stdout is not a terminal."""
 _WAYS: Final = {Direction.TO_HOST: "to host", Direction.TO_DEVICE: "to device"}
 _LEFT: Final = ("kind", "direction", "method", "model", "waits", "step", "best")
 """Columns that are aligned left."""
@@ -34,23 +31,21 @@ class _TableLayout:
 
 def tables(rows: Sequence[DeviceRow], said: Sequence[str]) -> None:
     """Print all rows, then the reasons why cases were skipped, then the sentences `said`."""
-    console = Console(highlight=False, emoji=False)
-    if not console.is_terminal:
-        console = Console(width=_WIDTH, highlight=False, emoji=False)
-    _print(console, "start", _START, _rows_of(StartRow, rows))
-    _print(console, "calibration, GB/s", _CELLS, _rows_of(CellRow, rows))
+    to = console()
+    _print(to, "start", _START, _rows_of(StartRow, rows))
+    _print(to, "calibration, GB/s", _CELLS, _rows_of(CellRow, rows))
     for model, rows_of_model in groupby(_rows_of(CopyRow, rows), key=lambda row: row.model):
         _print(
-            console,
+            to,
             f"copies, {model}",
             _COPIES,
             list(rows_of_model),
             section=lambda row: (row.kind, row.objects, row.direction),
         )
-    _print(console, "a load during compute", _OVERLAP, _rows_of(OverlapRow, rows))
+    _print(to, "a load during compute", _OVERLAP, _rows_of(OverlapRow, rows))
     skipped = [f"{row.case} was not measured: {row.reason}" for row in _rows_of(SkippedRow, rows)]
     for sentence in (*skipped, *said):
-        console.print(sentence, style="dim", markup=False)
+        to.print(sentence, style="dim", markup=False)
 
 
 def footer(plan: DevicePlan, device: CudaDevice, notes: Iterable[Note]) -> list[str]:
@@ -72,22 +67,14 @@ def footer(plan: DevicePlan, device: CudaDevice, notes: Iterable[Note]) -> list[
 
 
 def _print(
-    console: Console,
+    to: Console,
     title: str,
     layout: _TableLayout,
     rows: Sequence[DeviceRow],
     section: Callable[[Any], object] = lambda _: None,
 ) -> None:
-    if not rows:
-        return
-    shown = Table(title=title, title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in layout.columns:
-        shown.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=True)
-    for row, before in zip(rows, [rows[0], *rows], strict=False):
-        if section(row) != section(before):
-            shown.add_section()
-        shown.add_row(*layout.cells(row))
-    console.print(shown)
+    if rows:
+        print_rows(to, title, layout.columns, rows, layout.cells, left=_LEFT, section=section)
 
 
 def _rows_of(kind: type[R], rows: Iterable[DeviceRow]) -> list[R]:
@@ -101,7 +88,7 @@ def _copy(row: CopyRow) -> list[str]:
         row.kind, _WAYS[row.direction], f"{row.objects:,}", f"{row.nbytes / MIB:,.1f}", f"{row.copies:,}",
         f"{row.method}{chosen}",
         f"{row.gb_s:.2f}", f"{row.contiguous_gb_s:.2f}", f"{row.ratio:.2f}", engine,
-        *_wanted(row.target, row.met),
+        *wanted(row.target, row.met),
     ]  # fmt: skip
 
 
@@ -114,7 +101,7 @@ def _overlap(row: OverlapRow) -> list[str]:
         f"{row.states}",
         f"{row.nbytes / MIB:,.1f}",
         *times,
-        *_wanted(row.target, row.met),
+        *wanted(row.target, row.met),
     ]
 
 
@@ -127,10 +114,6 @@ def _cell(row: CellRow) -> list[str]:
     cell = row.cell
     speeds = [f"{cell.speeds[method]:.2f}" if method in cell.speeds else "" for method in Method]
     return [_WAYS[cell.direction], size_text(cell.length), f"{cell.count:,}", *speeds, cell.best]
-
-
-def _wanted(target: Target | None, met: bool | None) -> list[str]:
-    return [safe(str(target or "")), {None: "", True: "[green]yes[/]", False: "[red]no[/]"}[met]]
 
 
 def _ms(seconds: float) -> str:

@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Final
 
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand
 
-from tiercache_lab.replay.verb.show import terminal
+from tiercache.cli.terminal import console, table
 
 _PATH: Final = "DIR"
 """Name under which recorded sessions are listed, which are opened by path."""
@@ -61,13 +59,10 @@ def show_sources() -> None:
     """Print the generators and recorded sessions with their parameters as a table, and names of policies."""
     from tiercache_lab.replay.sources import SESSIONS, SOURCES
 
-    shown = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in ("generator", "parameter", "default", "from", "to", "what it is"):
-        shown.add_column(
-            column,
-            justify="right" if column in ("default", "from", "to") else "left",
-            no_wrap=column != "what it is",
-        )
+    shown = table(
+        ("generator", "parameter", "default", "from", "to", "what it is"),
+        left=("generator", "parameter", "what it is"),
+    )
     for name, kind in (*SOURCES.items(), (_PATH, SESSIONS)):
         shown.add_section()
         shown.add_row(f"[bold]{name}", *[""] * 4, Text(kind.summary, style="italic"))
@@ -80,14 +75,14 @@ def show_sources() -> None:
                 _bound(option.high),
                 Text(option.about),
             )
-    console = terminal()
-    console.print(shown)
-    console.print(
+    to = console()
+    to.print(shown)
+    to.print(
         "Write parameters after the name or the path: 'shared-prefix?groups=32&question=64-128'. A length is"
         " a number or a range.",
         style="dim",
     )
-    console.print(f"Policies: {policies()}", style="dim")
+    to.print(f"Policies: {policies()}", style="dim")
 
 
 def source_records() -> Iterator[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Final
 import typer
 from rich.text import Text
 
-from tiercache.cli.terminal import Exit, Output, line, records, table
+from tiercache.cli.terminal import Exit, Output, console, line, records, table
 from tiercache.errors import ConfigError
 from tiercache_lab.replay.figures import counted
 from tiercache_lab.replay.plan.answer import HEADS, cells, facts, is_recommended, rows_of, sentences
@@ -84,31 +84,31 @@ def run(question: Question, output: Output, report: Path | None) -> Exit:
 
 def show_plan(plan: SizePlan, question: Question, about: str = "") -> None:
     """Print the answer, and the runs as a table with bars. `about` may be empty."""
-    console, one = show.terminal(), plan.unlimited
-    console.print(
+    to, one = console(), plan.unlimited
+    to.print(
         f"[bold]{one.source}[/]: {one.requests:,} requests, {one.profile}, seed {one.seed}, policy"
         f" {question.policies[0]}\n",
         soft_wrap=True,
     )
     for number, sentence in enumerate(sentences(plan)):
-        console.print(sentence, style="bold" if not number else "", markup=False, soft_wrap=True)
+        to.print(sentence, style="bold" if not number else "", markup=False, soft_wrap=True)
     if plan.curve.top > 0:
-        console.print()
+        to.print()
         shown = table([*HEADS, ""], left=("",))
         for run in rows_of(plan):
             style = "dim" if run is plan.unlimited else "bold green" if is_recommended(plan, run) else ""
             texts = [text.replace("\u202f", " ") for text in cells(plan, run)]
             texts.append(bar(run.flops_saved / plan.curve.top))
             shown.add_row(*(Text(text) for text in texts), style=style)
-        console.print(shown)
-    console.print(
+        to.print(shown)
+    to.print(
         "saved: share of the prefill. The first size named is the knee of the curve of the host alone. TTFT:"
         " calculated time to the first token, mean; p95: its 95th percentile. The last row is a cache without"
         " a limit.",
         style="dim", markup=False,
     )  # fmt: skip
     for sentence in [about] if about else []:
-        console.print(sentence, style="dim", markup=False)
+        to.print(sentence, style="dim", markup=False)
 
 
 def bar(share: float) -> str:

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tiercache.cli.terminal import console
 from tiercache_lab.replay import figures
 from tiercache_lab.replay.queueing.run import ENGINE
 from tiercache_lab.replay.report.verdict import LEVEL
@@ -64,22 +65,20 @@ def show_results(found: Sequence[Result], about: str = "") -> None:
 
     `about` is a sentence on how the source was replayed, which may be empty.
     """
-    console, made = terminal(), groups(found)
+    to, made = console(), groups(found)
     several = any(len(one.tiers) > 1 for one in found)
     first = found[0]
-    console.print(
-        f"[bold]{first.source}[/]: {first.requests:,} requests, {first.profile}, seed {first.seed}\n"
-    )
-    _print(console, [(group.title, list(_lines(group, several=several))) for group in made])
+    to.print(f"[bold]{first.source}[/]: {first.requests:,} requests, {first.profile}, seed {first.seed}\n")
+    _print(to, [(group.title, list(_lines(group, several=several))) for group in made])
     if several:
-        console.print()
-        _print(console, [(group.title, list(_tier_lines(group))) for group in made if len(group.policies)])
+        to.print()
+        _print(to, [(group.title, list(_tier_lines(group))) for group in made if len(group.policies)])
     if first.serving is not None:
-        console.print()
-        _print(console, [(group.title, list(_queue_lines(group))) for group in made])
-    console.print()
+        to.print()
+        _print(to, [(group.title, list(_queue_lines(group))) for group in made])
+    to.print()
     for sentence in ([about] if about else []) + [*_legend(made, several=several)]:
-        console.print(sentence, style="dim", markup=False)
+        to.print(sentence, style="dim", markup=False)
 
 
 def groups(found: Sequence[Result]) -> list[Group]:
@@ -162,7 +161,7 @@ def _transfers(use: TierUse | None) -> dict[str, str]:
     }
 
 
-def _print(console: Console, shown: Sequence[tuple[str, list[Line]]]) -> None:
+def _print(to: Console, shown: Sequence[tuple[str, list[Line]]]) -> None:
     """Print groups under one header. Each column is as wide as the column's widest cell in all groups."""
     lines = [line for _, group in shown for line in group]
     widths = {
@@ -170,14 +169,14 @@ def _print(console: Console, shown: Sequence[tuple[str, list[Line]]]) -> None:
         for name in lines[0].cells
     }
     for spared in _OPTIONAL_COLUMNS:
-        if sum(widths.values()) + len(_GAP) * (len(widths) - 1) <= console.width:
+        if sum(widths.values()) + len(_GAP) * (len(widths) - 1) <= to.width:
             break
         widths.pop(spared, None)
-    console.print(_aligned({name: name for name in widths}, widths), style="bold", soft_wrap=True)
+    to.print(_aligned({name: name for name in widths}, widths), style="bold", soft_wrap=True)
     for title, group in shown:
-        console.print(Text(title, style="cyan"), soft_wrap=True)
+        to.print(Text(title, style="cyan"), soft_wrap=True)
         for line in group:
-            console.print(_aligned(line.cells, widths), style=line.style, soft_wrap=True)
+            to.print(_aligned(line.cells, widths), style=line.style, soft_wrap=True)
 
 
 def _aligned(cells: dict[str, str], widths: dict[str, int]) -> Text:
@@ -230,18 +229,18 @@ def show_published(found: Sequence[Result]) -> None:
     published = next((one.published for one in found if one.published), None)
     if published is None:
         return
-    console = terminal()
+    to = console()
     runs = [one for one in found if one.by_round and one.published and one.policy != "clairvoyant"]
     if runs:
-        console.print()
-        console.print(_by_round(runs))
+        to.print()
+        to.print(_by_round(runs))
     others = [
         f"{name.replace('_', ' ')} {value:g}"
         for name, value in published.items()
         if not (runs and name.startswith(_RATE))
     ]
     if others:
-        console.print(f"Published, on other machines: {', '.join(others)}.", style="dim")
+        to.print(f"Published, on other machines: {', '.join(others)}.", style="dim")
 
 
 def _by_round(runs: Sequence[Result]) -> Table:
@@ -296,16 +295,6 @@ def _published(run: Result) -> str:
     """Return the published figure that corresponds to `run`, or an empty text if there is none."""
     name = _INFINITE if is_infinite(run) else _RATE if _is_plain(run) else _WITHOUT
     return f"{run.published[name]:g}" if name in run.published else ""
-
-
-_WIDTH = 120
-"""Width, in columns, of output that is not printed to a terminal."""
-
-
-def terminal() -> Console:
-    """Return the console for tables on stdout."""
-    console = Console(highlight=False, emoji=False)
-    return console if console.is_terminal else Console(width=_WIDTH, highlight=False, emoji=False)
 
 
 def percent(value: float | None) -> str:
