@@ -98,7 +98,8 @@ def test_no_text_says_to_install_a_distribution_that_is_another_s_or_not_publish
     assert found == {}
 
 
-def test_the_lab_is_of_the_same_version_and_asks_for_it() -> None:
+def test_the_lab_is_of_the_same_version_and_licence_and_asks_for_the_product() -> None:
+    assert (ROOT / "lab/LICENSE").read_text() == (ROOT / "LICENSE").read_text()
     product, lab = (
         tomllib.loads((ROOT / path / "pyproject.toml").read_text())["project"] for path in (".", "lab")
     )
