@@ -286,7 +286,7 @@ class Rotated:
         self.here = here
         self.ca = here / "ca.pem"
         self.round = 0
-        self._write()
+        self._write(0)
 
     def token(self) -> Path:
         """The file of the newest token."""
@@ -299,16 +299,16 @@ class Rotated:
 
     def advance(self) -> None:
         """Put the next pair and the next token into place; the last but one token is no longer valid."""
-        self.round += 1
-        self._write()
+        self._write(self.round + 1)
+        self.round += 1  # last, because clients read the file that `token` names meanwhile
         (self.here / "next").write_text(self.body())
         (self.here / "next").rename(self.here / "tiercache.toml")
 
-    def _write(self) -> None:
-        secret(self.token(), f"{self.round:02}" * 16)
-        issue(self.here, f"n{self.round}")
+    def _write(self, number: int) -> None:
+        secret(self.here / f"token-{number}", f"{number:02}" * 16)
+        issue(self.here, f"n{number}")
         for end in ("key", "pem"):
-            shutil.copy(self.here / f"n{self.round}.{end}", self.here / "next")
+            shutil.copy(self.here / f"n{number}.{end}", self.here / "next")
             (self.here / "next").rename(self.here / f"server.{end}")
 
 

@@ -62,7 +62,7 @@ def test_without_the_daemons_host_both_compute(three: Three) -> None:
 
 def test_a_cut_in_the_middle_of_a_restore(three: Three) -> None:
     prompt = three.shared(three.desk.prompt(10 * PAGE_SIZE + 20))
-    three.hosts.shape(0.02)
+    three.hosts.shape(0.05)
     three.comes_back(1, prompt)
     three.workers[1].call("empty")
     before = three.hosts[1].traffic()[0]
