@@ -83,7 +83,7 @@ def test_a_load_that_cannot_begin_is_computed_instead():
     assert engine.serve([*prompt(1, 2, 3), 1]) == 3 * P
 
 
-@pytest.mark.parametrize("turns", slow_after(1, [150, 4_000]))
+@pytest.mark.parametrize("turns", slow_after(1, [150, 2_000]))
 def test_after_random_requests_over_an_engine_that_fails_everything_is_free(turns, tmp_path):
     dice, made = Random(turns), []
     engine = Engine(

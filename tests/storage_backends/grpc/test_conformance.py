@@ -65,11 +65,6 @@ class TestTls(TlsMemory):
 
 
 @another_way
-class TestUnixFile(UnixFile):
-    pass
-
-
-@another_way
 class TestUnixChain(UnixChain):
     pass
 
