@@ -205,7 +205,7 @@ def test_tiers_change_while_threads_use_the_chain(tmp_path, seed, rounds):
     finally:
         storm.chain.close()
 
-    assert threads_of_chains() == threads
+    assert set(threads_of_chains()) <= set(threads)
     assert len(os.listdir("/proc/self/fd")) <= files
 
 
