@@ -26,5 +26,6 @@ def load(entry: EntryPoint, what: str) -> Any:
         return entry.load()
     except ModuleNotFoundError as error:
         raise ConfigError(f"{what} needs a package that is not installed ({error}); install it") from error
-    except (ImportError, AttributeError) as error:  # it is installed, but broken or of another version
-        raise ConfigError(f"{what} cannot be imported: {error}; install that package again") from error
+    except (Exception, SystemExit) as error:  # it is installed, but broken or of another version
+        reason = str(error) or type(error).__name__
+        raise ConfigError(f"{what} cannot be imported: {reason}; install that package again") from error

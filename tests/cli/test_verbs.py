@@ -23,6 +23,7 @@ from tiercache.cli.verbs import Verb
 HELLO = Verb("greeting.hello:hello", "Greet somebody.", extra="")
 STATUS = Verb("greeting.hello:hello", "Greet instead of the status.")
 LACKING = Verb("greeting.lacking:greet", "Greet from afar.", extra="")
+OLDER = Verb("greeting.older:hello", "Greet as before.", extra="")
 TEXT = "Greet somebody."
 """,
     "greeting/hello.py": """\
@@ -42,6 +43,9 @@ def hello(name: Annotated[str, typer.Argument()]) -> None:
     print(f"hello {name}")
 """,
     "greeting/lacking.py": "import a_package_that_nobody_has\n",
+    "greeting/older.py": "from tiercache.errors import WhatIsGone\n",
+    "greeting/raising.py": "raise ValueError('no terminal for \\x1b[31m')\n",
+    "greeting/leaving.py": "raise SystemExit\n",
 }
 
 
@@ -105,6 +109,11 @@ def test_a_package_cannot_replace_a_verb(tmp_path: Path) -> None:
     [
         ("greeting.gone:HELLO", "needs a package that is not installed (No module named 'greeting.gone')"),
         ("greeting.verbs:GONE", "cannot be imported: module 'greeting.verbs' has no attribute 'GONE'"),
+        (
+            "greeting.raising:HELLO",
+            r"cannot be imported: no terminal for \x1b[31m; install that package again",
+        ),
+        ("greeting.leaving:HELLO", "cannot be imported: SystemExit; install that package again"),
         ("greeting.verbs:TEXT", "is greeting.verbs:TEXT, which is not a Verb; fix its entry point"),
     ],
 )
@@ -128,3 +137,31 @@ def test_a_verb_whose_package_lacks_another_says_which(tmp_path: Path) -> None:
         "tiercache: tiercache far needs a package that is not installed"
         " (No module named 'a_package_that_nobody_has'); install it\n"
     )
+
+
+def test_a_verb_of_a_package_of_another_version_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    done = command(installed(tmp_path, old="greeting.verbs:OLDER"), "old")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(
+        "tiercache: tiercache old cannot be imported: cannot import name 'WhatIsGone'"
+    )
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "completed"),
+    [
+        ("tiercache hel", "hello\n"),
+        ("tiercache broken --hel", "--help\n"),
+        ("tiercache hello --hel", "--help\n"),
+    ],
+)
+def test_a_broken_verb_does_not_speak_while_a_shell_completes(
+    tmp_path: Path, line: str, completed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = installed(tmp_path, broken="greeting.raising:HELLO", hello="greeting.verbs:HELLO")
+    monkeypatch.setenv("_TIERCACHE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", line)
+    monkeypatch.setenv("COMP_CWORD", str(line.count(" ")))
+    done = command(folder)
+    assert (done.stdout.replace("imported\n", ""), done.stderr) == (completed, "")

@@ -57,6 +57,13 @@ class Verb:
             raise ConfigError(
                 f"tiercache {name} needs a package that is not installed ({error}); install it"
             ) from error
+        except (ImportError, AttributeError) as error:
+            if name in VERBS:
+                raise  # a defect of this package; the others may be of another version
+            raise ConfigError(
+                f"tiercache {name} cannot be imported: {error}; install its package in the version of this"
+                " tiercache"
+            ) from error
         if not isinstance(found, typer.Typer):
             alone = typer.Typer(add_completion=False)
             alone.command(name, cls=_named(self.command) if self.command else None)(found)
@@ -153,16 +160,28 @@ class Verbs(TyperGroup):
             self._add(name, verb)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of all verbs; complain of those that cannot be imported."""
+        """Return the names of all verbs; complain of those that cannot be imported, but not at a Tab key."""
         for name, entry in other_verbs().items():
             try:
                 self._add(name, verb_of(entry))
             except ConfigError as error:
-                complain(str(error))
+                if not ctx.resilient_parsing:
+                    complain(str(error))
         return super().list_commands(ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Import the verb that the arguments name; return its name, its command and the other arguments."""
+        """Import the verb that the arguments name; return its name, its command and the other arguments.
+
+        While a shell completes a line, a verb that cannot be imported is no command.
+        """
+        try:
+            return self._resolve(ctx, args)
+        except ConfigError:
+            if ctx.resilient_parsing:
+                return None, None, args
+            raise
+
+    def _resolve(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         if args[0] not in self._verbs:
             if entry := other_verbs().get(args[0]):
                 self._add(args[0], verb_of(entry))
