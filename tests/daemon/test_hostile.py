@@ -259,6 +259,10 @@ LIES = {
         header(sizes=[0], begins=[False]),
         header(sizes=[0] * 400, begins=[True] + [False] * 399, keys=keys_of(1),
          metas=[pb.ObjectMeta(namespace=b"n", length=64)]),
+        pb.SetRequest(
+         payload=bytes(2 * KEYS + 1),
+         pieces=pb.SetPieces(sizes=[1] * (2 * KEYS + 1), begins=[True] + [False] * 2 * KEYS, keys=keys_of(1),
+          metas=[pb.ObjectMeta(namespace=b"n", length=2 * KEYS + 1)])),
         b"\x0a\xfe\xff\x7f" + b"\x22\0" * (MIB - 16),
         b"\x1a\0" * (MIB - 16),
         b"\x0a" + b"\xff" * 9 + b"\x01",

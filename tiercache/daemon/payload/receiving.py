@@ -93,6 +93,11 @@ class ObjectReceiver:
         header = messages.read_message(found.pieces, pb.SetPieces, self._max_header)
         payload = memoryview(found.payload)
         keys = read_keys(header.keys, self._max_keys)
+        if len(header.sizes) > 2 * self._max_keys:  # each takes time of the event loop, however few bytes
+            raise LimitError(
+                f"a message of {len(header.sizes)} pieces is beyond the limit of {2 * self._max_keys}; send"
+                " the bytes of an object in one piece"
+            )
         if not (
             len(header.sizes) == len(header.begins) and len(keys) == len(header.metas) == sum(header.begins)
         ):
