@@ -13,6 +13,7 @@ from tiercache.cli.store.target import DEFAULT_DIRECTORY, LIVE
 from tiercache.cli.terminal import Exit, Output, OutputOption, clean, console, records, safe, table
 from tiercache.config.urls import section_of
 from tiercache.errors import ConfigError
+from tiercache.storage.registry import backend_type
 
 _COLOURS: Final = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
 
@@ -46,8 +47,14 @@ def _subject(store: str) -> dict[Needs, object]:
     kind = store.partition("://")[0] if "://" in store else ""
     if kind in SHARED:
         return {Needs.SHARED_STORE: store}
-    path = "" if kind == LIVE else section_of(store).get("path", "") if kind else store
-    if not path:  # also of a daemon, whose disk may be that of another machine
+    path = store
+    if kind and kind != LIVE:
+        backend_type(store)  # raises for a type that there is not
+        path = section_of(store).get("path", "")
+        if not path:
+            shown = clean(store.partition("?")[0])
+            raise ConfigError(f"--store {shown} has no directory; name the directory to be checked")
+    if not store or kind == LIVE:  # the disk of a daemon may be that of another machine
         default = Path(DEFAULT_DIRECTORY)
         return {Needs.DIRECTORY: default if default.is_dir() else Path.cwd()}
     directory = Path(path)
