@@ -20,9 +20,10 @@ from tests.cli.store.test_samples import call
 from tests.daemon.hosts import until
 from tests.daemon.test_page import HOSTILE, daemon, usage
 from tests.daemon.web import ask
-from tiercache.cli.store.picture import spark
+from tiercache.cli.store.picture import silence_text, spark
 from tiercache.daemon import StorageServer
 from tiercache.daemon.status.document import StatusDocument
+from tiercache.errors import RefusedError, UnavailableError
 from tiercache.storage.base import Usage
 
 MARKUP = "[/bold][red]\x1b[31mred"
@@ -122,6 +123,14 @@ def test_a_terminal_follows_the_daemon_and_says_when_it_is_gone(tmp_path: Path) 
         process.wait()
         process.stderr.close()  # type: ignore[union-attr]
         os.close(here)
+
+
+def test_a_daemon_that_refuses_is_not_said_to_be_silent() -> None:
+    """A reload may remove the principal that watches."""
+    refused = silence_text(RefusedError("no principal is known by this token"), 0.0)
+    assert refused.startswith("the daemon refuses this since ")
+    assert refused.endswith(": no principal is known by this token")
+    assert silence_text(UnavailableError("gone"), 0.0).startswith("the daemon does not answer since ")
 
 
 def test_lines_are_recorded_until_ctrl_c(node: StorageServer, tmp_path: Path) -> None:

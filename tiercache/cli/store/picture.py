@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from tiercache.cli.terminal import clean, count_text, safe, table
+from tiercache.errors import RefusedError, StorageError
 from tiercache.text import readable_age, readable_seconds, readable_size
 
 if TYPE_CHECKING:
@@ -62,6 +63,14 @@ def spark(values: Sequence[float | None], top: float = 0.0, width: int = _WIDTH)
     high = top or max((value for value in chosen if value is not None), default=0.0) or 1.0
     bars = (" " if v is None else _BARS[min(7, int(7.99 * max(0.0, v) / high))] for v in chosen)
     return "".join(bars)
+
+
+def silence_text(error: StorageError, heard: float) -> str:
+    """Return why the figures are those of the time `heard`."""
+    since = time.strftime("%H:%M:%S", time.localtime(heard))
+    if isinstance(error, RefusedError):
+        return f"the daemon refuses this since {since}: {clean(str(error))}"
+    return f"the daemon does not answer since {since}; the figures are of that time"
 
 
 def value_text(value: Any) -> str:

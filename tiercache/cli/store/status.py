@@ -13,7 +13,7 @@ import typer
 
 import tiercache
 from tiercache.cli.store.options import MacKeyOption, StoreOption, StoresOption
-from tiercache.cli.store.picture import RESTORABLE, Fields, picture, value_text
+from tiercache.cli.store.picture import RESTORABLE, Fields, picture, silence_text, value_text
 from tiercache.cli.store.target import Target, check_daemon, opened, resolve_all, resolve_daemon
 from tiercache.cli.terminal import Output, OutputOption, console, count_text, document, line, safe, say, whole
 from tiercache.errors import ConfigError, RefusedError, StorageError
@@ -116,9 +116,8 @@ def _watch(target: Target, found: StorageBackend, latest: Fields, every: float) 
             note = ""
             try:
                 latest, heard = _describe(target, found), time.time()
-            except StorageError:
-                since = time.strftime("%H:%M:%S", time.localtime(heard))
-                note = f"the daemon does not answer since {since}; the figures are of that time"
+            except StorageError as error:
+                note = silence_text(error, heard)
             shown.update(picture(latest, live=True, note=note), refresh=True)
 
 
