@@ -75,6 +75,7 @@ def test_rules_have_names():
     [
         ("best", "no checkpoint policy 'best'; use rules, every"),
         ("every", "'every' needs a number of tokens from 1"),
+        ("every:" + "9" * 5000, "needs a number of tokens from 1"),
         ("every:0", "'every:0' needs a number of tokens from 1"),
         ("rules:2", "'rules' has no parameter"),
     ],

@@ -126,9 +126,10 @@ def checkpoints_named(name: str | CheckpointRules) -> CheckpointRules:
         if colon:
             raise ConfigError("checkpoint policy 'rules' has no parameter; only every has one")
         return CheckpointRules()
-    if not parameter.isdecimal() or not 0 < int(parameter) <= _MOST_TOKENS:
+    few = parameter.isdecimal() and len(parameter) <= len(str(_MOST_TOKENS))  # Python reads 4,300 digits
+    if not few or not 0 < int(parameter) <= _MOST_TOKENS:
         raise ConfigError(
-            f"checkpoint policy {name!r} needs a number of tokens from 1 to {_MOST_TOKENS}, such as"
+            f"checkpoint policy {name[:40]!r} needs a number of tokens from 1 to {_MOST_TOKENS}, such as"
             " every:2048"
         )
     return CheckpointRules(

@@ -83,7 +83,7 @@ def policy_named(name: str, costs: Costs | None = None) -> Policy:
     others = entries(GROUP)
     parts = name.split(":")
     for end in range(len(parts), 0, -1):
-        if entry := others.get(".".join(parts[:end])):
+        if "." not in base and (entry := others.get(".".join(parts[:end]))):
             made = load(entry, f"the eviction policy {name!r}")(costs, ":".join(parts[end:]))
             if isinstance(made, Policy):
                 return made

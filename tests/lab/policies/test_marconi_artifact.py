@@ -110,3 +110,9 @@ def test_an_alpha_that_the_artifact_does_not_try_is_refused(name: str) -> None:
 def test_a_search_for_alpha_is_refused_outside_a_replay(name: str) -> None:
     with pytest.raises(ConfigError, match=r"marconi:artifact searches .* only tiercache replay can use it"):
         policy_named(name)
+
+
+@pytest.mark.parametrize("name", ["marconi.artifact", "marconi.artifact:0.5", "seglen.additive"])
+def test_the_name_of_an_entry_point_is_no_name_of_a_policy(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"there is no eviction policy '{name}'; use .*marconi:artifact"):
+        policy_named(name)
