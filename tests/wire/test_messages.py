@@ -149,6 +149,18 @@ def test_malformed_tiers_are_refused(message: pb.Tiers) -> None:
         messages.read_tiers(message, 2)
 
 
+def test_names_and_figures_arrive_sorted() -> None:
+    """Protobuf's maps have another order in every process, in which `status` would show them."""
+    figures = {f"figure{n}": n for n in range(30)} | {"state": "open"}
+    sent = pb.UsageReply(texts=messages.texts(figures), numbers=messages.numbers(figures))
+    found = pb.UsageReply.FromString(sent.SerializeToString())
+    for joined in (messages.joined, messages.read_mapping):
+        assert joined(found.texts, found.numbers) == figures
+        assert list(joined(found.texts, found.numbers)) == sorted(figures)
+    report = pb.TierReport(texts=found.texts, numbers=found.numbers)
+    assert list(messages.read_tier(report)["details"]) == sorted(figures)
+
+
 def test_a_mapping_is_bounded() -> None:
     both = {"model": "m", "page_size": 64}
     assert messages.read_mapping(messages.texts(both), messages.numbers(both)) == both

@@ -235,7 +235,7 @@ def read_tier(message: pb.TierReport) -> dict[str, Any]:
     """Decode the fields of a tier's report, by name."""
     plain = {name: getattr(message, name) for name in _TIER_FIELDS}
     last_read = message.last_read if message.HasField("last_read") else None
-    return {**plain, "last_read": last_read, "details": {**message.texts, **message.numbers}}
+    return {**plain, "last_read": last_read, "details": joined(message.texts, message.numbers)}
 
 
 def namespace(name: bytes, identity: Mapping[str, str | int], *, states: bool) -> pb.Namespace:
@@ -265,4 +265,10 @@ def read_mapping(text: Mapping[str, str], number: Mapping[str, int]) -> dict[str
             f"a record has more than {_MAX_ENTRIES} entries, or one of more than {_MAX_TEXT} characters;"
             " shorten the identity"
         )
-    return {**text, **number}
+    return joined(text, number)
+
+
+def joined(text: Mapping[str, str], number: Mapping[str, int]) -> dict[str, str | int]:
+    """Join texts and numbers into one mapping sorted by name, because protobuf's maps have any order."""
+    both: dict[str, str | int] = {**text, **number}
+    return dict(sorted(both.items()))

@@ -214,7 +214,7 @@ class GrpcBackend(StorageBackend, RemoteTiers, RemoteQuotas):
                 reply.payload_bytes,
                 reply.used_bytes,
                 reply.capacity_bytes,
-                {**reply.texts, **reply.numbers, **self._data_plane()},
+                {**messages.joined(reply.texts, reply.numbers), **self._data_plane()},
                 [TierReport(**messages.read_tier(tier)) for tier in reply.tiers],
             )
 
