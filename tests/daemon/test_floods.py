@@ -58,7 +58,7 @@ that gRPC alone gives them.
 """
 
 
-@pytest.fixture(scope="module", params=["plain", "tls"])
+@pytest.fixture(scope="module", params=["plain", pytest.param("tls", marks=pytest.mark.slow)])
 def transport(request: pytest.FixtureRequest) -> str:
     if request.param == "tls" and shutil.which("openssl") is None:
         pytest.skip("certificates are made with the openssl command")

@@ -9,6 +9,8 @@ from tests.policy.rig import HUGE, PlainUnits, random_units, reuse_of, units
 from tiercache.policy import CheckpointKind, policy_named
 from tiercache_lab.policies.lpc import Lpc
 
+pytestmark = pytest.mark.slow
+
 ENDS, PROMPTS = CheckpointKind.END, CheckpointKind.PROMPT
 NONE = units(0)
 

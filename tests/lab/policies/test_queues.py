@@ -12,12 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.examples import example_count, slow_after
+from tests.examples import example_count
 from tests.policy.rig import Flat, units
 from tiercache.policy import policy_named
 from tiercache_lab.policies.sieve import (
     _Hand,  # private: the bound on its memory shows in no rank of a small index
 )
+
+pytestmark = pytest.mark.slow
 
 
 class Model(Protocol):
@@ -168,7 +170,7 @@ def test_the_order_is_that_of_the_paper(name: str, size: int, asked: list[int]) 
     assert ours == theirs
 
 
-@pytest.mark.parametrize("name", slow_after(1, MODELS))
+@pytest.mark.parametrize("name", MODELS)
 def test_so_it_is_in_tiny_caches_where_every_rule_is_met(name: str) -> None:
     random = Random(1)
     for turn in range(80):

@@ -7,10 +7,11 @@ from random import Random
 import numpy as np
 import pytest
 
-from tests.examples import slow_after
 from tests.policy.rig import BYTES, COSTS, KV, PAGE, Flat, reuse_of, units
 from tiercache.policy import LEARN_EVERY, CheckpointKind, policy_named
 from tiercache_lab.policies.ttl import Ttl
+
+pytestmark = pytest.mark.slow
 
 TIMES = [2 ** (n / 2) for n in range(48)]
 WORTH = COSTS.profile.flops(0, PAGE)
@@ -71,7 +72,7 @@ class Plain:
         return best
 
 
-@pytest.mark.parametrize("seed", slow_after(1, range(2)))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_order_is_that_of_a_plain_model(seed: int) -> None:
     """Tools that answer within some ticks, prompts that come again much later, and others that never do."""
     random = Random(seed)

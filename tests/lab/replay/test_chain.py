@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from tests.examples import slow_after
 from tests.lab.replay.test_drive import CHATS, HYBRID, disk, ran
 from tiercache.errors import ConfigError
 from tiercache.policy import Costs, policy_named
@@ -21,6 +20,8 @@ from tiercache_lab.replay.sources import open_source
 from tiercache_lab.replay.store import NullStore
 from tiercache_lab.replay.tiers import StorageTier, Tiers
 
+pytestmark = pytest.mark.slow
+
 SMALL = Tiers(host_bytes=400_000)
 
 
@@ -32,7 +33,7 @@ def uses(tiers: Sequence[StorageTier], policy: str = "lru", seed: int = 1) -> di
     return dict(ran(open_source(CHATS, seed=seed), replace(SMALL, storage=tuple(tiers)), policy).uses())
 
 
-@pytest.mark.parametrize("policy", slow_after(1, ["lru", "hvd"]))
+@pytest.mark.parametrize("policy", ["lru", "hvd"])
 def test_one_tier_is_a_plain_null_store(policy, monkeypatch) -> None:
     """The chain of one tier makes the calls that the controller makes, and no other."""
     source, tiers = open_source(CHATS, seed=4), replace(SMALL, storage=disk(1_500_000, "hvd"))
@@ -68,9 +69,9 @@ LINEUPS = [
 
 
 @pytest.mark.parametrize("policy", ["lru", "hvd"])
-@pytest.mark.parametrize("storage", slow_after(1, map(list, LINEUPS)), ids=str)
+@pytest.mark.parametrize("storage", LINEUPS, ids=str)
 def test_no_tier_holds_more_than_it_has_and_answers_add_up(storage, policy) -> None:
-    source, tiers = open_source(CHATS, seed=3), replace(SMALL, storage=tuple(storage))
+    source, tiers = open_source(CHATS, seed=3), replace(SMALL, storage=storage)
     run = Run(source, measure(source), Setup(policy, HYBRID, tiers))
 
     def step() -> None:
@@ -93,7 +94,6 @@ def test_no_tier_holds_more_than_it_has_and_answers_add_up(storage, policy) -> N
         assert again.tally.ttft_ms() == run.tally.ttft_ms()
 
 
-@pytest.mark.slow
 def test_a_second_tier_answers_what_the_first_has_lost() -> None:
     one, two = uses([tier("a", 700_000)]), uses([tier("a", 700_000), tier("b", 6_000_000)])
     assert two["b"].tokens > 0
@@ -103,7 +103,6 @@ def test_a_second_tier_answers_what_the_first_has_lost() -> None:
     assert two["b"].written_bytes > 0.8 * two["a"].peak
 
 
-@pytest.mark.slow
 def test_a_tier_that_takes_nothing_changes_nothing() -> None:
     alone = uses([tier("a", 700_000), tier("b", 3_000_000)])
     for at in range(3):
@@ -114,7 +113,6 @@ def test_a_tier_that_takes_nothing_changes_nothing() -> None:
         assert found == alone
 
 
-@pytest.mark.slow
 def test_write_back_writes_only_what_is_about_to_go() -> None:
     through, back = (
         uses([tier("a", 2_000_000), tier("b", 6_000_000, write=write)])["b"]
@@ -134,7 +132,6 @@ def test_selective_writes_wait_for_a_read() -> None:
     assert 0 < selective < through
 
 
-@pytest.mark.slow
 def test_promotion_fills_the_tier_above() -> None:
     never, second, always = (
         uses([tier("a", 700_000), tier("b", 6_000_000, promote=promote)])["a"].written_bytes
@@ -143,7 +140,6 @@ def test_promotion_fills_the_tier_above() -> None:
     assert never < second < always
 
 
-@pytest.mark.slow
 def test_a_budget_of_writes_is_obeyed_in_the_time_of_the_replay() -> None:
     free, tight = (
         uses([tier("a", 700_000), tier("b", 6_000_000, **settings)])["b"].written_bytes
@@ -152,7 +148,6 @@ def test_a_budget_of_writes_is_obeyed_in_the_time_of_the_replay() -> None:
     assert 0 < tight < free / 2
 
 
-@pytest.mark.slow
 def test_a_slow_tier_costs_time_and_nothing_else() -> None:
     source = open_source(CHATS, seed=2)
     storage = (tier("a", 700_000, 1e9), tier("b", 6_000_000, 1e8))

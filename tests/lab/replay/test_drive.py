@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from tests.examples import slow_after
 from tiercache.core import PoolName, Tier, TokenArray, reusable_pages
 from tiercache.errors import ConfigError
 from tiercache.index import CheckpointRules
@@ -23,6 +22,8 @@ from tiercache_lab.replay.machines import ReplayMachine
 from tiercache_lab.replay.needs import Need, infinite, measure
 from tiercache_lab.replay.sources import open_source
 from tiercache_lab.replay.tiers import StorageTier, Tiers
+
+pytestmark = pytest.mark.slow
 
 PAGE = 64
 HYBRID = ModelProfile(
@@ -172,7 +173,7 @@ ALL_THREE = Tiers(host_bytes=500_000, device_bytes=1_500_000, storage=disk(2_000
 @pytest.mark.parametrize(
     ("policy", "tiers"),
     [
-        *slow_after(2, ((policy, ALL_THREE) for policy in (*POLICIES, *RIVALS))),
+        *((policy, ALL_THREE) for policy in (*POLICIES, *RIVALS)),
         ("lru", Tiers(host_bytes=1_000_000)),
         ("hvd", Tiers(host_bytes=700_000, device_bytes=1_500_000)),
         ("marconi", Tiers(host_bytes=400_000, storage=disk(1_500_000))),
@@ -207,7 +208,7 @@ def test_no_tier_ever_holds_more_than_it_has(policy: str, tiers: Tiers) -> None:
     run.controller.check_integrity()
 
 
-@pytest.mark.parametrize("policy", slow_after(1, ["lru", "gdsf", "hvd"]))
+@pytest.mark.parametrize("policy", ["lru", "gdsf", "hvd"])
 def test_bytes_and_tokens_add_up(policy: str) -> None:
     # A device that holds what runs and little else, a host that holds some of it, a disk for most.
     source = open_source(CHATS, seed=1)
@@ -310,7 +311,7 @@ def test_so_many_at_once_and_sessions_never_overlap(concurrency: int) -> None:
     assert run.tally.by_round()[1:] == pytest.approx([384 / 600, 640 / 900, 960 / 1200], abs=0.05)
 
 
-@pytest.mark.parametrize("policy", slow_after(1, ["lru", "gdsf", "hvd"]))
+@pytest.mark.parametrize("policy", ["lru", "gdsf", "hvd"])
 def test_a_model_without_states(policy: str) -> None:
     source = open_source(CHATS, seed=1)
     free = ran(source, infinite(source, measure(source), ATTENTION, CheckpointRules()), policy, ATTENTION)
@@ -327,7 +328,7 @@ def test_a_model_without_states(policy: str) -> None:
     assert less.uses()["host"].peak <= free.peak_bytes // 4
 
 
-@pytest.mark.parametrize("policy", slow_after(1, ["lru", "hvd"]))
+@pytest.mark.parametrize("policy", ["lru", "hvd"])
 def test_a_model_of_states_alone(policy: str) -> None:
     """Whatever the sizes, nothing but states moves, and with room for all the hits are those of a hybrid."""
     source = open_source(CHATS)
@@ -359,7 +360,7 @@ def test_a_cache_without_a_limit_never_evicts() -> None:
     assert sum(kept.page_bytes + kept.states * STATE for kept in free.kept()) == free.peak_bytes
 
 
-@pytest.mark.parametrize("refresh_path", slow_after(1, [False, True]))
+@pytest.mark.parametrize("refresh_path", [False, True])
 def test_a_seed_and_an_order_give_the_same_run(refresh_path: bool) -> None:
     def facts(seed: int) -> tuple[object, ...]:
         run = ran(

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from tests.examples import slow_after
 from tiercache.errors import ConfigError
 from tiercache.index import CheckpointRules
 from tiercache.policy import DEFAULT_PROFILE, POLICIES, ModelProfile, profile_named
@@ -19,6 +18,8 @@ from tiercache_lab.replay.results import WITHOUT_OFFLOAD, Result
 from tiercache_lab.replay.sources import open_source
 from tiercache_lab.replay.study import ALPHAS, BEST, Question, Stage, study
 from tiercache_lab.replay.tiers import StorageTier, Tiers
+
+pytestmark = pytest.mark.slow
 
 MODEL = profile_named(DEFAULT_PROFILE)
 TINY = ModelProfile(
@@ -66,7 +67,6 @@ def found(question: Question) -> list[Result]:
     return results
 
 
-@pytest.mark.slow
 def test_fractions_are_of_the_same_bytes_whatever_the_checkpoints_are() -> None:
     rules, every, ends = (
         list(study(asked(CHATS, "hvd", capacities=(0.2,), checkpoints=checkpoints)))
@@ -82,7 +82,6 @@ def named(results: list[Result], policy: str) -> Result:
     return one
 
 
-@pytest.mark.slow
 def test_seed_20457_with_its_own_tiers_hits_what_an_infinite_cache_hits() -> None:
     results = found(asked("seed-20457", ",".join(POLICIES), profile=MODEL))
     assert [one.policy for one in results] == ["infinite", *POLICIES, f"lru {WITHOUT_OFFLOAD}"]
@@ -111,7 +110,6 @@ def test_the_beginning_of_a_benchmark_fits_its_tiers(limit: int) -> None:
     assert results[1].token_hit_rate == results[0].token_hit_rate
 
 
-@pytest.mark.slow
 def test_seed_11214_comes_close_to_an_infinite_cache() -> None:
     infinite, hvd = found(asked("seed-11214", "hvd", profile=MODEL, capacities=(0.2,)))
     assert hvd.token_hit_rate >= 0.99 * infinite.token_hit_rate
@@ -130,7 +128,7 @@ def plain(result: Result) -> dict[str, Any]:
     return row | {"ttft_ms_mean": str(result.ttft_ms_mean), "ttft_ms_p95": str(result.ttft_ms_p95)}
 
 
-@pytest.mark.parametrize("source", slow_after(1, [CHATS, "shared-prefix?groups=6&prompts=6&system=500-2000"]))
+@pytest.mark.parametrize("source", [CHATS, "shared-prefix?groups=6&prompts=6&system=500-2000"])
 def test_a_seed_says_it_all(source: str) -> None:
     first, again, other = (
         [plain(one) for one in found(asked(source, "lru,hvd", seed=seed, capacities=(0.1,)))]
@@ -144,7 +142,6 @@ def test_a_seed_says_it_all(source: str) -> None:
     assert rates[0] != rates[1]
 
 
-@pytest.mark.slow
 def test_rows_come_in_order_and_capacities_are_fractions_of_the_infinite_cache() -> None:
     results = found(asked(CHATS, "lru,gdsf", capacities=(0.5, 0.1, 1.0)))
     assert [(one.policy, one.capacity) for one in results] == [
@@ -210,7 +207,7 @@ def test_tiers_in_bytes_are_kept_to() -> None:
     assert 0 < hvd.token_hit_rate < infinite.token_hit_rate
 
 
-@pytest.mark.parametrize("policy", slow_after(1, ["gdsf", "hvd"]))
+@pytest.mark.parametrize("policy", ["gdsf", "hvd"])
 def test_prompts_that_many_share_stay_where_there_is_room_for_little_else(policy: str) -> None:
     """A shared prompt has one continuation at most times, and every request goes through a device that keeps
     nothing.
@@ -239,7 +236,6 @@ def test_the_benchmark_of_a_model_without_states() -> None:
     assert {one.token_hit_rate for one in results} == {517 / 576}
 
 
-@pytest.mark.slow
 def test_the_best_alpha_in_hindsight_is_a_bound_that_names_its_alpha() -> None:
     chats = "multi-turn?conversations=6&rounds=4&live=4&user=64-400&answer=64-200"
     infinite, *each = found(
@@ -274,13 +270,8 @@ def test_the_best_alpha_in_hindsight_is_a_bound_that_names_its_alpha() -> None:
         lambda: asked(CHATS, "lru", limit=7, checkpoints="every:256"),
         lambda: asked(CHATS, "lru", tiers=Tiers(500_000), bounds=True),
         lambda: asked("seed-20457", "lru,hvd", limit=20),
-        *slow_after(
-            0,
-            [
-                lambda: asked(CHATS, "lru,hvd", tiers=Tiers(500_000, storage=(DISK,)), bounds=True),
-                lambda: asked(CHATS, "hvd", tiers=Tiers(500_000, storage=(DISK,)), bounds=True),
-            ],
-        ),
+        lambda: asked(CHATS, "lru,hvd", tiers=Tiers(500_000, storage=(DISK,)), bounds=True),
+        lambda: asked(CHATS, "hvd", tiers=Tiers(500_000, storage=(DISK,)), bounds=True),
     ],
 )
 def test_stages_are_told_and_counted(question: Callable[[], Question]) -> None:
@@ -356,7 +347,6 @@ def test_no_policy_at_all() -> None:
         Question(open_source(CHATS), [], TINY)
 
 
-@pytest.mark.slow
 def test_the_index_alone_saves_what_the_controller_saves():
     source = open_source("multi-turn?conversations=12&rounds=5", seed=3)
     found = [

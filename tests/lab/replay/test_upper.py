@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.examples import example_count, slow_after
+from tests.examples import example_count
 from tiercache.index import CheckpointRules
 from tiercache.policy import Costs, ModelProfile, Policy, profile_named
 from tiercache_lab.replay.base import Request
@@ -25,6 +25,8 @@ from tiercache_lab.replay.needs import Need, infinite, measure
 from tiercache_lab.replay.sources import WorkloadSource, open_source
 from tiercache_lab.replay.tiers import Tiers
 from tiercache_lab.replay.upper import Upper, upper_bound
+
+pytestmark = pytest.mark.slow
 
 HYBRID = profile_named("qwen3-next-80b-a3b")
 SMALL = ModelProfile(
@@ -380,12 +382,11 @@ def check_runs(
             assert tally.flops_saved <= bound.flops_saved + SLACK
 
 
-@pytest.mark.parametrize("spec", slow_after(1, SPECS[:2]))
+@pytest.mark.parametrize("spec", SPECS[:2])
 def test_no_run_is_above_the_bound(spec):
     check_runs(spec, HYBRID, 1, CheckpointRules(), limit=30)
 
 
-@pytest.mark.slow
 def test_no_run_of_pages_alone_or_of_requests_that_overlap_is_above_the_bound():
     check_runs(SPECS[2], ATTENTION, 3, CheckpointRules(), limit=30)
 
@@ -393,7 +394,6 @@ def test_no_run_of_pages_alone_or_of_requests_that_overlap_is_above_the_bound():
 RUNS = ((1, 0, HYBRID), (1, 512, HYBRID), (4, 0, HYBRID), (1, 0, ATTENTION))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("number", "spec"), list(enumerate(SPECS)))
 def test_no_longer_run_is_above_the_bound(number, spec):
     """Each workload with one of the runs, each run with a quarter of the workloads."""

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.examples import slow_after
 from tests.lab.replay.test_drive import CHATS, HYBRID, Listed, ask, disk, ran, text
 from tiercache.errors import ConfigError
 from tiercache.index import CheckpointRules
@@ -20,6 +19,8 @@ from tiercache_lab.replay.queueing.figures import Objective
 from tiercache_lab.replay.queueing.run import QueuedRun, Queueing
 from tiercache_lab.replay.sources import open_source
 from tiercache_lab.replay.tiers import Tiers
+
+pytestmark = pytest.mark.slow
 
 PLAIN = ReplayMachine(flops=1e12, host_bandwidth=1e6, disk_bandwidth=1e5, cut_seconds=0.0)
 
@@ -45,7 +46,7 @@ def seconds(start: int, end: int) -> float:
     return HYBRID.flops(start, end) / 1e12
 
 
-@pytest.mark.parametrize("policy", slow_after(1, ["lru", "hvd"]))
+@pytest.mark.parametrize("policy", ["lru", "hvd"])
 def test_one_place_hits_what_one_after_the_other_hits(policy: str) -> None:
     source = open_source(CHATS, seed=1)
     tiers = Tiers(1_000_000, storage=disk(2_000_000))
@@ -123,7 +124,6 @@ def test_a_rate_scales_the_arrivals() -> None:
         queued(Listed([ask(1, 100)]), queueing=Queueing(rate=5.0))
 
 
-@pytest.mark.slow
 def test_a_better_cache_keeps_more_requests_in_time() -> None:
     """Goodput falls with the load, and with the size of the cache."""
     source = open_source(CHATS, seed=2)
@@ -142,7 +142,6 @@ def test_a_better_cache_keeps_more_requests_in_time() -> None:
     assert found[0, 0.5].within > found[0, 5.0].within  # type: ignore[operator]
 
 
-@pytest.mark.slow
 def test_the_same_run_has_the_same_figures() -> None:
     def facts() -> tuple[object, ...]:
         source = open_source(CHATS, seed=4)
