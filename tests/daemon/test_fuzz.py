@@ -237,7 +237,7 @@ def test_a_packet_is_read_or_refused_and_its_descriptors_are_accounted_for(data:
 def test_a_set_is_read_in_two_steps_or_refused(data: bytes, cut: int) -> None:
     data = data[: len(data) - cut] if cut < len(data) else data
     try:
-        found = read_message(data, pb.UnreadSet, len(data))
+        found = read_message(data, pb.UnreadPieces, len(data))
         header = read_message(found.pieces, pb.SetPieces, MIB)
     except WireError:
         return
@@ -251,7 +251,7 @@ def test_a_message_of_nothing_but_fields_is_refused_before_it_is_built(field: by
     with pytest.raises(WireError, match="fields"):
         read_message(field * (MIB // len(field)), pb.SetFromRequest, 4 * MIB)
     with pytest.raises(WireError, match="fields"):
-        read_message(field * (MIB // len(field)), pb.UnreadSet, 4 * MIB)
+        read_message(field * (MIB // len(field)), pb.UnreadPieces, 4 * MIB)
 
 
 @pytest.mark.parametrize("kind", ["memory", "file", "lmdb", "chain"])

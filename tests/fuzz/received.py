@@ -42,7 +42,7 @@ META = ObjectMeta(b"n" * 32, 4096, b"c" * 16, b"p" * 32, 3, 0.5, 7)
 
 
 def _set(data: bytes) -> None:
-    found = messages.read_message(data, pb.UnreadSet, MIB)
+    found = messages.read_message(data, pb.UnreadPieces, MIB)
     header = messages.read_message(found.pieces, pb.SetPieces, MIB)
     promised(len(found.payload) <= len(data) and header.ByteSize() <= 2 * len(data), "more than was given")
     messages.read_keys(header.keys, 100)

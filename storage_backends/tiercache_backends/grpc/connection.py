@@ -131,8 +131,8 @@ class Connection:
         except ValueError as error:  # another thread closed the channel
             raise self._channel_closed(error) from error
 
-    def stream(self, name: str, request: Any, seconds: float) -> Iterator[Any]:
-        """Yield the messages of a call's reply.
+    def stream(self, name: str, request: Any, seconds: float) -> Iterator[bytes]:
+        """Yield the messages of a call's reply, unread.
 
         If the iterator is closed early, the call is cancelled. Raises CallError if the call fails or takes
         more than `seconds`.
@@ -210,9 +210,9 @@ class Connection:
                 "request": self._channel.stream_unary,
                 "reply": self._channel.unary_stream,
             }[method.streams]
-            self._calls[method.name] = kind(
-                method.path, method.request.SerializeToString, method.reply.FromString
-            )
+            # A reply with payload is read in two steps, because its header is bounded more tightly.
+            unpack = None if method.streams == "reply" else method.reply.FromString
+            self._calls[method.name] = kind(method.path, method.request.SerializeToString, unpack)
 
     def _classify(self, error: grpc.RpcError) -> CallError:
         return classify(error, str(self._settings), session=self.session is not None)

@@ -44,6 +44,8 @@ A smaller object is sent without asking. If the daemon has this object, the Set 
 """
 
 
+_MAX_HEADER: Final = 1 << 20
+"""Maximum bytes of the columns of pieces in one message of a Get; parsed, they take several times as many."""
 _DATA_ITEMS: Final = 1024
 """Maximum number of items of one Set on a data connection."""
 
@@ -251,7 +253,9 @@ class _Incoming:
             # mypy does not know that the iterator is a generator, which has the method `close`
             with closing(connection.stream("Get", request, seconds)) as replies:  # type: ignore[type-var]
                 for reply in replies:
-                    self._take_in(reply.pieces, memoryview(reply.payload))
+                    found = messages.read_message(reply, pb.UnreadPieces, len(reply))
+                    header = messages.read_message(found.pieces, pb.GetPieces, _MAX_HEADER)
+                    self._take_in(header, memoryview(found.payload))
         except WireError as error:
             raise CallError(Kind.INVALID, str(error)) from error
         if len(self.outcomes) != len(self._items):

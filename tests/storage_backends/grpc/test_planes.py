@@ -34,6 +34,7 @@ from tiercache.daemon import StorageServer
 from tiercache.errors import RefusedError, StorageError
 from tiercache.pools import HostArena
 from tiercache.storage.base import GetItem, SetItem
+from tiercache.storage.checksum import checksum
 from tiercache.testing.objects import content, fetch, key, payload, put, to_get, to_set
 from tiercache.wire import messages
 from tiercache.wire.v1 import storage_pb2 as pb
@@ -394,6 +395,17 @@ def test_what_is_damaged_on_its_way_is_an_error(ends: ExitStack) -> None:
 def test_an_answer_that_is_none_is_an_error_and_no_outage(ends: ExitStack, frames: list[bytes]) -> None:
     with server(Get=lambda requests, _: iter(frames)) as address, direct(address) as client:
         assert client.get([to_get(key("a"), 100)]) == [ERROR]
+
+
+@pytest.mark.parametrize(("more", "outcome"), [(0, HIT), (2 << 20, ERROR)])
+def test_an_answer_with_too_large_a_header_is_an_error(more: int, outcome: Outcome) -> None:
+    """Parsed, columns take several times their bytes; an honest message has far fewer."""
+    data = payload("a", 100)
+    sums = checksum(key("a"), [memoryview(data)], 100) + bytes(more)
+    header = pb.GetPieces(items=[0], outcomes=[1], sizes=[100], checksums=sums)
+    frame = pb.GetReply(pieces=header, payload=data).SerializeToString()
+    with server(Get=lambda requests, _: iter([frame])) as address, direct(address) as client:
+        assert client.get([to_get(key("a"), 100)]) == [outcome]
 
 
 def test_an_answer_about_other_keys_than_those_asked_is_an_error() -> None:

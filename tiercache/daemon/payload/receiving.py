@@ -89,7 +89,7 @@ class ObjectReceiver:
 
     async def add(self, message: bytes) -> None:
         """Process one message; raises WireError if it is malformed, LimitError if it is beyond a limit."""
-        found = messages.read_message(message, pb.UnreadSet, len(message))
+        found = messages.read_message(message, pb.UnreadPieces, len(message))
         header = messages.read_message(found.pieces, pb.SetPieces, self._max_header)
         payload = memoryview(found.payload)
         keys = read_keys(header.keys, self._max_keys)

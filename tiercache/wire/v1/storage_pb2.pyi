@@ -210,7 +210,7 @@ class SetRequest(_message.Message):
     payload: bytes
     def __init__(self, pieces: _Optional[_Union[SetPieces, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
-class UnreadSet(_message.Message):
+class UnreadPieces(_message.Message):
     __slots__ = ("pieces", "payload")
     PIECES_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
