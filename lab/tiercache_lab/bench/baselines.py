@@ -63,7 +63,7 @@ class RawFile:
         )
         try:
             os.posix_fallocate(self._fd, 0, nbytes)
-        except BaseException:
+        except BaseException:  # whatever it is, the file does not stay open, and it is raised again
             os.close(self._fd)
             raise
 

@@ -50,7 +50,7 @@ def write_whole(path: Path, content: str) -> None:
             # A file from mkstemp can be read only by its owner. Give it the permissions of an ordinary file.
             os.fchmod(number, 0o666 & ~_umask())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException:  # also Ctrl-C: no half file is left, and it is raised again
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
