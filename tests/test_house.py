@@ -230,6 +230,15 @@ def test_no_package_is_larger_than_its_budget():
     assert loose == {}, "the house has become smaller: lower these rows"
 
 
+TEST_LINES = 93_800
+"""Lines of the tests at most."""
+
+
+def test_the_tests_are_no_larger_than_their_budget():
+    lines = sum(len(path.read_text().splitlines()) for path in (ROOT / "tests").rglob("*.py"))
+    assert TEST_LINES - 2_000 < lines <= TEST_LINES, "lower the budget, or make room elsewhere"
+
+
 def test_the_wheel_has_few_files():
     assert sum(not inside(name, "tiercache_lab") for name in MODULES) <= FILES
 
