@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 
@@ -108,3 +109,45 @@ def test_who_has_gone_is_forgotten_while_nobody_is_heard(server: Server, settlin
             Thread(target=client.sendall, args=(bytes(ONCE + more),), daemon=True).start()
             until(lambda: server.heard >= ONCE)
         until(lambda: gate.is_local(server.peer) is None, 2 if settling == 20 else 5)
+
+
+@pytest.mark.parametrize("closing", [False, True], ids=["the client sends", "the gate closes"])
+def test_what_grpc_sent_before_it_closed_reaches_the_client(tmp_path: Path, closing: bool) -> None:
+    """The way down is full when gRPC closes; then the way up breaks, or the gate is closed."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(tmp_path / "s"))
+    listener.listen()
+    with listener, ExitStack() as stack:
+        gate = stack.enter_context(gated(settling=20))
+        port = gate.listen("127.0.0.1", 0, str(tmp_path / "s"), tls=False)
+        gate.start()
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+            client.sendall(PREFACE)
+            backend, address = listener.accept()
+            name = "unix-abstract:" + address.lstrip(b"\0").decode()
+            backend.sendall(frame(4, 0, 0))
+            client.recv(9)
+            client.sendall(frame(4, 1, 0))
+            gate.mark_known(name)
+            sent = fill(backend)
+            backend.close()
+            if closing:
+                Thread(target=stack.pop_all().close).start()
+            else:
+                client.sendall(b"more")
+            time.sleep(0.3)  # for a gate that would end the connection now
+            received = bytearray()
+            while piece := client.recv(1 << 20):
+                received += piece
+            assert received == sent
+        until(lambda: gate.is_local(name) is None)
+
+
+def fill(end: socket.socket) -> bytearray:
+    """Send until nothing more is accepted for a while; return what was sent."""
+    end.settimeout(0.5)
+    sent = bytearray()
+    with suppress(TimeoutError):
+        while True:
+            sent += (piece := os.urandom(1 << 16))[: end.send(piece)]
+    return sent

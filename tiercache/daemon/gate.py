@@ -31,6 +31,8 @@ from tiercache.daemon.sockets import EXHAUSTED, listen_tcp, listen_unix, origin_
 from tiercache.daemon.splice import PIPE_BYTES, Flow, widen
 
 _TICK_SECONDS: Final = 0.1
+_DELIVERY_SECONDS: Final = 2.0
+"""Seconds, at most, in which clients can receive the last bytes of gRPC after the gate is told to close."""
 """Seconds between two rounds of the work that depends on time: timeouts, paused listeners, throttled
 connections.
 """
@@ -84,6 +86,8 @@ class _Connection(ConnectionState):
         """Bytes from the client to gRPC."""
         self.down: Flow
         """Bytes from gRPC to the client."""
+        self.unheard = False
+        """Whether gRPC has closed its end, so that bytes of the client are not forwarded any more."""
         self.watched: dict[int, int] = {}
         """Epoll events that are watched for each descriptor; 0 for a descriptor that is not registered."""
 
@@ -179,7 +183,9 @@ class Gate:
         self._wake()
 
     def close(self) -> None:
-        """End every connection and the gate's thread; may be called without `start`."""
+        """Deliver what gRPC has sent, end every connection and the gate's thread.
+
+        `start` need not have been called."""
         self._not_accepting.set()
         self._closing.set()
         self._wake()
@@ -239,8 +245,19 @@ class Gate:
                 self._serve_throttled()
             if self._admission.has_unsettled:
                 self._open_next()
+        self._deliver()
         for connection in list(self._admission.connections.values()):
             self._end(connection)
+
+    def _deliver(self) -> None:
+        """Forward what gRPC has sent before it ended, for at most `_DELIVERY_SECONDS`."""
+        deadline = time.monotonic() + _DELIVERY_SECONDS
+        while (connections := self._admission.connections) and time.monotonic() < deadline:
+            events = self._epoll.poll(_TICK_SECONDS)
+            if not events and not any(c.backend and c.down.held for c in connections.values()):
+                return
+            for descriptor, _ in events:
+                self._handle_event(descriptor)
 
     def _handle_event(self, descriptor: int) -> None:
         """Handle an epoll event of the wake-up pipe, a listener or a connection."""
@@ -371,18 +388,30 @@ class Gate:
 
     def _advance(self, connection: _Connection) -> None:
         """Move as many bytes of a connection as can be moved now; raises OSError for a broken connection."""
-        assert connection.backend is not None
         connection.down.move()
+        try:
+            if not connection.unheard:
+                self._advance_up(connection)
+        except BrokenPipeError:
+            # gRPC can answer and close between the two moves, as at the end of a drain: its last bytes are
+            # still in the socket or the pipe, and go to the client.
+            connection.unheard = True
+        if connection.down.over or (connection.up.over and connection.opening is None):
+            with suppress(OSError):  # a close with bytes unread would reset the connection: the client
+                connection.client.recv_into(self._scratch)  # could lose what it has not received yet
+            self._end(connection)
+        else:
+            self._watch(connection)
+
+    def _advance_up(self, connection: _Connection) -> None:
+        """Move bytes of the client to gRPC; raises BrokenPipeError only if gRPC has closed its end."""
+        assert connection.backend is not None
         if connection.opening is not None:
             self._forward_opening(connection, connection.opening, connection.backend)
         if connection.opening is None and connection.known:
             connection.up.move()
         elif connection.opening is None:
             self._forward_throttled(connection, connection.backend)
-        if connection.down.over or (connection.up.over and connection.opening is None):
-            self._end(connection)
-        else:
-            self._watch(connection)
 
     def _forward_opening(
         self, connection: _Connection, opening: OpeningCounter, backend: socket.socket
@@ -434,15 +463,19 @@ class Gate:
         assert connection.backend is not None
         up, down, opening = connection.up, connection.down, connection.opening
         # An empty pipe waits for bytes from its source; a pipe that holds bytes waits for its sink.
-        reads = (
-            opening.room > 0
-            if opening is not None
-            else not (up.held or up.ended or self._admission.is_throttled(connection))
-        )
+        if connection.unheard:
+            reads = writes = False
+        else:
+            writes = up.held > 0
+            reads = (
+                opening.room > 0
+                if opening is not None
+                else not (writes or up.ended or self._admission.is_throttled(connection))
+            )
         wanted = {
             connection.client.fileno(): (_READ if reads else 0) | (_WRITE if down.held else 0),
             connection.backend.fileno(): (
-                (_READ if not down.held and not down.ended else 0) | (_WRITE if up.held else 0)
+                (_READ if not down.held and not down.ended else 0) | (_WRITE if writes else 0)
             ),
         }
         for descriptor, events in wanted.items():
