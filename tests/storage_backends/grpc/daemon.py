@@ -3,8 +3,8 @@ told.
 
 python -m tests.storage_backends.grpc.daemon TRANSPORT DIRECTORY STORE[,STORE...] [HOST:PORT]
 
-It prints its address when it serves. A file `slow` in DIRECTORY holds the seconds that every get takes in the
-store before it begins.
+It prints its address when it serves. A file `slow` in DIRECTORY holds the seconds that every get and set waits
+in the store before it begins; a smaller number there also ends the waiting of calls under way.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tiercache.storage.wrappers.base import Wrapper
 
 
 class Slow(Wrapper):
-    """Sleeps before gets and sets, as long as a file says."""
+    """Waits before gets and sets, as long as a file says."""
 
     file: Path
 
@@ -43,9 +43,11 @@ class Slow(Wrapper):
         return super().set(items)
 
     def dawdle(self) -> None:
-        with suppress(FileNotFoundError, ValueError):
+        begun = time.monotonic()
+        with suppress(FileNotFoundError):
             self.file.with_name("entered").touch()
-            time.sleep(float(self.file.read_text()))
+            while time.monotonic() - begun < float(self.file.read_text()):
+                time.sleep(0.01)
 
 
 class Daemon:
@@ -78,7 +80,8 @@ class Daemon:
 
     def slow(self, seconds: float) -> None:
         (self.directory / "entered").unlink(missing_ok=True)
-        (self.directory / "slow").write_text(str(seconds))
+        (self.directory / "next").write_text(str(seconds))
+        (self.directory / "next").replace(self.directory / "slow")
 
     def entered(self) -> bool:
         return (self.directory / "entered").exists()

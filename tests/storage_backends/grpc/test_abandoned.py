@@ -80,7 +80,7 @@ def test_a_late_write_meets_nobody(daemon: Daemon, arena: HostArena, how: str) -
         until(lambda: put(client, key("old"), OLD) in (STORED, HIT))
         blocks = arena.alloc(4)
         others = arena.alloc(4)
-        daemon.slow(1.5)
+        daemon.slow(60)
         if how == "stopped":
             # It has the request, and is in the store, when it is stopped; the write comes after it goes on.
             Thread(target=lambda: (until(daemon.entered), daemon.stop())).start()
@@ -98,9 +98,11 @@ def test_a_late_write_meets_nobody(daemon: Daemon, arena: HostArena, how: str) -
             view[:] = mine
         assert b"".join(views(arena, blocks.tolist())) == bytes(SIZE), "nothing was written yet"
         if how == "stopped":
-            time.sleep(1.5)
+            daemon.slow(0)
+            time.sleep(0.5)
             assert arena.withheld == 4, "as long as it is stopped"
             daemon.go_on()
+        daemon.slow(0)
         until(lambda: arena.available == 4)
         assert arena.withheld == 0
         assert b"".join(views(arena, blocks.tolist())) == OLD, (
@@ -108,7 +110,6 @@ def test_a_late_write_meets_nobody(daemon: Daemon, arena: HostArena, how: str) -
         )
         assert all(view == mine for view in views(arena, again.tolist()))
         arena.check_integrity()
-        daemon.slow(0)
         fresh = arena.alloc(4)
         hits_come_back(client, GetItem(key("old"), views(arena, fresh.tolist()), SIZE))
         assert b"".join(views(arena, fresh.tolist())) == OLD
@@ -149,14 +150,15 @@ def test_a_late_read_of_blocks_that_are_freed_finds_them_as_they_were(
             view[:] = OLD[n * BLOCK : (n + 1) * BLOCK]
         meta = to_set(key("new"), OLD).meta
         meta = type(meta)(meta.namespace, meta.length, b"")
-        daemon.slow(1.0)
+        daemon.slow(60)
         assert client.set([SetItem(key("new"), views(arena, blocks.tolist()), meta)]) == [UNAVAILABLE]
         arena.free(blocks)
         spare = arena.alloc(4)
         for view in views(arena, spare.tolist()):
             view[:] = b"\x55" * BLOCK
-        until(lambda: arena.withheld == 0)
+        assert arena.withheld == 4
         daemon.slow(0)
+        until(lambda: arena.withheld == 0)
         hits_come_back(client, to_get(key("new"), SIZE))
         assert fetch(client, key("new"), SIZE) == OLD
 
@@ -164,7 +166,7 @@ def test_a_late_read_of_blocks_that_are_freed_finds_them_as_they_were(
 @contextmanager
 def stopped(daemon: Daemon) -> Iterator[None]:
     """Stop the daemon while its store is at the first call of the block; let it go on at the end."""
-    daemon.slow(1.5)
+    daemon.slow(60)
     stopping = Thread(target=lambda: (until(daemon.entered), daemon.stop()))
     stopping.start()
     yield
@@ -273,7 +275,7 @@ def test_staging_memory_is_kept_from_the_next_call(daemon: Daemon) -> None:
         for name in ("old", "other"):
             until(lambda name=name: put(client, key(name), payload(name, SIZE)) in (STORED, HIT))
         until(lambda: staging.available == 64 << 10)
-        daemon.slow(1.5)
+        daemon.slow(60)
         item = to_get(key("old"), SIZE)
         before = content(item)
         assert client.get([item]) == [UNAVAILABLE]

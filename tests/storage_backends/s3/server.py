@@ -9,6 +9,7 @@ holds a connection to the keeper. When the last of these is gone, however its pr
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -49,9 +50,6 @@ def why_not() -> str:
 
 needs_weed = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
-_held: list[socket.socket] = []
-
-
 @functools.cache
 def endpoint() -> str:
     """The service's URL; starts the service if this run has none yet."""
@@ -62,7 +60,7 @@ def endpoint() -> str:
     directory.mkdir(mode=0o700, exist_ok=True)
     with open(directory / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        _held.append(_keeper(directory))
+        atexit.register(_keeper(directory).close)  # which holds the connection until this process ends
     os.environ[VARIABLE] = (directory / "endpoint").read_text()
     return os.environ[VARIABLE]
 
