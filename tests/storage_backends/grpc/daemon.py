@@ -3,8 +3,8 @@ told.
 
 python -m tests.storage_backends.grpc.daemon TRANSPORT DIRECTORY STORE[,STORE...] [HOST:PORT]
 
-It prints its address when it serves. A file `slow` in DIRECTORY holds the seconds that every get and set waits
-in the store before it begins; a smaller number there also ends the waiting of calls under way.
+It prints its address when it serves. A file `slow` in DIRECTORY has the seconds that a get or set waits in
+the store before it begins; a smaller number there also ends the waiting of calls under way.
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ def why_not() -> str:
 
 needs_weed = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
+
 @functools.cache
 def endpoint() -> str:
     """The service's URL; starts the service if this run has none yet."""
