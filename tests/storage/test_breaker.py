@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.examples import example_count
-from tiercache.storage.breaker import MAX_PAUSE, Breaker, Verdict
+from tiercache.storage.guard import MAX_PAUSE, Breaker, Verdict
 
 PAUSE = 1.0
 FAILURES = 3

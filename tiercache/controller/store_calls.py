@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Final
 
 from tiercache.core import Reason
-from tiercache.storage.breaker import Breaker, Verdict
+from tiercache.storage.guard import Breaker, Verdict
 from tiercache.threads import IoThreads
 
 _log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ A call fails if all of its outcomes are errors.
 _FIRST_PAUSE: Final = 1.0
 """Seconds from the suspension of calls to the first trial.
 
-The pause doubles with each trial that fails, up to `breaker.MAX_PAUSE`.
+The pause doubles with each trial that fails, up to `guard.MAX_PAUSE`.
 """
 _MAX_HUNG: Final = 8
 """Maximum number of hung calls, each on a thread of its own.

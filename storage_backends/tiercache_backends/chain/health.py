@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import logging
-import random
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -21,9 +20,8 @@ from tiercache.errors import (
     UnlistedError,
 )
 from tiercache.storage.base import Capabilities, NamespaceRecord, SharedMemory, StorageBackend
-from tiercache.storage.breaker import Breaker, Verdict
-from tiercache.storage.calls import Calls, GiveUp, NoThreadError, PendingCall
 from tiercache.storage.env import Env
+from tiercache.storage.guard import GiveUp, Guard, NoThreadError, PendingCall
 from tiercache.storage.shares import Shares
 from tiercache.storage.tiers import LEAVING, SET_READ_ONLY
 from tiercache_backends.chain.backlog import Backlog
@@ -35,12 +33,6 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-_MAX_FAILURES: Final = 3
-"""Number of calls in a row without an answer after which the store is left out; one that hangs is enough."""
-_FIRST_PAUSE: Final = 1.0
-"""Seconds until a store that was left out is examined; the pause doubles up to `breaker.MAX_PAUSE`."""
-_MAX_HUNG: Final = 8
-"""Maximum number of calls that may hang at a time. With that many, the store is not examined."""
 _SUSPECTED_S: Final = 1.0
 """Minimum seconds from one examination of a store to the next, if it is suspected to be sick."""
 _READ_ONLY_S: Final = 10.0
@@ -89,13 +81,16 @@ class MonitoredStore:
         self._declared: Final = capabilities
         self._open: Final = open_store
         self._env: Final = env
-        self._calls: Final = Calls(
-            f"tier {settings.name}", settings.threads, settings.deadline, self.leave_out, self._note_returned
+        self._guard: Final = Guard(
+            f"tier {settings.name}",
+            settings.threads,
+            settings.deadline,
+            on_hang=self.leave_out,
+            on_return=self._note_returned,
+            clock=env.monotonic,
         )
-        self._breaker: Final = Breaker(_MAX_FAILURES, _FIRST_PAUSE, clock=env.monotonic, random=random.random)
         self._lock: Final = threading.Lock()  # guards the fields from here on
         self._store: StorageBackend | None = None
-        self._why = "it is not open yet"
         self._takes_writes = not settings.read_only
         self._suspected = False
         self._examined_at = 0.0
@@ -116,7 +111,7 @@ class MonitoredStore:
     @property
     def health(self) -> Health:
         """Whether the tier takes part in calls."""
-        if self._store is None or not self._breaker.closed:
+        if self._store is None or self._guard.is_left_out:
             return Health.OUT
         return Health.SERVING if self._takes_writes and not self.is_leaving else Health.READ_ONLY
 
@@ -135,7 +130,7 @@ class MonitoredStore:
         """Reason why the tier is not serving; empty while it is."""
         if self.is_leaving and self.is_readable:
             return LEAVING
-        return "" if self.health is Health.SERVING else self._why
+        return "" if self.health is Health.SERVING else self._guard.why
 
     def open(self) -> None:
         """Open the store and examine it; a tier that cannot be opened is out until it can.
@@ -152,7 +147,7 @@ class MonitoredStore:
             try:
                 self._end(examination)
             except ConfigError:
-                self._calls.close()
+                self._guard.close()
                 raise
             except (StorageError, ClosedError) as error:
                 self.leave_out(str(error))
@@ -173,16 +168,16 @@ class MonitoredStore:
         """Examine the tier if that is due; return whether it has come back."""
         was = self.health
         if was is Health.OUT:
-            if self._calls.hung >= _MAX_HUNG or self._hung_sets or self._breaker.ask() is not Verdict.PROBE:
+            if self._hung_sets or not self._guard.is_probe_due():
                 return False
             try:
                 return self._return()
             except (StorageError, ClosedError, ConfigError) as error:
-                self._why = str(error)
+                self._guard.why = str(error)
             finally:
                 with self._lock:
                     self._is_returning = False
-                    self._breaker.probed(False)  # changes nothing after `_come_back`
+                    self._guard.probed(False)  # changes nothing after `_come_back`
             return False
         since = self._env.monotonic() - self._examined_at
         is_stuck = was is Health.READ_ONLY and not self.settings.read_only
@@ -212,7 +207,6 @@ class MonitoredStore:
         for _ in range(_MAX_EXAMINATIONS):
             self._examine()
             if self._come_back():
-                _log.warning("tier %s is back", self.name)
                 return True
             with self._lock:
                 self._is_returning = True
@@ -227,9 +221,9 @@ class MonitoredStore:
         """
         with self._lock:
             if not self._backlog.is_settled:
-                self._why = "deletions, namespaces or memory came while it was examined"
+                self._guard.why = "deletions, namespaces or memory came while it was examined"
                 return False
-            self._breaker.probed(True)
+            self._guard.probed(True)
             return True
 
     def _examine(self) -> None:
@@ -241,7 +235,7 @@ class MonitoredStore:
 
     def _begin_examination(self) -> PendingCall[None]:
         nbytes = self._backlog.deletions * KEY_BYTES
-        return self._calls.begin("an examination", self._background_examine, nbytes)
+        return self._guard.begin("an examination", self._background_examine, nbytes)
 
     def _background_examine(self) -> None:
         with self._lock:
@@ -273,19 +267,16 @@ class MonitoredStore:
             if not closed_meanwhile:
                 self._store = store
             self._takes_writes = takes_writes
-            self._why = "" if takes_writes else "it takes no new objects: it is full or read-only"
+            self._guard.why = "" if takes_writes else "it takes no new objects: it is full or read-only"
             if self.settings.read_only:
-                self._why = SET_READ_ONLY
+                self._guard.why = SET_READ_ONLY
             self._examined_at = self._env.monotonic()
         if closed_meanwhile:
             store.close()
 
     def leave_out(self, why: str) -> None:
         """Leave the tier out until an examination succeeds; `why` is for people."""
-        if self._breaker.closed:
-            _log.warning("tier %s is left out: %s", self.name, why)
-        self._why = why
-        self._breaker.trip()
+        self._guard.leave_out(why)
 
     def suspect(self) -> None:
         """Examine the store soon, without leaving it out before."""
@@ -376,7 +367,7 @@ class MonitoredStore:
                 return False
             fits = self._backlog.delete(keys)
             # A store that is being opened for the first time must not serve before it has made them.
-            self.leave_out(self._why)
+            self.leave_out(self._guard.why)
         self._check_fits(fits)
         return True
 
@@ -394,12 +385,12 @@ class MonitoredStore:
     def _check_fits(self, fits: bool) -> None:
         if not fits:
             raise UnavailableError(
-                f"tier {self.name!r} is left out ({self._why}), and more deletions wait for it than are"
+                f"tier {self.name!r} is left out ({self._guard.why}), and more deletions wait for it than are"
                 " remembered; delete again when it is back"
             )
 
     def _takes_deletions(self) -> bool:
-        return self._store is not None and (self._breaker.closed or self._is_returning)
+        return self._store is not None and (not self._guard.is_left_out or self._is_returning)
 
     @property
     def is_open(self) -> bool:
@@ -414,7 +405,7 @@ class MonitoredStore:
     @property
     def has_hung_calls(self) -> bool:
         """Whether a call hangs in the store."""
-        return self._calls.hung > 0
+        return self._guard.hung > 0
 
     @property
     def memories(self) -> list[SharedMemory]:
@@ -427,14 +418,14 @@ class MonitoredStore:
 
         Returns False if a call hangs in the store, which stays open then.
         """
-        if self._calls.hung:
+        if self._guard.hung:
             return False
         with self._lock:
             store, self._store = self._store, None
-            self._why = "it is closed"
+            self._guard.why = "it is closed"
         if store is not None:
             with suppress(StorageError, ClosedError):
-                self._end(self._calls.begin("close", store.close))
+                self._end(self._guard.begin("close", store.close))
         return True
 
     def take_over(self, other: MonitoredStore) -> None:
@@ -451,12 +442,12 @@ class MonitoredStore:
         if not self.suspend():
             with self._lock:
                 self._unclosed, self._store = self._store, None
-        self._calls.close()
+        self._guard.close()
 
     def _note_returned(self) -> None:
         """Close the store of a closed tier when the last call that hung has returned."""
         with self._lock:
-            if self._calls.hung:
+            if self._guard.hung:
                 return
             store, self._unclosed = self._unclosed, None
         if store is not None:
@@ -476,13 +467,15 @@ class MonitoredStore:
     ) -> PendingCall[T]:
         """Begin a call; `over` is called once, when it is over or if it cannot begin.
 
-        `seconds`: as for `Calls.begin`.
+        `seconds`: as for `Guard.begin`.
         """
         store = self._store
-        if store is None or not (self._breaker.closed or (is_deletion and self._is_returning)):
+        if store is None or (self._guard.is_left_out and not (is_deletion and self._is_returning)):
             over()
-            raise UnavailableError(f"tier {self.name!r} is left out: {self._why}")
-        return self._calls.begin(operation, partial(work, store), nbytes, give_up, over, seconds)
+            raise UnavailableError(f"tier {self.name!r} is left out: {self._guard.why}")
+        return self._guard.begin(
+            operation, partial(work, store), nbytes, give_up=give_up, over=over, seconds=seconds
+        )
 
     def _end(self, call: PendingCall[T]) -> T:
         """Return the value of a call; raises StorageError, and tells the breaker what it was like."""
@@ -493,20 +486,12 @@ class MonitoredStore:
         except ClosedError as error:
             raise UnavailableError(f"tier {self.name!r} was closed") from error
         except (StorageError, ConfigError) as error:
-            self._fail(str(error))
+            self._guard.failed(str(error))
             raise
         except Exception as error:
             _log.exception("tier %s: a call breaks the contract of a store", self.name)
-            self._fail(f"a call raised {type(error).__name__}: {error}")
+            self._guard.failed(f"a call raised {type(error).__name__}: {error}")
             raise UnavailableError(f"tier {self.name!r} raised {error!r}") from error
-
-    def _fail(self, why: str) -> None:
-        was = self._breaker.closed
-        self._breaker.failed()
-        if was:
-            self._why = why
-            if not self._breaker.closed:
-                _log.warning("tier %s is left out: %s", self.name, why)
 
 
 def _namespaces(store: StorageBackend) -> list[NamespaceRecord]:

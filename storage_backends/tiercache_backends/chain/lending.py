@@ -6,9 +6,8 @@ attached memory, whose owner is told to withhold the places, and private memory,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from threading import Condition, Lock
+from collections.abc import Callable, Sequence
+from threading import Lock
 from typing import Final, TypeVar
 
 import numpy as np
@@ -57,51 +56,6 @@ class PrivateMemory:
             self._free.append(memory)
             while sum(view.nbytes for view in self._free) > _MAX_KEPT:
                 self._free.pop(0)
-
-
-class BytesInFlight:
-    """Bytes of the gets and sets that are under way in one tier, at most `limit` of them.
-
-    A call that is larger than the limit is let in if it is alone. A call that was given up counts until it
-    has returned, because it keeps its memory.
-
-    Thread safety: any thread.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit: Final = limit
-        self._changed: Final = Condition()
-        self._nbytes = 0
-
-    @property
-    def is_full(self) -> bool:
-        """Whether no call has room."""
-        return self._nbytes >= self._limit
-
-    def enter(self, nbytes: int, patience: float = 0.0) -> bool:
-        """Count a call of so many bytes, as soon as it has room; False if it has none for `patience` s."""
-        with self._changed:
-            has_room = self._changed.wait_for(
-                lambda: not self._nbytes or self._nbytes + nbytes <= self._limit, patience
-            )
-            if has_room:
-                self._nbytes += nbytes
-            return has_room
-
-    @contextmanager
-    def undone(self, nbytes: int) -> Iterator[None]:
-        """Leave if an exception ends the `with` block."""
-        try:
-            yield
-        except BaseException:  # such as a MemoryError; it is raised again
-            self.leave(nbytes)
-            raise
-
-    def leave(self, nbytes: int) -> None:
-        """Count a call no more."""
-        with self._changed:
-            self._nbytes -= nbytes
-            self._changed.notify_all()
 
 
 class Loan:

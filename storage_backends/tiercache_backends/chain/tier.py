@@ -21,12 +21,12 @@ from tiercache.storage.base import (
     TierReport,
     Usage,
 )
-from tiercache.storage.calls import MIN_BYTES_PER_SECOND, NoThreadError, PendingCall
 from tiercache.storage.env import Env
+from tiercache.storage.guard import MIN_BYTES_PER_SECOND, BytesInFlight, NoThreadError, PendingCall
 from tiercache.storage.shares import OwnerUse
 from tiercache_backends.chain.canary import CANARY
 from tiercache_backends.chain.health import KEY_BYTES, MonitoredStore
-from tiercache_backends.chain.lending import BytesInFlight, LentGets, LentSets, PrivateMemory
+from tiercache_backends.chain.lending import LentGets, LentSets, PrivateMemory
 from tiercache_backends.chain.settings import TierSettings
 
 T = TypeVar("T")
@@ -267,7 +267,7 @@ class Tier(MonitoredStore):
             used_bytes=usage.used_bytes,
             capacity_bytes=usage.capacity_bytes,
             waiting=waiting,
-            lost_calls=self._calls.lost,
+            lost_calls=self._guard.lost,
             details=dict(usage.details),
             **self.figures.counters(),
         )
@@ -285,9 +285,9 @@ class Tier(MonitoredStore):
             return
         kinds = set(outcomes)
         if kinds <= {Outcome.UNAVAILABLE, Outcome.REFUSED}:
-            self._fail(f"it answers {min(kinds)}")
+            self._guard.failed(f"it answers {min(kinds)}")
             return
-        self._breaker.succeeded()
+        self._guard.succeeded()
         if kinds == {Outcome.ERROR}:
             self.suspect()
 

@@ -10,7 +10,7 @@ from threading import Condition, Thread
 from typing import Final, TypeVar
 
 from tiercache.errors import RefusedError, StorageError, UnansweredError, UnavailableError
-from tiercache.storage.breaker import Breaker, Verdict
+from tiercache.storage.guard import Breaker, Verdict
 from tiercache.wire.v1 import storage_pb2 as pb
 from tiercache_backends.grpc.connection import Connection
 from tiercache_backends.grpc.failures import CallError, Kind, advice

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import socket
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final, TypeVar
 
 from tiercache.errors import UnavailableError
 from tiercache.storage.base import SharedMemory
-from tiercache.storage.breaker import Breaker, Verdict
-from tiercache.storage.calls import Calls, GiveUp, PendingCall
+from tiercache.storage.guard import GiveUp, Guard, PendingCall
 from tiercache_backends.mooncake import idle
 from tiercache_backends.mooncake.header import prefix_of
 from tiercache_backends.mooncake.idle import ClientSpec
@@ -45,45 +42,31 @@ class Link:
         self.attached: Final = AttachedMappings()
         self.pieces: Final = MAX_PIECES // settings.threads
         """Pieces that one call may move."""
-        self._breaker: Final = Breaker(
-            settings.breaker_failures, settings.breaker_pause, clock=time.monotonic, random=random.random
-        )
-        self._calls: Final = Calls(
-            str(settings), settings.threads, settings.deadline, self._on_hang, lambda: None
+        self.guard: Final = Guard(
+            str(settings),
+            settings.threads,
+            settings.deadline,
+            on_hang=self._on_hang,
+            failures=settings.breaker_failures,
+            pause=settings.breaker_pause,
+            max_hung=2 * settings.threads,
         )
         self._changed: Final = threading.Condition()  # guards registrations, and the fields below
         self._users = 0
         self._client: MooncakeClient | None = None
         self._spec: ClientSpec
         self._closed = False
-        self._why = "it is not connected yet"
-        self.probes = 0
-        """Number of examinations that were begun."""
         try:
-            self._calls.begin("connecting", self._connect).result()
+            self.guard.begin("connecting", self._connect).result()
         except UnavailableError as error:
-            self._why = str(error)
-            self._breaker.trip()
-
-    @property
-    def lost_calls(self) -> int:
-        """Number of calls that were given up."""
-        return self._calls.lost
-
-    @property
-    def hung_calls(self) -> int:
-        """Number of calls that were given up and have not returned."""
-        return self._calls.hung
+            self.guard.leave_out(str(error))
 
     def ready(self) -> MooncakeClient:
         """Return the client if calls may be made now; raise UnavailableError otherwise."""
-        verdict = self._breaker.ask()
-        if verdict is Verdict.PROBE:
-            self.probes += 1
-            self._calls.begin("examination", self._examine, over=lambda: self._breaker.probed(False))
+        may_call = self.guard.may_call(self._examine)
         client = self._client
-        if verdict is not Verdict.PASS or client is None:
-            raise UnavailableError(f"{self._settings}: {self._why}")
+        if not may_call or client is None:
+            raise UnavailableError(f"{self._settings}: {self.guard.why}")
         return client
 
     def patience(self) -> Patience:
@@ -104,15 +87,15 @@ class Link:
         client = self.ready()
         seconds = patience.left
         if not seconds:
-            raise UnavailableError(f"{self._settings}: {self._why}")
-        return self._calls.begin(what, lambda: self._use(client, work), 0, give_up, seconds=seconds)
+            raise UnavailableError(f"{self._settings}: {self.guard.why}")
+        return self.guard.begin(what, lambda: self._use(client, work), give_up=give_up, seconds=seconds)
 
     def end(self, patience: Patience, pending: PendingCall[T]) -> T:
         """Return what the calls returned; raises UnavailableError if they take too long."""
         try:
             return pending.result()
         except UnavailableError as error:
-            self.failed(str(error))
+            self.guard.failed(str(error))
             patience.end()
             raise
 
@@ -137,20 +120,11 @@ class Link:
         try:
             return self.end(patience, pending)
         finally:
-            if not pending.given_up or not pending.thread:
+            if not pending.hangs:
                 self.staging.give(region)
 
     def _give_later(self, region: Region) -> Callable[[], None]:
         return lambda: self.staging.give(region)
-
-    def failed(self, why: str) -> None:
-        """Note that Mooncake did not answer, or could not reach a part of itself."""
-        self._why = why
-        self._breaker.failed()
-
-    def succeeded(self) -> None:
-        """Note that Mooncake has moved bytes. An answer of the master alone says nothing of the hosts."""
-        self._breaker.succeeded()
 
     def attach(self, memory: SharedMemory) -> None:
         """Map a caller's memory, and register the mapping now or with the next client.
@@ -182,7 +156,7 @@ class Link:
             # It may take a second (`idle`). The interpreter waits for this thread at exit, although a tier of
             # a chain is closed on a daemon thread: one that is inside Mooncake then would crash the process.
             threading.Thread(target=self._disconnect, name="tiercache-mooncake-close", daemon=False).start()
-        self._calls.close()
+        self.guard.close()
 
     def _is_idle(self) -> bool:
         return self._users == 0
@@ -252,8 +226,6 @@ class Link:
     def _examine(self) -> None:
         """Connect if need be, and store, read and delete a canary; report to the breaker."""
         try:
-            if self._calls.hung >= 2 * self._settings.threads:
-                raise UnavailableError(f"{self._calls.hung} calls have not returned yet")
             if self._client is None:
                 self._connect()
             client = self._client
@@ -261,9 +233,9 @@ class Link:
                 raise UnavailableError("it is being closed")
             self._use(client, self._try_canary)
         except UnavailableError as error:
-            self._why = str(error)
+            self.guard.why = str(error)
         else:
-            self._breaker.probed(True)
+            self.guard.probed(True)
 
     def _try_canary(self, client: MooncakeClient) -> None:
         region = self.staging.take(2 * _CANARY_BYTES, 0)

@@ -107,9 +107,9 @@ class PoolReader:
                     with self._lock:
                         self.leases_over += 1
         if moved:
-            self._link.succeeded()
+            self._link.guard.succeeded()
         elif Outcome.UNAVAILABLE in {outcomes[one.index] for one in part.placed} and not odd:
-            self._link.failed(f"a get failed with code {min(codes)}")
+            self._link.guard.failed(f"a get failed with code {min(codes)}")
 
     def _matches(self, one: PlacedItem[GetItem], header: memoryview, payload: Sequence[memoryview]) -> bool:
         found = payload_sum(header, one.name, one.length)
@@ -124,7 +124,7 @@ class PoolReader:
             if size == HEADER_BYTES + one.length:
                 if code == size:
                     return self._read_again(patience, one)
-                self._link.failed(f"a get failed with code {code}")
+                self._link.guard.failed(f"a get failed with code {code}")
                 return Outcome.UNAVAILABLE
             if size > HEADER_BYTES:
                 header = self._link.ask_with(patience, "get", HEADER_BYTES, _head_of(one.name))

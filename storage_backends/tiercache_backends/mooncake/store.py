@@ -171,8 +171,8 @@ class MooncakeBackend(StorageBackend):
                 "corrupt": self._reader.corrupt,
                 "second_reads": self._reader.second_reads,
                 "leases_over": self._reader.leases_over,
-                "lost_calls": self._link.lost_calls,
-                "hung_calls": self._link.hung_calls,
+                "lost_calls": self._link.guard.lost,
+                "hung_calls": self._link.guard.hung,
                 "staging_free_bytes": self._link.staging.free_bytes,
             }
             if self._listing is None:
@@ -295,7 +295,7 @@ class MooncakeBackend(StorageBackend):
         )
 
     def _unavailable(self, code: int) -> UnavailableError:
-        self._link.failed(f"the master does not answer (code {code})")
+        self._link.guard.failed(f"the master does not answer (code {code})")
         return UnavailableError(
             f"{self._settings}: the pool does not answer (code {code}); look whether mooncake_master and its"
             " hosts run"

@@ -15,7 +15,7 @@ from typing import Final, Generic, Protocol, TypeVar
 from tiercache.core import Outcome
 from tiercache.errors import UnavailableError
 from tiercache.storage.base import GetItem, SetItem
-from tiercache.storage.calls import PendingCall
+from tiercache.storage.guard import PendingCall
 from tiercache_backends.mooncake.library import MooncakeClient
 from tiercache_backends.mooncake.link import Link
 from tiercache_backends.mooncake.memory import Region
@@ -131,7 +131,7 @@ class _Way(Generic[Item]):
             codes = self._link.end(self._patience, pending)
         except BaseException as error:
             # A call that was given up while it ran gives its memory back when it returns.
-            if not pending.given_up or not pending.thread:
+            if not pending.hangs:
                 self._link.staging.give(region)
             if not isinstance(error, UnavailableError):
                 raise

@@ -48,7 +48,7 @@ class PoolWriter:
         except UnavailableError:
             return outcomes
         if min(known, default=0) < 0:
-            self._link.failed(f"the master does not answer (code {min(known)})")
+            self._link.guard.failed(f"the master does not answer (code {min(known)})")
         fits = self._link.staging.nbytes - HEADER_BYTES
         kinds: dict[int, list[tuple[int, SetItem, str, Sequence[memoryview], int]]] = {}
         for n, (item, name, code) in enumerate(zip(items, names, known, strict=True)):
@@ -111,6 +111,6 @@ class PoolWriter:
                 INVALID: Outcome.ERROR,
             }.get(code, Outcome.UNAVAILABLE)
         if Outcome.UNAVAILABLE in {outcomes[one.index] for one in part.placed}:
-            self._link.failed(f"a set failed with code {min(codes)}")
+            self._link.guard.failed(f"a set failed with code {min(codes)}")
         else:
-            self._link.succeeded()
+            self._link.guard.succeeded()

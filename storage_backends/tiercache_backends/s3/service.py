@@ -8,20 +8,19 @@ that is given up can end whenever it likes.
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
-from threading import Condition, Event, Lock, get_ident
+from functools import partial
+from threading import Lock
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import obstore
 from obstore.store import S3Store
 
-from tiercache.errors import ConfigError
-from tiercache.storage.breaker import Breaker, Verdict
-from tiercache.threads import IoThreads
+from tiercache.errors import ConfigError, UnavailableError
+from tiercache.storage.guard import MIN_BYTES_PER_SECOND, BytesInFlight, Guard, PendingCall
 from tiercache_backends.s3.failures import FailureKind, RequestError, classify
 from tiercache_backends.s3.settings import S3Settings
 from tiercache_backends.s3.throughput import WireSpeed
@@ -32,12 +31,8 @@ T = TypeVar("T")
 
 THREADS: Final = 16
 """Number of requests of a store at one time."""
-_MIN_BYTES_PER_SECOND: Final = 32 << 20
-"""Throughput that a deadline allows for, on top of its fixed part."""
-_FAILURES: Final = 3
-"""Number of requests in a row without an answer after which the breaker opens."""
 _PAUSE: Final = 1.0
-"""First pause of the breaker in seconds."""
+"""Seconds from a refusal, or from the failure that leaves the service out, to the next request."""
 _RETRIES: Final = 3
 """Number of times that obstore repeats a request, and tries of a put that meets conflicts."""
 _CONFLICT_PAUSE: Final = 0.05
@@ -58,54 +53,28 @@ class Listed(NamedTuple):
 class PendingRequest(Generic[T]):
     """A request that has been queued; `result` waits for its end, or gives it up.
 
-    Thread safety: `run` on a thread of the service, `result` on the caller's.
+    Thread safety: one thread.
     """
 
-    def __init__(self, service: BucketClient, work: Callable[[], T], nbytes: int, until: float) -> None:
-        self._service = service
-        self._work: Callable[[], T] | None = work
-        self._nbytes = nbytes
-        self._until = until
-        self._lock = Lock()  # guards `_work` and `_thread`
-        self._ended = Event()
-        self._thread = 0
-        self._value: T | None = None
-        self._error: RequestError | None = None
-
-    def run(self) -> None:
-        """Make the request, unless it was given up before it began."""
-        with self._lock:
-            work = self._work
-            self._thread = get_ident()
-        wire, nbytes = self._service.wire, self._nbytes if work is not None else 0
-        wire.begin(nbytes)
-        try:
-            if work is not None:
-                self._value = work()
-        except Exception as error:  # noqa: BLE001  obstore raises many types; the thread must live on
-            self._error = classify(error, self._service.where)
-        finally:
-            wire.end(nbytes, nbytes if self._error is None else 0)
-            self._service.ended(self._nbytes)
-            self._work = work = None  # the bytes of a put go with it
-            self._ended.set()
+    def __init__(self, client: BucketClient, call: PendingCall[T]) -> None:
+        self._client = client
+        self._call = call
 
     def result(self) -> T:
         """Return the answer; raise RequestError if the request failed or took too long."""
-        if not self._ended.wait(max(0.0, self._until - time.monotonic())):
-            with self._lock:
-                if not self._thread:
-                    self._work = None
+        try:
+            answer = self._call.result()
+        except RequestError as error:
+            failure = error
+        except UnavailableError:
             failure = RequestError(
                 FailureKind.UNREACHABLE,
-                f"{self._service.where} does not answer in time; correct endpoint=, or wait",
+                f"{self._client.where} does not answer in time; correct endpoint=, or wait",
             )
-        elif self._error is not None:
-            failure = self._error
         else:
-            self._service.answered()
-            return self._value  # type: ignore[return-value]  # a request without an error has its value
-        self._service.failed(failure)
+            self._client.guard.succeeded()
+            return answer
+        self._client.failed(failure)
         raise failure
 
 
@@ -119,10 +88,9 @@ class BucketClient:
         self._settings = settings
         self.where: Final = f"{settings} at {settings.endpoint or 'amazonaws.com'}"
         """The bucket and the service, for messages."""
-        self._threads = IoThreads("s3", THREADS)
-        self._breaker = Breaker(_FAILURES, _PAUSE, clock=time.monotonic, random=random.random)
-        self._room = Condition()  # guards the fields from here on
-        self._in_flight = 0
+        self.guard: Final = Guard(self.where, THREADS, settings.deadline, pause=_PAUSE, max_hung=2 * THREADS)
+        self.in_flight: Final = BytesInFlight(settings.in_flight)
+        self._lock = Lock()  # guards the fields from here on
         self._store: S3Store | None = None
         self._refusal: tuple[float, RequestError] | None = None
         self.requests = 0
@@ -134,14 +102,11 @@ class BucketClient:
 
     def deadline(self, nbytes: int = 0) -> float:
         """Return the time on the monotonic clock by which a call that moves so many bytes must be over."""
-        return time.monotonic() + self._settings.deadline + nbytes / _MIN_BYTES_PER_SECOND
+        return time.monotonic() + self._settings.deadline + nbytes / MIN_BYTES_PER_SECOND
 
     def check(self) -> None:
         """Raise RequestError if no request would be made now; start a probe if it is time for one."""
-        verdict = self._breaker.ask()
-        if verdict is Verdict.PROBE:
-            self._threads.submit(self._probe)
-        if verdict is not Verdict.PASS:
+        if not self.guard.may_call(self._probe):
             raise RequestError(
                 FailureKind.UNREACHABLE, f"{self.where} has not answered; it is asked again in a moment"
             )
@@ -152,24 +117,9 @@ class BucketClient:
     def has_room(self, nbytes: int, until: float, *, wait: bool) -> bool:
         """Take a share of the bytes in flight; with `wait`, wait for it until that time.
 
-        More bytes than the whole budget are let through alone. `ended` gives the share back.
+        The request that moves them gives it back.
         """
-
-        def fits() -> bool:
-            return not self._in_flight or self._in_flight + nbytes <= self._settings.in_flight
-
-        with self._room:
-            if not fits() and not (wait and self._room.wait_for(fits, max(0.0, until - time.monotonic()))):
-                return False
-            self._in_flight += nbytes
-            return True
-
-    def resize(self, taken: int, nbytes: int) -> int:
-        """Make a share of `nbytes` of one that was taken for another number; return the new share."""
-        with self._room:
-            self._in_flight += nbytes - taken
-            self._room.notify_all()
-            return nbytes
+        return self.in_flight.enter(nbytes, max(0.0, until - time.monotonic()) if wait else 0.0)
 
     def begin(self, work: Callable[[S3Store], T], until: float, nbytes: int = 0) -> PendingRequest[T]:
         """Queue a request for which `has_room` has taken `nbytes`. Raises RequestError."""
@@ -177,13 +127,31 @@ class BucketClient:
             self.check()
             store = self._client()
         except RequestError:
-            self.ended(nbytes)
+            self.in_flight.leave(nbytes)
             raise
-        with self._room:
+        with self._lock:
             self.requests += 1
-        request = PendingRequest(self, lambda: self._twice(work, store), nbytes, until)
-        self._threads.submit(request.run)
-        return request
+
+        def request() -> T:
+            moved = 0
+            self.wire.begin(nbytes)
+            try:
+                answer = self._twice(work, store)
+                moved = nbytes
+            except Exception as error:  # noqa: BLE001  obstore raises many types
+                raise self._known(error) from None
+            finally:
+                self.wire.end(nbytes, moved)
+            return answer
+
+        call = self.guard.begin(
+            "a request",
+            request,
+            over=partial(self.in_flight.leave, nbytes),
+            seconds=until - time.monotonic(),
+            strict=True,
+        )
+        return PendingRequest(self, call)
 
     def ask(self, work: Callable[[S3Store], T], until: float | None = None) -> T:
         """Return the answer to a request that moves few bytes. Raises RequestError."""
@@ -197,9 +165,9 @@ class BucketClient:
         try:
             return work(store)
         except Exception as error:
-            if classify(error, self.where).kind is not FailureKind.REFUSED:
+            if self._known(error).kind is not FailureKind.REFUSED:
                 raise
-        with self._room:
+        with self._lock:
             if self._store is store:
                 self._store = None
         return work(self._client())
@@ -313,34 +281,23 @@ class BucketClient:
     # --- ends of requests
     # --------------------------------------------------------------------------------------------------------
 
-    def ended(self, nbytes: int) -> None:
-        """Give back a share of the bytes in flight."""
-        with self._room:
-            self._in_flight -= nbytes
-            if nbytes:
-                self._room.notify_all()
-
-    def answered(self) -> None:
-        """Note that the service has served a request."""
-        self._breaker.succeeded()
-
     def failed(self, failure: RequestError) -> None:
         """Note how a request failed."""
         if failure.kind is not FailureKind.UNREACHABLE:
-            self._breaker.succeeded()
+            self.guard.succeeded()
             if failure.kind is FailureKind.REFUSED:
                 self._refused(failure)
             return
-        with self._room:
+        with self._lock:
             self.unanswered += 1
-        self._breaker.failed()
+        self.guard.failed(failure.text)
 
     def close(self) -> None:
         """End the threads, those with a request under way when it ends."""
-        self._threads.close(self._settings.deadline)
+        self.guard.close()
 
     def _refused(self, failure: RequestError) -> None:
-        with self._room:
+        with self._lock:
             new = self._refusal is None or self._refusal[1].text != failure.text
             self._refusal = (time.monotonic() + _PAUSE, failure)
             self._store = None  # the credentials are read again
@@ -348,14 +305,14 @@ class BucketClient:
             _log.warning("%s", failure.text)
 
     def _client(self) -> S3Store:
-        with self._room:
+        with self._lock:
             if self._store is None:
                 self._store = self._connect()
             return self._store
 
     def _connect(self) -> S3Store:
         settings = self._settings
-        limit = timedelta(seconds=settings.deadline + settings.in_flight / _MIN_BYTES_PER_SECOND)
+        limit = timedelta(seconds=settings.deadline + settings.in_flight / MIN_BYTES_PER_SECOND)
         try:
             given: dict[str, Any] = settings.credentials()
             if settings.endpoint:
@@ -382,9 +339,10 @@ class BucketClient:
     def _probe(self) -> None:
         try:
             next(iter(obstore.list(self._client(), self._settings.place("packs"), chunk_size=1)), None)
-        except Exception as error:  # noqa: BLE001  whatever it is, the probe has an answer for the breaker
-            known = error if isinstance(error, RequestError) else classify(error, self.where)
-            self._breaker.probed(known.kind is not FailureKind.UNREACHABLE)
+        except Exception as error:  # noqa: BLE001  whatever it is, the probe has a result
+            self.guard.probed(self._known(error).kind is not FailureKind.UNREACHABLE)
             return
-        self._breaker.probed(True)
-        _log.warning("%s answers again", self.where)
+        self.guard.probed(True)
+
+    def _known(self, error: Exception) -> RequestError:
+        return error if isinstance(error, RequestError) else classify(error, self.where)

@@ -150,7 +150,8 @@ class PackWriter:
         try:
             head, pieces = self._encoded(claims)
             nbytes = len(head) + total(pieces)
-            share = self._service.resize(share, nbytes)
+            self._service.in_flight.leave(share - nbytes)
+            share = nbytes
             pack = self._pack(head, nbytes)
             name = pack.name
             if not self._room.take(name, nbytes, claims):
@@ -162,7 +163,7 @@ class PackWriter:
         except RequestError as error:
             self._directory.fail(claims, outcome_of_set(error), name)
         finally:
-            self._service.ended(share)
+            self._service.in_flight.leave(share)
         return True
 
     def _encoded(self, claims: Sequence[PackClaim]) -> tuple[bytes, list[memoryview]]:

@@ -14,7 +14,7 @@ from tests.storage_backends.chain.stores import Hanging, chain_over, health, hel
 from tiercache.core import Outcome
 from tiercache.errors import UnavailableError
 from tiercache.storage import open_backend
-from tiercache.storage.calls import Calls, NoThreadError
+from tiercache.storage.guard import Guard, NoThreadError
 from tiercache.testing.objects import fetch, key, payload, put, to_set
 
 HIT, MISS, STORED, THROTTLED = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.THROTTLED
@@ -140,7 +140,7 @@ def test_a_call_that_was_given_up_counts_until_it_has_returned():
 
 def test_a_call_that_finds_no_thread_is_over_too():
     over, free = threading.Event(), threading.Event()
-    calls = Calls("tier t", 1, 0.1, lambda why: None, lambda: None)
+    calls = Guard("tier t", 1, 0.1)
     hung = calls.begin("get", free.wait, 32 << 20)
     waiting = calls.begin("get", lambda: None, over=over.set)
     with pytest.raises(NoThreadError):
@@ -153,7 +153,7 @@ def test_a_call_that_finds_no_thread_is_over_too():
 
 def test_a_call_that_waited_for_one_that_hangs_gets_no_time_anew():
     free = threading.Event()
-    calls = Calls("tier t", 1, 0.5, lambda why: None, lambda: None)
+    calls = Guard("tier t", 1, 0.5)
     hung, waiting = calls.begin("get", free.wait), calls.begin("get", partial(time.sleep, 0.5), seconds=0.8)
     for call in (hung, waiting):
         with pytest.raises(UnavailableError):

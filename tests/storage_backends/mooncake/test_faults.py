@@ -198,14 +198,14 @@ def test_a_store_is_closed_while_a_call_hangs() -> None:
         pool.providers[0].stop()
         link = store._link  # private: whether the late call has returned
         # On a busy machine the master's answer may be what is late, and such a call does not hang.
-        until(lambda: store.get([GetItem(key("big"), [view], BLOCK)]) == [UNAVAILABLE] and link.hung_calls)
+        until(lambda: store.get([GetItem(key("big"), [view], BLOCK)]) == [UNAVAILABLE] and link.guard.hung)
         store.close()
         view.release()
-        assert link.hung_calls
+        assert link.guard.hung
         arena.free(blocks)
         arena.close()
         pool.providers[0].go_on()
-        until(lambda: not link.hung_calls)
+        until(lambda: not link.guard.hung)
         with open_in(pool) as again:
             assert fetch(again, key("big"), BLOCK) == payload("big", BLOCK)
 

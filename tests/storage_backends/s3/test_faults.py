@@ -163,7 +163,7 @@ def test_more_than_may_be_in_flight_waits(tmp_path: Path) -> None:
         big = to_set(key("big"), payload("big", 1 << 20))
         assert store.set([big]) == [STORED]
         assert store.get([to_get(key("big"), 1 << 20)]) == [HIT]
-        assert store._service._in_flight == 0  # private: everything is given back
+        assert store._service.in_flight.nbytes == 0  # private: everything is given back
 
 
 def test_nothing_is_encoded_before_its_share_of_memory_is_free(tmp_path: Path, proxy: Proxy) -> None:
@@ -186,7 +186,7 @@ def test_nothing_is_encoded_before_its_share_of_memory_is_free(tmp_path: Path, p
         assert known.since == 1
         go_on.set()
         assert [one.result() for one in sets] == [STORED] * 4
-        assert store._service._in_flight == 0  # private: everything is given back
+        assert store._service.in_flight.nbytes == 0  # private: everything is given back
 
 
 REFUSALS = {
