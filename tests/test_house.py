@@ -221,7 +221,7 @@ BUDGET = {
     "tiercache_backends.file": 4_800,
     "tiercache_backends.lmdb": 4_600,
     "tiercache_backends.chain": 4_200,
-    "tiercache_backends.s3": 3_850,
+    "tiercache_backends.s3": 3_860,
     "tiercache_backends.grpc": 3_200,
     "tiercache_backends.mooncake": 2_200,
     "tiercache_backends.local": 1_700,
