@@ -81,7 +81,7 @@ class Engine:
 PROMPT = [n * n % 251 for n in range(200)]
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         sys.exit("give the URL of a store, such as file:///tmp/engine?capacity=64MiB")
     engine = Engine(sys.argv[1])
     for tokens in (PROMPT, PROMPT[:144] + [7] * 40):

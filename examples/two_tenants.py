@@ -60,6 +60,6 @@ def main(place: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         sys.exit("give a directory, which is made, such as /tmp/tenants")
     main(Path(sys.argv[1]).absolute())

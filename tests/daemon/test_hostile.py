@@ -566,7 +566,7 @@ class TestStrangers:
             never = client.stream("Set", _slowly(), 1e9)
             started = time.monotonic()
             assert status(never) is grpc.StatusCode.DEADLINE_EXCEEDED
-            assert time.monotonic() - started < 10
+            assert time.monotonic() - started < 30
 
     def test_metadata_are_bounded(self, daemon: Daemon) -> None:
         with Client(f"127.0.0.1:{daemon.ports[0]}", [("authorization", "Bearer " + "x" * 60_000)]) as client:
