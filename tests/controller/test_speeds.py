@@ -12,9 +12,8 @@ from tests.controller.harness import KV, MAMBA, Engine, P, prompt
 from tests.controller.test_interleavings import Gated, ask, evict, until, wind_up
 from tests.controller.test_machine import Fence
 from tests.controller.test_prefetch import Clock
-from tiercache.controller import ControllerOptions, Status, speeds
-from tiercache.controller.depths import near_runs
-from tiercache.controller.speeds import ENOUGH_S, HALF_LIFE_S, Speed, Speeds
+from tiercache.controller import ControllerOptions, Status, depths
+from tiercache.controller.depths import ENOUGH_S, HALF_LIFE_S, Speed, Speeds, near_runs
 from tiercache.core import Reason, Tier, as_tokens
 from tiercache.errors import InputError
 from tiercache.policy import profile_named
@@ -194,7 +193,7 @@ def test_loads_that_wait_for_each_other_are_not_counted_twice():
 
 def test_a_load_that_waited_for_the_device_is_not_measured(monkeypatch):
     """The work that still uses its slots goes on for ten seconds."""
-    monkeypatch.setattr(speeds, "LEAST_BYTES", 1)
+    monkeypatch.setattr(depths, "LEAST_BYTES", 1)
     engine, clock = filled()
     assert engine.serve(FIRST) == 3 * P
     engine.controller.evict(Tier.DEVICE)

@@ -16,7 +16,7 @@ from blake3 import blake3
 from tiercache_backends.grpc.inquiries import read_history, read_report
 
 from tests.fuzz.base import MIB, Target, promised
-from tiercache.controller.continuation.tickets import ParkingTicket
+from tiercache.controller.continuation.parked import ParkingTicket
 from tiercache.controller.ranks.base import Message, MessageKind, RankFacts, pack_depths
 from tiercache.controller.ranks.session import RankSession
 from tiercache.core import ObjectKey, ObjectMeta, Outcome, PoolName

@@ -4,14 +4,19 @@
 """
 
 from tiercache.controller.admission import Admission, Poll, Status
-from tiercache.controller.context import WRITE_BACK, WRITE_CHANCE, WRITE_THROUGH, ControllerOptions
+from tiercache.controller.continuation.continued import ResumedAdmission
 from tiercache.controller.continuation.parked import Parked, ParkedStatus
-from tiercache.controller.continuation.resumed import ResumedAdmission
 from tiercache.controller.controller import EngineFactory, HybridCacheController
-from tiercache.controller.prefetch import Lookup
-from tiercache.controller.prefetch_queue import PrefetchTicket
-from tiercache.controller.prefetch_rules import PrefetchPolicy, PrefetchRules
-from tiercache.controller.preview import Preview
+from tiercache.controller.lookup import Lookup, Preview
+from tiercache.controller.options import (
+    WRITE_BACK,
+    WRITE_CHANCE,
+    WRITE_THROUGH,
+    ControllerOptions,
+    PrefetchPolicy,
+    PrefetchRules,
+)
+from tiercache.controller.prefetch import PrefetchTicket
 from tiercache.controller.ranks import RankGroup
 from tiercache.controller.restore import Sources
 from tiercache.threads import IoThreads

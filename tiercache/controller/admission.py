@@ -21,8 +21,9 @@ import numpy as np
 from tiercache.controller.allocation import DeviceFence
 from tiercache.controller.context import ControllerContext
 from tiercache.controller.depths import deepest_on_device, near_depth
-from tiercache.controller.prefetch import Lookup, Prefetch, Step
-from tiercache.controller.prefetch_rules import PrefetchPolicy, PrefetchRules
+from tiercache.controller.lookup import Lookup
+from tiercache.controller.options import PrefetchPolicy, PrefetchRules
+from tiercache.controller.prefetch import Prefetch, Step
 from tiercache.controller.request_slots import RequestSlots
 from tiercache.controller.restore import DeviceRestore, Sources, count_restore
 from tiercache.core import ABSENT, Locations, PoolName, Reason, Tier, TokenArray, reusable_pages

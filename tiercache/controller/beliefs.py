@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -15,10 +14,11 @@ import numpy as np
 
 from tiercache.controller.context import ControllerContext
 from tiercache.controller.store_calls import StoreCall
-from tiercache.core import ABSENT, Mask, PoolName, PoolTransferResult, Reason, Tier, TokenArray
+from tiercache.core import ABSENT, Mask, PoolName, Reason, Tier
 from tiercache.index import Node, Pin, Span
 
 _log = logging.getLogger(__name__)
+
 
 _PAUSE: Final = 0.05
 """Seconds between two checks.
@@ -211,49 +211,3 @@ class _Check:
         self.pins.clear()
         self._context.in_flight.end(self)
         self._answered()
-
-
-def forget_missing(
-    context: ControllerContext, tokens: TokenArray, extra: bytes, result: PoolTransferResult
-) -> None:
-    """Drop the notes of stored objects on this prompt's path that storage has just reported missing.
-
-    An object that was stored after the query began loses its note too. The next commit then offers this
-    object again, and the store finds that it is stored already.
-    """
-    index = context.index
-    match = index.match(tokens, extra)
-    path = list(index.node_at(match, match.path_depth).path())
-    with ExitStack() as pins:
-        for node in path:  # without a pin, a node that loses all its objects would be removed
-            pins.enter_context(index.pinned(node))
-        for node in path:
-            _drop_notes(context, node, match.path_depth, result)
-
-
-def _drop_notes(context: ControllerContext, node: Node, depth: int, result: PoolTransferResult) -> None:
-    """Drop notes of objects on one edge, where `result` says that storage does not have the object.
-
-    The objects are the edge's pages within the first `depth` pages of the path, and the state at its end.
-    """
-    # The answer may end inside this edge. Notes behind the end of the answer stay:
-    #   path       0 ......... start ............... node.end
-    #   present    |===========|=======|
-    #   here                   |=======|
-    index, start = context.index, node.end - node.pages
-    for pool, present in result.present.items():
-        here = present[start : min(node.end, depth)]
-        if pool in index.state_pools:
-            believed = node.state(Tier.STORAGE, index.state_pools.index(pool)) != ABSENT
-            lost = int(believed and node.pages > 0 and len(here) == node.pages and not here[-1])
-            if lost:
-                index.forget_state_stored(node, pool)
-        else:
-            gone = node.where[Tier.STORAGE, index.page_pools.index(pool)] >= 0
-            gone[: len(here)] &= ~here
-            gone[len(here) :] = False
-            lost = int(np.count_nonzero(gone))
-            if lost:
-                index.forget_stored(Span(node, start, node.end), pool, gone)
-        if lost:
-            context.metrics.increment("forgotten_objects_total", pool, by=lost)

@@ -1,4 +1,4 @@
-"""Options of a controller, and the context that its parts share: index, pools, store and transfer engine."""
+"""The context that the parts of a controller share: index, pools, store and transfer engine."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Final
 import numpy as np
 
 from tiercache.controller.allocation import DeviceWork, ObjectAllocator
+from tiercache.controller.depths import Speeds
 from tiercache.controller.in_flight import EventQueue, InFlightTable
-from tiercache.controller.prefetch_rules import PrefetchRules
+from tiercache.controller.options import ControllerOptions
 from tiercache.controller.residency_events import ResidencyEvents
-from tiercache.controller.speeds import Speeds
 from tiercache.controller.store_calls import StoreCalls
-from tiercache.core import Locations, PoolName, Tier
-from tiercache.errors import ClosedError, ConfigError
-from tiercache.events.settings import EventSettings
-from tiercache.index import CheckpointRules, HybridIndex, Pin, checkpoints_named
+from tiercache.core import HitPolicy, Locations, PoolName, Tier
+from tiercache.errors import ClosedError, GeometryError
+from tiercache.index import HybridIndex, Pin
+from tiercache.keys import Identity
 from tiercache.metrics import Metrics
 from tiercache.policy import ModelProfile
 from tiercache.pools import BlockArena, DevicePool, HostPool
@@ -33,181 +33,10 @@ _MIN_DEADLINE_S: Final = 1.0
 
 This minimum applies even if restores wait for a shorter time, because a call may be slow without hanging.
 """
+
+
 _POLL_S: Final = 0.001
 """Seconds between two checks of the fences. No event is posted when the device passes a fence."""
-
-
-WRITE_THROUGH: Final = "write_through"
-"""Value of `ControllerOptions.write`: objects go to storage at their commit."""
-WRITE_BACK: Final = "write_back"
-"""Value of `ControllerOptions.write`: objects go to storage ahead of their eviction from the host."""
-WRITE_CHANCE: Final = 0.02
-"""Default of `ControllerOptions.write_chance`."""
-
-
-@dataclass(frozen=True, slots=True)
-class ControllerOptions:
-    """Limits and settings of a controller. Times are in seconds."""
-
-    restore_deadline: float = 5.0
-    """Time that an admission may wait for storage.
-
-    After this time, the admission restores what device and host have.
-    """
-    storage_deadline: float = 0.0
-    """Time that a store call may take before it counts as hung.
-
-    After a hang, store calls are suspended for a while. 0 stands for `restore_deadline`, but at least 1 s.
-    """
-    in_flight_share: float = 0.25
-    """Maximum share of the host's blocks that all fetches may hold at a time.
-
-    The same maximum applies to all writes to storage, and to all copies that end on the host.
-    """
-    pin_share: float = 0.25
-    """Maximum share of the host's blocks that pinned prefixes may keep; 0 for no pins."""
-    park_share: float = 0.25
-    """Maximum share of the host's blocks that parked requests may keep; 0 for no parking."""
-    belief_checks: int = 512
-    """Approximate number of objects that one check asks the store about; 0 for no checks.
-
-    A check finds out whether the store still has objects that the index notes as stored. Two checks are at
-    least 0.05 s apart. In an index so small that one check covers it whole, this pause is skipped after a
-    write to storage.
-    """
-    write_retries: int = 3
-    """Number of times that objects are offered to storage again if storage does not take them.
-
-    The pause before the first retry is 0.1 s, and each further pause is four times as long.
-    """
-    prefetch: PrefetchRules = field(default_factory=PrefetchRules)
-    """Rules that say how long an admission waits for fetches, within its deadline.
-
-    `HybridCacheController.admit` takes other rules for one request.
-    """
-    min_fetch_tokens: int = 0
-    """Minimum number of tokens that a fetch must add to those that device and host can restore.
-
-    A smaller number of tokens is computed instead, with the reason `not_worth`.
-    """
-    close_deadline: float = 10.0
-    """Time that `close` may wait for operations to end."""
-    piece_bytes: int = 32 << 20
-    """Approximate number of bytes of one piece of a restore from storage.
-
-    The reads of a restore are cut into pieces. A piece that lies verified on the host is copied to the device
-    while the next pieces are read. A smaller amount is copied together with the rest. Each piece costs
-    hand-overs between threads: with 8 MiB, a restore of 265 MiB on two cores takes a tenth longer.
-    """
-    load_or_recompute: bool = True
-    """Whether tokens are computed that would take longer to restore, by the speeds measured so far.
-
-    The speed of the prefill is known from `note_prefill`; without it, all that can be restored is restored.
-    With False, what is restored does not depend on how fast anything is.
-    """
-    check_order: bool = False
-    """Whether the ranks of a group compare the calls of their engines, to find one that differs.
-
-    For debugging: each call costs a message, and a digest of its tokens.
-    """
-    join_deadline: float = 60.0
-    """Time in which all ranks of a group must be there, from the start of this one."""
-    max_queries: int = 64
-    """Maximum number of storage queries in flight. At the maximum, a lookup does not ask storage."""
-    query_threads: int = 2
-    """Threads for queries of the store. With two threads, a slow query does not delay every restore."""
-    read_threads: int = 2
-    """Threads for reads from the store."""
-    write_threads: int = 1
-    """Threads for writes to the store."""
-    refresh_path: bool = False
-    """Whether a hit counts as a use of its whole path in the index, and not only of the path's last node."""
-    events: EventSettings | None = None
-    """Publisher of KV events of device, host and storage; None: none. `docs/events.md` has more."""
-    write: str = WRITE_THROUGH
-    """When objects are written to storage: `write_through` at their commit, or `write_back` ahead of their
-    eviction from the host.
-
-    With `write_back`, what only the host holds is lost if the process ends without `flush` or `close`. A
-    sequence that does not fit on the host is written through.
-    """
-    write_chance: float = WRITE_CHANCE
-    """With `write_back`, the least chance of a hit with which a unit is written; from 0, for all units, to 1.
-
-    A higher value spares the medium. On the conversation trace, 0.02 writes 7.6 bytes for each byte that is
-    read, and 0.18 writes 3.0; where prefixes are shared, it costs hits (docs/benchmarks.md).
-    """
-    policy: str = "hvd"
-    """Name of the eviction policy; see `policy_named`."""
-    checkpoints: str | CheckpointRules = "rules"
-    """Rules that choose where prefills leave states, or their name; see `checkpoints_named`."""
-    seed: int = 0
-    """Seed of the index's random draws."""
-    load_flops_per_byte: float = 0.0
-    """FLOPs that the device computes in the time in which it loads one byte from the host.
-
-    For example, the value is 5,000 for 250 TFLOP/s and 50 GB/s. A state that is cheaper to compute again than
-    to load is not copied to the host. With 0, every state is copied, and the eviction policy assumes 5,000.
-    """
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.checkpoints, str | CheckpointRules):
-            raise ConfigError(
-                f"checkpoints={self.checkpoints!r} is not possible; use the name of a checkpoint policy, or"
-                " CheckpointRules(...)"
-            )
-        checkpoints_named(self.checkpoints)  # a wrong name raises here
-        if not isinstance(self.prefetch, PrefetchRules):
-            raise ConfigError(f"prefetch={self.prefetch!r} is not possible; use PrefetchRules(policy=...)")
-        if not isinstance(self.events, EventSettings | None):
-            raise ConfigError(f"events={self.events!r} is not possible; use EventSettings(endpoint=...)")
-        if not 0.0 <= self.load_flops_per_byte < float("inf"):
-            raise ConfigError(
-                f"load_flops_per_byte={self.load_flops_per_byte} is not possible; use a finite number from 0"
-            )
-        if not 0.0 <= self.storage_deadline < float("inf"):
-            raise ConfigError(
-                f"storage_deadline={self.storage_deadline} is not possible; use a finite number of seconds"
-                " from 0"
-            )
-        if self.write not in (WRITE_THROUGH, WRITE_BACK):
-            raise ConfigError(f"write={self.write!r} is not possible; use {WRITE_THROUGH} or {WRITE_BACK}")
-        if not 0.0 <= self.write_chance <= 1.0:
-            raise ConfigError(
-                f"write_chance={self.write_chance} is not possible; use a probability from 0 to 1"
-            )
-        if not 0.0 < self.in_flight_share <= 1.0:
-            raise ConfigError(
-                f"in_flight_share={self.in_flight_share} is not possible; use a share above 0, and 1 at most"
-            )
-        if not 0.0 <= self.pin_share < 1.0:
-            raise ConfigError(f"pin_share={self.pin_share} is not possible; use a share from 0, and below 1")
-        if not 0.0 <= self.park_share < 1.0:
-            raise ConfigError(
-                f"park_share={self.park_share} is not possible; use a share from 0, and below 1"
-            )
-        if not 0.0 <= self.join_deadline < float("inf"):
-            raise ConfigError(
-                f"join_deadline={self.join_deadline} is not possible; use a finite number of seconds from 0"
-            )
-        if self.piece_bytes < 1:
-            raise ConfigError(
-                f"piece_bytes={self.piece_bytes} is not possible; use a positive number of bytes, such as"
-                f" {32 << 20}"
-            )
-        if self.belief_checks < 0:
-            raise ConfigError(
-                f"belief_checks={self.belief_checks} is not possible; use a number of objects from 0"
-            )
-        if self.min_fetch_tokens < 0:
-            raise ConfigError(
-                f"min_fetch_tokens={self.min_fetch_tokens} is not possible; use a number of tokens from 0"
-            )
-        if not 0 <= self.write_retries <= 8:
-            raise ConfigError(f"write_retries={self.write_retries} is not possible; use 0 to 8")
-        for name in ("query_threads", "read_threads", "write_threads"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} would leave storage unserved; use 1 or more")
 
 
 @dataclass
@@ -372,3 +201,41 @@ class ControllerContext:
             blocks += self.allocator.blocks_of(name, len(handles))
         taken = self.arena.blocks - self.arena.available - self.arena.withheld
         assert blocks == taken, f"{blocks} blocks are held, {taken} taken"
+
+
+def split_pools(
+    identity: Identity, pools: Mapping[PoolName, DevicePool]
+) -> tuple[list[PoolName], list[PoolName]]:
+    """Return the page pools and the state pools among `pools`; there may be no page pool.
+
+    Raises GeometryError for a pool that the index cannot serve.
+    """
+    if not pools:
+        raise GeometryError(
+            "no pool is registered, so there is nothing to keep; pass the device pool of the KV pages, of the"
+            " states, or of both"
+        )
+    kinds: dict[HitPolicy, list[PoolName]] = {HitPolicy.ALL_PAGES: [], HitPolicy.TRAILING_PAGES: []}
+    for name, pool in pools.items():
+        geometry = pool.geometry
+        if geometry.pool is not name:
+            raise GeometryError(
+                f"the pool given as {name} is a {geometry.pool} pool; name each by its own kind"
+            )
+        if geometry.page_size != identity.page_size:
+            raise GeometryError(
+                f"pool {name} has pages of {geometry.page_size} tokens and the identity {identity.page_size};"
+                " make them equal"
+            )
+        if geometry.hit_policy is HitPolicy.TRAILING_PAGES and geometry.trailing != 1:
+            raise GeometryError(
+                f"pool {name} needs its last {geometry.trailing} pages; the controller serves whole prefixes"
+                " and single states"
+            )
+        kinds[geometry.hit_policy].append(name)
+    if kinds[HitPolicy.ALL_PAGES] and PoolName.KV not in kinds[HitPolicy.ALL_PAGES]:
+        raise GeometryError(
+            f"there are page pools ({', '.join(kinds[HitPolicy.ALL_PAGES])}), and none is named kv; a hit is"
+            " anchored on KV pages, or on the tokens alone where there are only states"
+        )
+    return kinds[HitPolicy.ALL_PAGES], kinds[HitPolicy.TRAILING_PAGES]

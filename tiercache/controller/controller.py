@@ -13,17 +13,13 @@ from typing import Any, Self
 
 from tiercache.controller.admission import Admission
 from tiercache.controller.allocation import DeviceFence
-from tiercache.controller.arguments import check_pages, check_tokens, own_tokens, split_pools
 from tiercache.controller.beliefs import Beliefs
-from tiercache.controller.context import WRITE_BACK, ControllerContext, ControllerOptions
-from tiercache.controller.continuation.forks import fork_admission
+from tiercache.controller.context import ControllerContext, split_pools
+from tiercache.controller.continuation.continued import ResumedAdmission, fork_admission
 from tiercache.controller.continuation.parked import Parked, Parking
-from tiercache.controller.continuation.resumed import ResumedAdmission
-from tiercache.controller.draining import Draining
-from tiercache.controller.prefetch import Lookup, look_up
-from tiercache.controller.prefetch_queue import PrefetchQueue, PrefetchTicket
-from tiercache.controller.prefetch_rules import PrefetchRules
-from tiercache.controller.preview import Preview, preview
+from tiercache.controller.lookup import Lookup, Preview, look_up, own_tokens, preview
+from tiercache.controller.options import WRITE_BACK, ControllerOptions, PrefetchRules
+from tiercache.controller.prefetch import PrefetchQueue, PrefetchTicket
 from tiercache.controller.ranks.base import RankFacts, RankGroup
 from tiercache.controller.ranks.group_admission import GroupAdmission
 from tiercache.controller.ranks.session import describe_call, join_ranks
@@ -31,7 +27,7 @@ from tiercache.controller.residency_events import ResidencyEvents
 from tiercache.controller.retention import Hints, PrefixPins
 from tiercache.controller.store_calls import StoreCall
 from tiercache.controller.values import Values
-from tiercache.controller.write_back import WriteBack
+from tiercache.controller.write_back import Draining, WriteBack
 from tiercache.controller.write_through import WriteThrough
 from tiercache.core import Locations, PoolName, Tier, as_tokens
 from tiercache.errors import AdmissionError, ClosedError, ConfigError, InputError, PoolFullError
@@ -464,7 +460,9 @@ class HybridCacheController:
         self._note_call("a commit", tokens)
         self._check_fence(fence)
         sequence, by_depth = as_tokens(tokens), {}
-        check_tokens(admission, sequence, self.page_size)
+        full = len(sequence) // self.page_size
+        admission.check_sequence(sequence)
+        admission.slots.check_table(pages, full)
         for depth, slots in (states or {}).items():
             if depth % self.page_size or not 0 < depth <= len(sequence):
                 raise InputError(
@@ -473,8 +471,6 @@ class HybridCacheController:
                 )
             by_depth[depth // self.page_size] = dict(slots)
         admission.slots.check_states(by_depth.values())
-        full = len(sequence) // self.page_size
-        check_pages(admission, pages, full)
         table = {p: t[:full] for p, t in admission.pages.items()}
         self._context.device_work.note(
             fence, [*table.items(), *(pair for slots in by_depth.values() for pair in slots.items())]

@@ -1,146 +1,23 @@
-"""Storage side of a request: the query about its prompt, then fetches of what storage can restore."""
+"""Fetches of what storage can restore: those of a request, and those of a prompt that will come."""
 
 from __future__ import annotations
 
 import enum
-import logging
+from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 import numpy as np
 
-from tiercache.controller.beliefs import forget_missing
 from tiercache.controller.context import ControllerContext
-from tiercache.controller.depths import best_depth, near_runs
+from tiercache.controller.depths import best_depth
 from tiercache.controller.in_flight import InFlight
+from tiercache.controller.lookup import Lookup, look_up
 from tiercache.controller.operations import Fetch, PageRun, gather_runs
-from tiercache.controller.store_calls import StoreCall
-from tiercache.core import (
-    ABSENT,
-    Mask,
-    PoolName,
-    PoolTransfer,
-    PoolTransferResult,
-    Reason,
-    StorageExtra,
-    Tier,
-    TokenArray,
-    pending,
-    reusable_pages,
-)
+from tiercache.core import ABSENT, Mask, PoolName, Reason, Tier, TokenArray, full_pages, pending
 from tiercache.errors import PoolFullError
 from tiercache.index import Match, Node, Pin
-from tiercache.keys import KEY_BYTES, page_keys
 from tiercache.storage.hybrid import is_outage
-
-_log = logging.getLogger(__name__)
-
-
-class StorageQuery:
-    """Query about the pages of one prompt: one `batch_exists_v2` on a background thread.
-
-    Thread safety: the owner's thread (the engine's thread, which calls the controller). Only
-    `_background_query` runs on another thread.
-    """
-
-    kind = "query"
-    pins = ()
-
-    def __init__(self, context: ControllerContext, tokens: TokenArray, extra: bytes, near_pages: int) -> None:
-        self.done = False
-        """Whether the query has ended; `result` and `reason` are valid only then."""
-        self.result: PoolTransferResult | None = None
-        """Answer of storage; None if the call failed."""
-        self.reason = Reason.NONE
-        """Reason why the call failed, or why storage could not answer."""
-        self._context = context
-        self._tokens = tokens
-        self._extra = extra
-        self._near_pages = near_pages
-        """Number of pages, from the start, that are not asked for because they are near."""
-        assert context.storage is not None
-        probe = partial(context.storage.probe, context.pools[0], bytes(KEY_BYTES), read=False)
-        context.in_flight.begin(self)
-        context.queries.submit(
-            StoreCall(
-                self._background_query, landed=self._land, lost=self._lose, late=lambda _: None, probe=probe
-            )
-        )
-
-    def _background_query(self) -> tuple[PoolTransferResult | None, Reason]:
-        context = self._context
-        assert context.storage is not None
-        try:
-            keys = page_keys(context.namespace, self._tokens, context.page_size, extra=self._extra)
-            transfers = []
-            for pool in context.pools:
-                geometry = context.host[pool].geometry
-                transfers.append(
-                    PoolTransfer(pool, hit_policy=geometry.hit_policy, trailing=geometry.trailing)
-                )
-            near = keys[: self._near_pages]
-            result = context.storage.batch_exists_v2(keys[self._near_pages :], transfers, StorageExtra(near))
-            return result, result.reason
-        except Exception:  # noqa: BLE001
-            # an exception breaks the store's contract; only this query fails, with the reason `io_error`
-            _log.exception("asking storage failed")
-            return None, Reason.IO_ERROR
-
-    def _land(self, answer: tuple[PoolTransferResult | None, Reason]) -> bool:
-        (self.result, self.reason), self.done = answer, True
-        if self.result is not None and self.reason is Reason.NONE:
-            forget_missing(self._context, self._tokens, self._extra, self.result)
-        self._context.in_flight.end(self)
-        return self.result is not None
-
-    def _lose(self, reason: Reason, begun: bool) -> None:
-        self._land((None, reason))
-
-
-@dataclass(frozen=True, slots=True)
-class Lookup:
-    """A prompt, and what was known about it when it was looked up."""
-
-    tokens: TokenArray
-    extra: bytes
-    """Bytes that the keys cover besides the tokens (see `keys.sequence_extra`)."""
-    match: Match
-    """Match of the prompt in the index."""
-    near_tokens: int
-    """Number of tokens that can be restored from device and host."""
-    query: StorageQuery | None = None
-    """Query of storage about the prompt; None if storage was not asked."""
-    unasked: Reason = Reason.NONE
-    """Reason why storage was not asked; NONE if storage was asked, or if device and host have everything."""
-
-
-def look_up(
-    context: ControllerContext, tokens: TokenArray, extra: bytes, *, limit: int | None = None
-) -> Lookup:
-    """Match a prompt in the index, and ask storage in the background about pages that are not near.
-
-    `limit`, in pages, is the deepest depth of interest. By default, at least one token is left to compute.
-    """
-    limit = reusable_pages(len(tokens), context.page_size) if limit is None else limit
-    match = context.index.match(tokens, extra, limit=limit)
-    near_tokens = match.near_depth * context.page_size
-    if match.near_depth >= limit:
-        return Lookup(tokens, extra, match, near_tokens)
-    if context.storage is None:
-        return Lookup(tokens, extra, match, near_tokens, unasked=Reason.DISABLED)
-    if (limit - match.near_depth) * context.page_size < context.options.min_fetch_tokens:
-        return Lookup(tokens, extra, match, near_tokens, unasked=Reason.NOT_WORTH)
-    if context.queries.is_suspended:
-        return Lookup(tokens, extra, match, near_tokens, unasked=Reason.UNAVAILABLE)
-    if context.in_flight.count("query") >= context.options.max_queries:
-        return Lookup(tokens, extra, match, near_tokens, unasked=Reason.BUSY)
-    query = StorageQuery(
-        context, tokens[: limit * context.page_size], extra, near_runs(context, match, limit)[1]
-    )
-    return Lookup(tokens, extra, match, near_tokens, query)
-
 
 _MAX_ROUNDS: Final = 8
 """Maximum number of rounds per admission. In each round, one depth is tried.
@@ -408,3 +285,152 @@ class Prefetch:
             runs += gather_runs(pool, node, 0, np.zeros(len(mask), np.int64), mask, handles[pool])
         # The device is not held, because the fetch may go on, or hang, when no request waits for it any more.
         return Fetch(context, runs, self._keys, [context.index.pin(node, Tier.HOST)])
+
+
+_MAX_WAITING: Final = 64
+"""Maximum number of prefetches that are not over."""
+
+
+_MAX_TOKENS: Final = 1 << 22
+"""Maximum number of tokens of all these prefetches together. A token takes 8 bytes."""
+
+
+_SHARE: Final = 4
+"""A prefetch may hold a fourth of the blocks that all fetches may hold, which leaves room for requests."""
+
+
+class PrefetchTicket:
+    """Prefetch of one prefix from storage to the host, which no request waits for.
+
+    Thread safety: the owner's thread (the engine's thread, which calls the controller).
+    """
+
+    def __init__(self, context: ControllerContext, tokens: TokenArray, extra: bytes) -> None:
+        self.done = False
+        """Whether the prefetch is over."""
+        self.reason = Reason.NONE
+        """Reason why less than the prefix can be restored; NONE if storage has no more of it."""
+        self.tokens = 0
+        """Number of tokens that device and host could restore at the end of the prefetch; 0 before."""
+        self.length = len(tokens)
+        """Number of tokens of the prefix."""
+        self._context = context
+        self._prompt = tokens
+        self._extra = extra
+        self._pages = full_pages(len(tokens), context.page_size)
+        self._prefetch: Prefetch | None = None
+
+    def cancel(self) -> None:
+        """End the prefetch. What has been fetched stays; reads that have not begun are cancelled.
+
+        Does nothing if the prefetch is over.
+        """
+        if not self.done:
+            self._end(self._match(), "cut_short")
+
+    @property
+    def pins(self) -> list[Pin]:
+        """Pins that the prefetch holds in the index."""
+        return [] if self._prefetch is None or self._prefetch.pin is None else [self._prefetch.pin]
+
+    def refuse(self) -> None:
+        """End the prefetch before its begin, because too many others wait."""
+        self.reason = Reason.BUSY
+        self._end(self._match(), "refused")
+
+    def advance(self) -> None:
+        """Go on as far as possible without waiting. The queue of prefetches calls this."""
+        if self._prefetch is None and not self._ask():
+            return
+        prefetch = self._prefetch
+        assert prefetch is not None, "storage was asked"
+        if prefetch.waiting:
+            return
+        for reason in prefetch.collect_results():
+            self.reason = reason
+        match = self._match()
+        while target := prefetch.target(match):
+            # Requests go first: while one of them fetches, no further wave begins.
+            if self._context.in_flight.count("fetch"):
+                return
+            if prefetch.begin(target, share=_SHARE) is not Step.NO_ROOM:
+                return
+            prefetch.give_up()
+            self.reason = Reason.BUSY
+            match = self._match()
+        if self.reason is Reason.NONE:
+            self.reason = prefetch.shortfall(match)
+        self._end(match, "complete")
+
+    def _ask(self) -> bool:
+        """Ask storage; return whether the prefetch goes on. It is over if there is nothing to ask for."""
+        lookup = look_up(self._context, self._prompt, self._extra, limit=self._pages)
+        if lookup.unasked is Reason.BUSY:
+            return False  # requests have all the queries; another attempt follows when one has landed
+        if lookup.query is None:
+            self.reason = lookup.unasked
+            self._end(lookup.match, "complete")
+            return False
+        self._prefetch = Prefetch(self._context, lookup, self._pages)
+        return True
+
+    def _match(self) -> Match:
+        return self._context.index.match(self._prompt, self._extra, limit=self._pages)
+
+    def _end(self, match: Match, outcome: str) -> None:
+        self.done = True
+        self.tokens = match.near_depth * self._context.page_size
+        if self._prefetch is not None:
+            self._prefetch.close()
+            self._prefetch = None
+        self._prompt = self._prompt[:0]
+        self._context.metrics.increment("prefetches_total", "hint", outcome)
+
+
+class PrefetchQueue:
+    """Queue of the prefetches without a request, of which one at a time goes on.
+
+    Thread safety: the owner's thread. No method waits.
+    """
+
+    def __init__(self, context: ControllerContext) -> None:
+        self._context = context
+        self._tickets: deque[PrefetchTicket] = deque()
+
+    @property
+    def pins(self) -> list[Pin]:
+        """Pins that the prefetches hold in the index."""
+        return [pin for ticket in self._tickets for pin in ticket.pins]
+
+    def add(self, tokens: TokenArray, extra: bytes) -> PrefetchTicket:
+        """Queue a prefetch of the whole pages of `tokens`; return it, refused if too many are waiting."""
+        self._forget_done()
+        ticket = PrefetchTicket(self._context, tokens, extra)
+        if (
+            len(self._tickets) >= _MAX_WAITING
+            or sum(other.length for other in self._tickets) + len(tokens) > _MAX_TOKENS
+        ):
+            ticket.refuse()
+        else:
+            self._tickets.append(ticket)
+            self.advance()
+        return ticket
+
+    def advance(self) -> None:
+        """Let the first prefetch go on, and the next ones when it is over."""
+        while self._tickets and not self._context.is_draining:
+            first = self._tickets[0]
+            if not first.done:
+                first.advance()
+            if not first.done:
+                return
+            self._tickets.popleft()
+
+    def close(self) -> None:
+        """Cancel all prefetches."""
+        for ticket in self._tickets:
+            ticket.cancel()
+        self._tickets.clear()
+
+    def _forget_done(self) -> None:
+        self._tickets = deque(ticket for ticket in self._tickets if not ticket.done)

@@ -1,40 +1,48 @@
-"""Write-back: the host's units are written to storage ahead of their eviction, if a hit is likely enough."""
+"""Write-back, which writes ahead of evictions what is likely to be hit, and the wait for all writes.
+
+`flush` and `close` of a controller wait, and count what storage does not have.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from itertools import compress
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from tiercache.controller.context import ControllerContext
+from tiercache.controller.in_flight import InFlight
+from tiercache.controller.options import WRITE_BACK
+from tiercache.controller.writes import UnitWrite, Write
 from tiercache.core import ABSENT, Tier
 from tiercache.index import Node
 from tiercache.policy import UnitKind
 
+if TYPE_CHECKING:
+    from tiercache.controller.write_through import WriteThrough
+
 _AHEAD: Final = 0.2
 """Share of the host's blocks that is kept written ahead: the units that are evicted next, and free blocks."""
+
+
 _STEPS: Final = 4
 """Number of looks in the time in which the host takes as many blocks as are kept written ahead."""
+
+
 _DECAY: Final = 0.95
 """Share of the earlier writes that each look keeps, in the measured rate of writes."""
+
+
 _MAX_TIMES: Final = 2
 """Number of times that the objects of a unit may be written; more happens if storage loses them meanwhile."""
+
+
 _FIRST_TICKS: Final = 2.0**14
 """Ticks that storage is assumed to keep an object before anything was written."""
-
-
-class UnitWrite(NamedTuple):
-    """Answer to the attempt to write a unit."""
-
-    blocks: int
-    """Number of host blocks of the objects whose writes have begun."""
-    needed: int
-    """Number of host blocks of all the unit's objects that storage lacks."""
-    is_over: bool
-    """Whether nothing is left to begin; else the rest waits for room."""
 
 
 class WriteBack:
@@ -177,3 +185,90 @@ def _is_unwritten(node: Node) -> bool:
     """Return whether a hit can end at the node, and the host has more of it than storage."""
     held, stored = node.resident[Tier.HOST], node.resident[Tier.STORAGE]
     return node.can_answer and any(here > there for here, there in zip(held, stored, strict=True))
+
+
+class Draining:
+    """Waits for operations, and counts what storage does not have.
+
+    Thread safety: the owner's thread.
+    """
+
+    def __init__(
+        self, context: ControllerContext, write_through: WriteThrough, write_back: WriteBack
+    ) -> None:
+        self._context = context
+        self._write_through, self._write_back = write_through, write_back
+        self._hanging: threading.Thread | None = None
+
+    @property
+    def not_begun(self) -> int:
+        """Number of objects that are not in storage, and that no write in progress stores."""
+        found = self._context.unstored + self._write_through.objects
+        if self._context.options.write == WRITE_BACK:
+            hang = _writes(self._context.in_flight.stranded)
+            found += self._write_back.objects + sum(write.objects for write in hang if write.stays_on_host)
+        return found
+
+    def missing(self) -> int:
+        """Return the number of objects that are not in storage."""
+        return self.not_begun + sum(write.objects for write in _writes(self._context.in_flight.operations))
+
+    def within(self, timeout: float, call: Callable[[], None]) -> bool:
+        """Run `call` on a thread, and return whether the call ended within `timeout` seconds.
+
+        Returns False at once while an earlier call still hangs. A thread that hangs is left behind. If `call`
+        raises in time, the exception is raised here.
+        """
+        if self._hanging is not None and self._hanging.is_alive():
+            return False
+        raised: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                call()
+            except BaseException as error:  # noqa: BLE001  raised below, on the caller's thread
+                raised.append(error)
+
+        self._hanging = threading.Thread(target=run, name="tiercache-flush", daemon=True)
+        self._hanging.start()
+        self._hanging.join(max(0.0, timeout))
+        if raised:
+            raise raised[0]
+        return not self._hanging.is_alive()
+
+    def drain_all(self, timeout: float) -> bool:
+        """Apply events until no operation is in flight; return False after `timeout` seconds.
+
+        With write-back, everything on the host is written. Writes that wait until a failed store works again
+        do not count.
+        """
+        end = time.monotonic() + timeout
+        self._context.is_draining = True
+        try:
+            drained = self._drain_until(end)
+            if self._context.options.write == WRITE_BACK:
+                self._write_back.want_all()  # only now is everything on the host
+                if drained:
+                    self._write_back.follow()
+                    drained = self._drain_until(end)
+            return drained
+        finally:
+            self._context.is_draining = False
+
+    def _drain_until(self, end: float) -> bool:
+        self._context.drain()
+        # Every call in `writes.waiting` belongs to one operation, so the difference of the two numbers is the
+        # number of operations that do not wait for a failed store.
+        while len(self._context.in_flight.operations) > len(self._context.writes.waiting) or not (
+            self._write_through.is_idle and self._write_back.is_idle
+        ):
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            self._context.events.arrived.wait(min(left, 0.1))
+            self._context.drain()
+        return True
+
+
+def _writes(operations: Mapping[int, InFlight]) -> Iterator[Write]:
+    return (operation for operation in operations.values() if isinstance(operation, Write))

@@ -11,12 +11,11 @@ from typing import Final
 
 import numpy as np
 
-from tiercache.controller.context import WRITE_BACK, ControllerContext
+from tiercache.controller.context import ControllerContext
 from tiercache.controller.operations import PART_BYTES, PageRun, gather_runs
+from tiercache.controller.options import WRITE_BACK
 from tiercache.controller.values import Values
-from tiercache.controller.write_back import UnitWrite
-from tiercache.controller.write_pieces import Chain
-from tiercache.controller.writes import Write
+from tiercache.controller.writes import Chain, UnitWrite, Write
 from tiercache.core import ABSENT, Locations, Mask, PoolName, Tier, TokenArray, pending
 from tiercache.errors import PoolFullError
 from tiercache.index import Node, Span

@@ -11,8 +11,9 @@ from tiercache.controller.admission import Admission, Poll, Status
 from tiercache.controller.allocation import DeviceFence
 from tiercache.controller.context import ControllerContext
 from tiercache.controller.depths import near_depth, near_depths
-from tiercache.controller.prefetch import Lookup, Step
-from tiercache.controller.prefetch_rules import PrefetchRules
+from tiercache.controller.lookup import Lookup
+from tiercache.controller.options import PrefetchRules
+from tiercache.controller.prefetch import Step
 from tiercache.controller.ranks.session import Agreement
 from tiercache.core import Reason, Tier
 from tiercache.errors import AdmissionError, InputError, PoolFullError, RankError, TransferError
