@@ -34,12 +34,11 @@ from tiercache.storage.base import (
 from tiercache.storage.checksum import checksum
 from tiercache.storage.env import Env
 from tiercache.storage.eviction import EvictionOrder
-from tiercache.storage.footprint import INDEX_BYTES, Footprint
 from tiercache.storage.gate import CallGate
 from tiercache.storage.registry import settings_of
 from tiercache.storage.residents import Residents, parents_first
 from tiercache.storage.restorable import Admissibility
-from tiercache.storage.shares import Shares, Writer
+from tiercache.storage.shares import INDEX_BYTES, Footprint, Shares, Writer
 from tiercache.storage.vectors import take, usable
 
 _SCAN_PAGE: Final = 1024

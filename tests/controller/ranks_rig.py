@@ -12,7 +12,7 @@ from tiercache.controller.ranks.session import RankSession
 from tiercache.core import Outcome, as_tokens
 from tiercache.errors import TransferError
 from tiercache.keys import Shard
-from tiercache.storage.wrappers.base import Wrapper
+from tiercache.storage.wrappers import Wrapper
 
 
 def facts(size, **changes):

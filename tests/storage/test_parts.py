@@ -27,9 +27,10 @@ from tiercache.core import Outcome, PoolName
 from tiercache.errors import ClosedError, ConfigError
 from tiercache.storage.base import NamespaceRecord
 from tiercache.storage.checksum import checksum
+from tiercache.storage.env import read_all, write_all
 from tiercache.storage.gate import CallGate
 from tiercache.storage.registry import open_backend
-from tiercache.storage.vectors import read_all, take, write_all, zero_tail
+from tiercache.storage.vectors import take, zero_tail
 from tiercache.testing.faults import CALLS, FaultEnv
 from tiercache.testing.objects import fetch, key, payload, put, split
 

@@ -31,8 +31,7 @@ from tests.storage_backends.lmdb.hooks import LmdbHooks
 from tiercache.core import ObjectKey, Outcome
 from tiercache.errors import RefusedError
 from tiercache.storage.base import SetItem
-from tiercache.storage.footprint import Footprint
-from tiercache.storage.shares import Share, Shares
+from tiercache.storage.shares import Footprint, Share, Shares
 from tiercache.testing.conformance import BackendHooks
 from tiercache.testing.conformance.threads import run_all
 from tiercache.testing.objects import key, page_key, state_of, to_get, to_set

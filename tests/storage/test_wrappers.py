@@ -16,11 +16,11 @@ from tiercache_backends.memory import MemoryBackend
 from tests.storage.backends import FileHooks
 from tiercache.core import Outcome
 from tiercache.errors import ClosedError, ConfigError, UnavailableError
+from tiercache.metrics.table import OPERATIONS
 from tiercache.pools import HostArena
 from tiercache.storage.base import NamespaceRecord, SharedMemory, StorageBackend, StoreContext
 from tiercache.storage.env import Env
 from tiercache.storage.wrappers import Metered, StoreMetrics, Wrapper, unwrap
-from tiercache.storage.wrappers.base import OPERATIONS
 from tiercache.testing.faulty import Faulty, Rates
 from tiercache.testing.latency import Latency
 from tiercache.testing.objects import NAMESPACE, content, fetch, key, payload, put, to_get, to_set

@@ -13,8 +13,7 @@ from typing import Final
 from tiercache.core import Outcome
 from tiercache.errors import RefusedError
 from tiercache.storage.base import NamespaceRecord, SetItem, StorageBackend, storable
-from tiercache.storage.wrappers import Wrapper
-from tiercache.storage.wrappers.base import decide
+from tiercache.storage.wrappers import Wrapper, decide
 from tiercache.text import readable_size
 
 MAX_NAMESPACES: Final = 1024

@@ -50,10 +50,10 @@ from tiercache.errors import ConfigError, StorageError
 from tiercache.events.publisher import EventPublisher
 from tiercache.pools import HostArena
 from tiercache.storage.base import StorageBackend
-from tiercache.storage.following import Following
 from tiercache.storage.registry import open_backend
 from tiercache.storage.shares import limits_of
 from tiercache.storage.store_events import StoreEvents
+from tiercache.storage.watching import Following
 from tiercache.storage.wrappers import Metered, StoreMetrics, unwrap
 from tiercache.wire.methods import ATTACH_SOCKET, GRPC_SOCKET, SERVICE
 from tiercache.wire.v1 import storage_pb2 as pb

@@ -33,8 +33,7 @@ from tiercache.storage.checksum import Checksum
 from tiercache.storage.history import History, TierHistory
 from tiercache.storage.shares import Shares
 from tiercache.storage.vectors import take
-from tiercache.storage.wrappers import Wrapper
-from tiercache.storage.wrappers.base import decide
+from tiercache.storage.wrappers import Wrapper, decide
 
 _CONTEXT: Final = "tiercache 2026-11-20 tenant veil"
 """Context string of BLAKE3's key derivation; a change would make all tenants' objects unreadable."""

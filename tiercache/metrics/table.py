@@ -84,7 +84,7 @@ OPERATIONS: Final = (
     "advise",
     "flush",
 )
-"""Calls of a store; `storage.wrappers.metered` asserts that the list is complete."""
+"""Calls of a store that go through `storage.wrappers.Wrapper`."""
 
 _FAILURES: Final = (Outcome.THROTTLED, Outcome.ERROR, Outcome.UNAVAILABLE, Outcome.REFUSED)
 ANSWERS: Final = {

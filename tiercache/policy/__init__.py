@@ -3,7 +3,7 @@
 One contract serves the index and the stores.
 
 Reading order: `base` (the contract), `costs`, one file per policy, `order` (the front of an eviction order,
-common to the index and the stores), `stored` (the columns that a store cannot fill).
+common to the index and the stores).
 
 Another package adds a policy by an entry point of the group `tiercache.policies`. Its name is the policy's,
 with a dot for a colon, and its value is called with the costs and the parameter ("" without one):

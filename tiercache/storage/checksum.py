@@ -22,8 +22,8 @@ from xxhash import xxh3_128
 
 from tiercache.core import ObjectKey
 from tiercache.errors import ConfigError, StoreFormatError
-from tiercache.storage.env import Env, close_quietly
-from tiercache.storage.vectors import read_all, take
+from tiercache.storage.env import Env, close_quietly, read_all
+from tiercache.storage.vectors import take
 
 CHECKSUM_BYTES: Final = 16
 MAC_BYTES: Final = 16

@@ -19,6 +19,8 @@ from typing import Final, Protocol
 
 from tiercache.core import BLOCK_ALIGN
 
+IOV_MAX: Final = os.sysconf("SC_IOV_MAX")
+"""Largest number of buffers that one `preadv` or `pwritev` takes (Linux: 1024)."""
 _CACHESTAT: Final = 451
 """Number of the system call `cachestat`, the same on x86-64 and on arm64."""
 # struct cachestat_range: offset and length in bytes. struct cachestat: five counts of pages; the first count
@@ -189,6 +191,44 @@ def close_quietly(env: Env, fd: int) -> None:
     """
     with suppress(OSError):
         env.close(fd)
+
+
+def write_all(env: Env, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """Write every byte of `buffers` at `offset`; return the number of bytes. Raises OSError if that fails."""
+    left = list(buffers)
+    start = offset
+    while left:
+        done = env.pwritev(fd, left[:IOV_MAX], offset)
+        if done <= 0:
+            raise OSError(errno.EIO, "the disk took no bytes")
+        offset += done
+        left = _after(left, done)
+    return offset - start
+
+
+def read_all(env: Env, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """Fill `buffers` with the bytes of a file from `offset` on; return the number of bytes read.
+
+    The number is smaller than the size of the buffers only at the end of the file. Raises OSError.
+    """
+    left = list(buffers)
+    start = offset
+    while left:
+        done = env.preadv(fd, left[:IOV_MAX], offset)
+        if done <= 0:
+            break
+        offset += done
+        left = _after(left, done)
+    return offset - start
+
+
+def _after(buffers: list[memoryview], done: int) -> list[memoryview]:
+    """Return `buffers` without their first `done` bytes."""
+    for index, buffer in enumerate(buffers):
+        if done < buffer.nbytes:
+            return [buffer[done:], *buffers[index + 1 :]] if done else buffers[index:]
+        done -= buffer.nbytes
+    return []
 
 
 def moves_direct(env: Env, fd: int) -> bool:

@@ -22,11 +22,10 @@ import numpy.typing as npt
 from tiercache.core import DIGEST_BYTES, ObjectMeta
 from tiercache.events.source import ChangeNote
 from tiercache.storage.env import Env
-from tiercache.storage.footprint import Footprint
 from tiercache.storage.layouts import LAYOUT_BYTES, Layouts
 from tiercache.storage.pages import BROKEN, NONE, SERVED, Ints, Words, column_of, grown, link_groups
 from tiercache.storage.restorable import RestorablePages
-from tiercache.storage.shares import Owners, Shares
+from tiercache.storage.shares import Footprint, Owners, Shares
 from tiercache.storage.values import usable_hints
 
 _FIRST_ROWS: Final = 1024

@@ -8,8 +8,11 @@ common owner, "", which has neither limit.
          by its own
          writes only
 
-Bytes are what objects take in the store that keeps the shares (`footprint`): payload in whole units of the
-medium, records, and memory of the tables. So a limit also bounds the number of objects.
+Bytes are what objects take in the store that keeps the shares (`Footprint`), because payload bytes alone
+bound nothing: an object of one byte takes a block of 4 KiB in `file`, and a row of the tables in every store.
+
+    payload     |-- unit --|-- unit --|-- unit --|      whole units; `margin` bytes of each hold no payload
+    beside it   |-- record on the medium --|-- Python objects --|-- rows of the tables --|      `fixed`
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +35,31 @@ NEAR_SHARE: Final = 5
 """An owner is near its quota if less than this fraction of it is left."""
 COMMON: Final = ""
 """Name of the owner of namespaces that belong to no tenant."""
+INDEX_BYTES: Final = 512
+"""Memory of an object in the tables of objects and pages and in the eviction order.
+
+Measured in full stores, with values and queues: at most 491 bytes (`tests/storage/test_tiny_objects.py`).
+Some 150 more if each object has a layout of its own; what else is counted for an object covers these.
+"""
+
+Lengths = TypeVar("Lengths", int, Any)
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes that an object takes in one kind of store; by default its payload alone."""
+
+    fixed: int = 0
+    """Bytes of an object without payload."""
+    unit: int = 1
+    """Bytes in which the medium is given out."""
+    margin: int = 0
+    """Bytes of a unit that hold no payload."""
+
+    def of(self, length: Lengths) -> Lengths:
+        """Return what an object with a payload of `length` bytes takes; an array gives an array."""
+        held = self.unit - self.margin
+        return self.fixed + (length + (held - 1)) // held * self.unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +126,7 @@ class OwnerUse:
     """Objects of one owner in a store, its limits there, and what they have caused since the store opened."""
 
     used_bytes: int = 0
-    """Bytes that the objects which can be found take in the store (`footprint`)."""
+    """Bytes that the objects which can be found take in the store (`Footprint`)."""
     quota_bytes: int | None = None
     """Maximum of `used_bytes`; None: no limit."""
     guarantee_bytes: int = 0

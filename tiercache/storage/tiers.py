@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from tiercache.core import ObjectKey
 from tiercache.errors import ConfigError
 from tiercache.storage.base import ScanEntry, ScanPage, StorageBackend
-from tiercache.storage.wrappers.base import unwrap
+from tiercache.storage.wrappers import unwrap
 
 PREFIX: Final = "tier_"
 """Prefix of the settings that belong to a tier instead of its store."""

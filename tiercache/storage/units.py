@@ -7,18 +7,20 @@ import numpy.typing as npt
 
 from tiercache.policy import Policy, UnitKind
 from tiercache.policy.base import Column, Ranks
-from tiercache.policy.stored import StoredColumns
 from tiercache.storage.pages import Ints, Mask
 from tiercache.storage.residents import Residents
 
 
-class StoredUnits(StoredColumns):
+class StoredUnits:
     """Units of a store as a policy sees them (`Units`), by the node of their page.
 
-    Columns that a store does not know are 0.
+    Columns that a store does not know are 0: why a state was taken, and which requests led to it. There is no
+    tier below a store, and hints of expected hits do not reach it.
 
     Thread safety: only within one call of the policy.
     """
+
+    queue = 0
 
     def __init__(
         self, residents: Residents, nodes: Ints, page_tokens: int, kind: Column | None = None
@@ -31,6 +33,18 @@ class StoredUnits(StoredColumns):
 
     def __len__(self) -> int:
         return len(self._nodes)
+
+    @property
+    def population(self) -> int:
+        """Number of units."""
+        return len(self)
+
+    @property
+    def created(self) -> Column:
+        """Zeros, as in all columns that a store does not know."""
+        return np.zeros(len(self), np.int64)
+
+    checkpoint = lineage = grown = ending = expected = digest = covered = created
 
     @property
     def now(self) -> int:

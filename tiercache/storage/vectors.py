@@ -8,20 +8,13 @@ Buffers are C-contiguous memoryviews of format "B".
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from ctypes import addressof, c_char
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
-from tiercache.storage.env import Env
-
 T = TypeVar("T")
-
-IOV_MAX: Final = os.sysconf("SC_IOV_MAX")
-"""Largest number of buffers that one `preadv` or `pwritev` takes (Linux: 1024)."""
 
 
 def total(buffers: Sequence[memoryview]) -> int:
@@ -94,41 +87,3 @@ def batches(
         held += size
     if batch:
         yield batch
-
-
-def write_all(env: Env, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Write every byte of `buffers` at `offset`; return the number of bytes. Raises OSError if that fails."""
-    left = list(buffers)
-    start = offset
-    while left:
-        done = env.pwritev(fd, left[:IOV_MAX], offset)
-        if done <= 0:
-            raise OSError(errno.EIO, "the disk took no bytes")
-        offset += done
-        left = _after(left, done)
-    return offset - start
-
-
-def read_all(env: Env, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Fill `buffers` with the bytes of a file from `offset` on; return the number of bytes read.
-
-    The number is smaller than the size of the buffers only at the end of the file. Raises OSError.
-    """
-    left = list(buffers)
-    start = offset
-    while left:
-        done = env.preadv(fd, left[:IOV_MAX], offset)
-        if done <= 0:
-            break
-        offset += done
-        left = _after(left, done)
-    return offset - start
-
-
-def _after(buffers: list[memoryview], done: int) -> list[memoryview]:
-    """Return `buffers` without their first `done` bytes."""
-    for index, buffer in enumerate(buffers):
-        if done < buffer.nbytes:
-            return [buffer[done:], *buffers[index + 1 :]] if done else buffers[index:]
-        done -= buffer.nbytes
-    return []

@@ -14,7 +14,7 @@ from typing import Final
 from tiercache.core import ObjectKey, Outcome
 from tiercache.storage.base import GetItem, SetItem, StorageBackend, storable
 from tiercache.storage.vectors import take, usable
-from tiercache.storage.wrappers.base import Wrapper, decide
+from tiercache.storage.wrappers import Wrapper, decide
 
 
 @dataclass(frozen=True, slots=True)

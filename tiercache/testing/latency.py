@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Final, ParamSpec, TypeVar
 
+from tiercache.metrics.table import OPERATIONS
 from tiercache.storage.base import StorageBackend
-from tiercache.storage.wrappers.base import OPERATIONS, Wrapper
+from tiercache.storage.wrappers import Wrapper
 
 P = ParamSpec("P")
 T = TypeVar("T")

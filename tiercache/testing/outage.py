@@ -11,7 +11,7 @@ from typing import ParamSpec, TypeVar
 from tiercache.core import ObjectKey, Outcome
 from tiercache.errors import UnavailableError
 from tiercache.storage.base import GetItem, NamespaceRecord, SetItem, StorageBackend
-from tiercache.storage.wrappers.base import Wrapper
+from tiercache.storage.wrappers import Wrapper
 
 P = ParamSpec("P")
 A = TypeVar("A")

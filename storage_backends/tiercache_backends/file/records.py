@@ -37,7 +37,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from tiercache.core import BLOCK_ALIGN, ObjectKey, ObjectMeta, PoolName
 from tiercache.storage.base import ScanEntry, SetItem
-from tiercache.storage.footprint import INDEX_BYTES, Footprint
+from tiercache.storage.shares import INDEX_BYTES, Footprint
 
 RECORD: Final = np.dtype([
     ("number", ">u8"), ("digest", "V64"), ("parent", "V32"), ("checksum", "V16"), ("mac", "V16"),

@@ -18,9 +18,9 @@ from typing import Final
 
 from tiercache.core import BLOCK_ALIGN, ObjectKey
 from tiercache.storage.checksum import NO_MAC, MacKey, Verifier, checksum
-from tiercache.storage.vectors import IOV_MAX, take, total
+from tiercache.storage.env import IOV_MAX
+from tiercache.storage.vectors import take, total
 from tiercache_backends.file.records import Extent, Places
-from tiercache_backends.local.threads import SHARE_BYTES
 
 CALL_BYTES: Final = 1 << 20
 """Largest size of one call, in bytes.
@@ -29,6 +29,8 @@ Calls of this size are large enough for the full speed of a device. They are als
 threads share a large object, and that the bytes are still in the processor's cache when their checksum is
 computed.
 """
+_SHARE_BYTES: Final = 4 << 20
+"""Minimum payload bytes of one share of work. A smaller share is not worth a thread."""
 _CALL_BLOCKS: Final = CALL_BYTES // BLOCK_ALIGN
 
 
@@ -261,12 +263,12 @@ def runs_of(batch: IoBatch, filler: memoryview, slab_blocks: int) -> Iterator[Ru
 
 
 def shares_of(runs: Iterable[Run]) -> list[list[Run]]:
-    """Group runs into shares for threads, of at least `SHARE_BYTES` bytes (the last may be smaller).
+    """Group runs into shares for threads, of at least `_SHARE_BYTES` bytes (the last may be smaller).
 
     No object is divided between two shares. So each verifier gets the bytes of its object in order.
     """
     shares: list[list[Run]] = []
-    blocks = SHARE_BYTES // BLOCK_ALIGN
+    blocks = _SHARE_BYTES // BLOCK_ALIGN
     held = blocks  # "full", so that the first run begins a share
     last = -1
     for run in runs:

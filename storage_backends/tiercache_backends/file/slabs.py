@@ -22,8 +22,7 @@ from typing import Final, Protocol
 
 from tiercache.core import BLOCK_ALIGN
 from tiercache.errors import ConfigError
-from tiercache.storage.env import Env, close_quietly
-from tiercache.storage.vectors import read_all, write_all
+from tiercache.storage.env import Env, close_quietly, read_all, write_all
 from tiercache_backends.file.records import Extent
 from tiercache_backends.local.directory import StoreDirectory, sync_directory
 

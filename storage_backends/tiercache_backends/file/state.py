@@ -44,10 +44,8 @@ from tiercache.storage.restorable import Admissibility
 from tiercache.storage.shares import OwnerUse, Shares, Writer
 from tiercache_backends.file.claims import Claim, Claims, Pins, Removal, Removed, Suspect
 from tiercache_backends.file.extents import ExtentAllocator
-from tiercache_backends.file.new_pages import expected_all, hold_new
-from tiercache_backends.file.objects import ObjectTable
+from tiercache_backends.file.objects import ObjectTable, expected_all, hold_new
 from tiercache_backends.file.records import FOOTPRINT, CatalogContents, Extent, Places, Records
-from tiercache_backends.file.recovery import sound_records
 
 _FEW: Final = 8
 """If a call reads fewer objects than this, pinning them one by one is faster than using NumPy."""
@@ -88,19 +86,11 @@ class StoreState:
             "refused_impossible": 0,
         }
 
-    def load(
-        self, loaded: CatalogContents, slabs: Sequence[Extent], holds: Callable[[int], bool]
-    ) -> list[int]:
-        """Load the catalog and rebuild the free space; return the numbers of the records to remove.
-
-        A record must be removed if its extents cannot be right, or if a later record describes the same
-        object. `sound_records` explains these tests and `holds`.
-        """
-        sound, unsound, gaps = sound_records(loaded, slabs, self._allocator.slab_blocks, holds)
+    def load(self, sound: CatalogContents, slabs: Sequence[Extent], gaps: Sequence[Extent]) -> None:
+        """Take the sound records of a catalog, and the free blocks of the slabs (see `sound_records`)."""
         self._objects.load_catalog(sound)
         self._allocator.size += sum(slab.blocks for slab in slabs)
         self._allocator.give(gaps)
-        return unsound
 
     def present(self, digests: Sequence[bytes]) -> list[bool]:
         """Return, for each digest, whether the object can be read."""

@@ -44,10 +44,9 @@ from tiercache.storage.pages import PAGE_KEY_BYTES
 from tiercache.storage.shares import Shares
 from tiercache_backends.file.claims import Claim, blocks_for
 from tiercache_backends.file.io_engine import IoEngine
-from tiercache_backends.file.opening import open_catalog, read_catalog
+from tiercache_backends.file.opening import blocks_named, open_catalog, read_catalog, sound_records
 from tiercache_backends.file.reading import ObjectReader
 from tiercache_backends.file.records import FOOTPRINT, CatalogContents, Extent
-from tiercache_backends.file.recovery import blocks_named
 from tiercache_backends.file.slabs import (
     CATALOG_SHARE,
     MIN_CAPACITY,
@@ -422,7 +421,7 @@ class FileBackend(StorageBackend):
             )
         if not self._read_only:
             directory.make_part(directory.at("slabs"), make=True)
-        sound = directory.check_environment(closely=True)
+        is_sound = directory.check_environment(closely=True)
         if capacity is None:
             sizing = existing_sizes(blocks_there(self._env, directory.at("slabs"), slab_blocks), directory)
         else:
@@ -436,7 +435,7 @@ class FileBackend(StorageBackend):
         if self._read_only:
             opened = read_catalog(self._env, directory)
         else:
-            opened = open_catalog(self._env, directory, sizing.map_bytes, sound=sound)
+            opened = open_catalog(self._env, directory, sizing.map_bytes, sound=is_sound)
         self._catalog, loaded = opened
         undo.callback(self._catalog.close)
         self._slabs = Slabs(
@@ -479,7 +478,8 @@ class FileBackend(StorageBackend):
             extents = self._slabs.open()
         # Order: (1) find the unsound records, (2) remove them, (3) cut off the blocks beyond the budget. With
         # this order no record names a block that was cut off, even after a crash between two steps.
-        unsound = self._state.load(loaded, extents, partial(self._has_bytes, loaded))
+        sound, unsound, gaps = sound_records(loaded, extents, slab_blocks, partial(self._has_bytes, loaded))
+        self._state.load(sound, extents, gaps)
         self._lost = len(unsound)
         """Number of records whose objects cannot be read."""
         if unsound and not self._read_only:

@@ -35,7 +35,7 @@ from tiercache.storage.gate import CallGate
 from tiercache.storage.history import History
 from tiercache.storage.values import usable_hints
 from tiercache.storage.vectors import usable
-from tiercache.storage.wrappers.base import decide
+from tiercache.storage.wrappers import decide
 from tiercache.wire import messages
 from tiercache.wire.methods import CHANGES
 from tiercache.wire.v1 import storage_pb2 as pb

@@ -23,7 +23,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from tiercache.storage.footprint import INDEX_BYTES, Footprint
+from tiercache.storage.shares import INDEX_BYTES, Footprint
 from tiercache_backends.local.failures import DamagedError
 
 PART_PAGES: Final = 16

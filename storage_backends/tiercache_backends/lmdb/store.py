@@ -33,9 +33,9 @@ from tiercache.storage.base import (
 )
 from tiercache.storage.checksum import MacKey
 from tiercache.storage.env import Env
-from tiercache.storage.following import Following
 from tiercache.storage.gate import CallGate
 from tiercache.storage.shares import OwnerUse, Shares
+from tiercache.storage.watching import Following
 from tiercache_backends.lmdb.attempt import WriteContext
 from tiercache_backends.lmdb.budget import SMALLEST_CAPACITY, Disk
 from tiercache_backends.lmdb.environment import ErrorCounters

@@ -16,17 +16,18 @@ import json
 import logging
 import os
 import stat
+import sys
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from errno import EACCES, EDQUOT, ELOOP, ENAMETOOLONG, ENOSPC, ENOTDIR, EPERM
 from itertools import count
 from typing import Any, Final
 
 from tiercache.errors import ConfigError, StorageError, StoreFormatError, UnavailableError
-from tiercache.storage.env import Env, close_quietly
-from tiercache.storage.vectors import read_all, write_all
-from tiercache_backends.local.ownership import OwnerLock, is_there
-from tiercache_backends.local.soundness import is_damaged, is_plausible, is_whole
+from tiercache.storage.env import Env, close_quietly, read_all, write_all
+from tiercache_backends.local import check
+from tiercache_backends.local.lmdb_file import LmdbFile, UnsoundError
+from tiercache_backends.local.ownership import CHECK_SECONDS, OwnerLock, is_there
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +36,8 @@ MAX_CAPACITY: Final = (1 << 48) - 1
 
 Up to this capacity, block numbers and map sizes fit into the integer fields in which they are stored.
 """
-
+_CHECKED_PER_SECOND: Final = 64 << 20
+"""Bytes of an environment for which the check in a child process gets one more second."""
 _MISTAKES: Final = frozenset({EACCES, EPERM, ENOTDIR, ELOOP, ENAMETOOLONG})
 """Errors of a path that another path would not have; other errors are those of a disk."""
 
@@ -389,10 +391,25 @@ class StoreDirectory:
         #   its owner died, perhaps of damage,    every page in use, then all records by a child process
         #   or met damage, or it was changed
         clean = not self.suspect and state.get("database") == [found.st_size, found.st_mtime_ns]
-        checked = clean and not closely and is_plausible(self._env, self.database, found.st_size)
-        if not checked and not is_whole(self._env, self.database):
+        try:
+            with closing(LmdbFile(self._env, os.path.join(self.database, "data.mdb"))) as file:
+                if closely or not clean or not file.is_plausible():
+                    file.check()
+        except UnsoundError as error:
+            _log.error("the database in %s is damaged: %s", self.database, error)
             return False
-        return clean or not is_damaged(self._env, self.database, found.st_size)
+        return clean or self._child_reads(found.st_size)
+
+    def _child_reads(self, size: int) -> bool:
+        """Let a child process read the environment of `size` bytes; return False if it finds damage or dies.
+
+        LMDB maps its file, so a read of a damaged file may kill the process by a signal.
+        """
+        seconds = CHECK_SECONDS + size / _CHECKED_PER_SECOND
+        status = self._env.run([sys.executable, "-P", check.__file__, self.database], seconds)
+        if status:
+            _log.error("%s is damaged: its check ended with status %d", self.database, status)
+        return status == 0
 
     def _aside(self, n: int) -> str:
         return os.path.basename(self.database) + ".damaged" + (f".{n}" if n else "")

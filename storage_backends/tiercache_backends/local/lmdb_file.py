@@ -28,8 +28,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tiercache.storage.env import Env, close_quietly
-from tiercache.storage.vectors import read_all
+from tiercache.storage.env import Env, close_quietly, read_all
 
 LmdbPages = npt.NDArray[np.uint8]
 """Whole LMDB pages, shape (n, page size)."""
@@ -139,6 +138,14 @@ class LmdbFile:
         inside = 0  # number of pages at the start of the next run that continue a large value
         for first, pages in self._read_runs(self._used(free)):
             inside = self._check_pages(pages, first, inside)
+
+    def is_plausible(self) -> bool:
+        """Return whether both head pages look right and the file is as long as the newer one says.
+
+        A result of False is no proof of damage, because an intact file may be shorter if its last pages are
+        free. It means that a closer check is needed.
+        """
+        return self._newest is not None and self.size >= (self._newest.last + 1) * self.page_bytes
 
     def pages(self) -> Iterator[tuple[int, LmdbPages]]:
         """Yield all pages in use, in runs of adjacent pages, each run with the number of its first page.

@@ -31,8 +31,9 @@ from typing import Final
 
 from tiercache.errors import StoreLockedError
 from tiercache.storage.env import Env, close_quietly
-from tiercache_backends.local.soundness import CHECK_SECONDS
 
+CHECK_SECONDS: Final = 120.0
+"""Seconds that the check of a small environment in a child process may take before it counts as damaged."""
 _OPENING_SECONDS: Final = CHECK_SECONDS + 30
 """Seconds to wait for another process that opens or closes a shared store and may be running its check."""
 _POLL_SECONDS: Final = 0.01

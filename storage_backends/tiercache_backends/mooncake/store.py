@@ -30,7 +30,7 @@ from tiercache.storage.base import (
 )
 from tiercache.storage.gate import CallGate
 from tiercache.storage.vectors import usable
-from tiercache.storage.wrappers.base import decide
+from tiercache.storage.wrappers import decide
 from tiercache_backends.mooncake.claims import NameClaims
 from tiercache_backends.mooncake.header import HEADER_BYTES, ObjectNames, read_header
 from tiercache_backends.mooncake.library import INVALID, MooncakeClient, library, outcome_of

@@ -25,10 +25,10 @@ from tiercache.storage.base import (
     storable,
 )
 from tiercache.storage.env import Env
-from tiercache.storage.following import Following
 from tiercache.storage.gate import CallGate
 from tiercache.storage.vectors import usable
-from tiercache.storage.wrappers.base import decide
+from tiercache.storage.watching import Following
+from tiercache.storage.wrappers import decide
 from tiercache_backends.s3.choices import CodecChoices
 from tiercache_backends.s3.directory.directory import BucketDirectory
 from tiercache_backends.s3.directory.listing import BucketListing

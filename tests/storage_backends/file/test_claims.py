@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiercache_backends.file.claims import Claim, Claims
-from tiercache_backends.file.new_pages import expected_all, hold_new
+from tiercache_backends.file.objects import expected_all, hold_new
 from tiercache_backends.file.records import RECORD, Extent, Records
 from tiercache_backends.file.state import StoreState
 

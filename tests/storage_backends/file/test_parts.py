@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiercache_backends.file.extents import APART_BLOCKS, ExtentAllocator
 from tiercache_backends.file.objects import ObjectTable
+from tiercache_backends.file.opening import sound_records
 from tiercache_backends.file.records import DEPTH_KNOWN, PARENT_KNOWN, RECORD, CatalogContents, Extent
-from tiercache_backends.file.recovery import sound_records
 
 from tests.examples import example_count
 from tiercache.storage.checksum import Checksums

@@ -26,7 +26,7 @@ from tiercache.core import Outcome
 from tiercache.daemon import StorageServer
 from tiercache.storage.base import GetItem, SetItem
 from tiercache.storage.registry import open_backend
-from tiercache.storage.wrappers.base import Wrapper
+from tiercache.storage.wrappers import Wrapper
 
 
 class Slow(Wrapper):

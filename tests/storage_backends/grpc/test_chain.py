@@ -17,7 +17,7 @@ from tiercache.daemon import StorageServer
 from tiercache.errors import RefusedError, StorageError, UnlistedError
 from tiercache.storage.base import Capabilities, ScanPage
 from tiercache.storage.registry import open_backend
-from tiercache.storage.wrappers.base import Wrapper
+from tiercache.storage.wrappers import Wrapper
 from tiercache.testing.objects import content, fetch, key, payload, put, to_get
 
 SIZE = 5000

@@ -20,7 +20,7 @@ from tiercache.errors import WireError
 from tiercache.storage.attached import AttachedMemory, SharedExtent, locate, quarantine, withheld
 from tiercache.storage.base import GetItem, SetItem, SharedMemory, meta_of
 from tiercache.storage.vectors import take
-from tiercache.storage.wrappers.base import decide
+from tiercache.storage.wrappers import decide
 from tiercache.wire import messages
 from tiercache.wire.v1 import storage_pb2 as pb
 from tiercache_backends.grpc.connection import Connection
