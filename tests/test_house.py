@@ -84,7 +84,7 @@ GENERATED = "tiercache.wire.v1"
 WINGS = {
     "common ground": (
         "tiercache.errors", "tiercache.core", "tiercache.text", "tiercache.memory", "tiercache.keys",
-        "tiercache.threads", "tiercache.steps", "tiercache.entries",
+        "tiercache.threads", "tiercache.steps", "tiercache.entries", "tiercache.settings",
         "tiercache.geometry", "tiercache.models", "tiercache.policy", "tiercache.pools",
         "tiercache.metrics", "tiercache.events",
     ),
@@ -211,7 +211,7 @@ BUDGET = {
     "tiercache.testing": 4_500,
     "tiercache.index": 4_000,
     "tiercache.transfer": 3_000,
-    "tiercache.config": 1_900,
+    "tiercache.config": 1_740,
     "tiercache.models": 1_400,
     "tiercache.events": 1_200,
     "tiercache.pools": 1_200,
@@ -224,13 +224,13 @@ BUDGET = {
     "tiercache_backends.s3": 3_860,
     "tiercache_backends.grpc": 3_200,
     "tiercache_backends.mooncake": 2_200,
-    "tiercache_backends.local": 1_700,
+    "tiercache_backends.local": 1_660,
     "tiercache_lab.replay": 9_200,
     "tiercache_lab.bench": 4_200,
     "tiercache_lab.prove": 1_400,
     "tiercache_lab.demo": 1_200,
     "tiercache_lab.policies": 1_100,
-    "": 2_700,
+    "": 2_900,
 }  # fmt: skip
 """Lines of each package at most; "" is what lies outside them. Whoever raises a row lowers another one."""
 FILES = 460

@@ -14,10 +14,10 @@ from itertools import chain
 from threading import Lock
 from typing import Any, Final, Self
 
-from tiercache.config import parse_size
 from tiercache.core import ObjectKey, ObjectMeta, Outcome
 from tiercache.events.source import ChangeNote
 from tiercache.policy import Lru
+from tiercache.settings import read_values, size
 from tiercache.storage.base import (
     Capabilities,
     GetItem,
@@ -35,7 +35,6 @@ from tiercache.storage.checksum import checksum
 from tiercache.storage.env import Env
 from tiercache.storage.eviction import EvictionOrder
 from tiercache.storage.gate import CallGate
-from tiercache.storage.registry import settings_of
 from tiercache.storage.residents import Residents, parents_first
 from tiercache.storage.restorable import Admissibility
 from tiercache.storage.shares import INDEX_BYTES, Footprint, Shares, Writer
@@ -387,7 +386,7 @@ class MemoryBackend(StorageBackend):
 
 def _capacity(section: Mapping[str, Any]) -> int:
     """Return the capacity in a section of the configuration; raises ConfigError."""
-    return int(settings_of("memory", section, {"capacity": parse_size}).get("capacity", 0))
+    return int(read_values("storage type 'memory'", section, {"capacity": size()}).get("capacity", 0))
 
 
 class _Evicting:

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from tiercache.config.settings import Settings
+from tiercache.config.models import Settings
 from tiercache.core import ObjectKey, Outcome
 from tiercache.daemon import StorageServer
 from tiercache.storage.base import GetItem, StorageBackend

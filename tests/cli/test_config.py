@@ -11,7 +11,7 @@ import pytest
 
 from tests.cli.store.test_samples import call
 from tiercache.cli.config import EXAMPLE
-from tiercache.config.settings import DEFAULT_FILE, load
+from tiercache.config.loading import DEFAULT_FILE, load
 
 NODE = """
 host_bytes = "1GiB"

@@ -19,7 +19,7 @@ from tests.cli.store.test_samples import call
 from tests.cli.test_serve import serving
 from tiercache.cli import readiness
 from tiercache.cli.checks import warnings_about as check
-from tiercache.config.settings import load
+from tiercache.config.loading import load
 from tiercache.errors import ConfigError, StorageError
 from tiercache.memory import read_memory
 from tiercache.storage import open_backend
@@ -100,7 +100,7 @@ def both(file: Path, code: int) -> str:
         ('directory = "{}/d"\nhost_bytes = "800TiB"\n' + DISK, "host_bytes 800TiB cannot be allocated: "),
         (
             'directory = "{}/d"\nlisten = ["localhost:0"]\n[tls]\ncertificate = "{}/file"\nkey = "{}/secret"',
-            "are not a certificate and its unencrypted key",
+            "holds no certificate; name a PEM file",
         ),
     ],
 )

@@ -18,22 +18,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.examples import example_count
+from tiercache.config.addresses import parse_address
 from tiercache.config.document import description, document, leaves, lines, schema
-from tiercache.config.settings import (
-    Origin,
-    Settings,
-    Verb,
-    check_certificates,
-    check_files,
-    find_file,
-    load,
-    parse_address,
-    read_salt,
-    read_secret,
-    read_token,
-    resolve,
-    warnings,
-)
+from tiercache.config.files import check_certificates, check_files, read_salt, read_secret, read_token
+from tiercache.config.loading import Origin, find_file, load, resolve
+from tiercache.config.models import Settings
+from tiercache.config.rules import warnings
+from tiercache.core import Verb
 from tiercache.errors import ConfigError
 from tiercache.text import exact_duration, exact_size, parse_duration, parse_size
 
@@ -575,7 +566,7 @@ def test_a_secret_of_somebody_else(tmp_path):
 def test_the_files_of_a_configuration(tmp_path, loaded):
     for name in ("a.token", "b.token", "a.salt", "b.salt", "key"):
         private(tmp_path / name, name.encode() * 10)
-    (tmp_path / "certificate").write_bytes(b"public")
+    (tmp_path / "certificate").write_bytes(b"-----BEGIN CERTIFICATE-----")
     (tmp_path / "ca").symlink_to(tmp_path / "certificate")
     made = loaded(
         PRINCIPALS.format(f'token_file = "{tmp_path}/a.token"', f'token_file = "{tmp_path}/b.token"')

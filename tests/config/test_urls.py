@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercache.config.settings import load
+from tiercache.config.loading import load
 from tiercache.config.urls import section_of, storage_url, unix_target
 from tiercache.core import Outcome
 from tiercache.errors import ConfigError

@@ -33,7 +33,7 @@ from tests.daemon.hosts import (
     serving,
     set_messages,
 )
-from tiercache.config.settings import Settings
+from tiercache.config.models import Settings
 from tiercache.core import ObjectKey
 from tiercache.daemon import StorageServer
 from tiercache.daemon.views import NameCipher

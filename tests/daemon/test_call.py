@@ -14,7 +14,7 @@ import pytest
 from tiercache_backends.memory import MemoryBackend
 
 from tests.daemon.hosts import key
-from tiercache.config.settings import load
+from tiercache.config.loading import load
 from tiercache.core import Outcome
 from tiercache.daemon import StorageServer
 from tiercache.daemon.access import Budgets, Caller, Refusal

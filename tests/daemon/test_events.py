@@ -11,7 +11,7 @@ from tiercache_backends.memory import FOOTPRINT
 
 from tests.events.rig import ANY, NAMESPACE, Follower, item, store_pages
 from tests.storage_backends.grpc.nodes import daemon_settings
-from tiercache.config.settings import EventsSettings
+from tiercache.config.models import EventsSettings
 from tiercache.core import PoolName
 from tiercache.daemon import StorageServer
 from tiercache.events import EventKind, Medium, Place

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.daemon.hosts import MIB, Daemon, Worker, attach_socket, get_request, key, set_messages
 from tests.daemon.test_attach import Region, places
 from tests.examples import example_count
-from tiercache.config.settings import load
+from tiercache.config.loading import load
 from tiercache.core import ObjectMeta
 from tiercache.daemon import StorageServer
 from tiercache.errors import WireError

@@ -23,7 +23,7 @@ from tiercache_backends.memory import MemoryBackend
 from tests.cli.store import test_samples as runner
 from tests.daemon.hosts import secret, until
 from tests.daemon.web import ask, say
-from tiercache.config.settings import Settings
+from tiercache.config.models import Settings
 from tiercache.core import ObjectKey
 from tiercache.daemon import StorageServer
 from tiercache.daemon.http import HttpPort, routes

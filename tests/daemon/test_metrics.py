@@ -19,7 +19,7 @@ from tiercache_backends.memory import MemoryBackend
 
 from tests.daemon.hosts import until
 from tests.daemon.web import ask
-from tiercache.config.settings import Settings
+from tiercache.config.models import Settings
 from tiercache.core import ObjectKey, Outcome, PoolName
 from tiercache.daemon import StorageServer
 from tiercache.daemon.http import routes

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tiercache.config.settings import Settings
+from tiercache.config.models import Settings
 from tiercache.core import Outcome
 from tiercache.daemon.access import Access, Budgets
 from tiercache.daemon.budget import Budget

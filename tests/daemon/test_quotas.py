@@ -21,7 +21,7 @@ from tests.examples import slow_after
 from tests.storage_backends.grpc.nodes import daemon_settings, scratch
 from tiercache.cli.checks import warnings_about as check
 from tiercache.cli.terminal import Exit, code_of
-from tiercache.config.settings import Settings
+from tiercache.config.models import Settings
 from tiercache.core import ObjectKey, Outcome
 from tiercache.daemon import StorageServer
 from tiercache.errors import ConfigError, RefusedError, StorageError, UnansweredError, UnavailableError

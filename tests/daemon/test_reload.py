@@ -25,7 +25,7 @@ from tests.daemon import web
 from tests.daemon.hosts import GUARD, Client, Worker, secret, serving, set_messages, until
 from tests.daemon.test_access import openssl
 from tests.storage_backends.grpc.nodes import daemon_settings
-from tiercache.config.settings import Settings
+from tiercache.config.models import Settings
 from tiercache.core import Outcome
 from tiercache.daemon import StorageServer
 from tiercache.errors import ConfigError

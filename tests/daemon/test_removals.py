@@ -10,7 +10,7 @@ import pytest
 
 from tests.daemon.hosts import secret, until
 from tests.storage_backends.grpc.nodes import daemon_settings, section
-from tiercache.config.settings import EventsSettings
+from tiercache.config.models import EventsSettings
 from tiercache.core import ObjectKey, Outcome, PoolName
 from tiercache.daemon import StorageServer
 from tiercache.daemon.removals import Remembering, RemovalMemory

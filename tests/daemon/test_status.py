@@ -15,7 +15,7 @@ from tiercache_backends.memory import MemoryBackend
 
 from tests.daemon.hosts import secret, until
 from tests.daemon.test_metrics import SIZE, Told, call, exists, get, pieces, serving
-from tiercache.config.settings import Settings
+from tiercache.config.models import Settings
 from tiercache.daemon.access import Access, Budgets
 from tiercache.daemon.budget import Budget
 from tiercache.daemon.node_metrics import NodeMetrics, UsageFigures

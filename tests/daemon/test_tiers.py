@@ -22,7 +22,7 @@ from tiercache_backends.grpc.settings import read_settings
 from tests.daemon.hosts import until
 from tests.examples import slow_after
 from tests.storage_backends.grpc.nodes import daemon_settings, scratch
-from tiercache.config.settings import load
+from tiercache.config.loading import load
 from tiercache.core import Outcome
 from tiercache.daemon import StorageServer
 from tiercache.errors import ConfigError, RefusedError, StorageError, UnavailableError

@@ -18,7 +18,7 @@ import pytest
 from tiercache_backends.memory import MemoryBackend
 
 from tests.daemon.hosts import Daemon, config, serving
-from tiercache.config.settings import load
+from tiercache.config.loading import load
 from tiercache.daemon import StorageServer
 from tiercache.errors import ConfigError
 

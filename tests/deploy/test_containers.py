@@ -15,7 +15,8 @@ import yaml
 
 from tests.deploy.base import DEPLOY, parsed, run, tool
 from tiercache import __version__
-from tiercache.config.settings import Settings, resolve
+from tiercache.config.loading import resolve
+from tiercache.config.models import Settings
 from tiercache.daemon import server
 from tiercache.text import parse_duration, parse_size
 
@@ -245,7 +246,7 @@ def test_the_pods_of_the_chart_are_confined(manifests) -> None:
 
 def test_secrets_arrive_as_files_that_the_daemon_accepts(tmp_path: Path) -> None:
     """The command of the chart, run on a folder as a Secret's volume is: links to files for the group."""
-    from tiercache.config.settings import read_token
+    from tiercache.config.files import read_token
 
     there, here = tmp_path / "secret", tmp_path / "secrets"
     (there / "..data").mkdir(parents=True)

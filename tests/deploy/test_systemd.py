@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.deploy.base import DEPLOY, run, tool, turned_on
-from tiercache.config.settings import resolve
+from tiercache.config.loading import resolve
 from tiercache.daemon import server
 from tiercache.storage.registry import open_backend
 from tiercache.testing.objects import fetch, key, payload, put

@@ -103,7 +103,7 @@ def check(
     """
     # Imported here to keep --help fast, because --help needs none of these modules.
     from tiercache.cli.checks import warnings_about
-    from tiercache.config.settings import DEFAULT_FILE, find_file, printable, resolve
+    from tiercache.config.loading import DEFAULT_FILE, find_file, printable, resolve
 
     found = find_file(file)
     if found is None:
@@ -151,7 +151,7 @@ def show(
     """
     from tiercache.config.document import description, dotted, effective, leaves, lines
     from tiercache.config.document import document as as_file
-    from tiercache.config.settings import find_file, resolve
+    from tiercache.config.loading import find_file, resolve
 
     loaded = resolve(find_file(file))
     said = effective(loaded.settings)
@@ -250,7 +250,7 @@ def _callers(settings: Settings) -> Iterator[str]:
 
 
 def _principal_text(principal: Principal) -> str:
-    from tiercache.config.settings import Verb
+    from tiercache.core import Verb
 
     spaces = principal.namespaces
     where = "all namespaces" if "*" in spaces else ", ".join(f"{space[:12]}..." for space in spaces)

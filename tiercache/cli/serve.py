@@ -121,7 +121,7 @@ def serve(
 
     # isort: split
     from tiercache.cli.checks import warnings_about
-    from tiercache.config.settings import find_file, load
+    from tiercache.config.loading import find_file, load
     from tiercache.daemon.process import Notifier
 
     given: dict[str, Any] = {

@@ -1,7 +1,14 @@
-"""Sizes and durations as they are written in settings, and the configuration of the daemon.
+"""Configuration of the daemon, storage URLs, and sizes and durations as they are written in settings.
 
-Importing this package imports only `tiercache.text`, which needs no other package.
-`tiercache.config.settings`, the daemon's configuration, needs pydantic.
+The daemon reads one TOML file, variables and flags into one immutable object:
+
+    load(Path("/etc/tiercache/tiercache.toml"), {"listen": ["127.0.0.1:7070"]})
+
+A flag overrides a variable (`TIERCACHE_LIMITS__IDLE=5s`), a variable overrides the file, and the file
+overrides the defaults. Order of reading: `models` (the settings), `fields` (kinds of values that only they
+have), `rules` (which they must obey together), `loading` (from files, variables and flags), `files` (checks
+of the files that settings name), `document` (settings as a file). These modules need pydantic; importing this
+package imports only `tiercache.text`, which needs no other package.
 """
 
 from tiercache.text import parse_duration, parse_size

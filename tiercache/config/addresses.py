@@ -8,6 +8,7 @@ from ipaddress import AddressValueError, IPv4Address, IPv6Address
 from typing import Final
 
 from tiercache.errors import ConfigError
+from tiercache.settings import Kind
 from tiercache.text import shown
 
 _FORM: Final = re.compile(r"(?:\[([0-9A-Fa-f:.]{2,45})\]|([0-9A-Za-z.-]{1,253})):([0-9]{1,5})")
@@ -64,3 +65,14 @@ def _loopback(v6: str | None, host: str) -> bool:
     if host.rpartition(".")[2].isdigit():
         return IPv4Address(host).is_loopback
     return host.lower() == "localhost"
+
+
+def _served(value: object) -> Address:
+    found = parse_address(value)
+    if not found.port:
+        raise ConfigError(f"{value!r} has port 0, on which nobody listens; give the port of the other side")
+    return found
+
+
+SERVED: Final = Kind(_served, str)
+"""Kind of the addresses at which another process serves."""

@@ -46,12 +46,7 @@ def check_files(settings: Settings) -> None:
         read_secret(settings.tls.key, 1, 2**16, "tls.key")
     for name in ("certificate", "client_ca"):
         if path := getattr(settings.tls, name):
-            data = _read(path, _PUBLIC_LIMIT, f"tls.{name}", private=False)
-            if not data or len(data) > _PUBLIC_LIMIT:
-                raise ConfigError(
-                    f"tls.{name}: {path} is empty or larger than 1MiB, so it is not a certificate; name"
-                    " another file"
-                )
+            read_certificates(path, f"tls.{name}")
 
 
 def check_certificates(settings: Settings) -> None:
@@ -104,6 +99,17 @@ def certificate_end(certificate: Path, key: Path) -> float:
         ) from error
     assert shown is not None
     return float(ssl.cert_time_to_seconds(str(shown["notAfter"])))
+
+
+def read_certificates(path: Path, what: str) -> bytes:
+    """Return the contents of a PEM file of certificates.
+
+    `what` is the setting that names the file, for error messages. Raises ConfigError.
+    """
+    data = _read(path, _PUBLIC_LIMIT, what, private=False)
+    if len(data) > _PUBLIC_LIMIT or b"-----BEGIN CERTIFICATE-----" not in data:
+        raise ConfigError(f"{what}: {path} holds no certificate; name a PEM file of certificates")
+    return data
 
 
 def read_token(path: Path, what: str) -> bytes:

@@ -8,45 +8,47 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from tiercache.config import rules
 from tiercache.config.addresses import Address, parse_address
 from tiercache.config.fields import (
-    AbsolutePath,
-    AuditBytes,
-    Count,
-    DiskBytes,
-    Duration,
-    Flag,
-    HostBytes,
-    HostNames,
-    Level,
-    Listed,
-    ListenOrNone,
-    Listens,
-    LogFormat,
-    MessageBytes,
-    Name,
-    Namespaces,
-    ObjectBytes,
-    Port,
-    Size,
-    StorageUrls,
-    Subject,
-    Text,
-    UserId,
-    Verbs,
+    FILE,
+    HOST,
+    LIST,
+    LISTEN,
+    LISTEN_OR_NONE,
+    NAME,
+    NAMESPACE,
+    STORAGE,
+    SUBJECT,
+    VERB,
+    VERBS,
+    check_namespaces,
+    check_verbs,
 )
 from tiercache.config.urls import storage_url
 from tiercache.core import Verb
 from tiercache.errors import ConfigError
 from tiercache.events.settings import EventSettings
+from tiercache.settings import FLAG, LINE, duration, one_of, size, whole
 
 _MIB: Final = 2**20
+_MESSAGE_LIMIT: Final = 2**31 - 1
+"""Maximum size of a message in bytes; gRPC keeps this size in a signed 32-bit number."""
 _OBJECT_BYTES: Final = 256 * _MIB
 """Default of `limits.object_bytes`: more than an unsharded state of any model known in 2026."""
+
+
+Count = Annotated[int, whole(1, 2**20)]
+Duration = Annotated[float, duration()]
+File = Annotated[Path, FILE]
+Flag = Annotated[bool, FLAG]
+Name = Annotated[str, NAME]
+ObjectBytes = Annotated[int, size(4096)]
+Size = Annotated[int, size()]
+Text = Annotated[str, LINE]
 
 
 class _Table(BaseModel):
@@ -60,11 +62,11 @@ class _Table(BaseModel):
 class Tls(_Table):
     """Certificates of the TCP addresses. All are PEM files, read when the daemon starts."""
 
-    certificate: AbsolutePath | None = None
+    certificate: File | None = None
     """File with the daemon's certificate, followed by the certificates between it and the root."""
-    key: AbsolutePath | None = None
+    key: File | None = None
     """File with the private key of the certificate; only the daemon's user may have access to it."""
-    client_ca: AbsolutePath | None = None
+    client_ca: File | None = None
     """File with the certificate of the authority that signs client certificates.
 
     If it is given, every client must show a certificate (mutual TLS).
@@ -76,11 +78,12 @@ class Principal(_Table):
 
     name: Name
     """Name of this principal in the audit log and the metrics."""
-    uid: UserId | None = None
+    # The user id 2**32 - 1 is -1 as a uid_t; system calls use it for "no user".
+    uid: Annotated[int, whole(0, 2**32 - 2)] | None = None
     """Credential: the user id of the process at the other end of a unix socket."""
-    token_file: AbsolutePath | None = None
+    token_file: File | None = None
     """Credential: a file with a token of 16 to 4096 bytes; only the daemon's user may have access to it."""
-    san: Subject | None = None
+    san: Annotated[str, SUBJECT] | None = None
     """Credential: a subject alternative name of the client's certificate, such as worker-1.example or
     spiffe://example/worker-1.
     """
@@ -89,12 +92,16 @@ class Principal(_Table):
 
     If it is empty, the principal sees the objects that belong to no tenant.
     """
-    verbs: Verbs = frozenset({Verb.READ, Verb.WRITE})
+    verbs: Annotated[frozenset[Annotated[Verb, VERB]], VERBS, AfterValidator(check_verbs)] = frozenset(
+        {Verb.READ, Verb.WRITE}
+    )
     """Verbs that this principal may use: read, write, observe, admin.
 
     observe allows the metrics and the status of the whole daemon, and nothing else.
     """
-    namespaces: Namespaces = ("*",)
+    namespaces: Annotated[tuple[Annotated[str, NAMESPACE], ...], LIST, AfterValidator(check_namespaces)] = (
+        "*",
+    )
     """Namespaces that this principal may use, or "*" for all.
 
     A namespace is written with all of its hex digits, as `tiercache ls -o json` prints them. A namespace of a
@@ -122,7 +129,7 @@ class Principal(_Table):
 class Tenant(_Table):
     """Owner of objects that the principals of other tenants cannot reach."""
 
-    salt_file: AbsolutePath
+    salt_file: File
     """File with 32 to 4096 secret bytes that separate this tenant's objects from all others.
 
     Never change these bytes: the tenant's objects would be lost.
@@ -157,7 +164,7 @@ class Limits(_Table):
     """
     keys_per_batch: Count = 4096
     """Maximum number of keys in one call."""
-    message_bytes: MessageBytes = 4 * _MIB
+    message_bytes: Annotated[int, size(3 * _MIB // 2, _MESSAGE_LIMIT)] = 4 * _MIB
     """Maximum size of a message. Objects travel in chunks of half this size, but of at most 2MiB."""
     object_bytes: ObjectBytes | None = None
     """Maximum size of an object. Default: 256MiB, or a quarter of host_bytes if that is less."""
@@ -172,12 +179,12 @@ class Limits(_Table):
 class HttpSettings(_Table):
     """Port for operators: /metrics, /healthz, /readyz and /status (docs/status.md). It changes nothing."""
 
-    listen: ListenOrNone = ""
+    listen: Annotated[str, LISTEN_OR_NONE] = ""
     """Address of the port, such as 127.0.0.1:9464; empty turns it off.
 
     The port is in TLS if the addresses of `listen` are, and has the same principals.
     """
-    hosts: HostNames = ()
+    hosts: Annotated[tuple[Annotated[str, HOST], ...], LIST] = ()
     """Names by which callers may address the port, such as cache-1.example.
 
     IP addresses and localhost are always allowed. Other names are refused, because a page in a browser could
@@ -198,9 +205,9 @@ class HttpSettings(_Table):
 class LogSettings(_Table):
     """The log, which goes to the standard error stream."""
 
-    level: Level = "info"
+    level: Annotated[str, one_of("debug", "info", "warning", "error")] = "info"
     """Least level of the lines that are written: debug, info, warning or error."""
-    format: LogFormat = "text"
+    format: Annotated[str, one_of("text", "json")] = "text"
     """Lines for people (text), or one JSON object a line (json)."""
     slow_call: Duration = 5.0
     """Duration from which a call is told of as slow."""
@@ -209,9 +216,9 @@ class LogSettings(_Table):
 class AuditSettings(_Table):
     """Audit log: JSON lines of what callers with the verb admin change, and of refusals."""
 
-    file: AbsolutePath | None = None
+    file: File | None = None
     """File of the records, which only the daemon's user can read. Default: DIR/audit.jsonl."""
-    bytes: AuditBytes = 16 * _MIB
+    bytes: Annotated[int, size(64 << 10)] = 16 * _MIB
     """Size at which the file is set aside, and a new one begun."""
     kept: Count = 8
     """Number of files that are kept beside it."""
@@ -263,9 +270,9 @@ class Settings(BaseSettings):
         title="tiercache",
     )
 
-    directory: AbsolutePath = Path("/var/lib/tiercache")
+    directory: File = Path("/var/lib/tiercache")
     """Directory of the store (DIR/store) and of the unix sockets (DIR/run)."""
-    storage: StorageUrls = ""
+    storage: Annotated[str | tuple[str, ...], STORAGE] = ""
     """URL of the store, such as lmdb:///data/kv?capacity=64GiB, or URLs of tiers, the fastest first.
 
     Default: a file store in DIR/store.
@@ -275,22 +282,22 @@ class Settings(BaseSettings):
 
     A chain makes one more copy of each object that is stored or read. A list in `storage` is a chain anyway.
     """
-    disk_bytes: DiskBytes = 64 * 1024 * _MIB
+    disk_bytes: Annotated[int, size(4 * _MIB)] = 64 * 1024 * _MIB
     """Capacity of the file store in DIR/store."""
-    host_bytes: HostBytes = 512 * _MIB
+    host_bytes: Annotated[int, size(32 * _MIB)] = 512 * _MIB
     """Memory that clients can make the daemon hold: half for payloads, half for messages."""
-    sockets: AbsolutePath | None = None
+    sockets: File | None = None
     """Directory of the unix sockets, grpc.sock and attach.sock. Default: DIR/run."""
     unix: Flag = True
     """Serve the unix sockets."""
-    listen: Listens = ()
+    listen: Annotated[tuple[Annotated[str, LISTEN], ...], LIST] = ()
     """TCP addresses as host:port; port 0 stands for any free port."""
     data: Flag = True
     """Let clients of the TCP addresses open connections for payload beside gRPC.
 
     They are several times faster. Without them, all payload travels in messages of gRPC.
     """
-    data_port: Port = 0
+    data_port: Annotated[int, whole(0, 65535)] = 0
     """Port of these connections on the hosts of `listen`; 0 stands for any free port.
 
     Clients are told the port. A firewall between them and the daemon must let it through.
@@ -304,7 +311,7 @@ class Settings(BaseSettings):
     """Time after SIGTERM in which calls under way can still end."""
     tls: Tls | None = None
     """Certificates of the TCP addresses."""
-    principals: Annotated[tuple[Principal, ...], Listed] = ()
+    principals: Annotated[tuple[Principal, ...], LIST] = ()
     """Principals that may call, and what each may do."""
     tenants: dict[Name, Tenant] = Field(default_factory=dict)
     """Tenants by name."""

@@ -17,8 +17,9 @@ from typing import Any, Final, Protocol
 from blake3 import blake3
 from grpc import StatusCode
 
-from tiercache.config.settings import Principal as PrincipalSettings
-from tiercache.config.settings import Settings, read_salt, read_token
+from tiercache.config.files import read_salt, read_token
+from tiercache.config.models import Principal as PrincipalSettings
+from tiercache.config.models import Settings
 from tiercache.core import Verb
 from tiercache.daemon.accounting.account import Account
 from tiercache.daemon.accounting.accounted import Accounted, TenantAccount

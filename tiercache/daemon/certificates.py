@@ -9,7 +9,7 @@ from typing import Any, Final
 import grpc
 
 from tiercache.config.files import certificate_end
-from tiercache.config.settings import Tls
+from tiercache.config.models import Tls
 from tiercache.errors import ConfigError
 
 

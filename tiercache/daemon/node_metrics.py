@@ -38,7 +38,7 @@ from tiercache.storage.shares import OwnerUse
 from tiercache.wire.methods import METHODS as SERVED
 
 if TYPE_CHECKING:
-    from tiercache.config.settings import Settings
+    from tiercache.config.models import Settings
     from tiercache.daemon.certificates import Certificates
     from tiercache.daemon.payload.sessions import DataSessions
     from tiercache.daemon.sessions import Attachments

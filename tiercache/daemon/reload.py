@@ -9,8 +9,8 @@ import os
 from collections.abc import Callable
 from typing import Any, Final
 
-from tiercache.config.files import check_certificates
-from tiercache.config.settings import Settings, check_files
+from tiercache.config.files import check_certificates, check_files
+from tiercache.config.models import Settings
 from tiercache.daemon.access import Access, read_tokens
 from tiercache.daemon.call_log import CallLog
 from tiercache.daemon.certificates import CertificateFiles, Certificates

@@ -18,8 +18,9 @@ from typing import Any, Final
 
 import grpc
 
-from tiercache.config.addresses import parse_address
-from tiercache.config.settings import Address, Settings, check_files
+from tiercache.config.addresses import Address, parse_address
+from tiercache.config.files import check_files
+from tiercache.config.models import Settings
 from tiercache.config.urls import section_of, storage_url, unix_target
 from tiercache.daemon.access import ANONYMOUS, OWNER, Access, Budgets
 from tiercache.daemon.accounting.account import Account

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import Final
+from typing import Annotated, Final
 
 from tiercache.errors import ConfigError
 from tiercache.events.log import MAX_BATCHES
+from tiercache.settings import FLAG, LINE, whole
 
 MAX_BUFFER: Final = 1_000_000
 _TCP: Final = re.compile(r"tcp://(?:\[([0-9A-Fa-f:.]+)\]|([0-9A-Za-z.*-]+)):([0-9]{1,5})")
@@ -22,14 +23,14 @@ class EventSettings:
     `public`.
     """
 
-    endpoint: str
+    endpoint: Annotated[str, LINE]
     """Address of the events: tcp://127.0.0.1:5557, or ipc:///path; port 0 stands for any free port."""
-    replay: str = ""
+    replay: Annotated[str, LINE] = ""
     """Address for replays and snapshots; empty: none."""
-    topic: str = "kv-events"
-    buffer: int = MAX_BATCHES
+    topic: Annotated[str, LINE] = "kv-events"
+    buffer: Annotated[int, whole(1, MAX_BUFFER, "batches")] = MAX_BATCHES
     """Number of batches that are kept for replays."""
-    public: bool = False
+    public: Annotated[bool, FLAG] = False
     """Allow addresses that other machines can reach. There is no authentication."""
 
     def __post_init__(self) -> None:

@@ -15,50 +15,45 @@ The plug-ins for SGLang and vLLM take the same settings, as keys of the JSON tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
-
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from tiercache.errors import ConfigError
 from tiercache.keys import Identity
 from tiercache.models.profile import profile_named
+from tiercache.settings import Kind, matching, read_section
 from tiercache.storage.base import NamespaceRecord, StorageBackend
 from tiercache.storage.registry import capabilities_of, open_backend, spec_of
+from tiercache.text import shown
 
 RANK: Final = "{rank}"
 """Text in a URL that is replaced by the rank of the process."""
-# Ends of error messages, by the type of pydantic's validation error.
-_SENTENCES: Final = {
-    "missing": "is missing",
-    "extra_forbidden": "is not a setting",
-    "string_too_short": "is empty",
-    "too_short": "names no store",
-}
+_NAME: Final = matching("(?s:.{0,512})", "is no text of at most 512 characters")
+_REVISION: Final = matching("(?s:.{1,512})", "is no revision; write a commit, a digest or a date")
 
 
-def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+def _read_urls(value: Any) -> Sequence[str]:
+    urls = [value] if isinstance(value, str) else value
+    if not isinstance(urls, list) or not urls or not all(isinstance(url, str) for url in urls):
+        raise ConfigError(f"{shown(value)} names no store; write a URL, or a list of URLs")
+    return urls
 
 
-Name = Annotated[str, Field(max_length=512)]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSettings:
+    """Settings that have been checked; the module's docstring describes each setting."""
 
-
-class StoreSettings(BaseModel):
-    """Validated settings; the module's docstring describes each setting."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    storage: Annotated[list[str], BeforeValidator(_listed), Field(min_length=1)]
-    revision: Annotated[Name, Field(min_length=1)]
+    storage: Annotated[Sequence[str], Kind(_read_urls)]
+    revision: Annotated[str, _REVISION]
     """Name of the weights; required, because engines do not report which weights they have loaded."""
-    quantization: Name = ""
-    kv_dtype: Name = ""
-    state_dtype: Name = ""
-    tenant: Name = ""
-    profile: Name = ""
+    quantization: Annotated[str, _NAME] = ""
+    kv_dtype: Annotated[str, _NAME] = ""
+    state_dtype: Annotated[str, _NAME] = ""
+    tenant: Annotated[str, _NAME] = ""
+    profile: Annotated[str, _NAME] = ""
 
     def identity(self, model: str, kv_dtype: str, page_size: int) -> Identity:
         """Return the identity of an engine's cache.
@@ -114,11 +109,4 @@ def settings_of(place: str, given: Mapping[str, Any]) -> StoreSettings:
 
     Raises ConfigError for a setting that is missing, unknown or wrong. The error's text begins with `place`.
     """
-    try:
-        return StoreSettings.model_validate(dict(given))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "settings"
-        known = ", ".join(StoreSettings.model_fields)
-        what = _SENTENCES.get(first["type"], f"is wrong: {first['msg']}")
-        raise ConfigError(f"{place}: {where} {what}; the settings are {known}") from error
+    return read_section(StoreSettings, place, given)

@@ -11,7 +11,7 @@ backend without a change to tiercache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint
 from typing import Any, Final
 
@@ -72,27 +72,6 @@ def capabilities_of(spec: Spec) -> Capabilities:
     """
     kind, section = _parts(spec)
     return kind.capabilities_of(section)
-
-
-def settings_of(
-    kind: str, section: Mapping[str, Any], parsers: Mapping[str, Callable[[Any], Any]]
-) -> dict[str, Any]:
-    """Return the values of a backend's section, each converted by the parser of the same name.
-
-    Raises ConfigError for a setting that is unknown or malformed.
-    """
-    for name in section:
-        if name not in parsers:
-            raise ConfigError(
-                f"storage type {kind!r} has no setting {name!r}; it has {', '.join(sorted(parsers))}"
-            )
-    values: dict[str, Any] = {}
-    for name, value in section.items():
-        try:
-            values[name] = parsers[name](value)
-        except ConfigError as error:
-            raise ConfigError(f"storage type {kind!r}, setting {name!r}: {error}") from error
-    return values
 
 
 def _parts(spec: Spec) -> tuple[type[StorageBackend], dict[str, Any]]:

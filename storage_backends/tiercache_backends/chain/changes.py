@@ -33,7 +33,13 @@ from tiercache_backends.chain.checks import check_stores
 from tiercache_backends.chain.leaving import Leaving, check_readable
 from tiercache_backends.chain.lineup import CHAIN, Lineup, Lineups
 from tiercache_backends.chain.movement import Deletions
-from tiercache_backends.chain.settings import LIVE, TierSettings, change_tier, check_chain, parse_tier
+from tiercache_backends.chain.settings import (
+    LIVE_SETTINGS,
+    TierSettings,
+    change_tier,
+    check_chain,
+    parse_tier,
+)
 from tiercache_backends.chain.shares import ChainShares
 from tiercache_backends.chain.tier import Tier
 
@@ -135,7 +141,7 @@ class Changes:
         with self._change(f"tier {name!r} is being changed") as lineup:
             tier = _named(lineup, name)
             settings = change_tier(tier.settings, changes)
-            if not (is_live := changes.keys() <= LIVE):
+            if not (is_live := changes.keys() <= LIVE_SETTINGS):
                 [settings] = check_stores([settings], self._env)
             planned = _settings(lineup.tiers)
             planned[lineup.tiers.index(tier)] = settings

@@ -1,32 +1,40 @@
-"""Settings of a chain and of its tiers, parsed from text."""
+"""Settings of a chain and of its tiers, as URLs and sections give them."""
 
 from __future__ import annotations
 
 import enum
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from tiercache.config import parse_duration, parse_size
 from tiercache.config.urls import section_of, storage_url
 from tiercache.core import PoolName
 from tiercache.errors import ConfigError
+from tiercache.settings import (
+    FLAG,
+    LIVE,
+    Kind,
+    chosen_values,
+    duration,
+    matching,
+    one_of,
+    read_attributes,
+    settings_in,
+    size,
+    whole,
+)
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.registry import backend_type, capabilities_of
 from tiercache.storage.tiers import PREFIX, free_name
-from tiercache.text import exact_duration, exact_size, shown
-from tiercache_backends.local.settings import between, one_of
+from tiercache.text import exact_size, shown
 
-LIVE: Final = frozenset({"write", "write_after", "promote", "read_only", "write_per_day"})
-"""Settings of a tier that can change while it is open."""
 _FIXED: Final = frozenset({"name", "type", "path", "address"})
 """Settings that say which tier it is, and cannot change."""
 _MAX_TIERS: Final = 8
-_MIN_IN_FLIGHT: Final = 1 << 20
-_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
+_WRITES: Final = frozenset({"write", "write_after", "write_per_day"})
+"""Settings that a tier has no use for if nothing is written to it."""
 
 
 class WritePolicy(enum.StrEnum):
@@ -49,73 +57,111 @@ class Promotion(enum.StrEnum):
     NEVER = "never"
 
 
+def _read_policies(value: Any) -> dict[str, WritePolicy]:
+    """Read a policy ("write_back"), or policies by pool ("kv:write_back,mamba:write_through").
+
+    Pools that are not named have the policy without a pool, or else `write_through`.
+    """
+    policies: dict[str, WritePolicy] = {}
+    for part in str(value).split(","):
+        pool, _, policy = part.strip().rpartition(":")
+        known = [str(one) for one in WritePolicy]
+        if policy not in known or pool in policies:
+            raise ConfigError(
+                f"{shown(value)} is not possible; use {', '.join(known)}, or give each pool a policy of its"
+                " own as in kv:write_through,mamba:write_back"
+            )
+        policies[pool] = WritePolicy(policy)
+    return {"": policies.pop("", WritePolicy.THROUGH)} | policies
+
+
+def _policies_text(policies: Mapping[str, WritePolicy]) -> str:
+    pools = [f"{pool}:{policy}" for pool, policy in policies.items() if pool]
+    rest = policies[""]
+    return ",".join(pools + [str(rest)] * (not pools or rest is not WritePolicy.THROUGH))
+
+
+def _read_per_day(value: Any) -> int | None:
+    if value == "unlimited":
+        return None
+    nbytes = int(size().parse(value))
+    if not nbytes:
+        raise ConfigError("a budget of 0 bytes a day allows no write; give more, or set tier_read_only=yes")
+    return nbytes
+
+
+_NAME: Final = matching(
+    "[A-Za-z0-9][A-Za-z0-9._-]{0,31}", "is no name; use 1 to 32 letters, digits, dots, dashes or underscores"
+)
+_POLICIES: Final = Kind(_read_policies, _policies_text)
+_PER_DAY: Final = Kind(_read_per_day, lambda nbytes: exact_size(nbytes) if nbytes else "unlimited")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSettings:
-    """Settings of one tier."""
+    """Settings of one tier. A URL has them with the prefix `tier_`, beside the settings of the store."""
 
-    name: str
+    name: Annotated[str, _NAME]
     """Name of the tier in messages, metrics and commands."""
     section: Mapping[str, Any] = field(default_factory=dict)
     """Section of the tier's store, without the tier's own settings."""
     place: str = ""
     """Absolute path or address of the tier's store; empty if it has neither."""
-    write: WritePolicy = WritePolicy.THROUGH
-    """When objects of the tiers above come here."""
-    write_pools: Mapping[str, WritePolicy] = field(default_factory=dict)
-    """Write policies of single pools, by pool name."""
-    write_after: int = 1
+    write: Annotated[Mapping[str, WritePolicy], _POLICIES, LIVE] = field(
+        default_factory=lambda: {"": WritePolicy.THROUGH}
+    )
+    """When objects of the tiers above come here: policies by pool name; "" has that of the other pools."""
+    write_after: Annotated[int, whole(1, 255, "reads"), LIVE] = 1
     """Number of reads after which `write_through_selective` copies an object."""
-    promote: Promotion = Promotion.SECOND
+    promote: Annotated[Promotion, one_of(*Promotion), LIVE] = Promotion.SECOND
     """When objects of this tier are copied to the tiers above."""
-    read_only: bool = False
+    read_only: Annotated[bool, FLAG, LIVE] = False
     """Whether nothing is ever written to this tier."""
-    deadline: float = 10.0
+    deadline: Annotated[float, duration(0.01, 3600)] = 10.0
     """Seconds that a call may take, plus the time for its bytes at 32 MiB/s."""
-    threads: int = 4
+    threads: Annotated[int, whole(1, 64, "threads")] = 4
     """Number of calls that run at the same time."""
-    in_flight: int = 512 << 20
+    in_flight: Annotated[int, size(1 << 20)] = 512 << 20
     """Maximum bytes of the gets and sets that are under way at the same time."""
-    write_per_day: int | None = None
+    write_per_day: Annotated[int | None, _PER_DAY, LIVE] = None
     """Maximum bytes written in a day, for the endurance of a disk; None: no limit."""
 
     def write_policy(self, pool: PoolName) -> WritePolicy:
         """Return the write policy of a pool."""
-        return self.write_pools.get(str(pool), self.write)
+        return self.write.get(str(pool), self.write[""])
 
     @property
     def writes_through(self) -> bool:
         """Whether any pool is written through."""
-        return WritePolicy.THROUGH in (self.write, *self.write_pools.values())
+        return WritePolicy.THROUGH in self.write.values()
 
     @property
     def writes_back(self) -> bool:
         """Whether any pool is written back."""
-        return WritePolicy.BACK in (self.write, *self.write_pools.values())
+        return WritePolicy.BACK in self.write.values()
 
     @property
     def url(self) -> str:
         """URL with which the same tier can be opened again."""
-        rest = {name: _text(value) for name, value in self.section.items() if name not in _FIXED}
-        own: dict[str, Any] = {
-            "name": self.name,
-            "promote": self.promote,
-            "read_only": _text(self.read_only),
-            "deadline": exact_duration(self.deadline),
-            "threads": self.threads,
-            "in_flight": exact_size(self.in_flight),
-        }
-        if not self.read_only:  # otherwise nothing can be written
-            policies = [f"{pool}:{policy}" for pool, policy in self.write_pools.items()]
-            if not policies or self.write is not WritePolicy.THROUGH:
-                policies.append(self.write)
-            own["write"] = ",".join(policies)
-            own["write_after"] = self.write_after
-            own["write_per_day"] = exact_size(self.write_per_day or 0)
-        chosen: dict[str, Any] = {
-            PREFIX + name: value for name, value in own.items() if value != _DEFAULTS.get(name)
+        rest = {name: value for name, value in self.section.items() if name not in _FIXED}
+        own = {"name": self.name} | chosen_values(self)
+        chosen = {
+            PREFIX + name: value
+            for name, value in own.items()
+            if not (self.read_only and name in _WRITES)  # nothing can be written
         }
         where = {name: self.section.get(name, "") for name in ("path", "address")}
-        return storage_url(self.section.get("type", ""), **where, **rest, **chosen)
+        texts = {name: _text(value) for name, value in (rest | chosen).items()}
+        return storage_url(self.section.get("type", ""), **where, **texts)
+
+
+def _text(value: Any) -> str:
+    """Return the value of a setting as a URL has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+LIVE_SETTINGS: Final = frozenset(name for name, one in settings_in(TierSettings).items() if one.is_live)
+"""Settings of a tier that can change while it is open."""
 
 
 def parse_tiers(tiers: Any) -> list[TierSettings]:
@@ -163,9 +209,9 @@ def change_tier(tier: TierSettings, changes: Mapping[str, Any]) -> TierSettings:
             f"{', '.join(fixed)} of tier {tier.name!r} cannot change while it serves; replace the tier"
             " instead"
         )
-    own = {name: value for name, value in changes.items() if name in _PARSERS}
+    own = {name: value for name, value in changes.items() if name in settings_in(TierSettings)}
     section = {**tier.section, **{name: value for name, value in changes.items() if name not in own}}
-    if not changes.keys() <= LIVE and not tier.place:
+    if not changes.keys() <= LIVE_SETTINGS and not tier.place:
         raise ConfigError(
             f"tier {tier.name!r} would have to be opened again, and its contents would be lost; add another"
             " tier with these settings, and remove this one"
@@ -182,25 +228,12 @@ def check_chain(tiers: Sequence[TierSettings]) -> None:
 
 
 def _values(tier: str, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Parse a tier's own settings, named without the prefix."""
-    values: dict[str, Any] = {}
-    for name, value in own.items():
-        if name not in _PARSERS:
-            raise ConfigError(
-                f"tier {tier!r} has no setting {PREFIX + name!r}; it has"
-                f" {', '.join(PREFIX + known for known in sorted(_PARSERS))}"
-            )
-        try:
-            values[name] = _PARSERS[name](value)
-        except ConfigError as error:
-            raise ConfigError(f"tier {tier!r}, setting {PREFIX + name!r}: {error}") from error
-    if "write" in values:
-        values["write"], values["write_pools"] = values["write"]
-    return values
+    """Read a tier's own settings, named without the prefix."""
+    return read_attributes(TierSettings, f"tier {tier!r}", own, PREFIX)
 
 
 def _check_read_only(tier: TierSettings, own: Mapping[str, Any]) -> None:
-    if tier.read_only and not {"write", "write_after", "write_per_day"}.isdisjoint(own):
+    if tier.read_only and not _WRITES.isdisjoint(own):
         raise ConfigError(
             f"tier {tier.name!r} is read-only, so nothing can be written through or back to it; remove"
             " tier_read_only, or the settings of its writes"
@@ -256,89 +289,3 @@ def _place(section: Mapping[str, Any]) -> str:
     """Return where a store is, without a look at the disk, which may hang."""
     path = section.get("path")
     return str(section.get("address", "")) + (os.path.abspath(path) if isinstance(path, str) else "")
-
-
-def _name(value: Any) -> str:
-    if not isinstance(value, str) or not _NAME.fullmatch(value):
-        raise ConfigError(
-            f"{shown(value)} is no name; use 1 to 32 letters, digits, dots, dashes or underscores"
-        )
-    return value
-
-
-def _write(value: Any) -> tuple[WritePolicy, dict[str, WritePolicy]]:
-    """Parse a policy ("write_back"), or policies by pool ("kv:write_back,mamba:write_through").
-
-    Pools that are not named have the policy without a pool, or else `write_through`.
-    """
-    policies: dict[str, WritePolicy] = {}
-    for part in str(value).split(","):
-        pool, _, policy = part.strip().rpartition(":")
-        known = [str(one) for one in WritePolicy]
-        if policy not in known or pool in policies:
-            raise ConfigError(
-                f"{shown(value)} is not possible; use {', '.join(known)}, or give each pool a policy of its"
-                " own as in kv:write_through,mamba:write_back"
-            )
-        policies[pool] = WritePolicy(policy)
-    return policies.pop("", WritePolicy.THROUGH), policies
-
-
-def _flag(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    return one_of("yes", "no", "true", "false")(value) in ("yes", "true")
-
-
-def _deadline(value: Any) -> float:
-    seconds = parse_duration(value)
-    if not 0.01 <= seconds <= 3600:
-        raise ConfigError(f"{shown(value)} is not possible; use 10ms to 1h")
-    return seconds
-
-
-def _in_flight(value: Any) -> int:
-    nbytes = parse_size(value)
-    if nbytes < _MIN_IN_FLIGHT:
-        raise ConfigError(f"{shown(value)} is too little for calls of a tier; give 1MiB or more")
-    return nbytes
-
-
-def _per_day(value: Any) -> int | None:
-    if value == "unlimited":
-        return None
-    nbytes = parse_size(value)
-    if not nbytes:
-        raise ConfigError("a budget of 0 bytes a day allows no write; give more, or set tier_read_only=yes")
-    return nbytes
-
-
-_PARSERS: Final = {
-    "name": _name,
-    "write": _write,
-    "write_after": between(1, 255, "reads"),
-    "promote": lambda value: Promotion(one_of(*map(str, Promotion))(value)),
-    "read_only": _flag,
-    "deadline": _deadline,
-    "threads": between(1, 64, "threads"),
-    "in_flight": _in_flight,
-    "write_per_day": _per_day,
-}
-
-
-def _text(value: Any) -> str:
-    """Return the value of a setting as a URL has it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-_DEFAULTS: Final = {
-    "write": WritePolicy.THROUGH,
-    "write_after": 1,
-    "promote": Promotion.SECOND,
-    "read_only": "false",
-    "deadline": "10s",
-    "threads": 4,
-    "in_flight": "512MiB",
-    "write_per_day": "0",
-}
-"""Values of a tier's settings, as `TierSettings.url` has them, that are left out of the URL."""

@@ -15,13 +15,13 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
-from tiercache.config import parse_size
 from tiercache.errors import ConfigError, RefusedError, StorageError
 from tiercache.storage.base import no_shares
 from tiercache.storage.registry import backend_type, capabilities_of
 from tiercache.storage.shares import OwnerUse, Share, Shares
 from tiercache_backends.chain.settings import TierSettings
 from tiercache_backends.chain.tier import Tier
+from tiercache_backends.local.settings import given_capacity
 
 _CANARY_ROOM: Final = 64 << 10
 """Bytes of each tier that are guaranteed to nobody, so that an examination can store its object."""
@@ -31,7 +31,7 @@ def check_tiers(shares: Shares, tiers: Sequence[TierSettings]) -> None:
     """Raise ConfigError if the tiers of these settings cannot keep the shares."""
     keeping = [tier for tier in tiers if not tier.read_only and capabilities_of(tier.section).shares]
     parts = _divide(shares, [str(tier.section["type"]) for tier in tiers],
-                    {tier.name: _capacity(tier) for tier in keeping})  # fmt: skip
+                    {tier.name: given_capacity(tier.section) for tier in keeping})  # fmt: skip
     for tier in keeping:
         section = {name: value for name, value in tier.section.items() if name != "type"}
         backend_type(tier.section).check_shares(section, parts[tier.name])
@@ -57,14 +57,9 @@ def _divide(shares: Shares, kinds: Sequence[str], capacities: Mapping[str, int])
     return {name: shares.of(capacity, whole) for name, capacity in capacities.items()}
 
 
-def _capacity(tier: TierSettings) -> int:
-    given = tier.section.get("capacity", "kept")
-    return 0 if given == "kept" else parse_size(given)
-
-
 def _capacity_of(tier: Tier) -> int:
     """Return the capacity of a tier: that of its settings, or else that of its open store."""
-    capacity = _capacity(tier.settings)
+    capacity = given_capacity(tier.settings.section)
     if not capacity and tier.is_readable:
         with suppress(StorageError):
             capacity = tier.call("usage", lambda store: store.usage()).capacity_bytes

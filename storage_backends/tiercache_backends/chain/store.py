@@ -11,6 +11,7 @@ from typing import Any, Final, Self
 
 from tiercache.core import ObjectKey, Outcome
 from tiercache.errors import StorageError, UnavailableError
+from tiercache.settings import Kind, read_values
 from tiercache.storage.base import (
     FLUSH_SECONDS,
     Capabilities,
@@ -26,7 +27,7 @@ from tiercache.storage.base import (
 )
 from tiercache.storage.env import Env
 from tiercache.storage.history import History, TierHistory
-from tiercache.storage.registry import capabilities_of, settings_of
+from tiercache.storage.registry import capabilities_of
 from tiercache.storage.shares import Shares
 from tiercache.storage.tiers import ObservedTier, Report, TierControl, ignore_progress
 from tiercache_backends.chain.batches import GetBatch, SetBatch
@@ -388,8 +389,8 @@ def _flushed(tiers: Sequence[Tier]) -> dict[Tier, str]:
 
 
 def _tiers_of(section: Mapping[str, Any]) -> list[TierSettings]:
-    # `parse_tiers` is called outside `settings_of`, because its messages name tiers, not settings of a chain.
-    values = settings_of(KIND, section, {"tiers": lambda tiers: tiers})
+    # `parse_tiers` is called outside `read_values`, because its messages name tiers, not settings of a chain.
+    values = read_values(f"storage type {KIND!r}", section, {"tiers": Kind(lambda tiers: tiers)})
     return parse_tiers(values.get("tiers"))
 
 

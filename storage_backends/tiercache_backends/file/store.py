@@ -19,11 +19,11 @@ from functools import partial
 from itertools import chain
 from typing import Any, Final, Self
 
-from tiercache.config import parse_size
 from tiercache.core import BLOCK_ALIGN, ObjectKey, Outcome
 from tiercache.errors import StorageError
 from tiercache.events.source import ChangeNote
 from tiercache.policy import Lru, Policy, policy_named
+from tiercache.settings import Kind, one_of, whole
 from tiercache.storage.base import (
     Capabilities,
     GetItem,
@@ -60,10 +60,9 @@ from tiercache_backends.file.state import StoreState
 from tiercache_backends.file.writing import ObjectWriter, Remover
 from tiercache_backends.local.directory import StoreDirectory, sync_directory
 from tiercache_backends.local.settings import (
-    between,
     check_capacity,
+    given_capacity,
     local_settings,
-    one_of,
     opens_read_only,
     refused,
 )
@@ -82,8 +81,12 @@ What is written counts as restorable or not from then on, which decides what the
 """
 _IO_THREADS: Final = 8
 """Default of `io_threads`."""
-_MAX_IO_THREADS: Final = 64
-"""Maximum of `io_threads` in a configuration."""
+_KINDS: Final = {
+    "io": one_of("auto", "buffered"),
+    "io_threads": whole(1, 64, "threads"),
+    "policy": Kind(lambda value: value if isinstance(value, Policy) else policy_named(str(value))),
+}
+"""Settings that only this store has."""
 
 
 class FileBackend(StorageBackend):
@@ -171,8 +174,7 @@ class FileBackend(StorageBackend):
 
     @classmethod
     def check_shares(cls, section: Mapping[str, Any], shares: Shares) -> None:
-        capacity = section.get("capacity")
-        room = 0 if capacity in (None, "kept") else parse_size(capacity)
+        room = given_capacity(section)
         shares.check(room - room // CATALOG_SHARE, "the store that are left for objects")
 
     def share(self, shares: Shares, *, evict: bool = True) -> None:
@@ -184,10 +186,7 @@ class FileBackend(StorageBackend):
 
     @staticmethod
     def _settings(section: Mapping[str, Any], context: StoreContext) -> dict[str, Any]:
-        return local_settings(
-            "file", section, context, "file:///var/lib/tiercache?capacity=200GiB",
-            io=one_of("auto", "buffered"), io_threads=between(1, _MAX_IO_THREADS, "threads"), policy=_policy,
-        )  # fmt: skip
+        return local_settings("file", section, context, "file:///var/lib/tiercache?capacity=200GiB", **_KINDS)
 
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
         with self._gate:
@@ -551,7 +550,3 @@ def _moves_direct(env: Env, directory: str) -> bool:
     finally:
         with suppress(OSError):
             env.unlink(path)
-
-
-def _policy(value: Any) -> Policy:
-    return value if isinstance(value, Policy) else policy_named(str(value))

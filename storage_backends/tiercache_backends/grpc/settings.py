@@ -1,4 +1,4 @@
-"""Settings of the `grpc` backend, parsed from text.
+"""Settings of the `grpc` backend, as a URL gives them.
 
 Settings name the files with credentials; every new connection reads these files again.
 """
@@ -10,19 +10,17 @@ import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import grpc
 
-from tiercache.config import parse_duration, parse_size
-from tiercache.config.addresses import parse_address
-from tiercache.config.files import read_secret, read_token
+from tiercache.config.addresses import SERVED, parse_address
+from tiercache.config.files import read_certificates, read_secret, read_token
 from tiercache.config.urls import storage_url, unix_target
 from tiercache.core import BLOCK_ALIGN
 from tiercache.errors import ConfigError
-from tiercache.storage.registry import settings_of
+from tiercache.settings import FLAG, PATH, Kind, Named, duration, matching, one_of, read_section, size, whole
 from tiercache.wire.methods import ATTACH_SOCKET, GRPC_SOCKET
-from tiercache_backends.local.settings import absolute_path, between, one_of
 
 KIND: Final = "grpc"
 _EXAMPLE: Final = (
@@ -30,11 +28,19 @@ _EXAMPLE: Final = (
 )
 _SOCKET_PATH: Final = 107
 """Maximum bytes of a unix socket's path (`sun_path` without its terminating zero)."""
-_MIN_SECONDS: Final = 0.01
-"""Shortest timeout or pause that a configuration may set."""
+_SECONDS: Final = duration(0.01, 3600)
+_ADDRESS: Final = Kind(lambda value: str(SERVED.parse(value)))
+_HOST: Final = matching("[ -~]{1,253}", "is not a host's name; write it without a port")
 _TLS: Final = ("tls", "ca", "certificate", "key", "server_name")
 _MAX_CERTIFICATE: Final = 1 << 20
 """Maximum number of bytes that are read of a file of certificates or keys."""
+
+
+def _directory(value: Any) -> str:
+    path = str(PATH.parse(value)).rstrip("/")
+    if not path:
+        raise ConfigError(f"{value!r} is no directory of sockets; write it like {_EXAMPLE}")
+    return path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,36 +50,44 @@ class GrpcSettings:
     Exactly one of `directory` and `address` is set.
     """
 
-    address: str = ""
+    address: Annotated[str, _ADDRESS] = ""
     """`host:port` of the daemon."""
-    directory: str = ""
+    directory: Annotated[str, Kind(_directory), Named("path")] = ""
     """Directory of the daemon's unix sockets."""
-    timeout: float = 2.0
+    timeout: Annotated[float, _SECONDS] = 2.0
     """Seconds that a call without payload may take, and that opening a connection may take."""
-    transfer_timeout: float = 10.0
+    transfer_timeout: Annotated[float, _SECONDS] = 10.0
     """Seconds that a call with payload may take; a call has at most 128 MiB of payload."""
-    tls: bool = False
+    tls: Annotated[bool, FLAG] = False
     """Whether the connection over TCP uses TLS."""
-    ca: str = ""
+    ca: Annotated[str, PATH] = ""
     """File with the certificates of accepted authorities; if empty, the system's authorities are accepted."""
-    certificate: str = ""
+    certificate: Annotated[str, PATH] = ""
     """File with the client's certificate, for daemons that require one."""
-    key: str = ""
+    key: Annotated[str, PATH] = ""
     """File with the private key of `certificate`."""
-    server_name: str = ""
+    server_name: Annotated[str, _HOST] = ""
     """Name that the daemon's certificate must have; if empty, the host in `address`."""
-    token_file: str = ""
+    token_file: Annotated[str, PATH] = ""
     """File with the token that identifies the client."""
-    data: bool = False
-    """Whether payloads travel on data connections where the daemon offers them."""
-    shared: bool = False
-    """Whether payloads go through shared memory."""
-    staging: int = 64 << 20
+    plane: Annotated[str, one_of("auto", "stream", "shared")] = "auto"
+    """Way of payloads: `shared` memory, `stream` (messages), or `auto`: the fastest that there is."""
+    staging: Annotated[int, size(multiple=BLOCK_ALIGN)] = 64 << 20
     """Bytes of the client's own shared memory, for payloads whose buffers are not in attached memory."""
-    breaker_failures: int = 3
+    breaker_failures: Annotated[int, whole(1, 1000, "failures")] = 3
     """Number of calls in a row without an answer after which the breaker opens and calls fail at once."""
-    breaker_pause: float = 1.0
+    breaker_pause: Annotated[float, _SECONDS] = 1.0
     """Seconds until an open breaker lets the client try again."""
+
+    @property
+    def data(self) -> bool:
+        """Whether payloads travel on data connections where the daemon offers them."""
+        return bool(self.address) and self.plane != "stream"
+
+    @property
+    def shared(self) -> bool:
+        """Whether payloads go through shared memory."""
+        return bool(self.directory) and self.plane != "stream"
 
     @property
     def target(self) -> str:
@@ -104,13 +118,13 @@ class GrpcSettings:
         """
         if not self.tls:
             return None
-        ca = _public(self.ca, "ca") if self.ca else None
+        ca = read_certificates(Path(self.ca), "ca") if self.ca else None
         if not self.certificate:
             return grpc.ssl_channel_credentials(ca)
         return grpc.ssl_channel_credentials(
             ca,
             read_secret(Path(self.key), 1, _MAX_CERTIFICATE, "key"),
-            _public(self.certificate, "certificate"),
+            read_certificates(Path(self.certificate), "certificate"),
         )
 
     def context(self) -> ssl.SSLContext | None:
@@ -136,44 +150,37 @@ def read_settings(section: Mapping[str, Any]) -> GrpcSettings:
 
     Raises ConfigError if a setting, or a file that a setting names, cannot be used.
     """
-    values = settings_of(KIND, section, _PARSERS)
-    address, directory = values.pop("address", ""), values.pop("path", "").rstrip("/")
-    if bool(address) == bool(directory):
+    owner = f"storage type {KIND!r}"
+    chosen = [name for name in _TLS if section.get(name)]
+    # A setting that only TLS uses, such as a certificate or a CA, implies tls=true.
+    settings = read_section(GrpcSettings, owner, {"tls": bool(chosen), **section})
+    if bool(settings.address) == bool(settings.directory):
         raise ConfigError(
-            f"storage type {KIND!r} needs an address or a directory of sockets, and not both, as in"
-            f" {_EXAMPLE}"
+            f"{owner} needs an address or a directory of sockets, and not both, as in {_EXAMPLE}"
         )
-    wanted = values.pop("plane", "auto")
-    if address and wanted == "shared":
+    if settings.address and settings.plane == "shared":
         raise ConfigError(
-            f"grpc://{address} cannot share memory with another host; remove plane=shared, or name a"
+            f"{settings} cannot share memory with another host; remove plane=shared, or name a"
             " directory of sockets"
         )
-    chosen = [name for name in _TLS if values.get(name)]
-    # A setting that only TLS uses, such as a certificate or a CA, implies tls=true.
-    values["tls"] = values.get("tls", bool(chosen))
-    _check_tls(values, chosen, address)
-    settings = GrpcSettings(
-        address=address, directory=directory, shared=bool(directory) and wanted != "stream",
-        data=bool(address) and wanted != "stream", **values,
-    )  # fmt: skip
-    if directory:
+    _check_tls(settings, [name for name in chosen if name != "tls" or settings.tls])
+    if settings.directory:
         _check_directory(settings)
-    elif settings.token_file and not settings.tls and not parse_address(address).loopback:
+    elif settings.token_file and not settings.tls and not parse_address(settings.address).loopback:
         raise ConfigError(
-            f"grpc://{address}: the token would travel in the clear; add tls=true (system roots) or"
+            f"{settings}: the token would travel in the clear; add tls=true (system roots) or"
             " ca=/path/to/ca.pem"
         )
     settings.metadata(), settings.credentials()  # raise ConfigError now, not at the first connection
     return settings
 
 
-def _check_tls(values: Mapping[str, Any], chosen: list[str], address: str) -> None:
-    if chosen and not values["tls"]:
+def _check_tls(settings: GrpcSettings, chosen: list[str]) -> None:
+    if chosen and not settings.tls:
         raise ConfigError(f"storage type {KIND!r}: tls=false contradicts {chosen[0]}; remove one of them")
-    if bool(values.get("certificate")) != bool(values.get("key")):
+    if bool(settings.certificate) != bool(settings.key):
         raise ConfigError(f"storage type {KIND!r}: certificate and key are one pair; give both or neither")
-    if chosen and not address:
+    if chosen and not settings.address:
         raise ConfigError(
             f"storage type {KIND!r}: {chosen[0]} is for TCP; remove it, because on unix sockets the kernel"
             " identifies the client"
@@ -191,71 +198,3 @@ def _check_directory(settings: GrpcSettings) -> None:
         raise ConfigError(
             f"{longest} is longer than the {_SOCKET_PATH} bytes of a socket's path; use a shorter directory"
         )
-
-
-def _address(value: Any) -> str:
-    found = parse_address(value)
-    if not found.port:
-        raise ConfigError(f"{value!r} has port 0, on which no daemon listens; give the daemon's port")
-    return str(found)
-
-
-def _directory(value: Any) -> str:
-    path = absolute_path(value)
-    if path.strip("/"):
-        return path
-    raise ConfigError(f"{value!r} is no directory of sockets; write it like {_EXAMPLE}")
-
-
-def _seconds(value: Any) -> float:
-    found = parse_duration(value)
-    if not _MIN_SECONDS <= found <= 3600:
-        raise ConfigError(f"{value!r} is out of range; use {_MIN_SECONDS:g} s to 1 h")
-    return found
-
-
-def _staging(value: Any) -> int:
-    return parse_size(value) // BLOCK_ALIGN * BLOCK_ALIGN
-
-
-def _flag(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    return str(one_of("true", "false")(value)) == "true"
-
-
-def _name(value: Any) -> str:
-    if not isinstance(value, str) or not value.isprintable() or not 0 < len(value) < 254:
-        raise ConfigError(f"{value!r} is not a host's name")
-    return value
-
-
-def _public(path: str, what: str) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            data = file.read(_MAX_CERTIFICATE)
-    except OSError as error:
-        raise ConfigError(
-            f"{what}: {path} cannot be read ({error.strerror}); name a PEM file of certificates"
-        ) from error
-    if b"-----BEGIN CERTIFICATE-----" not in data:
-        raise ConfigError(f"{what}: {path} holds no certificate; name a PEM file of certificates")
-    return data
-
-
-_PARSERS: Final = {
-    "address": _address,
-    "path": _directory,
-    "timeout": _seconds,
-    "transfer_timeout": _seconds,
-    "tls": _flag,
-    "ca": absolute_path,
-    "certificate": absolute_path,
-    "key": absolute_path,
-    "server_name": _name,
-    "token_file": absolute_path,
-    "plane": one_of("auto", "stream", "shared"),
-    "staging": _staging,
-    "breaker_failures": between(1, 1000, "failures"),
-    "breaker_pause": _seconds,
-}

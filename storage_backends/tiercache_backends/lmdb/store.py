@@ -15,7 +15,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Final, Self
 
-from tiercache.config import parse_size
 from tiercache.core import DIGEST_BYTES, ObjectKey, Outcome
 from tiercache.errors import ClosedError, StorageError
 from tiercache.events.source import ChangeNote
@@ -48,7 +47,13 @@ from tiercache_backends.lmdb.transaction import names_in
 from tiercache_backends.lmdb.writing import BatchWriter
 from tiercache_backends.local.directory import StoreDirectory
 from tiercache_backends.local.failures import DamagedError
-from tiercache_backends.local.settings import check_capacity, local_settings, opens_read_only, refused
+from tiercache_backends.local.settings import (
+    check_capacity,
+    given_capacity,
+    local_settings,
+    opens_read_only,
+    refused,
+)
 
 _EXAMPLE: Final = "lmdb:///var/lib/tiercache-lmdb?capacity=8GiB"
 _ENTRIES_PER_TRANSACTION: Final = 1024
@@ -153,8 +158,7 @@ class LmdbBackend(StorageBackend):
 
     @classmethod
     def check_shares(cls, section: Mapping[str, Any], shares: Shares) -> None:
-        capacity = section.get("capacity")
-        shares.check(0 if capacity in (None, "kept") else parse_size(capacity), "the store")
+        shares.check(given_capacity(section), "the store")
 
     def share(self, shares: Shares, *, evict: bool = True) -> None:
         with self._gate:

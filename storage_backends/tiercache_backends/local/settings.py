@@ -1,24 +1,31 @@
-"""Parsers of the settings that local stores have in common. Each raises ConfigError."""
+"""Settings that local stores have in common, and what they mean."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from mmap import MAP_PRIVATE, mmap
-from typing import Any
+from typing import Any, Final
 
-from tiercache.config import parse_size
 from tiercache.core import Outcome
 from tiercache.errors import ConfigError
+from tiercache.settings import PATH, Kind, one_of, read_values
 from tiercache.storage.base import SetItem, StoreContext, storable
 from tiercache.storage.checksum import MacKey
-from tiercache.storage.registry import settings_of
+from tiercache.text import parse_size
 from tiercache_backends.local.directory import MAX_CAPACITY
 
-Parser = Callable[[Any], Any]
+_KINDS: Final = {
+    "path": PATH,
+    # "kept": the store must exist already, and keeps its capacity.
+    "capacity": Kind(lambda value: None if value == "kept" else parse_size(value)),
+    "access": one_of("read", "write"),
+    "durability": one_of("process", "power"),
+    "mac_key": PATH,
+}
 
 
 def local_settings(
-    kind: str, section: Mapping[str, Any], context: StoreContext, example: str, **more: Parser
+    kind: str, section: Mapping[str, Any], context: StoreContext, example: str, **more: Kind
 ) -> dict[str, Any]:
     """Return the values of a local store's section: path, capacity, access, durability, mac_key and `more`.
 
@@ -31,12 +38,7 @@ def local_settings(
             f"'{kind}://{section['address']}...' names a host; write three slashes and the whole path, as in"
             f" {example.partition('?')[0]}"
         )
-    parsers = {
-        "path": absolute_path, "capacity": capacity_of, "access": one_of("read", "write"),
-        "durability": one_of("process", "power"),
-        "mac_key": absolute_path, **more,
-    }  # fmt: skip
-    values = settings_of(kind, section, parsers)
+    values = read_values(f"storage type {kind!r}", section, {**_KINDS, **more})
     for name in ("path", "capacity"):
         if name not in values:
             raise ConfigError(f"storage type {kind!r} needs {name!r}, as in {example}")
@@ -45,12 +47,10 @@ def local_settings(
     return values
 
 
-def capacity_of(value: Any) -> int | None:
-    """Return a capacity in bytes; None for "kept".
-
-    With "kept", the store must exist already, and keeps its capacity.
-    """
-    return None if value == "kept" else parse_size(value)
+def given_capacity(section: Mapping[str, Any]) -> int:
+    """Return the capacity in a section, in bytes; 0 if it has none, or keeps that of the store."""
+    given = section.get("capacity", "kept")
+    return 0 if given == "kept" else parse_size(given)
 
 
 def check_capacity(capacity: int | None, mapped: int, min_bytes: int = 0) -> None:
@@ -100,36 +100,3 @@ def refused(items: Sequence[SetItem], held: Sequence[bool]) -> list[Outcome]:
     return [
         verdict if storable(item) else Outcome.ERROR for item, verdict in zip(items, verdicts, strict=True)
     ]
-
-
-def absolute_path(value: Any) -> str:
-    """Return `value` if it is an absolute path; raise ConfigError otherwise."""
-    if not isinstance(value, str) or not value.startswith("/"):
-        raise ConfigError(f"{value!r} is not an absolute path; write it like /var/lib/tiercache")
-    return value
-
-
-def one_of(*choices: str) -> Parser:
-    """Return a parser that accepts one of these words."""
-
-    def parse(value: Any) -> str:
-        if value not in choices:
-            raise ConfigError(f"{value!r} is not possible; use {' or '.join(map(repr, choices))}")
-        return str(value)
-
-    return parse
-
-
-def between(low: int, high: int, what: str) -> Parser:
-    """Return a parser of a whole number from `low` to `high`, both included.
-
-    `what`: the unit, for the error message.
-    """
-
-    def parse(value: Any) -> int:
-        text = str(value)
-        if not (text.isascii() and text.isdigit() and len(text) < 10 and low <= int(text) <= high):
-            raise ConfigError(f"{value!r} is not a number of {what}; use {low} to {high}")
-        return int(text)
-
-    return parse

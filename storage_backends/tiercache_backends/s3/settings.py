@@ -1,4 +1,4 @@
-"""Settings of the `s3` backend, parsed from text.
+"""Settings of the `s3` backend, as a URL gives them.
 
 Credentials are never settings. They come from the usual environment variables or from a private file, and are
 read again when the service has refused them.
@@ -10,22 +10,19 @@ import configparser
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 from urllib.parse import urlsplit
 
-from tiercache.config import parse_duration, parse_size
 from tiercache.config.addresses import parse_address
 from tiercache.config.files import read_secret
 from tiercache.config.urls import storage_url
 from tiercache.errors import ConfigError
-from tiercache.storage.registry import settings_of
-from tiercache_backends.local.settings import absolute_path, between, one_of
+from tiercache.settings import FLAG, PATH, Kind, Named, duration, matching, one_of, read_section, size, whole
 
 KIND: Final = "s3"
 EXAMPLE: Final = "s3://bucket/prefix?endpoint=https://storage.example:9000&region=us-east-1"
-_BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]")
 _PREFIX: Final = re.compile(r"[A-Za-z0-9!_.*'()/=-]{0,256}")
 _SECRETS: Final = ("access_key_id", "secret_access_key", "session_token", "token")
 _VARIABLES: Final = {
@@ -36,38 +33,85 @@ _VARIABLES: Final = {
 MIN_CAPACITY: Final = 1 << 20
 
 
+def _prefix(value: Any) -> str:
+    text = str(value).strip("/")
+    if not _PREFIX.fullmatch(text) or "//" in text or {".", ".."} & set(text.split("/")):
+        raise ConfigError(f"{value!r} is no prefix; use letters, digits, - _ = . and single slashes")
+    return text
+
+
+def _endpoint(value: Any) -> str:
+    if not value:
+        return ""
+    try:
+        parts = urlsplit(str(value))
+        sound = parts.scheme in ("http", "https") and parts.hostname and parts.path in ("", "/")
+        sound = sound and not (parts.query or parts.username or parts.password) and parts.port != 0
+    except ValueError:
+        sound = False
+    if not sound:
+        raise ConfigError("this is no endpoint; write it like https://storage.example:9000")
+    return str(value).rstrip("/")
+
+
+_BUCKET: Final = matching(
+    "[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]", "is no bucket; a name has 3 to 63 of a-z, 0-9, dot, - and _"
+)
+_REGION: Final = matching("[a-z0-9-]{1,64}", "is no region; write it like us-east-1")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class S3Settings:
-    """ObjectPlace of the packs, and limits of this process."""
+    """Place of the packs, and limits of this process."""
 
-    bucket: str
-    prefix: str = ""
+    bucket: Annotated[str, _BUCKET, Named("address")]
+    prefix: Annotated[str, Kind(_prefix), Named("path")] = ""
     """Path in the bucket under which everything lies; empty for the whole bucket."""
-    endpoint: str = ""
-    """URL of the service; if empty, the service is the one of Amazon."""
-    region: str = "us-east-1"
-    credentials_file: str = ""
+    endpoint: Annotated[str, Kind(_endpoint)] = field(
+        default_factory=lambda: _endpoint(os.environ.get("AWS_ENDPOINT_URL"))
+    )
+    """URL of the service; if empty, the service is the one of Amazon. Default: AWS_ENDPOINT_URL."""
+    region: Annotated[str, _REGION] = field(
+        default_factory=lambda: os.environ.get("AWS_REGION") or "us-east-1"
+    )
+    credentials_file: Annotated[str, PATH] = ""
     """Private file in the form of ~/.aws/credentials; if empty, the environment has the credentials."""
-    allow_http: bool = False
+    allow_http: Annotated[bool, FLAG] = False
     """Whether payloads may travel in the clear to another host."""
-    virtual_host: bool = False
+    virtual_host: Annotated[bool, FLAG] = False
     """Whether the bucket is part of the host's name instead of the path."""
-    capacity: int = 0
+    capacity: Annotated[int, size(MIN_CAPACITY, or_zero=True)] = 0
     """Limit of the bytes under the prefix; 0 leaves eviction to the lifecycle rules of the bucket."""
-    lease: float = 30.0
+    lease: Annotated[float, duration(1.0, 3600)] = 30.0
     """Seconds for which a process owns eviction without renewing its lease."""
-    deadline: float = 5.0
+    deadline: Annotated[float, duration(0.05, 3600)] = 5.0
     """Seconds that a call may take, besides a second for every 32 MiB."""
-    refresh: float = 5.0
+    refresh: Annotated[float, duration(0.0, 3600)] = 5.0
     """Seconds after which a lookup that misses asks again what others have written."""
-    pack: int = 16 << 20
+    pack: Annotated[int, size(1 << 16, 256 << 20)] = 16 << 20
     """Bytes of objects after which a set begins another pack."""
-    in_flight: int = 64 << 20
+    in_flight: Annotated[int, size(1 << 16, 1 << 36)] = 64 << 20
     """Bytes of packs that this process holds in memory while they travel."""
-    objects: int = 1_000_000
+    objects: Annotated[int, whole(1000, 100_000_000, "objects")] = 1_000_000
     """Number of objects that the directory of this process knows, at some 400 bytes each."""
-    compression: str = "auto"
+    compression: Annotated[str, one_of("auto", "smallest", "none")] = "auto"
     """Rule by which objects are compressed: `auto`, `smallest` or `none` (see `CodecChoices`)."""
+
+    def __post_init__(self) -> None:
+        if self.endpoint.startswith("http://") and not (self.allow_http or _is_local(self.endpoint)):
+            raise ConfigError(
+                f"{self}: {self.endpoint} would move payloads in the clear; use https://, or give"
+                " allow_http=true if the network is trusted"
+            )
+        if self.in_flight < self.pack:
+            raise ConfigError(
+                f"{self}: in_flight is less than a pack of {self.pack} bytes; raise in_flight or lower pack"
+            )
+        if self.lease < 4 * self.deadline:
+            raise ConfigError(
+                f"{self}: a lease of {self.lease:g} s may end before it is renewed; set lease to four"
+                " deadlines or more"
+            )
 
     def __str__(self) -> str:
         return storage_url(KIND, f"/{self.prefix}" if self.prefix else "", address=self.bucket)
@@ -116,36 +160,7 @@ def parse_settings(section: Mapping[str, Any]) -> S3Settings:
                 f"storage type {KIND!r}: {name} is a secret, and a URL is shown in logs; set"
                 " AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give credentials_file=/path"
             )
-    values = settings_of(KIND, section, _PARSERS)
-    if "address" not in values:
-        raise ConfigError(f"storage type {KIND!r} needs a bucket, as in {EXAMPLE}")
-    settings = S3Settings(
-        bucket=values.pop("address"),
-        prefix=values.pop("path", ""),
-        region=values.pop("region", os.environ.get("AWS_REGION") or "us-east-1"),
-        endpoint=values.pop("endpoint", _endpoint(os.environ.get("AWS_ENDPOINT_URL") or "")),
-        **values,
-    )
-    if settings.endpoint.startswith("http://") and not (settings.allow_http or _is_local(settings.endpoint)):
-        raise ConfigError(
-            f"{settings}: {settings.endpoint} would move payloads in the clear; use https://, or give"
-            " allow_http=true if the network is trusted"
-        )
-    if 0 < settings.capacity < MIN_CAPACITY:
-        raise ConfigError(
-            f"{settings}: a capacity of {settings.capacity} bytes is too small; set {MIN_CAPACITY} or more"
-        )
-    if settings.in_flight < settings.pack:
-        raise ConfigError(
-            f"{settings}: in_flight is less than a pack of {settings.pack} bytes; raise in_flight or lower"
-            " pack"
-        )
-    if settings.lease < 4 * settings.deadline:
-        raise ConfigError(
-            f"{settings}: a lease of {settings.lease:g} s may end before it is renewed; set lease to four"
-            " deadlines or more"
-        )
-    return settings
+    return read_section(S3Settings, f"storage type {KIND!r}", section, EXAMPLE)
 
 
 def _from_file(path: Path) -> dict[str, str]:
@@ -167,79 +182,3 @@ def _is_local(endpoint: str) -> bool:
         return parse_address(urlsplit(endpoint).netloc).loopback
     except ConfigError:  # no port
         return urlsplit(endpoint).hostname in ("localhost", "127.0.0.1", "::1")
-
-
-def _bucket(value: Any) -> str:
-    if not isinstance(value, str) or not _BUCKET.fullmatch(value):
-        raise ConfigError(f"{value!r} is no bucket; a name has 3 to 63 of a-z, 0-9, dot, - and _")
-    return value
-
-
-def _prefix(value: Any) -> str:
-    text = str(value).strip("/")
-    if not _PREFIX.fullmatch(text) or "//" in text or {".", ".."} & set(text.split("/")):
-        raise ConfigError(f"{value!r} is no prefix; use letters, digits, - _ = . and single slashes")
-    return text
-
-
-def _endpoint(value: Any) -> str:
-    if not value:
-        return ""
-    try:
-        parts = urlsplit(str(value))
-        sound = parts.scheme in ("http", "https") and parts.hostname and parts.path in ("", "/")
-        sound = sound and not (parts.query or parts.username or parts.password) and parts.port != 0
-    except ValueError:
-        sound = False
-    if not sound:
-        raise ConfigError("this is no endpoint; write it like https://storage.example:9000")
-    return str(value).rstrip("/")
-
-
-def _region(value: Any) -> str:
-    if not isinstance(value, str) or not re.fullmatch(r"[a-z0-9-]{1,64}", value):
-        raise ConfigError(f"{value!r} is no region; write it like us-east-1")
-    return value
-
-
-def _seconds(low: float) -> Any:
-    def parse(value: Any) -> float:
-        found = parse_duration(value)
-        if not low <= found <= 3600:
-            raise ConfigError(f"{value!r} is out of range; use {low:g} s to 1 h")
-        return found
-
-    return parse
-
-
-def _size(low: int, high: int) -> Any:
-    def parse(value: Any) -> int:
-        found = parse_size(value)
-        if not low <= found <= high:
-            raise ConfigError(f"{value!r} is out of range; use {low} to {high} bytes")
-        return found
-
-    return parse
-
-
-def _flag(value: Any) -> bool:
-    return value if isinstance(value, bool) else str(one_of("true", "false")(value)) == "true"
-
-
-_PARSERS: Final = {
-    "address": _bucket,
-    "path": _prefix,
-    "endpoint": _endpoint,
-    "region": _region,
-    "credentials_file": absolute_path,
-    "allow_http": _flag,
-    "virtual_host": _flag,
-    "capacity": parse_size,
-    "lease": _seconds(1.0),
-    "deadline": _seconds(0.05),
-    "refresh": _seconds(0.0),
-    "pack": _size(1 << 16, 256 << 20),
-    "in_flight": _size(1 << 16, 1 << 36),
-    "objects": between(1000, 100_000_000, "objects"),
-    "compression": one_of("auto", "smallest", "none"),
-}

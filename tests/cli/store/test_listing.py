@@ -29,7 +29,7 @@ from tests.cli.store.test_samples import (
 from tests.examples import slow_after
 from tiercache.cli.store.options import make_filter
 from tiercache.cli.terminal import count_text, ranges_text
-from tiercache.config.settings import Settings
+from tiercache.config.models import Settings
 from tiercache.core import ObjectMeta
 from tiercache.daemon import StorageServer
 from tiercache.keys import namespace_of

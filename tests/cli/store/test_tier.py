@@ -10,7 +10,7 @@ import pytest
 
 from tests.cli.store.test_samples import call
 from tests.daemon.test_tiers import ALONE, fill, has_all, names, url
-from tiercache.config.settings import load
+from tiercache.config.loading import load
 from tiercache.daemon import StorageServer
 from tiercache.storage.registry import open_backend
 

@@ -215,17 +215,11 @@ def test_hashes_of_another_form_are_kept_apart(url: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        (
-            {"revision": ""},
-            (
-                "revision is empty; the settings are storage, revision, quantization, kv_dtype, state_dtype,"
-                " tenant"
-            ),
-        ),
-        ({"revision": 7}, "revision is wrong: Input should be a valid string"),
-        ({"storage": []}, "storage names no store; the settings are"),
+        ({"revision": ""}, "setting 'revision': '' is no revision; write a commit, a digest or a date"),
+        ({"revision": 7}, "setting 'revision': 7 is no revision"),
+        ({"storage": []}, "setting 'storage': [] names no store; write a URL"),
         ({"storage": ["file:///a", "file:///a"]}, "are both at /a; a directory or daemon can be one tier"),
-        ({"colour": "red"}, "colour is not a setting; the settings are storage"),
+        ({"colour": "red"}, "has no setting 'colour'; it has kv_dtype, profile, quantization"),
         ({"storage": "nowhere"}, "is not a URL"),
         ({"size": 2}, "can be opened by one process at a time, and this engine has several"),
         ({"storage": "file:///tmp/{rank}?capacity=64MiB", "size": 2, "mla": True}, "one rank writes the KV"),

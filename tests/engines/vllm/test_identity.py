@@ -161,11 +161,11 @@ def test_what_the_bytes_do_not_depend_on_hits(full: dict[str, object], change: d
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"revision": None}, "secondary tier TierCacheTier: revision is missing"),
-        ({"revision": 7}, "secondary tier TierCacheTier: revision is wrong"),
-        ({"storage": None}, "secondary tier TierCacheTier: storage is missing"),
+        ({"revision": None}, "secondary tier TierCacheTier needs 'revision'"),
+        ({"revision": 7}, "secondary tier TierCacheTier, setting 'revision': 7 is no revision"),
+        ({"storage": None}, "secondary tier TierCacheTier needs 'storage'"),
         ({"storage": "floppy:///a"}, "storage type 'floppy' is unknown"),
-        ({"stroage": "file:///a"}, "secondary tier TierCacheTier: stroage is not a setting"),
+        ({"stroage": "file:///a"}, "secondary tier TierCacheTier has no setting 'stroage'"),
         ({"queued_rows": 0}, "secondary tier TierCacheTier: queued_rows 0 is not possible"),
         ({"queued_rows": True}, "secondary tier TierCacheTier: queued_rows True is not possible"),
         ({"queued_rows": "4"}, "secondary tier TierCacheTier: queued_rows '4' is not possible"),

@@ -53,6 +53,8 @@ def tier_of(
 ) -> Tier:
     """A tier over the store that `store` opens, with short deadlines."""
     settings.setdefault("deadline", 30.0)
+    if isinstance(policy := settings.get("write"), WritePolicy):
+        settings["write"] = {"": policy}
     return Tier(TierSettings(**settings), store, capabilities, env or Env())
 
 

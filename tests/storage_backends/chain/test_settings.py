@@ -48,8 +48,8 @@ FILES = ["file:///tmp/a?capacity=16MiB", "file:///tmp/b?capacity=16MiB"]
         ),
         (["memory://", "memory://?tier_write_per_day=0"], "a budget of 0 bytes a day allows no write"),
         (["memory://?tier_deadline=0"], "use 10ms to 1h"),
-        (["memory://?tier_in_flight=1KiB"], "'1KiB' is too little for calls of a tier; give 1MiB or more"),
-        (["memory://?tier_threads=0"], "is not a number of threads"),
+        (["memory://?tier_in_flight=1KiB"], "'1KiB' is not possible; use 1MiB to 1024PiB"),
+        (["memory://?tier_threads=0"], "use a whole number of threads from 1 to 64"),
         (["memory://?tier_promote=maybe"], "'maybe' is not possible"),
         ([{"type": "chain", "tiers": ["memory://"]}], "a tier cannot be a chain itself"),
         ([{"path": "/tmp/a"}], "has no type"),
@@ -72,8 +72,8 @@ def test_a_wrong_tier_leaves_no_thread():
 
 
 EVERY = (
-    "lmdb:///d?tier_name=d&tier_promote=never&tier_deadline=1s&tier_threads=9&tier_in_flight=64MiB"
-    "&tier_write=write_back&tier_write_after=3&tier_write_per_day=5GiB"
+    "lmdb:///d?tier_name=d&tier_write=write_back&tier_write_after=3&tier_promote=never&tier_deadline=1s"
+    "&tier_threads=9&tier_in_flight=64MiB&tier_write_per_day=5GiB"
 )
 """Every setting of a tier, but `tier_read_only`, which excludes others."""
 

@@ -99,7 +99,7 @@ def test_nothing_that_can_be_restored_is_lost(tmp_path: Path, kind: str) -> None
 def test_nothing_is_copied_while_the_upper_tier_has_room() -> None:
     """States are written through by the same mover, so it has had its chance to copy pages."""
     upper, lower = MemoryBackend(UPPER), MemoryBackend(LOWER)
-    pools = {"write": WritePolicy.THROUGH, "write_pools": {"kv": WritePolicy.BACK}}
+    pools = {"write": {"": WritePolicy.THROUGH, "kv": WritePolicy.BACK}}
     store = chain_over(upper, lower, settings={1: pools})
     items = [item for name in range(20) for item in turn(name)]
     for name in range(20):

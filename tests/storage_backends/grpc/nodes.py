@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tiercache.config.settings import Settings as DaemonSettings
+from tiercache.config.models import Settings as DaemonSettings
 
 HOST_BYTES = 96 << 20
 

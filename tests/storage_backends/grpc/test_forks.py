@@ -119,7 +119,7 @@ def test_a_child_keeps_no_connection_of_its_parent_open() -> None:
 
 EMBEDDED = """
 import os, sys
-from tiercache.config.settings import Settings
+from tiercache.config.models import Settings
 from tiercache.daemon import StorageServer
 from tiercache_backends.grpc import GrpcBackend
 from tiercache_backends.grpc.settings import read_settings

@@ -40,8 +40,8 @@ def test_a_url_has_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("url", "advice"),
     [
-        ("s3://", "needs a bucket"),
-        ("s3:///only/a/path", "needs a bucket"),
+        ("s3://", "needs 'address', as in s3://bucket"),
+        ("s3:///only/a/path", "needs 'address', as in s3://bucket"),
         ("s3://ab", "3 to 63"),
         ("s3://Bucket", "no bucket"),
         ("s3://bucket/a//b", "no prefix"),
@@ -53,9 +53,9 @@ def test_a_url_has_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
         ("s3://bucket?region=Here", "us-east-1"),
         ("s3://bucket?secret_access_key=hidden", "credentials_file"),
         ("s3://bucket?access_key_id=hidden", "credentials_file"),
-        ("s3://bucket?pack=1GiB", "out of range"),
+        ("s3://bucket?pack=1GiB", "use 64KiB to 256MiB"),
         ("s3://bucket?pack=64MiB&in_flight=32MiB", "in_flight"),
-        ("s3://bucket?deadline=0s", "out of range"),
+        ("s3://bucket?deadline=0s", "use 50ms to 1h"),
         ("s3://bucket?size=1", "no setting"),
         ("s3://bucket?credentials_file=/nowhere/at/all", "credentials_file"),
     ],

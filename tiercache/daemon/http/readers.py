@@ -11,7 +11,7 @@ from typing import Any, Final
 from aiohttp import web
 from grpc import StatusCode
 
-from tiercache.config.settings import Settings
+from tiercache.config.models import Settings
 from tiercache.daemon.access import Access, Permissions, Refusal
 
 _NEITHER: Final = "give the header `authorization: Bearer TOKEN`, or in a browser the token as the password"

@@ -17,19 +17,18 @@ from threading import Event
 from typing import Any, Final, NamedTuple
 
 import msgpack
-from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tiercache.core import ObjectKey, Outcome, PoolName
 from tiercache.errors import ConfigError
 from tiercache.events import EventKind, KVEvent, Medium, ObjectGroup, Place, runs_of
 from tiercache.events.base import StoredObject
 from tiercache.events.encoding import as_map
-from tiercache.events.log import MAX_BATCHES
 from tiercache.events.publisher import EventPublisher
 from tiercache.events.settings import EventSettings
 from tiercache.events.source import MAX_KEYS, EventSource
 from tiercache.integrations.announcements import Announcements, EvictionWatch
 from tiercache.integrations.sglang.keys import PageKeys
+from tiercache.settings import read_section
 from tiercache.storage.base import NamespaceRecord, StorageBackend
 
 MEDIUM: Final = "DISK"
@@ -37,33 +36,18 @@ MEDIUM: Final = "DISK"
 _HASH_BYTES: Final = 8
 
 
-class _Fields(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    endpoint: str
-    replay: str = ""
-    topic: str = "kv-events"
-    buffer: int = MAX_BATCHES
-    public: bool = False
-
-
 def event_settings(place: str, given: Any, replica: int) -> EventSettings:
     """Return the settings of the publisher of data-parallel replica `replica`, whose ports are that far on.
 
     Raises ConfigError, whose text begins with `place`, for a setting that is missing, unknown or wrong.
     """
-    try:
-        fields = _Fields.model_validate(given)
-        fields.endpoint, fields.replay = (_moved(url, replica) for url in (fields.endpoint, fields.replay))
-        return EventSettings(**fields.model_dump())
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(["events", *map(str, first["loc"])])
-        raise ConfigError(
-            f"{place}: {where}: {first['msg']}; the settings are {', '.join(_Fields.model_fields)}"
-        ) from error
-    except ConfigError as error:
-        raise ConfigError(f"{place}: events: {error}") from error
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{place}: events is not a table; give its settings one by one")
+    moved = {
+        name: _moved(value, replica) if name in ("endpoint", "replay") and isinstance(value, str) else value
+        for name, value in given.items()
+    }
+    return read_section(EventSettings, f"{place}: events", moved)
 
 
 def _moved(endpoint: str, replica: int) -> str:
