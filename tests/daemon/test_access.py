@@ -36,7 +36,7 @@ from tests.daemon.hosts import (
 from tiercache.config.models import Settings
 from tiercache.core import ObjectKey
 from tiercache.daemon import StorageServer
-from tiercache.daemon.views import NameCipher
+from tiercache.daemon.tenants.store import NameCipher
 from tiercache.wire import attachment, messages
 from tiercache.wire.methods import METHODS
 from tiercache.wire.v1 import attach_pb2

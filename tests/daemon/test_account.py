@@ -23,8 +23,9 @@ from tests.daemon.test_removals import client, key, page, put, server, worker
 from tests.storage_backends.grpc.nodes import daemon_settings
 from tiercache.core import ObjectKey, Outcome, PoolName, as_tokens
 from tiercache.daemon import StorageServer
-from tiercache.daemon.accounting.account import HOUR_S, MAX_HOURS, NAMES, Account, Counts
-from tiercache.daemon.accounting.accounted import Accounted, TenantAccount
+from tiercache.daemon.tenants.account import HOUR_S, MAX_HOURS, NAMES, Account, Counts
+from tiercache.daemon.tenants.store import TenantStore
+from tiercache.daemon.tenants.tenant_account import TenantAccount
 from tiercache.keys import namespace_of, page_keys
 from tiercache.storage.base import NamespaceRecord
 from tiercache.storage.registry import open_backend
@@ -156,7 +157,7 @@ class TestAccount:
             [sys.executable, "-c", textwrap.dedent(f"""
                 import resource, signal
                 from pathlib import Path
-                from tiercache.daemon.accounting.account import Account, Counts
+                from tiercache.daemon.tenants.account import Account, Counts
                 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
                 account = Account(Path({str(tmp_path / 'a')!r}))
                 account.add("red", Counts(read_objects=1)); assert account.write()
@@ -188,7 +189,7 @@ class TestAccount:
         code = textwrap.dedent(f"""
             import itertools
             from pathlib import Path
-            from tiercache.daemon.accounting.account import Account, Counts
+            from tiercache.daemon.tenants.account import Account, Counts
             account = Account(Path({str(path)!r}), max_bytes=600)
             with open({str(said)!r}, "a") as said:
                 for n in itertools.count():
@@ -494,7 +495,7 @@ def test_a_lookup_waits_for_no_records_and_counts_what_was_registered_before_it(
     store = LateRecords()
     account = Account(tmp_path / "a")
     counted = TenantAccount(account, "", lambda _: True)
-    accounted = Accounted(store, counted)
+    accounted = TenantStore(store, account=counted)
     try:
         assert accounted.exists([key(1)]) == [False], (
             "the first waits for the records, of which there are none"

@@ -10,8 +10,8 @@ from tiercache_backends.memory import FOOTPRINT, MemoryBackend
 from tests.examples import slow_after
 from tests.storage.backends import AgingEnv, MemoryHooks, wrapped
 from tiercache.core import Outcome
-from tiercache.daemon.hints import OneScale
-from tiercache.daemon.views import NameCipher, NamespaceView, TenantView
+from tiercache.daemon.tenants.fairness import ValueScale
+from tiercache.daemon.tenants.store import NameCipher, TenantStore
 from tiercache.storage.base import StorageBackend
 from tiercache.testing.objects import NAMESPACE, OTHER_NAMESPACE, key, payload, to_set
 
@@ -19,14 +19,17 @@ SIZE = 1000
 ROOM = 100
 """Objects for which the store has room."""
 
-TestOneScale = pytest.mark.slow(wrapped(MemoryHooks, OneScale, obeys_values=False))
+TestOneScale = pytest.mark.slow(
+    wrapped(MemoryHooks, lambda store: TenantStore(store, scale=ValueScale()), obeys_values=False)
+)
 
 
 def tenants() -> tuple[MemoryBackend, StorageBackend, StorageBackend]:
     """A small store, and its views for two tenants."""
     store = MemoryBackend(FOOTPRINT.of(SIZE) * ROOM, AgingEnv())
     red, blue = (
-        TenantView(OneScale(store), NameCipher(name.encode() * 20), name) for name in ("red", "blue")
+        TenantStore(store, rename=NameCipher(name.encode() * 20), tenant=name, scale=ValueScale())
+        for name in ("red", "blue")
     )
     return store, red, blue
 
@@ -98,7 +101,7 @@ def test_nobody_values_what_is_not_theirs() -> None:
     store = MemoryBackend(0, AgingEnv())
     for name, namespace in (("a", NAMESPACE), ("b", OTHER_NAMESPACE)):
         store.set([to_set(key(name), payload(name, SIZE), namespace=namespace, value=4.0)])
-    view = NamespaceView(store, {NAMESPACE})
+    view = TenantStore(store, named=frozenset({NAMESPACE}))
     view.advise([key("b"), key("a"), key("unknown")], [0.0, 16.0, 1.0])
     values = [entry and round(entry.meta.value or 0.0, 2) for entry in store.describe([key("a"), key("b")])]
     assert values == [16.0, 4.0]

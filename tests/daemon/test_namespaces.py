@@ -12,8 +12,9 @@ from tiercache.config.models import Settings
 from tiercache.core import Outcome
 from tiercache.daemon.access import Access, Budgets
 from tiercache.daemon.budget import Budget
-from tiercache.daemon.namespaces import MAX_NAMESPACES, MAX_RECORD_BYTES, FewNamespaces
 from tiercache.daemon.quotas import TenantShares
+from tiercache.daemon.tenants.fairness import MAX_NAMESPACES, MAX_RECORD_BYTES, NamespaceBounds
+from tiercache.daemon.tenants.store import TenantStore
 from tiercache.errors import RefusedError
 from tiercache.storage import open_backend
 from tiercache.storage.base import NamespaceRecord, StorageBackend
@@ -129,7 +130,8 @@ def test_a_flood_of_records_harms_its_tenant_alone(start: Callable[[], Access]) 
 
 
 def test_the_records_of_a_tenant_are_few(tmp_path: Path) -> None:
-    with closing(FewNamespaces(open_backend("memory://"), lambda name: name[:1].decode())) as store:
+    bounds = NamespaceBounds(lambda name: name[:1].decode())
+    with closing(TenantStore(open_backend("memory://"), bounds=bounds)) as store:
         for n in range(MAX_NAMESPACES):
             store.register_namespace(NamespaceRecord(b"a%d" % n, {}))
         with pytest.raises(RefusedError, match="1024 namespaces"):

@@ -22,7 +22,7 @@ from tests.lab.replay.browser import MISSING, PROGRAM, Page, chromium
 from tests.lab.replay.test_report_in_browser import PALE, WIDE
 from tiercache.core import Outcome, PoolName
 from tiercache.daemon import StorageServer
-from tiercache.daemon.accounting.account import Counts
+from tiercache.daemon.tenants.account import Counts
 from tiercache.storage.base import TierReport, Usage
 from tiercache.storage.shares import OwnerUse
 from tiercache.testing.objects import key

@@ -13,7 +13,7 @@ from tests.storage_backends.grpc.nodes import daemon_settings, section
 from tiercache.config.models import EventsSettings
 from tiercache.core import ObjectKey, Outcome, PoolName
 from tiercache.daemon import StorageServer
-from tiercache.daemon.removals import Remembering, RemovalMemory
+from tiercache.daemon.removals import DaemonStore, RemovalMemory
 from tiercache.storage.history import Cause, History, PastRemoval, TierHistory
 from tiercache.storage.registry import open_backend
 from tiercache.storage.watching import begin_watch, end_watch
@@ -148,7 +148,7 @@ def test_what_is_asked_in_parts_is_one_answer() -> None:
 def test_a_store_s_evictions_deletions_and_damage_are_told_apart(kind: str, tmp_path: Path) -> None:
     where = "" if kind == "memory" else tmp_path / "s"
     url = f"{kind}://{where}?capacity={'300KiB' if kind == 'memory' else '4MiB'}"
-    with Remembering(open_backend(url)) as store:
+    with DaemonStore(open_backend(url)) as store:
         store.look()
         put(store, 1, 2, 3)
         assert store.delete([key(2), key(7)]) == [True, False]
@@ -173,7 +173,7 @@ def test_a_chain_says_which_tier_lost_what_and_follows_its_changes(tmp_path: Pat
         return f"file://{tmp_path / name}?capacity=8MiB&tier_name={name}"
 
     chain = open_backend([f"memory://?capacity={4 * SIZE}&tier_name=ram", url("ssd")])
-    with Remembering(chain) as store:
+    with DaemonStore(chain) as store:
         store.look()
         for number in range(10):
             put_down(store, number)

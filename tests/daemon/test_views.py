@@ -17,7 +17,7 @@ from tiercache_backends.memory import MemoryBackend
 
 from tests.storage.backends import MemoryHooks, without_checksum
 from tiercache.core import ObjectKey, Outcome
-from tiercache.daemon.views import CommonView, NameCipher, NamespaceView, TenantView
+from tiercache.daemon.tenants.store import NameCipher, TenantStore
 from tiercache.storage.base import NamespaceRecord, SetItem, StorageBackend
 from tiercache.testing.conformance import BackendConformance
 from tiercache.testing.objects import (
@@ -36,11 +36,21 @@ VEIL = NameCipher(b"a salt of the operator's, 32 bytes")
 OTHER_VEIL = NameCipher(b"another salt of the operator's, 32")
 
 
+def veiled(inner: StorageBackend, tenant: str = "acme", cipher: NameCipher = VEIL) -> TenantStore:
+    """The view of one tenant."""
+    return TenantStore(inner, rename=cipher, tenant=tenant)
+
+
+def fenced(inner: StorageBackend, *names: bytes) -> TenantStore:
+    """The view of who is limited to some namespaces."""
+    return TenantStore(inner, named=frozenset(names or (NAMESPACE,)))
+
+
 class TestVeiled(MemoryHooks):
     """The suite of the contract, as one tenant."""
 
     def open_store(self, path: Path, capacity: int | None = None) -> StorageBackend:
-        return TenantView(super().open_store(path, capacity), VEIL, "acme")
+        return veiled(super().open_store(path, capacity))
 
     def object_of(self, store: StorageBackend, k: ObjectKey) -> Any:
         return super().object_of(store, ObjectKey(k.pool, k.layout + VEIL.hide(k.page_key)))
@@ -74,7 +84,7 @@ class Scribbled(MemoryBackend):
 @pytest.mark.parametrize("is_summed", [True, False])
 def test_bytes_that_change_behind_the_view_are_never_a_hit(is_summed: bool) -> None:
     """The checksum under the hidden key is of the bytes that the view compared, and of no others."""
-    with TenantView(Scribbled(), VEIL, "acme") as view:
+    with veiled(Scribbled()) as view:
         item = to_set(key("a"), bytearray(payload("a", 5000)))
         if not is_summed:
             item = item._replace(meta=replace(item.meta, checksum=b""))
@@ -87,7 +97,7 @@ class TestFenced(MemoryHooks):
 
     def open_store(self, path: Path, capacity: int | None = None) -> StorageBackend:
         inner = super().open_store(path, capacity)
-        return NamespaceView(inner, {NAMESPACE, OTHER_NAMESPACE, b"n", bytes(64)})
+        return fenced(inner, NAMESPACE, OTHER_NAMESPACE, b"n", bytes(64))
 
 
 @given(st.binary(max_size=64))
@@ -114,7 +124,7 @@ def test_a_veil_hides_every_bit() -> None:
 
 def test_tenants_never_meet() -> None:
     store = MemoryBackend()
-    one, other = TenantView(store, VEIL, "one"), TenantView(store, OTHER_VEIL, "other")
+    one, other = veiled(store, "one"), veiled(store, "other", OTHER_VEIL)
     for view in (one, other, store):
         view.register_namespace(NamespaceRecord(NAMESPACE, {"model": "m", "tenant": "what the caller says"}))
     assert put(one, key(1), payload(1, 100)) is Outcome.STORED
@@ -137,14 +147,14 @@ def test_tenants_never_meet() -> None:
 
 def test_a_tenant_cannot_pass_for_another_by_what_it_registers() -> None:
     store = MemoryBackend()
-    one, other = TenantView(store, VEIL, "one"), TenantView(store, OTHER_VEIL, "other")
+    one, other = veiled(store, "one"), veiled(store, "other", OTHER_VEIL)
     one.register_namespace(NamespaceRecord(NAMESPACE, {"tenant": "other"}))
     assert other.namespaces() == []
     assert [r.identity["tenant"] for r in one.namespaces()] == ["one"]
 
 
 def test_a_false_checksum_is_found_before_it_is_stored() -> None:
-    store = TenantView(MemoryBackend(), VEIL, "one")
+    store = veiled(MemoryBackend())
     item = to_set(key(1), b"abc")
     assert store.set([item._replace(meta=replace(item.meta, checksum=bytes(16)))]) == [Outcome.ERROR]
     assert store.set([item]) == [Outcome.STORED]
@@ -152,7 +162,7 @@ def test_a_false_checksum_is_found_before_it_is_stored() -> None:
 
 def test_what_is_beyond_the_fence_is_not_there() -> None:
     store = MemoryBackend()
-    view = NamespaceView(store, {NAMESPACE})
+    view = fenced(store)
     for namespace in (NAMESPACE, OTHER_NAMESPACE):
         store.register_namespace(NamespaceRecord(namespace, {}))
         view.register_namespace(NamespaceRecord(bytes(32), {}))
@@ -179,14 +189,14 @@ def test_what_is_beyond_the_fence_is_not_there() -> None:
 @pytest.mark.parametrize("length", [1, 3, 5000])
 def test_a_malformed_get_beyond_the_fence_answers_as_one_of_nothing(length: int) -> None:
     store = MemoryBackend()
-    view = NamespaceView(store, {NAMESPACE})
+    view = fenced(store)
     store.set([to_set(key("foreign"), b"abc", namespace=OTHER_NAMESPACE)])
     assert view.get([to_get(key("foreign"), length)]) == view.get([to_get(key("none"), length)])
 
 
 def test_nothing_can_be_stored_beyond_the_fence_or_over_it() -> None:
     store = MemoryBackend()
-    view = NamespaceView(store, {NAMESPACE})
+    view = fenced(store)
     store.set([to_set(key("foreign"), b"abc", namespace=OTHER_NAMESPACE)])
     items = [
         to_set(key("foreign"), b"xyz"),
@@ -205,10 +215,10 @@ def test_the_suites_above_are_the_whole_contract() -> None:
 
 def test_who_knows_a_hidden_name_is_told_that_there_is_no_such_object() -> None:
     store = MemoryBackend(1 << 20)
-    acme = TenantView(store, VEIL, "acme")
+    acme = veiled(store)
     put(acme, key(0), payload(0, 5000))
     hidden = next(iter(store.scan_all())).key
-    common = CommonView(store, [OTHER_VEIL, VEIL], OTHER_VEIL)
+    common = TenantStore(store, allows=lambda name: VEIL.unmark(name) is None, cursors=OTHER_VEIL)
     put(common, key(1), payload(1, 5000))
     assert common.exists([hidden, key(1)]) == [False, True]
     assert [entry is not None for entry in common.describe([hidden, key(1)])] == [False, True]
@@ -222,10 +232,7 @@ def test_who_knows_a_hidden_name_is_told_that_there_is_no_such_object() -> None:
     assert fetch(acme, key(0), 5000) == payload(0, 5000)
 
 
-@pytest.mark.parametrize(
-    "view_of",
-    [lambda store: NamespaceView(store, {NAMESPACE}), lambda store: TenantView(store, VEIL, "acme")],
-)
+@pytest.mark.parametrize("view_of", [fenced, veiled])
 def test_a_view_shows_no_more_to_a_peek_than_to_a_get(view_of):
     store = MemoryBackend(1 << 20)
     store.set([to_set(key("other"), payload("other", 5000), namespace=OTHER_NAMESPACE)])

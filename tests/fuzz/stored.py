@@ -30,7 +30,7 @@ from xxhash import xxh3_128_digest
 
 from tests.fuzz.base import MIB, Target, file_of, folder, promised
 from tests.fuzz.received import KEYS, META
-from tiercache.daemon.accounting import account
+from tiercache.daemon.tenants import account
 from tiercache.errors import StoreFormatError
 from tiercache.storage.base import NamespaceRecord, SetItem
 from tiercache.storage.checksum import Checksums

@@ -1,7 +1,7 @@
 """Principals: how a caller is recognised as a principal, and what that principal may do.
 
 A principal is recognised by the user id at the other end of the attach socket, by a token, or by a subject
-alternative name in a client certificate. Each principal has one view of the store (`views`), which decides
+alternative name in a client certificate. Each principal has one view of the store (`tenants`), which decides
 what objects the principal can see.
 """
 
@@ -11,22 +11,18 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Final, Protocol
 
 from blake3 import blake3
 from grpc import StatusCode
 
-from tiercache.config.files import read_salt, read_token
+from tiercache.config.files import read_token
 from tiercache.config.models import Principal as PrincipalSettings
 from tiercache.config.models import Settings
 from tiercache.core import Verb
-from tiercache.daemon.accounting.account import Account
-from tiercache.daemon.accounting.accounted import Accounted, TenantAccount
 from tiercache.daemon.budget import MESSAGE_COPIES, Budget
-from tiercache.daemon.hints import OneScale
-from tiercache.daemon.namespaces import FewNamespaces
-from tiercache.daemon.views import CommonView, NameCipher, NamespaceView, TenantView
+from tiercache.daemon.tenants.account import Account
+from tiercache.daemon.tenants.store import TenantStore, TenantStores
 from tiercache.errors import WireError
 from tiercache.storage.base import StorageBackend
 from tiercache.wire.methods import SESSION_METADATA
@@ -49,9 +45,6 @@ _REASONS: Final = {
     StatusCode.FAILED_PRECONDITION: "malformed",
 }
 """Reason that the metrics count for a refusal with this status code, if the refusal names no reason."""
-
-_CURSORS: Final = b"cursors"
-"""Domain separator of the cipher that hides the cursors of scans."""
 
 
 class Refusal(Exception):  # noqa: N818  it is an answer, not a failure
@@ -124,7 +117,7 @@ class Permissions:
     """
 
     def __init__(
-        self, name: str, tenant: str, verbs: AbstractSet[Verb], store: StorageBackend, budgets: Budgets
+        self, name: str, tenant: str, verbs: AbstractSet[Verb], store: TenantStore, budgets: Budgets
     ) -> None:
         self.name: Final = name
         self.tenant: Final = tenant
@@ -140,9 +133,12 @@ class Permissions:
 
         A principal may do so if it has the verb admin, or if no part of the store is hidden from it.
         """
-        return Verb.ADMIN in self.verbs or not (
-            self.tenant or isinstance(self.store, NamespaceView | CommonView)
-        )
+        return Verb.ADMIN in self.verbs or not (self.tenant or self.store.is_fenced)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether this principal is limited to a tenant or to namespaces."""
+        return bool(self.tenant) or self.store.is_narrow
 
     @property
     def observes(self) -> bool:
@@ -151,8 +147,8 @@ class Permissions:
         A principal may do so if it is not limited to a tenant or to namespaces, and either has the verb
         observe or admin, or shares the store with no tenant.
         """
-        return not isinstance(self.store, TenantView | NamespaceView) and (
-            not self.verbs.isdisjoint((Verb.OBSERVE, Verb.ADMIN)) or not isinstance(self.store, CommonView)
+        return not self.is_limited and (
+            not self.verbs.isdisjoint((Verb.OBSERVE, Verb.ADMIN)) or not self.store.is_fenced
         )
 
     @property
@@ -161,7 +157,7 @@ class Permissions:
 
         A principal may do so if it has the verb admin, and is not limited to a tenant or to namespaces.
         """
-        return Verb.ADMIN in self.verbs and not isinstance(self.store, TenantView | NamespaceView)
+        return Verb.ADMIN in self.verbs and not self.is_limited
 
     def check(self, verb: Verb | None) -> None:
         """Raise Refusal if this principal does not have `verb`; None stands for a call that needs no verb."""
@@ -218,7 +214,11 @@ class Access:
         self._by_token: dict[bytes, Permissions] = {}
         self._by_san: dict[str, Permissions] = {}
         self._peers: dict[tuple[str, str], Caller] = {}
-        stores = self._views = _TenantViews(settings, store, account)
+        stores = TenantStores(settings, store, account)
+        self.tenant_of: Final = stores.tenant_of
+        """Function that returns the tenant of a namespace, by its name in the store; "" for none.
+
+        Any thread may call it."""
         names_own_user = any(principal.uid == os.getuid() for principal in settings.principals)
         principals = len(settings.principals) + (0 if names_own_user else 1)  # 1 for OWNER
         share = _PRINCIPAL_SHARE if principals > 1 else 1
@@ -306,10 +306,6 @@ class Access:
         """Tenants of all principals by the principals' names; "" for none. Any thread may ask."""
         named = {name: granted.permissions.tenant for name, granted in self._granted.items()}
         return named | {OWNER: ""} | ({ANONYMOUS: ""} if self._anonymous is not None else {})
-
-    def tenant_of(self, namespace: bytes) -> str:
-        """Return the tenant of a namespace, by its name in the store; "" for none. Any thread may ask."""
-        return self._views.tenant_of(namespace)
 
     @property
     def uids(self) -> AbstractSet[int]:
@@ -409,74 +405,6 @@ def read_tokens(principals: Iterable[PrincipalSettings]) -> list[tuple[Principal
         )
         for principal in principals
     ]
-
-
-class _TenantViews:
-    """Factory of the principals' views of a store.
-
-    A view shows the objects of one tenant, the objects that belong to no tenant, or all objects. A list of
-    namespaces can narrow each view further. The values that callers give are on one scale for each tenant,
-    and for each list of namespaces (`OneScale`). If there is only one view, its values are taken as they are.
-    """
-
-    def __init__(self, settings: Settings, store: StorageBackend, account: Account | None) -> None:
-        self._store = FewNamespaces(store, self.tenant_of)
-        self._account = account
-        self._accounts: dict[tuple[str, bool], TenantAccount] = {}
-        """Accounts by tenant, and whether the callers see everything."""
-        salts = {
-            name: read_salt(tenant.salt_file, f"tenants.{name}.salt_file")
-            for name, tenant in sorted(settings.tenants.items())
-        }
-        self._ciphers = {name: NameCipher(salt) for name, salt in salts.items()}
-        self._cursors = NameCipher(_CURSORS + b"".join(salts.values()))
-        limited = any("*" not in principal.namespaces for principal in settings.principals)
-        self._scales: dict[tuple[str, frozenset[bytes]], OneScale] | None = (
-            {} if self._ciphers or limited else None
-        )
-        """Stores by tenant and namespaces; None if all callers have one view."""
-
-    def view(self, tenant: str, namespaces: Sequence[str], *, everything: bool) -> StorageBackend:
-        """Return the view of a principal of `tenant`, or of a principal without a tenant ("").
-
-        `namespaces` are in hexadecimal; a "*" among them stands for all namespaces. `everything` says whether
-        a principal without a tenant sees the objects of tenants as well.
-        """
-        names = [bytes.fromhex(name) for name in namespaces if name != "*"]
-        seen = self._scaled(tenant, names if "*" not in namespaces else [])
-        if self._account is not None:
-            # By the page sizes of other tenants, a caller would learn of them.
-            owns = cache(lambda name: (everything and not tenant) or self.tenant_of(name) == tenant)
-            mine = TenantAccount(self._account, tenant, owns)
-            seen = Accounted(seen, self._accounts.setdefault((tenant, everything), mine))
-        if tenant:
-            # The settings may name a namespace of the tenant by its name in the store. That name is encrypted
-            # and ends with the tenant's mark. `unmark` returns None for any other name.
-            names = [self._ciphers[tenant].unmark(name) or name for name in names]
-            seen = TenantView(seen, self._ciphers[tenant], tenant)
-        elif self._ciphers and not everything:
-            seen = CommonView(seen, list(self._ciphers.values()), self._cursors)
-        self._store.reserve(self._ciphers[tenant].mark(name) if tenant else name for name in names)
-        return seen if "*" in namespaces else NamespaceView(seen, frozenset(names))
-
-    def tenant_of(self, namespace: bytes) -> str:
-        """Return the tenant of a namespace, by its name in the store; "" for none."""
-        for tenant, cipher in self._ciphers.items():
-            if cipher.unmark(namespace) is not None:
-                return tenant
-        return ""
-
-    def _scaled(self, tenant: str, names: Sequence[bytes]) -> StorageBackend:
-        """Return the store, which puts the values of this tenant on one scale.
-
-        The principals of a tenant share a scale; without a tenant, those with the same list of namespaces do.
-        """
-        if self._scales is None:
-            return self._store
-        group = tenant, frozenset() if tenant else frozenset(names)
-        if group not in self._scales:
-            self._scales[group] = OneScale(self._store)
-        return self._scales[group]
 
 
 def _fingerprint(token: bytes) -> bytes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -18,8 +19,6 @@ from pathlib import Path
 from queue import Full, Queue
 from threading import Thread
 from typing import Any, Final
-
-from tiercache.daemon.lines import append, size_of
 
 _log = logging.getLogger(__name__)
 
@@ -120,3 +119,44 @@ class AuditLog:
         for older, newer in zip(names[:0:-1], names[-2::-1], strict=True):
             with suppress(FileNotFoundError):
                 newer.replace(older)
+
+
+def append(path: Path, data: bytes) -> None:
+    """Append whole lines to a file of the daemon's user and sync it; raises OSError, with nothing appended.
+
+    The file is opened for each call, because an operator may move it away at any time. A missing file is
+    made, and a symbolic link is not followed. After a crash the last line may be cut; what follows then
+    begins on a line of its own.
+    """
+    file = _open(path)
+    try:
+        size = os.fstat(file).st_size
+        if size and os.pread(file, 1, size - 1) != b"\n":
+            data = b"\n" + data
+        try:
+            if os.write(file, data) != len(data):
+                raise OSError("the disk is full")
+            os.fdatasync(file)
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(file, size)
+            raise
+    finally:
+        os.close(file)
+
+
+def size_of(path: Path) -> int:
+    """Return the bytes of a file, or 0 if there is none."""
+    try:
+        return path.stat(follow_symlinks=False).st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _open(path: Path) -> int:
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, 0o600)
+    except FileNotFoundError:
+        path.parent.mkdir(0o700, parents=True, exist_ok=True)
+        return os.open(path, flags, 0o600)

@@ -12,11 +12,10 @@ from grpc import StatusCode
 
 from tiercache.core import ObjectKey, PoolName
 from tiercache.daemon.access import Access, LimitError, Permissions, Refusal
-from tiercache.daemon.accounting.account import HOUR_S, Account, Rows
 from tiercache.daemon.call import Call, read_keys
 from tiercache.daemon.removals import MAX_FOUND
 from tiercache.daemon.store_threads import Threads
-from tiercache.daemon.views import NamespaceView
+from tiercache.daemon.tenants.account import HOUR_S, Account, Rows
 from tiercache.errors import StorageError, WireError
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.history import Cause, History
@@ -69,7 +68,7 @@ class Inquiries:
         """Serve Report."""
         request = await call.request(pb.ReportRequest)
         permissions = call.caller.permissions
-        if isinstance(permissions.store, NamespaceView):
+        if permissions.store.is_narrow:
             raise Refusal(
                 StatusCode.PERMISSION_DENIED,
                 f"the account counts by tenant, and {permissions.name} is limited to namespaces; ask with"

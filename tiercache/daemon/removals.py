@@ -31,7 +31,7 @@ from tiercache.storage.layouts import LAYOUT_BYTES
 from tiercache.storage.store_events import observed_tiers
 from tiercache.storage.tiers import ObservedTier
 from tiercache.storage.watching import begin_watch, end_watch
-from tiercache.storage.wrappers import Wrapper, unwrap
+from tiercache.storage.wrappers import Metered, StoreMetrics, unwrap
 
 _log = logging.getLogger(__name__)
 
@@ -210,17 +210,19 @@ def _latest(found: Sequence[PastRemoval]) -> list[PastRemoval]:
     return list(latest.values())
 
 
-class Remembering(Wrapper):
-    """Store whose removals are remembered.
+class DaemonStore(Metered):
+    """The store of a daemon, whose calls are counted and whose removals are remembered.
 
     What a store tells of by `watch` counts as evicted, unless a call has deleted it, or has found it corrupt.
 
     Thread safety: as `Wrapper`.
     """
 
-    def __init__(self, inner: StorageBackend, memory: RemovalMemory | None = None) -> None:
-        super().__init__(inner)
-        self.memory: Final = memory or RemovalMemory()
+    def __init__(
+        self, inner: StorageBackend, kind: str = "store", metrics: StoreMetrics | None = None
+    ) -> None:
+        super().__init__(inner, kind, metrics)
+        self.memory: Final = RemovalMemory()
         self._look_lock: Final = Lock()
         self._followed: dict[str, tuple[ObservedTier, ChangeNote, float]] = {}
         """Tiers that tell of changes, with the function that they tell, and since when."""

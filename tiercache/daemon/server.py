@@ -23,7 +23,6 @@ from tiercache.config.files import check_files
 from tiercache.config.models import Settings
 from tiercache.config.urls import section_of, storage_url, unix_target
 from tiercache.daemon.access import ANONYMOUS, OWNER, Access, Budgets
-from tiercache.daemon.accounting.account import Account
 from tiercache.daemon.audit import AuditLog
 from tiercache.daemon.budget import BLOCK_BYTES, MESSAGE_COPIES, BlockPool, Budget
 from tiercache.daemon.call_log import CallLog
@@ -37,7 +36,7 @@ from tiercache.daemon.payload.sessions import DataSessions
 from tiercache.daemon.process import Notifier, limit_malloc, raise_descriptor_limit, trim_malloc_periodically
 from tiercache.daemon.quotas import QuotaCalls, TenantShares
 from tiercache.daemon.reload import Reload
-from tiercache.daemon.removals import Remembering
+from tiercache.daemon.removals import DaemonStore
 from tiercache.daemon.service import Service
 from tiercache.daemon.sessions import Attachments
 from tiercache.daemon.shared import SharedCalls
@@ -46,6 +45,7 @@ from tiercache.daemon.standard import Standard
 from tiercache.daemon.status.board import StatusBoard
 from tiercache.daemon.status.journal import Journal
 from tiercache.daemon.store_threads import Threads
+from tiercache.daemon.tenants.account import Account
 from tiercache.daemon.tiers import TierCalls
 from tiercache.errors import ConfigError, StorageError
 from tiercache.events.publisher import EventPublisher
@@ -55,7 +55,7 @@ from tiercache.storage.registry import open_backend
 from tiercache.storage.shares import limits_of
 from tiercache.storage.store_events import StoreEvents
 from tiercache.storage.watching import Following
-from tiercache.storage.wrappers import Metered, StoreMetrics, unwrap
+from tiercache.storage.wrappers import StoreMetrics, unwrap
 from tiercache.wire.methods import ATTACH_SOCKET, GRPC_SOCKET, SERVICE
 from tiercache.wire.v1 import storage_pb2 as pb
 
@@ -285,7 +285,7 @@ class StorageServer:
             self.store = await asyncio.to_thread(open_backend, settings.store_url)
         kind = _kind_of(settings) if self._opened else type(unwrap(self.store)).__name__
         metrics = NodeMetrics([*(principal.name for principal in settings.principals), OWNER, ANONYMOUS])
-        store = Remembering(Metered(self.store, kind, StoreMetrics(metrics.registry)))
+        store = DaemonStore(self.store, kind, StoreMetrics(metrics.registry))
         threads = Threads(_THREADS)
         figures = UsageFigures(self.store)
         ends.push_async_callback(self._close_store, store, threads, figures)
@@ -459,7 +459,7 @@ class StorageServer:
             ends.push_async_callback(asyncio.to_thread, self.publisher.close)
             source.warn_of_silence()
 
-    def _keep_books(self, store: Remembering, account: Account, ends: AsyncExitStack) -> None:
+    def _keep_books(self, store: DaemonStore, account: Account, ends: AsyncExitStack) -> None:
         """Follow the removals of all tiers, and write the account from time to time."""
         ends.push_async_callback(asyncio.to_thread, account.close)
         Thread(target=store.look, name="tiercache-removals", daemon=True).start()

@@ -35,7 +35,6 @@ from tiercache.daemon.status.board import StatusBoard
 from tiercache.daemon.store_threads import Threads
 from tiercache.daemon.streams import StreamCalls
 from tiercache.daemon.tiers import TierCalls
-from tiercache.daemon.views import NamespaceView
 from tiercache.errors import ClosedError, RefusedError, StorageError, UnlistedError, WireError
 from tiercache.steps import Deadline
 from tiercache.storage.base import NAMESPACE_BYTES, NamespaceRecord, ScanEntry, StorageBackend
@@ -348,7 +347,7 @@ class Service:
                 f" {NAMESPACE_BYTES} bytes"
             )
         store = call.caller.permissions.store
-        if isinstance(store, NamespaceView) and not store.allows(request.namespace):
+        if not store.may_register(request.namespace):
             raise Refusal(
                 StatusCode.PERMISSION_DENIED,
                 f"{call.caller.permissions.name} may not use namespace {request.namespace.hex()}; the"

@@ -16,7 +16,7 @@ from tests.storage_backends.grpc.nodes import daemon_settings
 from tiercache.cli.store.report import flops_text
 from tiercache.cli.terminal import Exit
 from tiercache.daemon import StorageServer
-from tiercache.daemon.accounting.account import HOUR_S
+from tiercache.daemon.tenants.account import HOUR_S
 from tiercache.storage.registry import open_backend
 
 HOUR = int(time.time()) // HOUR_S * HOUR_S

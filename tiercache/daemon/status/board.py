@@ -33,7 +33,6 @@ from tiercache.daemon.status.document import (
     TierStatus,
 )
 from tiercache.daemon.status.journal import Journal, in_words
-from tiercache.daemon.views import NamespaceView
 from tiercache.metrics.table import BUDGETS, HEALTHS, HIT, OUT
 from tiercache.storage.base import TierReport, Usage
 from tiercache.storage.hits import Hits
@@ -263,7 +262,7 @@ class StatusBoard:
         samples = self._samples.within(self._counters(self._figures.latest()))
         hits = hits_of(samples)
         if reader is not None and not whole:  # as in `Inquiries.report`
-            alone = isinstance(reader.store, NamespaceView)
+            alone = reader.store.is_narrow
             hits = {name: one for name, one in hits.items() if name == reader.tenant and not alone}
         document.tenant_hits.extend(_hit_status(name, one, one) for name, one in hits.items())
         document.slowest.extend(self._metrics.slowest.latest(own)[:_SLOWEST])

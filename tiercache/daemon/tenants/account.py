@@ -21,7 +21,7 @@ from pathlib import Path
 from threading import Lock, Thread
 from typing import Any, Final
 
-from tiercache.daemon.lines import append, size_of
+from tiercache.daemon.audit import append, size_of
 from tiercache.storage.hits import Hits
 
 _log = logging.getLogger(__name__)

@@ -1,6 +1,4 @@
-"""Store of one tenant whose calls are counted in the account, and how its namespaces are priced."""
-
-# ruff: noqa: D102 (the contract documents these methods)
+"""Account of one tenant: its calls of the store in tokens and seconds, by the prices of its namespaces."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from tiercache.core import DIGEST_BYTES, ObjectKey, Outcome, PoolName
-from tiercache.daemon.accounting.account import HOUR_S, Account, Counts
+from tiercache.daemon.tenants.account import HOUR_S, Account, Counts
 from tiercache.errors import ClosedError, StorageError
 from tiercache.storage.base import (
     FLOPS_FIELD,
@@ -25,7 +23,6 @@ from tiercache.storage.base import (
     SetItem,
     StorageBackend,
 )
-from tiercache.storage.wrappers import Wrapper
 
 _REFRESH_S: Final = 60.0
 """Seconds after which the records of namespaces are read again."""
@@ -79,17 +76,50 @@ class TenantAccount:
         self._hour = 0
         self._turn = 0
         self._usual: dict[bytes, bytes | None] = {}
-        """Namespace of the objects of each layout, see `saw`; None if there are several."""
-        self.is_timed = False
+        """Namespace of the objects of each layout, see `_see`; None if there are several."""
+        self._is_timed = False
         """Whether the tokens that were read last have a price in seconds; states are read along with them."""
         self._layouts: dict[bytes, bytes] = {}
         """Layout whose pages stand for tokens in this hour, by namespace."""
 
-    def add(self, counts: Counts) -> None:
-        """Count something that happened just now."""
+    def count_exists(self, store: StorageBackend, keys: Sequence[ObjectKey], answers: Sequence[bool]) -> None:
+        """Count objects that were looked up, and the tokens for which they stand, found or not."""
+        found = sum(answers)
+        counts = Counts(found_objects=found, absent_objects=len(answers) - found)
+        for key, objects in _by_layout(keys):
+            self._count_asked(store, key, objects, counts)
         self._account.add(self._tenant, counts)
 
-    def usual_namespace(self, layout: bytes) -> bytes | None:
+    def count_get(
+        self, store: StorageBackend, items: Sequence[GetItem], outcomes: Sequence[Outcome], seconds: float
+    ) -> None:
+        """Count objects that were read in so many seconds, and the tokens for which they stand."""
+        hits = [item for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.HIT]
+        missed = outcomes.count(Outcome.MISS) + outcomes.count(Outcome.CORRUPT)
+        counts = Counts(
+            read_objects=len(hits), read_bytes=sum(item.length for item in hits), missed_objects=missed
+        )
+        if hits:
+            self._count_tokens(store, hits, counts)
+            counts.read_seconds = seconds * (
+                counts.timed_tokens / counts.restored_tokens if counts.restored_tokens else self._is_timed
+            )
+        self._account.add(self._tenant, counts)
+
+    def count_set(self, items: Sequence[SetItem], outcomes: Sequence[Outcome]) -> None:
+        """Count objects that were stored, and learn the namespaces of their layouts."""
+        written = [
+            item.meta.length
+            for item, outcome in zip(items, outcomes, strict=True)
+            if outcome is Outcome.STORED
+        ]
+        self._account.add(self._tenant, Counts(written_objects=len(written), written_bytes=sum(written)))
+        for layout, namespace in {
+            (item.key.layout, item.meta.namespace) for item in items if item.key.pool is PoolName.KV
+        }:
+            self._see(layout, namespace)
+
+    def _usual_namespace(self, layout: bytes) -> bytes | None:
         """Return the namespace of a layout's objects; b"" if they stand for no page, None to ask the store.
 
         The store is asked until the layout is known, and about once in _ASK_AGAIN calls after that. It is
@@ -99,7 +129,7 @@ class TenantAccount:
             self._turn += 1
             return self._usual.get(layout) if self._turn % _ASK_AGAIN else None
 
-    def add_asked(self, store: StorageBackend, key: ObjectKey, objects: int, counts: Counts) -> None:
+    def _count_asked(self, store: StorageBackend, key: ObjectKey, objects: int, counts: Counts) -> None:
         """Count the tokens of objects with the layout of `key` that were looked up, found or not."""
         layout = key.layout
         namespace = self._usual.get(layout)
@@ -108,14 +138,14 @@ class TenantAccount:
             if namespace is None and layout in self._usual:
                 counts.unsized_objects += objects
             return
-        price = self.price(store, namespace or b"")
+        price = self._price(store, namespace or b"")
         sizes = {one.page_size for one in self._prices.values()} if price is None else {price.page_size}
         if len(sizes) != 1:
             counts.unsized_objects += objects
-        elif self.stands_for_tokens(namespace or b"", layout):
+        elif self._stands_for_tokens(namespace or b"", layout):
             counts.asked_tokens += objects * sizes.pop()
 
-    def saw(self, layout: bytes, kind: bytes | None) -> None:
+    def _see(self, layout: bytes, kind: bytes | None) -> None:
         """Learn of an object of a layout: its namespace, b"" if it stands for no page, None to ask always."""
         with self._lock:
             if layout in self._usual:
@@ -124,7 +154,7 @@ class TenantAccount:
             elif len(self._usual) < _MAX_LAYOUTS:
                 self._usual[layout] = kind
 
-    def price(self, store: StorageBackend, namespace: bytes) -> _Price | None:
+    def _price(self, store: StorageBackend, namespace: bytes) -> _Price | None:
         """Return what a page of a namespace stands for; None if no record says so.
 
         Records are read again beside the calls: of a bucket, each takes a request.
@@ -159,7 +189,7 @@ class TenantAccount:
             with self._lock:
                 self._prices = {**self._prices, **found}
 
-    def stands_for_tokens(self, namespace: bytes, layout: bytes) -> bool:
+    def _stands_for_tokens(self, namespace: bytes, layout: bytes) -> bool:
         """Return whether pages of this layout count as tokens.
 
         Each rank reads its part of a page, and the page's tokens count once: by the layout that was read
@@ -171,72 +201,15 @@ class TenantAccount:
                 self._hour, self._layouts = hour, {}
             return self._layouts.setdefault(namespace, layout) == layout
 
-
-class Accounted(Wrapper):
-    """Store whose calls count in the account of a tenant.
-
-    Thread safety: as `Wrapper`.
-    """
-
-    def __init__(self, inner: StorageBackend, account: TenantAccount) -> None:
-        super().__init__(inner)
-        self._account: Final = account
-
-    def register_namespace(self, record: NamespaceRecord) -> None:
-        super().register_namespace(record)
-        self._account.learn(record)
-
-    def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        answers = super().exists(keys)
-        found = sum(answers)
-        counts = Counts(found_objects=found, absent_objects=len(answers) - found)
-        for key, objects in _by_layout(keys):
-            self._account.add_asked(self.inner, key, objects, counts)
-        self._account.add(counts)
-        return answers
-
-    def get(self, items: Sequence[GetItem]) -> list[Outcome]:
-        began = time.perf_counter()
-        outcomes = super().get(items)
-        seconds = time.perf_counter() - began
-        hits = [item for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.HIT]
-        missed = outcomes.count(Outcome.MISS) + outcomes.count(Outcome.CORRUPT)
-        counts = Counts(
-            read_objects=len(hits), read_bytes=sum(item.length for item in hits), missed_objects=missed
-        )
-        if hits:
-            self._count_tokens(hits, counts)
-            counts.read_seconds = seconds * (
-                counts.timed_tokens / counts.restored_tokens
-                if counts.restored_tokens
-                else self._account.is_timed
-            )
-        self._account.add(counts)
-        return outcomes
-
-    def set(self, items: Sequence[SetItem]) -> list[Outcome]:
-        outcomes = super().set(items)
-        written = [
-            item.meta.length
-            for item, outcome in zip(items, outcomes, strict=True)
-            if outcome is Outcome.STORED
-        ]
-        self._account.add(Counts(written_objects=len(written), written_bytes=sum(written)))
-        for layout, namespace in {
-            (item.key.layout, item.meta.namespace) for item in items if item.key.pool is PoolName.KV
-        }:
-            self._account.saw(layout, namespace)
-        return outcomes
-
-    def _count_tokens(self, hits: Sequence[GetItem], counts: Counts) -> None:
+    def _count_tokens(self, store: StorageBackend, hits: Sequence[GetItem], counts: Counts) -> None:
         """Add the tokens for which the objects that were read stand, and their FLOPs."""
         by_layout: dict[bytes, list[ObjectKey]] = {}
         for item in hits:
             by_layout.setdefault(item.key.layout, []).append(item.key)
         for layout, keys in by_layout.items():
-            for namespace, pages in self._pages(layout, keys):
-                price = self._account.price(self.inner, namespace) if pages else None
-                if price is None or not self._account.stands_for_tokens(namespace, layout):
+            for namespace, pages in self._pages(store, layout, keys):
+                price = self._price(store, namespace) if pages else None
+                if price is None or not self._stands_for_tokens(namespace, layout):
                     continue
                 tokens = pages * price.page_size
                 counts.restored_tokens += tokens
@@ -244,23 +217,25 @@ class Accounted(Wrapper):
                     counts.unpriced_tokens += tokens
                 else:
                     counts.saved_flops += float(tokens) * price.flops
-                self._account.is_timed = price.seconds is not None
+                self._is_timed = price.seconds is not None
                 if price.seconds is not None:
                     counts.timed_tokens += tokens
                     counts.prefill_seconds += tokens * price.seconds
 
-    def _pages(self, layout: bytes, keys: Sequence[ObjectKey]) -> Iterable[tuple[bytes, int]]:
+    def _pages(
+        self, store: StorageBackend, layout: bytes, keys: Sequence[ObjectKey]
+    ) -> Iterable[tuple[bytes, int]]:
         """Return the namespaces of objects of one layout, each with the pages for which they stand."""
-        known = self._account.usual_namespace(layout)
+        known = self._usual_namespace(layout)
         if known is not None:
             return [(known, len(keys))] if known else []
         entries: Sequence[ScanEntry | None] = ()
         with suppress(StorageError, ClosedError):
-            entries = self.inner.describe(keys)
+            entries = store.describe(keys)
         pages: dict[bytes, int] = {}
         for entry in entries:
             if entry is not None:
-                self._account.saw(layout, _kind_of(entry))
+                self._see(layout, _kind_of(entry))
                 pages[entry.meta.namespace] = pages.get(entry.meta.namespace, 0) + _pages_of(entry)
         return pages.items()
 
