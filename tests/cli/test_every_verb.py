@@ -144,17 +144,6 @@ def test_a_chain(here: Path, output: str) -> None:
             read(call("tier", *words, "-s", "node", "-o", output).out, output)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("output", FORMATS)
-def test_tenants(here: Path, output: str) -> None:
-    Path("salt").touch(0o600)
-    Path("salt").write_text("s" * 40)
-    Path("tenants.toml").write_text(f'[tenants.acme]\nsalt_file = "{here}/salt"\nquota = "4MiB"\n')
-    with daemon("-d", "node", "--config", "tenants.toml"):
-        for words in (["list"], ["list", "acme"], ["set", "acme", "2MiB", "--guarantee", "1MiB"]):
-            read(call("quota", *words, "-s", "node", "-o", output).out, output)
-
-
 @pytest.mark.parametrize("output", slow_after(2, FORMATS))
 def test_no_store(here: Path, output: str) -> None:
     assert call("doctor", "-o", output, ok=None).code in (Exit.DONE, Exit.NO)

@@ -70,7 +70,7 @@ PRINCIPALS = {
     "shown": Principal("read write", "red", (NameCipher(b"red" * 20).mark(OTHER),)),
 }
 VERBS = {name: method.verb for name, method in METHODS.items()}
-TIERS = {"ChangeTiers", "FollowTierChange", "SetQuota"}
+TIERS = {"ChangeTiers", "FollowTierChange"}
 """For operators of the whole daemon. An empty request names no change, and follows none: that is over."""
 OPEN = {"GetInto", "SetFrom"}
 """Only on the unix sockets; over TCP they are refused whoever calls, after the verb was looked at."""
@@ -153,19 +153,11 @@ def test_every_verb_is_asked_for(client: Any, name: str) -> None:
             assert caller.refused(method) is grpc.StatusCode.PERMISSION_DENIED
         elif method == "Report" and principal.namespaces:
             assert caller.refused(method) is grpc.StatusCode.PERMISSION_DENIED  # it counts by tenant
-        elif (
-            method == "Quotas"
-            and not principal.tenant
-            and (principal.namespaces or "admin" not in principal.verbs)
-        ):
-            assert caller.refused(method) is grpc.StatusCode.PERMISSION_DENIED  # those of all tenants
         elif method in TIERS:
             if principal.tenant or principal.namespaces:
                 assert caller.refused(method) is grpc.StatusCode.PERMISSION_DENIED
             elif method == "ChangeTiers":
                 assert caller.refused(method) is grpc.StatusCode.INVALID_ARGUMENT  # no change is named
-            elif method == "SetQuota":
-                assert caller.refused(method) is grpc.StatusCode.FAILED_PRECONDITION  # no tenant is named
             else:
                 [answer] = caller.stream(method, iter([b""]))
                 assert pb.TierChangeReply.FromString(answer) == pb.TierChangeReply(over=True)

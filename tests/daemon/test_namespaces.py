@@ -12,13 +12,12 @@ from tiercache.config.models import Settings
 from tiercache.core import Outcome
 from tiercache.daemon.access import Access, Budgets
 from tiercache.daemon.budget import Budget
-from tiercache.daemon.quotas import TenantShares
+from tiercache.daemon.reload import TenantShares
 from tiercache.daemon.tenants.fairness import MAX_NAMESPACES, MAX_RECORD_BYTES, NamespaceBounds
 from tiercache.daemon.tenants.store import TenantStore
 from tiercache.errors import RefusedError
 from tiercache.storage import open_backend
 from tiercache.storage.base import NamespaceRecord, StorageBackend
-from tiercache.storage.shares import Share
 from tiercache.testing.objects import fetch, key, put, to_set
 
 STORED, THROTTLED = Outcome.STORED, Outcome.THROTTLED
@@ -65,7 +64,7 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[
         urls = [url.format(tmp_path) for url in STORES[request.param]]
         stores.append(open_backend(urls if len(urls) > 1 else urls[0]))
         access = Access(settings, stores[0], Budgets(*(Budget(1 << 20) for _ in range(5))))
-        TenantShares(stores[0], access.tenant_of).take(dict.fromkeys(tenants, Share(None, 0)))
+        TenantShares(stores[0], access.tenant_of).take(settings.tenants)
         return access
 
     begin.kind = request.param  # type: ignore[attr-defined]

@@ -499,17 +499,15 @@ def test_operators_see_what_was_reloaded_refused_and_changed(tmp_path: Path) -> 
         with Client(address, [("authorization", f"Bearer {'b' * 16}")]) as b:
             for _ in range(3):
                 b.call("Hello", HELLO)
-            b.call("SetQuota", pb.SetQuotaRequest(tenant="acme", quota_bytes=1 << 20))
         # An answer may be a fifth of a second old, so each is asked for until it says so.
-        until(lambda: told("set quota") == "set quota done (tenant acme, quota 1MiB, by b)")
-        reload(body("a", "c"))
-        until(lambda: told("reload done") == "reload done (removed b)")
+        reload(body("a", "c", quota="1MiB"))
+        until(lambda: told("reload done") == "reload done (removed b, quotas acme)")
         with Client(address, [("authorization", f"Bearer {'c' * 16}")]) as c:
             c.call("Hello", HELLO)
-        until(lambda: row("b") == (True, 4) and row("c") == (False, 1), GUARD)
+        until(lambda: row("b") == (True, 3) and row("c") == (False, 1), GUARD)
         reload("nonsense")
         until(lambda: told("reload refused"))
-        reload(body("a", "b", "c", more='drain = "9s"\n'))
+        reload(body("a", "b", "c", quota="1MiB", more='drain = "9s"\n'))
         until(lambda: "drain" in told("reload done"))
-        until(lambda: row("b") == (False, 4))
+        until(lambda: row("b") == (False, 3))
         assert document()["host"] == socket.gethostname()

@@ -110,10 +110,6 @@ VERBS: Final = {
     "tier": Verb(
         f"{_STORE}.tier:tier", "Show the tiers of a daemon's store, and change them while it serves."
     ),
-    "quota": Verb(
-        f"{_STORE}.quota:quota",
-        "Show how much the tenants of a daemon have, and change their quotas and guarantees.",
-    ),
     "events": Verb(
         "tiercache.cli.events:events",
         "Print what the tiers of a daemon or of a worker hold, and what changes.",

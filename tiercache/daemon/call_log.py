@@ -31,7 +31,7 @@ _PERIOD_S: Final = 10.0
 """Seconds of such a period."""
 _GOES_ON: Final = "goes on; the client left"
 """Outcome of a change that is being made when its call ends."""
-_TOLD: Final = {"reload": ("removed", "at_next_start"), "set_quota": ("tenant", "quota", "guarantee")}
+_TOLD: Final = {"reload": ("removed", "at_next_start", "quotas")}
 """Changes that are told in the journal, and their details there. Its readers must not learn URLs of tiers."""
 
 T = TypeVar("T")

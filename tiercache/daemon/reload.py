@@ -1,21 +1,50 @@
-"""Settings that a daemon takes over while it serves: certificates, principals and what is a slow call.
-
-Quotas of tenants are taken over as well, by `quotas`.
-"""
+"""Settings that a daemon takes over while it serves: certificates, principals, quotas, the slow call."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from threading import Lock
 from typing import Any, Final
 
 from tiercache.config.files import check_certificates, check_files
-from tiercache.config.models import Settings
+from tiercache.config.models import Settings, Tenant
 from tiercache.daemon.access import Access, read_tokens
 from tiercache.daemon.call_log import CallLog
 from tiercache.daemon.certificates import CertificateFiles, Certificates
 from tiercache.daemon.node_metrics import NodeMetrics
 from tiercache.daemon.payload.sessions import DataSessions
+from tiercache.storage.base import StorageBackend
+from tiercache.storage.shares import Share, Shares, limits_of
+
+
+class TenantShares:
+    """Quotas and guarantees that a daemon's store keeps for its tenants.
+
+    Thread safety: any thread; changes wait for each other.
+    """
+
+    def __init__(self, store: StorageBackend, owner_of: Callable[[bytes], str]) -> None:
+        """Keep shares in `store`; `owner_of` returns the tenant of a namespace, or "" (`Shares.owner_of`)."""
+        self._store: Final = store
+        self._owner_of: Final = owner_of
+        self._lock: Final = Lock()
+        self._limits: Mapping[str, Share] = {}
+
+    def take(self, tenants: Mapping[str, Tenant]) -> list[str]:
+        """Keep the limits of these tenants from now on, and evict what is beyond; return what has changed.
+
+        Returns names of tenants. Raises ConfigError, with nothing changed, if the store cannot keep them.
+        """
+        limits = limits_of(tenants)
+        with self._lock:
+            changed = [name for name, share in limits.items() if self._limits.get(name, Share()) != share]
+            if limits != self._limits:
+                shares = Shares(self._owner_of, limits)
+                shares.check(0, "")
+                self._store.share(shares)
+                self._limits = limits
+            return changed
 
 
 class Reload:
@@ -28,6 +57,7 @@ class Reload:
         self,
         settings: Settings,
         access: Access,
+        shares: TenantShares,
         sessions: DataSessions,
         certificates: Certificates | None,
         calls: CallLog,
@@ -35,15 +65,17 @@ class Reload:
     ) -> None:
         self._first: Final = settings
         self._access = access
+        self._shares = shares
         self._sessions = sessions
         self._certificates = certificates
         self._calls = calls
         self._metrics = metrics
 
     def prepare(self, settings: Settings) -> tuple[list[str], Callable[[], None]]:
-        """Read every file that these settings name, and change nothing yet; raises ConfigError.
+        """Read every file that these settings name, and change quotas only; raises ConfigError.
 
-        Returns the names of settings that take effect at the next start only, and what makes the change.
+        Returns the names of settings that take effect at the next start only, and what makes the change. If
+        the store cannot keep the quotas, nothing is changed.
         """
         check_files(settings)
         check_certificates(settings)
@@ -57,6 +89,7 @@ class Reload:
             waiting.add("principals")
         principals = read_tokens(settings.principals)
         files = None if settings.tls is None else CertificateFiles.read(settings.tls)
+        quotas = [] if "tenants" in waiting else self._shares.take(settings.tenants)
 
         def apply() -> None:
             if self._certificates is not None and files is not None and "tls" not in waiting:
@@ -67,9 +100,8 @@ class Reload:
                 self._sessions.end_all_of(self._access.reload(principals))
             removed.difference_update(self._access.tenants)
             self._calls.slow = settings.log.slow_call
-            self._calls.end(
-                "reload", "done", at_next_start=", ".join(sorted(waiting)), removed=", ".join(sorted(removed))
-            )
+            names = {"at_next_start": sorted(waiting), "removed": sorted(removed), "quotas": quotas}
+            self._calls.end("reload", "done", **{key: ", ".join(found) for key, found in names.items()})
 
         return sorted(waiting), apply
 

@@ -34,8 +34,7 @@ from tiercache.daemon.payload.calls import DataCalls
 from tiercache.daemon.payload.port import DataPort
 from tiercache.daemon.payload.sessions import DataSessions
 from tiercache.daemon.process import Notifier, limit_malloc, raise_descriptor_limit, trim_malloc_periodically
-from tiercache.daemon.quotas import QuotaCalls, TenantShares
-from tiercache.daemon.reload import Reload
+from tiercache.daemon.reload import Reload, TenantShares
 from tiercache.daemon.removals import DaemonStore
 from tiercache.daemon.service import Service
 from tiercache.daemon.sessions import Attachments
@@ -52,7 +51,6 @@ from tiercache.events.publisher import EventPublisher
 from tiercache.pools import HostArena
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.registry import open_backend
-from tiercache.storage.shares import limits_of
 from tiercache.storage.store_events import StoreEvents
 from tiercache.storage.watching import Following
 from tiercache.storage.wrappers import StoreMetrics, unwrap
@@ -132,7 +130,6 @@ class StorageServer:
         self._gate: Gate | None = None
         self._reload: Reload | None = None
         self._calls: CallLog | None = None
-        self._shares: TenantShares | None = None
         self._board: StatusBoard | None = None
         self._thread = Thread(target=self._run, name="tiercache-node", daemon=True)
 
@@ -175,8 +172,6 @@ class StorageServer:
         if self._loop is None or self._reload is None:
             raise ConfigError("the server does not serve yet, so it has nothing to reload")
         waiting, apply = self._reload.prepare(settings)
-        if self._shares is not None and "tenants" not in waiting:
-            self._shares.take(limits_of(settings.tenants))  # the last that can be refused
         done: Future[None] = Future()
 
         def run() -> None:
@@ -305,9 +300,9 @@ class StorageServer:
         account = Account(settings.account_file, count_failed=metrics.count_account_failed)
         self._keep_books(store, account, ends)
         access = Access(settings, store, budgets, account)
-        shares = self._shares = TenantShares(self.store, access.tenant_of)
+        shares = TenantShares(self.store, access.tenant_of)
         if settings.tenants:
-            await asyncio.to_thread(shares.take, limits_of(settings.tenants))
+            await asyncio.to_thread(shares.take, settings.tenants)
         attachments = Attachments(
             access, max_clients=limits.clients, max_bytes=limits.attached_bytes, calls=calls
         )
@@ -338,7 +333,7 @@ class StorageServer:
         inquiries = Inquiries(threads, access, store, account, limits.keys_per_batch)
         service = Service(
             access, attachments, threads, streams, shared, TierCalls(self.store, self.instance, calls),
-            QuotaCalls(shares, threads, calls), board, inquiries,
+            board, inquiries,
             instance=self.instance, limits=_limits(settings), idle=limits.idle,
             store=kind, metrics=metrics, calls=calls, gate=gate, data=streams, sessions=sessions,
         )  # fmt: skip
@@ -346,7 +341,7 @@ class StorageServer:
             sessions, service.answer, calls, _limits(settings), max_connections=2 * limits.clients,
             idle=limits.idle, workers=threads.count, certificates=certificates,
         )  # fmt: skip
-        self._reload = Reload(settings, access, sessions, certificates, calls, metrics)
+        self._reload = Reload(settings, access, shares, sessions, certificates, calls, metrics)
         serving = await self._serve(service, attachments, access, gate, (sessions, port), certificates, ends)
         ends.callback(board.drain)
         ends.callback(asyncio.create_task(board.watch()).cancel)

@@ -29,7 +29,6 @@ from tiercache.daemon.node_metrics import NodeMetrics
 from tiercache.daemon.payload.calls import DataCall, DataCalls
 from tiercache.daemon.payload.channel import DisconnectedError
 from tiercache.daemon.payload.sessions import DataSessions
-from tiercache.daemon.quotas import QuotaCalls
 from tiercache.daemon.shared import SharedCalls
 from tiercache.daemon.status.board import StatusBoard
 from tiercache.daemon.store_threads import Threads
@@ -69,7 +68,6 @@ class Service:
         streams: StreamCalls,
         shared: SharedCalls,
         tiers: TierCalls,
-        quotas: QuotaCalls,
         board: StatusBoard,
         inquiries: Inquiries,
         *,
@@ -119,8 +117,6 @@ class Service:
             "Report": inquiries.report,
             "ChangeTiers": tiers.change,
             "FollowTierChange": tiers.follow,
-            "Quotas": quotas.quotas,
-            "SetQuota": quotas.set_quota,
         }
         self._sessions = sessions
         self._data_handlers: dict[str, Callable[[DataCall], Awaitable[None]]] = (

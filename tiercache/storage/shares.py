@@ -17,7 +17,6 @@ bound nothing: an object of one byte takes a block of 4 KiB in `file`, and a row
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
@@ -150,29 +149,6 @@ class OwnerUse:
 def limits_of(tenants: Mapping[str, Any]) -> dict[str, Share]:
     """Return the limits of tenants, which are settings with `quota` and `guarantee`."""
     return {name: Share(tenant.quota, tenant.guarantee) for name, tenant in sorted(tenants.items())}
-
-
-class QuotaControl(ABC):
-    """Quotas and guarantees of the tenants of a daemon, by name.
-
-    Thread safety: any thread.
-    """
-
-    @abstractmethod
-    def quotas(self, tenant: str = "") -> dict[str, OwnerUse]:
-        """Return what a tenant has ("": each tenant that the caller may know of).
-
-        Raises RefusedError if the caller may not know it, and another StorageError if the daemon cannot tell.
-        """
-
-    @abstractmethod
-    def set_quota(self, tenant: str, change: Mapping[str, int | None], *, evict: bool = True) -> OwnerUse:
-        """Change `quota` (None: no limit), `guarantee` or both of a tenant; return what it has then.
-
-        The change lasts until the daemon ends or reloads its configuration. With `evict` False a quota below
-        what is used is refused. Raises ConfigError, RefusedError or another StorageError, with nothing
-        changed.
-        """
 
 
 class Writer(NamedTuple):

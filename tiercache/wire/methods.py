@@ -39,7 +39,7 @@ class Method(NamedTuple):
         return f"/{SERVICE}/{self.name}"
 
 
-CHANGES: Final = frozenset({"Delete", "Flush", "ChangeTiers", "SetQuota"})
+CHANGES: Final = frozenset({"Delete", "Flush", "ChangeTiers"})
 """Calls that change a store or a daemon, also if their client does not wait for the answer."""
 METHODS: Final = {
     method.name: method
@@ -63,7 +63,5 @@ METHODS: Final = {
         Method("Report", pb.ReportRequest, pb.ReportReply, None),
         Method("ChangeTiers", pb.ChangeTiersRequest, pb.TierChangeReply, Verb.ADMIN),
         Method("FollowTierChange", pb.FollowTierChangeRequest, pb.TierChangeReply, Verb.ADMIN),
-        Method("Quotas", pb.QuotasRequest, pb.QuotasReply, None),
-        Method("SetQuota", pb.SetQuotaRequest, pb.QuotasReply, Verb.ADMIN),
     )
 }

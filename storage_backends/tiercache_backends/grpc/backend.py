@@ -43,7 +43,6 @@ from tiercache_backends.grpc.connection import Connection
 from tiercache_backends.grpc.connection_manager import ConnectionManager
 from tiercache_backends.grpc.failures import CallError, Kind
 from tiercache_backends.grpc.inquiries import DaemonReport, joined, read_history, read_report
-from tiercache_backends.grpc.quotas import RemoteQuotas
 from tiercache_backends.grpc.settings import GrpcSettings, read_settings
 from tiercache_backends.grpc.shared.plane import SharedPlane
 from tiercache_backends.grpc.stream import StreamPlane
@@ -76,8 +75,8 @@ class Pong:
     """Type of the daemon's own store, to show to a user."""
 
 
-class GrpcBackend(StorageBackend, RemoteTiers, RemoteQuotas):
-    """Store in a tiercache daemon, whose tiers and quotas an operator of the daemon can change.
+class GrpcBackend(StorageBackend, RemoteTiers):
+    """Store in a tiercache daemon, whose tiers an operator of the daemon can change.
 
     The backend can be opened while the daemon is down, and reconnects by itself. An item is UNAVAILABLE if
     the daemon does not answer, and REFUSED if the daemon does not serve this client.
@@ -333,10 +332,6 @@ class GrpcBackend(StorageBackend, RemoteTiers, RemoteQuotas):
                 lambda connection, left: connection.call(name, request, left), "a change of tiers",
                 changes=name in CHANGES,
             )  # fmt: skip
-
-    def _ask_of_quotas(self, name: str, request: Any) -> Any:
-        with self._gate:
-            return self._ask(name, request)
 
     def _data_plane(self) -> dict[str, str | int]:
         """Return how payload travels from and to another host; nothing on the same host."""
