@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 
 from tiercache_backends.s3.directory.directory import BucketDirectory
-from tiercache_backends.s3.directory.notes import Pack
+from tiercache_backends.s3.directory.objects import Pack
 from tiercache_backends.s3.pack import NewEntry, make_name, pack_head, read_head
 
 from tiercache.core import ObjectMeta, PoolName

@@ -22,9 +22,8 @@ from tiercache_backends.mooncake.header import (
     read_header,
     write_header,
 )
-from tiercache_backends.s3 import compression, lease, pack
+from tiercache_backends.s3 import choices, compression, pack, room
 from tiercache_backends.s3 import namespaces as bucket_names
-from tiercache_backends.s3 import payload as bucket_payload
 from tiercache_backends.s3.compression import Codec
 from xxhash import xxh3_128_digest
 
@@ -189,7 +188,7 @@ def _payload(found: bytes) -> None:
     if len(found) < 5:
         return
     length = int.from_bytes(found[1:5], "little") % 20_000
-    plain = bucket_payload.decode(found[0] % 8, memoryview(found)[5:], length)
+    plain = choices.decode_stored(found[0] % 8, memoryview(found)[5:], length)
     promised(plain is None or plain.nbytes == length, "a payload of another length")
     halves = [memoryview(bytearray(length // 2)), memoryview(bytearray(length - length // 2))]
     compression.decode(found[0] % 8, memoryview(found)[5:], halves, length)
@@ -207,7 +206,7 @@ def _payload_seeds() -> list[bytes]:
 
 
 def _lease(found: bytes) -> None:
-    owner, seconds = lease._parsed(found)  # private: what the object says, without a bucket
+    owner, seconds = room._parsed(found)  # private: what the object says, without a bucket
     promised(1 <= seconds <= 3600 and len(owner) <= 64, "a lease without bounds")
 
 

@@ -1,9 +1,11 @@
-"""Memory that callers attach to a store: places of buffers in it, and quarantine of these places."""
+"""Memory that calls of a store use: places in attached memory, quarantine of these, and free ranges."""
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from threading import Condition
+from typing import Final, NamedTuple
 
 from tiercache.core import BLOCK_ALIGN
 from tiercache.storage.base import GetItem, SharedMemory
@@ -85,3 +87,50 @@ def _is_withheld(view: memoryview, attached: AttachedMemory) -> bool:
     at = address_of(view) - attached.address
     start, end = max(at, 0), min(at + view.nbytes, attached.nbytes)
     return start < end and attached.memory.is_quarantined([(start, end - start)])
+
+
+def align(size: int) -> int:
+    """Round `size` up to whole 4 KiB pages (BLOCK_ALIGN), as places in shared memory require."""
+    return -(-size // BLOCK_ALIGN) * BLOCK_ALIGN
+
+
+class FreeRanges:
+    """First-fit allocator of the whole pages of one memory that a store lends to its calls.
+
+    Thread safety: any thread.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._free: Final = [(0, nbytes)]  # offset and size of each free range, by offset, none adjacent
+        self._changed: Final = Condition()
+
+    @property
+    def nbytes(self) -> int:
+        """Number of free bytes."""
+        with self._changed:
+            return sum(size for _, size in self._free)
+
+    def take(self, size: int, patience: float = 0.0) -> int | None:
+        """Take `size` bytes, rounded up to whole pages; return their offset.
+
+        Returns None if no free range is long enough for `patience` seconds.
+        """
+        size = align(size)
+        with self._changed:
+            if not self._changed.wait_for(lambda: any(room >= size for _, room in self._free), patience):
+                return None
+            at = next(n for n, (_, room) in enumerate(self._free) if room >= size)
+            offset, room = self._free[at]
+            self._free[at : at + 1] = [(offset + size, room - size)] if room > size else []
+            return offset
+
+    def give(self, offset: int, size: int) -> None:
+        """Give back a range that was taken, once."""
+        start, stop = offset, offset + align(size)
+        with self._changed:
+            # Join the range with free neighbours:  [a, start) + [start, stop) + [stop, b) = [a, b)
+            for neighbour in [span for span in self._free if span[0] == stop or sum(span) == start]:
+                self._free.remove(neighbour)
+                start, stop = min(start, neighbour[0]), max(stop, sum(neighbour))
+            insort(self._free, (start, stop - start))
+            self._changed.notify_all()

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Final, Self, TypeVar, cast
 
+from tiercache_backends.chain.batches import Offers
 from tiercache_backends.chain.figures import Figures
 from tiercache_backends.chain.lineup import Lineup
 from tiercache_backends.chain.movement import Digests, Job, Mover
-from tiercache_backends.chain.offers import Offers
 from tiercache_backends.chain.settings import TierSettings, parse_tiers
 from tiercache_backends.chain.tier import Tier
 from tiercache_backends.chain.write_back import WriteBack

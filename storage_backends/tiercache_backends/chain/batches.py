@@ -1,20 +1,83 @@
-"""Batches of gets and sets, spread over the tiers of a chain."""
+"""Batches of gets and sets, spread over the tiers of a chain, and what they offer to other tiers."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from threading import Lock
+from typing import Final, Generic, TypeVar
 
 from tiercache.core import ObjectKey, Outcome
 from tiercache.errors import StorageError
 from tiercache.storage.base import GetItem, SetItem, storable
 from tiercache.storage.vectors import usable
+from tiercache_backends.chain.lineup import Lineup
+from tiercache_backends.chain.movement import Digests, Job
+from tiercache_backends.chain.settings import Promotion, WritePolicy
+from tiercache_backends.chain.tier import Tier
 
-if TYPE_CHECKING:
-    from tiercache_backends.chain.lineup import Lineup
-    from tiercache_backends.chain.movement import Digests
-    from tiercache_backends.chain.offers import Offers
-    from tiercache_backends.chain.tier import Tier
+_MAX_COUNTED: Final = 1 << 16
+"""Maximum number of objects whose reads are counted; the one that was read longest ago is forgotten."""
+
+
+class Offers:
+    """Decisions which objects go to which other tiers; the movers of these tiers do the copying.
+
+    `deleted`, in both methods, is the watch of the operation: what was deleted meanwhile is not copied.
+
+    Thread safety: any thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock: Final = Lock()
+        self._reads: Final[OrderedDict[int, int]] = OrderedDict()
+        """Number of reads of the objects that were read last, by the hash of their digests."""
+
+    def stored(self, lineup: Lineup, source: Tier, keys: Sequence[ObjectKey], deleted: Digests) -> None:
+        """Offer new objects of a tier to the tiers below it that are written through."""
+        for tier in lineup.below(source):
+            policy = tier.settings.write_policy
+            jobs = [Job(key, source) for key in keys if policy(key.pool) is WritePolicy.THROUGH]
+            if jobs and not tier.settings.read_only:
+                lineup.movers[tier].offer(jobs, deleted)
+
+    def read(self, lineup: Lineup, tier: Tier, items: Sequence[GetItem], deleted: Digests) -> None:
+        """Count reads of a tier's objects, and offer the objects to other tiers as the policies say."""
+        if not items or len(lineup.tiers) == 1:
+            return
+        with self._lock:
+            counts = [self._count(item.key.digest) for item in items]
+        above = [other for other in lineup.above(tier) if other.is_writable]
+        promote = tier.settings.promote
+        if above and promote is not Promotion.NEVER:
+            least = 2 if promote is Promotion.SECOND else 1
+            mover = lineup.movers[above[0]]
+            jobs: list[Job] = []
+            for item, count in zip(items, counts, strict=True):
+                if count >= least and (payload := mover.stage(item)) is not None:
+                    jobs.append(Job(item.key, tier, payload))
+            mover.offer(jobs, deleted)
+        for other in lineup.below(tier):
+            if other.is_writable:
+                settings = other.settings
+                lineup.movers[other].offer(
+                    [
+                        Job(item.key, tier)
+                        for item, count in zip(items, counts, strict=True)
+                        if settings.write_policy(item.key.pool) is WritePolicy.SELECTIVE
+                        and count == settings.write_after
+                    ],
+                    deleted,
+                )
+
+    def _count(self, digest: bytes) -> int:
+        """Count a read of an object; return how many there were, this one included."""
+        mark = hash(digest)
+        count = self._reads.pop(mark, 0) + 1
+        self._reads[mark] = count
+        if len(self._reads) > _MAX_COUNTED:
+            self._reads.popitem(last=False)
+        return count
 
 
 Item = TypeVar("Item", GetItem, SetItem)

@@ -29,7 +29,6 @@ from tiercache.storage.gate import CallGate
 from tiercache.storage.registry import capabilities_of, open_backend
 from tiercache.storage.shares import Shares
 from tiercache.storage.tiers import PREFIX, Report, ignore_progress
-from tiercache_backends.chain.checks import check_stores
 from tiercache_backends.chain.leaving import Leaving, check_readable
 from tiercache_backends.chain.lineup import CHAIN, Lineup, Lineups
 from tiercache_backends.chain.movement import Deletions
@@ -41,7 +40,7 @@ from tiercache_backends.chain.settings import (
     parse_tier,
 )
 from tiercache_backends.chain.shares import ChainShares
-from tiercache_backends.chain.tier import Tier
+from tiercache_backends.chain.tier import Tier, check_stores
 
 
 def tier_of(settings: TierSettings, env: Env) -> Tier:

@@ -24,8 +24,7 @@ from tiercache.storage.env import Env
 from tiercache.storage.guard import GiveUp, Guard, NoThreadError, PendingCall
 from tiercache.storage.shares import Shares
 from tiercache.storage.tiers import LEAVING, SET_READ_ONLY
-from tiercache_backends.chain.backlog import Backlog
-from tiercache_backends.chain.canary import answers, takes_objects
+from tiercache_backends.chain.examination import Backlog, answers, takes_objects
 from tiercache_backends.chain.figures import Figures
 from tiercache_backends.chain.settings import TierSettings
 

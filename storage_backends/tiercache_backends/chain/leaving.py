@@ -9,7 +9,7 @@ from tiercache.errors import ClosedError, RefusedError, StorageError, Unavailabl
 from tiercache.storage.base import ScanEntry
 from tiercache.storage.tiers import Progress, Report
 from tiercache.text import readable_size
-from tiercache_backends.chain.canary import CANARY
+from tiercache_backends.chain.examination import CANARY
 from tiercache_backends.chain.movement import Deletions, Digests, Mover
 from tiercache_backends.chain.tier import Tier
 

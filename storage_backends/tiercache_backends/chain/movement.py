@@ -23,7 +23,7 @@ from tiercache.errors import StorageError, UnavailableError, UnlistedError
 from tiercache.storage.base import GetItem, ScanEntry, SetItem
 from tiercache.storage.residents import parents_first
 from tiercache.storage.vectors import batches
-from tiercache_backends.chain.canary import CANARY
+from tiercache_backends.chain.examination import CANARY
 from tiercache_backends.chain.settings import WritePolicy
 from tiercache_backends.chain.write_back import WriteBack
 

@@ -30,17 +30,14 @@ from tiercache.storage.history import History, TierHistory
 from tiercache.storage.registry import capabilities_of
 from tiercache.storage.shares import Shares
 from tiercache.storage.tiers import ObservedTier, Report, TierControl, ignore_progress
-from tiercache_backends.chain.batches import GetBatch, SetBatch
+from tiercache_backends.chain.batches import GetBatch, Offers, SetBatch
 from tiercache_backends.chain.changes import Changes, tier_of
-from tiercache_backends.chain.checks import check_stores
-from tiercache_backends.chain.cursor import Cursor, ScansUnderWay
 from tiercache_backends.chain.lineup import Lineup, Lineups
 from tiercache_backends.chain.movement import Deletions, Digests
-from tiercache_backends.chain.offers import Offers
+from tiercache_backends.chain.scans import Cursor, ScansUnderWay, UnionWorth
 from tiercache_backends.chain.settings import TierSettings, parse_tiers
 from tiercache_backends.chain.shares import ChainShares, check_tiers
-from tiercache_backends.chain.tier import Tier
-from tiercache_backends.chain.union import UnionWorth
+from tiercache_backends.chain.tier import Tier, check_stores
 
 KIND: Final = "chain"
 _COPIES_S: Final = FLUSH_SECONDS / 3

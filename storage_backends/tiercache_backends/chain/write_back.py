@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from tiercache.storage.base import ScanEntry
 from tiercache.storage.shares import NEAR_SHARE
-from tiercache_backends.chain.canary import CANARY
+from tiercache_backends.chain.examination import CANARY
 from tiercache_backends.chain.settings import WritePolicy
 
 if TYPE_CHECKING:

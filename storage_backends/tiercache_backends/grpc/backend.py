@@ -44,7 +44,7 @@ from tiercache_backends.grpc.connection_manager import ConnectionManager
 from tiercache_backends.grpc.failures import CallError, Kind
 from tiercache_backends.grpc.inquiries import DaemonReport, joined, read_history, read_report
 from tiercache_backends.grpc.settings import GrpcSettings, read_settings
-from tiercache_backends.grpc.shared.plane import SharedPlane
+from tiercache_backends.grpc.shared import SharedPlane
 from tiercache_backends.grpc.stream import StreamPlane
 from tiercache_backends.grpc.tiers import RemoteTiers
 
@@ -82,8 +82,8 @@ class GrpcBackend(StorageBackend, RemoteTiers):
     the daemon does not answer, and REFUSED if the daemon does not serve this client.
 
     Every call returns within its deadline. A call without payload has `timeout` seconds, a call with payload
-    `transfer_timeout` seconds for each 128 MiB (`stream.CALL_BYTES`), a flush FLUSH_SECONDS more. `settings`
-    explains the section of the configuration.
+    `transfer_timeout` seconds for each 128 MiB (CALL_BYTES), a flush FLUSH_SECONDS more. `settings` explains
+    the section of the configuration.
 
     A process that was forked after the backend was opened must open its own: connections are the parent's.
 

@@ -1,6 +1,6 @@
 """One connection to a daemon: a gRPC channel, the daemon's identity and, on the same host, a session.
 
-The session holds the memory that the client has attached (`shared.session`).
+The session holds the memory that the client has attached (`session`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tiercache.errors import ConfigError
 from tiercache.storage.base import NamespaceRecord
 from tiercache.wire.methods import ATTACH_SOCKET, METHODS, SESSION_METADATA
 from tiercache.wire.v1 import storage_pb2 as pb
-from tiercache_backends.grpc.data.plane import DataPlane
+from tiercache_backends.grpc.data import DataPlane
 from tiercache_backends.grpc.failures import CallError, Kind, classify
+from tiercache_backends.grpc.session import Session
 from tiercache_backends.grpc.settings import GrpcSettings
-from tiercache_backends.grpc.shared.session import Session
 
 _KEEPALIVE_MS: Final = 10_000
 """Milliseconds between keepalive pings to the daemon. The daemon must answer a ping in half this time."""

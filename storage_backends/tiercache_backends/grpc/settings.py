@@ -34,6 +34,11 @@ _HOST: Final = matching("[ -~]{1,253}", "is not a host's name; write it without 
 _TLS: Final = ("tls", "ca", "certificate", "key", "server_name")
 _MAX_CERTIFICATE: Final = 1 << 20
 """Maximum number of bytes that are read of a file of certificates or keys."""
+CALL_BYTES: Final = 128 << 20
+"""Maximum payload bytes of one call.
+
+A call of this size takes about a second even over TCP, well within the deadline of a call.
+"""
 
 
 def _directory(value: Any) -> str:

@@ -28,14 +28,9 @@ from tiercache.wire.pieces import CHUNK_BYTES, Piece, cut
 from tiercache.wire.v1 import storage_pb2 as pb
 from tiercache_backends.grpc.connection import Connection
 from tiercache_backends.grpc.connection_manager import ConnectionManager
-from tiercache_backends.grpc.data.connection import DataConnection
+from tiercache_backends.grpc.data import DataConnection
 from tiercache_backends.grpc.failures import CallError, Kind, ends_batch, outcome_of
-
-CALL_BYTES: Final = 128 << 20
-"""Maximum payload bytes of one call.
-
-A call of this size takes about a second even over TCP, well within the deadline of a call.
-"""
+from tiercache_backends.grpc.settings import CALL_BYTES
 
 _ASK_FIRST_BYTES: Final = 256 << 10
 """Minimum size in bytes of an object for which a Set first asks whether the daemon has the object already.

@@ -1,14 +1,15 @@
-"""Mooncake's client library: how it is loaded and kept quiet, what it can do, and what its codes mean."""
+"""Mooncake's client library: how it is loaded and kept quiet, what its codes mean, and idle clients."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from weakref import WeakSet
 
 from tiercache.core import Outcome
@@ -200,3 +201,53 @@ def outcome_of(code: int) -> Outcome:
     if code in _ABSENT:
         return Outcome.MISS
     return Outcome.THROTTLED if code == FULL else Outcome.UNAVAILABLE
+
+
+_MAX_IDLE: Final = 4
+"""Clients of one kind that are kept for the next store of this process when their stores are closed.
+
+To disconnect a client takes Mooncake a second, for which it stops all Python threads of the process.
+"""
+
+
+class ClientSpec(NamedTuple):
+    """Arguments of `MooncakeClient.setup`; clients that have the same serve any store of theirs."""
+
+    hostname: str
+    metadata: str
+    segment: int
+    buffer: int
+    protocol: str
+    devices: str
+    master: str
+    tenant: str
+
+
+_idle: Final[dict[ClientSpec, deque[MooncakeClient]]] = {}
+"""Idle clients; each step of theirs is one call of a deque, so that they need no lock."""
+
+
+def idle_client(spec: ClientSpec) -> MooncakeClient | None:
+    """Return an idle client that the master answers; None if there is none. May block as a call may."""
+    clients = _idle.get(spec, deque())
+    while True:
+        try:
+            client = clients.pop()
+        except IndexError:
+            return None
+        # If the master was started anew meanwhile, the first call finds the old connection broken.
+        if any(client.exist(["tc1"])[0] >= 0 for _ in range(2)):
+            return client
+        client.close()
+
+
+def release_client(spec: ClientSpec, client: MooncakeClient) -> None:
+    """Keep a client that nothing uses and that has no registered memory, or disconnect it.
+
+    A client that lends memory is disconnected: its owner wants the memory back.
+    """
+    clients = _idle.setdefault(spec, deque())
+    if spec.segment or len(clients) >= _MAX_IDLE:
+        client.close()
+    else:
+        clients.append(client)

@@ -1,4 +1,4 @@
-"""The connection to a master: opened and kept by calls with deadlines, behind a circuit breaker."""
+"""The connection to a master: opened and kept by guarded calls, and how long a call waits for it."""
 
 from __future__ import annotations
 
@@ -6,26 +6,64 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, TypeVar
 
+from tiercache.core import Outcome
 from tiercache.errors import UnavailableError
 from tiercache.storage.base import SharedMemory
 from tiercache.storage.guard import GiveUp, Guard, PendingCall
-from tiercache_backends.mooncake import idle
 from tiercache_backends.mooncake.header import prefix_of
-from tiercache_backends.mooncake.idle import ClientSpec
-from tiercache_backends.mooncake.library import FULL, MooncakeClient
+from tiercache_backends.mooncake.library import (
+    FULL,
+    ClientSpec,
+    MooncakeClient,
+    idle_client,
+    outcome_of,
+    release_client,
+)
 from tiercache_backends.mooncake.memory import AttachedMappings, Region, StagingMemory
-from tiercache_backends.mooncake.parts import MAX_PIECES
-from tiercache_backends.mooncake.patience import Patience
 from tiercache_backends.mooncake.settings import MooncakeSettings
+
+
+class Patience:
+    """Time that one call of the store has left.
+
+    It makes calls of Mooncake one after the other, and waits for memory, threads and claims in between. As
+    long as Mooncake answers, each answer gives it another deadline. In an outage it ends one deadline after
+    the last answer, however many calls it would have made.
+
+    Thread safety: one thread.
+    """
+
+    def __init__(self, deadline: float) -> None:
+        """Begin with `deadline` seconds."""
+        self._deadline: Final = deadline
+        self._until = time.monotonic() + deadline
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left, at least 0."""
+        return max(0.0, self._until - time.monotonic())
+
+    def answered(self, codes: Sequence[int]) -> None:
+        """Begin anew if these codes of a call say that all of Mooncake could be reached."""
+        if all(code >= 0 or outcome_of(code) is not Outcome.UNAVAILABLE for code in codes):
+            self._until = time.monotonic() + self._deadline
+
+    def end(self) -> None:
+        """Note that Mooncake is out of reach: nothing is left."""
+        self._until = 0.0
+
 
 _log = logging.getLogger(__name__)
 _LOCAL_BUFFER: Final = 16 << 20
 """Memory of the client's own for the calls that move `bytes`."""
 _CANARY_BYTES: Final = 64
+_MAX_PIECES: Final = 1024
+"""Pieces of all calls under way. From some 1,400 for one host on, Mooncake fails calls (code -800)."""
 T = TypeVar("T")
 
 
@@ -40,7 +78,7 @@ class Link:
         self._settings: Final = settings
         self.staging: Final = StagingMemory(settings.staging)
         self.attached: Final = AttachedMappings()
-        self.pieces: Final = MAX_PIECES // settings.threads
+        self.pieces: Final = _MAX_PIECES // settings.threads
         """Pieces that one call may move."""
         self.guard: Final = Guard(
             str(settings),
@@ -203,7 +241,7 @@ class Link:
             str(settings.address),
             settings.tenant,
         )
-        client = idle.take(self._spec)
+        client = idle_client(self._spec)
         if client is None:
             client = MooncakeClient()
             if code := client.setup(*self._spec):
@@ -270,7 +308,7 @@ class Link:
         if client is not None:
             for mapping in (self.staging.mapping, *self.attached.mappings):
                 client.unregister(mapping.address)
-            idle.release(self._spec, client)
+            release_client(self._spec, client)
 
     def _on_hang(self, why: str) -> None:
         _log.warning("%s: %s; its memory is withheld until it does", self._settings, why)

@@ -8,17 +8,13 @@ may unmap its own meanwhile, and is told to withhold the blocks (`SharedMemory.q
 from __future__ import annotations
 
 import ctypes
-from bisect import insort
 from collections.abc import Sequence
 from mmap import MAP_SHARED, mmap
-from threading import Condition
 from typing import Final, NamedTuple
 
-from tiercache.storage.attached import AttachedMemory, SharedExtent, locate
+from tiercache.storage.attached import AttachedMemory, FreeRanges, SharedExtent, align, locate
 from tiercache.storage.base import SharedMemory
 from tiercache.storage.vectors import take
-
-_UNIT: Final = 4096
 
 
 class OwnMapping(NamedTuple):
@@ -52,48 +48,25 @@ class StagingMemory:
     def __init__(self, nbytes: int) -> None:
         self.mapping: Final = mapped(mmap(-1, nbytes))
         self._view: Final = memoryview(self.mapping.memory)
-        self._free: Final = [(0, nbytes)]  # offset and size of each free part, by offset, never adjacent
-        self._changed: Final = Condition()
+        self.free: Final = FreeRanges(nbytes)
+        """Ranges that no call has."""
 
     @property
     def nbytes(self) -> int:
         """Bytes in all."""
         return self.mapping.nbytes
 
-    @property
-    def free_bytes(self) -> int:
-        """Bytes that no call has."""
-        with self._changed:
-            return sum(size for _, size in self._free)
-
     def take(self, nbytes: int, patience: float) -> Region | None:
         """Return memory of at least `nbytes` bytes; None if there is none for `patience` seconds."""
-        size = -(-nbytes // _UNIT) * _UNIT
-        with self._changed:
-            if not self._changed.wait_for(lambda: any(free >= size for _, free in self._free), patience):
-                return None
-            at = next(n for n, (_, free) in enumerate(self._free) if free >= size)
-            offset, free = self._free[at]
-            if free == size:
-                del self._free[at]
-            else:
-                self._free[at] = (offset + size, free - size)
+        offset = self.free.take(nbytes, patience)
+        if offset is None:
+            return None
+        size = align(nbytes)
         return Region(self._view[offset : offset + size], self.mapping.address + offset, offset, size)
 
     def give(self, region: Region) -> None:
         """Take a region back that no call uses any more."""
-        with self._changed:
-            insort(self._free, (region.offset, region.nbytes))
-            at = max(0, self._free.index((region.offset, region.nbytes)) - 1)
-            while at + 1 < len(self._free):
-                (offset, size), (following, more) = self._free[at : at + 2]
-                if offset + size == following:
-                    self._free[at : at + 2] = [(offset, size + more)]
-                elif offset >= region.offset:
-                    break
-                else:
-                    at += 1
-            self._changed.notify_all()
+        self.free.give(region.offset, region.nbytes)
 
 
 class AttachedMappings:

@@ -31,17 +31,13 @@ from tiercache.storage.base import (
 from tiercache.storage.gate import CallGate
 from tiercache.storage.vectors import usable
 from tiercache.storage.wrappers import decide
-from tiercache_backends.mooncake.claims import NameClaims
 from tiercache_backends.mooncake.header import HEADER_BYTES, ObjectNames, read_header
 from tiercache_backends.mooncake.library import INVALID, MooncakeClient, library, outcome_of
-from tiercache_backends.mooncake.link import Link
-from tiercache_backends.mooncake.listing import Listing
+from tiercache_backends.mooncake.link import Link, Patience
 from tiercache_backends.mooncake.memory import Region
-from tiercache_backends.mooncake.namespaces import NamespaceLog
-from tiercache_backends.mooncake.patience import Patience
-from tiercache_backends.mooncake.reading import PoolReader
+from tiercache_backends.mooncake.namespaces import Listing, NamespaceLog
+from tiercache_backends.mooncake.payload import NameClaims, PoolReader, PoolWriter
 from tiercache_backends.mooncake.settings import MooncakeSettings, read_settings
-from tiercache_backends.mooncake.writing import PoolWriter
 
 _NAMES: Final = 1024
 """Names in one call of the master."""
@@ -173,7 +169,7 @@ class MooncakeBackend(StorageBackend):
                 "leases_over": self._reader.leases_over,
                 "lost_calls": self._link.guard.lost,
                 "hung_calls": self._link.guard.hung,
-                "staging_free_bytes": self._link.staging.free_bytes,
+                "staging_free_bytes": self._link.staging.free.nbytes,
             }
             if self._listing is None:
                 return Usage(0, 0, 0, 0, {**details, "unlisted": self._cannot_list()})

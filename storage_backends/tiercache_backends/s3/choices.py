@@ -1,4 +1,8 @@
-"""Choice of a codec for each pool, measured on its first 64 objects, and on 64 more from time to time."""
+"""Forms in which objects lie in packs, by a codec for each pool.
+
+A codec is chosen by a measurement of the pool's first 64 objects, and of 64 more from time to time. Only this
+module encodes and decodes the bytes of objects.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,15 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
+
+import numpy as np
 
 from tiercache.core import ObjectKey
-from tiercache.storage.vectors import take
+from tiercache.storage.base import SetItem
+from tiercache.storage.vectors import take, total
 from tiercache_backends.s3.compression import Codec, decode, encode
-from tiercache_backends.s3.throughput import WireSpeed
+from tiercache_backends.s3.service import WireSpeed
 
 TRIAL: Final = 64
 """Objects of a pool that are measured for a choice. They are stored as the choice before says, first RAW."""
@@ -172,3 +179,38 @@ def _sample(buffers: Sequence[memoryview], length: int) -> bytearray:
         for view in take(buffers, start, start + _SLICE):
             sample += view
     return sample
+
+
+CODECS: Final = frozenset(Codec)
+"""Codecs that this version reads; an object with another codec, of a later version, is a miss."""
+
+
+class Encoded(NamedTuple):
+    """Bytes of one object as they are stored."""
+
+    codec: int
+    pieces: Sequence[memoryview]
+
+    @property
+    def nbytes(self) -> int:
+        """Number of stored bytes."""
+        return total(self.pieces)
+
+
+def encode_item(item: SetItem, choices: CodecChoices) -> Encoded:
+    """Return the stored form of a well-formed item, by the codec of its pool."""
+    codec, pieces = choices.encode(item.key, item.buffers, item.meta.length)
+    if pieces is None:
+        return Encoded(Codec.RAW, take(item.buffers, 0, item.meta.length))
+    return Encoded(codec, [memoryview(piece) for piece in pieces])
+
+
+def decode_stored(codec: int, stored: memoryview, length: int) -> memoryview | None:
+    """Return the `length` bytes of an object from its stored form; None if they cannot be had from it.
+
+    The caller's buffers have room for `length` bytes; more is never allocated.
+    """
+    if codec == Codec.RAW:
+        return stored if stored.nbytes == length else None
+    payload = np.empty(length, np.uint8).data
+    return payload if decode(codec, stored, [payload], length) else None

@@ -12,10 +12,10 @@ from tiercache.core import Outcome
 from tiercache.storage.base import GetItem
 from tiercache.storage.checksum import checksum
 from tiercache.storage.vectors import take
-from tiercache_backends.s3.directory.notes import ObjectPlace
+from tiercache_backends.s3.choices import CODECS, decode_stored
+from tiercache_backends.s3.directory.objects import ObjectPlace
 from tiercache_backends.s3.failures import FailureKind, RequestError, outcome_of
 from tiercache_backends.s3.pack import FOLDER
-from tiercache_backends.s3.payload import CODECS, decode
 from tiercache_backends.s3.service import BucketClient, PendingRequest
 
 _log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ def _deliver(one: WantedObject, data: memoryview, start: int) -> Outcome:
     if entry.codec not in CODECS:
         return Outcome.MISS
     stored = data[entry.offset - start : entry.offset - start + entry.stored]
-    payload = decode(entry.codec, stored, item.length) if stored.nbytes == entry.stored else None
+    payload = decode_stored(entry.codec, stored, item.length) if stored.nbytes == entry.stored else None
     if payload is None or checksum(item.key, [payload], item.length) != entry.meta.checksum:
         return Outcome.CORRUPT
     for view in take(item.buffers, 0, item.length):

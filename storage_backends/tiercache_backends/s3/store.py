@@ -31,9 +31,8 @@ from tiercache.storage.watching import Following
 from tiercache.storage.wrappers import decide
 from tiercache_backends.s3.choices import CodecChoices
 from tiercache_backends.s3.directory.directory import BucketDirectory
-from tiercache_backends.s3.directory.listing import BucketListing
-from tiercache_backends.s3.directory.notes import ObjectPlace
-from tiercache_backends.s3.directory.refreshing import Refresher
+from tiercache_backends.s3.directory.objects import ObjectPlace
+from tiercache_backends.s3.directory.refreshing import BucketListing, Refresher
 from tiercache_backends.s3.failures import RequestError, outcome_of, outcome_of_set
 from tiercache_backends.s3.namespaces import Namespaces
 from tiercache_backends.s3.reading import PackReader, WantedObject

@@ -10,9 +10,9 @@ from typing import Final, NamedTuple
 from tiercache.core import Outcome
 from tiercache.storage.base import meta_of
 from tiercache.storage.vectors import batches, total
-from tiercache_backends.s3.choices import CodecChoices
+from tiercache_backends.s3.choices import CodecChoices, encode_item
 from tiercache_backends.s3.directory.directory import BucketDirectory
-from tiercache_backends.s3.directory.notes import Pack, PackClaim, PackRemoval, WritePlan
+from tiercache_backends.s3.directory.objects import Pack, PackClaim, PackRemoval, WritePlan
 from tiercache_backends.s3.failures import FailureKind, RequestError, outcome_of_set
 from tiercache_backends.s3.pack import (
     FOLDER,
@@ -23,7 +23,6 @@ from tiercache_backends.s3.pack import (
     read_head,
     tombstone,
 )
-from tiercache_backends.s3.payload import encode
 from tiercache_backends.s3.room import Room
 from tiercache_backends.s3.service import BucketClient, PendingRequest
 
@@ -170,7 +169,7 @@ class PackWriter:
         """Return the head of a pack of these objects, and their stored bytes."""
         entries, pieces = [], list[memoryview]()
         for claim in claims:
-            item, encoded = claim.item, encode(claim.item, self._choices)
+            item, encoded = claim.item, encode_item(claim.item, self._choices)
             entries.append(NewEntry(item.key, meta_of(item), encoded.codec, encoded.nbytes))
             pieces += encoded.pieces
         return pack_head(entries), pieces

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiercache_backends.chain import TierChain
-from tiercache_backends.chain.union import UnionWorth
+from tiercache_backends.chain.scans import UnionWorth
 from tiercache_backends.memory import MemoryBackend
 
 from tests.daemon.hosts import until

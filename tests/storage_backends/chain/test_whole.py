@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 from tiercache_backends.chain import TierChain
-from tiercache_backends.chain.cursor import ScansUnderWay
+from tiercache_backends.chain.scans import ScansUnderWay
 from tiercache_backends.file import FileBackend
 from tiercache_backends.memory import MemoryBackend
 

@@ -274,17 +274,17 @@ def test_staging_memory_is_kept_from_the_next_call(daemon: Daemon) -> None:
         # On a busy machine a set may miss its deadline of half a second, and keep staging memory for a while.
         for name in ("old", "other"):
             until(lambda name=name: put(client, key(name), payload(name, SIZE)) in (STORED, HIT))
-        until(lambda: staging.available == 64 << 10)
+        until(lambda: staging.free.nbytes == 64 << 10)
         daemon.slow(60)
         item = to_get(key("old"), SIZE)
         before = content(item)
         assert client.get([item]) == [UNAVAILABLE]
         assert content(item) == before, "nothing reaches the caller's buffers afterwards"
-        assert staging.available == (64 << 10) - SIZE
+        assert staging.free.nbytes == (64 << 10) - SIZE
         daemon.slow(0)
         hits_come_back(client, other := to_get(key("other"), SIZE))
         assert content(other) == payload("other", SIZE)
-        until(lambda: staging.available == 64 << 10)
+        until(lambda: staging.free.nbytes == 64 << 10)
         assert content(item) == before
 
 

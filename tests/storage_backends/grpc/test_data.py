@@ -18,8 +18,7 @@ from typing import Any
 
 import pytest
 from tiercache_backends.grpc import GrpcBackend
-from tiercache_backends.grpc.data.connection import DataConnection, FailedError
-from tiercache_backends.grpc.data.plane import DataPlane
+from tiercache_backends.grpc.data import DataConnection, DataPlane, FailedError
 from tiercache_backends.grpc.settings import read_settings
 from tiercache_backends.memory import MemoryBackend
 
@@ -223,7 +222,7 @@ def test_wrong_bytes_are_no_hit() -> None:
 
 def test_a_daemon_that_closes_at_any_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each such call is made by gRPC, and the plane is open again soon after."""
-    monkeypatch.setattr("tiercache_backends.grpc.data.plane.PAUSES", (0.0, 0.0))
+    monkeypatch.setattr("tiercache_backends.grpc.data.PAUSES", (0.0, 0.0))
     whole = frame(pieces(sizes=[9], checksums=to_set(key("a"), DATA[:9]).meta.checksum), DATA[:9])
     cuts = iter(range(len(whole)))
     with bad(lambda: [whole[: next(cuts)]], data=DATA[:9]) as (client, port):
@@ -290,7 +289,7 @@ def test_a_refusal_is_an_answer() -> None:
 
 
 def test_a_port_that_is_not_reached_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiercache_backends.grpc.data.plane.PAUSES", (0.05, 0.1))
+    monkeypatch.setattr("tiercache_backends.grpc.data.PAUSES", (0.05, 0.1))
     with bad(lambda: frame(pieces())) as (client, frames):
         frames.close()
         until(lambda: client.get([to_get(key("a"), SIZE)]) == [HIT] and plane_of(client).why != "")

@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 from tiercache_backends.grpc import GrpcBackend
 from tiercache_backends.grpc.connection import Connection
+from tiercache_backends.grpc.session import Staging
 from tiercache_backends.grpc.settings import read_settings
-from tiercache_backends.grpc.shared.extents import Staging
-from tiercache_backends.grpc.shared.plane import SharedPlane
+from tiercache_backends.grpc.shared import SharedPlane
 from tiercache_backends.memory import MemoryBackend
 
 from tests.storage_backends.grpc.hooks import answers, open_client
@@ -33,6 +33,7 @@ from tiercache.core import Outcome
 from tiercache.daemon import StorageServer
 from tiercache.errors import RefusedError, StorageError
 from tiercache.pools import HostArena
+from tiercache.storage.attached import FreeRanges
 from tiercache.storage.base import GetItem, SetItem
 from tiercache.storage.checksum import checksum
 from tiercache.testing.objects import content, fetch, key, payload, put, to_get, to_set
@@ -151,7 +152,7 @@ def test_a_batch_larger_than_the_staging_memory_goes_through_it_in_rounds(ends: 
     assert fetch(client, key("big"), len(big)) == big
     assert made == ["SetFrom", "Set", "Get"], "what has no room in it goes in messages"
     # A range that is not given back would show only as payloads that take the slower way one day.
-    assert staging_of(client).available == 64 << 10
+    assert staging_of(client).free.nbytes == 64 << 10
 
 
 def test_thousands_of_small_objects_are_more_than_one_request(ends: ExitStack) -> None:
@@ -170,7 +171,7 @@ def test_thousands_of_small_objects_are_more_than_one_request(ends: ExitStack) -
 
 
 def test_staging_gives_every_byte_once() -> None:
-    staging = Staging(16 * BLOCK)
+    staging = FreeRanges(16 * BLOCK)
     taken = [staging.take(size) for size in (1, BLOCK, BLOCK + 1, 8 * BLOCK)]
     assert taken == [0, BLOCK, 2 * BLOCK, 4 * BLOCK]
     assert staging.take(5 * BLOCK) is None
@@ -181,7 +182,6 @@ def test_staging_gives_every_byte_once() -> None:
     staging.give(0, 1)
     staging.give(2 * BLOCK, BLOCK + 1)
     assert staging.take(16 * BLOCK) == 0
-    staging.close()
 
 
 def test_memory_that_the_daemon_refuses_is_not_used(

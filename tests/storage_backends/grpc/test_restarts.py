@@ -88,7 +88,7 @@ def on_data(life: Life) -> bool:
 def test_calls_end_well_and_clients_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     # private: nobody has to set how soon a client notices by itself that its daemon is another one
     monkeypatch.setattr("tiercache_backends.grpc.connection_manager._CHECK_SECONDS", 0.5)
-    monkeypatch.setattr("tiercache_backends.grpc.data.plane.PAUSES", (0.1, 0.2))
+    monkeypatch.setattr("tiercache_backends.grpc.data.PAUSES", (0.1, 0.2))
     place = Path(tempfile.mkdtemp(dir=scratch()))
     secret(place / "token", "0123456789abcdef" * 2)
     trusted = place / "trusted"

@@ -11,10 +11,8 @@ from mmap import mmap
 from pathlib import Path
 from typing import Any
 
-from tiercache_backends.mooncake import idle
 from tiercache_backends.mooncake.header import HEADER_BYTES, ObjectNames
-from tiercache_backends.mooncake.idle import ClientSpec
-from tiercache_backends.mooncake.library import MooncakeClient
+from tiercache_backends.mooncake.library import ClientSpec, MooncakeClient, idle_client, release_client
 from tiercache_backends.mooncake.memory import mapped
 from tiercache_backends.mooncake.settings import MooncakeSettings, read_settings
 from tiercache_backends.mooncake.store import MooncakeBackend
@@ -35,7 +33,7 @@ class Vandal:
         self.spec = ClientSpec(
             "127.0.0.1", "P2PHANDSHAKE", 0, 1 << 20, "tcp", "", str(settings.address), "default"
         )
-        kept = idle.take(self.spec)
+        kept = idle_client(self.spec)
         self.client, self.memory = kept or MooncakeClient(), mapped(mmap(-1, ROOM))
         self.names = ObjectNames(settings.prefix)
         assert kept or not self.client.setup(*self.spec)
@@ -56,7 +54,7 @@ class Vandal:
 
     def close(self) -> None:
         self.client.unregister(self.memory.address)
-        idle.release(self.spec, self.client)
+        release_client(self.spec, self.client)
 
 
 class Vandalised(MooncakeBackend):

@@ -7,12 +7,10 @@ from collections.abc import Callable
 import pytest
 from tiercache_backends.mooncake.header import HEADER_BYTES
 from tiercache_backends.mooncake.library import MooncakeClient
-from tiercache_backends.mooncake.link import Link
+from tiercache_backends.mooncake.link import Link, Patience
 from tiercache_backends.mooncake.memory import Region
-from tiercache_backends.mooncake.parts import Part, PlacedItem
-from tiercache_backends.mooncake.patience import Patience
 from tiercache_backends.mooncake.settings import read_settings
-from tiercache_backends.mooncake.traffic import Codes, move
+from tiercache_backends.mooncake.traffic import Codes, Part, PlacedItem, move
 
 from tests.storage_backends.mooncake.rig import Pool
 from tiercache.core import Outcome
@@ -57,7 +55,7 @@ def test_an_exception_on_the_way_leaks_no_staging_memory(pool: Pool, where: str)
                 link, Patience(5.0), "test", map(made, range(4)), work, lambda part, region: preparing(part),
                 lambda part, region, codes: ending(part), [Outcome.MISS] * 4,
             )  # fmt: skip
-        assert link.staging.free_bytes == link.staging.nbytes
+        assert link.staging.free.nbytes == link.staging.nbytes
         assert link.ask(Patience(5.0), "test", lambda client: client.exist(["tc1/traffic/0"])) == [0]
     finally:
         link.close()

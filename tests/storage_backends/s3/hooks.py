@@ -8,7 +8,7 @@ from typing import Any
 
 import obstore
 from tiercache_backends.s3 import S3Backend
-from tiercache_backends.s3.directory.notes import ObjectPlace
+from tiercache_backends.s3.directory.objects import ObjectPlace
 from tiercache_backends.s3.settings import read_settings
 
 from tests.storage.backends import AgingEnv

@@ -8,7 +8,7 @@ import random
 import pytest
 from tiercache_backends.s3.choices import REVIEW, TRIAL, CodecChoices
 from tiercache_backends.s3.compression import Codec, decode
-from tiercache_backends.s3.throughput import WireSpeed
+from tiercache_backends.s3.service import WireSpeed
 
 from tests.storage_backends.s3.test_compression import floats
 from tiercache.testing.objects import key

@@ -10,7 +10,7 @@ from threading import Event
 import obstore
 import pytest
 from tiercache_backends.s3 import service
-from tiercache_backends.s3.directory import ledger, listing
+from tiercache_backends.s3.directory import ledger, refreshing
 from tiercache_backends.s3.pack import make_name, tombstone
 
 from tests.storage_backends.s3.hooks import open_s3, prefix_of
@@ -48,7 +48,7 @@ def gets(*numbers: int) -> list[GetItem]:
 def test_a_cold_start_misses_what_it_does_not_know_yet(
     tmp_path: Path, proxy: Proxy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listing, "_HEADS", 1)  # private: the real bound would need thousands of packs
+    monkeypatch.setattr(refreshing, "_HEADS", 1)  # private: the real bound would need thousands of packs
     with open_s3(tmp_path) as writer:
         for n in range(20):
             put(writer, key(n), payload(n, SIZE))
@@ -137,7 +137,7 @@ def test_listings_that_fail_are_an_answer_to_misses_only(tmp_path: Path, proxy: 
 def test_a_sweep_in_small_parts_finds_what_is_there_and_what_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listing, "_HEADS", 3)  # private: the real bounds would need thousands of packs
+    monkeypatch.setattr(refreshing, "_HEADS", 3)  # private: the real bounds would need thousands of packs
     monkeypatch.setattr(service, "_LIST_CHUNK", 2)  # private: as above
     everything = [key(n) for n in range(11)]
     with open_s3(tmp_path) as writer:

@@ -23,12 +23,16 @@ from tiercache.policy import Lru
 from tiercache.storage.base import ScanEntry, SetItem
 from tiercache.storage.eviction import EvictionOrder
 from tiercache.storage.residents import RESIDENT
-from tiercache_backends.s3.directory.claims import WriteClaims
-from tiercache_backends.s3.directory.ledger import Ledger
-from tiercache_backends.s3.directory.notes import ObjectPlace, Pack, PackClaim, PackRemoval, WritePlan
-from tiercache_backends.s3.directory.objects import PackedObjects
-from tiercache_backends.s3.directory.taking import PackEvicter, PackTaker
-from tiercache_backends.s3.directory.tombstones import Tombstones
+from tiercache_backends.s3.directory.changes import PackEvicter, PackTaker, WriteClaims
+from tiercache_backends.s3.directory.ledger import Ledger, Tombstones
+from tiercache_backends.s3.directory.objects import (
+    ObjectPlace,
+    Pack,
+    PackClaim,
+    PackedObjects,
+    PackRemoval,
+    WritePlan,
+)
 
 _SCAN_PAGE: Final = 1024
 

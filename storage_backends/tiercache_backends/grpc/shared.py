@@ -1,6 +1,25 @@
-"""The calls GetInto and SetFrom: payloads pass through shared memory, messages carry only keys and places.
+"""Transfer of payloads through memory that the client and a daemon on the same host both map.
 
-The package's docstring explains attached memory, staging memory and places.
+Words of this module:
+
+    attached memory    memory of the engine, such as the worker's arena, that the daemon has mapped too
+    staging memory     memory of this client that the daemon has mapped, for buffers outside attached memory
+    place              where a payload lies: (number of the memory in this session, offset, size), or several
+    session            a connection to the daemon's attach socket; at its end the daemon unmaps the memory
+
+The steps of one read, on the client's side:
+
+1. The plane finds the item's buffers in attached memory (`locate`), or takes a range of staging memory for
+   the item (`Staging`).
+2. The call GetInto carries keys, lengths and places. The daemon reads the objects into these places, and
+   answers with outcomes only.
+3. A payload in staging memory is copied into the item's buffers, and its range is given back.
+4. If no answer comes in time, the daemon may still write to the places later. Therefore the places are
+   quarantined (not used for anything else), and the session (`session.Session`) is ended. When the daemon has
+   closed its end of the session, nothing in the daemon refers to the memory any more.
+   `session.AbandonedCalls` waits for this moment, and then ends the quarantine.
+
+A write (SetFrom) works in the same way, in the other direction.
 """
 
 from __future__ import annotations
@@ -8,16 +27,16 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
-from typing import Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from tiercache.core import Outcome
 from tiercache.errors import WireError
-from tiercache.storage.attached import AttachedMemory, SharedExtent, locate, quarantine, withheld
+from tiercache.storage.attached import AttachedMemory, SharedExtent, align, locate, quarantine, withheld
 from tiercache.storage.base import GetItem, SetItem, SharedMemory, meta_of
 from tiercache.storage.vectors import take
 from tiercache.storage.wrappers import decide
@@ -26,10 +45,11 @@ from tiercache.wire.v1 import storage_pb2 as pb
 from tiercache_backends.grpc.connection import Connection
 from tiercache_backends.grpc.connection_manager import ConnectionManager
 from tiercache_backends.grpc.failures import CallError, Kind, ends_batch, outcome_of
-from tiercache_backends.grpc.settings import GrpcSettings
-from tiercache_backends.grpc.shared.extents import Staging, align, encode_places
-from tiercache_backends.grpc.shared.session import AbandonedCalls
-from tiercache_backends.grpc.stream import CALL_BYTES, StreamPlane
+from tiercache_backends.grpc.session import AbandonedCalls, Staging
+from tiercache_backends.grpc.settings import CALL_BYTES, GrpcSettings
+
+if TYPE_CHECKING:
+    from tiercache_backends.grpc.stream import StreamPlane
 
 _log = logging.getLogger(__name__)
 
@@ -282,12 +302,12 @@ class SharedPlane:
                 yield call
                 call = _Call(staging=staging)
             if extents is None:
-                offset = staging.take(length) if staging else None
+                offset = staging.free.take(length) if staging else None
                 if offset is None and call.leases:
                     # The items of this call fill the staging memory. After the call their ranges are free.
                     yield call
                     call = _Call(staging=staging)
-                    offset = staging.take(length) if staging else None
+                    offset = staging.free.take(length) if staging else None
                 if offset is None:
                     placeless.append(number)
                     continue
@@ -340,7 +360,9 @@ class SharedPlane:
         """End the session, and quarantine the call's places until the daemon cannot touch them any more."""
         assert connection.session is not None
         releases: list[Callable[[], None]] = [
-            partial(call.staging.give, *span) for span in call.leases.values() if call.staging is not None
+            partial(call.staging.free.give, *span)
+            for span in call.leases.values()
+            if call.staging is not None
         ]
         releases += quarantine(
             (extent for extents in call.extents for extent in extents if extent.memory != id(call.staging)),
@@ -352,7 +374,7 @@ class SharedPlane:
         # `_abandon` has arranged when the places of an abandoned call are given back.
         if call.staging is not None and not call.abandoned:
             for span in call.leases.values():
-                call.staging.give(*span)
+                call.staging.free.give(*span)
 
     def _attach_to(
         self, connection: Connection, memory: SharedMemory | Staging, *, quietly: bool = False
@@ -407,3 +429,18 @@ def _copy(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> None:
     for view in targets:
         view[:] = whole[at : at + view.nbytes]
         at += view.nbytes
+
+
+def encode_places(items: Sequence[Sequence[SharedExtent]], regions: Mapping[int, int]) -> pb.Places:
+    """Return the message with the places of items, given the extents of each item.
+
+    `regions`: the number that the daemon gave to each memory, by the `id` of the memory's object. Raises
+    KeyError for a memory that the daemon does not have.
+    """
+    extents = [extent for item in items for extent in item]
+    return pb.Places(
+        counts=[len(item) for item in items],
+        regions=[regions[extent.memory] for extent in extents],
+        offsets=[extent.offset for extent in extents],
+        sizes=[extent.size for extent in extents],
+    )
