@@ -25,7 +25,6 @@ LONGEST = (
     "lab/bench/test_device.py",
     "lab/bench/test_bench.py",
     "lab/replay/test_drive.py",
-    "lab/replay/test_upper.py",
 )
 """Files that begin first, so that no process is left with a long one at the end.
 

@@ -24,8 +24,8 @@ from tiercache.integrations.settings import settings_of
 from tiercache.models.profile import CONFIGS, profile_named
 from tiercache.text import exact_duration, exact_size, parse_duration, parse_size
 from tiercache_lab.prove.saved import load as load_saved
-from tiercache_lab.replay.sources.agentic import read_sessions
 from tiercache_lab.replay.sources.mooncake import read_trace
+from tiercache_lab.replay.sources.sessions import read_sessions
 
 SETTINGS: dict[str, Callable[[dict[str, object]], object]] = {
     "grpc": grpc_settings, "s3": s3_settings, "mooncake": mooncake_settings,

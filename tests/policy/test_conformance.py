@@ -10,7 +10,7 @@ from tests.policy.conformance import PolicyConformance
 from tiercache.policy import POLICIES, Policy, policy_named
 from tiercache_lab.policies import RIVALS
 
-for _name in (*POLICIES, *RIVALS, "seglen:additive", "marconi:artifact:0.3"):
+for _name in (*POLICIES, *RIVALS, "seglen:additive"):
 
     def _make(self: PolicyConformance, name: str = _name) -> Policy:
         return policy_named(name)

@@ -12,7 +12,6 @@ from tiercache.errors import ConfigError
 from tiercache.policy import Costs, Policy
 from tiercache_lab.policies.arc import Arc
 from tiercache_lab.policies.lpc import Lpc
-from tiercache_lab.policies.marconi_artifact import ArtifactScore, MarconiArtifact
 from tiercache_lab.policies.s3fifo import S3Fifo
 from tiercache_lab.policies.seglen_additive import SegLenAdditive
 from tiercache_lab.policies.sieve import Sieve
@@ -20,7 +19,7 @@ from tiercache_lab.policies.ttl import Ttl
 
 RIVALS: Final = (S3Fifo.name, Sieve.name, Arc.name, Ttl.name, Lpc.name)
 """Names of the policies without variants."""
-VARIANTS: Final = (SegLenAdditive.name, MarconiArtifact.name)
+VARIANTS: Final = (SegLenAdditive.name,)
 """Names of other readings of a main policy."""
 
 
@@ -41,19 +40,3 @@ arc: Final = _plain(Arc.name, lambda costs: Arc())
 ttl: Final = _plain(Ttl.name, Ttl)
 lpc: Final = _plain(Lpc.name, lambda costs: Lpc())
 seglen_additive: Final = _plain(SegLenAdditive.name, lambda costs: SegLenAdditive())
-
-
-def marconi_artifact(costs: Costs, parameter: str) -> Policy:
-    """Return the score of Marconi's artifact with an alpha; raises ConfigError for another parameter."""
-    if not parameter:
-        raise ConfigError(
-            f"{MarconiArtifact.name} searches its alpha in simulated caches, so only tiercache replay can use"
-            f" it; add an alpha, such as {MarconiArtifact.name}:0.5"
-        )
-    try:
-        alpha = float(parameter)
-    except ValueError:
-        raise ConfigError(
-            f"the alpha {parameter!r} of {MarconiArtifact.name} is not a number; use one from 0 to 2"
-        ) from None
-    return ArtifactScore(costs, alpha)

@@ -13,17 +13,14 @@ from tiercache.errors import ConfigError
 from tiercache.index import CheckpointRules, HybridIndex, checkpoints_named
 from tiercache.keys import KEY_BYTES
 from tiercache.policy import Costs, Ending, Policy, policy_named
-from tiercache_lab.policies.marconi_artifact import MarconiArtifact
 from tiercache_lab.replay.base import Source
 from tiercache_lab.replay.cache import Setup, tokens_of
 from tiercache_lab.replay.clairvoyant import Clairvoyant, Recorder
 from tiercache_lab.replay.needs import Need
 from tiercache_lab.replay.plane import geometries
-from tiercache_lab.replay.results import Kept, TierUse
+from tiercache_lab.replay.results import TierUse
 from tiercache_lab.replay.tally import Tally
 
-ARTIFACT: Final = MarconiArtifact.name
-"""Name of the policy that searches its alpha in simulated caches, which only an `IndexRun` has."""
 _UNKNOWN: Final = float("nan")
 
 
@@ -130,10 +127,9 @@ class IndexRun:
         self._source = source
         self._setup = setup
         self._page_size = source.page_size
-        self._policy = self._policy_of(setup)
+        policy = setup.policy
+        self._policy = policy if isinstance(policy, Policy) else policy_named(policy, Costs(setup.profile))
         self._cache = self._empty(self._policy)
-        members = self._policy.members if isinstance(self._policy, MarconiArtifact) else []
-        self._members = [self._empty(member) for member in members]
         self.peak_bytes = 0
         """Highest number of bytes in use, after evictions."""
         self.working_bytes = 0
@@ -145,9 +141,7 @@ class IndexRun:
         for request in self._source:
             if isinstance(self._policy, Recorder | Clairvoyant):
                 self._policy.requested()
-            sequence = tokens_of(request)
-            depth = self._cache.request(request.prompt, sequence, ending=request.ending)
-            self._compare(request.prompt, sequence, request.ending)
+            depth = self._cache.request(request.prompt, tokens_of(request), ending=request.ending)
             self.peak_bytes = max(self.peak_bytes, self._cache.used)
             self.tally.add(request, depth, _UNKNOWN)
             step()
@@ -155,24 +149,6 @@ class IndexRun:
     def uses(self) -> Mapping[str, TierUse]:
         """Return nothing: reads and writes are not counted."""
         return {}
-
-    def kept(self) -> tuple[Kept, ...]:
-        """Return nothing: the contents are not counted."""
-        return ()
-
-    def _compare(self, prompt: TokenArray, sequence: TokenArray, ending: Ending) -> None:
-        """Serve the request in the simulated caches of Marconi's artifact as well, until it has an alpha."""
-        if not isinstance(self._policy, MarconiArtifact) or self._policy.settled:
-            return
-        flops = self._setup.profile.flops
-        self._policy.served([flops(0, one.request(prompt, sequence, ending=ending)) for one in self._members])
-
-    @staticmethod
-    def _policy_of(setup: Setup) -> Policy:
-        if isinstance(setup.policy, Policy):
-            return setup.policy
-        costs = Costs(setup.profile)
-        return MarconiArtifact(costs) if setup.policy == ARTIFACT else policy_named(setup.policy, costs)
 
     def _empty(self, policy: Policy) -> IndexCache:
         setup, geometry = self._setup, geometries(self._setup.profile, self._page_size)

@@ -20,7 +20,7 @@ from tiercache.core import PoolName, Tier, TokenArray, full_pages
 from tiercache.errors import ConfigError, PoolFullError
 from tiercache.index import CheckpointRules
 from tiercache.keys import Identity
-from tiercache.policy import CheckpointKind, Costs, ModelProfile, Policy, policy_named
+from tiercache.policy import Costs, ModelProfile, Policy, policy_named
 from tiercache_lab.replay.base import Request, Source
 from tiercache_lab.replay.chain import NullChain, chain_settings
 from tiercache_lab.replay.clairvoyant import Clairvoyant, Recorder
@@ -28,7 +28,7 @@ from tiercache_lab.replay.failures import Witness, check_counters
 from tiercache_lab.replay.machines import ReplayMachine
 from tiercache_lab.replay.needs import Need, device_slots, infinite
 from tiercache_lab.replay.plane import Inline, NullArena, NullEngine, block_bytes, device_pool, geometries
-from tiercache_lab.replay.results import Kept, TierUse
+from tiercache_lab.replay.results import TierUse
 from tiercache_lab.replay.store import NullStore
 from tiercache_lab.replay.tiers import Tiers
 
@@ -44,8 +44,6 @@ class Setup:
     checkpoints: str | CheckpointRules = "rules"
     """The controller's option of the same name."""
     machine: ReplayMachine = field(default_factory=ReplayMachine)
-    refresh_path: bool = False
-    """The controller's option of the same name (see `ControllerOptions`)."""
     seed: int = 0
     """Seed of the controller's random draws."""
     write: str = WRITE_THROUGH
@@ -117,7 +115,6 @@ class SimulatedCache:
             options=ControllerOptions(
                 checkpoints=setup.checkpoints,
                 seed=setup.seed,
-                refresh_path=setup.refresh_path,
                 in_flight_share=1.0,
                 write=setup.write,
                 write_chance=setup.write_chance,
@@ -189,24 +186,6 @@ class SimulatedCache:
                 tier.nbytes, store.peak, store.read_bytes, store.written_bytes, store.evicted, tokens
             )
         return found
-
-    def kept(self) -> tuple[Kept, ...]:
-        """Return the contents of the cache by kind of checkpoint.
-
-        The pages of an edge of the index's radix tree count for the kind of the state at the edge's end. If
-        there is no state, they count for the kind `none`.
-        """
-        states: Counter[CheckpointKind] = Counter()
-        pages: Counter[CheckpointKind] = Counter()
-        for kind, count, with_state in self.controller.contents():
-            pages[kind] += count
-            states[kind] += with_state
-        page, state = self._object_bytes.get(PoolName.KV, 0), self._setup.profile.state_bytes
-        return tuple(
-            Kept(str(kind), states[kind], states[kind] * state, pages[kind] * page)
-            for kind in CheckpointKind
-            if pages[kind]
-        )
 
     def _policy(self) -> Policy:
         policy = self._setup.policy

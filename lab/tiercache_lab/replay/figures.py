@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import math
-import unicodedata
 from typing import Final
 
 DASH: Final = "\u2013"
-_NARROW: Final = "\u202f"
-"""Narrow no-break space between a figure and its unit."""
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-_BIDIRECTIONAL: Final = frozenset({"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"})
-"""Unicode's names of the kinds of characters that change the direction of writing."""
 
 
 def finite(value: float | None) -> float | None:
@@ -22,18 +17,8 @@ def finite(value: float | None) -> float | None:
 def percent(value: float | None) -> str:
     """Write a fraction in percent, with one decimal: 78.1 %."""
     known = finite(value)
-    return DASH if known is None else f"{_signless(known * 100, 1)}{_NARROW}%"
-
-
-def short_percent(value: float) -> str:
-    """Write a fraction in percent, without needless decimals: 5 %, 2.5 %."""
-    return f"{value * 100:.3g}{_NARROW}%" if value < 10 else f"{value * 100:,.0f}{_NARROW}%"
-
-
-def points(value: float | None) -> str:
-    """Write a difference of two fractions in percentage points, without a sign."""
-    known = finite(value)
-    return DASH if known is None else f"{abs(known) * 100:.1f}{_NARROW}pp"
+    # With one decimal, -0.0004 would be written as -0.0. Adding 0.0 drops the sign.
+    return DASH if known is None else f"{round(known * 100, 1) + 0.0:,.1f} %"
 
 
 def size(value: float | None) -> str:
@@ -42,10 +27,7 @@ def size(value: float | None) -> str:
     if known is None:
         return DASH
     unit, factor = unit_of(known)
-    scaled = known / factor
-    # Rounding can add a digit: with two decimals, 9.995 would become 10.00, which has four digits.
-    decimals = 0 if factor == 1 or abs(scaled) >= 99.95 else 1 if abs(scaled) >= 9.995 else 2
-    return f"{scaled:,.{decimals}f}{_NARROW}{unit}"
+    return f"{_three_digits(known / factor, 0 if factor == 1 else 2)} {unit}"
 
 
 def unit_of(value: float) -> tuple[str, int]:
@@ -63,13 +45,7 @@ def unit_of(value: float) -> tuple[str, int]:
 def milliseconds(value: float | None) -> str:
     """Write a time given in milliseconds: 1,420 ms, 3.2 ms."""
     known = finite(value)
-    return DASH if known is None else f"{known:,.{1 if abs(known) < 9.95 else 0}f}{_NARROW}ms"
-
-
-def seconds(value: float | None) -> str:
-    """Write a time given in seconds: 12.3 s."""
-    known = finite(value)
-    return DASH if known is None else f"{known:,.1f}{_NARROW}s"
+    return DASH if known is None else f"{known:,.{1 if abs(known) < 9.95 else 0}f} ms"
 
 
 def rate(value: float | None) -> str:
@@ -78,50 +54,18 @@ def rate(value: float | None) -> str:
     return DASH if known is None else f"{ratio(known)}/s"
 
 
-def count(value: float | None) -> str:
-    """Write a number without decimals: 12,031."""
-    known = finite(value)
-    return DASH if known is None else f"{known:,.0f}"
-
-
-def number(value: float | None) -> str:
-    """Write a figure whose unit is not known, with up to six digits."""
-    known = finite(value)
-    return DASH if known is None else f"{known:,.6g}"
-
-
 def ratio(value: float | None) -> str:
     """Write a ratio with two decimals, or as many as three digits need: 0.85, 12.0, 310."""
     known = finite(value)
-    if known is None:
-        return DASH
-    return f"{known:,.{0 if abs(known) >= 99.95 else 1 if abs(known) >= 9.995 else 2}f}"
+    return DASH if known is None else _three_digits(known, 2)
 
 
-def counted(many: int, one: str, several: str = "") -> str:
-    """Write a number and its noun: 1 policy, 3 policies."""
-    return f"{many:,} {one if many == 1 else several or one + 's'}"
+def counted(many: int, one: str) -> str:
+    """Write a number and its noun: 1 run, 3 runs."""
+    return f"{many:,} {one if many == 1 else one + 's'}"
 
 
-def readable(text: str) -> str:
-    """Return text in which U+FFFD stands for each character that cannot be shown.
-
-    Control characters, surrogates and characters that change the direction of writing cannot be shown. Names
-    of traces may contain them.
-    """
-    return "".join("\ufffd" if _is_unreadable(character) else character for character in text)
-
-
-def _is_unreadable(character: str) -> bool:
-    # Printable ASCII, which is nearly all text, needs no lookup in the Unicode tables.
-    if " " <= character <= "~":
-        return False
-    if unicodedata.category(character) in {"Cc", "Cs"}:
-        return True
-    return unicodedata.bidirectional(character) in _BIDIRECTIONAL
-
-
-def _signless(value: float, decimals: int) -> str:
-    written = f"{value:,.{decimals}f}"
-    # With one decimal, -0.04 would be written as -0.0. The minus sign is dropped.
-    return written.lstrip("-") if float(written.replace(",", "")) == 0 else written
+def _three_digits(value: float, decimals: int) -> str:
+    # Rounding can add a digit: with two decimals, 9.995 would become 10.00, which has four digits.
+    fitting = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+    return f"{value:,.{min(decimals, fitting)}f}"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
-from tiercache_lab.replay.queueing.figures import Serving
+from tiercache.errors import ConfigError
 
 ONE_POOL: Final = "in one pool"
 """Suffix of a policy's name for a run in which the host alone has the bytes of all tiers."""
@@ -17,6 +17,57 @@ NO_CACHE: Final = "no cache"
 """Name of the run in which every prompt is computed, which stands beside the policies of a queue."""
 WITHOUT_OFFLOAD: Final = "without offload"
 """Suffix of a policy's name for a run in which the device is the only tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """Service level objective of a request. Raises ConfigError for a time that is not positive."""
+
+    ttft: float | None = None
+    """Most seconds from a request's arrival to its first token; None for any number."""
+    tpot: float | None = None
+    """Most seconds per token after the first; None for any number."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("time to the first token", self.ttft), ("time per token", self.tpot)):
+            if value is not None and not value > 0:
+                raise ConfigError(f"a {name} of {value:g} s is no objective; use a positive time, such as 2s")
+
+    @property
+    def is_given(self) -> bool:
+        """Whether there is an objective at all."""
+        return self.ttft is not None or self.tpot is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Times of the requests of one run. Rates are per second from the first arrival to the last token."""
+
+    objective: Objective
+    wait_ms_mean: float
+    """Mean time that a request waited for a place, in milliseconds."""
+    wait_ms_p95: float
+    """95th percentile of the same."""
+    load_ms_mean: float
+    """Mean time of a request's loads, in milliseconds."""
+    prefill_ms_mean: float
+    """Mean time from the end of the loads to the first token, in milliseconds; waits for the engine count."""
+    tpot_ms_mean: float
+    """Mean time per token after the first, in milliseconds, over the requests with more than one token."""
+    tpot_ms_p95: float
+    """95th percentile of the same."""
+    arrived_per_second: float
+    """Requests that arrived per second from the first arrival to the last."""
+    served_per_second: float
+    """Requests that ended per second."""
+    within: float | None
+    """Fraction of the requests that met the objective; None without an objective."""
+    goodput: float | None
+    """Requests per second that met the objective; None without an objective."""
+    running: float
+    """Mean number of requests that had a place."""
+    busy: Mapping[str, float] = field(default_factory=dict)
+    """Fraction of the time in which the engine computed, and in which each tier was read, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +94,6 @@ class TierUse:
     def written_per_read(self) -> float | None:
         """Bytes written to this tier for each byte read; None if nothing was read."""
         return self.written_bytes / self.read_bytes if self.read_bytes else None
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """States of one kind of checkpoint that the cache held at the end of a run, and their pages."""
-
-    kind: str
-    """Reason why the states were taken (`CheckpointKind`)."""
-    states: int
-    """Number of states."""
-    state_bytes: int
-    """Bytes of these states."""
-    page_bytes: int
-    """Bytes of the KV pages that count for this kind (see `Run.kept`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +145,9 @@ class Result:
     is_bound: bool = False
     """Whether the run is a bound on what policies can reach, and not the run of a policy.
 
-    There are six such runs: the infinite cache, the clairvoyant policy, the upper bound, one pool of the
-    bytes of all tiers, no cache, and Marconi with the alpha that was best in hindsight.
+    There are four such runs: the infinite cache, the clairvoyant policy, one pool of the bytes of all tiers,
+    and no cache.
     """
-    alpha: float | None = None
-    """Alpha of Marconi that was best in hindsight (`study.BEST`); None for all other runs."""
     working_bytes: int = 0
     """Highest number of bytes that running requests held on the device outside of every tier.
 
@@ -120,21 +155,20 @@ class Result:
     checkpointed states of the requests belong to them as well. `capacity_bytes` does not count them.
     """
     cuts: float = 0.0
-    """Cuts of the prefill per request, at the checkpoints before the prompt's end; 0 for an upper bound."""
+    """Cuts of the prefill per request, at the checkpoints before the prompt's end."""
     ttft_ms_p50: float = math.nan
     """Median of the modelled time to the first token, in milliseconds."""
     serving: Serving | None = None
     """Times of the requests in the queue; None for a run without one."""
     tiers: Mapping[str, TierUse] = field(default_factory=dict)
-    kept: tuple[Kept, ...] = ()
     over_time: tuple[Sample, ...] = ()
-    by_round: tuple[float, ...] = ()
-    """Hit rate of each round: of the first requests of all sessions, of the second, and so on.
-
-    The tuple is empty if no session has more than one request.
-    """
     published: Mapping[str, float] = field(default_factory=dict)
     """Figures that others published for this source, by the name of what each figure measures."""
+
+    def served_by(self, tier: str) -> float:
+        """Return the share of all prompt tokens that a tier served."""
+        tokens = sum(use.tokens for use in self.tiers.values())
+        return self.token_hit_rate * self.tiers[tier].tokens / tokens if tokens else 0.0
 
     def row(self) -> dict[str, Any]:
         """Return this result as plain JSON values."""

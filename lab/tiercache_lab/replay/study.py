@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -12,7 +12,7 @@ from tiercache.core import PoolName
 from tiercache.errors import ConfigError
 from tiercache.index import CheckpointRules
 from tiercache.policy import POLICIES, Costs, ModelProfile, Policy, policy_named
-from tiercache_lab.replay.alone import ARTIFACT, IndexRun
+from tiercache_lab.replay.alone import IndexRun
 from tiercache_lab.replay.base import Source
 from tiercache_lab.replay.cache import Setup
 from tiercache_lab.replay.clairvoyant import Clairvoyant, Recorder
@@ -24,14 +24,9 @@ from tiercache_lab.replay.queueing.run import QueuedRun, Queueing
 from tiercache_lab.replay.results import IN_EVERY_TIER, NO_CACHE, ONE_POOL, WITHOUT_OFFLOAD, Result
 from tiercache_lab.replay.sources import WorkloadSource
 from tiercache_lab.replay.tiers import StorageTier, Tiers
-from tiercache_lab.replay.upper import upper_bound
 
 CAPACITIES: Final = (0.05, 0.1, 0.2)
 """Default capacities, as fractions of the infinite cache's peak in bytes."""
-BEST: Final = "marconi:best"
-"""Name for Marconi with the one of `ALPHAS` that saves most FLOPs, found by a run with each of them."""
-ALPHAS: Final = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
-"""Values of alpha that `BEST` tries."""
 
 
 def possible(policy: str, profile: ModelProfile) -> bool:
@@ -39,7 +34,7 @@ def possible(policy: str, profile: ModelProfile) -> bool:
 
     Raises ConfigError for an unknown policy.
     """
-    needs = policy_named("marconi" if policy in (BEST, ARTIFACT) else policy, Costs(profile)).needs_states
+    needs = policy_named(policy, Costs(profile)).needs_states
     return bool(profile.state_bytes) or not needs
 
 
@@ -64,7 +59,6 @@ class Question:
     checkpoints: str | CheckpointRules = "rules"
     """Checkpoint policy, which says where states are taken (see `checkpoints_named`)."""
     machine: ReplayMachine = field(default_factory=ReplayMachine)
-    refresh_path: bool = False
     seed: int = 0
     write: str = WRITE_THROUGH
     write_chance: float = WRITE_CHANCE
@@ -74,7 +68,7 @@ class Question:
     index_only: bool = False
     """Whether the index serves the requests alone, without a controller (see `IndexRun`)."""
     bounds: bool = True
-    """Whether the study also runs the clairvoyant policy and computes the upper bound.
+    """Whether the study also runs the clairvoyant policy.
 
     With a queue, it runs without a cache instead: in which order requests are served then depends on the
     policy, and nothing is proven of orders that differ.
@@ -92,11 +86,6 @@ class Question:
                     f"policy {name!r} ranks recurrent states, and {self.profile.name} has none; use {others},"
                     " or another profile"
                 )
-        if ARTIFACT in self.policies and not self.index_only:
-            raise ConfigError(
-                f"policy {ARTIFACT} searches its alpha in simulated caches; add --index-only, or give it an"
-                f" alpha, such as {ARTIFACT}:0.3"
-            )
         for capacity in self.capacities:
             if not 0.0 < capacity <= 1.0:
                 raise ConfigError(
@@ -147,7 +136,7 @@ class Question:
         pool = Tiers(self.tiers.nbytes)
         return [
             *([("lru", f"lru {IN_EVERY_TIER}", lru)] if is_new else []),
-            *((policy, f"{policy} {ONE_POOL}", pool) for policy in self.policies if policy != BEST),
+            *((policy, f"{policy} {ONE_POOL}", pool) for policy in self.policies),
         ]
 
     @property
@@ -155,13 +144,12 @@ class Question:
         """Number of stages of a study with these parameters."""
         sizes = 1 if self.is_benchmark or self.tiers is not None else len(self.capacities or CAPACITIES)
         # 2: the source is read, and the infinite cache runs, twice if its size is another. Each policy runs
-        # at each size. A benchmark also runs without offload. The bounds are one clairvoyant run per size,
-        # and one stage for upper bounds. With a queue, they are one run without a cache.
+        # at each size. A benchmark also runs without offload. The bounds are one clairvoyant run per size.
+        # With a queue, they are one run without a cache.
         bounds = len(self.yardsticks)
         if self.bounds:
-            bounds += sizes + 1 if self.queueing is None else 1
-        runs = sum(len(ALPHAS) if policy == BEST else 1 for policy in self.policies)
-        return 2 + self.needs_size + runs * sizes + self.is_benchmark + bounds
+            bounds += sizes if self.queueing is None else 1
+        return 2 + self.needs_size + len(self.policies) * sizes + self.is_benchmark + bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,10 +209,7 @@ class Study:
         sizes = self._sizes(self._footprint() if question.needs_size else free.capacity_bytes)
         for policy in question.policies:
             for capacity, tiers in sizes:
-                if policy == BEST:
-                    yield self._best(tiers, capacity)
-                else:
-                    yield self.run(tiers, policy, policy, capacity)
+                yield self.run(tiers, policy, policy, capacity)
         if question.is_benchmark:
             device_only = replace(sizes[0][1], host_bytes=0, storage=())
             yield self.run(device_only, "lru", f"lru {WITHOUT_OFFLOAD}", None)
@@ -235,7 +220,9 @@ class Study:
             found = self.run(Tiers(0), "lru", NO_CACHE, None)
             yield replace(found, is_bound=True)
         elif question.bounds:
-            yield from self._bounds(sizes, self._recorder.uses)
+            for capacity, tiers in sizes:
+                clairvoyant = Clairvoyant(Costs(question.profile), self._recorder.uses)
+                yield replace(self.run(tiers, clairvoyant, "clairvoyant", capacity), is_bound=True)
 
     def _footprint(self) -> int:
         """Return the bytes that an infinite cache holds with the default rules."""
@@ -275,7 +262,6 @@ class Study:
             tiers,
             question.checkpoints,
             question.machine,
-            question.refresh_path,
             question.seed,
             question.write,
             question.write_chance,
@@ -332,47 +318,6 @@ class Study:
             ttft_ms_p50=run.tally.ttft_ms_p50,
             serving=run.serving() if isinstance(run, QueuedRun) else None,
             tiers=run.uses(),
-            kept=run.kept(),
             over_time=tuple(run.tally.over_time),
-            by_round=run.tally.by_round(),
             published=self._source.published if isinstance(self._source, WorkloadSource) else {},
         )
-
-    def _best(self, tiers: Tiers, capacity: float | None) -> Result:
-        """Run Marconi with each alpha; return the run that saved most, with the lowest alpha among equals."""
-        names = {alpha: f"marconi:{alpha:g}" for alpha in ALPHAS}
-        runs = {alpha: self.run(tiers, name, name, capacity) for alpha, name in names.items()}
-        alpha = max(runs, key=lambda one: runs[one].flops_saved)
-        seconds = sum(run.seconds for run in runs.values())
-        return replace(runs[alpha], policy=BEST, alpha=alpha, is_bound=True, seconds=seconds)
-
-    def _bounds(
-        self, sizes: Sequence[tuple[float | None, Tiers]], uses: Mapping[int, Sequence[int]]
-    ) -> Iterator[Result]:
-        question = self._question
-        for capacity, tiers in sizes:
-            clairvoyant = Clairvoyant(Costs(question.profile), uses)
-            yield replace(self.run(tiers, clairvoyant, "clairvoyant", capacity), is_bound=True)
-        started = time.perf_counter()
-        step = self._stage(Stage("upper bound", self.need.requests))
-        bounds = upper_bound(self._source, question.profile, [tiers.nbytes for _, tiers in sizes], step)
-        for (capacity, tiers), bound in zip(sizes, bounds, strict=True):
-            yield Result(
-                source=self._source.name,
-                policy="upper bound",
-                capacity=capacity,
-                capacity_bytes=tiers.nbytes,
-                token_hit_rate=bound.token_hit_rate,
-                flops_saved=bound.flops_saved,
-                ttft_ms_mean=float("nan"),
-                ttft_ms_p95=float("nan"),
-                peak_bytes=0,
-                requests=self.need.requests,
-                seconds=time.perf_counter() - started,
-                seed=question.seed,
-                profile=question.profile.name,
-                write=question.write,
-                write_chance=question.write_chance,
-                index_only=question.index_only,
-                is_bound=True,
-            )

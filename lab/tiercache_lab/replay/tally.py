@@ -27,8 +27,7 @@ class Tally:
         self._profile = profile
         self._held = held
         self._every = max(1, requests // _SAMPLES)
-        # round, prompt tokens, restored tokens, seconds and cuts of each request
-        self._rows: list[tuple[int, int, int, float, int]] = []
+        self._rows: list[tuple[float, int]] = []  # seconds and cuts of each request
         # sums of prompt tokens, restored tokens, FLOPs of prompts and FLOPs of restored prefixes
         self._window: list[float] = [0.0] * 4
         self._total: list[float] = [0.0] * 4
@@ -40,7 +39,7 @@ class Tally:
         `cuts` is the number of checkpoints at which its prefill was cut.
         """
         prompt = len(request.prompt)
-        self._rows.append((request.round, prompt, depth, seconds, cuts))
+        self._rows.append((seconds, cuts))
         for i, value in enumerate(
             (prompt, depth, self._profile.flops(0, prompt), self._profile.flops(0, depth))
         ):
@@ -69,26 +68,14 @@ class Tally:
     @property
     def cuts(self) -> float:
         """Cuts of the prefill per request."""
-        return sum(row[4] for row in self._rows) / len(self._rows) if self._rows else 0.0
+        return sum(row[1] for row in self._rows) / len(self._rows) if self._rows else 0.0
 
     def ttft_ms(self) -> tuple[float, float]:
         """Return mean and 95th percentile of the modelled time to the first token, in milliseconds."""
-        seconds = np.array([row[3] for row in self._rows]) * 1e3
+        seconds = np.array([row[0] for row in self._rows]) * 1e3
         return (float(seconds.mean()), float(np.percentile(seconds, 95))) if len(seconds) else (0.0, 0.0)
 
     @property
     def ttft_ms_p50(self) -> float:
         """Median of the modelled time to the first token, in milliseconds."""
-        return float(np.median([row[3] for row in self._rows])) * 1e3 if self._rows else 0.0
-
-    def by_round(self) -> tuple[float, ...]:
-        """Return the hit rate of each round.
-
-        Round n has the n-th request of every session, counted from 0. The result is empty if no session has
-        more than one request.
-        """
-        rounds = np.array([row[:3] for row in self._rows], np.int64).reshape(-1, 3)
-        if not len(rounds) or not rounds[:, 0].max():
-            return ()
-        tokens = np.bincount(rounds[:, 0], rounds[:, 1])
-        return tuple((np.bincount(rounds[:, 0], rounds[:, 2]) / np.maximum(tokens, 1)).tolist())
+        return float(np.median([row[0] for row in self._rows])) * 1e3 if self._rows else 0.0

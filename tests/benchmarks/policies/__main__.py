@@ -62,7 +62,7 @@ def campaign(options: argparse.Namespace) -> int:
     """Make the runs that are missing."""
     sources = matrix.traffics(options.trace, options.sessions)
     sources = [one for one in sources if options.sources is None or one.name in options.sources]
-    wanted = ["hvd", *matrix.RIVALS, *matrix.SLOW] if options.policies is None else options.policies
+    wanted = ["hvd", *matrix.RIVALS] if options.policies is None else options.policies
     policies = [name for name in wanted if exists(name)]
     taken = [kind for kind in matrix.CHECKPOINTS if (options.phases and "checkpoints" not in options.phases)
              or is_known(kind)]  # fmt: skip

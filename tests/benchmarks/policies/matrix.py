@@ -12,19 +12,13 @@ from tiercache_lab.replay.sources import SOURCES
 
 RIVALS: Final = (
     "lru", "s3fifo", "sieve", "arc", "ttl", "lpc", "gdsf", "seglen", "seglen:additive", "marconi",
-    "marconi:artifact",
 )  # fmt: skip
 """Eviction policies that `hvd` is compared with."""
-SLOW: Final = ("marconi:best",)
-"""Policies that try several alphas and take several times as long; they come late.
-
-They are no rivals, because they know the end.
-"""
 IN_TIERS: Final = ("hvd", "lru", "arc", "s3fifo", "gdsf", "seglen:additive", "marconi")
 """Policies of the two-tier runs."""
 BY_PROFILE: Final = ("hvd", "lru", "gdsf", "seglen:additive", "marconi")
 """Policies of the runs with other models."""
-BOUNDS: Final = ("clairvoyant", "upper bound")
+BOUNDS: Final = ("clairvoyant",)
 """Rows that a replay adds with `--bounds`."""
 INFINITE: Final = "infinite"
 """Row of the infinite cache, which every replay begins with."""
@@ -38,7 +32,7 @@ PROFILES: Final = ("qwen3.5-9b", "kimi-linear-48b-a3b", "nemotron-h-8b", "jamba-
 """Other models, between whose states and KV pages the ratio of bytes differs."""
 WHOLE: Final = "controller"
 """Phase whose runs of one pool go through the controller; those of other phases, through the index alone."""
-PHASES: Final = ("5 %", "10 and 20 %", "two tiers", "checkpoints", WHOLE, "slow", "profiles")
+PHASES: Final = ("5 %", "10 and 20 %", "two tiers", "checkpoints", WHOLE, "profiles")
 """Parts of the campaign, in their order."""
 
 
@@ -195,22 +189,20 @@ def blocks(
 
     `policies` are those that exist.
     """
-    fast = tuple(policy for policy in policies if policy not in SLOW)
     small, larger = (Size(0.05),), (Size(0.1), Size(0.2))
 
     def some(names: Sequence[str]) -> tuple[str, ...]:
         return tuple(name for name in names if name in policies)
 
     of_phase: Mapping[str, Sequence[tuple[tuple[str, ...], tuple[Size, ...], str, str, bool]]] = {
-        "5 %": [(fast, small, RULES, DEFAULT_PROFILE, True)],
-        "10 and 20 %": [(fast, larger, RULES, DEFAULT_PROFILE, True)],
+        "5 %": [(tuple(policies), small, RULES, DEFAULT_PROFILE, True)],
+        "10 and 20 %": [(tuple(policies), larger, RULES, DEFAULT_PROFILE, True)],
         "two tiers": [
             (some(IN_TIERS), (Size(0.05, 0.25),), RULES, DEFAULT_PROFILE, False),
             (some(("hvd",)), (Size(0.3),), RULES, DEFAULT_PROFILE, False),
         ],
         "checkpoints": [(some(("hvd",)), small, taken, DEFAULT_PROFILE, False) for taken in checkpoints],
         WHOLE: [(some(("hvd", "lru")), small, RULES, DEFAULT_PROFILE, False)],
-        "slow": [(some(SLOW), small, RULES, DEFAULT_PROFILE, False)],
         "profiles": [(some(BY_PROFILE), small, RULES, profile, False) for profile in PROFILES],
     }
     for phase in PHASES:

@@ -12,7 +12,7 @@ from tests.benchmarks.policies.matrix import INFINITE, Block, Run, infinite
 
 FORMAT: Final = 1
 """Version of the rows. Rows of another version are not read, so their runs are made again."""
-_LEFT_OUT: Final = ("kept", "by_round", "published", "source", "policy", "seed", "profile")
+_LEFT_OUT: Final = ("published", "source", "policy", "seed", "profile")
 """Keys of a replay's row that the file leaves out or has on its own."""
 
 

@@ -11,14 +11,14 @@ from statistics import mean
 from typing import Any, Final
 
 from tests.benchmarks.policies.intervals import Interval, of_seeds, of_windows
-from tests.benchmarks.policies.matrix import BOUNDS, INFINITE, RIVALS, RULES, SLOW, WHOLE, traffics
+from tests.benchmarks.policies.matrix import BOUNDS, INFINITE, RIVALS, RULES, WHOLE, traffics
 from tiercache.policy import DEFAULT_PROFILE
 
 OURS: Final = "hvd"
 BEGIN: Final = "<!-- campaign: begin; written by python -m tests.benchmarks.policies tables -->"
 END: Final = "<!-- campaign: end -->"
 _DASH: Final = "\u2013"
-_ORDER: Final = (*RIVALS, *SLOW, OURS, *BOUNDS, INFINITE)
+_ORDER: Final = (*RIVALS, OURS, *BOUNDS, INFINITE)
 _SOURCES: Final = tuple(source.name for source in traffics("trace", "sessions"))
 _SMALL_GAP: Final = 0.005
 """Smallest gap between LRU and the clairvoyant cache of which a closed share is told."""

@@ -17,7 +17,7 @@ def test_every_rival_has_a_name_by_which_it_is_made():
         assert policy_named(name, COSTS) is not policy_named(name, COSTS)
 
 
-@pytest.mark.parametrize("name", [*(f"{name}:1" for name in RIVALS), "seglen:additive:0.5", "marconi:best"])
+@pytest.mark.parametrize("name", [*(f"{name}:1" for name in RIVALS), "seglen:additive:0.5"])
 def test_what_there_is_not_is_refused(name: str):
     with pytest.raises(ConfigError, match=r"has no parameter|is not a number"):
         policy_named(name)

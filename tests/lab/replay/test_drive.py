@@ -307,8 +307,6 @@ def test_so_many_at_once_and_sessions_never_overlap(concurrency: int) -> None:
     run.go(step)
     assert most == (0 if concurrency == 1 else concurrency)
     assert run.under_way == ()
-    # Whatever runs beside it, a session goes on from where its last request has ended.
-    assert run.tally.by_round()[1:] == pytest.approx([384 / 600, 640 / 900, 960 / 1200], abs=0.05)
 
 
 @pytest.mark.parametrize("policy", ["lru", "gdsf", "hvd"])
@@ -324,7 +322,6 @@ def test_a_model_without_states(policy: str) -> None:
     assert free.tally.token_hit_rate == pytest.approx(hits / prompts)
     less = ran(source, Tiers(free.peak_bytes // 4, storage=disk(free.peak_bytes // 4)), policy, ATTENTION)
     assert 0 < less.tally.token_hit_rate < free.tally.token_hit_rate
-    assert [kept.kind for kept in less.kept()] == ["none"]
     assert less.uses()["host"].peak <= free.peak_bytes // 4
 
 
@@ -355,29 +352,13 @@ def test_a_cache_without_a_limit_never_evicts() -> None:
     more = ran(source, infinite(source, measure(source), HYBRID, every), checkpoints=every)
     assert sum(use.evicted for use in more.uses().values()) == 0
     assert more.peak_bytes > free.peak_bytes
-    assert {kept.kind for kept in more.kept()} >= {"interval", "end", "prompt"}
     # Whatever is held belongs to a kind.
-    assert sum(kept.page_bytes + kept.states * STATE for kept in free.kept()) == free.peak_bytes
 
 
-@pytest.mark.parametrize("refresh_path", [False, True])
-def test_a_seed_and_an_order_give_the_same_run(refresh_path: bool) -> None:
+def test_a_seed_and_an_order_give_the_same_run() -> None:
     def facts(seed: int) -> tuple[object, ...]:
-        run = ran(
-            open_source(CHATS, seed=seed),
-            Tiers(600_000, storage=disk(900_000)),
-            "hvd",
-            seed=seed,
-            refresh_path=refresh_path,
-        )
-        return (
-            run.tally.token_hit_rate,
-            run.tally.over_time,
-            run.uses(),
-            run.kept(),
-            run.tally.by_round(),
-            run.tally.ttft_ms(),
-        )
+        run = ran(open_source(CHATS, seed=seed), Tiers(600_000, storage=disk(900_000)), "hvd", seed=seed)
+        return (run.tally.token_hit_rate, run.tally.over_time, run.uses(), run.tally.ttft_ms())
 
     assert facts(1) == facts(1)
     assert facts(1) != facts(2)
@@ -418,9 +399,6 @@ def test_what_is_counted_over_time() -> None:
     whole = sum(one.flops for one in run.tally.over_time)
     mean = sum(one.flops * one.flops_saved for one in run.tally.over_time) / whole
     assert mean == pytest.approx(run.tally.flops_saved)
-    assert len(run.tally.by_round()) == 5
-    assert run.tally.by_round()[0] == 0
-    assert ran(Listed([ask(1, 300), ask(2, 300)]), Tiers(600_000)).tally.by_round() == ()
 
 
 @pytest.mark.parametrize(

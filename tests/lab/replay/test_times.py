@@ -10,7 +10,7 @@ import pytest
 from tests.lab.replay.requests import opened
 from tests.lab.replay.test_drive import CHATS
 from tiercache.errors import ConfigError, InputError
-from tiercache_lab.replay.sources import open_source, retimed
+from tiercache_lab.replay.sources import open_source, times
 from tiercache_lab.replay.sources.times import read_times
 
 BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"
@@ -143,7 +143,7 @@ def test_too_many_requests_that_wait_for_others_are_refused(
 ) -> None:
     source = open_source(CHATS, arrivals=burst(tmp_path / "burst.csv", [1e6 * n for n in range(10)]))
     assert len(list(source)) == 50
-    monkeypatch.setattr(retimed, "_MAX_TOKENS", 2000)  # private: the real limit is a GiB
+    monkeypatch.setattr(times, "_MAX_TOKENS", 2000)  # private: the real limit is a GiB
     with pytest.raises(ConfigError, match="replay fewer sessions at once, or fewer in all"):
         list(source)
 

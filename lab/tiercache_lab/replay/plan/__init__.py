@@ -1,5 +1,4 @@
 """`tiercache replay --plan`: how much host memory and disk save how much on a source.
 
-Reading order: `curve` (savings by size, and their knee), `search` (which sizes are run), `answer` (sentences
-and figures), `picture` (the drawing and the page).
+Reading order: `search` (the curve of savings by size, and which sizes are run), `answer` (what is shown).
 """

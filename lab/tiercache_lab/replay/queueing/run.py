@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
+
+import numpy as np
 
 from tiercache.core import Tier
 from tiercache.errors import ConfigError
 from tiercache_lab.replay.base import Source
 from tiercache_lab.replay.cache import Running, Setup, SimulatedCache
 from tiercache_lab.replay.needs import Need
-from tiercache_lab.replay.queueing.arrivals import SourceArrivals
-from tiercache_lab.replay.queueing.figures import Objective, Serving, serving
-from tiercache_lab.replay.queueing.links import Link
-from tiercache_lab.replay.queueing.server import Job, Needed, QueueServer
+from tiercache_lab.replay.queueing.server import Job, Link, Needed, QueueServer, SourceArrivals
+from tiercache_lab.replay.results import Objective, Serving
 from tiercache_lab.replay.tally import Tally
 
 ENGINE: Final = "engine"
@@ -110,3 +110,48 @@ class QueuedRun(SimulatedCache):
         self._arrivals.ended(job.request, self.now)
         self._served.append(job)
         self._step()
+
+
+def serving(jobs: Sequence[Job], objective: Objective, busy: Mapping[str, float]) -> Serving:
+    """Return the figures of requests that have all ended; `busy` has seconds by name."""
+    times = np.array([(job.arrival, job.begun, job.loaded, job.first, job.ended) for job in jobs])
+    arrival, begun, loaded, first, ended = times.reshape(-1, 5).T
+    per_token = np.array([tpot for job in jobs if (tpot := job.tpot) is not None])
+    span = float(ended.max() - arrival.min()) if len(jobs) else 0.0
+    arriving = float(arrival.max() - arrival.min()) if len(jobs) else 0.0
+    met = sum(_meets(objective, job) for job in jobs)
+    return Serving(
+        objective=objective,
+        wait_ms_mean=_mean(begun - arrival),
+        wait_ms_p95=_p95(begun - arrival),
+        load_ms_mean=_mean(loaded - begun),
+        prefill_ms_mean=_mean(first - loaded),
+        tpot_ms_mean=_mean(per_token),
+        tpot_ms_p95=_p95(per_token),
+        arrived_per_second=_per(len(jobs) - 1, arriving),
+        served_per_second=_per(len(jobs), span),
+        within=met / len(jobs) if objective.is_given and len(jobs) else None,
+        goodput=_per(met, span) if objective.is_given else None,
+        running=_per(float((ended - begun).sum()), span),
+        busy={name: _per(seconds, span) for name, seconds in busy.items()},
+    )
+
+
+def _mean(seconds: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> float:
+    return float(seconds.mean()) * 1e3 if len(seconds) else 0.0
+
+
+def _p95(seconds: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> float:
+    return float(np.percentile(seconds, 95)) * 1e3 if len(seconds) else 0.0
+
+
+def _per(amount: float, seconds: float) -> float:
+    return amount / seconds if seconds else 0.0
+
+
+def _meets(objective: Objective, job: Job) -> bool:
+    """Return whether a request that was served met the objective; a time just at the limit does."""
+    tpot = job.tpot
+    return (objective.ttft is None or job.ttft <= objective.ttft) and (
+        objective.tpot is None or tpot is None or tpot <= objective.tpot
+    )

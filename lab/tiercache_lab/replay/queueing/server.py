@@ -11,12 +11,66 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, Generic, Protocol, TypeVar
 
+from tiercache.errors import ConfigError
 from tiercache_lab.replay.base import Request
-from tiercache_lab.replay.queueing.links import Link
+
+T = TypeVar("T")
+
+
+class Link(Generic[T]):
+    """Link that serves all its loads at once, each at an equal share of the bandwidth (processor sharing).
+
+    Times are seconds of a clock that never goes back. `bandwidth` is in bytes per second.
+
+    Thread safety: one thread.
+    """
+
+    def __init__(self, bandwidth: float) -> None:
+        self._bandwidth = bandwidth
+        self._at = 0.0
+        self._served = 0.0  # bytes that a load has received that has been there from the beginning
+        # A load ends when `_served` reaches the first number. No two loads have the same second number.
+        self._loads: list[tuple[float, int, T]] = []
+        self._count = 0
+        self.busy = 0.0
+        """Seconds in which at least one load was under way."""
+        self.nbytes = 0.0
+        """Bytes of all loads that have been added."""
+
+    def add(self, now: float, nbytes: float, load: T) -> None:
+        """Begin a load of `nbytes` bytes."""
+        self._advance(now)
+        heapq.heappush(self._loads, (self._served + nbytes, self._count, load))
+        self._count += 1
+        self.nbytes += nbytes
+
+    @property
+    def next(self) -> float:
+        """Time at which the next load ends, if no other begins before; infinite for an idle link."""
+        if not self._loads:
+            return math.inf
+        rest = max(0.0, self._loads[0][0] - self._served)
+        return self._at + rest * len(self._loads) / self._bandwidth
+
+    def pop(self) -> T:
+        """End the load that ends next, at the time `next`, and return it."""
+        now, (served, _, load) = self.next, self._loads[0]
+        self._advance(now)
+        self._served = served  # without the rounding of `_advance`, which could make a load end twice
+        heapq.heappop(self._loads)
+        return load
+
+    def _advance(self, now: float) -> None:
+        passed = now - self._at
+        if self._loads:
+            self._served += passed * self._bandwidth / len(self._loads)
+            self.busy += passed
+        self._at = now
+
 
 _ROUNDING: Final = 1e-9
 """Fraction of a token by which a decoding may be short of its end because of rounding."""
@@ -65,17 +119,6 @@ class Job:
         return (self.ended - self.first) / self.work.steps if self.work.steps else None
 
 
-class Arrivals(Protocol):
-    """Requests in the order in which they come."""
-
-    @property
-    def next(self) -> float:
-        """Time from which `take` may return requests; infinite if all have been taken, or wait for others."""
-
-    def take(self, now: float) -> list[Job]:
-        """Return the requests that have come until `now` and were not returned before."""
-
-
 class Customer(Protocol):
     """Caller of the server, which knows the cache. The server calls it in the order of the virtual clock."""
 
@@ -90,7 +133,7 @@ class Customer(Protocol):
 
 
 class QueueServer:
-    """QueueServer with `batch` places; `go` runs it until nothing is left to do.
+    """Server with `batch` places; `go` runs it until nothing is left to do.
 
     A request holds its place from its first load to its last token. It loads from one link after the other;
     each link waits its latency, and then shares its bandwidth with the loads of other requests. The engine
@@ -108,7 +151,7 @@ class QueueServer:
         step: Callable[[int], float],
         links: Mapping[str, Link[Job]],
         latencies: Mapping[str, float],
-        arrivals: Arrivals,
+        arrivals: SourceArrivals,
         customer: Customer,
     ) -> None:
         self._batch, self._step = batch, step
@@ -247,3 +290,86 @@ class QueueServer:
     def _next_number(self) -> int:
         self._count += 1
         return self._count
+
+
+MAX_TOKENS: Final = 2**27
+"""Maximum number of tokens of the requests that have come and not begun. They take 1 GiB."""
+
+
+class SourceArrivals:
+    """Requests of a source, `speed` times as fast as the source has them.
+
+    No two requests of a session are in the server at once. If `closed`, a request comes as long after the
+    end of the session's previous request as the source has between the arrivals of the two: the source's
+    times are pauses. Otherwise it comes at the source's time, and waits for the end of the previous one.
+
+    Thread safety: one thread.
+    """
+
+    def __init__(self, requests: Iterator[Request], speed: float, *, closed: bool) -> None:
+        self._requests, self._speed, self._closed = requests, speed, closed
+        self._ahead = next(requests, None)
+        # Entries are (arrival, number, request); no two have the same number.
+        self._coming: list[tuple[float, int, Request]] = []
+        self._count = self._tokens = 0
+        self._busy: dict[int, deque[Request]] = {}
+        """For each session with a request that has not ended: the requests behind that one."""
+        self._ended: dict[int, tuple[float, float]] = {}
+        """For each other session: the end of its last request, and the arrival that the source has for it."""
+
+    @property
+    def next(self) -> float:
+        """Time of the next arrival, or an earlier time; infinite if nothing comes before a request ends.
+
+        An arrival is in the past if the request had to wait for the previous one of its session.
+        """
+        coming = self._coming[0][0] if self._coming else math.inf
+        return min(coming, self._time(self._ahead)) if self._ahead is not None else coming
+
+    def take(self, now: float) -> list[Job]:
+        """Return the requests that have come until `now`.
+
+        Raises ConfigError if those that have come and not begun have too many tokens for this process.
+        """
+        while self._ahead is not None and self._time(self._ahead) <= now:
+            request, self._ahead = self._ahead, next(self._requests, None)
+            self._tokens += len(request.prompt) + len(request.output)
+            if self._tokens > MAX_TOKENS:
+                raise ConfigError(
+                    f"after {now:,.0f} s the requests that wait have more than {MAX_TOKENS:,} tokens, because"
+                    " they come faster than this machine serves them; use a lower --rate or a faster machine"
+                )
+            if request.session in self._busy:
+                self._busy[request.session].append(request)
+            else:
+                self._come(request)
+        found = []
+        while self._coming and self._coming[0][0] <= now:
+            arrival, _, request = heapq.heappop(self._coming)
+            found.append(Job(request, arrival))
+        return found
+
+    def begun(self, request: Request) -> None:
+        """Note that a request has begun, so that it no longer waits."""
+        self._tokens -= len(request.prompt) + len(request.output)
+
+    def ended(self, request: Request, now: float) -> None:
+        """Note that a request has ended, so that the next one of its session may come."""
+        behind = self._busy.pop(request.session)
+        self._ended[request.session] = now, self._time(request)
+        if behind:
+            self._come(behind.popleft())
+            self._busy[request.session] = behind
+
+    def _come(self, request: Request) -> None:
+        """Let a request come whose session has no other one in the server."""
+        self._busy[request.session] = deque()
+        arrival = self._time(request)
+        ended, before = self._ended.pop(request.session, (-math.inf, -math.inf))
+        if self._closed and ended > -math.inf:
+            arrival = ended + arrival - before
+        self._count += 1
+        heapq.heappush(self._coming, (arrival, self._count, request))
+
+    def _time(self, request: Request) -> float:
+        return request.arrival / self._speed

@@ -1,14 +1,12 @@
 """Sources of replayed requests: generators with seeds, and recorded traces.
 
-Reading order: `base` (workloads, and the source that replays a workload), `options` (parameters of
-workloads), `streams` (tokens computed from a name), `arrivals`; the workloads `groups`, `conversations`,
-`chats`, `agents`, `documents`, `mixed`; `fields`, `trace` and `mooncake`,
-`sessions` and `agentic` (files); `catalogue` (all generators by name).
+Reading order: `base` (workloads with their parameters, and the source that replays a workload), `streams`
+(tokens computed from a name); the workloads `conversations`, `agents`, `documents`, `shared`; the files
+`mooncake`, `sessions` and `times`, with `fields`; `catalogue` (all generators by name).
 """
 
-from tiercache_lab.replay.sources.base import Kind, Layout, Workload, WorkloadSource
+from tiercache_lab.replay.sources.base import Kind, Layout, Option, Span, Workload, WorkloadSource
 from tiercache_lab.replay.sources.catalogue import SESSIONS, SOURCES, open_source
-from tiercache_lab.replay.sources.options import Option, Span
 
 __all__ = [
     "SESSIONS",

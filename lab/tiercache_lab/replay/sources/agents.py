@@ -12,9 +12,8 @@ import numpy as np
 from tiercache.core import TokenArray
 from tiercache.errors import ConfigError
 from tiercache_lab.replay.base import Request
-from tiercache_lab.replay.sources.arrivals import Turn, take_turns
-from tiercache_lab.replay.sources.base import Workload, check_size
-from tiercache_lab.replay.sources.options import Span, bounds
+from tiercache_lab.replay.sources.base import Span, Workload, bounds, check_size
+from tiercache_lab.replay.sources.conversations import Turn, take_turns
 from tiercache_lab.replay.sources.streams import join, key_of, rng_of, tokens
 
 _PLACEHOLDER: Final = 16

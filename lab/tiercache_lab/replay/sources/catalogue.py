@@ -14,19 +14,23 @@ from typing import Final
 
 from tiercache.errors import ConfigError
 from tiercache.text import shown
-from tiercache_lab.replay.sources.agentic import SUFFIX, read_sessions
 from tiercache_lab.replay.sources.agents import Agents
-from tiercache_lab.replay.sources.base import Kind, Layout, Workload, WorkloadSource
-from tiercache_lab.replay.sources.chats import Chats
-from tiercache_lab.replay.sources.conversations import MultiTurn, RoundRobin
+from tiercache_lab.replay.sources.base import (
+    Kind,
+    Layout,
+    Span,
+    Workload,
+    WorkloadSource,
+    options_of,
+    parameters,
+    with_options,
+)
+from tiercache_lab.replay.sources.conversations import Chats, MultiTurn, RoundRobin
 from tiercache_lab.replay.sources.documents import Documents
-from tiercache_lab.replay.sources.groups import SharedPrefix
-from tiercache_lab.replay.sources.mixed import Mixed
-from tiercache_lab.replay.sources.mooncake import read_trace
-from tiercache_lab.replay.sources.options import Span, options_of, parameters, with_options
-from tiercache_lab.replay.sources.retimed import retimed
-from tiercache_lab.replay.sources.sessions import Sessions
-from tiercache_lab.replay.sources.trace import BLOCK
+from tiercache_lab.replay.sources.mooncake import BLOCK, read_trace
+from tiercache_lab.replay.sources.sessions import SUFFIX, Sessions, read_sessions
+from tiercache_lab.replay.sources.shared import Mixed, SharedPrefix
+from tiercache_lab.replay.sources.times import retimed
 
 SOURCES: Final[Mapping[str, Kind]] = MappingProxyType(
     {

@@ -1,17 +1,65 @@
-"""Workloads of conversations whose history grows from round to round."""
+"""Workloads of conversations and short chats, and the pauses between the turns of sessions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import heapq
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
 import numpy as np
 
+from tiercache.core import TokenArray
 from tiercache_lab.replay.base import Request
-from tiercache_lab.replay.sources.arrivals import Turn, take_turns
-from tiercache_lab.replay.sources.base import Workload, check_size
-from tiercache_lab.replay.sources.options import Span, bounds
+from tiercache_lab.replay.sources.base import Span, Workload, bounds, check_size
 from tiercache_lab.replay.sources.streams import join, key_of, rng_of, tokens
+
+
+class Turn(NamedTuple):
+    """Request of a session, without its arrival time."""
+
+    prompt: TokenArray
+    output: TokenArray
+
+
+def poisson(rate: float, rng: np.random.Generator) -> Iterator[float]:
+    """Yield an endless sequence of arrival times in seconds, on average `rate` times per second."""
+    now = 0.0
+    while True:
+        now += rng.exponential(1 / rate)
+        yield now
+
+
+def take_turns(
+    sessions: Iterable[Iterator[Turn]], live: int, pause: float, rng: np.random.Generator
+) -> Iterator[Request]:
+    """Yield the requests of all sessions, with `live` sessions running at a time.
+
+    Each session pauses before each of its turns. The pauses are exponentially distributed with a mean of
+    `pause` seconds. So the first `live` sessions begin at different times. When the pause after the last turn
+    of a session ends, the next session begins with its first turn. Every session must have at least one turn.
+    """
+    waiting = enumerate(sessions)
+    # Entries are (time of the next turn, session, round, turns). No two entries have the same session, so the
+    # heap never compares the iterators.
+    heap: list[tuple[float, int, int, Iterator[Turn]]] = []
+    for number, turns in waiting:
+        heap.append((rng.exponential(pause), number, 0, turns))
+        if len(heap) == live:
+            break
+    heapq.heapify(heap)
+    while heap:
+        now, number, round_, turns = heap[0]
+        turn = next(turns, None)
+        if turn is not None:
+            heapq.heapreplace(heap, (now + rng.exponential(pause), number, round_ + 1, turns))
+            yield Request(turn.prompt, turn.output, now, number, round_)
+        elif (following := next(waiting, None)) is not None:
+            heapq.heapreplace(heap, (now, following[0], 0, following[1]))
+        else:
+            heapq.heappop(heap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +151,72 @@ class RoundRobin(Workload):
             round_, client = divmod(number, self.clients)
             said = tokens(key_of(seed, "clients", client), (round_ + 1) * (self.question + self.answer))
             yield Request(said[: -self.answer], said[-self.answer :], number / 10, client, round_)
+
+
+_MAX_LENGTH: Final = 8192
+"""Maximum number of tokens of a question, and also of an answer."""
+
+_MAX_ROUNDS: Final = 64
+"""Maximum number of rounds of a chat."""
+
+
+@dataclass(slots=True)
+class _Chat:
+    """Chat that can be continued."""
+
+    number: int
+    length: int = 0
+    """Tokens of the history: the first `length` tokens of the stream that `number` names."""
+    rounds: int = 0
+    """Number of rounds so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chats(Workload):
+    """Chats of one or more questions, each with its answer.
+
+    Each request continues an older chat with the probability `continued`, and otherwise begins a new chat.
+    Only the newest chats, `recent` in number, can be continued.
+    """
+
+    chats: int = field(default=4000, metadata=bounds(1, 2**20, "requests"))
+    continued: float = field(
+        default=0.03, metadata=bounds(0, 1, "fraction of the requests that continue an older chat")
+    )
+    recent: int = field(
+        default=1000, metadata=bounds(1, 65_536, "how many of the newest chats may be continued")
+    )
+    question: int = field(
+        default=180, metadata=bounds(1, 4096, "tokens of a question, median of a log-normal")
+    )
+    answer: int = field(default=250, metadata=bounds(1, 4096, "tokens of an answer, median of a log-normal"))
+    spread: float = field(default=1.0, metadata=bounds(0, 3, "sigma of both log-normals"))
+    rate: float = field(default=2.0, metadata=bounds(0.001, 1e6, "requests per second"))
+
+    def __post_init__(self) -> None:
+        check_size(self.chats, _MAX_ROUNDS * 2 * _MAX_LENGTH)
+
+    def count(self, seed: int) -> int:
+        """Return the number of requests: the parameter `chats`."""
+        return self.chats
+
+    def generate(self, seed: int) -> Iterator[Request]:
+        """Yield the requests in order of arrival; each chat is a session."""
+        rng = rng_of(seed, "chats")
+        recent: deque[_Chat] = deque(maxlen=self.recent)
+        begun = 0
+        for _, now in zip(
+            range(self.chats), poisson(self.rate, rng_of(seed, "chats", "times")), strict=False
+        ):
+            goes_on = rng.random() < self.continued and len(recent) > 0
+            chat = recent[int(rng.integers(len(recent)))] if goes_on else None
+            if chat is None or chat.rounds == _MAX_ROUNDS:
+                chat = _Chat(begun)
+                begun += 1
+                recent.append(chat)
+            lengths = rng.lognormal([math.log(self.question), math.log(self.answer)], self.spread)
+            question, answer = (min(max(int(length), 1), _MAX_LENGTH) for length in lengths)
+            said = tokens(key_of(seed, "chats", chat.number), chat.length + question + answer)
+            yield Request(said[:-answer], said[-answer:], now, chat.number, chat.rounds)
+            chat.length += question + answer
+            chat.rounds += 1

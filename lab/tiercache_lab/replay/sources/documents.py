@@ -22,11 +22,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tiercache_lab.replay.base import Request
-from tiercache_lab.replay.sources.arrivals import poisson
-from tiercache_lab.replay.sources.base import Workload, check_size
-from tiercache_lab.replay.sources.options import Span, bounds
+from tiercache_lab.replay.sources.base import Span, Workload, bounds, check_size
+from tiercache_lab.replay.sources.conversations import poisson
+from tiercache_lab.replay.sources.mooncake import BLOCK, TraceRow, expanded
 from tiercache_lab.replay.sources.streams import key_of, rng_of
-from tiercache_lab.replay.sources.trace import BLOCK, TraceRow, expanded
 
 _NEW_UNTIL: Final = 0.8
 """Fraction of the trace, from its start, in which all chats, single requests and first questions arrive."""

@@ -5,25 +5,27 @@ A wrong option raises ConfigError with a message that names the option.
 
 from __future__ import annotations
 
+import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from tiercache.config import parse_duration, parse_size
 from tiercache.controller import WRITE_BACK
 from tiercache.errors import ConfigError
 from tiercache.index import CHECKPOINTS, CheckpointRules, checkpoints_named
-from tiercache.policy import DEFAULT_PROFILE, POLICIES, policy_named, profile_named
-from tiercache.text import exact_size, shown
+from tiercache.policy import POLICIES, ModelProfile
+from tiercache.text import exact_duration, exact_size, shown
 from tiercache_lab.replay.base import Source
 from tiercache_lab.replay.chain import chain_settings
 from tiercache_lab.replay.machines import ReplayMachine
 from tiercache_lab.replay.queueing.run import Queueing
+from tiercache_lab.replay.results import Objective
 from tiercache_lab.replay.sources import WorkloadSource, open_source
-from tiercache_lab.replay.sources.options import parameters
+from tiercache_lab.replay.sources.base import parameters
 from tiercache_lab.replay.study import Question, possible
 from tiercache_lab.replay.tiers import StorageTier, Tiers
-from tiercache_lab.replay.verb.timing import number_of, size_of, times
 
 _CHECKPOINTS: Final = {"branch": "branch", "prompt": "prompt_end", "end": "request_end", "ghost": "ghost"}
 """Names of checkpoints in `--checkpoints`, and the field of CheckpointRules that each name sets."""
@@ -61,51 +63,17 @@ def about(source: Source) -> str:
     return source.about if isinstance(source, WorkloadSource) else ""
 
 
-def question(
-    source: Source,
-    policies: str,
-    profile: str,
-    capacities: Sequence[float],
-    tiers: Tiers | None,
-    checkpoints: str | CheckpointRules,
-    machine: ReplayMachine,
-    *,
-    refresh_path: bool,
-    seed: int,
-    write: str,
-    write_chance: float,
-    bounds: bool,
-    queueing: Queueing | None = None,
-    index_only: bool = False,
-) -> Question:
-    """Return the study's parameters.
+def policies(names: str, profile: ModelProfile) -> Sequence[str]:
+    """Return the policies that `names` lists; "all" stands for the main ones that suit the model."""
+    return [name for name in POLICIES if possible(name, profile)] if names == ALL else _parts(names)
 
-    `policies` lists names of policies. "all" stands for the main policies that suit the model (`POLICIES`).
-    """
-    model = profile_named(profile or DEFAULT_PROFILE)
-    named: Sequence[str] = _parts(policies)
-    if policies == ALL:
-        named = [name for name in POLICIES if possible(name, model)]
-    if not 0.0 <= write_chance <= 1.0:
-        raise ConfigError(f"--write-chance {write_chance:g} is not a probability; use a number from 0 to 1")
+
+def check_writes(write: str, chance: float, tiers: Tiers | None) -> None:
+    """Raise ConfigError for writes to storage that are not possible."""
+    if not 0.0 <= chance <= 1.0:
+        raise ConfigError(f"--write-chance {chance:g} is not a probability; use a number from 0 to 1")
     if write == WRITE_BACK and (tiers is None or not tiers.storage):
         raise ConfigError("--write write_back needs a storage tier to write to; add --disk-bytes or --tier")
-    return Question(
-        source,
-        named,
-        model,
-        capacities,
-        tiers,
-        checkpoints,
-        machine,
-        refresh_path,
-        seed,
-        write,
-        write_chance,
-        queueing,
-        index_only,
-        bounds,
-    )
 
 
 def capacities(text: str) -> tuple[float, ...]:
@@ -118,37 +86,26 @@ def capacities(text: str) -> tuple[float, ...]:
     return tuple(number_of("--capacity", part, "a fraction, such as 0.1") for part in _parts(text))
 
 
-def tiers(device: str, host: str, storage: Sequence[StorageTier], states: int | None) -> Tiers | None:
-    """Return the sizes of the tiers in bytes; None if no size is given."""
-    if states is not None and states < 0:
-        raise ConfigError(f"--device-states {states} is not possible; use 0 or more")
-    if states is not None and not device:
+def tiers(device: str, host: str, disk: str, specs: Sequence[str]) -> Tiers | None:
+    """Return the sizes of the tiers in bytes; None if no size is given.
+
+    `specs` are the storage tiers of `--tier`; `disk` is the size of the only one if there are none.
+    """
+    nbytes = size_of("--disk-bytes", disk) if disk else 0
+    if specs and disk:
         raise ConfigError(
-            "--device-states sets how many states the device tier holds; give --device-bytes as well"
+            "--disk-bytes is short for --tier 'disk?capacity=SIZE'; give the disk as a --tier as well"
         )
+    storage = [_storage_tier(spec) for spec in specs] or ([StorageTier("disk", nbytes)] if nbytes else [])
     if not (device or host or storage):
         return None
     found = Tiers(
         size_of("--host-bytes", host) if host else 0,
         size_of("--device-bytes", device) if device else None,
         tuple(storage),
-        states,
     )
     chain_settings(found)  # a wrong setting raises here; the study would find it only after minutes
     return found
-
-
-def storage(specs: Sequence[str], disk: str, disk_policy: str) -> list[StorageTier]:
-    """Return the storage tiers that `--tier` names, or the one of `--disk-bytes`."""
-    policy_named(disk_policy)
-    nbytes = size_of("--disk-bytes", disk) if disk else 0
-    if specs and disk:
-        raise ConfigError(
-            "--disk-bytes is short for --tier 'disk?capacity=SIZE'; give the disk as a --tier as well"
-        )
-    if not specs:
-        return [StorageTier("disk", nbytes, policy=disk_policy)] if nbytes else []
-    return [_storage_tier(spec) for spec in specs]
 
 
 def _storage_tier(spec: str) -> StorageTier:
@@ -176,22 +133,13 @@ def _storage_tier(spec: str) -> StorageTier:
     )
 
 
-def checkpoints(named: str, every: int, per_path: int) -> str | CheckpointRules:
+def checkpoints(named: str) -> str | CheckpointRules:
     """Return where the model's recurrent states are saved: the name of a policy, or rules."""
-    if every < 0:
-        raise ConfigError(f"--every {every} is not possible; use 0 or a number of tokens")
-    if per_path < 0:
-        raise ConfigError(f"--states-per-path {per_path} is not possible; use 0 or more")
     if named.partition(":")[0] in CHECKPOINTS:
         try:
             checkpoints_named(named)
         except ConfigError as error:
             raise ConfigError(f"--checkpoints: {error}") from error
-        if every or per_path:
-            raise ConfigError(
-                f"--every and --states-per-path belong to kinds of checkpoints, not to --checkpoints {named};"
-                " name kinds, such as branch,prompt,end,ghost"
-            )
         return named
     wanted = [] if named == NONE else _parts(named)
     for name in wanted:
@@ -200,8 +148,27 @@ def checkpoints(named: str, every: int, per_path: int) -> str | CheckpointRules:
                 f"--checkpoints {shown(name)} is not known; use {', '.join(_CHECKPOINTS)} or {NONE}, or a"
                 f" policy: {', '.join(CHECKPOINTS)}"
             )
-    taken = {rule: name in wanted for name, rule in _CHECKPOINTS.items()}
-    return CheckpointRules(**taken, every=every, per_path=per_path)
+    return CheckpointRules(**{rule: name in wanted for name, rule in _CHECKPOINTS.items()})
+
+
+def queueing_of(
+    machine: str, *, rate: float | None, closed: bool, slo_ttft: str, slo_tpot: str
+) -> Queueing | None:
+    """Return the queue in front of a machine; None if `machine` is empty.
+
+    Raises ConfigError for an option of a queue without a machine.
+    """
+    given = {"--rate": rate is not None, "--open": not closed}
+    given |= {"--slo-ttft": bool(slo_ttft), "--slo-tpot": bool(slo_tpot)}
+    extra = [option for option, there in given.items() if there]
+    if not machine and extra:
+        raise ConfigError(
+            f"{extra[0]} is for requests that queue at a machine; add --machine, such as --machine h100"
+        )
+    if rate is not None and not 0 < rate < math.inf:
+        raise ConfigError(f"--rate {rate:g} is not possible; use requests per second, such as 2")
+    objective = Objective(_duration("--slo-ttft", slo_ttft), _duration("--slo-tpot", slo_tpot))
+    return Queueing(rate, closed, objective) if machine else None
 
 
 def check_report(path: Path) -> None:
@@ -221,14 +188,7 @@ def check_report(path: Path) -> None:
 def notes(question: Question) -> list[str]:
     """Return sentences for the report about how the results were made."""
     machine, tiers = question.machine, question.tiers
-    said = [
-        (
-            f"States are taken {_places(question.checkpoints)}."
-            f" A hit marks {'its whole path' if question.refresh_path else 'the last node that it needs'}"
-            " as recently used."
-        ),
-        *times(machine, question.queueing),
-    ]
+    said = [f"States are taken {_places(question.checkpoints)}.", *_times(machine, question.queueing)]
     if question.write == WRITE_BACK:
         said.append(
             "The host writes to storage what it evicts next and what is hit again with a chance of at least"
@@ -250,9 +210,34 @@ def _places(checkpoints: str | CheckpointRules) -> str:
     if isinstance(checkpoints, str):
         return f"by the policy {checkpoints}"
     taken = [name for name, rule in _CHECKPOINTS.items() if getattr(checkpoints, rule)]
-    taken += [f"every {checkpoints.every} tokens"] if checkpoints.every else []
-    limit = f", at most {checkpoints.per_path} per path" if checkpoints.per_path else ""
-    return f"at: {', '.join(taken) or NONE}{limit}"
+    return f"at: {', '.join(taken) or NONE}"
+
+
+def _times(machine: ReplayMachine, queueing: Queueing | None) -> Iterator[str]:
+    """Yield sentences for the report about the modelled times."""
+    yield (
+        f"Times to first token are calculated from {machine.flops / 1e12:g} TFLOP/s,"
+        f" {machine.host_bandwidth / 1e9:g} GB/s from the host, {machine.disk_bandwidth / 1e9:g} GB/s"
+        " from disk."
+    )
+    if queueing is None:
+        return
+    rate = f", {queueing.rate:g} per second" if queueing.rate is not None else ""
+    how = "its pause after the previous one of its session" if queueing.closed else "at its own time"
+    yield (
+        f"Requests queue for {machine.batch} places{rate}; each comes {how}. They share the bandwidths, and"
+        " one engine computes their prefills one after the other."
+    )
+    limits = [
+        f"{name} of at most {exact_duration(limit)}"
+        for name, limit in (
+            ("a time to first token", queueing.objective.ttft),
+            ("a time per further token", queueing.objective.tpot),
+        )
+        if limit is not None
+    ]
+    if limits:
+        yield f"Goodput counts the requests with {' and '.join(limits)}."
 
 
 def _described(tier: StorageTier, machine: ReplayMachine) -> str:
@@ -265,3 +250,28 @@ def _parts(text: str) -> list[str]:
     """Return the different parts of `text` between commas, stripped of white space, without empty parts."""
     parts = dict.fromkeys(part.strip() for part in text.split(","))
     return [part for part in parts if part]
+
+
+def size_of(option: str, text: str) -> int:
+    """Return a size in bytes."""
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from error
+
+
+def number_of(option: str, text: str, wanted: str) -> float:
+    """Return a number; `wanted` describes it in the error message."""
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{option}: {shown(text)} is not a number; use {wanted}") from None
+
+
+def _duration(option: str, text: str) -> float | None:
+    if not text:
+        return None
+    try:
+        return parse_duration(text)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from error

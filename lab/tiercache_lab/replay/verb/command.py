@@ -14,15 +14,6 @@ if TYPE_CHECKING:
     from tiercache_lab.replay.results import Result
 
 
-class Refresh(enum.StrEnum):
-    """Nodes of the index that a hit marks as recently used."""
-
-    LAST = "last"
-    """The last node that the hit needs."""
-    PATH = "path"
-    """All nodes on the path to this node."""
-
-
 class WriteMode(enum.StrEnum):
     """When objects go from the host to storage (see `ControllerOptions.write`)."""
 
@@ -115,9 +106,6 @@ def replay(
             " --capacity. Default: 0.",
         ),
     ] = "",
-    disk_policy: Annotated[
-        str, typer.Option(help="Eviction policy of --disk-bytes; --policy does not apply to it.")
-    ] = "lru",
     tier: Annotated[
         list[str] | None,
         typer.Option(
@@ -126,20 +114,6 @@ def replay(
             " bandwidth, policy, and write, write_after, write_per_day, promote as in a chain of stores.",
         ),
     ] = None,
-    device_states: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of states that the device tier has room for. Default: as many as fit into a quarter"
-            " of its bytes."
-        ),
-    ] = None,
-    refresh: Annotated[
-        Refresh,
-        typer.Option(
-            help="Nodes of the index that a hit marks as recently used: the last node that the hit needs, or"
-            " all nodes on the path to it."
-        ),
-    ] = Refresh.LAST,
     checkpoints: Annotated[
         str,
         typer.Option(
@@ -148,14 +122,6 @@ def replay(
             " checkpoints; none: at no checkpoint.",
         ),
     ] = "branch,prompt,end,ghost",
-    every: Annotated[
-        int,
-        typer.Option(metavar="TOKENS", help="Interval at which more states are taken; 0: no such states."),
-    ] = 0,
-    states_per_path: Annotated[
-        int,
-        typer.Option(help="Maximum number of states on one path; the deepest ones are kept. 0: no limit."),
-    ] = 0,
     machine: Annotated[
         str,
         typer.Option(
@@ -188,29 +154,6 @@ def replay(
             metavar="TIME", help="Goodput counts requests with at most this time per further token, as 50ms."
         ),
     ] = "",
-    flops: Annotated[
-        str,
-        typer.Option(
-            help="FLOPs per second of a prefill, from which times are calculated. Default: the machine's, or"
-            " 250e12.",
-            show_default=False,
-        ),
-    ] = "",
-    host_bandwidth: Annotated[
-        str,
-        typer.Option(
-            metavar="SIZE",
-            help="Bytes per second from host to device, from which times are calculated. Default: the"
-            " machine's, or 50GB.",
-        ),
-    ] = "",
-    disk_bandwidth: Annotated[
-        str,
-        typer.Option(
-            metavar="SIZE",
-            help="Bytes per second from storage tiers without a bandwidth. Default: the machine's, or 6GB.",
-        ),
-    ] = "",
     write: Annotated[
         WriteMode,
         typer.Option(
@@ -232,10 +175,7 @@ def replay(
     ] = False,
     bounds: Annotated[
         bool,
-        typer.Option(
-            "--bounds/--no-bounds",
-            help="Show also the rate of a cache that knows the future, and a rate that no cache can exceed.",
-        ),
+        typer.Option("--bounds/--no-bounds", help="Show also the rate of a cache that knows the future."),
     ] = True,
     output: OutputOption = Output.TABLE,
     samples: Annotated[
@@ -259,9 +199,8 @@ def replay(
     The real index, policies and controller serve every request as if an engine
     had sent it, but no data is stored or copied. Times to the first token are
     calculated from the model's FLOPs and from bandwidths. For comparison, the
-    results include bounds: the rate of a cache of unlimited size, the rate of
-    a cache that knows the future, and a rate that no cache of the same size
-    can exceed. The same seed gives the same figures.
+    results include bounds: the rate of a cache of unlimited size, and that of
+    a cache that knows the future. The same seed gives the same figures.
 
     Compare all policies on a recorded trace, and write a report for a browser:
 
@@ -309,10 +248,11 @@ def replay(
         else:
             records(sources.source_records(), output)
         return
+    from tiercache.policy import DEFAULT_PROFILE, profile_named
     from tiercache_lab.replay.figures import counted
-    from tiercache_lab.replay.report import write_report
-    from tiercache_lab.replay.study import study
-    from tiercache_lab.replay.verb import asking, show, timing
+    from tiercache_lab.replay.machines import ReplayMachine, machine_named
+    from tiercache_lab.replay.study import Question, study
+    from tiercache_lab.replay.verb import asking, show
     from tiercache_lab.replay.verb.watch import watching
 
     if report is not None:
@@ -322,23 +262,23 @@ def replay(
 
         planning.check_sizes(
             capacity=capacity, device_bytes=device_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes,
-            tier=tier, device_states=device_states, write=write is WriteMode.BACK,
+            tier=tier, write=write is WriteMode.BACK,
         )  # fmt: skip
         policy = planning.policy_of(policy)
-    storage = asking.storage(tier or [], disk_bytes, disk_policy)
-    tiers = asking.tiers(device_bytes, host_bytes, storage, device_states)
-    queueing = timing.queueing_of(
+    model = profile_named(profile or DEFAULT_PROFILE)
+    tiers = asking.tiers(device_bytes, host_bytes, disk_bytes, tier or [])
+    asking.check_writes(write, write_chance, tiers)
+    queueing = asking.queueing_of(
         machine, rate=rate, closed=not open_loop, slo_ttft=slo_ttft, slo_tpot=slo_tpot
     )
-    question = asking.question(
+    question = Question(
         asking.source(
             source, seed, limit, closed=bool(queueing and queueing.closed), page=page, arrivals=arrivals
         ),
-        policy, profile, asking.capacities(capacity), tiers,
-        asking.checkpoints(checkpoints, every, states_per_path),
-        timing.machine_of(machine, flops, host_bandwidth, disk_bandwidth),
-        refresh_path=refresh is Refresh.PATH, seed=seed, write=str(write),
-        write_chance=write_chance, bounds=bounds, queueing=queueing, index_only=index_only,
+        asking.policies(policy, model), model, asking.capacities(capacity), tiers,
+        asking.checkpoints(checkpoints), machine_named(machine) if machine else ReplayMachine(),
+        seed=seed, write=str(write), write_chance=write_chance, queueing=queueing, index_only=index_only,
+        bounds=bounds,
     )  # fmt: skip
     if output is not Output.TABLE and (about := asking.about(question.source)):
         typer.echo(about, err=True)
@@ -361,15 +301,10 @@ def replay(
         records((show.record(one, samples=samples) for one in found), output)
     if found and output is Output.TABLE:
         show.show_results(found, asking.about(question.source))
-        show.show_published(found)
     if found and report is not None:
-        write_report(
-            found,
-            report,
-            notes=[
-                *asking.notes(question),
-                *(["The replay was interrupted, so results are missing."] if code else []),
-            ],
-        )
+        from tiercache_lab.replay.report import render, write_whole
+
+        missing = ["The replay was interrupted, so results are missing."] if code else []
+        write_whole(report, render(found, notes=[*asking.notes(question), *missing]))
         typer.echo(f"report: {report}", err=True)
     raise typer.Exit(code)

@@ -50,9 +50,8 @@ def policies() -> str:
     """Return the names of all policies: those that `all` stands for, and the others."""
     from tiercache.policy import POLICIES
     from tiercache_lab.policies import RIVALS, VARIANTS
-    from tiercache_lab.replay.study import BEST
 
-    return f"all: {', '.join(POLICIES)}. By name only: {', '.join((*RIVALS, *VARIANTS, BEST))}."
+    return f"all: {', '.join(POLICIES)}. By name only: {', '.join((*RIVALS, *VARIANTS))}."
 
 
 def show_sources() -> None:

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Final
 
 import typer
-from rich.text import Text
 
-from tiercache.cli.terminal import Exit, Output, console, line, records, table
+from tiercache.cli.terminal import Exit, Output, console, line, records
 from tiercache.errors import ConfigError
 from tiercache_lab.replay.figures import counted
-from tiercache_lab.replay.plan.answer import HEADS, cells, facts, is_recommended, rows_of, sentences
+from tiercache_lab.replay.plan.answer import explanations, facts, grid, picture, plan_page, rows_of, sentences
 from tiercache_lab.replay.plan.search import Search, SizePlan
 from tiercache_lab.replay.report import write_whole
 from tiercache_lab.replay.study import Question
@@ -23,9 +22,6 @@ SVG: Final = ".svg"
 """Suffix of a report that is only the drawing."""
 _POLICY: Final = "hvd"
 """Policy that plans use unless another is named, as controllers do."""
-_BAR: Final = 20
-"""Length of the longest bar, in columns."""
-_EIGHTHS: Final = " ▏▎▍▌▋▊▉█"
 
 
 def policy_of(policies: str) -> str:
@@ -72,12 +68,9 @@ def run(question: Question, output: Output, report: Path | None) -> Exit:
     else:
         show_plan(plan, question, asking.about(question.source))
     if report is not None:
-        # The picture needs optional libraries.
-        from tiercache_lab.replay.plan.picture import page, picture
-
         notes = [f"The policy is {question.policies[0]}.", *asking.notes(question)]
         notes += ["The search was interrupted, so runs are missing."] if code else []
-        write_whole(report, picture(plan) if report.suffix == SVG else page(plan, notes))
+        write_whole(report, picture(plan) if report.suffix == SVG else plan_page(plan, notes))
         typer.echo(f"report: {report}", err=True)
     return code
 
@@ -94,27 +87,9 @@ def show_plan(plan: SizePlan, question: Question, about: str = "") -> None:
         to.print(sentence, style="bold" if not number else "", markup=False, soft_wrap=True)
     if plan.curve.top > 0:
         to.print()
-        shown = table([*HEADS, ""], left=("",))
-        for run in rows_of(plan):
-            style = "dim" if run is plan.unlimited else "bold green" if is_recommended(plan, run) else ""
-            texts = [text.replace("\u202f", " ") for text in cells(plan, run)]
-            texts.append(bar(run.flops_saved / plan.curve.top))
-            shown.add_row(*(Text(text) for text in texts), style=style)
-        to.print(shown)
-    to.print(
-        "saved: share of the prefill. The first size named is the knee of the curve of the host alone. TTFT:"
-        " calculated time to the first token, mean; p95: its 95th percentile. The last row is a cache without"
-        " a limit.",
-        style="dim", markup=False,
-    )  # fmt: skip
-    for sentence in [about] if about else []:
-        to.print(sentence, style="dim", markup=False)
-
-
-def bar(share: float) -> str:
-    """Return a bar of block characters, whose length is a share of 20 columns."""
-    eighths = round(min(1.0, max(0.0, share)) * _BAR * 8)
-    return _EIGHTHS[8] * (eighths // 8) + (_EIGHTHS[eighths % 8] if eighths % 8 else "")
+        show.print_grid(to, grid(plan))
+        to.print()
+    show.dim(to, [*explanations(), *([about] if about else [])])
 
 
 def _tell(seconds: float, runs: int, *, as_json: bool) -> None:

@@ -7,93 +7,62 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from tiercache_lab.replay.figures import percent
 from tiercache_lab.replay.results import Result
 from tiercache_lab.replay.study import Stage
-from tiercache_lab.replay.verb.show import percent
 
 
 class Watch:
-    """Receiver of a study's stages and results. This base class prints nothing.
+    """Receiver of a study's stages and results; without `bar` and `log` it prints nothing.
 
     Thread safety: one thread.
     """
 
+    def __init__(self, log: Console | None = None, bar: Progress | None = None, total: int = 0) -> None:
+        self._log, self._bar = log, bar
+        self._task = bar.add_task("", total=total) if bar else None
+
     def stage(self, stage: Stage) -> Callable[[], object]:
         """Begin a stage and return a function that the caller calls after each request."""
-        return lambda: None
+        bar, task = self._bar, self._task
+        if bar is None or task is None:
+            return lambda: None
+        bar.update(task, description=stage.label)
+        return lambda: bar.advance(task)
 
     def found(self, result: Result) -> None:
-        """Show a finished result."""
-
-
-class _Log(Watch):
-    """Watch that prints one line per finished result. It is used if stderr is not a terminal."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    def found(self, result: Result) -> None:
-        at = (
-            ""
-            if result.capacity is None or result.policy == "infinite"
-            else f" at {result.capacity * 100:g} %"
-        )
-        said = (
+        """Show a finished result on a line of its own, if there is no bar."""
+        if self._log is None:
+            return
+        is_fraction = result.capacity is not None and result.policy != "infinite"
+        at = f" at {result.capacity * 100:g} %" if is_fraction and result.capacity is not None else ""
+        self._log.print(
             f"{result.policy}{at}: hit rate {percent(result.token_hit_rate)},"
-            f" {percent(result.flops_saved)} of FLOPs saved"
-        )
-        self._console.print(f"{said}, in {result.seconds:.1f} s", markup=False, soft_wrap=True)
-
-
-class _Bars(Watch):
-    """Watch that shows a progress bar for the current stage and another for all stages together."""
-
-    def __init__(self, progress: Progress, stages: int, requests: int) -> None:
-        self._progress = progress
-        self._stages = stages
-        self._number = 0
-        self._whole = progress.add_task("", total=stages * requests)
-        self._current: TaskID = progress.add_task("", total=requests)
-
-    def stage(self, stage: Stage) -> Callable[[], object]:
-        progress, whole, current = self._progress, self._whole, self._current
-        progress.update(
-            whole,
-            description=f"stage {self._number + 1} of {self._stages}",
-            completed=self._number * stage.requests,
-        )
-        progress.reset(current, total=stage.requests, description=stage.label)
-        self._number += 1
-
-        def step() -> None:
-            progress.advance(current)
-            progress.advance(whole)
-
-        return step
+            f" {percent(result.flops_saved)} of FLOPs saved, in {result.seconds:.1f} s",
+            markup=False, soft_wrap=True,
+        )  # fmt: skip
 
 
 @contextmanager
 def watching(stages: int, requests: int, *, as_json: bool) -> Iterator[Watch]:
     """Yield the Watch that suits the output.
 
-    - If stderr is a terminal, the Watch shows bars. But if stdout is a terminal, too, and gets JSON, the
-      Watch prints nothing, because the rows of JSON would appear between the bars.
+    - If stderr is a terminal, the Watch shows a bar over all stages. But if stdout is a terminal, too, and
+      gets JSON, the Watch prints nothing, because the rows of JSON would appear in the bar.
     - If stderr is not a terminal, the Watch prints one line per result, or nothing if stdout gets JSON.
     """
     console = Console(stderr=True, highlight=False, emoji=False)
     if not console.is_terminal or (as_json and sys.stdout.isatty()):
-        yield Watch() if as_json else _Log(console)
+        yield Watch() if as_json else Watch(console)
         return
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
         TimeRemainingColumn(elapsed_when_finished=True),
-    )
+    )  # fmt: skip
     # By default rich redirects stdout to this console. The rows of results would then go to stderr.
     with Progress(
         *columns, console=console, transient=True, redirect_stdout=False, refresh_per_second=4
     ) as progress:
-        yield _Bars(progress, stages, requests)
+        yield Watch(bar=progress, total=stages * requests)

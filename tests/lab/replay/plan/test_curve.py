@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercache_lab.replay.plan.curve import Curve
-from tiercache_lab.replay.plan.search import HOST_RUNS, rounded
+from tiercache_lab.replay.plan.search import HOST_RUNS, Curve, rounded
 
 GIB = 1 << 30
 

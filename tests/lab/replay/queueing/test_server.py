@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from tests.examples import example_count
 from tiercache_lab.replay.base import Request
-from tiercache_lab.replay.queueing.arrivals import SourceArrivals
-from tiercache_lab.replay.queueing.figures import Objective, serving
-from tiercache_lab.replay.queueing.links import Link
-from tiercache_lab.replay.queueing.server import Job, Needed, QueueServer
+from tiercache_lab.replay.queueing.run import serving
+from tiercache_lab.replay.queueing.server import Job, Link, Needed, QueueServer, SourceArrivals
+from tiercache_lab.replay.results import Objective
 
 ONE = np.zeros(1, np.uint64)
 

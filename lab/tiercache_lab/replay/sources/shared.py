@@ -1,17 +1,19 @@
-"""Workload of single requests in groups that share a system prompt."""
+"""Workload of single requests in groups that share a system prompt, and the mixture of all kinds."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from tiercache_lab.replay.base import Request
-from tiercache_lab.replay.sources.arrivals import poisson
-from tiercache_lab.replay.sources.base import Workload, check_size
-from tiercache_lab.replay.sources.options import Span, bounds
+from tiercache_lab.replay.sources.agents import Agents
+from tiercache_lab.replay.sources.base import Span, Workload, bounds, check_size
+from tiercache_lab.replay.sources.conversations import Chats, MultiTurn, poisson
 from tiercache_lab.replay.sources.streams import join, key_of, rng_of, tokens
 
 
@@ -66,3 +68,60 @@ class SharedPrefix(Workload):
             return rng.permutation(np.repeat(np.arange(self.groups), self.prompts))
         weights = np.arange(1, self.groups + 1) ** -self.zipf
         return rng.choice(self.groups, total, p=weights / weights.sum())
+
+
+_SECONDS: Final = 1200
+"""Approximate duration in seconds of each of the mixed workloads."""
+
+_LIVE: Final = 20
+"""Maximum number of conversations at once."""
+_AGENTS: Final = 6
+"""Maximum number of agent sessions at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed(Workload):
+    """Mixture of four workloads: groups with system prompts, conversations, agents and short chats.
+
+    The requests of these parts are merged by arrival time. All parts have about the same duration.
+    """
+
+    groups: int = field(
+        default=20, metadata=bounds(1, 4096, "groups of 32 requests that share a system prompt")
+    )
+    conversations: int = field(
+        default=60, metadata=bounds(1, 4096, f"conversations of 12 rounds, {_LIVE} at once")
+    )
+    sessions: int = field(default=26, metadata=bounds(1, 4096, f"agent sessions, {_AGENTS} at once"))
+    chats: int = field(default=900, metadata=bounds(1, 65_536, "requests of short chats"))
+
+    def __post_init__(self) -> None:
+        # The parts have fixed lengths of prompts, so only the number of requests must be checked.
+        check_size(self.groups * 32 + self.conversations * 12 + self.sessions * 50 + self.chats, 0)
+
+    def count(self, seed: int) -> int:
+        """Return the number of requests of all parts."""
+        return sum(part.count(seed) for part in self._parts())
+
+    def generate(self, seed: int) -> Iterator[Request]:
+        """Yield the requests of all parts in order of arrival, with session numbers that are unique."""
+        parts = self._parts()
+        renumbered = [_renumber(part.generate(seed), number, len(parts)) for number, part in enumerate(parts)]
+        return heapq.merge(*renumbered, key=lambda request: request.arrival)
+
+    def _parts(self) -> tuple[Workload, ...]:
+        live, acting = min(_LIVE, self.conversations), min(_AGENTS, self.sessions)
+        return (
+            SharedPrefix(groups=self.groups, prompts=32, rate=self.groups * 32 / _SECONDS),
+            MultiTurn(
+                conversations=self.conversations, live=live, pause=_SECONDS * live / (self.conversations * 12)
+            ),
+            # A session has about 28 turns on average.
+            Agents(sessions=self.sessions, live=acting, pause=_SECONDS * acting / (self.sessions * 28)),
+            Chats(chats=self.chats, rate=self.chats / _SECONDS),
+        )
+
+
+def _renumber(requests: Iterator[Request], part: int, parts: int) -> Iterator[Request]:
+    """Return the requests of one part with new session numbers, which the other parts do not use."""
+    return (replace(request, session=request.session * parts + part) for request in requests)

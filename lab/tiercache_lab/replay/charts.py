@@ -1,0 +1,190 @@
+"""Charts of the report: Vega-Lite specifications, which vl-convert renders to static SVG."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import vl_convert
+from markupsafe import Markup
+
+from tiercache.cli.terminal import clean
+from tiercache_lab.replay.figures import counted
+
+PERCENT: Final = {"format": "~%", "title": None, "tickCount": 5}
+"""Axis of a fraction."""
+_WIDTH: Final = 300
+_HEIGHT: Final = 190
+_ROW: Final = 20
+"""Height of one bar and of the gap to the next bar, in units of the drawing."""
+_LONGEST_LABEL: Final = 84
+"""Width at which a label is cut off, in units of the drawing."""
+# Vega measures texts with a font of its own. The padding leaves room for a wider font of the reader.
+_LEGEND: Final = {
+    "orient": "bottom", "columns": 3, "title": None, "labelLimit": _LONGEST_LABEL, "columnPadding": 22
+}  # fmt: skip
+_CONFIG: Final = {
+    "font": "system-ui, sans-serif",
+    "aria": False,
+    "view": {"stroke": None},
+    "axis": {
+        "labelColor": "var(--soft)", "titleColor": "var(--soft)", "gridColor": "var(--rule)",
+        "domainColor": "var(--rule)", "tickColor": "var(--rule)", "labelFontSize": 11, "titleFontSize": 11,
+        "titleFontWeight": "normal", "labelLimit": _LONGEST_LABEL,
+    },
+    "legend": {"labelColor": "var(--ink)", "labelFontSize": 11, "symbolOpacity": 1},
+}  # fmt: skip
+_COLOURS: Final = {"policy": 8, "bound": 3, "tier": 5}
+"""Number of colours of each kind in colours.css."""
+_SHAPES: Final = (
+    "circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "triangle-left", "triangle-right"
+)  # fmt: skip
+_DASHES: Final = ((7, 4), (2, 3), (9, 3, 2, 3))
+"""Lengths of dashes and gaps in turn, in units of the drawing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """One finished drawing with its title."""
+
+    title: str
+    note: str
+    """Sentences on how to read the drawing."""
+    svg: Markup
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Figure of a policy or bound at one capacity."""
+
+    name: str
+    is_bound: bool
+    capacity: str
+    value: float
+
+
+def by_capacity(title: str, note: str, points: Sequence[Point], axis: Mapping[str, Any]) -> Chart:
+    """Draw a line for each policy and bound over capacity; bars if there is only one capacity."""
+    series = list(dict.fromkeys((point.name, point.is_bound) for point in points))
+    capacities = list(dict.fromkeys(point.capacity for point in points))
+    rows = [
+        {"name": _label(point.name, point.is_bound), "capacity": point.capacity, "value": point.value}
+        for point in points
+    ]
+    if len(capacities) == 1:
+        encoding = {
+            "y": _names(series), "x": _quantity(axis, zero=True), **_appearance(series, "color", legend=None),
+        }  # fmt: skip
+        bars = {"mark": {"type": "bar"}, "encoding": encoding, "height": {"step": _ROW}}
+        return drawn(title, f"{note} At {capacities[0]}.", counted(len(rows), "bar"), rows, bars)
+    x = {
+        "field": "capacity", "type": "ordinal", "sort": capacities,
+        "axis": {"title": "capacity", "labelAngle": 0},
+    }  # fmt: skip
+    layers = [
+        {
+            "mark": {"type": "line", "strokeWidth": 1.8},
+            "encoding": _appearance(series, "color", "strokeDash"),
+        },
+        {
+            "mark": {"type": "point", "filled": True, "size": 55, "opacity": 1},
+            "encoding": _appearance(series, "color", "shape"),
+        },
+    ]
+    body = {"layer": layers, "encoding": {"x": x, "y": _quantity(axis)}, "height": _HEIGHT}
+    return drawn(title, note, counted(len(series), "line"), rows, body)
+
+
+def stacked(title: str, note: str, bars: Mapping[str, Mapping[str, float]]) -> Chart:
+    """Draw one bar of fractions per policy or bound, stacked from named parts."""
+    parts = list(dict.fromkeys(clean(part) for values in bars.values() for part in values))
+    rows = [
+        {"name": clean(name), "part": clean(part), "order": parts.index(clean(part)), "value": value}
+        for name, values in bars.items()
+        for part, value in values.items()
+    ]
+    encoding = {
+        "y": _names([(name, False) for name in bars]),
+        "x": _quantity(PERCENT, zero=True),
+        "order": {"field": "order"},
+        "color": {
+            "field": "part", "type": "nominal", "legend": _LEGEND,
+            "scale": {"domain": parts, "range": [colour("tier", index) for index in range(len(parts))]},
+        },
+    }  # fmt: skip
+    body = {"mark": {"type": "bar"}, "encoding": encoding, "height": {"step": _ROW}}
+    return drawn(title, note, counted(len(bars), "bar"), rows, body)
+
+
+def drawn(
+    title: str, note: str, described: str, rows: Sequence[Mapping[str, Any]], body: Mapping[str, Any]
+) -> Chart:
+    """Draw a Vega-Lite specification, whose `body` may replace the usual width.
+
+    `rows` are its data, and `described` is the drawing for readers who do not see it.
+    """
+    # Names of policies and sources appear only as data and in the domains of scales. Vega would interpret
+    # names that appear as fields or expressions.
+    spec = {
+        "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
+        "width": _WIDTH,
+        "background": None,
+        "data": {"values": list(rows)},
+        "config": _CONFIG,
+        **body,
+    }
+    start, rest = vl_convert.vegalite_to_svg(spec).split(">", 1)
+    about = f"{described}; the figures are in the table below."
+    inner = f"<title>{html.escape(title)}</title><desc>{html.escape(about)}</desc>"
+    # Vega escapes all texts in the drawing.
+    return Chart(title, note, Markup(f'{start} role="img">{inner}{rest}'))  # noqa: S704
+
+
+def colour(kind: str, index: int) -> str:
+    """Return the CSS variable of a colour; an index beyond the last colour of a kind begins again."""
+    return f"var(--{kind}{index % _COLOURS[kind]})"
+
+
+def dashes(index: int) -> list[int]:
+    """Return the lengths of the dashes and gaps of a bound's line."""
+    return list(_DASHES[index % len(_DASHES)])
+
+
+def _quantity(axis: Mapping[str, Any], *, zero: bool = False) -> dict[str, Any]:
+    return {"field": "value", "type": "quantitative", "axis": axis, "scale": {"zero": zero, "nice": True}}
+
+
+def _names(series: Sequence[tuple[str, bool]]) -> dict[str, Any]:
+    return {
+        "field": "name", "type": "nominal", "sort": [_label(*one) for one in series],
+        "axis": {"title": None, "labelColor": "var(--ink)"},
+    }  # fmt: skip
+
+
+def _appearance(
+    series: Sequence[tuple[str, bool]], *channels: str, legend: Mapping[str, Any] | None = _LEGEND
+) -> dict[str, Any]:
+    """Return the encodings `color`, `strokeDash` and `shape`, as far as they are among `channels`."""
+    ranges: dict[str, list[Any]] = {"color": [], "strokeDash": [], "shape": []}
+    numbers = {True: 0, False: 0}
+    for _, is_bound in series:
+        number = numbers[is_bound]
+        numbers[is_bound] += 1
+        ranges["color"].append(colour("bound" if is_bound else "policy", number))
+        ranges["strokeDash"].append(dashes(number) if is_bound else [1, 0])
+        # There are as many markers as colours. Each further round over the colours starts one marker later.
+        ranges["shape"].append(_SHAPES[(number + number // len(_SHAPES)) % len(_SHAPES)])
+    domain = [_label(*one) for one in series]
+    return {
+        channel: {
+            "field": "name", "type": "nominal", "legend": legend,
+            "scale": {"domain": domain, "range": ranges[channel]},
+        }
+        for channel in channels
+    }  # fmt: skip
+
+
+def _label(name: str, is_bound: bool) -> str:
+    return clean(f"{name}*" if is_bound else name)
