@@ -37,6 +37,10 @@ _MAX_REPLAYS: Final = 64
 """Number of replays that are answered at a time, in turns. The others wait."""
 _REPLAY_MARK: Final = 8
 """Number of messages of a replay that wait for its client, each of them some 100 KB."""
+_REPLAY_BUFFER: Final = 256 << 10
+"""Bytes that the kernel may hold for the client of a replay.
+
+Left alone, it holds megabytes for one that takes nothing, who so seems to take them."""
 _PACE_S: Final = 0.004
 """Seconds from the first change to its publication, in which more changes come into the same batch."""
 _COLLECTS: Final = 32
@@ -160,6 +164,8 @@ class EventPublisher:
             (zmq.MAXMSGSIZE, 512), (zmq.TCP_KEEPALIVE, 1), (zmq.HANDSHAKE_IVL, 5_000),
         ):  # fmt: skip
             made.setsockopt(option, value)
+        if kind == zmq.ROUTER:
+            made.setsockopt(zmq.SNDBUF, _REPLAY_BUFFER)
         return made
 
     def _bind(self, made: Any, endpoint: str) -> str:
@@ -261,15 +267,19 @@ class EventPublisher:
         return self._take_turns() or busy
 
     def _make_room(self) -> bool:
-        """Give up a replay that had time enough: one whose client takes nothing now, or the slowest."""
+        """Give up a replay that had time enough; return whether there was one.
+
+        A client that takes nothing has less time than one that takes what it is sent: who asks for a replay
+        and does not read it takes the place of no reader. Among equals the slowest goes first.
+        """
         now = time.monotonic()
 
         def urgency(client: bytes) -> tuple[bool, float]:
             replay = self._replays[client]
-            age = now - replay.begun
-            return now - replay.moved < _PATIENCE_WITH_OTHERS_S, replay.sent / age
+            return not replay.is_stuck(now), replay.sent / (now - replay.begun)
 
-        old = [c for c, r in self._replays.items() if now - r.begun > _PATIENCE_WITH_OTHERS_S]
+        patience = {True: _PATIENCE_WITH_OTHERS_S, False: PATIENCE_S}
+        old = [c for c, r in self._replays.items() if now - r.begun > patience[r.is_stuck(now)]]
         if old:
             del self._replays[min(old, key=urgency)]
         return bool(old)
@@ -302,11 +312,12 @@ class EventPublisher:
             self._router.send_multipart((client, b"", *message), self._zmq.NOBLOCK)
             replay.waiting = None
             replay.sent += 1
-            replay.moved = time.monotonic()
+            replay.moved, replay.had_room = time.monotonic(), True
             if message[1] != END:
                 return True
             over = True
         except self._zmq.Again:
+            replay.had_room = False
             over = time.monotonic() - replay.moved > PATIENCE_S
         except (self._zmq.ZMQError, StorageError) as error:
             # The client is gone, or the snapshot cannot be made now: it gets no end, and asks again.
@@ -336,3 +347,9 @@ class _Replay:
         """Number of messages that the client has taken."""
         self.begun = self.moved = time.monotonic()
         """Times of its first request and of the last message that it took."""
+        self.had_room = True
+        """Whether the client had room for a message at its last turn."""
+
+    def is_stuck(self, now: float) -> bool:
+        """Return whether the client has taken nothing for a while, although it had its turns."""
+        return not self.had_room and now - self.moved > _PATIENCE_WITH_OTHERS_S
