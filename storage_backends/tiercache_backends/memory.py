@@ -103,12 +103,10 @@ class MemoryBackend(StorageBackend):
     def check_shares(cls, section: Mapping[str, Any], shares: Shares) -> None:
         shares.check(_capacity(section), "the memory store")
 
-    def share(self, shares: Shares, *, evict: bool = True) -> None:
+    def share(self, shares: Shares) -> None:
         with self._gate:
             shares.check(self._capacity, "the memory store")
             with self._mutex:
-                if not evict:
-                    self._residents.check_shares(shares, self._name_of)
                 self._residents.share(shares, self._name_of)
                 self._order.restart()
                 self._trim()

@@ -29,7 +29,6 @@ from tests.examples import example_count, slow_after
 from tests.storage.backends import FileHooks, MemoryHooks
 from tests.storage_backends.lmdb.hooks import LmdbHooks
 from tiercache.core import ObjectKey, Outcome
-from tiercache.errors import RefusedError
 from tiercache.storage.base import SetItem
 from tiercache.storage.shares import Footprint, Share, Shares
 from tiercache.testing.conformance import BackendHooks
@@ -118,7 +117,7 @@ class SharesMachine(RuleBasedStateMachine):
         self.hooks = self.suite()
         self.limits: Mapping[str, Share] = {name: Share() for name in TENANTS}
         self.store = self.hooks.open_store(self.folder / "s", self.capacity)
-        self.share(evict=True)
+        self.share()
         self.there: set[Place] = set()
 
     def teardown(self) -> None:
@@ -126,8 +125,8 @@ class SharesMachine(RuleBasedStateMachine):
         self.store.close()
         shutil.rmtree(self.folder)
 
-    def share(self, *, evict: bool) -> None:
-        self.store.share(Shares(owner_of, self.limits), evict=evict)
+    def share(self) -> None:
+        self.store.share(Shares(owner_of, self.limits))
 
     # --- rules
 
@@ -198,10 +197,9 @@ class SharesMachine(RuleBasedStateMachine):
     @rule(
         quotas=st.lists(st.sampled_from([None, None, 0, 300_000, 900_000]), min_size=3, max_size=3),
         guarantees=st.lists(st.sampled_from([0, 200_000, 450_000, 600_000]), min_size=3, max_size=3),
-        evict=st.booleans(),
     )
-    def change(self, quotas: Sequence[int | None], guarantees: Sequence[int], evict: bool) -> None:
-        before, was = self.there, self.limits
+    def change(self, quotas: Sequence[int | None], guarantees: Sequence[int]) -> None:
+        before = self.there
         self.limits = {
             name: Share(quota, guarantee if quota is None else min(quota, guarantee))
             for name, quota, guarantee in zip(TENANTS, quotas, guarantees, strict=True)
@@ -210,14 +208,7 @@ class SharesMachine(RuleBasedStateMachine):
             name for name, share in self.limits.items()
             if share.quota is not None and self.used(name) > share.quota
         }  # fmt: skip
-        if not evict and beyond:
-            with pytest.raises(RefusedError, match="more than a quota"):
-                self.share(evict=False)
-            self.limits = was
-            self.look()
-            assert self.there == before, "nothing was changed"
-            return
-        self.share(evict=evict)
+        self.share()
         self.look()
         assert {place[0] for place in before - self.there} <= beyond, "only what is beyond its quota shrinks"
 
@@ -229,7 +220,7 @@ class SharesMachine(RuleBasedStateMachine):
         else:
             self.store.close()
             self.store = self.hooks.open_store(self.folder / "s", self.capacity)
-        self.share(evict=True)
+        self.share()
         self.has_values = True  # the order of eviction has changed, and what was evicted before is forgotten
 
     @rule(seed=st.integers(0, 1000), idle=st.sampled_from(OWNERS))

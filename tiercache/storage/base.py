@@ -512,7 +512,7 @@ class StorageBackend(ABC):
         """
         return History([TierHistory("", [entry is not None for entry in self.describe(keys)])])
 
-    def share(self, shares: Shares, *, evict: bool = True) -> None:
+    def share(self, shares: Shares) -> None:
         """Keep these quotas and guarantees from now on, instead of those of an earlier call.
 
         The implementation must, for all objects, also those that it had before the call:
@@ -525,8 +525,7 @@ class StorageBackend(ABC):
           theirs.
 
         An owner that has more than its new quota loses its coldest objects before this call returns. What
-        calls under way are using goes when they have ended, at the latest with the owner's next set. With
-        `evict` False the call raises RefusedError instead, and changes nothing.
+        calls under way are using goes when they have ended, at the latest with the owner's next set.
 
         Raises ConfigError, with nothing changed, if the store cannot keep these shares. Default: a store
         keeps none.

@@ -219,27 +219,13 @@ class Residents:
         self._bind()
         pages.recount_all(np.unique(loaded.namespace_ids[attached]).tolist())
 
-    def check_shares(self, shares: Shares, name_of: Callable[[int], bytes]) -> None:
-        """Raise RefusedError if an owner has more than its quota in these shares; nothing is changed."""
-        counted = Owners()
-        counted.replace(shares, name_of)
-        self._count(counted)
-        # What is being written counts as well, and is known by the owners of now.
-        for name, extra in zip(self.owners.names, self.owners.extra, strict=True):
-            if name in shares.limits:
-                counted.extra[counted.names.index(name)] = extra
-        counted.check_fits(shares)
-
     def share(self, shares: Shares, name_of: Callable[[int], bytes]) -> None:
         """Count the bytes of each owner from now on; `name_of` gives the namespace with a number.
 
         Objects that are leaving count as `extra`, what is being written does not count yet.
         """
-        self.owners.replace(shares, name_of)
-        self._count(self.owners)
-
-    def _count(self, owners: Owners) -> None:
-        """Count the bytes of owners that have none so far."""
+        owners = self.owners
+        owners.replace(shares, name_of)
         state, namespaces, lengths = (
             self.columns[name][: self.used] for name in ("state", "namespace", "length")
         )

@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from tiercache.errors import ConfigError, RefusedError
+from tiercache.errors import ConfigError
 from tiercache.text import exact_size, readable_size
 
 _MAX_NAMES: Final = 1 << 16
@@ -265,19 +265,6 @@ class Owners:
         if not self.active:
             return []
         return [owner for owner in range(len(self.names)) if self.room(owner) < 0]
-
-    def check_fits(self, shares: Shares) -> None:
-        """Raise RefusedError if an owner has more than its quota in these shares.
-
-        The owners are those of the shares that were given before.
-        """
-        for owner, name in enumerate(self.names):
-            quota, has = shares.limits.get(name, Share()).quota, self.used[owner] + self.extra[owner]
-            if quota is not None and has > quota:
-                raise RefusedError(
-                    f"tenant {name} has {readable_size(has)}, more than a quota of {readable_size(quota)};"
-                    " delete some of it, or allow that the coldest of it is evicted"
-                )
 
     def use(self) -> dict[str, OwnerUse]:
         """Return what each owner has; empty before shares were given."""

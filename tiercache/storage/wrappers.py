@@ -124,8 +124,8 @@ class Wrapper(StorageBackend):
         with self._gate:
             return self.inner.history(keys, pages)
 
-    def share(self, shares: Shares, *, evict: bool = True) -> None:
-        self.inner.share(shares, evict=evict)
+    def share(self, shares: Shares) -> None:
+        self.inner.share(shares)
 
     def attach(self, memory: SharedMemory) -> None:
         self.inner.attach(memory)

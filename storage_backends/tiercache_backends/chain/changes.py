@@ -117,10 +117,10 @@ class Changes:
             else:
                 self._exchange(old, settings, report, keep_contents=keep_contents)
 
-    def share(self, shares: Shares, *, evict: bool) -> None:
+    def share(self, shares: Shares) -> None:
         """Keep these shares; see `TierChain.share`."""
         with self._change("shares are being changed") as lineup:
-            self._shares.share(shares, lineup.tiers, evict=evict)
+            self._shares.share(shares, lineup.tiers)
 
     def reorder(self, names: Sequence[str]) -> None:
         """Bring the tiers into another order; see `TierChain.reorder`."""

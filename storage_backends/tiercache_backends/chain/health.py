@@ -11,14 +11,7 @@ from functools import partial
 from typing import Final, TypeVar
 
 from tiercache.core import ObjectKey
-from tiercache.errors import (
-    ClosedError,
-    ConfigError,
-    RefusedError,
-    StorageError,
-    UnavailableError,
-    UnlistedError,
-)
+from tiercache.errors import ClosedError, ConfigError, StorageError, UnavailableError, UnlistedError
 from tiercache.storage.base import Capabilities, NamespaceRecord, SharedMemory, StorageBackend
 from tiercache.storage.env import Env
 from tiercache.storage.guard import GiveUp, Guard, NoThreadError, PendingCall
@@ -329,22 +322,22 @@ class MonitoredStore:
             except StorageError as error:
                 self.leave_out(f"memory could not be attached: {error}")
 
-    def share(self, shares: Shares, *, evict: bool) -> None:
+    def share(self, shares: Shares) -> None:
         """Let the store keep these shares, now or when it is back.
 
-        Raises RefusedError or ConfigError, with nothing changed, if the store refuses them.
+        Raises ConfigError, with nothing changed, if the store refuses them.
         """
 
-        def work(store: StorageBackend) -> RefusedError | ConfigError | None:
+        def work(store: StorageBackend) -> ConfigError | None:
             try:
-                store.share(shares, evict=evict)
-            except (RefusedError, ConfigError) as error:
+                store.share(shares)
+            except ConfigError as error:
                 return error  # the tier is well
             return None
 
         with self._lock:
             was = self._backlog.share(shares)
-        refused: RefusedError | ConfigError | None = None
+        refused: ConfigError | None = None
         if self.is_readable:
             try:
                 refused = self.call("share", work, _SHARE_BYTES)

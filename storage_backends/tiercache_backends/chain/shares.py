@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Final
 
-from tiercache.errors import ConfigError, RefusedError, StorageError
+from tiercache.errors import ConfigError, StorageError
 from tiercache.storage.base import no_shares
 from tiercache.storage.registry import backend_type, capabilities_of
 from tiercache.storage.shares import OwnerUse, Share, Shares
@@ -75,21 +75,21 @@ class ChainShares:
     def __init__(self) -> None:
         self._shares: Shares | None = None
 
-    def share(self, shares: Shares, tiers: Sequence[Tier], *, evict: bool) -> None:
+    def share(self, shares: Shares, tiers: Sequence[Tier]) -> None:
         """Let the tiers keep their parts of these shares, all or none; see `StorageBackend.share`."""
         was, self._shares = self._shares, shares
         try:
-            self._tell(shares, tiers, evict=evict)
-        except (ConfigError, RefusedError):
+            self._tell(shares, tiers)
+        except ConfigError:
             self._shares = was
             if was is not None:
-                self._tell(was, tiers, evict=True)
+                self._tell(was, tiers)
             raise
 
     def follow(self, tiers: Sequence[Tier]) -> None:
         """Divide the shares among other tiers, all or none; raises ConfigError if they cannot keep them."""
         if self._shares is not None:
-            self._tell(self._shares, tiers, evict=True)
+            self._tell(self._shares, tiers)
 
     def check(self, tiers: Sequence[Tier]) -> None:
         """Raise ConfigError if these tiers cannot keep the shares."""
@@ -111,11 +111,11 @@ class ChainShares:
             for name, use in found.items()
         }
 
-    def _tell(self, shares: Shares, tiers: Sequence[Tier], *, evict: bool) -> None:
+    def _tell(self, shares: Shares, tiers: Sequence[Tier]) -> None:
         parts = self._parts(shares, tiers)
         for tier in tiers:
             if tier.name in parts:
-                tier.share(parts[tier.name], evict=evict)
+                tier.share(parts[tier.name])
 
     @staticmethod
     def _parts(shares: Shares, tiers: Sequence[Tier]) -> Mapping[str, Shares]:

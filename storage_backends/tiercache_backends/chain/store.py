@@ -312,12 +312,12 @@ class TierChain(StorageBackend, TierControl):
             if faults:
                 raise StorageError(f"{'; '.join(faults)}; flush again when it serves and has caught up")
 
-    def share(self, shares: Shares, *, evict: bool = True) -> None:
+    def share(self, shares: Shares) -> None:
         """Divide these shares among the tiers by their capacities; those that keep none have no part.
 
         Every copy counts, as in `usage`.
         """
-        self._changes.share(shares, evict=evict)
+        self._changes.share(shares)
 
     def attach(self, memory: SharedMemory) -> None:
         with self._lineups.bound() as lineup:

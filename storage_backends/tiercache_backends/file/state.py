@@ -235,11 +235,9 @@ class StoreState:
                 for entry, row in zip(entries, rows, strict=True)
             ]
 
-    def share(self, shares: Shares, name_of: Callable[[int], bytes], *, evict: bool) -> None:
+    def share(self, shares: Shares, name_of: Callable[[int], bytes]) -> None:
         """Keep these shares; `name_of` gives the namespace with an id. See `StorageBackend.share`."""
         with self._mutex:
-            if not evict:
-                self._objects.check_shares(shares, name_of)
             self._objects.share(shares, name_of)
             for claims in self._writing.values():
                 for claim in claims.fresh:

@@ -177,10 +177,10 @@ class FileBackend(StorageBackend):
         room = given_capacity(section)
         shares.check(room - room // CATALOG_SHARE, "the store that are left for objects")
 
-    def share(self, shares: Shares, *, evict: bool = True) -> None:
+    def share(self, shares: Shares) -> None:
         with self._gate:
             shares.check(self._slabs.budget_blocks * BLOCK_ALIGN, "the store that are left for objects")
-            self._state.share(shares, self._catalog.name_of, evict=evict)
+            self._state.share(shares, self._catalog.name_of)
             if not self._read_only:
                 self._writer.trim()
 

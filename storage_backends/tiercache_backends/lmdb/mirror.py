@@ -143,10 +143,8 @@ class Mirror:
         """Return whether an object of this value would be stored if room had to be made for it."""
         return self._order.is_worth(self._residents.rank(value), writer)
 
-    def share(self, shares: Shares, *, evict: bool) -> None:
+    def share(self, shares: Shares) -> None:
         """Keep these shares; see `StorageBackend.share`. The mirror has been read."""
-        if not evict:
-            self._residents.check_shares(shares, self._name_of)
         self._residents.share(shares, self._name_of)
         self._order.restart()
 

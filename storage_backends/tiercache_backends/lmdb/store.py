@@ -160,14 +160,14 @@ class LmdbBackend(StorageBackend):
     def check_shares(cls, section: Mapping[str, Any], shares: Shares) -> None:
         shares.check(given_capacity(section), "the store")
 
-    def share(self, shares: Shares, *, evict: bool = True) -> None:
+    def share(self, shares: Shares) -> None:
         with self._gate:
             budget = self._store.budget
             shares.check(budget.limit * budget.page_bytes, "the store that are left for objects")
             try:
                 with self._mirror.lock:
                     self._keep_up()
-                    self._mirror.share(shares, evict=evict)
+                    self._mirror.share(shares)
             except DamagedError as error:
                 raise self._unreadable("reading all records", error) from error
             if not self._read_only:

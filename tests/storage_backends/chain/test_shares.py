@@ -8,7 +8,7 @@ import pytest
 
 from tests.storage_backends.chain.stores import until
 from tiercache.core import Outcome
-from tiercache.errors import ConfigError, RefusedError
+from tiercache.errors import ConfigError
 from tiercache.storage import open_backend
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.shares import OwnerUse, Share, Shares
@@ -28,8 +28,8 @@ def owner_of(namespace: bytes) -> str:
     return namespace.decode() if namespace in (ASH, b"birch") else ""
 
 
-def share(store: StorageBackend, *, evict: bool = True, **limits: Share) -> None:
-    store.share(Shares(owner_of, limits), evict=evict)
+def share(store: StorageBackend, **limits: Share) -> None:
+    store.share(Shares(owner_of, limits))
 
 
 def put_all(store: StorageBackend, names: range) -> None:
@@ -91,13 +91,14 @@ def test_a_chain_too_small_for_its_guarantees_is_not_made(tmp_path: Path) -> Non
 
 
 def test_all_tiers_take_new_shares_or_none(tmp_path: Path) -> None:
-    tiers = [url(tmp_path, "a", "16MiB"), url(tmp_path, "b", "16MiB", "&tier_write=write_back")]
+    """The first tier could keep them, but the second one needs a part of its capacity for its catalog."""
+    tiers = ["memory://?capacity=16MiB&tier_name=a", url(tmp_path, "b", "16MiB", "&tier_write=write_back")]
     with open_backend(tiers) as store:
         share(store, ash=Share(quota=30 * MIB))
         put_all(store, range(50))  # in the first tier alone
         before = parts(store)
-        with pytest.raises(RefusedError, match=r"tenant ash has .*, more than a quota of"):
-            share(store, evict=False, ash=Share(quota=2 * MIB))
+        with pytest.raises(ConfigError, match="the guarantees of tenants ash add up to"):
+            share(store, ash=Share(guarantee=32 * MIB - (150 << 10)))
         assert parts(store) == before
         assert [tier.health for tier in store.usage().tiers] == ["serving", "serving"]
         share(store, ash=Share(quota=2 * MIB))

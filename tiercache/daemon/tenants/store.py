@@ -180,7 +180,7 @@ class TenantStore(Wrapper):
         """Capabilities of `inner`, without shares: the owners of objects are the daemon's matter."""
         return replace(super().capabilities, shares=False)
 
-    def share(self, shares: Shares, *, evict: bool = True) -> None:
+    def share(self, shares: Shares) -> None:
         self.check_shares({}, shares)
 
     def watch(self, note: ChangeNote | None) -> bool:

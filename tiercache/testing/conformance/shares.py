@@ -11,7 +11,7 @@ from threading import Event
 import pytest
 
 from tiercache.core import ObjectKey, Outcome
-from tiercache.errors import ConfigError, RefusedError
+from tiercache.errors import ConfigError
 from tiercache.storage.base import NamespaceRecord, StorageBackend
 from tiercache.storage.shares import OwnerUse, Share, Shares
 from tiercache.testing.conformance.hooks import HIT, STORED, THROTTLED, BackendHooks
@@ -40,14 +40,14 @@ class SharesTests(BackendHooks):
         self.need(bounded, "shares")
         return bounded
 
-    def share(self, store: StorageBackend, *, evict: bool = True, **objects: tuple[int | None, int]) -> None:
+    def share(self, store: StorageBackend, **objects: tuple[int | None, int]) -> None:
         """Give quotas and guarantees, in objects of `SIZE` bytes."""
         size = TAKEN * self.copies
         limits = {
             name: Share(None if quota is None else quota * size, guarantee * size)
             for name, (quota, guarantee) in objects.items()
         }
-        store.share(Shares(owner_of, limits), evict=evict)
+        store.share(Shares(owner_of, limits))
 
     def put_all(self, store: StorageBackend, owner: bytes, names: Sequence[int]) -> list[Outcome]:
         return [self.put_one(store, owner, name) for name in names]
@@ -173,19 +173,14 @@ class SharesTests(BackendHooks):
             assert shared.set([item]) == [STORED]
         assert self.held(shared, ASH, range(10)) == list(range(10))
 
-    def test_a_smaller_quota_evicts_or_is_refused(self, shared: StorageBackend) -> None:
+    def test_a_smaller_quota_evicts(self, shared: StorageBackend) -> None:
         self.share(shared, ash=(None, 0))
         self.put_all(shared, ASH, range(12))
-        with pytest.raises(RefusedError, match=r"tenant ash has .*, more than a quota of"):
-            self.share(shared, ash=(6, 0), evict=False)
-        assert self.held(shared, ASH, range(12)) == list(range(12))
-        assert shared.usage().owners["ash"].quota_bytes is None
         self.share(shared, ash=(6, 0))
         kept = self.held(shared, ASH, range(12))
         assert 0 < len(kept) <= 6 * self.copies
         assert kept == list(range(12 - len(kept), 12))
         assert shared.usage().owners["ash"].used_bytes <= 6 * TAKEN * self.copies
-        self.share(shared, ash=(7, 0), evict=False)
 
     def test_guarantees_beyond_the_store_are_refused(self, shared: StorageBackend) -> None:
         self.share(shared, ash=(9, 8))
