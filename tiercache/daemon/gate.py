@@ -31,11 +31,11 @@ from tiercache.daemon.sockets import EXHAUSTED, listen_tcp, listen_unix, origin_
 from tiercache.daemon.splice import PIPE_BYTES, Flow, widen
 
 _TICK_SECONDS: Final = 0.1
-_DELIVERY_SECONDS: Final = 2.0
-"""Seconds, at most, in which clients can receive the last bytes of gRPC after the gate is told to close."""
 """Seconds between two rounds of the work that depends on time: timeouts, paused listeners, throttled
 connections.
 """
+_DELIVERY_SECONDS: Final = 2.0
+"""Seconds, at most, in which clients can receive the last bytes of gRPC after the gate is told to close."""
 _SEND_BYTES: Final = 1 << 20
 """Size in bytes of the send buffer at either end of a connection to gRPC; the system may lower it.
 

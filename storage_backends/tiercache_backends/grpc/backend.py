@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -321,8 +322,9 @@ class GrpcBackend(StorageBackend, RemoteTiers):
     # --------------------------------------------------------------------------------------------------------
 
     def _ask(self, name: str, request: Any, seconds: float | None = None) -> Any:
+        words = re.sub("(?<!^)(?=[A-Z])", " ", name).lower()  # "set quota" for SetQuota
         return self._manager.ask(
-            lambda connection, left: connection.call(name, request, left), name.lower(), seconds,
+            lambda connection, left: connection.call(name, request, left), words, seconds,
             changes=name in CHANGES,
         )  # fmt: skip
 

@@ -60,6 +60,8 @@ _KINDS: Final = {
     StatusCode.RESOURCE_EXHAUSTED: Kind.BUSY,
     StatusCode.FAILED_PRECONDITION: Kind.IMPOSSIBLE,
 }
+_SAID: Final = {StatusCode.PERMISSION_DENIED, StatusCode.FAILED_PRECONDITION}
+"""Codes that say no more than the daemon's own sentence."""
 
 
 def classify(error: grpc.RpcError, what: str, *, session: bool) -> CallError:
@@ -78,7 +80,7 @@ def classify(error: grpc.RpcError, what: str, *, session: bool) -> CallError:
     text = (
         f"{what} does not answer in time"
         if code is StatusCode.DEADLINE_EXCEEDED
-        else f"{what}: {code.name.lower()}, {details}"
+        else f"{what}: {_sentence(code, details)}"
     )
     return CallError(
         kind, text, untouched=any(key == UNTOUCHED_METADATA for key, _ in call.trailing_metadata() or ())
@@ -93,7 +95,11 @@ def error_of_status(number: int, text: str, what: str) -> CallError:
     code = next((code for code in StatusCode if code.value[0] == number), StatusCode.UNKNOWN)
     kind = _KINDS.get(code, Kind.INVALID)
     kind = Kind.REFUSED if kind is Kind.SESSION_ENDED else kind
-    return CallError(kind, f"{what}: {code.name.lower()}, {' '.join(text.split())[:500]}", untouched=True)
+    return CallError(kind, f"{what}: {_sentence(code, ' '.join(text.split())[:500])}", untouched=True)
+
+
+def _sentence(code: StatusCode, details: str) -> str:
+    return details if details and code in _SAID else f"{code.name.lower()}, {details}"
 
 
 _WRONG_PORT: Final = (

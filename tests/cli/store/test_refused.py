@@ -86,7 +86,9 @@ def test_who_is_not_known_is_told_so(served, verb, tmp_path):
 @pytest.mark.parametrize("verb", [("ls",), ("verify",)])
 def test_who_may_not_read_is_told_so(served, verb):
     _, url = served
-    assert "blind may admin and write, not read" in refused(*verb, "-s", url("blind"))
+    said = refused(*verb, "-s", url("blind"))
+    assert "blind may admin and write, not read" in said
+    assert "permission_denied" not in said
 
 
 def test_a_tenant_verifies_what_is_its_own(tmp_path: Path):
