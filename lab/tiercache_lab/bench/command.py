@@ -65,8 +65,8 @@ def disk(
         str,
         typer.Option(
             help=(
-                "Measure only these cases, separated by commas: set-cached, set-uncached, set-fresh,"
-                " get-warm, get-cold, exists, open."
+                "Measure only these cases, separated by commas: set-cached, set-fresh, get-warm, get-cold,"
+                " exists, open."
             )
         ),
     ] = "",
@@ -80,8 +80,8 @@ def disk(
         str,
         typer.Option(
             help=(
-                "Rivals to compare with, separated by commas: files (one file per page), lmcache, spoolcache."
-                " The last two need their packages. Empty: no rival."
+                "Rivals to compare with, separated by commas: files (one file per page), lmcache, which needs"
+                " its package. Empty: no rival."
             )
         ),
     ] = "files",
@@ -109,11 +109,11 @@ def disk(
     # These modules take long to import, and --help needs none of them.
     from tempfile import TemporaryDirectory
 
-    from tiercache_lab.bench import show
     from tiercache_lab.bench.baselines import direct_possible
-    from tiercache_lab.bench.disk import run
+    from tiercache_lab.bench.disk import footer, run
     from tiercache_lab.bench.machine import machine
     from tiercache_lab.bench.plan import plan
+    from tiercache_lab.bench.rows import collect, show
 
     made = plan(
         backend=backend, sizes=size, path=directory, threads=threads, repeats=repeat, total=total,
@@ -125,12 +125,8 @@ def disk(
         here = machine(root, direct=direct_possible(root))
         # If the reader of stdout closes it, the run stops between two rows. closing() then closes the store.
         with _progress(output) as say, closing(run(made, root, here, say)) as found:
-            rows, notes = show.collect(found, output)
-    said = show.footer(made, here, notes)
-    if output is Output.TABLE:
-        show.show_rows(rows, f"{made.backend} store", said)
-    else:
-        show.aside(said)
+            rows, notes = collect(found, output)
+    show(rows, footer(made, here, notes), output)
 
 
 @bench.command()
@@ -155,9 +151,9 @@ def rpc(
 ) -> None:
     """Measure a daemon on this machine, over TCP and through shared memory.
 
-    TCP is compared with a server that only streams the same messages. Shared memory is compared with the same
-    file store in this process. The command starts a daemon of its own. The daemon, the server and the store
-    take turns and use the same buffers. A get includes verifying the checksums.
+    TCP is compared with plain sockets that move the same bytes. Shared memory is compared with the same file
+    store in this process. The command starts a daemon of its own. The daemon, the sockets and the store take
+    turns and use the same buffers. A get includes verifying the checksums.
 
         tiercache bench rpc --directory /var/lib --size 1MiB
     """
@@ -165,25 +161,19 @@ def rpc(
 
     from tiercache.config import parse_size
     from tiercache_lab.bench import rpc as cases
-    from tiercache_lab.bench import show
     from tiercache_lab.bench.baselines import direct_possible
     from tiercache_lab.bench.machine import machine
     from tiercache_lab.bench.plan import directory_of, sizes_of
+    from tiercache_lab.bench.rows import collect, show
 
     sizes, batch_bytes = sizes_of(size), parse_size(batch)
     with TemporaryDirectory(prefix=".benchmark-", dir=directory_of(directory)) as temporary:
         root = Path(temporary)
         here = machine(root, direct=direct_possible(root))
         with _progress(output) as say, closing(cases.run(root, sizes, batch_bytes, repeat, say)) as found:
-            rows, notes = show.collect(found, output)
-    said = [
-        f"{here}. Medians of {repeat} interleaved runs over the same buffers.",
-        *(note.text for note in notes),
-    ]
-    if output is Output.TABLE:
-        show.show_rows(rows, "daemon", said)
-    else:
-        show.aside(said)
+            rows, notes = collect(found, output)
+    about = f"{here}. Medians of {repeat} interleaved runs over the same buffers."
+    show(rows, [about, *(note.text for note in notes)], output)
 
 
 @bench.command()
@@ -198,65 +188,35 @@ def device(
             " size."
         ),
     ] = "1GiB",
-    model: Annotated[
-        str,
-        typer.Option(
-            help="Only these models, separated by commas: qwen3-next-80b-a3b, qwen3.5-9b, qwen3.5-35b-a3b."
-        ),
-    ] = "",
-    method: Annotated[
-        str,
-        typer.Option(
-            help=(
-                "Only these methods, separated by commas: batch, memcpy, kernel, choice (by the calibration)."
-            )
-        ),
-    ] = "",
-    case: Annotated[
-        str, typer.Option(help="Only these cases, separated by commas: start, copy, overlap.")
-    ] = "",
     repeat: Annotated[
         int,
         typer.Option(
             min=5, max=1000, help="Number of runs for each median, after one run that is not counted."
         ),
     ] = 5,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Measure only Qwen3-Next, with only 1, 16 and 256 objects.")
-    ] = False,
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Measure copies between a CUDA device and page-locked host memory.
 
-    The command measures stores and loads of 1 to 256 objects of hybrid models
-    (pages of 64 tokens, states, and both). Each store or load is compared with
-    one contiguous copy of the same number of bytes. It is measured with each
-    method, with the method that the calibration chooses, and through the
-    transfer engine. The methods are batch (the driver's batched copies), memcpy
-    (one call per copy) and kernel (tiercache's kernel). All bytes are compared
-    before anything is timed. Other cases are the duration of a start, and a
-    load during a forward pass. The forward pass needs torch.
+    The command measures stores and loads of 1 to 256 objects of Qwen3-Next (pages
+    of 64 tokens, states, and both). Each store or load is compared with one
+    contiguous copy of the same number of bytes. It is measured with each method,
+    with the method that the calibration chooses, and through the transfer engine.
+    The methods are batch (the driver's batched copies), memcpy (one call per copy)
+    and kernel (tiercache's kernel). All bytes are compared before anything is
+    timed. Other rows have the speeds of the calibration.
 
-        tiercache bench device
-
-        tiercache bench device --quick --case copy --method kernel,choice -o json
+        tiercache bench device -o json
     """
     from tiercache.transfer import cuda
-    from tiercache_lab.bench import show
-    from tiercache_lab.bench.device import show as shown
-    from tiercache_lab.bench.device.overlap import TorchProducts
-    from tiercache_lab.bench.device.plan import plan
-    from tiercache_lab.bench.device.run import run
+    from tiercache_lab.bench.device import device_plan, footer, run
+    from tiercache_lab.bench.rows import collect, show
 
-    made = plan(models=model, most=most, methods=method, cases=case, repeats=repeat, quick=quick)
+    made = device_plan(most, repeat)
     card = cuda.CupyDevice(number)
-    with _progress(output) as say, closing(run(made, card, TorchProducts, say)) as found:
-        rows, notes = show.collect(found, output)
-    said = shown.footer(made, card, notes)
-    if output is Output.TABLE:
-        shown.tables(rows, said)
-    else:
-        show.aside(said)
+    with _progress(output) as say, closing(run(made, card, say)) as found:
+        rows, notes = collect(found, output)
+    show(rows, footer(made, card, notes), output)
 
 
 @bench.command()

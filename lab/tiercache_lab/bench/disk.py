@@ -7,7 +7,7 @@ next size begins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -16,12 +16,12 @@ from tempfile import TemporaryDirectory
 from typing import Final
 
 from tiercache.core import ObjectKey
+from tiercache.errors import StorageError
 from tiercache_lab.bench.baselines import DIRECT_THREADS, PIECE, Copier, RawFile, pieces
-from tiercache_lab.bench.lookups import lookups, many, missing
 from tiercache_lab.bench.machine import Machine, drop, settle, warm
-from tiercache_lab.bench.plan import TINY, Plan
+from tiercache_lab.bench.plan import TINY, Case, Plan, rival_target_of, target_of
 from tiercache_lab.bench.rivals import Page, Rival, open_rival
-from tiercache_lab.bench.rows import Case, Note, Row, Target, rival_target_of, size_text, target_of
+from tiercache_lab.bench.rows import Note, Row, Target, size_text, speed
 from tiercache_lab.bench.subject import Buffers, Subject, batch_keys
 from tiercache_lab.bench.timing import Crew, Side, medians
 
@@ -64,17 +64,12 @@ class SizeBench:
         with (
             Subject(url, root / "store", self._buffers, self._callers) as subject,
             RawFile(root / "buffered", nbytes) as buffered,
-            RawFile(root / "direct", nbytes, direct=self._machine.direct) as direct,
         ):
             self._say("filling a store")
             subject.fill(capacity)
-            for file in (buffered, direct):
-                file.write(self._cut, 0, self._many)
-                file.sync()
-            if Case.SET_CACHED in plan.cases:
-                yield from self._set_cached(subject, buffered, rivals)
-            if Case.SET_UNCACHED in plan.cases:
-                yield self._set_uncached(subject, buffered, direct)
+            buffered.write(self._cut, 0, self._many)
+            buffered.sync()
+            yield from self._set_cached(subject, buffered, rivals)
             yield from _notes(subject, rivals)
 
     def growing(self, root: Path) -> Iterator[Row | Note]:
@@ -124,22 +119,6 @@ class SizeBench:
         )
         subject.delete(stored)
         yield from self._rows(Case.SET_CACHED, found, rivals)
-
-    def _set_uncached(self, subject: Subject, buffered: RawFile, direct: RawFile) -> Row:
-        self._say("set, uncached blocks")
-        keys = [batch_keys(self._buffers.count) for _ in range(self._plan.batches)]
-
-        def give_back(n: int) -> None:
-            subject.delete(keys[n - 1] if n else ())
-            subject.reopen_cold()
-
-        sides = [
-            Side(STORE, lambda n: subject.put(keys[n]), give_back, lambda _: subject.store.flush()),
-            self._buffered_write(buffered, lambda _: 0, before=lambda _: buffered.drop()),
-            *self._direct_write(direct, lambda _: 0),
-        ]
-        [row] = self._rows(Case.SET_UNCACHED, self._compare_sets(sides), {})
-        return row
 
     def _set_fresh(
         self,
@@ -223,7 +202,7 @@ class SizeBench:
         plan = self._plan
         return {
             name: self._stack.enter_context(
-                open_rival(name, root / name, self._buffers.size, self._callers, durable=plan.durable)
+                open_rival(name, root / name, self._callers, durable=plan.durable)
             )
             for name in plan.rivals
         }
@@ -249,9 +228,7 @@ class SizeBench:
 
         return [Side(name, partial(get, rival)) for name, rival in rivals.items()]
 
-    def _buffered_write(
-        self, file: RawFile, base: Callable[[int], int], before: Callable[[int], object] = lambda _: None
-    ) -> Side:
+    def _buffered_write(self, file: RawFile, base: Callable[[int], int]) -> Side:
         """Return the side that writes through the page cache, with as many threads as call the store."""
 
         def write(n: int) -> None:
@@ -259,7 +236,7 @@ class SizeBench:
             if self._plan.durable:
                 file.sync()
 
-        return Side("pwritev", write, before, lambda _: file.sync())
+        return Side("pwritev", write, after=lambda _: file.sync())
 
     def _direct_write(self, file: RawFile, base: Callable[[int], int]) -> list[Side]:
         """Return the side that bypasses the page cache, or no side if O_DIRECT is not possible."""
@@ -301,7 +278,7 @@ class SizeBench:
         target = target_of(plan.backend, case, buffers.size, buffers.count)
 
         def row(name: str, limit: str, seconds: float, target: Target | None) -> Row:
-            return Row(
+            return speed(
                 f"{plan.backend} {name}",
                 buffers.size,
                 buffers.count,
@@ -335,7 +312,11 @@ def _notes(subject: Subject, rivals: Mapping[str, Rival]) -> Iterator[Note]:
 
 _FILL: Final = 4096
 """Maximum number of tiny objects in one set."""
-_FULL_STORE_CASES: Final = frozenset({Case.SET_CACHED, Case.SET_UNCACHED})
+_MIN_REPEATS: Final = 5
+"""Number of repeats below which the footer warns that medians are not reliable."""
+_KEYS: Final = 1600
+"""Number of keys of one call of `exists`. A long prompt has about as many pages and states."""
+_FULL_STORE_CASES: Final = frozenset({Case.SET_CACHED})
 """Cases that run on a full store; all other cases run on a growing store."""
 
 
@@ -371,3 +352,120 @@ def run(plan: Plan, root: Path, machine: Machine, say: Callable[[str], None]) ->
 
 def _prefixed(say: Callable[[str], None], prefix: str) -> Callable[[str], None]:
     return lambda doing: say(f"{prefix}: {doing}")
+
+
+def lookups(
+    plan: Plan,
+    subject: Subject,
+    known: Sequence[ObjectKey],
+    say: Callable[[str], None],
+    rivals: Mapping[str, Rival],
+    pages: Sequence[Sequence[Page]],
+) -> Iterator[Row]:
+    """Measure `exists` and `open` on a store that holds the keys `known`.
+
+    The rivals hold the batches `pages`, and only `exists` is compared with them.
+    """
+
+    def to_first_hit(_: int) -> None:
+        subject.open()
+        subject.first_hit(known[-1])
+
+    if Case.EXISTS in plan.cases:
+        say(Case.EXISTS.words)
+        yield from _exists(plan, subject, known, rivals, pages)
+    if Case.OPEN in plan.cases:
+        say(Case.OPEN.words)
+        objects = subject.usage().objects
+        side = Side("store", to_first_hit, before=lambda _: subject.close())
+        yield speed(
+            f"{plan.backend} {Case.OPEN.words}",
+            subject.size,
+            objects,
+            medians([side], plan.repeats)[side.name],
+            target=target_of(plan.backend, Case.OPEN, subject.size, objects),
+        )
+
+
+def _exists(
+    plan: Plan,
+    subject: Subject,
+    known: Sequence[ObjectKey],
+    rivals: Mapping[str, Rival],
+    pages: Sequence[Sequence[Page]],
+) -> Iterator[Row]:
+    """Measure one call of `exists` for `_KEYS` keys; if fewer keys are known, they are repeated.
+
+    A rival is asked about each of its batches as a whole, and its time is scaled to as many keys.
+    """
+    asked = [known[i % len(known)] for i in range(_KEYS)]
+
+    def count(rival: Rival, _: int) -> None:
+        _all_there(rival.count(batch) == len(batch) for batch in pages)
+
+    found = medians(
+        [
+            Side("store", lambda _: _all_there(subject.store.exists(asked))),
+            *(Side(name, partial(count, rival)) for name, rival in rivals.items()),
+        ],
+        plan.repeats,
+    )
+    name, seconds = f"{plan.backend} {Case.EXISTS.words}", found["store"]
+    target = target_of(plan.backend, Case.EXISTS, subject.size, _KEYS)
+    yield speed(name, subject.size, _KEYS, seconds, target=target)
+    for beside, rival in rivals.items():
+        theirs = found[beside] * _KEYS / sum(map(len, pages))
+        yield speed(
+            f"{name} / {beside}", subject.size, _KEYS, seconds, limit=rival.title, limit_seconds=theirs
+        )
+
+
+def many(plan: Plan, buffers: Buffers, root: Path, say: Callable[[str], None]) -> Iterator[Row | Note]:
+    """Measure `exists` and `open` on a separate store, with as many tiny objects as the plan requires."""
+    known: list[ObjectKey] = []
+    with (
+        Crew(plan.threads) as callers,
+        Subject(plan.url(root / "store", plan.many_capacity), root / "store", buffers, callers) as subject,
+    ):
+        for done in range(0, plan.objects, buffers.count):
+            say(f"filling, {done:,} objects")
+            keys = batch_keys(buffers.count)
+            subject.put(keys)
+            # Keep every n-th key: enough keys for one call of `exists`, spread over the whole store.
+            known += keys[:: max(1, plan.objects // _KEYS)]
+        yield from missing(subject, -(-plan.objects // buffers.count) * buffers.count)
+        yield from lookups(plan, subject, known, say, {}, ())
+
+
+def missing(subject: Subject, stored: int) -> Iterator[Note]:
+    """Yield a note if the store has fewer than `stored` objects, because it evicted some."""
+    if (kept := subject.usage().objects) < stored:
+        yield Note(f"the store kept only {kept:,} of {stored:,} objects of {size_text(subject.size)}")
+
+
+def _all_there(answers: Iterable[bool]) -> None:
+    if not all(answers):
+        raise StorageError("a store does not have objects that it has stored, so its speed was not measured")
+
+
+def footer(plan: Plan, machine: Machine, notes: Sequence[Note]) -> list[str]:
+    """Return the sentences that explain the figures."""
+    said = [
+        (
+            f"{machine}. Durability {'power' if plan.durable else 'process'}; calling threads:"
+            f" {plan.threads}; medians of {plan.repeats} interleaved runs over the same buffers. A set"
+            " includes computing the checksums, a get verifying them."
+        ),
+        (
+            "limit_gbps: of the fastest plain system calls that move the same objects, or of the rival that"
+            " the row names."
+        ),
+    ]
+    if machine.in_memory:
+        said.append(
+            f"The files were on {machine.file_system}, so these are figures of memory, not of a disk."
+        )
+    if plan.repeats < _MIN_REPEATS:
+        said.append(f"Medians of fewer than {_MIN_REPEATS} runs are not reliable; raise --repeat.")
+    # Several sizes may give the same note, which is shown once.
+    return said + [f"{text[0].upper()}{text[1:]}." for text in dict.fromkeys(note.text for note in notes)]

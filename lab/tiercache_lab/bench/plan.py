@@ -1,7 +1,8 @@
-"""The plan of a run: its options, checked before anything is written."""
+"""The plan of `bench disk`: its options, checked before anything is written, its cases and their targets."""
 
 from __future__ import annotations
 
+import enum
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from tiercache.core import BLOCK_ALIGN
 from tiercache.errors import ConfigError
 from tiercache_lab.bench.machine import free_bytes
 from tiercache_lab.bench.rivals import RIVALS, check_rival
-from tiercache_lab.bench.rows import MIB, Case
+from tiercache_lab.bench.rows import KIB, MIB, Target, Unit
 
 BACKENDS: Final = ("file", "lmdb")
 """Values of --backend."""
@@ -40,6 +41,27 @@ _TINY_ROOM: Final = 4
 
 The catalog entry of a tiny object is as large as the entry of any object, so entries take a large share.
 """
+
+
+class Case(enum.StrEnum):
+    """Cases of `bench disk`, in the order in which they run."""
+
+    SET_CACHED = "set-cached"
+    """Sets into blocks that were written before and are in the page cache, as in a full store."""
+    SET_FRESH = "set-fresh"
+    """Sets into blocks that were never written, as in a store that still grows."""
+    GET_WARM = "get-warm"
+    """Gets of objects whose files are in the page cache."""
+    GET_COLD = "get-cold"
+    """Gets after the page cache was dropped, of objects that the store has not read since it was opened."""
+    EXISTS = "exists"
+    OPEN = "open"
+    """Opening a store, up to the first hit."""
+
+    @property
+    def words(self) -> str:
+        """The case as it is named in rows."""
+        return self.value.replace("-", " ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,3 +211,56 @@ def directory_of(path: Path) -> Path:
     if not os.access(path, os.W_OK | os.X_OK):
         raise ConfigError(f"--directory {path} cannot be written to; name a directory of your own")
     return path.resolve()
+
+
+# For each backend and case: the minimum object size in bytes, and the wanted ratio. For smaller objects the
+# time per object counts, and not the throughput.
+_RATIOS: Final = {
+    ("file", Case.SET_CACHED): (MIB, 0.7),
+    ("file", Case.SET_FRESH): (MIB, 0.7),
+    ("file", Case.GET_WARM): (MIB, 0.75),
+    ("file", Case.GET_COLD): (MIB, 0.9),
+    ("lmdb", Case.GET_WARM): (256 * KIB, 0.65),
+}
+# For each rival and case, the same two numbers of a `file` store.
+_RIVAL_RATIOS: Final = {
+    ("files", Case.SET_CACHED): (0, 2.0),
+    ("files", Case.SET_FRESH): (0, 2.0),
+    ("files", Case.GET_WARM): (0, 1.2),
+    ("files", Case.GET_COLD): (0, 1.2),
+    ("lmcache", Case.SET_FRESH): (256 * KIB, 1.1),
+    ("lmcache", Case.GET_WARM): (256 * KIB, 1.1),
+    ("lmcache", Case.GET_COLD): (256 * KIB, 1.1),
+}
+_MICROSECONDS: Final = {("file", Case.SET_CACHED): 20.0, ("file", Case.GET_WARM): 10.0}
+"""Maximum microseconds per object, for batches of 128 objects of 16 KiB."""
+_EXISTS: Final = {"file": 1.0, "lmdb": 4.0}
+"""Maximum microseconds per key, for a call with 1,600 keys."""
+_MANY: Final = 1_000_000
+"""Minimum number of objects in a store whose opening has a target."""
+_OPEN_SECONDS: Final = 2.0
+"""Maximum seconds from the opening of a store with `_MANY` objects or more to the first hit."""
+
+
+def target_of(backend: str, case: Case, size: int, objects: int) -> Target | None:
+    """Return the target of a store compared with raw system calls, or None if there is no target.
+
+    The targets of sets and gets are meant for stores with durability `process`.
+    """
+    if case is Case.EXISTS:
+        return Target(_EXISTS[backend], Unit.MICROSECONDS) if backend in _EXISTS else None
+    if case is Case.OPEN:
+        return Target(_OPEN_SECONDS, Unit.SECONDS) if backend == "file" and objects >= _MANY else None
+    wanted = _MICROSECONDS.get((backend, case))
+    if wanted is not None and size == 16 * KIB and objects == 128:
+        return Target(wanted, Unit.MICROSECONDS)
+    min_bytes, ratio = _RATIOS.get((backend, case), (0, 0.0))
+    return Target(ratio, Unit.RATIO) if ratio and size >= min_bytes else None
+
+
+def rival_target_of(backend: str, case: Case, rival: str, size: int) -> Target | None:
+    """Return the target of a store compared with a rival, or None if there is no target."""
+    if backend != "file":
+        return None
+    min_bytes, ratio = _RIVAL_RATIOS.get((rival, case), (0, 0.0))
+    return Target(ratio, Unit.RATIO) if ratio and size >= min_bytes else None

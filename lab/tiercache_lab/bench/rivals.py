@@ -2,7 +2,6 @@
 
     files        one file per page, written under a temporary name and renamed
     lmcache      the native file system connector of LMCache (`fs_native`)
-    spoolcache   the token files of SpoolCache
 
 A rival is called as its own project calls it, from one thread, except `files`, which has no threads of its
 own and uses those of the benchmark. `about` says what a rival verifies and syncs, because that is part of
@@ -14,13 +13,11 @@ from __future__ import annotations
 import os
 import select
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from hashlib import sha256
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Final, NamedTuple, Self
 
 from tiercache.errors import ConfigError, StorageError
@@ -28,8 +25,6 @@ from tiercache_lab.bench.timing import Crew
 
 _LMCACHE_THREADS: Final = 4
 """Number of threads of LMCache's connector; its own default."""
-_SPOOL_TOKENS: Final = 256
-"""Tokens of one of SpoolCache's files; its own minimum."""
 
 
 class Page(NamedTuple):
@@ -159,9 +154,7 @@ class LmCache(Rival):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self.title = f"LMCache {version('lmcache')}"
-        self._client: Any = _imported("lmcache", "lmcache_fs").LMCacheFSClient(
-            str(directory), _LMCACHE_THREADS
-        )
+        self._client: Any = _lmcache().LMCacheFSClient(str(directory), _LMCACHE_THREADS)
 
     def put(self, batch: Sequence[Page]) -> None:
         """Store all pages by one call."""
@@ -204,118 +197,30 @@ class LmCache(Rival):
                     return outcomes or []
 
 
-class SpoolCache(Rival):
-    """SpoolCache's store of token files, one per page, in which each file names the page before it.
-
-    A get reads straight into the buffers, and so needs no copy out of the fixed slots that SpoolCache has for
-    the way to a GPU.
-    """
-
-    about = (
-        "one file per page; a set syncs every file and two directories, a get verifies SHA-256, and the space"
-        " has a bound that later maintenance enforces"
-    )
-
-    def __init__(self, directory: Path, size: int) -> None:
-        super().__init__(directory)
-        self.title = f"SpoolCache {version('spoolcache')}"
-        files, hma, config = (_imported("spoolcache", part) for part in ("token_files", "hma", "config"))
-        self._slot_bytes = min(size, config.STAGING_SLOT_BYTES)
-        layout = hma.HMALayout(
-            num_manager_blocks=1,
-            dcp_degree=1,
-            groups=(
-                hma.GroupGeometry(
-                    group_index=0, spec_name="full", block_size=_SPOOL_TOKENS,
-                    storage_block_size=_SPOOL_TOKENS, manager_page_size_bytes=size, dcp_replicated=False,
-                    dcp_shard_count=1, logical_tokens_per_page=_SPOOL_TOKENS, reuse_policy="full",
-                    reuse_window_tokens=None, running_state_tail_pages=0, is_eagle_group=False,
-                    layers=(hma.LayerGeometry("layer", "full", size),),
-                ),
-            ),
-        )  # fmt: skip
-        identity = sha256(b"bench").hexdigest()
-        self._store: Any = files.TokenFileStore(
-            directory.resolve(), layout=layout, slot_bytes=self._slot_bytes, expected_rank=0,
-            expected_deployment_digest=identity, expected_rank_digest=identity,
-            expected_topology_digest=identity, expected_profile=layout.profile,
-            expected_layout_digest=layout.digest,
-        )  # fmt: skip
-
-    def put(self, batch: Sequence[Page]) -> None:
-        """Store the pages one after another, as a chain."""
-        parent = None
-        for number, page in enumerate(batch, 1):
-            key = _digest(page)
-            self._store.commit_chunk(key, parent, number * _SPOOL_TOKENS, page.view)
-            parent = key
-
-    def get(self, batch: Sequence[Page]) -> None:
-        """Restore the chain of the batch's last page."""
-        with self._store.restore_view(_digest(batch[-1])) as chain:
-            if len(chain.descriptors) != len(batch):
-                raise StorageError(
-                    "SpoolCache does not have pages that it has stored, so its speed was not measured"
-                )
-            slots = SimpleNamespace(slot_bytes=self._slot_bytes, acquire=self._slots(batch))
-            self._store.stream_objects(
-                chain.descriptors, lambda _: nullcontext(lambda _: None), lease=chain, buffer_pool=slots
-            )
-
-    def count(self, batch: Sequence[Page]) -> int:
-        """Return the length of the chain of the batch's last page; 0 if a page of it is missing."""
-        found = self._store.lookup(_digest(batch[-1]))
-        return len(found.manifest.objects) if found.is_hit else 0
-
-    def remove(self, batch: Sequence[Page]) -> None:
-        """Remove the pages, the last one first."""
-        for page in reversed(batch):
-            self._store.evict(_digest(page))
-
-    def close(self) -> None:
-        """Close the store."""
-        self._store.close()
-
-    def _slots(self, batch: Sequence[Page]) -> Callable[..., Any]:
-        """Return a function that lends parts of the buffers, in the order in which they are filled."""
-        size = self._slot_bytes
-        waiting = (page.view[at : at + size] for page in batch for at in range(0, page.view.nbytes, size))
-
-        @contextmanager
-        def acquire(*, block: bool) -> Iterator[SimpleNamespace]:
-            yield SimpleNamespace(view=next(waiting))
-
-        return acquire
-
-
-RIVALS: Final = ("files", "lmcache", "spoolcache")
+RIVALS: Final = ("files", "lmcache")
 """Values of --beside."""
-_MODULES: Final = {"lmcache": ("lmcache_fs",), "spoolcache": ("token_files", "hma", "config")}
-"""Modules that a rival needs from its own package."""
 
 
 def check_rival(name: str) -> None:
     """Raise ConfigError unless the package of a rival is installed and can be loaded."""
-    for part in _MODULES.get(name, ()):
-        _imported(name, part)
+    if name == "lmcache":
+        _lmcache()
 
 
-def open_rival(name: str, directory: Path, size: int, crew: Crew, *, durable: bool) -> Rival:
-    """Open a new store of a rival in a new directory, for pages of `size` bytes."""
+def open_rival(name: str, directory: Path, crew: Crew, *, durable: bool) -> Rival:
+    """Open a new store of a rival in a new directory."""
     if name == "lmcache":
         return LmCache(directory)
-    if name == "spoolcache":
-        return SpoolCache(directory, size)
     return PageFiles(directory, crew, durable=durable)
 
 
-def _imported(package: str, part: str) -> Any:
+def _lmcache() -> Any:
     try:
-        return import_module(f"{package}.{part}")
+        return import_module("lmcache.lmcache_fs")
     except ImportError as error:
         raise ConfigError(
-            f"--beside {package} cannot load the package {package} ({error}); install it with pip install"
-            f" {package}, or leave it out of --beside"
+            f"--beside lmcache cannot load the package lmcache ({error}); install it with pip install"
+            " lmcache, or leave it out of --beside"
         ) from error
 
 

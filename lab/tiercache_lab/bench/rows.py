@@ -1,36 +1,19 @@
-"""Rows of the report, and the targets that the project sets for their figures."""
+"""Rows of all benchmarks, with the targets for their figures, as tables and as JSON."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Final
+
+from rich.console import Console
+
+from tiercache.cli.terminal import Output, console, document, line, safe, table
 
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20
-
-
-class Case(enum.StrEnum):
-    """Cases of `bench disk`, in the order in which they run."""
-
-    SET_CACHED = "set-cached"
-    """Sets into blocks that were written before and are in the page cache, as in a full store."""
-    SET_UNCACHED = "set-uncached"
-    """Sets into blocks that were written before and are not in the page cache."""
-    SET_FRESH = "set-fresh"
-    """Sets into blocks that were never written, as in a store that still grows."""
-    GET_WARM = "get-warm"
-    """Gets of objects whose files are in the page cache."""
-    GET_COLD = "get-cold"
-    """Gets after the page cache was dropped, of objects that the store has not read since it was opened."""
-    EXISTS = "exists"
-    OPEN = "open"
-    """Opening a store, up to the first hit."""
-
-    @property
-    def words(self) -> str:
-        """The case as it is named in rows."""
-        return self.value.replace("-", " ")
 
 
 class Unit(enum.StrEnum):
@@ -39,7 +22,6 @@ class Unit(enum.StrEnum):
     RATIO = "x"
     MICROSECONDS = "us"
     SECONDS = "s"
-    PERCENT = "%"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,63 +37,59 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Median times of one case: for the store and, if there is one, for the limit.
-
-    The limit is a way to move the same bytes without tiercache.
-    """
+    """Figures of one case. Rows whose figures have the same names stand in one table."""
 
     name: str
-    size: int
-    """Bytes of an object."""
-    objects: int
-    """Number of objects of a batch."""
-    seconds: float
-    """Seconds for a batch."""
-    payload: int = 0
-    """Bytes that a batch moves; 0 for cases in which only the time per object counts."""
-    limit: str = ""
-    """Name of the limit, such as `pwritev`; empty if there is none."""
-    limit_seconds: float = 0.0
-    """Seconds in which the limit moves a batch."""
+    figures: Mapping[str, Any]
+    """Texts and numbers by the names of the columns; None for what does not apply."""
     target: Target | None = None
-
-    @property
-    def gbps(self) -> float | None:
-        """Payload in 10**9 bytes per second; None if there is no payload."""
-        return self.payload / self.seconds / 1e9 if self.payload else None
-
-    @property
-    def limit_gbps(self) -> float | None:
-        """Speed of the limit in 10**9 bytes per second; None if there is no limit or no payload."""
-        return self.payload / self.limit_seconds / 1e9 if self.limit and self.payload else None
-
-    @property
-    def ratio(self) -> float | None:
-        """Speed as a multiple of the limit's speed; None if there is no limit."""
-        return self.limit_seconds / self.seconds if self.limit else None
-
-    @property
-    def us_per_object(self) -> float:
-        """Microseconds per object of a batch."""
-        return self.seconds / self.objects * 1e6
+    value: float = 0.0
+    """Figure that the target judges, in the target's unit."""
+    section: object = None
+    """Rows with the same value stand together in the table."""
 
     @property
     def met(self) -> bool | None:
         """Whether the target is met; None if there is no target."""
         if self.target is None:
             return None
-        if self.target.unit is Unit.RATIO:
-            return (self.ratio or 0.0) >= self.target.bound
-        return (self.seconds if self.target.unit is Unit.SECONDS else self.us_per_object) <= self.target.bound
+        is_minimum = self.target.unit is Unit.RATIO
+        return self.value >= self.target.bound if is_minimum else self.value <= self.target.bound
 
     def record(self) -> dict[str, Any]:
-        """Return the row as a JSON object; figures that do not apply are null."""
-        return {
-            "name": self.name, "size": self.size, "objects": self.objects, "seconds": digits(self.seconds),
-            "gbps": digits(self.gbps), "limit_gbps": digits(self.limit_gbps), "ratio": digits(self.ratio),
-            "us_per_object": digits(self.us_per_object), "limit": self.limit or None,
-            "target": str(self.target) if self.target else None, "met": self.met,
-        }  # fmt: skip
+        """Return the row as a JSON object."""
+        figures = {
+            name: digits(value) if isinstance(value, float) else value for name, value in self.figures.items()
+        }
+        target = str(self.target) if self.target else None
+        return {"name": self.name, **figures, "target": target, "met": self.met}
+
+
+def speed(
+    name: str,
+    size: int,
+    objects: int,
+    seconds: float,
+    payload: int = 0,
+    limit: str = "",
+    limit_seconds: float = 0.0,
+    target: Target | None = None,
+) -> Row:
+    """Return the row of a batch of `objects` of `size` bytes that took `seconds`, beside its limit.
+
+    `payload` has the bytes that the batch moves; 0 where only the time per object counts. The limit is a way
+    to move the same bytes without tiercache, which takes `limit_seconds`; empty if there is none.
+    """
+    each = seconds / objects * 1e6
+    ratio = limit_seconds / seconds if limit else None
+    judged = {Unit.RATIO: ratio or 0.0, Unit.MICROSECONDS: each, Unit.SECONDS: seconds}
+    figures = {
+        "size": size, "objects": objects, "seconds": seconds,
+        "gbps": payload / seconds / 1e9 if payload else None,
+        "limit_gbps": payload / limit_seconds / 1e9 if limit and payload else None,
+        "ratio": ratio, "us_per_object": each, "limit": limit or None,
+    }  # fmt: skip
+    return Row(name, figures, target, judged[target.unit] if target else 0.0, section=size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +97,52 @@ class Note:
     """Sentence to show below the rows."""
 
     text: str
+
+
+def collect(found: Iterable[Row | Note], output: Output) -> tuple[list[Row], list[Note]]:
+    """Return the rows and the notes of a run.
+
+    JSON lines are printed one by one, as soon as a row is known. A JSON document is printed at the end.
+    """
+    rows: list[Row] = []
+    notes: list[Note] = []
+    for item in found:
+        if isinstance(item, Note):
+            notes.append(item)
+            continue
+        rows.append(item)
+        if output is Output.JSONL:
+            line(item.record())
+    if output is Output.JSON:
+        document([row.record() for row in rows])
+    return rows, notes
+
+
+def show(rows: Sequence[Row], sentences: Sequence[str], output: Output) -> None:
+    """Print the rows as tables, and sentences about them; with JSON only these, on stderr."""
+    if output is not Output.TABLE:
+        aside = Console(stderr=True, highlight=False, emoji=False)
+        aside.print("\n".join(sentences), style="dim", markup=False, soft_wrap=True)
+        return
+    to = console()
+    for columns, alike in groupby(rows, key=lambda row: (*row.figures,)):
+        shown, before = table(("case", *columns, "target", "met"), left=("case", "limit", "method")), None
+        shown.columns[0].no_wrap = True
+        for row in alike:
+            if before is not None and row.section != before.section:
+                shown.add_section()
+            met = {None: "", True: "[green]yes[/]", False: "[red]no[/]"}[row.met]
+            shown.add_row(safe(row.name), *map(_cell, row.figures.values()), safe(str(row.target or "")), met)
+            before = row
+        to.print(shown)
+    for sentence in sentences:
+        to.print(sentence, style="dim", markup=False)
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4g}"
+    return f"{value:,}" if isinstance(value, int) else safe(str(value or ""))
 
 
 def size_text(nbytes: int) -> str:
@@ -132,57 +156,3 @@ def size_text(nbytes: int) -> str:
 def digits(value: float | None) -> float | None:
     """Round to four significant digits, because further digits differ from run to run; None stays None."""
     return None if value is None else float(f"{value:.4g}")
-
-
-# For each backend and case: the minimum object size in bytes, and the wanted ratio. For smaller objects the
-# time per object counts, and not the throughput.
-_RATIOS: Final = {
-    ("file", Case.SET_CACHED): (MIB, 0.7),
-    ("file", Case.SET_UNCACHED): (MIB, 0.7),
-    ("file", Case.SET_FRESH): (MIB, 0.7),
-    ("file", Case.GET_WARM): (MIB, 0.75),
-    ("file", Case.GET_COLD): (MIB, 0.9),
-    ("lmdb", Case.GET_WARM): (256 * KIB, 0.65),
-}
-# For each rival and case, the same two numbers of a `file` store.
-_RIVAL_RATIOS: Final = {
-    ("files", Case.SET_CACHED): (0, 2.0),
-    ("files", Case.SET_FRESH): (0, 2.0),
-    ("files", Case.GET_WARM): (0, 1.2),
-    ("files", Case.GET_COLD): (0, 1.2),
-    ("lmcache", Case.SET_FRESH): (256 * KIB, 1.1),
-    ("lmcache", Case.GET_WARM): (256 * KIB, 1.1),
-    ("lmcache", Case.GET_COLD): (256 * KIB, 1.1),
-}
-_MICROSECONDS: Final = {("file", Case.SET_CACHED): 20.0, ("file", Case.GET_WARM): 10.0}
-"""Maximum microseconds per object, for batches of 128 objects of 16 KiB."""
-_EXISTS: Final = {"file": 1.0, "lmdb": 4.0}
-"""Maximum microseconds per key, for a call with 1,600 keys."""
-_MANY: Final = 1_000_000
-"""Minimum number of objects in a store whose opening has a target."""
-_OPEN_SECONDS: Final = 2.0
-"""Maximum seconds from the opening of a store with `_MANY` objects or more to the first hit."""
-
-
-def target_of(backend: str, case: Case, size: int, objects: int) -> Target | None:
-    """Return the target of a store compared with raw system calls, or None if there is no target.
-
-    The targets of sets and gets are meant for stores with durability `process`.
-    """
-    if case is Case.EXISTS:
-        return Target(_EXISTS[backend], Unit.MICROSECONDS) if backend in _EXISTS else None
-    if case is Case.OPEN:
-        return Target(_OPEN_SECONDS, Unit.SECONDS) if backend == "file" and objects >= _MANY else None
-    wanted = _MICROSECONDS.get((backend, case))
-    if wanted is not None and size == 16 * KIB and objects == 128:
-        return Target(wanted, Unit.MICROSECONDS)
-    min_bytes, ratio = _RATIOS.get((backend, case), (0, 0.0))
-    return Target(ratio, Unit.RATIO) if ratio and size >= min_bytes else None
-
-
-def rival_target_of(backend: str, case: Case, rival: str, size: int) -> Target | None:
-    """Return the target of a store compared with a rival, or None if there is no target."""
-    if backend != "file":
-        return None
-    min_bytes, ratio = _RIVAL_RATIOS.get((rival, case), (0, 0.0))
-    return Target(ratio, Unit.RATIO) if ratio and size >= min_bytes else None

@@ -1,7 +1,7 @@
 """The cases of `bench rpc`, which measures a daemon over TCP and through shared memory.
 
-Data connections are compared with plain sockets (`raw`), and payload in messages of gRPC with a gRPC server
-that only streams messages (`bare`). Shared memory is compared with the same store in this process.
+Data connections and payload in messages of gRPC are compared with plain sockets (`raw`), shared memory with
+the same store in this process.
 """
 
 from __future__ import annotations
@@ -13,20 +13,15 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
-
-import grpc
+from typing import Final
 
 from tiercache.config.urls import storage_url
 from tiercache.core import ObjectKey
 from tiercache.errors import ConfigError, StorageError
-from tiercache.wire.pieces import CHUNK_BYTES
-from tiercache.wire.v1 import storage_pb2 as pb
 from tiercache_lab import children
-from tiercache_lab.bench.bare import OPTIONS
 from tiercache_lab.bench.machine import free_bytes, warm
 from tiercache_lab.bench.raw import RawClient
-from tiercache_lab.bench.rows import Note, Row, Target, Unit
+from tiercache_lab.bench.rows import Note, Row, Target, Unit, speed
 from tiercache_lab.bench.subject import Buffers, Subject, batch_keys
 from tiercache_lab.bench.timing import Crew, Side, medians
 
@@ -64,10 +59,9 @@ def run(
         with ExitStack() as stack:
             yield from _SizeBench(root / str(size), size, batch_bytes, repeats, say, stack).rows()
     yield Note(
-        "data: compared with plain sockets that move the same bytes, and neither check nor store them."
-        " tcp: by gRPC, compared with a Python gRPC server that only streams the same protobuf messages of"
-        f" {CHUNK_BYTES >> 20} MiB, and neither checks nor stores anything."
-        " shared: the daemon fills a memfd; compared with the same file store in this process."
+        "data, tcp: by data connections and by gRPC, compared with plain sockets that move the same bytes,"
+        " and neither check nor store them. shared: the daemon fills a memfd; compared with the same file"
+        " store in this process."
     )
 
 
@@ -108,16 +102,6 @@ class _SizeBench:
         self._shared = subject(storage_url("grpc", sockets, plane="shared"), store)
         self._local = subject(storage_url("file", root / "local", capacity=capacity), root / "local")
         self._sockets = stack.enter_context(RawClient(_port_of("tiercache_lab.bench.raw", stack)))
-        port = _port_of("tiercache_lab.bench.bare", stack)
-        channel = stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{port}", options=OPTIONS))
-        self._bare_get: Any = channel.unary_stream("/bare/Get", None, pb.GetReply.FromString)
-        self._bare_set: Any = channel.stream_unary("/bare/Set", pb.SetRequest.SerializeToString)
-        chunk = min(CHUNK_BYTES, self._buffers.nbytes)
-        whole, header = self._buffers.arena.hold(), pb.SetPieces(sizes=[chunk], begins=[True])
-        self._bare = [
-            pb.SetRequest(pieces=header, payload=bytes(whole[at : at + chunk]))
-            for at in range(0, self._buffers.nbytes, chunk)
-        ]
 
     def rows(self) -> Iterator[Row]:
         """Yield the rows of all cases. Sets run first, and gets read the objects of the sets."""
@@ -132,12 +116,11 @@ class _SizeBench:
                 Side("tcp", lambda n: self._tcp.put(new[0][n])),
                 Side("shared", lambda n: self._shared.put(new[1][n])),
                 Side("local", lambda n: self._local.put(new[2][n])),
-                Side("bare", lambda _: self._bare_set(iter(self._bare), timeout=60)),
             ],
             self._repeats,
         )
         yield self._row("data set", found["data"], "plain sockets", found["sockets"])
-        yield self._row("tcp set", found["tcp"], "bare stream", found["bare"])
+        yield self._row("tcp set", found["tcp"], "plain sockets", found["sockets"])
         yield self._row("shared set", found["shared"], "in process", found["local"])
         # The daemon's store has the batches of tcp and shared, and the local store has a batch of its own.
         # Each store reads its batches once before any get is timed.
@@ -151,7 +134,6 @@ class _SizeBench:
             self._buffers.wipe()
             subject.get(keys)
             self._buffers.check()
-        request = f"{len(self._bare)} {len(self._bare[0].payload)}".encode()
         found = medians(
             [
                 Side("data", lambda _: self._data.get(new[3][0])),
@@ -159,15 +141,11 @@ class _SizeBench:
                 Side("tcp", lambda _: self._tcp.get(new[0][0])),
                 Side("shared", lambda _: self._shared.get(new[1][0])),
                 Side("local", lambda _: self._local.get(new[2][0])),
-                Side(
-                    "bare",
-                    lambda _: sum(len(message.payload) for message in self._bare_get(request, timeout=60)),
-                ),
             ],
             self._repeats,
         )
         yield self._row("data get warm", found["data"], "plain sockets", found["sockets"], "data")
-        yield self._row("tcp get warm", found["tcp"], "bare stream", found["bare"])
+        yield self._row("tcp get warm", found["tcp"], "plain sockets", found["sockets"])
         yield self._row("shared get warm", found["shared"], "in process", found["local"], "shared")
         yield from self._exists([key for batch in new[1] for key in batch])
 
@@ -180,11 +158,11 @@ class _SizeBench:
         ]
         found = medians(sides, self._repeats)
         for name in ("data", "tcp", "shared"):
-            yield Row(f"rpc {name} exists", self._size, len(keys), found[name])
+            yield speed(f"rpc {name} exists", self._size, len(keys), found[name])
 
     def _row(self, case: str, seconds: float, limit: str, limit_seconds: float, ratio: str = "") -> Row:
         target = Target(_RATIOS[ratio], Unit.RATIO) if ratio and self._size >= _FROM else None
-        return Row(
+        return speed(
             f"rpc {case}",
             self._size,
             self._buffers.count,

@@ -19,9 +19,9 @@ from tests.cli.store.test_samples import call
 from tiercache.errors import ConfigError, StorageError
 from tiercache_lab.bench.baselines import Copier, Piece, RawFile, pieces
 from tiercache_lab.bench.machine import machine
-from tiercache_lab.bench.plan import plan
+from tiercache_lab.bench.plan import Case, plan, rival_target_of, target_of
 from tiercache_lab.bench.rivals import RIVALS, Page, check_rival, open_rival
-from tiercache_lab.bench.rows import Case, Row, Target, Unit, rival_target_of, size_text, target_of
+from tiercache_lab.bench.rows import Target, Unit, size_text, speed
 from tiercache_lab.bench.subject import Buffers
 from tiercache_lab.bench.timing import Crew, Side, medians, split
 
@@ -86,7 +86,7 @@ def test_the_table_names_the_same_rows_and_what_they_depend_on(tmp_path):
     assert done.code == 0, done.err
     shown = [line.strip() for line in done.out.splitlines()]
     for name in NAMES:
-        assert any(line.startswith(f"{name.removeprefix('file ')} ") for line in shown), name
+        assert any(line.startswith(f"{name} ") for line in shown), name
     said = " ".join(done.out.split())
     assert f"{len(os.sched_getaffinity(0))} cores, Linux" in said
     assert "Durability power; calling threads: 3; medians of 1" in said
@@ -151,7 +151,7 @@ def test_a_reader_that_goes_away_leaves_nothing_behind(tmp_path):
         (["--backend", "tape"], "--backend 'tape' is not known; use file, lmdb"),
         (["--durability", "hope"], "--durability 'hope' is not known; use process, power"),
         (["--case", "get-warm,get-hot"], "--case 'get-hot' is not known"),
-        (["--beside", "files,tape"], "--beside 'tape' is not known; use files, lmcache, spoolcache"),
+        (["--beside", "files,tape"], "--beside 'tape' is not known; use files, lmcache"),
         (["--directory", "/dev/null"], "--directory /dev/null is not a directory"),
         (["--directory", "nowhere"], "--directory nowhere is not a directory"),
     ],
@@ -260,7 +260,7 @@ def test_a_rival_gives_back_what_it_was_given(tmp_path, name):
         pytest.skip(str(error))
     buffers = Buffers(65536, 3)
     batches = [[Page(f"{n}-{i}", view) for i, view in enumerate(buffers.views)] for n in range(2)]
-    with Crew(1) as crew, open_rival(name, tmp_path / name, buffers.size, crew, durable=False) as rival:
+    with Crew(1) as crew, open_rival(name, tmp_path / name, crew, durable=False) as rival:
         for batch in batches:
             rival.put(batch)
         buffers.wipe()
@@ -274,14 +274,13 @@ def test_a_rival_gives_back_what_it_was_given(tmp_path, name):
     assert {"syncs", "verifies"} <= set(rival.about.replace(",", "").split())
 
 
-@pytest.mark.parametrize(("name", "module"), [("lmcache", "lmcache_fs"), ("spoolcache", "token_files")])
-def test_a_rival_without_its_package_is_refused_in_one_sentence(tmp_path, monkeypatch, name, module):
-    monkeypatch.setitem(sys.modules, f"{name}.{module}", None)  # as if it were not installed
-    done = bench("--beside", f"files,{name}", "--directory", tmp_path)
+def test_a_rival_without_its_package_is_refused_in_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lmcache.lmcache_fs", None)  # as if it were not installed
+    done = bench("--beside", "files,lmcache", "--directory", tmp_path)
     assert done.code == 2
     said = " ".join(done.err.split())
-    assert f"--beside {name} cannot load the package {name}" in said
-    assert f"install it with pip install {name}, or leave it out of --beside" in said
+    assert "--beside lmcache cannot load the package lmcache" in said
+    assert "install it with pip install lmcache, or leave it out of --beside" in said
     assert (done.out, list(tmp_path.iterdir())) == ("", [])
 
 
@@ -291,21 +290,15 @@ def test_nothing_runs_beside_an_empty_list(tmp_path):
 
 
 def test_a_row_is_judged_by_the_unit_of_its_target():
-    fast = Row(
-        "x",
-        1 << 20,
-        128,
-        seconds=0.1,
-        payload=10**9,
-        limit="preadv",
-        limit_seconds=0.08,
-        target=Target(0.75, Unit.RATIO),
-    )
-    assert (fast.gbps, fast.limit_gbps, fast.ratio, fast.met) == (10.0, 12.5, pytest.approx(0.8), True)
-    assert not Row("x", 1 << 20, 128, 0.1, 10**9, "preadv", 0.07, Target(0.75, Unit.RATIO)).met
-    assert Row("x", 16384, 128, 128 * 20e-6, target=Target(20, Unit.MICROSECONDS)).met
-    assert not Row("x", 4096, 10**6, 2.1, target=Target(2, Unit.SECONDS)).met
-    assert Row("x", 4096, 1, 1.0).met is None
+    def met(seconds: float, objects: int, target: Target | None, limit: float = 0.0) -> bool | None:
+        return speed("x", 1 << 20, objects, seconds, 10**9, "preadv" if limit else "", limit, target).met
+
+    row = speed("x", 1 << 20, 128, 0.1, 10**9, "preadv", 0.08, Target(0.75, Unit.RATIO))
+    assert (row.figures["gbps"], row.figures["limit_gbps"], row.met) == (10.0, 12.5, True)
+    assert not met(0.1, 128, Target(0.75, Unit.RATIO), 0.07)
+    assert met(128 * 20e-6, 128, Target(20, Unit.MICROSECONDS))
+    assert not met(2.1, 10**6, Target(2, Unit.SECONDS))
+    assert met(1.0, 1, None) is None
 
 
 def test_targets_stand_where_the_project_has_some():
@@ -363,10 +356,10 @@ def test_a_daemon_is_measured_beside_its_limits(tmp_path):
     rows = rows_of(call("bench", "rpc", *options, ok=None))
     assert [(row["name"], row["limit"]) for row in rows] == [
         ("rpc data set", "plain sockets"),
-        ("rpc tcp set", "bare stream"),
+        ("rpc tcp set", "plain sockets"),
         ("rpc shared set", "in process"),
         ("rpc data get warm", "plain sockets"),
-        ("rpc tcp get warm", "bare stream"),
+        ("rpc tcp get warm", "plain sockets"),
         ("rpc shared get warm", "in process"),
         ("rpc data exists", None),
         ("rpc tcp exists", None),

@@ -313,7 +313,7 @@ def test_storage_tiers_are_compared_with_one_pool_and_with_lru(replay: Command, 
     assert "hvd in one pool" in done.out
     page = path.read_text()
     assert "nvme: 1GiB at 6 GB/s, policy lru; far: 8GiB at 6 GB/s, policy lru, write write_back" in page
-    assert "Per byte read" in page
+    assert "per read" in page
     rows = {row["policy"]: row for row in replay(*asked, "-o", "jsonl").rows}
     assert [*rows] == [
         "infinite", "hvd", "lru in every tier", "hvd in one pool", "clairvoyant"

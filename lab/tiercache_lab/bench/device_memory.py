@@ -1,30 +1,211 @@
-"""The device and host pools of one model, with objects in slots and blocks in random order."""
+"""Memory of `bench device`: a model's pools on the device and the host, with objects in random places."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from tiercache.core import CacheTransferUnits, PoolName
-from tiercache.errors import TransferError
-from tiercache.geometry import DTYPE_BITS, Geometry
+from tiercache.errors import ConfigError, TransferError
+from tiercache.geometry import DTYPE_BITS, Geometry, kv_geometry, state_geometry
+from tiercache.models.fields import Fields
+from tiercache.models.layer_kinds import LayerKind, every_nth
+from tiercache.models.profile import CONFIGS
 from tiercache.pools import DevicePool, HostArena, HostPool
 from tiercache.transfer.base import Ticket
-from tiercache.transfer.cuda import CudaEngine, Direction, Method
-from tiercache.transfer.cuda.copying import layer_groups
-from tiercache.transfer.descriptors import build_descriptors, join_descriptors
-from tiercache_lab.bench.device.ground import Ground, Work
-from tiercache_lab.bench.device.plan import Objects, Shapes
+from tiercache.transfer.cuda import Calibration, CudaDevice, CudaEngine, Direction, Method
+from tiercache.transfer.cuda.copying import CopySet, bus_blocks, layer_groups
+from tiercache.transfer.descriptors import Copies, build_descriptors, join_descriptors
+
+PAGE_SIZE: Final = 64
+"""Tokens per page."""
+_SHIFT: Final = 4099
+"""Distance in bytes between the starts of two consecutive fillings in the random bytes.
+
+Each filling of the device memory is a window of the same random bytes:
+
+    random bytes   |0 ..... 4099 ..... 8198 ...
+    filling 0      [----------------------)
+    filling 1            [----------------------)
+"""
+_SHIFTS: Final = 16
+"""Number of different fillings; the next filling is the first one again."""
+
 
 _ALIGN: Final = 256
 """Alignment of tensors in bytes, as in allocators of device memory."""
 _TIMEOUT_S: Final = 120.0
 """Seconds to wait for one transfer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """Geometries of one model."""
+
+    name: str
+    pages: Geometry
+    states: Geometry
+
+
+def shapes_of(name: str) -> Shapes:
+    """Return the geometries of pages and states of a model with attention in every n-th layer.
+
+    A page has 64 tokens. For each attention layer it has K and V of shape `[64, heads, dim]` in bfloat16. A
+    state has two tensors for each recurrent layer, as in engines. `conv` has the past inputs of the
+    convolution over q, k and v, `[channels, kernel - 1]` in bfloat16. `ssm` has the recurrent state,
+    `[value heads, key dim, value dim]` in float32.
+    """
+    config = CONFIGS[name]
+    fields = Fields(config.get("text_config", config), name)
+    kinds = every_nth(fields)
+    full = [n for n, kind in enumerate(kinds) if kind is LayerKind.FULL]
+    key_heads, heads, key_dim, dim, kernel = (
+        fields.count(f"linear_{part}")
+        for part in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    )
+    channels = 2 * key_heads * key_dim + heads * dim
+    parts = (("conv", (channels, kernel - 1), "bfloat16"), ("ssm", (heads, key_dim, dim), "float32"))
+    states = [(n, *part) for n, kind in enumerate(kinds) if kind is LayerKind.RECURRENT for part in parts]
+    return Shapes(
+        name,
+        kv_geometry(
+            full, fields.count("num_key_value_heads"), fields.count("head_dim"), "bfloat16", PAGE_SIZE
+        ),
+        state_geometry(states, PAGE_SIZE),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Objects:
+    """Numbers of pages and states."""
+
+    pages: int = 0
+    states: int = 0
+
+    @property
+    def count(self) -> int:
+        """Number of pages and states together."""
+        return self.pages + self.states
+
+    def nbytes(self, shapes: Shapes) -> int:
+        """Return the payload bytes of these objects for a model."""
+        return self.pages * shapes.pages.nbytes + self.states * shapes.states.nbytes
+
+    def of(self, pool: PoolName) -> int:
+        """Return the number of objects in one pool, KV or MAMBA."""
+        return {PoolName.KV: self.pages, PoolName.MAMBA: self.states}[pool]
+
+    def times(self, factor: int) -> Objects:
+        """Return both numbers multiplied by `factor`."""
+        return Objects(self.pages * factor, self.states * factor)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Copies, and the groups in which they are queued."""
+
+    copies: Copies
+    groups: tuple[slice, ...]
+
+
+class Mover:
+    """Stream of copies, and the resources that the copies need until they are done.
+
+    Thread safety: one thread at a time, with the device current.
+    """
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+        self._blocks = bus_blocks(device.card.multiprocessors)
+        self._resources = CopySet(device)
+        self._stream = device.create_stream(urgent=False)
+
+    def move(self, work: Work, methods: Sequence[Method]) -> None:
+        """Queue each group of copies by its method, and wait until all copies are done."""
+        groups = list(zip(work.groups, methods, strict=True))
+        queue = self._resources.queue(work.copies, groups, self._blocks, self._stream)
+        for rows, method in groups:
+            queue.put(rows, method)
+        self._device.synchronize_stream(self._stream)
+
+    def copy(self, source: int, destination: int, nbytes: int) -> None:
+        """Make one contiguous copy and wait until it is done."""
+        self._device.copy(source, destination, nbytes, self._stream)
+        self._device.synchronize_stream(self._stream)
+
+    def settle(self) -> None:
+        """Wait for copies that an error or Ctrl-C may have left under way."""
+        with suppress(RuntimeError):  # raised by a lost device, on which no copy runs any more
+            self._device.synchronize_stream(self._stream)
+
+    def close(self) -> None:
+        """Wait until all copies are done, then release the resources and the stream."""
+        self.settle()
+        with suppress(RuntimeError):  # raised by a lost device, whose error was raised before
+            self._resources.destroy()
+            self._device.destroy_stream(self._stream)
+
+
+class Ground:
+    """Memory for a benchmark, on the device and on the host.
+
+    There are `nbytes` bytes on the device, and two page-locked areas of about this size on the host. One is
+    for contiguous copies. The other has random bytes, with which the device memory is filled. Closing `stack`
+    releases all memory. Raises ConfigError if there is not enough memory.
+
+    Thread safety: one thread, with the device current.
+    """
+
+    def __init__(self, device: CudaDevice, calibration: Calibration, nbytes: int, stack: ExitStack) -> None:
+        self.device = device
+        self.calibration = calibration
+        try:
+            self.address = device.allocate(nbytes)
+            stack.callback(_release, device, self.address)
+            # Host memory for the contiguous copy, which is the limit for all other copies. It is allocated by
+            # the driver, because no other host memory is faster.
+            self.plain = device.allocate_host(nbytes)
+            self._noise = device.allocate_host(nbytes + _SHIFT * _SHIFTS)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"{nbytes >> 20} MiB of device memory and twice as much host memory are not available"
+                f" ({error}); lower --most"
+            ) from error
+        whole = len(self._noise) // 8 * 8
+        self._noise[:whole].view(np.uint64)[:] = np.random.default_rng(0).integers(
+            0, 1 << 64, whole // 8, np.uint64
+        )
+        self.mover = Mover(device)
+        stack.callback(self.mover.close)
+        self._turn = 0
+
+    def contiguous(self, direction: Direction, nbytes: int) -> None:
+        """Make one contiguous copy of `nbytes` bytes, the limit for other copies."""
+        ends = self.address, self.plain.ctypes.data
+        self.mover.copy(*(ends if direction is Direction.TO_HOST else ends[::-1]), nbytes)
+
+    def fill(self, nbytes: int) -> np.ndarray:
+        """Fill the first `nbytes` of the device memory with the next random bytes; return them as uint8."""
+        self._turn += 1
+        noise = self._noise[self._turn % _SHIFTS * _SHIFT :][:nbytes]
+        self.mover.copy(noise.ctypes.data, self.address, nbytes)
+        return noise
+
+    def read(self, nbytes: int) -> np.ndarray:
+        """Return the first `nbytes` of the device memory, read by one contiguous copy."""
+        self.plain[:nbytes] = 0
+        self.contiguous(Direction.TO_HOST, nbytes)
+        return self.plain[:nbytes]
+
+
+def _release(device: CudaDevice, address: int) -> None:
+    with suppress(RuntimeError):  # raised by a lost device
+        device.release(address)
 
 
 @dataclass(frozen=True, slots=True)
