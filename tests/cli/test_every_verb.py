@@ -29,7 +29,6 @@ COMMAND = [sys.executable, "-m", "tiercache.cli"]
 FORMATS = ("table", "json", "jsonl")
 LOOKS = (
     ["status"], ["ls"], ["ls", "--namespaces"], ["verify"], ["flush", "--all", "--dry-run"],
-    ["inspect", "--namespace", "NAMESPACE"],
     ["inspect", "KEY"], ["explain", "--tokens", "prompt.json"],
 )  # fmt: skip
 """Arguments of commands that work on a stopped store and on a daemon alike."""

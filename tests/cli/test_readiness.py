@@ -18,7 +18,7 @@ import pytest
 from tests.cli.store.test_samples import call
 from tests.cli.test_serve import serving
 from tiercache.cli import readiness
-from tiercache.cli.checks import warnings_about as check
+from tiercache.cli.readiness import warnings_about as check
 from tiercache.config.loading import load
 from tiercache.errors import ConfigError, StorageError
 from tiercache.memory import read_memory

@@ -19,7 +19,7 @@ from tests.cli.store.test_samples import call
 from tests.daemon.hosts import until
 from tests.examples import slow_after
 from tests.storage_backends.grpc.nodes import daemon_settings, scratch
-from tiercache.cli.checks import warnings_about as check
+from tiercache.cli.readiness import warnings_about as check
 from tiercache.cli.terminal import Exit, code_of
 from tiercache.config.models import Settings
 from tiercache.core import ObjectKey, Outcome

@@ -102,7 +102,7 @@ def check(
     warning (field warning), and a last line with summary.
     """
     # Imported here to keep --help fast, because --help needs none of these modules.
-    from tiercache.cli.checks import warnings_about
+    from tiercache.cli.readiness import warnings_about
     from tiercache.config.loading import DEFAULT_FILE, find_file, printable, resolve
 
     found = find_file(file)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from errno import EADDRINUSE
@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Final
 
 from tiercache.cli.store.target import LOCAL, listener
 from tiercache.cli.terminal import clean
-from tiercache.config.rules import SOCKETS
+from tiercache.config.files import check_certificates, check_files
+from tiercache.config.rules import SOCKETS, warnings
 from tiercache.config.urls import section_of
 from tiercache.errors import ConfigError, StorageError
 from tiercache.memory import read_memory
@@ -38,6 +39,19 @@ _TIER_S: Final = 10.0
 """Seconds within which the directory of a chain's tier must answer."""
 _BACKLOG: Final = 1
 """Maximum number of waiting connections at a port that is bound only for the check."""
+
+
+def warnings_about(settings: Settings, *, files: bool = True, ports: bool = True) -> list[str]:
+    """Check that a configuration can be served here now, for `config check` and `serve`; return warnings.
+
+    `files`, `ports`: also check files with secrets and certificates, and that addresses and sockets are free.
+    """
+    checks: list[Callable[[Settings], Iterable[str] | None]] = [
+        *([check_files, check_certificates] if files else []),
+        check_directories, check_sockets, check_store, warnings, check_memory, check_quotas,
+        *([check_ports] if ports else []),
+    ]  # fmt: skip
+    return [warning for check in checks for warning in check(settings) or ()]
 
 
 def require_memory(*wanted: tuple[str, int]) -> Iterator[str]:

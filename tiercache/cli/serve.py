@@ -120,7 +120,7 @@ def serve(
     from tiercache.daemon import StorageServer
 
     # isort: split
-    from tiercache.cli.checks import warnings_about
+    from tiercache.cli.readiness import warnings_about
     from tiercache.config.loading import find_file, load
     from tiercache.daemon.process import Notifier
 

@@ -94,9 +94,9 @@ VERBS: Final = {
     "report": Verb(
         f"{_STORE}.report:report", "Show what each tenant of a daemon stored, read and saved, by day or hour."
     ),
-    "ls": Verb(f"{_STORE}.ls:ls", "List the stored objects."),
+    "ls": Verb(f"{_STORE}.objects:ls", "List the stored objects."),
     "inspect": Verb(
-        f"{_STORE}.inspect:inspect", "Show one page and its objects, or the tree of a namespace."
+        f"{_STORE}.objects:inspect", "Show one page, its objects, and what is above and below it."
     ),
     "explain": Verb(
         f"{_STORE}.explain:explain",

@@ -101,7 +101,7 @@ class Reload:
             removed.difference_update(self._access.tenants)
             self._calls.slow = settings.log.slow_call
             names = {"at_next_start": sorted(waiting), "removed": sorted(removed), "quotas": quotas}
-            self._calls.end("reload", "done", **{key: ", ".join(found) for key, found in names.items()})
+            self._calls.end("reload", "done", None, **{key: ", ".join(found) for key, found in names.items()})
 
         return sorted(waiting), apply
 

@@ -1,4 +1,4 @@
-"""`inspect`: pages and namespaces, with what is missing and what nothing can reach."""
+"""`inspect`: pages, with what is missing and what nothing can reach."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 
 import numpy as np
 import pytest
-from rich.tree import Tree
 
 from tests.cli.store.test_samples import (
     ACME,
@@ -28,9 +27,7 @@ from tests.cli.store.test_samples import (
 )
 from tests.examples import slow_after
 from tiercache.cli.store.forest import Forest
-from tiercache.cli.store.inspect import add_runs, runs_of
 from tiercache.cli.store.reasons import follow
-from tiercache.cli.terminal import console
 from tiercache.core import ObjectKey, ObjectMeta, PoolName, as_tokens
 from tiercache.keys import namespace_of, page_keys
 from tiercache.storage.base import NamespaceRecord, ScanEntry
@@ -93,24 +90,6 @@ def test_a_corrupt_object_is_exit_code_4(tmp_path):
     assert "CORRUPT" in call("inspect", page.hex(), "--verify", "-s", path, ok=4).out, "and it says so again"
 
 
-def test_the_tree_of_a_namespace_draws_runs_together(tmp_path):
-    path = make_store("file", tmp_path / "s")
-    found = call("inspect", "--namespace", "acme", "-s", path, "-o", "json").document
-    assert [(run["first_depth"], run["last_depth"], run["parent_run"]) for run in found["runs"]] == [
-        (1, 5, None),
-        (6, 10, 0),
-        (6, 11, 0),
-    ]
-    assert [run["states"][0]["depths"] for run in found["runs"]] == [[4, 5], [8], [8]]
-    assert found["runs"] == call("inspect", "--namespace", "acme", "-s", path, "-o", "jsonl").lines
-    drawn = call("inspect", "--namespace", "acme", "-s", path).out
-    assert "pages 1..5 kv; mamba at 4..5" in drawn
-    assert "branch, pages 6..10 kv" in drawn
-    assert "and 2 more" in call("inspect", "--namespace", "acme", "-s", path, "--limit", 1).out
-    remove("file", path, kv(keys_of(PROMPT)[6]))
-    assert "ORPHAN" in call("inspect", "--namespace", "acme", "-s", path).out
-
-
 @pytest.mark.parametrize("count", slow_after(1, [10_000, 100_000]))
 def test_thousands_of_pages_need_no_recursion(count):
     tokens = as_tokens(np.arange(count * PAGE, dtype=np.uint64))
@@ -122,14 +101,7 @@ def test_thousands_of_pages_need_no_recursion(count):
     forest = Forest(entries)
     assert forest.orphans() == []
     assert len(forest.chain(pages[-1])) == len(pages) - 1
-    runs = runs_of(forest, forest.roots)
-    assert len(runs) == 2 * len(pages[::10]) + 1
-    assert [run.start for run in runs if run.last.key == pages[-1]] == [count - 8]
     assert follow(forest, ACME, tokens, PAGE, pages).restorable()[1][-1] == (count - 1) // 7 * 7 + 1
-    tree = Tree("x")
-    add_runs(tree, runs, 500)
-    with console().capture():
-        console().print(tree)
     assert len(forest.removal_order(entries)) == len(entries)
     # A gap near the root cuts everything behind it off.
     lost = Forest([entry for entry in entries if entry.key != entries[50].key])
@@ -156,7 +128,6 @@ def test_pages_that_go_round_in_a_circle_do_not_hang_anybody():
     assert set(forest.below([a])) == {a, b, c}
     assert forest.end_of(c)[0] == "missing"
     assert len(forest.removal_order([*forest.orphans()])) == 4
-    assert runs_of(forest, forest.roots) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -178,10 +149,6 @@ def test_states_without_pages_are_no_orphans(kind, tmp_path):
     assert found["restorable_depths"] == [[3, 3], [7, 7]], "one token is left to compute"
     assert [layout["present"] for layout in found["tiers"][0]["layouts"]] == [[[3, 3], [7, 7], [10, 10]]]
     assert "up to page 7 (28 tokens)" in call(*explain).out
-    tree = call("inspect", "--namespace", "alone", "-s", path)
-    assert "0 pages, 3 states" in tree.out
-    assert "page 7 no pages are kept; mamba at 7" in tree.out
-    assert not any(word in tree.out for word in ("ORPHAN", "not stored"))
     page = call("inspect", keys[6].hex(), "-s", path, "--verify")
     assert "above: 0 pages up to the root" in page.out
     assert page.out.count("verified") == 1

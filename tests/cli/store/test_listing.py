@@ -27,7 +27,7 @@ from tests.cli.store.test_samples import (
     store_sequence,
 )
 from tests.examples import slow_after
-from tiercache.cli.store.options import make_filter
+from tiercache.cli.store.selection import make_filter
 from tiercache.cli.terminal import count_text, ranges_text
 from tiercache.config.models import Settings
 from tiercache.core import ObjectMeta
@@ -185,7 +185,7 @@ def test_a_namespace_that_nobody_registered_is_found_by_its_digits(tmp_path):
         store_sequence(store, PROMPT)
     assert len(call("ls", "-s", tmp_path / "s", "--namespace", ACME.hex()[:6], "-o", "jsonl").lines) == 10 + 3
     assert call("ls", "-s", tmp_path / "s", "--namespaces", "-o", "json").document[0]["label"] == "unnamed"
-    assert "unnamed" in call("inspect", "--namespace", ACME.hex()[:6], "-s", tmp_path / "s").out
+    assert "unnamed" in call("ls", "--namespaces", "--namespace", ACME.hex()[:6], "-s", tmp_path / "s").out
 
 
 @pytest.mark.parametrize("kind", KINDS)

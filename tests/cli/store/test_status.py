@@ -20,7 +20,7 @@ from tests.cli.store.test_samples import call
 from tests.daemon.hosts import until
 from tests.daemon.test_page import HOSTILE, daemon, usage
 from tests.daemon.web import ask
-from tiercache.cli.store.picture import silence_text, spark
+from tiercache.cli.store.status import silence_text, spark
 from tiercache.daemon import StorageServer
 from tiercache.daemon.status.document import StatusDocument
 from tiercache.errors import RefusedError, UnavailableError

@@ -261,17 +261,11 @@ def _spaces(tmp_path):
         ),
         (["ls", "-s", "{}/s", "--older", "yesterday"], "--older: 'yesterday' is not a duration"),
         (["ls", "-s", "{}/s", "--older", "2h", "--newer", "1h"], "--newer must be the longer time"),
-        (["inspect", "-s", "{}/s"], "needs either a page KEY or a --namespace"),
+        (["inspect", "-s", "{}/s"], "missing argument 'KEY'"),
         (["inspect", "xyz", "-s", "{}/s"], "KEY 'xyz' is not hex"),
         (["inspect", "0" * 64, "-s", "{}/s"], "matches no stored page"),
         (["inspect", "0" * 70, "-s", "{}/s"], "and an object's key"),
         (["inspect", "0" * 130, "-s", "{}/s"], "has 130 digits"),
-        (
-            ["inspect", "--namespace", "qwen3", "-s", "{}/s"],
-            "matches 2 namespaces; give more digits or letters of one",
-        ),
-        (["inspect", "ab", "--namespace", "acme", "-s", "{}/s"], "needs either a page KEY or a --namespace"),
-        (["inspect", "--namespace", "acme", "--verify", "-s", "{}/s"], "--verify needs a KEY"),
         (
             ["explain", "--tokens", "{}/tokens", "--text", "x", "-s", "{}/s"],
             "--tokens and --text are 2 prompts",
@@ -347,11 +341,12 @@ def test_what_a_store_says_cannot_steer_a_terminal(tmp_path):
     with open_store("lmdb", path) as store:
         store.register_namespace(NamespaceRecord(namespace_of(evil), evil.public_record()))
         store_sequence(store, PROMPT[:8], namespace=namespace_of(evil))
+    page = call("ls", "-s", path, "-o", "jsonl").lines[0]["page_key"]
     for verb in (
         ["status"],
         ["ls"],
         ["ls", "--namespaces"],
-        ["inspect", "--namespace", "next"],
+        ["inspect", page],
         ["verify"],
         ["flush", "--all", "--dry-run"],
     ):

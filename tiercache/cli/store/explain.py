@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from tiercache.cli.store.forest import Forest
-from tiercache.cli.store.names import Namespaces
-from tiercache.cli.store.options import MacKeyOption, StoresOption
 from tiercache.cli.store.prompt import (
     ExtraOption,
     TextFileOption,
@@ -32,6 +30,7 @@ from tiercache.cli.store.reasons import (
     moment,
     sentence,
 )
+from tiercache.cli.store.selection import MacKeyOption, Namespaces, StoresOption
 from tiercache.cli.store.target import opened, resolve_all
 from tiercache.cli.terminal import (
     SHORTER,

@@ -14,14 +14,18 @@ import typer
 
 from tiercache.cli.store.batches import check_removable, remove
 from tiercache.cli.store.forest import Forest
-from tiercache.cli.store.names import KEY_DIGITS, Namespaces, check_hex, object_record, one_key
-from tiercache.cli.store.options import (
+from tiercache.cli.store.objects import object_record
+from tiercache.cli.store.selection import (
+    KEY_DIGITS,
     Filter,
     MacKeyOption,
+    Namespaces,
     OlderOption,
     PoolOption,
     StoresOption,
+    check_hex,
     make_filter,
+    one_key,
 )
 from tiercache.cli.store.target import Target, opened, resolve_all
 from tiercache.cli.terminal import (

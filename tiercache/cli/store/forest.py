@@ -8,9 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from tiercache.cli.store.names import is_attached
 from tiercache.core import PoolName
 from tiercache.storage.base import ScanEntry
+
+
+def is_attached(entry: ScanEntry) -> bool:
+    """Return whether an object is attached to a page, as a state is; False for a page itself."""
+    # The parent of a state is its own page, so both have the same page key.
+    return entry.meta.parent == entry.key.page_key
 
 
 @dataclass(slots=True)

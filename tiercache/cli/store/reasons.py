@@ -19,8 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tiercache.cli.store.forest import Forest
-from tiercache.cli.store.names import is_attached
+from tiercache.cli.store.forest import Forest, is_attached
 from tiercache.cli.terminal import clean, count_text, ranges_text
 from tiercache.core import (
     HitPolicy,

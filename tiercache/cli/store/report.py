@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from tiercache.cli.store.options import StoreOption
+from tiercache.cli.store.selection import StoreOption
 from tiercache.cli.store.target import opened, resolve_daemon
 from tiercache.cli.terminal import Output, OutputOption, clean, console, document, line, safe, table
 from tiercache.config import parse_duration

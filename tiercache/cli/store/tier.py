@@ -11,8 +11,8 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from tiercache.cli.store.options import StoreOption
-from tiercache.cli.store.picture import tier_table
+from tiercache.cli.store.selection import StoreOption
+from tiercache.cli.store.status import tier_table
 from tiercache.cli.store.target import Target, opened, resolve_daemon
 from tiercache.cli.terminal import Output, OutputOption, clean, console, document, progress, records
 from tiercache.errors import ConfigError, RefusedError

@@ -13,8 +13,8 @@ import typer
 
 from tiercache.cli.store.batches import Checked, ObjectReader, check_removable, remove
 from tiercache.cli.store.forest import Forest
-from tiercache.cli.store.names import object_record
-from tiercache.cli.store.options import (
+from tiercache.cli.store.objects import object_record
+from tiercache.cli.store.selection import (
     DepthOption,
     Filter,
     MacKeyOption,
