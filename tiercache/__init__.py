@@ -1,13 +1,14 @@
 """tiercache: hierarchical offload of KV pages and recurrent states for hybrid language models.
 
 The names in `__all__` are the public surface of the core. The module of a name is imported when the name is
-first used; importing this package imports no other module of tiercache.
+first used; importing this package imports no other module of tiercache. `Worker` needs the extra `worker`.
 """
 
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 if _TYPE_CHECKING:
+    from tiercache.controller import HybridCacheController
     from tiercache.core import (
         CacheTransferUnits,
         HitPolicy,
@@ -20,7 +21,9 @@ if _TYPE_CHECKING:
         restorable_prefixes,
     )
     from tiercache.geometry import Geometry
+    from tiercache.integrations.transformers import Worker
     from tiercache.keys import Identity, namespace_of, page_keys
+    from tiercache.storage import HybridStorage, open_backend
 
 __version__ = "0.1.0"
 
@@ -28,6 +31,8 @@ __all__ = [
     "CacheTransferUnits",
     "Geometry",
     "HitPolicy",
+    "HybridCacheController",
+    "HybridStorage",
     "Identity",
     "Outcome",
     "PoolName",
@@ -35,12 +40,23 @@ __all__ = [
     "PoolTransferResult",
     "Reason",
     "Tier",
+    "Worker",
     "__version__",
     "namespace_of",
+    "open_backend",
     "page_keys",
     "restorable_prefixes",
 ]
-_ELSEWHERE = {"Geometry": "geometry", "Identity": "keys", "namespace_of": "keys", "page_keys": "keys"}
+_ELSEWHERE = {
+    "Geometry": "geometry",
+    "HybridCacheController": "controller",
+    "HybridStorage": "storage",
+    "Identity": "keys",
+    "Worker": "integrations.transformers",
+    "namespace_of": "keys",
+    "open_backend": "storage",
+    "page_keys": "keys",
+}
 """Modules of the public names that are not in `core`."""
 
 
