@@ -48,15 +48,10 @@ __all__ = [
     "restorable_prefixes",
 ]
 _ELSEWHERE = {
-    "Geometry": "geometry",
-    "HybridCacheController": "controller",
-    "HybridStorage": "storage",
-    "Identity": "keys",
+    "HybridCacheController": "controller", "HybridStorage": "storage", "open_backend": "storage",
+    "Geometry": "geometry", "Identity": "keys", "namespace_of": "keys", "page_keys": "keys",
     "Worker": "integrations.transformers",
-    "namespace_of": "keys",
-    "open_backend": "storage",
-    "page_keys": "keys",
-}
+}  # fmt: skip
 """Modules of the public names that are not in `core`."""
 
 

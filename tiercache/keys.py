@@ -23,7 +23,7 @@ import msgpack
 import numpy as np
 from blake3 import blake3
 
-from tiercache.core import ObjectKey, PoolName, TokenArray
+from tiercache.core import ObjectKey, PoolName, TokenArray, as_tokens
 from tiercache.errors import InputError
 
 KEY_BYTES: Final = 32
@@ -100,12 +100,13 @@ def page_keys(
     The tokens follow the page with the key `parent`. If `parent` is empty, the tokens begin the sequence.
 
     `extra` comes from `sequence_extra` and must be the same for the whole sequence. The call takes about 1 us
-    a page.
+    a page. Tokens that are no `TokenArray` are made one (`as_tokens`).
     """
     # Input of one page's hash, keyed with the namespace:
     #   | parent's digest | tokens of the page | length of extra | extra |       the last two only with extra
     #   | 32 bytes        | 8 bytes each       | 4 bytes         |       |
     tail = len(extra).to_bytes(4, "little") + extra if extra else b""
+    tokens = as_tokens(tokens)
     data = tokens.view(np.uint8).data
     step = page_size * 8
     fresh = blake3(key=namespace).copy  # a copy takes 0.2 us, a new keyed hasher 0.4 us

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tiercache.core import PoolName, as_tokens
-from tiercache.errors import InputError
+from tiercache.errors import InputError, TokenError
 from tiercache.geometry import Geometry, kv_geometry, mla_geometry, state_geometry
 from tiercache.keys import (
     Identity,
@@ -33,6 +33,14 @@ def test_golden_namespace():
 def test_golden_page_keys():
     keys = page_keys(namespace_of(IDENTITY), as_tokens(range(200)), 64)
     assert [k.hex() for k in keys] == GOLDEN["pages"]
+
+
+@pytest.mark.parametrize("tokens", [list(range(200)), range(200), np.arange(200, dtype=np.int32)])
+def test_page_keys_take_what_is_taken_as_tokens_elsewhere(tokens):
+    namespace = namespace_of(IDENTITY)
+    assert page_keys(namespace, tokens, 64) == page_keys(namespace, as_tokens(range(200)), 64)
+    with pytest.raises(TokenError, match="must be integers"):
+        page_keys(namespace, [0.5] * 64, 64)
 
 
 def test_golden_page_keys_at_the_ends_of_the_range_and_with_extra():

@@ -88,6 +88,33 @@ class HybridCacheController:
 
     Thread safety: one owner thread, the engine's. Copies and storage calls run on other threads, which post
     events. Every method first applies the events that have come in.
+
+    A model of one layer of attention, of which nothing is computed here (`examples/own_engine.py` does):
+
+        >>> import torch
+        >>> from tiercache.pools import HostArena
+        >>> from tiercache.pools.device import page_geometry_of
+        >>> from tiercache.storage import open_backend
+        >>> tensors = {(0, "k"): torch.zeros(1024, 8), (0, "v"): torch.zeros(1024, 8)}  # 1,024 tokens
+        >>> pool = DevicePool.from_tensors(page_geometry_of(tensors, 16), tensors)
+        >>> controller = HybridCacheController(
+        ...     Identity("toy", "1", "float32", "float32", "float32", page_size=16),
+        ...     {PoolName.KV: pool},
+        ...     HostArena(1 << 20, block_bytes=4096),
+        ...     open_backend("memory://"),
+        ... )
+        >>> for _ in range(2):
+        ...     admission = controller.admit(controller.lookup(range(100)))
+        ...     print("restored up to", admission.wait().depth)
+        ...     admission.wait_layer(0)  # compute from there on, into these slots: admission.pages
+        ...     table = controller.commit(admission, range(100), {})
+        ...     controller.release(admission)
+        restored up to 0
+        restored up to 96
+        >>> controller.flush(30)
+        True
+        >>> controller.close()
+        True
     """
 
     def __init__(

@@ -36,6 +36,15 @@ class CheckpointRules:
     """Rules for the depths at which states are taken.
 
     The defaults did best in measurements (docs/policies.md).
+
+    A prompt of 1,000 tokens leaves the known paths after ten pages of 16 tokens; then it is asked again:
+
+        >>> {16 * page: kind.name for page, kind in checkpoint_depths(0, 10, 1000, page_size=16).items()}
+        {160: 'BRANCH', 992: 'PROMPT'}
+        >>> checkpoint_depths(62, 62, 1000, page_size=16)
+        {}
+        >>> checkpoints_named("every:512").every
+        512
     """
 
     branch: bool = True

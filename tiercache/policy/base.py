@@ -211,6 +211,24 @@ class Policy(ABC):
     """Base of eviction policies, which rank evictable units.
 
     Thread safety: only the thread of the owner (the index or the store) calls it.
+
+    A policy that keeps what was made first, in an index that has three sequences of one page:
+
+        >>> from tiercache.core import PoolName, as_tokens
+        >>> from tiercache.index import HybridIndex
+        >>> class First(Policy):
+        ...     name = "first"
+        ...     steady = True
+        ...
+        ...     def rank(self, units: Units) -> Ranks:
+        ...         return -units.created.astype(np.float64)
+        >>> index = HybridIndex(
+        ...     page_size=2, namespace=bytes(32), page_pools=[PoolName.KV], state_pools=[], policy=First()
+        ... )
+        >>> for slot in (0, 1, 2):
+        ...     _ = index.insert(as_tokens([slot, 7]), {PoolName.KV: np.array([slot])})
+        >>> index.evict_device({PoolName.KV: 1}).freed[PoolName.KV]
+        array([2])
     """
 
     name: ClassVar[str]

@@ -344,6 +344,22 @@ class StorageBackend(ABC):
 
     Thread safety: every method may be called from any number of threads at once; `close` waits for calls that
     are under way.
+
+    Store an object, and read it into memory of one's own:
+
+        >>> from tiercache.core import ObjectMeta, PoolName
+        >>> from tiercache.keys import object_key
+        >>> from tiercache.storage import GetItem, SetItem, open_backend
+        >>> key = object_key(PoolName.KV, layout=bytes(32), page_key=b"p" * 32)
+        >>> meta = ObjectMeta(namespace=b"a model", length=5, checksum=b"")
+        >>> buffer = bytearray(5)
+        >>> with open_backend("memory://") as store:
+        ...     store.set([SetItem(key, [memoryview(b"hello")], meta)])
+        ...     store.get([GetItem(key, [memoryview(buffer)], length=5)])
+        [<Outcome.STORED: 'stored'>]
+        [<Outcome.HIT: 'hit'>]
+        >>> bytes(buffer)
+        b'hello'
     """
 
     @property

@@ -218,6 +218,28 @@ class HybridStorage:
 
     Thread safety: register the pools first; then any thread may call. During a call the handles in its
     transfers must stay allocated, and the payloads of a set must not change.
+
+    Three pages go to a store, and are found there as the beginning of a longer prompt:
+
+        >>> from tiercache import Identity, PoolTransfer, namespace_of, open_backend, page_keys
+        >>> from tiercache.geometry import kv_geometry
+        >>> from tiercache.pools import HostArena, HostPool
+        >>> from tiercache.storage import NamespaceRecord
+        >>> namespace = namespace_of(Identity("toy", "1", "float32", "float32", "float32", page_size=16))
+        >>> pool = HostPool(
+        ...     kv_geometry(layers=[0], kv_heads=1, head_dim=8, dtype="float32", page_size=16),
+        ...     HostArena(1 << 20, block_bytes=4096),
+        ... )
+        >>> hybrid = HybridStorage(
+        ...     open_backend("memory://"), namespace=NamespaceRecord(namespace, {"model": "toy"})
+        ... )
+        >>> hybrid.register_pool(pool)
+        >>> keys = page_keys(namespace, range(64), page_size=16)
+        >>> handles = pool.alloc(3)
+        >>> hybrid.batch_set_v2([PoolTransfer(PoolName.KV, keys[:3], handles)])[PoolName.KV][2]
+        <Outcome.STORED: 'stored'>
+        >>> hybrid.batch_exists_v2(keys, [PoolTransfer(PoolName.KV)]).restorable_prefix_pages
+        (1, 2, 3)
     """
 
     def __init__(

@@ -40,6 +40,15 @@ def open_backend(spec: Spec, *, env: Env | None = None) -> StorageBackend:
     """Open the store that `spec` describes.
 
     Raises ConfigError for a bad spec, StorageError if the store cannot be opened.
+
+    A URL names a store, a list of URLs a chain of tiers, the fastest first:
+
+        >>> with open_backend("memory://?capacity=64MiB") as store:
+        ...     store.usage().capacity_bytes
+        67108864
+        >>> with open_backend(["memory://?capacity=16MiB", "memory://?capacity=1GiB&tier_name=far"]) as chain:
+        ...     [tier.name for tier in chain.usage().tiers]
+        ['memory', 'far']
     """
     kind, section = _parts(spec)
     return kind.from_config(section, StoreContext(env or Env()))

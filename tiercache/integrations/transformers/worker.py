@@ -83,6 +83,21 @@ class Worker:
     over several devices, and ConfigError for a device that is not served or has no room.
 
     Thread safety: one owner thread.
+
+    A small model with random weights:
+
+        >>> from transformers import AutoModelForCausalLM, Qwen3NextConfig
+        >>> config = Qwen3NextConfig(
+        ...     vocab_size=256, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+        ...     num_key_value_heads=2, head_dim=16, intermediate_size=128, moe_intermediate_size=32,
+        ...     shared_expert_intermediate_size=32, num_experts=4, num_experts_per_tok=2,
+        ...     linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+        ...     linear_value_head_dim=16, layer_types=["linear_attention", "full_attention"],
+        ... )
+        >>> model = AutoModelForCausalLM.from_config(config).eval()
+        >>> with Worker(model, device_bytes="8MiB", host_bytes="8MiB", storage="memory://") as worker:
+        ...     [worker.serve(range(200), 4).restored for _ in range(2)]
+        [0, 192]
     """
 
     def __init__(
