@@ -38,7 +38,7 @@ from tiercache.storage.gate import CallGate
 from tiercache.storage.residents import Residents, parents_first
 from tiercache.storage.restorable import Admissibility
 from tiercache.storage.shares import INDEX_BYTES, Footprint, Shares, Writer
-from tiercache.storage.vectors import take, usable
+from tiercache.storage.vectors import copy_out, take, usable
 
 _SCAN_PAGE: Final = 1024
 """Maximum number of entries per page of a scan."""
@@ -245,9 +245,7 @@ class MemoryBackend(StorageBackend):
             with self._mutex:
                 self._corrupt += self._drop(found)
             return Outcome.CORRUPT
-        for view in take(item.buffers, 0, item.length):
-            view[:] = payload[: view.nbytes]
-            payload = payload[view.nbytes :]
+        copy_out(payload, item.buffers)
         return Outcome.HIT
 
     def _set(self, item: SetItem, *, refused: bool) -> Outcome:

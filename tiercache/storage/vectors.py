@@ -63,6 +63,22 @@ def take(buffers: Sequence[memoryview], start: int, stop: int) -> list[memoryvie
     return views
 
 
+def copy_in(target: memoryview, buffers: Sequence[memoryview]) -> None:
+    """Fill `target` with the first bytes of `buffers`, which has at least as many."""
+    at = 0
+    for view in take(buffers, 0, target.nbytes):
+        target[at : at + view.nbytes] = view
+        at += view.nbytes
+
+
+def copy_out(source: memoryview, buffers: Sequence[memoryview], start: int = 0) -> None:
+    """Copy all bytes of `source` into `buffers`, from the byte `start` of them on."""
+    at = 0
+    for view in take(buffers, start, start + source.nbytes):
+        view[:] = source[at : at + view.nbytes]
+        at += view.nbytes
+
+
 def zero_tail(buffers: Sequence[memoryview], length: int) -> None:
     """Overwrite all bytes after the first `length` with zeros."""
     for view in take(buffers, length, total(buffers)):

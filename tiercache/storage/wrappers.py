@@ -161,6 +161,27 @@ def decide(
     return [next(answers) if known is None else known for known in verdicts]
 
 
+def store_once(
+    items: Sequence[SetItem], store: Callable[[Sequence[SetItem]], list[Outcome]]
+) -> list[Outcome]:
+    """Store the first item of each key; return the outcomes of all items.
+
+    A further item of the same key is a HIT if the first item was STORED. Otherwise it has the outcome of the
+    first item.
+    """
+    first: dict[bytes, int] = {}  # position of the first item of each key
+    for number, item in enumerate(items):
+        first.setdefault(item.key.digest, number)
+    outcomes = store([items[number] for number in first.values()]) if first else []
+    answers = dict(zip(first, outcomes, strict=True))
+
+    def answer(number: int, digest: bytes) -> Outcome:
+        found = answers[digest]
+        return Outcome.HIT if found is Outcome.STORED and first[digest] != number else found
+
+    return [answer(number, item.key.digest) for number, item in enumerate(items)]
+
+
 class StoreMetrics(Families):
     """Metric families of stores (`metrics.table.STORE`), in which the label `store` names the store.
 

@@ -169,7 +169,7 @@ class GetBatch(_Batch[GetItem]):
                 self._read(below, elsewhere)
         finally:
             # Wait in any case: the call uses the caller's buffers.
-            answers = pending.outcomes() if pending is not None else []
+            answers = pending() if pending is not None else []
         if pending is None:
             return
         missed: list[int] = []

@@ -7,21 +7,18 @@ attached memory, whose owner is told to withhold the places, and private memory,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from threading import Lock
-from typing import Final, TypeVar
+from typing import Final, Generic, TypeVar
 
 import numpy as np
 
 from tiercache.core import BLOCK_ALIGN, Outcome
-from tiercache.storage.attached import AttachedMemory, SharedExtent, locate, quarantine
+from tiercache.storage.attached import AttachedMemory, SharedExtent, align, locate, quarantine
 from tiercache.storage.base import GetItem, SetItem, meta_of
-from tiercache.storage.vectors import address_of, take
+from tiercache.storage.vectors import address_of, copy_in, copy_out
 
 Item = TypeVar("Item", GetItem, SetItem)
-
-Payload = tuple[Sequence[memoryview], int]
-"""Buffers of an object, and the bytes of them that are its payload."""
-
 
 _MAX_KEPT: Final = 128 << 20
 """Maximum bytes of private memory that a tier keeps between calls."""
@@ -58,50 +55,35 @@ class PrivateMemory:
                 self._free.pop(0)
 
 
-class Loan:
-    """Buffers of one batch, lent to a call that may be given up.
+class Loan(Generic[Item]):
+    """Buffers of one batch, lent to a call that may be given up: pass `items` to the store.
 
-    `buffers` has the buffers to pass to the store, one sequence per item. After a call that has ended, call
-    `end`; when the call is given up, call `give_up` instead. `is_private`: whether the buffers are copies, so
-    that the caller's own stay free.
+    Items are lent as they are if they are all in attached memory, and with private memory otherwise. After a
+    call that has ended, call `end`; when the call is given up, call `give_up` instead.
 
     Thread safety: one thread at a time.
     """
 
     def __init__(
-        self, payloads: Sequence[Payload], memories: Sequence[AttachedMemory], private: PrivateMemory
+        self, given: Sequence[Item], memories: Sequence[AttachedMemory], private: PrivateMemory
     ) -> None:
+        self._given: Final[Sequence[Item]] = given
         self._memories: Final = memories
         self._private: Final = private
-        self._extents: Final = _extents(payloads, memories)
-        self.is_private: Final = self._extents is None
+        self._extents: Final = _extents(given, memories)
         self._memory: memoryview | None = None
-        self.buffers: Final = (
-            self._split([length for _, length in payloads])
-            if self._extents is None
-            else [buffers for buffers, _ in payloads]
-        )
+        self._views: Final[list[memoryview]] = self._split() if self._extents is None else []
+        """Private memory of each item; empty if the items are lent as they are."""
+        self.items: Sequence[Item] = given
+        if self._views:
+            lent = zip(given, self._views, strict=True)
+            self.items = [item._replace(buffers=[view]) for item, view in lent]
 
     def end(self) -> None:
         """Give private memory back, for later calls."""
         if self._memory is not None:
             self._private.give(self._memory)
             self._memory = None
-
-    def _split(self, lengths: Sequence[int]) -> list[Sequence[memoryview]]:
-        """Return one private buffer per payload, each at an address that direct I/O can use.
-
-        payload 0: 5000 bytes         payload 1: 4096 bytes
-        |0 ........ 5000 | padding    |8192 ......... 12288|
-        """
-        sizes = [-(-length // BLOCK_ALIGN) * BLOCK_ALIGN for length in lengths]
-        self._memory = self._private.take(sum(sizes))
-        views: list[Sequence[memoryview]] = []
-        at = 0
-        for size in sizes:
-            views.append([self._memory[at : at + size]])
-            at += size
-        return views
 
     def give_up(self) -> Callable[[], None]:
         """Withhold attached buffers from their owner; return the function that ends this."""
@@ -113,69 +95,59 @@ class Loan:
 
         return end
 
+    def _split(self) -> list[memoryview]:
+        """Return private memory for each item, at addresses that direct I/O can use.
 
-class LentGets(Loan):
-    """Buffers of a get: pass `items` to the store, and then its outcomes to `collect`."""
+        item 0: 5000 bytes            item 1: 4096 bytes
+        |0 ........ 5000 | padding    |8192 ......... 12288|
+        """
+        sizes = [align(_length(item)) for item in self._given]
+        self._memory = memory = self._private.take(sum(sizes))
+        return [memory[stop - size : stop] for stop, size in zip(accumulate(sizes), sizes, strict=True)]
 
-    def __init__(
-        self, given: Sequence[GetItem], memories: Sequence[AttachedMemory], private: PrivateMemory
-    ) -> None:
-        super().__init__([(item.buffers, item.length) for item in given], memories, private)
-        self.given: Final = given
-        self.items: Final = _lent(given, self.buffers)
+
+class LentGets(Loan[GetItem]):
+    """Buffers of a get; pass the store's outcomes to `collect`."""
 
     def collect(self, outcomes: Sequence[Outcome]) -> None:
         """Copy the payloads that are HIT from private memory into the caller's buffers, and end."""
-        if self.is_private:
-            for item, [source], outcome in zip(self.given, self.buffers, outcomes, strict=True):
+        if self._views:
+            for item, view, outcome in zip(self._given, self._views, outcomes, strict=True):
                 if outcome is Outcome.HIT:
-                    for target in take(item.buffers, 0, item.length):
-                        target[:] = source[: target.nbytes]
-                        source = source[target.nbytes :]
+                    copy_out(view[: item.length], item.buffers)
         self.end()
 
 
-class LentSets(Loan):
-    """Buffers of a set: pass `items` to the store."""
+class LentSets(Loan[SetItem]):
+    """Buffers of a set.
+
+    A payload in attached memory is lent with its checksum. A store that computed the checksum itself, in a
+    call that was given up, might do so after the caller has written something else there.
+    """
 
     def __init__(
-        self,
-        given: Sequence[SetItem],
-        memories: Sequence[AttachedMemory],
-        private: PrivateMemory,
-        *,
-        owned: bool = False,
+        self, given: Sequence[SetItem], memories: Sequence[AttachedMemory], private: PrivateMemory
     ) -> None:
-        """Lend the payloads; those that are neither `owned` nor in attached memory are copied.
-
-        A payload in attached memory is lent with its checksum. A store that computed the checksum itself, in
-        a call that was given up, might do so after the caller has written something else there.
-        """
-        payloads = [] if owned else [(item.buffers, item.meta.length) for item in given]
-        super().__init__(payloads, memories, private)
-        if owned:
-            self.items: Sequence[SetItem] = given
-            return
-        if self.is_private:
-            for item, [target] in zip(given, self.buffers, strict=True):
-                for source in take(item.buffers, 0, item.meta.length):
-                    target[: source.nbytes] = source
-                    target = target[source.nbytes :]
-            self.items = _lent(given, self.buffers)
+        super().__init__(given, memories, private)
+        if self._views:
+            for item, view in zip(given, self._views, strict=True):
+                copy_in(view[: item.meta.length], item.buffers)
         else:
             self.items = [item._replace(meta=meta_of(item)) for item in given]
 
 
-def _extents(payloads: Sequence[Payload], memories: Sequence[AttachedMemory]) -> list[SharedExtent] | None:
+def _length(item: GetItem | SetItem) -> int:
+    return item.length if isinstance(item, GetItem) else item.meta.length
+
+
+def _extents(
+    items: Sequence[GetItem] | Sequence[SetItem], memories: Sequence[AttachedMemory]
+) -> list[SharedExtent] | None:
     """Return the places of all buffers in attached memory; None if a buffer is not in it."""
     found: list[SharedExtent] = []
-    for buffers, _ in payloads:
-        places = locate(buffers, memories) if memories else None
+    for item in items:
+        places = locate(item.buffers, memories) if memories else None
         if places is None:
             return None
         found += places
     return found
-
-
-def _lent(given: Sequence[Item], buffers: Sequence[Sequence[memoryview]]) -> list[Item]:
-    return [item._replace(buffers=lent) for item, lent in zip(given, buffers, strict=True)]

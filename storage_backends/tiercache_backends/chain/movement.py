@@ -22,7 +22,7 @@ from tiercache.core import ObjectKey, Outcome
 from tiercache.errors import StorageError, UnavailableError, UnlistedError
 from tiercache.storage.base import GetItem, ScanEntry, SetItem
 from tiercache.storage.residents import parents_first
-from tiercache.storage.vectors import batches
+from tiercache.storage.vectors import batches, copy_in
 from tiercache_backends.chain.examination import CANARY
 from tiercache_backends.chain.settings import WritePolicy
 from tiercache_backends.chain.write_back import WriteBack
@@ -197,11 +197,7 @@ class Mover:
                 return None
             self._staged += item.length
         copy = memoryview(np.empty(item.length, np.uint8).data)
-        at = 0
-        for view in item.buffers:
-            part = view[: item.length - at]
-            copy[at : at + part.nbytes] = part
-            at += part.nbytes
+        copy_in(copy, item.buffers)
         return copy
 
     def offer(self, jobs: Iterable[Job], deleted: Digests) -> None:

@@ -74,14 +74,14 @@ class Tier(MonitoredStore):
         """Whether so many bytes are under way that gets and sets are THROTTLED."""
         return self._in_flight.is_full
 
-    def begin_get(self, items: Sequence[GetItem], *, is_use: bool = True) -> PendingGet:
-        """Begin a get, or a peek if it is no use of the objects; its `outcomes` wait for the answers.
+    def begin_get(self, items: Sequence[GetItem], *, is_use: bool = True) -> Callable[[], list[Outcome]]:
+        """Begin a get, or a peek if it is no use of the objects; what is returned waits for the outcomes.
 
-        They are THROTTLED if the tier is busy.
+        They are THROTTLED if the tier is busy, UNAVAILABLE if it is out or does not answer.
         """
         nbytes = sum(item.length for item in items)
         if not self._in_flight.enter(nbytes):
-            return PendingGet(self, items, Outcome.THROTTLED)
+            return lambda: [Outcome.THROTTLED] * len(items)
         with self._in_flight.undone(nbytes):
             loan = LentGets(items, self._backlog.memories, self._private)
         try:
@@ -93,8 +93,21 @@ class Tier(MonitoredStore):
                 self._leave(nbytes),
             )
         except UnavailableError:
-            return PendingGet(self, items, Outcome.UNAVAILABLE)
-        return PendingGet(self, items, Outcome.UNAVAILABLE, loan, call, is_use=is_use)
+            return lambda: [Outcome.UNAVAILABLE] * len(items)
+
+        def end() -> list[Outcome]:
+            try:
+                outcomes = self._end(call)
+            except StorageError:
+                return [Outcome.UNAVAILABLE] * len(items)
+            loan.collect(outcomes)
+            self._judge(outcomes)
+            if is_use:
+                hits = zip(items, outcomes, strict=True)
+                self.figures.note_read([item.length for item, out in hits if out is Outcome.HIT])
+            return outcomes
+
+        return end
 
     def read(self, items: Sequence[GetItem]) -> list[Outcome]:
         """Read for a copy, which counts as no use of the objects, and waits while the tier is busy.
@@ -135,16 +148,18 @@ class Tier(MonitoredStore):
         if not self._in_flight.enter(nbytes, self.settings.deadline if owned else 0.0):
             return [Outcome.UNAVAILABLE if owned else Outcome.THROTTLED] * len(items)
         with self._in_flight.undone(nbytes):
-            loan = LentSets(items, () if owned else self._backlog.memories, self._private, owned=owned)
+            loan = None if owned else LentSets(items, self._backlog.memories, self._private)
+        lent = items if loan is None else loan.items
 
         def give_up() -> Callable[[], None]:
-            end = loan.give_up()
+            end = None if loan is None else loan.give_up()
             with self._lock:
                 self._hung_sets += 1
                 self._backlog.delete(item.key for item in items if item.key.digest in deleted)
 
             def ended() -> None:
-                end()
+                if end is not None:
+                    end()
                 with self._lock:
                     self._hung_sets -= 1
 
@@ -152,12 +167,13 @@ class Tier(MonitoredStore):
 
         try:
             call = self._begin(
-                "set", lambda store: _each(store.set(loan.items), items), nbytes, give_up, self._leave(nbytes)
+                "set", lambda store: _each(store.set(lent), items), nbytes, give_up, self._leave(nbytes)
             )
             outcomes = self._end(call)
         except StorageError:
             return [Outcome.UNAVAILABLE] * len(items)
-        loan.end()
+        if loan is not None:
+            loan.end()
         self._judge(outcomes)
         stored = [
             item.meta.length for item, out in zip(items, outcomes, strict=True) if out is Outcome.STORED
@@ -302,45 +318,6 @@ def _each(answers: Sequence[T], asked: Sequence[Any]) -> list[T]:
     if len(answers) != len(asked):
         raise ValueError(f"{len(answers)} answers came for {len(asked)} objects")
     return list(answers)
-
-
-class PendingGet:
-    """A get of a tier that has begun, or whose objects are all `refusal` because it could not begin.
-
-    Thread safety: one thread.
-    """
-
-    def __init__(
-        self,
-        tier: Tier,
-        items: Sequence[GetItem],
-        refusal: Outcome,
-        loan: LentGets | None = None,
-        call: PendingCall[list[Outcome]] | None = None,
-        *,
-        is_use: bool = True,
-    ) -> None:
-        self._tier = tier
-        self._items = items
-        self._refusal = refusal
-        self._loan = loan
-        self._call = call
-        self._is_use = is_use
-
-    def outcomes(self) -> list[Outcome]:
-        """Return the outcomes; `refusal` for all items if the tier is out, busy or does not answer."""
-        if self._call is None or self._loan is None:
-            return [self._refusal] * len(self._items)
-        try:
-            outcomes = self._tier._end(self._call)
-        except StorageError:
-            return [self._refusal] * len(self._items)
-        self._loan.collect(outcomes)
-        self._tier._judge(outcomes)
-        if self._is_use:
-            hits = zip(self._items, outcomes, strict=True)
-            self._tier.figures.note_read([item.length for item, out in hits if out is Outcome.HIT])
-        return outcomes
 
 
 def check_stores(tiers: Sequence[TierSettings], env: Env) -> list[TierSettings]:

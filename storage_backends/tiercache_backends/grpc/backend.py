@@ -36,7 +36,7 @@ from tiercache.storage.gate import CallGate
 from tiercache.storage.history import History
 from tiercache.storage.values import usable_hints
 from tiercache.storage.vectors import usable
-from tiercache.storage.wrappers import decide
+from tiercache.storage.wrappers import decide, store_once
 from tiercache.wire import messages
 from tiercache.wire.methods import CHANGES
 from tiercache.wire.v1 import storage_pb2 as pb
@@ -131,7 +131,7 @@ class GrpcBackend(StorageBackend, RemoteTiers):
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
         with self._gate:
             plane = self._shared or self._stream
-            return decide(items, self._unwritable, lambda sound: _store_once(sound, plane.set))
+            return decide(items, self._unwritable, lambda sound: store_once(sound, plane.set))
 
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
         with self._gate:
@@ -378,27 +378,6 @@ class GrpcBackend(StorageBackend, RemoteTiers):
         if record.namespace not in self._refused:
             self._refused.add(record.namespace)
             _log.warning("namespace %s was not registered: %s", record.namespace.hex(), error.text)
-
-
-def _store_once(
-    items: Sequence[SetItem], store: Callable[[Sequence[SetItem]], list[Outcome]]
-) -> list[Outcome]:
-    """Store the first item of each key; return the outcomes of all items.
-
-    A further item of the same key is a HIT if the first item was STORED. Otherwise it has the outcome of the
-    first item.
-    """
-    first: dict[bytes, int] = {}  # position of the first item of each key
-    for number, item in enumerate(items):
-        first.setdefault(item.key.digest, number)
-    outcomes = store([items[number] for number in first.values()]) if first else []
-    answers = dict(zip(first, outcomes, strict=True))
-
-    def answer(number: int, digest: bytes) -> Outcome:
-        found = answers[digest]
-        return Outcome.HIT if found is Outcome.STORED and first[digest] != number else found
-
-    return [answer(number, item.key.digest) for number, item in enumerate(items)]
 
 
 def _entries(keys: Sequence[ObjectKey], reply: pb.DescribeReply | pb.ScanReply) -> list[ScanEntry]:

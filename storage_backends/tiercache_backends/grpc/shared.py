@@ -38,7 +38,7 @@ from tiercache.core import Outcome
 from tiercache.errors import WireError
 from tiercache.storage.attached import AttachedMemory, SharedExtent, align, locate, quarantine, withheld
 from tiercache.storage.base import GetItem, SetItem, SharedMemory, meta_of
-from tiercache.storage.vectors import take
+from tiercache.storage.vectors import copy_in, copy_out
 from tiercache.storage.wrappers import decide
 from tiercache.wire import messages
 from tiercache.wire.v1 import storage_pb2 as pb
@@ -200,7 +200,7 @@ class SharedPlane:
             for at, (offset, _) in call.leases.items():
                 if answers[at] is Outcome.HIT:
                     item = call.items[at]
-                    _copy(take(item.buffers, 0, item.length), [call.staging_view(offset, item.length)])
+                    copy_out(call.staging_view(offset, item.length), item.buffers)
             return answers
 
         def read(free: Sequence[GetItem]) -> list[Outcome]:
@@ -230,7 +230,7 @@ class SharedPlane:
 
             for at, (offset, _) in call.leases.items():
                 item = call.items[at]
-                _copy([call.staging_view(offset, item.meta.length)], take(item.buffers, 0, item.meta.length))
+                copy_in(call.staging_view(offset, item.meta.length), item.buffers)
             answers = self._perform(call, "SetFrom", request)
             full = Outcome.THROTTLED in answers
             return answers
@@ -415,20 +415,6 @@ def _staging(nbytes: int) -> Staging | None:
             error,
         )
         return None
-
-
-def _copy(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> None:
-    """Copy the bytes of `sources`, in order, into `targets`; one of the two is a single view."""
-    if len(targets) == 1:
-        whole, at = targets[0], 0
-        for view in sources:
-            whole[at : at + view.nbytes] = view
-            at += view.nbytes
-        return
-    whole, at = sources[0], 0
-    for view in targets:
-        view[:] = whole[at : at + view.nbytes]
-        at += view.nbytes
 
 
 def encode_places(items: Sequence[Sequence[SharedExtent]], regions: Mapping[int, int]) -> pb.Places:

@@ -22,7 +22,7 @@ from tiercache.core import ObjectKey, Outcome
 from tiercache.errors import WireError
 from tiercache.storage.base import GetItem, SetItem, checksum_of
 from tiercache.storage.checksum import CHECKSUM_BYTES, checksum
-from tiercache.storage.vectors import batches, take
+from tiercache.storage.vectors import batches, copy_out, take
 from tiercache.wire import messages
 from tiercache.wire.pieces import CHUNK_BYTES, Piece, cut
 from tiercache.wire.v1 import storage_pb2 as pb
@@ -299,9 +299,7 @@ class _Incoming:
             raise WireError(
                 f"an object of {item.length} bytes comes with {stop} bytes; is the daemon another version?"
             )
-        for view in take(item.buffers, self._at, stop):
-            view[:] = payload[: view.nbytes]
-            payload = payload[view.nbytes :]
+        copy_out(payload, item.buffers, self._at)
         self._at = stop
         if stop == item.length:
             sound = checksum(item.key, item.buffers, item.length) == self._sum

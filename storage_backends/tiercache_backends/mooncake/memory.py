@@ -14,7 +14,6 @@ from typing import Final, NamedTuple
 
 from tiercache.storage.attached import AttachedMemory, FreeRanges, SharedExtent, align, locate
 from tiercache.storage.base import SharedMemory
-from tiercache.storage.vectors import take
 
 
 class OwnMapping(NamedTuple):
@@ -128,19 +127,3 @@ def _whole(buffers: Sequence[memoryview], length: int) -> list[memoryview]:
             found.append(buffer)
         length -= buffer.nbytes
     return found
-
-
-def copy_in(target: memoryview, buffers: Sequence[memoryview], length: int) -> None:
-    """Copy the first `length` bytes of `buffers` to the beginning of `target`."""
-    at = 0
-    for view in take(buffers, 0, length):
-        target[at : at + view.nbytes] = view
-        at += view.nbytes
-
-
-def copy_out(source: memoryview, buffers: Sequence[memoryview], length: int) -> None:
-    """Copy the first `length` bytes of `source` into `buffers`."""
-    at = 0
-    for view in take(buffers, 0, length):
-        view[:] = source[at : at + view.nbytes]
-        at += view.nbytes

@@ -18,6 +18,7 @@ from tiercache.errors import UnavailableError
 from tiercache.storage.attached import withheld
 from tiercache.storage.base import GetItem, SetItem
 from tiercache.storage.checksum import checksum
+from tiercache.storage.vectors import copy_in, copy_out
 from tiercache_backends.mooncake.header import (
     HEADER_BYTES,
     ObjectNames,
@@ -35,9 +36,9 @@ from tiercache_backends.mooncake.library import (
     outcome_of,
 )
 from tiercache_backends.mooncake.link import Link, Patience
-from tiercache_backends.mooncake.memory import Region, copy_in, copy_out
+from tiercache_backends.mooncake.memory import Region
 from tiercache_backends.mooncake.settings import MooncakeSettings
-from tiercache_backends.mooncake.traffic import Codes, Part, PlacedItem, move, parts
+from tiercache_backends.mooncake.traffic import Codes, Part, PartMover, PlacedItem, parts
 
 
 class NameClaims:
@@ -108,16 +109,15 @@ class PoolWriter:
                 replicas = self._settings.state_replicas if state else self._settings.replicas
                 kinds.setdefault(replicas, []).append((n, item, name, item.buffers, length))
         for replicas, wanted in kinds.items():
-            move(
+            PartMover(
                 self._link,
                 patience,
                 "set",
-                parts(wanted, self._link.attached, self._link.staging, self._link.pieces),
-                partial(self._put, replicas),
-                self._prepare,
-                partial(self._judge, outcomes),
-                outcomes,
-            )
+                prepare=self._prepare,
+                work=partial(self._put, replicas),
+                finish=partial(self._judge, outcomes),
+                outcomes=outcomes,
+            ).move(parts(wanted, self._link))
         return outcomes
 
     def _prepare(self, part: Part[SetItem], region: Region) -> None:
@@ -126,7 +126,7 @@ class PoolWriter:
         for one in part.placed:
             write_header(part.header(one, region), one.name, one.item, now)
             if one.extents is None:
-                copy_in(part.staged(one, region), one.item.buffers, one.length)
+                copy_in(part.staged(one, region), one.item.buffers)
 
     def _put(self, replicas: int, client: MooncakeClient, part: Part[SetItem], region: Region) -> Codes:
         """Put a part; return _THERE or _ANOTHER_S for what is there then, else 0 or a negative code.
@@ -199,21 +199,17 @@ class PoolReader:
         for n, item, *_ in wanted:
             if item.length > fits and self._link.attached.locate(item.buffers, item.length) is None:
                 outcomes[n] = Outcome.ERROR
-        move(
+        PartMover(
             self._link,
             patience,
             "get",
-            parts(
-                [one for one in wanted if outcomes[one[0]] is not Outcome.ERROR],
-                self._link.attached,
-                self._link.staging,
-                self._link.pieces,
+            prepare=lambda part, region: None,
+            work=lambda client, part, region: client.get(
+                part.names, *part.pieces(region, self._link.attached)
             ),
-            lambda client, part, region: client.get(part.names, *part.pieces(region, self._link.attached)),
-            lambda part, region: None,
-            lambda part, region, codes: self._judge(part, region, codes, outcomes, odd),
-            outcomes,
-        )
+            finish=lambda part, region, codes: self._judge(part, region, codes, outcomes, odd),
+            outcomes=outcomes,
+        ).move(parts([one for one in wanted if outcomes[one[0]] is not Outcome.ERROR], self._link))
         for placed, code in odd:
             with self._claims.some([placed.name], patience.left) as mine:
                 if mine:
@@ -237,7 +233,7 @@ class PoolReader:
                     odd.append((one, code))
                     continue
                 if one.extents is None:
-                    copy_out(part.staged(one, region), one.item.buffers, one.length)
+                    copy_out(part.staged(one, region), one.item.buffers)
                 outcomes[one.index] = Outcome.HIT
                 moved = True
             elif code >= 0 or code in (INVALID, TRANSFER):
@@ -299,7 +295,7 @@ class PoolReader:
             return self._drop(patience, one)
         if one.extents is not None:
             return Outcome.ERROR  # somebody else writes to the caller's buffers
-        copy_out(memoryview(payload), one.item.buffers, one.length)
+        copy_out(memoryview(payload), one.item.buffers)
         return Outcome.HIT
 
     def _drop(self, patience: Patience, one: PlacedItem[GetItem]) -> Outcome:

@@ -30,7 +30,7 @@ from tiercache.storage.base import (
 )
 from tiercache.storage.gate import CallGate
 from tiercache.storage.vectors import usable
-from tiercache.storage.wrappers import decide
+from tiercache.storage.wrappers import decide, store_once
 from tiercache_backends.mooncake.header import HEADER_BYTES, ObjectNames, read_header
 from tiercache_backends.mooncake.library import INVALID, MooncakeClient, library, outcome_of
 from tiercache_backends.mooncake.link import Link, Patience
@@ -106,7 +106,11 @@ class MooncakeBackend(StorageBackend):
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
         with self._gate:
-            return decide(items, lambda item: None if storable(item) else Outcome.ERROR, self._set_once)
+            return decide(
+                items,
+                lambda item: None if storable(item) else Outcome.ERROR,
+                lambda sound: store_once(sound, self._set),
+            )
 
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
         with self._gate:
@@ -209,25 +213,19 @@ class MooncakeBackend(StorageBackend):
     # --- parts of calls
     # --------------------------------------------------------------------------------------------------------
 
-    def _set_once(self, items: Sequence[SetItem]) -> list[Outcome]:
-        """Store the first item of each key; a further item is a HIT if that one was STORED."""
-        names = [self._names.of(item.key.digest) for item in items]
-        first: dict[str, int] = {}
-        for number, name in enumerate(names):
-            first.setdefault(name, number)
+    def _set(self, items: Sequence[SetItem]) -> list[Outcome]:
+        """Store well-formed items of different keys."""
+        wanted = {self._names.of(item.key.digest): item for item in items}
         answers: dict[str, Outcome] = {}
         patience = self._link.patience()
-        while left := [name for name in first if name not in answers]:
+        while left := [name for name in wanted if name not in answers]:
             with self._claims.some(left, patience.left) as mine:
                 if not mine:
                     answers.update(dict.fromkeys(left, Outcome.UNAVAILABLE))
                 chosen = [name for name in left if name in mine]
-                found = self._writer.set(patience, chosen, [items[first[name]] for name in chosen])
+                found = self._writer.set(patience, chosen, [wanted[name] for name in chosen])
                 answers.update(zip(chosen, found, strict=True))
-        return [
-            Outcome.HIT if answers[name] is Outcome.STORED and first[name] != n else answers[name]
-            for n, name in enumerate(names)
-        ]
+        return [answers[name] for name in wanted]
 
     def _exist(self, patience: Patience, names: Sequence[str]) -> list[int]:
         return self._by_names(patience, "exists", names, lambda client, part: client.exist(part))

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, TypeVar
 
 from tiercache.core import Outcome
 from tiercache.errors import UnavailableError
@@ -30,7 +30,7 @@ from tiercache_backends.mooncake.memory import AttachedMappings, Region, Staging
 
 Item = TypeVar("Item", GetItem, SetItem)
 
-PART_BYTES: Final = 16 << 20
+_PART_BYTES: Final = 16 << 20
 """Payload of a call, unless one object is larger."""
 _DIRECT_BYTES: Final = 256 << 10
 _PIECE_BYTES: Final = 32 << 10
@@ -107,26 +107,20 @@ class Part(Generic[Item]):
 
 
 def parts(
-    items: Sequence[tuple[int, Item, str, Sequence[memoryview], int]],
-    attached: AttachedMappings,
-    staging: StagingMemory,
-    most_pieces: int,
+    items: Sequence[tuple[int, Item, str, Sequence[memoryview], int]], link: Link
 ) -> Iterator[Part[Item]]:
-    """Yield the parts of a batch, whose items come with position, name, buffers and length in bytes.
-
-    `most_pieces`: pieces of one call.
-    """
-    most = min(PART_BYTES, staging.nbytes // 4)
+    """Yield the parts of a batch, whose items come with position, name, buffers and length in bytes."""
+    most, most_pieces = min(_PART_BYTES, link.staging.nbytes // 4), link.pieces
     placed: list[PlacedItem[Item]] = []
     at = moved = pieces = 0
     for index, item, name, buffers, length in items:
-        extents = attached.locate(buffers, length) if length >= _DIRECT_BYTES else None
+        extents = link.attached.locate(buffers, length) if length >= _DIRECT_BYTES else None
         if extents is not None and (length < _PIECE_BYTES * len(extents) or len(extents) >= most_pieces):
             extents = None
         size = HEADER_BYTES + (length if extents is None else 0)
         size += -size % _ALIGN
         count = 1 + len(extents or ())
-        if placed and (at + size > most or moved + length > PART_BYTES or pieces + count > most_pieces):
+        if placed and (at + size > most or moved + length > _PART_BYTES or pieces + count > most_pieces):
             yield Part(placed, at)
             placed, at, moved, pieces = [], 0, 0, 0
         placed.append(PlacedItem(index, item, name, length, extents, at))
@@ -138,50 +132,11 @@ def parts(
 Codes = list[int]
 
 
-class Work(Protocol[Item]):
-    """The calls for a part, made on a thread of the link."""
+class PartMover(Generic[Item]):
+    """Passes the parts of a batch through `prepare`, `work` (on a thread of the link) and `finish`.
 
-    def __call__(self, client: MooncakeClient, part: Part[Item], region: Region) -> Codes:
-        """Return a code for each item."""
-
-
-def move(
-    link: Link,
-    patience: Patience,
-    what: str,
-    parts: Iterable[Part[Item]],
-    work: Work[Item],
-    prepare: Callable[[Part[Item], Region], None],
-    finish: Callable[[Part[Item], Region, Codes], None],
-    outcomes: list[Outcome],
-) -> None:
-    """Pass all parts through `prepare`, `work` (on a thread of the link) and `finish`.
-
-    Items whose call cannot be made or does not return get UNAVAILABLE in `outcomes`, as do all items after
-    them; items for which there is no staging memory get THROTTLED.
-    """
-    way = _Way(link, patience, what, work, finish, outcomes)
-    try:
-        for part in parts:
-            region = way.room(part)
-            if region is None:
-                continue
-            try:
-                prepare(part, region)
-                rest = way.wait()
-            except BaseException:  # whatever it is, nothing uses the memory
-                link.staging.give(region)
-                raise
-            try:
-                way.go(part, region)
-            finally:
-                rest()
-    finally:
-        way.wait()()
-
-
-class _Way(Generic[Item]):
-    """The call under way for a batch.
+    `work` returns a code for each item. Items whose call cannot be made or does not return get UNAVAILABLE in
+    `outcomes`, as do all items after them; items for which there is no staging memory get THROTTLED.
 
     Thread safety: one thread.
     """
@@ -191,39 +146,62 @@ class _Way(Generic[Item]):
         link: Link,
         patience: Patience,
         what: str,
-        work: Work[Item],
+        *,
+        prepare: Callable[[Part[Item], Region], None],
+        work: Callable[[MooncakeClient, Part[Item], Region], Codes],
         finish: Callable[[Part[Item], Region, Codes], None],
         outcomes: list[Outcome],
     ) -> None:
         self._link: Final = link
         self._patience: Final = patience
         self._what: Final = what
-        self._work: Final[Work[Item]] = work
+        self._prepare: Final[Callable[[Part[Item], Region], None]] = prepare
+        self._work: Final[Callable[[MooncakeClient, Part[Item], Region], Codes]] = work
         self._finish: Final[Callable[[Part[Item], Region, Codes], None]] = finish
         self._outcomes: Final = outcomes
         self._under_way: tuple[Part[Item], Region, PendingCall[Codes]] | None = None
 
-    def room(self, part: Part[Item]) -> Region | None:
+    def move(self, parts: Iterable[Part[Item]]) -> None:
+        """Move all parts."""
+        try:
+            for part in parts:
+                region = self._room(part)
+                if region is None:
+                    continue
+                try:
+                    self._prepare(part, region)
+                    rest = self._wait()
+                except BaseException:  # whatever it is, nothing uses the memory
+                    self._link.staging.give(region)
+                    raise
+                try:
+                    self._begin(part, region)
+                finally:
+                    rest()
+        finally:
+            self._wait()()
+
+    def _room(self, part: Part[Item]) -> Region | None:
         """Return staging memory for a part, if need be when the call under way has given its own back.
 
         Returns None, and answers the items, if there is none.
         """
         region = self._link.staging.take(part.nbytes, 0) if self._patience.left else None
         if region is None:
-            self.wait()()
+            self._wait()()
             is_out = not self._patience.left
             region = None if is_out else self._link.staging.take(part.nbytes, self._patience.left)
             if region is None:
                 self._answer(part, Outcome.UNAVAILABLE if is_out else Outcome.THROTTLED)
         return region
 
-    def go(self, part: Part[Item], region: Region) -> None:
+    def _begin(self, part: Part[Item], region: Region) -> None:
         """Begin the call for a part."""
         try:
             pending = self._link.begin(
                 self._patience,
                 self._what,
-                partial(self._work, part=part, region=region),
+                lambda client: self._work(client, part, region),
                 partial(part.withhold, region, self._link.staging, self._link.attached),
             )
         except BaseException as error:
@@ -234,7 +212,7 @@ class _Way(Generic[Item]):
         else:
             self._under_way = part, region, pending
 
-    def wait(self) -> Callable[[], None]:
+    def _wait(self) -> Callable[[], None]:
         """Wait for the end of the call under way; return what is left to do for its part."""
         if self._under_way is None:
             return lambda: None

@@ -11,7 +11,7 @@ from typing import Final
 from tiercache.core import Outcome
 from tiercache.storage.base import GetItem
 from tiercache.storage.checksum import checksum
-from tiercache.storage.vectors import take
+from tiercache.storage.vectors import copy_out
 from tiercache_backends.s3.choices import CODECS, decode_stored
 from tiercache_backends.s3.directory.objects import ObjectPlace
 from tiercache_backends.s3.failures import FailureKind, RequestError, outcome_of
@@ -112,9 +112,7 @@ def _deliver(one: WantedObject, data: memoryview, start: int) -> Outcome:
     payload = decode_stored(entry.codec, stored, item.length) if stored.nbytes == entry.stored else None
     if payload is None or checksum(item.key, [payload], item.length) != entry.meta.checksum:
         return Outcome.CORRUPT
-    for view in take(item.buffers, 0, item.length):
-        view[:] = payload[: view.nbytes]
-        payload = payload[view.nbytes :]
+    copy_out(payload, item.buffers)
     return Outcome.HIT
 
 

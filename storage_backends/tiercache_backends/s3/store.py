@@ -28,7 +28,7 @@ from tiercache.storage.env import Env
 from tiercache.storage.gate import CallGate
 from tiercache.storage.vectors import usable
 from tiercache.storage.watching import Following
-from tiercache.storage.wrappers import decide
+from tiercache.storage.wrappers import decide, store_once
 from tiercache_backends.s3.choices import CodecChoices
 from tiercache_backends.s3.directory.directory import BucketDirectory
 from tiercache_backends.s3.directory.objects import ObjectPlace
@@ -130,7 +130,11 @@ class S3Backend(StorageBackend):
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
         with self._gate:
-            return decide(items, lambda item: None if storable(item) else Outcome.ERROR, self._set)
+            return decide(
+                items,
+                lambda item: None if storable(item) else Outcome.ERROR,
+                lambda sound: store_once(sound, self._set),
+            )
 
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
         with self._gate, _Asking():
@@ -287,30 +291,15 @@ class S3Backend(StorageBackend):
         self._directory.removed(removal)
 
     def _set(self, items: Sequence[SetItem]) -> list[Outcome]:
-        first: dict[bytes, int] = {}  # position of the first item of each key
-        for i, item in enumerate(items):
-            first.setdefault(item.key.digest, i)
-        keys = [items[i].key for i in first.values()]
+        """Store well-formed items of different keys."""
         try:
             self._service.check()
-            if not all(self._directory.present(keys)):
+            if not all(self._directory.present([item.key for item in items])):
                 self._refresher.ask()
         except RequestError as error:
             return [outcome_of_set(error)] * len(items)
         self._namespaces.write()
-        answers = dict(
-            zip(
-                first,
-                self._writer.write(self._directory.plan([items[i] for i in first.values()])),
-                strict=True,
-            )
-        )
-
-        def answer(i: int, digest: bytes) -> Outcome:
-            found = answers[digest]
-            return Outcome.HIT if found is Outcome.STORED and first[digest] != i else found
-
-        return [answer(i, item.key.digest) for i, item in enumerate(items)]
+        return self._writer.write(self._directory.plan(items))
 
 
 class _Asking:

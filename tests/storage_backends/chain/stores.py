@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 from tiercache_backends.chain import TierChain
 from tiercache_backends.memory import MemoryBackend
@@ -99,14 +98,6 @@ def chain_over(*stores, settings=None):
         given = {"name": f"t{n}", **(settings or {}).get(n, {})}
         tiers.append(tier_of(lambda store=store: store, store.capabilities, QuickClock(), **given))
     return TierChain(tiers)
-
-
-def until(condition, seconds=30.0):
-    """Wait until a condition holds; the longest wait is a guard, not a measure."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come to that"
-        time.sleep(0.01)
 
 
 def health(chain):

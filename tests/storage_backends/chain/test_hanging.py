@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 from tiercache_backends.memory import MemoryBackend
 
-from tests.storage_backends.chain.stores import Hanging, chain_over, health, held, until
+from tests.storage_backends.chain.stores import Hanging, chain_over, health, held
+from tests.waiting import until
 from tiercache.core import Outcome
 from tiercache.errors import ClosedError
 from tiercache.pools import HostArena

@@ -10,7 +10,8 @@ import pytest
 from tiercache_backends.chain.settings import Promotion, WritePolicy
 from tiercache_backends.memory import MemoryBackend
 
-from tests.storage_backends.chain.stores import Hanging, chain_over, health, held, until
+from tests.storage_backends.chain.stores import Hanging, chain_over, health, held
+from tests.waiting import until
 from tiercache.core import Outcome
 from tiercache.errors import UnavailableError
 from tiercache.storage import open_backend

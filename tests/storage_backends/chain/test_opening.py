@@ -9,7 +9,7 @@ import pytest
 from tiercache_backends.chain import TierChain
 
 from tests.storage_backends.chain.hooks import chain_of
-from tests.storage_backends.chain.stores import until
+from tests.waiting import until
 from tiercache.core import Outcome
 from tiercache.errors import ConfigError, StorageError
 from tiercache.storage import open_backend

@@ -11,8 +11,8 @@ from tiercache_backends.chain import TierChain
 
 from tests.storage.backends import FileHooks
 from tests.storage_backends.chain.hooks import ChainHooks, chain_of
-from tests.storage_backends.chain.stores import until
 from tests.storage_backends.lmdb.hooks import LmdbHooks
+from tests.waiting import until
 from tiercache.core import Outcome
 from tiercache.storage import open_backend
 from tiercache.storage.base import StorageBackend

@@ -11,7 +11,7 @@ from tiercache_backends.chain import TierChain
 from tiercache_backends.chain.settings import Promotion
 from tiercache_backends.memory import MemoryBackend
 
-from tests.storage_backends.chain.stores import Hanging, chain_over, health, until
+from tests.storage_backends.chain.stores import Hanging, chain_over, health
 from tests.storage_backends.chain.test_write_back import (
     BACK,
     LOWER,
@@ -22,6 +22,7 @@ from tests.storage_backends.chain.test_write_back import (
     report,
     turn,
 )
+from tests.waiting import until
 from tiercache.core import Outcome
 from tiercache.errors import UnavailableError
 from tiercache.storage.base import StorageBackend

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.storage_backends.chain.stores import until
+from tests.waiting import until
 from tiercache.core import Outcome
 from tiercache.errors import ConfigError
 from tiercache.storage import open_backend

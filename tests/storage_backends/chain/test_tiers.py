@@ -22,8 +22,8 @@ from tests.storage_backends.chain.stores import (
     chain_over,
     health,
     held,
-    until,
 )
+from tests.waiting import until
 from tiercache.core import Outcome
 from tiercache.errors import RefusedError, StorageError, UnavailableError
 from tiercache.storage import open_backend

@@ -13,8 +13,9 @@ from tiercache_backends.file import FileBackend
 from tiercache_backends.memory import MemoryBackend
 
 from tests.storage_backends.chain.hooks import tier_of
-from tests.storage_backends.chain.stores import Hanging, Refusing, chain_over, health, held, until
+from tests.storage_backends.chain.stores import Hanging, Refusing, chain_over, health, held
 from tests.storage_backends.grpc.nodes import daemon_settings
+from tests.waiting import until
 from tiercache.core import Outcome
 from tiercache.daemon import StorageServer
 from tiercache.errors import ClosedError, RefusedError, StorageError, UnavailableError

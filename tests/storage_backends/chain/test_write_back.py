@@ -12,7 +12,8 @@ from tiercache_backends.file import FileBackend
 from tiercache_backends.lmdb import LmdbBackend
 from tiercache_backends.memory import MemoryBackend
 
-from tests.storage_backends.chain.stores import Hanging, chain_over, until
+from tests.storage_backends.chain.stores import Hanging, chain_over
+from tests.waiting import until
 from tiercache.core import ObjectKey, Outcome
 from tiercache.errors import ConfigError
 from tiercache.storage import open_backend

@@ -24,7 +24,8 @@ from tests.campaign.late import STORES
 from tests.storage_backends.chain.stores import chain_over
 from tests.storage_backends.grpc.daemon import Daemon
 from tests.storage_backends.grpc.nodes import scratch, section
-from tests.storage_backends.grpc.test_planes import connection_of, shared_of, staging_of, until
+from tests.storage_backends.grpc.test_planes import connection_of, shared_of, staging_of
+from tests.waiting import until
 from tiercache.core import Outcome
 from tiercache.pools import HostArena
 from tiercache.storage.base import GetItem, SetItem

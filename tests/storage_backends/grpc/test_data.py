@@ -25,7 +25,8 @@ from tiercache_backends.memory import MemoryBackend
 from tests.storage_backends.grpc.hooks import open_client
 from tests.storage_backends.grpc.nodes import certificates, daemon_settings
 from tests.storage_backends.grpc.stalling import LIMITS, server
-from tests.storage_backends.grpc.test_planes import connection_of, until
+from tests.storage_backends.grpc.test_planes import connection_of
+from tests.waiting import until
 from tiercache.core import Outcome
 from tiercache.daemon import StorageServer
 from tiercache.errors import StorageError

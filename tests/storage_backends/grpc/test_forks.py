@@ -18,7 +18,8 @@ from tiercache_backends.grpc.settings import read_settings
 
 from tests.storage_backends.grpc.daemon import Daemon
 from tests.storage_backends.grpc.nodes import scratch, section
-from tests.storage_backends.grpc.test_planes import connection_of, until
+from tests.storage_backends.grpc.test_planes import connection_of
+from tests.waiting import until
 from tiercache.core import Outcome
 from tiercache.errors import ClosedError
 from tiercache.testing.objects import fetch, key, payload, put

@@ -21,7 +21,8 @@ from tests.storage_backends.grpc.daemon import Daemon
 from tests.storage_backends.grpc.hooks import answers, open_client
 from tests.storage_backends.grpc.nodes import daemon_settings, scratch, section
 from tests.storage_backends.grpc.stalling import Proxy
-from tests.storage_backends.grpc.test_planes import connection_of, until
+from tests.storage_backends.grpc.test_planes import connection_of
+from tests.waiting import until
 from tiercache.core import Outcome
 from tiercache.daemon import StorageServer
 from tiercache.errors import ClosedError, StorageError, UnavailableError

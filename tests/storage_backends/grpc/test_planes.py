@@ -29,6 +29,7 @@ from tiercache_backends.memory import MemoryBackend
 from tests.storage_backends.grpc.hooks import answers, open_client
 from tests.storage_backends.grpc.nodes import certificates, daemon_settings
 from tests.storage_backends.grpc.stalling import server
+from tests.waiting import until
 from tiercache.core import Outcome
 from tiercache.daemon import StorageServer
 from tiercache.errors import RefusedError, StorageError
@@ -59,13 +60,6 @@ def ends() -> Iterator[ExitStack]:
 
 def started(ends: ExitStack, transport: str = "unix", **more: Any) -> StorageServer:
     return ends.enter_context(StorageServer(daemon_settings(transport, **more), MemoryBackend()))
-
-
-def until(condition: Any, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come to pass in time"
-        time.sleep(0.01)
 
 
 def connection_of(client: GrpcBackend) -> Connection:

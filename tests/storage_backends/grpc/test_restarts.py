@@ -15,7 +15,7 @@ from tiercache_backends.grpc.settings import read_settings
 
 from tests.daemon.hosts import GUARD, secret, serving
 from tests.storage_backends.grpc.nodes import make_certificate, scratch
-from tests.storage_backends.grpc.test_planes import until
+from tests.waiting import until
 from tiercache.core import Outcome
 from tiercache.testing.objects import fetch, key, payload, put
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -14,6 +14,7 @@ from tiercache_backends.mooncake.settings import read_settings
 from tiercache_backends.mooncake.store import MooncakeBackend
 
 from tests.storage_backends.mooncake.rig import Pool, own_network, require
+from tests.waiting import until
 from tiercache.core import ObjectKey, Outcome
 from tiercache.errors import PoolFullError, StorageError
 from tiercache.pools import HostArena
@@ -41,13 +42,6 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def open_in(pool: Pool, prefix: str = "f", **more: Any) -> MooncakeBackend:
     settings = {"deadline": "700ms", "breaker_pause": "200ms", "staging": "4MiB", **more}
     return MooncakeBackend(read_settings(pool.section(prefix, **settings)))
-
-
-def until(done: Callable[[], object]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def stored(store: MooncakeBackend, items: list[SetItem]) -> None:

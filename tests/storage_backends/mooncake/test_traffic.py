@@ -10,7 +10,7 @@ from tiercache_backends.mooncake.library import MooncakeClient
 from tiercache_backends.mooncake.link import Link, Patience
 from tiercache_backends.mooncake.memory import Region
 from tiercache_backends.mooncake.settings import read_settings
-from tiercache_backends.mooncake.traffic import Codes, Part, PlacedItem, move
+from tiercache_backends.mooncake.traffic import Codes, Part, PartMover, PlacedItem
 
 from tests.storage_backends.mooncake.rig import Pool
 from tiercache.core import Outcome
@@ -51,10 +51,10 @@ def test_an_exception_on_the_way_leaks_no_staging_memory(pool: Pool, where: str)
     link = Link(read_settings(pool.section("traffic", staging="1MiB")))
     try:
         with pytest.raises(LookupError, match=where):
-            move(
-                link, Patience(5.0), "test", map(made, range(4)), work, lambda part, region: preparing(part),
-                lambda part, region, codes: ending(part), [Outcome.MISS] * 4,
-            )  # fmt: skip
+            PartMover(
+                link, Patience(5.0), "test", work=work, prepare=lambda part, region: preparing(part),
+                finish=lambda part, region, codes: ending(part), outcomes=[Outcome.MISS] * 4,
+            ).move(map(made, range(4)))  # fmt: skip
         assert link.staging.free.nbytes == link.staging.nbytes
         assert link.ask(Patience(5.0), "test", lambda client: client.exist(["tc1/traffic/0"])) == [0]
     finally:

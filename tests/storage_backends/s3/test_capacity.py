@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import obstore
@@ -19,6 +17,7 @@ from tests.storage_backends.s3.hooks import open_s3, prefix_of, s3_of
 from tests.storage_backends.s3.proxy import Exchange, Proxy
 from tests.storage_backends.s3.server import bucket, endpoint, needs_weed
 from tests.storage_backends.s3.test_packs import gets, run
+from tests.waiting import until
 from tiercache.core import Outcome
 from tiercache.testing.objects import fetch, key, payload, put, to_get
 
@@ -28,20 +27,6 @@ CAPACITY = 2 << 20
 LEASE = {"capacity": str(CAPACITY), "lease": "2s", "deadline": "0.5s", "refresh": "0.2s"}
 ENOUGH = CAPACITY // SIZE + 5
 """Objects of which some must be evicted."""
-
-
-@pytest.fixture
-def proxy() -> Iterator[Proxy]:
-    with Proxy() as made:
-        yield made
-
-
-def until(done: Callable[[], bool]) -> None:
-    """Return when that is so."""
-    end = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def deletions(proxy: Proxy) -> int:

@@ -20,6 +20,7 @@ from tests.storage_backends.s3.hooks import open_s3, prefix_of
 from tests.storage_backends.s3.proxy import Exchange, Proxy
 from tests.storage_backends.s3.server import SECRET, bucket, needs_weed
 from tests.storage_backends.s3.test_packs import gets, run
+from tests.waiting import until
 from tiercache.core import Outcome
 from tiercache.errors import ClosedError, ConfigError, RefusedError, StorageError, UnavailableError
 from tiercache.testing.objects import content, fetch, key, payload, put, to_get, to_set
@@ -31,25 +32,11 @@ HIT, MISS, STORED = Outcome.HIT, Outcome.MISS, Outcome.STORED
 
 
 @pytest.fixture
-def proxy() -> Iterator[Proxy]:
-    with Proxy() as made:
-        yield made
-
-
-@pytest.fixture
 def store(tmp_path: Path, proxy: Proxy) -> Iterator[S3Backend]:
     with open_s3(tmp_path, proxy.url, deadline="2s", refresh="1h") as opened:
         yield opened
         proxy.well()
         opened.check_integrity()
-
-
-def until(done: Callable[[], bool]) -> None:
-    """Return when that is so."""
-    end = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def reads(exchange: Exchange) -> bool:

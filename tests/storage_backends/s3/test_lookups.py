@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event
 
@@ -16,6 +14,7 @@ from tiercache_backends.s3.pack import make_name, tombstone
 from tests.storage_backends.s3.hooks import open_s3, prefix_of
 from tests.storage_backends.s3.proxy import Exchange, Proxy
 from tests.storage_backends.s3.server import bucket, needs_weed
+from tests.waiting import until
 from tiercache.core import Outcome
 from tiercache.errors import RefusedError, UnavailableError
 from tiercache.storage.base import GetItem
@@ -25,20 +24,6 @@ pytestmark = needs_weed
 
 SIZE = 2000
 HIT, MISS, STORED = Outcome.HIT, Outcome.MISS, Outcome.STORED
-
-
-@pytest.fixture
-def proxy() -> Iterator[Proxy]:
-    with Proxy() as made:
-        yield made
-
-
-def until(done: Callable[[], bool]) -> None:
-    """Return when that is so."""
-    end = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def gets(*numbers: int) -> list[GetItem]:

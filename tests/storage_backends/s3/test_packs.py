@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import obstore
@@ -28,12 +27,6 @@ from tiercache.testing.objects import chain, content, fetch, key, payload, put, 
 
 PAGE = 20_000
 HIT, MISS, STORED = Outcome.HIT, Outcome.MISS, Outcome.STORED
-
-
-@pytest.fixture
-def proxy() -> Iterator[Proxy]:
-    with Proxy() as made:
-        yield made
 
 
 def run(name: object, pages: int) -> list[SetItem]:

@@ -17,7 +17,7 @@ from tiercache.daemon.store_threads import Threads
 from tiercache.errors import WireError
 from tiercache.storage.base import SetItem, StorageBackend
 from tiercache.storage.checksum import checksum
-from tiercache.storage.vectors import batches, take, zero_tail
+from tiercache.storage.vectors import batches, copy_out, take, zero_tail
 from tiercache.wire import messages
 from tiercache.wire.v1 import storage_pb2 as pb
 
@@ -44,10 +44,8 @@ class _PartialObject:
             raise WireError(
                 f"an object of {self.meta.length} bytes comes with {self.size + part.nbytes} or more bytes"
             )
-        for view in take(self.views, self.size, self.size + part.nbytes):
-            view[:] = part[: view.nbytes]
-            part = part[view.nbytes :]
-            self.size += view.nbytes
+        copy_out(part, self.views, self.size)
+        self.size += part.nbytes
 
     def item(self) -> SetItem:
         """Return the item for the store: whole blocks of BLOCK_ALIGN bytes, with zeros behind the payload."""
