@@ -1,11 +1,9 @@
 """Many clients of one daemon at once: `python -m tests.benchmarks.clients [CLIENTS] [SECONDS] [WAY]`.
 
 WAY is `mixed` (half of them share memory with it, half talk TCP), `data` (all over TCP, on data
-connections), `stream` (all over TCP, by gRPC), `bare`: framed sockets move the same bytes between the same
-processes, and nothing is stored, looked up or checked; or `floor`: the same with the calls of a `file` store
-in the server's process, and the client's check, and nothing else. Each stores and reads
-batches of its own and of the others, and checks every byte that it reads. One JSON line: how many calls,
-what went wrong (nothing may), the latencies, and what the daemon's memory did.
+connections) or `stream` (all over TCP, by gRPC). Each stores and reads batches of its own and of the others,
+and checks every byte that it reads. One JSON line: how many calls, what went wrong (nothing may), the
+latencies, and what the daemon's memory did.
 """
 
 from __future__ import annotations
@@ -28,39 +26,13 @@ from tiercache.core import Outcome
 from tiercache.errors import StorageError
 from tiercache.pools import HostArena
 from tiercache.storage.base import GetItem, SetItem, StorageBackend
-from tiercache.storage.checksum import checksum
 from tiercache.storage.registry import open_backend
 from tiercache.testing.objects import key, payload, to_set
-from tiercache_lab.bench.raw import RawClient
 
 PROCESSES = 8
 OBJECTS = 8
 SIZE = 64 << 10
 SHARED_BATCHES = 200
-
-
-def bare_client(
-    port: int, who: int, seconds: float, started: threading.Barrier, *, checks: bool
-) -> tuple[Counter[str], dict[str, list[float]]]:
-    """One client's calls to plain sockets, in the same proportions: a look-up, and mostly a get."""
-    rng, bare = random.Random(who), RawClient(port)
-    whole, sample = memoryview(bytearray(OBJECTS * SIZE)), key("floor")
-    times: dict[str, list[float]] = {"exists": [], "get": [], "set": []}
-    started.wait()
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        kind = "get" if rng.random() < 0.7 else "set"
-        for name, up, down in (
-            ("exists", 800, 1),
-            (kind, *((800, OBJECTS * SIZE) if kind == "get" else (OBJECTS * SIZE, 24))),
-        ):
-            began = time.perf_counter()
-            bare.call(whole[:up], whole[:down])
-            if checks and name != "exists":
-                for at in range(0, whole.nbytes, SIZE):
-                    checksum(sample, [whole[at : at + SIZE]], SIZE)
-            times[name].append(time.perf_counter() - began)
-    return Counter(), times
 
 
 def client(
@@ -125,13 +97,7 @@ def worker(urls: list[str], first: int, seconds: float) -> None:
     started = threading.Barrier(len(urls), lambda: began.append(time.process_time()))
 
     def run(url: str, who: int) -> None:
-        scheme, _, rest = url.partition(":")
-        one = (
-            bare_client(int(rest), who, seconds, started, checks=scheme == "floor")
-            if scheme in ("bare", "floor")
-            else None
-        )
-        results.append(one or client(url, who, seconds, started))
+        results.append(client(url, who, seconds, started))
 
     threads = [threading.Thread(target=run, args=(url, first + n)) for n, url in enumerate(urls)]
     for thread in threads:
@@ -159,21 +125,13 @@ def main(clients: int, seconds: float, way: str) -> None:
             "--listen",
             "127.0.0.1:0",
         ]
-        if way == "bare":
-            command = [sys.executable, "-m", "tiercache_lab.bench.raw"]
-        if way == "floor":
-            command = [sys.executable, "-m", "tests.benchmarks.floor", str(directory.parent)]
         daemon = stack.enter_context(
             subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         )
         stack.callback(daemon.terminate)
         assert daemon.stderr is not None
-        assert daemon.stdout is not None
-        if way in ("bare", "floor"):
-            urls = [f"{way}:{daemon.stdout.readline().strip()}"] * clients
-        else:
-            address = next(line.split()[1] for line in daemon.stderr if line.startswith("on 127.0.0.1:"))
-            urls = [f"grpc://{address}?plane={'stream' if way == 'stream' else 'auto'}"] * clients
+        address = next(line.split()[1] for line in daemon.stderr if line.startswith("on 127.0.0.1:"))
+        urls = [f"grpc://{address}?plane={'stream' if way == 'stream' else 'auto'}"] * clients
         if way == "mixed":
             urls[1::2] = [f"grpc://{directory}/run"] * (clients // 2)
         threading.Thread(target=daemon.stderr.read, daemon=True).start()

@@ -4,7 +4,6 @@ parts of `restorable`.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from random import Random
@@ -157,56 +156,6 @@ def held(entries: Iterable[ScanEntry], truth: Truth) -> Held:
             alive.add(key)
             key = truth.parents[key]
     return Held(pages, alive, states)
-
-
-class WholeConversations:
-    """Model of a cache that evicts whole conversations, the least recently used first.
-
-    A conversation that does not fit is not kept.
-
-    `rewritten`: a turn writes again what is missing. Otherwise an evicted conversation is never complete
-    again.
-
-    Thread safety: one thread.
-    """
-
-    def __init__(self, capacity: int, page_bytes: int, state_bytes: int, *, rewritten: bool = True) -> None:
-        self._rewritten = rewritten
-        self._capacity, self._page_bytes, self._state_bytes = capacity, page_bytes, state_bytes
-        self._kept: dict[Conversation, tuple[int, frozenset[int]]] = {}
-        self._users: Counter[bytes] = Counter()
-        self._states = 0
-
-    def turn(self, turn: Turn) -> None:
-        """A conversation was used, and has grown."""
-        conversation = turn.conversation
-        if turn.first and not self._rewritten and conversation not in self._kept:
-            return
-        pages, states = self._kept.pop(conversation, (0, frozenset()))
-        new = set(conversation.states(turn.first if pages else 0, turn.last, final=turn.final)) - states
-        self._users.update(conversation.upto(turn.last)[pages:])
-        self._states += len(new)
-        self._kept[conversation] = (max(pages, turn.last), states | new)
-        while self._bytes() > self._capacity:
-            self._forget(next(iter(self._kept)))
-
-    def restorable(self) -> int:
-        """Bytes of the pages that it could restore."""
-        found: set[bytes] = set()
-        for conversation, (pages, states) in self._kept.items():
-            found.update(conversation.keys[: max(states, default=0) if conversation.hybrid else pages])
-        return len(found) * self._page_bytes
-
-    def _bytes(self) -> int:
-        return len(self._users) * self._page_bytes + self._states * self._state_bytes
-
-    def _forget(self, conversation: Conversation) -> None:
-        pages, states = self._kept.pop(conversation)
-        self._states -= len(states)
-        for key in conversation.keys[:pages]:
-            self._users[key] -= 1
-            if not self._users[key]:
-                del self._users[key]
 
 
 def mixed(*histories: Iterable[Turn]) -> Iterator[Turn]:

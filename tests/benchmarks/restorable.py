@@ -10,16 +10,14 @@ store more than once.
     share        of the stored KV bytes, those that can be restored: the least of all samples
     share_mean   the mean of that share over the samples
     restorable   MiB of such KV, mean of the samples
-    whole_lru    MiB that LRU over whole conversations would keep of the same history in 85 % of
-                 the capacity, its objects taking no more than their bytes
     before       MiB that could be restored when a dead conversation began
     used         least part of the capacity in use at a sample
     loses_at     part of the capacity in use before or after (the larger) the first turn in which
                  something was evicted or throttled
     newest       pages of the conversation that was written last which can be restored, of all
                  that it has
-    missed       names of the targets that the row is below: share, whole_lru, before (restorable
-                 must be a tenth of the capacity), loses_at (0.9)
+    missed       names of the targets that the row is below: share, loses_at (0.9), before
+                 (restorable must be a tenth of the capacity)
 
 The last line names the rows that missed a target; the exit status is 1 if there are any.
 """
@@ -49,7 +47,6 @@ from tests.benchmarks.conversations import (
     Held,
     Truth,
     Turn,
-    WholeConversations,
     clients,
     growing,
     held,
@@ -82,10 +79,6 @@ SPARED: Final = 0.1
 """Share of the capacity that a conversation which is worth nothing until its end must leave to the others."""
 USED: Final = 0.9
 """A store loses nothing before so much of its capacity is in use."""
-MODEL: Final = 0.85
-"""The part of the capacity that the model fills: it has no overheads, and whether a store uses what it may is
-told by `loses_at`.
-"""
 _ASK_STATES: Final = PoolTransfer(PoolName.MAMBA, hit_policy=HitPolicy.TRAILING_PAGES)
 
 
@@ -348,12 +341,9 @@ def measure(
     """One row."""
     page_bytes = plan.page_bytes or page_bytes
     turns = list(plan.history(capacity // page_bytes))
-    truth, whole = (
-        Truth(),
-        WholeConversations(int(capacity * MODEL), page_bytes, state_bytes, rewritten=plan.asks),
-    )
+    truth = Truth()
     sampled = set(np.linspace(int(len(turns) * SAMPLED_FROM), len(turns) - 1, SAMPLES).astype(int).tolist())
-    samples: list[tuple[Held, int, float]] = []
+    samples: list[tuple[Held, float]] = []
     before, loses_at, used = 0, None, 0.0
     with opened(store, plan, capacity, directory) as backend:
         writer = Writer(backend, plan, page_bytes, state_bytes)
@@ -361,28 +351,23 @@ def measure(
             if plan.last_is_dead and not turn.first:
                 before = len(held(backend.scan_all(), truth).restorable) * page_bytes
             writer.turn(turn)
-            whole.turn(turn)
             truth.learn(turn.conversation, turn.first, turn.last)
             if loses_at is None:
                 before_turn, used = used, backend.usage().used_bytes / capacity
                 loses_at = max(before_turn, used) if lost(writer, backend) else None
             if n in sampled:
                 usage = backend.usage()
-                samples.append(
-                    (held(backend.scan_all(), truth), whole.restorable(), usage.used_bytes / capacity)
-                )
+                samples.append((held(backend.scan_all(), truth), usage.used_bytes / capacity))
         gone = writer.outcomes[Outcome.STORED] - usage.objects
     writer.close()
-    shares = [found.share for found, _, _ in samples]
+    shares = [found.share for found, _ in samples]
     row = {
         "benchmark": "restorable", "row": plan.name, "store": store, "tells": plan.tells,
         "target": plan.share,
         "share": round(min(shares), 3), "share_mean": round(sum(shares) / len(shares), 3),
-        "restorable_mib": mib(sum(len(found.restorable) for found, _,
-          _ in samples) / len(samples) * page_bytes),
+        "restorable_mib": mib(sum(len(found.restorable) for found, _ in samples) / len(samples) * page_bytes),
         "before_mib": mib(before), "capacity_mib": mib(capacity),
-        "whole_lru_mib": mib(sum(model for _, model, _ in samples) / len(samples)),
-        "used": round(min(used for _, _, used in samples), 3),
+        "used": round(min(used for _, used in samples), 3),
         "loses_at": None if loses_at is None else round(loses_at, 3),
         "objects": usage.objects, "evicted": gone,
         "throttled": writer.outcomes[Outcome.THROTTLED], "errors": writer.outcomes[Outcome.ERROR],
@@ -420,7 +405,6 @@ def lost(writer: Writer, backend: StorageBackend) -> bool:
 def missed(row: dict[str, Any]) -> list[str]:
     """The targets that a row is below."""
     found = ["share"] if row["share"] < row["target"] else []
-    found += ["whole_lru"] if row["target"] and row["restorable_mib"] < row["whole_lru_mib"] else []
     found += ["before"] if row["before_mib"] and row["restorable_mib"] < SPARED * row["capacity_mib"] else []
     return found + (["loses_at"] if row["loses_at"] is None or row["loses_at"] < USED else [])
 

@@ -92,7 +92,6 @@ def test_a_campaign_goes_on_where_it_stopped_and_each_row_has_its_command(tmp_pa
     tiers = page.partition("### Two tiers")[2]
     for one, label in zip(then[-3:], ("hvd", "lru", "hvd in one pool of 30 %"), strict=True):
         assert f"| {label} | {one['flops_saved']:.3f} |" in tiers
-    assert len(tables.table_of_rows(then).splitlines()) == 1 + len(then)
 
 
 def row_of(policy: str, seed: int, saved: float, checkpoints: str = "") -> dict[str, Any]:
@@ -130,21 +129,10 @@ def test_what_cannot_be_run_is_said_and_the_rest_is_run(
     assert main(["run", str(results), *SMALL, "--phases", "two tiers"]) == 1
     assert "run the phase 5 % first" in capsys.readouterr().err
     assert [row["size"] for row in rows_of(results)] == ["5 %", "30 %"], "what needs no bytes is run"
-    missing = str(tmp_path / "missing.jsonl")
-    arguments = ["run", str(results), *SMALL, "--phases", "5 %", "--policies", "lru,nonsense"]
-    assert main([*arguments, "--trace", missing, "--sources", "sharegpt,conversation trace"]) == 1
-    told = capsys.readouterr().err
-    assert "left out: there is no eviction policy 'nonsense'" in told
-    assert "FAILED: 5 %, conversation trace, seed 0" in told
+    missing = ["--trace", str(tmp_path / "missing.jsonl"), "--sources", "sharegpt,conversation trace"]
+    assert main(["run", str(results), *SMALL, "--phases", "5 %", "--policies", "lru", *missing]) == 1
+    assert "FAILED: 5 %, conversation trace, seed 0" in capsys.readouterr().err
     assert {row["traffic"] for row in rows_of(results)} == {"sharegpt"}
-
-
-def test_the_budget_stops_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results = tmp_path / "results.jsonl"
-    started = ["run", str(results), *SMALL, "--phases", "5 %", "--budget", "0"]
-    assert main(started) == 0
-    assert len(rows_of(results)) < 5
-    assert ", 0 left" not in capsys.readouterr().err
 
 
 def test_the_order_of_the_campaign() -> None:

@@ -9,15 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.benchmarks import restorable
-from tests.benchmarks.conversations import (
-    Conversation,
-    Truth,
-    Turn,
-    WholeConversations,
-    clients,
-    growing,
-    held,
-)
+from tests.benchmarks.conversations import Conversation, Truth, clients, growing, held
 from tiercache.core import ObjectMeta, PoolName
 from tiercache.storage.base import ScanEntry
 from tiercache.testing.objects import NAMESPACE, key
@@ -92,33 +84,6 @@ def test_states_come_at_multiples_and_ends() -> None:
     assert Conversation("c", hybrid=False).states(0, 9) == []
 
 
-def test_whole_conversations_go_at_once_and_one_that_does_not_fit_is_not_kept() -> None:
-    whole = WholeConversations(capacity=100, page_bytes=10, state_bytes=5)
-    first, second, large = Conversation("1"), Conversation("2"), Conversation("3")
-    whole.turn(Turn(first, 0, 3))
-    whole.turn(Turn(second, 0, 3))
-    assert whole.restorable() == 60
-    whole.turn(Turn(first, 3, 5))
-    assert whole.restorable() == 80, "80 bytes of pages and three states"
-    whole.turn(Turn(second, 3, 4))
-    assert whole.restorable() == 40, "the first was used before the second"
-    whole.turn(Turn(first, 5, 6))
-    assert whole.restorable() == 60, "it is written again"
-    whole.turn(Turn(large, 0, 10))
-    assert whole.restorable() == 0
-
-
-def test_what_is_not_written_again_is_not_whole() -> None:
-    whole = WholeConversations(capacity=100, page_bytes=10, state_bytes=5, rewritten=False)
-    first, second = Conversation("1"), Conversation("2")
-    whole.turn(Turn(first, 0, 6))
-    whole.turn(Turn(second, 0, 6))
-    whole.turn(Turn(first, 6, 7))
-    assert whole.restorable() == 60
-    whole.turn(Turn(second, 6, 8))
-    assert whole.restorable() == 80
-
-
 def test_histories_go_on_where_they_were() -> None:
     ends: dict[Conversation, int] = {}
     for turn in clients(20, 200, seed=1):
@@ -145,25 +110,13 @@ def test_a_row(tmp_path: Path) -> None:
 
 def test_what_is_below_its_target_is_named() -> None:
     good = {
-        "share": 0.9,
-        "target": 0.9,
-        "restorable_mib": 5.0,
-        "whole_lru_mib": 5.0,
-        "before_mib": 5.0,
-        "capacity_mib": 50.0,
+        "share": 0.9, "target": 0.9, "restorable_mib": 5.0, "before_mib": 5.0, "capacity_mib": 50.0,
         "loses_at": 0.9,
-    }
+    }  # fmt: skip
     assert restorable.missed(good) == []
-    assert restorable.missed(good | {"share": 0.89, "whole_lru_mib": 5.1, "capacity_mib": 60.0}) == [
-        "share",
-        "whole_lru",
-        "before",
-    ]
-    assert (
-        restorable.missed(good | {"loses_at": 0.8})
-        == restorable.missed(good | {"loses_at": None})
-        == ["loses_at"]
-    )
+    assert restorable.missed(good | {"share": 0.89, "capacity_mib": 60.0}) == ["share", "before"]
+    for loses_at in (0.8, None):
+        assert restorable.missed(good | {"loses_at": loses_at}) == ["loses_at"]
 
 
 def test_the_exit_status_tells_whether_a_row_missed(

@@ -6,21 +6,14 @@ import argparse
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import tests.benchmarks.policies as package
 from tests.benchmarks.policies import matrix
 from tests.benchmarks.policies.rows import Rows, opened
-from tests.benchmarks.policies.runner import Campaign, duration, tell
-from tests.benchmarks.policies.tables import page, table_of_rows, written
-from tiercache.errors import TierCacheError
-from tiercache.policy import DEFAULT_PROFILE, profile_named
-from tiercache_lab.replay.study import possible
-
-_LONGEST = 60 * 24 * 30
-"""Minutes after which a campaign stops in any case."""
+from tests.benchmarks.policies.runner import Campaign, tell
+from tests.benchmarks.policies.tables import page, written
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,7 +28,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument("--trace", default="", help="path of Mooncake's conversation trace")
     run.add_argument("--sessions", default="", help="directory of recorded agentic sessions")
     run.add_argument("--processes", type=int, default=2)
-    run.add_argument("--budget", type=float, metavar="MINUTES", default=_LONGEST, help="stop after this time")
     run.add_argument("--limit", type=int, help="requests of each run, for a trial")
     for name, known in (("phases", matrix.PHASES), ("sources", None), ("policies", None)):
         among = f"; among {'; '.join(known)}".replace("%", "%%") if known else ""
@@ -43,15 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run.add_argument(
         "--seeds", type=lambda text: [int(part) for part in text.split(",")], default=matrix.SEEDS
     )
-    run.add_argument("--redo", type=names, default=[], help="policies whose runs are made again")
-    run.add_argument("--dry-run", action="store_true", help="say only how many runs are left")
     run.set_defaults(work=campaign)
     tables = commands.add_parser("tables", help="make tables from the file")
     tables.add_argument("results", type=Path)
     tables.add_argument(
         "--write", type=Path, metavar="PAGE.md", help="write them between the marks of a page"
     )
-    tables.add_argument("--csv", type=Path, metavar="ROWS.csv", help="write every row with its command")
     tables.set_defaults(work=tables_of)
     options = parser.parse_args(arguments)
     status: int = options.work(options)
@@ -63,39 +52,27 @@ def campaign(options: argparse.Namespace) -> int:
     sources = matrix.traffics(options.trace, options.sessions)
     sources = [one for one in sources if options.sources is None or one.name in options.sources]
     wanted = ["hvd", *matrix.RIVALS] if options.policies is None else options.policies
-    policies = [name for name in wanted if exists(name)]
-    taken = [kind for kind in matrix.CHECKPOINTS if (options.phases and "checkpoints" not in options.phases)
-             or is_known(kind)]  # fmt: skip
     found = [
         block
-        for block in matrix.blocks(sources, options.seeds, policies, taken, options.limit)
+        for block in matrix.blocks(sources, options.seeds, wanted, matrix.CHECKPOINTS, options.limit)
         if options.phases is None or block.phase in options.phases
     ]
-    rows = Rows(options.results)
-    rows.forget(set(options.redo))
     with opened(options.results) as file:
-        made = Campaign(found, rows, file, version(), options.processes)
-        tell(f"{made.left:,} runs left, about {duration(made.seconds())} on {options.processes} processes")
-        if options.dry_run:
-            return 0
+        made = Campaign(found, Rows(options.results), file, version(), options.processes)
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        timer = threading.Timer(60 * min(options.budget, _LONGEST), made.stop)
-        timer.daemon = True
-        timer.start()
         try:
             for number in before:
                 signal.signal(number, lambda *_: made.stop())
             made.go()
         finally:
-            timer.cancel()
             for number, handler in before.items():
                 signal.signal(number, handler)
-    tell(f"{made.made:,} runs made, {made.left:,} left, {len(made.failed)} commands failed")
+    tell(f"{made.made:,} runs made, {len(made.failed)} commands failed")
     return 1 if made.failed else 0
 
 
 def tables_of(options: argparse.Namespace) -> int:
-    """Write the tables to the page or to stdout, and the rows as CSV."""
+    """Write the tables to the page or to stdout."""
     rows = list(Rows(options.results))
     if not rows:
         print(f"{options.results} has no rows; make some with `run`", file=sys.stderr)
@@ -105,32 +82,11 @@ def tables_of(options: argparse.Namespace) -> int:
         options.write.write_text(written(options.write.read_text(), text))
     else:
         print(text)
-    if options.csv:
-        options.csv.write_text(table_of_rows(rows))
     return 0
 
 
 def names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def exists(policy: str) -> bool:
-    """Return whether there is such a policy, and say so if not."""
-    try:
-        possible(policy, profile_named(DEFAULT_PROFILE))
-    except TierCacheError as error:
-        tell(f"left out: {error}")
-        return False
-    return True
-
-
-def is_known(checkpoints: str) -> bool:
-    """Return whether a replay takes this checkpoint policy, and say so if not."""
-    command = [sys.executable, "-m", "tiercache.cli", "replay", "sharegpt", "--limit", "2", "--policy", "lru"]
-    tried = subprocess.run([*command, "--checkpoints", checkpoints], capture_output=True, text=True)
-    if tried.returncode:
-        tell(f"left out: --checkpoints {checkpoints}: {tried.stderr.strip()[-200:]}")
-    return not tried.returncode
 
 
 def version() -> str:

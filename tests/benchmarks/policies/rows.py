@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, TextIO
 
@@ -39,10 +39,6 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self._found)
-
-    def forget(self, policies: set[str]) -> None:
-        """Make the runs of these policies count as not made; the file is not changed."""
-        self._found = {key: row for key, row in self._found.items() if key[1] not in policies}
 
     def footprint(self, block: Block) -> int | None:
         """Return the bytes of the infinite cache with the default checkpoints; None if not known yet."""
@@ -84,8 +80,3 @@ def opened(path: Path) -> TextIO:
     text = file.read()
     file.truncate(len(text[: text.rfind("\n") + 1].encode()))
     return file
-
-
-def seconds_of(rows: Rows) -> Mapping[tuple[str, str], float]:
-    """Return the seconds of the latest run of each source and policy."""
-    return {(row["traffic"], row["policy"]): row["seconds"] for row in rows}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -130,19 +128,6 @@ def written(text: str, made: str) -> str:
         raise SystemExit(f"the page must have these two lines, once each:\n{BEGIN}\n{END}")
     before, rest = text.split(BEGIN)
     return f"{before}{BEGIN}\n\n{made}\n\n{END}{rest.split(END)[1]}"
-
-
-def table_of_rows(rows: Sequence[Row]) -> str:
-    """Return every row as CSV, with the command that makes it."""
-    columns = (
-        "traffic", "seed", "policy", "size", "checkpoints", "profile", "flops_saved", "token_hit_rate",
-        "capacity_bytes", "working_bytes", "requests", "code", "command",
-    )  # fmt: skip
-    text = io.StringIO()
-    sheet = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
-    sheet.writeheader()
-    sheet.writerows(sorted(rows, key=lambda row: [str(row[name]) for name in columns[:6]]))
-    return text.getvalue()
 
 
 def _introduction(rows: Sequence[Row], whole: Sequence[Row]) -> str:
@@ -332,7 +317,7 @@ def _commands(rows: Sequence[Row]) -> str:
     shown = {row["phase"]: row["command"] for row in reversed(rows) if row["policy"] == OURS}
     return (
         "### Commands\n\n"
-        "Each row is made by one command, which the CSV of `tables --csv` names. Some of them:\n\n```sh\n"
+        "Each row is made by one command, which is in its line of the file. Some of them:\n\n```sh\n"
         + "\n".join(reversed(shown.values()))
         + "\n```"
     )
@@ -354,13 +339,6 @@ def _points(lead: Interval | None) -> str:
         return ""
     told = f"{lead.mean * 100:+.2f}"
     return f"{told} [{lead.low * 100:+.2f}, {lead.high * 100:+.2f}]" if lead.is_known else told
-
-
-def _cell(lead: Interval | None) -> str:
-    if lead is None:
-        return ""
-    told = f"{lead.mean * 100:+.2f}"
-    return f"**{told}**" if lead.excludes_zero else told
 
 
 def _gib(nbytes: float) -> str:
