@@ -16,9 +16,8 @@ from tiercache_backends.s3.settings import parse_settings as s3_settings
 
 from tests.fuzz.base import MIB, Target, file_of, promised
 from tiercache.cli.store.prompt import tokens_of
-from tiercache.config.addresses import parse_address
 from tiercache.config.loading import load
-from tiercache.config.urls import section_of, storage_url
+from tiercache.config.urls import parse_address, section_of, storage_url
 from tiercache.errors import ConfigError, InputError
 from tiercache.integrations.settings import settings_of
 from tiercache.models.profile import CONFIGS, profile_named

@@ -149,7 +149,7 @@ def show(
     JSON fields: file, settings (as in a file), origins (default, file or environment, by setting). With jsonl
     one line for each setting: setting, value, origin, description.
     """
-    from tiercache.config.document import description, dotted, effective, leaves, lines
+    from tiercache.config.document import description, dotted, effective, leaves
     from tiercache.config.document import document as as_file
     from tiercache.config.loading import find_file, resolve
 
@@ -157,7 +157,9 @@ def show(
     said = effective(loaded.settings)
     found = [(key, value, loaded.origin(key)) for key, value in leaves(said)]
     if toml:
-        typer.echo("\n".join(lines(as_file(loaded.settings), loaded.origin)))
+        import tomli_w
+
+        typer.echo(tomli_w.dumps(as_file(loaded.settings)))
     elif output is Output.JSON:
         origins = {dotted(key): origin for key, _, origin in found}
         document({"file": loaded.file and str(loaded.file), "settings": said, "origins": origins})

@@ -32,8 +32,8 @@ from tiercache.storage.tiers import is_read_only
 from tiercache.text import exact_size, parse_size, readable_size
 
 if TYPE_CHECKING:
-    from tiercache.config.addresses import Address
     from tiercache.config.models import Settings
+    from tiercache.config.urls import Address
 
 _TIER_S: Final = 10.0
 """Seconds within which the directory of a chain's tier must answer."""

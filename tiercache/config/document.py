@@ -1,8 +1,8 @@
-"""Settings as documents: their names and descriptions, the JSON Schema of the file, and the file as TOML."""
+"""Settings as documents: their names, values and descriptions, and the JSON Schema of the file."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args, get_origin
 
 import tomli_w
@@ -11,6 +11,9 @@ from pydantic_core import PydanticUndefined
 
 from tiercache.config.models import Settings
 from tiercache.text import exact_size
+
+Key = tuple[str | int, ...]
+"""Path of a value: names of tables and positions in lists."""
 
 
 def table_of(annotation: Any) -> type[BaseModel] | None:
@@ -63,8 +66,8 @@ def effective(settings: Settings) -> dict[str, Any]:
 def _contents(settings: Settings, values: dict[str, Any]) -> dict[str, Any]:
     if settings.storage:
         del values["disk_bytes"]  # for the default store only; a file with both settings is an error
-    said: dict[str, Any] = _without_none(values)
-    return said
+    contents: dict[str, Any] = _without_none(values)
+    return contents
 
 
 def _without_none(value: Any) -> Any:
@@ -143,41 +146,10 @@ def _tidy(setting: dict[str, Any], default: Any) -> None:
     setting.update(choices[0] if len(choices) == 1 else {"anyOf": choices} if choices else {})
 
 
-Key = tuple[str | int, ...]
-"""Path of a value: names of tables and positions in lists."""
-
-
-def lines(
-    table: Mapping[str, Any], note: Callable[[Key], str] = lambda key: "", key: Key = ()
-) -> Iterator[str]:
-    """Yield the lines of a document; `note` returns a comment for the value at a key, or an empty string."""
-    inner = {name: value for name, value in table.items() if isinstance(value, Mapping) or _is_tables(value)}
-    for name, value in table.items():
-        if name not in inner:
-            remark = note((*key, name))
-            yield tomli_w.dumps({name: value}).rstrip() + (f"  # {remark}" if remark else "")
-    for name, value in inner.items():
-        if isinstance(value, Mapping):
-            yield from ("", f"[{_header((*key, name))}]")
-            yield from lines(value, note, (*key, name))
-            continue
-        for n, item in enumerate(value):
-            yield from ("", f"[[{_header((*key, name))}]]")
-            yield from lines(item, note, (*key, name, n))
-
-
 def dotted(key: Sequence[str | int]) -> str:
     """Return a key as users write it, such as principals[1].token_file."""
     parts = (f"[{part}]" if isinstance(part, int) else f".{_name(part)}" for part in key)
     return "".join(parts).removeprefix(".")
-
-
-def _header(key: Key) -> str:
-    return ".".join(_name(part) for part in key if isinstance(part, str))
-
-
-def _is_tables(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(item, Mapping) for item in value)
 
 
 def _name(name: str) -> str:

@@ -7,8 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from tiercache.config.addresses import parse_address
-from tiercache.config.urls import section_of
+from tiercache.config.urls import parse_address, section_of
 from tiercache.core import Verb
 from tiercache.errors import ConfigError
 from tiercache.settings import LINE, PATH, Kind, matching

@@ -12,7 +12,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from tiercache.config import rules
-from tiercache.config.addresses import Address, parse_address
 from tiercache.config.fields import (
     FILE,
     HOST,
@@ -28,7 +27,7 @@ from tiercache.config.fields import (
     check_namespaces,
     check_verbs,
 )
-from tiercache.config.urls import storage_url
+from tiercache.config.urls import Address, parse_address, storage_url
 from tiercache.core import Verb
 from tiercache.errors import ConfigError
 from tiercache.events.settings import EventSettings

@@ -18,8 +18,8 @@ from tiercache.errors import ConfigError
 from tiercache.text import exact_size
 
 if TYPE_CHECKING:
-    from tiercache.config.addresses import Address
     from tiercache.config.models import Principal, Settings
+    from tiercache.config.urls import Address
 
 SOCKETS: Final = ("grpc.sock", "attach.sock")
 _NAMESPACE_DIGITS: Final = (64, 96)

@@ -18,10 +18,9 @@ from typing import Any, Final
 
 import grpc
 
-from tiercache.config.addresses import Address, parse_address
 from tiercache.config.files import check_files
 from tiercache.config.models import Settings
-from tiercache.config.urls import section_of, storage_url, unix_target
+from tiercache.config.urls import Address, parse_address, section_of, storage_url, unix_target
 from tiercache.daemon.access import ANONYMOUS, OWNER, Access, Budgets
 from tiercache.daemon.audit import AuditLog
 from tiercache.daemon.budget import BLOCK_BYTES, MESSAGE_COPIES, BlockPool, Budget

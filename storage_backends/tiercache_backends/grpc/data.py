@@ -23,7 +23,7 @@ from typing import Any, Final, TypeVar
 
 from google.protobuf.message import DecodeError
 
-from tiercache.config.addresses import parse_address
+from tiercache.config.urls import parse_address
 from tiercache.core import Outcome
 from tiercache.errors import ConfigError, WireError
 from tiercache.storage.base import GetItem, SetItem

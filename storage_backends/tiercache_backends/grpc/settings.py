@@ -14,9 +14,8 @@ from typing import Annotated, Any, Final
 
 import grpc
 
-from tiercache.config.addresses import SERVED, parse_address
 from tiercache.config.files import read_certificates, read_secret, read_token
-from tiercache.config.urls import storage_url, unix_target
+from tiercache.config.urls import SERVED, parse_address, storage_url, unix_target
 from tiercache.core import BLOCK_ALIGN
 from tiercache.errors import ConfigError
 from tiercache.settings import FLAG, PATH, Kind, Named, duration, matching, one_of, read_section, size, whole

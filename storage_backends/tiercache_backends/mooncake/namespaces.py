@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 import msgpack
 from xxhash import xxh3_128_digest
 
-from tiercache.config.addresses import Address
+from tiercache.config.urls import Address
 from tiercache.errors import StorageError, UnavailableError
 from tiercache.storage.base import NAMESPACE_BYTES, NamespaceRecord
 from tiercache_backends.mooncake.header import prefix_of

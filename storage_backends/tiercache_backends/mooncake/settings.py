@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
-from tiercache.config.addresses import SERVED, Address, parse_address
-from tiercache.config.urls import storage_url
+from tiercache.config.urls import SERVED, Address, parse_address, storage_url
 from tiercache.core import BLOCK_ALIGN
 from tiercache.errors import ConfigError
 from tiercache.settings import Kind, duration, matching, one_of, read_section, size, whole

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 from urllib.parse import urlsplit
 
-from tiercache.config.addresses import parse_address
 from tiercache.config.files import read_secret
-from tiercache.config.urls import storage_url
+from tiercache.config.urls import parse_address, storage_url
 from tiercache.errors import ConfigError
 from tiercache.settings import FLAG, PATH, Kind, Named, duration, matching, one_of, read_section, size, whole
 
