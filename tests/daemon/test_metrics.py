@@ -22,6 +22,7 @@ from tests.daemon.web import ask
 from tiercache.config.models import Settings
 from tiercache.core import ObjectKey, Outcome, PoolName
 from tiercache.daemon import StorageServer
+from tiercache.daemon.call_log import CallLog
 from tiercache.daemon.http import routes
 from tiercache.daemon.node_metrics import NodeMetrics, UsageFigures, exposed
 from tiercache.errors import StorageError
@@ -591,18 +592,14 @@ def test_who_can_call_without_saying_who_it_is(tmp_path: Path) -> None:
 
 
 def test_a_call_costs_little() -> None:
-    meters = NodeMetrics(["ann"])
-
-    class Context:
-        pass
-
+    calls = CallLog(NodeMetrics(["ann"]))
     keys = [key(n) for n in range(8)]
     answers = [True] * 8
 
     def one() -> None:
-        with meters.measure_call("Exists", Context()):
-            meters.count_call("ann")
-            meters.count_exists(keys, answers)
+        with calls.call("Exists", "peer"):
+            calls.know("ann")
+            calls.metrics.count_exists(keys, answers)
 
     best = min(timed(one) for _ in range(5))
     assert best < 200e-6, f"{best * 1e6:.1f} us"

@@ -11,16 +11,16 @@ from tiercache_backends.memory import MemoryBackend
 from tests.storage_backends.grpc.nodes import daemon_settings
 from tiercache.daemon.access import Access, Budgets
 from tiercache.daemon.budget import Budget
-from tiercache.daemon.sessions import Attachments
+from tiercache.daemon.call_log import CallLog
+from tiercache.daemon.payload.attachments import Attachments
 from tiercache.wire import attachment
 from tiercache.wire.v1 import attach_pb2 as pb
 
 
 def opened(path: Path) -> Attachments:
     bounds = Budgets(*(Budget(1 << 30) for _ in range(5)))
-    attachments = Attachments(
-        Access(daemon_settings("unix"), MemoryBackend(), bounds), max_clients=4, max_bytes=1 << 30
-    )
+    access = Access(daemon_settings("unix"), MemoryBackend(), bounds)
+    attachments = Attachments(access, 1 << 30, 4, CallLog())
     attachments.listen(str(path), 0o600)
     return attachments
 

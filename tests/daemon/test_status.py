@@ -18,6 +18,7 @@ from tests.daemon.test_metrics import SIZE, Told, call, exists, get, pieces, ser
 from tiercache.config.models import Settings
 from tiercache.daemon.access import Access, Budgets
 from tiercache.daemon.budget import Budget
+from tiercache.daemon.call_log import CallLog, Journal, SlowestCalls
 from tiercache.daemon.node_metrics import NodeMetrics, UsageFigures
 from tiercache.daemon.status import board as board_module
 from tiercache.daemon.status.board import (
@@ -30,7 +31,6 @@ from tiercache.daemon.status.board import (
     tier_hits,
 )
 from tiercache.daemon.status.document import MissStatus, PoolStatus, Readiness, StatusDocument
-from tiercache.daemon.status.journal import Journal, SlowestCalls
 from tiercache.errors import StorageError
 from tiercache.storage.base import TierReport, Usage
 from tiercache.storage.hits import Hits
@@ -80,7 +80,8 @@ def board_of(
     figures = UsageFigures(Told(MemoryBackend(), usage), every=0.0, patience=30.0)
     budgets = Budgets(*(Budget(10) for _ in range(5)))
     access = Access(Settings(**settings), MemoryBackend(), budgets)
-    yield StatusBoard("chain", b"i", NodeMetrics(list(access.tenants)), figures, budgets, access, hits=hits)
+    calls = CallLog(NodeMetrics(list(access.tenants)))
+    yield StatusBoard("chain", b"i", calls, figures, budgets, access, hits=hits)
     figures.close(30)
 
 
@@ -150,11 +151,11 @@ def test_a_tenant_gets_its_own_rows_and_no_reasons(tmp_path: Path) -> None:
     settings = {"principals": principals, "tenants": tenants}
     with board_of(lambda: Usage(0, 0, 0, 0), **settings) as board:
         # private: who calls is the concern of other tests
-        access, metrics = board._access, board._metrics
+        access, slowest = board._access, board._slowest
         for name in names:
-            metrics.slowest.note("Get", name, 1.0, failed=False)
+            slowest.note("Get", name, 1.0, failed=False)
         for n in range(1000):
-            metrics.slowest.note("Get", "common-2", 10.0 + n, failed=False)
+            slowest.note("Get", "common-2", 10.0 + n, failed=False)
         board.drain()
         for name, own in (
             ("acme-1", {"acme-1", "acme-2"}), ("rival", {"rival"}), ("common-1", {"common-1"}),

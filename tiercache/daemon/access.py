@@ -180,14 +180,14 @@ class Caller:
 
     permissions: Permissions
     session: Any
-    """The client's `shared.AttachSession`; None over TCP."""
+    """The client's `payload.shared.AttachSession`; None over TCP."""
     budgets: Budgets
     peer: str = ""
     """gRPC's name of the TCP connection, or the process on this host."""
 
 
 class Sessions(Protocol):
-    """Lookup of sessions by their tokens (`sessions.Attachments`)."""
+    """Lookup of sessions by their tokens (`payload.attachments`)."""
 
     def find(self, token: bytes) -> Any:
         """Return the session with this token, or None."""

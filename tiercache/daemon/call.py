@@ -96,12 +96,7 @@ class Call:
         if data is None:
             raise WireError("the call ended before its request came")
         message = messages.read_message(data, kind, self.request_bytes)
-        weight = PARSED * len(data) + weigh(message)
-        if weight > self.message_bytes:
-            raise WireError(
-                f"a request of {len(data)} bytes needs {weight} bytes of memory, and at most"
-                f" {self.message_bytes} are allowed; send it in parts"
-            )
+        weight = check_weight(len(data), weigh(message), self.message_bytes)
         self.caller.budgets.requests.give(self._held - weight)
         self._held = weight
         return message
@@ -168,6 +163,17 @@ class Wanted:
     """Bytes of each object."""
 
 
+def check_weight(nbytes: int, extra: int, most: int) -> int:
+    """Return the memory in bytes for a request of `nbytes` with `extra`; raises WireError above `most`."""
+    weight = PARSED * nbytes + extra
+    if weight > most:
+        raise WireError(
+            f"a request of {nbytes} bytes needs {weight} bytes of memory, and at most {most} are allowed;"
+            " send it in parts"
+        )
+    return weight
+
+
 def read_keys(message: pb.Keys, max_keys: int) -> list[ObjectKey]:
     """Return the object keys of a message; raises LimitError for more than `max_keys`."""
     if len(message.pool_of) > max_keys:
@@ -183,11 +189,11 @@ def check_length(length: int, max_bytes: int) -> None:
         raise LimitError(f"an object of {length} bytes is not allowed; limits.object_bytes is {max_bytes}")
 
 
-def read_wanted(keys: pb.Keys, lengths: Sequence[int], max_keys: int, max_bytes: int) -> Wanted:
+def read_wanted(keys: pb.Keys, lengths: Sequence[int], limits: pb.Limits) -> Wanted:
     """Return the objects that a Get or GetInto asks for; raises WireError, or LimitError beyond a limit."""
-    found = read_keys(keys, max_keys)
+    found = read_keys(keys, limits.keys)
     if len(lengths) != len(found):
         raise WireError(f"{len(found)} keys came with {len(lengths)} lengths")
     for length in lengths:
-        check_length(length, max_bytes)
+        check_length(length, limits.object_bytes)
     return Wanted(0, found, list(lengths))

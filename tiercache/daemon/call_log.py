@@ -1,4 +1,6 @@
-"""The log of calls: refusals, slow calls, and the changes that administrators make.
+"""The one place that every call of the daemon passes when it begins, is refused, changes something or ends.
+
+    call ──▶ metrics    log (slow, refused, changes)    audit log    journal    slowest calls
 
 A record in the log and in the audit log names the principal, the peer and the request. It never has tokens,
 salts or payload.
@@ -7,21 +9,26 @@ salts or payload.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import itertools
 import logging
-import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Awaitable, Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from threading import Lock
+from typing import Any, Final, Literal, TypeVar
 
 from grpc import StatusCode
 
 from tiercache.daemon.access import Refusal, reason_of
 from tiercache.daemon.audit import AuditLog
-from tiercache.daemon.status.journal import Journal
+from tiercache.daemon.node_metrics import NodeMetrics
+from tiercache.daemon.status.document import CallStatus, JournalEntry, TierStatus
+from tiercache.metrics.table import HEALTHS
+from tiercache.storage.base import TierReport
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +40,17 @@ _GOES_ON: Final = "goes on; the client left"
 """Outcome of a change that is being made when its call ends."""
 _TOLD: Final = {"reload": ("removed", "at_next_start", "quotas")}
 """Changes that are told in the journal, and their details there. Its readers must not learn URLs of tiers."""
+_KEPT: Final = 48
+"""Number of entries that are kept of what happened once."""
+_COUNTS_KEPT: Final = 16
+"""Number of entries that are kept of counters, with which strangers must not push out the others."""
+_TEXT: Final = 300
+"""Maximum number of characters of an entry."""
+_SPAN_SECONDS: Final = 300.0
+_SPANS: Final = 12
+"""Number of spans, which together are an hour."""
+_CALLS_KEPT: Final = 8
+"""Number of calls that each span keeps of each principal."""
 
 T = TypeVar("T")
 
@@ -48,6 +66,8 @@ class CallRecord:
     """Client's address, or its process on this host."""
     principal: str = ""
     """Principal that makes the call; empty while it is not known."""
+    code: StatusCode = StatusCode.CANCELLED
+    """Status with which the call has ended; CANCELLED if the client left before."""
 
     def fields(self) -> dict[str, str]:
         """Return what every record of this call has, without what is empty."""
@@ -62,30 +82,28 @@ CURRENT: Final[ContextVar[CallRecord | None]] = ContextVar("call", default=None)
 
 
 class CallLog:
-    """Writer of what happens to calls, into the log and the audit log.
+    """Observer of all calls, which tells its sinks of each: metrics, log, audit log, journal, slowest calls.
 
-    A flood of refusals fills neither: after a few of one kind (principal and reason), the rest of a period
-    is counted, and the number comes with the next that is told.
+    A flood of refusals fills none of them: after a few of one kind (principal and reason), the rest of a
+    period is counted, and the number comes with the next that is told.
 
     Thread safety: any thread.
     """
 
     def __init__(
         self,
-        count_refusal: Callable[[str], object] = lambda _: None,
+        metrics: NodeMetrics | None = None,
         audit: AuditLog | None = None,
         *,
         instance: bytes = b"",
         slow: float = float("inf"),
-        journal: Journal | None = None,
     ) -> None:
-        """Name calls after `instance`, and tell of those that take `slow` seconds or longer.
-
-        `count_refusal` counts a refusal by its reason. `journal` tells operators of changes of the daemon.
-        """
-        self._count_refusal = count_refusal
+        """Name calls after `instance`, and tell of those that take `slow` seconds or longer."""
+        self.metrics: Final = metrics or NodeMetrics()
         self.audit: Final = audit
-        self._journal: Final = journal
+        self.journal: Final = Journal()
+        self.slowest: Final = SlowestCalls()
+        """Calls that took longest within the last hour."""
         self._prefix = instance.hex()[:8]
         self.slow = slow
         """Seconds from which a call is slow."""
@@ -106,27 +124,41 @@ class CallLog:
                 _log.warning("a call took %.3f s", seconds, extra=record.fields())
             CURRENT.reset(token)
 
+    @contextmanager
+    def call(self, method: str, peer: str) -> Iterator[CallRecord]:
+        """Follow a call of the service and measure it, with the time before its caller is known.
+
+        Whoever serves it sets the code of the record.
+        """
+        with self.follow(method, peer) as record:
+            self.metrics.begin_call(method)
+            started = time.perf_counter()
+            try:
+                yield record
+            finally:
+                seconds, failed = time.perf_counter() - started, record.code is not StatusCode.OK
+                self.metrics.end_call(method, record.code.name, seconds)
+                if record.principal:
+                    self.slowest.note(method, record.principal, seconds, failed=failed)
+
+    def know(self, principal: str, peer: str = "") -> None:
+        """Note and count the principal of the current call, and its client if more is known of it."""
+        self.metrics.count_call(principal)
+        if (call := CURRENT.get()) is not None:
+            call.principal = principal
+            call.peer = peer or call.peer
+
     def refused(self, error: BaseException | None) -> None:
         """Count and tell a refusal, if the client is the cause of `error`."""
         reason = reason_of(error)
         if reason is not None:
-            self._count_refusal(reason)
+            self.metrics.count_refusal(reason)
             self._tell_refusal(reason, str(error))
 
     def refused_connection(self, reason: str, peer: str = "") -> None:
         """Count and tell the refusal of a connection, of which perhaps not even the peer is known."""
-        self._count_refusal(reason)
+        self.metrics.count_refusal(reason)
         self._tell_refusal(reason, "a connection was refused or cut", peer)
-
-    def name_peer(self, peer: str) -> None:
-        """Note the client of the current call, if more is known than at its start."""
-        if (call := CURRENT.get()) is not None:
-            call.peer = peer
-
-    def name_caller(self, principal: str) -> None:
-        """Note the principal of the current call."""
-        if (call := CURRENT.get()) is not None:
-            call.principal = principal
 
     async def change(
         self,
@@ -192,10 +224,10 @@ class CallLog:
         _log.info("%s: %s", event, outcome, extra=fields | details)
         if self.audit is not None:
             self.audit.record(event, {**fields, "outcome": outcome, **details})
-        if self._journal is not None and event in _TOLD:
+        if event in _TOLD:
             named = {**{name: details.get(name) for name in _TOLD[event]}, "by": fields.get("principal")}
             more = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in named.items() if value)
-            self._journal.add(f"{event.replace('_', ' ')} {outcome}" + (f" ({more})" if more else ""),
+            self.journal.add(f"{event.replace('_', ' ')} {outcome}" + (f" ({more})" if more else ""),
                               is_warning=outcome != "done")  # fmt: skip
 
     def _tell_refusal(self, reason: str, why: str, peer: str = "") -> None:
@@ -217,7 +249,7 @@ class _Counts:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._since: dict[tuple[str, str], tuple[float, int]] = {}
 
     def count(self, kind: tuple[str, str]) -> int | None:
@@ -231,3 +263,99 @@ class _Counts:
                 unsaid = 0
             self._since[kind] = since, number + 1
             return unsaid if number < _BURST else None
+
+
+class Journal:
+    """List of the last entries, and the figures from which the next ones are derived.
+
+    Thread safety: any thread, but `compare` from one at a time.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock: Final = clock
+        self._lock: Final = Lock()
+        self._entries: Final[deque[JournalEntry]] = deque(maxlen=_KEPT)
+        self._counts: Final[deque[JournalEntry]] = deque(maxlen=_COUNTS_KEPT)
+        self._health: dict[str, str] = {}
+        self._counted: Mapping[str, float] = {}
+
+    def add(self, text: str, *, is_warning: bool = False) -> None:
+        """Add an entry about something ordinary, or about something that an operator should look at."""
+        self._add(self._entries, "warning" if is_warning else "info", text)
+
+    def compare(self, tiers: Sequence[TierStatus], counted: Mapping[str, float]) -> None:
+        """Add entries for what has changed since the last call.
+
+        `counted` has counters of things that should not happen, by the words for them.
+        """
+        for tier in tiers:
+            before = self._health.get(tier.name, HEALTHS[0])
+            if tier.health != before:
+                self.add(in_words(tier), is_warning=tier.health != HEALTHS[0])
+        self._health = {tier.name: tier.health for tier in tiers}
+        for what, count in counted.items():
+            if (new := round(count - self._counted.get(what, 0.0))) > 0:
+                self._add(self._counts, "warning", f"{what}: {new:,}")
+        self._counted = dict(counted)
+
+    def latest(self) -> list[JournalEntry]:
+        """Return the entries, the newest first."""
+        with self._lock:
+            entries = [*self._entries, *self._counts]
+        entries.sort(key=lambda entry: entry.time)  # equal times stay in the order in which they came
+        return entries[::-1]
+
+    def _add(self, to: deque[JournalEntry], level: Literal["info", "warning"], text: str) -> None:
+        with self._lock:
+            to.append(JournalEntry(self._clock(), level, text[:_TEXT]))
+
+
+def in_words(tier: TierStatus | TierReport) -> str:
+    """Return the health of a tier as a sentence."""
+    return f"tier {tier.name} is {tier.health}" + (f": {tier.why}" if tier.why else "")
+
+
+class SlowestCalls:
+    """The slowest calls of each principal in each span of five minutes within the last hour.
+
+    No principal's calls displace another's, so what is kept of one says nothing about others.
+
+    Thread safety: any thread.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        """Use `clock` for the time when a call ends, in seconds since 1970."""
+        self._clock: Final = clock
+        self._lock: Final = Lock()
+        self._spans: Final[deque[tuple[float, dict[str, list[tuple[float, int, CallStatus]]]]]] = deque(
+            maxlen=_SPANS
+        )
+        self._number = 0
+
+    def note(self, method: str, principal: str, seconds: float, *, failed: bool) -> None:
+        """Note a call that has just ended, after so many seconds."""
+        now = self._clock()
+        span = now // _SPAN_SECONDS
+        with self._lock:
+            if not self._spans or self._spans[-1][0] != span:
+                self._spans.append((span, {}))
+            kept = self._spans[-1][1].setdefault(principal, [])
+            if len(kept) == _CALLS_KEPT and seconds <= kept[0][0]:
+                return
+            self._number += 1  # decides between calls that took equally long
+            entry = seconds, self._number, CallStatus(now, method, principal, seconds, failed)
+            (heapq.heappush if len(kept) < _CALLS_KEPT else heapq.heappushpop)(kept, entry)
+
+    def latest(self, principals: Container[str]) -> list[CallStatus]:
+        """Return the calls of these principals that are kept, the slowest first."""
+        oldest = self._clock() // _SPAN_SECONDS - _SPANS
+        with self._lock:
+            kept = [
+                call
+                for span, rows in self._spans
+                if span > oldest
+                for principal in rows
+                if principal in principals
+                for _, _, call in rows[principal]
+            ]
+        return sorted(kept, key=lambda call: -call.seconds)

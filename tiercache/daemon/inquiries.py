@@ -1,4 +1,4 @@
-"""The calls History and Report: what became of objects, and what the account of the daemon says."""
+"""The calls Status, History and Report: how the daemon is, what became of objects, what the account says."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tiercache.core import ObjectKey, PoolName
 from tiercache.daemon.access import Access, LimitError, Permissions, Refusal
 from tiercache.daemon.call import Call, read_keys
 from tiercache.daemon.removals import MAX_FOUND
+from tiercache.daemon.status.board import StatusBoard
 from tiercache.daemon.store_threads import Threads
 from tiercache.daemon.tenants.account import HOUR_S, Account, Rows
 from tiercache.errors import StorageError, WireError
@@ -37,19 +38,33 @@ _CAUSES: Final = {
 
 
 class Inquiries:
-    """Handlers of History and Report.
+    """Handlers of Status, History and Report.
 
     Thread safety: the event loop's thread; what they read is read in store threads.
     """
 
     def __init__(
-        self, threads: Threads, access: Access, store: StorageBackend, account: Account, max_keys: int
+        self,
+        threads: Threads,
+        access: Access,
+        store: StorageBackend,
+        account: Account,
+        board: StatusBoard,
+        max_keys: int,
     ) -> None:
-        """Ask the store and the account; a call may have `max_keys` keys and as many pages."""
+        """Ask the store, the account and the board; a call may have `max_keys` keys and as many pages."""
+        self._board: Final = board
         self._threads: Final = threads
         self._account: Final = account
         self._max_keys: Final = max_keys
         self._stored: Final = StoredByTenant(store, access)
+
+    async def status(self, call: Call) -> None:
+        """Serve Status."""
+        await call.request(pb.StatusRequest)
+        permissions = call.caller.permissions
+        document = await self._threads.start(call.caller.budgets.workers, self._board.encoded, permissions)
+        await call.send(pb.StatusReply(document=document).SerializeToString())
 
     async def history(self, call: Call) -> None:
         """Serve History."""

@@ -10,23 +10,19 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import compress
 from operator import not_
 from pathlib import Path
 from threading import Condition, Thread
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
-from grpc import StatusCode
-from grpc.aio import AbortError
 from prometheus_client import CollectorRegistry
 
 import tiercache
 from tiercache.core import ObjectKey, Outcome, PoolName, Tier
-from tiercache.daemon.access import Budgets
-from tiercache.daemon.status.journal import SlowestCalls
 from tiercache.errors import TierCacheError
 from tiercache.events.publisher import EventPublisher
 from tiercache.metrics import HIT, MISS, NODE, Families
@@ -39,9 +35,10 @@ from tiercache.wire.methods import METHODS as SERVED
 
 if TYPE_CHECKING:
     from tiercache.config.models import Settings
+    from tiercache.daemon.access import Budgets
     from tiercache.daemon.certificates import Certificates
-    from tiercache.daemon.payload.sessions import DataSessions
-    from tiercache.daemon.sessions import Attachments
+    from tiercache.daemon.payload.attachments import Attachments
+    from tiercache.daemon.payload.port import DataSessions
 
 _log = logging.getLogger(__name__)
 
@@ -53,10 +50,6 @@ _REFRESH_SECONDS: Final = 5.0
 _WAIT_SECONDS: Final = 0.25
 """Seconds that a scrape waits for new figures of the store before it uses the previous ones."""
 
-_CODES: Final[dict[Any, StatusCode]] = {code.value[0]: code for code in StatusCode} | {
-    code: code for code in StatusCode
-}
-"""Status codes by number and by code, because gRPC gives the code of an aborted call as a number."""
 _TIER_FIGURES: Final[dict[str, Callable[[TierReport], float | None]]] = {
     "node_tier_objects": lambda tier: None if tier.health == OUT else tier.objects,
     "node_tier_used_bytes": lambda tier: None if tier.health == OUT else tier.used_bytes,
@@ -88,12 +81,6 @@ _PLANES: Final[tuple[Plane, ...]] = ("stream", "data", "shared")
 _DIRECTIONS: Final[tuple[Direction, ...]] = ("in", "out")
 
 
-class Measured:
-    """A call that is being measured, and the status with which it will have ended."""
-
-    code = StatusCode.CANCELLED
-
-
 class NodeMetrics(Families):
     """Metrics of one server.
 
@@ -122,8 +109,6 @@ class NodeMetrics(Families):
         self._audit_lost: Final = self.counter("node_audit_lost_total")
         self._account_failed: Final = self.counter("node_account_failed_total")
         self._damaged: Final = self.counter("node_damaged_objects_total")
-        self.slowest: Final = SlowestCalls()
-        """The calls that took longest within the last hour."""
         self._last_read: Final = self.gauge("node_last_read_seconds")
         self._lookups: Final = {
             (operation, outcome): self._lookup_counters(operation, outcome)
@@ -139,30 +124,16 @@ class NodeMetrics(Families):
             for way in _DIRECTIONS:
                 self._by_caller[name, way] = self.counter("node_principal_bytes_total", name, way)
 
-    @contextmanager
-    def measure(self, method: str) -> Iterator[Measured]:
-        """Measure one call, including the time before its caller is known; the caller sets the status."""
-        measured, under_way = Measured(), self._under_way[method]
-        under_way.inc()
-        start = time.perf_counter()
-        try:
-            yield measured
-        finally:
-            under_way.dec()
-            self._seconds[method].observe(time.perf_counter() - start)
-            codes = self._codes[method]
-            (codes.get(measured.code.name) or codes["UNKNOWN"]).inc()
+    def begin_call(self, method: str) -> None:
+        """Count a call that is under way from now on; `end_call` must follow."""
+        self._under_way[method].inc()
 
-    @contextmanager
-    def measure_call(self, method: str, context: Any) -> Iterator[None]:
-        """Measure one call as `measure` does; `context` is gRPC's context of the call."""
-        with self.measure(method) as measured:
-            try:
-                yield
-                measured.code = StatusCode.OK
-            except AbortError:
-                measured.code = _CODES.get(context.code(), StatusCode.UNKNOWN)
-                raise
+    def end_call(self, method: str, code: str, seconds: float) -> None:
+        """Count a call that ended with this status; codes that the table does not have are UNKNOWN."""
+        self._under_way[method].dec()
+        self._seconds[method].observe(seconds)
+        codes = self._codes[method]
+        (codes.get(code) or codes["UNKNOWN"]).inc()
 
     def count_refusal(self, reason: str) -> None:
         """Count a refusal that the client has caused; `reason` is one of `metrics.table.REFUSALS`."""

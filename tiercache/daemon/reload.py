@@ -13,7 +13,7 @@ from tiercache.daemon.access import Access, read_tokens
 from tiercache.daemon.call_log import CallLog
 from tiercache.daemon.certificates import CertificateFiles, Certificates
 from tiercache.daemon.node_metrics import NodeMetrics
-from tiercache.daemon.payload.sessions import DataSessions
+from tiercache.daemon.payload.port import DataSessions
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.shares import Share, Shares, limits_of
 

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
-import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
-from pathlib import Path
-from tempfile import mkdtemp
 from threading import Event, Thread
-from typing import Any, Final
-
-import grpc
+from typing import Final
 
 from tiercache.config.files import check_files
 from tiercache.config.models import Settings
-from tiercache.config.urls import Address, parse_address, section_of, storage_url, unix_target
+from tiercache.config.urls import Address, section_of, storage_url
 from tiercache.daemon.access import ANONYMOUS, OWNER, Access, Budgets
 from tiercache.daemon.audit import AuditLog
 from tiercache.daemon.budget import BLOCK_BYTES, MESSAGE_COPIES, BlockPool, Budget
@@ -28,20 +22,19 @@ from tiercache.daemon.call_log import CallLog
 from tiercache.daemon.certificates import CertificateFiles, Certificates
 from tiercache.daemon.gate import Gate
 from tiercache.daemon.inquiries import Inquiries
+from tiercache.daemon.listeners import SETTLING_SECONDS, Listeners, has_other_users, limits_message
 from tiercache.daemon.node_metrics import NodeMetrics, UsageFigures
-from tiercache.daemon.payload.calls import DataCalls
-from tiercache.daemon.payload.port import DataPort
-from tiercache.daemon.payload.sessions import DataSessions
+from tiercache.daemon.payload.attachments import Attachments
+from tiercache.daemon.payload.port import DataPort, DataSessions
+from tiercache.daemon.payload.shared import SharedCalls
+from tiercache.daemon.payload.streams import PayloadCalls
 from tiercache.daemon.process import Notifier, limit_malloc, raise_descriptor_limit, trim_malloc_periodically
 from tiercache.daemon.reload import Reload, TenantShares
 from tiercache.daemon.removals import DaemonStore
-from tiercache.daemon.service import Service
-from tiercache.daemon.sessions import Attachments
-from tiercache.daemon.shared import SharedCalls
-from tiercache.daemon.sockets import PLAIN_SOCKET, TLS_SOCKET, make_way, prepare, remove
-from tiercache.daemon.standard import Standard
+from tiercache.daemon.service import Handler, Service
+from tiercache.daemon.sockets import make_way
 from tiercache.daemon.status.board import StatusBoard
-from tiercache.daemon.status.journal import Journal
+from tiercache.daemon.store_calls import StoreCalls
 from tiercache.daemon.store_threads import Threads
 from tiercache.daemon.tenants.account import Account
 from tiercache.daemon.tiers import TierCalls
@@ -53,8 +46,6 @@ from tiercache.storage.registry import open_backend
 from tiercache.storage.store_events import StoreEvents
 from tiercache.storage.watching import Following
 from tiercache.storage.wrappers import StoreMetrics, unwrap
-from tiercache.wire.methods import ATTACH_SOCKET, GRPC_SOCKET, SERVICE
-from tiercache.wire.v1 import storage_pb2 as pb
 
 _log = logging.getLogger(__name__)
 
@@ -64,12 +55,6 @@ _THREADS: Final = 16
 These threads serve many clients at once. A store has threads of its own for a large batch of one client."""
 _FIGURES_SECONDS: Final = 1.0
 """Seconds to wait at shutdown for a pending `usage` call of the store."""
-_HANDSHAKE_MS: Final = 5_000
-"""Milliseconds that a client may take for its handshake with gRPC."""
-_ACKNOWLEDGE_MS: Final = 1_000
-"""Milliseconds that a client may take to acknowledge gRPC's SETTINGS."""
-_READ_BYTES: Final = 64 << 10
-"""Maximum bytes of one connection that gRPC has read but not parsed yet."""
 _WIDE_BYTES: Final = 24 << 20
 """Bytes of `host_bytes` (the bound on the server's memory) for one wide connection (`admission`).
 
@@ -80,8 +65,6 @@ _WIDE: Final = (4, 32)
 """Minimum and maximum number of connections that may be wide at once, for any `host_bytes`."""
 _RELOAD_SECONDS: Final = 30.0
 """Seconds in which the event loop must take over new settings."""
-_KEEPALIVE_MS: Final = 10_000
-"""Milliseconds between gRPC's keepalive pings to a client, which must answer in half that time."""
 _LOOK_SECONDS: Final = 5.0
 """Seconds from one look for tiers that have joined or left to the next."""
 _ACCOUNT_SECONDS: Final = 60.0
@@ -272,176 +255,78 @@ class StorageServer:
 
             drain ─▶ sockets ─▶ gate ─▶ sessions ─▶ HTTP port ─▶ arena ─▶ events ─▶ store threads and store
         """
-        settings, limits = self.settings, self.settings.limits
-        if _has_other_users(settings):
+        settings = self.settings
+        if has_other_users(settings):
             make_way(settings.directory, settings.socket_directory)
         if self.store is None:
             self.store = await asyncio.to_thread(open_backend, settings.store_url)
         kind = _kind_of(settings) if self._opened else type(unwrap(self.store)).__name__
         metrics = NodeMetrics([*(principal.name for principal in settings.principals), OWNER, ANONYMOUS])
+        calls = self._calls = self._call_log(metrics, ends)
         store = DaemonStore(self.store, kind, StoreMetrics(metrics.registry))
-        threads = Threads(_THREADS)
-        figures = UsageFigures(self.store)
+        threads, figures = Threads(_THREADS), UsageFigures(self.store)
         ends.push_async_callback(self._close_store, store, threads, figures)
         await self._publish(kind, metrics, ends)
-        rest = settings.host_bytes - settings.payload_bytes
         arena = HostArena(settings.payload_bytes, BLOCK_BYTES, huge_pages=False)
         ends.callback(arena.close)
-        budgets = Budgets(
-            payload=Budget(arena.nbytes),
-            streams=Budget(limits.streams),
-            transfers=Budget(max(rest - rest // 3, MESSAGE_COPIES * limits.message_bytes)),
-            requests=Budget(max(rest // 3, limits.message_bytes)),
-            workers=Budget(threads.count),
-        )
-        journal = Journal()
-        calls = self._calls = self._call_log(metrics, journal, ends)
+        budgets = _budgets_of(settings, arena.nbytes)
         account = Account(settings.account_file, count_failed=metrics.count_account_failed)
         self._keep_books(store, account, ends)
         access = Access(settings, store, budgets, account)
         shares = TenantShares(self.store, access.tenant_of)
         if settings.tenants:
             await asyncio.to_thread(shares.take, settings.tenants)
-        attachments = Attachments(
-            access, max_clients=limits.clients, max_bytes=limits.attached_bytes, calls=calls
-        )
+        attachments = Attachments(access, settings.limits.attached_bytes, settings.limits.clients, calls)
         certificates = None if settings.tls is None else Certificates(CertificateFiles.read(settings.tls))
         board = self._board = StatusBoard(
-            kind, self.instance, metrics, figures, budgets, access, certificates, journal, account.hits
+            kind, self.instance, calls, figures, budgets, access, certificates, account.hits
         )
         self._serve_http(board, metrics, access, calls, certificates, ends)
         ends.push_async_callback(attachments.close)
-        streams = DataCalls(
-            threads, BlockPool(arena), max_keys=limits.keys_per_batch, max_bytes=settings.object_bytes,
-            message_bytes=limits.message_bytes, metrics=metrics,
-        )  # fmt: skip
-        shared = SharedCalls(
-            threads, max_keys=limits.keys_per_batch, max_bytes=settings.object_bytes, metrics=metrics
-        )
-        minimum, maximum = _WIDE
-        gate = self._gate = Gate(
-            max_connections=limits.clients,
-            max_wide=max(minimum, min(maximum, settings.host_bytes // _WIDE_BYTES)),
-            max_streams=limits.streams_per_client, settling=(_HANDSHAKE_MS + 2 * _ACKNOWLEDGE_MS) / 1e3,
-            count_refusal=calls.refused_connection,
-            ended=lambda name: self._in_loop(sessions.end, name),
-        )  # fmt: skip
+        gate = self._gate = self._make_gate(calls, lambda peer: sessions.end(peer))
         ends.callback(gate.close)
-        sessions = DataSessions(access, gate, limits.streams_per_client)
+        sessions = DataSessions(access, gate, settings.limits.streams_per_client)
         metrics.watch(settings, budgets, attachments, sessions, figures, certificates, account.hits)
-        inquiries = Inquiries(threads, access, store, account, limits.keys_per_batch)
-        service = Service(
-            access, attachments, threads, streams, shared, TierCalls(self.store, self.instance, calls),
-            board, inquiries,
-            instance=self.instance, limits=_limits(settings), idle=limits.idle,
-            store=kind, metrics=metrics, calls=calls, gate=gate, data=streams, sessions=sessions,
-        )  # fmt: skip
-        port = DataPort(
-            sessions, service.answer, calls, _limits(settings), max_connections=2 * limits.clients,
-            idle=limits.idle, workers=threads.count, certificates=certificates,
-        )  # fmt: skip
         self._reload = Reload(settings, access, shares, sessions, certificates, calls, metrics)
-        serving = await self._serve(service, attachments, access, gate, (sessions, port), certificates, ends)
+
+        limits, idle = limits_message(settings), settings.limits.idle
+        tiers = TierCalls(self.store, self.instance, calls)
+        inquiries = Inquiries(threads, access, store, account, board, limits.keys)
+        one = StoreCalls(
+            threads, calls, sessions, limits, instance=self.instance, kind=kind, notice=tiers.notice
+        )
+        shared = SharedCalls(threads, limits, metrics)
+        payload = PayloadCalls(threads, BlockPool(arena), limits, metrics)
+        handlers: dict[str, Handler] = {
+            "Hello": one.hello, "Exists": one.exists, "Delete": one.delete, "Describe": one.describe,
+            "Scan": one.scan, "Advise": one.advise, "Register": one.register, "Usage": one.usage,
+            "Namespaces": one.namespaces, "Flush": one.flush,
+            "Get": payload.get, "Set": payload.set, "GetInto": shared.get_into, "SetFrom": shared.set_from,
+            "Status": inquiries.status, "History": inquiries.history, "Report": inquiries.report,
+            "ChangeTiers": tiers.change, "FollowTierChange": tiers.follow,
+            "Quotas": quotas.quotas, "SetQuota": quotas.set_quota,
+        }  # fmt: skip
+        data = {"Get": payload.get_data, "Set": payload.set_data, "Exists": one.exists}
+        service = Service(access, attachments, calls, gate, handlers, data, limits=limits, idle=idle)
+        port = DataPort(
+            sessions, service.answer, calls, limits, max_connections=2 * settings.limits.clients, idle=idle,
+            workers=threads.count, certificates=certificates,
+        )  # fmt: skip
+        listeners = Listeners(settings, gate, certificates)
+        serving = await listeners.open(service, access, attachments, sessions, port, ends)
+        self.addresses, self.data_addresses = listeners.addresses, listeners.data_addresses
         ends.callback(board.drain)
         ends.callback(asyncio.create_task(board.watch()).cancel)
         return serving
 
-    async def _serve(
-        self,
-        service: Service,
-        attachments: Attachments,
-        access: Access,
-        gate: Gate,
-        data: tuple[DataSessions, DataPort],
-        certificates: Certificates | None,
-        ends: AsyncExitStack,
-    ) -> list[str]:
-        server = grpc.aio.server(options=_options(self.settings))
-        standard = Standard(service.admit, SERVICE)
-        server.add_generic_rpc_handlers((service.handler(), *standard.handlers()))
-        others = _has_other_users(self.settings)
-        directory = self._socket_directory(ends, others=others)
-        private = self._bind(server, directory, certificates, others=others)
-        backend = str(directory / (TLS_SOCKET if TLS_SOCKET in private else PLAIN_SOCKET))
-        mutual = certificates is not None and certificates.mutual
-        serving = [
-            self._listen(gate, address, backend, tls=certificates is not None, mutual=mutual)
-            for address in self.settings.addresses
-        ]
-        if self.settings.unix:
-            attachments.listen(str(directory / ATTACH_SOCKET), 0o666 if others else 0o600)
-            if others:
-                gate.listen_local(
-                    str(directory / GRPC_SOCKET), 0o666, access.uids, str(directory / PLAIN_SOCKET)
-                )
-            serving.append(f"unix sockets in {directory}")
-        sessions, port = data
-        if self.settings.data:
-            sessions.ports = self._listen_data(port)
-        await standard.report_serving()
-        await server.start()
-        gate.start()
-
-        async def drain() -> None:
-            gate.stop_accepting()
-            await standard.report_shutdown()
-            await asyncio.gather(port.drain(self.settings.drain), server.stop(self.settings.drain))
-
-        ends.push_async_callback(drain)
-        return serving
-
-    def _socket_directory(self, ends: AsyncExitStack, *, others: bool) -> Path:
-        """Make the directory of the sockets and return its path.
-
-        The directory is temporary if only the gate connects to the sockets. Raises StorageError, and
-        ConfigError for a directory that cannot be taken over.
-        """
-        if not self.settings.unix:
-            try:
-                # No TemporaryDirectory: a forked process that ends would remove the directory of its parent.
-                made = Path(mkdtemp(prefix="tiercache-"))
-            except OSError as error:
-                raise StorageError(
-                    f"a directory for sockets cannot be made ({error}); set TMPDIR to one that can be written"
-                ) from error
-            ends.callback(shutil.rmtree, made, ignore_errors=True)
-            return made
-        directory = self.settings.socket_directory
-        prepare(directory, others=others)
-        ends.callback(remove, directory)
-        return directory
-
-    def _bind(
-        self, server: Any, directory: Path, certificates: Certificates | None, *, others: bool
-    ) -> list[str]:
-        """Bind the unix sockets on which gRPC itself listens, and return their names; raises StorageError.
-
-        Only this user can connect to these sockets:
-
-            GRPC_SOCKET     for workers, which connect directly if no other user is a principal here
-            PLAIN_SOCKET    for the gate: connections of other users, and TCP without TLS
-            TLS_SOCKET      for the gate: TCP with TLS
-
-        If other users are principals, the gate listens on GRPC_SOCKET (`_serve`).
-        """
-        secure = certificates is not None and bool(self.settings.addresses)
-        plain = others or (certificates is None and bool(self.settings.addresses))
-        direct = self.settings.unix and not others
-        names = [GRPC_SOCKET] * direct + [PLAIN_SOCKET] * plain + [TLS_SOCKET] * secure
-        for name in names:
-            target = unix_target(directory / name)
-            try:
-                found = (
-                    server.add_secure_port(target, certificates.credentials)
-                    if certificates is not None and name == TLS_SOCKET
-                    else server.add_insecure_port(target)
-                )
-            except RuntimeError as error:
-                raise StorageError(f"{directory / name} cannot be bound ({error}); is it in use?") from error
-            if not found:
-                raise StorageError(f"{directory / name} cannot be bound; is it in use?")
-            os.chmod(directory / name, 0o600)
-        return names
+    def _make_gate(self, calls: CallLog, ended: Callable[[str], None]) -> Gate:
+        limits, (minimum, maximum) = self.settings.limits, _WIDE
+        return Gate(
+            max_connections=limits.clients,
+            max_wide=max(minimum, min(maximum, self.settings.host_bytes // _WIDE_BYTES)),
+            max_streams=limits.streams_per_client, settling=SETTLING_SECONDS,
+            count_refusal=calls.refused_connection, ended=lambda name: self._in_loop(ended, name),
+        )  # fmt: skip
 
     async def _publish(self, kind: str, metrics: NodeMetrics, ends: AsyncExitStack) -> None:
         """Publish KV events, if the settings have an address for them; raises StorageError."""
@@ -465,7 +350,7 @@ class StorageServer:
             following.start()
             ends.push_async_callback(asyncio.to_thread, following.close)
 
-    def _call_log(self, metrics: NodeMetrics, journal: Journal, ends: AsyncExitStack) -> CallLog:
+    def _call_log(self, metrics: NodeMetrics, ends: AsyncExitStack) -> CallLog:
         settings = self.settings
         audit = AuditLog(
             settings.audit_file,
@@ -475,9 +360,7 @@ class StorageServer:
             count_lost=metrics.count_audit_lost,
         )
         ends.push_async_callback(asyncio.to_thread, audit.close)
-        return CallLog(
-            metrics.count_refusal, audit, instance=self.instance, slow=settings.log.slow_call, journal=journal
-        )
+        return CallLog(metrics, audit, instance=self.instance, slow=settings.log.slow_call)
 
     def _serve_http(
         self,
@@ -502,44 +385,11 @@ class StorageServer:
         ends.callback(port.close)
         self.http_address = str(Address(address.host, port.port, address.loopback))
 
-    def _listen_data(self, port: DataPort) -> dict[int, int]:
-        """Listen for data connections on the hosts of all TCP addresses; raises StorageError.
-
-        Returns the port for data connections for the port of each address.
-        """
-        found: dict[str, int] = {}
-        for address in self.settings.addresses:
-            if address.host not in found:
-                where = Address(address.host, self.settings.data_port, address.loopback)
-                try:
-                    found[address.host] = port.listen(where.host, where.port)
-                except OSError as error:
-                    raise StorageError(
-                        f"data_port: {where} cannot be served ({error}); is the port in use?"
-                    ) from error
-                self.data_addresses.append(str(Address(where.host, found[where.host], where.loopback)))
-        return {
-            parse_address(bound).port: found[address.host]
-            for address, bound in zip(self.settings.addresses, self.addresses, strict=True)
-        }
-
     def _in_loop(self, work: Callable[[str], None], name: str) -> None:
         """Let the event loop do something; any thread may call."""
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(work, name)
-
-    def _listen(self, gate: Gate, address: Address, backend: str, *, tls: bool, mutual: bool) -> str:
-        try:
-            port = gate.listen(address.host, address.port, backend, tls=tls, mutual=mutual)
-        except OSError as error:
-            raise StorageError(
-                f"{address} cannot be served ({error}); is the port in use, or the address not of this"
-                " machine?"
-            ) from error
-        shown = str(Address(address.host, port, address.loopback))
-        self.addresses.append(shown)
-        return shown
 
     async def _close_store(self, store: StorageBackend, threads: Threads, figures: UsageFigures) -> None:
         """Close the store when no thread works in it any more. Do not close a store in which a call hangs."""
@@ -554,36 +404,15 @@ class StorageServer:
         _log.info("the store was closed in %.2f s", time.monotonic() - started)
 
 
-def _limits(settings: Settings) -> pb.Limits:
-    limits = settings.limits
-    return pb.Limits(
-        keys=limits.keys_per_batch, message_bytes=limits.message_bytes, object_bytes=settings.object_bytes,
-        client_bytes=settings.client_bytes, streams=limits.streams_per_client, call_seconds=limits.call,
-    )  # fmt: skip
-
-
-def _options(settings: Settings) -> Sequence[tuple[str, int]]:
-    limits = settings.limits
-    return (
-        ("grpc.max_receive_message_length", limits.message_bytes),
-        ("grpc.max_send_message_length", limits.message_bytes),
-        ("grpc.max_metadata_size", 16 << 10),
-        ("grpc.max_concurrent_streams", limits.streams_per_client),
-        ("grpc.max_allowed_incoming_connections", limits.clients),
-        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
-        ("grpc.http2.settings_timeout", _ACKNOWLEDGE_MS),
-        ("grpc.experimental.tcp_max_read_buffer_size", _READ_BYTES),
-        ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
-        ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS // 2),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
-        # 0: never cut a client because it pings too often. A cut would come too late to help: gRPC first
-        # waits until the client has read everything that was sent to the client. Until then, gRPC would keep
-        # all pings in memory.
-        ("grpc.http2.max_ping_strikes", 0),
-        # 0: switch off the BDP probe, which enlarges the windows of streams. A stream that is not read yet
-        # holds one window of data. The probe could enlarge the window to the size of the largest message.
-        ("grpc.http2.bdp_probe", 0),
-        ("grpc.so_reuseport", 0),
+def _budgets_of(settings: Settings, arena_bytes: int) -> Budgets:
+    """Return the budgets of the whole daemon, as `StorageServer` draws them."""
+    limits, rest = settings.limits, settings.host_bytes - settings.payload_bytes
+    return Budgets(
+        payload=Budget(arena_bytes),
+        streams=Budget(limits.streams),
+        transfers=Budget(max(rest - rest // 3, MESSAGE_COPIES * limits.message_bytes)),
+        requests=Budget(max(rest // 3, limits.message_bytes)),
+        workers=Budget(_THREADS),
     )
 
 
@@ -591,10 +420,3 @@ def _kind_of(settings: Settings) -> str:
     """Return the storage type of the store to open."""
     url = settings.store_url
     return str(section_of(url)["type"]) if isinstance(url, str) else "chain"
-
-
-def _has_other_users(settings: Settings) -> bool:
-    """Return whether a user other than that of this process is a principal on the unix sockets."""
-    return settings.unix and any(
-        principal.uid not in (None, os.getuid()) for principal in settings.principals
-    )

@@ -1,5 +1,7 @@
-"""Payload on its way in and out: `windows` and `receiving` for every way, the rest for data connections.
+"""Payload on its way in and out: through shared memory, in messages, and on data connections.
 
-`sessions` says who may open data connections (docs/design/payload.md), `port` who does, `channel` moves the
-bytes, and `calls` are those that they carry, served in `call_threads`. `wire.data` has the frames.
+Read in this order: `shared` and `attachments` (memory of clients on this host, GetInto and SetFrom),
+`windows` (objects in leased blocks), `streams` (Get, Set), `channel` (bytes of a data connection),
+`call_threads` (who serves its calls) and `port` (sessions, and the connections themselves).
+`wire.data` has the frames.
 """

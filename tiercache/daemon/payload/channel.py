@@ -10,16 +10,20 @@ import time
 from asyncio import Future
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from select import EPOLLET, EPOLLIN, EPOLLOUT, epoll
 from threading import Lock
 from typing import Any, Final
 
 from grpc import StatusCode
 
 from tiercache.daemon.access import Refusal
-from tiercache.daemon.payload.readiness import READABLE, WRITABLE, SocketReadiness
 from tiercache.steps import enter_loop, in_loop, park
 from tiercache.wire.data import FRAME_BYTES, VECTOR, Frame, skip, unpack
 
+READABLE: Final = EPOLLIN
+WRITABLE: Final = EPOLLOUT
+_BATCH: Final = 64
+"""Maximum number of connections that are told at once; the rest follow when these have had their turn."""
 _TURN_BYTES: Final = 1 << 20
 """Bytes that one connection may move before other work of the event loop has its turn."""
 _AHEAD_BYTES: Final = 2 << 10
@@ -28,6 +32,44 @@ _AHEAD_BYTES: Final = 2 << 10
 
 class DisconnectedError(Exception):
     """The client has closed the connection, or it broke."""
+
+
+class SocketReadiness:
+    """Edge-triggered epoll of sockets, itself watched by the event loop.
+
+    The event loop's own `add_reader` is level-triggered, and would have to be called, and undone, for every
+    wait. Here a socket is registered once, and its owner is told of every change. So the owner must try
+    first, and wait only after the socket has answered EAGAIN: nothing is told twice.
+
+    Thread safety: the event loop's thread.
+    """
+
+    def __init__(self) -> None:
+        self._epoll: Final = epoll()
+        self._owners: Final[dict[int, Callable[[int], None]]] = {}
+        asyncio.get_running_loop().add_reader(self._epoll.fileno(), self._tell)
+
+    def register(self, descriptor: int, changed: Callable[[int], None]) -> None:
+        """Call `changed` with a mask of READABLE, WRITABLE and errors when something has changed."""
+        self._epoll.register(descriptor, EPOLLIN | EPOLLOUT | EPOLLET)
+        self._owners[descriptor] = changed
+
+    def forget(self, descriptor: int) -> None:
+        """Tell nothing more of a socket, which its owner is about to close."""
+        if self._owners.pop(descriptor, None) is not None:
+            self._epoll.unregister(descriptor)
+
+    def close(self) -> None:
+        """Tell nothing more of any socket; a second call does nothing."""
+        if not self._epoll.closed:
+            asyncio.get_running_loop().remove_reader(self._epoll.fileno())
+            self._epoll.close()
+        self._owners.clear()
+
+    def _tell(self) -> None:
+        for descriptor, events in self._epoll.poll(0, _BATCH):
+            if (changed := self._owners.get(descriptor)) is not None:
+                changed(events)
 
 
 class Channel:

@@ -16,8 +16,9 @@ from typing import Final, Literal, TypeVar
 import tiercache
 from tiercache.core import PoolName
 from tiercache.daemon.access import Access, Budgets, Permissions
+from tiercache.daemon.call_log import CallLog, in_words
 from tiercache.daemon.certificates import Certificates
-from tiercache.daemon.node_metrics import NodeMetrics, UsageFigures
+from tiercache.daemon.node_metrics import UsageFigures
 from tiercache.daemon.status.document import (
     HistoryStatus,
     HitStatus,
@@ -32,7 +33,6 @@ from tiercache.daemon.status.document import (
     TenantStatus,
     TierStatus,
 )
-from tiercache.daemon.status.journal import Journal, in_words
 from tiercache.metrics.table import BUDGETS, HEALTHS, HIT, OUT
 from tiercache.storage.base import TierReport, Usage
 from tiercache.storage.hits import Hits
@@ -181,12 +181,11 @@ class StatusBoard:
         self,
         kind: str,
         instance: bytes,
-        metrics: NodeMetrics,
+        calls: CallLog,
         figures: UsageFigures,
         budgets: Budgets,
         access: Access,
         certificates: Certificates | None = None,
-        journal: Journal | None = None,
         hits: Callable[[], Mapping[str, Hits]] = dict,
         every: float = _SAMPLE_SECONDS,
     ) -> None:
@@ -197,14 +196,15 @@ class StatusBoard:
         """
         self._kind: Final = kind
         self._instance: Final = instance.hex()
-        self._metrics: Final = metrics
+        self._metrics: Final = calls.metrics
+        self._slowest: Final = calls.slowest
         self._figures: Final = figures
         self._budgets: Final = budgets
         self._hits: Final = hits
         self._every: Final = every
         self._access: Final = access
         self._samples: Final = SampleRing(every=every)
-        self._journal: Final = journal or Journal()
+        self._journal: Final = calls.journal
         self._host: Final = socket.gethostname()
         self._started: Final = time.time()
         self._journal.add(f"tiercache {tiercache.__version__} serves a store of type {kind}")
@@ -265,7 +265,7 @@ class StatusBoard:
             alone = reader.store.is_narrow
             hits = {name: one for name, one in hits.items() if name == reader.tenant and not alone}
         document.tenant_hits.extend(_hit_status(name, one, one) for name, one in hits.items())
-        document.slowest.extend(self._metrics.slowest.latest(own)[:_SLOWEST])
+        document.slowest.extend(self._slowest.latest(own)[:_SLOWEST])
         total = _hit_status("", Hits.rated(hits.values()), Hits.total(hits.values()))
         return self._completed(document, samples, total) if whole else document
 

@@ -18,7 +18,7 @@ from typing import Final
 
 from tiercache.daemon.access import Access
 from tiercache.daemon.call_log import CallLog
-from tiercache.daemon.shared import AttachSession, Inode, Mappings
+from tiercache.daemon.payload.shared import AttachSession, Inode, Mappings
 from tiercache.daemon.sockets import EXHAUSTED, listen_unix, peer_of
 from tiercache.errors import WireError
 from tiercache.memory import Region
@@ -37,11 +37,10 @@ class Attachments:
     Thread safety: the event loop's thread.
     """
 
-    def __init__(
-        self, access: Access, *, max_clients: int, max_bytes: int, calls: CallLog | None = None
-    ) -> None:
+    def __init__(self, access: Access, max_bytes: int, max_clients: int, calls: CallLog) -> None:
+        """Serve at most `max_clients` clients, each of which may attach `max_bytes` bytes."""
         self._access = access
-        self._calls = calls or CallLog()
+        self._calls = calls
         self._max_clients = max_clients
         self._max_bytes = max_bytes
         self._sessions: dict[bytes, AttachSession] = {}

@@ -1,6 +1,6 @@
 """Memory that clients on this host share with the daemon: its mappings, its sessions, GetInto and SetFrom.
 
-A client passes a memfd over the attach socket (`sessions`). The daemon maps the memfd, and the client's
+A client passes a memfd over the attach socket (`attachments`). The daemon maps the memfd, and the client's
 session holds the mapping as a numbered region. GetInto and SetFrom name extents (region, offset, size). The
 store reads into these extents, or writes from them, without a copy in between:
 
@@ -188,7 +188,7 @@ class AttachSession:
         self._mappings = mappings
         self.token: Final = secrets.token_bytes(_TOKEN_BYTES)
         self.caller: Caller
-        """The client; `sessions` sets this before the session can be found."""
+        """The client; `attachments` sets this before the session can be found."""
         self.ended = False
         """Whether no call may begin any more."""
         self._regions: dict[int, Mapping] = {}
@@ -263,25 +263,21 @@ class AttachSession:
 class SharedCalls:
     """Handlers of GetInto and SetFrom, which let the store move bytes straight to and from attached memory.
 
-    A call may have `max_keys` objects of up to `max_bytes` bytes each.
-
     Thread safety: the event loop's thread.
     """
 
-    def __init__(
-        self, threads: Threads, *, max_keys: int, max_bytes: int, metrics: NodeMetrics | None = None
-    ) -> None:
-        self._threads = threads
-        self._max_keys = max_keys
-        self._max_bytes = max_bytes
-        self._metrics = metrics or NodeMetrics()
+    def __init__(self, threads: Threads, limits: pb.Limits, metrics: NodeMetrics) -> None:
+        self._threads: Final = threads
+        self._limits: Final = limits
+        self._max_extents: Final = limits.object_bytes + _EXTENTS_BYTES
+        self._metrics: Final = metrics
 
     async def get_into(self, call: Call) -> None:
         """Serve GetInto: let the store fill memory that the client attached."""
         request = await call.request(pb.GetIntoRequest, _weigh)
-        wanted = read_wanted(request.keys, request.lengths, self._max_keys, self._max_bytes)
+        wanted = read_wanted(request.keys, request.lengths, self._limits)
         session = _session(call.caller)
-        buffers = _extents(session, request.places, len(wanted.keys), self._max_bytes + _EXTENTS_BYTES)
+        buffers = _extents(session, request.places, len(wanted.keys), self._max_extents)
         items = [
             GetItem(key, views, length)
             for key, views, length in zip(wanted.keys, buffers, wanted.lengths, strict=True)
@@ -295,7 +291,7 @@ class SharedCalls:
     async def set_from(self, call: Call) -> None:
         """Serve SetFrom: let the store take objects from memory that the client attached."""
         request = await call.request(pb.SetFromRequest, _weigh)
-        keys = read_keys(request.keys, self._max_keys)
+        keys = read_keys(request.keys, self._limits.keys)
         metas = [messages.read_meta(meta) for meta in request.metas]
         if len(metas) != len(keys):
             raise WireError(f"{len(keys)} keys came with {len(metas)} descriptions")
@@ -304,9 +300,9 @@ class SharedCalls:
         if not all(meta.checksum for meta in metas):
             raise WireError("an object came without its checksum; compute it before SetFrom, and send it")
         session = _session(call.caller)
-        buffers = _extents(session, request.places, len(keys), self._max_bytes + _EXTENTS_BYTES)
+        buffers = _extents(session, request.places, len(keys), self._max_extents)
         for meta in metas:
-            check_length(meta.length, self._max_bytes)
+            check_length(meta.length, self._limits.object_bytes)
         items = [SetItem(key, views, meta) for key, views, meta in zip(keys, buffers, metas, strict=True)]
         outcomes = await self._move(call.caller, session, call.caller.permissions.store.set, items)
         stored = sum(

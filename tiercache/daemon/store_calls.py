@@ -1,0 +1,225 @@
+"""Handlers of the calls about objects, namespaces and the store whose request is one message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any, Final, TypeVar, TypeVarTuple
+
+from grpc import StatusCode
+
+import tiercache
+from tiercache.core import ObjectKey
+from tiercache.daemon.access import Caller, Refusal
+from tiercache.daemon.call import Call, read_keys
+from tiercache.daemon.call_log import CallLog
+from tiercache.daemon.payload.port import DataSessions
+from tiercache.daemon.store_threads import Threads
+from tiercache.errors import RefusedError, StorageError, WireError
+from tiercache.storage.base import NAMESPACE_BYTES, NamespaceRecord, ScanEntry, StorageBackend
+from tiercache.wire import messages
+from tiercache.wire.v1 import storage_pb2 as pb
+
+_RECORD_BYTES: Final = 4096
+"""Maximum bytes of a namespace's record as a message."""
+
+T = TypeVar("T")
+A = TypeVarTuple("A")
+
+
+class StoreCalls:
+    """Handlers of Hello, Exists, Delete, Describe, Scan, Advise, Register, Namespaces, Usage, Flush.
+
+    Thread safety: the event loop's thread; Exists also takes steps in threads of data connections.
+    """
+
+    def __init__(
+        self,
+        threads: Threads,
+        calls: CallLog,
+        sessions: DataSessions,
+        limits: pb.Limits,
+        *,
+        instance: bytes,
+        kind: str,
+        notice: Callable[[Sequence[ObjectKey]], None],
+    ) -> None:
+        """Answer for the daemon `instance`, whose store is of this `kind`; `notice` learns keys in use."""
+        self._threads: Final = threads
+        self._calls: Final = calls
+        self._sessions: Final = sessions
+        self._limits: Final = limits
+        self._instance: Final = instance
+        self._kind: Final = kind
+        self._notice: Final = notice
+
+    async def hello(self, call: Call) -> None:
+        """Serve Hello."""
+        await call.request(pb.HelloRequest)
+        permissions = call.caller.permissions
+        able = permissions.store.capabilities
+        data = self._sessions.offer(call.caller, call.context.peer())
+        await _answer(
+            call,
+            pb.HelloReply(
+                version=tiercache.__version__, instance=self._instance, principal=permissions.name,
+                tenant=permissions.tenant,
+                verbs=sorted(permissions.verbs), store=self._kind, persistent=able.persistent,
+                bounded=able.bounded, unordered=not able.ordered, unlisted=not able.listed,
+                limits=self._limits_of(call.caller), data=data,
+            ),
+        )  # fmt: skip
+
+    def _limits_of(self, caller: Caller) -> pb.Limits:
+        """Return the limits; those for payload are at most the payload budget of this caller."""
+        limits = pb.Limits()
+        limits.CopyFrom(self._limits)
+        limits.client_bytes = min(limits.client_bytes, caller.budgets.payload.largest)
+        limits.object_bytes = min(limits.object_bytes, caller.budgets.payload.largest)
+        return limits
+
+    async def exists(self, call: Call) -> None:
+        """Serve Exists."""
+        keys = await self._keys(call, pb.ExistsRequest)
+        answers = await self._ask(call, call.caller.permissions.store.exists, keys)
+        self._calls.metrics.count_exists(keys, answers)
+        await _answer(call, pb.BitmapReply(bits=messages.bits(answers)))
+
+    async def delete(self, call: Call) -> None:
+        """Serve Delete."""
+        keys = await self._keys(call, pb.DeleteRequest)
+        caller = call.caller
+        deleted = await self._calls.change(
+            "delete",
+            partial(self._threads.start, caller.budgets.workers),
+            partial(caller.permissions.store.delete, keys),
+            lambda deleted: {"deleted": sum(deleted)},
+            objects=len(keys),
+        )
+        await _answer(call, pb.BitmapReply(bits=messages.bits(deleted)))
+
+    async def describe(self, call: Call) -> None:
+        """Serve Describe."""
+        entries = await self._ask(
+            call, call.caller.permissions.store.describe, await self._keys(call, pb.DescribeRequest)
+        )
+        there = [entry for entry in entries if entry is not None]
+        present = messages.bits([entry is not None for entry in entries])
+        await _answer(call, pb.DescribeReply(present=present, **_described(call, there)))
+
+    async def scan(self, call: Call) -> None:
+        """Serve Scan."""
+        request = await call.request(pb.ScanRequest)
+        namespace = request.namespace if request.HasField("namespace") else None
+        page = await self._ask(call, call.caller.permissions.store.scan, namespace, request.cursor)
+        await _answer(call, pb.ScanReply(cursor=page.cursor, **_described(call, page.entries)))
+
+    async def advise(self, call: Call) -> None:
+        """Serve Advise."""
+        request = await call.request(pb.AdviseRequest)
+        keys = read_keys(request.keys, self._limits.keys)
+        if len(request.values) != len(keys):
+            raise WireError(f"{len(keys)} keys came with {len(request.values)} values; give each its value")
+        with suppress(StorageError):  # a hint may be lost
+            await self._ask(
+                call, call.caller.permissions.store.advise, keys, list(request.values), request.worker
+            )
+        await _answer(call, pb.AdviseReply())
+
+    async def register(self, call: Call) -> None:
+        """Serve Register."""
+        request = (await call.request(pb.RegisterRequest)).namespace
+        if not 0 < len(request.namespace) <= NAMESPACE_BYTES:
+            raise WireError(
+                f"a namespace of {len(request.namespace)} bytes is not allowed; it must have 1 to"
+                f" {NAMESPACE_BYTES} bytes"
+            )
+        store = call.caller.permissions.store
+        if not store.may_register(request.namespace):
+            raise Refusal(
+                StatusCode.PERMISSION_DENIED,
+                f"{call.caller.permissions.name} may not use namespace {request.namespace.hex()}; the"
+                " operator can add it to its namespaces",
+            )
+        if request.ByteSize() > _RECORD_BYTES:
+            raise WireError(
+                f"a namespace's record of {request.ByteSize()} bytes is beyond the limit of {_RECORD_BYTES};"
+                " shorten the identity"
+            )
+        record = NamespaceRecord(
+            request.namespace, messages.read_mapping(request.texts, request.numbers), request.states
+        )
+        await self._ask(call, _register, store, record)
+        await _answer(call, pb.RegisterReply())
+
+    async def namespaces(self, call: Call) -> None:
+        """Serve Namespaces."""
+        await call.request(pb.NamespacesRequest)
+        records = await self._ask(call, call.caller.permissions.store.namespaces)
+        found = [messages.namespace(r.namespace, r.identity, states=r.states) for r in records]
+        await _answer(call, pb.NamespacesReply(namespaces=found))
+
+    async def usage(self, call: Call) -> None:
+        """Serve Usage."""
+        await call.request(pb.UsageRequest)
+        permissions = call.caller.permissions
+        if not permissions.sees_all:
+            raise Refusal(
+                StatusCode.PERMISSION_DENIED,
+                f"the store holds objects that {permissions.name} cannot see; its totals need the verb admin",
+            )
+        usage = await self._ask(call, permissions.store.usage)
+        secret = {} if permissions.operates else {"url": ""}
+        await _answer(
+            call,
+            pb.UsageReply(
+                objects=usage.objects, payload_bytes=usage.payload_bytes, used_bytes=usage.used_bytes,
+                capacity_bytes=usage.capacity_bytes,
+                texts=messages.texts(usage.details), numbers=messages.numbers(usage.details),
+                tiers=[messages.tier(asdict(tier) | secret) for tier in usage.tiers],
+            ),
+        )  # fmt: skip
+
+    async def flush(self, call: Call) -> None:
+        """Serve Flush."""
+        await call.request(pb.FlushRequest)
+        await self._ask(call, call.caller.permissions.store.flush)
+        await _answer(call, pb.FlushReply())
+
+    async def _ask(self, call: Call, work: Callable[[*A], T], *arguments: *A) -> T:
+        """Run `work` in a store thread and return its result."""
+        return await self._threads.start(call.caller.budgets.workers, work, *arguments)
+
+    async def _keys(self, call: Call, kind: type[Any]) -> list[ObjectKey]:
+        request = await call.request(kind)
+        keys = read_keys(request.keys, self._limits.keys)
+        self._notice(keys)
+        return keys
+
+
+def _register(store: StorageBackend, record: NamespaceRecord) -> None:
+    """Register a namespace; runs in a store thread. Raises Refusal beyond the bounds of its tenant."""
+    try:
+        store.register_namespace(record)
+    except RefusedError as error:
+        raise Refusal(StatusCode.RESOURCE_EXHAUSTED, str(error), "limit") from error
+
+
+def _described(call: Call, entries: Sequence[ScanEntry]) -> dict[str, Any]:
+    """Return the fields of a reply that describe these objects."""
+    # The tier of an object depends on what other callers store and read. So the tiers are told only to
+    # callers who may know the totals of the store.
+    told = call.caller.permissions.sees_all
+    return {
+        "keys": messages.keys([entry.key for entry in entries]),
+        # Present values say what other callers expect of the objects, so they are not told.
+        "metas": [messages.meta(replace(entry.meta, value=None, worker=0)) for entry in entries],
+        "stored_at": [entry.stored_at or 0.0 for entry in entries],
+        "tiers": messages.tiers([entry.tier for entry in entries]) if told else None,
+    }
+
+
+async def _answer(call: Call, reply: Any) -> None:
+    await call.send(reply.SerializeToString())
