@@ -15,7 +15,7 @@ from threading import Lock
 from typing import Any, Final, Self
 
 from tiercache.core import ObjectKey, ObjectMeta, Outcome
-from tiercache.events.source import ChangeNote
+from tiercache.events.base import ChangeNote
 from tiercache.policy import Lru
 from tiercache.settings import read_values, size
 from tiercache.storage.base import (

@@ -27,9 +27,9 @@ from tests.benchmarks.engine_thread import PAGE, Bench, timed
 from tests.events.rig import item, published
 from tiercache.core import PoolName
 from tiercache.events import EventKind, KVEvent, Medium, ObjectGroup, Place
+from tiercache.events.base import EventSource
 from tiercache.events.publisher import EventPublisher
 from tiercache.events.settings import EventSettings
-from tiercache.events.source import EventSource
 
 ANY = EventSettings(endpoint="tcp://127.0.0.1:0")
 TOKENS = 8192

@@ -13,7 +13,7 @@ from tests.cli.store.test_samples import call, store_sequence
 from tests.cli.test_streams import GUARD
 from tiercache.cli.terminal import Exit
 from tiercache.config.urls import storage_url
-from tiercache.events.residency import ResidencyMap
+from tiercache.events.base import ResidencyMap
 from tiercache.events.subscriber import EventSubscriber
 from tiercache.storage import open_backend
 from tiercache_lab.children import command

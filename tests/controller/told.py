@@ -5,7 +5,7 @@ from __future__ import annotations
 from tiercache.controller.residency_events import ResidencyEvents
 from tiercache.core import Tier
 from tiercache.events import EventKind, Medium, ObjectGroup, Place
-from tiercache.events.residency import ResidencyMap, Resident
+from tiercache.events.base import ResidencyMap, Resident
 
 
 class Told:

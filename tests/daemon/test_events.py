@@ -15,7 +15,7 @@ from tiercache.config.models import EventsSettings
 from tiercache.core import PoolName
 from tiercache.daemon import StorageServer
 from tiercache.events import EventKind, Medium, Place
-from tiercache.events.residency import Resident
+from tiercache.events.base import Resident
 from tiercache.storage.base import NamespaceRecord
 from tiercache.storage.registry import open_backend
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 from tiercache.core import ObjectKey, ObjectMeta, Outcome, PoolName
 from tiercache.events import Medium, Place
+from tiercache.events.base import ResidencyMap, Resident
 from tiercache.events.publisher import EventPublisher
-from tiercache.events.residency import ResidencyMap, Resident
 from tiercache.events.settings import EventSettings
 from tiercache.events.subscriber import SNAPSHOT, BatchOrigin, EventSubscriber, ReceivedBatch
 from tiercache.storage.base import SetItem, StorageBackend

@@ -16,7 +16,7 @@ from tests.examples import slow_after
 from tiercache.core import PoolName
 from tiercache.errors import StorageError
 from tiercache.events import EventKind, KVEvent, Medium, Place
-from tiercache.events.residency import ResidencyMap, Resident
+from tiercache.events.base import ResidencyMap, Resident
 from tiercache.storage.registry import open_backend
 from tiercache.storage.store_events import StoreEvents, observed_tiers
 

@@ -17,9 +17,9 @@ from tests.events.rig import ANY, LAYOUTS, NAMESPACE, Follower, item, page, publ
 from tiercache.core import Outcome, PoolName
 from tiercache.errors import ConfigError, StorageError
 from tiercache.events import EventKind, EventLog, KVEvent, Medium, ObjectGroup, Place
+from tiercache.events.base import EventSource
 from tiercache.events.publisher import END, EventPublisher
 from tiercache.events.settings import EventSettings
-from tiercache.events.source import EventSource
 from tiercache.events.subscriber import SNAPSHOT, BatchOrigin, EventSubscriber
 from tiercache.storage.store_events import StoreEvents
 

@@ -7,12 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tiercache.core import PoolName
 from tiercache.metrics import TABLE, Families, Metric, Metrics
-from tiercache.metrics.document import markdown
-from tiercache.metrics.exposition import render
+from tiercache.metrics.__main__ import markdown
 from tiercache.metrics.families import label_sets
 from tiercache.metrics.instruments import Counter, Gauge, Histogram
 from tiercache.metrics.table import Known
@@ -108,14 +108,14 @@ def test_what_others_count_is_asked_at_each_scrape_and_may_be_missing() -> None:
     values: list[float | None] = [7, None]
     families.tell("level", {(): lambda: values.pop(0)})
     assert families.total("level") == 7
-    assert "level" not in render(families.registry).decode()
+    assert "level" not in generate_latest(families.registry).decode()
 
 
 def test_metrics_of_a_controller_have_its_pools_only() -> None:
     metrics = Metrics([PoolName.KV])
     metrics.increment("lookups_total", "host", "kv", "hit", "none")
     assert metrics.value("lookups_total", "host", "kv", "hit", "none") == 1
-    text = render(metrics.registry).decode()
+    text = generate_latest(metrics.registry).decode()
     assert 'pool="mamba"' not in text
     assert 'result="hit",tier="host"} 1.0' in text
     assert 'reason="absent",result="hit"' not in text, "a hit has no reason"
@@ -125,7 +125,7 @@ def test_the_text_parses_and_has_no_time_stamps_of_creation() -> None:
     families = Families(
         TABLE, pool=["kv"], store=["a"], principal=["b"], version=["1"], tier=["c"], tenant=["d"]
     )
-    text = render(families.registry).decode()
+    text = generate_latest(families.registry).decode()
     assert "_created" not in text
     parsed = {family.name: family for family in text_string_to_metric_families(text)}
     assert {f"tiercache_{row.name}".removesuffix("_total") for row in TABLE} == parsed.keys()

@@ -9,9 +9,8 @@ from random import Random
 from tests.simulation.world import World
 from tiercache.errors import StorageError
 from tiercache.events import EventBatch, EventLog, Place
-from tiercache.events.replay import replay
-from tiercache.events.residency import ResidencyMap, Resident
-from tiercache.events.source import EventSource
+from tiercache.events.base import EventSource, ResidencyMap, Resident
+from tiercache.events.log import replay
 
 LOST = 0.2
 """Chance of a message to be lost."""

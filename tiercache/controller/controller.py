@@ -32,9 +32,9 @@ from tiercache.controller.write_through import WriteThrough
 from tiercache.core import Locations, PoolName, Tier, as_tokens
 from tiercache.errors import AdmissionError, ClosedError, ConfigError, InputError, PoolFullError
 from tiercache.events import ObjectGroup
+from tiercache.events.base import EventSource
 from tiercache.events.publisher import EventPublisher
 from tiercache.events.settings import EventSettings
-from tiercache.events.source import EventSource
 from tiercache.index import Content, HybridIndex, checkpoints_named
 from tiercache.keys import Identity, Shard, layout_digest, namespace_of
 from tiercache.metrics import Metrics

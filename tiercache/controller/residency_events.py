@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from tiercache.core import Mask, PoolName, Tier
 from tiercache.events import EventKind, KVEvent, Medium, ObjectGroup, Place
-from tiercache.events.source import MAX_KEYS, EventSource
+from tiercache.events.base import MAX_KEYS, EventSource
 from tiercache.index import HybridIndex
 from tiercache.index.node import Node
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from tiercache.core import DIGEST_BYTES, ObjectKey, Outcome
 from tiercache.errors import ClosedError, StorageError
-from tiercache.events.source import ChangeNote
+from tiercache.events.base import ChangeNote
 from tiercache.storage.base import GetItem, StorageBackend
 from tiercache.storage.history import Cause, History, PastRemoval
 from tiercache.storage.layouts import LAYOUT_BYTES

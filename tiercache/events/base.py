@@ -1,13 +1,19 @@
-"""Nouns of KV events: what happened, in which tier, and to which objects."""
+"""Nouns of KV events, the contract of those who know where objects lie, and what a reader knows of it."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from tiercache.core import PoolName, Tier
+
+MAX_KEYS: Final = 1024
+"""Number of keys that one answer of a source has, about."""
+ChangeNote = Callable[[Sequence[bytes], bool], None]
+"""Function that takes the digests of objects that a store has from now on (True), or no longer has."""
 
 
 class EventKind(enum.StrEnum):
@@ -115,3 +121,77 @@ def _stored(place: Place, run: Sequence[StoredObject]) -> KVEvent:
     first = run[0]
     parent = None if first.parent == first.key else first.parent
     return KVEvent(EventKind.STORED, place, first.group, [o.key for o in run], parent, first.depth)
+
+
+class EventSource(ABC):
+    """Part of a process that knows what is in some places.
+
+    The implementation must return each change that it knows, in the order in which it happened, from
+    `collect`, and begin a snapshot only with what `collect` has not returned yet or has returned before.
+
+    Thread safety: one thread, the publisher's, calls `collect` and `snapshot`.
+    """
+
+    @abstractmethod
+    def collect(self) -> Sequence[KVEvent]:
+        """Return the next changes, with about `MAX_KEYS` keys; nothing if there are none now."""
+
+    @abstractmethod
+    def snapshot(self) -> Iterator[Sequence[KVEvent]]:
+        """Yield STORED events of all that is there, in parts.
+
+        Changes during the iteration may be in it or not; `collect` returns them all the same.
+        """
+
+    @abstractmethod
+    def follow(self, wake: Callable[[], None]) -> None:
+        """Call `wake`, from any thread, whenever `collect` may have something new. It does not wait."""
+
+    def close(self) -> None:  # noqa: B027
+        """End the source; called once, on the thread that calls `collect`."""
+
+
+class Resident(NamedTuple):
+    """Object in a place, as events name it."""
+
+    pool: PoolName
+    layout: bytes
+    key: bytes
+
+
+class ResidencyMap:
+    """Objects by place, rebuilt from the events of one publisher.
+
+    Thread safety: one thread.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[Place, set[Resident]] = {}
+
+    def apply(self, events: Iterable[KVEvent]) -> None:
+        """Apply events in their order; an event that is applied twice changes nothing."""
+        for event in events:
+            place, group = event.place, event.group
+            if place is None:
+                self._places.clear()
+            elif group is None:
+                self._places.pop(place, None)
+            else:
+                named = {Resident(group.pool, group.layout, key) for key in event.keys}
+                held = self._places.setdefault(place, set())
+                if event.kind is EventKind.STORED:
+                    held |= named
+                else:
+                    held -= named
+
+    def places(self) -> dict[Place, Set[Resident]]:
+        """Return the objects of each place that has any."""
+        return {place: held for place, held in self._places.items() if held}
+
+    def where(self, key: bytes, pool: PoolName) -> list[Place]:
+        """Return the places that have an object of `pool` with this page key, in any layout."""
+        return [
+            place
+            for place, held in self._places.items()
+            if any(found.key == key and found.pool is pool for found in held)
+        ]

@@ -1,16 +1,16 @@
-"""`EventLog`: numbered batches of KV events, the latest of which are kept."""
+"""`EventLog`: numbered batches of KV events, the latest of which are kept, and replays of them."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Final
 
-from tiercache.errors import InputError
-from tiercache.events.base import KVEvent
+from tiercache.errors import InputError, StorageError
+from tiercache.events.base import EventKind, EventSource, KVEvent
 
 MAX_BATCHES: Final = 10_000
 """Default number of batches that a log keeps, as in vLLM."""
@@ -142,3 +142,31 @@ class EventLog:
 
 def _keys_of(batch: EventBatch) -> int:
     return sum(1 + len(event.keys) + len(event.tokens) // 4 for event in batch.events)
+
+
+def replay(log: EventLog, sources: Sequence[EventSource], start: int) -> Iterator[EventBatch]:
+    """Yield the batches from the number `start` on, to the last that the log has when this ends.
+
+    If the log no longer has the first batch, or never had it, the answer begins with a snapshot of `sources`.
+    Its batches have the number of the batch before those that follow it:
+
+        asked 10, the log has 40 to 57     snapshot: 57 everything is cleared, 57 stored ..., 57 stored ...
+                                           then:     58, 59 (published during the snapshot)
+
+    Raises StorageError if a source cannot be asked, or if the snapshot took longer than the log remembers:
+    the subscriber asks again.
+    """
+    at = start
+    if not log.follows(start):
+        at = log.next
+        yield EventBatch(at - 1, time.time(), (KVEvent(EventKind.CLEARED, None),))
+        for source in sources:
+            for events in source.snapshot():
+                if events:
+                    yield EventBatch(at - 1, time.time(), tuple(events))
+    while at < log.next:
+        reading = log.read(at)
+        if reading.missed:
+            raise StorageError("batches were forgotten before they could be sent again")
+        yield from reading.batches
+        at = reading.next

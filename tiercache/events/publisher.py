@@ -4,7 +4,7 @@
     ROUTER    asked: empty | first number wanted
               answer: empty | topic | number | payload, for each batch;  empty | empty | -1 | empty at the end
 
-`replay` says what an answer has.
+`log.replay` says what an answer has.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ from threading import Event, Thread
 from typing import Any, Final
 
 from tiercache.errors import ClosedError, MissingExtraError, StorageError
-from tiercache.events.base import KVEvent
+from tiercache.events.base import MAX_KEYS, EventSource, KVEvent
 from tiercache.events.encoding import encode_batch
-from tiercache.events.log import EventLog
-from tiercache.events.replay import replay
+from tiercache.events.log import EventLog, replay
 from tiercache.events.settings import EventSettings
-from tiercache.events.source import MAX_KEYS, EventSource
 
 _log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
-"""Families of instruments. Each row of the table of metrics (`metrics.table`) has a family.
+"""Families of instruments: one for each row of the table of metrics, with one instrument for each label set.
 
-A label set is one combination of values of the row's labels. The family has one instrument for each label
-set.
+A label set is one combination of values of the row's labels. prometheus_client, which exports the families,
+is imported when a registry is wanted; counting works without.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from itertools import product
 from threading import Lock
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from tiercache.core import PoolName
 from tiercache.errors import MissingExtraError
 from tiercache.metrics.instruments import Counter, Gauge, Histogram, Instrument
-from tiercache.metrics.table import Known, Metric
+from tiercache.metrics.table import CONTROLLER, PREFIX, Known, Metric
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
+    from prometheus_client.core import Metric as Exposed
 
 Read = Callable[[], float | None]
 """Function that returns the current value of a label set; None if the value is unknown."""
@@ -73,11 +75,14 @@ class Families:
             return self._registry
 
     def _registered(self, registry: CollectorRegistry | None) -> CollectorRegistry:
+        """Export these families through a registry; raises ValueError if it has one of their names."""
         try:
-            from tiercache.metrics.exposition import register
+            from prometheus_client import CollectorRegistry
         except ModuleNotFoundError as error:
             raise MissingExtraError("a registry of metrics", "metrics", error) from error
-        return register(self, registry)
+        found = CollectorRegistry() if registry is None else registry
+        found.register(_Collector(self))
+        return found
 
     def add(self, **known: str) -> None:
         """Add one value to each of the given labels. The table must not list the values of these labels."""
@@ -167,3 +172,59 @@ def label_sets(row: Metric, known: Mapping[str, Sequence[str]]) -> Iterator[tupl
         columns.append([(value,) if isinstance(value, str) else value for value in given])
     for parts in product(*columns):
         yield tuple(value for part in parts for value in part)
+
+
+class Metrics(Families):
+    """Metrics of one controller, which has the given pools.
+
+    All methods take the label values of a metric in the order in which `metrics.table` lists its labels.
+
+    Thread safety: any thread.
+    """
+
+    def __init__(self, pools: Iterable[PoolName], registry: CollectorRegistry | None = None) -> None:
+        super().__init__(CONTROLLER, registry, pool=[str(pool) for pool in pools])
+
+    def increment(self, name: str, *labels: str, by: float = 1) -> None:
+        """Add `by` to a counter."""
+        self.counter(name, *labels).inc(by)
+
+    def set(self, name: str, *labels: str, to: float) -> None:
+        """Set a gauge to `to`."""
+        self.gauge(name, *labels).set(to)
+
+    def value(self, name: str, *labels: str) -> float:
+        """Return the present value of one label set, for tests and status pages."""
+        return self.total(name, **dict(zip(self.rows[name].label_names, labels, strict=True)))
+
+
+class _Collector:
+    """Collector of prometheus_client that reads the numbers of `families`.
+
+    A *family* is one metric with all of its label sets.
+
+    Thread safety: any thread.
+    """
+
+    def __init__(self, families: Families) -> None:
+        self._families: Final = families
+
+    def describe(self) -> Iterator[Exposed]:
+        """Yield the families without values, so that the registry reserves their names."""
+        return map(_family, self._families.rows.values())
+
+    def collect(self) -> Iterator[Exposed]:
+        """Yield the families with their current values. Leave out a family that has no known value."""
+        for row in self._families.rows.values():
+            family = _family(row)
+            for sample in self._families.samples(row):
+                family.add_sample(PREFIX + sample.name, dict(sample.labels), sample.value)
+            if family.samples:
+                yield family
+
+
+def _family(row: Metric) -> Exposed:
+    from prometheus_client.core import Metric as Exposed
+
+    # In prometheus_client, the family of a counter has no suffix, but the counter's samples end in "_total".
+    return Exposed(PREFIX + row.name.removesuffix("_total"), row.help, row.kind.__name__.lower())

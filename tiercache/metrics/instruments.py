@@ -1,6 +1,6 @@
 """Counters, gauges and histograms: numbers protected by locks, without any metrics package.
 
-`families` gives these instruments names and labels. `exposition` converts them for prometheus_client.
+`families` gives these instruments names and labels.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Table of all metrics that tiercache exposes, one row for each.
 
 Names in the table have no prefix; the exposed names begin with `tiercache_`. `families` makes instruments
-from the rows, and `document` makes the page docs/metrics.md.
+from the rows, and `__main__` makes the page docs/metrics.md.
 """
 
 from __future__ import annotations

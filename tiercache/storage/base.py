@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, Protocol, Self, cast
 
 from tiercache.core import DIGEST_BYTES, ObjectKey, ObjectMeta, Outcome
 from tiercache.errors import ConfigError
-from tiercache.events.source import ChangeNote
+from tiercache.events.base import ChangeNote
 from tiercache.keys import Identity, namespace_of
 from tiercache.models.profile import ModelProfile
 from tiercache.storage.checksum import CHECKSUM_BYTES, checksum

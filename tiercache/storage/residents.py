@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tiercache.core import DIGEST_BYTES, ObjectMeta
-from tiercache.events.source import ChangeNote
+from tiercache.events.base import ChangeNote
 from tiercache.storage.env import Env
 from tiercache.storage.layouts import LAYOUT_BYTES, Layouts
 from tiercache.storage.pages import BROKEN, NONE, SERVED, Ints, Words, column_of, grown, link_groups

@@ -21,8 +21,7 @@ from typing import Final
 from tiercache.core import ObjectKey, PoolName
 from tiercache.errors import ClosedError, StorageError
 from tiercache.events import EventKind, KVEvent, Medium, ObjectGroup, Place, runs_of
-from tiercache.events.base import StoredObject
-from tiercache.events.source import MAX_KEYS, EventSource
+from tiercache.events.base import MAX_KEYS, EventSource, StoredObject
 from tiercache.storage.base import NamespaceRecord, ScanEntry, StorageBackend
 from tiercache.storage.layouts import LAYOUT_BYTES
 from tiercache.storage.tiers import ObservedTier, TierControl

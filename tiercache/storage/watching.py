@@ -12,7 +12,7 @@ from typing import Final
 from weakref import WeakKeyDictionary
 
 from tiercache.errors import StorageError
-from tiercache.events.source import ChangeNote
+from tiercache.events.base import ChangeNote
 from tiercache.storage.base import StorageBackend
 
 

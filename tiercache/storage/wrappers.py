@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, ParamSpec, Self, TypeVar
 
 from tiercache.core import ObjectKey, Outcome
 from tiercache.errors import ConfigError
-from tiercache.events.source import ChangeNote
+from tiercache.events.base import ChangeNote
 from tiercache.metrics import table
 from tiercache.metrics.families import Families
 from tiercache.storage.base import (

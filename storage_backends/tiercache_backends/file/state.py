@@ -35,7 +35,7 @@ from threading import Event, Lock
 from typing import Final
 
 from tiercache.core import Outcome
-from tiercache.events.source import ChangeNote
+from tiercache.events.base import ChangeNote
 from tiercache.policy import Policy
 from tiercache.storage.base import ScanEntry
 from tiercache.storage.eviction import EvictionOrder

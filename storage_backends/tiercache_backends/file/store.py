@@ -21,7 +21,7 @@ from typing import Any, Final, Self
 
 from tiercache.core import BLOCK_ALIGN, ObjectKey, Outcome
 from tiercache.errors import StorageError
-from tiercache.events.source import ChangeNote
+from tiercache.events.base import ChangeNote
 from tiercache.policy import Lru, Policy, policy_named
 from tiercache.settings import Kind, one_of, whole
 from tiercache.storage.base import (

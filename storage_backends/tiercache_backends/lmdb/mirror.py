@@ -26,7 +26,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from tiercache.events.source import ChangeNote
+from tiercache.events.base import ChangeNote
 from tiercache.policy import Lru
 from tiercache.storage.coldest import Found, Survey
 from tiercache.storage.eviction import EvictionOrder

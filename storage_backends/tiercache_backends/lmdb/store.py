@@ -17,7 +17,7 @@ from typing import Any, Final, Self
 
 from tiercache.core import DIGEST_BYTES, ObjectKey, Outcome
 from tiercache.errors import ClosedError, StorageError
-from tiercache.events.source import ChangeNote
+from tiercache.events.base import ChangeNote
 from tiercache.storage.base import (
     Capabilities,
     GetItem,

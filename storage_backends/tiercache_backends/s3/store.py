@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Final, Self
 
 from tiercache.core import ObjectKey, Outcome
-from tiercache.events.source import ChangeNote
+from tiercache.events.base import ChangeNote
 from tiercache.storage.base import (
     Capabilities,
     GetItem,

@@ -25,7 +25,7 @@ from tiercache.core import ObjectKey, ObjectMeta, Outcome
 from tiercache.daemon.tenants.account import Account
 from tiercache.daemon.tenants.fairness import NamespaceBounds, ValueScale
 from tiercache.daemon.tenants.tenant_account import TenantAccount
-from tiercache.events.source import ChangeNote
+from tiercache.events.base import ChangeNote
 from tiercache.storage.base import (
     NAMESPACE_BYTES,
     Capabilities,

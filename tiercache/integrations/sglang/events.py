@@ -21,11 +21,10 @@ import msgpack
 from tiercache.core import ObjectKey, Outcome, PoolName
 from tiercache.errors import ConfigError
 from tiercache.events import EventKind, KVEvent, Medium, ObjectGroup, Place, runs_of
-from tiercache.events.base import StoredObject
+from tiercache.events.base import MAX_KEYS, EventSource, StoredObject
 from tiercache.events.encoding import as_map
 from tiercache.events.publisher import EventPublisher
 from tiercache.events.settings import EventSettings
-from tiercache.events.source import MAX_KEYS, EventSource
 from tiercache.integrations.announcements import Announcements, EvictionWatch
 from tiercache.integrations.sglang.keys import PageKeys
 from tiercache.settings import read_section

@@ -11,7 +11,7 @@ from random import Random
 import pytest
 
 from tiercache.events import EventKind
-from tiercache.events.residency import ResidencyMap
+from tiercache.events.base import ResidencyMap
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.store_events import StoreEvents
 from tiercache.testing.conformance.hooks import CORRUPT, BackendHooks

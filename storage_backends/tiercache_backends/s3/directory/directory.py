@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 
 from tiercache.core import ObjectKey, Outcome
-from tiercache.events.source import ChangeNote
+from tiercache.events.base import ChangeNote
 from tiercache.policy import Lru
 from tiercache.storage.base import ScanEntry, SetItem
 from tiercache.storage.eviction import EvictionOrder
