@@ -22,9 +22,8 @@ from tests.daemon.web import ask
 from tiercache.config.models import Settings
 from tiercache.core import ObjectKey, Outcome, PoolName
 from tiercache.daemon import StorageServer
-from tiercache.daemon.call_log import CallLog
 from tiercache.daemon.http import routes
-from tiercache.daemon.node_metrics import NodeMetrics, UsageFigures, exposed
+from tiercache.daemon.node_metrics import UsageFigures, exposed
 from tiercache.errors import StorageError
 from tiercache.memory import Region, create_memfd
 from tiercache.metrics import NODE, TABLE
@@ -589,27 +588,6 @@ def test_who_can_call_without_saying_who_it_is(tmp_path: Path) -> None:
     )
     with serving(tmp_path, **exposed_to) as (node, _):
         assert Scrape(node.http_address)("node_insecure_bind") == 1
-
-
-def test_a_call_costs_little() -> None:
-    calls = CallLog(NodeMetrics(["ann"]))
-    keys = [key(n) for n in range(8)]
-    answers = [True] * 8
-
-    def one() -> None:
-        with calls.call("Exists", "peer"):
-            calls.know("ann")
-            calls.metrics.count_exists(keys, answers)
-
-    best = min(timed(one) for _ in range(5))
-    assert best < 200e-6, f"{best * 1e6:.1f} us"
-
-
-def timed(work: Callable[[], None], times: int = 200) -> float:
-    start = time.perf_counter()
-    for _ in range(times):
-        work()
-    return (time.perf_counter() - start) / times
 
 
 def waits(event: threading.Event) -> None:

@@ -304,7 +304,6 @@ class StorageServer:
             "Get": payload.get, "Set": payload.set, "GetInto": shared.get_into, "SetFrom": shared.set_from,
             "Status": inquiries.status, "History": inquiries.history, "Report": inquiries.report,
             "ChangeTiers": tiers.change, "FollowTierChange": tiers.follow,
-            "Quotas": quotas.quotas, "SetQuota": quotas.set_quota,
         }  # fmt: skip
         data = {"Get": payload.get_data, "Set": payload.set_data, "Exists": one.exists}
         service = Service(access, attachments, calls, gate, handlers, data, limits=limits, idle=idle)

@@ -68,7 +68,6 @@ class EventLog:
         self._clock = clock
         self._lock = Lock()
         self._oldest = self._next = max(1, int(clock() * _TICKS))
-        self._wakes: tuple[Callable[[], None], ...] = ()
         self._pid = os.getpid()
         self.events = 0
         """Number of events published so far."""
@@ -102,9 +101,6 @@ class EventLog:
             while self._keys > self._max_keys and self._next - self._oldest > 1:
                 self._forget()
             self.events += len(batch.events)
-            wakes = self._wakes
-        for wake in wakes:
-            wake()
 
     def read(self, start: int, limit: int = 256) -> EventReading:
         """Return at most `limit` batches with the numbers from `start` on."""
@@ -116,20 +112,6 @@ class EventLog:
             size = len(self._ring)
             found = [batch for n in range(first, end) if (batch := self._ring[n % size]) is not None]
         return EventReading(found, first - start, end)
-
-    def on_publish(self, wake: Callable[[], None]) -> Callable[[], None]:
-        """Call `wake` after each batch, on the thread that publishes; return a function that ends this.
-
-        `wake` must not raise and must not wait.
-        """
-        with self._lock:
-            self._wakes = (*self._wakes, wake)
-
-        def end() -> None:
-            with self._lock:
-                self._wakes = tuple(other for other in self._wakes if other is not wake)
-
-        return end
 
     def _forget(self) -> None:
         place = self._oldest % len(self._ring)
