@@ -108,7 +108,7 @@ def test_who_has_gone_is_forgotten_while_nobody_is_heard(server: Server, settlin
             client.sendall(frame(4, 1, 0))
             Thread(target=client.sendall, args=(bytes(ONCE + more),), daemon=True).start()
             until(lambda: server.heard >= ONCE)
-        until(lambda: gate.is_local(server.peer) is None, 2 if settling == 20 else 5)
+        until(lambda: gate.find(server.peer) is None, 2 if settling == 20 else 5)
 
 
 @pytest.mark.parametrize("closing", [False, True], ids=["the client sends", "the gate closes"])
@@ -140,7 +140,7 @@ def test_what_grpc_sent_before_it_closed_reaches_the_client(tmp_path: Path, clos
             while piece := client.recv(1 << 20):
                 received += piece
             assert received == sent
-        until(lambda: gate.is_local(name) is None)
+        until(lambda: gate.find(name) is None)
 
 
 def fill(end: socket.socket) -> bytearray:

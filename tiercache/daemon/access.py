@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from blake3 import blake3
 from grpc import StatusCode
@@ -26,6 +26,10 @@ from tiercache.daemon.tenants.store import TenantStore, TenantStores
 from tiercache.errors import WireError
 from tiercache.storage.base import StorageBackend
 from tiercache.wire.methods import SESSION_METADATA
+
+if TYPE_CHECKING:
+    from tiercache.daemon.payload.attachments import Attachments
+    from tiercache.daemon.payload.shared import AttachSession
 
 OWNER: Final = "owner"
 """Principal of the daemon's own user, unless the settings define a principal with that user id."""
@@ -179,18 +183,11 @@ class Caller:
     """One client: a session of the attach socket, or a TCP connection."""
 
     permissions: Permissions
-    session: Any
-    """The client's `payload.shared.AttachSession`; None over TCP."""
+    session: AttachSession | None
+    """Session of the attach socket; None over TCP."""
     budgets: Budgets
     peer: str = ""
     """gRPC's name of the TCP connection, or the process on this host."""
-
-
-class Sessions(Protocol):
-    """Lookup of sessions by their tokens (`payload.attachments`)."""
-
-    def find(self, token: bytes) -> Any:
-        """Return the session with this token, or None."""
 
 
 class Access:
@@ -316,7 +313,9 @@ class Access:
         """Return the permissions of a user of the attach socket; None if the user is not a principal."""
         return self._by_uid.get(uid)
 
-    def new_client(self, permissions: Permissions, session: Any = None, peer: str = "") -> Caller:
+    def new_client(
+        self, permissions: Permissions, session: AttachSession | None = None, peer: str = ""
+    ) -> Caller:
         """Return a new client of a principal; its budgets are parts of the principal's budgets."""
         return Caller(permissions, session, permissions.budgets.part(*self._client), peer)
 
@@ -325,7 +324,7 @@ class Access:
         metadata: Iterable[tuple[str, str | bytes]],
         peer: str,
         identity: Mapping[str, Sequence[bytes]],
-        sessions: Sessions,
+        sessions: Attachments,
         *,
         local: bool,
     ) -> Caller:
@@ -342,8 +341,7 @@ class Access:
                     StatusCode.UNAUTHENTICATED,
                     "there is no such session, or it has ended; connect to the attach socket first",
                 )
-            caller: Caller = session.caller
-            return caller
+            return session.caller
         permissions = self.authenticate(given.get("authorization", ""), identity)
         found = self._peers.get((permissions.name, peer))
         if found is None or found.permissions is not permissions:

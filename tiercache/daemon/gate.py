@@ -62,6 +62,17 @@ class _Listener(NamedTuple):
     """TCP port; 0 for a unix socket."""
 
 
+class GateClient(NamedTuple):
+    """Client of a connection, as the gate knows it."""
+
+    shown: str
+    """The client's address, or its process, for people."""
+    local: bool
+    """Whether the connection came through a unix socket."""
+    port: int
+    """TCP port through which the connection came; 0 for a unix socket."""
+
+
 class _Connection(ConnectionState):
     """A client's connection, and the connection to gRPC that carries the client's bytes.
 
@@ -197,28 +208,17 @@ class Gate:
         os.close(self._wakeup)
         os.close(self._alarm)
 
-    def is_local(self, peer: str) -> bool | None:
-        """Return whether the connection that gRPC calls `peer` came through a unix socket.
+    def find(self, peer: str) -> GateClient | None:
+        """Return the client of the connection that gRPC calls `peer`; None if there is no such connection.
 
-        Return None if there is no such connection. gRPC names a connection after the abstract address to
-        which the gate's end is bound. While the gate has this address, no other process on this machine can
-        bind it, so that no other connection to gRPC can have the same name.
+        gRPC names a connection after the abstract address to which the gate's end is bound. While the gate
+        has this address, no other process on this machine can bind it, so that no other connection to gRPC
+        can have the same name.
         """
         found = self._names.get(peer)
-        return None if found is None else found.listener.uids is not None
-
-    def port_of(self, peer: str) -> int:
-        """Return the TCP port through which the connection that gRPC calls `peer` came.
-
-        Return 0 if there is no such connection, or if it came through a unix socket.
-        """
-        found = self._names.get(peer)
-        return 0 if found is None else found.listener.port
-
-    def client_of(self, peer: str) -> str:
-        """Return the client of the connection that gRPC calls `peer`, for people; `peer` if it is gone."""
-        found = self._names.get(peer)
-        return peer if found is None else found.shown
+        if found is None:
+            return None
+        return GateClient(found.shown, found.listener.uids is not None, found.listener.port)
 
     def mark_known(self, peer: str) -> None:
         """Mark the connection that gRPC calls `peer` as known, because a caller was recognised on it."""
@@ -242,7 +242,8 @@ class Gate:
                 for descriptor in self._paused:
                     self._epoll.modify(descriptor, _READ)
                 self._paused.clear()
-                self._serve_throttled()
+                for connection in self._admission.to_serve(time.monotonic):
+                    self._try_to_advance(connection)
             if self._admission.has_unsettled:
                 self._open_next()
         self._deliver()
@@ -315,37 +316,19 @@ class Gate:
             return
         try:
             client.setblocking(False)
-            origin, shown = self._origin(client, address, listener.uids)
+            origin, shown = _origin(client, address, listener.uids)
         except OSError:
             client.close()
             return
-        if origin is None or (self._admission.is_full and not self._make_room()):
+        displaced = self._admission.to_displace() if origin and self._admission.is_full else None
+        if origin is None or (self._admission.is_full and displaced is None):
             self._count_refusal("busy" if origin else "unauthenticated")
             client.close()
             return
+        if displaced is not None:
+            self._cut(displaced, "busy")
         self._numbers += 1
         self._admission.add(_Connection(self._numbers, client, origin, listener, shown))
-
-    def _origin(
-        self, client: socket.socket, address: tuple[str, int], uids: AbstractSet[int] | None
-    ) -> tuple[bytes | None, str]:
-        """Return the key under which connections are counted together, and the client in words.
-
-        The key is the user id on a unix socket, None for a user who may not connect, and that of `origin_of`
-        on TCP. Raises OSError.
-        """
-        if uids is None:
-            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return origin_of(client, address), f"{address[0]}:{address[1]}"
-        peer = peer_of(client)
-        return b"uid %d" % peer.uid if peer.uid in uids else None, f"pid {peer.pid}, uid {peer.uid}"
-
-    def _make_room(self) -> bool:
-        displaced = self._admission.to_displace()
-        if displaced is None:
-            return False
-        self._cut(displaced, "busy")
-        return True
 
     def _open_next(self) -> None:
         for connection in self._admission.to_open(time.monotonic):
@@ -354,10 +337,6 @@ class Gate:
             except OSError:
                 self._cut(connection, "busy")
         for connection in self._admission.to_widen():
-            self._try_to_advance(connection)
-
-    def _serve_throttled(self) -> None:
-        for connection in self._admission.to_serve(time.monotonic):
             self._try_to_advance(connection)
 
     def _open(self, connection: _Connection) -> None:
@@ -489,28 +468,23 @@ class Gate:
         connection.watched = wanted
 
     def _cut_overdue(self, now: float) -> None:
-        self._end_abandoned()
-        overdue = self._admission.overdue(now)
-        for connection in overdue.settled:
-            self._settle(connection)
-        for connection in overdue.late:
-            self._cut(connection, "idle")
-        # If a client closes while the receive buffer of its connection is full, the kernel does not report
-        # POLLRDHUP, and `_end_abandoned` misses the client. Such a connection is cut here when it is too old.
-        for connection in self._admission.stalled(now):
-            self._cut(connection, "idle")
-
-    def _end_abandoned(self) -> None:
-        """End waiting and throttled connections that the client has closed.
-
-        The gate does not read these connections, and so does not see the end of their data.
-        """
+        # The gate does not read connections that wait or are throttled, and so does not see the end of their
+        # data: ask for those that the client has closed.
         unread = {connection.client.fileno(): connection for connection in self._admission.unread()}
         poll = select.poll()
         for descriptor in unread:
             poll.register(descriptor, select.POLLRDHUP)
         for descriptor, _ in poll.poll(0):
             self._end(unread[descriptor])
+        overdue = self._admission.overdue(now)
+        for connection in overdue.settled:
+            self._settle(connection)
+        for connection in overdue.late:
+            self._cut(connection, "idle")
+        # If a client closes while the receive buffer of its connection is full, the kernel does not report
+        # POLLRDHUP, and the poll above misses the client. Such a connection is cut here when it is too old.
+        for connection in self._admission.stalled(now):
+            self._cut(connection, "idle")
 
     def _cut(self, connection: _Connection, reason: str) -> None:
         self._count_refusal(reason)
@@ -533,6 +507,21 @@ class Gate:
             connection.backend.close()
             connection.up.close()
             connection.down.close()
+
+
+def _origin(
+    client: socket.socket, address: tuple[str, int], uids: AbstractSet[int] | None
+) -> tuple[bytes | None, str]:
+    """Return the key under which connections are counted together, and the client in words.
+
+    The key is the user id on a unix socket, None for a user who may not connect, and that of `origin_of`
+    on TCP. Raises OSError.
+    """
+    if uids is None:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return origin_of(client, address), f"{address[0]}:{address[1]}"
+    peer = peer_of(client)
+    return b"uid %d" % peer.uid if peer.uid in uids else None, f"pid {peer.pid}, uid {peer.uid}"
 
 
 def _receive(connection: _Connection, max_bytes: int, flags: int = 0) -> bytes:

@@ -19,10 +19,11 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha._async import ReflectionServicer
 
-from tiercache.daemon.access import Access, Caller, Refusal, Sessions
+from tiercache.daemon.access import Access, Caller, Refusal
 from tiercache.daemon.call import Call, request_bytes, without_abort_traceback
 from tiercache.daemon.call_log import CallLog, CallRecord
 from tiercache.daemon.gate import Gate
+from tiercache.daemon.payload.attachments import Attachments
 from tiercache.daemon.payload.channel import DisconnectedError
 from tiercache.daemon.payload.streams import DataCall
 from tiercache.errors import ClosedError, StorageError, UnlistedError, WireError
@@ -52,7 +53,7 @@ class Service:
     def __init__(
         self,
         access: Access,
-        attachments: Sessions,
+        attachments: Attachments,
         calls: CallLog,
         gate: Gate,
         handlers: Mapping[str, Handler],
@@ -95,7 +96,7 @@ class Service:
             # gRPC raises InternalError if the client has disconnected; then no answer can be sent.
             with (
                 without_abort_traceback(),
-                self._calls.call(method.name, self._gate.client_of(context.peer())) as record,
+                self._calls.call(method.name, self._shown(context.peer())) as record,
                 suppress(grpc.aio.InternalError),
             ):
                 # Do not call `abort` inside an `except` block. The error that it raises would keep the
@@ -147,11 +148,15 @@ class Service:
             return StatusCode.INTERNAL, f"{method} failed inside the daemon; its log has the details"
         return None
 
+    def _shown(self, peer: str) -> str:
+        found = self._gate.find(peer)
+        return peer if found is None else found.shown
+
     def _identify(self, context: Any) -> Caller:
         peer = context.peer()
         # The gate does not know connections that workers made to gRPC directly.
-        is_local = self._gate.is_local(peer)
-        local = peer.startswith("unix") if is_local is None else is_local
+        found = self._gate.find(peer)
+        local = peer.startswith("unix") if found is None else found.local
         metadata = context.invocation_metadata() or ()
         caller = self._access.identify(metadata, peer, context.auth_context(), self._attachments, local=local)
         self._gate.mark_known(peer)
@@ -173,7 +178,7 @@ class Service:
         Raises DisconnectedError if the connection cannot be used any more.
         """
         method, handler = METHODS[call.name], self._data_handlers[call.name]
-        with self._calls.call(method.name, self._gate.client_of(call.caller.peer)) as record:
+        with self._calls.call(method.name, self._shown(call.caller.peer)) as record:
             serving = self._perform(method, call.caller, call.seconds, lambda: call, handler)
             failure = await self._outcome(record, serving)
             if failure is not None:

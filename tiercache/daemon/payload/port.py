@@ -114,7 +114,8 @@ class DataSessions:
 
     def offer(self, caller: Caller, peer: str) -> pb.DataPort | None:
         """Return what a caller needs to open data connections; None if there are none for its connection."""
-        port = self.ports.get(self._gate.port_of(peer))
+        client = self._gate.find(peer)
+        port = None if client is None else self.ports.get(client.port)
         if port is None:
             return None
         session = self._by_peer.get(peer)
@@ -124,7 +125,7 @@ class DataSessions:
             self._by_token[session.token] = session
             # The gate forgets a connection before it calls `end`. So a session of a connection that ended
             # meanwhile is either seen here, or by an `end` that is still to come.
-            if not self._gate.port_of(peer):
+            if self._gate.find(peer) is None:
                 self.end(peer)
                 return None
         session.caller = caller
