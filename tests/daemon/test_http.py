@@ -294,7 +294,7 @@ def test_a_flood_of_requests_is_answered_from_one_rendering(
     node: StorageServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[None] = []
-    monkeypatch.setattr(routes, "render", lambda _: made.append(None) or b"x")
+    monkeypatch.setattr(routes, "generate_latest", lambda _: made.append(None) or b"x")
     start = time.monotonic()
     for _ in range(50):
         assert ask(node.http_address, "/metrics").status == 200
@@ -305,7 +305,7 @@ def test_a_bug_is_one_sentence_for_the_reader_and_a_traceback_in_the_log(
     node: StorageServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(routes, "FRESH_SECONDS", 0.0)
-    monkeypatch.setattr(routes, "render", lambda _: 1 / 0)
+    monkeypatch.setattr(routes, "generate_latest", lambda _: 1 / 0)
     answer = ask(node.http_address, "/metrics")
     assert (answer.status, answer.text.count("\n")) == (500, 1)
     assert "ZeroDivisionError" in caplog.text
