@@ -30,13 +30,12 @@ from tiercache.integrations.transformers.worker import Worker
 from tiercache_lab.bench.worker import WorkerSpeeds, measure_worker
 from tiercache_lab.demo.serving import ANSWER_TOKENS, PAGE_SIZE, Conversations, zigzag
 from tiercache_lab.demo.small import build_small_hybrid
-from tiercache_lab.replay.base import Request
+from tiercache_lab.replay.base import Request, StorageTier, Tiers
 from tiercache_lab.replay.cache import Setup
 from tiercache_lab.replay.machines import ReplayMachine
 from tiercache_lab.replay.needs import measure
 from tiercache_lab.replay.queueing.run import QueuedRun, Queueing
 from tiercache_lab.replay.queueing.server import Job
-from tiercache_lab.replay.tiers import StorageTier, Tiers
 
 CONVERSATIONS, TURNS = 4, 6
 DISK = 1 << 30

@@ -22,7 +22,7 @@ from tiercache.errors import ConfigError, InputError
 from tiercache.integrations.settings import settings_of
 from tiercache.models.profile import CONFIGS, profile_named
 from tiercache.text import exact_duration, exact_size, parse_duration, parse_size
-from tiercache_lab.prove.saved import load as load_saved
+from tiercache_lab.prove.run import load as load_saved
 from tiercache_lab.replay.sources.mooncake import read_trace
 from tiercache_lab.replay.sources.sessions import read_sessions
 

@@ -24,8 +24,7 @@ from tiercache.errors import ConfigError
 from tiercache.integrations.transformers.requests.generation import Generation
 from tiercache.integrations.transformers.worker import Worker
 from tiercache.policy import ModelProfile, profile_of
-from tiercache_lab.replay.machines import ReplayMachine
-from tiercache_lab.replay.machines.__init__ import machine_text
+from tiercache_lab.replay.machines import ReplayMachine, machine_text
 
 PAGE_SIZE: Final = 64
 _PASSES: Final = (1, 16, 64, 128, 192, 256, 512, 1024, 2048, 4096)

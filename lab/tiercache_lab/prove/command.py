@@ -13,8 +13,7 @@ from rich.console import Console
 from tiercache.cli.terminal import Exit, Output, OutputOption, console, safe, whole
 from tiercache.errors import ConfigError
 from tiercache_lab.prove.engines import EngineChoice, find
-from tiercache_lab.prove.run import ProveRun
-from tiercache_lab.prove.saved import MAX_ANSWER, MAX_TOKENS, MIN_TOKENS, Saved, check_place, load
+from tiercache_lab.prove.run import MAX_ANSWER, MAX_TOKENS, MIN_TOKENS, ProveRun, Saved, check_place, load
 from tiercache_lab.prove.server import Server
 from tiercache_lab.prove.show import show, write
 from tiercache_lab.prove.verdict import EXITS, heading

@@ -16,10 +16,10 @@ from tiercache.policy import Costs, Ending, Policy, policy_named
 from tiercache_lab.replay.base import Source
 from tiercache_lab.replay.cache import Setup, tokens_of
 from tiercache_lab.replay.clairvoyant import Clairvoyant, Recorder
+from tiercache_lab.replay.drive import Tally
 from tiercache_lab.replay.needs import Need
 from tiercache_lab.replay.plane import geometries
 from tiercache_lab.replay.results import TierUse
-from tiercache_lab.replay.tally import Tally
 
 _UNKNOWN: Final = float("nan")
 

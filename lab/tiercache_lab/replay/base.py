@@ -1,13 +1,17 @@
-"""Requests that are replayed, and the protocol of their sources."""
+"""Requests that are replayed, the protocol of their sources, and the tiers between which they are cached."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final, Protocol
 
-from tiercache.core import TokenArray
-from tiercache.policy import Ending
+from tiercache.core import Tier, TokenArray
+from tiercache.errors import ConfigError
+from tiercache.policy import Ending, policy_named
+from tiercache.text import shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +51,68 @@ class Source(Protocol):
         """Return the number of requests."""
 
     def __iter__(self) -> Iterator[Request]: ...
+
+
+_NOTHING: Final[Mapping[str, str]] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class StorageTier:
+    """Tier of the store below the host.
+
+    Raises ConfigError for a size or bandwidth that is not possible, and for an unknown policy.
+    """
+
+    name: str
+    nbytes: int
+    """Payload bytes."""
+    bandwidth: float | None = None
+    """Bytes per second of loads; None: as in `ReplayMachine.storage`."""
+    policy: str = "lru"
+    """Name of the eviction policy."""
+    settings: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
+    """Settings of a chain's tier as in its URL, without the prefix `tier_`, such as `write`."""
+
+    def __post_init__(self) -> None:
+        if self.nbytes <= 0:
+            raise ConfigError(f"tier {shown(self.name)} has no bytes; give it a capacity, such as 250GiB")
+        if self.bandwidth is not None and not 0 < self.bandwidth < math.inf:
+            raise ConfigError(
+                f"tier {shown(self.name)}: a bandwidth of {self.bandwidth:g} bytes per second is not"
+                " possible; use a positive one, such as 6GB"
+            )
+        try:
+            policy_named(self.policy)
+        except ConfigError as error:
+            raise ConfigError(f"tier {shown(self.name)}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """Sizes of the tiers.
+
+    Raises ConfigError for storage tiers of the same name.
+    """
+
+    host_bytes: int
+    device_bytes: int | None = None
+    """Bytes of the device; None if the device holds only what running requests need and caches nothing."""
+    storage: tuple[StorageTier, ...] = ()
+    """Tiers of the store, the fastest first; none for no store."""
+    device_states: int | None = None
+    """Number of state slots of the device. None: the states get a quarter of `device_bytes`.
+
+    Pages get the rest of `device_bytes`.
+    """
+
+    def __post_init__(self) -> None:
+        taken = [str(Tier.DEVICE), str(Tier.HOST)]
+        for tier in self.storage:
+            if tier.name in taken:
+                raise ConfigError(f"two tiers are named {shown(tier.name)}; give each a name of its own")
+            taken.append(tier.name)
+
+    @property
+    def nbytes(self) -> int:
+        """Sum of the bytes of all tiers that are caches."""
+        return (self.device_bytes or 0) + self.host_bytes + sum(tier.nbytes for tier in self.storage)

@@ -21,7 +21,7 @@ from tiercache.errors import ConfigError, PoolFullError
 from tiercache.index import CheckpointRules
 from tiercache.keys import Identity
 from tiercache.policy import Costs, ModelProfile, Policy, policy_named
-from tiercache_lab.replay.base import Request, Source
+from tiercache_lab.replay.base import Request, Source, Tiers
 from tiercache_lab.replay.chain import NullChain, chain_settings
 from tiercache_lab.replay.clairvoyant import Clairvoyant, Recorder
 from tiercache_lab.replay.failures import Witness, check_counters
@@ -30,7 +30,6 @@ from tiercache_lab.replay.needs import Need, device_slots, infinite
 from tiercache_lab.replay.plane import Inline, NullArena, NullEngine, block_bytes, device_pool, geometries
 from tiercache_lab.replay.results import TierUse
 from tiercache_lab.replay.store import NullStore
-from tiercache_lab.replay.tiers import Tiers
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,8 +39,8 @@ from tiercache.storage.base import (
 from tiercache.storage.env import Env
 from tiercache.storage.gate import CallGate
 from tiercache.storage.tiers import PREFIX
+from tiercache_lab.replay.base import Tiers
 from tiercache_lab.replay.store import NullStore
-from tiercache_lab.replay.tiers import Tiers
 
 T = TypeVar("T")
 

@@ -11,9 +11,8 @@ from tiercache.core import PoolName
 from tiercache.errors import ConfigError
 from tiercache.index import CheckpointRules, checkpoints_named
 from tiercache.policy import ModelProfile
-from tiercache_lab.replay.base import Source
+from tiercache_lab.replay.base import Source, Tiers
 from tiercache_lab.replay.plane import block_bytes, geometries
-from tiercache_lab.replay.tiers import Tiers
 
 _SPARE_STATES: Final = 3
 """Number of state slots that are reserved for each request besides those for the states that it may leave.

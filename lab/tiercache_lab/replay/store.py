@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Self
@@ -48,20 +47,16 @@ class NullStore(StorageBackend):
         self._metas: dict[int, tuple[ObjectKey, ObjectMeta]] = {}
         self._namespace_ids: dict[bytes, int] = {}
         self._namespaces: dict[bytes, NamespaceRecord] = {}
-        self.calls: Counter[str] = Counter()
-        """Number of calls, and of items in them, by operation: `get`, `get_items`, and so on."""
-        self.peak = self.evicted = self.not_worth = self.read_bytes = self.written_bytes = 0
+        self.peak = self.evicted = self.read_bytes = self.written_bytes = 0
 
     @classmethod
     def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:
         raise ConfigError("a null store can only be made by a replay")
 
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        self._count("exists", keys)
         return [row >= 0 for row in self._rows(keys)]
 
     def get(self, items: Sequence[GetItem]) -> list[Outcome]:
-        self._count("get", items)
         rows = self._rows([item.key for item in items])
         for row in rows:
             if row >= 0:
@@ -74,7 +69,6 @@ class NullStore(StorageBackend):
         return [Outcome.HIT if row >= 0 else Outcome.MISS for row in self._rows([item.key for item in items])]
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
-        self._count("set", items)
         links = [(item.key.page_key, item.meta.parent) for item in items]
         # An object is useless without its ancestors. Therefore the pages of the batch and their parents are
         # held: nothing in this call evicts them. The order of the holds also decides which of two pages of
@@ -169,7 +163,6 @@ class NullStore(StorageBackend):
             promising=residents.pages.is_promising(node, namespace_id, attached=parent == node),
             rank=None if meta.value is None else residents.rank(meta.value),
         )
-        self.not_worth += self._order.not_worth
         if not evicting.enough():
             return Outcome.THROTTLED
         row = residents.add(key.digest, node, parent, residents.newest + 1, meta.length, namespace_id, depth)
@@ -178,10 +171,6 @@ class NullStore(StorageBackend):
         self.peak = max(self.peak, residents.payload)
         self.written_bytes += meta.length
         return Outcome.STORED
-
-    def _count(self, operation: str, items: Sequence[object]) -> None:
-        self.calls[operation] += 1
-        self.calls[f"{operation}_items"] += len(items)
 
     def _entry(self, row: int) -> ScanEntry:
         key, meta = self._metas[row]

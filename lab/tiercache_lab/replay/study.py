@@ -13,7 +13,7 @@ from tiercache.errors import ConfigError
 from tiercache.index import CheckpointRules
 from tiercache.policy import POLICIES, Costs, ModelProfile, Policy, policy_named
 from tiercache_lab.replay.alone import IndexRun
-from tiercache_lab.replay.base import Source
+from tiercache_lab.replay.base import Source, StorageTier, Tiers
 from tiercache_lab.replay.cache import Setup
 from tiercache_lab.replay.clairvoyant import Clairvoyant, Recorder
 from tiercache_lab.replay.drive import Run
@@ -23,7 +23,6 @@ from tiercache_lab.replay.plane import geometries
 from tiercache_lab.replay.queueing.run import QueuedRun, Queueing
 from tiercache_lab.replay.results import IN_EVERY_TIER, NO_CACHE, ONE_POOL, WITHOUT_OFFLOAD, Result
 from tiercache_lab.replay.sources import WorkloadSource
-from tiercache_lab.replay.tiers import StorageTier, Tiers
 
 CAPACITIES: Final = (0.05, 0.1, 0.2)
 """Default capacities, as fractions of the infinite cache's peak in bytes."""

@@ -10,6 +10,7 @@ import pytest
 from tests.lab.replay.test_drive import CHATS, HYBRID, disk, ran
 from tiercache.errors import ConfigError
 from tiercache.policy import Costs, policy_named
+from tiercache_lab.replay.base import StorageTier, Tiers
 from tiercache_lab.replay.cache import Setup
 from tiercache_lab.replay.chain import NullChain, chain_settings
 from tiercache_lab.replay.drive import Run
@@ -18,7 +19,6 @@ from tiercache_lab.replay.needs import measure
 from tiercache_lab.replay.results import TierUse
 from tiercache_lab.replay.sources import open_source
 from tiercache_lab.replay.store import NullStore
-from tiercache_lab.replay.tiers import StorageTier, Tiers
 
 pytestmark = pytest.mark.slow
 

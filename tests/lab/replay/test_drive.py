@@ -15,13 +15,12 @@ from tiercache.errors import ConfigError
 from tiercache.index import CheckpointRules
 from tiercache.policy import POLICIES, ModelProfile, profile_named
 from tiercache_lab.policies import RIVALS
-from tiercache_lab.replay.base import Request, Source
+from tiercache_lab.replay.base import Request, Source, StorageTier, Tiers
 from tiercache_lab.replay.cache import Setup
 from tiercache_lab.replay.drive import Run
 from tiercache_lab.replay.machines import ReplayMachine
 from tiercache_lab.replay.needs import Need, infinite, measure
 from tiercache_lab.replay.sources import open_source
-from tiercache_lab.replay.tiers import StorageTier, Tiers
 
 pytestmark = pytest.mark.slow
 

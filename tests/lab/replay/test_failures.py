@@ -12,12 +12,12 @@ from tests.lab.replay.test_drive import CHATS, HYBRID, disk
 from tiercache.core import Outcome
 from tiercache.storage.base import GetItem, SetItem
 from tiercache_lab.replay import cache
+from tiercache_lab.replay.base import StorageTier, Tiers
 from tiercache_lab.replay.cache import Setup
 from tiercache_lab.replay.drive import Run
 from tiercache_lab.replay.needs import measure
 from tiercache_lab.replay.sources import open_source
 from tiercache_lab.replay.store import NullStore
-from tiercache_lab.replay.tiers import StorageTier, Tiers
 
 SMALL = Tiers(host_bytes=400_000, storage=disk(1_500_000))
 TWO = replace(SMALL, storage=(*SMALL.storage, StorageTier("far", 3_000_000)))

@@ -10,8 +10,7 @@ import pytest
 
 from tests.lab.replay.test_drive import ATTENTION, HYBRID
 from tiercache.errors import ConfigError
-from tiercache_lab.replay.machines import MACHINES, ReplayMachine, Speed, machine_named
-from tiercache_lab.replay.machines.__init__ import machine_text
+from tiercache_lab.replay.machines import MACHINES, ReplayMachine, Speed, machine_named, machine_text
 
 
 def test_a_prefill_is_cut_at_checkpoints_and_by_the_chunk() -> None:

@@ -14,10 +14,10 @@ import pytest
 from tiercache.errors import ConfigError
 from tiercache.index import CheckpointRules
 from tiercache.policy import DEFAULT_PROFILE, POLICIES, ModelProfile, profile_named
+from tiercache_lab.replay.base import StorageTier, Tiers
 from tiercache_lab.replay.results import WITHOUT_OFFLOAD, Result
 from tiercache_lab.replay.sources import open_source
 from tiercache_lab.replay.study import Question, Stage, study
-from tiercache_lab.replay.tiers import StorageTier, Tiers
 
 pytestmark = pytest.mark.slow
 

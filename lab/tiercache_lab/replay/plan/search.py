@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
+from tiercache_lab.replay.base import StorageTier, Tiers
 from tiercache_lab.replay.figures import unit_of
 from tiercache_lab.replay.results import Result
 from tiercache_lab.replay.study import Question, Stage, Study
-from tiercache_lab.replay.tiers import StorageTier, Tiers
 
 HOST_RUNS: Final = 10
 """Maximum number of runs with the host alone."""

@@ -12,10 +12,10 @@ from tiercache.core import Tier
 from tiercache.errors import ConfigError
 from tiercache_lab.replay.base import Source
 from tiercache_lab.replay.cache import Running, Setup, SimulatedCache
+from tiercache_lab.replay.drive import Tally
 from tiercache_lab.replay.needs import Need
 from tiercache_lab.replay.queueing.server import Job, Link, Needed, QueueServer, SourceArrivals
 from tiercache_lab.replay.results import Objective, Serving
-from tiercache_lab.replay.tally import Tally
 
 ENGINE: Final = "engine"
 """Name of the engine beside those of the tiers, in `Serving.busy`."""

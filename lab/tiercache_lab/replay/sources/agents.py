@@ -20,7 +20,14 @@ _PLACEHOLDER: Final = 16
 """Number of tokens of the placeholder. The same placeholder replaces every dropped observation."""
 
 _OBSERVATION: Final = Span(16, 8192)
-"""Range in tokens to which the log-normal lengths of observations are clipped."""
+"""Range in tokens to which the log-normal lengths of observations are clipped; its sigma is `_SPREAD`."""
+_SPREAD: Final = 1.0
+_KINDS: Final = 3
+"""Kinds of agents, each with a system prompt and tools of its own."""
+_TASK: Final = Span(200, 2000)
+"""Tokens of a session's task, uniform."""
+_ACTION: Final = Span(50, 300)
+"""Tokens of an action, uniform."""
 
 
 class _Plan(NamedTuple):
@@ -54,21 +61,13 @@ class Agents(Workload):
     context: int = field(
         default=49_152, metadata=bounds(1024, 2**21, "tokens that a prompt and its output may have together")
     )
-    kinds: int = field(
-        default=3, metadata=bounds(1, 1024, "kinds of agents, each with system prompt and tools of its own")
-    )
     system: Span = field(
         default=Span(3000, 5000),
         metadata=bounds(1, 2**19, "tokens of a kind's system prompt and tools, uniform"),
     )
-    task: Span = field(
-        default=Span(200, 2000), metadata=bounds(1, 2**19, "tokens of a session's task, uniform")
-    )
-    action: Span = field(default=Span(50, 300), metadata=bounds(1, 8192, "tokens of an action, uniform"))
     observation: int = field(
         default=750, metadata=bounds(16, 8192, "tokens of an observation, median of a log-normal")
     )
-    spread: float = field(default=1.0, metadata=bounds(0, 3, "sigma of the log-normal of observations"))
     keep: int = field(
         default=0, metadata=bounds(0, 1024, "turns after which an observation is dropped; 0: never")
     )
@@ -78,7 +77,7 @@ class Agents(Workload):
 
     def __post_init__(self) -> None:
         check_size(self.sessions * self.turns.high, self.context)
-        first = self.system.high + self.task.high + self.action.high
+        first = self.system.high + _TASK.high + _ACTION.high
         if first > self.context:
             raise ConfigError(
                 f"context={self.context} has no room for a first turn of up to {first} tokens; raise it or"
@@ -100,15 +99,15 @@ class Agents(Workload):
         return take_turns(sessions, self.live, self.pause, rng_of(seed, "agents", "pauses"))
 
     def _systems(self, seed: int) -> list[int]:
-        return [int(length) for length in self.system.uniform(rng_of(seed, "agents", "system"), self.kinds)]
+        return [int(length) for length in self.system.uniform(rng_of(seed, "agents", "system"), _KINDS)]
 
     def _plan(self, seed: int, number: int, systems: list[int]) -> _Plan:
         rng = rng_of(seed, "agents", number)
-        kind = int(rng.integers(self.kinds))
-        task = int(self.task.uniform(rng, 1)[0])
+        kind = int(rng.integers(_KINDS))
+        task = int(_TASK.uniform(rng, 1)[0])
         turns = int(self.turns.uniform(rng, 1)[0])
-        actions = self.action.uniform(rng, turns)
-        drawn = rng.lognormal(math.log(self.observation), self.spread, turns)
+        actions = _ACTION.uniform(rng, turns)
+        drawn = rng.lognormal(math.log(self.observation), _SPREAD, turns)
         observations = np.clip(drawn, _OBSERVATION.low, _OBSERVATION.high).astype(np.int64)
         # `held` is the number of tokens in the context after the action of each turn:
         # system | task | all actions so far | placeholders for dropped observations | kept observations

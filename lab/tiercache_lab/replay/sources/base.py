@@ -111,7 +111,7 @@ def with_options(workload: W, name: str, texts: Mapping[str, str]) -> W:
     values = {}
     for key, text in texts.items():
         if key not in known:
-            raise ConfigError(f"{name} has no parameter {shown(key)}; it has {', '.join(known)}")
+            raise ConfigError(f"{name} has no parameter {shown(key)}; it has {', '.join(known) or 'none'}")
         values[key] = _parse(known[key], name, text)
     try:
         return cast(W, replace(cast(Any, workload), **values))

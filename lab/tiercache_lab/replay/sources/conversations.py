@@ -158,6 +158,14 @@ _MAX_LENGTH: Final = 8192
 
 _MAX_ROUNDS: Final = 64
 """Maximum number of rounds of a chat."""
+_RECENT: Final = 1000
+"""How many of the newest chats may be continued."""
+_QUESTION: Final = 180
+"""Tokens of a question of a chat, median of a log-normal."""
+_ANSWER: Final = 250
+"""Tokens of an answer of a chat, median of a log-normal."""
+_SPREAD: Final = 1.0
+"""Sigma of both log-normals."""
 
 
 @dataclass(slots=True)
@@ -176,21 +184,13 @@ class Chats(Workload):
     """Chats of one or more questions, each with its answer.
 
     Each request continues an older chat with the probability `continued`, and otherwise begins a new chat.
-    Only the newest chats, `recent` in number, can be continued.
+    Only the newest `_RECENT` chats can be continued.
     """
 
     chats: int = field(default=4000, metadata=bounds(1, 2**20, "requests"))
     continued: float = field(
         default=0.03, metadata=bounds(0, 1, "fraction of the requests that continue an older chat")
     )
-    recent: int = field(
-        default=1000, metadata=bounds(1, 65_536, "how many of the newest chats may be continued")
-    )
-    question: int = field(
-        default=180, metadata=bounds(1, 4096, "tokens of a question, median of a log-normal")
-    )
-    answer: int = field(default=250, metadata=bounds(1, 4096, "tokens of an answer, median of a log-normal"))
-    spread: float = field(default=1.0, metadata=bounds(0, 3, "sigma of both log-normals"))
     rate: float = field(default=2.0, metadata=bounds(0.001, 1e6, "requests per second"))
 
     def __post_init__(self) -> None:
@@ -203,7 +203,7 @@ class Chats(Workload):
     def generate(self, seed: int) -> Iterator[Request]:
         """Yield the requests in order of arrival; each chat is a session."""
         rng = rng_of(seed, "chats")
-        recent: deque[_Chat] = deque(maxlen=self.recent)
+        recent: deque[_Chat] = deque(maxlen=_RECENT)
         begun = 0
         for _, now in zip(
             range(self.chats), poisson(self.rate, rng_of(seed, "chats", "times")), strict=False
@@ -214,7 +214,7 @@ class Chats(Workload):
                 chat = _Chat(begun)
                 begun += 1
                 recent.append(chat)
-            lengths = rng.lognormal([math.log(self.question), math.log(self.answer)], self.spread)
+            lengths = rng.lognormal([math.log(_QUESTION), math.log(_ANSWER)], _SPREAD)
             question, answer = (min(max(int(length), 1), _MAX_LENGTH) for length in lengths)
             said = tokens(key_of(seed, "chats", chat.number), chat.length + question + answer)
             yield Request(said[:-answer], said[-answer:], now, chat.number, chat.rounds)

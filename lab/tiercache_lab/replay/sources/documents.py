@@ -60,6 +60,10 @@ _LONG: Final = _Lengths(17_500, 0.25, 8000, 40_000)
 _LONG_ANSWER: Final = _Lengths(220, 0.4, 40, 800)
 _QUESTION: Final = _Lengths(60, 0.7, 10, 700)
 _QUESTION_ANSWER: Final = _Lengths(14, 1.2, 2, 400)
+_DOCUMENT: Final = Span(2500, 67_000)
+"""Tokens of a document, log-normal, clipped to this range."""
+_ASKED: Final = Span(1, 15)
+"""Questions about a document; longer documents get more of them."""
 
 
 class _Plan(NamedTuple):
@@ -87,18 +91,10 @@ class Documents(Workload):
         default=500, metadata=bounds(0, 2**18, "long requests that come once, such as summaries")
     )
     questions: int = field(default=2200, metadata=bounds(1, 2**18, "requests about documents"))
-    document: Span = field(
-        default=Span(2500, 67_000),
-        metadata=bounds(BLOCK, 2**20, "tokens of a document, log-normal, clipped to this range"),
-    )
-    asked: Span = field(
-        default=Span(1, 15),
-        metadata=bounds(1, 4096, "questions about a document; longer documents get more of them"),
-    )
     rate: float = field(default=3.9, metadata=bounds(0.001, 1e6, "requests per second"))
 
     def __post_init__(self) -> None:
-        check_size(self.chats + self.singles + self.questions, self.document.high + _QUESTION.high)
+        check_size(self.chats + self.singles + self.questions, _DOCUMENT.high + _QUESTION.high)
 
     def count(self, seed: int) -> int:
         """Return the number of chats, single requests and questions together."""
@@ -131,14 +127,14 @@ class Documents(Workload):
     def _plan(self, rng: np.random.Generator) -> _Plan:
         # The range is four sigmas wide: two below the median and two above.
         middle = _Lengths(
-            math.sqrt(self.document.low * self.document.high),
-            math.log(self.document.high / self.document.low) / 4,
-            *self.document,
+            math.sqrt(_DOCUMENT.low * _DOCUMENT.high),
+            math.log(_DOCUMENT.high / _DOCUMENT.low) / 4,
+            *_DOCUMENT,
         )
         # Every document has at least one question, so there are never more documents than questions.
         lengths = middle.draw(rng, self.questions)
         more = rng.exponential(_ASKED_MORE * (0.3 + 0.7 * lengths / lengths.mean())).astype(np.int64)
-        asked = np.minimum(self.asked.low + more, self.asked.high)
+        asked = np.minimum(_ASKED.low + more, _ASKED.high)
         documents = int(np.searchsorted(np.cumsum(asked), self.questions)) + 1
         document = np.repeat(np.arange(documents), asked[:documents])[: self.questions]
         # Times are fractions of the trace. A document's first question comes at a random time, and each

@@ -86,19 +86,6 @@ class Mixed(Workload):
     The requests of these parts are merged by arrival time. All parts have about the same duration.
     """
 
-    groups: int = field(
-        default=20, metadata=bounds(1, 4096, "groups of 32 requests that share a system prompt")
-    )
-    conversations: int = field(
-        default=60, metadata=bounds(1, 4096, f"conversations of 12 rounds, {_LIVE} at once")
-    )
-    sessions: int = field(default=26, metadata=bounds(1, 4096, f"agent sessions, {_AGENTS} at once"))
-    chats: int = field(default=900, metadata=bounds(1, 65_536, "requests of short chats"))
-
-    def __post_init__(self) -> None:
-        # The parts have fixed lengths of prompts, so only the number of requests must be checked.
-        check_size(self.groups * 32 + self.conversations * 12 + self.sessions * 50 + self.chats, 0)
-
     def count(self, seed: int) -> int:
         """Return the number of requests of all parts."""
         return sum(part.count(seed) for part in self._parts())
@@ -110,15 +97,13 @@ class Mixed(Workload):
         return heapq.merge(*renumbered, key=lambda request: request.arrival)
 
     def _parts(self) -> tuple[Workload, ...]:
-        live, acting = min(_LIVE, self.conversations), min(_AGENTS, self.sessions)
+        # Each part takes about `_SECONDS`: 20 groups of 32 requests, 60 conversations of 12 rounds, 26
+        # sessions of agents with about 28 turns, and 900 chats.
         return (
-            SharedPrefix(groups=self.groups, prompts=32, rate=self.groups * 32 / _SECONDS),
-            MultiTurn(
-                conversations=self.conversations, live=live, pause=_SECONDS * live / (self.conversations * 12)
-            ),
-            # A session has about 28 turns on average.
-            Agents(sessions=self.sessions, live=acting, pause=_SECONDS * acting / (self.sessions * 28)),
-            Chats(chats=self.chats, rate=self.chats / _SECONDS),
+            SharedPrefix(groups=20, prompts=32, rate=20 * 32 / _SECONDS),
+            MultiTurn(conversations=60, live=_LIVE, pause=_SECONDS * _LIVE / (60 * 12)),
+            Agents(sessions=26, live=_AGENTS, pause=_SECONDS * _AGENTS / (26 * 28)),
+            Chats(chats=900, rate=900 / _SECONDS),
         )
 
 

@@ -17,7 +17,7 @@ from tiercache.errors import ConfigError
 from tiercache.index import CHECKPOINTS, CheckpointRules, checkpoints_named
 from tiercache.policy import POLICIES, ModelProfile
 from tiercache.text import exact_duration, exact_size, shown
-from tiercache_lab.replay.base import Source
+from tiercache_lab.replay.base import Source, StorageTier, Tiers
 from tiercache_lab.replay.chain import chain_settings
 from tiercache_lab.replay.machines import ReplayMachine
 from tiercache_lab.replay.queueing.run import Queueing
@@ -25,7 +25,6 @@ from tiercache_lab.replay.results import Objective
 from tiercache_lab.replay.sources import WorkloadSource, open_source
 from tiercache_lab.replay.sources.base import parameters
 from tiercache_lab.replay.study import Question, possible
-from tiercache_lab.replay.tiers import StorageTier, Tiers
 
 _CHECKPOINTS: Final = {"branch": "branch", "prompt": "prompt_end", "end": "request_end", "ghost": "ghost"}
 """Names of checkpoints in `--checkpoints`, and the field of CheckpointRules that each name sets."""

@@ -253,7 +253,7 @@ def replay(
     from tiercache_lab.replay.machines import ReplayMachine, machine_named
     from tiercache_lab.replay.study import Question, study
     from tiercache_lab.replay.verb import asking, show
-    from tiercache_lab.replay.verb.watch import watching
+    from tiercache_lab.replay.verb.show import watching
 
     if report is not None:
         asking.check_report(report)

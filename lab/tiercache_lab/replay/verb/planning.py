@@ -16,7 +16,7 @@ from tiercache_lab.replay.plan.search import Search, SizePlan
 from tiercache_lab.replay.report import write_whole
 from tiercache_lab.replay.study import Question
 from tiercache_lab.replay.verb import asking, show
-from tiercache_lab.replay.verb.watch import watching
+from tiercache_lab.replay.verb.show import watching
 
 SVG: Final = ".svg"
 """Suffix of a report that is only the drawing."""

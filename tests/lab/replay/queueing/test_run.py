@@ -10,7 +10,7 @@ import pytest
 from tests.lab.replay.test_drive import CHATS, HYBRID, Listed, ask, disk, ran, text
 from tiercache.errors import ConfigError
 from tiercache.index import CheckpointRules
-from tiercache_lab.replay.base import Request
+from tiercache_lab.replay.base import Request, Tiers
 from tiercache_lab.replay.cache import Setup
 from tiercache_lab.replay.machines import ReplayMachine, Speed
 from tiercache_lab.replay.needs import infinite, measure
@@ -18,7 +18,6 @@ from tiercache_lab.replay.queueing import server
 from tiercache_lab.replay.queueing.run import QueuedRun, Queueing
 from tiercache_lab.replay.results import Objective
 from tiercache_lab.replay.sources import open_source
-from tiercache_lab.replay.tiers import Tiers
 
 pytestmark = pytest.mark.slow
 
