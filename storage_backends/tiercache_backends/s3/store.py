@@ -35,11 +35,10 @@ from tiercache_backends.s3.directory.objects import ObjectPlace
 from tiercache_backends.s3.directory.refreshing import BucketListing, Refresher
 from tiercache_backends.s3.failures import RequestError, outcome_of, outcome_of_set
 from tiercache_backends.s3.namespaces import Namespaces
-from tiercache_backends.s3.reading import PackReader, WantedObject
 from tiercache_backends.s3.room import Room
 from tiercache_backends.s3.service import THREADS, BucketClient
 from tiercache_backends.s3.settings import S3Settings, parse_settings, read_settings
-from tiercache_backends.s3.writing import PackWriter
+from tiercache_backends.s3.transfer import PackReader, PackWriter, WantedObject
 
 _FOLLOW_S: Final = 1.0
 """Minimum seconds from one look for what others have changed to the next, while the store is watched."""

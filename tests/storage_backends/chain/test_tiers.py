@@ -29,8 +29,7 @@ from tiercache.errors import RefusedError, StorageError, UnavailableError
 from tiercache.storage import open_backend
 from tiercache.storage.base import NamespaceRecord
 from tiercache.testing.faults import FaultEnv
-from tiercache.testing.latency import Latency
-from tiercache.testing.objects import NAMESPACE, fetch, key, payload, put, to_get, to_set
+from tiercache.testing.objects import NAMESPACE, fetch, key, payload, put, to_get
 from tiercache.testing.outage import Outage
 
 HIT, MISS, STORED, UNAVAILABLE = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.UNAVAILABLE
@@ -195,42 +194,6 @@ def test_a_tier_comes_back_though_each_deletion_brings_another():
     away.end()
     until(lambda: health(chain) == ["serving", "serving"])
     kept.nag = None
-    chain.close()
-
-
-def test_a_tier_comes_back_while_deletions_keep_coming():
-    kept = MemoryBackend()
-    away = Outage(kept)
-    chain = chain_over(MemoryBackend(), Latency(away, {"set": 0.01, "delete": 0.01}))
-    names = range(100)
-    chain.set([to_set(key(n), payload(n, 100)) for n in names])
-    chain.flush()
-    away.begin()
-    over, faults, rounds = threading.Event(), [], []
-
-    def delete_all_the_time():
-        try:
-            while not over.is_set():
-                for n in names:
-                    chain.delete([key(n)])
-                rounds.append(len(names))
-        except Exception as error:  # noqa: BLE001
-            faults.append(error)
-
-    threads = [threading.Thread(target=delete_all_the_time) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    until(lambda: len(rounds) > 2 and health(chain) == ["serving", "out"])
-    away.end()
-    until(lambda: faults or health(chain) == ["serving", "serving"])
-    so_far = len(rounds)
-    until(lambda: faults or len(rounds) > so_far + 2)
-    assert health(chain) == ["serving", "serving"], "it stays, though deletions keep coming"
-    over.set()
-    for thread in threads:
-        thread.join()
-    assert faults == []
-    assert held(kept, *names) == [False] * len(names)
     chain.close()
 
 

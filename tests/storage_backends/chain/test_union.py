@@ -82,23 +82,6 @@ def test_the_union_is_what_one_store_with_everything_would_have(where: list[int]
         assert union(store) == figures(alone)
 
 
-def test_copies_count_once_and_a_state_helps_pages_of_another_tier() -> None:
-    pages = [item for item in ITEMS[:7] if item.meta.parent != item.key.page_key]
-    state = ITEMS[6]
-    with closing(open_backend(TWO)) as store:
-        assert figures(store) == (0, 0, 0)
-        store.register_namespace(NamespaceRecord(NAMESPACE, {}, states=True))
-        place(tier(store, 0), pages)
-        place(tier(store, 1), pages[:2])
-        nbytes = sum(item.meta.length for item in pages)
-        assert union(store) == (0, nbytes, 0)
-        place(tier(store, 1), [state])
-        assert union(store) == (nbytes + 1000, 0, 0)
-        assert figures(tier(store, 1)) == (0, 0, 1), "alone, the state is an orphan"
-        place(tier(store, 0), pages[1:])
-        assert union(store) == (0, 0, 5), "all are orphans without the first page"
-
-
 def test_pages_in_a_circle_are_orphans(tmp_path: Path) -> None:
     keys = [page for page, _ in chain("circle", 2)]
     with closing(open_backend(TWO)) as store:
