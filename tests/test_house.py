@@ -246,6 +246,13 @@ def test_no_package_is_larger_than_its_budget():
     assert loose == {}, "the house has become smaller: lower these rows"
 
 
+@pytest.mark.parametrize("package", [name for name in BUDGET if name])
+def test_a_package_begins_with_its_principles(package):
+    head = ast.get_docstring(ast.parse(MODULES[package].read_text())) or ""
+    _, _, rest = head.partition("\n\nPrinciples:\n\n")
+    assert re.match(r"(?:\d\. [^\n]*\.(?:\n|$)){3,6}(?:\n|$)", rest)
+
+
 TEST_LINES = 93_800
 """Lines of the tests at most."""
 

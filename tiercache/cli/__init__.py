@@ -1,4 +1,11 @@
-"""Command-line interface: `tiercache VERB`."""
+"""Command-line interface: `tiercache VERB`.
+
+Principles:
+
+1. The module of a verb is imported when the verb is called.
+2. A failure is one sentence on stderr with what to do, and an exit code from one table.
+3. Whatever a person can read, a program can read with -o json.
+"""
 
 import sys
 

@@ -1,5 +1,11 @@
 """Configuration of the daemon, storage URLs, and sizes and durations as they are written in settings.
 
+Principles:
+
+1. What cannot be served is refused before anything is written, in a sentence with the setting's name.
+2. An unknown setting is a mistake, never ignored.
+3. Secrets are in files that only their owner reads; settings name the files.
+
 The daemon reads one TOML file, variables and flags into one immutable object:
 
     load(Path("/etc/tiercache/tiercache.toml"), {"listen": ["127.0.0.1:7070"]})

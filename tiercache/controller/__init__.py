@@ -1,5 +1,13 @@
 """The controller, which joins index, transfer and storage.
 
+Principles:
+
+1. The engine's thread decides everything; other threads move bytes, and post events that its calls apply.
+2. Room is reserved before anything moves; where there is none, nothing has changed.
+3. A restore is whole and verified up to its depth, or the next depth below is tried.
+4. A hung store costs one deadline, then nothing until a probe finds that it answers again.
+5. Whatever is under way pins what it uses, also beyond the end of the request that began it.
+
 `docs/structure.md` describes the life of a request.
 """
 

@@ -1,5 +1,12 @@
 """Hybrid prefix index, which knows the pages and states of token sequences and decides what is evicted.
 
+Principles:
+
+1. Tokens are compared, not their hashes.
+2. A depth can be restored where all of its pages are, and one state of each state pool.
+3. The index knows places, never bytes; its owner frees the places that an eviction returns.
+4. No method waits or does I/O; one thread calls them.
+
 Reading order:
 
 - `base` (arguments and answers), `node` (an edge of the tree), `counters` (totals over all nodes), `ghosts`

@@ -1,5 +1,11 @@
 """Metrics: counters, gauges and histograms by name and label, and their export to Prometheus.
 
+Principles:
+
+1. A metric exists where the table has its row; names, help and labels are nowhere else.
+2. Labels have few values; no tokens, keys or names of prompts are among them.
+3. Counting takes no I/O and no package beyond the library's own.
+
 Order of reading:
 
 1. `table` lists all metrics.

@@ -1,5 +1,11 @@
 """Eviction policies, which decide which evictable unit is worth least.
 
+Principles:
+
+1. A policy sees columns of units, never tokens, keys or bytes.
+2. It ranks what may go now; whether anything goes is decided by who owns the units.
+3. Equal history gives equal ranks: there is no clock but ticks, and no randomness.
+
 One contract serves the index and the stores.
 
 Reading order: `base` (the contract), `costs`, one file per policy, `order` (the front of an eviction order,

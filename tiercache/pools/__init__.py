@@ -1,4 +1,11 @@
-"""Device pools over the engine's tensors, and the host arena that all host pools share."""
+"""Device pools over the engine's tensors, and the host arena that all host pools share.
+
+Principles:
+
+1. The engine owns its tensors: a device pool gives out slots in them, and neither makes nor copies any.
+2. All kinds of objects share the blocks of one arena; no kind has a budget of its own.
+3. Memory that a call may still write to is in quarantine, and handed out to nobody.
+"""
 
 from tiercache.memory import MemoryReadings, read_memory
 from tiercache.pools.arena import HostArena, SizePlan, plan_auto_size

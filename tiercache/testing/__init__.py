@@ -1,5 +1,11 @@
 """Conformance suite and fault injection for authors of stores, shipped in the wheel.
 
+Principles:
+
+1. The suite tests the contract through the store's own methods, and spoils its medium through hooks.
+2. A store declares what it can do; what it does not declare is not tested.
+3. Faults come in by arguments, and each is repeatable by its seed or its place.
+
 The package needs pytest and hypothesis. Import its modules by name:
 
     conformance             the tests of the contract (BackendConformance)

@@ -1,4 +1,11 @@
-"""Copies between device pools and the host arena."""
+"""Copies between device pools and the host arena.
+
+Principles:
+
+1. A copy never delays the stream in which the engine computes.
+2. No byte is read before it has arrived, and none is overwritten while somebody needs it.
+3. A copy that fails fails its own ticket; only the loss of the device fails all.
+"""
 
 from tiercache.transfer.base import LayerTicket, Ticket, TransferEngine
 from tiercache.transfer.copy import Copier, CopyEngine, engine_for

@@ -1,5 +1,11 @@
 """The wire format between a daemon and its clients: encodings of the types of `tiercache.core`.
 
+Principles:
+
+1. Lengths and numbers are checked before anything is allocated for them.
+2. A message that is malformed is a WireError, and changes nothing.
+3. The types of `core` do not know the wire: this package alone converts them.
+
 Order of reading:
 
 1. `proto/tiercache/wire/v1` defines the messages.

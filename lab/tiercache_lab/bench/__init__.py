@@ -1,5 +1,11 @@
 """The verb `tiercache bench`: measurements of tiercache on this machine.
 
+Principles:
+
+1. What is compared runs in turns, in one process, so that both meet the same machine.
+2. Rows are data: each way of showing them shows the same ones.
+3. Bytes that come back are compared, or the run ends.
+
 Most results are compared with a raw limit: the speed at which this machine moves the same bytes without
 tiercache. The limit is measured in the same run.
 

@@ -1,5 +1,11 @@
 """Eviction policies of other papers, to compare with: entry points make them by name.
 
+Principles:
+
+1. A rival evicts what the lists of its paper would.
+2. What a rival remembers is bounded.
+3. Entry points make rivals by name; nothing of the product imports one.
+
 Reading order: one file per policy, then `history` (what policies with queues of their own remember).
 """
 

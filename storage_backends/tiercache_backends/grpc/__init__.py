@@ -1,5 +1,12 @@
 """The `grpc` store, whose objects are in a tiercache daemon on this host or on another.
 
+Principles:
+
+1. No call takes longer than its deadline; while the daemon is away, calls are not even tried.
+2. Memory of a call without an answer is withheld until the daemon has let it go.
+3. Lengths that a daemon claims are bounded here too.
+4. gRPC is in charge; the two faster ways of payload fall back to it.
+
 Read in this order:
 
     settings              what the configuration says

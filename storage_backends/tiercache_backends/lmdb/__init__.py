@@ -1,5 +1,11 @@
 """The `lmdb` store, which suits small objects, and several processes that share one directory.
 
+Principles:
+
+1. Readers never wait; one thread of all processes writes at a time.
+2. A process that dies anywhere leaves a database that the others use on.
+3. LMDB's own structure is examined after each death, and written anew where it is damaged.
+
 Read `records.py` (the format) first, then `store.py`.
 """
 
