@@ -76,8 +76,8 @@ def test_a_demo_over_a_chain_without_any_tier_says_so() -> None:
     ("arguments", "module", "package"),
     [
         ("bench rpc --size 4KiB", "grpc", "grpcio"),
-        ("config show", "pydantic_settings", "pydantic-settings"),
-        ("serve", "pydantic_settings", "pydantic-settings"),
+        ("config show", "pydantic", "pydantic"),
+        ("serve", "pydantic", "pydantic"),
         ("serve", "grpc_health", "grpcio-health-checking"),
         ("prove http://127.0.0.1:1", "httpx", "httpx"),
         ("replay --list", "rich", "rich"),

@@ -32,7 +32,6 @@ HEAVY = (
     "torch",
     "transformers",
     "pydantic",
-    "pydantic_settings",
     "blake3",
     "xxhash",
     "msgpack",

@@ -14,11 +14,9 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final, get_args, get_origin
 
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
-from pydantic_settings import EnvSettingsSource, SettingsError
 
 from tiercache.config.document import Key, dotted, table_at, table_of
 from tiercache.config.models import Principal, Settings
@@ -173,43 +171,46 @@ def _environment() -> dict[str, Any]:
 
     Raises ConfigError for a misspelt name. Without this error, the variable would just have no effect.
     """
-    variables: dict[str, str] = {}
-    for name, value in os.environ.items():
+    values: dict[str, Any] = {}
+    # In this order, TIERCACHE_LIMITS (a JSON table) comes before TIERCACHE_LIMITS__IDLE, which overrides it.
+    for name, text in sorted(os.environ.items()):
         if name.startswith(PREFIX) and name not in NO_SETTINGS and not _SERVICE_LINK.fullmatch(name):
-            _known_variable(name)
-            variables[name.lower()] = value
-    source = _Environment(Settings, case_sensitive=False, env_prefix=PREFIX, env_nested_delimiter=_NESTED)
-    source.env_vars = variables
-    try:
-        return source()
-    except SettingsError as error:
-        raise ConfigError(_clean(str(error.__cause__ or error))) from error
+            *tables, last = key = _key_of(name)
+            place: Any = values
+            for part in tables:
+                place = place.setdefault(part, {}) if isinstance(place, dict) else None
+            if isinstance(place, dict):  # otherwise TIERCACHE_LIMITS is no table, and is refused as that
+                place[last] = _decoded(name, key, text)
+    return values
 
 
-class _Environment(EnvSettingsSource):
-    """Source of settings in environment variables.
+def _decoded(name: str, key: Key, text: str) -> Any:
+    """Return the value of a variable: a text, or what JSON describes.
 
     Lists may be JSON, or separated by commas: TIERCACHE_LISTEN=127.0.0.1:7070,[::1]:7070. Where one text is
     possible instead of a list, a list must be JSON: TIERCACHE_STORAGE='["memory://", "file:///d"]'.
     """
-
-    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
-        text = str(value).strip()
-        # _JSON distinguishes a JSON list from "[::1]:7070", which begins with a bracket as well.
-        if not _JSON.match(text):
-            if str in get_args(field.annotation):
-                return value  # such as a URL, in which commas have a meaning
-            return [part.strip() for part in text.split(",") if part.strip()]
+    field = table_at(key[:-1]).model_fields.get(str(key[-1]))
+    annotation = field and field.annotation
+    kinds = {get_origin(one) for one in (annotation, *get_args(annotation))}
+    if table_of(annotation) is None and not kinds & {tuple, frozenset}:
+        return text
+    text = text.strip()
+    # _JSON distinguishes a JSON list from "[::1]:7070", which begins with a bracket as well.
+    if _JSON.match(text):
         try:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ConfigError(
-                f"{PREFIX}{field_name.upper()} is not JSON: {error}; write a list with brackets and double"
-                " quotes"
+                f"{name} is not JSON: {_clean(str(error))}; write a list with brackets and double quotes"
             ) from error
+    if str in get_args(annotation):
+        return text  # such as a URL, in which commas have a meaning
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _known_variable(name: str) -> None:
+def _key_of(name: str) -> Key:
+    """Return the key of a variable; raises ConfigError if there is no such setting."""
     # TIERCACHE_LIMITS__IDLE is ("limits", "idle"). Only a setting in a table has such a nested name. The
     # settings in [[principals]] have none, because the variable TIERCACHE_PRINCIPALS holds the whole list.
     key = tuple(name.removeprefix(PREFIX).lower().split(_NESTED))
@@ -221,6 +222,7 @@ def _known_variable(name: str) -> None:
     ):
         layer = Layer(Origin.ENVIRONMENT, "", {})
         raise ConfigError(f"{printable(Path(name))} names no setting{_suggestion(layer, key)}")
+    return key
 
 
 def _without_absent(flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,13 +250,8 @@ def _validated(layer: Layer, *, partial: bool = False) -> Settings | None:
 
     With `partial`, required settings may be missing; if one is missing, the result is None.
     """
-    for name in layer.values:
-        # Reject unknown names before pydantic-settings sees them. It would not reject a name such as
-        # _env_file, because its constructor has an argument of that name.
-        if name not in Settings.model_fields:
-            raise _unknown(layer, (name,))
     try:
-        return Settings(**layer.values)
+        return Settings.model_validate(layer.values)
     except ValidationError as error:
         for mistake in error.errors(include_url=False, include_input=False):
             if not (partial and mistake["type"] == "missing"):

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Final, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from tiercache.config import rules
 from tiercache.config.fields import (
@@ -258,10 +257,10 @@ class EventsSettings(_Table):
         )
 
 
-class Settings(BaseSettings):
+class Settings(BaseModel):
     """All settings of the daemon, immutable. `load` makes them from files, variables and flags."""
 
-    model_config = SettingsConfigDict(
+    model_config = ConfigDict(
         frozen=True,
         extra="forbid",
         use_attribute_docstrings=True,
@@ -324,21 +323,6 @@ class Settings(BaseSettings):
     """The log."""
     audit: AuditSettings = AuditSettings()
     """The audit log."""
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Use only the arguments of the constructor.
-
-        `load` reads the environment itself, so that it knows which values come from there.
-        """
-        return (init_settings,)
 
     def check(self) -> Self:
         """Return these settings; raises ConfigError if they contradict each other.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Final, NamedTuple, Protocol
 
 from tiercache.core import ObjectKey
 from tiercache.errors import ConfigError
+from tiercache.settings import FLAG
 from tiercache.storage.base import ScanEntry, ScanPage, StorageBackend
 from tiercache.storage.wrappers import unwrap
 
@@ -35,8 +37,10 @@ def free_name(kind: str, taken: Collection[str]) -> str:
 
 
 def is_read_only(section: Mapping[str, Any]) -> bool:
-    """Return whether a tier's section has `tier_read_only` set."""
-    return str(section.get(f"{PREFIX}read_only", "")).lower() in ("yes", "true")
+    """Return whether a tier's section has `tier_read_only` set, to a value that is possible."""
+    with suppress(ConfigError):
+        return bool(FLAG.parse(section.get(f"{PREFIX}read_only", False)))
+    return False
 
 
 @dataclass(frozen=True, slots=True)
