@@ -87,7 +87,7 @@ def test_stores_open_by_url_and_by_section(tmp_path: Path) -> None:
         ("memory://?capacity=1&capacity=2", "twice"),
         ("file:///x", "needs 'capacity'"),
         ("file://x?capacity=1GiB", "three slashes"),
-        ("file:///x?capacity=1GiB&durability=no", "use 'process' or 'power'"),
+        ("file:///x?capacity=1GiB&durability=no", "use process or power"),
         ({"type": "file", "path": "x", "capacity": 1}, "not an absolute path"),
     ],
 )
