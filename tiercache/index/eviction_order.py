@@ -32,22 +32,9 @@ The maximum is this number + 2 x the rows of the table. A longer list is dropped
 in its next pass instead.
 """
 _SHARED: Final = (
-    "last_access",
-    "created",
-    "hits",
-    "depth",
-    "children",
-    "replay",
-    "checkpoint",
-    "lineage",
-    "grown",
-    "ending",
-    "expected",
-    "alive",
-    "complete",
-    "digest",
-    "version",
-)
+    "last_access", "created", "hits", "depth", "children", "replay", "checkpoint", "lineage", "grown",
+    "ending", "expected", "alive", "complete", "digest", "version",
+)  # fmt: skip
 """Columns that are the same for all units of a node. `Units` explains them, except these:
 
 - `alive` says whether the node's units are living ones (1) or dead weight (0).
@@ -64,10 +51,7 @@ _MAX_SAMPLE: Final = 4096
 If there are more units, the pass ranks a random sample of this size.
 """
 _MIN_STEADY_FRONT: Final = 512
-"""Minimum number of units that a pass takes into the front under a steady policy (see `Policy.steady`).
-
-A front with more entries than this number + 2 x the rows of the table is dropped.
-"""
+"""Minimum number of units that a pass takes into the front under a steady policy (see `Policy.steady`)."""
 
 
 class Kind(NamedTuple):
@@ -299,19 +283,11 @@ class EvictionColumns:
         for name, columns in by_kind.items():
             self.by_kind[name][:, :used] = columns[:, :used]
         # Writing one element through a memoryview takes half the time that it takes through an array.
-        views = [self.shared[name].data for name in _SHARED]
-        self._last_access, self._created, self._hits, self._depth, self._children, self._replay = views[:6]
         (
-            self._checkpoint,
-            self._lineage,
-            self._grown,
-            self._ending,
-            self._expected,
-            self._alive,
-            self._complete,
-            self._digest,
-            self._version_of,
-        ) = views[6:]
+            self._last_access, self._created, self._hits, self._depth, self._children, self._replay,
+            self._checkpoint, self._lineage, self._grown, self._ending, self._expected, self._alive,
+            self._complete, self._digest, self._version_of,
+        ) = (self.shared[name].data for name in _SHARED)  # fmt: skip
         self._kind, self._nbytes, self._covered = (
             [row.data for row in self.by_kind[name]] for name in _BY_KIND
         )
@@ -411,10 +387,10 @@ class Victim(NamedTuple):
     """Rank that the policy gave the unit; None for dead weight."""
 
 
-Entry: TypeAlias = tuple[bool, float, int, int, int]
-"""Tuple (alive, rank, depth, version, row), valid while the row has this version.
+Entry: TypeAlias = tuple[float, int, int, int]
+"""Tuple (rank, depth, version, row), valid while the row has this version.
 
-Dead weight sorts first, because its `alive` is False.
+The rank of dead weight is its last access.
 """
 
 
@@ -451,14 +427,14 @@ class EvictionQueue:
         #   3. `_add_changed` pushes an entry with version 13, if it belongs to the front
         #   4. the entry with version 12 is popped: it is out of date and dropped
         while len(self._front) or self._fetch():
-            alive, rank, _, version, row = self._front.pop()
+            (rank, _, version, row), dead = self._front.pop()
             node = columns.nodes[row]
             if (
                 node is not None
                 and columns.shared["version"][row] == version
                 and (kind := columns.take(node, self._number))
             ):
-                return Victim(node, kind, self._number, rank if alive else None)
+                return Victim(node, kind, self._number, None if dead else rank)
             self._add_changed()  # `take` may have written the row again
         return None
 
@@ -482,9 +458,7 @@ class EvictionQueue:
         """
         columns = self._columns
         rows = columns.changed(self._number)
-        # Outdated entries stay in the front until they are popped. So the front can have more entries than
-        # there are nodes.
-        crowded = len(self._front) > 2 * len(columns.nodes) + _MIN_STEADY_FRONT
+        crowded = self._front.is_crowded(len(columns.nodes))
         if rows is None or crowded or self._front.is_outdated(columns.now):
             self._front.clear()
             columns.record_changes(self._number, on=False)
@@ -495,14 +469,13 @@ class EvictionQueue:
         # Dead weight always joins the front. Its rank is its last access, not the policy's rank.
         alive = columns.shared["alive"][changed] != 0
         if not alive.all():
-            dead = changed[~alive]
-            for entry in self._entries(dead, columns.shared["last_access"][dead]):
-                self._front.push(entry)
+            for entry in self._dead_entries(changed[~alive]):
+                self._front.push(entry, dead=True)
         if self._policy.steady and alive.any():
             living = changed[alive]
             ranks = self._policy.rank(columns.view(living, self._number))
             for entry in self._entries(living, ranks):
-                if self._front.admits(entry[1]):
+                if self._front.admits(entry[0]):
                     self._front.push(entry)
 
     def _fetch(self) -> bool:
@@ -517,11 +490,14 @@ class EvictionQueue:
             rows = np.sort(self._rng.choice(rows, _MAX_SAMPLE, replace=False))
         ranks = self._policy.rank(columns.view(rows, self._number, count)) if len(rows) else np.empty(0)
         chosen = self._front.choose(ranks)
-        live = self._entries(rows[chosen], ranks[chosen])
-        self._front.fill([*live, *self._entries(dead, columns.shared["last_access"][dead])], columns.now)
+        live = [*self._entries(rows[chosen], ranks[chosen])]
+        self._front.fill(live, columns.now + len(dead), self._dead_entries(dead))
         return True
+
+    def _dead_entries(self, rows: npt.NDArray[np.int64]) -> Iterator[Entry]:
+        return self._entries(rows, self._columns.shared["last_access"][rows])
 
     def _entries(self, rows: npt.NDArray[np.int64], ranks: np.ndarray) -> Iterator[Entry]:
         shared = self._columns.shared
-        parts = (shared["alive"][rows] != 0, ranks, shared["depth"][rows], shared["version"][rows], rows)
+        parts = (ranks, shared["depth"][rows], shared["version"][rows], rows)
         return zip(*(part.tolist() for part in parts), strict=True)

@@ -1,14 +1,24 @@
 """Front of an eviction order: the units that are evicted next. The index and the stores use this module.
 
-An owner (the index or a store) keeps its units in columns and ranks them only when it must evict. One pass
-over the columns ranks all units, and the front takes the lowest 64th of them. When the front is empty, the
-next pass follows. Before the first eviction the order costs nothing, and one pass over N units serves N / 64
-evictions.
+An owner (the index or a store) keeps its units in columns: what a policy reads of them, which of them are
+dead (no hit can use them), and which may not be evicted now. It ranks them only when it must evict:
+
+    columns     . . . . . . . . . . . . . . . . . . . .     all units
+    front       dead . . | live . . . horizon               what is evicted next, in this order
+
+One pass over the columns ranks all live units, and the front takes the lowest 64th of them. When the front is
+empty, the next pass follows. Before the first eviction the order costs nothing, and one pass over N units
+serves N / 64 evictions.
+
+An entry may describe a unit that has changed since, because nothing is searched in a heap. The owner checks
+an entry when it comes out, and puts the unit back in its new place or drops the entry. A front with several
+times more entries than there are units is filled anew.
 """
 
 from __future__ import annotations
 
-import heapq
+from collections.abc import Iterable
+from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Any, Final, Generic, TypeVar
 
@@ -23,15 +33,16 @@ _SHARE: Final = 64
 Such a unit is as good a choice as the lowest of 64 units drawn at random. In measurements, its eviction was
 no worse than that of the lowest of all units (see docs/design/policies.md).
 """
+_FEW: Final = 512
+"""Number of entries up to which outdated ones do not matter."""
 
 Entry = TypeVar("Entry", bound=tuple[Any, ...])
 
 
 class Front(Generic[Entry]):
-    """Heap of the units that are evicted next: those with ranks at or below the `horizon`.
+    """Heaps of the units that are evicted next: dead ones, then live ones up to the rank `horizon`.
 
-    Entries are tuples that the owner makes; they are popped in ascending order. A popped entry may describe a
-    unit that has changed since. The owner checks each entry before it evicts the unit.
+    Entries are tuples that the owner makes; they are popped in ascending order.
 
     With a steady policy (see `Policy.steady`) the order is exact: the owner pushes every unit that changes to
     a rank within the horizon, so all units outside the front have higher ranks. With any other policy the
@@ -45,15 +56,18 @@ class Front(Generic[Entry]):
         """Whether ranks of different passes can be compared (see `Policy.steady`)."""
         self._fewest = fewest
         self._until = -1
-        self._entries: list[Entry] = []
+        self.live: list[Entry] = []
+        """Heap of live units; an entry begins with the unit's rank."""
+        self.dead: list[Entry] = []
+        """Heap of dead units; an entry begins with the time of the unit's last use. All of them are here."""
         self.horizon = -inf
-        """Rank up to which all units are in the front; minus infinity before the first pass."""
+        """Rank up to which all live units are in the front; minus infinity before the first pass."""
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.live) + len(self.dead)
 
     def choose(self, ranks: Ranks) -> npt.NDArray[np.bool_]:
-        """Set the horizon for a pass, and return which units have ranks at or below it.
+        """Set the horizon for a pass, and return which live units have ranks at or below it.
 
         These are the lowest 64th of the units, but at least `fewest`. They can be more, because all units
         whose rank equals the horizon are among them.
@@ -68,29 +82,31 @@ class Front(Generic[Entry]):
         """Return whether a unit that changed to this rank must join the front now."""
         return self.steady and rank <= self.horizon
 
-    def fill(self, entries: list[Entry], now: int) -> None:
-        """Replace all entries by these, which a pass at the tick `now` gave."""
-        heapq.heapify(entries)
-        self._entries = entries
-        self._until = now + len(entries)
+    def fill(self, live: list[Entry], now: int, dead: Iterable[Entry] = ()) -> None:
+        """Take the entries that a pass at the tick `now` gave, instead of all earlier ones of live units."""
+        self.live = live
+        self.dead += dead
+        heapify(self.live)
+        heapify(self.dead)
+        self._until = now + len(live)
 
     def is_outdated(self, now: int) -> bool:
         """Return whether the order is out of date at the tick `now`."""
         return not self.steady and now > self._until
 
-    @property
-    def lowest(self) -> Entry:
-        """The entry that `pop` would return."""
-        return self._entries[0]
+    def is_crowded(self, units: int) -> bool:
+        """Return whether so many entries are out of date that the front of `units` units is filled anew."""
+        return len(self) > 2 * units + _FEW
 
-    def push(self, entry: Entry) -> None:
+    def push(self, entry: Entry, *, dead: bool = False) -> None:
         """Add an entry."""
-        heapq.heappush(self._entries, entry)
+        heappush(self.dead if dead else self.live, entry)
 
-    def pop(self) -> Entry:
-        """Remove and return the lowest entry."""
-        return heapq.heappop(self._entries)
+    def pop(self) -> tuple[Entry, bool]:
+        """Remove and return the entry of the unit that is evicted next, and whether the unit is dead."""
+        dead = bool(self.dead)
+        return heappop(self.dead if dead else self.live), dead
 
     def clear(self) -> None:
         """Remove all entries, as before the first pass."""
-        self._entries, self.horizon = [], -inf
+        self.live, self.dead, self.horizon = [], [], -inf

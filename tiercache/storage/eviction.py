@@ -21,9 +21,9 @@ and the higher of the two ranks. A page is therefore never ranked below a page t
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from math import inf
 from typing import Final, Protocol
 
@@ -31,19 +31,20 @@ import numpy as np
 
 from tiercache.policy import Policy
 from tiercache.policy.base import Ranks
+from tiercache.policy.order import Front
 from tiercache.storage.coldest import Survey
-from tiercache.storage.lanes import Lane, first_dead, first_live, lanes_for, turns
 from tiercache.storage.pages import BROKEN, NONE, QUEUED, Ints
 from tiercache.storage.residents import Residents
-from tiercache.storage.shares import Writer
+from tiercache.storage.shares import Owners, Writer
 from tiercache.storage.units import Ranking
 
-_FEW_ENTRIES: Final = 1024
-"""Number of entries up to which outdated entries in the queues do not matter."""
-# Flags of a node by queue. _WAITING is indexed by kind: False for a state without KV, True for KV without a
-# state.
+_FRONT: Final = 1024
+"""Minimum number of units that a pass over the columns puts into the front of one lane (see `Front`)."""
+_STATES, _KV = 0, 1
+"""Queues of waiting pages: states that wait for KV, and KV that waits for a state."""
 _LIVE, _DEAD, _WAITING = QUEUED, 2 * QUEUED, (4 * QUEUED, 8 * QUEUED)
-_ANY_WAITING: Final = _WAITING[False] | _WAITING[True]
+"""Flags of a node by the queue in which it is."""
+_QUEUED: Final = _LIVE | _DEAD | _WAITING[_STATES] | _WAITING[_KV]
 
 
 class Taker(Protocol):
@@ -74,6 +75,38 @@ class _Eviction:
     """Entries of live units that must stay during this eviction."""
 
 
+class Lane(Front[tuple[float, int]]):
+    """Queues of the pages of one owner; a store without shares has one lane.
+
+    An entry is a rank and a node; for a dead page the page's `tick` (see `PageTable`) and its node, for a
+    waiting one its `number` and its node.
+
+    Thread safety: none of its own; the eviction order uses it.
+    """
+
+    def __init__(self, owner: int, policy: Policy) -> None:
+        super().__init__(policy, _FRONT)
+        self.owner: Final = owner
+        """Number of the owner."""
+        self.waiting: Final[tuple[list[tuple[float, int]], ...]] = [], []
+        """Heaps of waiting pages: `_STATES` and `_KV`."""
+        self.barren_at = (-1, -1)
+        """The clock, and `taken`, when a pass found no live page for this lane."""
+        self.taken = 0
+        """Number of live units that were evicted."""
+
+    def __len__(self) -> int:
+        return super().__len__() + len(self.waiting[_STATES]) + len(self.waiting[_KV])
+
+    def is_barren(self, owners: Owners, clock: int) -> bool:
+        """Return whether a pass over the columns would find no live page that is not in the queue.
+
+        Without this, each eviction would make a pass for every owner of which nothing can be evicted.
+        """
+        exact = self.steady and self.horizon == inf
+        return exact or not owners.used[self.owner] or self.barren_at == (clock, self.taken)
+
+
 class EvictionOrder:
     """Queues of the pages of a store, in the order in which they are evicted.
 
@@ -94,10 +127,8 @@ class EvictionOrder:
         self._owners = residents.owners
         self._policy = policy
         self._ranking = Ranking(residents, policy, page_tokens)
-        self._lanes: Sequence[Lane] = [Lane(0, policy)]
+        self._lanes = [Lane(0, policy)]
         """Queues by number of the owner."""
-        self._pushes_left = 0
-        """Number of entries that may be added before the queues are looked at for stale ones."""
         self.unfinished = False
         """Whether the last eviction stopped in the middle of a unit.
 
@@ -121,18 +152,15 @@ class EvictionOrder:
             if self._ranking.by_value and self._ranking.stands_alone(node):
                 self._offer_live(node)
             return
-        flags = residents.pages.flags
-        if residents.is_dead(node):
-            self._push_dead(node)
-        elif residents.pages.is_useless(node):
-            self._push_waiting(node)
-        elif self._ranking.by_value or (self._lanes[0].live.steady and not flags[node] & _LIVE):
+        if residents.pages.is_useless(node):
+            self._push_useless(node, dead=residents.is_dead(node))
+        elif self._ranking.by_value or (self._lanes[0].steady and not residents.pages.flags[node] & _LIVE):
             self._offer_live(node)
 
     def _offer_live(self, node: int) -> None:
         """Put a unit into the queue of live pages if its rank is within the horizon."""
         rank = self._ranking.rank_of(node)
-        if self._lane_of(node).live.admits(rank):
+        if self._lane_of(node).admits(rank):
             self._push_live(rank, node)
 
     def evict(
@@ -175,15 +203,9 @@ class EvictionOrder:
 
     def _take_next(self, eviction: _Eviction, highest: float, *, promising: bool) -> bool:
         """Evict one unit; return False if there is none that may be evicted."""
-        lanes = lanes_for(self._lanes, self._owners, eviction.writer)
+        lanes = self._lanes_for(eviction.writer)
         if self._take_dead(eviction, lanes):
             return True
-        if not self._owners.active:
-            if promising or not self._residents.is_mostly_unproven:
-                return self._take_live(eviction, lanes, highest) or (
-                    not self.not_worth and self._take_waiting(eviction, lanes)
-                )
-            return self._take_waiting(eviction, lanes)
         # While most bytes are unproven, new objects that are not promising replace no live page, unless the
         # unproven bytes are of owners that are passed over.
         keep_live = self._residents.is_mostly_unproven and not promising
@@ -191,7 +213,7 @@ class EvictionOrder:
             return True
         if keep_live and len(lanes) == len(self._lanes):
             return False
-        for group, highest_here in turns(lanes, self._owners, eviction.writer, highest):
+        for group, highest_here in _turns(lanes, self._owners, eviction.writer, highest):
             if self._take_live(eviction, group, highest_here):
                 return True
             if not self.not_worth and self._take_waiting(eviction, group):
@@ -202,9 +224,7 @@ class EvictionOrder:
         """Evict objects that no restore can use, until none is left or the taker is full."""
         self._catch_up()
         eviction = _Eviction(taker, None)
-        while not taker.full() and self._take_dead(
-            eviction, lanes_for(self._lanes, self._owners, eviction.writer)
-        ):
+        while not taker.full() and self._take_dead(eviction, self._lanes_for(None)):
             self._catch_up()
         self.unfinished = taker.full()
 
@@ -214,8 +234,8 @@ class EvictionOrder:
         They are, unless there is something to evict, and all of it is of use and has a higher rank.
         """
         self._refresh()
-        lanes = lanes_for(self._lanes, self._owners, writer)
-        if any(lane.dead for lane in lanes) or len(turns(lanes, self._owners, writer, rank)) > 1:
+        lanes = self._lanes_for(writer)
+        if any(lane.dead for lane in lanes) or len(_turns(lanes, self._owners, writer, rank)) > 1:
             return True
         self.not_worth = False
         eviction = _Eviction(None, writer)
@@ -223,7 +243,7 @@ class EvictionOrder:
         self._take_live(eviction, lanes, -inf)
         for entry in eviction.spared:
             self._push_live(*entry)
-        return not self.not_worth or min(lane.live.lowest[0] for lane in lanes if lane.live) <= rank
+        return not self.not_worth or min(lane.live[0][0] for lane in lanes if lane.live) <= rank
 
     def survey(self) -> Survey:
         """Return copies of all columns that say what is evicted next; this changes no order."""
@@ -234,10 +254,12 @@ class EvictionOrder:
         residents, lanes, steady = self._residents, self._lanes, self._ranking.steady
         if (
             residents.pages.recount_orphans()
-            or steady is not lanes[0].live.steady
+            or steady is not lanes[0].steady
             or (self._ranking.by_value and residents.pages.values.settle())
             or (not steady and self._is_outdated())
-            or self._has_stale_entries()
+            # Entries of deleted pages stay in the queues. Without this, the queues of a store in which
+            # objects are only stored and deleted would grow without limit.
+            or len(self) > 3 * residents.count + _FRONT
         ):
             self._start_again()
         self._catch_up()
@@ -245,7 +267,7 @@ class EvictionOrder:
     def _is_outdated(self) -> bool:
         """Return whether the order of any lane is out of date; an empty one beside others does not count."""
         clock = self._residents.clock
-        return any(lane.live.is_outdated(clock) for lane in self._lanes if lane.live or not lane.owner)
+        return any(lane.is_outdated(clock) for lane in self._lanes if lane.live or not lane.owner)
 
     def _catch_up(self) -> None:
         """Queue the pages that may have become evictable since the last call.
@@ -256,7 +278,7 @@ class EvictionOrder:
         noted = self._residents.pages.take_evictable()
         if noted is None:
             self._start_again()
-        if self._lanes[0].live.horizon == -inf:
+        if self._lanes[0].horizon == -inf:
             self._scan(self._lanes)
         else:
             self._offer_all(noted or ())
@@ -273,34 +295,63 @@ class EvictionOrder:
             self._offer(node)
         if len(units):
             ranks = self._ranking.rank(units)
-            low = ranks <= max(lane.live.horizon for lane in self._lanes)
+            low = ranks <= max(lane.horizon for lane in self._lanes)
             for rank, node in zip(ranks[low].tolist(), units[low].tolist(), strict=True):
-                if self._lane_of(node).live.admits(rank):
+                if self._lane_of(node).admits(rank):
                     self._push_live(rank, node)
+
+    def _lanes_for(self, writer: Writer | None) -> Sequence[Lane]:
+        """Return the lanes whose pages may be evicted for these writes (None: for nobody's in particular)."""
+        lanes, owners = self._lanes, self._owners
+        if not owners.active:
+            return lanes
+        if writer is not None and writer.for_quota:
+            return (lanes[writer.owner],)
+        mine = None if writer is None else writer.owner
+        # This runs for each unit, so it asks no methods.
+        used, guarantees = owners.used, owners.guarantees
+        return [lane for lane in lanes if used[lane.owner] > guarantees[lane.owner] or lane.owner == mine]
 
     def _take_dead(self, eviction: _Eviction, lanes: Sequence[Lane]) -> bool:
         """Evict the dead page that was used least recently; return False if there is none."""
-        residents, flags, pages = self._residents, self._residents.pages.flags, self._residents.pages
+        residents = self._residents
         for lane in lanes:
-            for kind in (False, True):
-                while lane.waiting[kind] and residents.is_overdue(lane.waiting[kind][0][0], kv=kind):
-                    self._offer(self._pop_waiting(lane, kind))
+            for kind, heap in enumerate(lane.waiting):
+                while heap and residents.is_overdue(int(heap[0][0]), kv=kind == _KV):
+                    self._offer(self._pop(heap, _WAITING[kind]))
+        return self._take_first(eviction, [(lane.dead, _DEAD) for lane in lanes], residents.is_dead)
+
+    def _take_waiting(self, eviction: _Eviction, lanes: Sequence[Lane]) -> bool:
+        """Evict the waiting page with the lowest number; return False if there is none."""
+        queues = [(heap, _WAITING[kind]) for lane in lanes for kind, heap in enumerate(lane.waiting)]
+        return self._take_first(eviction, queues, self._residents.pages.is_useless)
+
+    def _take_first(
+        self,
+        eviction: _Eviction,
+        queues: Sequence[tuple[list[tuple[float, int]], int]],
+        belongs: Callable[[int], bool],
+    ) -> bool:
+        """Evict the first page of these queues, heaps with their flags; return False if there is none.
+
+        `belongs` says whether a page is still in the right queue.
+        """
+        residents, pages = self._residents, self._residents.pages
         # Pages that are being read are put aside until the loop ends. Otherwise the loop would not end.
-        pinned: list[tuple[int, int]] = []
+        pinned: list[tuple[int, bool]] = []
         taken = False
-        while not taken and (first := first_dead(lanes)) is not None:
-            tick, node = heapq.heappop(first.dead)
-            flags[node] &= 0xFF ^ _DEAD
-            if not residents.pages.is_leaf(node) or not residents.is_dead(node):
+        while not taken and (filled := [queue for queue in queues if queue[0]]):
+            heap, flag = min(filled, key=lambda queue: queue[0][0])
+            since, dead = heap[0][0], flag == _DEAD
+            node = self._pop(heap, flag)
+            if not pages.is_leaf(node) or not belongs(node) or (dead and pages.tick[node] > since):
                 self._offer(node)
-            elif pages.tick[node] > tick:
-                self._push_dead(node)
             elif residents.is_pinned(node) or not self._take(eviction, residents.rows_of(node)):
-                pinned.append((tick, node))
+                pinned.append((node, dead))
             else:
                 taken = True
-        for entry in pinned:
-            self._push_dead(entry[1])
+        for node, dead in pinned:
+            self._push_useless(node, dead=dead)
         return taken
 
     def _take(self, eviction: _Eviction, rows: list[int]) -> int:
@@ -341,15 +392,15 @@ class EvictionOrder:
         #   5. it is worth more than the new objects            it is put back, and nothing is evicted
         #   6. otherwise                                        it is evicted
         while (lane := self._lowest(lanes)) is not None:
-            rank, node = lane.live.pop()
+            rank, node = heappop(lane.live)
             pages.flags[node] &= 0xFF ^ _LIVE
             leaf = residents.pages.is_leaf(node)
             if pages.first[node] < 0 or (residents.pages.is_useless(node) and leaf):
                 self._offer(node)
             elif not leaf and not self._ranking.stands_alone(node):
                 continue
-            elif lane.live.steady and (now := self._ranking.rank_of(node)) > rank:
-                if lane.live.admits(now):
+            elif lane.steady and (now := self._ranking.rank_of(node)) > rank:
+                if lane.admits(now):
                     self._push_live(now, node)
             elif residents.is_pinned(node) or (
                 not leaf and (node in eviction.states_to_keep or pages.holds[node])
@@ -377,7 +428,7 @@ class EvictionOrder:
         empty = [lane for lane in lanes if not lane.live and not lane.is_barren(self._owners, clock)]
         if empty:
             self._scan(empty)
-        return first_live(lanes)
+        return min((lane for lane in lanes if lane.live), key=lambda lane: lane.live[0], default=None)
 
     def _take_unit(self, node: int, eviction: _Eviction, *, leaf: bool) -> bool:
         """Evict a leaf and the pages that are useless without it. Of any other page, evict the states.
@@ -410,26 +461,6 @@ class EvictionOrder:
             node = above if alone else NONE
         self.unfinished = node >= 0
         return some
-
-    def _take_waiting(self, eviction: _Eviction, lanes: Sequence[Lane]) -> bool:
-        """Evict the waiting page with the lowest number; return False if there is none."""
-        residents = self._residents
-        pinned: list[int] = []
-        taken = False
-        while not taken:
-            filled = [(lane, kind) for lane in lanes for kind in (False, True) if lane.waiting[kind]]
-            if not filled:
-                break
-            node = self._pop_waiting(*min(filled, key=lambda one: one[0].waiting[one[1]][0]))
-            if not residents.pages.is_leaf(node) or not residents.pages.is_useless(node):
-                continue
-            if residents.is_pinned(node) or not self._take(eviction, residents.rows_of(node)):
-                pinned.append(node)
-            else:
-                taken = True
-        for node in pinned:
-            self._push_waiting(node)
-        return taken
 
     def _states_to_keep(self, write_parents: Iterable[int]) -> set[int]:
         """Return the nearest page with a state at or before each of `write_parents`.
@@ -464,7 +495,7 @@ class EvictionOrder:
         for lane in lanes:
             # The horizon is the highest rank that belongs in the queue. If there is nothing to rank now,
             # every later unit belongs in the queue.
-            lane.live.horizon = inf
+            lane.horizon = inf
             lane.barren_at = (residents.clock, lane.taken)
         flags = pages.columns["flags"]
         units, others = self._sorted(nodes)
@@ -483,13 +514,13 @@ class EvictionOrder:
 
     def _fill(self, lane: Lane, nodes: Ints, ranks: Ranks, found: int) -> None:
         """Queue the lowest of these live units of one lane; a pass over the columns has found `found`."""
-        chosen = lane.live.choose(ranks)
+        chosen = lane.choose(ranks)
         rest = found - len(nodes)
         nodes, ranks = nodes[chosen], ranks[chosen]
         self._residents.pages.columns["flags"][nodes] |= _LIVE
         # The lanes are out of date together, or small ones would make passes for all.
-        now = self._residents.clock + (rest if lane.live.horizon == inf else 0)
-        lane.live.fill(list(zip(ranks.tolist(), nodes.tolist(), strict=True)), now)
+        now = self._residents.clock + (rest if lane.horizon == inf else 0)
+        lane.fill(list(zip(ranks.tolist(), nodes.tolist(), strict=True)), now)
 
     def _sorted(self, nodes: Ints) -> tuple[Ints, Ints]:
         """Return those of the pages that are live units, and the other leaves that are in no queue."""
@@ -501,7 +532,7 @@ class EvictionOrder:
         leaf = there & (children == 0) & (holds == 0)
         useful = (live > 0) & (flags & BROKEN == 0)
         inner = there & ~leaf & self._ranking.stand_alone(nodes)
-        return nodes[(leaf & useful) | inner], nodes[leaf & ~useful & (flags & (_DEAD | _ANY_WAITING) == 0)]
+        return nodes[(leaf & useful) | inner], nodes[leaf & ~useful & (flags & (_QUEUED ^ _LIVE) == 0)]
 
     def _lane_of(self, node: int) -> Lane:
         if not self._owners.active:
@@ -510,39 +541,44 @@ class EvictionOrder:
 
     def _push_live(self, rank: float, node: int) -> None:
         self._residents.pages.flags[node] |= _LIVE
-        self._pushes_left -= 1
-        self._lane_of(node).live.push((rank, node))
+        self._lane_of(node).push((rank, node))
 
-    def _push_dead(self, node: int) -> None:
-        pages = self._residents.pages
-        if not pages.flags[node] & _DEAD:
-            pages.flags[node] |= _DEAD
-            self._pushes_left -= 1
-            heapq.heappush(self._lane_of(node).dead, (pages.tick[node], node))
+    def _push_useless(self, node: int, *, dead: bool) -> None:
+        """Put a page that no restore can use into the queue of dead pages, or into one of waiting pages."""
+        pages, lane = self._residents.pages, self._lane_of(node)
+        kind = _KV if pages.kv[node] else _STATES
+        flag = _DEAD if dead else _WAITING[kind]
+        if not pages.flags[node] & flag:
+            pages.flags[node] |= flag
+            key = pages.tick[node] if dead else pages.number[node]
+            heappush(lane.dead if dead else lane.waiting[kind], (key, node))
 
-    def _push_waiting(self, node: int) -> None:
-        pages = self._residents.pages
-        kind = pages.kv[node] > 0
-        if not pages.flags[node] & _WAITING[kind]:
-            pages.flags[node] |= _WAITING[kind]
-            self._pushes_left -= 1
-            heapq.heappush(self._lane_of(node).waiting[kind], (pages.number[node], node))
-
-    def _pop_waiting(self, lane: Lane, kind: bool) -> int:
-        _, node = heapq.heappop(lane.waiting[kind])
-        self._residents.pages.flags[node] &= 0xFF ^ _WAITING[kind]
+    def _pop(self, heap: list[tuple[float, int]], flag: int) -> int:
+        _, node = heappop(heap)
+        self._residents.pages.flags[node] &= 0xFF ^ flag
         return node
 
-    def _has_stale_entries(self) -> bool:
-        # Entries of deleted pages stay in the queues. Without this check, the queues of a store in which
-        # objects are only stored and deleted would grow without limit.
-        if self._pushes_left > 0:
-            return False
-        self._pushes_left = 3 * self._residents.count + _FEW_ENTRIES - len(self)
-        return self._pushes_left < 0
-
     def _start_again(self) -> None:
-        self._residents.pages.columns["flags"] &= 0xFF ^ (_LIVE | _DEAD | _ANY_WAITING)
+        self._residents.pages.columns["flags"] &= 0xFF ^ _QUEUED
         self._lanes = [Lane(owner, self._policy) for owner in range(len(self._owners.names))]
         for lane in self._lanes:
-            lane.live.steady = self._ranking.steady
+            lane.steady = self._ranking.steady
+
+
+def _turns(
+    lanes: Sequence[Lane], owners: Owners, writer: Writer | None, highest: float
+) -> Sequence[tuple[Sequence[Lane], float]]:
+    """Return these lanes in the order in which their live and waiting pages are taken, each with a limit.
+
+    The limit is the highest rank that is taken.
+
+    Usually all are one group, up to the rank `highest` of the new objects. New objects within the guarantee
+    of their owner are stored at the expense of those who have more than theirs, whatever these are worth:
+    values of two tenants need not be comparable, and a tenant that just replaced its own objects would never
+    get what it is guaranteed.
+    """
+    if writer is None or writer.for_quota or not owners.active or not owners.is_entitled(writer):
+        return ((lanes, highest),)
+    others = [lane for lane in lanes if lane.owner != writer.owner]
+    own = [lane for lane in lanes if lane.owner == writer.owner]
+    return ((others, inf), (own, highest))
