@@ -13,7 +13,6 @@ DEMO: Final = Verb(
 REPLAY: Final = Verb(
     "tiercache_lab.replay.verb.command:replay",
     "Replay traffic without a model, to see how much each policy saves at each capacity.",
-    "tiercache_lab.replay.verb.listing:ReplayCommand",
 )
 PROVE: Final = Verb(
     "tiercache_lab.prove.command:prove",

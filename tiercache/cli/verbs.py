@@ -39,8 +39,6 @@ class Verb:
     """The function or typer.Typer that implements the verb, as MODULE:NAME."""
     summary: str
     """The first sentences of the verb's help."""
-    command: str = ""
-    """Class of the verb's typer command, as MODULE:NAME; empty for typer's own class."""
     extra: str = "all"
     """Name of the extra of tiercache that installs what the verb needs; empty if none does."""
 
@@ -66,7 +64,7 @@ class Verb:
             ) from error
         if not isinstance(found, typer.Typer):
             alone = typer.Typer(add_completion=False)
-            alone.command(name, cls=_named(self.command) if self.command else None)(found)
+            alone.command(name)(found)
             found = alone
         made = typer.main.get_command(found)
         made.name = name

@@ -29,7 +29,7 @@ def replay(
         typer.Argument(
             metavar="SOURCE",
             help="A trace file, a directory of recorded sessions, or a generator; the last two may have"
-            " parameters: see below.",
+            " parameters: see --list.",
         ),
     ] = "",
     seed: Annotated[
@@ -58,14 +58,14 @@ def replay(
         str,
         typer.Option(
             metavar="P,...",
-            help="Policies, such as lru,seglen:0.7,s3fifo; see below. all: the main ones, as far as they suit"
-            " the model.",
+            help="Policies, such as lru,seglen:0.7,s3fifo; see --list. all: the main ones, as far as they"
+            " suit the model.",
         ),
     ] = "all",
     profile: Annotated[
         str,
         typer.Option(
-            help="The model: a profile listed below, or the path of a config.json.", show_default=False
+            help="The model: a profile of --list, or the path of a config.json.", show_default=False
         ),
     ] = "",
     plan: Annotated[
@@ -126,7 +126,7 @@ def replay(
         str,
         typer.Option(
             metavar="NAME|FILE",
-            help="Let requests queue at a machine: its speeds, by the name of one listed below, or the path"
+            help="Let requests queue at a machine: its speeds, by a name of --list, or the path"
             " of a TOML file. Default: requests come one after the other.",
         ),
     ] = "",
@@ -191,7 +191,11 @@ def replay(
         ),
     ] = None,
     listing: Annotated[
-        bool, typer.Option("--list", help="Print the generators with their parameters, and exit.")
+        bool,
+        typer.Option(
+            "--list",
+            help="Print the generators with their parameters, policies, profiles and machines, and exit.",
+        ),
     ] = False,
 ) -> None:
     """Replay traffic without a model, to see how much each policy saves at each capacity.

@@ -1,4 +1,4 @@
-"""Sources that can be replayed, as the help and `--list` show them.
+"""Sources, policies, models and machines that can be replayed, as `--list` shows them.
 
 Functions import the generators when they need them, because the import of numpy would slow every command.
 """
@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from rich.text import Text
-from typer.core import TyperCommand
 
 from tiercache.cli.terminal import console, table
 
@@ -17,45 +16,11 @@ _PATH: Final = "DIR"
 """Name under which recorded sessions are listed, which are opened by path."""
 
 
-class ReplayCommand(TyperCommand):
-    """Typer command whose help ends with the names of all sources, policies, profiles and machines."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help, then the sources, policies, profiles and machines."""
-        super().format_help(ctx, formatter)
-        from tiercache.policy import PROFILES
-        from tiercache_lab.replay.machines import MACHINES
-        from tiercache_lab.replay.sources import SESSIONS, SOURCES
-
-        trace = (
-            "a Mooncake trace: one JSON object per line and request, with timestamp, input_length,"
-            " output_length and hash_ids"
-        )
-        with formatter.section("Sources"):
-            formatter.write_dl(
-                [
-                    *((name, kind.summary) for name, kind in SOURCES.items()),
-                    ("FILE", trace),
-                    (_PATH, SESSIONS.summary),
-                ]
-            )
-        with formatter.section("Policies"):
-            formatter.write_text(policies())
-        for title, names in {"Profiles": PROFILES, "Machines": MACHINES}.items():
-            with formatter.section(title):
-                formatter.write_text(", ".join(names))
-
-
-def policies() -> str:
-    """Return the names of all policies: those that `all` stands for, and the others."""
-    from tiercache.policy import POLICIES
-    from tiercache_lab.policies import RIVALS, VARIANTS
-
-    return f"all: {', '.join(POLICIES)}. By name only: {', '.join((*RIVALS, *VARIANTS))}."
-
-
 def show_sources() -> None:
-    """Print the generators and recorded sessions with their parameters as a table, and names of policies."""
+    """Print the generators and recorded sessions with their parameters, and all other names."""
+    from tiercache.policy import POLICIES, PROFILES
+    from tiercache_lab.policies import RIVALS, VARIANTS
+    from tiercache_lab.replay.machines import MACHINES
     from tiercache_lab.replay.sources import SESSIONS, SOURCES
 
     shown = table(
@@ -81,7 +46,13 @@ def show_sources() -> None:
         " a number or a range.",
         style="dim",
     )
-    to.print(f"Policies: {policies()}", style="dim")
+    others = ", ".join((*RIVALS, *VARIANTS))
+    for title, names in {
+        "Policies": f"all: {', '.join(POLICIES)}. By name only: {others}",
+        "Profiles": ", ".join(PROFILES),
+        "Machines": ", ".join(MACHINES),
+    }.items():
+        to.print(f"{title}: {names}.", style="dim")
 
 
 def source_records() -> Iterator[dict[str, Any]]:
