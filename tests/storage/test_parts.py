@@ -32,7 +32,7 @@ from tiercache.storage.gate import CallGate
 from tiercache.storage.registry import open_backend
 from tiercache.storage.vectors import take, zero_tail
 from tiercache.testing.faults import CALLS, FaultEnv
-from tiercache.testing.objects import fetch, key, payload, put, split
+from tiercache.testing.objects import chain, fetch, key, payload, put, split
 
 
 @pytest.mark.parametrize(
@@ -73,6 +73,19 @@ def test_stores_open_by_url_and_by_section(tmp_path: Path) -> None:
     assert (tmp_path / "a b" / "format").exists()
     with open_backend({"type": "file", "path": str(tmp_path / "b"), "capacity": 16 << 20}) as store:
         assert isinstance(store, FileBackend)
+
+
+@pytest.mark.parametrize("url", ["memory://", "file://{}?capacity=8MiB", "lmdb://{}?capacity=8MiB"])
+def test_orphans_are_counted(url: str, tmp_path: Path) -> None:
+    with open_backend(url.format(tmp_path / "s")) as store:
+        pages = chain("s", 4)
+        for k, parent in pages:
+            put(store, k, b"x", parent)
+        state = key(("s", 3), PoolName.MAMBA)
+        put(store, state, b"x", state.page_key)
+        assert store.usage().details["orphans"] == 0
+        store.delete([pages[1][0], pages[3][0]])
+        assert store.usage().details["orphans"] == 2
 
 
 @pytest.mark.parametrize(

@@ -364,15 +364,6 @@ class FileBackend(StorageBackend):
             finally:
                 self._remover.test_blocks(self._state.unpin(pins))
 
-    def orphans(self) -> int:
-        """Return the number of orphans: objects that no restore can use because a page is gone.
-
-        The missing page is one before the object or, for a state, the state's own page. A crash or a deletion
-        can leave such a gap.
-        """
-        with self._gate:
-            return self._state.figures()["orphans"]
-
     def check_integrity(self) -> None:
         """Raise AssertionError unless all counts add up; call it only while no other call is running."""
         self._state.check_integrity()

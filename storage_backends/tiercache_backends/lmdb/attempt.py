@@ -14,18 +14,16 @@ from typing import Any, Final, NamedTuple
 from tiercache.core import Outcome
 from tiercache.storage.base import SetItem
 from tiercache.storage.checksum import Checksums
+from tiercache.storage.pages import NONE
 from tiercache.storage.restorable import Admissibility
 from tiercache.storage.shares import Writer
 from tiercache_backends.lmdb.budget import Disk
 from tiercache_backends.lmdb.environment import Environment, ErrorCounters
 from tiercache_backends.lmdb.maintenance import Applied, Maintenance
-from tiercache_backends.lmdb.mirror import Eviction, Mirror
+from tiercache_backends.lmdb.mirror import ALL_PAGES, Eviction, Mirror
 from tiercache_backends.lmdb.payload import PART_PAGES, pages_for
 from tiercache_backends.lmdb.records import HALF
 from tiercache_backends.lmdb.transaction import Transaction
-
-_ALL_PAGES: Final = 1 << 62
-"""More LMDB pages than any file has."""
 
 
 class NewObject(NamedTuple):
@@ -175,7 +173,7 @@ class Attempt:
             outcomes |= refused
             outcomes |= dict.fromkeys(self._add(fitting, needs), Outcome.STORED)
             crowded = (new for new in missing if new.place in needs and not new.attached)
-            self._mirror.refuse(n.page for n in crowded if outcomes[n.place] is Outcome.THROTTLED)
+            self._mirror.pages.refuse(n.page for n in crowded if outcomes[n.place] is Outcome.THROTTLED)
         self._transaction.save()
         return AttemptResult(applied, outcomes, self._transaction.used_pages())
 
@@ -219,12 +217,11 @@ class Attempt:
             value = min(
                 (v for v in valued if self._mirror.is_worth(v, writer)), default=min(valued, default=None)
             )
-            eviction = Eviction(_ALL_PAGES, self._evictions, self._context.unremovable, short)
+            eviction = self._eviction(ALL_PAGES, short)
             promising = {self._is_promising(new, news) for new in news}
             self._mirror.evict(
-                self._transaction, eviction, self._batch.held, promising=True in promising, value=value,
-                writer=writer,
-            )  # fmt: skip
+                eviction, self._batch.held, promising=True in promising, value=value, writer=writer
+            )
             self._transaction.count_evicted(eviction.objects)
             owners.evicted[owner] += eviction.objects
             self._evictions -= eviction.objects
@@ -281,7 +278,7 @@ class Attempt:
             if admissibility is not Admissibility.FINE:
                 if not new.attached:
                     lost.add(new.page)
-                    self._mirror.refuse([new.page])
+                    self._mirror.pages.refuse([new.page])
                 refused[new.place] = (
                     Outcome.ERROR if admissibility is Admissibility.IMPOSSIBLE else Outcome.THROTTLED
                 )
@@ -298,7 +295,8 @@ class Attempt:
         `coming`: page objects that this transaction has accepted, by page key.
         """
         meta, parent = new.item.meta, None if new.attached else new.item.meta.parent
-        known = self._mirror.depth(new.page) if self._mirror.is_read else 0
+        node = self._mirror.pages.find(new.page) if self._mirror.is_read else NONE
+        known = self._mirror.pages.depth[node] if node >= 0 else 0
         if meta.depth and known and meta.depth != known:
             return Admissibility.IMPOSSIBLE
         if parent is None:
@@ -364,11 +362,10 @@ class Attempt:
             raise MirrorBehindError
         # What is freed beyond the need is no more than another chunk like this one takes.
         slack = min(self._context.disk.whole.slack, pages)
-        eviction = Eviction(target - slack, self._evictions, self._context.unremovable)
+        eviction = self._eviction(target - slack)
         promising = {self._is_promising(new, fitting) for new in fitting}
         values = [value for new in fitting if (value := new.item.meta.value) is not None]
         self._mirror.evict(
-            self._transaction,
             eviction,
             self._batch.held,
             promising=True in promising,
@@ -381,12 +378,18 @@ class Attempt:
         # Also return True if nothing more can be evicted. `_add` then stores the objects that do fit.
         return eviction.objects < eviction.max_objects or self._transaction.used_pages() <= target
 
+    def _eviction(self, pages: int, nbytes: float = 0) -> Eviction:
+        """Return an eviction until `pages` LMDB pages are in use, of `nbytes` bytes of an owner's share."""
+        return Eviction(
+            self._mirror, self._transaction, pages, self._evictions, self._context.unremovable, nbytes
+        )
+
     def _is_promising(self, new: NewObject, fitting: Sequence[NewObject]) -> bool:
         """Return whether a restore could use the object as soon as `fitting` is stored."""
         namespace = new.item.meta.namespace
         number = self._transaction.namespace_id(namespace)
         if self._transaction.has_states(namespace):
-            self._mirror.require_states(number)
+            self._mirror.pages.require_states(number)
         if new.attached and any(other.page == new.page and not other.attached for other in fitting):
             return True
         return self._mirror.is_promising(new.page, number, attached=new.attached)

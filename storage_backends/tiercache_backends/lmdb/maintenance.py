@@ -29,8 +29,6 @@ If more objects wait, all recency is written at once. If that write fails, up to
 are kept waiting. The same number limits the damaged objects that wait to be removed, and the damaged objects
 that cannot be removed.
 """
-_ENTRIES_PER_TRANSACTION: Final = 4096
-"""Maximum entries of the database `objects` that one transaction looks at while orphans are counted."""
 
 
 class Applied(NamedTuple):
@@ -347,32 +345,12 @@ class Maintenance:
         return applied
 
 
-class OrphanCount(NamedTuple):
-    """Number of orphans in one part of the store."""
-
-    lost: int
-    """Number of orphans."""
-    following: bytes
-    """Key in `objects` at which the next part begins; empty at the end."""
-
-
 def check(environment: Environment) -> None:
     """Raise AssertionError unless all databases agree. Raises OSError.
 
     The check is one read transaction, so other processes may write meanwhile.
     """
     environment.read(partial(_check, environment))
-
-
-def orphans(environment: Environment) -> int:
-    """Return the number of objects whose parent is known but not stored. Raises OSError."""
-    lost = 0
-    position = b"\0"
-    while position:
-        some = environment.read(partial(_orphans, environment, position))
-        lost += some.lost
-        position = some.following
-    return lost
 
 
 def _check(environment: Environment, txn: Any) -> None:
@@ -405,33 +383,3 @@ def _check(environment: Environment, txn: Any) -> None:
         "every tick is below the next one"
     )
     assert all(ages.get(record.tick) == place for place, record in records.items()), "every object has an age"
-
-
-def _orphans(environment: Environment, position: bytes, txn: Any) -> OrphanCount:
-    """Count the orphans among the next objects from the key `position` on."""
-    lost = 0
-    with txn.cursor(environment.objects) as walk, txn.cursor(environment.objects) as look:
-        found = walk.set_range(position)
-        for _ in range(_ENTRIES_PER_TRANSACTION):
-            if not found:
-                return OrphanCount(lost, b"")
-            place = bytes(walk.key())
-            record = Record.unpack(walk.value()) if len(place) > HALF else None
-            lost += (
-                record is not None
-                and bool(record.depends_on)
-                and not _is_there(look, record.depends_on, place)
-            )
-            found = walk.next()
-        return OrphanCount(lost, bytes(walk.key()) if found else b"")
-
-
-def _is_there(look: Any, page: bytes, beside: bytes) -> bool:
-    """Return whether the page is stored: whether it has an object besides the object at `beside`."""
-    # `objects`:  | page: count | page + layout 1: record | page + layout 2: record | next page ...
-    found = look.set_range(page)
-    while found and look.key()[:HALF] == page:
-        if len(look.key()) > HALF and look.key() != beside:
-            return True
-        found = look.next()
-    return False

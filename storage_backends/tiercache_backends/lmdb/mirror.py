@@ -32,7 +32,7 @@ from tiercache.storage.coldest import Found, Survey
 from tiercache.storage.eviction import EvictionOrder
 from tiercache.storage.pages import column_of
 from tiercache.storage.residents import ObjectColumns, Residents
-from tiercache.storage.restorable import Worth
+from tiercache.storage.restorable import RestorablePages
 from tiercache.storage.shares import Owners, Shares, Writer
 from tiercache.storage.values import HALF_LIFE, usable_hints
 from tiercache_backends.lmdb.environment import Environment
@@ -54,7 +54,7 @@ from tiercache_backends.local.failures import DAMAGE
 
 _OBJECTS_PER_TRANSACTION: Final = 4096
 """Maximum number of records that one transaction reads when all records are read."""
-_ALL_PAGES: Final = 1 << 62
+ALL_PAGES: Final = 1 << 62
 """More LMDB pages than any file has."""
 _MAX_NOTED: Final = 1 << 16
 """Maximum number of uses that wait for `keep_up`; if there are more, the oldest uses are dropped."""
@@ -168,8 +168,13 @@ class Mirror:
         with self.lock:
             for place, number in damaged.items():
                 row = self._residents.find(place_of(place))
-                if row >= 0 and number in (None, self.number(row)) and self._watcher is not None:
+                if row >= 0 and number in (None, self._residents.number[row]) and self._watcher is not None:
                     self._watcher((place_of(place),), False)
+
+    @property
+    def pages(self) -> RestorablePages:
+        """Pages of the objects, and which of them can be restored."""
+        return self._residents.pages
 
     @property
     def is_watched(self) -> bool:
@@ -288,7 +293,6 @@ class Mirror:
 
     def evict(
         self,
-        transaction: Transaction,
         eviction: Eviction,
         held: Sequence[bytes],
         *,
@@ -296,7 +300,7 @@ class Mirror:
         value: float | None = None,
         writer: Writer | None = None,
     ) -> None:
-        """Evict objects in `transaction`, within the bounds of `eviction`; `writer`: whose need the room.
+        """Evict objects within the bounds of `eviction`; `writer`: whose need the room.
 
         `value`: lowest value of the objects that need the room; None if none of them has a value.
 
@@ -306,8 +310,7 @@ class Mirror:
         nodes = [self._residents.pages.hold(page) for page in held]
         try:
             rank = None if value is None else self._residents.rank(value)
-            taker = _EvictionTaker(self, transaction, eviction)
-            self._order.evict(taker, nodes, promising=promising, rank=rank, writer=writer)
+            self._order.evict(eviction, nodes, promising=promising, rank=rank, writer=writer)
         finally:
             for node in nodes:
                 self._residents.pages.release(node)
@@ -317,16 +320,15 @@ class Mirror:
         """Whether the last eviction removed only a part of a unit; no restore can use the rest of it."""
         return self._order.unfinished
 
-    def sweep(self, transaction: Transaction, eviction: Eviction) -> None:
+    def sweep(self, eviction: Eviction) -> None:
         """Evict objects that no restore can use, such as the rest of a unit (see `unfinished`)."""
-        self._order.sweep(_EvictionTaker(self, transaction, eviction))
+        self._order.sweep(eviction)
 
-    def evict_beyond(self, owner: int, transaction: Transaction, eviction: Eviction) -> None:
+    def evict_beyond(self, owner: int, eviction: Eviction) -> None:
         """Evict what an owner has beyond its quota, within the bounds of `eviction`."""
         if (short := self.owners.used[owner] - self.owners.quotas[owner]) > 0:
-            own = Eviction(_ALL_PAGES, eviction.max_objects, eviction.damaged, short)
-            taker = _EvictionTaker(self, transaction, own)
-            self._order.evict(taker, writer=Writer(owner, for_quota=True))
+            own = eviction.of_owner(short)
+            self._order.evict(own, writer=Writer(owner, for_quota=True))
             eviction.objects += own.objects
             self.owners.evicted[owner] += own.objects
 
@@ -348,15 +350,6 @@ class Mirror:
             self._residents.enter(row, digest, parent)
         self._leaving = []
 
-    def require_states(self, namespace_id: int) -> None:
-        """Note that a restore in the namespace with the id `namespace_id` needs a state."""
-        self._residents.pages.require_states(namespace_id)
-
-    def depth(self, page: bytes) -> int:
-        """Return the depth of a page in pages, up to its end; 0 where the depth is not known."""
-        node = self._residents.pages.find(page)
-        return int(self._residents.pages.depth[node]) if node >= 0 else 0
-
     def is_promising(self, page: bytes, namespace_id: int, *, attached: bool) -> bool:
         """Return whether a restore could use a new object on this page as soon as the object is stored.
 
@@ -366,10 +359,6 @@ class Mirror:
         promising = self._residents.pages.is_promising(node, namespace_id, attached=attached)
         self._residents.pages.release(node)
         return promising
-
-    def refuse(self, pages: Iterable[bytes]) -> None:
-        """Note pages that were not stored, so that their states are not stored either."""
-        self._residents.pages.refuse(pages)
 
     def has_refused(self, page: bytes) -> bool:
         """Return whether this page was not stored when it came last."""
@@ -381,31 +370,7 @@ class Mirror:
 
     def places(self, found: Found) -> list[bytes]:
         """Return the places of the found objects that are still stored."""
-        return [self.place(row) for row in self._residents.still_there(*found).tolist()]
-
-    def worth(self) -> Worth:
-        """Return the restorable and the dead bytes, and the number of orphans."""
-        return self._residents.pages.worth()
-
-    def leave(self, row: int) -> None:
-        """Take out an object that the open transaction removes, until `committed` or `rolled_back`."""
-        self._leaving.append((row, *self._residents.leave(row)))
-
-    def forget(self, row: int) -> None:
-        """Drop an object that is no longer stored."""
-        self._forget(row)
-
-    def exclude(self, row: int) -> None:
-        """Exclude an object from all further evictions, because it cannot be removed."""
-        self._residents.pins[row] += 1
-
-    def place(self, row: int) -> bytes:
-        """Return the object's place, its key in the database `objects`."""
-        return place_of(self._residents.digest(row))
-
-    def number(self, row: int) -> int:
-        """Return the object's number."""
-        return int(self._residents.number[row])
+        return [place_of(self._residents.digest(row)) for row in self._residents.still_there(*found).tolist()]
 
     def _reset(self) -> None:
         self._residents = Residents(clock=self._clock, footprint=self.footprint)
@@ -501,59 +466,62 @@ class Mirror:
 
 
 class Eviction:
-    """Limits of the evictions in one transaction, and their count.
+    """Remover of objects from the databases and from the mirror, in one transaction (an `eviction.Taker`).
 
-    Thread safety: only the thread of the transaction uses it.
+    Thread safety: only the thread of the transaction uses it, which holds the mirror's lock.
     """
 
-    def __init__(self, pages: int, max_objects: int, damaged: set[bytes], nbytes: float = 0) -> None:
-        self.pages = pages
-        """Number of LMDB pages in use at which the eviction ends."""
-        self.max_objects = max_objects
+    def __init__(
+        self,
+        mirror: Mirror,
+        transaction: Transaction,
+        pages: int,
+        max_objects: int,
+        damaged: set[bytes],
+        nbytes: float = 0,
+    ) -> None:
+        self._mirror = mirror
+        self._transaction = transaction
+        self._pages = pages
+        self.max_objects: Final = max_objects
         """Maximum number of objects to remove."""
-        self.damaged = damaged
-        """Places of objects that cannot be removed. A removal that meets damage adds the object's place."""
-        self.nbytes = nbytes
-        """Bytes of an owner's share (`Mirror.footprint`) that are still to be removed."""
+        self._damaged = damaged
+        self._nbytes = nbytes
         self.objects = 0
         """Number of objects removed so far."""
 
-
-class _EvictionTaker:
-    """Remover of objects from the databases and from the mirror, in one transaction (an `eviction.Taker`).
-
-    Thread safety: that of its mirror.
-    """
-
-    def __init__(self, mirror: Mirror, transaction: Transaction, eviction: Eviction) -> None:
-        self._mirror = mirror
-        self._transaction = transaction
-        self._eviction = eviction
+    def of_owner(self, nbytes: float) -> Eviction:
+        """Return an eviction with the same limits, of so many bytes of an owner's share."""
+        return Eviction(self._mirror, self._transaction, ALL_PAGES, self.max_objects, self._damaged, nbytes)
 
     def take(self, rows: list[int]) -> None:
-        """Remove these objects; skip those that are no longer stored or cannot be removed."""
+        """Remove these objects; skip those that are no longer stored or cannot be removed.
+
+        A removal that meets damage adds the object's place to those that cannot be removed.
+        """
+        mirror, residents = self._mirror, self._mirror._residents
         for row in rows:
-            place = self._mirror.place(row)
-            if place in self._eviction.damaged:
-                self._mirror.exclude(row)
+            place = place_of(residents.digest(row))
+            if place in self._damaged:
+                residents.pins[row] += 1  # for all further evictions
                 continue
             try:
                 record = self._transaction.find(place)
-                if record is None or record.number != self._mirror.number(row):
-                    self._mirror.forget(row)
+                if record is None or record.number != residents.number[row]:
+                    mirror._forget(row)
                     continue
                 self._transaction.remove(place, record)
             except DAMAGE:
-                self._eviction.damaged.add(place)
+                self._damaged.add(place)
                 raise
-            self._mirror.leave(row)
-            self._eviction.objects += 1
-            self._eviction.nbytes -= self._mirror.footprint.of(record.length)
+            mirror._leaving.append((row, *residents.leave(row)))
+            self.objects += 1
+            self._nbytes -= mirror.footprint.of(record.length)
 
     def enough(self) -> bool:
-        """Return whether enough LMDB pages are free, and enough bytes removed."""
-        return self._eviction.nbytes <= 0 and self._transaction.used_pages() <= self._eviction.pages
+        """Return whether enough LMDB pages are free, and enough bytes of an owner's share removed."""
+        return self._nbytes <= 0 and self._transaction.used_pages() <= self._pages
 
     def full(self) -> bool:
         """Return whether this transaction may remove no more objects."""
-        return self._eviction.objects >= self._eviction.max_objects
+        return self.objects >= self.max_objects

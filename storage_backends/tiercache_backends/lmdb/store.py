@@ -38,7 +38,7 @@ from tiercache.storage.watching import Following
 from tiercache_backends.lmdb.attempt import WriteContext
 from tiercache_backends.lmdb.budget import SMALLEST_CAPACITY, Disk
 from tiercache_backends.lmdb.environment import ErrorCounters
-from tiercache_backends.lmdb.maintenance import Maintenance, check, orphans
+from tiercache_backends.lmdb.maintenance import Maintenance, check
 from tiercache_backends.lmdb.mirror import Mirror
 from tiercache_backends.lmdb.opening import KIND, VERSION, Opened, open_environment
 from tiercache_backends.lmdb.reading import Reader
@@ -366,14 +366,6 @@ class LmdbBackend(StorageBackend):
                 self._maintenance.flush()
             self._store.close()
 
-    def orphans(self) -> int:
-        """Return the number of objects whose parent is known but not stored.
-
-        Deletions leave such objects behind. The count walks over all objects. Raises OSError.
-        """
-        with self._gate:
-            return orphans(self._environment)
-
     def check_integrity(self) -> None:
         """Raise AssertionError unless all databases agree, and OSError where they cannot be read.
 
@@ -408,7 +400,7 @@ class LmdbBackend(StorageBackend):
         try:
             with self._mirror.lock:
                 self._keep_up()
-                return self._mirror.worth()._asdict()
+                return self._mirror.pages.worth()._asdict()
         except DamagedError:
             return {}
 

@@ -137,15 +137,15 @@ class BatchWriter:
         """
         return self._evict_some(self._mirror.sweep)
 
-    def _evict_some(self, evict: Callable[[Transaction, Eviction], None]) -> bool:
+    def _evict_some(self, evict: Callable[[Eviction], None]) -> bool:
         """Evict in a transaction of its own; return False if nothing was evicted."""
 
         def work(txn: Any) -> int:
             if not self._mirror.keep_up(txn):
                 return 0
             transaction = Transaction(self._environment, txn)
-            eviction = Eviction(0, self._disk.budget().changes, self._unremovable)
-            evict(transaction, eviction)
+            eviction = Eviction(self._mirror, transaction, 0, self._disk.budget().changes, self._unremovable)
+            evict(eviction)
             transaction.count_evicted(eviction.objects)
             transaction.save()
             return eviction.objects

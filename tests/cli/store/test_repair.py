@@ -260,7 +260,7 @@ def test_deletion_that_stops_anywhere_leaves_no_orphans(tmp_path):
         entries = [entry for page in forest.pages.values() for entry in page.entries]
         for _ in remove_in_order(Target("s", "file", {}), store, forest.removal_order(entries), 1):
             assert Forest(store.scan_all()).orphans() == []
-            assert store.orphans() == 0
+            assert store.usage().details["orphans"] == 0
         assert store.usage().objects == 0
 
 

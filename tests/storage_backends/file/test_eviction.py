@@ -129,7 +129,7 @@ def test_suffixes_go_first_under_any_policy(tmp_path: Path) -> None:
         kept = {e.key.page_key for e in store.scan_all()}
         assert len(kept) < 240
         assert all(parents[page] is None or parents[page] in kept for page in kept)
-        assert store.orphans() == 0
+        assert store.usage().details["orphans"] == 0
 
 
 @pytest.mark.parametrize(
@@ -188,5 +188,5 @@ def test_every_policy_keeps_a_full_store_within_its_cap(tmp_path: Path, policy: 
             assert outcomes(store.set(batch)) == {STORED: 5}
             assert store.usage().used_bytes <= cap
         store.check_integrity()
-        assert store.orphans() == 0
+        assert store.usage().details["orphans"] == 0
         assert 0 < store.usage().objects < 60 * 5

@@ -13,9 +13,9 @@ from tiercache_backends.file import FileBackend
 from tests.storage.backends import FileHooks
 from tests.storage_backends.file.store import CAPACITY, opened
 from tests.storage_backends.local.files import disk_bytes
-from tiercache.core import Outcome, PoolName
+from tiercache.core import Outcome
 from tiercache.testing.faults import FaultEnv
-from tiercache.testing.objects import chain, content, fetch, key, payload, put, to_get, to_set
+from tiercache.testing.objects import content, fetch, key, payload, put, to_get, to_set
 
 HIT, MISS, STORED = Outcome.HIT, Outcome.MISS, Outcome.STORED
 CORRUPT, THROTTLED, ERROR = Outcome.CORRUPT, Outcome.THROTTLED, Outcome.ERROR
@@ -264,18 +264,6 @@ def test_a_store_opens_on_a_full_disk(tmp_path: Path) -> None:
     with opened(tmp_path / "s", env=(checked := FaultEnv())) as store:
         assert fetch(store, key("a"), 5000) == payload("a", 5000)
     assert checked.calls["run"] == 1, "nobody said how it was closed"
-
-
-def test_orphans_are_counted(tmp_path: Path) -> None:
-    with opened(tmp_path / "s") as store:
-        pages = chain("s", 4)
-        for k, parent in pages:
-            put(store, k, b"x", parent)
-        state = key(("s", 3), PoolName.MAMBA)
-        put(store, state, b"x", state.page_key)
-        assert store.orphans() == 0
-        store.delete([pages[1][0], pages[3][0]])
-        assert store.orphans() == 2
 
 
 def test_recency_survives_a_reopen(tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ from tiercache_backends.lmdb.payload import PART_PAGES, pages_for, piece_sizes
 from tests.examples import example_count
 from tests.storage_backends.lmdb.hooks import CAPACITY, LmdbHooks, opened
 from tests.storage_backends.local.files import disk_bytes
-from tiercache.core import Outcome, PoolName
+from tiercache.core import Outcome
 from tiercache.errors import ConfigError
 from tiercache.storage.registry import open_backend
-from tiercache.testing.objects import chain, fetch, key, outcomes, payload, put, to_get, to_set
+from tiercache.testing.objects import fetch, key, outcomes, payload, put, to_get, to_set
 from tiercache.testing.stateful import BackendMachine, EvictingMachine
 
 HIT, STORED = Outcome.HIT, Outcome.STORED
@@ -171,19 +171,6 @@ def test_many_reads_write_their_recency_down(tmp_path: Path) -> None:
         assert int(store.usage().details["recency_waiting"]) < 4096
         store.flush()
         assert store.usage().details["recency_waiting"] == 0
-        store.check_integrity()
-
-
-def test_orphans_are_counted(tmp_path: Path) -> None:
-    with opened(tmp_path / "s") as store:
-        pages = chain("s", 4)
-        for k, parent in pages:
-            put(store, k, b"x", parent)
-        state = key(("s", 3), PoolName.MAMBA)
-        put(store, state, b"x", state.page_key)
-        assert store.orphans() == 0
-        store.delete([pages[1][0], pages[3][0]])
-        assert store.orphans() == 2
         store.check_integrity()
 
 

@@ -20,7 +20,7 @@ STORED = Outcome.STORED
 def seen_by(mirror: Mirror) -> tuple[set[bytes], Worth]:
     residents = mirror._residents  # private: a mirror answers for its own process's objects only
     residents.check_integrity()
-    return {residents.digest(row) for row in residents.residents().tolist()}, mirror.worth()
+    return {residents.digest(row) for row in residents.residents().tolist()}, mirror.pages.worth()
 
 
 def live(store: LmdbBackend, dice: Random, turns: int) -> None:
