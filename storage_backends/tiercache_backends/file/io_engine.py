@@ -205,15 +205,8 @@ class IoEngine:
         self._write(run, direct=not self._cached(run))
 
     def _write(self, run: Run, *, direct: bool) -> None:
-        slab, offset = self._slabs.slab(run), self._slabs.offset(run)
         try:
-            moved = (
-                self._call_direct(write_all, run, slab.direct, offset)
-                if direct and slab.direct is not None
-                else None
-            )
-            if moved is None:
-                write_all(self._env, slab.fd, run.views, offset)
+            self._call(write_all, run, direct=direct)
         except OSError as error:
             # Try the objects of the run one by one, so that a bad block fails only its own object.
             if len(run.pieces) > 1:
@@ -228,18 +221,10 @@ class IoEngine:
         run.batch.arrived(run)
 
     def _read(self, run: Run, *, direct: bool) -> None:
-        slab, offset = self._slabs.slab(run), self._slabs.offset(run)
+        failure: OSError | None = None
         try:
-            found = (
-                self._call_direct(read_all, run, slab.direct, offset)
-                if direct and slab.direct is not None
-                else None
-            )
-            if found is None:
-                found = read_all(self._env, slab.fd, run.views, offset)
-            if found == run.blocks * BLOCK_ALIGN:
+            if self._call(read_all, run, direct=direct) == run.blocks * BLOCK_ALIGN:
                 return
-            failure = None
         except OSError as error:
             failure = error
         # Try the objects of the run one by one, so that a bad block or a cut file fails only one object.
@@ -251,19 +236,19 @@ class IoEngine:
         else:
             run.batch.short.add(run.owners[0])
 
-    def _call_direct(
-        self, call: Callable[[Env, int, Sequence[memoryview], int], int], run: Run, fd: int, offset: int
-    ) -> int | None:
-        """Make a call past the page cache; return its result, or None if the buffers are not aligned."""
-        if any(view.nbytes % _SECTOR for view in run.views):
-            return None
-        try:
-            return call(self._env, fd, run.views, offset)
-        except OSError as error:
-            # EINVAL: the file system needs another alignment of the buffers' addresses or lengths.
-            if error.errno != EINVAL:
-                raise
-            return None
+    def _call(
+        self, call: Callable[[Env, int, Sequence[memoryview], int], int], run: Run, *, direct: bool
+    ) -> int:
+        """Move a run, with `direct` past the page cache where its buffers are aligned; return the bytes."""
+        slab, offset = self._slabs.slab(run), self._slabs.offset(run)
+        if direct and slab.direct is not None and not any(view.nbytes % _SECTOR for view in run.views):
+            try:
+                return call(self._env, slab.direct, run.views, offset)
+            except OSError as error:
+                # EINVAL: the file system needs another alignment of the buffers' addresses or lengths.
+                if error.errno != EINVAL:
+                    raise
+        return call(self._env, slab.fd, run.views, offset)
 
     def _cached(self, run: Run) -> bool:
         """Return whether the blocks of a run are in the page cache; True if the kernel cannot tell.

@@ -166,18 +166,11 @@ def read(cursor: Any, number: int, length: int, buffers: Sequence[memoryview], v
     cache. `verify` gets views of the buffers and not of the map, because the caller will use the bytes in the
     buffers.
     """
-    if not cursor.set_range(part_key(number, 0)):
-        return False
     target = BufferWriter(buffers[0], verify) if len(buffers) == 1 else ScatterWriter(buffers, verify)
-    for part, (key, piece) in enumerate(cursor.iternext()):
-        length -= piece.nbytes
-        if length < 0 or key != part_key(number, part):
-            return False
-        target.put(piece)
-        if not length:
-            target.end()
-            return True
-    return False
+    whole = _walk(cursor, number, length, target.put)
+    if whole:
+        target.end()
+    return whole
 
 
 def copy_whole(pieces: Sequence[tuple[memoryview, memoryview]], length: int, buffer: memoryview) -> bool:
@@ -203,16 +196,7 @@ def verify_in_map(cursor: Any, number: int, length: int, verify: Verify) -> bool
 
     A caller can change its buffers at any time, but not the map.
     """
-    if not cursor.set_range(part_key(number, 0)):
-        return False
-    for part, (key, piece) in enumerate(cursor.iternext()):
-        length -= piece.nbytes
-        if length < 0 or key != part_key(number, part):
-            return False
-        verify((piece,))
-        if not length:
-            return True
-    return False
+    return _walk(cursor, number, length, lambda piece: verify((piece,)))
 
 
 def stored_bytes(cursor: Any, number: int) -> int:
@@ -290,6 +274,20 @@ def remove(txn: Any, db: Any, number: int) -> None:
         while found and cursor.key()[:8] == prefix:
             cursor.delete()
             found = bool(cursor.key())
+
+
+def _walk(cursor: Any, number: int, length: int, use: Callable[[memoryview], None]) -> bool:
+    """Pass the pieces of a payload to `use`; return False where a piece is missing or too long."""
+    if not cursor.set_range(part_key(number, 0)):
+        return False
+    for part, (key, piece) in enumerate(cursor.iternext()):
+        length -= piece.nbytes
+        if length < 0 or key != part_key(number, part):
+            return False
+        use(piece)
+        if not length:
+            return True
+    return False
 
 
 def _run(size: int, page_bytes: int) -> int:

@@ -28,6 +28,7 @@ from tiercache.storage.base import (
     StorageBackend,
     StoreContext,
     Usage,
+    first_of_each,
     storable,
 )
 from tiercache.storage.checksum import MacKey
@@ -243,12 +244,7 @@ class LmdbBackend(StorageBackend):
             # Without this sync, a power cut could undo the last transaction and bring deleted objects back.
             if gone and not self._power:
                 self._sync_deletions()
-            answers: list[bool] = []
-            # Only the first mention of a key in the batch is answered True.
-            for key in keys:
-                answers.append(place_of(key.digest) in gone)
-                gone.discard(place_of(key.digest))
-            return answers
+            return first_of_each(keys, {place_of(place) for place in gone})
 
     def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
         with self._gate:
