@@ -248,13 +248,7 @@ class EventsSettings(_Table):
             if self.replay:
                 raise ConfigError("events.replay needs events.endpoint; give both")
             return None
-        return EventSettings(
-            endpoint=self.endpoint,
-            replay=self.replay,
-            topic=self.topic,
-            buffer=self.buffer,
-            public=self.public,
-        )
+        return EventSettings(**self.model_dump())
 
 
 class Settings(BaseModel):

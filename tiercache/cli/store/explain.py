@@ -15,9 +15,7 @@ from tiercache.cli.store.prompt import (
     TextOption,
     TokenizerOption,
     TokensOption,
-    check_one_prompt,
     extra_of,
-    prompts_given,
     tokens_of,
 )
 from tiercache.cli.store.reasons import (
@@ -46,7 +44,7 @@ from tiercache.cli.terminal import (
     safe,
 )
 from tiercache.core import HitPolicy, TokenArray
-from tiercache.errors import ConfigError, InputError
+from tiercache.errors import InputError
 from tiercache.keys import KEY_BYTES, page_keys, sglang_page_keys
 from tiercache.storage.base import NamespaceRecord, StorageBackend
 
@@ -94,10 +92,6 @@ def explain(
     page, reason, removed, stored_behind), removals_known_since, differs
     (field: here, asked). Depths count pages, from 1; ranges have both ends.
     """
-    prompts = prompts_given(tokens, text, text_file)
-    if not prompts:
-        raise ConfigError("explain needs a prompt: give --tokens, or --text or --text-file with --tokenizer")
-    check_one_prompt(prompts)
     extra_bytes = extra_of(extra)
     prompt = tokens_of(tokens, text, text_file, tokenizer)
     with opened(resolve_all(store, mac_key)) as found:

@@ -56,18 +56,6 @@ _HEADERS: Final = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_hea
 """Readers of the header of a .npy file, by its version."""
 
 
-def prompts_given(tokens: str, text: str | None, text_file: str) -> list[str]:
-    """Return the names of the options that give a prompt."""
-    options = (("--tokens", tokens), ("--text", text is not None), ("--text-file", text_file))
-    return [option for option, given in options if given]
-
-
-def check_one_prompt(prompts: list[str]) -> None:
-    """Raise ConfigError if several options give a prompt."""
-    if len(prompts) > 1:
-        raise ConfigError(f"{' and '.join(prompts)} are {len(prompts)} prompts; give only one of them")
-
-
 def extra_of(text: str) -> bytes:
     """Return the bytes that page keys include for adapters and images; raises ConfigError."""
     try:
@@ -79,10 +67,13 @@ def extra_of(text: str) -> bytes:
 
 
 def tokens_of(tokens: str, text: str | None, text_file: str, tokenizer: str) -> TokenArray:
-    """Return the tokens of a prompt, given by exactly one of `tokens`, `text` and `text_file`.
-
-    Raises ConfigError.
-    """
+    """Return the tokens of the prompt that the options give; raises ConfigError unless exactly one does."""
+    options = {"--tokens": bool(tokens), "--text": text is not None, "--text-file": bool(text_file)}
+    given = [option for option, is_given in options.items() if is_given]
+    if not given:
+        raise ConfigError("explain needs a prompt: give --tokens, or --text or --text-file with --tokenizer")
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} are {len(given)} prompts; give only one of them")
     if tokens:
         if tokenizer:
             raise ConfigError(
