@@ -90,12 +90,15 @@ class PendingCall(Generic[T]):
         """Whether the call was given up while it ran, so that its memory is withheld."""
 
     def run(self) -> None:
-        """Make the call, unless it was given up before it began."""
+        """Make the call, unless it was given up before it began, or its time is over."""
         with self._lock:
             work, self._work = self._work, None
+            is_strict = self._is_strict()
+            if is_strict and time.monotonic() >= self._until:
+                work = None  # it would hang at once
             if work is not None:
                 self.thread = threading.get_ident()
-                if not self._is_strict():
+                if not is_strict:
                     self._until = time.monotonic() + self._seconds
         if work is None:
             self._over()

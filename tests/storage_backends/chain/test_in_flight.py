@@ -163,6 +163,21 @@ def test_a_call_that_waited_for_one_that_hangs_gets_no_time_anew():
     calls.close()
 
 
+def test_a_call_whose_time_is_over_before_it_begins_is_not_made():
+    free, made, over = threading.Event(), [], threading.Event()
+    guard = Guard("tier t", 1, 30.0)
+    first = guard.begin("get", free.wait)
+    late = guard.begin("get", lambda: made.append(1), seconds=0.01, strict=True, over=over.set)
+    time.sleep(0.05)
+    free.set()
+    assert first.result()
+    assert over.wait(30)
+    with pytest.raises(NoThreadError):
+        late.result()
+    assert (made, guard.hung, guard.lost) == ([], 0, 0)
+    guard.close()
+
+
 def test_the_setting_of_a_url_reaches_its_tier(tmp_path):
     with open_backend([f"file://{tmp_path}/a?capacity=16MiB&tier_in_flight=3MiB", "memory://"]) as chain:
         assert [tier.settings.in_flight for tier in chain.tiers] == [3 << 20, 512 << 20]
