@@ -19,6 +19,18 @@ bench = typer.Typer(
     help="Measure this machine, and compare most figures with its speed without tiercache.",
 )
 
+Sizes = Annotated[str, typer.Option(help="Sizes of an object, multiples of 4KiB, separated by commas.")]
+Directory = Annotated[
+    Path,
+    typer.Option(
+        "--directory", "-d", help="Directory on the disk to measure; written files are removed at the end."
+    ),
+]
+Repeat = Annotated[
+    int,
+    typer.Option(min=1, max=1000, help="Number of runs for each median, after one run that is not counted."),
+]
+
 
 @bench.callback()
 def _group() -> None:
@@ -28,29 +40,15 @@ def _group() -> None:
 @bench.command()
 def disk(
     backend: Annotated[str, typer.Option(help="Store to measure: file or lmdb.")] = "file",
-    size: Annotated[
-        str, typer.Option(help="Sizes of an object, multiples of 4KiB, separated by commas.")
-    ] = "16KiB,256KiB,1MiB,16MiB",
-    directory: Annotated[
-        Path,
-        typer.Option(
-            "--directory",
-            "-d",
-            help="Directory on the disk to measure; written files are removed at the end.",
-        ),
-    ] = Path(),
+    size: Sizes = "16KiB,256KiB,1MiB,16MiB",
+    directory: Directory = Path(),
     threads: Annotated[
         int,
         typer.Option(
             min=1, max=256, help="Number of threads that call the store. Each thread has a part of the batch."
         ),
     ] = 1,
-    repeat: Annotated[
-        int,
-        typer.Option(
-            min=1, max=1000, help="Number of runs for each median, after one run that is not counted."
-        ),
-    ] = 5,
+    repeat: Repeat = 5,
     total: Annotated[
         str,
         typer.Option(
@@ -131,19 +129,9 @@ def disk(
 
 @bench.command()
 def rpc(
-    size: Annotated[
-        str, typer.Option(help="Sizes of an object, multiples of 4KiB, separated by commas.")
-    ] = "16KiB,1MiB,16MiB",
-    directory: Annotated[
-        Path,
-        typer.Option("--directory", "-d", help="Directory for the daemon's store; it is removed at the end."),
-    ] = Path(),
-    repeat: Annotated[
-        int,
-        typer.Option(
-            min=1, max=1000, help="Number of runs for each median, after one run that is not counted."
-        ),
-    ] = 5,
+    size: Sizes = "16KiB,1MiB,16MiB",
+    directory: Directory = Path(),
+    repeat: Repeat = 5,
     batch: Annotated[
         str, typer.Option(help="Maximum bytes of a batch, which has at most 128 objects.")
     ] = "128MiB",
@@ -237,7 +225,7 @@ def worker(
     threads: Annotated[
         int, typer.Option(min=1, max=1024, help="Threads of torch. One gives the steadiest figures.")
     ] = 1,
-    repeat: Annotated[int, typer.Option(min=1, max=1000, help="Number of runs for each median.")] = 5,
+    repeat: Repeat = 5,
 ) -> None:
     """Measure the reference worker on a CPU, for replays that model its times.
 
