@@ -1,0 +1,362 @@
+"""Rules that keep the product small: each thing once, no cupboards, nothing without a caller.
+
+Each rule has a table of its present exceptions. A table may only become shorter: what is new is merged,
+called or renamed instead.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+
+from tests.test_house import BUDGET, MODULES, ROOT, imports, inside
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache
+def tree(name: str) -> ast.Module:
+    return ast.parse(MODULES[name].read_text())
+
+
+@cache
+def classes(name: str) -> list[ast.ClassDef]:
+    """Classes of a module, with those inside others."""
+
+    def within(body: list[ast.stmt]) -> Iterator[ast.ClassDef]:
+        for node in body:
+            if isinstance(node, ast.ClassDef):
+                yield node
+                yield from within(node.body)
+
+    return list(within(tree(name).body))
+
+
+@cache
+def imported(name: str) -> frozenset[str]:
+    return frozenset(imports(MODULES[name]))
+
+
+def methods(made: ast.ClassDef) -> list[Function]:
+    return [node for node in made.body if isinstance(node, Function)]
+
+
+def decorators(node: Function | ast.ClassDef) -> str:
+    return " ".join(ast.unparse(found) for found in node.decorator_list)
+
+
+def bases(made: ast.ClassDef) -> list[str]:
+    return [ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in made.bases]
+
+
+class Thing(NamedTuple):
+    """Something of which the product needs one: how it is recognised, and where it is."""
+
+    classes: str = "$^"
+    """Pattern of the names of its classes."""
+    needs: str = ""
+    """Module that only its place imports."""
+    places: tuple[str, ...] = ()
+    """Its place, and those that are still beside it."""
+
+
+ONE_OF_EACH = {
+    "a deadline": Thing(
+        r"Deadline|Timeout|Patience", "", ("tiercache.steps", "tiercache_backends.mooncake.patience")
+    ),
+    "a breaker": Thing(r"Breaker|Guard", "", ("tiercache.storage.breaker",)),
+    "an order of eviction": Thing(
+        r"^_?(Evict(?!ing)\w*(Order|Queue)|\w*Sweep)$",
+        "",
+        (
+            "tiercache.index.eviction", "tiercache.index.eviction_order", "tiercache.storage.eviction",
+            "tiercache_backends.s3.directory.listing",
+        ),
+    ),
+    "a heap": Thing(
+        needs="heapq",
+        places=(
+            "tiercache.policy.order", "tiercache.storage.eviction", "tiercache.daemon.status.journal",
+            "tiercache_backends.memory",
+            "tiercache_lab.replay.queueing", "tiercache_lab.replay.sources",
+        ),
+    ),
+    "a write-back": Thing(
+        r"WriteBack|Backlog",
+        "",
+        (
+            "tiercache.controller.write_back",
+            "tiercache_backends.chain.backlog", "tiercache_backends.chain.write_back",
+        ),
+    ),
+    "an option with name, parser and range": Thing(
+        r"^_?(Setting|Option|Field|Fields)$",
+        "",
+        (
+            "tiercache.models.fields", "tiercache.integrations.sglang.events",
+            "tiercache_lab.replay.sources.mooncake", "tiercache_lab.replay.sources.options",
+        ),
+    ),
+    "a counter": Thing(
+        r"(Counters?|Counts|Tally)$",
+        "",
+        (
+            "tiercache.metrics.instruments", "tiercache.daemon.accounting.account",
+            "tiercache.daemon.admission", "tiercache.daemon.call_log", "tiercache.index.counters",
+            "tiercache.cli.store.verify",
+            "tiercache_backends.chain.figures", "tiercache_backends.chain.offers",
+            "tiercache_backends.lmdb.environment", "tiercache_lab.replay.tally",
+        ),
+    ),
+    "an export of metrics": Thing(
+        needs="prometheus_client",
+        places=(
+            "tiercache.metrics.exposition", "tiercache.daemon.http.routes", "tiercache.daemon.node_metrics",
+        ),
+    ),
+    "a table of rows": Thing(
+        needs="rich.table",
+        places=(
+            "tiercache.cli.terminal", "tiercache_lab.demo.command", "tiercache_lab.prove.show",
+            "tiercache_lab.replay.verb.show",
+        ),
+    ),
+    "a drawn tree": Thing(needs="rich.tree", places=("tiercache.cli.store.inspect",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("thing", ONE_OF_EACH)
+def test_there_is_one_of_each(thing):
+    """A second one fails: use the first, or merge the two."""
+    pattern, needs, places = ONE_OF_EACH[thing]
+    found = {
+        name
+        for name in MODULES
+        if any(re.search(pattern, made.name) for made in classes(name)) or needs in imported(name)
+    }
+    assert {name for name in found if not inside(name, *places)} == set()
+
+
+CUPBOARD = 120
+"""Lines below which a module with one importer is a part of it that lies in another file."""
+CUPBOARDS = frozenset({
+    "tiercache.daemon.standard", "tiercache.daemon.namespaces", "tiercache.daemon.reload",
+    "tiercache.daemon.splice", "tiercache.daemon.hints", "tiercache.daemon.http.page",
+    "tiercache.metrics.controller", "tiercache.events.replay",
+    "tiercache.events.residency", "tiercache.integrations.parents",
+    "tiercache.integrations.transformers.sizes", "tiercache.integrations.transformers.draft",
+    "tiercache.integrations.transformers.last_page", "tiercache.integrations.transformers.requests.drafting",
+    "tiercache.integrations.sglang.traffic", "tiercache.storage.lanes",
+    "tiercache.testing.conformance.describing", "tiercache.testing.conformance.full_disk",
+    "tiercache.testing.conformance.sharing", "tiercache.testing.conformance.refusals",
+    "tiercache.testing.conformance.damage", "tiercache.testing.conformance.attaching",
+    "tiercache.controller.draining", "tiercache.controller.arguments",
+    "tiercache.controller.continuation.tickets", "tiercache.controller.continuation.forks",
+    "tiercache_backends.grpc.quotas", "tiercache_backends.grpc.inquiries",
+    "tiercache_backends.grpc.shared.extents", "tiercache_backends.mooncake.writing",
+    "tiercache_backends.mooncake.idle", "tiercache_backends.mooncake.listing",
+    "tiercache_backends.local.check", "tiercache_backends.s3.namespaces",
+    "tiercache_backends.s3.directory.tombstones", "tiercache_backends.s3.directory.taking",
+    "tiercache_backends.s3.directory.claims", "tiercache_kernels.reference", "tiercache_lab.prove.show",
+    "tiercache_lab.replay.drive", "tiercache_lab.replay.failures", "tiercache_lab.replay.verb.listing",
+    "tiercache_lab.replay.queueing.arrivals", "tiercache_lab.replay.plan.picture",
+    "tiercache_lab.replay.plan.curve", "tiercache_lab.replay.sources.retimed",
+    "tiercache_lab.replay.sources.mixed", "tiercache_lab.demo.small", "tiercache_lab.bench.raw",
+    "tiercache_lab.bench.bare", "tiercache_lab.bench.lookups", "tiercache_lab.bench.device.run",
+})  # fmt: skip
+"""Modules that are still cupboards, or are one for a reason."""
+
+
+def surface(name: str) -> bool:
+    """Whether a module is found without an import: a package, a verb, a policy, a tool for authors."""
+    rooms = (
+        "tiercache.cli",
+        "tiercache.cli.store",
+        "tiercache.testing",
+        "tiercache.policy",
+        "tiercache_lab.policies",
+    )
+    return MODULES[name].name in ("__init__.py", "__main__.py") or name.rpartition(".")[0] in rooms
+
+
+def test_no_small_module_has_only_one_importer():
+    importers: dict[str, set[str]] = {name: set() for name in MODULES}
+    for name in MODULES:
+        for other in imported(name) & MODULES.keys() - {name}:
+            importers[other].add(name)
+    found = {
+        name: next(iter(users))
+        for name, users in importers.items()
+        if len(users) == 1 and not surface(name) and len(MODULES[name].read_text().splitlines()) < CUPBOARD
+    }
+    assert {name: user for name, user in found.items() if name not in CUPBOARDS} == {}
+
+
+SINGLE = frozenset({
+    "CudaDevice", "DeviceFence", "DeviceTensor", "HintTable", "HostObjects", "Prompt", "Queryable",
+    "RankGroup", "RemoteQuotas", "RemoteTiers", "SharedMemory", "StoredColumns", "_Tracked",
+    "Arrivals", "Customer", "Products",
+})  # fmt: skip
+"""Abstract classes and protocols that have one implementation, or none."""
+OUTSIDE = frozenset({"Units", "Source"})
+"""Protocols with implementations that the search does not see: they are generic, or come as entry points."""
+
+
+def test_an_abstract_class_has_two_implementations():
+    """A protocol's are the classes that have its methods."""
+    every = {made.name: made for name in MODULES for made in classes(name)}
+    below: dict[str, set[str]] = {}
+    for made in every.values():
+        for base in bases(made):
+            below.setdefault(base, set()).add(made.name)
+
+    def descendants(name: str) -> set[str]:
+        return {one for child in below.get(name, ()) for one in ({child} | descendants(child))}
+
+    few = set()
+    for made in every.values():
+        protocol = "Protocol" in bases(made)
+        if not (protocol or any("abstractmethod" in decorators(method) for method in methods(made))):
+            continue
+        wanted = {method.name for method in methods(made)} - {"__call__"}
+        found = descendants(made.name)
+        if protocol and not wanted:
+            continue
+        if protocol:
+            found |= {other.name for other in every.values() if wanted <= {m.name for m in methods(other)}}
+        if len(found - {made.name}) < 2:
+            few.add(made.name)
+    assert few - SINGLE - OUTSIDE == set()
+
+
+UNUSED = frozenset({"Admission.fork_states", "EventLog.on_publish", "ProbeReport.max_error", "mla_geometry"})
+"""Functions, classes and methods that nothing in the product calls."""
+PLAIN = ("ABC", "Protocol", "Generic", "NamedTuple", "Enum", "Exception", "ValueError", "object")
+"""Bases that call no method of a name of ours."""
+CALLED_FROM_OUTSIDE = r"command|Command|callback|validator|serializer|overload|setter|fixture|computed_field"
+"""Decorators of functions that a library calls."""
+
+
+def names_of_surface() -> set[str]:
+    """Names that others may use: in an `__all__`, on a page, in an example, an entry point."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.py")]
+    pages += [ROOT / "pyproject.toml", ROOT / "lab" / "pyproject.toml"]
+    found = {word for page in pages for word in re.findall(r"\w+", page.read_text())}
+    for name in MODULES:
+        for node in tree(name).body:
+            if isinstance(node, ast.Assign) and "__all__" in ast.unparse(node.targets[0]):
+                found |= {word.value for word in ast.walk(node.value) if isinstance(word, ast.Constant)}
+    return found
+
+
+def uses(node: ast.AST) -> Counter[str]:
+    """How often a name is read in the code, as a variable, an attribute or a text of one word."""
+    found: Counter[str] = Counter()
+    for inner in ast.walk(node):
+        match inner:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name, asname=str()):
+                found[name] += 1
+            case ast.Constant(value=str(text)) if re.fullmatch(r"[\w.:]+", text):
+                found.update(re.split("[.:]", text))
+            case ast.Assign(targets=[ast.Name(id="__all__")]):  # a list of names uses none of them
+                found.subtract(word.value for word in ast.walk(inner.value) if isinstance(word, ast.Constant))
+    return found
+
+
+def test_everything_has_a_caller_in_the_product():
+    """A method counts as called if any attribute of its name is; tests are no callers."""
+    used: Counter[str] = Counter()
+    for name in MODULES:
+        used.update(uses(tree(name)))
+    surface = names_of_surface()
+    every = {made.name: made for name in MODULES for made in classes(name)}
+
+    def overrides(made: ast.ClassDef, method: str) -> bool:
+        """Whether a base has the method, or is not ours and may have it."""
+        return any(
+            method in {m.name for m in methods(every[base])} or overrides(every[base], method)
+            if base in every
+            else base not in PLAIN
+            for base in bases(made)
+        )
+
+    found = set()
+    for name in (name for name in MODULES if not inside(name, "tiercache.testing")):
+        owners = [(None, tree(name).body), *((made, made.body) for made in classes(name))]
+        for made, body in owners:
+            for node in body:
+                if not isinstance(node, Function | ast.ClassDef) or node.name.startswith("_"):
+                    continue
+                if made is not None and made.name.startswith("_"):
+                    continue
+                if used[node.name] > uses(node)[node.name] or re.search(
+                    CALLED_FROM_OUTSIDE, decorators(node)
+                ):
+                    continue
+                if node.name in surface or (made is not None and overrides(made, node.name)):
+                    continue
+                found.add(f"{made.name}.{node.name}" if made is not None else node.name)
+    assert found - UNUSED == set()
+
+
+METHODS = 30
+LARGE = {
+    "HybridIndex": 43, "Admission": 42, "Residents": 40, "HybridCacheController": 38, "RestorablePages": 34,
+    "EvictionOrder": 31,
+    "StoreState": 52, "Mirror": 45, "MonitoredStore": 38, "LmdbBackend": 36, "Catalog": 34, "GrpcBackend": 34,
+    "MemoryBackend": 33, "BucketDirectory": 33, "StoreDirectory": 31,
+    "Gate": 35, "TierCacheStorage": 32,
+}  # fmt: skip
+"""Classes of more methods, and how many they may have."""
+ARGUMENTS = 10
+MANY_ARGUMENTS = {"Service": 18, "Worker": 12, "HybridCacheController": 12, "HybridIndex": 11}
+"""Classes whose constructor has more arguments, and how many it may have."""
+
+
+def test_no_class_has_too_many_methods():
+    found = {made.name: len({m.name for m in methods(made)}) for name in MODULES for made in classes(name)}
+    assert {name: count for name, count in found.items() if count > LARGE.get(name, METHODS)} == {}
+
+
+def test_no_constructor_has_too_many_arguments():
+    found = {
+        made.name: len(init.args.args) + len(init.args.kwonlyargs) - 1
+        for name in MODULES
+        for made in classes(name)
+        for init in methods(made)
+        if init.name == "__init__"
+    }
+    assert {n: count for n, count in found.items() if count > MANY_ARGUMENTS.get(n, ARGUMENTS)} == {}
+
+
+BARE_VERBS = ("take", "add", "of", "follow", "left", "end", "begin", "most", "least")
+BARE = {
+    "tiercache.daemon": 31, "tiercache.controller": 22, "tiercache.storage": 12, "tiercache.integrations": 9,
+    "tiercache.index": 7, "tiercache.testing": 7, "tiercache.cli": 3, "tiercache.transfer": 3,
+    "tiercache.events": 2, "tiercache.policy": 2, "tiercache.metrics": 1, "tiercache.pools": 1,
+    "tiercache_backends.s3": 11, "tiercache_backends.chain": 10, "tiercache_backends.mooncake": 8,
+    "tiercache_backends.lmdb": 5,
+    "tiercache_backends.grpc": 4, "tiercache_backends.local": 2, "tiercache_backends.file": 1,
+    "tiercache_lab.replay": 7, "tiercache_lab.policies": 6, "tiercache_lab.bench": 1,
+}  # fmt: skip
+"""Public functions and methods of each package that are called by such a verb alone, at most."""
+
+
+def test_a_public_name_has_a_noun():
+    """`grep` must find the callers of a public method: `take_slot`, `Share.of_namespace`."""
+    found: dict[str, list[str]] = {}
+    for name in MODULES:
+        room = next((room for room in BUDGET if room and inside(name, room)), "")
+        for made in [tree(name), *classes(name)]:
+            if not getattr(made, "name", "").startswith("_"):
+                verbs = [node.name for node in made.body if isinstance(node, Function)]
+                found.setdefault(room, []).extend(
+                    f"{name}: {getattr(made, 'name', '')}.{verb}" for verb in verbs if verb in BARE_VERBS
+                )
+    assert {room: names for room, names in found.items() if len(names) > BARE.get(room, 0)} == {}
