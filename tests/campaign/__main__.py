@@ -15,8 +15,9 @@ import logging
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 
@@ -37,31 +38,41 @@ from tests.campaign import (
     simulation,
     soak,
 )
-from tests.campaign.report import Row, steps, table
+from tests.campaign.report import Row, Run, progress, table
 from tests.campaign.stores import KINDS, available
 
+
+class Campaign(NamedTuple):
+    """A kind of trouble: its rows, the trials of each, and those of --quick."""
+
+    rows: Callable[[Run], Iterable[Row]]
+    trials: int
+    quick: int
+    kinds: tuple[str, ...] = KINDS
+    """Stores that it is made for; those that choose their stores themselves have one name."""
+
+
+OWN = ("own",)
 CAMPAIGNS = {
-    "kill": (kill.campaign, 500, 24),
-    "open": (opening.campaign, 500, 22),
-    "grow": (growth.campaign, 60, 4),
-    "fork": (forks.campaign, 20, 2),
-    "clock": (clocks.campaign, 8, 1),
-    "gone": (gone.campaign, 6, 1),
-    "clones": (clones.campaign, 100, 8),
-    "rot": (rot.campaign, 400, 6),
-    "power": (power.campaign, 50, 4),
-    "enospc": (full_disk.campaign, 10, 1),
-    "late": (late.campaign, 1000, 10),
-    "soak": (soak.campaign, 120, 15),
-    "simulate": (simulation.campaign, 10_000, 50),
-    "hosts": (hosts.campaign, 6, 1),
-    "fuzz": (fuzz.campaign, 600, 5),
+    "kill": Campaign(kill.campaign, 500, 24),
+    "open": Campaign(opening.campaign, 500, 22),
+    "grow": Campaign(growth.campaign, 60, 4),
+    "fork": Campaign(forks.campaign, 20, 2),
+    "clock": Campaign(clocks.campaign, 8, 1),
+    "gone": Campaign(gone.campaign, 6, 1),
+    "clones": Campaign(clones.campaign, 100, 8),
+    "rot": Campaign(rot.campaign, 400, 6, ("lmdb",)),
+    "power": Campaign(power.campaign, 50, 4),
+    "enospc": Campaign(full_disk.campaign, 10, 1),
+    "late": Campaign(late.campaign, 1000, 10, OWN),
+    "soak": Campaign(soak.campaign, 120, 15),
+    "simulate": Campaign(simulation.campaign, 10_000, 50, OWN),
+    "hosts": Campaign(hosts.campaign, 6, 1, OWN),
+    "fuzz": Campaign(fuzz.campaign, 600, 5, OWN),
 }
-"""Each with its trials (`open`: in all; `grow`, `fork`, `clock`, `gone`, `clones`, `rot`, `late`: for each
-row; soak: seconds; `simulate`, `hosts`: seeds; `fuzz`: seconds for each target), and those of --quick.
+"""Trials are those of `kill` and `open` in all, and of `power` in its first two rows; soak: seconds;
+`fuzz`: seconds for each target.
 """
-STORELESS = ("late", "simulate", "hosts", "fuzz")
-"""Campaigns that choose their stores themselves."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -70,13 +81,14 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     logging.disable(logging.CRITICAL)  # stores warn of every fault that is made for them here
     # Below the working directory: a real disk, where the directory for temporary files may be memory.
-    with tempfile.TemporaryDirectory(prefix=".campaign-", dir=Path.cwd()) as base, steps() as progress:
+    with tempfile.TemporaryDirectory(prefix=".campaign-", dir=Path.cwd()) as base, progress() as shown:
         rows: list[Row] = []
         for name in options.only:
-            run, full, quick = CAMPAIGNS[name]
-            amount = options.trials or (quick if options.quick else full)
-            for kind in options.backend if name not in STORELESS else ["memory"]:
-                rows += run(kind, amount, options.seed, Path(base), progress)
+            campaign = CAMPAIGNS[name]
+            amount = options.trials or (campaign.quick if options.quick else campaign.trials)
+            for kind in campaign.kinds:
+                if kind in (*options.backend, *OWN):
+                    rows += campaign.rows(Run(kind, amount, options.seed, Path(base), shown))
     _report(rows, options.output)
     return 0 if all(row.good for row in rows) else 1
 
@@ -85,23 +97,14 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.campaign", description="Crash campaigns over the local stores."
     )
-    parser.add_argument(
-        "--backend", type=_names(available()), default=available(), help=f"some of {', '.join(KINDS)}"
-    )
-    parser.add_argument(
-        "--only",
-        type=_names(list(CAMPAIGNS)),
-        default=list(CAMPAIGNS),
-        help=f"some of {', '.join(CAMPAIGNS)}",
-    )
+    some = f"some of {', '.join(KINDS)}"
+    parser.add_argument("--backend", type=_names(available()), default=available(), help=some)
+    some = f"some of {', '.join(CAMPAIGNS)}"
+    parser.add_argument("--only", type=_names(list(CAMPAIGNS)), default=list(CAMPAIGNS), help=some)
     parser.add_argument("--quick", action="store_true", help="a few trials of each")
     parser.add_argument("--trials", type=int, help="so many of each (for soak and fuzz: seconds)")
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        help="another seed, other histories; the moments of a kill are not repeatable",
-    )
+    note = "another seed, other histories; the moments of a kill are not repeatable"
+    parser.add_argument("--seed", type=int, default=0, help=note)
     parser.add_argument("-o", "--output", type=Path, help="write the result as JSON")
     return parser.parse_args(arguments)
 

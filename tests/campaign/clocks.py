@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-import shutil
-import tempfile
 import time
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterator
 from random import Random
 
 from tests.campaign.clones import step
 from tests.campaign.model import History, Model, Verdict, judge
-from tests.campaign.report import Row, Steps
+from tests.campaign.report import Row, Run
 from tests.campaign.stores import Subject, check_integrity
 from tiercache.storage.env import Env
 
@@ -36,20 +33,13 @@ class WrongClock(Env):
         return self._random.choice(self._moments)
 
 
-def campaign(kind: str, trials: int, seed: int, base: Path, steps: Steps) -> list[Row]:
+def campaign(run: Run) -> Iterator[Row]:
     """One row for each clock."""
-    rows = []
     for name, moments in {**MOMENTS, "jumping": ()}.items():
-        row = Row("clock", f"{kind}, {name}")
-        for n in steps.over(range(trials), f"clock {row.backend}"):
-            directory = Path(tempfile.mkdtemp(dir=base))
-            row.take(
-                partial(life, Subject(kind, directory / "store", CAPACITY), seed + n, moments),
-                f"seed {seed + n}",
-            )
-            shutil.rmtree(directory)
-        rows.append(row)
-    return rows
+        yield run.row(
+            Row("clock", f"{run.kind}, {name}"),
+            lambda seed, at, moments=moments: life(Subject(run.kind, at / "store", CAPACITY), seed, moments),
+        )
 
 
 def life(subject: Subject, seed: int, moments: tuple[int, ...]) -> Verdict:

@@ -6,14 +6,12 @@ clone(Subject("file", directory / "store", 4 << 20, "power"), seed=7, target=dir
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
 from tests.campaign.model import History, Model, Op, Verdict, Version, judge, perform
-from tests.campaign.report import Row, Steps
+from tests.campaign.report import Row, Run
 from tests.campaign.stores import Subject, check_integrity
 from tests.storage_backends.local.files import disk_bytes
 from tiercache.core import Outcome
@@ -28,18 +26,15 @@ EVICTING, ROOMY = 250, 36
 """How many names there are: several times what 4 MiB hold, or a third of it."""
 
 
-def campaign(kind: str, trials: int, seed: int, base: Path, steps: Steps) -> list[Row]:
+def campaign(run: Run) -> Iterator[Row]:
     """Crash clones with each durability."""
-    rows = []
     for durability in ("process", "power"):
-        row = Row("clones", f"{kind} {durability}")
-        for n in steps.over(range(trials), f"clones {row.backend}"):
-            directory = Path(tempfile.mkdtemp(dir=base))
-            subject = Subject(kind, directory / "store", SMALL, durability)
-            row.take(partial(clone, subject, seed + n, directory / "left"), f"seed {seed + n}")
-            shutil.rmtree(directory)
-        rows.append(row)
-    return rows
+        yield run.row(
+            Row("clones", f"{run.kind} {durability}"),
+            lambda seed, at, how=durability: clone(
+                Subject(run.kind, at / "store", SMALL, how), seed, at / "left"
+            ),
+        )
 
 
 def clone(subject: Subject, seed: int, target: Path) -> Verdict:

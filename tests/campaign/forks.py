@@ -9,19 +9,17 @@ import atexit
 import gc
 import json
 import os
-import shutil
 import signal
-import tempfile
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from random import Random
 
+from tests.campaign.actors import Killer, Part, job, work
 from tests.campaign.model import History, Ledger, Model, Op, Verdict, Version, perform
-from tests.campaign.parts import Killer, Part, died, job, looked, played
-from tests.campaign.report import Row, Steps
+from tests.campaign.report import Row, Run
 from tests.campaign.stores import Subject
 from tests.campaign.victims import Nursery
-from tests.campaign.writer import work
 from tiercache.core import Outcome
 from tiercache.errors import ClosedError, StorageError
 from tiercache.storage.base import StorageBackend
@@ -35,47 +33,31 @@ ACTS = ("set", "get", "exists", "delete", "flush", "scan", "close", "collect", "
 HUNG_SECONDS = 10
 
 
-def campaign(kind: str, trials: int, seed: int, base: Path, steps: Steps) -> list[Row]:
+def campaign(run: Run) -> Iterator[Row]:
     """The parent closes its store in the end, or is killed."""
-    rows = []
-    with Nursery("tests.campaign.actors") as nursery:
+    with Nursery() as nursery:
         for end in ("close", "kill"):
-            row = Row("fork", f"{kind}, then {end}", figures={"children": 0, "refused": 0, "answered": 0})
-            for n in steps.over(range(trials), f"fork {row.backend}"):
-                directory = Path(tempfile.mkdtemp(dir=base))
-                row.take(
-                    partial(
-                        family,
-                        nursery,
-                        Subject(kind, directory / "store", CAPACITY),
-                        seed * 1009 + n,
-                        end,
-                        row,
-                    ),
-                    f"seed {seed + n}",
-                )
-                shutil.rmtree(directory)
-            rows.append(row)
-    return rows
+            row = Row("fork", f"{run.kind}, then {end}", figures={"children": 0, "refused": 0, "answered": 0})
+            yield run.row(row, partial(family, nursery, row, end, run.kind))
 
 
-def family(nursery: Nursery, subject: Subject, seed: int, end: str, row: Row) -> Verdict:
+def family(nursery: Nursery, row: Row, end: str, kind: str, seed: int, directory: Path) -> Verdict:
     """A parent, some children, and a look at what they left."""
+    subject = Subject(kind, directory / "store", CAPACITY)
     acts = Random(seed).sample(ACTS, 4)
-    ledger = str(subject.path.parent / "ledger")
+    ledger = str(directory / "ledger")
     part = Part(
         "parent", subject.fields, NAMES, Model().to_json(), ledger=ledger, seed=seed, how=[*acts, end]
     )
-    status = played(nursery, part)
+    status = nursery.played(part)
     model, verdict = Model(), Verdict()
     complaints = Ledger.replay(ledger, model)
     if status != (-signal.SIGKILL if end == "kill" else 0):
-        complaints.append(f"the parent ended with status {status} after {acts}: {died(nursery)}")
+        complaints.append(f"the parent ended with status {status} after {acts}: {nursery.died}")
     for line in Path(ledger + ".children").read_text().splitlines():
         _tell(json.loads(line), model, row, complaints)
-    verdict.add(
-        looked(nursery, Part("look", subject.fields, NAMES, model.to_json(), must=sorted(model.certain())))
-    )
+    look = Part("look", subject.fields, NAMES, model.to_json(), must=sorted(model.certain()))
+    verdict.add(nursery.looked(look))
     verdict.failed += len(complaints)
     verdict.notes += [f"{acts}: {complaint}" for complaint in complaints]
     return verdict

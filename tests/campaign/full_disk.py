@@ -14,17 +14,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from random import Random
 
 from tests.campaign.model import History, Model, Op, Verdict, Version, judge, perform
 from tests.campaign.power import unmount
-from tests.campaign.report import Row, Steps
+from tests.campaign.report import Row, Run, apart
 from tests.campaign.stores import Subject, check_integrity
-from tests.campaign.victims import ROOT
 from tiercache.core import Outcome
 from tiercache.errors import StorageError
 from tiercache.storage.base import StorageBackend
@@ -34,36 +33,35 @@ DISK_BYTES = 16 << 20
 CAPACITY = 64 << 20
 NAMES = 1500
 LIFE_SECONDS = 120
+FIGURES = ("stored", "throttled", "refused deletes", "refused flushes", "evicted", "reopened full")
 
 
-def campaign(kind: str, trials: int, seed: int, base: Path, steps: Steps) -> list[Row]:
+def campaign(run: Run) -> Iterator[Row]:
     """Each trial on a disk of its own."""
-    row = Row("enospc", kind)
-    with tempfile.TemporaryDirectory(dir=base) as directory:
-        for n in steps.over(range(trials), f"enospc {kind}"):
-            try:
-                subprocess.run(
-                    ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", directory],
-                    check=True,
-                    capture_output=True,
-                )
-                row.take(partial(_child, kind, directory, seed + n, row), f"seed {seed + n}")
-            except (OSError, subprocess.CalledProcessError) as error:
-                return [Row("enospc", kind, skipped=f"skipped: no tmpfs can be mounted ({error})")]
-            finally:
-                if os.path.ismount(directory):
-                    unmount(Path(directory))
-    return [row]
+    row = Row("enospc", run.kind, figures=dict.fromkeys(FIGURES, 0))
+
+    def trial(seed: int, directory: Path) -> Verdict:
+        _mount(directory)
+        try:
+            verdict, figures = apart("tests.campaign.full_disk", run.kind, directory, seed)
+        finally:
+            unmount(directory)
+        row.count(figures)
+        return verdict
+
+    with tempfile.TemporaryDirectory(dir=run.base) as directory:
+        try:
+            _mount(Path(directory))
+        except (OSError, subprocess.CalledProcessError) as error:
+            yield Row("enospc", run.kind, skipped=f"skipped: no tmpfs can be mounted ({error})")
+            return
+        unmount(Path(directory))
+    yield run.row(row, trial)
 
 
-def _child(kind: str, directory: str, seed: int, row: Row) -> Verdict:
-    arguments = [sys.executable, "-m", "tests.campaign.full_disk", kind, directory, str(seed)]
-    done = subprocess.run(arguments, capture_output=True, text=True, cwd=ROOT, check=False)
-    if done.returncode:
-        raise RuntimeError(f"ended with status {done.returncode}: {done.stderr[-2000:]}")
-    verdict, figures = json.loads(done.stdout)
-    row.figures = {name: row.figures.get(name, 0) + value for name, value in figures.items()}
-    return Verdict(**verdict)
+def _mount(directory: Path) -> None:
+    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(directory)]
+    subprocess.run(command, check=True, capture_output=True)
 
 
 class FullDisk:
@@ -77,14 +75,7 @@ class FullDisk:
         self.history = History(seed, NAMES)
         self.stranger = subject.path.parent / "stranger"
         self.model, self.verdict = Model(), Verdict()
-        self.figures = {
-            "stored": 0,
-            "throttled": 0,
-            "refused deletes": 0,
-            "refused flushes": 0,
-            "evicted": 0,
-            "reopened full": 0,
-        }
+        self.figures = dict.fromkeys(FIGURES, 0)
         self.evicted_before = 0
 
     def run(self) -> None:

@@ -7,10 +7,11 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from tests.campaign.report import Row, Steps
+from tests.campaign.report import Row, Run
 from tests.fuzz.table import TARGETS
 
 START_SECONDS = 600
@@ -19,11 +20,13 @@ SHOWN_BYTES = 6144
 """Longest input that is shown as base64."""
 
 
-def campaign(kind: str, trials: int, seed: int, base: Path, steps: Steps) -> list[Row]:
-    """Fuzz each target for `trials` seconds, one after the other; a row for each."""
+def campaign(run: Run) -> Iterator[Row]:
+    """Fuzz each target for as many seconds as there would be trials; a row for each."""
     if find_spec("atheris") is None:
-        return [Row("fuzz", "all", skipped="atheris is not installed")]
-    return [_target(name, trials, seed, base / "fuzz") for name in steps.over(list(TARGETS), "fuzz")]
+        yield Row("fuzz", "all", skipped="atheris is not installed")
+        return
+    for name in run.over(list(TARGETS), "fuzz"):
+        yield _target(name, run.trials, run.seed, run.base / "fuzz")
 
 
 def _target(name: str, seconds: int, seed: int, corpus: Path) -> Row:

@@ -18,7 +18,6 @@ import shutil
 import signal
 import struct
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -27,14 +26,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from tests.campaign.actors import Killer, Part, job, say, work
 from tests.campaign.damage import DATABASES
 from tests.campaign.model import KINDS, History, Ledger, Model, Op, Verdict, Version, perform
-from tests.campaign.parts import Killer, Part, died, job, looked, played
 from tests.campaign.power import mounted, new_image, unfit
-from tests.campaign.report import Row, Steps
+from tests.campaign.report import Row, Run
 from tests.campaign.stores import Subject
 from tests.campaign.victims import Nursery
-from tests.campaign.writer import say, work
 from tiercache.core import Outcome
 from tiercache.errors import StorageError
 from tiercache.storage.base import NamespaceRecord, StorageBackend
@@ -126,33 +124,19 @@ AWAY: dict[str, Away] = {
 }  # fmt: skip
 ON_AN_IMAGE = ("read-only", "shut down", "shut down at once")
 RACE = "data.mdb cut in a call"
+FIGURES = ("stored while gone", "flushed while gone", "works again", "evicted")
 
 
-def campaign(kind: str, trials: int, seed: int, base: Path, steps: Steps) -> list[Row]:
+def campaign(run: Run) -> Iterator[Row]:
     """One row for each thing that goes away."""
-    rows = []
     why = unfit()
-    with _preloaded(base), Nursery("tests.campaign.actors") as nursery:
+    with _preloaded(run.base), Nursery() as nursery:
         for name in (*AWAY, RACE):
-            row = Row("gone", f"{kind}, {name}")
-            rows.append(row)
-            row.skipped = _unfit(name, base, why)
-            if row.skipped:
-                continue
-            row.figures = {
-                "stored while gone": 0,
-                "flushed while gone": 0,
-                "works again": 0,
-                "evicted": 0,
-                "SIGBUS": 0,
-            }
-            for n in steps.over(range(trials), f"gone {row.backend}"):
-                directory = Path(tempfile.mkdtemp(dir=base))
-                row.take(
-                    partial(trial, nursery, kind, name, directory, seed * 1009 + n, row), f"seed {seed + n}"
-                )
-                shutil.rmtree(directory)
-    return rows
+            row = Row("gone", f"{run.kind}, {name}", skipped=_unfit(name, run.base, why))
+            if not row.skipped:
+                row.figures = dict.fromkeys((*FIGURES, "SIGBUS"), 0)
+                run.row(row, partial(trial, nursery, row, run.kind, name))
+            yield row
 
 
 @contextmanager
@@ -189,7 +173,7 @@ def _unfit(name: str, base: Path, no_image: str) -> str:
     return ""
 
 
-def trial(nursery: Nursery, kind: str, name: str, directory: Path, seed: int, row: Row) -> Verdict:
+def trial(nursery: Nursery, row: Row, kind: str, name: str, seed: int, directory: Path) -> Verdict:
     """Let a process work, take something away, let it go on, bring it back; then look."""
     with ExitStack() as stack:
         ledger = str(directory / "ledger")
@@ -202,22 +186,20 @@ def trial(nursery: Nursery, kind: str, name: str, directory: Path, seed: int, ro
         part = Part(
             "bereaved", subject.fields, NAMES, Model().to_json(), ledger=ledger, seed=seed, how=[name]
         )
-        status = _race(nursery, part, seed) if name == RACE else played(nursery, part)
+        status = _race(nursery, part, seed) if name == RACE else nursery.played(part)
         model = Model()
         complaints = Ledger.replay(ledger, model)
         after, figures = since(ledger)
-        for figure, count in figures.items():
-            row.figures[figure] += count
-        row.figures["SIGBUS"] += status == -signal.SIGBUS
+        row.count(figures | {"SIGBUS": status == -signal.SIGBUS})
         if status != 0 and not (name == RACE and status == -signal.SIGBUS):
-            complaints.append(f"it ended with status {status}: {died(nursery)}")
+            complaints.append(f"it ended with status {status}: {nursery.died}")
         lasting = model.certain()
         if name == "removed":
             lasting = {version for version in lasting if figures["flushed while gone"] or version in after}
         must = sorted(set() if "cut" in name else lasting)
         subject = subject.at(place.again() / "store")
-        verdict = looked(
-            nursery, Part("look", subject.fields, NAMES, model.to_json(), must=must, checks="cut" not in name)
+        verdict = nursery.looked(
+            Part("look", subject.fields, NAMES, model.to_json(), must=must, checks="cut" not in name)
         )
         # Where no slab can be made, a new object may take the place of an old one, which the store counts.
         verdict.lost = max(0, verdict.lost - figures["evicted"])
@@ -255,7 +237,7 @@ class Place:
 def since(ledger: str) -> tuple[set[Version], dict[str, int]]:
     """Return the versions stored while something was gone, and counts, all read from a ledger."""
     stored: set[Version] = set()
-    figures = {"stored while gone": 0, "flushed while gone": 0, "works again": 0, "evicted": 0}
+    figures = dict.fromkeys(FIGURES, 0)
     gone, op = False, Op("flush")
     for line in Path(ledger).read_text().splitlines():
         kind, *rest = json.loads(line)

@@ -6,19 +6,18 @@ from __future__ import annotations
 
 import shutil
 import signal
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 
+from tests.campaign.actors import Part
 from tests.campaign.damage import CAPACITY, NAMES, Template, template
 from tests.campaign.model import Ledger, Model, Verdict, Version
-from tests.campaign.parts import Part, died, looked, played, spread
-from tests.campaign.report import Row, Steps
+from tests.campaign.report import Row, Run
 from tests.campaign.stores import Subject
-from tests.campaign.victims import Nursery
+from tests.campaign.victims import Nursery, spread
 
 ROOMY, TIGHT, SMALLER = 32 << 20, 6 << 20, 4 << 20
 MANY = 400
@@ -40,27 +39,16 @@ class Scene:
     must: Callable[[Model], set[Version]]
 
 
-def campaign(kind: str, trials: int, seed: int, base: Path, steps: Steps) -> list[Row]:
+def campaign(run: Run) -> Iterator[Row]:
     """One row for each scene; the kills are spread over all calls that it makes."""
-    directory = Path(tempfile.mkdtemp(dir=base))
-    made = template(kind, directory)
-    rows = []
-    with Nursery("tests.campaign.actors") as nursery:
-        for name, scene_of in (
-            ("growing", growing),
-            ("evicting", evicting),
-            ("shrinking", shrinking),
-            ("mending", mending),
-        ):
-            row = Row("grow", f"{kind}, {name}")
-            scene = scene_of(nursery, made, directory, seed)
-            runs = Runs(nursery, scene, directory, seed)
-            for call in steps.over(runs.plan(trials), f"grow {row.backend}"):
-                row.take(partial(runs.run, call), f"call {call}")
-            row.figures = runs.figures
-            rows.append(row)
-    shutil.rmtree(directory)
-    return rows
+    with TemporaryDirectory(dir=run.base) as directory, Nursery() as nursery:
+        made = template(run.kind, Path(directory))
+        for scene_of in (growing, evicting, shrinking, mending):
+            row = Row("grow", f"{run.kind}, {scene_of.__name__}")
+            runs = Runs(nursery, scene_of(nursery, made, Path(directory), run.seed), row)
+            with TemporaryDirectory(dir=run.base) as first:
+                calls = runs.plan(Path(first), run.trials, run.seed)
+            yield run.row(row, runs.run, calls)
 
 
 class Runs:
@@ -69,48 +57,36 @@ class Runs:
     Thread safety: one thread.
     """
 
-    def __init__(self, nursery: Nursery, scene: Scene, base: Path, seed: int) -> None:
-        self._nursery, self._scene, self._base, self._seed = nursery, scene, base, seed
-        self.figures = {"calls": 0, "killed": 0, "unanswered": 0}
+    def __init__(self, nursery: Nursery, scene: Scene, row: Row) -> None:
+        self._nursery, self._scene = nursery, scene
+        self._figures = row.figures = {"calls": 0, "killed": 0, "unanswered": 0}
 
-    def plan(self, trials: int) -> list[int]:
+    def plan(self, directory: Path, trials: int, seed: int) -> list[int]:
         """The calls before which to kill: all, or as many as are wanted, evenly spread."""
-        directory, part = self._begin(0)
-        played(self._nursery, part)
-        self.figures["calls"] = calls = int(self._nursery.words["calls"])
-        shutil.rmtree(directory)
-        return spread(calls, trials, Random(self._seed))
+        self._nursery.played(self._begin(0, directory))
+        self._figures["calls"] = calls = int(self._nursery.words["calls"])
+        return spread(calls, trials, Random(seed))
 
-    def run(self, call: int) -> Verdict:
+    def run(self, call: int, directory: Path) -> Verdict:
         """Play up to a call, and look."""
-        directory, part = self._begin(call)
-        try:
-            self.figures["killed"] += played(self._nursery, part) == -signal.SIGKILL
-            model = Model.from_json(self._scene.model.to_json())
-            complaints = Ledger.replay(part.ledger, model)
-            self.figures["unanswered"] += bool(model.unsure)
-            must = sorted(self._scene.must(model))
-            look = replace(
-                self._scene.look, store=_at(self._scene.look, directory), model=model.to_json(), must=must
-            )
-            verdict = looked(self._nursery, look)
-            verdict.wrong += len(complaints)
-            verdict.notes += complaints
-            return verdict
-        finally:
-            shutil.rmtree(directory)
+        part = self._begin(call, directory)
+        self._figures["killed"] += self._nursery.played(part) == -signal.SIGKILL
+        model = Model.from_json(self._scene.model.to_json())
+        complaints = Ledger.replay(part.ledger, model)
+        self._figures["unanswered"] += bool(model.unsure)
+        must, look = sorted(self._scene.must(model)), self._scene.look
+        verdict = self._nursery.looked(
+            replace(look, store=_at(look, directory), model=model.to_json(), must=must)
+        )
+        verdict.wrong += len(complaints)
+        verdict.notes += complaints
+        return verdict
 
-    def _begin(self, call: int) -> tuple[Path, Part]:
-        directory = Path(tempfile.mkdtemp(dir=self._base))
+    def _begin(self, call: int, directory: Path) -> Part:
         if self._scene.start is not None:
             shutil.copytree(self._scene.start, directory / "store")
-        part = replace(
-            self._scene.part,
-            store=_at(self._scene.part, directory),
-            kill_at=call,
-            ledger=str(directory / "ledger"),
-        )
-        return directory, part
+        store, ledger = _at(self._scene.part, directory), str(directory / "ledger")
+        return replace(self._scene.part, store=store, kill_at=call, ledger=ledger)
 
 
 def _at(part: Part, directory: Path) -> tuple[str, str, int, str]:
@@ -128,13 +104,11 @@ def evicting(nursery: Nursery, made: Template, directory: Path, seed: int) -> Sc
     """A store that was full before."""
     subject = Subject(made.kind, directory / "full", TIGHT)
     model, ledger = Model(), str(directory / "ledger.full")
-    status = played(
-        nursery,
-        Part(
-            "churn", subject.fields, MANY, model.to_json(), ledger=ledger, seed=seed, calls=300, evicts=True
-        ),
+    full = Part(
+        "churn", subject.fields, MANY, model.to_json(), ledger=ledger, seed=seed, calls=300, evicts=True
     )
-    assert status == 0, died(nursery)
+    status = nursery.played(full)
+    assert status == 0, nursery.died
     Ledger.replay(ledger, model)
     model.recent = set()
     part = Part("churn", subject.fields, MANY, model.to_json(), seed=seed + 1, calls=25, evicts=True)
@@ -147,9 +121,9 @@ def shrinking(nursery: Nursery, made: Template, directory: Path, _seed: int) -> 
     """
     small = replace(made.subject, capacity=SMALLER)
     trial = replace(small, path=made.copy(directory / "small", closed=False).path)
-    refused = played(nursery, Part("open_and_close", trial.fields)) != 0
+    refused = nursery.played(Part("open_and_close", trial.fields)) != 0
     seen = replace(made.subject if refused else small, path=trial.path)
-    found = looked(nursery, Part("look", seen.fields, NAMES, made.model.to_json())).found
+    found = nursery.looked(Part("look", seen.fields, NAMES, made.model.to_json())).found
     part = Part("open_and_close", small.fields)
 
     def must(model: Model) -> set[Version]:
@@ -169,13 +143,8 @@ def mending(_nursery: Nursery, made: Template, directory: Path, seed: int) -> Sc
     before = Model.from_json(made.model.to_json())
     for version in bad:
         before.unsure[version.name] = {before.stored.pop(version.name)}
-    return Scene(
-        spoiled,
-        part,
-        before,
-        Part("look", replace(made.subject, capacity=CAPACITY).fields, NAMES),
-        Model.certain,
-    )
+    look = Part("look", replace(made.subject, capacity=CAPACITY).fields, NAMES)
+    return Scene(spoiled, part, before, look, Model.certain)
 
 
 def spoil(path: Path, versions: list[Version]) -> list[Version]:

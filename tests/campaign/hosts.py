@@ -8,14 +8,14 @@ contents, all that was stored.
 
 from __future__ import annotations
 
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 
 from tests.campaign.model import Verdict
-from tests.campaign.report import Row, Steps
+from tests.campaign.report import Row, Run
 from tests.hosts.network import GUARD
 from tests.hosts.rig import DEADLINE, PAGE_SIZE, Answer, Desk
 from tests.hosts.stores import KINDS, has_own_tier, missing, needs_store
@@ -31,29 +31,21 @@ SLACK = 30.0
 """Seconds that a busy machine may take to compute a small prompt and its answer."""
 
 
-def campaign(kind: str, trials: int, seed: int, base: Path, steps: Steps) -> list[Row]:
-    """Live through `trials` histories of each store; `kind` does not matter."""
-    rows = []
+def campaign(run: Run) -> Iterator[Row]:
+    """Histories of each store."""
     for name in KINDS:
         row = Row("hosts", name, skipped=missing(name))
-        rows.append(row)
-        if row.skipped:
-            continue
-        for n in steps.over(range(trials), f"hosts {name}"):
-            directory = Path(tempfile.mkdtemp(dir=base))
-            row.take(lambda d=directory, n=n, k=name, r=row: history(k, seed + n, d, r), f"seed {seed + n}")
-    return rows
+        yield row if row.skipped else run.row(row, partial(history, row, name))
 
 
-def history(kind: str, seed: int, base: Path, row: Row) -> Verdict:
+def history(row: Row, kind: str, seed: int, base: Path) -> Verdict:
     """Live through one history."""
     with three_hosts(kind, base) as three:
         life = Life(three, kind, seed)
         for _ in range(STEPS):
             life.step()
         life.end()
-    for name, value in {"requests": len(life.desk.rows), "hits": life.hits, **life.counts}.items():
-        row.figures[name] = row.figures.get(name, 0) + value
+    row.count({"requests": len(life.desk.rows), "hits": life.hits, **life.counts})
     return life.verdict
 
 

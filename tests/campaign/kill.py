@@ -5,17 +5,17 @@ evictions, half with.
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 
+from tests.campaign.actors import Part
 from tests.campaign.model import Ledger, Model, Verdict, judge
-from tests.campaign.report import Row, Steps
+from tests.campaign.report import Row, Run
 from tests.campaign.stores import Subject, check_integrity
 from tests.campaign.victims import Nursery
-from tests.campaign.writer import Order
 
 WORK_SECONDS = 0.08
 ROOMY = (32 << 20, 120)
@@ -24,21 +24,15 @@ TIGHT = (6 << 20, 400)
 """Names for twice what fits."""
 
 
-def campaign(kind: str, trials: int, seed: int, base: Path, steps: Steps) -> list[Row]:
+def campaign(run: Run) -> Iterator[Row]:
     """Both halves; `file` with both durabilities in turn."""
-    rows = []
     with Nursery() as nursery:
         for evicts, (capacity, names) in ((False, ROOMY), (True, TIGHT)):
-            row = Row("kill", f"{kind}, {'full' if evicts else 'roomy'}")
-            directory = Path(tempfile.mkdtemp(dir=base))
-            subject = Subject(kind, directory / "store", capacity)
-            cycles = Cycles(nursery, subject, names, evicts, seed)
-            for n in steps.over(range(trials // 2), f"kill {row.backend}"):
-                row.take(lambda n=n, cycles=cycles: cycles.run(n), f"cycle {n}")
-            row.figures = cycles.figures
-            rows.append(row)
-            shutil.rmtree(directory)
-    return rows
+            row = Row("kill", f"{run.kind}, {'full' if evicts else 'roomy'}")
+            with TemporaryDirectory(dir=run.base) as directory:
+                subject = Subject(run.kind, Path(directory) / "store", capacity)
+                cycles = Cycles(nursery, subject, names, evicts, row)
+                yield run.row(row, cycles.run, run.seeds[: run.trials // 2])
 
 
 class Cycles:
@@ -47,15 +41,14 @@ class Cycles:
     Thread safety: one thread.
     """
 
-    def __init__(self, nursery: Nursery, subject: Subject, names: int, evicts: bool, seed: int) -> None:
+    def __init__(self, nursery: Nursery, subject: Subject, names: int, evicts: bool, row: Row) -> None:
         self._nursery, self._subject, self._names, self._evicts = nursery, subject, names, evicts
-        self._seed = seed
         self._model = Model()
-        self.figures = {"calls": 0, "unanswered": 0, "while opening": 0}
+        self._figures = row.figures = {"calls": 0, "unanswered": 0, "while opening": 0}
 
-    def run(self, n: int) -> Verdict:
+    def run(self, n: int, _directory: Path) -> Verdict:
         """A writer lives and dies; then the store is read here, or every second time by the next writer."""
-        random = Random(self._seed * 100_003 + n)
+        random = Random(n)
         order = self._order(n, random.getrandbits(32))
         verdict = Verdict()
         self._nursery.judges = order.judges
@@ -69,14 +62,17 @@ class Cycles:
             self._look(order, verdict)
         return verdict
 
-    def _order(self, n: int, seed: int) -> Order:
+    def _order(self, n: int, seed: int) -> Part:
         subject = replace(self._subject, durability="power" if n % 4 > 1 else "process")
         ledger, model = str(subject.path.parent / f"ledger{n}"), self._model.to_json()
         # After an even cycle the store is read here, so only the writers of even cycles find one that nobody
         # has looked at.
-        return Order(subject.fields, self._names, seed, ledger, model, evicts=self._evicts, judges=n % 2 == 0)
+        return Part(
+            "write", subject.fields, self._names, model, ledger=ledger, seed=seed,
+            evicts=self._evicts, judges=n % 2 == 0,
+        )  # fmt: skip
 
-    def _take_over(self, order: Order, verdict: Verdict) -> None:
+    def _take_over(self, order: Part, verdict: Verdict) -> None:
         """Take over a killed writer's reports: its verdict or opening time, and its ledger."""
         words = self._nursery.words
         if "verdict" in words:
@@ -86,18 +82,18 @@ class Cycles:
         elif "open" in words:
             verdict.recovery.append(float(words["open"]))
         else:
-            self.figures["while opening"] += 1
+            self._figures["while opening"] += 1
         complaints = Ledger.replay(order.ledger, self._model)
         verdict.wrong += len(complaints)
         verdict.notes += complaints
-        self.figures["unanswered"] += bool(self._model.unsure)
-        self.figures["calls"] += Path(order.ledger).read_bytes().count(b'"done"')
+        self._figures["unanswered"] += bool(self._model.unsure)
+        self._figures["calls"] += Path(order.ledger).read_bytes().count(b'"done"')
         Path(order.ledger).unlink()
 
-    def _look(self, order: Order, verdict: Verdict) -> None:
+    def _look(self, order: Part, verdict: Verdict) -> None:
         """Open it here, as the next owner."""
         with self._subject.recover(self._names, verdict) as store:
-            found = judge(store, self._model, order.must(self._model), self._names)
+            found = judge(store, self._model, order.must_after(self._model), self._names)
             check_integrity(store)
             evicted = store.usage().details.get("evicted", 0)
         verdict.add(found)

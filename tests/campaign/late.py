@@ -21,7 +21,7 @@ from tiercache_backends.chain import TierChain
 from tiercache_backends.memory import MemoryBackend
 
 from tests.campaign.model import Verdict
-from tests.campaign.report import Row, Steps
+from tests.campaign.report import Row, Run
 from tests.storage_backends.chain.stores import chain_over
 from tests.storage_backends.grpc.daemon import Daemon
 from tests.storage_backends.grpc.nodes import scratch, section
@@ -74,17 +74,14 @@ class Memory(HostArena):
             self.in_force += by
 
 
-def campaign(kind: str, trials: int, seed: int, base: Path, steps: Steps) -> list[Row]:
-    """Make `trials` trials with each of STORES; `kind` does not matter."""
-    rows = []
+def campaign(run: Run) -> Iterator[Row]:
+    """Trials with each of STORES."""
     for name in STORES:
         row = Row("late", name)
-        rows.append(row)
-        with rig(name, Path(tempfile.mkdtemp(dir=base))) as client:
-            for n in steps.over(range(trials), f"late {name}"):
-                row.take(lambda n=n, c=client: c.trial(seed + n), f"seed {seed + n}")
+        with tempfile.TemporaryDirectory(dir=run.base) as base, rig(name, Path(base)) as client:
+            run.row(row, lambda seed, _, client=client: client.trial(seed))
         row.figures = dict(sorted(client.counts.items()))
-    return rows
+        yield row
 
 
 @contextmanager

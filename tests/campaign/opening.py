@@ -7,22 +7,20 @@ a part that says nothing of objects, as much as an opening saves that nobody dis
 
 from __future__ import annotations
 
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 
+from tests.campaign.actors import Part
 from tests.campaign.damage import DAMAGES, NAMES, UNMENDED, Damage, Spoiled, Template, template
 from tests.campaign.model import Verdict, Version
-from tests.campaign.parts import Part, looked, played, spread
-from tests.campaign.report import Row, Steps
+from tests.campaign.report import Row, Run
 from tests.campaign.stores import Subject
-from tests.campaign.victims import Nursery
+from tests.campaign.victims import Nursery, spread
 
 CASES = 4
 """Instances of each damage; the calls of an opening are tried with the first."""
@@ -54,22 +52,15 @@ class Undisturbed:
     found: dict[int, int] | None
 
 
-def campaign(kind: str, trials: int, seed: int, base: Path, steps: Steps) -> list[Row]:
+def campaign(run: Run) -> Iterator[Row]:
     """One row for each damage."""
-    fitting = {name: damage for name, (damage, kinds) in DAMAGES.items() if kind in kinds}
-    rows = []
-    directory = Path(tempfile.mkdtemp(dir=base))
-    made = template(kind, directory)
-    with Nursery("tests.campaign.actors") as nursery:
+    fitting = {name: damage for name, (damage, kinds) in DAMAGES.items() if run.kind in kinds}
+    with TemporaryDirectory(dir=run.base) as directory, Nursery() as nursery:
+        made = template(run.kind, Path(directory))
         for name, damage in fitting.items():
-            row = Row("open", f"{kind}, {name}")
-            openings = Openings(nursery, made, damage, seed, directory)
-            for kill in steps.over(list(openings.plan(-(-trials // len(fitting)))), f"open {row.backend}"):
-                row.take(partial(openings.run, kill), str(kill))
-            row.figures = openings.figures
-            rows.append(row)
-    shutil.rmtree(directory)
-    return rows
+            row = Row("open", f"{run.kind}, {name}")
+            openings = Openings(nursery, made, damage, run.seed, row)
+            yield run.row(row, openings.run, list(openings.plan(-(-run.trials // len(fitting)))))
 
 
 class Openings:
@@ -78,29 +69,17 @@ class Openings:
     Thread safety: one thread.
     """
 
-    def __init__(self, nursery: Nursery, made: Template, damage: Damage, seed: int, base: Path) -> None:
-        self._nursery, self._template, self._damage, self._seed, self._base = (
-            nursery,
-            made,
-            damage,
-            seed,
-            base,
-        )
+    def __init__(self, nursery: Nursery, made: Template, damage: Damage, seed: int, row: Row) -> None:
+        self._nursery, self._template, self._damage, self._seed = nursery, made, damage, seed
         self._known: dict[int, Undisturbed] = {}
-        self.figures = {
-            "killed": 0,
-            "twice": 0,
-            "ended before": 0,
-            "crashed": 0,
-            "calls": 0,
-            "saved undisturbed, least": NAMES,
-        }
+        names = ("killed", "twice", "ended before", "crashed", "calls")
+        self._figures = row.figures = dict.fromkeys(names, 0) | {"saved undisturbed, least": NAMES}
 
     def plan(self, budget: int) -> Iterator[Kill]:
         """Every call of an opening, or of a small budget half; then random moments."""
         random = Random(self._seed)
         calls = self._undisturbed(0).calls
-        self.figures["calls"] = calls
+        self._figures["calls"] = calls
         chosen = min(calls, MOST_CALLS if budget > SMALL else budget // 2 + 1)
         for n, call in enumerate(spread(calls, chosen, random)):
             yield Kill(call=call, again=random.randint(1, calls) if n % 3 == 2 else 0)
@@ -111,23 +90,19 @@ class Openings:
                 again=random.randint(1, calls) if n % 3 == 2 else 0,
             )
 
-    def run(self, kill: Kill) -> Verdict:
+    def run(self, kill: Kill, directory: Path) -> Verdict:
         """Spoil a copy, kill who opens it, look at it."""
         undisturbed = self._undisturbed(kill.case)
-        directory, subject, spoiled = self._spoil(kill.case)
-        try:
-            self._kill(subject, kill, undisturbed)
-            if kill.again:
-                self.figures["twice"] += self._open(subject, kill.again) == -signal.SIGKILL
-            spoiled.undo()
-            must = self._must(spoiled, undisturbed)
-            verdict = self._look(subject, must)
-            if not spoiled.kept():
-                verdict.lost += NAMES
-                verdict.notes.append("what was put aside is gone")
-            return verdict
-        finally:
-            shutil.rmtree(directory)
+        subject, spoiled = self._spoil(kill.case, directory)
+        self._kill(subject, kill, undisturbed)
+        if kill.again:
+            self._figures["twice"] += self._open(subject, kill.again) == -signal.SIGKILL
+        spoiled.undo()
+        verdict = self._look(subject, self._must(spoiled, undisturbed))
+        if not spoiled.kept():
+            verdict.lost += NAMES
+            verdict.notes.append("what was put aside is gone")
+        return verdict
 
     def _must(self, spoiled: Spoiled, undisturbed: Undisturbed) -> set[Version]:
         stored = self._template.model.certain()
@@ -136,34 +111,28 @@ class Openings:
             return {version for version in stored if found.get(version.name) == version.turn}
         return {version for version in stored if version.name not in spoiled.loses}
 
-    def _spoil(self, case: int) -> tuple[Path, Subject, Spoiled]:
-        directory = Path(tempfile.mkdtemp(dir=self._base))
+    def _spoil(self, case: int, directory: Path) -> tuple[Subject, Spoiled]:
         subject = self._template.copy(directory / "store", closed=case % 2 == 1)
-        return (
-            directory,
-            subject,
-            self._damage(self._template, subject.path, Random(self._seed * 1009 + case)),
-        )
+        return subject, self._damage(self._template, subject.path, Random(self._seed * 1009 + case))
 
     def _undisturbed(self, case: int) -> Undisturbed:
         """Open a spoiled copy whole, and look at it."""
         if case not in self._known:
-            directory, subject, spoiled = self._spoil(case)
-            status = self._open(subject, 0)
-            words = self._nursery.words
-            spoiled.undo()
-            # who crashes says nothing
-            calls, seconds = (int(words.get("calls", 1)), float(words.get("seconds", 0.02)))
-            self._crashed(status)
-            try:
-                found: dict[int, int] | None = self._look(subject, set()).found
-            except RuntimeError:
-                found = None
-            shutil.rmtree(directory)
+            with TemporaryDirectory(dir=self._template.running.parent) as directory:
+                subject, spoiled = self._spoil(case, Path(directory))
+                status = self._open(subject, 0)
+                words = self._nursery.words
+                spoiled.undo()
+                # who crashes says nothing
+                calls, seconds = (int(words.get("calls", 1)), float(words.get("seconds", 0.02)))
+                self._crashed(status)
+                try:
+                    found: dict[int, int] | None = self._look(subject, set()).found
+                except RuntimeError:
+                    found = None
             self._known[case] = Undisturbed(calls, seconds, found)
-            self.figures["saved undisturbed, least"] = min(
-                self.figures["saved undisturbed, least"], len(found or ())
-            )
+            least = "saved undisturbed, least"
+            self._figures[least] = min(self._figures[least], len(found or ()))
         return self._known[case]
 
     def _kill(self, subject: Subject, kill: Kill, undisturbed: Undisturbed) -> None:
@@ -173,19 +142,18 @@ class Openings:
             self._nursery.start(Part("open_and_close", subject.fields))
             time.sleep(kill.moment * undisturbed.seconds)
             status = self._nursery.end()
-        self.figures["killed"] += status == -signal.SIGKILL
-        self.figures["ended before"] += status >= 0
+        self._figures["killed"] += status == -signal.SIGKILL
+        self._figures["ended before"] += status >= 0
         self._crashed(status)
 
     def _crashed(self, status: int) -> None:
-        self.figures["crashed"] += status < 0 and status != -signal.SIGKILL
+        self._figures["crashed"] += status < 0 and status != -signal.SIGKILL
 
     def _open(self, subject: Subject, kill_at: int) -> int:
-        return played(self._nursery, Part("open_and_close", subject.fields, kill_at=kill_at))
+        return self._nursery.played(Part("open_and_close", subject.fields, kill_at=kill_at))
 
     def _look(self, subject: Subject, must: set[Version]) -> Verdict:
         checks = not (subject.kind == "lmdb" and self._damage in UNMENDED)
         model = self._template.model.to_json()
-        return looked(
-            self._nursery, Part("look", subject.fields, NAMES, model, must=sorted(must), checks=checks)
-        )
+        look = Part("look", subject.fields, NAMES, model, must=sorted(must), checks=checks)
+        return self._nursery.looked(look)

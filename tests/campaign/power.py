@@ -16,14 +16,15 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 
+from tests.campaign.actors import Part
 from tests.campaign.model import Ledger, Model, Verdict, judge
-from tests.campaign.report import Row, Steps
+from tests.campaign.report import Row, Run
 from tests.campaign.stores import Subject, check_integrity
 from tests.campaign.victims import Nursery
-from tests.campaign.writer import Order
 
 IMAGE_BYTES = 64 << 20
 CAPACITY = 24 << 20
@@ -48,30 +49,26 @@ def unfit() -> str:
             return f"{error.cmd[0]} refused: {error.stderr.strip()}"
 
 
-def campaign(kind: str, trials: int, seed: int, base: Path, steps: Steps) -> list[Row]:
+def campaign(run: Run) -> Iterator[Row]:
     """Half of the cuts with everything kept that was acknowledged, half with only what was flushed.
 
     A third kind, in which nothing is ever flushed, shows that the cuts do cut: what they take is under "torn
     found", or just absent.
     """
     if why := unfit():
-        return [Row("power", kind, skipped=f"skipped: {why}")]
-    plans = [
-        ("power", True, trials - trials // 2),
-        ("process", True, trials // 2),
-        ("process", False, max(1, trials // 5)),
-    ]
-    rows = []
+        yield Row("power", run.kind, skipped=f"skipped: {why}")
+        return
+    half, few = run.trials // 2, max(1, run.trials // 5)
     with Nursery() as nursery:
-        for durability, flushes, count in plans:
-            name = f"{kind} {durability}"
+        for durability, flushes, count in (
+            ("power", True, run.trials - half),
+            ("process", True, half),
+            ("process", False, few),
+        ):
+            name = f"{run.kind} {durability}"
             row = Row("power", name if flushes else f"{name}, never flushed")
-            for n in steps.over(range(count), f"power {row.backend}"):
-                cut = Cut(nursery, kind, durability, flushes, Random(seed * 100_003 + n))
-                row.take(lambda cut=cut: cut.run(base), f"cut {n}")
-                row.figures = {name: row.figures.get(name, 0) + value for name, value in cut.figures.items()}
-            rows.append(row)
-    return rows
+            cut = partial(Cut, nursery, row, run.kind, durability, flushes)
+            yield run.row(row, lambda seed, at, cut=cut: cut(Random(seed)).run(at), run.seeds[:count])
 
 
 class Cut:
@@ -80,40 +77,26 @@ class Cut:
     Thread safety: one thread.
     """
 
-    def __init__(self, nursery: Nursery, kind: str, durability: str, flushes: bool, random: Random) -> None:
-        self._nursery, self._kind, self._durability, self._flushes, self._random = (
-            nursery,
-            kind,
-            durability,
-            flushes,
-            random,
-        )
+    def __init__(
+        self, nursery: Nursery, row: Row, kind: str, durability: str, flushes: bool, random: Random
+    ) -> None:
+        self._nursery, self._row, self._kind, self._durability = nursery, row, kind, durability
+        self._flushes, self._random = flushes, random
         self._names = random.choice((ROOMY, EVICTING))
-        self.figures = {"copied again": 0}
 
-    def run(self, base: Path) -> Verdict:
-        """Let a writer work, cut, and look at the copy. `base`: a directory on a real disk."""
-        directory = Path(tempfile.mkdtemp(dir=base))
-        try:
-            model = self._cut(directory)
-            return self._look(directory, model)
-        finally:
-            shutil.rmtree(directory)
+    def run(self, directory: Path) -> Verdict:
+        """Let a writer work, cut, and look at the copy, in a directory on a real disk."""
+        return self._look(directory, self._cut(directory))
 
     def _cut(self, directory: Path) -> Model:
         """`directory/left` is the image after the cut; returns what was acknowledged."""
         with mounted(new_image(directory / "image"), directory / "before") as (mount, device):
             model, ledger = Model(), str(directory / "ledger")
             subject = Subject(self._kind, mount / "store", CAPACITY, self._durability)
-            order = Order(
-                subject.fields,
-                self._names,
-                self._random.getrandbits(32),
-                ledger,
-                model.to_json(),
-                evicts=True,
-                flushes=self._flushes,
-            )
+            order = Part(
+                "write", subject.fields, self._names, model.to_json(), ledger=ledger,
+                seed=self._random.getrandbits(32), evicts=True, flushes=self._flushes,
+            )  # fmt: skip
             self._nursery.judges = False
             self._nursery.start(order)
             try:
@@ -122,7 +105,8 @@ class Cut:
                     _call("sync", "-f", str(mount))  # the write-back, which comes when it likes
                 self._nursery.live(self._random, WORK_SECONDS / 2)
                 self._nursery.stop()
-                self.figures["copied again"] = copy_still(directory / "image", directory / "left", device)
+                again = copy_still(directory / "image", directory / "left", device)
+                self._row.count({"copied again": again})
             finally:
                 self._nursery.kill()
         complaints = Ledger.replay(ledger, model)
@@ -142,11 +126,8 @@ class Cut:
                 verdict.add(found := judge(store, model, must, self._names))
                 check_integrity(store)
             gone = sum(found.found.get(v.name) != v.turn for v in model.certain())
-            self.figures |= {
-                "acknowledged": len(model.certain()),
-                "demanded": len(must),
-                "acknowledged and gone": gone,
-            }
+            figures = {"acknowledged": len(model.certain()), "demanded": len(must)}
+            self._row.count(figures | {"acknowledged and gone": gone})
         return verdict
 
 
@@ -154,16 +135,8 @@ def new_image(path: Path) -> Path:
     """An empty ext4 file system in a file; nothing of it is made later in the background."""
     with path.open("wb") as file:
         file.truncate(IMAGE_BYTES)
-    _call(
-        "mkfs.ext4",
-        "-q",
-        "-F",
-        "-b",
-        "4096",
-        "-E",
-        "lazy_itable_init=0,lazy_journal_init=0,nodiscard",
-        str(path),
-    )
+    options = "-q -F -b 4096 -E lazy_itable_init=0,lazy_journal_init=0,nodiscard"
+    _call("mkfs.ext4", *options.split(), str(path))
     return path
 
 

@@ -12,20 +12,19 @@ import json
 import os
 import shutil
 import struct
-import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from tests.campaign.actors import Killer, Part, job, say
 from tests.campaign.model import Verdict
-from tests.campaign.parts import Killer, Part, died, job, played
-from tests.campaign.report import Row, Steps
+from tests.campaign.report import Row, Run
 from tests.campaign.stores import Subject
 from tests.campaign.victims import Nursery
-from tests.campaign.writer import say
 from tests.storage_backends.lmdb.hooks import page_kinds
 from tiercache.core import Outcome
 from tiercache.errors import StorageError
@@ -40,40 +39,31 @@ MAY_REFUSE = ("exists", "delete", "scan", "describe", "namespaces", "usage", "co
 FIGURES = ("signal", "signal again", "raised", "counters", "lost stores")
 
 
-def campaign(kind: str, trials: int, seed: int, base: Path, steps: Steps) -> list[Row]:
+def campaign(run: Run) -> Iterator[Row]:
     """One row for a store that is closed when bytes change, and one for a store that is open."""
-    if kind != "lmdb":
-        return []
-    directory = Path(tempfile.mkdtemp(dir=base))
-    made = Subject(kind, directory / "made", CAPACITY)
-    rows = []
-    with Nursery("tests.campaign.actors") as nursery:
-        played(nursery, Part("fill", made.fields))
+    with TemporaryDirectory(dir=run.base) as directory, Nursery() as nursery:
+        made = Subject(run.kind, Path(directory) / "made", CAPACITY)
+        nursery.played(Part("fill", made.fields))
         for when in ("closed", "open"):
-            row = Row("rot", f"{kind}, {when}", figures=dict.fromkeys(FIGURES, 0))
-            for n in steps.over(range(trials), f"rot {row.backend}"):
-                row.take(partial(trial, nursery, made, when, Random(seed * 1009 + n), row), f"seed {n}")
-            rows.append(row)
-    shutil.rmtree(directory)
-    return rows
+            row = Row("rot", f"{run.kind}, {when}", figures=dict.fromkeys(FIGURES, 0))
+            yield run.row(row, partial(trial, nursery, row, made, when))
 
 
-def trial(nursery: Nursery, made: Subject, when: str, random: Random, row: Row) -> Verdict:
+def trial(nursery: Nursery, row: Row, made: Subject, when: str, seed: int, directory: Path) -> Verdict:
     """Change bytes of a copy, and use it three times."""
-    with tempfile.TemporaryDirectory(dir=made.path.parent) as directory:
-        subject = made.at(Path(directory) / "store")
-        shutil.copytree(made.path, subject.path)
-        data = subject.path / "database" / "data.mdb"
-        role, changes = rot(data, random)
-        if when == "closed":
-            change(data, changes)
-        first = [json.dumps(changes)] if when == "open" else []
-        statuses, answers = [], []
-        for how in (first, [], []):
-            statuses.append(played(nursery, Part("decay", subject.fields, how=how)))
-            answers.append(json.loads(nursery.words.get("found", "{}")))
-            if statuses[-1] > 0:
-                answers[-1].setdefault("raised", []).append(died(nursery))
+    random, subject = Random(seed), made.at(directory / "store")
+    shutil.copytree(made.path, subject.path)
+    data = subject.path / "database" / "data.mdb"
+    role, changes = rot(data, random)
+    if when == "closed":
+        change(data, changes)
+    first = [json.dumps(changes)] if when == "open" else []
+    statuses, answers = [], []
+    for how in (first, [], []):
+        statuses.append(nursery.played(Part("decay", subject.fields, how=how)))
+        answers.append(json.loads(nursery.words.get("found", "{}")))
+        if statuses[-1] > 0:
+            answers[-1].setdefault("raised", []).append(nursery.died)
     raised = [what for found in answers for what in found.get("raised", [])]
     last = answers[-1]
     verdict = Verdict(wrong=sum(found.get("wrong", 0) for found in answers), present=last.get("hits", 0))
@@ -84,8 +74,7 @@ def trial(nursery: Nursery, made: Subject, when: str, random: Random, row: Row) 
         "counters": not last.get("counted"),
         "lost stores": last.get("hits", 0) < NAMES // 4,
     }
-    for name, count in figures.items():
-        row.figures[name] += count
+    row.count(figures)
     verdict.failed = sum(figures[name] for name in ("signal again", "raised", "counters"))
     verdict.lost = int(figures["lost stores"])
     if verdict.failed or verdict.lost or verdict.wrong or figures["signal"]:

@@ -7,34 +7,32 @@ import os
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 
-from tests.campaign.report import Row, Steps
+from tests.campaign.report import Row, Run
 
 BATCH = 50
 """Seeds of one job."""
 
 
-def campaign(kind: str, trials: int, seed: int, base: Path, steps: Steps) -> list[Row]:
-    """Run `trials` seeds from `seed` on, on all cores: a row of processes, and one of ranks with a tenth."""
-    rows = []
+def campaign(run: Run) -> Iterator[Row]:
+    """Run seeds on all cores: a row of processes, and one of ranks with a tenth."""
     os.environ["PYTHONHASHSEED"] = "0"  # the order of a set of strings would differ between processes
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        for who, run, ends in (("processes", lives, seed + trials), ("ranks", crews, seed + trials // 10)):
-            row, began, counts = Row("simulate", who, ends - seed), time.perf_counter(), Counter[str]()
-            jobs = [range(n, min(n + BATCH, ends)) for n in range(seed, ends, BATCH)]
-            results = pool.map(run, jobs)
-            for _ in steps.over(jobs, f"{row.campaign} {row.backend}"):
+        for who, live, ends in (("processes", lives, run.trials), ("ranks", crews, run.trials // 10)):
+            row, began, counts = Row("simulate", who, ends), time.perf_counter(), Counter[str]()
+            seeds = range(run.seed, run.seed + ends)
+            jobs = [seeds[n : n + BATCH] for n in range(0, ends, BATCH)]
+            results = pool.map(live, jobs)
+            for _ in run.over(jobs, f"{row.campaign} {row.backend}"):
                 found, notes = next(results)
                 counts.update(found)
                 row.verdict.failed += len(notes)
                 row.verdict.notes += notes
             row.seconds, row.figures = time.perf_counter() - began, dict(sorted(counts.items()))
-            rows.append(row)
-    return rows
+            yield row
 
 
 def lives(seeds: range) -> tuple[dict[str, int], list[str]]:

@@ -11,11 +11,10 @@ import ctypes
 import json
 import logging
 import os
-import subprocess
 import sys
-import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -25,9 +24,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tests.campaign.model import Verdict, Version
-from tests.campaign.report import Row, Steps
+from tests.campaign.report import Row, Run, apart
 from tests.campaign.stores import Subject, check_integrity, descriptors
-from tests.campaign.victims import ROOT
 from tests.storage_backends.local.files import disk_bytes
 from tiercache.core import Outcome
 from tiercache.storage.base import StorageBackend
@@ -43,22 +41,15 @@ WARM_UP = 0.5
 """The samples of the first half do not count: caches fill, and the allocator finds its size."""
 
 
-def campaign(kind: str, seconds: int, seed: int, base: Path, steps: Steps) -> list[Row]:
-    """One soak."""
-    row = Row("soak", kind)
-    directory = tempfile.mkdtemp(dir=base)
-    for _ in steps.over(range(1), f"soak {kind}, {seconds} s"):
-        row.take(lambda: _child(kind, directory, seconds, seed, row), f"seed {seed}")
-    return [row]
+def campaign(run: Run) -> Iterator[Row]:
+    """One soak, of as many seconds as there would be trials."""
+    row = Row("soak", run.kind)
 
+    def trial(seed: int, directory: Path) -> Verdict:
+        verdict, row.figures = apart("tests.campaign.soak", run.kind, directory, run.trials, seed)
+        return verdict
 
-def _child(kind: str, directory: str, seconds: int, seed: int, row: Row) -> Verdict:
-    arguments = [sys.executable, "-m", "tests.campaign.soak", kind, directory, str(seconds), str(seed)]
-    done = subprocess.run(arguments, capture_output=True, text=True, cwd=ROOT, check=False)
-    if done.returncode:
-        raise RuntimeError(f"ended with status {done.returncode}: {done.stderr[-2000:]}")
-    verdict, row.figures = json.loads(done.stdout)
-    return Verdict(**verdict)
+    yield run.row(row, trial, run.seeds[:1])
 
 
 class Sample(NamedTuple):

@@ -12,32 +12,26 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from random import Random
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
+from tests.campaign.actors import ACT, Part
+from tests.campaign.model import Verdict
+from tests.campaign.report import ROOT
 from tests.processes import wait_suspended
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-ROOT = Path(__file__).parents[2]
 
 
 class Nursery:
-    """One process that forks others, one after the other, by the orders of its module.
+    """One process that forks others, one after the other, each for a part (see `actors`).
 
     Thread safety: one thread.
     """
 
-    def __init__(self, module: str = "tests.campaign.writer") -> None:
-        self._module = module
-
     def __enter__(self) -> Self:
         # In a session of its own: Ctrl-C is for the campaign, which then ends the nursery in order.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", self._module],
+            [sys.executable, "-c", ACT],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -55,11 +49,11 @@ class Nursery:
             self.end()
         self._process.communicate()
 
-    def start(self, order: DataclassInstance) -> None:
-        """Let a process be born; it begins with its order at once."""
+    def start(self, part: Part) -> None:
+        """Let a process be born; it begins with its part at once."""
         self.words = {}
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asdict(order)) + "\n")
+        self._process.stdin.write(json.dumps(asdict(part)) + "\n")
         self._process.stdin.flush()
         self.hear("pid")
         # By descriptor: the number may be another process's when the writer has ended by itself.
@@ -116,7 +110,33 @@ class Nursery:
         self._pid_fd = -1
         return int(self.words["ended"])
 
+    def played(self, part: Part) -> int:
+        """Let a part be played to its end: the exit status, or the negative number of the signal."""
+        self.start(part)
+        return self.wait()
+
+    def looked(self, part: Part) -> Verdict:
+        """Let a process read the store, and return its verdict; raise RuntimeError if it reports none."""
+        status = self.played(part)
+        if "verdict" not in self.words:
+            raise RuntimeError(self.died or f"who looked ended with status {status}")
+        verdict = Verdict(**json.loads(self.words["verdict"]))
+        verdict.found = {int(name): turn for name, turn in verdict.found.items()}
+        return verdict
+
+    @property
+    def died(self) -> str:
+        """The last line of what the process raised; empty where it raised nothing."""
+        return json.loads(self.words.get("died", '""')).strip().rpartition("\n")[2]
+
     def _send(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):  # it ended by itself, which `kill` reports
             if self._pid_fd >= 0:
                 signal.pidfd_send_signal(self._pid_fd, number)
+
+
+def spread(calls: int, count: int, random: Random) -> list[int]:
+    """Pick numbers from 1 to `calls`, spread evenly; all of them, where there are not enough."""
+    if count >= calls:
+        return list(range(1, calls + 1))
+    return [random.randint(calls * n // count + 1, calls * (n + 1) // count) for n in range(count)]
