@@ -11,7 +11,7 @@ from tiercache.controller import Status
 from tiercache.core import Outcome, Reason, Tier
 from tiercache.errors import PoolFullError, StorageError
 from tiercache.storage.registry import open_backend
-from tiercache.testing.outage import Outage
+from tiercache.testing.faulty import Outage
 
 
 @pytest.fixture(params=["memory", "file"])

@@ -18,8 +18,8 @@ from tiercache.controller import ControllerOptions
 from tiercache.core import Outcome, Tier
 from tiercache.storage.base import SetItem
 from tiercache.storage.registry import open_backend
+from tiercache.testing.faulty import Outage
 from tiercache.testing.objects import fetch
-from tiercache.testing.outage import Outage
 
 CHAT = [*prompt(1, 2, 3), 5]
 OBJECTS = 4

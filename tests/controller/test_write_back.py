@@ -11,7 +11,7 @@ from tiercache.core import Tier
 from tiercache.errors import ConfigError
 from tiercache.policy import Lru
 from tiercache.storage.registry import open_backend
-from tiercache.testing.outage import Outage
+from tiercache.testing.faulty import Outage
 
 BLOCKS = 120
 """A session of three pages and a state takes some ten of them."""

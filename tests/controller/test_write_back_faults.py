@@ -20,7 +20,7 @@ from tiercache.controller import WRITE_BACK, ControllerOptions
 from tiercache.core import Tier
 from tiercache.errors import ClosedError, StorageError
 from tiercache.storage.registry import open_backend
-from tiercache.testing.outage import Outage
+from tiercache.testing.faulty import Outage
 
 NAMES = range(10, 80, 10)
 PAGES = 4

@@ -31,7 +31,7 @@ from tiercache.metrics.families import label_sets
 from tiercache.metrics.table import HEALTHS
 from tiercache.storage.base import SetItem, StorageBackend, TierReport, Usage
 from tiercache.storage.wrappers import Wrapper
-from tiercache.testing.latency import Latency
+from tiercache.testing.faulty import Latency
 from tiercache.testing.objects import key, payload, put, to_set
 from tiercache.wire import attachment, messages
 from tiercache.wire.methods import ATTACH_SOCKET, GRPC_SOCKET, METHODS, SESSION_METADATA

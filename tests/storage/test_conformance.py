@@ -20,10 +20,8 @@ from tiercache.errors import StorageError
 from tiercache.storage.base import NamespaceRecord, StorageBackend
 from tiercache.storage.wrappers import Metered
 from tiercache.testing.conformance import BackendConformance
-from tiercache.testing.faulty import Faulty, Rates
-from tiercache.testing.latency import Latency
+from tiercache.testing.faulty import Faulty, Latency, Outage, Rates
 from tiercache.testing.objects import NAMESPACE, OTHER_NAMESPACE, key, payload, put, to_set
-from tiercache.testing.outage import Outage
 from tiercache.testing.stateful import BackendMachine, EvictingMachine
 
 OFTEN = Rates(error=0.05, throttled=0.05, corrupt=0.05, miss=0.05)

@@ -21,8 +21,8 @@ from tiercache.keys import Shard
 from tiercache.pools import HostArena, HostPool
 from tiercache.storage.base import NamespaceRecord, SetItem, SharedMemory
 from tiercache.storage.hybrid import HybridStorage, is_outage
+from tiercache.testing.faulty import Outage
 from tiercache.testing.objects import NAMESPACE, page_key
-from tiercache.testing.outage import Outage
 
 KV, MAMBA, SWA, INDEXER = PoolName.KV, PoolName.MAMBA, PoolName.SWA, PoolName.INDEXER
 BLOCK = 4096

@@ -21,10 +21,8 @@ from tiercache.pools import HostArena
 from tiercache.storage.base import NamespaceRecord, SharedMemory, StorageBackend, StoreContext
 from tiercache.storage.env import Env
 from tiercache.storage.wrappers import Metered, StoreMetrics, Wrapper, unwrap
-from tiercache.testing.faulty import Faulty, Rates
-from tiercache.testing.latency import Latency
+from tiercache.testing.faulty import Faulty, Latency, Outage, Rates
 from tiercache.testing.objects import NAMESPACE, content, fetch, key, payload, put, to_get, to_set
-from tiercache.testing.outage import Outage
 
 HIT, MISS, STORED = Outcome.HIT, Outcome.MISS, Outcome.STORED
 CORRUPT, THROTTLED, ERROR = Outcome.CORRUPT, Outcome.THROTTLED, Outcome.ERROR

@@ -13,6 +13,5 @@ The package needs pytest and hypothesis. Import its modules by name:
     objects                 keys, payloads and items for tests
     faults                  disk calls that fail on demand (FaultEnv)
     crash                   the data that a power cut leaves (CrashEnv)
-    unsynced                changes that are not on the medium yet, as `crash` records them
-    faulty, latency, outage   wrappers that misbehave on purpose
+    faulty                  stores that misbehave on purpose: Faulty, Outage, Latency
 """

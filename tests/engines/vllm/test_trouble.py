@@ -27,8 +27,7 @@ from tiercache.storage.base import StorageBackend  # noqa: E402
 from tiercache.storage.registry import open_backend  # noqa: E402
 from tiercache.storage.wrappers import Wrapper  # noqa: E402
 from tiercache.testing.faults import FaultEnv  # noqa: E402
-from tiercache.testing.faulty import Faulty, Rates  # noqa: E402
-from tiercache.testing.latency import Latency  # noqa: E402
+from tiercache.testing.faulty import Faulty, Latency, Rates  # noqa: E402
 
 
 class Held(Wrapper):

@@ -10,7 +10,7 @@ from tiercache_backends.memory import MemoryBackend
 from tests.storage_backends.chain.hooks import QuickClock, tier_of
 from tiercache.core import Outcome
 from tiercache.errors import RefusedError, UnavailableError
-from tiercache.testing.latency import Latency
+from tiercache.testing.faulty import Latency
 from tiercache.testing.objects import key
 
 HIT, MISS, STORED, UNAVAILABLE = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.UNAVAILABLE

@@ -20,8 +20,8 @@ from tests.examples import example_count
 from tests.storage_backends.chain.hooks import QuickClock, tier_of
 from tiercache.core import Outcome
 from tiercache.errors import StorageError, UnavailableError
+from tiercache.testing.faulty import Outage
 from tiercache.testing.objects import content, key, payload, to_get, to_set
-from tiercache.testing.outage import Outage
 
 NAMES = st.lists(st.integers(0, 7), min_size=1, max_size=4)
 SIZE = 3000

@@ -29,8 +29,8 @@ from tiercache.errors import RefusedError, StorageError, UnavailableError
 from tiercache.storage import open_backend
 from tiercache.storage.base import NamespaceRecord
 from tiercache.testing.faults import FaultEnv
+from tiercache.testing.faulty import Outage
 from tiercache.testing.objects import NAMESPACE, fetch, key, payload, put, to_get
-from tiercache.testing.outage import Outage
 
 HIT, MISS, STORED, UNAVAILABLE = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.UNAVAILABLE
 SIZE = 5000

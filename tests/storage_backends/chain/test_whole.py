@@ -21,8 +21,8 @@ from tiercache.daemon import StorageServer
 from tiercache.errors import ClosedError, RefusedError, StorageError, UnavailableError
 from tiercache.storage.base import ScanEntry
 from tiercache.storage.registry import open_backend
+from tiercache.testing.faulty import Outage
 from tiercache.testing.objects import fetch, key, payload, put, to_set
-from tiercache.testing.outage import Outage
 
 HIT, MISS, STORED, UNAVAILABLE = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.UNAVAILABLE
 SIZE = 5000

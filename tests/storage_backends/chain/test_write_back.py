@@ -18,8 +18,8 @@ from tiercache.core import ObjectKey, Outcome
 from tiercache.errors import ConfigError
 from tiercache.storage import open_backend
 from tiercache.storage.base import NamespaceRecord, SetItem, StorageBackend, TierReport
+from tiercache.testing.faulty import Outage
 from tiercache.testing.objects import NAMESPACE, chain, fetch, key, payload, state_of, to_set
-from tiercache.testing.outage import Outage
 
 STORED, HIT = Outcome.STORED, Outcome.HIT
 MIB = 1 << 20

@@ -15,27 +15,20 @@ has the tests of one theme.
 import pytest
 
 _THEMES = (
-    "attaching", "batches", "coldest", "damage", "describing", "eviction", "figures", "full_disk", "objects",
-    "persistence", "refusals",
-    "restorable", "shares", "sharing", "threads", "values", "watching",
+    "coldest", "damage", "eviction", "figures", "objects", "persistence", "restorable", "shares", "threads",
+    "values", "watching",
 )  # fmt: skip
 pytest.register_assert_rewrite(*(f"{__name__}.{theme}" for theme in _THEMES))
 
-from tiercache.testing.conformance.attaching import Attaching
-from tiercache.testing.conformance.batches import Batches
 from tiercache.testing.conformance.coldest import Coldest
 from tiercache.testing.conformance.damage import Damage
-from tiercache.testing.conformance.describing import Describing
 from tiercache.testing.conformance.eviction import Eviction
 from tiercache.testing.conformance.figures import Figures
-from tiercache.testing.conformance.full_disk import FullDisk
 from tiercache.testing.conformance.hooks import BackendHooks
 from tiercache.testing.conformance.objects import Objects
 from tiercache.testing.conformance.persistence import Persistence
-from tiercache.testing.conformance.refusals import Refusals
 from tiercache.testing.conformance.restorable import Restorable
 from tiercache.testing.conformance.shares import SharesTests
-from tiercache.testing.conformance.sharing import Sharing
 from tiercache.testing.conformance.threads import Threads
 from tiercache.testing.conformance.values import Values
 from tiercache.testing.conformance.watching import Watching
@@ -45,12 +38,8 @@ __all__ = ["BackendConformance", "BackendHooks"]
 
 class BackendConformance(
     Objects,
-    Batches,
-    Refusals,
     Damage,
-    FullDisk,
     Figures,
-    Describing,
     Coldest,
     Threads,
     Eviction,
@@ -58,10 +47,8 @@ class BackendConformance(
     Values,
     SharesTests,
     Persistence,
-    Sharing,
-    Attaching,
     Watching,
-):
+):  # fmt: skip
     """Conformance tests of a store, as a base class for a test class.
 
     A subclass supplies the hooks (see `BackendHooks`). pytest then runs all tests of the contract on the

@@ -1,23 +1,21 @@
-"""Tests of a medium whose bytes change without the store's knowledge.
-
-A get never returns wrong bytes. After a get has answered CORRUPT, a set stores the object again.
-"""
+"""Tests of damaged media, and of a full one: no damaged byte is ever returned."""
 
 # ruff: noqa: D102 (a test is named for what it checks)
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from tiercache.storage.base import StorageBackend
-from tiercache.testing.conformance.hooks import CORRUPT, ERROR, HIT, MISS, STORED, BackendHooks
+from tiercache.testing.conformance.hooks import CORRUPT, ERROR, HIT, MISS, STORED, THROTTLED, BackendHooks
 from tiercache.testing.objects import chain, content, fetch, key, payload, put, to_get, to_set
 
 
 class Damage(BackendHooks):
-    """Tests of damaged objects.
+    """Tests of damage, and of a medium that takes no more.
 
     Thread safety: as `BackendHooks`.
     """
@@ -112,3 +110,43 @@ class Damage(BackendHooks):
         assert answers[1] is CORRUPT or content(items[1]) == payload("first", 5000)
         assert put(store, key("last"), payload("last", size)) is STORED
         assert fetch(store, key("last"), size) == payload("last", size)
+
+    @pytest.fixture
+    def full(self, store: StorageBackend) -> Iterator[StorageBackend]:
+        """Provide a store with the objects 0 to 4 on a full medium; object 0 is damaged."""
+        if not self.has("fill_disk"):
+            pytest.skip("the hooks cannot fill the medium")
+        for n in range(5):
+            put(store, key(n), payload(n, 9000))
+        self.corrupt(store, key(0))
+        self.fill_disk(store)
+        yield store
+        self.free_disk(store)
+
+    def test_new_objects_are_throttled_and_held_ones_are_there(self, full: StorageBackend) -> None:
+        items = [to_set(key(n), payload(n, 9000)) for n in (7, 1, 8, 2)]
+        assert full.set(items) == [THROTTLED, HIT, THROTTLED, HIT]
+        assert full.exists([key(7), key(1), key(8)]) == [False, True, False]
+        assert [fetch(full, key(n), 9000) for n in range(1, 5)] == [payload(n, 9000) for n in range(1, 5)]
+        assert self.usage(full).objects == len(list(full.scan_all())) == 5
+        self.free_disk(full)
+        assert full.set(items) == [STORED, HIT, STORED, HIT]
+        assert fetch(full, key(7), 9000) == payload(7, 9000)
+
+    def test_a_deletion_is_done_or_is_refused(self, full: StorageBackend) -> None:
+        [gone] = full.delete([key(1)])
+        assert full.exists([key(1)]) == [not gone]
+        assert fetch(full, key(1), 9000) == (MISS if gone else payload(1, 9000))
+        self.free_disk(full)
+        assert full.delete([key(1)]) == [not gone]
+        assert put(full, key(1), payload("anew", 9000)) is STORED
+
+    def test_a_corrupt_object_is_out_of_sight_even_then(self, full: StorageBackend) -> None:
+        assert fetch(full, key(0), 9000) is CORRUPT
+        assert fetch(full, key(0), 9000) is MISS
+        assert full.exists([key(0)]) == [False]
+        assert self.usage(full).objects == len(list(full.scan_all())) == 4
+        assert put(full, key(0), payload(0, 9000)) is THROTTLED
+        self.free_disk(full)
+        assert put(full, key(0), payload(0, 9000)) is STORED
+        assert fetch(full, key(0), 9000) == payload(0, 9000)

@@ -1,27 +1,54 @@
-"""Tests of one object at a time.
+"""Tests of gets and sets.
 
-A get returns an object as it was stored, an object is identified by its key alone, and a store does not keep
-the caller's buffers.
+Objects one at a time and in batches, in any memory; what must be refused. A get returns an object as it was
+stored, an object is identified by its key alone, a store keeps no buffer of the caller, and an item that is
+refused leaves the buffers unchanged.
 """
 
 # ruff: noqa: D102 (a test is named for what it checks)
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
 
 from tiercache.core import ObjectKey, PoolName
 from tiercache.errors import ConfigError
-from tiercache.storage.base import Capabilities, GetItem, StorageBackend, StoreContext
+from tiercache.pools import HostArena
+from tiercache.storage.base import Capabilities, GetItem, SetItem, StorageBackend, StoreContext
 from tiercache.storage.env import Env
-from tiercache.testing.conformance.hooks import HIT, MISS, SIZES, STORED, BackendHooks
+from tiercache.testing.conformance.hooks import CORRUPT, ERROR, HIT, MISS, SIZES, STORED, BackendHooks
 from tiercache.testing.objects import content, fetch, key, payload, put, to_get, to_set
+
+MANY = 10_000
+SIZE = 5000
+
+
+def odd_view(kind: str, data: bytearray) -> memoryview:
+    """Return a view of SIZE bytes that is not a C-contiguous, one-dimensional view of unsigned bytes.
+
+    `data` has 2 * SIZE bytes.
+    """
+    if kind == "every other byte":
+        return memoryview(data)[::2]
+    if kind == "backwards":
+        return memoryview(data)[SIZE - 1 :: -1]
+    if kind == "items of four bytes":
+        return memoryview(data)[:SIZE].cast("I")
+    if kind == "signed bytes":
+        return memoryview(data)[:SIZE].cast("b")
+    return memoryview(data)[:SIZE].cast("B", (50, SIZE // 50))
+
+
+ODD = ("every other byte", "backwards", "items of four bytes", "two dimensions", "signed bytes")
+BLOCK = 4096
+ATTACHED = 3 * BLOCK - 100
 
 
 class Objects(BackendHooks):
-    """Tests of single objects.
+    """Tests of single objects, of batches, of refused items, and of memory that callers attach.
 
     Thread safety: as `BackendHooks`.
     """
@@ -137,3 +164,238 @@ class Objects(BackendHooks):
         assert target == payload("a", 5000)
         put(store, key("b"), payload("b", 5000))
         assert fetch(store, key("b"), 5000) == payload("b", 5000)
+
+    def test_a_batch_answers_in_input_order(self, store: StorageBackend) -> None:
+        names = ["a", "b", "c", "d", "e"]
+        sizes = dict(zip(names, SIZES, strict=False))
+        assert store.set([to_set(key(n), payload(n, sizes[n])) for n in ("a", "c", "e")]) == [STORED] * 3
+        assert store.set([to_set(key(n), payload(n, sizes[n])) for n in names]) == [
+            HIT,
+            STORED,
+            HIT,
+            STORED,
+            HIT,
+        ]
+        assert store.delete([key("d"), key("x"), key("b"), key("d")]) == [True, False, True, False]
+        assert store.exists([key(n) for n in names]) == [True, False, True, False, True]
+        items = [to_get(key(n), sizes[n]) for n in reversed(names)]
+        assert store.get(items) == [HIT, MISS, HIT, MISS, HIT]
+        assert [content(i) for i in items[::2]] == [payload(n, sizes[n]) for n in ("e", "c", "a")]
+
+    def test_empty_batches(self, store: StorageBackend) -> None:
+        put(store, key("a"), payload("a", 10))
+        assert (store.exists([]), store.get([]), store.set([]), store.delete([])) == ([], [], [], [])
+        assert self.usage(store).objects == 1
+
+    def test_duplicates_in_a_batch(self, store: StorageBackend) -> None:
+        data = payload("a", 5000)
+        assert store.set([to_set(key("a"), data), to_set(key("b"), data), to_set(key("a"), data)]) == [
+            STORED,
+            STORED,
+            HIT,
+        ]
+        items = [
+            to_get(key("a"), 5000),
+            to_get(key("x"), 5000),
+            to_get(key("a"), 5000),
+            to_get(key("x"), 5000),
+        ]
+        assert store.get(items) == [HIT, MISS, HIT, MISS]
+        assert {content(i) for i in items[::2]} == {data}
+        assert store.exists([key("a"), key("x"), key("a"), key("x")]) == [True, False, True, False]
+        assert store.delete([key("a"), key("x"), key("a"), key("b"), key("b")]) == [
+            True,
+            False,
+            False,
+            True,
+            False,
+        ]
+        assert self.usage(store).objects == 0
+
+    def test_the_first_of_two_different_duplicates_is_kept(self, store: StorageBackend) -> None:
+        assert store.set([to_set(key("a"), payload(n, 5000 + n)) for n in range(3)]) == [STORED, HIT, HIT]
+        assert fetch(store, key("a"), 5000) == payload(0, 5000)
+
+    def test_a_malformed_duplicate_does_not_take_the_place_of_a_good_one(self, store: StorageBackend) -> None:
+        good = to_set(key("a"), payload("a", 5000))
+        bad = good._replace(meta=replace(good.meta, checksum=b"short"))
+        assert store.set([bad, good, bad, good]) == [ERROR, STORED, ERROR, HIT]
+        assert fetch(store, key("a"), 5000) == payload("a", 5000)
+
+    def test_a_big_batch_of_small_objects(self, store: StorageBackend) -> None:
+        items = [to_set(key(n), payload(n, 1 + n % 50)) for n in range(MANY)]
+        assert store.set(items[: MANY // 2]) == [STORED] * (MANY // 2)
+        assert store.set(items) == [HIT] * (MANY // 2) + [STORED] * (MANY // 2)
+        wanted = [to_get(item.key, item.meta.length) for item in items]
+        assert store.get([*wanted, to_get(key(MANY), 1)]) == [HIT] * MANY + [MISS]
+        assert all(
+            content(found) == b"".join(item.buffers) for found, item in zip(wanted, items, strict=True)
+        )
+        assert store.exists([item.key for item in items] * 2 + [key(MANY)]) == [True] * (2 * MANY) + [False]
+        seen = [entry.key for entry in store.scan_all()]
+        assert len(seen) == MANY
+        assert set(seen) == {item.key for item in items}
+        assert self.usage(store).objects == MANY
+        assert store.delete([item.key for item in items[::2]] * 2) == [True] * (MANY // 2) + [False] * (
+            MANY // 2
+        )
+        assert store.exists([item.key for item in items]) == [False, True] * (MANY // 2)
+
+    def test_one_bad_item_never_fails_a_batch(self, store: StorageBackend) -> None:
+        for n in range(4):
+            put(store, key(n), payload(n, 5000))
+        put(store, key("spoiled"), payload("spoiled", 5000))
+        self.corrupt(store, key("spoiled"))
+        frozen = to_get(key(0), 5000)._replace(buffers=[memoryview(bytes(5000))])
+        bad = [to_get(key(0), 4999), frozen, to_get(key("absent"), 5000), to_get(key("spoiled"), 5000)]
+        good = [to_get(key(n), 5000) for n in range(4)]
+        mixed = [item for pair in zip(good, bad, strict=True) for item in pair]
+        assert store.get(mixed) == [HIT, ERROR, HIT, ERROR, HIT, MISS, HIT, CORRUPT]
+        assert [content(item) for item in good] == [payload(n, 5000) for n in range(4)]
+
+    @pytest.mark.parametrize("digest", [b"", b"short", bytes(63), bytes(65), bytes(700)])
+    def test_a_key_that_cannot_be_is_not_there(self, store: StorageBackend, digest: bytes) -> None:
+        odd = ObjectKey(PoolName.KV, digest)
+        put(store, key("a"), payload("a", 5000))
+        item = to_get(odd, 5000)
+        assert store.set([to_set(odd, payload("x", 5000)), to_set(key("b"), payload("b", 5000))]) == [
+            ERROR,
+            STORED,
+        ]
+        assert store.exists([odd, key("a"), odd]) == [False, True, False]
+        first, second = store.get([item, to_get(key("a"), 5000)])
+        assert (first in (MISS, ERROR), second) == (True, HIT)
+        assert content(item) == b"\xaa" * 5000
+        assert store.delete([odd, key("a"), odd]) == [False, True, False]
+        assert self.usage(store).objects == 1
+
+    @pytest.mark.parametrize("size", [4999, 5001, 1, 100_000])
+    def test_a_get_of_another_length_is_refused(self, store: StorageBackend, size: int) -> None:
+        put(store, key("a"), payload("a", SIZE))
+        wrong, right = to_get(key("a"), size, pieces=3), to_get(key("a"), SIZE)
+        assert store.get([wrong, right]) == [ERROR, HIT]
+        assert content(wrong) == b"\xaa" * size
+        assert fetch(store, key("a"), SIZE) == payload("a", SIZE), "the object is as sound as before"
+
+    @pytest.mark.parametrize("length", [0, -1])
+    def test_a_get_of_nothing_is_refused(self, store: StorageBackend, length: int) -> None:
+        put(store, key("a"), payload("a", SIZE))
+        item = to_get(key("a"), SIZE)._replace(length=length)
+        assert store.get([item]) == [ERROR]
+        assert b"".join(item.buffers) == b"\xaa" * SIZE
+
+    def test_buffers_that_are_too_small_or_read_only_are_refused(self, store: StorageBackend) -> None:
+        put(store, key("a"), payload("a", SIZE))
+        short = to_get(key("a"), 4999)._replace(length=SIZE)
+        none = to_get(key("a"), SIZE)._replace(buffers=[])
+        half = bytearray(b"\xaa" * 2500)
+        frozen = GetItem(key("a"), [memoryview(half), memoryview(bytes(2500))], SIZE)
+        assert store.get([short, none, frozen, to_get(key("a"), SIZE)]) == [ERROR, ERROR, ERROR, HIT]
+        assert b"".join(short.buffers) == b"\xaa" * 4999
+        assert half == b"\xaa" * 2500
+
+    def test_an_absent_object_leaves_the_buffers_alone(self, store: StorageBackend) -> None:
+        put(store, key("a"), payload("a", SIZE))
+        store.delete([key("a")])
+        items = [to_get(key(n), SIZE, pieces=3, slack=96) for n in ("a", "never")]
+        assert store.get(items) == [MISS, MISS]
+        assert {b"".join(item.buffers) for item in items} == {b"\xaa" * (SIZE + 96)}
+
+    @pytest.mark.parametrize("kind", ODD)
+    def test_a_get_into_an_odd_view_is_refused(self, store: StorageBackend, kind: str) -> None:
+        put(store, key("a"), payload("a", SIZE))
+        data, first = bytearray(b"\xaa" * (2 * SIZE)), bytearray(b"\xaa" * 1000)
+        odd = GetItem(key("a"), [memoryview(first), odd_view(kind, data)], SIZE)
+        right = to_get(key("a"), SIZE)
+        assert store.get([odd, odd._replace(buffers=odd.buffers[1:]), right]) == [ERROR, ERROR, HIT]
+        assert first == b"\xaa" * 1000
+        assert data == b"\xaa" * (2 * SIZE)
+        assert content(right) == payload("a", SIZE)
+
+    @pytest.mark.parametrize("kind", ODD)
+    def test_a_set_from_an_odd_view_is_refused(self, store: StorageBackend, kind: str) -> None:
+        good = to_set(key("good"), payload("good", SIZE))
+        data = bytearray(payload("odd", 2 * SIZE))
+        odd = to_set(key("odd"), payload("odd", SIZE))._replace(buffers=[odd_view(kind, data)])
+        assert store.set([odd, good]) == [ERROR, STORED]
+        assert store.exists([key("odd"), key("good")]) == [False, True]
+
+    def test_a_malformed_set_is_an_error_and_hurts_nobody(self, store: StorageBackend) -> None:
+        good = to_set(key("good"), payload("good", SIZE))
+        bad = [
+            good._replace(key=key("1"), meta=replace(good.meta, length=SIZE + 1)),
+            good._replace(key=key("2"), meta=replace(good.meta, length=0)),
+            good._replace(key=key("3"), meta=replace(good.meta, length=-1)),
+            good._replace(key=key("4"), meta=replace(good.meta, checksum=bytes(15))),
+            good._replace(key=key("5"), meta=replace(good.meta, checksum=bytes(17))),
+            good._replace(key=key("6"), meta=replace(good.meta, namespace=b"")),
+            good._replace(key=key("7"), meta=replace(good.meta, namespace=bytes(65))),
+            good._replace(key=key("8"), meta=replace(good.meta, parent=bytes(31))),
+            good._replace(key=key("9"), meta=replace(good.meta, parent=b"")),
+            good._replace(key=key("10"), meta=replace(good.meta, depth=-1)),
+            good._replace(key=key("11"), meta=replace(good.meta, depth=2**32)),
+            good._replace(key=key("12"), buffers=[]),
+            good._replace(key=ObjectKey(PoolName.KV, b"short")),
+        ]
+        mixed = [*bad[:6], good, *bad[6:]]
+        assert store.set(mixed) == [ERROR] * 6 + [STORED] + [ERROR] * (len(bad) - 6)
+        assert [entry.key for entry in store.scan_all()] == [key("good")]
+        assert self.usage(store).objects == 1
+
+    @pytest.mark.parametrize("late", [False, True])
+    def test_objects_go_through_attached_memory_as_through_any(
+        self, store: StorageBackend, late: bool
+    ) -> None:
+        """With `late`, the memory is attached after the store has stored an object."""
+        arena = HostArena(16 * BLOCK, BLOCK, huge_pages=False)
+        blocks = arena.alloc(12).reshape(4, 3)[:, ::-1]
+        views = [[arena.view(int(block)) for block in row] for row in blocks]
+        items = [to_set(key(n), payload(n, ATTACHED)) for n in range(3)]
+        if late:
+            assert store.set(items[:1]) == [STORED]
+        store.attach(arena)
+        store.attach(arena)
+        for item, place in zip(items, views, strict=False):
+            _write(place, b"".join(item.buffers))
+        inside = [SetItem(item.key, place, item.meta) for item, place in zip(items, views, strict=False)]
+        assert store.set(inside) == [HIT if late else STORED, STORED, STORED]
+        assert fetch(store, key(1), ATTACHED) == payload(1, ATTACHED), "other memory works as before"
+        for n in range(3):
+            _write(views[3], b"\xaa" * 3 * BLOCK)
+            outside = to_get(key((n + 1) % 3), ATTACHED)
+            assert store.get(
+                [GetItem(key(n), views[3], ATTACHED), outside, GetItem(key("x"), views[0], ATTACHED)]
+            ) == [HIT, HIT, MISS]
+            assert b"".join(views[3])[:ATTACHED] == payload(n, ATTACHED)
+        assert b"".join(views[0])[:ATTACHED] == payload(0, ATTACHED), "a miss changes no buffer"
+        self.check(store)
+        store.close()
+        for place in views:
+            for view in place:
+                view.release()
+        arena.free(blocks.reshape(-1))
+        arena.check_integrity()
+        arena.close()
+
+    def test_bytes_that_are_not_those_of_the_checksum_are_never_a_hit(self, store: StorageBackend) -> None:
+        """A store that reads attached memory late, after a set was given up, finds such bytes."""
+        with closing(HostArena(4 * BLOCK, BLOCK, huge_pages=False)) as arena:
+            store.attach(arena)
+            place = [arena.view(int(block)) for block in arena.alloc(3)]
+            meant, item = payload("meant", ATTACHED), to_set(key("a"), payload("meant", ATTACHED))
+            item = item._replace(buffers=place)
+            _write(place, payload("other", ATTACHED))
+            [answer] = store.set([item])
+            assert answer in (STORED, ERROR)
+            assert fetch(store, key("a"), ATTACHED) in ((CORRUPT, MISS) if answer is STORED else (MISS,))
+            _write(place, meant)
+            assert store.set([item]) == [STORED]
+            assert fetch(store, key("a"), ATTACHED) == meant
+            store.close()
+            place.clear()
+
+
+def _write(views: list[memoryview], data: bytes) -> None:
+    for n, view in enumerate(views):
+        part = data[n * BLOCK : (n + 1) * BLOCK]
+        view[: len(part)] = part
