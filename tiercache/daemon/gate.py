@@ -27,8 +27,16 @@ from threading import Event, Lock, Thread
 from typing import Final, NamedTuple
 
 from tiercache.daemon.admission import Admission, ConnectionState, OpeningCounter
-from tiercache.daemon.sockets import EXHAUSTED, listen_tcp, listen_unix, origin_of, peer_of
-from tiercache.daemon.splice import PIPE_BYTES, Flow, widen
+from tiercache.daemon.sockets import (
+    EXHAUSTED,
+    PIPE_BYTES,
+    Flow,
+    listen_tcp,
+    listen_unix,
+    origin_of,
+    peer_of,
+    widen,
+)
 
 _TICK_SECONDS: Final = 0.1
 """Seconds between two rounds of the work that depends on time: timeouts, paused listeners, throttled
