@@ -361,6 +361,8 @@ class TenantStore(Wrapper):
 
     def _store(self, items: Sequence[SetItem]) -> list[Outcome]:
         """Store items of the store's names, within the bounds of the tenant, and count them."""
+        if not items:
+            return []
         bounds, inner = self._bounds, self.inner
 
         def store(scaled: Sequence[SetItem]) -> list[Outcome]:
