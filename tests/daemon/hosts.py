@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import grpc
 
+from tests.storage_backends.grpc.nodes import certificates
 from tiercache.core import ObjectKey, ObjectMeta, PoolName
 from tiercache.wire import attachment, messages
 from tiercache.wire.methods import ATTACH_SOCKET, GRPC_SOCKET, METHODS, SESSION_METADATA
@@ -160,6 +161,23 @@ def secret(path: Path, text: str) -> Path:
     path.touch(0o600)
     path.write_text(text)
     return path
+
+
+def with_mallory(directory: Path, sections: str = "", verbs: str = "", *, is_tls: bool = False) -> str:
+    """The configuration of a daemon with a small store, one of whose principals means harm."""
+    tls = '[tls]\nkey = "{}"\ncertificate = "{}"\n'.format(*certificates()) if is_tls else ""
+    return f"""
+directory = "{directory}"
+storage = "memory://?capacity={STORE_BYTES}"
+host_bytes = {HOST_BYTES}
+listen = ["127.0.0.1:0"]
+{sections}
+{tls}
+[[principals]]
+name = "mallory"
+token_file = "{secret(directory / "mallory", TOKENS["mallory"])}"
+{verbs and f"verbs = {verbs.split()}"}
+"""
 
 
 @contextmanager

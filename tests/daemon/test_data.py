@@ -18,10 +18,8 @@ import pytest
 
 from tests.daemon.attacks import P99, attack, client_hello, tls
 from tests.daemon.hosts import (
-    HOST_BYTES,
     MIB,
     NAMESPACE,
-    STORE_BYTES,
     TOKENS,
     Client,
     Daemon,
@@ -31,6 +29,7 @@ from tests.daemon.hosts import (
     secret,
     serving,
     until,
+    with_mallory,
 )
 from tests.storage_backends.grpc.nodes import certificates
 from tiercache.core import ObjectKey, ObjectMeta
@@ -40,11 +39,7 @@ from tiercache.wire.data import FRAME_BYTES, FrameKind, pack, unpack
 from tiercache.wire.v1 import data_pb2
 from tiercache.wire.v1 import storage_pb2 as pb
 
-BODY = """
-directory = "{directory}"
-storage = "memory://?capacity={store}"
-host_bytes = {host}
-listen = ["127.0.0.1:0"]
+SECTIONS = """
 drain = "3s"
 [limits]
 idle = "1s"
@@ -57,9 +52,6 @@ listen = "127.0.0.1:0"
 [tenants.trent]
 salt_file = "{salt}"
 [[principals]]
-name = "mallory"
-token_file = "{mallory}"
-[[principals]]
 name = "trent"
 token_file = "{trent}"
 tenant = "trent"
@@ -69,13 +61,15 @@ BIG = {key(n, "big"): MIB for n in range(6)}
 BYTES = {k: payload(n, size) for n, (k, size) in enumerate(BIG.items())}
 
 
+def body_in(directory: Path, *, is_tls: bool = False) -> str:
+    salt, trent = secret(directory / "salt", "s" * 32), secret(directory / "trent", TOKENS["trent"])
+    return with_mallory(directory, SECTIONS.format(salt=salt, trent=trent), is_tls=is_tls)
+
+
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     directory = tmp_path_factory.mktemp("p")
-    secrets = {name: secret(directory / name, token) for name, token in TOKENS.items()}
-    salt = secret(directory / "salt", "s" * 32)
-    body = BODY.format(directory=directory, store=STORE_BYTES, host=HOST_BYTES, salt=salt, **secrets)
-    with serving(directory, body) as daemon:
+    with serving(directory, body_in(directory)) as daemon:
         with Worker(daemon) as client:
             client.set(BYTES)
             client.set({key(n, "fill"): os.urandom(64 << 10) for n in range(32)})
@@ -503,12 +497,7 @@ def greeted(client: Remote, source: str = "127.0.0.1") -> bool:
 
 @pytest.mark.slow
 def test_a_drain_ends_calls_in_time_and_idle_connections_at_once(tmp_path: Any) -> None:
-    mallory, trent = (secret(tmp_path / name, token) for name, token in TOKENS.items())
-    salt = secret(tmp_path / "salt", "s" * 32)
-    body = BODY.format(
-        directory=tmp_path, store=STORE_BYTES, host=HOST_BYTES, salt=salt, mallory=mallory, trent=trent
-    )
-    with serving(tmp_path, body) as daemon, Remote(daemon) as client, ExitStack() as stack:
+    with serving(tmp_path, body_in(tmp_path)) as daemon, Remote(daemon) as client, ExitStack() as stack:
         idle, busy, late = (stack.enter_context(opened(client)) for _ in range(3))
         data = os.urandom(MIB)
         busy.sendall(call("Set", put({key("last"): MIB}), MIB) + data[: MIB // 2])
@@ -532,16 +521,7 @@ def test_strangers_in_tls(tmp_path: Path, request: pytest.FixtureRequest) -> Non
     """Half a handshake, a whole one without a token, no TLS at all or no more, and a reset at any of these: a
     client with a token is let in.
     """
-    files = {name: secret(tmp_path / name, token) for name, token in TOKENS.items()}
-    body = BODY.format(
-        directory=tmp_path,
-        store=STORE_BYTES,
-        host=HOST_BYTES,
-        salt=secret(tmp_path / "salt", "s" * 32),
-        **files,
-    )
-    body = body.replace("[limits]", '[tls]\nkey = "{}"\ncertificate = "{}"\n[limits]'.format(*certificates()))
-    with serving(tmp_path, body) as daemon:
+    with serving(tmp_path, body_in(tmp_path, is_tls=True)) as daemon:
         with Good(lambda: Worker(daemon)):
             time.sleep(0.3)
         daemon.first = daemon.figures()

@@ -23,34 +23,20 @@ from tests.daemon.attacks import FLOODS, attack, client_hello, flood, stalled, t
 from tests.daemon.hosts import (
     HOST_BYTES,
     MIB,
-    STORE_BYTES,
     TOKENS,
     Client,
     Daemon,
     Good,
     Http2,
     Worker,
-    secret,
     serving,
     until,
+    with_mallory,
 )
 from tests.examples import slow_after
 from tests.storage_backends.grpc.nodes import certificates
 from tiercache.wire.methods import METHODS
 
-BODY = """
-directory = "{directory}"
-storage = "memory://?capacity={store}"
-host_bytes = {host}
-listen = ["127.0.0.1:0"]
-{tls}
-[limits]
-clients = 64
-[[principals]]
-name = "mallory"
-token_file = "{mallory}"
-verbs = ["read", "write", "admin"]
-"""
 BEARER = [("authorization", f"Bearer {TOKENS['mallory']}")]
 STRANGERS = 16 * MIB
 """Less than this is what floods made daemons hold which nothing was given to, far from the hundreds of MiB
@@ -68,9 +54,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def daemon(transport: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     directory = tmp_path_factory.mktemp("f")
-    mallory = secret(directory / "mallory", TOKENS["mallory"])
-    lines = '[tls]\nkey = "{}"\ncertificate = "{}"\n'.format(*certificates()) if transport == "tls" else ""
-    body = BODY.format(directory=directory, store=STORE_BYTES, host=HOST_BYTES, mallory=mallory, tls=lines)
+    body = with_mallory(directory, "[limits]\nclients = 64", "read write admin", is_tls=transport == "tls")
     with serving(directory, body) as daemon:
         with Good(lambda: Worker(daemon)):
             time.sleep(0.3)

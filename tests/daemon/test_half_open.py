@@ -17,25 +17,12 @@ import pytest
 
 from tests.daemon import web
 from tests.daemon.attacks import PREFACE, client_hello, half_open, tls
-from tests.daemon.hosts import HOST_BYTES, MIB, STORE_BYTES, TOKENS, Client, Daemon, secret, serving, until
+from tests.daemon.hosts import MIB, TOKENS, Client, Daemon, serving, until, with_mallory
 from tests.daemon.test_data import Remote, answer
 from tests.examples import slow_after
 from tests.storage_backends.grpc.nodes import certificates
 from tiercache.wire.data import FrameKind
 
-BODY = """
-directory = "{directory}"
-storage = "memory://?capacity={store}"
-host_bytes = {host}
-listen = ["127.0.0.1:0"]
-[http]
-listen = "127.0.0.1:0"
-{tls}
-[[principals]]
-name = "mallory"
-token_file = "{mallory}"
-verbs = ["read", "write", "admin"]
-"""
 HELLO = client_hello()
 FIRST = {
     "nothing": (b"", b""),
@@ -102,9 +89,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if is_tls and shutil.which("openssl") is None:
         pytest.skip("certificates are made with the openssl command")
     directory = tmp_path_factory.mktemp("h")
-    lines = '[tls]\nkey = "{}"\ncertificate = "{}"\n'.format(*certificates()) if is_tls else ""
-    mallory = secret(directory / "mallory", TOKENS["mallory"])
-    body = BODY.format(directory=directory, store=STORE_BYTES, host=HOST_BYTES, mallory=mallory, tls=lines)
+    body = with_mallory(directory, '[http]\nlisten = "127.0.0.1:0"', "read write admin", is_tls=is_tls)
     with serving(directory, body) as daemon:
         place = Place(daemon, tls=is_tls)
         yield place

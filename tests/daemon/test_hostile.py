@@ -26,7 +26,6 @@ from tests.daemon.attacks import at_once, attack
 from tests.daemon.hosts import (
     HOST_BYTES,
     MIB,
-    STORE_BYTES,
     TOKENS,
     Client,
     Daemon,
@@ -36,11 +35,11 @@ from tests.daemon.hosts import (
     attach_socket,
     clients,
     key,
-    secret,
     serving,
     set_messages,
     status,
     until,
+    with_mallory,
 )
 from tests.examples import slow_after
 from tiercache.core import ObjectMeta, Verb
@@ -53,20 +52,13 @@ KEYS = 512
 MESSAGE = 2 * MIB
 BIG = {key(n, "big"): MIB for n in range(6)}
 
-BODY = """
-directory = "{directory}"
-storage = "memory://?capacity={store}"
-host_bytes = {host}
-listen = ["127.0.0.1:0"]
+LIMITS = """
 [limits]
 idle = "1s"
 call = "3s"
 clients = 64
 keys_per_batch = 512
 message_bytes = "2MiB"
-[[principals]]
-name = "mallory"
-token_file = "{mallory}"
 """
 
 
@@ -74,10 +66,7 @@ token_file = "{mallory}"
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     """Its store is full, so that the objects that attackers store take no more than was there before."""
     directory = tmp_path_factory.mktemp("d")
-    mallory = secret(directory / "mallory", TOKENS["mallory"])
-    with serving(
-        directory, BODY.format(directory=directory, store=STORE_BYTES, host=HOST_BYTES, mallory=mallory)
-    ) as daemon:
+    with serving(directory, with_mallory(directory, LIMITS)) as daemon:
         with Worker(daemon) as client:
             client.set({k: os.urandom(size) for k, size in BIG.items()})
             client.set({key(n, "fill"): os.urandom(64 << 10) for n in range(32)})

@@ -292,20 +292,21 @@ class StorageServer:
         limits, idle = limits_message(settings), settings.limits.idle
         tiers = TierCalls(self.store, self.instance, calls)
         inquiries = Inquiries(threads, access, store, account, board, limits.keys)
-        one = StoreCalls(
+        objects = StoreCalls(
             threads, calls, sessions, limits, instance=self.instance, kind=kind, notice=tiers.notice
         )
         shared = SharedCalls(threads, limits, metrics)
         payload = PayloadCalls(threads, BlockPool(arena), limits, metrics)
         handlers: dict[str, Handler] = {
-            "Hello": one.hello, "Exists": one.exists, "Delete": one.delete, "Describe": one.describe,
-            "Scan": one.scan, "Advise": one.advise, "Register": one.register, "Usage": one.usage,
-            "Namespaces": one.namespaces, "Flush": one.flush,
+            "Hello": objects.hello, "Exists": objects.exists, "Delete": objects.delete,
+            "Describe": objects.describe, "Scan": objects.scan, "Advise": objects.advise,
+            "Register": objects.register, "Namespaces": objects.namespaces, "Usage": objects.usage,
+            "Flush": objects.flush,
             "Get": payload.get, "Set": payload.set, "GetInto": shared.get_into, "SetFrom": shared.set_from,
             "Status": inquiries.status, "History": inquiries.history, "Report": inquiries.report,
             "ChangeTiers": tiers.change, "FollowTierChange": tiers.follow,
         }  # fmt: skip
-        data = {"Get": payload.get_data, "Set": payload.set_data, "Exists": one.exists}
+        data = {"Get": payload.get_data, "Set": payload.set_data, "Exists": objects.exists}
         service = Service(access, attachments, calls, gate, handlers, data, limits=limits, idle=idle)
         port = DataPort(
             sessions, service.answer, calls, limits, max_connections=2 * settings.limits.clients, idle=idle,
