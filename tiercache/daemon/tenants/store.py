@@ -213,6 +213,8 @@ class TenantStore(Wrapper):
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
         with self._gate:
+            if self._rename is None and self._allows is None:
+                return self._store(items)
             stored = [
                 self._renamed(item) if own else None
                 for item, own in zip(items, self._may_store(items), strict=True)
