@@ -250,7 +250,7 @@ def store_of(made: Any) -> Any:
 def page_keys_of(made: Any, names: Sequence[str]) -> list[bytes]:
     """The keys under which a storage backend stores these pages."""
     # private: SGLang knows its own hashes of pages only
-    return list(made._keys.of(names))
+    return list(made._keys.keys_of(names))
 
 
 def any_state() -> PoolTransfer:

@@ -30,10 +30,8 @@ from tiercache.errors import ConfigError, RefusedError, StorageError, Unavailabl
 from tiercache.integrations.parents import Once, PageOrder
 from tiercache.integrations.settings import settings_of
 from tiercache.integrations.sglang.events import PagePublisher, event_settings
-from tiercache.integrations.sglang.keys import PageKeys
-from tiercache.integrations.sglang.pools import HostPages, flat_bytes, is_trailing, kind_of
-from tiercache.integrations.sglang.server import Server
-from tiercache.integrations.sglang.traffic import Traffic
+from tiercache.integrations.sglang.pools import HostPages, PageKeys, flat_bytes, is_trailing, kind_of
+from tiercache.integrations.sglang.server import Server, Traffic
 from tiercache.keys import Shard, namespace_of
 from tiercache.storage.base import GetItem, SetItem, StorageBackend
 from tiercache.storage.hybrid import PoolQuery, answer, wanted_objects
@@ -278,7 +276,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
     @_never_raises(lambda *_, **__: 0)
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """Return the number of leading pages of `keys` whose KV is stored."""
-        page_keys = self._keys.of(keys)
+        page_keys = self._keys.keys_of(keys)
         self._note(page_keys, extra_info)
         queries = {_KV: PoolQuery(self._pools[_KV].objects(page_keys))}
         there = self._ask(wanted_objects(queries))
@@ -301,7 +299,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         policy, counts as a pool without pages.
         """
         transfers = pool_transfers or []
-        page_keys = self._keys.of(keys)
+        page_keys = self._keys.keys_of(keys)
         self._note(page_keys, extra_info)
         queries = {_KV: PoolQuery(self._objects(_KV, page_keys))}
         for transfer in transfers:
@@ -367,7 +365,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         """
         for t in transfers:
             if getattr(t, "indices_from_pool", None) == _KV and t.keys:
-                self._note(self._keys.of(t.keys), None)
+                self._note(self._keys.keys_of(t.keys), None)
         return {t.name: self._sidecar(t, functools.partial(self._set, extra=extra_info)) for t in transfers}
 
     @_never_raises(lambda keys, *_, **__: [None] * len(keys))
@@ -429,7 +427,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
     @_never_raises(lambda *_, **__: None)
     def get_stats(self) -> Any:
         """Return the pages and the GB/s of each read and write since the last call, as a StorageMetrics."""
-        return self._traffic.take()
+        return self._traffic.take_samples()
 
     def close(self) -> None:
         """Close the store; a second call does nothing."""
@@ -479,7 +477,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         if pool.zero_copy:
             return self._write(pool, keys, pool.buffers(indices, len(keys)), before)
         # Flat pages are copies, so make them only for pages that are not stored yet.
-        there = self._ask(pool.objects(self._keys.of(keys))) or [False] * len(keys)
+        there = self._ask(pool.objects(self._keys.keys_of(keys))) or [False] * len(keys)
         missing = [i for i, is_there in enumerate(there) if not is_there]
         flats = [[flat_bytes(pool.pool.get_data_page(pages[i], flat=True).contiguous())] for i in missing]
         for i, kept in zip(missing, self._write(pool, keys, flats, before, missing), strict=True):
@@ -501,7 +499,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         return there
 
     def _read(self, pool: HostPages, keys: Sequence[str], buffers: Sequence[list[memoryview]]) -> list[bool]:
-        objects = pool.objects(self._keys.of(keys))
+        objects = pool.objects(self._keys.keys_of(keys))
         start = time.perf_counter()
         asked = 0 if self._events is None else self._events.age
         outcomes = self._store.get(
@@ -536,7 +534,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             if self._order_warning.first():
                 _log.error("tiercache: nothing is stored: %s", _PREFIXES_NEEDED)
             return [False] * len(buffers)
-        page_keys = self._keys.of(keys)
+        page_keys = self._keys.keys_of(keys)
         parents: Sequence[bytes | None] = page_keys
         if pool.name == _KV:
             parents = self._parents(page_keys, before)
@@ -566,11 +564,11 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             if self._order_warning.first():
                 _log.warning(_ORDER_UNKNOWN, _PLACE, "" if not self._flat_kv else "interface_v1 to 1 and ")
             return self._page_order.parents(page_keys)
-        last = self._keys.of(before[-1:])
+        last = self._keys.keys_of(before[-1:])
         self._page_order.note([*last, *page_keys])
         return [last[0] if last else None, *page_keys[:-1]]
 
     def _note(self, page_keys: Sequence[bytes], extra: HiCacheStorageExtraInfo | None) -> None:
         """Record the order of the pages in a call. They come after `extra.prefix_keys` in one sequence."""
         before = extra.prefix_keys if extra is not None else None
-        self._page_order.note([*self._keys.of((before or [])[-1:]), *page_keys])
+        self._page_order.note([*self._keys.keys_of((before or [])[-1:]), *page_keys])

@@ -26,7 +26,7 @@ from tiercache.events.encoding import as_map
 from tiercache.events.publisher import EventPublisher
 from tiercache.events.settings import EventSettings
 from tiercache.integrations.announcements import Announcements, EvictionWatch
-from tiercache.integrations.sglang.keys import PageKeys
+from tiercache.integrations.sglang.pools import PageKeys
 from tiercache.settings import read_section
 from tiercache.storage.base import NamespaceRecord, StorageBackend
 
