@@ -271,17 +271,11 @@ class MemoryBackend(StorageBackend):
             self._residents.renew(found.row)
             self._residents.hint(found.row, item.meta.value, item.meta.worker)
             return Outcome.HIT
-        residents, parent = self._residents, item.meta.parent
-        node, above = (
-            residents.pages.hold(item.key.page_key),
-            None if parent is None else residents.pages.hold(parent),
-        )
-        admissibility = residents.pages.admissibility(
+        parent = item.meta.parent
+        node, above = self._nodes_of(item.key, parent)
+        admissibility = self._residents.pages.admissibility(
             node, above, item.meta.depth or 0, self._namespace_id(item.meta.namespace), refused=refused
         )
-        for held in (node, above):
-            if held is not None:
-                residents.pages.release(held)
         if admissibility is Admissibility.ABSENT_PARENT:
             self._note_refused(item.key, parent)
         return {
@@ -301,10 +295,7 @@ class MemoryBackend(StorageBackend):
             self._note_refused(fresh.key, meta.parent)
             return Outcome.THROTTLED
         owners = residents.owners
-        node, parent = (
-            residents.pages.hold(fresh.key.page_key),
-            None if meta.parent is None else residents.pages.hold(meta.parent),
-        )
+        node, parent = self._nodes_of(fresh.key, meta.parent)
         namespace_id = self._namespace_id(meta.namespace)
         # Promising: a restore can use the object as soon as it is stored.
         promising = residents.pages.is_promising(node, namespace_id, attached=parent == node)
@@ -328,10 +319,12 @@ class MemoryBackend(StorageBackend):
             self._used += taken
         else:
             self._note_refused(fresh.key, meta.parent)
-        for held in (node, parent):
-            if held is not None:
-                residents.pages.release(held)
         return Outcome.STORED if fits else Outcome.THROTTLED
+
+    def _nodes_of(self, k: ObjectKey, parent: bytes | None) -> tuple[int, int | None]:
+        """Return the nodes of an object's page and of its parent, which the call holds."""
+        pages = self._residents.pages
+        return pages.find(k.page_key), None if parent is None else pages.find(parent)
 
     def _note_refused(self, k: ObjectKey, parent: bytes | None) -> None:
         """Note that this page was not stored; a state is no page."""

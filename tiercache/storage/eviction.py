@@ -319,7 +319,9 @@ class EvictionOrder:
             for kind, heap in enumerate(lane.waiting):
                 while heap and residents.is_overdue(int(heap[0][0]), kv=kind == _KV):
                     self._offer(self._pop(heap, _WAITING[kind]))
-        return self._take_first(eviction, [(lane.dead, _DEAD) for lane in lanes], residents.is_dead)
+        return self._take_first(
+            eviction, [(lane.dead, _DEAD) for lane in lanes if lane.dead], residents.is_dead
+        )
 
     def _take_waiting(self, eviction: _Eviction, lanes: Sequence[Lane]) -> bool:
         """Evict the waiting page with the lowest number; return False if there is none."""

@@ -295,13 +295,6 @@ class StoreState:
             owners.evicted[owner] += evicted
             owners.throttled[owner] += throttled
 
-    def evict_own(self, nbytes: int, max_objects: int, claims: Sequence[Claim]) -> Removal:
-        """Take out objects of the claims' owner, until they have `nbytes` bytes.
-
-        Here and below, bytes are those that objects take of their owner's share (`FOOTPRINT`).
-        """
-        return self.evict(0, 0, max_objects, claims, own_bytes=nbytes)
-
     def evict_near_quota(self, claims: Sequence[Claim], max_objects: int, share: int) -> Removal:
         """Take out objects of the claims' owner if less of its quota is left than a set like this one needs.
 
@@ -316,7 +309,7 @@ class StoreState:
             short = spare - owners.room(owner)
             if spare > owners.quotas[owner] // share or short <= 0:
                 return Removal()
-        return self.evict_own(int(short), max_objects, claims)
+        return self.evict(0, 0, max_objects, claims, own_bytes=int(short))
 
     def evict_beyond(self, max_objects: int) -> Removal:
         """Take out objects of an owner that has more than its quota; counts them."""
@@ -424,8 +417,8 @@ class StoreState:
         new objects as soon as this object is stored. Unpromising writes may evict less, and writes of low
         value too (see `EvictionOrder.evict`). They all have one owner, if the store has shares.
 
-        `own_bytes`: bytes to take out of what that owner has, and of nothing else; 0: take out what
-        is in turn.
+        `own_bytes`: bytes that objects take of that owner's share (`FOOTPRINT`), to take out of what it has
+        and of nothing else; 0: take out what is in turn.
         """
         removal, residents = Removal(), self._objects
         with self._mutex:

@@ -212,22 +212,16 @@ class ObjectWriter:
 
     def _evict_own(self, nbytes: int, claims: Sequence[Claim]) -> bool:
         """Evict objects of the claims' owner because of its quota; return False if none was removed."""
-        limit = min(_BATCH, max(_MIN_REMOVALS, self._catalog.removable(0)))
-        removal = self._state.evict_own(nbytes, limit, claims)
-        if not self._remover.remove(removal) or not removal.objects:
+        removal = self._state.evict(0, 0, self._most_removals(), claims, own_bytes=nbytes)
+        if not self._remove_evicted(removal):
             return False
-        self._state.count("evicted", len(removal.objects))
         self._state.count_for_quota(claims, evicted=len(removal.objects))
         return True
 
     def trim(self) -> None:
         """Evict what owners have beyond their quotas, as far as no call uses it."""
-        while True:
-            limit = min(_BATCH, max(_MIN_REMOVALS, self._catalog.removable(0)))
-            removal = self._state.evict_beyond(limit)
-            if not removal.objects or not self._remover.remove(removal):
-                return
-            self._state.count("evicted", len(removal.objects))
+        while self._remove_evicted(self._state.evict_beyond(self._most_removals())):
+            pass
 
     def _worthy(self, claims: Sequence[Claim]) -> list[Claim]:
         """Return the claims without those that are not worth what must be evicted for them.
@@ -270,21 +264,23 @@ class ObjectWriter:
         Fewer are taken out if one transaction may not remove more, or nothing is left to evict. Returns False
         if no object was removed.
         """
-        limit = min(_BATCH, max(_MIN_REMOVALS, self._catalog.removable(0)))
-        removal = self._state.evict(blocks, objects, limit, claims)
-        if not self._remover.remove(removal) or not removal.objects:
-            return False
-        self._state.count("evicted", len(removal.objects))
-        return True
+        return self._remove_evicted(self._state.evict(blocks, objects, self._most_removals(), claims))
 
     def _sweep(self) -> None:
         """Remove the objects that the last eviction made useless, but that its transaction did not remove."""
-        while True:
-            limit = min(_BATCH, max(_MIN_REMOVALS, self._catalog.removable(0)))
-            removal = self._state.sweep(limit)
-            if not removal.objects or not self._remover.remove(removal):
-                return
-            self._state.count("evicted", len(removal.objects))
+        while self._remove_evicted(self._state.sweep(self._most_removals())):
+            pass
+
+    def _most_removals(self) -> int:
+        """Return how many records a transaction may remove that adds none."""
+        return min(_BATCH, max(_MIN_REMOVALS, self._catalog.removable(0)))
+
+    def _remove_evicted(self, removal: Removal) -> bool:
+        """Remove and count what was evicted; return False if no object was removed."""
+        if not removal.objects or not self._remover.remove(removal):
+            return False
+        self._state.count("evicted", len(removal.objects))
+        return True
 
     def _evict_ahead(self, written: Sequence[Claim]) -> Removal:
         """Take objects out of the state if another set like this one would find too few free blocks.

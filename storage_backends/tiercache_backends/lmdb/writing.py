@@ -204,7 +204,10 @@ class BatchWriter:
         known = -1  # number of unremovable objects after the last try
         while True:
             try:
-                self._store_whole(chunk, batch)
+                if self._disk.is_short():
+                    self._store_on_full_disk(chunk, batch)
+                else:
+                    self._store_in_map(chunk, batch)
                 return
             except DamagedError as error:
                 damage = error
@@ -217,12 +220,6 @@ class BatchWriter:
         middle = len(chunk) // 2
         for half in (chunk[:middle], chunk[middle:]):
             self._store(half, batch)
-
-    def _store_whole(self, chunk: Sequence[NewObject], batch: Batch) -> None:
-        if self._disk.is_short():
-            self._store_on_full_disk(chunk, batch)
-        else:
-            self._store_in_map(chunk, batch)
 
     def _store_in_map(self, chunk: Sequence[NewObject], batch: Batch) -> None:
         """Store a chunk in the whole map or, if the disk is full, in the pages that the file has."""

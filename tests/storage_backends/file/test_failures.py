@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from tiercache_backends.file import FileBackend
 
-from tests.storage.backends import FileHooks
 from tests.storage_backends.file.store import CAPACITY, opened
 from tests.storage_backends.local.files import disk_bytes
 from tiercache.core import Outcome
@@ -152,24 +151,6 @@ def test_a_block_that_cannot_be_read_is_given_up_and_retired(tmp_path: Path) -> 
         assert fetch(store, key("a"), 5000) == payload("a", 5000)
 
 
-def test_a_corrupt_object_stays_out_of_sight_when_it_cannot_be_removed(tmp_path: Path) -> None:
-    env = FaultEnv()
-    store = opened(tmp_path / "s", env=env)
-    put(store, key("a"), payload("a", 5000))
-    FileHooks().corrupt(store, key("a"))
-    env.clear()
-    env.fail("commit")
-    assert fetch(store, key("a"), 5000) is CORRUPT
-    assert (store.exists([key("a")]), fetch(store, key("a"), 5000)) == ([False], MISS)
-    assert store.usage().details["blocks_stranded"] == 2
-    store.check_integrity()
-    assert put(store, key("a"), payload("a", 5000)) is STORED
-    store.close()
-    with opened(tmp_path / "s") as store:
-        assert fetch(store, key("a"), 5000) == payload("a", 5000)
-        store.check_integrity()
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_torn_writes_and_flipped_bits_are_never_served(tmp_path: Path, seed: int) -> None:
     env = FaultEnv(seed)
@@ -250,20 +231,6 @@ def test_reads_and_writes_of_threads_run_in_parallel(tmp_path: Path) -> None:
         for hang in hangs:
             hang.release()
         assert [task.result(30) for task in tasks] == [payload("a", 5000)] * 2 + [STORED] * 2
-
-
-def test_a_store_opens_on_a_full_disk(tmp_path: Path) -> None:
-    with opened(tmp_path / "s") as store:
-        put(store, key("a"), payload("a", 5000))
-    env = FaultEnv()
-    env.fail("pwritev", times=10**9, error=errno.ENOSPC)
-    with opened(tmp_path / "s", env=env) as store:
-        assert fetch(store, key("a"), 5000) == payload("a", 5000)
-        assert put(store, key("b"), b"x") is THROTTLED
-    assert not (tmp_path / "s" / "state").exists()
-    with opened(tmp_path / "s", env=(checked := FaultEnv())) as store:
-        assert fetch(store, key("a"), 5000) == payload("a", 5000)
-    assert checked.calls["run"] == 1, "nobody said how it was closed"
 
 
 def test_recency_survives_a_reopen(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.storage_backends.file.store import child_of, opened
 from tests.storage_backends.local.files import disk_bytes
 from tiercache.core import Outcome
-from tiercache.errors import ConfigError, StoreFormatError, StoreLockedError
+from tiercache.errors import StoreFormatError, StoreLockedError
 from tiercache.testing.objects import fetch, key, outcomes, payload, put, to_set
 
 HIT, MISS, STORED = Outcome.HIT, Outcome.MISS, Outcome.STORED
@@ -55,12 +55,6 @@ def test_a_newer_format_is_refused_untouched(tmp_path: Path) -> None:
     path.write_text("what")
     with pytest.raises(StoreFormatError, match="cannot be read"):
         opened(tmp_path / "s")
-
-
-def test_a_capacity_that_is_too_small_says_what_is_needed(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="set capacity to 4194304 or more"):
-        opened(tmp_path / "s", 1 << 20)
-    opened(tmp_path / "s", 4 << 20).close()
 
 
 def test_everything_in_the_directory_counts_at_every_instant(tmp_path: Path) -> None:

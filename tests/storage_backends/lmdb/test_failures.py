@@ -11,7 +11,7 @@ import lmdb
 import pytest
 from tiercache_backends.lmdb import LmdbBackend
 
-from tests.storage_backends.lmdb.hooks import LaterEnv, LmdbHooks, file_limit, locate, opened
+from tests.storage_backends.lmdb.hooks import LaterEnv, file_limit, locate, opened
 from tiercache.core import ObjectKey, Outcome
 from tiercache.testing.faults import FaultEnv
 from tiercache.testing.objects import fetch, key, page_key, payload, put, to_set
@@ -109,34 +109,6 @@ def test_a_map_without_long_runs_is_filled_with_short_ones(tmp_path: Path) -> No
         assert store.usage().objects == before
         assert put(store, key("b"), payload("b", 200_000)) is STORED
         store.check_integrity()
-
-
-def test_a_corrupt_object_stays_out_of_sight_when_it_cannot_be_removed(tmp_path: Path) -> None:
-    env = FaultEnv()
-    with opened(tmp_path / "s", env=env) as store:
-        put(store, key("a"), payload("a", 5000))
-        LmdbHooks().corrupt(store, key("a"))
-        env.clear()
-        env.fail("commit")
-        assert fetch(store, key("a"), 5000) is CORRUPT
-        assert (store.exists([key("a")]), fetch(store, key("a"), 5000)) == ([False], MISS)
-        assert list(store.scan_all()) == []
-        assert put(store, key("a"), payload("a", 5000)) is STORED
-        assert fetch(store, key("a"), 5000) == payload("a", 5000)
-        store.check_integrity()
-
-
-def test_a_store_opens_on_a_full_disk(tmp_path: Path) -> None:
-    with opened(tmp_path / "s") as store:
-        put(store, key("a"), payload("a", 5000))
-    env = FaultEnv()
-    env.fail("pwritev", times=10**9, error=errno.ENOSPC)
-    with opened(tmp_path / "s", env=env) as store:
-        env.fail("commit", times=10**9, error=errno.ENOSPC)
-        assert fetch(store, key("a"), 5000) == payload("a", 5000)
-        assert put(store, key("b"), b"x") is THROTTLED
-    with opened(tmp_path / "s") as store:
-        assert fetch(store, key("a"), 5000) == payload("a", 5000)
 
 
 class SmallDiskEnv(LaterEnv):

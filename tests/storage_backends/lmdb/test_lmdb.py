@@ -122,13 +122,6 @@ def test_a_store_grows_and_shrinks_only_as_far_as_its_data(tmp_path: Path) -> No
         store.check_integrity()
 
 
-def test_a_capacity_that_is_too_small_says_what_is_needed(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="set capacity to 4194304 or more"):
-        opened(tmp_path / "s", 1 << 20)
-    with opened(tmp_path / "s", 4 << 20) as store:
-        assert put(store, key("a"), payload("a", 100_000)) is STORED
-
-
 def test_settings(tmp_path: Path) -> None:
     with open_backend(f"lmdb://{tmp_path}/s?capacity=16MiB&durability=power") as store:
         assert put(store, key("a"), b"x") is STORED

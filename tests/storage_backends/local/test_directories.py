@@ -1,22 +1,26 @@
-"""Rules that every store in a directory keeps: modes, links, foreign files, failures to open and to flush."""
+"""Rules of every store in a directory: modes, links, foreign files, full disks, failing opens and flushes."""
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiercache_backends.file import FileBackend
 from tiercache_backends.lmdb import LmdbBackend
 
+from tests.storage.backends import FileHooks
 from tests.storage_backends.file import store as file_store
 from tests.storage_backends.lmdb import hooks as lmdb_store
-from tiercache.errors import StorageError
+from tiercache.core import Outcome
+from tiercache.errors import ConfigError, StorageError
 from tiercache.storage.base import StorageBackend
 from tiercache.testing.faults import FaultEnv
-from tiercache.testing.objects import key, put
+from tiercache.testing.objects import fetch, key, payload, put
 
 OPENED: dict[str, Callable[..., FileBackend | LmdbBackend]] = {
     "file": file_store.opened,
@@ -92,3 +96,52 @@ def test_flush_says_when_it_cannot(tmp_path: Path, opened: Callable[..., Storage
         with pytest.raises(StorageError, match="cannot be flushed"):
             store.flush()
         store.flush()
+
+
+@EVERY_KIND
+def test_a_capacity_that_is_too_small_says_what_is_needed(tmp_path: Path, opened: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="set capacity to 4194304 or more"):
+        opened(tmp_path / "s", 1 << 20)
+    with opened(tmp_path / "s", 4 << 20) as store:
+        assert put(store, key("a"), payload("a", 100_000)) is Outcome.STORED
+
+
+@EVERY_KIND
+def test_a_store_opens_on_a_full_disk(tmp_path: Path, opened: Callable[..., Any]) -> None:
+    with opened(tmp_path / "s") as store:
+        put(store, key("a"), payload("a", 5000))
+    env = FaultEnv()
+    env.fail("pwritev", times=10**9, error=errno.ENOSPC)
+    with opened(tmp_path / "s", env=env) as store:
+        env.fail("commit", times=10**9, error=errno.ENOSPC)
+        assert fetch(store, key("a"), 5000) == payload("a", 5000)
+        assert put(store, key("b"), b"x") is Outcome.THROTTLED
+    assert not (tmp_path / "s" / "state").exists()
+    with opened(tmp_path / "s", env=(checked := FaultEnv())) as store:
+        assert fetch(store, key("a"), 5000) == payload("a", 5000)
+    assert checked.calls["run"] == 1, "nobody said how it was closed"
+
+
+@pytest.mark.parametrize(
+    ("opened", "hooks"), [(file_store.opened, FileHooks()), (lmdb_store.opened, lmdb_store.LmdbHooks())],
+    ids=list(OPENED),
+)  # fmt: skip
+def test_a_corrupt_object_stays_out_of_sight_when_it_cannot_be_removed(
+    tmp_path: Path, opened: Callable[..., Any], hooks: FileHooks | lmdb_store.LmdbHooks
+) -> None:
+    env = FaultEnv()
+    with opened(tmp_path / "s", env=env) as store:
+        put(store, key("a"), payload("a", 5000))
+        hooks.corrupt(store, key("a"))
+        env.clear()
+        env.fail("commit")
+        assert fetch(store, key("a"), 5000) is Outcome.CORRUPT
+        assert (store.exists([key("a")]), fetch(store, key("a"), 5000)) == ([False], Outcome.MISS)
+        assert store.usage().details.get("blocks_stranded", 2) == 2
+        store.check_integrity()
+        assert put(store, key("a"), payload("a", 5000)) is Outcome.STORED
+        assert fetch(store, key("a"), 5000) == payload("a", 5000)
+        store.check_integrity()
+    with opened(tmp_path / "s") as store:
+        assert fetch(store, key("a"), 5000) == payload("a", 5000)
+        store.check_integrity()
