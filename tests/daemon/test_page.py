@@ -109,6 +109,7 @@ def count(node: StorageServer) -> None:
     )
     board._hits.__self__.add("acme", counts)  # type: ignore[attr-defined]  # private: see above
     for n, (method, name) in enumerate([("GetInto", "vllm-1"), ("Set", "batch"), ("Get", "sglang-0")]):
+        # private: see above
         board._slowest.note(method, name, 0.8 / (n + 1), failed=n == 1)
 
 
