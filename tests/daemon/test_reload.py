@@ -196,7 +196,7 @@ def broken(how: str, key_file: Path, certificate: Path) -> str:
             return "does not exist"
         case "certificate empty":
             certificate.write_bytes(b"")
-            return "is not a certificate"
+            return "holds no certificate"
         case _:
             certificate.unlink()
             certificate.mkdir()
