@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shutil
 import socket
 import struct
@@ -16,6 +17,7 @@ from typing import Any
 import grpc
 import pytest
 
+from tests.daemon import web
 from tests.daemon.attacks import P99, attack, client_hello, tls
 from tests.daemon.hosts import (
     MIB,
@@ -497,11 +499,16 @@ def greeted(client: Remote, source: str = "127.0.0.1") -> bool:
 
 @pytest.mark.slow
 def test_a_drain_ends_calls_in_time_and_idle_connections_at_once(tmp_path: Any) -> None:
-    with serving(tmp_path, body_in(tmp_path)) as daemon, Remote(daemon) as client, ExitStack() as stack:
+    body = re.sub(r'(drain|idle|call) = "\ds"', r'\1 = "60s"', body_in(tmp_path))
+    body = body.replace('name = "mallory"', 'name = "mallory"\nverbs = ["read", "write", "observe"]')
+    with serving(tmp_path, body) as daemon, Remote(daemon) as client, ExitStack() as stack:
+        [page] = re.findall(r"status on http://(\S+)/status", daemon.log.read_text())
         idle, busy, late = (stack.enter_context(opened(client)) for _ in range(3))
         data = os.urandom(MIB)
-        busy.sendall(call("Set", put({key("last"): MIB}), MIB) + data[: MIB // 2])
-        time.sleep(0.2)
+        busy.sendall(call("Set", put({key("last"): MIB}), MIB, 60) + data[: MIB // 2])
+        token = f"Bearer {TOKENS['mallory']}"
+        begun = 'tiercache_node_calls_under_way{method="Set"} 1.0'
+        until(lambda: begun in web.ask(page, "/metrics", authorization=token).text)
         daemon.process.terminate()
         assert ended(idle)
         with suppress(ConnectionError):
