@@ -319,9 +319,8 @@ class EvictionOrder:
             for kind, heap in enumerate(lane.waiting):
                 while heap and residents.is_overdue(int(heap[0][0]), kv=kind == _KV):
                     self._offer(self._pop(heap, _WAITING[kind]))
-        return self._take_first(
-            eviction, [(lane.dead, _DEAD) for lane in lanes if lane.dead], residents.is_dead
-        )
+        queues = [(lane.dead, _DEAD) for lane in lanes if lane.dead]
+        return bool(queues) and self._take_first(eviction, queues, residents.is_dead)
 
     def _take_waiting(self, eviction: _Eviction, lanes: Sequence[Lane]) -> bool:
         """Evict the waiting page with the lowest number; return False if there is none."""
