@@ -1,15 +1,26 @@
-"""States that the index asks for as checkpoints, its reasons, and the cap on the states of a path."""
+"""Checkpoints that the index asks for, their reasons, the cuts of prefills, and the cap on a path."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.index.harness import COST, KV, MAMBA, Harness
 from tests.index.model import PAGE, tokens_of
 from tiercache.core import PoolName
 from tiercache.errors import ConfigError, InputError, PoolFullError
-from tiercache.index import CheckpointRules, HybridIndex, Origin, checkpoint_depths, checkpoints_named
+from tiercache.index import (
+    CheckpointRules,
+    HybridIndex,
+    Origin,
+    checkpoint_depths,
+    checkpoints_named,
+    plan_prefill,
+)
 from tiercache.policy import CheckpointKind, Lru
 from tiercache_lab.replay.alone import IndexCache
 
@@ -235,3 +246,44 @@ def test_the_branch_point_is_where_a_prompt_leaves_kv_that_has_no_state():
     h.insert((1, 2, 3, 4), 4)
     match = h.match((1, 2, 9, 9))
     assert tuple(checkpoint_depths(match.depth, match.path_depth, 4 * PAGE + 1, PAGE)) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "restored", "limit", "checkpoints", "ends"),
+    [
+        (1000, 944, 40, (), [976, 1000]),  # the pages have 16 tokens
+        (15, 0, 100, (), [15]),
+        (48, 0, 100, (), [48]),
+        (50, 0, 40, (), [32, 50]),
+        (50, 20, 100, (), [32, 50]),  # no state of the page would be left otherwise
+        (30, 0, 10, (), [10, 16, 26, 30]),  # a page beyond the limit
+        (100, 0, 100, (16, 48, 100), [16, 48, 100]),
+        (100, 48, 100, (16, 48, 80), [80, 100]),
+        (100, 0, 100, (20,), [20, 32, 100]),
+        (16, 16, 100, (), []),
+    ],
+)
+def test_a_prefill_is_cut_at_pages_at_checkpoints_and_at_the_limit(
+    prompt, restored, limit, checkpoints, ends
+):
+    chunks = plan_prefill(prompt, restored, limit, 16, checkpoints)
+    assert [chunk.end for chunk in chunks] == ends
+    assert [chunk.end for chunk in chunks if chunk.checkpoint] == [at for at in checkpoints if at > restored]
+
+
+@given(st.data(), st.integers(0, 200), st.integers(1, 60), st.integers(1, 40))
+def test_each_chunk_is_as_long_as_its_cuts_allow(data, prompt, limit, page):
+    restored = data.draw(st.integers(0, prompt))
+    checkpoints = sorted(data.draw(st.sets(st.integers(1, prompt), max_size=5))) if prompt else []
+    chunks = plan_prefill(prompt, restored, limit, page, checkpoints)
+    assert [restored, *(chunk.end for chunk in chunks)] == [*(chunk.start for chunk in chunks), prompt]
+    for chunk in chunks:
+        inside = range(chunk.start + 1, chunk.end)
+        assert chunk.start < chunk.end <= chunk.start + limit
+        assert not {*inside} & {*checkpoints}
+        assert not chunk.start % page or not any(at % page == 0 for at in inside)
+        if not (chunk.end in checkpoints or chunk.end == prompt):  # why it ends here: the page, or the limit
+            assert chunk.end % page == 0 or chunk.end == chunk.start + limit
+        if chunk.end % page == 0 and chunk.start % page == 0 and chunk.end not in (*checkpoints, prompt):
+            assert chunk.end + page > chunk.start + limit  # no further page fits
+    assert all(first.end == second.start for first, second in pairwise(chunks))

@@ -11,10 +11,10 @@ Reading order:
 
 - `base` (arguments and answers), `node` (an edge of the tree), `counters` (totals over all nodes), `ghosts`
   (memory of evicted pages), `eviction_order` (columns for policies, and the queue)
-- `radix_tree` (structure and pins), and the changes of its contents: `residency` (by transfers), `insertion`
+- `radix_tree` (structure and pins), and the changes of its contents: `residency` (by inserts and transfers)
   and `eviction`
 - `hybrid_index`, which puts these together
-- `planner` (where a prefill is cut) and `integrity` (a check that recounts everything)
+- `checkpoints` (where a prefill leaves states, and is cut) and `integrity` (a check that recounts everything)
 """
 
 from tiercache.index.appraisal import Appraisal
@@ -35,22 +35,13 @@ from tiercache.index.checkpoints import (
     CHECKPOINTS,
     CheckpointPlan,
     CheckpointRules,
+    Chunk,
     checkpoint_depths,
     checkpoints_named,
+    plan_prefill,
 )
 from tiercache.index.hybrid_index import HybridIndex
 from tiercache.index.node import Node
-from tiercache.index.planner import (
-    Chunk,
-    PrefillRules,
-    Speculated,
-    StateBlocks,
-    after_speculation,
-    next_chunk,
-    plan_prefill,
-    state_blocks,
-    state_memory,
-)
 from tiercache.index.radix_tree import Pin
 
 __all__ = [
@@ -71,16 +62,9 @@ __all__ = [
     "PathLocations",
     "Pin",
     "PlacedState",
-    "PrefillRules",
     "Span",
-    "Speculated",
-    "StateBlocks",
     "StateLocation",
-    "after_speculation",
     "checkpoint_depths",
     "checkpoints_named",
-    "next_chunk",
     "plan_prefill",
-    "state_blocks",
-    "state_memory",
 ]

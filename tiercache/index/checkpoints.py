@@ -1,11 +1,11 @@
-"""Checkpoints: the depths at which the prefill of a prompt leaves states, by fixed rules.
+"""Checkpoints: the depths at which the prefill of a prompt leaves states, and the cuts of the prefill.
 
 A checkpoint costs the bytes of the state, and a cut of the prefill: one more forward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -144,3 +144,42 @@ def checkpoints_named(name: str | CheckpointRules) -> CheckpointRules:
     return CheckpointRules(
         branch=False, prompt_end=False, request_end=False, ghost=False, every=int(parameter)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens [start, end) of one forward pass of a prefill."""
+
+    start: int
+    end: int
+    checkpoint: bool = False
+    """Whether the chunk ends at a checkpoint, where the engine hands over the state."""
+
+
+def plan_prefill(
+    prompt_tokens: int, restored: int, limit: int, page_size: int, checkpoints: Sequence[int] = ()
+) -> tuple[Chunk, ...]:
+    """Return the chunks of a prefill, of at most `limit` tokens each, from the restored depth to its end.
+
+    A forward pass leaves only the state at the end of its chunk, and other requests can restore only states
+    at the ends of pages. So a chunk ends with a page if it can. It also ends at each of `checkpoints`, which
+    are strictly ascending depths in tokens; those that are restored already do not count.
+    """
+    assert 0 <= restored <= prompt_tokens, "no more than the prompt is restored"
+    assert limit > 0, "each pass computes something"
+    chunks: list[Chunk] = []
+    start = restored
+    while start < prompt_tokens:
+        # Example: pages of 16 tokens, start 20, limit 30, in a long prompt
+        #   page_end    32, the next multiple of the page size
+        #   end         first 50 (start + limit), then 48, the last multiple of the page size up to there
+        #   stops       32, because the chunk starts inside a page: the chunk is [20, 32)
+        page_end = (start // page_size + 1) * page_size
+        end = min(start + limit, prompt_tokens)
+        if page_end <= end < prompt_tokens:
+            end -= end % page_size
+        stops = [*checkpoints, page_end] if start % page_size else checkpoints
+        end = min((stop for stop in stops if start < stop < end), default=end)
+        chunks.append(Chunk(start, end, end in checkpoints))
+        start = end
+    return tuple(chunks)

@@ -42,11 +42,10 @@ from tiercache.index.checkpoints import CheckpointPlan, CheckpointRules, checkpo
 from tiercache.index.eviction import ONE_BUDGET_KINDS, UNIT_KINDS, Evictor, reuse_of
 from tiercache.index.eviction_order import EvictionColumns, EvictionQueue
 from tiercache.index.ghosts import Ghosts
-from tiercache.index.insertion import adopt_pages, adopt_states, check_pages, check_states
 from tiercache.index.integrity import check_integrity, owned
 from tiercache.index.node import ALIVE, IN_STORAGE, Digests, Node, Prefixes
 from tiercache.index.radix_tree import Pin, RadixTree
-from tiercache.index.residency import Residency
+from tiercache.index.residency import Residency, adopt_pages, adopt_states, check_pages, check_states
 from tiercache.policy import LEARN_EVERY, CheckpointKind, Ending, Lru, Policy, Reuse, UnitKind
 from tiercache.policy.base import Ranks
 

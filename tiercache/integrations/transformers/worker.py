@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from tiercache.controller import ControllerOptions, EngineFactory, HybridCacheController, PrefetchTicket
 from tiercache.core import PoolName, TokenArray
 from tiercache.errors import InputError, TokenError
-from tiercache.index import Chunk, PrefillRules, plan_prefill
+from tiercache.index import Chunk, plan_prefill
 from tiercache.integrations.transformers.arguments import (
     chunk_of,
     count_of,
@@ -337,8 +337,7 @@ class Worker:
         A prompt longer than `limit` is one chunk, because the model might compute something else with cuts.
         """
         most = prompt_tokens if self.exceeds_limit(prompt_tokens) else self.chunk_limit or prompt_tokens
-        rules = PrefillRules(self.runner.page_size, cuts_tail=False)
-        return plan_prefill(prompt_tokens, restored, most, rules, checkpoints)
+        return plan_prefill(prompt_tokens, restored, most, self.runner.page_size, checkpoints)
 
     def _prompt(self, tokens: Any, new_tokens: int) -> TokenArray:
         """Return checked tokens.
