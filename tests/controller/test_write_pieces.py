@@ -12,6 +12,7 @@ from tests.controller.harness import KV, MAMBA, PAGES, Engine, P, evict_checked,
 from tests.controller.test_hung_store import until
 from tests.controller.test_machine import Flaky
 from tests.examples import slow_after
+from tests.transfer.rigs import Passed
 from tiercache.controller import ControllerOptions
 from tiercache.core import Outcome, Tier, as_tokens
 from tiercache.transfer import CopyEngine
@@ -68,7 +69,7 @@ class Pieces:
         class Counting(CopyEngine):
             def store(self, units, *, after=()):
                 number, outer.count = outer.count, outer.count + 1
-                return super().store(units, after=[*after, partial(outer.before, number)])
+                return super().store(units, after=[*after, Passed(partial(outer.before, number))])
 
         return Counting(devices, hosts)
 

@@ -17,7 +17,7 @@ from tiercache_kernels.reference import copy_segments
 from tiercache.errors import TransferError
 from tiercache.threads import IoThreads
 from tiercache.transfer import LayerTicket
-from tiercache.transfer.lanes import Job, LaneEngine, Sides
+from tiercache.transfer.copy import Job, LaneEngine, Sides
 
 
 class World:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,3 +136,14 @@ def rig_on(machine: Machine) -> Rig:
         HostPool(kind.geometry, arena),
         arena,
     )
+
+
+class Passed:
+    """Fence that is passed when `wait` returns."""
+
+    def __init__(self, wait: Callable[[], object]) -> None:
+        self.synchronize = wait
+
+    def query(self) -> bool:
+        """Return False: only the thread that waits knows."""
+        return False

@@ -14,6 +14,7 @@ from tiercache_kernels.reference import copy_segments
 
 from tests.examples import example_count
 from tests.pools.tensors import ArrayTensor, Twin, random_tensor, slot_bytes
+from tests.transfer.rigs import Passed
 from tiercache.core import CacheTransferUnits, PoolName
 from tiercache.errors import ClosedError, ConfigError, GeometryError, SlotError, TransferError
 from tiercache.geometry import Geometry
@@ -268,7 +269,7 @@ def test_a_fence_comes_first(rig: Rig) -> None:
     fence, calls = threading.Event(), []
     handle = int(rig.host.alloc(1)[0])
     with CopyEngine(*rig.sides) as engine:
-        ticket = engine.store(rig.units([0], [handle]), after=[fence.wait])
+        ticket = engine.store(rig.units([0], [handle]), after=[Passed(fence.wait)])
         ticket.add_done_callback(lambda t: calls.append(threading.current_thread().name))
         assert not ticket.wait(0.02)
         for layer in (1, 2, 5):
@@ -279,26 +280,16 @@ def test_a_fence_comes_first(rig: Rig) -> None:
         assert b"".join(rig.host.buffers(handle))[: rig.host.geometry.nbytes] == slot_bytes(
             rig.tensors, SLOTS, 0
         )
-        failed = engine.load(rig.units([handle], [1]), after=[lambda: 1 / 0])
+        failed = engine.load(rig.units([handle], [1]), after=[Passed(lambda: 1 / 0)])
         assert failed.wait(30)
         assert "a load failed before its first layer: division by zero" in str(failed.error)
-
-        class Event:
-            passed = False
-
-            def synchronize(self) -> None:
-                self.passed = True
-
-        event = Event()
-        assert engine.load(rig.units([handle], [1]), after=[event]).wait(30)
-        assert event.passed
     assert calls == ["tiercache-store"]
 
 
 def test_stores_and_loads_do_not_wait_for_each_other(rig: Rig) -> None:
     handle, fence = stored(rig, 0), threading.Event()
     with CopyEngine(*rig.sides) as engine:
-        store = engine.store(rig.units([1], rig.host.alloc(1).tolist()), after=[fence.wait])
+        store = engine.store(rig.units([1], rig.host.alloc(1).tolist()), after=[Passed(fence.wait)])
         assert engine.load(rig.units([handle], [2])).wait(30)
         assert not store.done()
         fence.set()

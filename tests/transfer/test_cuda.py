@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.examples import example_count
 from tests.transfer.machines import Machine, Simulated
-from tests.transfer.rigs import SLOTS, Rig, pages, states
+from tests.transfer.rigs import SLOTS, Passed, Rig, pages, states
 from tiercache.core import CacheTransferUnits, PoolName
 from tiercache.pools import DevicePool, HostArena, HostPool
 from tiercache.transfer.cuda import Method
@@ -188,13 +188,13 @@ class TestRaces:
         fence = threading.Event()
         with rig.engine() as engine:
             handle = rig.stored(engine, 0)
-            ticket = engine.load(rig.units([handle], [1]), after=[fence.wait])
+            ticket = engine.load(rig.units([handle], [1]), after=[Passed(fence.wait)])
             assert not ticket.wait_layer(1, 0.02)
             assert not ticket.wait_layer(1, 0.02, stream=rig.machine.stream().handle)
             assert not ticket.done()
             fence.set()
             assert ticket.wait_layer(1, rig.machine.patience)
-            failed = engine.load(rig.units([handle], [1]), after=[lambda: 1 / 0])
+            failed = engine.load(rig.units([handle], [1]), after=[Passed(lambda: 1 / 0)])
             assert failed.wait(rig.machine.patience)
             assert str(failed.error) == "a load failed before its first layer: division by zero"
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.pools.tensors import ArrayTensor
 from tests.transfer.machines import Simulated
-from tests.transfer.rigs import SLOTS, Kind, Rig, rig_on
+from tests.transfer.rigs import SLOTS, Kind, Passed, Rig, rig_on
 from tests.transfer.simulated_cuda import SimulatedDevice
 from tiercache.core import CacheTransferUnits, PoolName
 from tiercache.errors import ConfigError
@@ -60,7 +60,7 @@ class TestManyCopies:
             handles, stream = many.host.alloc(SLOTS).tolist(), many.machine.stream()
             stream.sleep(0.2)
             stored = engine.store(many.units(ALL, handles), after=[stream.event()])
-            loaded = engine.load(many.units(handles, ALL[::-1]), after=[lambda: stored.wait(30)])
+            loaded = engine.load(many.units(handles, ALL[::-1]), after=[Passed(lambda: stored.wait(30))])
             compute = many.machine.stream()
             assert all(loaded.wait_layer(layer, 30, stream=compute.handle) for layer in loaded.layers)
             compute.event().synchronize()

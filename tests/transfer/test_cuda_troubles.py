@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.transfer.machines import Simulated
-from tests.transfer.rigs import SLOTS, Kind, Rig, pages, rig_on
+from tests.transfer.rigs import SLOTS, Kind, Passed, Rig, pages, rig_on
 from tests.transfer.simulated_cuda import SimulatedDevice
 from tests.transfer.simulated_memory import SimulatedError
 from tiercache.core import PoolName
@@ -200,7 +200,7 @@ class TestTheEnd:
         rig, device = simulated
         engine, fence = rig.engine(), threading.Event()
         handle = rig.stored(engine, 0)
-        running = engine.load(rig.units([handle], [1]), after=[fence.wait])
+        running = engine.load(rig.units([handle], [1]), after=[Passed(fence.wait)])
         waiting = engine.load(rig.units([handle], [2]))
         engine.close(timeout=0.05)
         assert waiting.wait(0)

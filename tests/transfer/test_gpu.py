@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from tests.transfer.machines import Real
-from tests.transfer.rigs import SLOTS, Kind
+from tests.transfer.rigs import SLOTS, Kind, Passed
 from tiercache.core import CacheTransferUnits, PoolName
 from tiercache.errors import TransferError
 from tiercache.pools import DevicePool, HostArena, HostPool
@@ -275,7 +275,8 @@ def test_thousands_of_copies_behind_a_fence(machine: Real, method: Method) -> No
         stream.sleep(0.3)
         stored = engine.store([CacheTransferUnits(PoolName.KV, slots, handles)], after=[stream.event()])
         loaded = engine.load(
-            [CacheTransferUnits(PoolName.KV, handles, slots[::-1].copy())], after=[lambda: stored.wait(60)]
+            [CacheTransferUnits(PoolName.KV, handles, slots[::-1].copy())],
+            after=[Passed(lambda: stored.wait(60))],
         )
         assert all(t.wait(60) and t.error is None for t in (stored, loaded))
     kind.move(slots.tolist(), slots[::-1].tolist())

@@ -13,8 +13,13 @@ from tests.transfer.rigs import SLOTS, Kind, Rig
 from tests.transfer.test_calibration import CARD, SMALL, cell, copies
 from tiercache.pools import DevicePool, HostArena, HostPool
 from tiercache.transfer.cuda import Calibration, Direction, Method, calibrated
-from tiercache.transfer.cuda.calibration_files import calibration_path, forget_calibration, write_calibration
-from tiercache.transfer.cuda.calibration_watch import WINDOW, CalibrationWatch
+from tiercache.transfer.cuda.calibration_files import (
+    WINDOW,
+    CalibrationWatch,
+    calibration_path,
+    forget_calibration,
+    write_calibration,
+)
 
 KNOWN = Calibration(
     CARD, [cell(d, n, c, batch=10.0) for d in Direction for n in (4096, 65536) for c in (16, 128)]

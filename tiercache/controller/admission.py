@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tiercache.controller.allocation import DeviceFence
 from tiercache.controller.context import ControllerContext
 from tiercache.controller.depths import deepest_on_device, near_depth
 from tiercache.controller.lookup import Lookup
@@ -30,6 +29,7 @@ from tiercache.core import ABSENT, Locations, PoolName, Reason, Tier, TokenArray
 from tiercache.errors import AdmissionError, InputError, PoolFullError
 from tiercache.index import CheckpointPlan, Inserted, Match, Node, Origin, PathLocations, Pin
 from tiercache.policy import Ending
+from tiercache.transfer import Fence
 
 
 class Status(enum.StrEnum):
@@ -322,7 +322,7 @@ class Admission:
         first = self.slots.first_own(min(depth, self._pinned_depth))
         return next((node for node in self._pin.node.path() if node.end <= first), None)
 
-    def on_committed(self, inserted: Inserted, tokens: TokenArray, fence: DeviceFence | None) -> None:
+    def on_committed(self, inserted: Inserted, tokens: TokenArray, fence: Fence | None) -> None:
         """Update the slots, the pin and the known sequence after a commit of `tokens` (whole pages).
 
         `inserted` is the index's answer. `HybridCacheController.commit` explains `fence`.
@@ -341,7 +341,7 @@ class Admission:
         if self.committed:
             self._context.index.ended(self._pin.node, ending)
 
-    def close(self, fence: DeviceFence | None = None) -> None:
+    def close(self, fence: Fence | None = None) -> None:
         """Once the device has passed `fence`, release the pins, and the slots that only this request uses.
 
         Operations in flight go on without the admission.
@@ -405,7 +405,7 @@ class Admission:
             else self._context.index.extend_path(self.lookup.tokens, depth, self.lookup.extra)
         )
 
-    def _hold(self, node: Node, depth: int, *tiers: Tier, fence: DeviceFence | None = None) -> None:
+    def _hold(self, node: Node, depth: int, *tiers: Tier, fence: Fence | None = None) -> None:
         """Pin pages [0, depth) in `tiers`, of which the device is one, and release the earlier pin.
 
         `node` covers page `depth` - 1. The earlier pin is released once the device has passed `fence`. Until

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Protocol
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from tiercache.errors import PoolFullError
 from tiercache.index import Eviction, HybridIndex, Pin
 from tiercache.metrics import Metrics
 from tiercache.pools import BlockArena, DevicePool, HostPool
+from tiercache.transfer import Fence
 
 _log = logging.getLogger(__name__)
 
@@ -125,21 +125,11 @@ class ObjectAllocator:
         self._metrics.increment("evicted_objects_total", str(tier), "lost", by=eviction.lost)
 
 
-class DeviceFence(Protocol):
-    """A point in the device's work, such as a recorded `torch.cuda.Event`."""
-
-    def query(self) -> bool:
-        """Return whether the device has passed this point."""
-
-    def synchronize(self) -> object:
-        """Block until the device has passed this point."""
-
-
 @dataclass(frozen=True, slots=True)
 class Retired:
     """Slots and pins that are still used, but only by device work that was queued before `fence`."""
 
-    fence: DeviceFence
+    fence: Fence
     slots: Mapping[PoolName, Locations]
     pins: Sequence[Pin]
 
@@ -160,14 +150,14 @@ class DeviceWork:
         self.freed = False
         """Whether slots or pins were freed since the controller last cleared this flag."""
         self._allocator = allocator
-        self._pending: dict[int, DeviceFence] = {}
+        self._pending: dict[int, Fence] = {}
         """Fences that the device may not have passed yet, by number, in ascending order."""
         self._last_number = 0
         self._has_warned = False
         self._last_use = {p: np.zeros(n, np.int64) for p, n in slots.items()}
         """For each device slot, by pool: the number of the last fence noted for the slot; 0 for none."""
 
-    def note(self, fence: DeviceFence | None, slots: Iterable[tuple[PoolName, Locations | int]]) -> None:
+    def note(self, fence: Fence | None, slots: Iterable[tuple[PoolName, Locations | int]]) -> None:
         """Record that device work queued before `fence` may still use `slots`.
 
         From now on, other requests may read these slots, or get them for new objects.
@@ -180,7 +170,7 @@ class DeviceWork:
         for pool, mine in slots:
             self._last_use[pool][mine] = number
 
-    def fences(self, slots: Iterable[tuple[PoolName, Locations]]) -> list[DeviceFence]:
+    def fences(self, slots: Iterable[tuple[PoolName, Locations]]) -> list[Fence]:
         """Return the fences that a copy from or into these device slots must wait for.
 
         Device work queued before these fences may still be using the slots.
@@ -196,7 +186,7 @@ class DeviceWork:
         return [fence for n, fence in self._pending.items() if n <= newest and not self._has_passed(fence)]
 
     def retire(
-        self, slots: Mapping[PoolName, Locations], fence: DeviceFence | None, pins: Sequence[Pin] = ()
+        self, slots: Mapping[PoolName, Locations], fence: Fence | None, pins: Sequence[Pin] = ()
     ) -> None:
         """Free slots and release pins once the device has passed `fence`, or at once if `fence` is None."""
         if fence is not None and not self._has_passed(fence):
@@ -218,7 +208,7 @@ class DeviceWork:
         for retired in compress(waiting, passed):
             self.retire(retired.slots, None, retired.pins)
 
-    def _has_passed(self, fence: DeviceFence) -> bool:
+    def _has_passed(self, fence: Fence) -> bool:
         """Return whether the device is known to have passed the fence.
 
         A fence that cannot be queried counts as not passed, so its slots stay out of use.

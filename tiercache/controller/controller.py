@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, Self
 
 from tiercache.controller.admission import Admission
-from tiercache.controller.allocation import DeviceFence
 from tiercache.controller.beliefs import Beliefs
 from tiercache.controller.context import ControllerContext, split_pools
 from tiercache.controller.continuation.continued import ResumedAdmission, fork_admission
@@ -46,7 +45,7 @@ from tiercache.storage.hybrid import HybridStorage
 from tiercache.storage.store_events import StoreEvents
 from tiercache.storage.tiers import TierControl, tier_control
 from tiercache.threads import IoThreads
-from tiercache.transfer import TransferEngine, engine_for
+from tiercache.transfer import Fence, TransferEngine, engine_for
 
 _log = logging.getLogger(__name__)
 
@@ -341,7 +340,7 @@ class HybridCacheController:
         *,
         ttl: float,
         below: bool = False,
-        fence: DeviceFence | None = None,
+        fence: Fence | None = None,
     ) -> Parked:
         """End a request for now: keep its pages and its live state until `resume`, for `ttl` seconds.
 
@@ -463,7 +462,7 @@ class HybridCacheController:
         states: Mapping[int, Mapping[PoolName, int]] | None = None,
         *,
         pages: Mapping[PoolName, Locations] | None = None,
-        fence: DeviceFence | None = None,
+        fence: Fence | None = None,
     ) -> Mapping[PoolName, Locations]:
         """Hand the whole pages of `tokens`, and the states at some depths, to the cache.
 
@@ -520,7 +519,7 @@ class HybridCacheController:
         return admission.pages
 
     def release(
-        self, admission: Admission, *, fence: DeviceFence | None = None, ending: Ending = Ending.UNKNOWN
+        self, admission: Admission, *, fence: Fence | None = None, ending: Ending = Ending.UNKNOWN
     ) -> None:
         """End a request: release its pins, and the slots that belong to this request alone.
 
@@ -838,6 +837,6 @@ class HybridCacheController:
         if admission not in self._admissions:
             raise AdmissionError("this admission belongs to another controller; use the one that made it")
 
-    def _check_fence(self, fence: DeviceFence | None) -> None:
+    def _check_fence(self, fence: Fence | None) -> None:
         if fence is not None:
             self._context.engine.check_fences([fence])

@@ -7,11 +7,11 @@ from typing import Final
 
 import numpy as np
 
-from tiercache.controller.allocation import DeviceFence
 from tiercache.controller.context import ControllerContext
 from tiercache.core import ABSENT, CacheTransferUnits, Locations, Mask, PoolName, leading, pending
 from tiercache.errors import PoolFullError, SlotError
 from tiercache.index import Inserted, PathLocations
+from tiercache.transfer import Fence
 
 _NONE: Final = np.empty(0, np.int64)
 
@@ -246,7 +246,7 @@ class RequestSlots:
                     " table"
                 )
 
-    def apply_insert(self, inserted: Inserted, fence: DeviceFence | None) -> None:
+    def apply_insert(self, inserted: Inserted, fence: Fence | None) -> None:
         """Update the slots after a commit.
 
         The index owns *adopted* slots from now on. The slots of *rejected* states are spare again. A page is

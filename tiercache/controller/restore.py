@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tiercache.controller.allocation import DeviceFence
 from tiercache.controller.context import ControllerContext
 from tiercache.controller.operations import Load, PageRun, gather_runs
 from tiercache.controller.request_slots import RequestSlots
 from tiercache.core import ABSENT, Locations, Mask, PoolName, Reason, Tier, pending
 from tiercache.index import Node, PathLocations, Span, StateLocation
 from tiercache.metrics import HIT, MISS
+from tiercache.transfer import Fence
 
 
 class DeviceRestore:
@@ -33,7 +33,7 @@ class DeviceRestore:
         self._loads: set[Load] = set()
         self._loads_ahead: list[tuple[Load, dict[PoolName, Mask]]] = []
         """Loads of `load_ahead`, each with a mask of its pages by pool. A state counts as its last page."""
-        self._fences: list[DeviceFence] = []
+        self._fences: list[Fence] = []
         """Fences of other requests whose device work may still be filling slots that this request reads."""
         self._ordered_streams: set[int | None] = set()
         """Streams (None: this thread) that already wait for the fences in `_fences`."""
@@ -129,7 +129,7 @@ class DeviceRestore:
         if runs:
             self._loads.add(self._load(node, runs))
 
-    def note_fences(self, besides: DeviceFence | None = None) -> None:
+    def note_fences(self, besides: Fence | None = None) -> None:
         """Record the fences of other requests whose device work may still be filling slots of this request.
 
         `besides` is the request's own fence, which is left out.

@@ -7,10 +7,9 @@ Principles:
 3. A copy that fails fails its own ticket; only the loss of the device fails all.
 """
 
-from tiercache.transfer.base import LayerTicket, Ticket, TransferEngine
+from tiercache.transfer.base import Fence, LayerTicket, Ticket, TransferEngine
 from tiercache.transfer.copy import Copier, CopyEngine, engine_for
 from tiercache.transfer.descriptors import Descriptors, build_descriptors, join_descriptors
-from tiercache.transfer.fences import Fence
 
 __all__ = [
     "Copier",

@@ -3,16 +3,76 @@
 from __future__ import annotations
 
 import logging
+import operator
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from tiercache.core import CacheTransferUnits
-from tiercache.errors import TransferError
-from tiercache.transfer.fences import Fence, checked_fences, pass_fence
+from tiercache.errors import ConfigError, TransferError
 
 _log = logging.getLogger(__name__)
+
+
+class Fence(Protocol):
+    """A point in the device's work that copies wait for, such as a recorded `torch.cuda.Event`.
+
+    A fence with a handle in `cuda_event` needs no thread: an engine for CUDA makes the device wait. The
+    caller must not record such an event again until the ticket is done. For other fences, a thread of the
+    engine calls `synchronize`; if that raises, the ticket fails.
+    """
+
+    def query(self) -> bool:
+        """Return whether the device has passed this point."""
+
+    def synchronize(self) -> object:
+        """Block until the device has passed this point."""
+
+
+def checked_fences(fences: Iterable[Fence]) -> tuple[Fence, ...]:
+    """Return the fences as a tuple.
+
+    Raises ConfigError for an object that is no fence, for an event that was never recorded, and for an
+    argument that is not a sequence of fences.
+    """
+    try:
+        found = tuple(fences)
+    except TypeError as error:
+        raise ConfigError(
+            f"`after` is a {type(fences).__name__}; give a sequence of fences, such as [event]"
+        ) from error
+    for fence in found:
+        _check(fence)
+    return found
+
+
+def event_of(fence: Fence) -> int | None:
+    """Return the handle of a CUDA event (0 if it was never recorded), or None for any other fence."""
+    handle = getattr(fence, "cuda_event", None)
+    try:
+        # `operator.index` raises TypeError for None and for anything else that is no integer
+        return None if isinstance(handle, bool) else operator.index(handle)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _check(fence: Fence) -> None:
+    event = event_of(fence)
+    # A wait for an event that was never recorded would return at once. Such a `torch.cuda.Event` has 0 as its
+    # `cuda_event`, and such a `torch.Event` has 0 as its `event_id`.
+    if event == 0 or (event is None and getattr(fence, "event_id", None) == 0):
+        raise ConfigError(
+            "a given fence is an event that was never recorded; record it in the stream whose work comes"
+            " first"
+        )
+    if event is not None and not 0 < event < 1 << 64:
+        raise ConfigError(f"a given fence has {event} as its cuda_event, which is not the handle of an event")
+    if event is None and not all(callable(getattr(fence, way, None)) for way in ("query", "synchronize")):
+        raise ConfigError(
+            f"a given fence is of type {type(fence).__name__}, which cannot be waited for; pass a recorded"
+            " event, or an object with `query` and `synchronize`"
+        )
 
 
 class Ticket:
@@ -193,7 +253,7 @@ class TransferEngine(ABC):
         after the fences. Raises TransferError if a fence cannot be waited for.
         """
         for fence in fences:
-            pass_fence(fence)
+            fence.synchronize()
 
     @abstractmethod
     def close(self, timeout: float = 30.0) -> None:

@@ -20,7 +20,7 @@ from tiercache.policy import ModelProfile
 from tiercache.pools import BlockArena, DevicePool
 from tiercache.pools.device import SegmentTable
 from tiercache.transfer import LayerTicket, Ticket, TransferEngine
-from tiercache.transfer.fences import Fence
+from tiercache.transfer.base import Fence
 
 
 def geometries(profile: ModelProfile, page_size: int) -> dict[PoolName, Geometry]:

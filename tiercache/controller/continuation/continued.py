@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import numpy as np
 
 from tiercache.controller.admission import Admission, Poll, Status
-from tiercache.controller.allocation import DeviceFence
 from tiercache.controller.context import ControllerContext
 from tiercache.controller.continuation.holds import all_objects, cut_parcels
 from tiercache.controller.continuation.moves import Arrival
@@ -17,6 +16,7 @@ from tiercache.controller.options import PrefetchRules
 from tiercache.core import CacheTransferUnits, PoolName, Reason, TokenArray, leading
 from tiercache.errors import InputError, PoolFullError, SlotError
 from tiercache.index import Node
+from tiercache.transfer import Fence
 
 
 def fork_admission(
@@ -116,7 +116,7 @@ class ResumedAdmission(Admission):
         """Restored depth in tokens, as of the last poll: all tokens of the parked request once `resumed`."""
         return len(self.lookup.tokens) if self.resumed else super().depth
 
-    def close(self, fence: DeviceFence | None = None) -> None:  # noqa: D102
+    def close(self, fence: Fence | None = None) -> None:  # noqa: D102
         if self._parked is not None:
             parked, self._parked = self._parked, None
             if self._arrival is not None and not self._arrival.done:

@@ -14,7 +14,6 @@ from itertools import compress
 
 import numpy as np
 
-from tiercache.controller.allocation import DeviceFence
 from tiercache.controller.context import ControllerContext
 from tiercache.controller.continuation.holds import HostHold, HostHolds, Parcel, Places, counts
 from tiercache.controller.store_calls import StoreCall
@@ -31,7 +30,7 @@ from tiercache.core import (
 from tiercache.errors import PoolFullError, RefusedError, TransferError
 from tiercache.index import Pin
 from tiercache.storage.hybrid import HybridStorage
-from tiercache.transfer import LayerTicket, Ticket
+from tiercache.transfer import Fence, LayerTicket, Ticket
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +61,7 @@ class ParkCopy:
         *,
         slots: Mapping[PoolName, Locations],
         pins: Sequence[Pin],
-        fence: DeviceFence | None,
+        fence: Fence | None,
         over: Callable[[bool], None],
     ) -> None:
         """Begin the copies, after `fence` has passed.
@@ -319,7 +318,7 @@ class Arrival:
         """Why not everything has arrived; valid once `done`."""
         self.is_whole = False
         """Whether everything has arrived."""
-        self.left_behind: tuple[Mapping[PoolName, Locations], Sequence[Pin], DeviceFence | None] | None = None
+        self.left_behind: tuple[Mapping[PoolName, Locations], Sequence[Pin], Fence | None] | None = None
         """Slots and pins of a request that was released while copies were under way, and its fence."""
         self._context, self._holds, self._source = context, holds, source
         self._device, self._wanted = device, wanted
@@ -347,7 +346,7 @@ class Arrival:
         self._go_on()
 
     def leave_behind(
-        self, slots: Mapping[PoolName, Locations], pins: Sequence[Pin], fence: DeviceFence | None
+        self, slots: Mapping[PoolName, Locations], pins: Sequence[Pin], fence: Fence | None
     ) -> None:
         """Free the slots, and release the pins, once no copy writes to the slots any more."""
         self.left_behind = slots, pins, fence

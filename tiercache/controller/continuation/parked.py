@@ -16,7 +16,6 @@ import numpy as np
 from blake3 import blake3
 
 from tiercache.controller.admission import Admission
-from tiercache.controller.allocation import DeviceFence
 from tiercache.controller.context import ControllerContext
 from tiercache.controller.continuation.holds import (
     HostHold,
@@ -35,6 +34,7 @@ from tiercache.errors import AdmissionError, InputError
 from tiercache.index import Node
 from tiercache.keys import KEY_BYTES, parked_keys
 from tiercache.storage.values import HALF_LIFE
+from tiercache.transfer import Fence
 
 ID_BYTES: Final = 16
 """Random bytes that name a parked request."""
@@ -244,7 +244,7 @@ class Parking:
         *,
         ttl: float,
         below: bool,
-        fence: DeviceFence | None,
+        fence: Fence | None,
     ) -> Parked:
         """Park a request; `HybridCacheController.park` explains it."""
         context = self._context

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Final
 
 from tiercache.controller.admission import Admission, Poll, Status
-from tiercache.controller.allocation import DeviceFence
 from tiercache.controller.context import ControllerContext
 from tiercache.controller.depths import near_depth, near_depths
 from tiercache.controller.lookup import Lookup
@@ -18,6 +17,7 @@ from tiercache.controller.ranks.session import Agreement
 from tiercache.core import Reason, Tier
 from tiercache.errors import AdmissionError, InputError, PoolFullError, RankError, TransferError
 from tiercache.index import Match
+from tiercache.transfer import Fence
 
 _STORAGE_SHARE: Final = 0.75
 """Share of the deadline after which a rank waits no longer for storage, and votes with what it has."""
@@ -113,7 +113,7 @@ class GroupAdmission(Admission):
             )
         return self._proceed(freeze=False)
 
-    def close(self, fence: DeviceFence | None = None) -> None:  # noqa: D102
+    def close(self, fence: Fence | None = None) -> None:  # noqa: D102
         super().close(fence)
         self._agreement.close()
 

@@ -13,8 +13,8 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from tiercache.controller.allocation import DeviceFence
 from tiercache.errors import ConfigError, install_line
+from tiercache.transfer import Fence
 
 Mark: TypeAlias = Any
 """Position in a stream, for measuring times: seconds of `time.perf_counter`, or a `torch.cuda.Event`."""
@@ -35,7 +35,7 @@ class TorchStream:
     handle: int | None = None
     """CUDA's handle of the stream that must wait for a restored layer; None if the calling thread waits."""
 
-    def fence(self) -> DeviceFence | None:
+    def fence(self) -> Fence | None:
         """Return a fence that is passed when all work queued so far is over; None if it is over already."""
         return None
 
@@ -62,9 +62,9 @@ class CudaStream(TorchStream):
         """CUDA's handle of the current stream; 0 is the default stream."""
         return int(self._current.cuda_stream)
 
-    def fence(self) -> DeviceFence:  # noqa: D102
+    def fence(self) -> Fence:  # noqa: D102
         # A new event each time: recording an event again would move a fence that is in use.
-        event: DeviceFence = self._current.record_event()
+        event: Fence = self._current.record_event()
         return event
 
     def synchronize(self) -> None:  # noqa: D102

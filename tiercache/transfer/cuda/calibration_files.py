@@ -1,7 +1,7 @@
 """Calibrations in files, so that a device is measured once for each set of methods.
 
 A device is measured again if its file is invalid or gone. The file is removed when real copies turn out to be
-faster or slower than measured.
+faster or slower than measured (see `CalibrationWatch`).
 """
 
 from __future__ import annotations
@@ -11,27 +11,40 @@ import logging
 import math
 import os
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from math import log2
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from blake3 import blake3
 
 from tiercache.transfer.cuda.calibration import MAX_BYTES, Calibration, Cell, calibrate
 from tiercache.transfer.cuda.device import Card, CudaDevice, Direction, Method
+from tiercache.transfer.descriptors import Copies
 
 _log = logging.getLogger(__name__)
+
 
 FORMAT: Final = 2
 """Version of the file's format.
 
 The version is also raised when a change to tiercache makes one of the methods faster or slower.
 """
+
+
 _MAX_FILE_BYTES: Final = 1 << 20
+
+
 _MAX_CELLS: Final = 1000
+
+
 _MAX_COUNT: Final = 1 << 40
+
+
 _CARD: Final[Mapping[str, type]] = {
     "name": str,
     "bus": str,
@@ -195,3 +208,100 @@ def _fields(found: object, types: Mapping[str, type]) -> list[Any]:
 def _require(true: bool, found: object) -> None:
     if not true:
         raise ValueError(f"{str(found)[:200]} has an impossible value")
+
+
+Queued: TypeAlias = Sequence[tuple[Copies, Method]]
+"""Groups of copies of one transfer, in order, each with its method."""
+
+
+OFF_FACTOR: Final = 2.0
+"""A transfer is too slow if it takes more than this many times the expected time.
+
+It is too fast if the expected time is more than this many times the real time.
+"""
+
+
+WINDOW: Final = 32
+"""Number of transfers in a window: the last transfers of one direction, which are judged together."""
+
+
+_MIN_OFF: Final = 24
+"""Minimum difference between the numbers of too slow and too fast transfers in a window.
+
+From this difference on, the calibration counts as wrong.
+
+A busy bus, or a thread that waits for the GIL, makes some transfers slow. A wrong calibration makes most
+transfers slow, or most of them fast.
+"""
+
+
+_MIN_S: Final = 200e-6
+
+
+_MIN_BYTES: Final = 8 << 20
+"""A transfer is judged if it should take `_MIN_S` seconds or more, or has `_MIN_BYTES` bytes or more.
+
+The time of a smaller transfer says little about the speed of its copies.
+"""
+
+
+_NEAR: Final = (1.0, 2.0)
+"""Maximum distance between copies and the measurement that predicts their time, in powers of two.
+
+The first number limits the distance of the lengths, and the second limits the distance of the numbers of
+copies. For example, copies may be up to twice as long as in the measurement, and four times as many.
+"""
+
+
+class CalibrationWatch:
+    """Watch that compares the time of each transfer on the device with the prediction of `calibration`.
+
+    The watch calls `on_wrong` once, when most of the last `WINDOW` transfers of a direction were too slow, or
+    most were too fast.
+
+    Thread safety: any thread.
+    """
+
+    def __init__(self, calibration: Calibration, on_wrong: Callable[[], object]) -> None:
+        self._calibration, self._on_wrong = calibration, on_wrong
+        self._changed = threading.Lock()
+        self._found: dict[Direction, deque[int]] = {
+            direction: deque(maxlen=WINDOW) for direction in Direction
+        }
+        """Judgements of the last transfers, by direction: 1 too slow, -1 too fast, 0 as expected."""
+        self._is_wrong = False
+
+    def record(self, direction: Direction, queued: Queued, seconds: float) -> None:
+        """Judge a transfer that took `seconds` seconds from the start of its first copy to its end."""
+        expected = self._expected(direction, queued)
+        if expected is None or (
+            expected < _MIN_S and sum(copies.nbytes for copies, _ in queued) < _MIN_BYTES
+        ):
+            return
+        with self._changed:
+            found = self._found[direction]
+            found.append((seconds > OFF_FACTOR * expected) - (seconds * OFF_FACTOR < expected))
+            if self._is_wrong or abs(sum(found)) < _MIN_OFF:
+                return
+            self._is_wrong = True
+        _log.warning(
+            "copies %s take %.1f times as long as measured; they are measured again at the next start",
+            direction,
+            seconds / expected,
+        )
+        self._on_wrong()
+
+    def _expected(self, direction: Direction, queued: Queued) -> float | None:
+        """Return the seconds that the calibration predicts; None if it has not measured such copies."""
+        total = 0.0
+        for copies, method in queued:
+            cell = self._calibration.nearest(direction, copies)
+            if method not in cell.speeds or not _is_near(cell, copies):
+                return None
+            total += copies.nbytes / cell.speeds[method] / 1e9
+        return total
+
+
+def _is_near(cell: Cell, copies: Copies) -> bool:
+    length = copies.nbytes / len(copies)
+    return abs(log2(cell.length / length)) <= _NEAR[0] and abs(log2(cell.count / len(copies))) <= _NEAR[1]

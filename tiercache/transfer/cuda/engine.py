@@ -16,17 +16,15 @@ from tiercache.errors import ConfigError, TierCacheError, TransferError
 from tiercache.pools.blocks import BlockArena
 from tiercache.pools.device import DevicePool
 from tiercache.pools.host import HostPool
-from tiercache.transfer.base import LayerTicket
+from tiercache.transfer.base import Fence, LayerTicket, event_of
+from tiercache.transfer.copy import LaneEngine, Sides
 from tiercache.transfer.cuda.calibration import Calibration, self_test
-from tiercache.transfer.cuda.calibration_files import calibrated, forget_calibration
-from tiercache.transfer.cuda.calibration_watch import CalibrationWatch
+from tiercache.transfer.cuda.calibration_files import CalibrationWatch, calibrated, forget_calibration
 from tiercache.transfer.cuda.copying import GROUP_BYTES, PIECE_BYTES, CopySet, LockedArena
 from tiercache.transfer.cuda.device import CudaDevice, Direction, Method
 from tiercache.transfer.cuda.hardware import CupyDevice
 from tiercache.transfer.cuda.lane import LOADS_IN_FLIGHT, STORES_IN_FLIGHT, CudaLayerTicket, Lane
 from tiercache.transfer.descriptors import Copies
-from tiercache.transfer.fences import Fence, event_of, pass_fence
-from tiercache.transfer.lanes import LaneEngine, Sides
 
 _log = logging.getLogger(__name__)
 
@@ -122,7 +120,7 @@ class CudaEngine(LaneEngine):
                 for fence in fences:
                     event = event_of(fence)
                     if event is None or stream is None:
-                        pass_fence(fence)
+                        fence.synchronize()
                     else:
                         self.device.wait_event(stream, event)
         except RuntimeError as error:

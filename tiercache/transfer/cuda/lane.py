@@ -20,13 +20,12 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from tiercache.errors import TransferError
-from tiercache.transfer.base import LayerTicket
-from tiercache.transfer.cuda.calibration_watch import Queued
+from tiercache.transfer.base import LayerTicket, event_of
+from tiercache.transfer.copy import Job, Waiting
+from tiercache.transfer.cuda.calibration_files import Queued
 from tiercache.transfer.cuda.copying import GROUP_BYTES, CopySet, LockedArena, bus_blocks, layer_groups
 from tiercache.transfer.cuda.device import CudaDevice, Method
 from tiercache.transfer.descriptors import Copies, Descriptors
-from tiercache.transfer.fences import event_of, pass_fence
-from tiercache.transfer.lanes import Job, Waiting
 
 _POLL_S: Final = 200e-6
 """Seconds between two queries of an event by a thread that waits for one layer.
@@ -290,7 +289,7 @@ class Lane:
         for fence in job.after:
             event = event_of(fence)
             if event is None:
-                pass_fence(fence, self._waiting.check_abandoned)
+                fence.synchronize()
             else:
                 resources.pace.step(self._stream)
                 self._device.wait_event(self._stream, event)

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tiercache.controller import Admission, Lookup
-from tiercache.controller.allocation import DeviceFence
 from tiercache.core import Reason, TokenArray
 from tiercache.errors import ClosedError, PoolFullError
 from tiercache.integrations.transformers.requests.commits import CHECKPOINTS, DECODE_SNAPSHOTS
 from tiercache.integrations.transformers.requests.prefill import COPY_SECONDS
 from tiercache.integrations.transformers.requests.sampling import Sampling
 from tiercache.integrations.transformers.requests.task import Task
+from tiercache.transfer import Fence
 
 if TYPE_CHECKING:
     from tiercache.integrations.transformers.worker import Worker
@@ -44,7 +44,7 @@ class Scheduler:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._released: DeviceFence | None = None  # passed when the device work of ended requests is over
+        self._released: Fence | None = None  # passed when the device work of ended requests is over
 
     def begin(
         self,
