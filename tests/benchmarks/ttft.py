@@ -25,7 +25,7 @@ import torch
 
 from tiercache.controller import ControllerOptions
 from tiercache.core import PoolName
-from tiercache.integrations.transformers.requests.generation import Generation
+from tiercache.integrations.transformers.requests.request import Generation
 from tiercache.integrations.transformers.worker import Worker
 from tiercache_lab.bench.worker import WorkerSpeeds, measure_worker
 from tiercache_lab.demo.serving import ANSWER_TOKENS, PAGE_SIZE, Conversations, zigzag

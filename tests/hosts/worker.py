@@ -20,7 +20,7 @@ from tiercache.controller import ControllerOptions
 from tiercache.core import Tier
 from tiercache.errors import StorageError
 from tiercache.integrations.transformers.audit import Audit, Run
-from tiercache.integrations.transformers.requests.generation import Generation
+from tiercache.integrations.transformers.requests.request import Generation
 from tiercache.integrations.transformers.worker import Worker
 from tiercache.storage.registry import spec_of
 from tiercache_lab.demo.serving import timed, uncut_prefill

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from tiercache.controller import ControllerOptions
 from tiercache.core import PoolName, Tier, TokenArray
 from tiercache.errors import ConfigError
-from tiercache.integrations.transformers.requests.generation import Generation
+from tiercache.integrations.transformers.requests.request import Generation
 from tiercache.integrations.transformers.worker import Worker
 from tiercache.policy import ModelProfile, profile_of
 from tiercache_lab.replay.machines import ReplayMachine, machine_text

@@ -32,7 +32,7 @@ from tiercache.core import PoolName, Tier, TokenArray
 from tiercache.errors import ConfigError, StorageError
 from tiercache.geometry import Geometry
 from tiercache.integrations.transformers.audit import Audit, Run, Verdict
-from tiercache.integrations.transformers.requests.generation import Generation
+from tiercache.integrations.transformers.requests.request import Generation
 from tiercache.integrations.transformers.runner import ModelRunner
 from tiercache.integrations.transformers.stream import TorchStream, compute_repeatably, describe, find_device
 from tiercache.integrations.transformers.watch import identity_of

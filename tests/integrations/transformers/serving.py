@@ -19,7 +19,7 @@ from tiercache.core import PoolName, Tier, as_tokens
 from tiercache.integrations.transformers import worker as worker_module
 from tiercache.integrations.transformers.audit import Audit, Verdict
 from tiercache.integrations.transformers.probe import load
-from tiercache.integrations.transformers.requests.generation import Generation
+from tiercache.integrations.transformers.requests.request import Generation
 from tiercache.integrations.transformers.runner import ModelRunner
 from tiercache.integrations.transformers.trial import ProbeReport
 from tiercache.integrations.transformers.worker import Worker

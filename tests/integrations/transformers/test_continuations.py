@@ -26,7 +26,7 @@ from tiercache.core import PoolName, Reason, Tier
 from tiercache.errors import ClosedError, InputError
 from tiercache.integrations.transformers import Request, Sampling, differences
 from tiercache.integrations.transformers.audit import Audit
-from tiercache.integrations.transformers.requests.sampling import Chooser
+from tiercache.integrations.transformers.requests.request import Chooser
 from tiercache.integrations.transformers.requests.task import Task
 from tiercache.integrations.transformers.worker import Worker
 

@@ -32,7 +32,7 @@ from tests.transfer.simulated_cuda import SimulatedDevice
 from tiercache.core import PoolName, Reason, Tier
 from tiercache.errors import ConfigError
 from tiercache.integrations.transformers.audit import Audit
-from tiercache.integrations.transformers.requests.generation import Generation
+from tiercache.integrations.transformers.requests.request import Generation
 from tiercache.integrations.transformers.stream import (
     CudaStream,
     TorchStream,

@@ -34,7 +34,7 @@ from tiercache.core import PoolName, Reason, Tier
 from tiercache.errors import ConfigError, InputError, UnsupportedModelError
 from tiercache.integrations.transformers import Request, Sampling, differences
 from tiercache.integrations.transformers.audit import Audit, Run
-from tiercache.integrations.transformers.lengths import TailMode
+from tiercache.integrations.transformers.reach import TailMode
 from tiercache.integrations.transformers.requests.task import Task
 from tiercache.integrations.transformers.worker import Worker
 from tiercache.storage.base import StorageBackend

@@ -25,7 +25,7 @@ from tiercache.integrations.transformers import ModelRunner
 from tiercache.integrations.transformers import worker as worker_module
 from tiercache.integrations.transformers.audit import Audit
 from tiercache.integrations.transformers.fingerprint import UNREAD
-from tiercache.integrations.transformers.requests.generation import Generation
+from tiercache.integrations.transformers.requests.request import Generation
 from tiercache.integrations.transformers.watch import Watch, identity_of
 from tiercache.integrations.transformers.worker import Worker
 from tiercache.keys import Identity

@@ -25,7 +25,7 @@ from tiercache.integrations.transformers import ModelRunner, Request, Sampling
 from tiercache.integrations.transformers.audit import Audit
 from tiercache.integrations.transformers.caches import form_of
 from tiercache.integrations.transformers.layout import StateCache
-from tiercache.integrations.transformers.sizes import split_device_bytes
+from tiercache.integrations.transformers.plan import split_device_bytes
 
 EACH = slow_after(3, ["mamba2", "rwkv", "mistral", "mamba", "xlstm", "falcon_mamba"])
 CASES = slow_after(

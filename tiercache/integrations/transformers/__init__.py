@@ -3,12 +3,10 @@
 from tiercache.integrations.transformers.audit import Audit, Verdict
 from tiercache.integrations.transformers.device import PoolTensors, differences
 from tiercache.integrations.transformers.layout import CacheLayout, inspect_cache
-from tiercache.integrations.transformers.lengths import TailMode
 from tiercache.integrations.transformers.plan import RequestPlan
 from tiercache.integrations.transformers.probe import load, probe
-from tiercache.integrations.transformers.requests.generation import Generation
-from tiercache.integrations.transformers.requests.request import Request
-from tiercache.integrations.transformers.requests.sampling import Sampling
+from tiercache.integrations.transformers.reach import TailMode
+from tiercache.integrations.transformers.requests.request import Generation, Request, Sampling
 from tiercache.integrations.transformers.runner import ModelRunner
 from tiercache.integrations.transformers.trial import ProbeReport
 from tiercache.integrations.transformers.worker import Worker

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tiercache.errors import ConfigError, InputError
-from tiercache.integrations.transformers.requests.sampling import GREEDY, Sampling
+from tiercache.integrations.transformers.requests.request import GREEDY, Sampling
 from tiercache.integrations.transformers.runner import first_line
 from tiercache.text import parse_size
 

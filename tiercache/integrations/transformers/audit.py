@@ -20,8 +20,7 @@ from transformers.cache_utils import DynamicCache
 
 from tiercache.core import TokenArray, as_tokens
 from tiercache.errors import InputError, PoolFullError
-from tiercache.integrations.transformers.requests.generation import Generation
-from tiercache.integrations.transformers.requests.sampling import Chooser, Sampling
+from tiercache.integrations.transformers.requests.request import Chooser, Generation, Sampling
 from tiercache.integrations.transformers.runner import ModelRunner
 from tiercache.keys import page_keys
 

@@ -26,6 +26,8 @@ from tiercache.integrations.transformers.stream import to_device
 
 Slots: TypeAlias = npt.NDArray[np.int64] | Iterable[int]
 """Slot numbers of one pool, from 0."""
+
+
 Tensors: TypeAlias = Mapping[tuple[int, str], torch.Tensor]
 """Tensors by (layer, name)."""
 
@@ -307,3 +309,16 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if (a.shape, a.dtype, a.is_contiguous()) != (b.shape, b.dtype, b.is_contiguous()):
         return False
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def export_last_page(cache: DynamicCache, pool: PoolTensors, slot: int) -> None:
+    """Copy the KV behind the cache's last full page into the beginning of page slot `slot`.
+
+    What the slot holds behind them stays as it was.
+    """
+    layout = pool.layout
+    start = layout.length(cache) // layout.page_size * layout.page_size
+    with torch.inference_mode():
+        for t in layout.kv_tensors():
+            held = layout.tensor_of(cache, t.layer, t.name)[0, :, start:].transpose(0, 1)
+            pool.pages(t.layer, t.name)[slot, : len(held)].copy_(held)

@@ -1,11 +1,61 @@
-"""Plan of one request of the reference worker: what it restores, where its prefill is cut, what it needs."""
+"""Sizes of a worker's pools, and the plan of one request: what it restores, its cuts, what it needs."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
+from transformers import PreTrainedModel
+
+from tiercache.core import PoolName
+from tiercache.errors import ConfigError
+from tiercache.geometry import Geometry
 from tiercache.index import Chunk
+from tiercache.integrations.transformers.requests.commits import CHECKPOINTS, DECODE_SNAPSHOTS
+from tiercache.policy import ModelProfile, profile_of
 from tiercache.text import readable_size
+
+_log = logging.getLogger(__name__)
+
+
+PAGES: Final = (PoolName.KV, PoolName.DRAFT)
+"""Pools of pages: those of the model, and those of its draft. A page of each has one number of tokens."""
+
+
+def known_profile(model: PreTrainedModel) -> ModelProfile | None:
+    """Return the model profile, from which the eviction policy estimates the cost of a recomputation.
+
+    Returns None if the architecture is unknown; the policy then uses the default profile.
+    """
+    try:
+        return profile_of(model.config.to_dict())
+    except ConfigError as error:
+        _log.info("using the default model profile: %s", error)
+        return None
+
+
+def split_device_bytes(device_bytes: int, geometries: Mapping[PoolName, Geometry]) -> tuple[int, int]:
+    """Return the numbers of page slots and state slots for `device_bytes`.
+
+    Half of the bytes go to states, because without a state no page can be restored; all of them, if there are
+    no pages. Raises ConfigError if the bytes are too few to hold a single request.
+    """
+    page = sum(g.nbytes for name, g in geometries.items() if name in PAGES)
+    state = sum(g.nbytes for name, g in geometries.items() if name not in PAGES)
+    # A request needs state slots for the states that it leaves, one slot for the state that it restores, and
+    # one that its admission reserves for loading that state from the host.
+    least = CHECKPOINTS + DECODE_SNAPSHOTS + 2 if state else 0
+    states = max(least, min(device_bytes // (2 if page else 1) // state, 1 << 16)) if state else 0
+    pages = (device_bytes - states * state) // page if page else 0
+    fewest = 2 if page else 0
+    if pages < fewest or states * state > device_bytes:
+        raise ConfigError(
+            f"{device_bytes} device bytes are too few; {least} states and {fewest} pages of this model take"
+            f" {least * state + fewest * page}"
+        )
+    return pages, states
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,13 @@ from typing import Final
 from transformers import PreTrainedModel
 
 from tiercache.errors import UnsupportedModelError
-from tiercache.integrations.transformers.lengths import TailMode, named_lengths, refuse_dynamic_rope
-from tiercache.integrations.transformers.reach import SECONDS, Explorer
+from tiercache.integrations.transformers.reach import (
+    SECONDS,
+    Explorer,
+    TailMode,
+    named_lengths,
+    refuse_dynamic_rope,
+)
 from tiercache.integrations.transformers.runner import ModelRunner
 from tiercache.integrations.transformers.trial import SHORT, ProbeReport, Trial
 

@@ -30,7 +30,7 @@ from tiercache.integrations.transformers.layout import (
     inspect_cache,
     refuse_impossible_windows,
 )
-from tiercache.integrations.transformers.lengths import TailMode, positions_of
+from tiercache.integrations.transformers.reach import TailMode, positions_of
 from tiercache.integrations.transformers.stream import to_device
 
 TINY: Final = 16

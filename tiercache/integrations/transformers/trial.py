@@ -38,8 +38,7 @@ from tiercache.core import PoolName
 from tiercache.errors import UnsupportedModelError
 from tiercache.integrations.transformers.device import differences
 from tiercache.integrations.transformers.layout import TensorLayout
-from tiercache.integrations.transformers.lengths import TailMode
-from tiercache.integrations.transformers.reach import UNBOUNDED, Reach
+from tiercache.integrations.transformers.reach import UNBOUNDED, Reach, TailMode
 from tiercache.integrations.transformers.runner import ModelRunner
 from tiercache.integrations.transformers.stream import rounds_parts
 

@@ -36,15 +36,11 @@ from tiercache.integrations.transformers.arguments import (
 )
 from tiercache.integrations.transformers.caches import warm_up
 from tiercache.integrations.transformers.draft import Draft
-from tiercache.integrations.transformers.plan import RequestPlan
+from tiercache.integrations.transformers.plan import PAGES, RequestPlan, known_profile, split_device_bytes
 from tiercache.integrations.transformers.probe import load
 from tiercache.integrations.transformers.requests.commits import CHECKPOINTS, DECODE_SNAPSHOTS
-from tiercache.integrations.transformers.requests.generation import Generation
-from tiercache.integrations.transformers.requests.request import Request
-from tiercache.integrations.transformers.requests.sampling import GREEDY, Sampling
-from tiercache.integrations.transformers.requests.scheduler import Checked, Scheduler
-from tiercache.integrations.transformers.requests.turns import Turns
-from tiercache.integrations.transformers.sizes import PAGES, known_profile, split_device_bytes
+from tiercache.integrations.transformers.requests.request import GREEDY, Generation, Request, Sampling
+from tiercache.integrations.transformers.requests.scheduler import Checked, Scheduler, Turns
 from tiercache.integrations.transformers.stream import TorchStream, stream_of
 from tiercache.integrations.transformers.trial import ProbeReport
 from tiercache.integrations.transformers.watch import Watch, identity_of

@@ -13,10 +13,10 @@ from transformers.cache_utils import DynamicCache
 from tiercache.controller import Admission, Parked, ResumedAdmission, Sources, Status
 from tiercache.core import PoolName, Reason, as_tokens
 from tiercache.errors import AdmissionError, ClosedError, PoolFullError
-from tiercache.integrations.transformers.last_page import export_last_page
+from tiercache.integrations.transformers.device import export_last_page
 
 if TYPE_CHECKING:
-    from tiercache.integrations.transformers.requests.drafting import Drafting
+    from tiercache.integrations.transformers.draft import Drafting
     from tiercache.integrations.transformers.worker import Worker
 
 _log = logging.getLogger(__name__)

@@ -10,9 +10,8 @@ from transformers.cache_utils import DynamicCache
 
 from tiercache.core import PoolName, Reason, as_tokens
 from tiercache.integrations.transformers.requests.commits import DECODE_SNAPSHOTS, Commits
-from tiercache.integrations.transformers.requests.generation import Generation
 from tiercache.integrations.transformers.requests.prefill import Prefill
-from tiercache.integrations.transformers.requests.sampling import Chooser, Sampling
+from tiercache.integrations.transformers.requests.request import Chooser, Generation, Sampling
 
 if TYPE_CHECKING:
     from tiercache.integrations.transformers.worker import Worker

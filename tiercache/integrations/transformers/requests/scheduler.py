@@ -1,20 +1,21 @@
-"""Admission of the worker's requests, and the end of their device work."""
+"""Schedule of the worker: admission of requests, their turns of one forward pass each, and their end."""
 
 from __future__ import annotations
 
 import logging
 import time
+from bisect import insort
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tiercache.controller import Admission, Lookup
 from tiercache.core import Reason, TokenArray
-from tiercache.errors import ClosedError, PoolFullError
+from tiercache.errors import AdmissionError, ClosedError, PoolFullError
 from tiercache.integrations.transformers.requests.commits import CHECKPOINTS, DECODE_SNAPSHOTS
 from tiercache.integrations.transformers.requests.prefill import COPY_SECONDS
-from tiercache.integrations.transformers.requests.sampling import Sampling
+from tiercache.integrations.transformers.requests.request import Generation, Sampling
 from tiercache.integrations.transformers.requests.task import Task
 from tiercache.transfer import Fence
 
@@ -134,3 +135,172 @@ class Scheduler:
             self._released.synchronize()
             self._released = None
         self._worker.controller.tick()
+
+
+class Turns:
+    """Requests that are served together; a request is named by its number, and lower numbers are older.
+
+        waiting --> running --> over
+                      | ^
+                      v |
+                     parked
+
+    A running request reserves slots for its prompt, and for one page after the other of its answer. If there
+    is none left, the youngest running request is parked. It goes on when another one has ended. If it cannot
+    be parked, or does not come back, it begins anew.
+
+    Thread safety: one owner thread.
+    """
+
+    def __init__(
+        self, worker: Worker, requests: Sequence[Checked], in_flight: int, *, audit: bool, below: bool
+    ) -> None:
+        """Prepare to serve `requests`, at most `in_flight` at a time; park in storage if `below`."""
+        self._worker = worker
+        self._requests = requests
+        self._in_flight = in_flight
+        self._audit = audit
+        self._below = below
+        self._started = time.perf_counter()
+        self._waiting = list(range(len(requests)))  # ascending
+        self._running: dict[int, Task] = {}
+        self._parked: dict[int, Task] = {}
+        self._results: dict[int, Generation | Exception] = {}
+        self._lookup: Lookup | None = None  # of the first request that waits
+        self._has_room = True  # whether a request has ended since a slot was missing
+        self._short_since: float | None = None  # when the only request that runs found no slot
+
+    def run(self) -> list[Generation | Exception]:
+        """Serve all requests; return what each of them gave. Raises ClosedError if the worker is closed."""
+        self._worker.controller.tick()
+        try:
+            while self._waiting or self._running or self._parked:
+                self._resume()
+                self._begin()
+                computed, short = self._step()
+                if short:
+                    self._make_room()
+                elif not computed:
+                    self._worker.controller.tick(wait=0.01)
+        finally:
+            for task in (*self._running.values(), *self._parked.values()):
+                task.close()
+        return [self._results[number] for number in range(len(self._requests))]
+
+    @property
+    def _takes_more(self) -> bool:
+        return not self._running or (self._has_room and len(self._running) < self._in_flight)
+
+    def _step(self) -> tuple[bool, bool]:
+        """Step every running task once; return whether one computed, and whether one found no slot."""
+        computed = short = False
+        for number, task in list(self._running.items()):
+            try:
+                computed |= task.step(wait=False)
+            except PoolFullError:
+                short = True
+            except Exception as error:  # noqa: BLE001  whatever ends a request, the others go on
+                self._end(number, error)
+            else:
+                if task.lost:
+                    self._begin_anew(number)
+                elif task.generations:
+                    self._end(number, self._result(task))
+        if computed:
+            self._short_since = None
+        return computed, short
+
+    def _begin(self) -> None:
+        """Begin requests in their order, as long as there is room; none overtakes a parked one."""
+        while self._waiting and not self._parked and self._takes_more:
+            number = self._waiting[0]
+            request = self._requests[number]
+            try:
+                if not self._worker.exceeds_limit(len(request.prompt)):
+                    self._lookup = self._lookup or self._worker.controller.lookup(
+                        request.prompt, request.extra
+                    )
+                self._running[number] = self._worker.scheduler.begin(
+                    request, audit=self._audit, started=self._started, lookup=self._lookup,
+                    wait=not self._running, grows=True,
+                )  # fmt: skip
+            except PoolFullError:
+                return
+            except Exception as error:  # noqa: BLE001  whatever ends a request, the others go on
+                self._results[number] = error
+            del self._waiting[0]
+            self._lookup = None
+
+    def _resume(self) -> None:
+        """Let parked requests go on, the oldest first, if there is room."""
+        for number in sorted(self._parked):
+            if not self._takes_more:
+                return
+            task = self._parked[number]
+            try:
+                task.resume()
+            except PoolFullError:
+                if self._running or not self._is_over():
+                    return
+                self._begin_anew(number)
+            except AdmissionError:  # it has expired
+                self._begin_anew(number)
+            else:
+                self._running[number] = self._parked.pop(number)
+                self._running = dict(sorted(self._running.items()))
+
+    def _make_room(self) -> None:
+        """Park the youngest running request, unless slots are on their way already."""
+        self._worker.scheduler.synchronize()
+        if any(task.copies for task in self._parked.values()):
+            self._worker.controller.tick(wait=0.01)
+            return
+        holders = [number for number, task in self._running.items() if task.has_slots]
+        if len(holders) > 1:
+            self._retract(max(holders))
+        elif self._is_over() and not any(task.returns for task in self._running.values()):
+            try:
+                self._running[holders[0]].give_up()
+            except Exception as error:  # noqa: BLE001  whatever ends a request, the others go on
+                self._end(holders[0], error)
+
+    def _retract(self, number: int) -> None:
+        """Park a running request; if that is not possible, let it begin anew."""
+        task, self._has_room = self._running[number], False
+        try:
+            if task.park(below=self._below):
+                self._parked[number] = self._running.pop(number)
+            else:
+                self._begin_anew(number)
+        except (PoolFullError, AdmissionError):  # the host has no room for it
+            self._begin_anew(number)
+        except Exception as error:  # noqa: BLE001  whatever ends a request, the others go on
+            self._end(number, error)
+
+    def _is_over(self) -> bool:
+        """Wait a little for slots that others give back; return whether none will come."""
+        now = time.monotonic()
+        self._short_since = self._short_since or now
+        return not self._worker.controller.tick(wait=0.01) or now - self._short_since > COPY_SECONDS
+
+    def _begin_anew(self, number: int) -> None:
+        """Let a request wait again, and serve it from its beginning."""
+        self._take(number).close()
+        insort(self._waiting, number)
+        self._lookup = None
+
+    def _result(self, task: Task) -> Generation:
+        """Return the result of a task that is over; without `audit` it has no live cache.
+
+        Otherwise the caches of all requests would stay in memory until the last request is over.
+        """
+        (result,) = task.generations
+        return result if self._audit else replace(result, cache=self._worker.runner.new_cache())
+
+    def _end(self, number: int, result: Generation | Exception) -> None:
+        self._results[number] = result
+        self._take(number).close()
+        self._has_room = True
+
+    def _take(self, number: int) -> Task:
+        return (self._running if number in self._running else self._parked).pop(number)

@@ -10,12 +10,11 @@ import torch
 
 from tiercache.controller import ParkedStatus
 from tiercache.core import Reason, TokenArray
+from tiercache.integrations.transformers.draft import Drafting
 from tiercache.integrations.transformers.requests.commits import CHECKPOINTS, DECODE_SNAPSHOTS, Commits
 from tiercache.integrations.transformers.requests.continuation import Continuation
-from tiercache.integrations.transformers.requests.drafting import Drafting
-from tiercache.integrations.transformers.requests.generation import Generation
 from tiercache.integrations.transformers.requests.prefill import Prefill
-from tiercache.integrations.transformers.requests.sampling import Sampling
+from tiercache.integrations.transformers.requests.request import Generation, Sampling
 
 if TYPE_CHECKING:
     from tiercache.controller import Admission
