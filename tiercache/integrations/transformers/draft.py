@@ -1,4 +1,4 @@
-"""Draft model of a worker, which proposes tokens that the worker's model then verifies; its part in requests."""
+"""Draft model of a worker, which proposes tokens for the worker's model to verify, and its live cache."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Self, overload
 
 from transformers import PreTrainedModel
@@ -23,7 +23,6 @@ from transformers import PreTrainedModel
 from tiercache.controller import ControllerOptions, EngineFactory, HybridCacheController, PrefetchTicket
 from tiercache.core import PoolName, TokenArray
 from tiercache.errors import InputError, TokenError
-from tiercache.index import Chunk, plan_prefill
 from tiercache.integrations.transformers.arguments import (
     chunk_of,
     count_of,
@@ -36,6 +35,7 @@ from tiercache.integrations.transformers.arguments import (
 )
 from tiercache.integrations.transformers.caches import warm_up
 from tiercache.integrations.transformers.draft import Draft
+from tiercache.integrations.transformers.parts import Parts
 from tiercache.integrations.transformers.plan import PAGES, RequestPlan, known_profile, split_device_bytes
 from tiercache.integrations.transformers.probe import load
 from tiercache.integrations.transformers.requests.commits import CHECKPOINTS, DECODE_SNAPSHOTS
@@ -129,8 +129,7 @@ class Worker:
                 f"engine is of type {type(engine).__name__}; give a function that makes a transfer engine"
             )
         page_size = count_of("page_size", page_size)
-        self.chunk_limit = chunk_of(chunk_limit, page_size)
-        """Maximum number of tokens of one forward pass of a prefill; None for no limit."""
+        most_tokens = chunk_of(chunk_limit, page_size)
         require("options", options, ControllerOptions, "ControllerOptions of tiercache.controller")
         model = model_of(model)
         warm_up(model)
@@ -162,8 +161,6 @@ class Worker:
         # The first load into the pools runs in another stream. Without this wait, the zeros of the allocation
         # could overwrite what that load has copied.
         self.stream.synchronize()
-        self.scheduler = Scheduler(self)
-        """Admission of requests, and their turns."""
         pools = {
             name: DevicePool.from_tensors(
                 g, self.draft.tensors.kv if self.draft and name is PoolName.DRAFT else self.tensors.of(name)
@@ -201,6 +198,18 @@ class Worker:
             if opened is not None and opened is not storage:
                 opened.close()
             raise
+        self._parts = Parts(
+            self.controller,
+            self.runner,
+            self.tensors,
+            self.stream,
+            self.watch,
+            self.draft,
+            self.limit,
+            most_tokens,
+        )
+        self.scheduler = Scheduler(self._parts)
+        """Admission of requests, and their turns."""
 
     @property
     def probe(self) -> ProbeReport:
@@ -279,7 +288,9 @@ class Worker:
                 checked.append(self._checked(request))
             except (InputError, TokenError) as error:
                 raise type(error)(f"request {number} (the first is 0): {error}") from error
-        return Turns(self, checked, count_of("in_flight", in_flight), audit=audit, below=below).run()
+        return Turns(
+            self.scheduler, checked, count_of("in_flight", in_flight), audit=audit, below=below
+        ).run()
 
     def _checked(self, request: Request, n: int = 1) -> Checked:
         """Return a request in the worker's form. Raises InputError and TokenError as `serve` does."""
@@ -303,37 +314,21 @@ class Worker:
         """
         count, context = count_of("new_tokens", new_tokens), extra_of(extra)
         prompt = self._prompt(tokens, count)
-        if self.exceeds_limit(len(prompt)):
-            return RequestPlan(len(prompt), self.chunks(len(prompt)), 0, 0, 0, 0)
+        if self._parts.exceeds_limit(len(prompt)):
+            return RequestPlan(len(prompt), self._parts.chunks(len(prompt)), 0, 0, 0, 0)
         seen = self.controller.preview(prompt, context)
         page = sum(g.nbytes for name, g in self.geometries.items() if name in PAGES)
         geometries = self.runner.layout.state_geometries.values()
-        pages = -(-self.kept(len(prompt) + count) // self.runner.page_size) if page else 0
+        pages = -(-self._parts.kept(len(prompt) + count) // self.runner.page_size) if page else 0
         states = max(CHECKPOINTS, len(seen.checkpoints)) + DECODE_SNAPSHOTS + (seen.restored > 0)
         return RequestPlan(
             len(prompt),
-            self.chunks(len(prompt), seen.restored, seen.checkpoints),
+            self._parts.chunks(len(prompt), seen.restored, seen.checkpoints),
             pages,
             states if geometries else 0,
             pages * page,
             states * sum(state.nbytes for state in geometries),
         )
-
-    def check_models(self) -> None:
-        """Raise ConfigError, naming the change, if the model, its draft or a numeric setting has changed."""
-        self.watch.check()
-        if self.draft is not None:
-            self.draft.watch.check()
-
-    def chunks(
-        self, prompt_tokens: int, restored: int = 0, checkpoints: Sequence[int] = ()
-    ) -> tuple[Chunk, ...]:
-        """Return the chunks of a prefill, which is cut at `checkpoints` and after `chunk_limit` tokens each.
-
-        A prompt longer than `limit` is one chunk, because the model might compute something else with cuts.
-        """
-        most = prompt_tokens if self.exceeds_limit(prompt_tokens) else self.chunk_limit or prompt_tokens
-        return plan_prefill(prompt_tokens, restored, most, self.runner.page_size, checkpoints)
 
     def _prompt(self, tokens: Any, new_tokens: int) -> TokenArray:
         """Return checked tokens.
@@ -351,14 +346,6 @@ class Worker:
                 f" model has {positions}; shorten the prompt, or ask for fewer"
             )
         return prompt
-
-    def exceeds_limit(self, tokens: int) -> bool:
-        """Return whether a sequence of `tokens` tokens is longer than the cache may keep (see `limit`)."""
-        return self.kept(tokens) < tokens
-
-    def kept(self, tokens: int) -> int:
-        """Return how many of a sequence's tokens the cache may keep (see `limit`)."""
-        return tokens if self.limit is None else min(tokens, self.limit)
 
     def prefetch(self, tokens: Any, *, extra: bytes = b"") -> PrefetchTicket:
         """Begin to bring what storage has of `tokens` to the host (see `HybridCacheController.prefetch`).

@@ -17,7 +17,7 @@ from tiercache.integrations.transformers.device import export_last_page
 
 if TYPE_CHECKING:
     from tiercache.integrations.transformers.draft import Drafting
-    from tiercache.integrations.transformers.worker import Worker
+    from tiercache.integrations.transformers.requests.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class Commits:
 
     def __init__(
         self,
-        worker: Worker,
+        scheduler: Scheduler,
         admission: Admission | None,
         reason: Reason = Reason.BUSY,
         exported: int = 0,
@@ -56,7 +56,7 @@ class Commits:
 
         `reason` is the reason why there is no admission.
         """
-        self._worker = worker
+        self._scheduler, self._parts = scheduler, scheduler.parts
         self._held = admission
         self._reason = reason
         self.drafting = drafting
@@ -106,7 +106,7 @@ class Commits:
     def export_state(self, cache: DynamicCache, slots: Mapping[PoolName, int]) -> None:
         """Copy the state of `cache` into `slots`, which `take` gave."""
         if slots:
-            self._worker.runner.export_state(cache, self._worker.tensors, slots)
+            self._parts.runner.export_state(cache, self._parts.tensors, slots)
 
     def commit(
         self,
@@ -125,14 +125,14 @@ class Commits:
         """
         if self.admission is None:
             return
-        self._worker.check_models()
+        self._parts.check_models()
         # pages   0 .................. first ................ last
         #         |<- already exported ->|<- exported now ->|
-        page_size = self._worker.runner.page_size
+        page_size = self._parts.runner.page_size
         first, last = self.exported // page_size, depth // page_size
-        if last > first and self._worker.runner.layout.has_pages:
-            self._worker.runner.export_pages(
-                cache, self._worker.tensors, first, self.admission.pages[PoolName.KV][first:last]
+        if last > first and self._parts.runner.layout.has_pages:
+            self._parts.runner.export_pages(
+                cache, self._parts.tensors, first, self.admission.pages[PoolName.KV][first:last]
             )
             if self.drafting is not None:
                 self.drafting.export(tokens[:depth], first, self.admission)
@@ -140,15 +140,15 @@ class Commits:
         states = {depth if at is None else at: slots} if slots else {}
         # All work that writes these slots is queued by now. The fence delays the copies to the host until
         # that work is over.
-        self._worker.controller.commit(
-            self.admission, as_tokens(tokens[:depth]), states, fence=self._worker.stream.fence()
+        self._parts.controller.commit(
+            self.admission, as_tokens(tokens[:depth]), states, fence=self._parts.stream.fence()
         )
         self.states += states
 
     def reserve(self, tokens: int) -> None:
         """Make sure of page slots for `tokens` tokens. Raises PoolFullError if there are too few."""
-        tokens = self._worker.kept(tokens)
-        if self.admission is not None and self.admission.slots.pages * self._worker.runner.page_size < tokens:
+        tokens = self._parts.kept(tokens)
+        if self.admission is not None and self.admission.slots.pages * self._parts.runner.page_size < tokens:
             self.admission.extend(tokens)
 
     def park(
@@ -161,17 +161,17 @@ class Commits:
         admission is then to be released.
         """
         assert self.admission is not None
-        worker, page_size = self._worker, self._worker.runner.page_size
+        parts, page_size = self._parts, self._parts.runner.page_size
         slots = slots or self.take()
-        if worker.runner.layout.state_geometries and not slots:
+        if parts.runner.layout.state_geometries and not slots:
             raise PoolFullError("there is no slot for the live state of a request that is to be parked")
-        if len(tokens) % page_size and worker.runner.layout.has_pages:
+        if len(tokens) % page_size and parts.runner.layout.has_pages:
             last = int(self.admission.pages[PoolName.KV][len(tokens) // page_size])
-            export_last_page(cache, worker.tensors, last)
+            export_last_page(cache, parts.tensors, last)
         self.export_state(cache, slots)
-        self.parked = worker.controller.park(
+        self.parked = parts.controller.park(
             self.admission, as_tokens(tokens), slots or None,
-            ttl=PARK_SECONDS, below=below, fence=worker.stream.fence(),
+            ttl=PARK_SECONDS, below=below, fence=parts.stream.fence(),
         )  # fmt: skip
         self.parks += 1
         self._held = self.admission = None
@@ -183,9 +183,9 @@ class Commits:
         Raises PoolFullError, with nothing changed, if there are too few; AdmissionError if it has expired.
         """
         assert self.parked is not None
-        states = states if self._worker.runner.layout.state_geometries else 0
-        self._held = self._arriving = self._worker.controller.resume(
-            self.parked, tokens=self._worker.kept(tokens), states=states
+        states = states if self._parts.runner.layout.state_geometries else 0
+        self._held = self._arriving = self._parts.controller.resume(
+            self.parked, tokens=self._parts.kept(tokens), states=states
         )
 
     def arrive(self) -> DynamicCache | None:
@@ -193,7 +193,7 @@ class Commits:
 
         None and `lost` if it does not come back; it is then to be released.
         """
-        admission, parked, worker = self._arriving, self.parked, self._worker
+        admission, parked, parts = self._arriving, self.parked, self._parts
         assert admission is not None
         assert parked is not None
         try:
@@ -204,15 +204,15 @@ class Commits:
             self.lost = True
         if self.lost:
             return None
-        tokens, page_size = len(parked.tokens), worker.runner.page_size
-        cache = worker.runner.restore(
-            worker.tensors,
+        tokens, page_size = len(parked.tokens), parts.runner.page_size
+        cache = parts.runner.restore(
+            parts.tensors,
             admission.pages.get(PoolName.KV, ())[: -(-tokens // page_size)],
             admission.live_states or None,
-            wait_layer=partial(admission.wait_layer, stream=worker.stream.handle),
+            wait_layer=partial(admission.wait_layer, stream=parts.stream.handle),
             tokens=tokens,
         )
-        worker.runner.layout.cut(cache, tokens)
+        parts.runner.layout.cut(cache, tokens)
         self.exported = tokens // page_size * page_size
         self.admission, self._arriving, self.parked = admission, None, None
         if admission.live_states:
@@ -226,13 +226,13 @@ class Commits:
         """
         admission = self.admission
         if admission is None:
-            return Commits(self._worker, None, self._reason)
-        tokens = self._worker.kept(tokens)
-        states = DECODE_SNAPSHOTS if self._worker.runner.layout.state_geometries else 0
-        fork = self._worker.scheduler.await_room(
-            lambda: self._worker.controller.fork(admission, tokens=tokens, states=states), tokens
+            return Commits(self._scheduler, None, self._reason)
+        tokens = self._parts.kept(tokens)
+        states = DECODE_SNAPSHOTS if self._parts.runner.layout.state_geometries else 0
+        fork = self._scheduler.await_room(
+            lambda: self._parts.controller.fork(admission, tokens=tokens, states=states), tokens
         )
-        forked = Commits(self._worker, fork, exported=fork.depth if fork is not None else 0)
+        forked = Commits(self._scheduler, fork, exported=fork.depth if fork is not None else 0)
         forked.states += self.states
         return forked
 
@@ -247,4 +247,4 @@ class Commits:
         self.parked = self._arriving = None
         if self._held is not None:
             held, self._held, self.admission = self._held, None, None
-            self._worker.scheduler.release(held)
+            self._scheduler.release(held)

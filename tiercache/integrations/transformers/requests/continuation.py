@@ -14,7 +14,7 @@ from tiercache.integrations.transformers.requests.prefill import Prefill
 from tiercache.integrations.transformers.requests.request import Chooser, Generation, Sampling
 
 if TYPE_CHECKING:
-    from tiercache.integrations.transformers.worker import Worker
+    from tiercache.integrations.transformers.parts import Parts
 
 
 class Continuation:
@@ -27,7 +27,7 @@ class Continuation:
 
     def __init__(
         self,
-        worker: Worker,
+        parts: Parts,
         prefill: Prefill,
         commits: Commits,
         cache: DynamicCache,
@@ -38,8 +38,7 @@ class Continuation:
         audit: bool,
     ) -> None:
         assert prefill.logits is not None
-        self._worker = worker
-        self._runner = worker.runner
+        self._runner = parts.runner
         self._prefill = prefill
         self._commits = commits
         self._cache = cache
@@ -52,7 +51,7 @@ class Continuation:
         # A continuation for which there was no room keeps nothing, although the prompt was restored.
         shares = commits.admission is not None or prefill.commits.admission is None
         self._reason = prefill.reason if shares else commits.reason
-        self._limit = worker.limit
+        self._limit = parts.limit
         self._anew = 0
         self._restored_cache: DynamicCache | None = None
         self._tokens = list(prefill.tokens)

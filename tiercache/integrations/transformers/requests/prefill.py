@@ -17,8 +17,8 @@ from tiercache.integrations.transformers.requests.commits import CHECKPOINTS, Co
 
 if TYPE_CHECKING:
     from tiercache.index import Chunk
+    from tiercache.integrations.transformers.parts import Parts
     from tiercache.integrations.transformers.stream import Mark
-    from tiercache.integrations.transformers.worker import Worker
 
 _log = logging.getLogger(__name__)
 
@@ -39,10 +39,10 @@ class Prefill:
     """
 
     def __init__(
-        self, worker: Worker, commits: Commits, prompt: TokenArray, audit: bool, started: float
+        self, parts: Parts, commits: Commits, prompt: TokenArray, audit: bool, started: float
     ) -> None:
-        self._worker = worker
-        self._runner = worker.runner
+        self._parts = parts
+        self._runner = parts.runner
         self._audit = audit
         self._started = started
         self._chunks: list[Chunk] = []  # those not yet computed, the next one last
@@ -77,7 +77,7 @@ class Prefill:
             self._begin()
         assert self.cache is not None
         chunk = self._chunks.pop()
-        began = self._worker.stream.mark()
+        began = self._parts.stream.mark()
         logits = self._runner.forward(self.cache, self.prompt[chunk.start : chunk.end], chunk.start)
         if self.commits.drafting is not None:
             self.commits.drafting.follow(self.tokens[: chunk.end])
@@ -85,7 +85,7 @@ class Prefill:
             slots = self.commits.take()
             self.commits.export_state(self.cache, slots)
             self.commits.commit(self.cache, self.tokens, chunk.end, slots)
-        self._marks.append((began, self._worker.stream.mark()))
+        self._marks.append((began, self._parts.stream.mark()))
         if not self._chunks:
             self._finish(logits)
         return True
@@ -102,12 +102,12 @@ class Prefill:
         """Fill the cache with what is restored, and plan the chunks behind it."""
         self.cache, self.restored = self._restore()
         self.commits.exported = self.restored
-        chunks = self._worker.chunks(len(self.prompt), self.restored, self._checkpoints())
+        chunks = self._parts.chunks(len(self.prompt), self.restored, self._checkpoints())
         self.bounds = tuple(chunk.end for chunk in chunks)
         self._chunks = list(reversed(chunks))
 
     def _finish(self, logits: torch.Tensor) -> None:
-        stream = self._worker.stream
+        stream = self._parts.stream
         stream.synchronize()  # without this, only the queueing of the work would be measured
         self.ttft_seconds = time.perf_counter() - self._started
         self.restore_seconds = max(
@@ -115,7 +115,7 @@ class Prefill:
         )
         # Between two chunks, other requests may have been computed.
         seconds = sum(stream.seconds(began, ended) for began, ended in self._marks)
-        self._worker.controller.note_prefill(self.restored, len(self.prompt), seconds)
+        self._parts.controller.note_prefill(self.restored, len(self.prompt), seconds)
         self._marks.clear()
         self.sources, self.reason = self.commits.sources, self.commits.reason
         self.logits = logits
@@ -152,9 +152,9 @@ class Prefill:
             pages = admission.pages.get(PoolName.KV, ())[: depth // self._runner.page_size]
             state = admission.restored_states or None
             try:
-                wait_layer = partial(admission.wait_layer, stream=self._worker.stream.handle)
+                wait_layer = partial(admission.wait_layer, stream=self._parts.stream.handle)
                 cache = self._runner.restore(
-                    self._worker.tensors, pages, state, wait_layer=wait_layer, tokens=depth
+                    self._parts.tensors, pages, state, wait_layer=wait_layer, tokens=depth
                 )
                 if self.commits.drafting is not None:
                     self.commits.drafting.restore(admission, depth, wait_layer)
@@ -162,7 +162,7 @@ class Prefill:
                 _log.warning("a layer could not be loaded: %s", error)
                 # The next call of `_settled_depth` waits for the rest of the failed load, and returns the
                 # depth that can still be restored.
-                self._worker.controller.tick(wait=0.01)
+                self._parts.controller.tick(wait=0.01)
                 continue
             if self._audit:
                 self._keep_state(cache)
@@ -181,7 +181,7 @@ class Prefill:
             try:
                 return self.commits.admission.wait().depth
             except PoolFullError as error:
-                if time.monotonic() > deadline or not self._worker.controller.tick(wait=0.01):
+                if time.monotonic() > deadline or not self._parts.controller.tick(wait=0.01):
                     _log.warning("computing %d tokens without the cache: %s", len(self.prompt), error)
                     self.commits.give_up()
                     return 0
@@ -192,12 +192,12 @@ class Prefill:
         The copy takes time. The start of the request is moved by that time, so that the figures of the
         request leave the copy out.
         """
-        self._worker.stream.synchronize()
+        self._parts.stream.synchronize()
         began = time.perf_counter()
         layout = self._runner.layout
         for t in layout.state_tensors():
             kept = torch.empty(t.shape, dtype=t.dtype, device=t.device)
             layout.read_state(cache, t, kept)
             self.restored_state[t.layer, t.name] = kept
-        self._worker.stream.synchronize()
+        self._parts.stream.synchronize()
         self._started += time.perf_counter() - began

@@ -20,7 +20,7 @@ from tiercache.integrations.transformers.requests.task import Task
 from tiercache.transfer import Fence
 
 if TYPE_CHECKING:
-    from tiercache.integrations.transformers.worker import Worker
+    from tiercache.integrations.transformers.parts import Parts
 
 _log = logging.getLogger(__name__)
 
@@ -43,8 +43,8 @@ class Scheduler:
     Thread safety: one owner thread.
     """
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
         self._released: Fence | None = None  # passed when the device work of ended requests is over
 
     def begin(
@@ -66,21 +66,21 @@ class Scheduler:
 
         Raises ConfigError if the model or a numeric setting has changed.
         """
-        worker = self._worker
-        worker.check_models()
+        parts = self.parts
+        parts.check_models()
         admission, reason = None, Reason.BUSY
-        if worker.exceeds_limit(len(request.prompt)):
+        if parts.exceeds_limit(len(request.prompt)):
             reason = Reason.DISABLED
         else:
-            lookup = lookup or worker.controller.lookup(request.prompt, request.extra)
-            states = CHECKPOINTS + DECODE_SNAPSHOTS if worker.runner.layout.state_geometries else 0
-            tokens = worker.kept(len(request.prompt) + request.new_tokens)
+            lookup = lookup or parts.controller.lookup(request.prompt, request.extra)
+            states = CHECKPOINTS + DECODE_SNAPSHOTS if parts.runner.layout.state_geometries else 0
+            tokens = parts.kept(len(request.prompt) + request.new_tokens)
             if not grows:
                 admission = self.admit(lookup, tokens, states, wait=wait)
             elif self._fits(tokens):
                 admission = self.admit(lookup, len(request.prompt), states, wait=wait)
         return Task(
-            worker, admission, request.prompt, request.new_tokens, request.stop, request.samplings,
+            self, admission, request.prompt, request.new_tokens, request.stop, request.samplings,
             audit=audit, started=started, reason=reason,
         )  # fmt: skip
 
@@ -91,7 +91,7 @@ class Scheduler:
         """
 
         def attempt() -> Admission:
-            return self._worker.controller.admit(lookup, tokens=tokens, states=states)
+            return self.parts.controller.admit(lookup, tokens=tokens, states=states)
 
         return self.await_room(attempt, tokens) if wait else attempt()
 
@@ -101,7 +101,7 @@ class Scheduler:
         The slots of the last request stay taken for milliseconds, until their content is copied to the host.
         Therefore a failed attempt is repeated for up to `COPY_SECONDS`.
         """
-        worker, deadline = self._worker, time.monotonic() + COPY_SECONDS
+        deadline = time.monotonic() + COPY_SECONDS
         while True:
             try:
                 return attempt()
@@ -113,28 +113,28 @@ class Scheduler:
                 if (
                     not self._fits(tokens)
                     or time.monotonic() > deadline
-                    or not worker.controller.tick(wait=0.01)
+                    or not self.parts.controller.tick(wait=0.01)
                 ):
                     _log.warning("computing %d tokens without the cache: %s", tokens, error)
                     return None
 
     def _fits(self, tokens: int) -> bool:
         """Return whether the device has page slots for `tokens` tokens at all."""
-        pages = -(-tokens // self._worker.controller.page_size) if self._worker.tensors.kv else 0
-        return pages <= self._worker.tensors.page_slots
+        pages = -(-tokens // self.parts.controller.page_size) if self.parts.tensors.kv else 0
+        return pages <= self.parts.tensors.page_slots
 
     def release(self, admission: Admission) -> None:
         """End an admission, once the device has finished what is queued now."""
-        self._released = self._worker.stream.fence()
+        self._released = self.parts.stream.fence()
         with suppress(ClosedError):  # a controller that closes releases its admissions itself
-            self._worker.controller.release(admission, fence=self._released)
+            self.parts.controller.release(admission, fence=self._released)
 
     def synchronize(self) -> None:
         """Wait until the device has finished the requests that are over, and free their slots."""
         if self._released is not None:
             self._released.synchronize()
             self._released = None
-        self._worker.controller.tick()
+        self.parts.controller.tick()
 
 
 class Turns:
@@ -153,10 +153,10 @@ class Turns:
     """
 
     def __init__(
-        self, worker: Worker, requests: Sequence[Checked], in_flight: int, *, audit: bool, below: bool
+        self, scheduler: Scheduler, requests: Sequence[Checked], in_flight: int, *, audit: bool, below: bool
     ) -> None:
         """Prepare to serve `requests`, at most `in_flight` at a time; park in storage if `below`."""
-        self._worker = worker
+        self._scheduler, self._parts = scheduler, scheduler.parts
         self._requests = requests
         self._in_flight = in_flight
         self._audit = audit
@@ -172,7 +172,7 @@ class Turns:
 
     def run(self) -> list[Generation | Exception]:
         """Serve all requests; return what each of them gave. Raises ClosedError if the worker is closed."""
-        self._worker.controller.tick()
+        self._parts.controller.tick()
         try:
             while self._waiting or self._running or self._parked:
                 self._resume()
@@ -181,7 +181,7 @@ class Turns:
                 if short:
                     self._make_room()
                 elif not computed:
-                    self._worker.controller.tick(wait=0.01)
+                    self._parts.controller.tick(wait=0.01)
         finally:
             for task in (*self._running.values(), *self._parked.values()):
                 task.close()
@@ -216,11 +216,11 @@ class Turns:
             number = self._waiting[0]
             request = self._requests[number]
             try:
-                if not self._worker.exceeds_limit(len(request.prompt)):
-                    self._lookup = self._lookup or self._worker.controller.lookup(
+                if not self._parts.exceeds_limit(len(request.prompt)):
+                    self._lookup = self._lookup or self._parts.controller.lookup(
                         request.prompt, request.extra
                     )
-                self._running[number] = self._worker.scheduler.begin(
+                self._running[number] = self._scheduler.begin(
                     request, audit=self._audit, started=self._started, lookup=self._lookup,
                     wait=not self._running, grows=True,
                 )  # fmt: skip
@@ -251,9 +251,9 @@ class Turns:
 
     def _make_room(self) -> None:
         """Park the youngest running request, unless slots are on their way already."""
-        self._worker.scheduler.synchronize()
+        self._scheduler.synchronize()
         if any(task.copies for task in self._parked.values()):
-            self._worker.controller.tick(wait=0.01)
+            self._parts.controller.tick(wait=0.01)
             return
         holders = [number for number, task in self._running.items() if task.has_slots]
         if len(holders) > 1:
@@ -281,7 +281,7 @@ class Turns:
         """Wait a little for slots that others give back; return whether none will come."""
         now = time.monotonic()
         self._short_since = self._short_since or now
-        return not self._worker.controller.tick(wait=0.01) or now - self._short_since > COPY_SECONDS
+        return not self._parts.controller.tick(wait=0.01) or now - self._short_since > COPY_SECONDS
 
     def _begin_anew(self, number: int) -> None:
         """Let a request wait again, and serve it from its beginning."""
@@ -295,7 +295,7 @@ class Turns:
         Otherwise the caches of all requests would stay in memory until the last request is over.
         """
         (result,) = task.generations
-        return result if self._audit else replace(result, cache=self._worker.runner.new_cache())
+        return result if self._audit else replace(result, cache=self._parts.runner.new_cache())
 
     def _end(self, number: int, result: Generation | Exception) -> None:
         self._results[number] = result

@@ -18,7 +18,7 @@ from tiercache.integrations.transformers.requests.request import Generation, Sam
 
 if TYPE_CHECKING:
     from tiercache.controller import Admission
-    from tiercache.integrations.transformers.worker import Worker
+    from tiercache.integrations.transformers.requests.scheduler import Scheduler
 
 
 class Task:
@@ -34,7 +34,7 @@ class Task:
 
     def __init__(
         self,
-        worker: Worker,
+        scheduler: Scheduler,
         admission: Admission | None,
         prompt: TokenArray,
         new_tokens: int,
@@ -45,14 +45,14 @@ class Task:
         started: float,
         reason: Reason = Reason.BUSY,
     ) -> None:
-        self._worker = worker
+        parts = self._parts = scheduler.parts
         self._new_tokens = new_tokens
         self._stop = stop
         self._samplings = samplings
         self._audit = audit
-        drafting = Drafting(worker.draft) if worker.draft is not None else None
-        self._commits = [Commits(worker, admission, reason, drafting=drafting)]
-        self._prefill = Prefill(worker, self._commits[0], prompt, audit, started)
+        drafting = Drafting(parts.draft) if parts.draft is not None else None
+        self._commits = [Commits(scheduler, admission, reason, drafting=drafting)]
+        self._prefill = Prefill(parts, self._commits[0], prompt, audit, started)
         self._continuations: list[Continuation] = []
         self._turn = 0
         self._away = False  # parked, or on the way back
@@ -180,7 +180,7 @@ class Task:
         for commits, cache, sampling in zip(self._commits, caches, self._samplings, strict=True):
             self._continuations.append(
                 Continuation(
-                    self._worker, prefill, commits, cache, self._new_tokens, self._stop, sampling,
+                    self._parts, prefill, commits, cache, self._new_tokens, self._stop, sampling,
                     audit=self._audit,
                 )
             )  # fmt: skip
