@@ -8,6 +8,9 @@ Principles:
 4. A hung store costs one deadline, then nothing until a probe finds that it answers again.
 5. Whatever is under way pins what it uses, also beyond the end of the request that began it.
 
+Unless a class says otherwise, it belongs to the owner's thread (the engine's thread, which calls the
+controller), and only its methods named `_background_*` run on others.
+
 `docs/structure.md` describes the life of a request.
 """
 

@@ -56,8 +56,6 @@ class Admission:
     """Slots and pins that one request holds, and the progress of its restore (see the module).
 
     `HybridCacheController.admit` makes an admission, and `HybridCacheController.release` ends it.
-
-    Thread safety: the owner's thread (the engine's thread, which calls the controller).
     """
 
     def __init__(

@@ -20,10 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class ObjectAllocator:
-    """Allocator of device slots and host objects, which makes room by eviction.
-
-    Thread safety: the owner's thread (the engine's thread, which calls the controller).
-    """
+    """Allocator of device slots and host objects, which makes room by eviction."""
 
     def __init__(
         self,
@@ -139,8 +136,6 @@ class DeviceWork:
 
     Every fence gets a number, in the order in which fences are noted. For each slot, the record keeps the
     number of the last fence that was noted for the slot.
-
-    Thread safety: the owner's thread.
     """
 
     def __init__(self, allocator: ObjectAllocator, slots: Mapping[PoolName, int]) -> None:

@@ -5,7 +5,6 @@ Such a note is only a *belief*, because a store evicts objects without telling t
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, NamedTuple
@@ -16,9 +15,6 @@ from tiercache.controller.context import ControllerContext
 from tiercache.controller.store_calls import StoreCall
 from tiercache.core import ABSENT, Mask, PoolName, Reason, Tier
 from tiercache.index import Node, Pin, Span
-
-_log = logging.getLogger(__name__)
-
 
 _PAUSE: Final = 0.05
 """Seconds between two checks.
@@ -34,8 +30,6 @@ class Beliefs:
     The checker walks the radix tree in rounds, and each round checks every note once. If storage no longer
     has an object, its note is dropped. Then the next commit writes the object again, no lookup waits for the
     object, and no eviction on host or device relies on a copy in storage.
-
-    Thread safety: the owner's thread.
     """
 
     def __init__(self, context: ControllerContext) -> None:
@@ -173,13 +167,7 @@ class _Check:
     def _background_check(
         self, wanted: dict[PoolName, list[bytes]]
     ) -> tuple[dict[PoolName, list[bool]], Reason] | None:
-        assert self._context.storage is not None
-        try:
-            return self._context.storage.holds(wanted)
-        except Exception:  # noqa: BLE001
-            # an exception breaks the store's contract; this query fails, and counts as one failed call
-            _log.exception("asking storage failed")
-            return None
+        return self._context.call_storage(lambda storage: storage.holds(wanted), None, "asking storage")
 
     def _land(self, answer: tuple[dict[PoolName, list[bool]], Reason] | None) -> bool:
         if answer is not None and answer[1] is Reason.NONE:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 
@@ -27,6 +28,10 @@ from tiercache.pools import BlockArena, DevicePool, HostPool
 from tiercache.storage.hybrid import HybridStorage
 from tiercache.threads import IoThreads
 from tiercache.transfer import TransferEngine
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _MIN_DEADLINE_S: Final = 1.0
 """Minimum time in seconds before a store call counts as hung.
@@ -144,6 +149,18 @@ class ControllerContext:
             self.on_landed()
         if self.residency is not None:
             self.residency.post(self.clock())
+
+    def call_storage(self, call: Callable[[HybridStorage], T], otherwise: T, doing: str) -> T:
+        """Return what `call` returns for storage, on any thread; `otherwise` if it raises.
+
+        An exception breaks the store's contract. Only this call fails then, and counts as failed.
+        """
+        assert self.storage is not None
+        try:
+            return call(self.storage)
+        except Exception:  # noqa: BLE001  a store that breaks its contract may raise any exception
+            _log.exception("%s failed", doing)
+            return otherwise
 
     def give_up(self, pool: PoolName, reason: str, count: int, *, final: bool = True) -> None:
         """Count `count` objects of `pool` that will not reach storage unless they are committed again.

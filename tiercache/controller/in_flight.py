@@ -96,8 +96,6 @@ class BlockBudget:
 
     There are three kinds: fetches, writes to storage, and copies to the host alone. An operation that hangs
     in the store keeps its blocks.
-
-    Thread safety: the owner's thread.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -127,8 +125,6 @@ class InFlightTable:
     - `host_pools` are the pools with host objects.
     - `blocks` is the number of host blocks, and so the number of possible handles.
     - `budget` is the number of host blocks of each `BlockBudget`: `fetching`, `writing` and `copying`.
-
-    Thread safety: the owner's thread.
     """
 
     def __init__(

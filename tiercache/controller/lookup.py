@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -28,8 +27,6 @@ from tiercache.errors import TokenError
 from tiercache.index import Match, Node, Span
 from tiercache.keys import KEY_BYTES, page_keys
 
-_log = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True, slots=True)
 class Preview:
@@ -54,11 +51,7 @@ def preview(context: ControllerContext, tokens: TokenArray, extra: bytes) -> Pre
 
 
 class StorageQuery:
-    """Query about the pages of one prompt: one `batch_exists_v2` on a background thread.
-
-    Thread safety: the owner's thread (the engine's thread, which calls the controller). Only
-    `_background_query` runs on another thread.
-    """
+    """Query about the pages of one prompt: one `batch_exists_v2` on a background thread."""
 
     kind = "query"
     pins = ()
@@ -86,22 +79,17 @@ class StorageQuery:
 
     def _background_query(self) -> tuple[PoolTransferResult | None, Reason]:
         context = self._context
-        assert context.storage is not None
-        try:
-            keys = page_keys(context.namespace, self._tokens, context.page_size, extra=self._extra)
-            transfers = []
-            for pool in context.pools:
-                geometry = context.host[pool].geometry
-                transfers.append(
-                    PoolTransfer(pool, hit_policy=geometry.hit_policy, trailing=geometry.trailing)
-                )
-            near = keys[: self._near_pages]
-            result = context.storage.batch_exists_v2(keys[self._near_pages :], transfers, StorageExtra(near))
-            return result, result.reason
-        except Exception:  # noqa: BLE001
-            # an exception breaks the store's contract; only this query fails, with the reason `io_error`
-            _log.exception("asking storage failed")
-            return None, Reason.IO_ERROR
+        keys = page_keys(context.namespace, self._tokens, context.page_size, extra=self._extra)
+        geometries = {pool: context.host[pool].geometry for pool in context.pools}
+        transfers = [
+            PoolTransfer(pool, hit_policy=geometry.hit_policy, trailing=geometry.trailing)
+            for pool, geometry in geometries.items()
+        ]
+        near, far = StorageExtra(keys[: self._near_pages]), keys[self._near_pages :]
+        result = context.call_storage(
+            lambda storage: storage.batch_exists_v2(far, transfers, near), None, "asking storage"
+        )
+        return result, Reason.IO_ERROR if result is None else result.reason
 
     def _land(self, answer: tuple[PoolTransferResult | None, Reason]) -> bool:
         (self.result, self.reason), self.done = answer, True

@@ -129,8 +129,6 @@ class Operation:
     """Base class of `Fetch`, `Load` and `Write`.
 
     An operation holds pins until it has landed. `flush` and `close` of the controller wait for operations.
-
-    Thread safety: the owner's thread. Only methods named `_background_*` run on other threads.
     """
 
     kind: str
@@ -310,15 +308,13 @@ class Fetch(Operation):
         )
 
     def _background_read(self, part: PageRun, keys: Sequence[bytes]) -> Sequence[Outcome]:
-        storage = self._context.storage
-        assert storage is not None
         begun = self._context.clock()
-        try:
-            outcomes = storage.batch_get_v2([PoolTransfer(part.pool, keys, part.destinations)])[part.pool]
-        except Exception:  # noqa: BLE001
-            # an exception breaks the store's contract; only this read fails, and counts as ERROR below
-            _log.exception("reading %d objects of pool %s failed", len(keys), part.pool)
-            return [Outcome.ERROR] * len(keys)
+        transfer = PoolTransfer(part.pool, keys, part.destinations)
+        outcomes = self._context.call_storage(
+            lambda storage: storage.batch_get_v2([transfer])[part.pool],
+            [Outcome.ERROR] * len(keys),
+            f"reading {len(keys)} objects of pool {part.pool}",
+        )
         if all(outcome is Outcome.HIT for outcome in outcomes):
             nbytes = len(keys) * self._context.host[part.pool].geometry.nbytes
             self._context.speeds.note_read(nbytes, self._context.clock() - begun)

@@ -41,8 +41,6 @@ class Prefetch:
 
     The objects of a depth are fetched in waves. A wave has as many objects as fit into the host blocks that
     fetches may hold. A pin keeps the objects of earlier waves on the host, unless the device has all of them.
-
-    Thread safety: the owner's thread.
     """
 
     def __init__(self, context: ControllerContext, lookup: Lookup, limit: int) -> None:
@@ -300,10 +298,7 @@ _SHARE: Final = 4
 
 
 class PrefetchTicket:
-    """Prefetch of one prefix from storage to the host, which no request waits for.
-
-    Thread safety: the owner's thread (the engine's thread, which calls the controller).
-    """
+    """Prefetch of one prefix from storage to the host, which no request waits for."""
 
     def __init__(self, context: ControllerContext, tokens: TokenArray, extra: bytes) -> None:
         self.done = False

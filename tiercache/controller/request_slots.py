@@ -21,8 +21,6 @@ class RequestSlots:
 
     A slot belongs either to the request alone or to the index. The request frees its own slots at its end.
     The request's pins keep the index's slots in place.
-
-    Thread safety: the owner's thread (the engine's thread, which calls the controller).
     """
 
     def __init__(

@@ -18,10 +18,7 @@ from tiercache.transfer import Fence
 
 
 class DeviceRestore:
-    """Loads and fences that one admission waits for. Requests that need the same objects share a load.
-
-    Thread safety: the owner's thread (the engine's thread, which calls the controller).
-    """
+    """Loads and fences that one admission waits for. Requests that need the same objects share a load."""
 
     def __init__(self, context: ControllerContext, slots: RequestSlots, limit: int) -> None:
         """Prepare a restore of up to `limit` pages into `slots`."""

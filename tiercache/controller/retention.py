@@ -50,8 +50,6 @@ class PrefixPins:
     complete state. It brings nothing there, and does not hold device slots. The pages of all pinned prefixes,
     counted once, and one state of each pool for every pin take at most `pin_share` of the host. Pages that
     the host does not have yet count too.
-
-    Thread safety: the owner's thread (the engine's thread, which calls the controller).
     """
 
     def __init__(self, context: ControllerContext) -> None:
@@ -195,8 +193,6 @@ class Hints:
 
     Policies count time in ticks of the index. The rate of ticks per second is measured here. A hint takes no
     memory: the index notes one tick at the node at which the continuation would be restored.
-
-    Thread safety: the owner's thread.
     """
 
     def __init__(self, context: ControllerContext) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from functools import partial
 from typing import Final, TypeAlias
@@ -11,8 +10,7 @@ from tiercache.controller.context import ControllerContext
 from tiercache.controller.store_calls import StoreCall
 from tiercache.core import ABSENT, PoolName, Reason, Tier
 from tiercache.index import Appraisal, Node
-
-_log = logging.getLogger(__name__)
+from tiercache.storage.hybrid import HybridStorage
 
 _TICKS: Final = 16
 """Ticks of the index's clock from one report of changed values to the next; a request takes about four."""
@@ -26,10 +24,7 @@ Advice: TypeAlias = dict[PoolName, dict[bytes, float]]
 
 
 class Values:
-    """Values of the objects that the controller stores, in FLOPs per byte and second.
-
-    Thread safety: the owner's thread.
-    """
+    """Values of the objects that the controller stores, in FLOPs per byte and second."""
 
     def __init__(self, context: ControllerContext) -> None:
         self._context = context
@@ -88,15 +83,11 @@ class Values:
         return found
 
     def _background_advise(self, advice: Advice) -> bool:
-        storage = self._context.storage
-        assert storage is not None
-        try:
+        def advise(storage: HybridStorage) -> bool:
             storage.advise(advice)
-        except Exception:  # noqa: BLE001
-            # an exception breaks the store's contract; this report is lost, and counts as one failed call
-            _log.exception("telling storage the values of objects failed")
-            return False
-        return True
+            return True
+
+        return self._context.call_storage(advise, False, "telling storage the values of objects")
 
     def _land(self, well: bool) -> bool:
         self._telling = False

@@ -55,8 +55,7 @@ class WriteBack:
     the options. Storage keeps an object for about as long as it takes to write all that it holds.
 
     An eviction never waits for a write: a unit that is evicted before its write began is lost.
-
-    Thread safety: the owner's thread (the engine's thread, which calls the controller). No method waits.
+    No method waits.
     """
 
     def __init__(self, context: ControllerContext, write_unit: Callable[[Node], UnitWrite]) -> None:
@@ -188,10 +187,7 @@ def _is_unwritten(node: Node) -> bool:
 
 
 class Draining:
-    """Waits for operations, and counts what storage does not have.
-
-    Thread safety: the owner's thread.
-    """
+    """Waits for operations, and counts what storage does not have."""
 
     def __init__(
         self, context: ControllerContext, write_through: WriteThrough, write_back: WriteBack

@@ -19,6 +19,7 @@ from tiercache.controller.store_calls import StoreCall
 from tiercache.core import HitPolicy, Outcome, PoolName, PoolTransfer, Reason, Tier
 from tiercache.errors import TransferError
 from tiercache.index import Pin
+from tiercache.storage.hybrid import HybridStorage
 from tiercache.transfer import Ticket
 
 _FIRST_BYTES: Final = 8 << 20
@@ -290,41 +291,37 @@ class Write(Operation):
         Returns the outcomes of each run, one outcome per object. A state that is held back has the outcome
         THROTTLED, so that it is offered again.
         """
-        storage = self._context.storage
-        assert storage is not None
+        return self._context.call_storage(
+            lambda storage: self._offer(storage, runs), _errors(runs), "writing to storage"
+        )
+
+    def _offer(self, storage: HybridStorage, runs: Sequence[PageRun]) -> list[Sequence[Outcome]]:
         outcomes: list[Sequence[Outcome]] = [[Outcome.THROTTLED] * len(run.destinations) for run in runs]
-        try:
-            for i, run in enumerate(runs):
-                if run.pool in self._context.elsewhere:
-                    outcomes[i] = self._ask(run)
-            mine = [i for i, run in enumerate(runs) if run.pool not in self._context.elsewhere]
-            lacking = self._lacking_elsewhere(runs, outcomes)
-            offered = [
-                i
-                for i in mine
-                if not self._is_state(runs[i])
-                or (runs[i].span.start < lacking and self._can_follow_its_pages(runs[i], runs))
-            ]
-            answer = storage.batch_set_v2(self._transfers([runs[i] for i in offered])) if offered else {}
-            # The answer has one list of outcomes per pool. The list begins with the outcomes of the pool's
-            # first run, then come those of the second run, and so on. `read` is the number of outcomes, by
-            # pool, that belong to earlier runs.
-            read = dict.fromkeys(answer, 0)
-            for i in offered:
-                run = runs[i]
-                start = read[run.pool]
-                read[run.pool] += len(run.destinations)
-                outcomes[i] = answer[run.pool][start : read[run.pool]]
-        except Exception:  # noqa: BLE001
-            # an exception breaks the store's contract; only this write fails, and counts as ERROR below
-            _log.exception("writing to storage failed")
-            return _errors(runs)
+        for i, run in enumerate(runs):
+            if run.pool in self._context.elsewhere:
+                outcomes[i] = self._ask(storage, run)
+        mine = [i for i, run in enumerate(runs) if run.pool not in self._context.elsewhere]
+        lacking = self._lacking_elsewhere(runs, outcomes)
+        offered = [
+            i
+            for i in mine
+            if not self._is_state(runs[i])
+            or (runs[i].span.start < lacking and self._can_follow_its_pages(runs[i], runs))
+        ]
+        answer = storage.batch_set_v2(self._transfers([runs[i] for i in offered])) if offered else {}
+        # The answer has one list of outcomes per pool. The list begins with the outcomes of the pool's
+        # first run, then come those of the second run, and so on. `read` is the number of outcomes, by
+        # pool, that belong to earlier runs.
+        read = dict.fromkeys(answer, 0)
+        for i in offered:
+            run = runs[i]
+            start = read[run.pool]
+            read[run.pool] += len(run.destinations)
+            outcomes[i] = answer[run.pool][start : read[run.pool]]
         return outcomes
 
-    def _ask(self, run: PageRun) -> list[Outcome]:
+    def _ask(self, storage: HybridStorage, run: PageRun) -> list[Outcome]:
         """Return HIT for each object that another rank has written, and THROTTLED for the others."""
-        storage = self._context.storage
-        assert storage is not None
         keys = [self._chain.keys[page] for page in range(run.span.start, run.span.end)]
         there, _ = storage.holds({run.pool: keys})
         return [Outcome.HIT if stored else Outcome.THROTTLED for stored in there[run.pool]]

@@ -15,6 +15,8 @@ Reading order:
   and `eviction`
 - `hybrid_index`, which puts these together
 - `checkpoints` (where a prefill leaves states, and is cut) and `integrity` (a check that recounts everything)
+
+An index belongs to one thread, and so does everything in it, unless a class says otherwise.
 """
 
 from tiercache.index.appraisal import Appraisal

@@ -48,8 +48,6 @@ class Appraiser:
 
     The policy's values are per tick. `rate` is the number of ticks in a second: stores compare values of
     several workers, so they get values per second.
-
-    Thread safety: the index's thread only.
     """
 
     def __init__(self, columns: EvictionColumns, policy: Policy, page_bytes: int, state_bytes: int) -> None:

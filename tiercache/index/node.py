@@ -53,8 +53,6 @@ class Prefixes:
     random odd numbers and then mixed. The digest of a prefix of k pages is H(k) = H(k-1) * b + h(k), a
     polynomial in b (`BASE`). H(k) equals b^k * (H(0) + sum of h(i) * b^-i for i = 1 to k), so that one
     cumulative sum gives all digests.
-
-    Thread safety: one owner thread.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -96,8 +94,6 @@ class Node:
     """Node of the tree: an edge of whole pages, their locations, and the state at its end.
 
     A root has no parent and no pages. A node that has pages and no parent was removed.
-
-    Thread safety: the index's thread only.
     """
 
     __slots__ = (

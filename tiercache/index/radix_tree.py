@@ -47,7 +47,7 @@ class Pin:
 
     The pinned node is not removed or merged into another, and keeps its end depth. A pin does not hold the
     states of ancestors: a restored request reads only one state, and the older states of a long conversation
-    would fill the state pool. Thread safety: the index's thread only.
+    would fill the state pool.
     """
 
     __slots__ = ("_release", "node", "tiers")
@@ -69,7 +69,7 @@ class RadixTree:
     """Radix trees of nodes, with counts of the evictable objects of each tier.
 
     If a node changes, the tree marks the node in `columns`. If a node becomes able to answer a hit, `ghosts`
-    forgets the lost unit of this node. Thread safety: the index's thread only.
+    forgets the lost unit of this node.
     """
 
     def __init__(

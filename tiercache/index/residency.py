@@ -155,7 +155,7 @@ class Residency:
     A state is named by a state pool and a span of one page, the last page of its node.
 
     `stored_leaves` is the queue of the leaves whose objects are in storage only. The index keeps at most
-    `max_stored_pages` pages that only storage has. Thread safety: the index's thread only.
+    `max_stored_pages` pages that only storage has.
     """
 
     def __init__(self, tree: RadixTree, stored_leaves: EvictionQueue, max_stored_pages: int) -> None:

@@ -78,8 +78,6 @@ class ResumedAdmission(Admission):
     and `live_states` has the slots of the state at its end. If something is lost, corrupt or late, it
     becomes an ordinary admission for the same tokens: it restores the deepest depth that can be restored, or
     none. `poll` then raises PoolFullError as long as there are too few slots for that.
-
-    Thread safety: the owner's thread.
     """
 
     def __init__(

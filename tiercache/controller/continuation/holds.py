@@ -18,8 +18,6 @@ class HostHold:
 
     Copies and calls of the store that use the objects are counted. The objects are freed once the hold is
     closed and nothing uses them any more: a call that hangs may still read or write them.
-
-    Thread safety: the owner's thread.
     """
 
     def __init__(
@@ -56,10 +54,7 @@ class HostHold:
 
 
 class HostHolds:
-    """All holds of one controller.
-
-    Thread safety: the owner's thread.
-    """
+    """All holds of one controller."""
 
     def __init__(self, context: ControllerContext) -> None:
         self._context = context

@@ -44,8 +44,6 @@ class ParkCopy:
 
     A parcel's device slots are given back as soon as its copy has landed. The pins, which keep the pages that
     the index has on the device, are released at the end.
-
-    Thread safety: the owner's thread. Only `_background_copied` runs on another thread.
     """
 
     kind = "park"
@@ -123,8 +121,6 @@ class ParkWrite:
 
     It ends at the first parcel that storage does not take. A call that hangs keeps the host objects in use
     until it returns; `flush` and `close` do not wait for it.
-
-    Thread safety: the owner's thread. Only `_background_store` runs on another thread.
     """
 
     kind = "park"
@@ -177,9 +173,7 @@ class ParkWrite:
         )
 
     def _background_store(self, parcel: Parcel) -> Mapping[PoolName, Sequence[Outcome]]:
-        storage, keys = self._context.storage, self._keys
-        assert storage is not None
-        transfers = []
+        transfers, keys = [], self._keys
         for pool, handles in parcel.pick(self._host, self._wanted).items():
             pages = range(parcel.start, parcel.end)
             is_state = pool in self._context.index.state_pools
@@ -194,12 +188,11 @@ class ParkWrite:
                     values=[self._value for _ in pages],
                 )
             )
-        try:
-            return storage.batch_set_v2(transfers)
-        except Exception:  # noqa: BLE001
-            # an exception breaks the store's contract; the parked request stays on the host
-            _log.exception("writing a parked request to storage failed")
-            return {pool: [Outcome.ERROR] * (parcel.end - parcel.start) for pool in parcel.pools}
+        return self._context.call_storage(
+            lambda storage: storage.batch_set_v2(transfers),
+            {pool: [Outcome.ERROR] * (parcel.end - parcel.start) for pool in parcel.pools},
+            "writing a parked request to storage",
+        )
 
     def _land(self, outcomes: Mapping[PoolName, Sequence[Outcome]]) -> bool:
         found = [outcome for each in outcomes.values() for outcome in each]
@@ -237,8 +230,6 @@ class ParkDeletion:
     """Deletion of a parked request from storage. While calls of storage are suspended, it waits.
 
     A daemon may refuse deletions to a worker. The objects then get the value 0, and are evicted first.
-
-    Thread safety: the owner's thread. Only `_background_forget` runs on another thread.
     """
 
     kind = "park"
@@ -297,8 +288,6 @@ class Arrival:
 
     Objects come in parcels. Of those that are read from storage, as many are under way as there are read
     threads, and one more, so that reads and loads overlap. After the first failure nothing more begins.
-
-    Thread safety: the owner's thread. Only methods named `_background_*` run on other threads.
     """
 
     kind = "resume"
@@ -400,17 +389,16 @@ class Arrival:
         return True
 
     def _background_read(self, parcel: Parcel, hold: HostHold) -> Mapping[PoolName, Sequence[Outcome]]:
-        storage, keys = self._context.storage, self._source.keys[parcel.start : parcel.end]
-        assert storage is not None
+        keys = self._source.keys[parcel.start : parcel.end]
         chosen = {
             pool: list(compress(keys, mask.tolist())) for pool, mask in parcel.flags(self._wanted).items()
         }
-        try:
-            return storage.batch_get_v2([PoolTransfer(p, each, hold.own[p]) for p, each in chosen.items()])
-        except Exception:  # noqa: BLE001
-            # an exception breaks the store's contract; the request is then restored as any other
-            _log.exception("reading a parked request failed")
-            return {pool: [Outcome.ERROR] * len(each) for pool, each in chosen.items()}
+        transfers = [PoolTransfer(pool, each, hold.own[pool]) for pool, each in chosen.items()]
+        return self._context.call_storage(
+            lambda storage: storage.batch_get_v2(transfers),
+            {pool: [Outcome.ERROR] * len(each) for pool, each in chosen.items()},
+            "reading a parked request",
+        )
 
     def _land_read(
         self, call: StoreCall, parcel: Parcel, hold: HostHold, outcomes: Mapping[PoolName, Sequence[Outcome]]

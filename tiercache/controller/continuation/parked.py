@@ -155,10 +155,7 @@ _OVER: Final = (ParkedStatus.RESUMED, ParkedStatus.RELEASED, ParkedStatus.EXPIRE
 
 
 class Parked:
-    """One parked request, which `HybridCacheController.park` returns and `resume` takes.
-
-    Thread safety: the owner's thread (the engine's thread, which calls the controller).
-    """
+    """One parked request, which `HybridCacheController.park` returns and `resume` takes."""
 
     def __init__(
         self, parking: Parking, ticket: ParkingTicket, keys: Sequence[bytes], expires: float
@@ -208,10 +205,7 @@ class Parked:
 
 
 class Parking:
-    """All parked requests of one controller.
-
-    Thread safety: the owner's thread.
-    """
+    """All parked requests of one controller."""
 
     def __init__(self, context: ControllerContext, values: Values) -> None:
         self._context, self._values = context, values

@@ -31,10 +31,7 @@ _LEAST_S: Final = 0.2
 
 
 class GroupAdmission(Admission):
-    """Admission of one rank of a group (see `docs/ranks.md`).
-
-    Thread safety: the owner's thread (the engine's thread, which calls the controller).
-    """
+    """Admission of one rank of a group (see `docs/ranks.md`)."""
 
     def __init__(
         self,

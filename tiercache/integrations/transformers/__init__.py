@@ -1,4 +1,7 @@
-"""Reference worker, which runs Hugging Face models and saves and restores their caches."""
+"""Reference worker, which runs Hugging Face models and saves and restores their caches.
+
+Everything here belongs to one thread, the one that computes, unless a class says otherwise.
+"""
 
 from tiercache.integrations.transformers.audit import Audit, Verdict
 from tiercache.integrations.transformers.device import PoolTensors, differences

@@ -97,8 +97,6 @@ class Audit:
     """Recomputed runs of one model, with which later generations are compared.
 
     `page_slots` and `state_slots` bound the memory of the audit.
-
-    Thread safety: one owner thread.
     """
 
     def __init__(self, runner: ModelRunner, page_slots: int = 4096, state_slots: int = 512) -> None:

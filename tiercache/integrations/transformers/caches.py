@@ -35,8 +35,6 @@ class CacheForm:
     it is the cache that the model made itself; the cache here then is a `StateCache` with one layer, whose
     recurrent states are the tensors of the model's own cache, in the order of `_parts`. Each has a batch
     dimension in front.
-
-    Thread safety: one owner thread.
     """
 
     def __init__(self, argument: str, template: object = None) -> None:

@@ -32,8 +32,6 @@ class Draft:
     Raises UnsupportedModelError if either model keeps states or windows, from which no token can be cut off,
     for another vocabulary or fewer positions than the model's, and as the probe does; InputError for a draft
     on another device.
-
-    Thread safety: one owner thread.
     """
 
     def __init__(
@@ -96,10 +94,7 @@ class Draft:
 
 
 class Drafting:
-    """The draft's live cache of one sequence, which never holds more tokens than the model was given.
-
-    Thread safety: one owner thread.
-    """
+    """The draft's live cache of one sequence, which never holds more tokens than the model was given."""
 
     def __init__(self, draft: Draft) -> None:
         self._draft = draft

@@ -83,8 +83,6 @@ class Facts:
 
     `known` holds digests of tensors from an earlier walk, by the `id` of the tensor. `contents=False` leaves
     tensors of more than `UNREAD` bytes unread.
-
-    Thread safety: one owner thread.
     """
 
     def __init__(

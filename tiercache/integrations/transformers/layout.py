@@ -57,10 +57,7 @@ StateSlots: TypeAlias = int | Mapping[PoolName, int]
 
 
 class StateCache(DynamicCache):
-    """Cache of a model that keeps states alone. No layer says how many tokens it has seen, so this does.
-
-    Thread safety: one owner thread.
-    """
+    """Cache of a model that keeps states alone. No layer says how many tokens it has seen, so this does."""
 
     tokens = 0
     """Number of tokens that the cache holds."""

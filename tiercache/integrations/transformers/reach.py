@@ -191,8 +191,6 @@ class Explorer:
     which a `Trial` begins. `checked` is the length at which a `Trial` passed; it is smaller than `usual` if
     only shorter prompts passed. `lengths` are the named lengths. The search takes about `seconds` at most.
     With `shifts`, `make` takes other first positions than 0.
-
-    Thread safety: one owner thread.
     """
 
     def __init__(

@@ -58,8 +58,6 @@ class ModelRunner:
 
     Construction reads the layout of the cache, and raises UnsupportedModelError if a cache with this layout
     could not be saved and restored exactly. `probe.load` also checks this by running the model.
-
-    Thread safety: one owner thread.
     """
 
     def __init__(

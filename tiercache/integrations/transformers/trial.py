@@ -109,8 +109,6 @@ class Trial:
     """One run of the checks over two random prompts of `tokens` tokens.
 
     `first_position` is the position of the prompts' first token.
-
-    Thread safety: one owner thread.
     """
 
     def __init__(self, runner: ModelRunner, tokens: int, *, first_position: int = 0) -> None:

@@ -78,8 +78,6 @@ class Worker:
     Raises UnsupportedModelError for a model that the probe refuses, GeometryError for a model that is spread
     over several devices, and ConfigError for a device that is not served or has no room.
 
-    Thread safety: one owner thread.
-
     A small model with random weights:
 
         >>> from transformers import AutoModelForCausalLM, Qwen3NextConfig

@@ -40,8 +40,6 @@ class Commits:
     """Admission of one sequence, and how much of the sequence is committed.
 
     Without an admission nothing is kept, and every method does nothing.
-
-    Thread safety: one owner thread.
     """
 
     def __init__(

@@ -21,8 +21,6 @@ class Continuation:
     """One answer to a prompt, of up to `new_tokens` tokens; it ends early after a token in `stop`.
 
     It begins when `prefill` is over, and takes over `cache`, the live cache after the prompt.
-
-    Thread safety: one owner thread.
     """
 
     def __init__(

@@ -34,8 +34,6 @@ class Prefill:
 
     Times count from `started` (`time.perf_counter` seconds). With `audit`, a copy of the restored state is
     kept.
-
-    Thread safety: one owner thread.
     """
 
     def __init__(

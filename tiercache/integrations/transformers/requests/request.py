@@ -61,10 +61,7 @@ GREEDY: Final = Sampling()
 
 
 class Chooser:
-    """Chooser of one answer's tokens, one call for each token in order.
-
-    Thread safety: one owner thread.
-    """
+    """Chooser of one answer's tokens, one call for each token in order."""
 
     def __init__(self, sampling: Sampling) -> None:
         self._temperature = sampling.temperature

@@ -38,10 +38,7 @@ class Checked:
 
 
 class Scheduler:
-    """Scheduler of one worker's requests, which knows when the device has finished with their slots.
-
-    Thread safety: one owner thread.
-    """
+    """Scheduler of one worker's requests, which knows when the device has finished with their slots."""
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
@@ -148,8 +145,6 @@ class Turns:
     A running request reserves slots for its prompt, and for one page after the other of its answer. If there
     is none left, the youngest running request is parked. It goes on when another one has ended. If it cannot
     be parked, or does not come back, it begins anew.
-
-    Thread safety: one owner thread.
     """
 
     def __init__(

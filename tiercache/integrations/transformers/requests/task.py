@@ -28,8 +28,6 @@ class Task:
     the live cache and an admission of its own. Without an admission nothing is restored or committed, and the
     generation's `reason` is the argument `reason`. Times count from `started` (`time.perf_counter` seconds).
     `close` ends a task at any time.
-
-    Thread safety: one owner thread.
     """
 
     def __init__(
