@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,10 @@ from tiercache.integrations.transformers.worker import Worker
 from tiercache.keys import Identity
 from tiercache.pools import DevicePool
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SIZES = {"device_bytes": "4MiB", "host_bytes": "4MiB", "page_size": PAGE}
 TOKENS = prompt(4 * PAGE + 1, seed=1)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_a_model_and_a_store_by_their_paths_and_sizes_with_units(tmp_path: Path) -> None:

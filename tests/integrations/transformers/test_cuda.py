@@ -5,7 +5,6 @@ is found out.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,16 +45,10 @@ from tiercache.integrations.transformers.worker import Worker
 from tiercache.transfer.cuda import Method
 from tiercache_lab.demo.serving import load_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LONG = prompt(6 * PAGE + 1, 1).tolist()
 """A prompt that restores all but its last token."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def scramble(worker: Worker) -> None:

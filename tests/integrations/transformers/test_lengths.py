@@ -4,7 +4,6 @@ side; the rest is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,8 @@ from tiercache.integrations.transformers.requests.request import Generation
 from tiercache.integrations.transformers.worker import Worker
 from tiercache_lab.demo.small import strengthen
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DIM = DENSE["hidden_size"] // DENSE["num_attention_heads"]
 SWITCH = 10 * PAGE
 LONGROPE = {
@@ -43,14 +44,6 @@ SCALED: dict[str, dict[str, Any]] = {
     "llama3": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "proportional": {"partial_rotary_factor": 0.5},
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def roped(kind: str, switch: int = SWITCH, **options: Any) -> PreTrainedModel:
