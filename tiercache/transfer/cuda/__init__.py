@@ -1,8 +1,8 @@
 """Copies between a CUDA device and the host arena.
 
 Reading order: `device` (the interface to CUDA), `copying` (page-locked memory and the methods of copying),
-`lane` (one direction), `calibration` (which methods work, and how fast they are), `calibration_files`,
-`calibration_watch` (whether a calibration is still right), `engine`, `hardware` (the real device).
+`lane` (one direction), `calibration` (which methods work, and how fast they are), `calibration_files` (kept
+measurements, and whether they are still right), `engine`, `hardware` (the real device).
 """
 
 from tiercache.transfer.cuda.calibration import Calibration, Cell, calibrate
