@@ -204,7 +204,7 @@ def test_the_texts_stay_short():
 BUDGET = {
     "tiercache.daemon": 10_500,
     "tiercache.controller": 9_500,
-    "tiercache.integrations": 8_200,
+    "tiercache.integrations": 7_950,
     "tiercache.cli": 6_800,
     "tiercache.storage": 6_850,
     "tiercache.testing": 4_500,
@@ -227,7 +227,7 @@ BUDGET = {
     "tiercache_lab.replay": 9_200,
     "tiercache_lab.bench": 4_200,
     "tiercache_lab.prove": 1_400,
-    "tiercache_lab.demo": 1_200,
+    "tiercache_lab.demo": 1_450,
     "tiercache_lab.policies": 1_100,
     "": 2_900,
 }  # fmt: skip

@@ -19,10 +19,10 @@ from tests.hosts.network import enter
 from tiercache.controller import ControllerOptions
 from tiercache.core import Tier
 from tiercache.errors import StorageError
-from tiercache.integrations.transformers.audit import Audit, Run
 from tiercache.integrations.transformers.requests.request import Generation
 from tiercache.integrations.transformers.worker import Worker
 from tiercache.storage.registry import spec_of
+from tiercache_lab.demo.audit import Audit, AuditedRun
 from tiercache_lab.demo.serving import timed, uncut_prefill
 from tiercache_lab.demo.small import small_hybrid_config, strengthen
 
@@ -61,7 +61,7 @@ class Server:
         beginning, which the audit must know.
         """
         for run in runs:
-            self._audit.recompute(Run.from_json(run))
+            self._audit.recompute(AuditedRun.from_json(run))
         if cold:
             self.empty()
         tokens = np.array(prompt, np.uint64)

@@ -31,13 +31,13 @@ from tiercache.controller import ControllerOptions
 from tiercache.core import PoolName, Tier, TokenArray
 from tiercache.errors import ConfigError, StorageError
 from tiercache.geometry import Geometry
-from tiercache.integrations.transformers.audit import Audit, Run, Verdict
 from tiercache.integrations.transformers.requests.request import Generation
 from tiercache.integrations.transformers.runner import ModelRunner
 from tiercache.integrations.transformers.stream import TorchStream, compute_repeatably, describe, find_device
 from tiercache.integrations.transformers.watch import identity_of
 from tiercache.integrations.transformers.worker import Worker
 from tiercache.storage.registry import open_backend, spec_of
+from tiercache_lab.demo.audit import Audit, AuditedRun, AuditVerdict
 from tiercache_lab.demo.small import build_small_hybrid
 
 PAGE_SIZE: Final = 64
@@ -174,7 +174,7 @@ class Session:
         self._audit = Audit(self._worker.runner, *self._audit_slots())
 
     def serve(self) -> None:
-        """Run the first process: serve all turns of all conversations, then wait to be killed.
+        """AuditedRun the first process: serve all turns of all conversations, then wait to be killed.
 
         If the store is not shared, the process serves more prompts while it waits. It ends with its parent
         process.
@@ -196,7 +196,7 @@ class Session:
                 self._worker.serve(self._talk.long_prompt(QUESTION_TOKENS), ANSWER_TOKENS)
 
     def restart(self) -> None:
-        """Run the second process.
+        """AuditedRun the second process.
 
         It recomputes the runs of the first process, continues the conversations, and measures the speed of
         restores. The last conversation has two turns in a row, so that the second of these two turns is
@@ -207,7 +207,7 @@ class Session:
         steps = len(runs) + self._plan.conversations + 1 + len(self._timed())
         emit("start", steps=steps, about=[], tiers=self._tier_names())
         for record in runs:
-            run = Run.from_json(record["run"])
+            run = AuditedRun.from_json(record["run"])
             self._audit.recompute(run)
             self._talk.ask(record["conversation"])
             self._talk.add_answer(record["conversation"], run.tokens[run.prompt_tokens :])
@@ -277,7 +277,9 @@ class Session:
         timed = {"speed-host": [Tier.DEVICE], f"speed-{self._plan.store}": both}
         return timed if self._plan.storage else timed | {"speed-disk-cold": both}
 
-    def _speed(self, phase: str, evict: list[Tier], prompt: TokenArray, filled: Verdict) -> dict[str, float]:
+    def _speed(
+        self, phase: str, evict: list[Tier], prompt: TokenArray, filled: AuditVerdict
+    ) -> dict[str, float]:
         """Time `REPEATS` restores and recomputes, emit one row, and return the figures for the summary."""
         restores: list[Generation] = []
         recomputes: list[float] = []

@@ -17,7 +17,6 @@ from tiercache.controller import ControllerOptions
 from tiercache.controller.context import ControllerContext
 from tiercache.core import PoolName, Tier, as_tokens
 from tiercache.integrations.transformers import worker as worker_module
-from tiercache.integrations.transformers.audit import Audit, Verdict
 from tiercache.integrations.transformers.probe import load
 from tiercache.integrations.transformers.requests.request import Generation
 from tiercache.integrations.transformers.runner import ModelRunner
@@ -26,6 +25,7 @@ from tiercache.integrations.transformers.worker import Worker
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.env import Env
 from tiercache.storage.registry import open_backend
+from tiercache_lab.demo.audit import Audit, AuditVerdict
 
 AMPLE = 4 << 20
 LONG = {seed: prompt(6 * PAGE + 1, seed).tolist() for seed in (1, 2)}
@@ -103,7 +103,7 @@ def objects(worker: Worker, tier: Tier, prompt: Sequence[int], pool: PoolName) -
     return [[tensors.pages(t.layer, t.name)[n] for t in layout.kv_tensors()] for n in at]
 
 
-def right(audit: Audit, worker: Worker, generation: Generation) -> Verdict:
+def right(audit: Audit, worker: Worker, generation: Generation) -> AuditVerdict:
     """The verdict on a generation that must equal its recompute to the last bit.
 
     To an uncut prefill it must be as near as the probe's cuts were, although a conversation adds up many of

@@ -30,9 +30,9 @@ from tests.integrations.transformers import alone
 from tests.integrations.transformers.models import FAMILIES, PAGE, WINDOW, build, prompt
 from tiercache.core import Tier
 from tiercache.errors import TierCacheError, UnsupportedModelError
-from tiercache.integrations.transformers.audit import Audit
 from tiercache.integrations.transformers.worker import Worker
 from tiercache.storage.registry import open_backend
+from tiercache_lab.demo.audit import Audit
 from tiercache_lab.demo.small import strengthen
 
 TYPES: Final = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

@@ -14,10 +14,10 @@ from tests.integrations.transformers.models import PAGE, build, loaded, prompt
 from tests.integrations.transformers.serving import context_of, evict, serving
 from tiercache.core import PoolName, Reason, Tier, as_tokens
 from tiercache.errors import InputError, PoolFullError, TierCacheError, TokenError
-from tiercache.integrations.transformers.audit import Audit
 from tiercache.integrations.transformers.worker import Worker
 from tiercache.keys import Identity
 from tiercache.pools import DevicePool
+from tiercache_lab.demo.audit import Audit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -25,10 +25,10 @@ from tests.integrations.transformers.serving import (
 from tiercache.core import PoolName, Reason, Tier
 from tiercache.errors import ClosedError, InputError
 from tiercache.integrations.transformers import Request, Sampling, differences
-from tiercache.integrations.transformers.audit import Audit
 from tiercache.integrations.transformers.requests.request import Chooser
 from tiercache.integrations.transformers.requests.task import Task
 from tiercache.integrations.transformers.worker import Worker
+from tiercache_lab.demo.audit import Audit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -30,7 +30,6 @@ from tests.integrations.transformers.simulated import SimulatedStream, simulated
 from tests.transfer.simulated_cuda import SimulatedDevice
 from tiercache.core import PoolName, Reason, Tier
 from tiercache.errors import ConfigError
-from tiercache.integrations.transformers.audit import Audit
 from tiercache.integrations.transformers.requests.request import Generation
 from tiercache.integrations.transformers.stream import (
     CudaStream,
@@ -43,6 +42,7 @@ from tiercache.integrations.transformers.stream import (
 from tiercache.integrations.transformers.watch import identity_of
 from tiercache.integrations.transformers.worker import Worker
 from tiercache.transfer.cuda import Method
+from tiercache_lab.demo.audit import Audit
 from tiercache_lab.demo.serving import load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")

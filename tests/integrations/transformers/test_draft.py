@@ -33,11 +33,11 @@ from tests.integrations.transformers.serving import (
 from tiercache.core import PoolName, Reason, Tier
 from tiercache.errors import ConfigError, InputError, UnsupportedModelError
 from tiercache.integrations.transformers import Request, Sampling, differences
-from tiercache.integrations.transformers.audit import Audit, Run
 from tiercache.integrations.transformers.reach import TailMode
 from tiercache.integrations.transformers.requests.task import Task
 from tiercache.integrations.transformers.worker import Worker
 from tiercache.storage.base import StorageBackend
+from tiercache_lab.demo.audit import Audit, AuditedRun
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -288,7 +288,7 @@ def test_a_run_with_rejected_tokens_survives_json() -> None:
     with drafting("llama", drafted("llama", **OTHER)) as worker:
         run = right(audit, worker, worker.serve(LONG[1], 12)).run
     assert any(run.rejected)
-    assert Run.from_json(json.loads(json.dumps(run.to_json()))) == run
+    assert AuditedRun.from_json(json.loads(json.dumps(run.to_json()))) == run
 
 
 def test_a_draft_that_was_changed_is_refused() -> None:

@@ -28,10 +28,10 @@ from tests.integrations.transformers.serving import (
 )
 from tiercache.controller import ControllerOptions
 from tiercache.core import Tier
-from tiercache.integrations.transformers.audit import Audit
 from tiercache.integrations.transformers.device import differences
 from tiercache.integrations.transformers.stream import CudaStream, compute_repeatably, describe, find_device
 from tiercache.integrations.transformers.worker import Worker
+from tiercache_lab.demo.audit import Audit
 from tiercache_lab.demo.small import build_small_hybrid
 
 pytestmark = [

@@ -23,12 +23,12 @@ from tests.integrations.transformers.serving import AMPLE, store
 from tiercache.errors import ConfigError, UnsupportedModelError
 from tiercache.integrations.transformers import ModelRunner
 from tiercache.integrations.transformers import worker as worker_module
-from tiercache.integrations.transformers.audit import Audit
 from tiercache.integrations.transformers.fingerprint import UNREAD
 from tiercache.integrations.transformers.requests.request import Generation
 from tiercache.integrations.transformers.watch import Watch, identity_of
 from tiercache.integrations.transformers.worker import Worker
 from tiercache.keys import Identity
+from tiercache_lab.demo.audit import Audit
 
 TOKENS = prompt(6 * PAGE + 1, seed=1)
 GIVEN = Identity("a model", "its weights", "float32", "float32", "", PAGE)

@@ -20,10 +20,10 @@ from tiercache.core import Reason
 from tiercache.errors import InputError, UnsupportedModelError
 from tiercache.index import Chunk
 from tiercache.integrations.transformers import ModelRunner, RequestPlan, TailMode, load
-from tiercache.integrations.transformers.audit import Audit
 from tiercache.integrations.transformers.reach import Explorer, named_lengths, positions_of
 from tiercache.integrations.transformers.requests.request import Generation
 from tiercache.integrations.transformers.worker import Worker
+from tiercache_lab.demo.audit import Audit
 from tiercache_lab.demo.small import strengthen
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -35,12 +35,12 @@ from tests.integrations.transformers.serving import (
 from tiercache.controller import ControllerOptions
 from tiercache.core import PoolName, Reason, Tier, as_tokens
 from tiercache.errors import ConfigError
-from tiercache.integrations.transformers.audit import Audit
 from tiercache.integrations.transformers.worker import Worker
 from tiercache.keys import page_keys
 from tiercache.storage.base import ScanEntry, StorageBackend
 from tiercache.testing.faults import FaultEnv
 from tiercache.transfer import CopyEngine
+from tiercache_lab.demo.audit import Audit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -23,9 +23,9 @@ from tiercache.core import PoolName, Tier
 from tiercache.errors import InputError, TokenError
 from tiercache.index import Chunk
 from tiercache.integrations.transformers import RequestPlan
-from tiercache.integrations.transformers.audit import Audit
 from tiercache.integrations.transformers.stream import TorchStream
 from tiercache.integrations.transformers.worker import Worker
+from tiercache_lab.demo.audit import Audit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -20,11 +20,11 @@ from tiercache.controller import ControllerOptions
 from tiercache.core import PoolName, Reason
 from tiercache.errors import AdmissionError, InputError
 from tiercache.integrations.transformers import Generation, Request, Sampling, differences
-from tiercache.integrations.transformers.audit import Audit
 from tiercache.integrations.transformers.requests.task import Task
 from tiercache.integrations.transformers.stream import TorchStream
 from tiercache.integrations.transformers.worker import Worker
 from tiercache.testing.faults import FaultEnv
+from tiercache_lab.demo.audit import Audit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

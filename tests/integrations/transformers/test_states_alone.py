@@ -22,10 +22,10 @@ from tests.integrations.transformers.sweep import small
 from tiercache.core import PoolName, Tier
 from tiercache.errors import ConfigError, SlotError, TokenError, UnsupportedModelError
 from tiercache.integrations.transformers import ModelRunner, Request, Sampling
-from tiercache.integrations.transformers.audit import Audit
 from tiercache.integrations.transformers.caches import form_of
 from tiercache.integrations.transformers.layout import StateCache
-from tiercache.integrations.transformers.plan import split_device_bytes
+from tiercache.integrations.transformers.parts import split_device_bytes
+from tiercache_lab.demo.audit import Audit
 
 EACH = slow_after(3, ["mamba2", "rwkv", "mistral", "mamba", "xlstm", "falcon_mamba"])
 CASES = slow_after(

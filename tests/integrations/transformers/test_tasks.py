@@ -26,10 +26,10 @@ from tests.integrations.transformers.serving import (
 from tiercache.core import PoolName, Reason, Tier
 from tiercache.errors import ClosedError, InputError, TokenError, UnsupportedModelError
 from tiercache.integrations.transformers import Generation, Request, Sampling, differences
-from tiercache.integrations.transformers.audit import Audit
 from tiercache.integrations.transformers.requests.task import Task
 from tiercache.integrations.transformers.worker import Worker
 from tiercache.testing.faults import FaultEnv
+from tiercache_lab.demo.audit import Audit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -33,11 +33,11 @@ from tiercache.controller import ControllerOptions
 from tiercache.core import PoolName, Tier
 from tiercache.errors import InputError, TokenError
 from tiercache.integrations.transformers import ModelRunner
-from tiercache.integrations.transformers.audit import Audit
 from tiercache.integrations.transformers.watch import identity_of
 from tiercache.integrations.transformers.worker import Worker
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.registry import open_backend
+from tiercache_lab.demo.audit import Audit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

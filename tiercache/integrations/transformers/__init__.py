@@ -3,10 +3,9 @@
 Everything here belongs to one thread, the one that computes, unless a class says otherwise.
 """
 
-from tiercache.integrations.transformers.audit import Audit, Verdict
 from tiercache.integrations.transformers.device import PoolTensors, differences
 from tiercache.integrations.transformers.layout import CacheLayout, inspect_cache
-from tiercache.integrations.transformers.plan import RequestPlan
+from tiercache.integrations.transformers.parts import RequestPlan
 from tiercache.integrations.transformers.probe import load, probe
 from tiercache.integrations.transformers.reach import TailMode
 from tiercache.integrations.transformers.requests.request import Generation, Request, Sampling
@@ -15,7 +14,6 @@ from tiercache.integrations.transformers.trial import ProbeReport
 from tiercache.integrations.transformers.worker import Worker
 
 __all__ = [
-    "Audit",
     "CacheLayout",
     "Generation",
     "ModelRunner",
@@ -25,7 +23,6 @@ __all__ = [
     "RequestPlan",
     "Sampling",
     "TailMode",
-    "Verdict",
     "Worker",
     "differences",
     "inspect_cache",

@@ -35,8 +35,13 @@ from tiercache.integrations.transformers.arguments import (
 )
 from tiercache.integrations.transformers.caches import warm_up
 from tiercache.integrations.transformers.draft import Draft
-from tiercache.integrations.transformers.parts import Parts
-from tiercache.integrations.transformers.plan import PAGES, RequestPlan, known_profile, split_device_bytes
+from tiercache.integrations.transformers.parts import (
+    PAGES,
+    Parts,
+    RequestPlan,
+    known_profile,
+    split_device_bytes,
+)
 from tiercache.integrations.transformers.probe import load
 from tiercache.integrations.transformers.requests.commits import CHECKPOINTS, DECODE_SNAPSHOTS
 from tiercache.integrations.transformers.requests.request import GREEDY, Generation, Request, Sampling
@@ -241,8 +246,8 @@ class Worker:
 
         The tokens are chosen by `sampling`. With `n`, the result is a tuple of `n` answers: the prompt is
         restored and computed once, its pages are shared, and answer k is the one that the seed plus k gives
-        alone. With `audit`, the generation keeps a copy of the restored state for `Audit`; the measured times
-        leave out that copy. The request is computed without the cache if the device pools are too small (the
+        alone. With `audit`, the generation keeps a copy of the restored state, and the measured times leave
+        out that copy. The request is computed without the cache if the device pools are too small (the
         reason is `busy`), or if the prompt is longer than `limit` (the reason is `disabled`).
 
         Raises TokenError for an empty prompt, for ids outside the vocabulary and for more tokens than the

@@ -133,7 +133,7 @@ class Generation:
     cache, which holds the restored pages.
     """
     restored_state: Mapping[tuple[int, str], torch.Tensor] = field(repr=False, default_factory=dict)
-    """Copy of the restored state by (layer, name), for `Audit`; empty without `audit`."""
+    """Copy of the restored state by (layer, name), for an audit; empty without `audit`."""
     anew: int = 0
     """Number of tokens of the sequence when all of them were recomputed with an empty cache; 0 if never.
 

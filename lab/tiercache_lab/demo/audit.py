@@ -1,12 +1,4 @@
-"""Audit of a worker's answers: each answer is recomputed from the tokens alone, with the same cuts.
-
-The parts of a cached sequence may come from several runs (a run: the computation of one request). One request
-computed the pages, for example; another request computed the same tokens later, with other cuts, and left the
-state. Rounding depends on the cuts, so every part is recomputed with the cuts of its own run.
-
-The audit recomputes each run once and keeps all pages and states of the recomputation in plain memory. The
-recomputation of a later run starts from these objects. The bytes of the cache itself are only compared.
-"""
+""""""
 
 from __future__ import annotations
 
@@ -26,7 +18,7 @@ from tiercache.keys import page_keys
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class AuditedRun:
     """A record of how one request was computed, in plain numbers; depths are in tokens."""
 
     tokens: tuple[int, ...]
@@ -64,7 +56,7 @@ class Run:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Run:
+    def from_json(cls, record: Mapping[str, Any]) -> AuditedRun:
         """Make a run from the values of `to_json`."""
         values: dict[str, Any] = {
             name: tuple(tuple(item) if isinstance(item, list) else item for item in value)
@@ -76,13 +68,13 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class AuditVerdict:
     """The comparison of a generation with its recomputation.
 
     Differences are the largest absolute differences of the logits at the first new token.
     """
 
-    run: Run
+    run: AuditedRun
     max_logit_diff: float
     """Difference to the recomputation with the same cuts."""
     max_logit_diff_uncut: float
@@ -108,7 +100,7 @@ class Audit:
         self._free_page = 0
         self._free_state = 0
 
-    def check(self, generation: Generation, uncut: torch.Tensor | None = None) -> Verdict:
+    def check(self, generation: Generation, uncut: torch.Tensor | None = None) -> AuditVerdict:
         """Recompute a generation and compare the two.
 
         `uncut` holds the first logits `[vocab]` of an uncut prefill; without it, that prefill is run here.
@@ -122,7 +114,7 @@ class Audit:
             )
         keys = self._keys(as_tokens(generation.tokens))[: generation.restored // self._runner.page_size]
         parts, same_bytes = self._find_parts(generation, keys)
-        run = Run(
+        run = AuditedRun(
             tuple(generation.tokens.tolist()), generation.prompt_tokens, generation.restored,
             generation.bounds, generation.states, parts,
             generation.anew, generation.sampling.temperature, generation.sampling.seed,
@@ -133,7 +125,7 @@ class Audit:
             uncut = self._runner.prefill(
                 self._runner.new_cache(), generation.tokens[: generation.prompt_tokens]
             )
-        return Verdict(
+        return AuditVerdict(
             run,
             max_logit_diff=float((generation.first_logits - first).abs().max()),
             max_logit_diff_uncut=float((generation.first_logits - uncut).abs().max()),
@@ -141,7 +133,7 @@ class Audit:
             same_bytes=same_bytes,
         )
 
-    def recompute(self, run: Run) -> tuple[torch.Tensor, tuple[int, ...]]:
+    def recompute(self, run: AuditedRun) -> tuple[torch.Tensor, tuple[int, ...]]:
         """Recompute a run and keep its pages and states.
 
         Returns the first new token's logits and the answer.
