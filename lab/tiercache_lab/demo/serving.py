@@ -174,7 +174,7 @@ class Session:
         self._audit = Audit(self._worker.runner, *self._audit_slots())
 
     def serve(self) -> None:
-        """AuditedRun the first process: serve all turns of all conversations, then wait to be killed.
+        """Run the first process: serve all turns of all conversations, then wait to be killed.
 
         If the store is not shared, the process serves more prompts while it waits. It ends with its parent
         process.
@@ -196,7 +196,7 @@ class Session:
                 self._worker.serve(self._talk.long_prompt(QUESTION_TOKENS), ANSWER_TOKENS)
 
     def restart(self) -> None:
-        """AuditedRun the second process.
+        """Run the second process.
 
         It recomputes the runs of the first process, continues the conversations, and measures the speed of
         restores. The last conversation has two turns in a row, so that the second of these two turns is
