@@ -116,9 +116,7 @@ def test_one_place_needs_it(needed):
 CUPBOARD = 120
 """Lines below which a module with one importer is a part of it that lies in another file."""
 CUPBOARDS = frozenset({
-    "tiercache.daemon.splice", "tiercache.integrations.parents", "tiercache.integrations.transformers.draft",
-    "tiercache.integrations.transformers.last_page", "tiercache.integrations.transformers.requests.drafting",
-    "tiercache.integrations.transformers.sizes", "tiercache_backends.grpc.inquiries",
+    "tiercache.daemon.splice", "tiercache.integrations.parents", "tiercache_backends.grpc.inquiries",
     "tiercache_backends.local.check", "tiercache_backends.s3.namespaces", "tiercache_kernels.reference",
     "tiercache_lab.bench.raw", "tiercache_lab.demo.small", "tiercache_lab.prove.show",
     "tiercache_lab.replay.failures", "tiercache_lab.replay.sources.shared",
@@ -153,8 +151,8 @@ def test_no_small_module_has_only_one_importer():
 
 
 SINGLE = frozenset({
-    "CudaDevice", "Customer", "DeviceFence", "DeviceTensor", "HintTable", "HostObjects", "Prompt",
-    "Queryable", "RankGroup", "RemoteTiers", "SharedMemory", "_Tracked",
+    "CudaDevice", "Customer", "DeviceTensor", "Fence", "HintTable", "HostObjects", "Prompt",
+    "RankGroup", "RemoteTiers", "SharedMemory", "_Tracked",
 })  # fmt: skip
 """Abstract classes and protocols that have one implementation, or none."""
 OUTSIDE = frozenset({"Units", "Source"})
