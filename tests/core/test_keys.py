@@ -205,8 +205,8 @@ def test_page_keys_of_sglang_are_those_of_the_plug_in():
 
     import tiercache
 
-    place = Path(tiercache.__file__).parent / "integrations" / "sglang" / "keys.py"
-    spec = importlib.util.spec_from_file_location("sglang_keys", place)
+    place = Path(tiercache.__file__).parent / "integrations" / "sglang" / "pools.py"
+    spec = importlib.util.spec_from_file_location("sglang_pools", place)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     tokens, hashes, before = as_tokens([7, 2**32 - 1, 0, 300, 5, 6, 7, 8, 9]), [], b""
@@ -215,5 +215,5 @@ def test_page_keys_of_sglang_are_those_of_the_plug_in():
         before = hashlib.sha256(before + page).digest()
         hashes.append(before.hex())
     namespace = namespace_of(IDENTITY)
-    assert sglang_page_keys(namespace, tokens, 4) == module.PageKeys(namespace).of(hashes)
+    assert sglang_page_keys(namespace, tokens, 4) == module.PageKeys(namespace).keys_of(hashes)
     assert sglang_page_keys(namespace, as_tokens([2**32] * 8), 4) == []

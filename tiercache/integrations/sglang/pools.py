@@ -11,7 +11,7 @@ import logging
 from bisect import bisect_right
 from collections.abc import Sequence
 from struct import unpack
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgpack
 import numpy as np
@@ -19,8 +19,10 @@ import torch
 from blake3 import blake3
 
 from tiercache.core import ObjectKey, PoolName
-from tiercache.integrations.sglang.server import Server
 from tiercache.keys import KEY_BYTES, Shard, layout_digest, object_keys, sglang_mask
+
+if TYPE_CHECKING:  # so that this module can be loaded where SGLang is not installed
+    from tiercache.integrations.sglang.server import Server
 
 _log = logging.getLogger(__name__)
 
