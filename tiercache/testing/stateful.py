@@ -178,7 +178,7 @@ class BackendMachine(RuleBasedStateMachine):
         self.read([(each, self.model[each].meta.length) for each in (k, *others, k)])
 
     @rule()
-    def follow(self) -> None:
+    def replay_events(self) -> None:
         """Replay the store's events: they give exactly the objects that it has."""
         self.told.await_truth()
 
@@ -192,14 +192,14 @@ class BackendMachine(RuleBasedStateMachine):
         self.told.await_truth()
         self.store.close()
         self.store = self.hooks.open_store(self.path, self.capacity)
-        self.begin()
+        self.note_opening()
 
     @precondition(lambda self: self.store.capabilities.persistent)
     @rule()
     def kill(self) -> None:
         """Kill the store's process between two calls, and open the data that the process left."""
         self.store = self.hooks.kill(self.store, self.path, *([self.capacity] if self.bounded else []))
-        self.begin()
+        self.note_opening()
 
     @precondition(lambda self: not self.full and self.hooks.has("fill_disk"))
     @rule()
@@ -306,7 +306,7 @@ class BackendMachine(RuleBasedStateMachine):
                 self.undead[k] = held
             self.corrupted.discard(k)
 
-    def begin(self) -> None:
+    def note_opening(self) -> None:
         """Update the model after the store was opened again, on a disk that has room."""
         self.told = StoreFollower(self.store)
         self.full = False

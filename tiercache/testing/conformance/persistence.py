@@ -29,7 +29,9 @@ class Persistence(BackendHooks):
     Thread safety: as `BackendHooks`.
     """
 
-    def end(self, store: StorageBackend, path: Path, how: str, capacity: int | None = None) -> StorageBackend:
+    def reopened(
+        self, store: StorageBackend, path: Path, how: str, capacity: int | None = None
+    ) -> StorageBackend:
         """Close the store or kill its process, as `how` says; open the store again and return it."""
         if how == "killed":
             return self.kill(store, path, capacity)
@@ -60,7 +62,7 @@ class Persistence(BackendHooks):
         self.corrupt(store, key("spoiled"))
         assert fetch(store, key("spoiled"), 5000) is CORRUPT
         before = {entry.key: entry.meta for entry in store.scan_all()}
-        with self.end(store, tmp_path / "store", how) as again:
+        with self.reopened(store, tmp_path / "store", how) as again:
             assert {entry.key: entry.meta for entry in again.scan_all()} == before
             for n, size in enumerate(SIZES):
                 assert fetch(again, key(n), size) == (MISS if n == 1 else payload(n, size))
@@ -82,7 +84,7 @@ class Persistence(BackendHooks):
         for namespace, states in ((NAMESPACE, True), (OTHER_NAMESPACE, False)):
             store.register_namespace(NamespaceRecord(namespace, {"model": "m"}, states))
             store.set([to_set(key(namespace), payload(namespace, 100), namespace=namespace)])
-        with self.end(store, tmp_path / "store", how) as again:
+        with self.reopened(store, tmp_path / "store", how) as again:
             for _ in range(2):
                 assert {r.namespace: r.states for r in again.namespaces()} == {
                     NAMESPACE: True,
@@ -97,7 +99,7 @@ class Persistence(BackendHooks):
     def test_again_and_again(self, store: StorageBackend, tmp_path: Path, how: str) -> None:
         self.need(store, "persistent")
         for turn in range(4):
-            store = self.end(store, tmp_path / "store", how)
+            store = self.reopened(store, tmp_path / "store", how)
             assert put(store, key(turn), payload(turn, 9000)) is STORED
             assert self.usage(store).objects == turn + 1
             self.check(store)
@@ -113,7 +115,7 @@ class Persistence(BackendHooks):
             put(store, key(name), payload(name, 8192))
         self.corrupt(store, key("a"))
         self.swap(store, key("b"), key("c"))
-        with self.end(store, tmp_path / "store", how) as again:
+        with self.reopened(store, tmp_path / "store", how) as again:
             assert [fetch(again, key(name), 8192) for name in ("a", "b", "c")] == [CORRUPT] * 3
             assert self.usage(again).objects == 0
             assert put(again, key("a"), payload("a", 8192)) is STORED
@@ -134,7 +136,7 @@ class Persistence(BackendHooks):
         for k, parent in [pair for sequence in range(4) for pair in chain(sequence, 12)]:
             put(bounded, k, payload(k, size), parent)
         held = {entry.key: entry.meta for entry in bounded.scan_all()}
-        with self.end(bounded, tmp_path / "store", how, self.small) as again:
+        with self.reopened(bounded, tmp_path / "store", how, self.small) as again:
             assert {entry.key: entry.meta for entry in again.scan_all()} == held
             for n in range(150):
                 assert put(again, key(n), payload(n, size)) is STORED
