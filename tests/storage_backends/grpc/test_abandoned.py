@@ -153,7 +153,8 @@ def test_a_late_read_of_blocks_that_are_freed_finds_them_as_they_were(
         meta = to_set(key("new"), OLD).meta
         meta = type(meta)(meta.namespace, meta.length, b"")
         daemon.slow(60)
-        assert client.set([SetItem(key("new"), views(arena, blocks.tolist()), meta)]) == [UNAVAILABLE]
+        item = SetItem(key("new"), views(arena, blocks.tolist()), meta)
+        until(lambda: client.set([item]) == [UNAVAILABLE] and daemon.entered())
         arena.free(blocks)
         spare = arena.alloc(4)
         for view in views(arena, spare.tolist()):
