@@ -22,6 +22,7 @@ class Unit(enum.StrEnum):
     RATIO = "x"
     MICROSECONDS = "us"
     SECONDS = "s"
+    PERCENT = "%"
 
 
 @dataclass(frozen=True, slots=True)
