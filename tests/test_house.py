@@ -202,37 +202,40 @@ def test_the_texts_stay_short():
 
 
 BUDGET = {
-    "tiercache.daemon": 10_500,
-    "tiercache.controller": 9_500,
-    "tiercache.integrations": 7_950,
-    "tiercache.cli": 6_800,
-    "tiercache.storage": 6_850,
-    "tiercache.testing": 4_500,
-    "tiercache.index": 4_000,
-    "tiercache.transfer": 3_000,
-    "tiercache.config": 1_740,
-    "tiercache.models": 1_400,
-    "tiercache.events": 1_200,
+    "tiercache.daemon": 10_200,
+    "tiercache.controller": 9_400,
+    "tiercache.integrations": 7_800,
+    "tiercache.cli": 6_300,
+    "tiercache.storage": 6_750,
+    "tiercache.testing": 4_350,
+    "tiercache.index": 3_700,
+    "tiercache.transfer": 2_950,
+    "tiercache.config": 1_700,
+    "tiercache.models": 1_350,
+    "tiercache.events": 1_150,
     "tiercache.pools": 1_200,
-    "tiercache.policy": 1_200,
-    "tiercache.metrics": 1_000,
-    "tiercache.wire": 700,
-    "tiercache_backends.file": 4_800,
-    "tiercache_backends.lmdb": 4_600,
-    "tiercache_backends.chain": 4_050,
-    "tiercache_backends.s3": 3_810,
-    "tiercache_backends.grpc": 3_200,
-    "tiercache_backends.mooncake": 2_150,
-    "tiercache_backends.local": 1_660,
-    "tiercache_lab.replay": 9_200,
-    "tiercache_lab.bench": 4_200,
+    "tiercache.policy": 1_150,
+    "tiercache.metrics": 900,
+    "tiercache.wire": 650,
+    "tiercache_backends.file": 4_750,
+    "tiercache_backends.lmdb": 4_450,
+    "tiercache_backends.chain": 3_900,
+    "tiercache_backends.s3": 3_750,
+    "tiercache_backends.grpc": 3_000,
+    "tiercache_backends.mooncake": 2_000,
+    "tiercache_backends.local": 1_550,
+    "tiercache_lab.replay": 7_250,
+    "tiercache_lab.bench": 3_350,
     "tiercache_lab.prove": 1_400,
     "tiercache_lab.demo": 1_450,
-    "tiercache_lab.policies": 1_100,
+    "tiercache_lab.policies": 950,
     "": 2_900,
 }  # fmt: skip
-"""Lines of each package at most; "" is what lies outside them. Whoever raises a row lowers another one."""
-FILES = 460
+"""Lines of each package at most; "" is what lies outside them. Whoever raises a row lowers another one.
+
+The aims are 70,000 lines and 340 files for the product's wheel, 10,000 lines for the lab, 75,000 for tests.
+"""
+FILES = 366
 """Modules of the product's wheel at most."""
 
 
@@ -242,7 +245,7 @@ def test_no_package_is_larger_than_its_budget():
         room = next((room for room in BUDGET if room and inside(name, room)), "")
         lines[room] += len(path.read_text().splitlines())
     assert {room: count for room, count in lines.items() if count > BUDGET[room]} == {}
-    loose = {room: count for room, count in lines.items() if count + 3000 < BUDGET[room]}
+    loose = {room: count for room, count in lines.items() if count + 300 < BUDGET[room]}
     assert loose == {}, "the house has become smaller: lower these rows"
 
 
@@ -253,13 +256,13 @@ def test_a_package_begins_with_its_principles(package):
     assert re.match(r"(?:\d\. [^\n]*\.(?:\n|$)){3,6}(?:\n|$)", rest)
 
 
-TEST_LINES = 93_800
+TEST_LINES = 91_400
 """Lines of the tests at most."""
 
 
 def test_the_tests_are_no_larger_than_their_budget():
     lines = sum(len(path.read_text().splitlines()) for path in (ROOT / "tests").rglob("*.py"))
-    assert TEST_LINES - 20_000 < lines <= TEST_LINES, "lower the budget, or make room elsewhere"
+    assert TEST_LINES - 2_000 < lines <= TEST_LINES, "lower the budget, or make room elsewhere"
 
 
 def test_the_wheel_has_few_files():
