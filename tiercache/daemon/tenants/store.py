@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Final
 
 from blake3 import blake3
@@ -482,8 +482,11 @@ class TenantStores:
     def _account_of(self, tenant: str, everything: bool) -> TenantAccount | None:
         if self._account is None:
             return None
-        # By the page sizes of other tenants, a caller would learn of them.
-        owns = cache(lambda name: (everything and not tenant) or self.tenant_of(name) == tenant)
+
+        def owns(name: bytes) -> bool:
+            # By the page sizes of other tenants, a caller would learn of them.
+            return (everything and not tenant) or self.tenant_of(name) == tenant
+
         mine = TenantAccount(self._account, tenant, owns)
         return self._accounts.setdefault((tenant, everything), mine)
 
