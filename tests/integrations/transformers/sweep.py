@@ -144,7 +144,7 @@ def _shrunk(values: dict[str, Any]) -> dict[str, Any]:
             if name == "max_position_embeddings":
                 value = min(value, 2048)
         found[name] = value
-    found.pop("per_layer_config", None)
+    per_layer = found.pop("per_layer_config", None)
     if "head_dim" in found and found["head_dim"] is None:
         found["head_dim"] = 16
     if "num_key_value_heads" in found and found["num_key_value_heads"] is None:
@@ -155,6 +155,13 @@ def _shrunk(values: dict[str, Any]) -> dict[str, Any]:
         found["num_key_value_heads"] = found.get("num_attention_heads", 4)
         if "head_dim" in found:
             found["head_dim"] = found.get("qk_rope_head_dim", 8)
+    if per_layer and "kv_lora_rank" in found:
+        # Else the layers of a kind that has ranks of its own would have those of the large model.
+        own = {values["layer_types"][int(layer)]: _shrunk(one) for layer, one in per_layer.items()}
+        heads = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "head_dim": 24}
+        found["per_layer_config"] = {
+            layer: own[kind] | heads for layer, kind in enumerate(found["layer_types"]) if kind in own
+        }
     return found
 
 
