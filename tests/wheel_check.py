@@ -148,7 +148,7 @@ def check_missing_extras() -> None:
 
     for work, part, extra in (
         (lambda: open_backend("grpc://127.0.0.1:1"), "storage type 'grpc' needs protobuf", "grpc"),
-        (lambda: importlib.import_module("tiercache.daemon"), "the daemon needs grpcio", "daemon"),
+        (lambda: importlib.import_module("tiercache.daemon"), "the daemon needs pydantic", "daemon"),
         (lambda: Metrics([]).registry, "a registry of metrics needs prometheus-client", "metrics"),
     ):
         try:
