@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import typing
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from tiercache.daemon.status.document import MissStatus, PoolStatus, Readiness, 
 from tiercache.errors import StorageError
 from tiercache.storage.base import TierReport, Usage
 from tiercache.storage.hits import Hits
+from tiercache.storage.shares import OwnerUse
 from tiercache.storage.tiers import SET_READ_ONLY
 from tiercache.testing.objects import key, payload, to_set
 
@@ -97,6 +99,23 @@ def test_what_is_counted_right_after_the_start_is_told() -> None:
         total = board.document(None).hits
         assert total is not None
         assert (total.asked_tokens, total.token_hit_rate) == (64, 0.25), "of those who can have a rate"
+
+
+def test_all_parts_of_a_status_are_of_one_moment() -> None:
+    calls = itertools.count(1)
+
+    def usage() -> Usage:
+        n = next(calls)
+        tiers = [TierReport(name="t", kind="file", health="serving", objects=n)]
+        owners = {"acme": OwnerUse(used_bytes=n)}
+        return Usage(n, n, n, n, tiers=tiers, owners=owners, details={"dead_bytes": n})
+
+    with board_of(usage) as board:
+        until(lambda: board.document(None).tenants)
+        found = board.document(None)
+        assert found.store is not None
+        [tier], [tenant] = found.tiers, found.tenants
+        assert found.store.objects == found.store.dead_bytes == tier.objects == tenant.used_bytes > 0
 
 
 def test_a_daemon_is_ready_while_one_of_its_tiers_answers() -> None:

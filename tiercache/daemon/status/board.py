@@ -245,7 +245,7 @@ class StatusBoard:
     def document(self, reader: Permissions | None) -> StatusDocument:
         """Return the status as `reader` may know it; None stands for someone who may know everything."""
         whole = reader is None or reader.observes
-        ready = self.readiness()
+        ready, usage = self.readiness(), self._figures.latest()
         document = StatusDocument(
             version=tiercache.__version__, host=self._host, instance=self._instance, time=time.time(),
             started=self._started,
@@ -257,9 +257,9 @@ class StatusBoard:
         own = set(everyone) if reader is None or whole else _beside(reader, everyone)
         document.principals.extend(row for row in self._principals(everyone) if row.name in own)
         document.tenants.extend(
-            row for row in self._tenants() if reader is None or whole or row.name == reader.tenant
+            row for row in self._tenants(usage) if reader is None or whole or row.name == reader.tenant
         )
-        samples = self._samples.within(self._counters(self._figures.latest()))
+        samples = self._samples.within(self._counters(usage))
         hits = hits_of(samples)
         if reader is not None and not whole:  # as in `Inquiries.report`
             alone = reader.store.is_narrow
@@ -267,17 +267,16 @@ class StatusBoard:
         document.tenant_hits.extend(_hit_status(name, one, one) for name, one in hits.items())
         document.slowest.extend(self._slowest.latest(own)[:_SLOWEST])
         total = _hit_status("", Hits.rated(hits.values()), Hits.total(hits.values()))
-        return self._completed(document, samples, total) if whole else document
+        return self._completed(document, usage, samples, total) if whole else document
 
     def encoded(self, reader: Permissions | None) -> bytes:
         """Return `document` as JSON."""
         return json.dumps(asdict(self.document(reader)), allow_nan=False).encode()
 
     def _completed(
-        self, document: StatusDocument, samples: list[CounterSample], hits: HitStatus
+        self, document: StatusDocument, usage: Usage, samples: list[CounterSample], hits: HitStatus
     ) -> StatusDocument:
         """Return a document with the figures of the whole store."""
-        usage = self._figures.latest()
         return replace(
             document,
             store=self._store(usage),
@@ -291,10 +290,13 @@ class StatusBoard:
         )
 
     def _store(self, usage: Usage) -> StoreStatus:
-        detail = self._figures.detail
+        restorable, dead, orphans, corrupt = (
+            value if isinstance(value := usage.details.get(name), int) else None
+            for name in ("restorable_bytes", "dead_bytes", "orphans", "corrupt")
+        )
         return StoreStatus(
             self._kind, usage.objects, usage.payload_bytes, usage.used_bytes, usage.capacity_bytes,
-            detail("restorable_bytes"), detail("dead_bytes"), detail("orphans"), detail("corrupt"),
+            restorable, dead, orphans, corrupt,
             self._figures.age,
         )  # fmt: skip
 
@@ -339,14 +341,13 @@ class StatusBoard:
             for name, tenant in tenants.items()
         ]  # fmt: skip
 
-    def _tenants(self) -> list[TenantStatus]:
-        owners = self._figures.latest().owners
+    def _tenants(self, usage: Usage) -> list[TenantStatus]:
         return [
             TenantStatus(
                 name, use.used_bytes, use.quota_bytes, use.guarantee_bytes, use.evicted_objects,
                 use.throttled_objects,
             )
-            for name, use in sorted(owners.items())
+            for name, use in sorted(usage.owners.items())
             if name != COMMON
         ]  # fmt: skip
 
