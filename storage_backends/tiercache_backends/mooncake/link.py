@@ -165,23 +165,15 @@ class Link:
         return lambda: self.staging.give(region)
 
     def attach(self, memory: SharedMemory) -> None:
-        """Map a caller's memory, and register the mapping now or with the next client.
+        """Map a caller's memory, and register the mapping now, or when Mooncake answers again.
 
-        A memory that cannot be registered is not used: payloads in it are copied.
+        A memory that is not registered is not used: payloads in it are copied.
         """
         with self._changed:
-            made = self.attached.add(memory)
-            client = self._client
-        if made is None or client is None:
-            return
-        code = -1
-        with suppress(UnavailableError):
-            code = self.ask(
-                self.patience(), "attach", lambda client: client.register(made.address, made.nbytes)
-            )
-        if code:
-            _log.warning("%s: attached memory could not be registered (code %d)", self._settings, code)
-            self.attached.forget(memory)
+            self.attached.add(memory)
+        if self._client is not None:
+            with suppress(UnavailableError):
+                self.ask(self.patience(), "attach", self._register)
 
     def close(self) -> None:
         """Disconnect. While calls hang, the client stays, and the last of them disconnects it."""
@@ -251,15 +243,29 @@ class Link:
                     f" metadata={settings.metadata} and protocol={settings.protocol} (code {code}); use the"
                     " settings of the pool's other clients"
                 )
+        if client.register(self.staging.mapping.address, self.staging.nbytes):
+            client.keep()
+            raise UnavailableError(f"{self.staging.nbytes} bytes of memory cannot be registered")
         with self._changed:
-            for mapping in (self.staging.mapping, *self.attached.mappings):
-                if client.register(mapping.address, mapping.nbytes):
-                    client.keep()
-                    raise UnavailableError(f"{mapping.nbytes} bytes of memory cannot be registered")
             if self._closed:
                 client.keep()
             else:
                 self._client = client
+
+    def _register(self, client: MooncakeClient) -> None:
+        """Register the attached memories that wait for it. One that Mooncake refuses is not used."""
+        while True:
+            with self._changed:
+                found = self.attached.next_waiting()
+            if found is None:
+                return
+            memory, mapping = found
+            code = client.register(mapping.address, mapping.nbytes)
+            if code:
+                _log.warning("%s: attached memory could not be registered (code %d)", self._settings, code)
+                continue
+            with self._changed:
+                self.attached.registered(memory)
 
     def _examine(self) -> None:
         """Connect if need be, and store, read and delete a canary; report to the breaker."""
@@ -272,8 +278,11 @@ class Link:
             self._use(client, self._try_canary)
         except UnavailableError as error:
             self.guard.why = str(error)
-        else:
-            self.guard.probed(True)
+            return
+        self.guard.probed(True)
+        # In this order: an `attach` that still met the open breaker has left its memory to this call.
+        with suppress(UnavailableError):
+            self._use(client, self._register)
 
     def _try_canary(self, client: MooncakeClient) -> None:
         region = self.staging.take(2 * _CANARY_BYTES, 0)

@@ -76,25 +76,31 @@ class AttachedMappings:
 
     def __init__(self) -> None:
         self.memories: tuple[AttachedMemory, ...] = ()
+        """Memories that are registered."""
         self._mappings: dict[int, OwnMapping] = {}
+        self._waiting: list[SharedMemory] = []
 
-    def add(self, memory: SharedMemory) -> OwnMapping | None:
-        """Map a memory; return None if it is mapped already."""
-        if id(memory) in self._mappings:
+    def add(self, memory: SharedMemory) -> None:
+        """Map a memory, which then waits to be registered."""
+        if id(memory) not in self._mappings:
+            self._mappings[id(memory)] = mapped(mmap(memory.fd, memory.nbytes, MAP_SHARED))
+            self._waiting.append(memory)
+
+    def next_waiting(self) -> tuple[SharedMemory, OwnMapping] | None:
+        """Take a memory that waits to be registered, with its mapping; None if there is none."""
+        if not self._waiting:
             return None
-        made = mapped(mmap(memory.fd, memory.nbytes, MAP_SHARED))
-        self._mappings[id(memory)] = made
-        self.memories = (*self.memories, AttachedMemory(memory, memory.address, memory.nbytes))
-        return made
+        memory = self._waiting.pop()
+        return memory, self._mappings[id(memory)]
 
-    def forget(self, memory: SharedMemory) -> None:
-        """Use a memory no more, because it cannot be registered."""
-        self.memories = tuple(one for one in self.memories if one.memory is not memory)
+    def registered(self, memory: SharedMemory) -> None:
+        """Use a memory from now on."""
+        self.memories = (*self.memories, AttachedMemory(memory, memory.address, memory.nbytes))
 
     @property
     def mappings(self) -> list[OwnMapping]:
-        """All mappings."""
-        return list(self._mappings.values())
+        """Mappings that are registered."""
+        return [self._mappings[id(one.memory)] for one in self.memories]
 
     def locate(self, buffers: Sequence[memoryview], length: int) -> list[SharedExtent] | None:
         """Return the places of a payload in attached memory; None if a buffer lies elsewhere."""

@@ -243,7 +243,8 @@ def test_many_threads_while_providers_hang_and_die() -> None:
 
 @pytest.mark.slow
 def test_a_master_that_is_killed_and_started_again() -> None:
-    with Pool(segments=[64 << 20]) as pool, open_in(pool) as store:
+    arena = HostArena(4 * BLOCK, BLOCK, huge_pages=False)
+    with Pool(segments=[64 << 20]) as pool, open_in(pool) as store, closing(arena):
         record = NamespaceRecord(NAMESPACE, {"model": "m"}, states=True)
         store.register_namespace(record)
         stored(store, [to_set(key("a"), payload("a", SIZE))])
@@ -259,8 +260,11 @@ def test_a_master_that_is_killed_and_started_again() -> None:
         ):
             with pytest.raises(StorageError):
                 ask()
+        store.attach(arena)
+        assert not store._link.attached.memories, "no payload moves directly yet"
         pool.start_master()
         until(lambda: answers(store))
+        until(lambda: store._link.attached.memories)  # private: whether payloads move directly
         until(lambda: fetch(store, key("a"), SIZE) is MISS)
         until(lambda: put(store, key("a"), payload("a", SIZE)) in (STORED, HIT))
         assert fetch(store, key("a"), SIZE) == payload("a", SIZE)
