@@ -261,10 +261,11 @@ def test_a_master_that_is_killed_and_started_again() -> None:
             with pytest.raises(StorageError):
                 ask()
         store.attach(arena)
-        assert not store._link.attached.memories, "no payload moves directly yet"
+        link = store._link  # private: whether payloads move directly
+        assert not link.attached.memories
         pool.start_master()
         until(lambda: answers(store))
-        until(lambda: store._link.attached.memories)  # private: whether payloads move directly
+        until(lambda: link.attached.memories)
         until(lambda: fetch(store, key("a"), SIZE) is MISS)
         until(lambda: put(store, key("a"), payload("a", SIZE)) in (STORED, HIT))
         assert fetch(store, key("a"), SIZE) == payload("a", SIZE)
