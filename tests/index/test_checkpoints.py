@@ -9,20 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.index.harness import COST, KV, MAMBA, Harness
+from tests.index.harness import KV, MAMBA, Harness
 from tests.index.model import PAGE, tokens_of
-from tiercache.core import PoolName
-from tiercache.errors import ConfigError, InputError, PoolFullError
-from tiercache.index import (
-    CheckpointRules,
-    HybridIndex,
-    Origin,
-    checkpoint_depths,
-    checkpoints_named,
-    plan_prefill,
-)
-from tiercache.policy import CheckpointKind, Lru
-from tiercache_lab.replay.alone import IndexCache
+from tiercache.errors import ConfigError
+from tiercache.index import CheckpointRules, Origin, checkpoint_depths, checkpoints_named, plan_prefill
+from tiercache.policy import CheckpointKind
 
 BRANCH, GHOST, PROMPT, INTERVAL, END = (
     CheckpointKind[name] for name in ("BRANCH", "GHOST", "PROMPT", "INTERVAL", "END")
@@ -182,43 +173,6 @@ def test_a_session_knows_its_length_even_when_its_states_were_lost():
     h.index.evict_device(h.index.evictable(0))
     assert turn((1, 2, 3, 4, 5)) == Origin(3, 4), "found by what is remembered of it"
     assert turn((1, 2, 8)) == Origin(1, 2), "another branch, of the first turn"
-
-
-def cache(capacity: int, **rules: bool) -> IndexCache:
-    return IndexCache(
-        Lru(), page_size=PAGE, page_pools=[KV], state_pools=[MAMBA], cost=COST, capacity=capacity,
-        checkpoints=CheckpointRules(**rules)
-    )  # fmt: skip
-
-
-def test_a_cache_restores_what_fits_and_no_more():
-    ample, scant = cache(1000), cache(14)
-    for one in (ample, scant):
-        assert one.request(tokens_of((1, 2), 1), tokens_of((1, 2, 3), 1)) == 0
-        assert one.request(tokens_of((1, 2, 3, 4), 1), tokens_of((1, 2, 3, 4, 5), 1)) == 3 * PAGE
-        assert one.request(tokens_of((8, 9), 1), tokens_of((8, 9), 1)) == 0
-    assert ample.used == 5 + 2 + 5 * COST[MAMBA]
-    assert scant.used <= 14
-    path = (1, 2, 3, 4, 5)
-    assert ample.request(tokens_of(path, 1), tokens_of(path, 1)) == 5 * PAGE
-    assert scant.request(tokens_of(path, 1), tokens_of(path, 1)) < 5 * PAGE
-
-
-def test_one_budget_for_a_device_takes_what_is_worth_least_of_all_pools():
-    h = Harness(MAMBA, one_budget=True)
-    h.insert((1, 2), 1, 2)
-    h.insert((3,), 1)
-    freed = h.index.evict_device_bytes(1, COST).freed
-    assert {pool: at.tolist() for pool, at in freed.items()} == {MAMBA: [10_001]}, (
-        "the inner state is the oldest and alone enough"
-    )
-    freed = h.index.evict_device_bytes(6, COST).freed
-    assert {pool: at.tolist() for pool, at in freed.items()} == {KV: [100, 101], MAMBA: [10_002]}
-    with pytest.raises(PoolFullError):
-        h.index.evict_device_bytes(7, COST)
-    h.index.check_integrity()
-    with pytest.raises(InputError, match="one_budget"):
-        HybridIndex(page_size=PAGE, namespace=bytes(32), page_pools=[PoolName.KV]).evict_device_bytes(1, COST)
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from tests.index.harness import MAMBA
 from tests.index.model import PAGE, Path, path_of, tokens_of
 from tests.index.states import ONE, publish_state, reserve_state, span_of
 from tiercache.core import PoolName, Tier
-from tiercache.index import CheckpointRules, HybridIndex, Inserted
-from tiercache.policy import CheckpointKind, Lru
-from tiercache_lab.replay.alone import IndexCache
+from tiercache.index import HybridIndex, Inserted
+from tiercache.policy import CheckpointKind
 
 SWA = PoolName.SWA
 FORK = {2: CheckpointKind.GHOST, 4: CheckpointKind.PROMPT}
@@ -83,16 +81,3 @@ def test_a_state_on_the_host_keeps_its_path():
     index.evict_device({MAMBA: 1})
     assert plan(index) == {2: CheckpointKind.BRANCH, 4: CheckpointKind.PROMPT}
     assert index.match(tokens_of((1, 2, 3), 1)).depth == 3
-
-
-def test_a_cache_keeps_no_path_without_a_state():
-    cache = IndexCache(
-        Lru(), page_size=PAGE, page_pools=[], state_pools=[MAMBA], cost={MAMBA: 1}, capacity=4,
-        checkpoints=CheckpointRules(request_end=False),
-    )  # fmt: skip
-    for n in range(20):
-        prompt = np.concatenate([tokens_of((1, 2)), tokens_of((10 + n,), 1)])
-        cache.request(prompt, np.concatenate([prompt, tokens_of((50 + n, 51))]))
-    assert cache.used <= 4
-    # private: the paths that a cache remembers have no public name
-    assert all(node.resident_mask for node in cache._index.nodes() if node.pages and not node.children)

@@ -28,19 +28,7 @@ from hypothesis.stateful import (
 )
 
 from tests.examples import example_count
-from tests.policy.rig import (
-    BLOCKS,
-    EXTREMES,
-    HUGE,
-    KV,
-    SETUPS,
-    STATE,
-    Rig,
-    Setup,
-    hostile,
-    random_units,
-    ranked,
-)
+from tests.policy.rig import BLOCKS, EXTREMES, HUGE, KV, SETUPS, STATE, Rig, hostile, random_units, ranked
 from tiercache.core import Tier
 from tiercache.errors import ConfigError, PoolFullError
 from tiercache.index import Eviction
@@ -58,25 +46,25 @@ class PolicyConformance:
     """
 
     examples: ClassVar[int] = 15
-    """Number of random histories for each setup."""
+    """Number of random histories for each kind of index."""
 
     def make(self) -> Policy:
         """Make a new policy that has learned nothing yet."""
         raise NotImplementedError
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Run tests that ask for a `setup` with each setup that the policy allows."""
-        if "setup" in metafunc.fixturenames:
-            setups = {
-                name: setup for name, setup in SETUPS.items() if setup.states or not self.make().needs_states
+        """Run tests that ask for `states` with each kind of index that the policy allows."""
+        if "states" in metafunc.fixturenames:
+            kinds = {
+                name: states for name, states in SETUPS.items() if states or not self.make().needs_states
             }
-            # The main policies show all setups in every run, the others one of them.
-            quick = {"one budget"} if self.make().name in (*RIVALS, *VARIANTS) else set(setups)
+            # The main policies show all kinds in every run, the others one of them.
+            quick = {"states"} if self.make().name in (*RIVALS, *VARIANTS) else set(kinds)
             metafunc.parametrize(
-                "setup",
+                "states",
                 [
-                    pytest.param(setup, id=name, marks=() if name in quick else pytest.mark.slow)
-                    for name, setup in setups.items()
+                    pytest.param(states, id=name, marks=() if name in quick else pytest.mark.slow)
+                    for name, states in kinds.items()
                 ],
             )
         if "sequences" in metafunc.fixturenames:
@@ -142,12 +130,12 @@ class PolicyConformance:
         Rig(policy)
         if policy.needs_states:
             with pytest.raises(ConfigError, match=policy.name):
-                Rig(policy, SETUPS["stateless"])
+                Rig(policy, states=False)
         else:
-            Rig(policy, SETUPS["stateless"])
+            Rig(policy, states=False)
 
-    def test_what_is_pinned_stays_until_it_is_released(self, setup: Setup) -> None:
-        rig = self._filled(setup)
+    def test_what_is_pinned_stays_until_it_is_released(self, states: bool) -> None:
+        rig = self._filled(states=states)
         for path, tiers in _PINNED.items():
             rig.pin(path, *tiers)
         assert all(max(map(int, was.pages[tier])) >= 0 for was in rig.held for tier in was.pages), (
@@ -165,28 +153,28 @@ class PolicyConformance:
         assert not rig.left()
 
     @pytest.mark.parametrize("step", [1, 3, 10, 10_000])
-    def test_what_is_asked_for_is_freed(self, setup: Setup, step: int) -> None:
-        rig = self._filled(setup)
+    def test_what_is_asked_for_is_freed(self, states: bool, step: int) -> None:
+        rig = self._filled(states=states)
         while any((there := rig.index.evictable(Tier.DEVICE)).values()):
             rig.evict_device(min(step, there[KV]), min(step // 3, there.get(STATE, 0)))
         while blocks := rig.host_blocks():
             rig.evict_host(min(step, blocks))
         rig.index.check_integrity()
 
-    def test_more_than_there_is_frees_nothing(self, setup: Setup) -> None:
-        rig = self._filled(setup)
+    def test_more_than_there_is_frees_nothing(self, states: bool) -> None:
+        rig = self._filled(states=states)
         rig.pin((1, 1, 1), Tier.DEVICE, Tier.HOST)
         before, there = rig.snapshot(), rig.index.evictable(Tier.DEVICE)
         for pool in there:
             with pytest.raises(PoolFullError):
-                rig.free({**there, pool: there[pool] + 1})
+                rig.index.evict_device({**there, pool: there[pool] + 1})
         with pytest.raises(PoolFullError):
             rig.index.evict_host(rig.host_blocks() + 1, BLOCKS)
         assert rig.snapshot() == before
         self._drain(rig)
 
     def test_dead_weight_goes_first(self) -> None:
-        rig = self._filled(SETUPS["states"])
+        rig = self._filled(states=True)
         for turn in range(3):
             rig.evict_device(1)  # fixes what goes next; pages that die after it must still go before that
             path = (7, turn, 1, 2)
@@ -198,8 +186,8 @@ class PolicyConformance:
             assert rig.evict_device(1).freed[KV].tolist() == dead.device[2:].tolist()
             assert rig.evict_host(1).freed[KV].tolist() == dead.host[2:].tolist()
 
-    def test_the_same_sequence_evicts_the_same_in_the_same_order(self, setup: Setup) -> None:
-        first, second = (self._history(Rig(self.make(), setup, seed=3), Random(5)) for _ in range(2))
+    def test_the_same_sequence_evicts_the_same_in_the_same_order(self, states: bool) -> None:
+        first, second = (self._history(Rig(self.make(), states=states, seed=3), Random(5)) for _ in range(2))
         assert first == second
         assert len(first) > 300
 
@@ -209,8 +197,8 @@ class PolicyConformance:
         assert len(first) > 500
 
     @pytest.mark.hypothesis
-    def test_random_histories(self, setup: Setup) -> None:
-        machine = type("M", (PolicyMachine,), {"suite": type(self), "setup": setup})
+    def test_random_histories(self, states: bool) -> None:
+        machine = type("M", (PolicyMachine,), {"suite": type(self), "states": states})
         limits = settings(
             max_examples=example_count(self.examples),
             stateful_step_count=25,
@@ -221,9 +209,9 @@ class PolicyConformance:
 
     # -- histories ---------------------------------------------------------------------------------
 
-    def _filled(self, setup: Setup) -> Rig:
+    def _filled(self, *, states: bool) -> Rig:
         """Return a rig with branches, superseded states and dead ends, half of them on the host as well."""
-        rig = Rig(self.make(), setup)
+        rig = Rig(self.make(), states=states)
         for group in range(6):
             for branch in range(5):
                 path = (group, branch % 3, branch)[: 2 + branch % 2]
@@ -292,11 +280,11 @@ class PolicyMachine(RuleBasedStateMachine):
     """
 
     suite: ClassVar[type[PolicyConformance]]
-    setup: ClassVar[Setup]
+    states: ClassVar[bool]
 
     def __init__(self) -> None:
         super().__init__()
-        self.rig = Rig(self.suite().make(), self.setup)
+        self.rig = Rig(self.suite().make(), states=self.states)
 
     @rule(path=_PATHS, depths=st.sets(st.integers(1, 5), max_size=3))
     def request(self, path: Sequence[int], depths: set[int]) -> None:

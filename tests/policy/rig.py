@@ -193,16 +193,8 @@ def tokens_of(path: Sequence[int]) -> TokenArray:
     return np.repeat(np.array([*path, 0], np.uint64), PAGE)[: len(path) * PAGE + 1]
 
 
-class Setup(NamedTuple):
-    """A kind of index: with or without state pools, and with one device budget in all or one for each
-    pool.
-    """
-
-    states: bool = True
-    one_budget: bool = False
-
-
-SETUPS: Final = {"states": Setup(), "one budget": Setup(one_budget=True), "stateless": Setup(states=False)}
+SETUPS: Final = {"states": True, "stateless": False}
+"""Whether an index has state pools, by the name of the kind of index."""
 
 
 class Held(NamedTuple):
@@ -223,13 +215,13 @@ class Rig:
     Thread safety: one thread.
     """
 
-    def __init__(self, policy: Policy, setup: Setup = SETUPS["states"], *, seed: int = 0) -> None:
+    def __init__(self, policy: Policy, *, states: bool = True, seed: int = 0) -> None:
         self.index = HybridIndex(
-            page_size=PAGE, namespace=bytes(32), page_pools=[KV], state_pools=[STATE] if setup.states else [],
+            page_size=PAGE, namespace=bytes(32), page_pools=[KV], state_pools=[STATE] if states else [],
             policy=policy,
-            object_bytes=BYTES, max_stored_pages=8, seed=seed, one_budget=setup.one_budget,
+            object_bytes=BYTES, max_stored_pages=8, seed=seed,
         )  # fmt: skip
-        self.setup = setup
+        self.has_states = states
         self.policy = policy
         self.held: list[Held] = []
         self._next = 0
@@ -315,17 +307,12 @@ class Rig:
                 )
 
     def evict_device(self, pages: int, states: int = 0) -> Eviction:
-        """Evict from the device, and check the result; with one budget, evict as many bytes as the pages and
-        states have.
-        """
-        need = {KV: pages} | ({STATE: states} if self.setup.states else {})
-        answer = self._checked(Tier.DEVICE, lambda: self.free(need))
+        """Evict from the device, and check the result."""
+        need = {KV: pages} | ({STATE: states} if self.has_states else {})
+        answer = self._checked(Tier.DEVICE, lambda: self.index.evict_device(need))
         freed = {pool: len(answer.freed.get(pool, ())) for pool in self.index.pools}
-        if self.setup.one_budget:
-            assert self._nbytes(freed) >= self._nbytes(need)
-        else:
-            assert all(freed[pool] >= count for pool, count in need.items())
-            assert pages or not freed[KV], "a need for states frees no page"
+        assert all(freed[pool] >= count for pool, count in need.items())
+        assert pages or not freed[KV], "a need for states frees no page"
         return answer
 
     def evict_host(self, blocks: int) -> Eviction:
@@ -357,15 +344,6 @@ class Rig:
         ]
         return where, [index.evictable(tier) for tier in Tier], list(index.contents())
 
-    def free(self, need: Mapping[PoolName, int]) -> Eviction:
-        """Evict from the device without checks."""
-        if self.setup.one_budget:
-            return self.index.evict_device_bytes(self._nbytes(need), BYTES)
-        return self.index.evict_device(need)
-
-    def _nbytes(self, objects: Mapping[PoolName, int]) -> int:
-        return sum(BYTES[pool] * count for pool, count in objects.items())
-
     def _checked(self, tier: Tier, evict: Callable[[], Eviction]) -> Eviction:
         pools = self.index.pools
         free, dead = self.index.evictable(tier), self._dead_weight(tier)
@@ -378,8 +356,7 @@ class Rig:
             assert self.index.evictable(tier)[pool] == free[pool] - len(gone)
         assert answer.demoted + answer.lost == sum(map(len, freed.values()))
         self.check_pins()
-        one_queue = self.setup.one_budget or tier is Tier.HOST
-        living = set().union(*freed.values()) - dead if one_queue else set(freed[KV]) - dead
+        living = set().union(*freed.values()) - dead if tier is Tier.HOST else set(freed[KV]) - dead
         assert not living or dead <= set(freed[KV]), "dead weight goes first, whatever the policy says"
         return answer
 
@@ -400,7 +377,7 @@ class Flat:
     """
 
     def __init__(self, policy: Policy, size: int) -> None:
-        self.rig = Rig(policy, SETUPS["stateless"])
+        self.rig = Rig(policy, states=False)
         self.size = size
         self.slots: dict[int, int] = {}
 

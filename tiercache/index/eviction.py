@@ -41,18 +41,9 @@ def host_unit(node: Node) -> UnitKind:
 
     All objects on the host share one budget, so leaves and states of inner nodes compete in one queue.
     """
-    return _unit(node, Tier.HOST)
-
-
-def device_unit(node: Node) -> UnitKind:
-    """Return the same as `host_unit`, for a device whose pools share one budget."""
-    return _unit(node, Tier.DEVICE)
-
-
-def _unit(node: Node, tier: Tier) -> UnitKind:
-    if leaf(node, tier):
+    if leaf(node, Tier.HOST):
         return UnitKind.LEAF
-    return UnitKind.STATE if _has_state(node, tier) else UnitKind.NONE
+    return UnitKind.STATE if _has_state(node, Tier.HOST) else UnitKind.NONE
 
 
 def stored_leaf(node: Node) -> UnitKind:
@@ -74,8 +65,6 @@ UNIT_KINDS: Final = (
     Kind(stored_leaf, Tier.STORAGE),
 )
 """Kinds of units, in the order of the queues that `Evictor` takes."""
-ONE_BUDGET_KINDS: Final = (Kind(device_unit, Tier.DEVICE), *UNIT_KINDS[1:])
-"""Kinds of units if the device's pools share one budget: the first queue has pages and states."""
 
 
 class Evictor:
@@ -94,14 +83,11 @@ class Evictor:
         self._ghosts = ghosts
         self._policy = policy
         self._device_pages, self._device_states, self._host_units, _ = queues
-        self._one_budget = columns.kinds is ONE_BUDGET_KINDS
 
     def device(self, need: Mapping[PoolName, int]) -> Eviction:
-        """Free slots of a device whose pools have memory of their own; see `HybridIndex.evict_device`."""
+        """Free slots of the device; see `HybridIndex.evict_device`."""
         tree = self._tree
         wanted = [need.get(pool, 0) for pool in tree.pools]
-        if self._one_budget:
-            raise InputError("the device's pools share their memory in this index; use evict_device_bytes")
         if unknown := set(need) - set(tree.pools):
             raise InputError(
                 f"{', '.join(unknown)}: no such pool in this index; it has {', '.join(tree.pools)}"
@@ -119,18 +105,22 @@ class Evictor:
         self._sweep(sweep, self._device_states, range(len(tree.page_pools), len(tree.pools)), wanted)
         return sweep.result()
 
-    def device_bytes(self, nbytes: int, cost: Mapping[PoolName, int]) -> Eviction:
-        """Free bytes of a device whose pools share their memory; see `HybridIndex.evict_device_bytes`."""
-        if not self._one_budget:
-            raise InputError(
-                "the device's pools have memory of their own; make the index with one_budget=True, or use"
-                " evict_device"
-            )
-        return self._budget(Tier.DEVICE, self._device_pages, nbytes, cost)
-
     def host(self, blocks: int, cost: Mapping[PoolName, int]) -> Eviction:
         """Free arena blocks of the host; see `HybridIndex.evict_host`."""
-        return self._budget(Tier.HOST, self._host_units, blocks, cost)
+        tree = self._tree
+        if missing := set(tree.pools) - set(cost):
+            raise InputError(f"{', '.join(missing)}: the cost of an object is missing")
+        each = [cost[pool] for pool in tree.pools]
+        there = _total(tree.counters.evictable[Tier.HOST], each)
+        if blocks > there:
+            raise PoolFullError(
+                f"{blocks} host units are needed and {there} can be evicted; release admissions or make the"
+                " host tier larger"
+            )
+        sweep = Sweep(Tier.HOST, tree.pools, len(tree.page_pools))
+        while _total(sweep.counts, each) < blocks:
+            self._evict(sweep, self._host_units.pop())
+        return sweep.result()
 
     def coldest_on_host(self) -> Iterator[tuple[Node, UnitKind]]:
         """Yield the host's units in the order of eviction; see `HybridIndex.coldest_on_host`."""
@@ -155,22 +145,6 @@ class Evictor:
                 self._evict(sweep, victim)
         for node in passed:
             self._columns.mark(node)
-
-    def _budget(self, tier: Tier, queue: EvictionQueue, need: int, cost: Mapping[PoolName, int]) -> Eviction:
-        tree = self._tree
-        if missing := set(tree.pools) - set(cost):
-            raise InputError(f"{', '.join(missing)}: the cost of an object is missing")
-        each = [cost[pool] for pool in tree.pools]
-        there = _total(tree.counters.evictable[tier], each)
-        if need > there:
-            raise PoolFullError(
-                f"{need} {tier} units are needed and {there} can be evicted; release admissions or make the"
-                f" {tier} tier larger"
-            )
-        sweep = Sweep(tier, tree.pools, len(tree.page_pools))
-        while _total(sweep.counts, each) < need:
-            self._evict(sweep, queue.pop())
-        return sweep.result()
 
     def _evict(self, sweep: Sweep, victim: Victim | None) -> None:
         assert victim is not None, "the queue is empty although the counters say that there is more to evict"

@@ -39,7 +39,7 @@ from tiercache.index.base import (
     StateLocation,
 )
 from tiercache.index.checkpoints import CheckpointPlan, CheckpointRules, checkpoint_depths
-from tiercache.index.eviction import ONE_BUDGET_KINDS, UNIT_KINDS, Evictor, reuse_of
+from tiercache.index.eviction import UNIT_KINDS, Evictor, reuse_of
 from tiercache.index.eviction_order import EvictionColumns, EvictionQueue
 from tiercache.index.ghosts import Ghosts
 from tiercache.index.integrity import check_integrity, owned
@@ -73,7 +73,6 @@ class HybridIndex:
     - `checkpoints` says where requests should leave states (default: `CheckpointRules`).
     - `object_bytes` are the payload bytes of one object of each pool, which policies weigh.
     - `seed` is for the random sample of units that a policy ranks.
-    - With `one_budget`, the device's pools share their memory (see `evict_device_bytes`).
 
     Raises ConfigError for a policy that cannot rank these pools. Thread safety: one owner thread; other
     threads post events to it.
@@ -92,7 +91,6 @@ class HybridIndex:
         checkpoints: CheckpointRules | None = None,
         object_bytes: Mapping[PoolName, int] | None = None,
         seed: int = 0,
-        one_budget: bool = False,
     ) -> None:
         if refresh not in ("last", "path"):
             raise InputError(f"refresh {refresh!r} is unknown; use 'last' or 'path'")
@@ -111,15 +109,16 @@ class HybridIndex:
         self.policy = policy
         self._refresh_path = refresh == "path"
         self._requests = 0
-        kinds = ONE_BUDGET_KINDS if one_budget else UNIT_KINDS
         nbytes = [(object_bytes or {}).get(pool, 1) for pool in self.pools]
-        self._columns = EvictionColumns(kinds, nbytes, len(page_pools), page_size)
+        self._columns = EvictionColumns(UNIT_KINDS, nbytes, len(page_pools), page_size)
         self._ghosts = Ghosts()
         self._tree = RadixTree(
             page_size, namespace, self.page_pools, self.state_pools, self._columns, self._ghosts
         )
         rng = np.random.default_rng(seed)
-        self._queues = [EvictionQueue(self._columns, number, policy, rng) for number in range(len(kinds))]
+        self._queues = [
+            EvictionQueue(self._columns, number, policy, rng) for number in range(len(UNIT_KINDS))
+        ]
         self.residency = Residency(self._tree, self._queues[-1], max_stored_pages)
         """Locations by span and pool, which transfers reserve, publish, cancel and drop.
 
@@ -556,17 +555,9 @@ class HybridIndex:
         """Free at least `need[pool]` slots of each pool. If only states are needed, no page is evicted.
 
         Raises PoolFullError, and changes nothing, if the unpinned objects do not suffice. Raises InputError
-        for an unknown pool, and in an index with `one_budget`.
+        for an unknown pool.
         """
         return self._evicted(self._evictor.device(need))
-
-    def evict_device_bytes(self, nbytes: int, cost: Mapping[PoolName, int]) -> Eviction:
-        """Free objects of at least `nbytes` bytes in total, on a device whose pools share their memory.
-
-        One object of a pool takes `cost[pool]` bytes. Raises PoolFullError, and changes nothing, if the
-        unpinned objects do not suffice. Raises InputError in an index without `one_budget`.
-        """
-        return self._evicted(self._evictor.device_bytes(nbytes, cost))
 
     def evict_host(self, blocks: int, cost: Mapping[PoolName, int]) -> Eviction:
         """Free objects of at least `blocks` arena blocks in total.

@@ -6,7 +6,7 @@ Principles:
 2. What a rival remembers is bounded.
 3. Entry points make rivals by name; nothing of the product imports one.
 
-Reading order: one file per policy, then `history` (what policies with queues of their own remember).
+There is one file per policy.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ from tiercache.errors import ConfigError
 from tiercache.policy import Costs, Policy
 from tiercache_lab.policies.arc import Arc
 from tiercache_lab.policies.lpc import Lpc
-from tiercache_lab.policies.s3fifo import S3Fifo
 from tiercache_lab.policies.seglen_additive import SegLenAdditive
-from tiercache_lab.policies.sieve import Sieve
 from tiercache_lab.policies.ttl import Ttl
 
-RIVALS: Final = (S3Fifo.name, Sieve.name, Arc.name, Ttl.name, Lpc.name)
+RIVALS: Final = (Arc.name, Ttl.name, Lpc.name)
 """Names of the policies without variants."""
 VARIANTS: Final = (SegLenAdditive.name,)
 """Names of other readings of a main policy."""
@@ -40,8 +38,6 @@ def _plain(name: str, make: Callable[[Costs], Policy]) -> Callable[[Costs, str],
     return made
 
 
-s3fifo: Final = _plain(S3Fifo.name, lambda costs: S3Fifo())
-sieve: Final = _plain(Sieve.name, lambda costs: Sieve())
 arc: Final = _plain(Arc.name, lambda costs: Arc())
 ttl: Final = _plain(Ttl.name, Ttl)
 lpc: Final = _plain(Lpc.name, lambda costs: Lpc())

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import numpy as np
 
-from tiercache.policy.base import Policy, Ranks, Reuse, Units, last_use
-from tiercache_lab.policies.history import GROUP, Digests, GhostList, before, queue_number
+from tiercache.policy.base import Column, Policy, Ranks, Reuse, Units, last_use
+
+_MAX_REMEMBERED: Final = 1 << 16
+"""Maximum number of digests in each list of a queue. The oldest are forgotten first."""
+_GROUP: Final = float(2**44)
+"""Difference of rank between two groups of units. Ticks are below it, so groups do not overlap."""
+_MAX_QUEUES: Final = 8
+"""Maximum number of queues that are told apart; an index has four."""
 
 
 class Arc(Policy):
@@ -42,7 +48,7 @@ class Arc(Policy):
 
     def rank(self, units: Units) -> Ranks:
         """Return each unit's place in the order of eviction."""
-        return self._queues.setdefault(queue_number(units.queue), _Lists()).rank(units)
+        return self._queues.setdefault(units.queue % _MAX_QUEUES, _Lists()).rank(units)
 
     def evicted(self, rank: float) -> None:
         """Note the rank, which says from which list the unit comes (see `left`)."""
@@ -50,7 +56,7 @@ class Arc(Policy):
 
     def left(self, queue: int, digest: int, nbytes: int) -> None:
         """Keep a ghost of an evicted unit."""
-        if digest and (lists := self._queues.get(queue_number(queue))) is not None:
+        if digest and (lists := self._queues.get(queue % _MAX_QUEUES)) is not None:
             lists.left(self._rank, digest, nbytes)
 
     def reused(self, reuse: Reuse) -> None:
@@ -64,9 +70,9 @@ class _Lists:
     """The lists of one queue of the owner."""
 
     def __init__(self) -> None:
-        self._again: Digests[None] = Digests()
+        self._again: dict[int, None] = {}
         """Digests of units that are in T2 although they have had no hit since they were made."""
-        self._ghosts = GhostList(), GhostList()
+        self._ghosts = _GhostList(), _GhostList()
         """B1 and B2."""
         self._bytes = [0.0, 0.0]
         """Bytes of T1 and T2."""
@@ -78,7 +84,7 @@ class _Lists:
 
     def rank(self, units: Units) -> Ranks:
         used, nbytes, scale = last_use(units), units.nbytes, units.population / len(units)
-        again = self._again.kept
+        again = self._again
         often = units.hits > 0
         if again:
             often |= np.fromiter((one in again for one in units.digest.tolist()), np.bool_, len(units))
@@ -87,13 +93,13 @@ class _Lists:
         self._capacity = float(nbytes.sum(dtype=np.float64)) * scale
         self._bytes = [first, self._capacity - first]
         self._target = min(self._target, self._capacity)
-        left = first - before(size, np.lexsort((units.digest, used))) * scale
+        left = first - _before(size, np.lexsort((units.digest, used))) * scale
         excess = (left > self._target) | (self._hit[1] & (left >= self._target))
-        return np.asarray(GROUP * np.where(often, 1.0, np.where(excess, 0.0, 2.0)) + used, np.float64)
+        return np.asarray(_GROUP * np.where(often, 1.0, np.where(excess, 0.0, 2.0)) + used, np.float64)
 
     def left(self, rank: float, digest: int, nbytes: int) -> None:
-        second = GROUP <= rank < 2 * GROUP
-        self._again.kept.pop(digest, None)
+        second = _GROUP <= rank < 2 * _GROUP
+        self._again.pop(digest, None)
         self._bytes[second] = max(0.0, self._bytes[second] - nbytes)
         self._ghosts[second].add(digest, nbytes)
         if not any(self._hit):
@@ -111,5 +117,50 @@ class _Lists:
                 ratio = max(1.0, self._ghosts[other].nbytes / mine.nbytes)
                 nbytes = mine.take(digest)
                 self._target = min(max(0.0, self._target + sign * nbytes * ratio), self._capacity)
-                self._again.add(digest, None)
+                self._again.pop(digest, None)
+                self._again[digest] = None
+                if len(self._again) > _MAX_REMEMBERED:
+                    del self._again[next(iter(self._again))]
                 self._hit[list_] = True
+
+
+class _GhostList:
+    """Queue of evicted units, of which only digests and bytes are kept.
+
+    Thread safety: as `Policy`.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._units: dict[int, int] = {}
+
+    def __contains__(self, digest: int) -> bool:
+        return digest in self._units
+
+    def add(self, digest: int, nbytes: int) -> None:
+        """Add an evicted unit as the newest; 0, the digest of an unknown unit, is not added."""
+        self.take(digest)
+        if digest:
+            self._units[digest] = nbytes
+            self.nbytes += nbytes
+            if len(self._units) > _MAX_REMEMBERED:
+                self.take(next(iter(self._units)))
+
+    def take(self, digest: int) -> int:
+        """Remove a unit, and return its bytes; 0 if it is not here."""
+        nbytes = self._units.pop(digest, 0)
+        self.nbytes -= nbytes
+        return nbytes
+
+    def trim(self, nbytes: float) -> None:
+        """Forget the oldest units until the others have at most `nbytes` together."""
+        while self._units and self.nbytes > nbytes:
+            self.take(next(iter(self._units)))
+
+
+def _before(nbytes: Column, order: Column) -> Ranks:
+    """Return for each unit how many bytes the units before it in `order` have."""
+    out = np.empty(len(nbytes))
+    sizes = nbytes[order].astype(np.float64)
+    out[order] = np.cumsum(sizes) - sizes
+    return out

@@ -20,10 +20,11 @@ from tiercache.policy.base import (
     last_use,
 )
 from tiercache.policy.costs import Costs
-from tiercache_lab.policies.history import GROUP
 
 _TIMES: Final = 2.0 ** (np.arange(48) / 2)
 """Times to live that are considered, in ticks: powers of the square root of 2, up to 12 million."""
+_ALIVE: Final = float(2**44)
+"""What the rank of a unit whose time has not run out is above that of others. Ticks are below it."""
 _TURNS: Final = 16
 """Number of turns that are told apart; the last stands for all later ones."""
 _ROLES: Final = len(CheckpointKind) * 3 * len(Ending)
@@ -90,7 +91,7 @@ class Ttl(Policy):
     def rank(self, units: Units) -> Ranks:
         """Return the tick of the last use, and more for units whose time to live has not run out."""
         age = units.now - last_use(units)
-        return np.asarray(GROUP * (age <= self.times(units)) + last_use(units), np.float64)
+        return np.asarray(_ALIVE * (age <= self.times(units)) + last_use(units), np.float64)
 
     def times(self, units: Units) -> Ranks:
         """Return the time to live of each unit, in ticks; infinite before there are observations."""

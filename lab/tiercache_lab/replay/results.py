@@ -140,8 +140,6 @@ class Result:
     """When the host writes to storage: `write_through` or `write_back` (see `ControllerOptions.write`)."""
     write_chance: float
     """With `write_back`, the least chance of a hit with which a unit is written."""
-    index_only: bool = False
-    """Whether the index served the requests alone, without a controller (`--index-only`)."""
     is_bound: bool = False
     """Whether the run is a bound on what policies can reach, and not the run of a policy.
 

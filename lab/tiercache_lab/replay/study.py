@@ -12,7 +12,6 @@ from tiercache.core import PoolName
 from tiercache.errors import ConfigError
 from tiercache.index import CheckpointRules
 from tiercache.policy import POLICIES, Costs, ModelProfile, Policy, policy_named
-from tiercache_lab.replay.alone import IndexRun
 from tiercache_lab.replay.base import Source, StorageTier, Tiers
 from tiercache_lab.replay.cache import Setup
 from tiercache_lab.replay.clairvoyant import Clairvoyant, Recorder
@@ -64,8 +63,6 @@ class Question:
     """The controller's options of these names."""
     queueing: Queueing | None = None
     """The queue in front of the machine; None for requests that are served one after the other."""
-    index_only: bool = False
-    """Whether the index serves the requests alone, without a controller (see `IndexRun`)."""
     bounds: bool = True
     """Whether the study also runs the clairvoyant policy.
 
@@ -96,10 +93,6 @@ class Question:
         if self.tiers is not None and not self.tiers.nbytes:
             raise ConfigError(
                 "tiers of 0 bytes cannot cache anything; give the device or the host some bytes"
-            )
-        if self.index_only and (self.tiers is not None or self.queueing is not None):
-            raise ConfigError(
-                "--index-only replays one pool of bytes without times; leave out the tiers and the machine"
             )
         if self.tiers is not None and self.tiers.storage and not self.tiers.host_bytes:
             raise ConfigError(
@@ -253,7 +246,7 @@ class Study:
 
     def _prepare(
         self, tiers: Tiers, policy: str | Policy, question: Question | None = None
-    ) -> Run | QueuedRun | IndexRun:
+    ) -> Run | QueuedRun:
         question = question or self._question
         setup = Setup(
             policy,
@@ -265,8 +258,6 @@ class Study:
             question.write,
             question.write_chance,
         )
-        if question.index_only:
-            return IndexRun(self._source, self.need, setup)
         if question.queueing is not None:
             return QueuedRun(self._source, self.need, setup, question.queueing)
         return Run(self._source, self.need, setup)
@@ -312,7 +303,6 @@ class Study:
             profile=question.profile.name,
             write=question.write,
             write_chance=question.write_chance,
-            index_only=question.index_only,
             cuts=run.tally.cuts,
             ttft_ms_p50=run.tally.ttft_ms_p50,
             serving=run.serving() if isinstance(run, QueuedRun) else None,

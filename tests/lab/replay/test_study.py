@@ -304,38 +304,3 @@ def test_what_cannot_be_asked(changes: dict[str, Any], message: str) -> None:
 def test_no_policy_at_all() -> None:
     with pytest.raises(ConfigError, match="no policy is named"):
         Question(open_source(CHATS), [], TINY)
-
-
-def test_the_index_alone_saves_what_the_controller_saves():
-    source = open_source("multi-turn?conversations=12&rounds=5", seed=3)
-    found = [
-        list(
-            study(
-                Question(source, ("lru", "hvd"), profile_named(DEFAULT_PROFILE), (0.1, 0.5), index_only=alone)
-            )
-        )
-        for alone in (False, True)
-    ]
-    for whole, alone in zip(*found, strict=True):
-        assert (whole.policy, whole.capacity, alone.index_only) == (alone.policy, alone.capacity, True)
-        assert alone.flops_saved == pytest.approx(whole.flops_saved, abs=0.01)
-    assert found[0][0].flops_saved == found[1][0].flops_saved, "the infinite cache is the same"
-
-
-def test_the_index_alone_has_one_pool_and_one_request_at_a_time():
-    for source, options, message in (
-        ("seed-20457", {}, "requests at once"),
-        ("multi-turn?conversations=2&rounds=2", {"tiers": Tiers(2**30)}, "one pool"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            list(
-                study(
-                    Question(
-                        open_source(source),
-                        ("lru",),
-                        profile_named(DEFAULT_PROFILE),
-                        index_only=True,
-                        **options,
-                    )
-                )
-            )

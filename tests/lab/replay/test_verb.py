@@ -32,7 +32,7 @@ FIRST = [
 ]  # fmt: skip
 THEN = [
     "requests", "seconds", "seed", "profile", "write", "write_chance",
-    "index_only", "is_bound", "working_bytes",
+    "is_bound", "working_bytes",
     "cuts", "ttft_ms_p50", "serving", "tiers", "published",
 ]  # fmt: skip
 QUICK = ("--limit", "40", "--no-bounds")

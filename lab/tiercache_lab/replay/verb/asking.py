@@ -193,8 +193,6 @@ def notes(question: Question) -> list[str]:
             "The host writes to storage what it evicts next and what is hit again with a chance of at least"
             f" {question.write_chance:g}."
         )
-    if question.index_only:
-        said.append("The index served the requests alone: no controller, no copies, no times.")
     said += [text] if (text := about(question.source)) else []
     if tiers is not None:
         device = "caches nothing"

@@ -58,7 +58,7 @@ def replay(
         str,
         typer.Option(
             metavar="P,...",
-            help="Policies, such as lru,seglen:0.7,s3fifo; see --list. all: the main ones, as far as they"
+            help="Policies, such as lru,seglen:0.7,arc; see --list. all: the main ones, as far as they"
             " suit the model.",
         ),
     ] = "all",
@@ -165,14 +165,6 @@ def replay(
         float,
         typer.Option(help="With write_back, the least chance of a hit with which an object is written."),
     ] = 0.02,
-    index_only: Annotated[
-        bool,
-        typer.Option(
-            "--index-only",
-            help="Replay through the index alone: three to five times as fast, for comparisons of policies;"
-            " no tiers, no times.",
-        ),
-    ] = False,
     bounds: Annotated[
         bool,
         typer.Option("--bounds/--no-bounds", help="Show also the rate of a cache that knows the future."),
@@ -281,8 +273,7 @@ def replay(
         ),
         asking.policies(policy, model), model, asking.capacities(capacity), tiers,
         asking.checkpoints(checkpoints), machine_named(machine) if machine else ReplayMachine(),
-        seed=seed, write=str(write), write_chance=write_chance, queueing=queueing, index_only=index_only,
-        bounds=bounds,
+        seed=seed, write=str(write), write_chance=write_chance, queueing=queueing, bounds=bounds,
     )  # fmt: skip
     if output is not Output.TABLE and (about := asking.about(question.source)):
         typer.echo(about, err=True)
