@@ -24,7 +24,7 @@ from tiercache.policy.costs import Costs
 _TIMES: Final = 2.0 ** (np.arange(48) / 2)
 """Times to live that are considered, in ticks: powers of the square root of 2, up to 12 million."""
 _ALIVE: Final = float(2**44)
-"""What the rank of a unit whose time has not run out is above that of others. Ticks are below it."""
+"""Increase of the rank of a unit whose time has not run out. All ticks are below it."""
 _TURNS: Final = 16
 """Number of turns that are told apart; the last stands for all later ones."""
 _ROLES: Final = len(CheckpointKind) * 3 * len(Ending)
