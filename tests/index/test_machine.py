@@ -116,7 +116,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert answer.depth == len(path)
         assert path_of(answer.node)[: len(path)] == path
         if not self.page_pools:  # the pages behind the deepest state stay for as long as a pin is on them
-            self.index.prune(answer.node)
+            self.index.pin(answer.node).release()
         for pool in self.page_pools:
             self._check_inserted(
                 answer.pages[pool], given[pool], [self.model.page(at, pool) for at in prefixes]

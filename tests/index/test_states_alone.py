@@ -36,7 +36,7 @@ def plan(index: HybridIndex) -> dict[int, CheckpointKind]:
 def test_a_path_that_never_had_a_state_is_remembered():
     index = index_of(MAMBA)
     assert plan(index) == {4: CheckpointKind.PROMPT}
-    index.prune(insert(index, (1, 2, 3), {}).node)
+    index.pin(insert(index, (1, 2, 3), {}).node).release()
     assert not [node for node in index.nodes() if node.pages]
     assert plan(index) == FORK
 

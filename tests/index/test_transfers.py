@@ -99,7 +99,6 @@ def test_a_match_that_was_evicted_cannot_be_used():
     h.evict(kv=2)
     with pytest.raises(InputError, match="no longer in the index"):
         h.index.pin(match, Tier.DEVICE)
-    h.index.prune(match.node)
 
 
 # -- what is on its way ------------------------------------------------------------------------
@@ -143,12 +142,11 @@ def test_a_span_stays_right_while_others_split_its_path():
 def test_an_empty_path_is_pruned():
     h = Harness()
     h.insert((1, 2))
-    h.index.prune(h.index.extend_path(tokens_of((1, 2, 3)), 3))
+    h.index.pin(h.index.extend_path(tokens_of((1, 2, 3)), 3)).release()
     assert h.edges == [(1, 2)]
-    h.index.prune(h.index.extend_path(tokens_of((1, 2)), 1))
+    h.index.pin(h.index.extend_path(tokens_of((1, 2)), 1)).release()
     assert h.edges == [(1, 2)]
     pin = h.index.pin(h.index.extend_path(tokens_of((4, 5)), 2))
-    h.index.prune(pin.node)
     assert h.edges == [(1, 2), (4, 5)]
     pin.release()
     assert h.edges == [(1, 2)]

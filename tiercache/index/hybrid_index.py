@@ -415,7 +415,7 @@ class HybridIndex:
         say what becomes of each slot.
 
         Refreshes the node with page d - 1, and the nodes that get a state which they did not have. Without
-        page pools, the pages behind the deepest state have no objects: pin their node, or `prune` it. Raises
+        page pools, the pages behind the deepest state have no objects: pin their node. Raises
         InputError, and changes nothing, for arrays that do not fit.
         """
         tokens, states = as_tokens(tokens), states or {}
@@ -438,7 +438,7 @@ class HybridIndex:
             tree.counters.announce(at)
         node = node.covering(depth)
         if not tree.page_pools and node.is_removable:
-            # Pages behind the deepest state. The release of the last pin, or `prune`, removes them.
+            # Pages behind the deepest state. The release of the last pin removes them.
             self._ghosts.note_pages(node.digests)
         self._refresh(node)
         return Inserted(node, after.end, depth, answer, tuple(adopted), tuple(rejected))
@@ -458,7 +458,7 @@ class HybridIndex:
         """Return the node that ends exactly at `depth` of `tokens`, created without objects if it is new.
 
         This is for fetches from storage: the caller pins the node, and reserves the locations of the fetched
-        objects on the node's path. If the node stays empty, `prune` or the release of its pin removes it.
+        objects on the node's path. If the node stays empty, the release of its pin removes it.
         Raises InputError for a depth that is not within the whole pages of `tokens`.
         """
         tokens = as_tokens(tokens)
@@ -470,13 +470,6 @@ class HybridIndex:
         self._columns.now += 1
         node = self._tree.path_to(self._tree.root(extra), tokens[: depth * self.page_size].tobytes())
         return self._tree.split(node, depth) if node.end > depth else node
-
-    def prune(self, node: Node) -> None:
-        """Remove `node` if it is empty, unpinned and without children, and then its ancestors likewise.
-
-        Does nothing for a node that was removed already.
-        """
-        self._tree.tidy(node)
 
     def _describe(self, node: Node, checkpoint: CheckpointKind, origin: Origin) -> None:
         """Record why the state at the end of `node` was taken.
