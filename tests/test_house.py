@@ -209,7 +209,7 @@ BUDGET = {
     "tiercache.storage": 6_750,
     "tiercache.testing": 4_350,
     "tiercache.index": 3_700,
-    "tiercache.transfer": 2_950,
+    "tiercache.transfer": 2_550,
     "tiercache.config": 1_700,
     "tiercache.models": 1_350,
     "tiercache.events": 1_150,

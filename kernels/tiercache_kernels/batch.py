@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tiercache_kernels.errors import CudaError, Unavailable, error_name
+from tiercache_kernels.driver import CudaError, Unavailable, error_name
 
 MINIMUM_DRIVER: Final = 12080
 """Version of the oldest driver that has the call: 12080 stands for CUDA 12.8."""

@@ -25,7 +25,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from tiercache_kernels.errors import Unavailable
+from tiercache_kernels.driver import Unavailable
 
 CHUNK_BYTES: Final = 32 << 10
 """Bytes that a thread block copies at a time: 512 threads x four vectors of 16 bytes.

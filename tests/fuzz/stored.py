@@ -34,9 +34,6 @@ from tiercache.errors import StoreFormatError
 from tiercache.storage.base import NamespaceRecord, SetItem
 from tiercache.storage.checksum import Checksums
 from tiercache.storage.env import Env
-from tiercache.transfer.cuda.calibration import Calibration, Card, Cell
-from tiercache.transfer.cuda.calibration_files import read_calibration, write_calibration
-from tiercache.transfer.cuda.device import Direction, Method
 
 ITEM = SetItem(KEYS[0], [memoryview(bytes(4096))], META)
 RECORD = NamespaceRecord(b"n" * 32, {"model": "m", "page_size": 16}, states=True)
@@ -245,7 +242,7 @@ def _pooled_name_seeds() -> list[bytes]:
     return [pooled_names._packed(RECORD)]  # private: as above
 
 
-# --- the account of tenants, and the file of a card's speeds
+# --- the account of tenants
 # ------------------------------------------------------------------------------------------------------------
 
 
@@ -255,18 +252,6 @@ def _account(found: bytes) -> None:
 
 def _account_seeds() -> list[bytes]:
     return [account._line(3, "t", account.Counts(saved_flops=1e9))]  # private: as above
-
-
-def _calibration(found: bytes) -> None:
-    read_calibration(file_of(found, ".json"))
-
-
-def _calibration_seeds() -> list[bytes]:
-    card = Card("GPU", "0000:00:00.0", 13000, 13000, 132)
-    cells = [Cell(direction, 4096, 8, {Method.BATCH: 10.0}) for direction in Direction]
-    path = folder() / "calibration.json"
-    write_calibration(path, Calibration(card, cells))
-    return [path.read_bytes()]
 
 
 def _names() -> Sequence[bytes]:
@@ -286,5 +271,4 @@ STORED = (
     Target("pooled header", _header, _header_seeds),
     Target("pooled namespace", _pooled_name, _pooled_name_seeds),
     Target("account row", _account, _account_seeds),
-    Target("calibration file", _calibration, _calibration_seeds, costs=3),
 )

@@ -137,12 +137,6 @@ CUresult CUDAAPI cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, 
     return CUDA_SUCCESS;
 }
 
-CUresult CUDAAPI cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device) {
-    memset(uuid, 0, sizeof *uuid); /* with zero bytes, which end nothing */
-    uuid->bytes[15] = (char)(device + 1);
-    return CUDA_SUCCESS;
-}
-
 CUresult CUDAAPI cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
     heard();
     ++contexts[device];

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tiercache_kernels.batch import MAX_COPIES, BatchCopy
-from tiercache_kernels.errors import CudaError, Unavailable
+from tiercache_kernels.driver import CudaError, Unavailable
 
 from tests.kernels.toolkit import build, needs_nvcc
 

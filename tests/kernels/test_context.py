@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiercache_kernels.context import DeviceContext
-from tiercache_kernels.errors import CudaError, Unavailable
+from tiercache_kernels.driver import CudaError, DeviceContext, Unavailable
 
 from tests.kernels.toolkit import build, needs_nvcc
 
@@ -82,8 +81,7 @@ def test_a_mode_that_the_thread_has_chosen_comes_back(driver: ctypes.CDLL) -> No
 
 
 @needs_nvcc
-def test_devices_are_told_apart(driver: ctypes.CDLL) -> None:
-    assert [DeviceContext(driver, n).uuid()[-1] for n in range(2)] == ["1", "2"]
+def test_a_device_that_is_not_there_is_refused(driver: ctypes.CDLL) -> None:
     with pytest.raises(CudaError, match="cuDeviceGet failed"):
         DeviceContext(driver, 2)
 

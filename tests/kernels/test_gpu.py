@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 from tiercache_kernels.batch import BatchCopy
-from tiercache_kernels.errors import Unavailable
+from tiercache_kernels.driver import Unavailable
 from tiercache_kernels.kernel import CHUNK_BYTES, COLUMNS, ROW_BYTES, CopyKernel, fill_table
 from tiercache_kernels.reference import copy_segments
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiercache_kernels.errors import Unavailable
+from tiercache_kernels.driver import Unavailable
 from tiercache_kernels.kernel import NAME, OPTIONS, THREADS, CopyKernel, source
 
 TABLE = 0x7F00_0000_0020

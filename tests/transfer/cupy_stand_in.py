@@ -86,13 +86,10 @@ class Runtime:
         return self._ask("create_stream", urgent=priority < 0)
 
     def eventCreateWithFlags(self, flags: int) -> Any:  # noqa: N802
-        return self._ask("create_event", timed=not flags & self.eventDisableTiming)
+        return self._ask("create_event")
 
     def eventQuery(self, event: int) -> int:  # noqa: N802
         return 0 if self._ask("has_passed", event) else NOT_READY
-
-    def eventElapsedTime(self, first: int, second: int) -> float:  # noqa: N802
-        return 1000.0 * self._ask("seconds_between", first, second)
 
     def memcpyAsync(self, destination: int, source: int, nbytes: int, kind: int, stream: int) -> None:  # noqa: N802
         self._ask("copy", source, destination, nbytes, stream)

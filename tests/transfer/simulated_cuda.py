@@ -63,9 +63,6 @@ class _Event:
     # the event has passed.
     asked: int = 0
     passed: int = 0
-    timed: bool = False
-    at: float = 0.0
-    """Time of the latest passing, in seconds of the device's `now`."""
 
 
 class SimulatedDriver:
@@ -179,7 +176,7 @@ class SimulatedDevice(CudaDevice):
         own_clock: bool = False,
     ) -> None:
         self.ordinal = ordinal
-        self.card = Card(name, f"0000:{ordinal:02x}:00.0", 13000, 13000, 132, f"{name}-{ordinal}")
+        self.card = Card(name, f"0000:{ordinal:02x}:00.0", 13000, 13000, 132)
         self.driver = driver or SimulatedDriver()
         self.unavailable = dict(unavailable or {})
         self.calls: Counter[str] = Counter()
@@ -288,10 +285,10 @@ class SimulatedDevice(CudaDevice):
         finally:
             del self._events[handle]
 
-    def create_event(self, *, timed: bool = False) -> int:
+    def create_event(self) -> int:
         self._enter("create_event")
         handle = self._handle()
-        self._events[handle] = _Event(timed=timed)
+        self._events[handle] = _Event()
         return handle
 
     def destroy_event(self, event: int) -> None:
@@ -330,13 +327,6 @@ class SimulatedDevice(CudaDevice):
 
     def now(self) -> float:
         return super().now() if self._clock is None else self._clock
-
-    def seconds_between(self, first: int, second: int) -> float:
-        self._enter("seconds_between")
-        begun, ended = self._event(first), self._event(second)
-        if not all(event.timed and event.passed == event.asked > 0 for event in (begun, ended)):
-            raise SimulatedError("there is no time between two events that are not timed, or not over")
-        return ended.at - begun.at
 
     def allocate(self, nbytes: int) -> int:
         self._enter("allocate")
@@ -435,7 +425,6 @@ class SimulatedDevice(CudaDevice):
         def passed() -> None:
             with self._changed:
                 known.passed = max(known.passed, number)
-                known.at = self.now()
                 self._changed.notify_all()
 
         self._stream(stream).put(passed)

@@ -193,10 +193,8 @@ class TestCupyDevice:
             device.create_event()
         assert machine.driver.stand_in_contexts(0) == 0
 
-    def test_cards_are_told_apart_and_missing_ones_named(self, tmp_path: Path) -> None:
+    def test_a_missing_card_is_named(self, tmp_path: Path) -> None:
         machine = Cupy(tmp_path)
-        cards = [CupyDevice(n, cupy=machine.cupy, library=str(machine.library)).card for n in range(2)]
-        assert [card.uuid[-1] for card in cards] == ["1", "2"]
         with pytest.raises(ConfigError, match="there is no device cuda:2, this process sees 2"):
             CupyDevice(2, cupy=machine.cupy, library=str(machine.library))
         with pytest.raises(

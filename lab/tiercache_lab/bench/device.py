@@ -14,7 +14,7 @@ from typing import Final
 
 from tiercache.config import parse_size
 from tiercache.errors import ConfigError, TierCacheError, TransferError
-from tiercache.transfer.cuda import CudaDevice, Direction, Method, calibrated
+from tiercache.transfer.cuda import CudaDevice, Direction, Method, calibrate
 from tiercache.transfer.cuda.calibration import self_test
 from tiercache_lab.bench.device_memory import Bed, Ground, Objects, Shapes, Work, shapes_of
 from tiercache_lab.bench.overlap import MakeProducts, Products, overlap
@@ -150,9 +150,8 @@ def _run(
     self_test(device)
     for method, reason in device.unavailable.items():
         yield Note(f"no copies by {method}: {reason}")
-    say("looking for a calibration")
-    known, how = calibrated(device)
-    yield Note(f"the choice: {how}")
+    say("measuring each method")
+    known = calibrate(device)
     for cell in known.cells:
         figures = {
             "direction": str(cell.direction), "length": cell.length, "count": cell.count,

@@ -11,11 +11,9 @@ import sys
 import pytest
 
 from tests.cli.store.test_samples import call
-from tests.transfer.simulated_cuda import SimulatedDevice
 from tiercache import memory
 from tiercache.cli.store import doctor, machine
 from tiercache.cli.store.machine import MACHINE, Level
-from tiercache.transfer.cuda import calibrated
 
 NAMES = {
     "python", "packages", "kernel", "memfd", "memlock", "open files", "memory", "cgroup memory", "huge pages",
@@ -24,18 +22,9 @@ NAMES = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def cards(tmp_path_factory, monkeypatch):
-    """The directory of calibrations, empty at first."""
-    directory = tmp_path_factory.mktemp("cards")
-    monkeypatch.setenv("TIERCACHE_CACHE_DIR", str(directory))
-    return directory
-
-
 def test_every_check_has_a_line_and_leaves_nothing_behind(tmp_path):
     done = call("doctor", "-s", tmp_path, "-o", "json", ok=None)
-    # that one is only where a GPU is
-    found = {check["name"]: check for check in done.document if check["name"] != "copies"}
+    found = {check["name"]: check for check in done.document}
     assert found.keys() == NAMES
     assert all(check["level"] in ("ok", "warn", "fail") and check["found"] for check in found.values())
     assert all(bool(check["fix"]) == (check["level"] != "ok") for check in found.values())
@@ -115,18 +104,6 @@ def test_a_machine_that_tells_nothing_gets_answers_all_the_same(monkeypatch, tmp
     assert doctor.file_system_of(tmp_path) == "unknown"
 
 
-def gpu_checks():
-    return [check for check in MACHINE.findings() if check.name in ("GPU", "copies")]
-
-
-def calibrate_card(directory):
-    device = SimulatedDevice()
-    with device.current():
-        calibrated(device, directory, nbytes=4 << 20)
-    [path] = directory.iterdir()
-    return path
-
-
 @pytest.mark.parametrize(
     "line",
     [
@@ -134,33 +111,13 @@ def calibrate_card(directory):
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (root@build)",
     ],
 )
-def test_a_gpu_without_a_calibration_is_told_how_to_get_one(line, monkeypatch, cards):
+def test_a_gpu_is_named_with_its_driver_and_cupy(line, monkeypatch):
     monkeypatch.setattr(machine, "kernel_text", lambda path: line if path.parts[-2] == "nvidia" else "")
     monkeypatch.setattr(machine, "installed", lambda package: "13.6.0" if package == "cupy-cuda13x" else "")
-    gpu, copies = gpu_checks()
-    assert (gpu.level, copies.level) == (Level.OK, Level.OK)
+    [gpu] = [check for check in MACHINE.findings() if check.name == "GPU"]
+    assert gpu.level is Level.OK
     assert "driver 570.86.15" in gpu.found
     assert "cupy-cuda13x 13.6.0" in gpu.found
-    assert "`tiercache bench device`" in copies.found
-    assert str(cards) in copies.found
-
-
-def test_each_calibration_has_a_line(cards, tmp_path):
-    path = calibrate_card(cards)
-    [copies] = [check for check in gpu_checks() if check.name == "copies"]
-    assert copies.level is Level.OK
-    assert copies.found == f"Simulated at 0000:00:00.0, driver for CUDA 13.0, measured; kept in {path}"
-    assert "measured; kept in" in call("doctor", "-s", tmp_path, "-o", "jsonl", ok=None).out
-
-
-@pytest.mark.parametrize("content", [b"", b"{}", b"\xff\x00", b'{"format": 1, "card": {}, "cells": []}'])
-def test_a_broken_calibration_is_said_openly(content, cards, tmp_path, capfd):
-    path = cards / "calibration-0123456789abcdef.json"
-    path.write_bytes(content)
-    [copies] = [check for check in gpu_checks() if check.name == "copies"]
-    assert (copies.level, copies.found) == (Level.WARN, f"{path} is no calibration")
-    assert "remove it" in copies.fix
-    assert capfd.readouterr().err == "", "what is said once is not logged as well"
 
 
 def test_doctor_loads_no_engine(tmp_path):

@@ -50,12 +50,11 @@ LATE = 400_000_000
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cuda(tmp_path_factory: pytest.TempPathFactory) -> Iterator[torch.device]:
+def cuda() -> Iterator[torch.device]:
     if not torch.cuda.is_available():
         pytest.skip("torch finds no CUDA device")
     pytest.importorskip("cupy", reason="CuPy is not installed: pip install 'tiercache-hybrid[cuda]'")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("TIERCACHE_CACHE_DIR", str(tmp_path_factory.mktemp("calibration")))
         patched.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         compute_repeatably()
         yield find_device("cuda")

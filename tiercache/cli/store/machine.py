@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import enum
 import fcntl
-import logging
 import mmap
 import os
 import platform
@@ -291,29 +290,6 @@ def _cuda_text() -> str:
     except (OSError, AttributeError):
         return ""
     return f" for CUDA {number.value // 1000}.{number.value % 1000 // 10}" if code == 0 else ""
-
-
-@MACHINE.add("copies", "remove it; the next worker on that GPU calibrates again")
-def _calibrations() -> Iterator[Finding]:
-    """Yield a finding for each calibration file of this user (the measured choice of copy methods on a GPU).
-
-    If there is a GPU but no file, the only finding says how to calibrate.
-    """
-    # Imported here, because other verbs do not need it.
-    from tiercache.transfer.cuda import calibration_directory, read_calibration
-
-    # A damaged file is reported below, so the log line about it is not printed.
-    logging.getLogger("tiercache.transfer.cuda").addHandler(logging.NullHandler())
-    paths = sorted(calibration_directory().glob("calibration-*.json"))
-    for path in paths:
-        known = read_calibration(path)
-        if known is None or not known.cells:
-            yield Finding(Level.WARN, f"{path} is no calibration")
-        else:
-            yield Finding(Level.OK, f"{known.card}, measured; kept in {path}")
-    if _driver() and not paths:
-        found = "not calibrated yet; the first worker or `tiercache bench device` does it in about a second"
-        yield Finding(Level.OK, f"{found}, and keeps the result in {calibration_directory()}")
 
 
 @MACHINE.add("engines")

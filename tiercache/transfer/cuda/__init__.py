@@ -1,12 +1,11 @@
 """Copies between a CUDA device and the host arena.
 
 Reading order: `device` (the interface to CUDA), `copying` (page-locked memory and the methods of copying),
-`lane` (one direction), `calibration` (which methods work, and how fast they are), `calibration_files` (kept
-measurements, and whether they are still right), `engine`, `hardware` (the real device).
+`lane` (one direction), `calibration` (which methods work, and how fast they are), `engine`, `hardware` (the
+real device).
 """
 
 from tiercache.transfer.cuda.calibration import Calibration, Cell, calibrate
-from tiercache.transfer.cuda.calibration_files import calibrated, calibration_directory, read_calibration
 from tiercache.transfer.cuda.device import Card, CudaDevice, Direction, Method
 from tiercache.transfer.cuda.engine import CudaEngine
 from tiercache.transfer.cuda.hardware import CupyDevice
@@ -21,7 +20,4 @@ __all__ = [
     "Direction",
     "Method",
     "calibrate",
-    "calibrated",
-    "calibration_directory",
-    "read_calibration",
 ]

@@ -205,14 +205,10 @@ class Calibration:
     def __init__(self, card: Card, cells: Sequence[Cell]) -> None:
         self.card = card
         self.cells = tuple(cells)
-        self._known: dict[tuple[Direction, int, int], Cell] = {}
+        self._known: dict[tuple[Direction, int, int], Method] = {}
 
     def choose(self, direction: Direction, copies: Copies) -> Method:
-        """Return the best method of the measurement that is nearest to these copies; see `nearest`."""
-        return self.nearest(direction, copies).best
-
-    def nearest(self, direction: Direction, copies: Copies) -> Cell:
-        """Return the measurement that is nearest to these copies.
+        """Return the best method of the measurement that is nearest to these copies.
 
         The distance is the factor between the lengths times the factor between the numbers of copies. The
         length of `copies` is their mean length. An answer is kept for all copies whose mean length and number
@@ -225,7 +221,7 @@ class Calibration:
             cells = (cell for cell in self.cells if cell.direction is direction)
             self._known[near] = min(
                 cells, key=lambda cell: abs(log2(cell.length / length)) + abs(log2(cell.count / count))
-            )
+            ).best
         return self._known[near]
 
 

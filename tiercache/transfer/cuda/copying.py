@@ -125,7 +125,7 @@ class Pace:
 
 
 class CopySet:
-    """Device resources of one transfer: an event for each group, two timed events, and the kernel's table.
+    """Device resources of one transfer: an event for each group, and the kernel's table.
 
     The constructor makes what most transfers need. The set grows only for a transfer that needs more, because
     allocating or releasing memory may delay the device and every thread that queues work there.
@@ -141,13 +141,10 @@ class CopySet:
         self._device = device
         self.pace = pace or Pace(device)
         self._events: list[int] = []
-        self._ends: list[int] = []
         self._tables: list[tuple[int, Table]] = []
         """Device address and host memory of each table. The last is in use; earlier tables were too small."""
         try:
             self.event(0)
-            self._ends += [device.create_event(timed=True)]
-            self._ends += [device.create_event(timed=True)]
             if Method.KERNEL not in device.unavailable:
                 self._grow(_MIN_ROWS)
         except BaseException:
@@ -175,20 +172,6 @@ class CopySet:
             self._events.append(self._device.create_event())
         return self._events[number]
 
-    def begin(self, stream: int) -> None:
-        """Record the start of the transfer. Call this just before the first copy is queued."""
-        self.pace.step(stream)
-        self._device.record(self._ends[0], stream)
-
-    def end(self, stream: int) -> None:
-        """Record the end of the transfer. Call this just after the last copy was queued."""
-        self.pace.step(stream)
-        self._device.record(self._ends[1], stream)
-
-    def seconds(self) -> float:
-        """Return the seconds on the device from `begin` to `end`, which must both have passed."""
-        return self._device.seconds_between(*self._ends)
-
     def queue(
         self, copies: Copies, groups: Sequence[tuple[slice, Method]], blocks: int, stream: int
     ) -> Queue:
@@ -209,9 +192,8 @@ class CopySet:
         All work that was queued with this set, or with a set that shares its pace, must be over.
         """
         self.pace.destroy()
-        for events in (self._events, self._ends):
-            while events:
-                self._device.destroy_event(events.pop())
+        while self._events:
+            self._device.destroy_event(self._events.pop())
         while self._tables:
             self._device.release(self._tables.pop()[0])
 

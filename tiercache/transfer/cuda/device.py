@@ -57,8 +57,6 @@ class Card:
     """Version of CUDA's runtime, 13000 for 13.0."""
     multiprocessors: int
     """Number of multiprocessors."""
-    uuid: str = ""
-    """Identity of the device, or of its MIG instance (a part of a divided device); empty if unknown."""
 
     def __str__(self) -> str:
         return f"{self.name} at {self.bus}, driver for CUDA {_version(self.driver)}"
@@ -109,8 +107,8 @@ class CudaDevice(Protocol):
     def synchronize_stream(self, stream: int) -> None:
         """Block until everything in the stream is over."""
 
-    def create_event(self, *, timed: bool = False) -> int:
-        """Create an event. A thread that waits for it sleeps. `seconds_between` needs `timed` events."""
+    def create_event(self) -> int:
+        """Create an event. A thread that waits for it sleeps."""
 
     def destroy_event(self, event: int) -> None: ...  # noqa: D102
 
@@ -129,9 +127,6 @@ class CudaDevice(Protocol):
     def now(self) -> float:
         """Return the time in seconds by the host's clock, with which calibrations are measured."""
         return time.perf_counter()
-
-    def seconds_between(self, first: int, second: int) -> float:
-        """Return the seconds on the device between two timed events, which must both have passed."""
 
     def allocate(self, nbytes: int) -> int:
         """Allocate `nbytes` bytes on the device and return the address; RuntimeError if memory is short."""

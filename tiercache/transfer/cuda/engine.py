@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Final
 
 from tiercache.core import CacheTransferUnits, PoolName
@@ -18,8 +18,7 @@ from tiercache.pools.device import DevicePool
 from tiercache.pools.host import HostPool
 from tiercache.transfer.base import Fence, LayerTicket, event_of
 from tiercache.transfer.copy import LaneEngine, Sides
-from tiercache.transfer.cuda.calibration import Calibration, self_test
-from tiercache.transfer.cuda.calibration_files import CalibrationWatch, calibrated, forget_calibration
+from tiercache.transfer.cuda.calibration import Calibration, calibrate, self_test
 from tiercache.transfer.cuda.copying import GROUP_BYTES, PIECE_BYTES, CopySet, LockedArena
 from tiercache.transfer.cuda.device import CudaDevice, Direction, Method
 from tiercache.transfer.cuda.hardware import CupyDevice
@@ -47,7 +46,7 @@ class CudaEngine(LaneEngine):
 
     - `device` replaces the device that CuPy opens.
     - `calibration` has the measurements by which a method is chosen for each group of copies. By default they
-      are read from a file, or made now.
+      are made now.
     - `method` is one method for all copies, instead of a calibration.
     - `piece_bytes` is the number of bytes that are page-locked in one call.
     - `group_bytes` is the minimum size of a group (layers of a load that are queued together).
@@ -86,7 +85,6 @@ class CudaEngine(LaneEngine):
         with _start_errors(self.device), self.device.current(), ExitStack() as undo:
             self_test(self.device)
             self.calibration, how = _choose_calibration(self.device, calibration, method)
-            self._watch = _watch(self.device, self.calibration) if calibration is None else None
             self._locked = LockedArena(arena, self.device, piece_bytes)
             undo.callback(self._locked.unlock)
             self._forks = _Forks(self.device)
@@ -142,7 +140,6 @@ class CudaEngine(LaneEngine):
             urgent=loads,
             in_flight=LOADS_IN_FLIGHT if loads else STORES_IN_FLIGHT,
             group_bytes=self._group_bytes,
-            on_measured=None if self._watch is None else partial(self._watch.record, direction),
             ended=self._lane_ended,
         )
 
@@ -222,20 +219,15 @@ def _choose_calibration(
     device: CudaDevice, calibration: Calibration | None, method: Method | None
 ) -> tuple[Calibration | None, str]:
     """Return the calibration to use (None if `method` makes all copies), and a description in words."""
+    if method is None and calibration is not None:
+        return calibration, "calibration as given"
     if method is None:
-        return (calibration, "calibration as given") if calibration else calibrated(device)
+        started = time.monotonic()
+        measured = calibrate(device)
+        return measured, f"calibrated in {time.monotonic() - started:.1f} s"
     if method in device.unavailable:
         raise ConfigError(f"copies by {method} are not possible here: {device.unavailable[method]}")
     return None, f"every copy by {method}"
-
-
-def _watch(device: CudaDevice, calibration: Calibration | None) -> CalibrationWatch | None:
-    """Return a watch that removes the calibration's file when real copies show that it is wrong."""
-    return (
-        CalibrationWatch(calibration, partial(forget_calibration, calibration, device.methods))
-        if calibration
-        else None
-    )
 
 
 def _ordinal(pools: Mapping[PoolName, DevicePool]) -> int:

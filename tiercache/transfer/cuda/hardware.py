@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 from tiercache_kernels.batch import BatchCopy
-from tiercache_kernels.context import DeviceContext
+from tiercache_kernels.driver import DeviceContext
 from tiercache_kernels.kernel import CopyKernel
 
 from tiercache.errors import ConfigError, install_line
@@ -110,11 +110,9 @@ class CupyDevice(CudaDevice):
     def synchronize_stream(self, stream: int) -> None:
         self._runtime.streamSynchronize(stream)
 
-    def create_event(self, *, timed: bool = False) -> int:
+    def create_event(self) -> int:
         runtime = self._runtime
-        event: int = runtime.eventCreateWithFlags(
-            runtime.eventBlockingSync | (0 if timed else runtime.eventDisableTiming)
-        )
+        event: int = runtime.eventCreateWithFlags(runtime.eventBlockingSync | runtime.eventDisableTiming)
         return event
 
     def destroy_event(self, event: int) -> None:
@@ -134,10 +132,6 @@ class CupyDevice(CudaDevice):
         if status not in (0, _NOT_READY):
             raise RuntimeError(f"CUDA error {status} while an event was queried")
         return bool(status == 0)
-
-    def seconds_between(self, first: int, second: int) -> float:
-        milliseconds: float = self._runtime.eventElapsedTime(first, second)
-        return milliseconds / 1000
 
     def allocate(self, nbytes: int) -> int:
         address: int = self._runtime.malloc(nbytes)
@@ -186,7 +180,6 @@ class CupyDevice(CudaDevice):
             driver=self._runtime.driverGetVersion(),
             runtime=self._runtime.runtimeGetVersion(),
             multiprocessors=properties["multiProcessorCount"],
-            uuid=self._context.uuid(),
         )
 
     def _open(self, method: Method, load: Any) -> Any:

@@ -22,7 +22,6 @@ from typing import Final, TypeAlias
 from tiercache.errors import TransferError
 from tiercache.transfer.base import LayerTicket, event_of
 from tiercache.transfer.copy import Job, Waiting
-from tiercache.transfer.cuda.calibration_files import Queued
 from tiercache.transfer.cuda.copying import GROUP_BYTES, CopySet, LockedArena, bus_blocks, layer_groups
 from tiercache.transfer.cuda.device import CudaDevice, Method
 from tiercache.transfer.descriptors import Copies, Descriptors
@@ -106,8 +105,6 @@ _log = logging.getLogger(__name__)
 
 Choose: TypeAlias = Callable[[Copies], Method]
 """Function that returns the method for a group of copies."""
-OnMeasured: TypeAlias = Callable[[Queued, float], object]
-"""Callback that gets the copies of a transfer and the seconds that they took."""
 
 _END_TIMEOUT_S: Final = 10.0
 """Seconds that `Lane.end` waits for the threads."""
@@ -130,7 +127,6 @@ class _Flight:
 
     job: Job
     resources: CopySet
-    queued: Queued
     last: int
     """Event behind the last group that was queued; 0 if no group was."""
     error: TransferError | None
@@ -144,7 +140,6 @@ class Lane:
     - `urgent` says whether the stream has high priority.
     - `in_flight` is the maximum number of transfers in the stream at once.
     - `group_bytes` is the minimum size of a group of a load.
-    - `on_measured` is called after each transfer that succeeded.
     - `ended` is called once, at the end of the lane's last thread.
 
     A job may fail after some of its copies were queued. Even then its ticket is done only when the device has
@@ -163,11 +158,10 @@ class Lane:
         urgent: bool,
         in_flight: int,
         group_bytes: int = GROUP_BYTES,
-        on_measured: OnMeasured | None = None,
         ended: Callable[[], object] = lambda: None,
     ) -> None:
         self._device, self._choose, self._memory, self._ended = device, choose, memory, ended
-        self._here, self._on_measured = threading.local(), on_measured
+        self._here = threading.local()
         self._group_bytes = group_bytes
         self._blocks = bus_blocks(device.card.multiprocessors)
         self._waiting = Waiting()
@@ -245,7 +239,7 @@ class Lane:
         # The steps: wait for the fences, cut the job into groups, choose a method for each group, then queue
         # the groups with an event behind each. `last` is the event behind the last group that is in the
         # stream. It is kept after a failure too, because that group is still being copied.
-        failure, step, last, queued = None, "before its first layer", 0, []
+        failure, step, last = None, "before its first layer", 0
         try:
             self._enter()
             self._pass_fences(job, resources)
@@ -257,14 +251,10 @@ class Lane:
             stream_queue = resources.queue(
                 copies, [(rows, method) for _, rows, method in groups], self._blocks, self._stream
             )
-            resources.begin(self._stream)
             for number, (layers, rows, method) in enumerate(groups):
                 step = f"in layer {layers[0]}" if layers else "on its way"
                 self._waiting.check_abandoned()
                 stream_queue.put(rows, method)
-                queued.append((copies[rows], method))
-                if len(queued) == len(groups):
-                    resources.end(self._stream)
                 last = resources.event(number)
                 resources.pace.step(self._stream)
                 self._device.record(last, self._stream)
@@ -273,7 +263,7 @@ class Lane:
         except Exception as error:  # noqa: BLE001
             # a fence or the driver may raise any exception; the ticket reports it
             failure = job.failure(step, error)
-        self._flights.put(_Flight(job, resources, queued, last, failure))
+        self._flights.put(_Flight(job, resources, last, failure))
         return True
 
     def _groups(self, job: Job, descriptors: Descriptors) -> list[tuple[Sequence[int], slice]]:
@@ -328,22 +318,8 @@ class Lane:
             with contextlib.suppress(Exception):
                 self._enter()
                 self._device.synchronize_stream(self._stream)
-        else:
-            self._report_time(flight)
         flight.job.finish(error)
         # The resources are reused only after the ticket is done. Until then, threads that wait for a layer
         # use the events of these resources.
         self._resources.put(flight.resources)
         return True
-
-    def _report_time(self, flight: _Flight) -> None:
-        """Report to `on_measured` how many seconds a transfer took on the device.
-
-        This method runs on the end thread, so it does not delay the queue thread.
-        """
-        if self._on_measured is None or not flight.last:
-            return
-        try:
-            self._on_measured(flight.queued, flight.resources.seconds())
-        except Exception as error:  # noqa: BLE001  the transfer succeeded even if its time is not known
-            _log.warning("the time of a transfer is not known: %s", error)

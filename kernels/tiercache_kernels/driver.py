@@ -1,12 +1,14 @@
-"""CUDA context of a device, which any thread can enter and leave. No call touches another device."""
+"""The CUDA driver: its errors, and the context of a device, which any thread can enter and leave.
+
+RuntimeError
+├── Unavailable    this machine cannot copy in this way; copy in another way
+└── CudaError      the driver refused a call, or reports an earlier failure
+"""
 
 from __future__ import annotations
 
 import ctypes
 from typing import Final
-from uuid import UUID
-
-from tiercache_kernels.errors import CudaError, Unavailable, error_name
 
 _RELAXED: Final = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _SUCCESS: Final = 0
@@ -19,6 +21,40 @@ _SYMBOLS: Final = (
     "cuCtxPushCurrent_v2",
     "cuCtxPopCurrent_v2",
 )
+
+
+class Unavailable(RuntimeError):  # noqa: N818
+    """A way to copy is not available on this machine.
+
+    The CUDA driver is missing or too old, or a package is not installed.
+    """
+
+
+class CudaError(RuntimeError):
+    """The CUDA driver refused a call.
+
+    A driver call also reports failures of earlier asynchronous work. Such a failure belongs to no segment
+    (one copy of the call), and the CUDA context may be unusable after it.
+    """
+
+    def __init__(self, call: str, code: int, name: str, index: int | None) -> None:
+        super().__init__(
+            f"{call} failed with {name} ({code})" + ("" if index is None else f" at segment {index}")
+        )
+        self.code = code
+        """CUresult of the call."""
+        self.name = name
+        """Name of the code."""
+        self.index = index
+        """Number of the segment that the driver refused; None if the error belongs to no segment."""
+
+
+def error_name(driver: ctypes.CDLL, code: int) -> str:
+    """Return the name that the driver has for a CUresult."""
+    name = ctypes.c_char_p()
+    if driver.cuGetErrorName(code, ctypes.byref(name)) != 0 or name.value is None:
+        return "an unknown error"
+    return name.value.decode()
 
 
 class DeviceContext:
@@ -82,17 +118,6 @@ class DeviceContext:
         # The result is ignored: this call fails only while the process ends and the driver is unloaded.
         self._driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
         self._exchange(before)
-
-    def uuid(self) -> str:
-        """Return the UUID of the device, or of its MIG instance; empty if the driver does not report one."""
-        raw = (ctypes.c_ubyte * 16)()
-        for symbol in ("cuDeviceGetUuid_v2", "cuDeviceGetUuid"):
-            if (
-                hasattr(self._driver, symbol)
-                and self._driver[symbol](ctypes.byref(raw), self._device) == _SUCCESS
-            ):
-                return str(UUID(bytes=bytes(raw)))
-        return ""
 
     def reads_host_addresses(self) -> bool:
         """Return whether the device can use the host address of page-locked memory."""
