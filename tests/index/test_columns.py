@@ -6,7 +6,7 @@ import numpy as np
 
 from tests.index.seen import Seen, copied, digest_of
 from tests.index.states import drop_state
-from tests.policy.rig import BYTES, KV, SETUPS, STATE, PlainUnits, Rig, random_units, tokens_of, units
+from tests.policy.rig import BYTES, KV, STATE, PlainUnits, Rig, random_units, tokens_of, units
 from tiercache.core import Tier
 from tiercache.policy import CheckpointKind, Lru, UnitKind
 
@@ -111,7 +111,7 @@ def test_a_unit_is_covered_when_a_lower_tier_holds_all_that_goes():
 
 def test_without_states_replay_is_the_edge():
     policy = Seen()
-    rig = Rig(policy, SETUPS["stateless"])
+    rig = Rig(policy, states=False)
     rig.request((1, 2, 3))
     rig.request((1, 2, 4, 5))
     rig.evict_device(1)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.examples import slow_after
 from tests.index.seen import digest_of
-from tests.policy.rig import KV, SETUPS, Rig, units
+from tests.policy.rig import KV, Rig, units
 from tiercache.core import Tier
 from tiercache.index import Node
 from tiercache.index.eviction import UNIT_KINDS
@@ -88,7 +88,7 @@ def test_a_steady_policy_s_order_is_exact(policy: type[Policy], states: bool):
     """Each victim is the least of all units, recomputed from the tree, through random requests, hits, pins
     and evictions.
     """
-    rig, random = Rig(policy(), SETUPS["states" if states else "stateless"]), Random(2)
+    rig, random = Rig(policy(), states=states), Random(2)
     popped = dead = 0
     for _ in range(150):
         for _ in range(random.randrange(6)):
