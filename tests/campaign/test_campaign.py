@@ -15,7 +15,6 @@ import pytest
 from tests.campaign import gone, growth
 from tests.campaign.__main__ import CAMPAIGNS, main
 from tests.campaign.actors import Part
-from tests.campaign.clocks import MOMENTS, WrongClock
 from tests.campaign.damage import DAMAGES, NAMES, Template, template
 from tests.campaign.model import Ledger, Model, Version
 from tests.campaign.pages import PAGE, nodes, used_pages
@@ -129,14 +128,6 @@ def test_kills_are_spread_over_all_calls(calls: int, count: int) -> None:
     assert len(chosen) == min(calls, count)
     assert chosen == sorted(set(chosen))
     assert set(chosen) <= set(range(1, calls + 1))
-
-
-def test_clocks_say_what_they_are_told() -> None:
-    assert {WrongClock(n, MOMENTS["at zero"]).time_ns() for n in range(5)} == {0}
-    clock = WrongClock(1)
-    said = [clock.time_ns() for _ in range(99)]
-    assert min(said) < 0 < max(said)
-    assert 0 in said
 
 
 def test_a_ledger_tells_what_was_said_while_something_was_gone(tmp_path: Path) -> None:

@@ -88,54 +88,11 @@ def test_dead_kv_goes_first():
     assert h.evict(kv=1) == {KV: [100, 101], MAMBA: [10_002]}
 
 
-def test_kv_is_not_dead_while_a_state_survives_in_any_tier():
-    h = Harness(MAMBA)
-    h.insert((1, 2), 2)
-    h.insert((3, 4), 2)
-    h.copy_to_host((3, 4), pages=False)
-    assert h.evict(mamba=2) == {MAMBA: [10_002, 20_002]}
-    h.index.touch(h.match((3, 4)))
-    assert h.evict(kv=1) == {KV: [100, 101]}
-    assert h.match((3, 4)).depth == 2
-
-
-def test_a_need_for_states_frees_no_kv_and_takes_inner_and_leaf_states_alike():
-    h = Harness(MAMBA)
-    h.insert((1, 2, 3), 2, 3)
-    h.insert((4,), 1)
-    assert h.evict(mamba=3) == {MAMBA: [10_002, 10_003, 20_001]}
-    assert h.index.evictable(Tier.DEVICE) == {KV: 4, MAMBA: 0}
-
-
 def test_a_need_for_kv_frees_no_inner_state():
     h = Harness(MAMBA)
     h.insert((1, 2, 3), 2, 3)
     assert h.evict(kv=1) == {KV: [102], MAMBA: [10_003]}
     assert h.match((1, 2)).depth == 2
-
-
-def test_what_the_host_or_the_store_has_is_demoted_not_lost():
-    h = Harness(MAMBA)
-    h.insert((1, 2), 2)
-    h.insert((3, 4), 2)
-    h.insert((5, 6), 2)
-    h.copy_to_host((1, 2))
-    h.store((3, 4))
-    eviction = h.index.evict_device({KV: 6})
-    assert (eviction.demoted, eviction.lost) == (5, 4)
-    assert (h.match((1, 2)).near_depth, h.match((5, 6)).path_depth) == (2, 0)
-    eviction = h.index.evict_host(7, COST)
-    assert (eviction.demoted, eviction.lost) == (0, 3)
-
-
-def test_another_page_of_the_edge_in_another_tier_demotes_nothing():
-    h = Harness()
-    h.insert((1, 2, 3))
-    span, first = h.span((1, 2, 3)), np.array([True, False, False])
-    h.index.residency.mark_stored(span, KV, first)
-    h.index.residency.drop(span, KV, Tier.DEVICE, first)
-    eviction = h.index.evict_device({KV: 2})
-    assert (eviction.demoted, eviction.lost) == (0, 2)
 
 
 def test_a_need_for_one_state_pool_leaves_units_without_it():
@@ -204,30 +161,6 @@ def test_what_the_host_evicts_next_is_told_before():
     assert told() == leaves[1:]
     pin.release()
     assert told() == leaves
-
-
-def test_a_need_beyond_what_is_evictable_changes_nothing():
-    h = Harness(MAMBA)
-    h.insert((1, 2), 2)
-    h.insert((3, 4), 2)
-    with h.index.pinned(h.match((1, 2)), Tier.DEVICE):
-        assert h.index.evictable(Tier.DEVICE) == {KV: 2, MAMBA: 1}
-        with pytest.raises(PoolFullError):
-            h.index.evict_device({MAMBA: 1, KV: 3})
-        assert h.match((3, 4)).depth == 2
-        assert h.evict(kv=2, mamba=1) == {KV: [200, 201], MAMBA: [20_002]}
-
-
-def test_what_is_in_flight_is_not_evicted():
-    h = Harness()
-    h.insert((1, 2))
-    span = h.span((1, 2))
-    h.index.residency.reserve(span, KV, Tier.HOST, np.array([7, 8]))
-    assert h.index.evictable(Tier.HOST) == {KV: 0}
-    h.evict(kv=2)
-    assert h.index.locations(span.node, 2).pages[KV].host.tolist() == [-9, -10]
-    assert h.index.residency.cancel(span, KV, Tier.HOST, np.array([7, 8])).all()
-    assert not list(h.index.nodes())
 
 
 def test_what_is_known_of_stored_pages_is_bounded():

@@ -101,18 +101,6 @@ def test_the_deepest_lost_unit_of_a_path():
     assert not ghosts.has_units
 
 
-def test_a_full_ring_forgets_the_oldest():
-    ghosts = Ghosts(units=4)
-    for digest in range(6):
-        ghosts.note_unit(digest, lost(depth=digest), 0)
-    assert [ghosts.deepest(pages(digest)) for digest in range(6)] == [None, None, 0, 0, 0, 0]
-    ghosts.note_unit(4, lost(depth=40), 0)  # again: the former entry is void
-    assert ghosts.deepest(pages(2)) is None
-    assert sorted(ghosts.view(0, 64).depth.tolist()) == [3, 5, 40]
-    assert ghosts.reuse(4, 0).depth == 40
-    assert sorted(ghosts.view(0, 64).depth.tolist()) == [3, 5]
-
-
 operations = st.lists(
     st.tuples(st.sampled_from(["note", "note", "restored", "reuse"]), st.integers(0, 7)), max_size=60
 )

@@ -30,6 +30,7 @@ from tiercache.core import Outcome
 from tiercache.errors import ClosedError, ConfigError, StorageError, StoreLockedError
 from tiercache.storage.base import NamespaceRecord
 from tiercache.storage.env import Env
+from tiercache.storage.registry import open_backend
 from tiercache.testing.faults import CALLS, FaultEnv
 from tiercache.testing.objects import fetch, key, payload, put, to_set
 
@@ -469,17 +470,19 @@ def test_a_disk_that_goes_away_gives_outcomes_and_works_again(tmp_path: Path, ki
         store.flush()
 
 
+@pytest.mark.parametrize("kind", ["file", "lmdb"])
 @pytest.mark.parametrize("now", [-(10**18), 0, 2**80])
-def test_any_clock_will_do(path: Path, now: int) -> None:
+def test_any_clock_will_do(tmp_path: Path, kind: str, now: int) -> None:
     class Clock(Env):
         def time_ns(self) -> int:
             return now
 
-    with opened(path, env=Clock()) as store:
-        assert put(store, key("new"), b"new") is STORED
-        [entry] = store.describe([key("new")])
-        assert entry is not None
-        assert (entry.stored_at is None) == (now <= 0)
+    for turn in range(2):
+        with open_backend(f"{kind}://{tmp_path}/s?capacity=16MiB", env=Clock()) as store:
+            assert put(store, key(turn), b"new") is STORED
+            for entry in store.describe([key(n) for n in range(turn + 1)]):
+                assert entry is not None
+                assert (entry.stored_at is None) == (now <= 0 or kind == "lmdb")
 
 
 def test_a_capacity_beyond_the_machine_is_refused_before_anything_is_made(tmp_path: Path) -> None:
