@@ -105,7 +105,7 @@ sbom: $(STAMP)  ## List what the wheel and its image consist of, as CycloneDX, i
 	mkdir -p dist
 	$(BIN)/cyclonedx-py requirements deploy/container/requirements.txt --pyproject pyproject.toml --output-reproducible --output-file dist/tiercache.cdx.json
 
-bench: $(STAMP)  ## Benchmarks: keys, index, engine-thread cost, copies, local stores (one JSON line per row)
+bench: $(STAMP)  ## Benchmarks: keys, index, engine-thread cost, local stores (one JSON line per row)
 	$(BIN)/python -m tests.benchmarks
 	$(BIN)/tiercache bench disk --backend file -o jsonl
 	$(BIN)/tiercache bench disk --backend lmdb -o jsonl

@@ -31,7 +31,7 @@ VALUED = {"-c", "--constraint", "-r", "--requirement", "-i", "--index-url"}
 NAME = re.compile(r"[A-Za-z][\w.-]*?(?=$|[\[=<>~!'\"`,.:)])")
 WITH_EXTRA = re.compile(r"(?<![\w/.$}-])tiercache\[[a-z]")
 """An extra of a distribution `tiercache`; labels and paths look otherwise."""
-OTHERS = {"lmcache", "spoolcache", "tokenizers", "pip-audit", "pip-tools", "cupy-cuda13x"}
+OTHERS = {"spoolcache", "tokenizers", "pip-audit", "pip-tools", "cupy-cuda13x"}
 """Published distributions that texts name, beside those that this one depends on."""
 
 

@@ -9,6 +9,7 @@ latencies, and what the daemon's memory did.
 from __future__ import annotations
 
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -20,7 +21,6 @@ from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 
-from tests.benchmarks.remote import seconds_of
 from tests.storage_backends.grpc.hooks import answers
 from tiercache.core import Outcome
 from tiercache.errors import StorageError
@@ -193,6 +193,12 @@ def quantiles(values: list[float]) -> dict[str, float]:
         "p99.9": round(cuts[998] * 1e3, 2),
         "max": round(max(values) * 1e3, 2),
     }
+
+
+def seconds_of(pid: int) -> float:
+    """Processor seconds that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def memory_of(pid: int) -> float:

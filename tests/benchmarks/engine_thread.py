@@ -171,6 +171,9 @@ def main() -> None:
         bench.measure(f"{label}, device hit, one page new", lambda: None, new)
         bench.measure(f"{label}, host hit, one page new", lambda b=bench: b.controller.evict(Tier.DEVICE))
         bench.controller.close()
+    told = Bench(8192, EventSettings(endpoint="tcp://127.0.0.1:0"))
+    told.measure("8k tokens with KV events, device hit, one page new", lambda: None)
+    told.controller.close()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""CPU time of a store for each object, a JSON line a row: `python -m tests.benchmarks.objects [URL]`.
+"""CPU time of a store for each object, a JSON line a row: `python -m tests.benchmarks.objects [URL...]`.
 
 Batches of the pages of a sequence are read from the page cache, and written into blocks that are in it.
 `get_apart` reads as many objects that lie apart from each other. `v2` goes through `HybridStorage`, the other
@@ -6,7 +6,8 @@ rows call the store. The limit beside a row moves as many bytes between the same
 file with plain calls of at most 1 MiB, one buffer an object, and takes turns with the store. Times are those
 of the whole process (`time.process_time`), in us an object.
 
-The URL is `file://{directory}?capacity=2GiB` if none is given; `{directory}` is made and removed.
+The URL is `file://{directory}?capacity=2GiB` if none is given, and several are a chain; `{directory}` is made
+and removed.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from tiercache.pools import HostArena, HostPool
 from tiercache.storage import open_backend
 from tiercache.storage.base import GetItem, NamespaceRecord, SetItem, StorageBackend
 from tiercache.storage.hybrid import HybridStorage
+from tiercache.storage.registry import spec_of
 from tiercache.testing.objects import NAMESPACE, page_key
 
 SHAPES = ((16 << 10, 128, 48, 150), (256 << 10, 128, 6, 30), (1 << 20, 64, 4, 20), (16 << 20, 8, 3, 8))
@@ -174,11 +176,13 @@ def measure(bench: Bench, batches: int, rounds: int) -> None:
         print(json.dumps(row), flush=True)
 
 
-def main(url: str, where: str | None) -> None:
+def main(urls: list[str], where: str | None) -> None:
     for size, count, batches, rounds in SHAPES:
         with (
             tempfile.TemporaryDirectory(dir=where) as directory,
-            open_backend(url.replace("{directory}", f"{directory}/store")) as store,
+            open_backend(
+                spec_of([url.replace("{directory}", f"{directory}/store") for url in urls])
+            ) as store,
         ):
             bench = Bench(store, Path(directory), size, count, batches)
             measure(bench, batches, rounds)
@@ -186,4 +190,4 @@ def main(url: str, where: str | None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "file://{directory}?capacity=2GiB", os.environ.get("TMPDIR"))
+    main(sys.argv[1:] or ["file://{directory}?capacity=2GiB"], os.environ.get("TMPDIR"))

@@ -1,4 +1,4 @@
-"""Restores and write-through of a controller, beside each of their legs alone: JSON lines, then a table.
+"""Restores and write-through of a controller, beside each of their legs alone, a JSON line a row.
 
     python -m tests.benchmarks.restore [--tokens 2048,8192,32768] [--store file,lmdb,shared,stream,tcp]
         [--rounds 5] [--directory DIRECTORY]
@@ -9,15 +9,13 @@ daemon on loopback; each serves a `file` store.
 
     restore   whole: from `lookup` until every layer is in its device slots
               legs:  `get` (the store's batch_get_v2 in one call), `load` (host to device),
-                     `raw` (the bytes of `get` without a store),
-                     `both` (a `get` and a `load` of other bytes at the same time: what the cores can do)
+              `both` (a `get` and a `load` of other bytes at the same time: what the cores can do)
     write     whole: from `commit` until storage has acknowledged every object; nothing is synced
               legs:  `copy` (device to host), `set` (the store's batch_set_v2 in one call), `both` as above
 
 The sides of a row take turns on the same memory, and every byte that came back is compared. `ratio` is the
-time of the slower leg (of a write: of `set`) in that of the whole; `raw_ratio` is the same with `raw` for
-`get`, and `both_ratio` with `both`. Figures are medians; `cpu_ms` is the processor time of this process,
-without that of a daemon.
+time of the slower leg (of a write: of `set`) in that of the whole, `both_ratio` that of `both`. Figures are
+medians; `cpu_ms` is the processor time of this process, without that of a daemon.
 """
 
 from __future__ import annotations
@@ -60,9 +58,9 @@ from tiercache.pools import DevicePool, HostArena
 from tiercache.storage.registry import open_backend
 from tiercache.storage.vectors import take
 from tiercache_lab import children
-from tiercache_lab.bench.baselines import DIRECT_THREADS, Copier, RawFile, direct_possible, pieces
+from tiercache_lab.bench.baselines import direct_possible
 from tiercache_lab.bench.machine import drop, machine, warm
-from tiercache_lab.bench.timing import Crew, Side, medians
+from tiercache_lab.bench.timing import Side, medians
 
 KV, MAMBA = PoolName.KV, PoolName.MAMBA
 PAGE, LAYERS, STATES = 64, 48, 3
@@ -177,10 +175,9 @@ class Bed:
         self.controller.release(self._admission)
 
     def take_host(self, _: int = 0) -> None:
-        """Take host objects for a prompt, whose memory is then in `pieces`; `give_host` gives them back."""
+        """Take host objects for a prompt; `give_host` gives them back."""
         host = self._context.host
         self.handles = {KV: host[KV].alloc(self._pages), MAMBA: host[MAMBA].alloc(1)}
-        self.pieces = pieces(list(self._views()))
 
     def give_host(self, _: int = 0) -> None:
         """Compare what these host objects hold, and give them back."""
@@ -303,12 +300,6 @@ class Bed:
         self.give_host(n)
         self.end_write(n)
 
-    def _views(self) -> Iterator[memoryview]:
-        """Yield the memory of the host objects that are taken, in order, padded to whole blocks of 4 KiB."""
-        for pool, handles in self.handles.items():
-            for handle in handles.tolist():
-                yield from take(self._context.host[pool].buffers(handle), 0, GEOMETRIES[pool].padded_nbytes)
-
     def _transfers(self) -> list[PoolTransfer]:
         last, parent = self._keys[-1], self._keys[-2]
         return [
@@ -357,7 +348,7 @@ class Bed:
         assert all(set(each) == {wanted} for each in outcomes.values()), f"not all are {wanted}: {outcomes}"
 
 
-def restores(bed: Bed, files: Path, rounds: int, *, cold: bool, raw: Side | None) -> dict[str, Time]:
+def restores(bed: Bed, files: Path, rounds: int, *, cold: bool) -> dict[str, Time]:
     """Compare a restore with its legs; the page cache has the files of the store, or has not if `cold`."""
 
     def prepare(_: int) -> None:
@@ -384,8 +375,6 @@ def restores(bed: Bed, files: Path, rounds: int, *, cold: bool, raw: Side | None
         Side("get", bed.get, prepare_get, bed.give_host),
         Side("load", bed.load, prepare_load, bed.end_load),
     ]
-    if raw is not None:
-        sides.append(replace(raw, before=prepare_get, after=bed.give_host))
     return measure(sides, rounds)
 
 
@@ -432,28 +421,6 @@ def measure(sides: Sequence[Side], rounds: int) -> dict[str, Time]:
     return {name: Time(wall[name], statistics.median(times)) for name, times in cpu.items()}
 
 
-def raw_sides(bed: Bed, store: str, path: Path, stack: ExitStack) -> tuple[Side | None, Side | None]:
-    """Return ways to read the bytes of a prompt without a store: page cache warm, and cold."""
-    if store not in ("file", "lmdb"):
-        return None, None
-    one, two, many = (stack.enter_context(Crew(threads)) for threads in (1, 2, DIRECT_THREADS))
-    bed.take_host()
-    bed.get(0)
-    nbytes = sum(piece.view.nbytes for piece in bed.pieces)
-    file = stack.enter_context(RawFile(path, nbytes))
-    file.write(bed.pieces, 0, one)
-    file.sync()
-    bed.give_host()
-    if store == "lmdb":
-        copier = stack.enter_context(Copier(file.map(nbytes)))
-        return Side("raw", lambda _: copier.copy(bed.pieces, one)), None
-    past = stack.enter_context(RawFile(path, nbytes, direct=direct_possible(path.parent)))
-    return (
-        Side("raw", lambda _: file.read(bed.pieces, 0, two)),
-        Side("raw", lambda _: past.read(bed.pieces, 0, many)),
-    )
-
-
 def urls_of(store: str, directory: Path, capacity: int, stack: ExitStack) -> tuple[str, str]:
     """Return the URLs of a new store (see `Bed`); starts a daemon where there is to be one."""
     if store in ("file", "lmdb"):
@@ -485,11 +452,9 @@ def rows_of(store: str, tokens: int, rounds: int, directory: Path) -> Iterator[d
         need = tokens // PAGE * PAGES.nbytes + STATE.nbytes
         url, deleting = urls_of(store, directory, 3 * need + (256 << 20), stack)
         bed = stack.enter_context(Bed(url, tokens, deleting))
-        sides = raw_sides(bed, store, directory / "raw", stack)
-        for cold, raw in enumerate(sides):
-            if store == "file" or not cold:
-                times = restores(bed, directory, rounds, cold=bool(cold), raw=raw)
-                yield row_of("restore", store, "cold" if cold else "warm", tokens, bed.nbytes, times)
+        for cache in ("warm", "cold") if store == "file" else ("warm",):
+            times = restores(bed, directory, rounds, cold=cache == "cold")
+            yield row_of("restore", store, cache, tokens, bed.nbytes, times)
         yield row_of("write", store, "", tokens, bed.nbytes, writes(bed, rounds))
 
 
@@ -507,26 +472,7 @@ def row_of(
         "cpu_ms": {name: round(each.cpu * 1e3, 1) for name, each in times.items()},
         "ratio": round(limit / wall["whole"], 2), "target": TARGETS[what],
     }  # fmt: skip
-    if "both" in wall:
-        row["both_ratio"] = round(wall["both"] / wall["whole"], 2)
-    if "raw" in wall:
-        row["raw_ratio"] = round(max(wall["raw"], wall["load"]) / wall["whole"], 2)
-    return row
-
-
-def table(rows: Sequence[Mapping[str, object]]) -> Iterator[str]:
-    """Yield the lines of a table of all rows."""
-    yield "| | tokens | MiB | whole | legs | ratio | raw ratio | both ratio | target |"
-    yield "|---|---|---|---|---|---|---|---|---|"
-    for row in rows:
-        times = row["ms"]
-        assert isinstance(times, dict)
-        legs = ", ".join(f"{name} {ms:.0f}" for name, ms in times.items() if name != "whole")
-        yield (
-            f"| {str(row['benchmark']).partition('.')[2]} {row['store']} | {row['tokens']} | {row['mib']} |"
-            f" {times['whole']:.0f} ms, {row['gb_s']} GB/s | {legs} | {row['ratio']} |"
-            f" {row.get('raw_ratio', '-')} | {row.get('both_ratio', '-')} | {row['target']} |"
-        )
+    return row | {"both_ratio": round(wall["both"] / wall["whole"], 2)}
 
 
 def main() -> None:
@@ -542,14 +488,11 @@ def main() -> None:
     profile = profile_named("qwen3-next-80b-a3b")
     assert (PAGES.nbytes, STATE.nbytes) == (profile.kv_bytes_per_token * PAGE, profile.state_bytes)
     print(machine(Path(asked.directory), direct=direct_possible(Path(asked.directory))), file=sys.stderr)
-    rows = []
     for store in asked.store.split(","):
         for tokens in map(int, asked.tokens.split(",")):
             with tempfile.TemporaryDirectory(prefix=".benchmark-", dir=asked.directory) as directory:
                 for row in rows_of(store, tokens, asked.rounds, Path(directory).absolute()):
-                    rows.append(row)
                     print(json.dumps(row), flush=True)
-    print(*table(rows), sep="\n", file=sys.stderr)
 
 
 if __name__ == "__main__":

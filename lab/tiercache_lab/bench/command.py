@@ -74,31 +74,17 @@ def disk(
             min=0, help="If not 0: also measure exists and open on a store with this number of tiny objects."
         ),
     ] = 0,
-    beside: Annotated[
-        str,
-        typer.Option(
-            help=(
-                "Rivals to compare with, separated by commas: files (one file per page), lmcache, which needs"
-                " its package. Empty: no rival."
-            )
-        ),
-    ] = "files",
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Measure a store on disk, and compare it with raw system calls and with other stores.
+    """Measure a store on disk, and compare it with raw system calls and with one file per page.
 
-    A batch has 128 objects, or fewer if they would exceed 256 MiB. The store, the system calls and the rivals
+    A batch has 128 objects, or fewer if they would exceed 256 MiB. The store, the system calls and the files
     take turns and use the same buffers, and all bytes read are compared. The time of a set includes computing
-    the checksums. The time of a get includes verifying the checksums. The sentences below the table say what
-    each rival verifies and syncs.
+    the checksums. The time of a get includes verifying the checksums. Files have no checksums.
 
     Measure a disk with pages of 1 MiB:
 
         tiercache bench disk --directory /var/lib --size 1MiB
-
-    Compare the store with LMCache's file system connector (pip install lmcache):
-
-        tiercache bench disk --size 1MiB --beside files,lmcache
 
     Measure the start of a store with a million objects:
 
@@ -116,7 +102,7 @@ def disk(
     made = plan(
         backend=backend, sizes=size, path=directory, threads=threads, repeats=repeat, total=total,
         durability=durability, cases=case,
-        objects=objects, beside=beside,
+        objects=objects,
     )  # fmt: skip
     with TemporaryDirectory(prefix=".benchmark-", dir=made.directory) as temporary:
         root = Path(temporary)

@@ -1,7 +1,7 @@
 """`tiercache bench device`: stores and loads between a CUDA device and the host, beside one contiguous copy.
 
 Stores and loads are measured by each method, by the method that the calibration chooses, and through the
-transfer engine. A forward pass beside a load shows how much of the load its computation hides.
+transfer engine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from tiercache.errors import ConfigError, TierCacheError, TransferError
 from tiercache.transfer.cuda import CudaDevice, Direction, Method, calibrate
 from tiercache.transfer.cuda.calibration import self_test
 from tiercache_lab.bench.device_memory import Bed, Ground, Objects, Shapes, Work, shapes_of
-from tiercache_lab.bench.overlap import MakeProducts, Products, overlap
 from tiercache_lab.bench.rows import MIB, Note, Row, Target, Unit
 from tiercache_lab.bench.timing import Side, medians
 
@@ -73,15 +72,6 @@ class DevicePlan:
                 if objects.nbytes(self.shapes) <= self.max_bytes:
                     yield kind, objects
 
-    def prompt(self) -> Objects:
-        """Return the objects of a long prompt that fit into `max_bytes`: one state, and up to 255 pages.
-
-        There is no state if a state and a page together do not fit.
-        """
-        pages, state = self.shapes.pages.nbytes, self.shapes.states.nbytes
-        states = 1 if pages + state <= self.max_bytes else 0
-        return Objects(min(max(COUNTS) - 1, (self.max_bytes - states * state) // pages), states)
-
     @property
     def device_bytes(self) -> int:
         """Bytes that the largest group needs on the device, with one free slot in each pool."""
@@ -118,17 +108,11 @@ def footer(plan: DevicePlan, device: CudaDevice, notes: Sequence[Note]) -> list[
             f" {TRANSFERS} transfers at once. Each transfer has as many objects as the row says. If that"
             " would exceed --most, the objects of the row are divided among the transfers."
         ),
-        (
-            "overlap: a forward pass of matrix products that waits for each layer of a load, or first for the"
-            " whole load; longer_percent is its time beyond that of the pass alone."
-        ),
         *(f"{note.text[0].upper()}{note.text[1:]}." for note in notes),
     ]
 
 
-def run(
-    plan: DevicePlan, device: CudaDevice, say: Say, make: MakeProducts = Products
-) -> Generator[Row | Note]:
+def run(plan: DevicePlan, device: CudaDevice, say: Say) -> Generator[Row | Note]:
     """Yield every row and note as soon as it is known.
 
     Closing the generator releases everything on the device. Raises TransferError if copied bytes are wrong or
@@ -136,16 +120,14 @@ def run(
     """
     try:
         with device.current(), ExitStack() as stack:
-            yield from _run(plan, device, say, make, stack)
+            yield from _run(plan, device, say, stack)
     except TierCacheError:
         raise
     except RuntimeError as error:
         raise TransferError(f"{device.card} failed: {error}") from error
 
 
-def _run(
-    plan: DevicePlan, device: CudaDevice, say: Say, make: MakeProducts, stack: ExitStack
-) -> Generator[Row | Note]:
+def _run(plan: DevicePlan, device: CudaDevice, say: Say, stack: ExitStack) -> Generator[Row | Note]:
     say("trying each method")
     self_test(device)
     for method, reason in device.unavailable.items():
@@ -161,8 +143,6 @@ def _run(
     methods = [method for method in Method if method not in device.unavailable]
     ground = Ground(device, known, plan.device_bytes, stack)
     yield from copies(plan, ground, methods, say)
-    say("a load during compute")
-    yield from overlap(ground, plan.shapes, plan.prompt(), plan.repeats, make)
 
 
 def copies(plan: DevicePlan, ground: Ground, methods: Sequence[Method], say: Say) -> Iterator[Row]:

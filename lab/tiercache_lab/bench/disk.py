@@ -1,13 +1,13 @@
 """A run of `bench disk`, which prepares the disk and the page cache for each case and compares the calls.
 
-Each case compares several ways to move the same batch. A way is a `Side`: the store, raw system calls, or a
-rival. Sizes of objects are measured one after the other. The directories of a size are removed before the
-next size begins.
+Each case compares several ways to move the same batch. A way is a `Side`: the store, raw system calls, or
+one file per page. Sizes of objects are measured one after the other. The directories of a size are removed
+before the next size begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -17,16 +17,17 @@ from typing import Final
 
 from tiercache.core import ObjectKey
 from tiercache.errors import StorageError
-from tiercache_lab.bench.baselines import DIRECT_THREADS, PIECE, Copier, RawFile, pieces
+from tiercache_lab.bench.baselines import DIRECT_THREADS, PIECE, Copier, Page, PageFiles, RawFile, pieces
 from tiercache_lab.bench.machine import Machine, drop, settle, warm
-from tiercache_lab.bench.plan import TINY, Case, Plan, rival_target_of, target_of
-from tiercache_lab.bench.rivals import Page, Rival, open_rival
+from tiercache_lab.bench.plan import TINY, Case, Plan, files_target_of, target_of
 from tiercache_lab.bench.rows import Note, Row, Target, size_text, speed
 from tiercache_lab.bench.subject import Buffers, Subject, batch_keys
 from tiercache_lab.bench.timing import Crew, Side, medians
 
 STORE: Final = "store"
 """Name of the side that calls the store."""
+FILES: Final = "files"
+"""Name of the side that has one file per page."""
 _DIRECT: Final = f"O_DIRECT x {DIRECT_THREADS}"
 """Name of the side that bypasses the page cache."""
 
@@ -44,7 +45,6 @@ class SizeBench:
         self._machine = machine
         self._buffers = buffers
         self._say = say
-        self._stack = stack
         self._callers = stack.enter_context(Crew(plan.threads))
         self._many = stack.enter_context(Crew(DIRECT_THREADS))
         self._pages = [
@@ -60,7 +60,7 @@ class SizeBench:
         plan, nbytes = self._plan, self._buffers.nbytes
         capacity = plan.steady_capacity(self._buffers.size)
         url = plan.url(root / "store", capacity)
-        rivals = self._rivals(root)
+        files = PageFiles(root / FILES, self._callers, durable=plan.durable)
         with (
             Subject(url, root / "store", self._buffers, self._callers) as subject,
             RawFile(root / "buffered", nbytes) as buffered,
@@ -69,41 +69,41 @@ class SizeBench:
             subject.fill(capacity)
             buffered.write(self._cut, 0, self._many)
             buffered.sync()
-            yield from self._set_cached(subject, buffered, rivals)
-            yield from _notes(subject, rivals)
+            yield from self._set_cached(subject, buffered, files)
+            yield from _notes(subject)
 
     def growing(self, root: Path) -> Iterator[Row | Note]:
         """Measure sets into new blocks, gets of the stored objects, and lookups."""
         plan, nbytes = self._plan, self._buffers.nbytes
         url = plan.url(root / "store", plan.growing_capacity(self._buffers.size))
         keys = [batch_keys(self._buffers.count) for _ in range(plan.batches)]
-        rivals = self._rivals(root)
+        files = PageFiles(root / FILES, self._callers, durable=plan.durable)
         with (
             Subject(url, root / "store", self._buffers, self._callers) as subject,
             RawFile(root / "buffered", plan.batches * nbytes) as buffered,
             RawFile(root / "direct", plan.batches * nbytes, direct=self._machine.direct) as direct,
         ):
-            yield from self._set_fresh(subject, buffered, direct, rivals, keys)
+            yield from self._set_fresh(subject, buffered, direct, files, keys)
             yield from missing(subject, plan.batches * self._buffers.count)
             if Case.GET_WARM in plan.cases:
-                yield from self._get_warm(root, subject, buffered, rivals, keys[1])
+                yield from self._get_warm(root, subject, buffered, files, keys[1])
             if Case.GET_COLD in plan.cases:
-                yield from self._get_cold(root, subject, buffered, direct, rivals, keys)
+                yield from self._get_cold(root, subject, buffered, direct, files, keys)
             known = [key for batch in keys for key in batch]
-            yield from lookups(plan, subject, known, self._say, rivals, self._pages)
-            yield from _notes(subject, rivals)
+            yield from lookups(plan, subject, known, self._say, files, self._pages)
+            yield from _notes(subject)
 
-    def _set_cached(self, subject: Subject, buffered: RawFile, rivals: Mapping[str, Rival]) -> Iterator[Row]:
+    def _set_cached(self, subject: Subject, buffered: RawFile, files: PageFiles) -> Iterator[Row]:
         self._say("set, cached blocks")
         keys = [batch_keys(self._buffers.count) for _ in range(self._plan.batches)]
         stored: list[ObjectKey] = []
 
-        # Before round n, the store and the rivals remove the batch of round n - 1, so that round n reuses the
+        # Before round n, the store and the files remove the batch of round n - 1, so that round n reuses the
         # space of that batch.
-        def free(rival: Rival, n: int) -> None:
+        def free(n: int) -> None:
             if n:
-                rival.remove(self._pages[n - 1])
-            settle(rival.directory)
+                files.remove(self._pages[n - 1])
+            settle(files.directory)
 
         def give_back(n: int) -> None:
             subject.delete(stored)
@@ -114,18 +114,18 @@ class SizeBench:
             [
                 Side(STORE, lambda n: subject.put(keys[n]), give_back, lambda _: subject.store.flush()),
                 self._buffered_write(buffered, lambda _: 0),
-                *(replace(side, before=partial(free, rivals[side.name])) for side in self._puts(rivals)),
+                replace(self._put(files), before=free),
             ]
         )
         subject.delete(stored)
-        yield from self._rows(Case.SET_CACHED, found, rivals)
+        yield from self._rows(Case.SET_CACHED, found)
 
     def _set_fresh(
         self,
         subject: Subject,
         buffered: RawFile,
         direct: RawFile,
-        rivals: Mapping[str, Rival],
+        files: PageFiles,
         keys: Sequence[Sequence[ObjectKey]],
     ) -> Iterator[Row]:
         self._say("set, fresh blocks")
@@ -134,20 +134,15 @@ class SizeBench:
             Side(STORE, lambda n: subject.put(keys[n]), after=lambda _: subject.store.flush()),
             self._buffered_write(buffered, lambda n: n * nbytes),
             *self._direct_write(direct, lambda n: n * nbytes),
-            *self._puts(rivals),
+            self._put(files),
         ]
         # Gets read the objects of these sets, so the sets run even if the plan does not name their case.
         found = self._compare_sets(sides)
         if Case.SET_FRESH in self._plan.cases:
-            yield from self._rows(Case.SET_FRESH, found, rivals)
+            yield from self._rows(Case.SET_FRESH, found)
 
     def _get_warm(
-        self,
-        root: Path,
-        subject: Subject,
-        buffered: RawFile,
-        rivals: Mapping[str, Rival],
-        keys: Sequence[ObjectKey],
+        self, root: Path, subject: Subject, buffered: RawFile, files: PageFiles, keys: Sequence[ObjectKey]
     ) -> Iterator[Row]:
         self._say("get, warm")
         # Read batch 1 of set-fresh. In the raw file, batch 1 begins where batch 0 ends.
@@ -160,9 +155,9 @@ class SizeBench:
                 limit = Side("copy from map", lambda _: copier.copy(self._whole, self._callers))
             else:
                 limit = Side("preadv", lambda _: buffered.read(self._whole, base, self._callers))
-            sides = [Side(STORE, lambda _: subject.get(keys)), limit, *self._gets(rivals, lambda _: 1)]
+            sides = [Side(STORE, lambda _: subject.get(keys)), limit, self._get(files, lambda _: 1)]
             found = self._compare_gets(sides)
-        yield from self._rows(Case.GET_WARM, found, rivals)
+        yield from self._rows(Case.GET_WARM, found)
 
     def _get_cold(
         self,
@@ -170,13 +165,12 @@ class SizeBench:
         subject: Subject,
         buffered: RawFile,
         direct: RawFile,
-        rivals: Mapping[str, Rival],
+        files: PageFiles,
         keys: Sequence[Sequence[ObjectKey]],
     ) -> Iterator[Row | Note]:
         self._say("get, cold")
         nbytes = self._buffers.nbytes
-        for rival in rivals.values():
-            drop(rival.directory)
+        drop(files.directory)
         buffered.drop()
         if buffered.cached() and not self._machine.in_memory:
             yield Note(
@@ -193,40 +187,17 @@ class SizeBench:
             # cache. Therefore the store is reopened before every round.
             Side(STORE, lambda n: subject.get(keys[n]), lambda _: subject.reopen_cold(keys[0][0])),
             *(Side(how, partial(read, file), partial(_drop, file)) for how, file in raw.items()),
-            *self._gets(rivals, lambda n: n),
+            self._get(files, lambda n: n),
         ]
-        yield from self._rows(Case.GET_COLD, self._compare_gets(sides), rivals)
+        yield from self._rows(Case.GET_COLD, self._compare_gets(sides))
 
-    def _rivals(self, root: Path) -> dict[str, Rival]:
-        """Open every rival of the plan in a directory of its own."""
-        plan = self._plan
-        return {
-            name: self._stack.enter_context(
-                open_rival(name, root / name, self._callers, durable=plan.durable)
-            )
-            for name in plan.rivals
-        }
+    def _put(self, files: PageFiles) -> Side:
+        """Return the side that stores batch n in round n, one file per page."""
+        return Side(FILES, lambda n: files.put(self._pages[n]), after=lambda _: settle(files.directory))
 
-    def _puts(self, rivals: Mapping[str, Rival]) -> list[Side]:
-        """Return a side for each rival, which stores batch n in round n."""
-
-        def put(rival: Rival, n: int) -> None:
-            rival.put(self._pages[n])
-
-        def after(rival: Rival, _: int) -> None:
-            settle(rival.directory)
-
-        return [
-            Side(name, partial(put, rival), after=partial(after, rival)) for name, rival in rivals.items()
-        ]
-
-    def _gets(self, rivals: Mapping[str, Rival], batch: Callable[[int], int]) -> list[Side]:
-        """Return a side for each rival, which reads batch `batch(n)` in round n."""
-
-        def get(rival: Rival, n: int) -> None:
-            rival.get(self._pages[batch(n)])
-
-        return [Side(name, partial(get, rival)) for name, rival in rivals.items()]
+    def _get(self, files: PageFiles, batch: Callable[[int], int]) -> Side:
+        """Return the side that reads batch `batch(n)` in round n, one file per page."""
+        return Side(FILES, lambda n: files.get(self._pages[batch(n)]))
 
     def _buffered_write(self, file: RawFile, base: Callable[[int], int]) -> Side:
         """Return the side that writes through the page cache, with as many threads as call the store."""
@@ -270,10 +241,10 @@ class SizeBench:
 
         return medians([with_check(side) for side in sides], self._plan.repeats)
 
-    def _rows(self, case: Case, found: dict[str, float], rivals: Mapping[str, Rival]) -> Iterator[Row]:
-        """Yield a row that compares the store with the fastest raw side, and a row for each rival."""
+    def _rows(self, case: Case, found: dict[str, float]) -> Iterator[Row]:
+        """Yield a row that compares the store with the fastest raw side, and one with the files."""
         plan, buffers = self._plan, self._buffers
-        raw = {way: seconds for way, seconds in found.items() if way != STORE and way not in rivals}
+        raw = {way: seconds for way, seconds in found.items() if way not in (STORE, FILES)}
         fastest = min(raw, key=lambda way: raw[way])
         target = target_of(plan.backend, case, buffers.size, buffers.count)
 
@@ -290,24 +261,21 @@ class SizeBench:
             )
 
         yield row(case.words, fastest, raw[fastest], target)
-        for name, rival in rivals.items():
-            target = rival_target_of(plan.backend, case, name, buffers.size)
-            yield row(f"{case.words} / {name}", rival.title, found[name], target)
+        target = files_target_of(plan.backend, case)
+        yield row(f"{case.words} / {FILES}", "file per page", found[FILES], target)
 
 
 def _drop(file: RawFile, _: int) -> None:
     file.drop()
 
 
-def _notes(subject: Subject, rivals: Mapping[str, Rival]) -> Iterator[Note]:
-    """Yield what the store reports about its reads and writes, if it does, and what each rival does."""
+def _notes(subject: Subject) -> Iterator[Note]:
+    """Yield what the store reports about its reads and writes, if it does."""
     told = {
         name: value for name, value in subject.usage().details.items() if name.startswith(("io", "direct"))
     }
     if told:
         yield Note("the store reports: " + ", ".join(f"{name} {value}" for name, value in told.items()))
-    for name, rival in rivals.items():
-        yield Note(f"/ {name}: {rival.about}")
 
 
 _FILL: Final = 4096
@@ -359,12 +327,12 @@ def lookups(
     subject: Subject,
     known: Sequence[ObjectKey],
     say: Callable[[str], None],
-    rivals: Mapping[str, Rival],
-    pages: Sequence[Sequence[Page]],
+    files: PageFiles | None = None,
+    pages: Sequence[Sequence[Page]] = (),
 ) -> Iterator[Row]:
     """Measure `exists` and `open` on a store that holds the keys `known`.
 
-    The rivals hold the batches `pages`, and only `exists` is compared with them.
+    `exists` is compared with `files`, which hold the batches `pages`.
     """
 
     def to_first_hit(_: int) -> None:
@@ -373,7 +341,7 @@ def lookups(
 
     if Case.EXISTS in plan.cases:
         say(Case.EXISTS.words)
-        yield from _exists(plan, subject, known, rivals, pages)
+        yield from _exists(plan, subject, known, files, pages)
     if Case.OPEN in plan.cases:
         say(Case.OPEN.words)
         objects = subject.usage().objects
@@ -391,32 +359,26 @@ def _exists(
     plan: Plan,
     subject: Subject,
     known: Sequence[ObjectKey],
-    rivals: Mapping[str, Rival],
+    files: PageFiles | None,
     pages: Sequence[Sequence[Page]],
 ) -> Iterator[Row]:
     """Measure one call of `exists` for `_KEYS` keys; if fewer keys are known, they are repeated.
 
-    A rival is asked about each of its batches as a whole, and its time is scaled to as many keys.
+    Files are asked about each of their batches as a whole, and their time is scaled to as many keys.
     """
     asked = [known[i % len(known)] for i in range(_KEYS)]
 
-    def count(rival: Rival, _: int) -> None:
-        _all_there(rival.count(batch) == len(batch) for batch in pages)
-
-    found = medians(
-        [
-            Side("store", lambda _: _all_there(subject.store.exists(asked))),
-            *(Side(name, partial(count, rival)) for name, rival in rivals.items()),
-        ],
-        plan.repeats,
-    )
-    name, seconds = f"{plan.backend} {Case.EXISTS.words}", found["store"]
+    sides = [Side(STORE, lambda _: _all_there(subject.store.exists(asked)))]
+    if files is not None:
+        sides.append(Side(FILES, lambda _: _all_there(files.count(batch) == len(batch) for batch in pages)))
+    found = medians(sides, plan.repeats)
+    name, seconds = f"{plan.backend} {Case.EXISTS.words}", found[STORE]
     target = target_of(plan.backend, Case.EXISTS, subject.size, _KEYS)
     yield speed(name, subject.size, _KEYS, seconds, target=target)
-    for beside, rival in rivals.items():
-        theirs = found[beside] * _KEYS / sum(map(len, pages))
+    if files is not None:
+        theirs = found[FILES] * _KEYS / sum(map(len, pages))
         yield speed(
-            f"{name} / {beside}", subject.size, _KEYS, seconds, limit=rival.title, limit_seconds=theirs
+            f"{name} / {FILES}", subject.size, _KEYS, seconds, limit="file per page", limit_seconds=theirs
         )
 
 
@@ -434,7 +396,7 @@ def many(plan: Plan, buffers: Buffers, root: Path, say: Callable[[str], None]) -
             # Keep every n-th key: enough keys for one call of `exists`, spread over the whole store.
             known += keys[:: max(1, plan.objects // _KEYS)]
         yield from missing(subject, -(-plan.objects // buffers.count) * buffers.count)
-        yield from lookups(plan, subject, known, say, {}, ())
+        yield from lookups(plan, subject, known, say)
 
 
 def missing(subject: Subject, stored: int) -> Iterator[Note]:
@@ -457,8 +419,9 @@ def footer(plan: Plan, machine: Machine, notes: Sequence[Note]) -> list[str]:
             " includes computing the checksums, a get verifying them."
         ),
         (
-            "limit_gbps: of the fastest plain system calls that move the same objects, or of the rival that"
-            " the row names."
+            "limit_gbps: of the fastest plain system calls that move the same objects, or in rows of files of"
+            f" one file per page: a set syncs {'every file' if plan.durable else 'nothing'}, a get verifies"
+            " nothing, and nothing bounds the space."
         ),
     ]
     if machine.in_memory:

@@ -14,7 +14,6 @@ from tiercache.config.urls import storage_url
 from tiercache.core import BLOCK_ALIGN
 from tiercache.errors import ConfigError
 from tiercache_lab.bench.machine import free_bytes
-from tiercache_lab.bench.rivals import RIVALS, check_rival
 from tiercache_lab.bench.rows import KIB, MIB, Target, Unit
 
 BACKENDS: Final = ("file", "lmdb")
@@ -31,10 +30,10 @@ STEADY_BATCHES: Final = 4
 """Number of batches that fit into the store in which sets overwrite old blocks."""
 _SPARE: Final = 64 * MIB
 """Bytes that a store may need in addition to its objects; also the minimum size of a store."""
-_LAYOUTS: Final = 4
-"""Number of copies of the objects that are on disk at once, without those of the rivals.
+_LAYOUTS: Final = 5
+"""Number of copies of the objects that are on disk at once.
 
-The store may need twice the bytes of the objects. Each of two raw files, and each rival, needs one copy.
+The store may need twice the bytes of the objects. Each of two raw files, and one file per page, need a copy.
 """
 _TINY_ROOM: Final = 4
 """Capacity of a store of tiny objects, as a multiple of the bytes of the objects.
@@ -83,8 +82,6 @@ class Plan:
     cases: frozenset[Case]
     objects: int
     """Number of tiny objects in a separate store; 0 for no such store."""
-    rivals: tuple[str, ...]
-    """Names of the rivals (see `rivals.py`)."""
 
     @property
     def batches(self) -> int:
@@ -119,10 +116,7 @@ class Plan:
         """Maximum bytes of disk space that the run uses at the same time."""
         largest = max(self.count(size) * size for size in self.sizes)
         steady = 2 * STEADY_BATCHES * largest
-        return (
-            max((_LAYOUTS + len(self.rivals)) * self.batches * largest, steady, 2 * self.objects * TINY)
-            + 2 * _SPARE
-        )
+        return max(_LAYOUTS * self.batches * largest, steady, 2 * self.objects * TINY) + 2 * _SPARE
 
     def url(self, path: Path, capacity: int) -> str:
         """Return the URL of a store at `path` with a capacity in bytes."""
@@ -133,7 +127,7 @@ class Plan:
 
 def plan(
     *, backend: str, sizes: str, path: Path, threads: int, repeats: int, total: str, durability: str,
-    cases: str, objects: int, beside: str
+    cases: str, objects: int
 ) -> Plan:  # fmt: skip
     """Return the plan that the options describe.
 
@@ -143,15 +137,10 @@ def plan(
     _one_of("--durability", durability, DURABILITIES)
     for name in cases.split(",") if cases else ():
         _one_of("--case", name.strip(), list(Case))
-    rivals = tuple(dict.fromkeys(name.strip() for name in beside.split(",") if beside))
-    for name in rivals:
-        _one_of("--beside", name, RIVALS)
-        check_rival(name)
     made = Plan(
         backend, sizes_of(sizes), directory_of(path), threads, repeats, _size("--bytes", total),
         durability == "power",
         frozenset(Case(name.strip()) for name in cases.split(",")) if cases else frozenset(Case), objects,
-        rivals,
     )  # fmt: skip
     for size in made.sizes:
         _check(made, size)
@@ -222,16 +211,8 @@ _RATIOS: Final = {
     ("file", Case.GET_COLD): (MIB, 0.9),
     ("lmdb", Case.GET_WARM): (256 * KIB, 0.65),
 }
-# For each rival and case, the same two numbers of a `file` store.
-_RIVAL_RATIOS: Final = {
-    ("files", Case.SET_CACHED): (0, 2.0),
-    ("files", Case.SET_FRESH): (0, 2.0),
-    ("files", Case.GET_WARM): (0, 1.2),
-    ("files", Case.GET_COLD): (0, 1.2),
-    ("lmcache", Case.SET_FRESH): (256 * KIB, 1.1),
-    ("lmcache", Case.GET_WARM): (256 * KIB, 1.1),
-    ("lmcache", Case.GET_COLD): (256 * KIB, 1.1),
-}
+_FILES_RATIOS: Final = {Case.SET_CACHED: 2.0, Case.SET_FRESH: 2.0, Case.GET_WARM: 1.2, Case.GET_COLD: 1.2}
+"""Minimum speeds of a `file` store, as multiples of the speed of one file per page."""
 _MICROSECONDS: Final = {("file", Case.SET_CACHED): 20.0, ("file", Case.GET_WARM): 10.0}
 """Maximum microseconds per object, for batches of 128 objects of 16 KiB."""
 _EXISTS: Final = {"file": 1.0, "lmdb": 4.0}
@@ -258,9 +239,6 @@ def target_of(backend: str, case: Case, size: int, objects: int) -> Target | Non
     return Target(ratio, Unit.RATIO) if ratio and size >= min_bytes else None
 
 
-def rival_target_of(backend: str, case: Case, rival: str, size: int) -> Target | None:
-    """Return the target of a store compared with a rival, or None if there is no target."""
-    if backend != "file":
-        return None
-    min_bytes, ratio = _RIVAL_RATIOS.get((rival, case), (0, 0.0))
-    return Target(ratio, Unit.RATIO) if ratio and size >= min_bytes else None
+def files_target_of(backend: str, case: Case) -> Target | None:
+    """Return the target of a store compared with one file per page, or None if there is no target."""
+    return Target(_FILES_RATIOS[case], Unit.RATIO) if backend == "file" and case in _FILES_RATIOS else None

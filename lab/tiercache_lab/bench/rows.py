@@ -22,7 +22,6 @@ class Unit(enum.StrEnum):
     RATIO = "x"
     MICROSECONDS = "us"
     SECONDS = "s"
-    PERCENT = "%"
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,22 +100,17 @@ class Subject:
         if store is not None:
             store.close()
 
-    def reopen_cold(self, used: ObjectKey | None = None) -> None:
-        """Reopen the store with none of its files in the page cache, and make its first calls.
+    def reopen_cold(self, used: ObjectKey) -> None:
+        """Reopen the store with none of its files in the page cache, and get the object `used`.
 
-        The first calls after opening do work that later calls do not need. This work must not be timed. If
-        the object `used` is given, this method gets `used`, whose blocks are then in the page cache. So a
-        later get of `used` must not be timed. Without `used`, this method sets, gets and deletes a new
-        object. This may bring more of the store's files into the page cache than a get does.
+        The first get after opening does work that later ones do not need, and that must not be timed. The
+        blocks of `used` are then in the page cache, so a later get of it must not be timed either.
         """
         # Pages that the store has mapped cannot be dropped, so the store must be closed.
         self.close()
         drop(self.path)
         self.open()
-        if used is not None:
-            self.first_hit(used)
-        else:
-            self._first_calls()
+        self.first_hit(used)
 
     def put(self, keys: Sequence[ObjectKey]) -> None:
         """Set a batch. Raises StorageError unless all objects are stored."""
@@ -164,12 +159,6 @@ class Subject:
     def usage(self) -> Usage:
         """Return the usage that the store reports."""
         return self.store.usage()
-
-    def _first_calls(self) -> None:
-        key = batch_keys(1)[0]
-        _expect("set", self.store.set([self._set_item(key, self._buffers.views[0], None, 0)]), Outcome.STORED)
-        self.first_hit(key)
-        self.delete([key])
 
     def _set_item(self, key: ObjectKey, view: memoryview, parent: bytes | None, index: int) -> SetItem:
         size = self._buffers.size

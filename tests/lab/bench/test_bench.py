@@ -16,11 +16,10 @@ from pathlib import Path
 import pytest
 
 from tests.cli.store.test_samples import call
-from tiercache.errors import ConfigError, StorageError
-from tiercache_lab.bench.baselines import Copier, Piece, RawFile, pieces
+from tiercache.errors import StorageError
+from tiercache_lab.bench.baselines import Copier, Page, PageFiles, Piece, RawFile, pieces
 from tiercache_lab.bench.machine import machine
-from tiercache_lab.bench.plan import Case, plan, rival_target_of, target_of
-from tiercache_lab.bench.rivals import RIVALS, Page, check_rival, open_rival
+from tiercache_lab.bench.plan import Case, files_target_of, plan, target_of
 from tiercache_lab.bench.rows import Target, Unit, size_text, speed
 from tiercache_lab.bench.subject import Buffers
 from tiercache_lab.bench.timing import Crew, Side, medians, split
@@ -41,8 +40,8 @@ FIELDS = [
     "target",
     "met",
 ]
-BESIDE_RIVALS = {Case.SET_CACHED, Case.SET_FRESH, Case.GET_WARM, Case.GET_COLD, Case.EXISTS}
-NAMES = {f"file {case.words}" for case in Case} | {f"file {case.words} / files" for case in BESIDE_RIVALS}
+BESIDE_FILES = {Case.SET_CACHED, Case.SET_FRESH, Case.GET_WARM, Case.GET_COLD, Case.EXISTS}
+NAMES = {f"file {case.words}" for case in Case} | {f"file {case.words} / files" for case in BESIDE_FILES}
 
 
 def bench(*arguments, cwd="."):
@@ -66,7 +65,7 @@ def test_json_has_every_case_of_every_size_and_leaves_nothing_behind(tmp_path):
             row["objects"] for name, row in mine.items() if "exists" not in name and "open" not in name
         } == {objects}
         assert (mine["file exists"]["objects"], mine["file open"]["objects"]) == (1600, 2 * objects)
-        # The store's own figure is one and the same beside the raw limit and beside a rival.
+        # The store's own figure is one and the same beside the raw limit and beside files.
         for name in ("get cold", "exists"):
             assert mine[f"file {name}"]["seconds"] == mine[f"file {name} / files"]["seconds"]
         assert mine["file exists / files"]["ratio"] > 0
@@ -151,7 +150,6 @@ def test_a_reader_that_goes_away_leaves_nothing_behind(tmp_path):
         (["--backend", "tape"], "--backend 'tape' is not known; use file, lmdb"),
         (["--durability", "hope"], "--durability 'hope' is not known; use process, power"),
         (["--case", "get-warm,get-hot"], "--case 'get-hot' is not known"),
-        (["--beside", "files,tape"], "--beside 'tape' is not known; use files, lmcache"),
         (["--directory", "/dev/null"], "--directory /dev/null is not a directory"),
         (["--directory", "nowhere"], "--directory nowhere is not a directory"),
     ],
@@ -252,41 +250,21 @@ def test_the_raw_ways_move_every_byte(tmp_path):
             file.read([Piece(buffers.views[0], 2 * buffers.nbytes)], 0, crew)
 
 
-@pytest.mark.parametrize("name", RIVALS)
-def test_a_rival_gives_back_what_it_was_given(tmp_path, name):
-    try:
-        check_rival(name)
-    except ConfigError as error:
-        pytest.skip(str(error))
+@pytest.mark.parametrize("durable", [False, True])
+def test_files_give_back_what_they_were_given(tmp_path, durable):
     buffers = Buffers(65536, 3)
     batches = [[Page(f"{n}-{i}", view) for i, view in enumerate(buffers.views)] for n in range(2)]
-    with Crew(1) as crew, open_rival(name, tmp_path / name, crew, durable=False) as rival:
+    with Crew(1) as crew:
+        files = PageFiles(tmp_path / "files", crew, durable=durable)
         for batch in batches:
-            rival.put(batch)
+            files.put(batch)
         buffers.wipe()
-        rival.get(batches[1])
+        files.get(batches[1])
         buffers.check()
-        rival.remove(batches[1])
-        assert [rival.count(batch) for batch in batches] == [3, 0]
-        with pytest.raises((OSError, StorageError)):
-            rival.get(batches[1])
-    assert rival.title
-    assert {"syncs", "verifies"} <= set(rival.about.replace(",", "").split())
-
-
-def test_a_rival_without_its_package_is_refused_in_one_sentence(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "lmcache.lmcache_fs", None)  # as if it were not installed
-    done = bench("--beside", "files,lmcache", "--directory", tmp_path)
-    assert done.code == 2
-    said = " ".join(done.err.split())
-    assert "--beside lmcache cannot load the package lmcache" in said
-    assert "install it with pip install lmcache, or leave it out of --beside" in said
-    assert (done.out, list(tmp_path.iterdir())) == ("", [])
-
-
-def test_nothing_runs_beside_an_empty_list(tmp_path):
-    rows = rows_of(bench(*ONE, "--case", "get-warm", "--beside", "", "--directory", tmp_path, "-o", "jsonl"))
-    assert {row["name"] for row in rows} == {"file get warm"}
+        files.remove(batches[1])
+        assert [files.count(batch) for batch in batches] == [3, 0]
+        with pytest.raises(OSError, match="No such file"):
+            files.get(batches[1])
 
 
 def test_a_row_is_judged_by_the_unit_of_its_target():
@@ -309,10 +287,8 @@ def test_targets_stand_where_the_project_has_some():
     assert str(target_of("lmdb", Case.GET_WARM, 256 << 10, 128)) == ">= 0.65 x"
     assert str(target_of("file", Case.OPEN, 4096, 1_000_000)) == "<= 2 s"
     assert target_of("file", Case.OPEN, 4096, 999_999) is None
-    assert str(rival_target_of("file", Case.GET_COLD, "files", 4096)) == ">= 1.2 x"
-    assert str(rival_target_of("file", Case.GET_COLD, "lmcache", 256 << 10)) == ">= 1.1 x"
-    assert rival_target_of("file", Case.GET_COLD, "lmcache", 4096) is None
-    assert rival_target_of("lmdb", Case.GET_COLD, "files", 4096) is None
+    assert str(files_target_of("file", Case.GET_COLD)) == ">= 1.2 x"
+    assert files_target_of("lmdb", Case.GET_COLD) is None
 
 
 def test_the_words_for_sizes_and_machines(tmp_path):
@@ -332,7 +308,7 @@ def test_a_plan_fits_batches_into_what_may_be_stored(tmp_path):
     made = plan(
         backend="file", sizes="16KiB,1MiB,16MiB", path=tmp_path, threads=1, repeats=5, total="1536MiB",
         durability="process", cases="",
-        objects=0, beside="files",
+        objects=0,
     )  # fmt: skip
     assert [made.count(size) for size in made.sizes] == [128, 128, 16]
     assert made.cases == set(Case)

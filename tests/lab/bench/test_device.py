@@ -5,7 +5,6 @@ given back.
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
@@ -19,12 +18,11 @@ from tiercache.errors import ConfigError, TransferError
 from tiercache.geometry import kv_geometry, state_geometry
 from tiercache.policy import profile_named
 from tiercache.transfer import cuda
-from tiercache.transfer.cuda import CudaDevice, Direction, Method
+from tiercache.transfer.cuda import Direction, Method
 from tiercache.transfer.descriptors import Copies
 from tiercache_lab.bench import device as bench
 from tiercache_lab.bench.device import MODEL, DevicePlan, device_plan, run
 from tiercache_lab.bench.device_memory import Objects, Shapes, shapes_of
-from tiercache_lab.bench.overlap import Products
 from tiercache_lab.bench.rows import MIB, Note
 
 TINY = Shapes(
@@ -41,23 +39,6 @@ TINY = Shapes(
 )
 METHODS = [str(method) for method in Method]
 ALL = [*METHODS, "choice"]
-
-
-class SimulatedProducts:
-    """A product is a kernel that takes its time."""
-
-    def __init__(self, device: CudaDevice, width: int) -> None:
-        assert isinstance(device, SimulatedDevice)
-        self._device = device
-        self.stream = device.create_stream(urgent=False)
-
-    def queue(self, count: int) -> None:
-        for _ in range(count):
-            self._device.run(self.stream, lambda: time.sleep(1e-4))
-
-    def close(self) -> None:
-        self._device.synchronize_stream(self.stream)
-        self._device.destroy_stream(self.stream)
 
 
 @pytest.fixture(autouse=True)
@@ -85,29 +66,9 @@ def rows_of(
     device: SimulatedDevice, counts: tuple[int, ...] = (4,), say: Any = lambda _: None, name: str = "copy"
 ) -> list[dict[str, Any]]:
     """Return the rows of one name, as JSON has them."""
-    with closing(run(DevicePlan(TINY, MIB, 5, counts), device, say, SimulatedProducts)) as found:
+    with closing(run(DevicePlan(TINY, MIB, 5, counts), device, say)) as found:
         records = [item.record() for item in found if not isinstance(item, Note)]
     return [row for row in records if row["name"] == name]
-
-
-def test_a_forward_pass_is_timed_beside_a_load(device: SimulatedDevice) -> None:
-    rows = rows_of(device, (1,), name="overlap")
-    assert [(row["waiting"], row["pages"], row["states"], row["layers"]) for row in rows] == [
-        ("layers", 127, 1, 4), ("whole", 127, 1, 4)
-    ]  # fmt: skip
-    assert [row["target"] for row in rows] == ["<= 10 %", None]
-    for row in rows:
-        extra = (row["both_ms"] / row["compute_ms"] - 1) * 100
-        assert row["longer_percent"] == pytest.approx(extra, abs=1)
-
-
-def test_without_products_a_note_says_why(device: SimulatedDevice) -> None:
-    def none(device: CudaDevice, width: int) -> Products:
-        raise ConfigError("no torch here")
-
-    with closing(run(DevicePlan(TINY, MIB, 5, (1,)), device, lambda _: None, none)) as found:
-        *_, last = found
-    assert last == Note("no forward pass beside a load: no torch here")
 
 
 def test_shapes_are_those_of_the_profile() -> None:
