@@ -7,19 +7,22 @@ So whatever the cache restores can be checked byte for byte, however it came the
 from __future__ import annotations
 
 import itertools
+import threading
 from typing import ClassVar
 
 import numpy as np
 import torch
 from blake3 import blake3
+from tiercache_backends.memory import MemoryBackend
 
 from tests.controller.told import Told
 from tiercache.controller import ControllerOptions, HybridCacheController, Status
-from tiercache.core import HitPolicy, PoolName, as_tokens
+from tiercache.core import HitPolicy, Outcome, PoolName, as_tokens
 from tiercache.errors import PoolFullError, TransferError
 from tiercache.geometry import Geometry, Segment, kv_geometry, state_geometry
 from tiercache.keys import Identity
 from tiercache.pools import DevicePool, HostArena
+from tiercache.storage.base import StorageBackend
 from tiercache.storage.registry import open_backend
 
 P = 4
@@ -265,3 +268,89 @@ def as_bytes(tensor):
 def prompt(*ids, repeat=P):
     """`repeat` tokens for every id: whole pages by default."""
     return list(itertools.chain.from_iterable([100 * i + n for n in range(repeat)] for i in ids))
+
+
+class Flaky(StorageBackend):
+    """A store whose next calls fail as it was told; what a get does not return it scribbles over.
+
+    Its medium outlives a `close`.
+
+    Thread safety: as the contract says; the plans are lists, whose pops are atomic.
+    """
+
+    capabilities = MemoryBackend.capabilities
+
+    def __init__(self, inner):
+        self.inner = inner
+        self.gets, self.sets = [], []
+
+    @classmethod
+    def from_config(cls, section, context):
+        raise NotImplementedError
+
+    def get(self, items):
+        outcomes = self.inner.get(items)
+        if not (fault := self._next(self.gets)):
+            return outcomes
+        for item in items:
+            for buffer in item.buffers:
+                buffer[:] = b"\xee" * len(buffer)
+        if fault in (Outcome.MISS, Outcome.CORRUPT):
+            self.inner.delete([item.key for item in items])
+        return [fault] * len(items)
+
+    def set(self, items):
+        fault = self._next(self.sets)
+        return [fault] * len(items) if fault else self.inner.set(items)
+
+    @staticmethod
+    def _next(plan):
+        try:
+            fault = plan.pop()
+        except IndexError:
+            return None
+        if fault == "raise":
+            raise RuntimeError("this store breaks its contract")
+        return fault
+
+    def exists(self, keys):
+        return self.inner.exists(keys)
+
+    def delete(self, keys):
+        return self.inner.delete(keys)
+
+    def scan(self, namespace=None, cursor=b""):
+        return self.inner.scan(namespace, cursor)
+
+    def describe(self, keys):
+        return self.inner.describe(keys)
+
+    def register_namespace(self, record):
+        self.inner.register_namespace(record)
+
+    def namespaces(self):
+        return self.inner.namespaces()
+
+    def usage(self):
+        return self.inner.usage()
+
+    def flush(self):
+        self.inner.flush()
+
+    def close(self):
+        pass
+
+
+class Fence:
+    """Passed when the test says so, or the engine's thread waits for it."""
+
+    def __init__(self):
+        self._passed = threading.Event()
+        self.query = self._passed.is_set
+        self.open = self._passed.set
+        self._owner = threading.current_thread()
+
+    def synchronize(self):
+        if threading.current_thread() is self._owner:
+            self.open()
+        assert self._passed.wait(30)

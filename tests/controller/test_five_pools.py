@@ -1,16 +1,14 @@
 """Five pools at once: pages of three kinds, and states of two."""
 
 import pytest
-from tiercache_backends.memory import MemoryBackend
 
 from tests.controller.harness import FIVE, KV, MAMBA, Engine, P, evict_checked, prompt
 from tests.controller.parking import PROMPT, go_on, parked, scribble, verify
-from tests.controller.test_interleavings import ask, failing, until
-from tests.controller.test_machine import Flaky
+from tests.controller.test_interleavings import ask, until
 from tests.controller.test_overlap import all_is_free
 from tests.examples import slow_after
 from tiercache.controller import WRITE_BACK, WRITE_THROUGH, ControllerOptions, ParkedStatus
-from tiercache.core import Outcome, PoolName, Reason, Tier, as_tokens
+from tiercache.core import Outcome, PoolName, Tier, as_tokens
 from tiercache.storage.base import GetItem
 from tiercache.storage.registry import open_backend
 
@@ -107,47 +105,6 @@ def damage(path, store, entry):
         medium.write(bytes([begin[0] ^ 1]))
 
 
-@pytest.mark.parametrize("fault", [Outcome.MISS, Outcome.CORRUPT, Outcome.ERROR])
-@pytest.mark.parametrize("nth", slow_after(3, range(20)))
-def test_any_read_of_any_pool_may_fail(nth, fault):
-    store = Flaky(MemoryBackend())
-    before = five(store)
-    for one in (FIRST, LONG):
-        before.serve(one)
-    before.settle()
-    before.controller.close()
-    engine = five(store, options=options(read_threads=1))
-    store.gets = [fault, *[None] * nth]
-    assert engine.serve(LONG) in {0, 3 * P, 5 * P, 6 * P}
-    empty(engine)
-    store.gets.clear()
-    assert engine.serve(LONG) == 6 * P
-    all_is_free(engine)
-
-
-@pytest.mark.parametrize("nth", slow_after(3, range(12)))
-def test_any_layer_of_any_pool_may_fail(nth):
-    copies = [False] * nth + [True]
-    armed = []
-    engine = five(Flaky(MemoryBackend()), engine=failing(armed))
-    for one in (FIRST, LONG):
-        engine.serve(one)
-    empty(engine)
-    armed[:] = reversed(copies)
-    assert engine.serve(LONG) in {0, 3 * P, 5 * P, 6 * P}
-    armed.clear()
-    all_is_free(engine)
-
-
-def test_the_pool_with_the_fewest_slots_is_the_limit_and_nothing_leaks():
-    engine = five(pages=10, states=6)
-    for number in range(12):
-        engine.serve([*prompt(number, number + 30, number + 60), 5])
-    engine.settle()
-    engine.check()
-    all_is_free(engine)
-
-
 @pytest.mark.parametrize("below", [False, True])
 def test_a_parked_request_has_five_pools_too(tmp_path, below):
     engine = five(opened(tmp_path))
@@ -159,24 +116,6 @@ def test_a_parked_request_has_five_pools_too(tmp_path, below):
     assert admission.resumed
     verify(engine, admission)
     go_on(engine, admission)
-    all_is_free(engine)
-
-
-@pytest.mark.parametrize("pool", POOLS)
-def test_a_parked_request_that_lost_an_object_of_one_pool_is_an_ordinary_one(pool):
-    store = Flaky(MemoryBackend())
-    engine = five(store)
-    engine.serve(PROMPT)
-    held = parked(engine, below=True)
-    until(engine, lambda: held.status is ParkedStatus.STORED)
-    empty(engine)
-    lost = [e.key for e in store.scan_all() if e.key.page_key in held.keys and e.key.pool is pool]
-    store.delete(lost[-1:])
-    admission = engine.controller.resume(held)
-    poll = admission.wait()
-    assert (poll.depth, poll.reason) == (3 * P, Reason.ABSENT)
-    assert engine.restore(admission, as_tokens(PROMPT)) == 3 * P
-    engine.controller.release(admission)
     all_is_free(engine)
 
 

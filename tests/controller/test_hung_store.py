@@ -8,8 +8,7 @@ import time
 import pytest
 from tiercache_backends.memory import MemoryBackend
 
-from tests.controller.harness import Engine, P, prompt
-from tests.controller.test_machine import Flaky
+from tests.controller.harness import Engine, Flaky, P, prompt
 from tiercache.controller import ControllerOptions, Status
 from tiercache.core import Outcome, Reason, Tier
 from tiercache.storage.registry import open_backend

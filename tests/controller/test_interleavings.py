@@ -8,8 +8,7 @@ import pytest
 from tiercache_backends.memory import MemoryBackend
 from tiercache_kernels.reference import copy_segments
 
-from tests.controller.harness import KV, Engine, P, prompt
-from tests.controller.test_machine import Fence, Flaky
+from tests.controller.harness import KV, Engine, Fence, Flaky, P, prompt
 from tiercache.controller import ControllerOptions, Status
 from tiercache.controller.operations import Fetch
 from tiercache.core import Reason, Tier, as_tokens

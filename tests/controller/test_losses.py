@@ -4,8 +4,7 @@ import pytest
 from tiercache_backends.memory import MemoryBackend
 from tiercache_kernels.reference import copy_segments
 
-from tests.controller.harness import KV, MAMBA, Engine, P, evict_checked, prompt
-from tests.controller.test_machine import Flaky
+from tests.controller.harness import KV, MAMBA, Engine, Flaky, P, evict_checked, prompt
 from tiercache.controller import ControllerOptions
 from tiercache.core import Outcome, Tier
 from tiercache.storage.registry import open_backend

@@ -1,19 +1,17 @@
 """Restores whose pieces are copied to the device while storage is still being read."""
 
-import itertools
 import threading
 
 import pytest
 from tiercache_backends.memory import MemoryBackend
 from tiercache_kernels.reference import copy_segments
 
-from tests.controller.harness import KV, MAMBA, PAGES, STATES, Engine, P, prompt
+from tests.controller.harness import KV, MAMBA, PAGES, STATES, Engine, Flaky, P, prompt
 from tests.controller.test_interleavings import Gated, ask, evict, failing, fetching, shut, until, wind_up
-from tests.controller.test_machine import Flaky
 from tests.controller.test_prefetch import Clock
 from tiercache.controller import ControllerOptions, Status
 from tiercache.controller.operations import Fetch
-from tiercache.core import Outcome, Reason, Tier, as_tokens
+from tiercache.core import Reason, Tier, as_tokens
 from tiercache.errors import ConfigError, PoolFullError
 from tiercache.transfer import CopyEngine
 
@@ -84,65 +82,6 @@ def test_less_than_a_piece_is_loaded_with_the_rest(monkeypatch):
     gate.set()
     assert engine.restore(admission, LONG) == 6 * P
     wind_up(engine, admission)
-
-
-@pytest.mark.parametrize("fault", [Outcome.ERROR, Outcome.MISS, Outcome.CORRUPT])
-@pytest.mark.parametrize("nth", range(7))
-def test_any_piece_that_is_not_read_leaves_the_depth_below(fault, nth):
-    """The n-th object of the read fails: the prompt is served from what is whole, and nothing leaks."""
-    store = filled(Flaky(MemoryBackend()), FIRST, LONG)
-    engine = Engine(store, blocks=64, options=options(read_threads=1))
-    store.gets = [fault, *[None] * nth]
-    depth = engine.serve(LONG)
-    assert depth in (0, 3 * P), "the depths that have a state"
-    all_is_free(engine)
-
-
-@pytest.mark.parametrize("nth", range(1, 30, 2))
-def test_any_layer_of_any_piece_may_fail(nth):
-    """The n-th copy fails, whichever piece it belongs to."""
-    copies = itertools.count(1)
-
-    def copier(*columns):
-        if next(copies) == nth:
-            raise OSError("a bad layer")
-        copy_segments(*columns)
-
-    store = filled(Gated(), FIRST, LONG)
-    engine = Engine(store, blocks=64, options=options(), engine=lambda d, h: CopyEngine(d, h, copier=copier))
-    assert engine.serve(LONG) in (0, 3 * P, 6 * P)
-    copies = itertools.count(nth + 1)
-    engine.settle()
-    engine.check()
-    evict(engine)
-    assert engine.serve(LONG) == 6 * P
-    all_is_free(engine)
-
-
-@pytest.mark.parametrize("landed", range(6))
-@pytest.mark.parametrize("end", ["release", "start", "close"])
-def test_an_end_behind_any_piece_leaks_nothing(landed, end):
-    store = filled(Gated(), LONG)
-    engine = Engine(store, pages=14, blocks=64, options=options(read_threads=8))
-    gates = [shut(store, depth) for depth in range(landed + 1, 7)]
-    admission = ask(engine, LONG, states=2)
-    until(engine, lambda: admission.poll() and fetching(admission) and on_device(engine, LONG) == landed)
-    if end == "close":
-        for gate in gates:
-            gate.set()
-        assert engine.controller.close()
-        return
-    if end == "start":
-        poll = admission.start()
-        assert (poll.status, poll.depth) == (Status.READY, 0), "no state has arrived"
-        engine.compute(admission, as_tokens(LONG), 0, 6 * P)
-        engine.controller.commit(admission, as_tokens(LONG))
-        engine.verify(admission, as_tokens(LONG), 6)
-    engine.controller.release(admission)
-    engine.check()
-    for gate in gates:
-        gate.set()
-    all_is_free(engine)
 
 
 def test_pages_of_a_depth_that_was_not_reached_do_not_keep_the_slots():
@@ -300,35 +239,6 @@ def test_any_piece_whose_read_hangs_leaves_the_depth_below(depth, near):
     engine.controller.release(admission)
     gate.set()
     until(engine, lambda: not any(engine.context.in_flight.quarantined.values()))
-    all_is_free(engine)
-
-
-@pytest.mark.parametrize("nth", range(1, 9))
-@pytest.mark.parametrize("end", ["wait", "release"])
-def test_any_copy_to_the_device_may_hang(nth, end):
-    """The n-th copy of a layer hangs for a while: nobody takes its slots meanwhile."""
-    loading, gate = threading.Event(), threading.Event()
-    copies = itertools.count(1)
-
-    def copier(*columns):
-        if loading.is_set() and next(copies) == nth:
-            assert gate.wait(30)
-        copy_segments(*columns)
-
-    store = filled(Gated(), LONG)
-    engine = Engine(
-        store, pages=8, blocks=64, options=options(), engine=lambda d, h: CopyEngine(d, h, copier=copier)
-    )
-    loading.set()
-    admission = ask(engine, LONG, states=2)
-    until(engine, lambda: admission.poll() and engine.context.in_flight.count("load"))
-    engine.check()
-    if end == "wait":
-        gate.set()
-        assert engine.restore(admission, LONG) == 6 * P
-    engine.controller.release(admission)
-    engine.check()
-    gate.set()
     all_is_free(engine)
 
 

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from tiercache_backends.memory import MemoryBackend
 
-from tests.controller.harness import KV, MAMBA, Engine, P, evict_checked, prompt
+from tests.controller.harness import KV, MAMBA, Engine, Fence, P, evict_checked, prompt
 from tests.controller.parking import PROMPT, computed, go_on, parked, scribble, verify
 from tests.controller.test_interleavings import ask, until
-from tests.controller.test_machine import Fence
 from tests.controller.test_overlap import all_is_free
 from tests.controller.test_prefetch import Clock
 from tiercache.controller import ControllerOptions, ParkedStatus, Status

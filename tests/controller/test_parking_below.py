@@ -11,10 +11,9 @@ import pytest
 from blake3 import blake3
 from tiercache_backends.memory import MemoryBackend
 
-from tests.controller.harness import IDENTITY, KV, MAMBA, Engine, P, prompt
+from tests.controller.harness import IDENTITY, KV, MAMBA, Engine, Flaky, P, prompt
 from tests.controller.parking import PROMPT, computed, go_on, parked, scribble, verify
 from tests.controller.test_interleavings import until
-from tests.controller.test_machine import Flaky
 from tests.controller.test_overlap import all_is_free, on_device
 from tests.controller.test_parking import KINDS, empty, options, settled
 from tests.controller.test_prefetch import Clock

@@ -10,10 +10,9 @@ import pytest
 from tiercache_backends.memory import MemoryBackend
 from tiercache_kernels.reference import copy_segments
 
-from tests.controller.harness import KV, Engine, P, evict_checked
+from tests.controller.harness import KV, Engine, Fence, Flaky, P, evict_checked
 from tests.controller.parking import PROMPT, go_on, parked, scribble, verify
 from tests.controller.test_interleavings import until
-from tests.controller.test_machine import Fence, Flaky
 from tests.controller.test_overlap import all_is_free
 from tests.controller.test_parking import empty, options, settled
 from tests.controller.test_prefetch import Clock

@@ -4,8 +4,6 @@ import threading
 import time
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tiercache_backends.memory import MemoryBackend
 from tiercache_kernels.reference import copy_segments
 
@@ -370,37 +368,3 @@ def test_a_group_of_one_costs_nothing_and_an_impossible_one_is_refused():
     for size, rank, sentence in ((0, 0, "a group of 0 ranks"), (2, 2, "rank 2 is outside the group of 2")):
         with pytest.raises(InputError, match=sentence):
             Engine(MemoryBackend(), ranks=ThreadedGroup(rank, size, []))
-
-
-EVENTS = st.one_of(
-    st.tuples(st.just("serve"), st.integers(2, 6), st.integers(1, 2)),
-    st.tuples(st.just("evict"), st.integers(0, 1), st.sampled_from([Tier.DEVICE, Tier.HOST])),
-    st.tuples(st.just("lose"), st.integers(0, 1), st.integers(0, 99)),
-    st.tuples(st.just("hide"), st.integers(0, 1), st.integers(0, 99)),
-    st.tuples(st.just("settle"), st.just(0), st.just(0)),
-)
-
-
-@given(st.lists(EVENTS, min_size=4, max_size=12))
-@settings(max_examples=25, deadline=None)
-def test_whatever_ranks_lose_they_restore_the_same(events):
-    stores = Stores(2)
-    # Room on the device for all requests: on a busy machine what is written down late keeps its slots, and
-    # a rank that has no room for the next request is an engine's matter.
-    ranks = Crew(2, stores, pages=[96] * 2, states=[64] * 2)
-    try:
-        for kind, number, detail in events:
-            if kind == "serve":
-                ranks.serve(prompt(*range(1, number), 10 * detail), [1])
-            elif kind == "evict":
-                ranks.engines[number].controller.evict(detail)
-            elif kind == "settle":
-                ranks.settle()
-            else:
-                for pool in (KV, MAMBA):
-                    depths = [*stores.keys(ranks, number, pool)]
-                    if depths:
-                        stores.lose(ranks, number, pool, depths[detail % len(depths)], hidden=kind == "hide")
-        ranks.serve(PROMPT, [1])
-    finally:
-        ranks.close()

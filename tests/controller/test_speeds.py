@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiercache_backends.memory import MemoryBackend
 
-from tests.controller.harness import KV, MAMBA, Engine, P, prompt
+from tests.controller.harness import KV, MAMBA, Engine, Fence, P, prompt
 from tests.controller.test_interleavings import Gated, ask, evict, until, wind_up
-from tests.controller.test_machine import Fence
 from tests.controller.test_prefetch import Clock
 from tiercache.controller import ControllerOptions, Status, depths
 from tiercache.controller.depths import ENOUGH_S, HALF_LIFE_S, Speed, Speeds, near_runs

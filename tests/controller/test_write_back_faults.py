@@ -10,9 +10,8 @@ import time
 import pytest
 from tiercache_backends.memory import MemoryBackend
 
-from tests.controller.harness import Engine, P, evict_checked, prompt
+from tests.controller.harness import Engine, Flaky, P, evict_checked, prompt
 from tests.controller.test_hung_store import Hanging
-from tests.controller.test_machine import Flaky
 from tests.controller.test_prefetch import Clock
 from tests.controller.test_write_back import BLOCKS, Never, engine_over, land
 from tests.storage_backends.grpc.daemon import Daemon

@@ -3,15 +3,12 @@
 import threading
 from collections import Counter
 from functools import partial
-from random import Random
 
 import pytest
 from tiercache_backends.memory import MemoryBackend
 
-from tests.controller.harness import KV, MAMBA, PAGES, Engine, P, evict_checked, prompt
+from tests.controller.harness import KV, MAMBA, PAGES, Engine, Flaky, P, evict_checked, prompt
 from tests.controller.test_hung_store import until
-from tests.controller.test_machine import Flaky
-from tests.examples import slow_after
 from tests.transfer.rigs import Passed
 from tiercache.controller import ControllerOptions
 from tiercache.core import Outcome, Tier, as_tokens
@@ -194,31 +191,4 @@ def test_a_call_that_hangs_keeps_its_pieces_until_it_returns(bad):
     until(engine, lambda: commit(engine) == 6 * P and engine.controller.flush(20))
     assert set(store.stored.values()) == {1}
     assert len(store.stored) == OBJECTS
-    check_restored(engine)
-
-
-@pytest.mark.parametrize("turns", slow_after(1, [100, 1_000]))
-def test_after_random_failures_of_copies_and_sets_everything_is_free(turns):
-    dice, share = Random(turns), [0.0]
-
-    def before(number):
-        if dice.random() < share[0]:
-            raise OSError("a bad copy")
-
-    store = Watched()
-    engine, _ = engine_on(store, before, write_retries=1)
-    for _ in range(turns):
-        share[0] = dice.choice([0.0, 0.1, 0.5])
-        store.sets = [dice.choice([None, None, Outcome.ERROR, Outcome.THROTTLED, "raise"]) for _ in range(3)]
-        history = [dice.randrange(3) + 10 * at for at in range(dice.randrange(1, 6))]
-        engine.serve([*prompt(*history), 1, 2])
-    share[0], store.sets = 0.0, []
-    # A flush does not wait for writes that are suspended; the trial that ends a suspension needs ticks.
-    until(engine, lambda: not engine.context.in_flight.operations and not engine.context.writes.is_suspended)
-    engine.settle()
-    commit(engine)
-    until(engine, engine.settle)
-    evict_checked(engine, Tier.DEVICE, Tier.HOST)
-    assert engine.arena.available == engine.arena.blocks
-    assert all(pool.available == pool.capacity for pool in engine.pools.values())
     check_restored(engine)

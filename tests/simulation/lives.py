@@ -18,7 +18,10 @@ from tiercache.storage.store_events import StoreEvents
 def live(seed: int) -> Life:
     """Run the life of `seed`; raise AssertionError, or whatever broke, if a promise was not kept."""
     world = World(seed)
-    medium = MemoryBackend((plan := Plan.drawn(world.random)).capacity)
+    plan = Plan.drawn(world.random)
+    plan.parks_often = seed % 3 == 0
+    plan.has_more = plan.parks_often and plan.pools == "both"
+    medium = MemoryBackend(plan.capacity)
     router = Router(world, Random(seed), [StoreEvents(medium, "medium")])
     life = Life(seed, plan, world, medium, router)
     world.note(plan)

@@ -31,6 +31,9 @@ class Plan:
     copy_faults: float
     calm: bool
     """Nothing fails, and there is room for everything."""
+    has_more: bool = False
+    """Whether there are three more pools: two of pages, and one of states."""
+    parks_often: bool = False
 
     @classmethod
     def drawn(cls, draw: Random) -> Plan:

@@ -11,8 +11,8 @@ from random import Random
 
 import numpy as np
 
+from tests.controller.harness import FIVE, P, prompt
 from tests.controller.harness import Engine as Harness
-from tests.controller.harness import P, prompt
 from tests.controller.told import Told, places
 from tests.simulation.plan import Life
 from tests.simulation.router import Router
@@ -86,6 +86,7 @@ class Process:
             blocks=plan.blocks,
             hybrid=plan.hybrid,
             kv=plan.pools != "states",
+            more=FIVE if plan.has_more else (),
             clock=world.clock,
             options=ControllerOptions(
                 restore_deadline=DEADLINE,
@@ -133,6 +134,8 @@ class Process:
         ]
         if not self._plan.calm:
             rules += [(1, self.lose_objects), (1, self.outage), (1, self.kill)]
+        if self._plan.parks_often:
+            rules += [(8, self.serve_and_park), (8, self.resume)]
         weights, steps = [weight for weight, _ in rules], [step for _, step in rules]
         for _ in range(STEPS):
             [step] = self._draw.choices(steps, weights)
@@ -239,10 +242,21 @@ class Process:
         self._engine.verify(admission, tokens, admission.depth // P)
         self._life.count("forks")
 
+    def serve_and_park(self) -> None:
+        """Compute a new request, and park it."""
+        if len(self._opened) < 3 and (request := self._admit()):
+            self._opened.append(request)
+            if self._go_on(request, len(request.tokens)):
+                self._park(request)
+
     def park(self) -> None:
-        """Park an open request in the middle of a page; sometimes in storage, for any process."""
-        request = self._one()
-        if not request or not request.done or len(self._parked) > 3:
+        """Park an open request."""
+        if request := self._one():
+            self._park(request)
+
+    def _park(self, request: Open) -> None:
+        """Park a request in the middle of a page; sometimes in storage, for any process."""
+        if not request.done or len(self._parked) > 3:
             return
         admission, tokens = request.admission, request.tokens[: request.done + self._draw.randrange(P)]
         try:
@@ -439,12 +453,23 @@ class Process:
         if self._plan.calm:
             assert self._controller.flush(5.0), "nothing fails, and yet something did not reach storage"
         self._engine.check()
+        self._check_pins()
         self._told.source.post(self._world.now, everything=True)
         known = self._router.places()
         assert known == places(self._told.chains()), "the router knows what lies on device and host"
         for request in self._opened:
             if request.done is not None:
                 self._engine.verify(request.admission, request.tokens, request.done // P)
+
+    def _check_pins(self) -> None:
+        """Pins of prefixes cover at most half of the host's blocks, were all of their objects there."""
+        context = self._engine.context
+        # private: no public call says which nodes are pinned for a time
+        ends = {pin.node for pin in self._controller._pins.pins}
+        nodes = {node for end in ends for node in end.path()}
+        pages = sum(node.pages for node in nodes) * len(context.index.page_pools)
+        unit, most = context.arena.block_bytes, context.arena.blocks // 2
+        assert pages * unit <= self._engine.metrics.value("pinned_bytes") <= most * unit
 
     def _follow(self) -> None:
         """Publish, and let routers read, as the publisher's thread does."""
