@@ -20,6 +20,7 @@ from tiercache_backends.grpc import GrpcBackend
 from tiercache_backends.grpc.settings import read_settings
 from tiercache_backends.memory import MemoryBackend
 
+from tests.campaign.late import STORES
 from tests.storage_backends.chain.stores import chain_over
 from tests.storage_backends.grpc.daemon import Daemon
 from tests.storage_backends.grpc.nodes import scratch, section
@@ -33,12 +34,6 @@ from tiercache.testing.objects import content, fetch, key, payload, put, to_get,
 BLOCK = 4096
 SIZE = 4 * BLOCK
 OLD = payload("old", SIZE)
-STORES = {
-    "memory": "memory://?capacity=128MiB",
-    "file": "file://{}/file?capacity=128MiB",
-    "lmdb": "lmdb://{}/lmdb?capacity=128MiB",
-    "chain": "memory://?capacity=32MiB&tier_name=near,file://{}/far?capacity=128MiB&tier_name=far",
-}
 HIT, STORED, UNAVAILABLE = Outcome.HIT, Outcome.STORED, Outcome.UNAVAILABLE
 
 
