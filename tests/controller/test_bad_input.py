@@ -3,8 +3,6 @@ as if it had not happened.
 """
 
 import errno
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -22,7 +20,6 @@ from tiercache.errors import (
     InputError,
     PoolFullError,
     SlotError,
-    StoreLockedError,
     TokenError,
 )
 from tiercache.geometry import kv_geometry
@@ -373,27 +370,6 @@ def test_closing_twice_and_using_it_afterwards(engine, running):
         admission.poll()
 
 
-def test_a_directory_that_another_process_owns(tmp_path):
-    code = f"""if True:
-        from tiercache.storage.registry import open_backend
-        store = open_backend("file://{tmp_path}/store?capacity=16MiB")
-        print("open", flush=True)
-        input()
-    """
-    owner = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert owner.stdout.readline() == "open\n"
-        with pytest.raises(StoreLockedError, match=str(owner.pid)):
-            open_backend(f"file://{tmp_path}/store?capacity=16MiB")
-    finally:
-        owner.communicate("\n")
-    engine = Engine(open_backend(f"file://{tmp_path}/store?capacity=16MiB"))
-    engine.serve(FIRST)
-    assert engine.controller.close()
-
-
 # -- a bad medium
 # ------------------------------------------------------------------------------------------------------
 
@@ -429,24 +405,4 @@ def test_a_full_disk(tmp_path, call):
     engine.check()
     engine = engine.restart(f"file://{tmp_path}/store?capacity=16MiB")
     assert engine.serve([*second, 5]) == 5 * P
-    assert engine.controller.close()
-
-
-def test_a_corrupt_object_is_computed_anew(tmp_path):
-    env = FaultEnv()
-    engine = Engine(open_backend(f"file://{tmp_path}/store?capacity=16MiB", env=env))
-    engine.serve(FIRST)
-    engine.settle()
-    engine.controller.evict(Tier.DEVICE)
-    engine.controller.evict(Tier.HOST)
-    env.flip("preadv", times=1000)
-    assert engine.serve(FIRST) == 0
-    env.clear()
-    engine.settle()
-    assert engine.metrics.total("storage_gets_total", outcome="corrupt") > 0
-    engine.controller.evict(Tier.DEVICE)
-    engine.controller.evict(Tier.HOST)
-    assert engine.serve(FIRST) == 3 * P
-    engine.settle()
-    engine.check()
     assert engine.controller.close()

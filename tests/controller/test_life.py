@@ -16,21 +16,24 @@ from tiercache.storage.registry import open_backend
 from tiercache.testing.faults import FaultEnv
 
 
-@pytest.mark.parametrize("hybrid", [True, False], ids=["hybrid", "attention"])
-def test_every_tier_gives_back_what_was_computed(store, hybrid):
-    engine = Engine(store, hybrid=hybrid)
+@pytest.mark.parametrize("pools", [(KV, MAMBA), (KV,), (MAMBA,)], ids=["hybrid", "attention", "states"])
+def test_every_tier_gives_back_what_was_computed(store, pools):
+    engine = Engine(store, hybrid=MAMBA in pools, kv=KV in pools)
+    counts = {KV: 3, MAMBA: 1}  # three pages, and the state at their end
     first, again = [*prompt(1, 2, 3), 7], [*prompt(1, 2, 3), 7, 8]
     assert engine.serve(first) == 0
     engine.settle()
     for tiers, source in (([], "device"), ([Tier.DEVICE], "host"), ([Tier.DEVICE, Tier.HOST], "storage")):
         evict_checked(engine, *tiers)
+        assert engine.controller.preview(again).restored == 3 * P
         assert engine.controller.lookup(again).near_tokens == (0 if source == "storage" else 3 * P)
-        before = engine.metrics.total("restored_objects_total", tier=source, pool="kv")
         assert engine.serve(again) == 3 * P
-        assert engine.metrics.total("restored_objects_total", tier=source, pool="kv") == before + 3
+        for pool in pools:
+            restored = engine.metrics.total("restored_objects_total", tier=source, pool=str(pool))
+            assert restored == counts[pool]
         engine.settle()
         engine.check()
-    assert engine.metrics.total("lookups_total", result="hit", tier="storage") == (2 if hybrid else 1)
+    assert engine.metrics.total("lookups_total", result="hit", tier="storage") == len(pools)
     assert engine.controller.close()
 
 

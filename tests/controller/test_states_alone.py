@@ -8,7 +8,7 @@ import pytest
 
 from tests.controller.harness import IDENTITY, MAMBA, Engine, P, evict_checked, prompt
 from tiercache.controller import WRITE_BACK, ControllerOptions, Status
-from tiercache.core import Reason, Tier
+from tiercache.core import Tier
 from tiercache.errors import SlotError
 from tiercache.index import CheckpointRules
 from tiercache.policy import CheckpointKind
@@ -19,23 +19,6 @@ def engine_of(storage=None, **options):
     more = {name: options.pop(name) for name in ("states", "blocks", "identity") if name in options}
     chosen = ControllerOptions(restore_deadline=10.0, **options)
     return Engine(storage, kv=False, options=chosen, **{"states": 12, **more})
-
-
-def test_every_tier_gives_back_what_was_computed(store):
-    engine = engine_of(store)
-    first, again = [*prompt(1, 2, 3), 7], [*prompt(1, 2, 3), 7, 8]
-    assert engine.serve(first) == 0
-    engine.settle()
-    for tiers, source in (([], "device"), ([Tier.DEVICE], "host"), ([Tier.DEVICE, Tier.HOST], "storage")):
-        evict_checked(engine, *tiers)
-        assert engine.controller.preview(again).restored == 3 * P
-        assert engine.controller.lookup(again).near_tokens == (0 if source == "storage" else 3 * P)
-        assert engine.serve(again) == 3 * P
-        assert engine.metrics.total("restored_objects_total", tier=source, pool="mamba") == 1
-        engine.settle()
-        engine.check()
-    assert engine.metrics.total("restored_objects_total", pool="kv") == 0
-    assert engine.controller.close()
 
 
 @pytest.mark.parametrize("write", ["write_through", WRITE_BACK])
@@ -138,34 +121,6 @@ def test_a_pin_and_a_hint_hold_a_state():
     assert engine.serve([*tokens, 1]) == 3 * P
     assert engine.controller.unpin(tokens)
     engine.check()
-
-
-def test_a_prefetch_brings_the_deepest_state(store):
-    engine = engine_of(store)
-    engine.serve(prompt(1, 2, 3))
-    engine.settle()
-    evict_checked(engine, Tier.DEVICE, Tier.HOST)
-    ticket = engine.controller.prefetch(prompt(1, 2, 3))
-    while not ticket.done:
-        engine.controller.tick(0.05)
-    assert ticket.tokens == 3 * P
-    assert engine.controller.lookup([*prompt(1, 2, 3), 4]).near_tokens == 3 * P
-    engine.check()
-
-
-def test_storage_that_lost_everything_is_no_belief(store):
-    engine = engine_of(store)
-    engine.serve([*prompt(1, 2, 3), 7])
-    engine.settle()
-    evict_checked(engine, Tier.DEVICE, Tier.HOST)
-    assert engine.controller.preview([*prompt(1, 2, 3), 7]).restored == 3 * P
-    store.delete([entry.key for entry in store.scan_all()])
-    assert engine.serve([*prompt(1, 2, 3), 7]) == 0
-    absent = {"result": "miss", "tier": "storage", "reason": str(Reason.ABSENT)}
-    assert engine.metrics.total("lookups_total", **absent) == 2, "of each request, one"
-    engine.settle()
-    evict_checked(engine, Tier.DEVICE, Tier.HOST)
-    assert engine.serve([*prompt(1, 2, 3), 7]) == 3 * P
 
 
 @pytest.mark.slow

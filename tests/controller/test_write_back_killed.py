@@ -52,8 +52,8 @@ def say(line: str) -> None:
     os.write(1, f"{line}\n".encode())
 
 
-def opened(path: str | Path, kind: str = "file") -> StorageBackend:
-    return open_backend(f"{kind}://{path}/store?capacity=32MiB")
+def opened(path: str | Path) -> StorageBackend:
+    return open_backend(f"file://{path}/store?capacity=32MiB")
 
 
 def session(n: int) -> list[int]:
@@ -65,11 +65,11 @@ def engine_on(store: StorageBackend) -> Engine:
     return Engine(store, blocks=BLOCKS, options=options)
 
 
-def live(path: str, seed: str, kind: str) -> None:
+def live(path: str, seed: str) -> None:
     """Serve, flush and close with write-back until the process is killed."""
     drawn = random.Random(seed)
     while True:
-        engine = engine_on(Telling(opened(path, kind)))
+        engine = engine_on(Telling(opened(path)))
         for _ in range(drawn.randrange(1, 4)):
             for _ in range(drawn.randrange(1, 30)):
                 engine.serve(session(10 * drawn.randrange(1, 200)))
@@ -84,10 +84,10 @@ def live(path: str, seed: str, kind: str) -> None:
 
 
 @contextmanager
-def living(path: Path, seed: int, kind: str = "file") -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
+def living(path: Path, seed: int) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
     """A process that lives, and what it says."""
     code = "import sys; from tests.controller.test_write_back_killed import live; live(*sys.argv[1:])"
-    command = [sys.executable, "-c", code, str(path), str(seed), kind]
+    command = [sys.executable, "-c", code, str(path), str(seed)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -135,32 +135,4 @@ def test_what_was_acknowledged_is_there_and_nothing_else_is_wrong(
     ends = [e for e in there.values() if e.key.pool is not KV and e.meta.depth == PAGES]
     assert depths.count(PAGES * P) == len(ends)
     engine.controller.evict(Tier.DEVICE)
-    engine.check()
-
-
-@pytest.mark.slow
-def test_a_controller_goes_on_beside_one_that_is_killed(tmp_path: Path) -> None:
-    """Both write back to one store, and serve the same sessions."""
-    engine = engine_on(opened(tmp_path, "lmdb"))
-    drawn = random.Random("beside")
-
-    def serve() -> None:
-        engine.serve(session(10 * drawn.randrange(1, 200)))
-
-    for seed in range(3):
-        with living(tmp_path, seed, "lmdb") as (process, said):
-            for _ in zip(range(100), said, strict=False):
-                serve()
-            process.kill()
-        for _ in range(20):
-            serve()
-    names = range(1, 11)
-    for n in names:
-        engine.serve(session(10 * n))
-        while engine.controller.tick(0.01):
-            pass
-    assert engine.controller.flush()
-    engine.controller.evict(Tier.DEVICE)
-    engine.controller.evict(Tier.HOST)
-    assert {engine.serve([*session(10 * n), 6]) for n in names} == {PAGES * P}
     engine.check()

@@ -275,35 +275,6 @@ BLOCKS = 12
 
 
 @pytest.mark.parametrize(
-    ("ranges", "touched"),
-    [
-        ([], set()),
-        ([(5000, 0)], set()),
-        ([(0, 1)], {0}),
-        ([(4095, 1), (4095, 2)], {0, 1}),
-        ([(4096, 4096)], {1}),
-        ([(3 * BLOCK - 1, 2 * BLOCK + 2), (4 * BLOCK, 10)], {2, 3, 4, 5}),
-        ([(0, BLOCKS * BLOCK)], set(range(BLOCKS))),
-    ],
-)
-def test_quarantine_is_on_every_block_that_a_range_touches(
-    ranges: list[tuple[int, int]], touched: set[int]
-) -> None:
-    one = HostArena(BLOCKS * BLOCK, BLOCK)
-    blocks = one.alloc(BLOCKS)
-    lift = one.quarantine(ranges)
-    one.free(blocks)
-    assert (one.available, one.withheld) == (BLOCKS - len(touched), len(touched))
-    assert set(one.alloc(one.available).tolist()) == set(range(BLOCKS)) - touched
-    with pytest.raises(PoolFullError):
-        one.alloc(1)
-    lift()
-    assert set(one.alloc(len(touched)).tolist()) == touched
-    one.check_integrity()
-    one.close()
-
-
-@pytest.mark.parametrize(
     "bad", [(-1, 5), (0, -1), (BLOCKS * BLOCK, 1), (5, BLOCKS * BLOCK), (1 << 62, 1 << 62)]
 )
 def test_quarantine_outside_the_arena_is_refused(bad: tuple[int, int]) -> None:
@@ -311,49 +282,6 @@ def test_quarantine_outside_the_arena_is_refused(bad: tuple[int, int]) -> None:
     with pytest.raises(SlotError, match="not inside"):
         one.quarantine([(0, BLOCK), bad])
     assert one.available == BLOCKS
-    one.close()
-
-
-def test_a_block_in_quarantine_is_freed_once() -> None:
-    one = HostArena(BLOCKS * BLOCK, BLOCK)
-    blocks = one.alloc(4)
-    lift = one.quarantine([(int(b) * BLOCK, BLOCK) for b in blocks[:3]])
-    for wrong in (
-        [blocks[0], blocks[0]],
-        [blocks[3], blocks[0], blocks[0]],
-        [blocks[0], BLOCKS],
-        [blocks[0], blocks[3], blocks[3]],
-    ):
-        with pytest.raises(SlotError):
-            one.free(wrong)
-        assert (one.available, one.withheld) == (BLOCKS - 4, 0), "all or nothing"
-    one.free([blocks[0], blocks[3]])
-    for wrong in ([blocks[0]], [blocks[1], blocks[0]], [blocks[3]]):
-        with pytest.raises(SlotError, match="free already"):
-            one.free(wrong)
-    assert (one.available, one.withheld) == (BLOCKS - 3, 1)
-    lift()
-    with pytest.raises(SlotError, match="free already"):
-        one.free([blocks[0]])
-    one.free(blocks[1:3])
-    assert (one.available, one.withheld) == (BLOCKS, 0)
-    one.check_integrity()
-    one.close()
-
-
-def test_the_last_of_several_quarantines_counts_and_each_is_lifted_once() -> None:
-    one = HostArena(BLOCKS * BLOCK, BLOCK)
-    first, second = one.quarantine([(0, 3 * BLOCK)]), one.quarantine([(2 * BLOCK, 3 * BLOCK), (2 * BLOCK, 1)])
-    assert one.available == BLOCKS - 5, "what was free is withheld as well"
-    first()
-    first()
-    assert (one.available, one.withheld) == (BLOCKS - 3, 3)
-    second()
-    assert (one.available, one.withheld) == (BLOCKS, 0)
-    second()
-    # private: callers cannot see whether the allocator is used directly again
-    assert not one._quarantine.active
-    one.check_integrity()
     one.close()
 
 

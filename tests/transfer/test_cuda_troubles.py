@@ -17,7 +17,7 @@ from tests.transfer.rigs import SLOTS, Kind, Passed, Rig, pages, rig_on
 from tests.transfer.simulated_cuda import SimulatedDevice
 from tests.transfer.simulated_memory import SimulatedError
 from tiercache.core import PoolName
-from tiercache.errors import ClosedError, ConfigError, SlotError, TransferError
+from tiercache.errors import ClosedError, ConfigError, TransferError
 from tiercache.pools import DevicePool, HostArena, HostPool
 from tiercache.transfer import engine_for
 from tiercache.transfer.cuda import CudaEngine, CupyDevice, Method
@@ -139,31 +139,6 @@ class TestFailure:
         assert device.driver.contexts == {1}
         assert device.leftovers == {}
         rig.arena.close()
-
-    def test_wrong_numbers_are_refused_at_the_call(self, simulated: tuple[Rig, SimulatedDevice]) -> None:
-        rig, _ = simulated
-        with rig.engine() as engine:
-            (handle,) = rig.host.alloc(1).tolist()
-            for slots, handles in [([SLOTS], [handle]), ([-1], [handle]), ([0], [handle + 1])]:
-                with pytest.raises(SlotError):
-                    engine.store(rig.units(slots, handles))
-                with pytest.raises(SlotError):
-                    engine.load(rig.units(handles, slots))
-            with pytest.raises(SlotError):
-                engine.fork(rig.units([0], [SLOTS]))
-
-            class Unrecorded:
-                cuda_event = 0
-
-                def synchronize(self) -> None: ...
-
-            with pytest.raises(ConfigError, match="never recorded; record it"):
-                engine.store(rig.units([0], [handle]), after=[Unrecorded()])
-            for nothing in ([], rig.units([], [])):
-                ticket = engine.load(nothing)
-                assert ticket.wait(30)
-                assert (ticket.layers, ticket.error) == ((), None)
-                engine.fork(nothing)
 
 
 class TestTheEnd:
