@@ -20,36 +20,6 @@ def tiercache(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["bogus"], "no such command 'bogus'; see "),
-        (["serve", "--bogus"], "no such option: --bogus"),
-        (["ls", "--limit", "-1"], "invalid value for '--limit'"),
-        (["ls", "-o", "xml"], "'xml' is not one of"),
-        (["status", "extra"], "unexpected extra argument"),
-        (["ping", "--count"], "'--count' requires an argument"),
-        (["bench", "rpc", "--repeat", "x"], "invalid value for '--repeat'"),
-        (["bench", "rpc", "--size", "5000"], "--size 5000 is not possible"),
-        (["bench", "rpc", "--directory", "/nowhere"], "--directory /nowhere is not a directory"),
-        (
-            ["demo", "--storage", "memory://"],
-            "the store --storage memory:// ends with the process that opened it",
-        ),
-        (
-            ["demo", "--storage", "lmdb:///nowhere", "--storage", "lmdb:///nowhere"],
-            "are both at /nowhere; a directory or daemon can be one tier only",
-        ),
-    ],
-)
-def test_a_wrong_use_gets_one_sentence(arguments: list[str], sentence: str) -> None:
-    done = call(*arguments, ok=2)
-    assert done.out == ""
-    assert done.err.startswith("tiercache: ")
-    assert done.err.count("\n") == 1
-    assert sentence in done.err
-
-
 def test_a_process_ends_with_the_sentence_and_the_code() -> None:
     done = tiercache("serve", "--bogus")
     assert (done.returncode, done.stdout) == (2, "")

@@ -17,7 +17,6 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tests.cli.store.test_samples import call
 from tests.processes import suspend
 from tiercache.wire import attachment
 from tiercache.wire.methods import METHODS, SESSION_METADATA
@@ -194,26 +193,6 @@ def test_a_watchdog_is_not_fed_by_a_daemon_that_hangs(directory: Path, tmp_path:
             beats = iter(lambda: manager.recv(1000), b"")
             with pytest.raises(TimeoutError):
                 all(beats)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "sentence"),
-    [
-        (["--listen", "0.0.0.0:0"], 2, "insecure_bind"),
-        (["--listen", "nonsense"], 2, "host:port"),
-        (["--disk-bytes", "lots"], 2, "not a size"),
-        (["--config", "nowhere.toml"], 2, "nowhere.toml"),
-        (["--storage", "nothing://x"], 2, "unknown"),
-        (["--storage", "file://{}?capacity=64MiB"], 2, "holds no tiercache store"),
-        (["--host-bytes", "1"], 2, "--host-bytes"),
-    ],
-)
-def test_wrong_uses_get_one_sentence(tmp_path: Path, arguments: list[str], code: int, sentence: str) -> None:
-    (tmp_path / "photo.jpg").write_text("x")
-    arguments = [argument.replace("{}", str(tmp_path)) for argument in arguments]
-    done = call("serve", "--directory", tmp_path / "d", *arguments, ok=code)
-    assert sentence in done.err
-    assert done.err.count("\n") == 1
 
 
 def test_a_port_in_use_is_named(directory: Path) -> None:

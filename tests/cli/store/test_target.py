@@ -5,7 +5,6 @@ At least twenty wrong uses, one sentence each.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -210,116 +209,6 @@ def test_a_daemon_that_goes_away_meanwhile_is_exit_code_3(daemon, monkeypatch):
     monkeypatch.setattr(Daemon, "delete", gone)
     monkeypatch.setattr(Pong, "verbs", ("admin", "read", "write"))
     assert "does not answer" in call("flush", "--all", "--yes", "-s", "grpc://host:1", ok=3).error
-
-
-def _spaces(tmp_path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "file").write_text("x")
-    for name, text in (
-        ("odd", json.dumps({"kind": "tiercache.tape", "version": 1})),
-        ("broken", "{"),
-        ("list", "[]"),
-    ):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "format").write_text(text)
-    (tmp_path / "tokens").write_text("1 2 3")
-    (tmp_path / "words").write_text("one two")
-    (tmp_path / "floats").write_text("[1, 2.5]")
-    (tmp_path / "object").write_text("{}")
-    (tmp_path / "latin").write_bytes(b"\xff\xfe\x00")
-    (tmp_path / "npz").write_bytes(b"\x93NUMPY\x01\x00")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["ls", "-s", "nowhere"], "does not exist; name the directory"),
-        (["ls", "-s", "{}/nowhere"], "does not exist"),
-        (["ls", "-s", "{}/file"], "is not a directory; name the directory"),
-        (["ls", "-s", "{}/empty"], "holds no tiercache store; name a directory that has a file named format"),
-        (["ls", "-s", "{}/odd"], "holds a store of kind tape, which this tiercache does not know"),
-        (["ls", "-s", "{}/broken"], "/format cannot be read"),
-        (["ls", "-s", "{}/list"], "/format cannot be read"),
-        (["ls", "-s", "grcp://host:1"], "storage type 'grcp' is unknown; use one of"),
-        (["ls", "-s", "file://{}/s?capacty=1GiB"], "has no setting 'capacty'; it has"),
-        (["ls", "-s", "file://{}/s?capacity=lots"], "'lots' is not a size"),
-        (["ls", "-s", "file://{}/nowhere"], "holds no tiercache store"),
-        (["ls", "-s", "file://s"], "names a host; write three slashes"),
-        (["ls", "-s", "://"], "is not a URL"),
-        (["ls", "-s", "grpc://[::1"], "is not an address"),
-        (["ls", "-s", "memory://"], "is empty in every new process"),
-        (["ls", "-s", "grpc://host:1", "--mac-key", "k"], "omit it, because a daemon has the key itself"),
-        (["ping", "-s", "file://{}/s"], "is served by no daemon"),
-        (["ls", "-s", "{}/s", "--namespace", "llama"], "matches no namespace here; there are"),
-        (["ls", "-s", "{}/s", "--pool", "kvv"], "--pool 'kvv' is not a pool; use one of kv, mamba"),
-        (["ls", "-s", "{}/s", "--depth", "9..3"], "--depth 9..3 is empty"),
-        (["ls", "-s", "{}/s", "--depth", "deep"], "--depth 'deep' is not a range; write pages as 3..17"),
-        (["ls", "-s", "{}/s", "--min-size", "big"], "--min-size: 'big' is not a size"),
-        (
-            ["ls", "-s", "{}/s", "--min-size", "2MiB", "--max-size", "1MiB"],
-            "so no object can match; exchange them",
-        ),
-        (["ls", "-s", "{}/s", "--older", "yesterday"], "--older: 'yesterday' is not a duration"),
-        (["ls", "-s", "{}/s", "--older", "2h", "--newer", "1h"], "--newer must be the longer time"),
-        (["inspect", "-s", "{}/s"], "missing argument 'KEY'"),
-        (["inspect", "xyz", "-s", "{}/s"], "KEY 'xyz' is not hex"),
-        (["inspect", "0" * 64, "-s", "{}/s"], "matches no stored page"),
-        (["inspect", "0" * 70, "-s", "{}/s"], "and an object's key"),
-        (["inspect", "0" * 130, "-s", "{}/s"], "has 130 digits"),
-        (
-            ["explain", "--tokens", "{}/tokens", "--text", "x", "-s", "{}/s"],
-            "--tokens and --text are 2 prompts",
-        ),
-        (["explain", "--tokens", "{}/nowhere", "-s", "{}/s"], "cannot be read: No such file"),
-        (["explain", "--tokens", "{}/words", "-s", "{}/s"], "neither a JSON list of integers"),
-        (["explain", "--tokens", "{}/floats", "-s", "{}/s"], "token ids must be integers, not 2.5"),
-        (["explain", "--tokens", "{}/object", "-s", "{}/s"], "neither a JSON list"),
-        (["explain", "--tokens", "{}/latin", "-s", "{}/s"], "neither a JSON list"),
-        (["explain", "--tokens", "{}/npz", "-s", "{}/s"], "neither a JSON list"),
-        (
-            ["explain", "--tokens", "{}/tokens", "--tokenizer", "{}", "-s", "{}/s"],
-            "--tokens are numbers already",
-        ),
-        (
-            ["explain", "--tokens", "{}/tokens", "--extra", "no hex", "-s", "{}/s"],
-            "--extra 'no hex' is not hex",
-        ),
-        (["explain", "--text", "hello", "-s", "{}/s"], "--text needs --tokenizer"),
-        (["explain", "--text", "hello", "--tokenizer", "{}/empty", "-s", "{}/s"], "has no tokenizer.json"),
-        (["explain", "--text", "hello", "--tokenizer", "{}/words", "-s", "{}/s"], "is it a tokenizer.json?"),
-        (
-            ["explain", "--text-file", "{}/latin", "--tokenizer", "{}/words", "-s", "{}/s"],
-            "is not UTF-8 text",
-        ),
-        (["flush", "-s", "{}/s", "--yes"], "would delete everything; give --all if you want that"),
-        (["flush", "-s", "{}/s", "--all"], "there is no terminal to ask on; give --yes"),
-        (
-            ["flush", "-s", "{}/s", "--all", "--pool", "kv", "--yes"],
-            "--all cannot be combined with other filters",
-        ),
-        (["flush", "-s", "{}/s", "--namespace", "qwen3", "--yes"], "matches 2 namespaces"),
-        (["flush", "-s", "{}/s", "--tenant", "acm", "--yes"], "its tenants: acme, other"),
-        (["flush", "-s", "{}/s", "--prefix", "zz", "--yes"], "--prefix 'zz' is not hex"),
-        (["flush", "-s", "{}/s", "--prefix", "0" * 64, "--yes"], "matches no stored page"),
-        (["flush", "-s", "{}/s", "--older", "old", "--yes"], "--older: 'old' is not a duration"),
-        (["ls", "-s", "{}/s", "--sort", "colour"], "--sort"),
-        (["ls", "-s", "{}/s", "-o", "xml"], "--output"),
-        (["ls", "--limit", "-1"], "--limit"),
-        (["ping", "--count", "0"], "--count"),
-    ],
-)
-def test_a_mistake_gets_one_sentence(tmp_path, monkeypatch, arguments, sentence):
-    make_store("file", tmp_path / "s")
-    _spaces(tmp_path)
-    monkeypatch.chdir(tmp_path / "empty")
-    before = sorted(tmp_path.iterdir())
-    done = call(
-        *(argument.format(tmp_path) if "{}" in argument else argument for argument in arguments), ok=2
-    )
-    assert sentence in done.error
-    assert done.out == ""
-    assert sorted(tmp_path.iterdir()) == before
-    assert list((tmp_path / "empty").iterdir()) == []
 
 
 def test_an_ambiguous_prefix_lists_its_candidates(tmp_path):

@@ -24,8 +24,7 @@ from tests.storage_backends.grpc.hooks import (
     UnixStreamMemory,
 )
 from tiercache.testing.conformance import BackendConformance
-from tiercache.testing.conformance.coldest import Coldest
-from tiercache.testing.conformance.eviction import Eviction
+from tiercache.testing.conformance.eviction import Coldest, Eviction
 from tiercache.testing.conformance.restorable import Restorable
 from tiercache.testing.conformance.values import Values
 from tiercache.testing.stateful import BackendMachine, EvictingMachine

@@ -15,14 +15,13 @@ has the tests of one theme.
 import pytest
 
 _THEMES = (
-    "coldest", "damage", "eviction", "figures", "objects", "persistence", "restorable", "shares", "threads",
+    "damage", "eviction", "figures", "objects", "persistence", "restorable", "shares", "threads",
     "values", "watching",
 )  # fmt: skip
 pytest.register_assert_rewrite(*(f"{__name__}.{theme}" for theme in _THEMES))
 
-from tiercache.testing.conformance.coldest import Coldest
 from tiercache.testing.conformance.damage import Damage
-from tiercache.testing.conformance.eviction import Eviction
+from tiercache.testing.conformance.eviction import Coldest, Eviction
 from tiercache.testing.conformance.figures import Figures
 from tiercache.testing.conformance.hooks import BackendHooks
 from tiercache.testing.conformance.objects import Objects

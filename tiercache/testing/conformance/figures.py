@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from pathlib import Path
 
 from tiercache.core import ObjectKey, ObjectMeta, PoolName
 from tiercache.storage.base import NamespaceRecord, SetItem, StorageBackend
@@ -215,24 +214,6 @@ class Figures(BackendHooks):
         scanned = {entry.key: entry for entry in store.scan_all()}
         asked = [key(n) for n in (*range(2600, -1, -1), *names)]
         assert store.describe(asked) == [scanned.get(k) for k in asked]
-
-    def test_descriptions_outlive_the_process(self, store: StorageBackend, tmp_path: Path) -> None:
-        self.need(store, "persistent")
-        keys = [key(n) for n in range(5)]
-        store.set([to_set(k, payload(k, 5000), depth=3) for k in keys[:4]])
-        before = store.describe(keys)
-        store.close()
-        with self.open_store(tmp_path / "store") as again:
-            assert again.describe(keys) == before
-
-    def test_to_be_described_is_not_to_be_used(self, bounded: StorageBackend) -> None:
-        put(bounded, key("hot"), payload("hot", SIZE))
-        put(bounded, key("asked"), payload("asked", SIZE))
-        for n in range(250):
-            put(bounded, key(n), payload(n, SIZE))
-            bounded.describe([key("asked"), key("asked")])
-            assert put(bounded, key("hot"), payload("hot", SIZE)) is HIT
-        assert [entry is not None for entry in bounded.describe([key("hot"), key("asked")])] == [True, False]
 
 
 def _states(store: StorageBackend) -> dict[bytes, bool]:

@@ -122,13 +122,6 @@ class Persistence(BackendHooks):
             assert fetch(again, key("a"), 8192) == payload("a", 8192)
             self.check(again)
 
-    def test_what_is_flushed_survives_a_kill(self, store: StorageBackend, tmp_path: Path) -> None:
-        self.need(store, "persistent")
-        store.set([to_set(key(n), payload(n, 3000)) for n in range(50)])
-        store.flush()
-        with self.kill(store, tmp_path / "store") as again:
-            assert all(fetch(again, key(n), 3000) == payload(n, 3000) for n in range(50))
-
     @pytest.mark.parametrize("how", ENDS)
     def test_eviction_goes_on_where_it_was(self, bounded: StorageBackend, tmp_path: Path, how: str) -> None:
         self.need(bounded, "persistent")
