@@ -65,6 +65,16 @@ def group(tmp_path: Path) -> Iterator[Any]:
 
 
 @pytest.fixture
+def engine(group: Any) -> Iterator[Any]:
+    """SGLang's controller, to which the test attaches a store."""
+    from tests.engines.sglang import rig  # late, as above
+
+    made = rig.Engine(group)
+    yield made
+    made.detach()
+
+
+@pytest.fixture
 def url(tmp_path: Path) -> str:
     """A store for one process."""
     return f"file://{tmp_path}/store?capacity=64MiB"

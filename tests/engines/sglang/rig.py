@@ -374,6 +374,60 @@ def fetch(made: HybridCacheController, operation: Any, pages: Sequence[int]) -> 
             return tokens, hits
 
 
+TOKENS = range(PAGE * 6)
+
+
+class Engine:
+    """SGLang's controller over pools of noise, of which six pages and a state are stored and come back."""
+
+    def __init__(self, group: Any, kv: Any = None, mamba: Any = None) -> None:
+        self.kv, self.mamba = kv or kv_pool(), mamba or mamba_pool()
+        self.made = controller(self.kv, self.mamba, group)
+        self.expected, self.state = [page(self.kv, i) for i in range(6)], page(self.mamba, 2)
+
+    @property
+    def store(self) -> Any:
+        return store_of(self.made.storage_backend)
+
+    @property
+    def objects(self) -> int:
+        return int(self.store.usage().objects)
+
+    def attach(self, url: Any, **settings: Any) -> None:
+        attach(self.made, url, **settings)
+
+    def detach(self) -> None:
+        if self.made.storage_backend is not None:
+            self.made.detach_storage_backend()
+
+    def write(self, tokens: Sequence[int] = TOKENS, state: int = 5) -> Any:
+        """Back up six pages, and a state at one of them; return the tokens that were stored."""
+        return write(self.made, tokens, hashed(tokens)[1], range(6), {state: 2}).completed_tokens
+
+    def query(self, tokens: Sequence[int] = TOKENS) -> Any:
+        """Ask for what can be restored of these tokens, with a state."""
+        return query(self.made, hashed(tokens)[0], any_state())
+
+    def hit(self, tokens: Sequence[int] = TOKENS) -> int:
+        """Return the tokens that storage has, by a query."""
+        return int(self.query(tokens).storage_hit_count)
+
+    def restored(self, tokens: Sequence[int] = TOKENS) -> tuple[int, int]:
+        """Return the pages and states that come back, all compared; a query may still name what was lost."""
+        found = self.query(tokens)
+        pages = found.storage_hit_count // PAGE
+        if not pages:
+            return 0, 0
+        found.pool_transfers[0].host_indices = torch.tensor([7])
+        wipe(self.kv, *range(20, 20 + pages))
+        wipe(self.mamba, 7)
+        tokens_here, hits = fetch(self.made, found, range(20, 20 + pages))
+        arrived, states = tokens_here // PAGE, hits.get("mamba", 0)
+        assert [page(self.kv, 20 + i) for i in range(arrived)] == self.expected[:arrived]
+        assert not states or page(self.mamba, 7) == self.state
+        return arrived, states
+
+
 @contextlib.contextmanager
 def group_of_one(directory: Path) -> Iterator[Any]:
     """A process group that agrees with itself."""

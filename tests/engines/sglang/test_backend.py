@@ -1,35 +1,24 @@
-"""The storage backend under SGLang's own factory and host pools.
-
-Needs the environment of `make test-engines`.
-"""
+"""The storage backend under SGLang's own factory and host pools."""
 
 from __future__ import annotations
 
 import errno
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-pytestmark = pytest.mark.integration
-torch = pytest.importorskip("torch")
-pytest.importorskip(
-    "sglang.srt.mem_cache.hicache_storage", reason="SGLang is not installed: make test-engines"
-)
-
-from sglang.srt.mem_cache.hicache_storage import (  # noqa: E402
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageExtraInfo,
     PoolHitPolicy,
     PoolName,
     PoolTransfer,
 )
-from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool  # noqa: E402
+from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
 
-from tests.engines.damage import flip, truncate  # noqa: E402
-from tests.engines.sglang import rig  # noqa: E402
-from tests.engines.sglang.rig import (  # noqa: E402
+from tests.engines.sglang import rig
+from tests.engines.sglang.rig import (
     PAGE,
     PAGES,
     SLOTS,
@@ -44,9 +33,9 @@ from tests.engines.sglang.rig import (  # noqa: E402
     state_at,
     store_of,
 )
-from tiercache.errors import RefusedError, StorageError, UnavailableError  # noqa: E402
-from tiercache.storage.registry import open_backend  # noqa: E402
-from tiercache.testing.faults import FaultEnv  # noqa: E402
+from tiercache.errors import RefusedError, StorageError, UnavailableError
+from tiercache.storage.registry import open_backend
+from tiercache.testing.faults import FaultEnv
 
 
 @pytest.mark.parametrize("v1", [0, 1])
@@ -189,26 +178,6 @@ def test_pages_of_latent_attention(
         for slot, flat in zip((9, 8), store.batch_get(names, None), strict=True):
             latent.set_from_flat_data_page(slot * PAGE, flat)
     assert [page(latent, 9), page(latent, 8)] == expected
-    store.close()
-
-
-@pytest.mark.parametrize("hurt", [flip, truncate])
-def test_damage_is_a_miss_and_the_next_set_repairs_it(url: str, tmp_path: Path, hurt: Any) -> None:
-    kv = kv_pool()
-    store = backend(url, kv)
-    names = keys(*range(4))
-    assert store.batch_set_v1(names, rows(0, 1, 2, 3)) == [True] * 4
-    expected = [page(kv, i) for i in range(4)]
-    store.close()
-    hurt(tmp_path / "store", expected[2][:64])
-    store = backend(url, kv)
-    arrived = store.batch_get_v1(names, rows(20, 21, 22, 23))
-    assert not arrived[2]
-    assert [page(kv, 20 + i) for i in range(4) if arrived[i]] == [expected[i] for i in range(4) if arrived[i]]
-    assert store.batch_exists(names) <= 2
-    assert store.batch_set_v1(names, rows(0, 1, 2, 3)) == [True] * 4
-    assert store.batch_get_v1(names, rows(20, 21, 22, 23)) == [True] * 4
-    assert [page(kv, i) for i in (20, 21, 22, 23)] == expected
     store.close()
 
 

@@ -1,7 +1,4 @@
-"""The backend under SGLang's real HybridCacheController: its threads, its order of calls, its factory.
-
-Needs the environment of `make test-engines`.
-"""
+"""The backend under SGLang's real HybridCacheController: its threads, its order of calls, its factory."""
 
 from __future__ import annotations
 
@@ -14,46 +11,32 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-pytestmark = pytest.mark.integration
-torch = pytest.importorskip("torch")
-pytest.importorskip(
-    "sglang.srt.mem_cache.hicache_storage", reason="SGLang is not installed: make test-engines"
-)
+from tests.engines.damage import flip, truncate
+from tests.engines.sglang import rig
 
-from tests.engines.damage import flip, truncate  # noqa: E402
-from tests.engines.sglang import rig  # noqa: E402
-
-TOKENS = range(rig.PAGE * 6)
+TOKENS = rig.TOKENS
 PASSED = {"hicache_storage_pass_prefix_keys": True}
-
-
-def stored(made: Any) -> int:
-    return int(rig.store_of(made.storage_backend).usage().objects)
 
 
 @pytest.mark.parametrize("layout", rig.KV_LAYOUTS)
 def test_what_was_written_is_found_and_fetched(group: Any, url: str, layout: str) -> None:
-    kv, mamba = rig.kv_pool(layout), rig.mamba_pool()
-    made = rig.controller(kv, mamba, group)
-    rig.attach(made, url)
+    engine = rig.Engine(group, rig.kv_pool(layout))
+    engine.attach(url)
     key, hashes = rig.hashed(TOKENS)
-    expected, state = [rig.page(kv, i) for i in range(6)], rig.page(mamba, 2)
-    done = rig.write(made, TOKENS, hashes, range(6), {3: 2})
+    done = rig.write(engine.made, TOKENS, hashes, range(6), {3: 2})
     assert done.completed_tokens == len(TOKENS)
     assert done.pool_storage_result.extra_pool_hit_pages == {"mamba": 1}
-    assert stored(made) == 7
-    found = rig.query(made, key)
-    assert found.storage_hit_count == len(TOKENS)
-    found = rig.query(made, key, rig.any_state())
-    assert found.storage_hit_count == 4 * rig.PAGE
-    assert found.query_pool_hit_pages == {"kv": 6, "mamba": 4}
+    assert engine.objects == 7
+    assert rig.query(engine.made, key).storage_hit_count == len(TOKENS)
+    assert engine.query().query_pool_hit_pages == {"kv": 6, "mamba": 4}
+    assert engine.restored() == (4, 1)
+    found = engine.query()
     found.pool_transfers[0].host_indices = torch.tensor([7])
-    tokens, hits = rig.fetch(made, found, [20, 25, 22, 21])
-    assert (tokens, hits["mamba"]) == (4 * rig.PAGE, 1)
-    assert [rig.page(kv, i) for i in (20, 25, 22, 21)] == expected[:4]
-    assert rig.page(mamba, 7) == state
-    made.detach_storage_backend()
+    assert rig.fetch(engine.made, found, [30, 35, 32, 31])[0] == 4 * rig.PAGE
+    assert [rig.page(engine.kv, i) for i in (30, 35, 32, 31)] == engine.expected[:4]
+    engine.detach()
 
 
 @pytest.mark.parametrize("layout", rig.KV_LAYOUTS)
@@ -64,7 +47,7 @@ def test_a_model_without_states_may_pass_flat_pages(group: Any, url: str, layout
     key, hashes = rig.hashed(TOKENS)
     expected = [rig.page(kv, i) for i in range(6)]
     assert rig.write(made, TOKENS, hashes, range(6), {}).completed_tokens == len(TOKENS)
-    assert stored(made) == 6
+    assert rig.store_of(made.storage_backend).usage().objects == 6
     found = rig.query(made, key)
     assert found.storage_hit_count == len(TOKENS)
     assert rig.fetch(made, found, [20, 25, 22, 21, 24, 23])[0] == len(TOKENS)
@@ -82,20 +65,18 @@ UNTOLD = (
     ("v1", "more"), [(1, {}), (1, {"hicache_storage_pass_prefix_keys": False}), (0, PASSED)]
 )
 def test_a_model_with_states_is_not_kept_without_the_order_of_pages(
-    group: Any, url: str, v1: int, more: dict[str, bool]
+    engine: rig.Engine, group: Any, url: str, v1: int, more: dict[str, bool]
 ) -> None:
-    made = rig.controller(rig.kv_pool(), rig.mamba_pool(), group)
     with rig.started_with(**rig.extra_config(url, v1=v1), **more), pytest.raises(ValueError) as caught:
-        rig.attach(made, url, v1=v1)
+        engine.attach(url, v1=v1)
     assert str(caught.value) == f"hicache-storage-backend-extra-config: {UNTOLD}"
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("tiercache")]
-    made.detach_storage_backend()  # SGLang keeps a backend that refuses at the end of the attach
+    engine.made.detach_storage_backend()  # SGLang keeps a backend that refuses at the end of the attach
     with rig.started_with(**rig.extra_config(url), **PASSED):
-        rig.attach(made, url)
-    key, hashes = rig.hashed(TOKENS)
-    rig.write(made, TOKENS, hashes, range(6), {5: 2})
-    assert rig.query(made, key, rig.any_state()).storage_hit_count == len(TOKENS)
-    made.detach_storage_backend()
+        engine.attach(url)
+    engine.write()
+    assert engine.hit() == len(TOKENS)
+    engine.detach()
     without = rig.controller(rig.kv_pool(), None, group)
     with rig.started_with(**rig.extra_config(url, v1=v1), **more):
         rig.attach(without, url, v1=v1)
@@ -103,157 +84,115 @@ def test_a_model_with_states_is_not_kept_without_the_order_of_pages(
 
 
 def test_attached_later_nothing_of_a_model_with_states_is_stored_without_the_order_of_pages(
-    group: Any, url: str, caplog: pytest.LogCaptureFixture
+    engine: rig.Engine, url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = rig.controller(rig.kv_pool(), rig.mamba_pool(), group)
-    rig.attach(made, url)  # by a request: what it says of prefixes, the plug-in cannot see
-    key, hashes = rig.hashed(TOKENS)
+    engine.attach(url)  # by a request: what it says of prefixes, the plug-in cannot see
+    _, hashes = rig.hashed(TOKENS)
     for _ in range(2):
-        made.write_storage(
+        engine.made.write_storage(
             rig.rows(*range(6)), list(TOKENS), hash_value=hashes, extra_pools=[rig.state_at(hashes[5], 2)]
         )
-        assert made.ack_backup_queue.get(timeout=60).completed_tokens == 0
-    assert stored(made) == 0
+        assert engine.made.ack_backup_queue.get(timeout=60).completed_tokens == 0
+    assert engine.objects == 0
     assert caplog.text.count(f"nothing is stored: hicache-storage-backend-extra-config: {UNTOLD}") == 1
-    rig.write(made, TOKENS, hashes, range(6), {5: 2})
-    assert rig.query(made, key, rig.any_state()).storage_hit_count == len(TOKENS)
-    made.detach_storage_backend()
+    engine.write()
+    assert engine.hit() == len(TOKENS)
 
 
 @pytest.mark.parametrize("form", ["toml", "json", "text"])
-def test_settings_as_an_operator_writes_them(group: Any, url: str, tmp_path: Path, form: str) -> None:
+def test_settings_as_an_operator_writes_them(engine: rig.Engine, url: str, tmp_path: Path, form: str) -> None:
     written = rig.extra_config(url) | {"hicache_storage_pass_prefix_keys": True, "prefetch_threshold": 64}
     lines = (f"{name} = {json.dumps(value)}\n" for name, value in written.items())
     text = "".join(lines) if form == "toml" else json.dumps(written)
     path = tmp_path / f"tiercache.{form}"
     path.write_text(text)
-    made = rig.controller(rig.kv_pool(), rig.mamba_pool(), group)
+    made = engine.made
     parsed, threshold, *_ = made.parse_storage_backend_extra_config(text if form == "text" else f"@{path}")
     made.attach_storage_backend(
         "dynamic", threshold, rig.MODEL, parsed, host_pools=made.mem_pool_host.entries
     )
-    key, hashes = rig.hashed(TOKENS)
-    rig.write(made, TOKENS, hashes, range(6), {5: 2})
-    assert rig.query(made, key, rig.any_state()).storage_hit_count == len(TOKENS)
-    made.detach_storage_backend()
+    engine.write()
+    assert engine.hit() == len(TOKENS)
 
 
-def test_a_longer_prompt_finds_its_prefix_and_another_prompt_nothing(group: Any, url: str) -> None:
-    made = rig.controller(rig.kv_pool(), rig.mamba_pool(), group)
-    rig.attach(made, url)
-    _, hashes = rig.hashed(TOKENS)
-    rig.write(made, TOKENS, hashes, range(6), {5: 2})
-    longer, _ = rig.hashed([*TOKENS, *range(500, 600)])
-    assert rig.query(made, longer, rig.any_state()).storage_hit_count == 6 * rig.PAGE
-    other, _ = rig.hashed([999, *TOKENS])
-    assert rig.query(made, other, rig.any_state()).storage_hit_count == 0
-    made.detach_storage_backend()
+def test_a_longer_prompt_finds_its_prefix_and_another_prompt_nothing(engine: rig.Engine, url: str) -> None:
+    engine.attach(url)
+    engine.write()
+    assert engine.hit([*TOKENS, *range(500, 600)]) == 6 * rig.PAGE
+    assert engine.hit([999, *TOKENS]) == 0
 
 
-def test_a_cancelled_prefetch_leaves_everything_usable(group: Any, url: str) -> None:
-    kv = rig.kv_pool()
-    made = rig.controller(kv, rig.mamba_pool(), group)
-    rig.attach(made, url)
-    key, hashes = rig.hashed(TOKENS)
-    rig.write(made, TOKENS, hashes, range(6), {5: 2})
+def test_a_cancelled_prefetch_leaves_everything_usable(engine: rig.Engine, url: str) -> None:
+    engine.attach(url)
+    engine.write()
+    made, key = engine.made, rig.hashed(TOKENS)[0]
     operation = made.prefetch(SimpleNamespace(rid="gone"), key, None, None, extra_pools=[rig.any_state()])
     made.terminate_prefetch(operation)
     assert made.prefetch_hit_queue.get(timeout=60) is operation
-    found = rig.query(made, key, rig.any_state())
+    found = engine.query()
     made.terminate_prefetch(found)
     found.pool_transfers[0].host_indices = torch.tensor([7])
     assert rig.fetch(made, found, range(20, 26))[0] == 0
-    assert stored(made) == 7
-    found = rig.query(made, key, rig.any_state())
-    found.pool_transfers[0].host_indices = torch.tensor([7])
-    assert rig.fetch(made, found, range(20, 26))[0] == len(TOKENS)
-    made.detach_storage_backend()
+    assert engine.objects == 7
+    assert engine.restored() == (6, 1)
 
 
-def test_detach_and_attach_again(group: Any, url: str) -> None:
-    made = rig.controller(rig.kv_pool(), rig.mamba_pool(), group)
-    key, hashes = rig.hashed(TOKENS)
-    rig.attach(made, url)
-    rig.write(made, TOKENS, hashes, range(6), {5: 2})
+def test_detach_and_attach_again(engine: rig.Engine, url: str) -> None:
+    engine.attach(url)
+    engine.write()
     for _ in range(2):
-        made.detach_storage_backend()
-        assert made.storage_backend is None
-        rig.attach(made, url)
-        assert rig.query(made, key, rig.any_state()).storage_hit_count == len(TOKENS)
-    assert made.clear_storage_backend()
-    assert rig.query(made, key, rig.any_state()).storage_hit_count == 0
-    rig.write(made, TOKENS, hashes, range(6), {5: 2})
-    assert rig.query(made, key, rig.any_state()).storage_hit_count == len(TOKENS)
-    made.detach_storage_backend()
+        engine.detach()
+        assert engine.made.storage_backend is None
+        engine.attach(url)
+        assert engine.hit() == len(TOKENS)
+    assert engine.made.clear_storage_backend()
+    assert engine.hit() == 0
+    engine.write()
+    assert engine.hit() == len(TOKENS)
 
 
-def test_an_attach_that_fails_can_be_repeated(group: Any, url: str) -> None:
-    made = rig.controller(rig.kv_pool(), rig.mamba_pool(), group)
+def test_an_attach_that_fails_can_be_repeated(engine: rig.Engine, url: str) -> None:
     for wrong in ({"revision": ""}, {"colour": "red"}, {"storage": "file:///proc/nowhere?capacity=1GiB"}):
         with pytest.raises((ValueError, OSError)):
-            rig.attach(made, url, **wrong)
-        assert made.storage_backend is None
-    rig.attach(made, url)
-    made.detach_storage_backend()
+            engine.attach(url, **wrong)
+        assert engine.made.storage_backend is None
+    engine.attach(url)
 
 
 @pytest.mark.parametrize("hurt", [flip, truncate])
 def test_damage_is_a_miss_and_the_next_write_repairs_it(
-    group: Any, url: str, tmp_path: Path, hurt: Any
+    engine: rig.Engine, url: str, tmp_path: Path, hurt: Any
 ) -> None:
-    kv, mamba = rig.kv_pool(), rig.mamba_pool()
-    made = rig.controller(kv, mamba, group)
-    rig.attach(made, url)
-    key, hashes = rig.hashed(TOKENS)
-    expected, state = [rig.page(kv, i) for i in range(6)], rig.page(mamba, 2)
-    rig.write(made, TOKENS, hashes, range(6), {5: 2})
-    made.detach_storage_backend()
-    hurt(tmp_path / "store", expected[3][64:128])
-    rig.attach(made, url)
-
-    def restored() -> tuple[int, int]:
-        rig.wipe(kv, *range(20, 26))
-        found = rig.query(made, key, rig.any_state())
-        pages = found.storage_hit_count // rig.PAGE
-        if not pages:
-            return 0, 0
-        found.pool_transfers[0].host_indices = torch.tensor([7])
-        tokens, hits = rig.fetch(made, found, range(20, 20 + pages))
-        arrived = tokens // rig.PAGE
-        assert [rig.page(kv, 20 + i) for i in range(arrived)] == expected[:arrived]
-        if hits["mamba"]:
-            assert rig.page(mamba, 7) == state
-        return arrived, hits["mamba"]
-
-    arrived, states = restored()
+    engine.attach(url)
+    engine.write()
+    engine.detach()
+    hurt(tmp_path / "store", engine.expected[3][64:128])
+    engine.attach(url)
+    arrived, states = engine.restored()
     assert arrived < 6
     assert states == 0  # a state without all of its pages would be a state of another text
-    assert restored()[0] < 6
-    assert rig.write(made, TOKENS, hashes, range(6), {5: 2}).completed_tokens == len(TOKENS)
-    assert restored() == (6, 1)
-    made.detach_storage_backend()
+    assert engine.restored()[0] < 6
+    assert engine.write() == len(TOKENS)
+    assert engine.restored() == (6, 1)
 
 
-def test_another_dtype_layout_or_model_finds_nothing(group: Any, url: str) -> None:
-    made = rig.controller(rig.kv_pool(), rig.mamba_pool(), group)
-    rig.attach(made, url)
-    key, hashes = rig.hashed(TOKENS)
-    rig.write(made, TOKENS, hashes, range(6), {5: 2})
-    made.detach_storage_backend()
+def test_another_dtype_layout_or_model_finds_nothing(engine: rig.Engine, group: Any, url: str) -> None:
+    engine.attach(url)
+    engine.write()
+    engine.detach()
     for kv, mamba, settings in [
-        (rig.kv_pool("layer_first"), rig.mamba_pool(), {}),
-        (rig.kv_pool(dtype=torch.float16), rig.mamba_pool(), {}),
-        (rig.kv_pool(), rig.mamba_pool(dtype=torch.bfloat16), {}),
-        (rig.kv_pool(), rig.mamba_pool("page_first_direct"), {}),
-        (rig.kv_pool(), rig.mamba_pool(), {"revision": "r2"}),
+        (rig.kv_pool("layer_first"), None, {}),
+        (rig.kv_pool(dtype=torch.float16), None, {}),
+        (None, rig.mamba_pool(dtype=torch.bfloat16), {}),
+        (None, rig.mamba_pool("page_first_direct"), {}),
+        (None, None, {"revision": "r2"}),
     ]:
-        other = rig.controller(kv, mamba, group)
-        rig.attach(other, url, **settings)
-        assert rig.query(other, key, rig.any_state()).storage_hit_count == 0
-        other.detach_storage_backend()
-    rig.attach(made, url)
-    assert rig.query(made, key, rig.any_state()).storage_hit_count == len(TOKENS)
-    made.detach_storage_backend()
+        other = rig.Engine(group, kv, mamba)
+        other.attach(url, **settings)
+        assert other.hit() == 0
+        other.detach()
+    engine.attach(url)
+    assert engine.hit() == len(TOKENS)
 
 
 def ranks(tmp_path: Path, url: str, *work: list[str]) -> list[list[dict[str, Any]]]:

@@ -1,7 +1,4 @@
-"""KV events of SGLang's third tier: what a router that knows SGLang's classes learns of a store.
-
-Needs the environment of `make test-engines`.
-"""
+"""KV events of SGLang's third tier: what a router that knows SGLang's classes learns of a store."""
 
 from __future__ import annotations
 
@@ -14,33 +11,26 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
-
-pytestmark = pytest.mark.integration
-torch = pytest.importorskip("torch")
-pytest.importorskip(
-    "sglang.srt.mem_cache.hicache_storage", reason="SGLang is not installed: make test-engines"
-)
-
-import msgspec  # noqa: E402
-from sglang.srt.disaggregation.kv_events import (  # noqa: E402
+from sglang.srt.disaggregation.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     KVEventBatch,
     StorageMedium,
 )
-from sglang.srt.mem_cache.events import KVCacheEventRecorder  # noqa: E402
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo  # noqa: E402
-from sglang.srt.mem_cache.utils import hash_str_to_int64  # noqa: E402
+from sglang.srt.mem_cache.events import KVCacheEventRecorder
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
+from sglang.srt.mem_cache.utils import hash_str_to_int64
 
-from tests.engines.sglang import rig  # noqa: E402
-from tests.engines.zmq_reader import Reader, free_port  # noqa: E402
-from tests.events import golden  # noqa: E402
-from tests.storage_backends.grpc.daemon import Daemon  # noqa: E402
-from tests.storage_backends.grpc.nodes import scratch  # noqa: E402
-from tiercache.errors import ConfigError, StorageError  # noqa: E402
-from tiercache.integrations.sglang.events import encode_pages, event_settings  # noqa: E402
+from tests.engines.sglang import rig
+from tests.engines.zmq_reader import Reader, free_port
+from tests.events import golden
+from tests.storage_backends.grpc.daemon import Daemon
+from tests.storage_backends.grpc.nodes import scratch
+from tiercache.errors import ConfigError, StorageError
+from tiercache.integrations.sglang.events import encode_pages, event_settings
 
 DECODER = msgspec.msgpack.Decoder(KVEventBatch)
 

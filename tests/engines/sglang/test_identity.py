@@ -1,7 +1,4 @@
-"""Identity of objects: servers that differ in anything that the bytes depend on share no object.
-
-All tests here need the environment of `make test-engines`.
-"""
+"""Identity of objects: servers that differ in anything that the bytes depend on share no object."""
 
 from __future__ import annotations
 
@@ -9,19 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from sglang.srt.arg_groups.arg_utils import namespace_of
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.server_args import ServerArgs
 
-pytestmark = pytest.mark.integration
-torch = pytest.importorskip("torch")
-pytest.importorskip(
-    "sglang.srt.mem_cache.hicache_storage", reason="SGLang is not installed: make test-engines"
-)
-
-from sglang.srt.arg_groups.arg_utils import namespace_of  # noqa: E402
-from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer  # noqa: E402
-from sglang.srt.server_args import ServerArgs  # noqa: E402
-
-from tests.engines.sglang import rig  # noqa: E402
-from tests.engines.sglang.rig import (  # noqa: E402
+from tests.engines.sglang import rig
+from tests.engines.sglang.rig import (
     PAGES,
     any_state,
     backend,
@@ -32,7 +23,7 @@ from tests.engines.sglang.rig import (  # noqa: E402
     rows,
     state_at,
 )
-from tiercache.integrations.sglang import server  # noqa: E402
+from tiercache.integrations.sglang import server
 
 
 def test_a_restart_finds_everything_and_another_identity_nothing(shared: str) -> None:

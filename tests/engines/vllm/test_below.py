@@ -9,10 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.integration
-pytest.importorskip("vllm.v1.kv_offload.tiering.base", reason="vLLM is not installed: make test-engines")
-
-from tests.engines.below import (  # noqa: E402
+from tests.engines.below import (
     DiskOver,
     DiskOverBucket,
     DiskOverPool,
@@ -20,10 +17,10 @@ from tests.engines.below import (  # noqa: E402
     service,  # noqa: F401
     until,
 )
-from tests.engines.vllm.rig import Engine  # noqa: E402
-from tests.storage_backends.mooncake.rig import Pool  # noqa: E402
-from tests.storage_backends.s3.proxy import Proxy  # noqa: E402
-from tiercache.storage.base import StorageBackend  # noqa: E402
+from tests.engines.vllm.rig import Engine
+from tests.storage_backends.mooncake.rig import Pool
+from tests.storage_backends.s3.proxy import Proxy
+from tiercache.storage.base import StorageBackend
 
 NAMES = [f"block {i}" for i in range(8)]
 

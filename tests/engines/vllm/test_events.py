@@ -1,7 +1,4 @@
-"""KV events of the tier, as vLLM's manager, tracker and publisher take them.
-
-Needs the environment of `make test-engines`.
-"""
+"""KV events of the tier, as vLLM's manager, tracker and publisher take them."""
 
 from __future__ import annotations
 
@@ -11,15 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
-
-pytestmark = pytest.mark.integration
-pytest.importorskip("vllm.v1.kv_offload.tiering.base", reason="vLLM is not installed: make test-engines")
-
-import msgspec  # noqa: E402
-from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch  # noqa: E402
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker  # noqa: E402
-from vllm.v1.kv_offload.base import (  # noqa: E402
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
+from vllm.v1.kv_offload.base import (
     Locality,
     Medium,
     OffloadingKVEventsConfig,
@@ -27,14 +20,14 @@ from vllm.v1.kv_offload.base import (  # noqa: E402
     get_offload_block_hash,
 )
 
-from tests.engines.vllm.rig import ROW, WINDOW, Engine, job, key, keys, outcome  # noqa: E402
-from tests.storage_backends.grpc.daemon import Daemon  # noqa: E402
-from tests.storage_backends.grpc.nodes import scratch  # noqa: E402
-from tiercache.core import ObjectKey  # noqa: E402
-from tiercache.errors import ConfigError  # noqa: E402
-from tiercache.integrations.vllm import tier as tier_module  # noqa: E402
-from tiercache.storage.base import StorageBackend  # noqa: E402
-from tiercache.storage.registry import open_backend  # noqa: E402
+from tests.engines.vllm.rig import ROW, WINDOW, Engine, job, key, keys, outcome
+from tests.storage_backends.grpc.daemon import Daemon
+from tests.storage_backends.grpc.nodes import scratch
+from tiercache.core import ObjectKey
+from tiercache.errors import ConfigError
+from tiercache.integrations.vllm import tier as tier_module
+from tiercache.storage.base import StorageBackend
+from tiercache.storage.registry import open_backend
 
 
 def engine_on(*urls: str, row: int = ROW, **settings: Any) -> Engine:

@@ -14,18 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import vllm
 
-pytestmark = pytest.mark.integration
-pytest.importorskip("vllm.v1.kv_offload.tiering.base", reason="vLLM is not installed: make test-engines")
-
-import vllm  # noqa: E402
-
-from tests.engines.vllm.rig import FULL, LAYERS, MISS, ROW, WINDOW, Engine, config, groups, key, keys  # noqa: E402
-from tiercache.core import ObjectKey  # noqa: E402
-from tiercache.errors import ConfigError, StorageError  # noqa: E402
-from tiercache.integrations.settings import StoreSettings  # noqa: E402
-from tiercache.integrations.vllm.identity import Keys  # noqa: E402
-from tiercache.storage.registry import open_backend  # noqa: E402
+from tests.engines.vllm.rig import FULL, LAYERS, MISS, ROW, WINDOW, Engine, config, groups, key, keys
+from tiercache.core import ObjectKey
+from tiercache.errors import ConfigError, StorageError
+from tiercache.integrations.settings import StoreSettings
+from tiercache.integrations.vllm.identity import Keys
+from tiercache.storage.registry import open_backend
 
 
 @pytest.fixture

@@ -1,7 +1,4 @@
-"""Storing and reading back: vLLM's manager, primary tier and shared region over tiercache's stores.
-
-All tests here need the environment of `make test-engines`.
-"""
+"""Storing and reading back: vLLM's manager, primary tier and shared region over tiercache's stores."""
 
 from __future__ import annotations
 
@@ -9,14 +6,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from vllm.v1.kv_offload.base import Locality, Medium, TierFilter, TierMatcher, make_offload_key
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-pytestmark = pytest.mark.integration
-pytest.importorskip("vllm.v1.kv_offload.tiering.base", reason="vLLM is not installed: make test-engines")
-
-from vllm.v1.kv_offload.base import Locality, Medium, TierFilter, TierMatcher, make_offload_key  # noqa: E402
-from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: E402
-
-from tests.engines.vllm.rig import (  # noqa: E402
+from tests.engines.vllm.rig import (
     FULL,
     HIT,
     HIT_PENDING,
@@ -31,10 +24,10 @@ from tests.engines.vllm.rig import (  # noqa: E402
     key,
     keys,
 )
-from tests.storage_backends.grpc.daemon import Daemon  # noqa: E402
-from tests.storage_backends.grpc.nodes import scratch  # noqa: E402
-from tiercache.core import PoolName  # noqa: E402
-from tiercache.storage.registry import open_backend  # noqa: E402
+from tests.storage_backends.grpc.daemon import Daemon
+from tests.storage_backends.grpc.nodes import scratch
+from tiercache.core import PoolName
+from tiercache.storage.registry import open_backend
 
 
 @pytest.fixture(params=["file", "lmdb"])

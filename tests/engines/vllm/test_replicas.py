@@ -10,11 +10,8 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.integration
-pytest.importorskip("vllm.v1.kv_offload.tiering.base", reason="vLLM is not installed: make test-engines")
-
-from tests.storage_backends.grpc.daemon import Daemon  # noqa: E402
-from tests.storage_backends.grpc.nodes import scratch  # noqa: E402
+from tests.storage_backends.grpc.daemon import Daemon
+from tests.storage_backends.grpc.nodes import scratch
 
 ROOT = Path(__file__).parents[3]
 

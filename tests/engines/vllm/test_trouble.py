@@ -12,22 +12,18 @@ from pathlib import Path
 from threading import Event
 
 import pytest
+from vllm.v1.kv_offload.tiering.base import JobResult
 
-pytestmark = pytest.mark.integration
-pytest.importorskip("vllm.v1.kv_offload.tiering.base", reason="vLLM is not installed: make test-engines")
-
-from vllm.v1.kv_offload.tiering.base import JobResult  # noqa: E402
-
-import tiercache.integrations.settings as settings  # noqa: E402
-from tests.engines.damage import flip, truncate  # noqa: E402
-from tests.engines.vllm.rig import HIT, MISS, RETRY, ROW, ROWS, Engine, content, job, key, keys, outcome  # noqa: E402
-from tiercache.errors import StorageError  # noqa: E402
-from tiercache.integrations.vllm import tier as tier_module  # noqa: E402
-from tiercache.storage.base import StorageBackend  # noqa: E402
-from tiercache.storage.registry import open_backend  # noqa: E402
-from tiercache.storage.wrappers import Wrapper  # noqa: E402
-from tiercache.testing.faults import FaultEnv  # noqa: E402
-from tiercache.testing.faulty import Faulty, Latency, Rates  # noqa: E402
+import tiercache.integrations.settings as settings
+from tests.engines.damage import flip, truncate
+from tests.engines.vllm.rig import HIT, MISS, RETRY, ROW, ROWS, Engine, content, job, key, keys, outcome
+from tiercache.errors import StorageError
+from tiercache.integrations.vllm import tier as tier_module
+from tiercache.storage.base import StorageBackend
+from tiercache.storage.registry import open_backend
+from tiercache.storage.wrappers import Wrapper
+from tiercache.testing.faults import FaultEnv
+from tiercache.testing.faulty import Faulty, Latency, Rates
 
 
 class Held(Wrapper):

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.integration
-
 OLDER = Path(sys.prefix) / "older"
 """The folder in which `make test-engines` has the release of older.txt."""
 ENGINE = """

@@ -1,20 +1,12 @@
-"""Our publisher's messages under vLLM's own classes, and vLLM's own messages beside ours.
-
-Needs the environment of `make test-engines`.
-"""
+"""Our publisher's messages under vLLM's own classes, and vLLM's own messages beside ours."""
 
 from __future__ import annotations
 
 from itertools import count
 from typing import Any
 
-import pytest
-
-pytestmark = pytest.mark.integration
-pytest.importorskip("vllm.v1.kv_offload.tiering.base", reason="vLLM is not installed: make test-engines")
-
-import msgspec  # noqa: E402
-from vllm.distributed.kv_events import (  # noqa: E402
+import msgspec
+from vllm.distributed.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -22,15 +14,15 @@ from vllm.distributed.kv_events import (  # noqa: E402
     ZmqEventPublisher,
 )
 
-from tests.engines.zmq_reader import Reader, free_port  # noqa: E402
-from tests.events import golden  # noqa: E402
-from tests.events.rig import LAYOUTS, NAMESPACE, page, published, store_pages  # noqa: E402
-from tiercache.core import ObjectKey, PoolName  # noqa: E402
-from tiercache.events.encoding import encode_batch  # noqa: E402
-from tiercache.events.publisher import END  # noqa: E402
-from tiercache.keys import Identity  # noqa: E402
-from tiercache.storage.base import NamespaceRecord  # noqa: E402
-from tiercache.storage.registry import open_backend  # noqa: E402
+from tests.engines.zmq_reader import Reader, free_port
+from tests.events import golden
+from tests.events.rig import LAYOUTS, NAMESPACE, page, published, store_pages
+from tiercache.core import ObjectKey, PoolName
+from tiercache.events.encoding import encode_batch
+from tiercache.events.publisher import END
+from tiercache.keys import Identity
+from tiercache.storage.base import NamespaceRecord
+from tiercache.storage.registry import open_backend
 
 DECODER = msgspec.msgpack.Decoder(KVEventBatch)
 
