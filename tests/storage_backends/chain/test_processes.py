@@ -16,7 +16,7 @@ from tests.waiting import until
 from tiercache.core import Outcome
 from tiercache.storage import open_backend
 from tiercache.storage.base import StorageBackend
-from tiercache.testing.conformance.peer import Peer
+from tiercache.testing.conformance.persistence import Peer
 from tiercache.testing.objects import fetch, key, payload, put, to_set
 
 HIT, STORED = Outcome.HIT, Outcome.STORED

@@ -14,7 +14,7 @@ from tests.storage_backends.mooncake.hooks import MooncakeHooks
 from tests.storage_backends.mooncake.rig import Pool
 from tiercache.core import Outcome
 from tiercache.storage.base import StorageBackend
-from tiercache.testing.conformance.peer import Peer
+from tiercache.testing.conformance.persistence import Peer
 from tiercache.testing.conformance.threads import run_all
 from tiercache.testing.objects import fetch, key, payload, to_set
 from tiercache.testing.stateful import BackendMachine

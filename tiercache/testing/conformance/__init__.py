@@ -6,8 +6,7 @@
         def swap(self, store, a, b): ...
 
 The tests of a capability are skipped if the backend does not declare the capability (`Capabilities`). Sizes
-are small, and no test sleeps. `hooks` has all hooks, and `peer` a second process. Each of the other modules
-has the tests of one theme.
+are small, and no test sleeps. `hooks` has all hooks; each of the other modules has the tests of one theme.
 """
 
 # ruff: noqa: E402 (pytest rewrites the assertions of a module only if it is registered before its import)
