@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +46,6 @@ def test_a_demo_over_a_chain_without_any_tier_says_so() -> None:
     [
         ("bench rpc --size 4KiB", "grpc", "grpcio"),
         ("config show", "pydantic", "pydantic"),
-        ("serve", "pydantic", "pydantic"),
         ("serve", "grpc_health", "grpcio-health-checking"),
         ("prove http://127.0.0.1:1", "httpx", "httpx"),
         ("replay --list", "rich", "rich"),
@@ -73,20 +71,6 @@ def test_no_arguments_at_all_get_help() -> None:
     assert done.returncode == 2
     assert "Usage" in done.stdout
     assert done.stderr == ""
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_scripts_are_there(shell: str) -> None:
-    command = str(Path(sys.executable).parent / "tiercache")
-    done = subprocess.run(
-        [command],
-        capture_output=True,
-        text=True,
-        timeout=GUARD,
-        env=os.environ | {"_TIERCACHE_COMPLETE": f"source_{shell}"},
-    )
-    assert "_TIERCACHE_COMPLETE" in done.stdout
-    assert done.returncode == 0
 
 
 def test_what_users_write_is_not_read_as_emoji(tmp_path: Path) -> None:

@@ -128,21 +128,6 @@ def test_a_daemon(here: Path) -> None:
     assert json.loads(call("ls", "-s", "node", "-o", "json").out)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("output", FORMATS)
-def test_a_chain(here: Path, output: str) -> None:
-    with daemon("-d", "node", "--chain"):
-        for words in (
-            ["list"],
-            ["add", storage_url("file", here / "other", capacity=16 << 20), "--at", "0"],
-            ["order", "file", "file-2"],
-            ["set", "file-2", "promote=never"],
-            ["replace", "file-2", storage_url("lmdb", here / "third", capacity=16 << 20)],
-            ["remove", "lmdb"],
-        ):
-            read(call("tier", *words, "-s", "node", "-o", output).out, output)
-
-
 @pytest.mark.parametrize("output", slow_after(2, FORMATS))
 def test_no_store(here: Path, output: str) -> None:
     assert call("doctor", "-o", output, ok=None).code in (Exit.DONE, Exit.NO)
@@ -213,6 +198,6 @@ def test_all_defaults(here: Path, verb: list[str]) -> None:
 
 
 def test_no_verb_is_forgotten() -> None:
-    """All but "events", which needs a publisher: see its own tests."""
+    """All but "events" and "tier", which need daemons of their own: see their tests."""
     source = Path(__file__).read_text()
     assert [name for name in EVERY if f'"{name}"' not in source] == []

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import threading
 from errno import EIO
 from pathlib import Path
@@ -113,17 +111,6 @@ def test_what_a_setting_says_is_exit_code_2(tmp_path: Path, text: str, sentence:
     file = tmp_path / "node.toml"
     file.write_text(text.replace("{}", str(tmp_path)))
     assert sentence in both(file, 2)
-
-
-def test_a_store_whose_package_is_missing_is_one_sentence(tmp_path: Path) -> None:
-    file = tmp_path / "node.toml"
-    file.write_text('storage = "grpc://localhost:1"')
-    code = "import sys; sys.modules['grpc'] = None; from tiercache.cli.app import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "config", "check", str(file)], capture_output=True, text=True, timeout=60
-    )
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert f"{file}: storage: type 'grpc' needs grpcio" in done.stderr
 
 
 @pytest.mark.parametrize("where", ["listen", "http"])

@@ -146,38 +146,14 @@ def test_one_that_was_killed_is_followed_by_another(directory: Path) -> None:
 
 def test_a_second_daemon_on_the_same_directory_says_who_is_there(directory: Path) -> None:
     with serving(directory) as process:
-        second = subprocess.run(
-            [*COMMAND, "--directory", str(directory)], capture_output=True, text=True, timeout=120
-        )
-        assert second.returncode == 1
-        assert str(process.pid) in second.stderr
-        assert "Traceback" not in second.stderr
+        for other in ([], ["--storage", "memory://?capacity=1MiB"]):
+            command = [*COMMAND, "--directory", str(directory), *other]
+            second = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            assert second.returncode == 1
+            assert str(process.pid) in second.stderr
+            assert "Traceback" not in second.stderr
         with connected(directory) as hello:
             hello()
-
-
-def test_two_stores_do_not_share_sockets(directory: Path, tmp_path: Path) -> None:
-    with serving(directory):
-        command = [*COMMAND, "--directory", str(directory), "--storage", "memory://?capacity=1MiB"]
-        second = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        assert second.returncode == 1
-        assert "another daemon serves" in second.stderr
-        with connected(directory) as hello:
-            hello()
-
-
-def test_systemd_hears_of_it(directory: Path, tmp_path: Path) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
-        manager.bind(str(tmp_path / "notify"))
-        manager.settimeout(30)
-        environment = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "300000"}
-        with serving(directory, environment=environment) as process:
-            assert manager.recv(1000).startswith(b"READY=1\nSTATUS=serving on unix sockets in ")
-            assert manager.recv(1000) == b"WATCHDOG=1"
-            process.send_signal(signal.SIGTERM)
-            while (heard := manager.recv(1000)) == b"WATCHDOG=1":
-                pass
-            assert heard == b"STOPPING=1"
 
 
 def test_a_watchdog_is_not_fed_by_a_daemon_that_hangs(directory: Path, tmp_path: Path) -> None:

@@ -111,51 +111,8 @@ def test_objects_of_which_each_follows_the_other_share_an_event():
     assert runs_of(DISK, []) == []
 
 
-class Stored(msgspec.Struct, tag="BlockStored", omit_defaults=True):
-    """A stored event with the fields that vLLM's readers require."""
-
-    block_hashes: list[bytes | int]
-    parent_block_hash: bytes | int | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-    ownership: str | None = None
-
-
-class Removed(msgspec.Struct, tag="BlockRemoved", omit_defaults=True):
-    block_hashes: list[bytes | int]
-    medium: str | None
-    group_idx: int | None = None
-    ownership: str | None = None
-
-
-class Cleared(msgspec.Struct, tag="AllBlocksCleared"):
-    pass
-
-
-class Batch(msgspec.Struct, array_like=True, omit_defaults=True):
-    ts: float
-    events: list[Stored | Removed | Cleared]
-    data_parallel_rank: int | None = None
-
-
 STORED = KVEvent(EventKind.STORED, DISK, KV, [key(2), key(3)], key(1), 2, [7] * 128)
 EVENTS = [STORED, removed(2), KVEvent(EventKind.CLEARED, DISK), KVEvent(EventKind.CLEARED, None)]
-
-
-def test_a_typed_reader_of_vllm_s_format_reads_the_payload():
-    batch = msgspec.msgpack.decode(encode_batch(12.5, EVENTS), type=Batch)
-    assert batch.ts == 12.5
-    stored, gone, *cleared = batch.events
-    assert stored == Stored(
-        [key(2), key(3)], key(1), [7] * 128, 64, None, "STORAGE", None, 0, "full_attention", "nvme"
-    )
-    assert gone == Removed([key(2)], "STORAGE", 0, "nvme")
-    assert cleared == [Cleared(), Cleared()]
 
 
 def test_our_reader_reads_all_fields():

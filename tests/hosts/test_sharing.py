@@ -1,4 +1,6 @@
-"""Two workers on two hosts share a daemon on a third, whatever is killed or cut off."""
+"""Two workers on two hosts share a daemon on a third, a pool of Mooncake's or a bucket, whatever is killed or
+cut off.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +9,20 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.hosts.network import missing
 from tests.hosts.rig import PAGE_SIZE
+from tests.hosts.stores import missing
 from tests.hosts.three import Three, three_hosts
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing())]
+pytestmark = pytest.mark.slow
+
+of_a_daemon = pytest.mark.parametrize("all_three", ["daemon"], indirect=True)
 
 
-@pytest.fixture(scope="module")
-def all_three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Three]:
-    with three_hosts("daemon", tmp_path_factory.mktemp("hosts")) as three:
+@pytest.fixture(scope="module", params=["daemon", "mooncake", "s3"])
+def all_three(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Three]:
+    if reason := missing(request.param):
+        pytest.skip(reason)
+    with three_hosts(request.param, tmp_path_factory.mktemp("hosts")) as three:
         yield three
 
 
@@ -26,6 +32,7 @@ def three(all_three: Three) -> Iterator[Three]:
     all_three.heal()
 
 
+@of_a_daemon
 @pytest.mark.parametrize("line", [(0.0, 0.0), (0.005, 0.0), (0.001, 0.01)], ids=str)
 def test_what_one_worker_wrote_the_other_restores(three: Three, line: tuple[float, float]) -> None:
     three.hosts.shape(*line)
@@ -49,6 +56,7 @@ def test_a_worker_that_is_cut_off_computes_alone(three: Three, how: str) -> None
     three.comes_back(1, prompt)
 
 
+@of_a_daemon
 def test_without_the_daemons_host_both_compute(three: Three) -> None:
     prompt, other = three.shared(), three.desk.prompt()
     three.hosts.silence(three.hosts[2])
@@ -60,6 +68,7 @@ def test_without_the_daemons_host_both_compute(three: Three) -> None:
     three.comes_back(1, prompt)
 
 
+@of_a_daemon
 def test_a_cut_in_the_middle_of_a_restore(three: Three) -> None:
     prompt = three.shared(three.desk.prompt(10 * PAGE_SIZE + 20))
     three.hosts.shape(0.05)
@@ -75,16 +84,18 @@ def test_a_cut_in_the_middle_of_a_restore(three: Three) -> None:
     three.comes_back(1, prompt)
 
 
-def test_the_daemon_is_killed_and_comes_back_with_what_it_had(three: Three) -> None:
-    prompt = three.shared()
-    three.store.kill("daemon")
+def test_hits_come_back_after_a_kill(three: Three) -> None:
+    prompt, before = three.shared(), three.shared()
+    three.store.kill(three.store.parts[0])
     assert not three.serve(0, prompt).restored
     assert not three.serve(1, prompt).restored
-    three.store.start("daemon")
+    three.store.start(three.store.parts[0])
     three.comes_back(0, prompt)
     three.comes_back(1, prompt)
+    assert three.serve(0, before).hit is three.store.keeps
 
 
+@of_a_daemon
 def test_a_worker_is_killed_in_the_middle_of_a_request(three: Three) -> None:
     prompt = three.shared()
     three.desk.begin(three.workers[0], three.desk.prompt(640))

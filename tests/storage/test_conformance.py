@@ -39,20 +39,17 @@ class TestFile(FileHooks):
     pass
 
 
-TestMetered = pytest.mark.slow(wrapped(MemoryHooks, Metered))
-TestFaultyThatIsWell = pytest.mark.slow(wrapped(MemoryHooks, lambda inner: Faulty(inner, Rates())))
-TestOutageThatIsNone = pytest.mark.slow(wrapped(MemoryHooks, Outage))
-TestLatency = pytest.mark.slow(
-    wrapped(MemoryHooks, lambda inner: Latency(inner, 0.001, sleep=lambda _: None))
-)
+def every_wrapper(inner: StorageBackend) -> StorageBackend:
+    """Put all wrappers around a store, none of which does any harm."""
+    return Metered(Latency(Outage(Faulty(inner, Rates())), 1, sleep=lambda _: None))
+
+
+TestEveryWrapper = pytest.mark.slow(wrapped(MemoryHooks, every_wrapper))
 STORES = {
     "memory": (MemoryHooks, 40, 30),
     "file": (FileHooks, 25, 25),
-    "metered memory": (wrapped(MemoryHooks, Metered), 10, 10),
-    "metered file": (wrapped(FileHooks, Metered), 5, 5),
+    "wrapped memory": (wrapped(MemoryHooks, every_wrapper), 10, 10),
     "faulty memory": (wrapped(MemoryHooks, faulty, faults=OFTEN.outcomes), 30, 20),
-    "faulty file": (wrapped(FileHooks, faulty, faults=OFTEN.outcomes), 15, 10),
-    "late memory": (wrapped(MemoryHooks, lambda inner: Latency(inner, 1, sleep=lambda _: None)), 5, 5),
     "metered, faulty file": (
         wrapped(FileHooks, lambda inner: Metered(faulty(inner)), faults=OFTEN.outcomes),
         10,

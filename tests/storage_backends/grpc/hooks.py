@@ -140,10 +140,6 @@ class UnixChain(ServedHooks, ChainHooks):
     test_two_processes_see_one_store = None  # the second process counts every copy
 
 
-class TcpFile(ServedHooks, FileHooks):
-    transport = "tcp"
-
-
 def open_client(transport: str, node: StorageServer, **more: Any) -> GrpcBackend:
     """A client of a node."""
     where = str(node.settings.socket_directory) if transport == "unix" else node.addresses[0]
