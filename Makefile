@@ -82,7 +82,7 @@ proto: $(STAMP)  ## Generate tiercache/wire/v1 from proto/ (the tests compare)
 	$(BIN)/python proto/generate.py .
 
 docs: $(OWN)  ## Write docs/metrics.md, alerts and dashboards from the table of metrics, and draw the drawings (the tests compare)
-	$(BIN)/python -m tiercache.metrics > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
+	$(BIN)/python docs/generator/metrics.py > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
 	$(BIN)/python deploy/generate.py
 	$(BIN)/python docs/generator/drawings.py
 

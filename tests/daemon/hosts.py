@@ -22,9 +22,9 @@ import grpc
 
 from tests.storage_backends.grpc.nodes import certificates
 from tiercache.core import ObjectKey, ObjectMeta, PoolName
+from tiercache.storage.vectors import parts
 from tiercache.wire import attachment, messages
 from tiercache.wire.methods import ATTACH_SOCKET, GRPC_SOCKET, METHODS, SESSION_METADATA
-from tiercache.wire.pieces import cut
 from tiercache.wire.v1 import attach_pb2
 from tiercache.wire.v1 import storage_pb2 as pb
 
@@ -255,16 +255,21 @@ class Client:
 
     def get(self, lengths: Mapping[ObjectKey, int], timeout: float = 30) -> list[bytes | None]:
         request = get_request(lengths)
-        found: dict[int, bytes] = {}
-        hits: set[int] = set()
+        outcomes: list[tuple[int, int]] = []
+        payload = b""
         for data in self.stream("Get", iter([request]), timeout):
             reply = pb.GetReply.FromString(data)
-            header, payload, at = reply.pieces, reply.payload, 0
-            for item, outcome, size in zip(header.items, header.outcomes, header.sizes, strict=True):
-                found[item] = found.get(item, b"") + payload[at : at + size]
-                hits |= {item} if outcome == pb.OUTCOME_HIT else set()
-                at += size
-        return [found[n] if n in hits else None for n in range(len(lengths))]
+            assert list(reply.header.items) == list(
+                range(len(outcomes), len(outcomes) + len(reply.header.items))
+            )
+            outcomes += zip(reply.header.outcomes, reply.header.sizes, strict=True)
+            payload += reply.payload
+        found: list[bytes | None] = []
+        for outcome, size in outcomes:
+            found.append(payload[:size] if outcome == pb.OUTCOME_HIT else None)
+            payload = payload[size:]
+        assert not payload
+        return found
 
     def delete(self, keys: Sequence[ObjectKey]) -> None:
         self.call("Delete", pb.DeleteRequest(keys=messages.keys(keys)))
@@ -286,17 +291,12 @@ def get_request(lengths: Mapping[ObjectKey, int]) -> bytes:
 
 
 def set_messages(items: Mapping[ObjectKey, bytes], namespace: bytes = NAMESPACE) -> Iterator[bytes]:
-    keys, values = list(items), list(items.values())
-    for pieces in cut([len(value) for value in values], MIB):
-        begun = [piece.item for piece in pieces if not piece.start]
-        header = pb.SetPieces(
-            sizes=[piece.stop - piece.start for piece in pieces],
-            begins=[not piece.start for piece in pieces],
-            keys=messages.keys([keys[n] for n in begun]),
-            metas=[messages.meta(ObjectMeta(namespace, len(values[n]), b"", None, None)) for n in begun],
-        )  # fmt: skip
-        payload = b"".join(values[piece.item][piece.start : piece.stop] for piece in pieces)
-        yield pb.SetRequest(pieces=header, payload=payload).SerializeToString()
+    header = pb.SetHeader(
+        keys=messages.keys(list(items)),
+        metas=[messages.meta(ObjectMeta(namespace, len(value), b"", None, None)) for value in items.values()],
+    )
+    for number, payload in enumerate(parts([memoryview(value) for value in items.values()], MIB)):
+        yield pb.SetRequest(header=None if number else header, payload=payload).SerializeToString()
 
 
 def status(call: Any) -> grpc.StatusCode:

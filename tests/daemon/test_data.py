@@ -160,7 +160,7 @@ def whole_or_cut(sock: socket.socket) -> bool:
         if frame.kind is FrameKind.FAILED:
             continue
         sizes = (
-            pb.GetPieces.FromString(data[start - frame.header : start]).sizes if start <= len(data) else ()
+            pb.GetHeader.FromString(data[start - frame.header : start]).sizes if start <= len(data) else ()
         )
         due = b"".join(item[:size] for size, item in zip(sizes, wanted, strict=False))
         assert due.startswith(data[start:at])
@@ -182,7 +182,7 @@ class Beside(Remote):
     def get(self, lengths: Mapping[ObjectKey, int], timeout: float = 3) -> list[bytes | None]:
         [(wanted, length)] = lengths.items()
         kind, _, data = self._ask(call("Get", get([wanted], length)))
-        assert kind is FrameKind.PIECES
+        assert kind is FrameKind.OBJECTS
         return [data or None]
 
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
@@ -214,9 +214,9 @@ def get(keys: list[ObjectKey], size: int) -> pb.GetRequest:
     return pb.GetRequest(keys=messages.keys(keys), lengths=[size] * len(keys))
 
 
-def put(items: dict[ObjectKey, int]) -> data_pb2.DataSet:
+def put(items: dict[ObjectKey, int]) -> pb.SetHeader:
     metas = [messages.meta(ObjectMeta(NAMESPACE, size, b"", None, None)) for size in items.values()]
-    return data_pb2.DataSet(keys=messages.keys(list(items)), metas=metas)
+    return pb.SetHeader(keys=messages.keys(list(items)), metas=metas)
 
 
 def failure(sock: socket.socket) -> int:
@@ -257,13 +257,9 @@ def test_objects_go_up_and_come_back(daemon: Daemon, mallory: Remote) -> None:
         assert answer(sock) == (FrameKind.REPLY, messages_of([2]), b"")
         sock.sendall(call("Get", get([key("up"), key("no")], 100_000)))
         kind, header, payload = answer(sock) or (None, b"", b"")
-        pieces = pb.GetPieces.FromString(header)
-        assert (kind, payload) == (FrameKind.PIECES, data)
-        assert (list(pieces.outcomes), list(pieces.sizes), len(pieces.checksums)) == (
-            [1, 3],
-            [100_000, 0],
-            16,
-        )
+        told = pb.GetHeader.FromString(header)
+        assert (kind, payload) == (FrameKind.OBJECTS, data)
+        assert (list(told.outcomes), list(told.sizes), len(told.checksums)) == ([1, 3], [100_000, 0], 16)
         sock.sendall(call("Exists", pb.ExistsRequest(keys=messages.keys([key("up"), key("no")]))))
         assert answer(sock) == (FrameKind.REPLY, pb.BitmapReply(bits=b"\1").SerializeToString(), b"")
 
@@ -309,8 +305,8 @@ class TestWhoMayOpen:
             assert answer(sock) == (FrameKind.REPLY, pb.BitmapReply(bits=b"\0").SerializeToString(), b"")
             sock.sendall(call("Get", get(list(BIG)[:1], MIB)))
             kind, header, payload = answer(sock) or (None, b"", b"")
-            assert (kind, payload) == (FrameKind.PIECES, b"")
-            assert list(pb.GetPieces.FromString(header).outcomes) == [pb.OUTCOME_MISS]
+            assert (kind, payload) == (FrameKind.OBJECTS, b"")
+            assert list(pb.GetHeader.FromString(header).outcomes) == [pb.OUTCOME_MISS]
 
     def test_a_client_has_a_few_connections(self, daemon: Daemon, mallory: Remote) -> None:
         with ExitStack() as stack:
@@ -325,7 +321,7 @@ WRONG: dict[str, Callable[[], bytes]] = {
     "http": lambda: b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     "a huge header": lambda: struct.pack("<B3xIQ", 3, 0xFFFFFFFF, 0),
     "a huge payload": lambda: struct.pack("<B3xIQ", 3, 100, 2**63),
-    "a kind of the daemon's": lambda: pack(FrameKind.PIECES, b"", 0),
+    "a kind of the daemon's": lambda: pack(FrameKind.OBJECTS, b"", 0),
     "an unknown kind": lambda: struct.pack("<B3xIQ", 77, 0, 0),
     "a call that is none": lambda: pack(FrameKind.CALL, b"\xff" * 30),
     "a call in a frame of another kind": lambda: b"\5" + call("Exists", pb.ExistsRequest())[1:],
@@ -349,9 +345,7 @@ REFUSED: dict[str, tuple[Callable[[], bytes], int]] = {
     "a payload that is too long": (lambda: call("Set", put({key(1): 100}), 101) + bytes(101), 3),
     "fewer descriptions than keys": (
         lambda: (
-            call(
-                "Set", data_pb2.DataSet(keys=messages.keys([key(1), key(2)]), metas=put({key(1): 9}).metas), 9
-            )
+            call("Set", pb.SetHeader(keys=messages.keys([key(1), key(2)]), metas=put({key(1): 9}).metas), 9)
             + bytes(9)
         ),
         3,

@@ -148,11 +148,11 @@ class Histories(RuleBasedStateMachine):
 
         def check(found: tuple[FrameKind, bytes, bytes] | None) -> None:
             assert found is not None
-            assert found[0] is FrameKind.PIECES
-            pieces = pb.GetPieces.FromString(found[1])
+            assert found[0] is FrameKind.OBJECTS
+            header = pb.GetHeader.FromString(found[1])
             first, at = len(names) - len(left), 0
-            assert list(pieces.items) == list(range(first, first + len(pieces.items)))
-            for outcome, size in zip(pieces.outcomes, pieces.sizes, strict=True):
+            assert list(header.items) == list(range(first, first + len(header.items)))
+            for outcome, size in zip(header.outcomes, header.sizes, strict=True):
                 name = left.pop(0)
                 there = seen[name]
                 hit = outcome == HIT

@@ -191,20 +191,18 @@ def test_messages_that_make_no_sense(worker: Worker, case: tuple[str, Any]) -> N
     check(worker, case[0], [case[1].SerializeToString()])
 
 
-PIECES = st.builds(
-    pb.SetPieces, sizes=st.lists(st.integers(0, 300), max_size=4), begins=st.lists(st.booleans(), max_size=4),
-    keys=BATCH,
-    metas=st.lists(DESCRIPTION, max_size=4),
-)  # fmt: skip
+HEADERS = st.one_of(st.none(), st.builds(pb.SetHeader, keys=BATCH, metas=st.lists(DESCRIPTION, max_size=4)))
 
 
 @settings(FUZZ, max_examples=example_count(80))
-@given(st.lists(st.tuples(PIECES, st.binary(max_size=600)), max_size=4))
-def test_pieces_in_any_order(worker: Worker, stream: list[tuple[pb.SetPieces, bytes]]) -> None:
+@given(st.lists(st.tuples(HEADERS, st.binary(max_size=600)), max_size=4))
+def test_headers_and_payload_in_any_order(
+    worker: Worker, stream: list[tuple[pb.SetHeader | None, bytes]]
+) -> None:
     check(
         worker,
         "Set",
-        [pb.SetRequest(pieces=pieces, payload=payload).SerializeToString() for pieces, payload in stream],
+        [pb.SetRequest(header=header, payload=payload).SerializeToString() for header, payload in stream],
     )
 
 
@@ -237,8 +235,8 @@ def test_a_packet_is_read_or_refused_and_its_descriptors_are_accounted_for(data:
 def test_a_set_is_read_in_two_steps_or_refused(data: bytes, cut: int) -> None:
     data = data[: len(data) - cut] if cut < len(data) else data
     try:
-        found = read_message(data, pb.UnreadPieces, len(data))
-        header = read_message(found.pieces, pb.SetPieces, MIB)
+        found = read_message(data, pb.UnreadHeader, len(data))
+        header = read_message(found.header, pb.SetHeader, MIB)
     except WireError:
         return
     assert len(found.payload) <= len(data)
@@ -251,7 +249,7 @@ def test_a_message_of_nothing_but_fields_is_refused_before_it_is_built(field: by
     with pytest.raises(WireError, match="fields"):
         read_message(field * (MIB // len(field)), pb.SetFromRequest, 4 * MIB)
     with pytest.raises(WireError, match="fields"):
-        read_message(field * (MIB // len(field)), pb.UnreadPieces, 4 * MIB)
+        read_message(field * (MIB // len(field)), pb.UnreadHeader, 4 * MIB)
 
 
 @pytest.mark.parametrize("kind", ["memory", "file", "lmdb", "chain"])

@@ -30,12 +30,12 @@ from tiercache.metrics import NODE, TABLE
 from tiercache.metrics.families import label_sets
 from tiercache.metrics.table import HEALTHS
 from tiercache.storage.base import SetItem, StorageBackend, TierReport, Usage
+from tiercache.storage.vectors import parts
 from tiercache.storage.wrappers import Wrapper
 from tiercache.testing.faulty import Latency
 from tiercache.testing.objects import key, payload, put, to_set
 from tiercache.wire import attachment, messages
 from tiercache.wire.methods import ATTACH_SOCKET, GRPC_SOCKET, METHODS, SESSION_METADATA
-from tiercache.wire.pieces import cut
 from tiercache.wire.v1 import attach_pb2
 from tiercache.wire.v1 import storage_pb2 as pb
 
@@ -117,19 +117,16 @@ def call(
     return channel.unary_unary(method.path, serialize, method.reply.FromString)(request, timeout, metadata)
 
 
-def pieces(items: list[SetItem]) -> list[bytes]:
-    frames = []
-    for message in cut([item.meta.length for item in items]):
-        begun = [items[piece.item] for piece in message if not piece.start]
-        header = pb.SetPieces(
-            keys=messages.keys([item.key for item in begun]),
-            metas=[messages.meta(item.meta) for item in begun],
-            begins=[not piece.start for piece in message],
-            sizes=[piece.stop - piece.start for piece in message],
-        )
-        payload = b"".join(b"".join(items[p.item].buffers)[p.start : p.stop] for p in message)
-        frames.append(pb.SetRequest(pieces=header, payload=payload).SerializeToString())
-    return frames
+def stored(items: list[SetItem]) -> list[bytes]:
+    """The messages of a Set."""
+    header = pb.SetHeader(
+        keys=messages.keys([item.key for item in items]), metas=[messages.meta(item.meta) for item in items]
+    )
+    views = [buffer[: item.meta.length] for item in items for buffer in item.buffers]
+    return [
+        pb.SetRequest(header=None if number else header, payload=payload).SerializeToString()
+        for number, payload in enumerate(parts(views, 1 << 20))
+    ]
 
 
 def exists(keys: list[ObjectKey]) -> pb.ExistsRequest:
@@ -200,7 +197,7 @@ def test_figures_add_up_after_known_calls(tmp_path: Path) -> None:
     damaged.buffers[0][0] ^= 1
     with serving(tmp_path) as (node, channel):
         call(channel, "Hello", pb.HelloRequest())
-        assert len(call(channel, "Set", pieces([*items, damaged])).outcomes) == 5
+        assert len(call(channel, "Set", stored([*items, damaged])).outcomes) == 5
         call(
             channel,
             "Exists",
@@ -283,7 +280,7 @@ def test_callers_are_told_apart_and_no_label_is_theirs_to_choose(tmp_path: Path)
         before = Scrape(node.http_address).samples.keys()
         for _ in range(3):
             call(channel, "Exists", exists([key(0)]), token=TOKENS["reader"])
-        call(channel, "Set", pieces([to_set(key(0), payload(0, SIZE))]), token=TOKENS["writer"])
+        call(channel, "Set", stored([to_set(key(0), payload(0, SIZE))]), token=TOKENS["writer"])
         refused(grpc.StatusCode.PERMISSION_DENIED, channel, "Set", [], token=TOKENS["reader"])
         refused(grpc.StatusCode.UNAUTHENTICATED, channel, "Exists", exists([key(0)]), token="guessed-" * 4)
         refused(grpc.StatusCode.UNAUTHENTICATED, channel, "Hello", pb.HelloRequest())

@@ -42,17 +42,16 @@ META = ObjectMeta(b"n" * 32, 4096, b"c" * 16, b"p" * 32, 3, 0.5, 7)
 
 
 def _set(data: bytes) -> None:
-    found = messages.read_message(data, pb.UnreadPieces, MIB)
-    header = messages.read_message(found.pieces, pb.SetPieces, MIB)
+    found = messages.read_message(data, pb.UnreadHeader, MIB)
+    header = messages.read_message(found.header, pb.SetHeader, MIB)
     promised(len(found.payload) <= len(data) and header.ByteSize() <= 2 * len(data), "more than was given")
     messages.read_keys(header.keys, 100)
 
 
 def _sets() -> list[bytes]:
-    header = pb.SetPieces(sizes=[3, 0], begins=[True, True], keys=messages.keys(KEYS[:2]),
-                          metas=[messages.meta(META)] * 2)  # fmt: skip
+    header = pb.SetHeader(keys=messages.keys(KEYS[:2]), metas=[messages.meta(META)] * 2)
     return [
-        pb.SetRequest(pieces=header, payload=b"abc").SerializeToString(),
+        pb.SetRequest(header=header, payload=b"abc").SerializeToString(),
         pb.SetRequest().SerializeToString(),
     ]
 
@@ -116,7 +115,7 @@ def _stream(found: bytes) -> None:
         frame = data.unpack(found[at : at + data.FRAME_BYTES], 1 << 16, MIB)
         at += data.FRAME_BYTES
         header = found[at : at + frame.header]
-        messages.read_message(header, HEADERS.get(frame.kind, pb.SetPieces), 1 << 16)
+        messages.read_message(header, HEADERS.get(frame.kind, pb.SetHeader), 1 << 16)
         at += frame.header + frame.payload
 
 
@@ -124,10 +123,10 @@ def _streams() -> list[bytes]:
     def made(kind: data.FrameKind, message: Any, payload: bytes = b"") -> bytes:
         return data.pack(kind, message.SerializeToString(), len(payload)) + payload
 
-    pieces = pb.SetPieces(sizes=[5], begins=[True], keys=messages.keys(KEYS[:1]), metas=[messages.meta(META)])
+    header = pb.SetHeader(keys=messages.keys(KEYS[:1]), metas=[messages.meta(META)])
     return [
         made(data.FrameKind.OPEN, data_pb2.DataOpen()) + made(data.FrameKind.OPENED, pb.HelloReply()),
-        made(data.FrameKind.CALL, data_pb2.DataCall()) + made(data.FrameKind.PIECES, pieces, b"12345"),
+        made(data.FrameKind.CALL, data_pb2.DataCall()) + made(data.FrameKind.OBJECTS, header, b"12345"),
         made(data.FrameKind.FAILED, data_pb2.DataFailure()),
     ]
 

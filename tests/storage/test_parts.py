@@ -30,7 +30,7 @@ from tiercache.storage.checksum import checksum
 from tiercache.storage.env import read_all, write_all
 from tiercache.storage.gate import CallGate
 from tiercache.storage.registry import open_backend
-from tiercache.storage.vectors import take, zero_tail
+from tiercache.storage.vectors import parts, take, zero_tail
 from tiercache.testing.faults import CALLS, FaultEnv
 from tiercache.testing.objects import chain, fetch, key, payload, put, split
 
@@ -134,6 +134,15 @@ def test_take_is_a_slice(sizes: list[int], start: int, stop: int) -> None:
         views.append(memoryview(whole)[at : at + size])
         at += size
     assert b"".join(take(views, start, stop)) == whole[start:stop]
+
+
+@given(st.lists(st.integers(0, 9), max_size=6), st.integers(1, 12))
+def test_parts_are_the_bytes_of_the_buffers(sizes: list[int], nbytes: int) -> None:
+    data = bytes(range(sum(sizes)))
+    found = list(parts([memoryview(data)[sum(sizes[:n]) :][:size] for n, size in enumerate(sizes)], nbytes))
+    assert b"".join(found) == data
+    assert [len(part) for part in found[:-1]] == [nbytes] * (len(found) - 1)
+    assert len(found) == max(1, -(-len(data) // nbytes))
 
 
 def test_zero_tail() -> None:

@@ -11,7 +11,8 @@ Order of reading:
 1. `table` lists all metrics.
 2. `instruments` has the counters, gauges and histograms.
 3. `families` makes one instrument for each label set of a metric, and exports them through prometheus_client.
-4. `__main__` writes docs/metrics.md, which `python -m tiercache.metrics` prints.
+
+`docs/generator/metrics.py` writes docs/metrics.md.
 """
 
 from tiercache.metrics.families import Families, Metrics

@@ -79,6 +79,23 @@ def copy_out(source: memoryview, buffers: Sequence[memoryview], start: int = 0) 
         at += view.nbytes
 
 
+def parts(buffers: Sequence[memoryview], nbytes: int) -> Iterator[bytes]:
+    """Yield the bytes of all buffers laid end to end, in parts of `nbytes`; the last may be shorter.
+
+    Of no bytes, one empty part.
+    """
+    part: list[memoryview] = []
+    room = nbytes
+    for buffer in buffers:
+        at = 0
+        while buffer.nbytes - at > room:
+            yield b"".join([*part, buffer[at : at + room]])
+            part, at, room = [], at + room, nbytes
+        part.append(buffer[at:])
+        room -= buffer.nbytes - at
+    yield b"".join(part)
+
+
 def zero_tail(buffers: Sequence[memoryview], length: int) -> None:
     """Overwrite all bytes after the first `length` with zeros."""
     for view in take(buffers, length, total(buffers)):

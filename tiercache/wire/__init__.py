@@ -11,6 +11,6 @@ Order of reading:
 1. `proto/tiercache/wire/v1` defines the messages.
 2. `methods` has the table of calls.
 3. `messages` converts between protobuf and `tiercache.core`.
-4. `pieces` divides objects among messages with payload.
+4. `data` has the frames of data connections.
 5. `attachment` sets up memory that two processes share.
 """

@@ -32,7 +32,7 @@ class FrameKind(enum.IntEnum):
     OPEN = 1
     OPENED = 2
     CALL = 3
-    PIECES = 4
+    OBJECTS = 4
     REPLY = 5
     FAILED = 6
 

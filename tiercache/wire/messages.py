@@ -17,6 +17,11 @@ from tiercache.errors import WireError
 from tiercache.wire.v1 import storage_pb2 as pb
 
 CHECKSUM_BYTES: Final = 16
+CHUNK_BYTES: Final = 2 << 20
+"""Maximum payload bytes of one message.
+
+With larger messages, fewer streams could share one budget. With smaller messages, the fixed cost of each
+message would count more."""
 _MAX_TEXT: Final = 4096
 """Maximum number of characters of a text in a mapping."""
 _MAX_ENTRIES: Final = 64

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from threading import Lock, Thread
 from typing import Any, Final, TypeVar
 
@@ -109,30 +110,17 @@ class DataConnection:
         """Fill the buffers of `items`, and append to `outcomes` what became of each, as the objects come."""
         self._call("Get", request.SerializeToString(), deadline)
         while len(outcomes) < len(items):
-            rest = items[len(outcomes) :]
-            frame = self._expect(FrameKind.PIECES, deadline, sum(item.length for item in rest))
-            header = _read(self._receive(frame.header, deadline), pb.GetPieces)
-            told = _told(header, rest, len(outcomes), frame.payload)
-            hits = [item for item, (outcome, _) in zip(rest, told, strict=False) if outcome is Outcome.HIT]
-            self._fill([view for item in hits for view in take(item.buffers, 0, item.length)], deadline)
-            outcomes += [
-                outcome
-                if outcome is not Outcome.HIT or checksum(item.key, item.buffers, item.length) == expected
-                else Outcome.ERROR
-                for item, (outcome, expected) in zip(rest, told, strict=False)
-            ]
+            rest = sum(item.length for item in items[len(outcomes) :])
+            frame = self._expect(FrameKind.OBJECTS, deadline, rest)
+            header = _read(self._receive(frame.header, deadline), pb.GetHeader)
+            if sum(header.sizes) != frame.payload:
+                raise WireError(f"objects of {sum(header.sizes)} bytes come with {frame.payload} bytes")
+            receive_items(header, items, outcomes, partial(self._fill, deadline=deadline))
 
     def set(self, items: Sequence[SetItem], sums: Sequence[bytes], deadline: float) -> list[Outcome]:
         """Send objects and their checksums, and return what became of each."""
-        request = data_pb2.DataSet(
-            keys=messages.keys([item.key for item in items]),
-            metas=[
-                messages.meta(replace(item.meta, checksum=found))
-                for item, found in zip(items, sums, strict=True)
-            ],
-        )
         payload = [view for item in items for view in take(item.buffers, 0, item.meta.length)]
-        self._call("Set", request.SerializeToString(), deadline, payload)
+        self._call("Set", set_header(items, sums).SerializeToString(), deadline, payload)
         return messages.read_outcomes(self._reply(pb.OutcomesReply, deadline).outcomes, len(items))
 
     def _call(self, method: str, request: bytes, deadline: float, payload: Sequence[memoryview] = ()) -> None:
@@ -227,30 +215,48 @@ def _read(data: bytearray, kind: type[Any]) -> Any:
         raise WireError(f"a header cannot be read ({error})") from error
 
 
-def _told(
-    header: pb.GetPieces, items: Sequence[GetItem], first: int, payload: int
-) -> list[tuple[Outcome, bytes]]:
-    """Return the outcomes of the next items that a header tells, each with its checksum if it is a HIT.
+def set_header(items: Sequence[SetItem], sums: Sequence[bytes]) -> pb.SetHeader:
+    """Return the header of a Set, with the checksums of the items."""
+    metas = [replace(item.meta, checksum=found) for item, found in zip(items, sums, strict=True)]
+    return pb.SetHeader(
+        keys=messages.keys([item.key for item in items]), metas=[messages.meta(meta) for meta in metas]
+    )
 
-    `first`: the position of `items[0]` in the request. Raises WireError unless the header fits the request
-    and the length of the payload.
+
+def receive_items(
+    header: pb.GetHeader,
+    items: Sequence[GetItem],
+    outcomes: list[Outcome],
+    fill: Callable[[list[memoryview]], None],
+) -> None:
+    """Let `fill` put the bytes of the objects of a header into buffers, and append to `outcomes`.
+
+    Raises WireError unless the header tells of the items behind those that have outcomes already.
     """
+    rest = items[len(outcomes) :]
     count = len(header.items)
-    if not 0 < count <= len(items) or not count == len(header.outcomes) == len(header.sizes):
-        raise WireError("the columns of a frame of objects do not have the same length, or too many objects")
-    told: list[tuple[Outcome, bytes]] = []
-    at = total = 0  # bytes of the checksums, and of the payload
-    for number, (item, place, size) in enumerate(zip(items[:count], header.items, header.sizes, strict=True)):
-        outcome = messages.read_outcome(header.outcomes[number])
-        hit = outcome is Outcome.HIT
-        if place != first + number or size != (item.length if hit else 0):
-            raise WireError(f"an object of {item.length} bytes comes with {size} bytes, or out of order")
-        told.append((outcome, header.checksums[at : at + CHECKSUM_BYTES] if hit else b""))
-        at += CHECKSUM_BYTES * hit
-        total += size
-    if at != len(header.checksums) or total != payload:
-        raise WireError(f"objects of {total} bytes come in a payload of {payload}, or without checksums")
-    return told
+    if not 0 < count <= len(rest) or not count == len(header.outcomes) == len(header.sizes):
+        raise WireError("the columns of a header do not have the same length, or there are too many objects")
+    found = [messages.read_outcome(number) for number in header.outcomes]
+    hits: list[GetItem] = []
+    for number, (item, outcome) in enumerate(zip(rest, found, strict=False)):
+        length = item.length if outcome is Outcome.HIT else 0
+        if header.items[number] != len(outcomes) + number or header.sizes[number] != length:
+            raise WireError(
+                f"an object of {item.length} bytes comes with {header.sizes[number]} bytes, or out of order"
+            )
+        if outcome is Outcome.HIT:
+            hits.append(item)
+    if len(header.checksums) != CHECKSUM_BYTES * len(hits):
+        raise WireError(f"{len(hits)} objects come with {len(header.checksums)} bytes of checksums")
+    fill([view for item in hits for view in take(item.buffers, 0, item.length)])
+    sums = (header.checksums[n : n + CHECKSUM_BYTES] for n in range(0, len(header.checksums), CHECKSUM_BYTES))
+    outcomes += [
+        Outcome.ERROR
+        if outcome is Outcome.HIT and checksum(item.key, item.buffers, item.length) != next(sums)
+        else outcome
+        for item, outcome in zip(rest, found, strict=False)
+    ]
 
 
 _log = logging.getLogger(__name__)

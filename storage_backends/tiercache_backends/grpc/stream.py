@@ -1,11 +1,10 @@
-"""The calls Get and Set, whose payloads travel in messages.
+"""The calls Get and Set, whose payloads travel in messages of gRPC, or on a data connection.
 
-A message carries pieces of objects; a piece is the part of an object that travels in one message. The header
-of the message names the pieces, and their bytes follow. A large object takes several messages, and several
-small objects may share one:
+The first message of a Set has a header, which describes all objects. Their bytes follow, one after the other,
+in as many messages as it takes. The answer to a Get has a header for each group of objects:
 
-    message 1   header | object 1, first piece
-    message 2   header | object 1, last piece | object 2 | object 3, first piece
+    Set    header, bytes | bytes | bytes
+    Get    header, bytes | bytes | header, bytes
 """
 
 from __future__ import annotations
@@ -14,21 +13,19 @@ import time
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import closing, suppress
-from dataclasses import replace
 from threading import Lock
 from typing import Final
 
 from tiercache.core import ObjectKey, Outcome
 from tiercache.errors import WireError
 from tiercache.storage.base import GetItem, SetItem, checksum_of
-from tiercache.storage.checksum import CHECKSUM_BYTES, checksum
-from tiercache.storage.vectors import batches, copy_out, take
+from tiercache.storage.vectors import batches, parts, take
 from tiercache.wire import messages
-from tiercache.wire.pieces import CHUNK_BYTES, Piece, cut
+from tiercache.wire.data import skip
 from tiercache.wire.v1 import storage_pb2 as pb
 from tiercache_backends.grpc.connection import Connection
 from tiercache_backends.grpc.connection_manager import ConnectionManager
-from tiercache_backends.grpc.data import DataConnection
+from tiercache_backends.grpc.data import DataConnection, receive_items, set_header
 from tiercache_backends.grpc.failures import CallError, Kind, ends_batch, outcome_of
 from tiercache_backends.grpc.settings import CALL_BYTES
 
@@ -40,9 +37,9 @@ A smaller object is sent without asking. If the daemon has this object, the Set 
 
 
 _MAX_HEADER: Final = 1 << 20
-"""Maximum bytes of the columns of pieces in one message of a Get; parsed, they take several times as many."""
-_DATA_ITEMS: Final = 1024
-"""Maximum number of items of one Set on a data connection."""
+"""Maximum bytes of a header in the answer to a Get; parsed, it takes several times as many."""
+_MAX_ITEMS: Final = 1024
+"""Maximum number of items of one Set, whose header is then far below the limit on messages."""
 
 
 class StreamPlane:
@@ -77,7 +74,8 @@ class StreamPlane:
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
         """Store items with distinct keys, as `StorageBackend.set` does."""
         outcomes: list[Outcome] = []
-        for part in batches(items, lambda item: item.meta.length, self._manager.limits.keys, CALL_BYTES):
+        most = min(self._manager.limits.keys, _MAX_ITEMS)
+        for part in batches(items, lambda item: item.meta.length, most, CALL_BYTES):
             try:
                 # Later items of a batch often depend on earlier items. An item that is THROTTLED shows that
                 # the store is full. To store later items could then evict earlier items of this batch.
@@ -142,11 +140,11 @@ class StreamPlane:
     ) -> list[Outcome]:
         deadline = time.monotonic() + seconds
         if connection.data is not None:
-            stored = connection.data.attempt(lambda data: _set_parts(data, items, sums, deadline), deadline)
+            stored = connection.data.attempt(lambda data: data.set(items, sums, deadline), deadline)
             if stored is not None:
                 return stored
             seconds = deadline - time.monotonic()
-        outgoing = _Outgoing(items, sums, min(CHUNK_BYTES, self._manager.limits.message_bytes // 2))
+        outgoing = _Outgoing(items, sums, min(messages.CHUNK_BYTES, self._manager.limits.message_bytes // 2))
         try:
             reply = connection.call("Set", outgoing, seconds)
             return messages.read_outcomes(reply.outcomes, len(items))
@@ -154,16 +152,6 @@ class StreamPlane:
             raise CallError(Kind.INVALID, str(error)) from error
         finally:
             outgoing.end()
-
-
-def _set_parts(
-    data: DataConnection, items: Sequence[SetItem], sums: Sequence[bytes], deadline: float
-) -> list[Outcome]:
-    """Store items on a data connection, in calls whose requests are far below the limit on messages."""
-    outcomes: list[Outcome] = []
-    for at in range(0, len(items), _DATA_ITEMS):
-        outcomes += data.set(items[at : at + _DATA_ITEMS], sums[at : at + _DATA_ITEMS], deadline)
-    return outcomes
 
 
 class _Outgoing:
@@ -182,42 +170,27 @@ class _Outgoing:
 
     def __init__(self, items: Sequence[SetItem], sums: Sequence[bytes], chunk: int) -> None:
         self._lock = Lock()
-        self._items: Sequence[SetItem] = items
-        self._sums = sums
-        self._pieces = cut([item.meta.length for item in items], chunk)
+        self._header: pb.SetHeader | None = set_header(items, sums)
+        self._parts: Iterator[bytes] = parts(
+            [view for item in items for view in take(item.buffers, 0, item.meta.length)], chunk
+        )
 
     def __iter__(self) -> Iterator[pb.SetRequest]:
         return self
 
     def __next__(self) -> pb.SetRequest:
         with self._lock:
-            if not self._items:
-                raise StopIteration
-            return self._message(next(self._pieces))
+            header, self._header = self._header, None
+            return pb.SetRequest(header=header, payload=next(self._parts))
 
     def end(self) -> None:
         """Make no more messages; return when no thread uses the buffers any more."""
         with self._lock:
-            self._items = ()
-
-    def _message(self, pieces: Sequence[Piece]) -> pb.SetRequest:
-        begun = [piece.item for piece in pieces if not piece.start]  # items that begin in this message
-        header = pb.SetPieces(
-            sizes=[piece.stop - piece.start for piece in pieces],
-            begins=[not piece.start for piece in pieces],
-            keys=messages.keys([self._items[n].key for n in begun]),
-            metas=[messages.meta(replace(self._items[n].meta, checksum=self._sums[n])) for n in begun],
-        )
-        views = [
-            view
-            for piece in pieces
-            for view in take(self._items[piece.item].buffers, piece.start, piece.stop)
-        ]
-        return pb.SetRequest(pieces=header, payload=b"".join(views))
+            self._parts = iter(())
 
 
 class _Incoming:
-    """Receiver of the items of one Get; items and their pieces arrive in order.
+    """Receiver of the items of one Get, which arrive in order.
 
     Thread safety: only the caller's thread uses it.
     """
@@ -243,22 +216,15 @@ class _Incoming:
                 return
             seconds = deadline - time.monotonic()
         self.outcomes = []
-        self._at = 0  # bytes of the current item that have arrived
         try:
             # mypy does not know that the iterator is a generator, which has the method `close`
             with closing(connection.stream("Get", request, seconds)) as replies:  # type: ignore[type-var]
-                for reply in replies:
-                    found = messages.read_message(reply, pb.UnreadPieces, len(reply))
-                    header = messages.read_message(found.pieces, pb.GetPieces, _MAX_HEADER)
-                    self._take_in(header, memoryview(found.payload))
+                answer = _Answer(replies)
+                while len(self.outcomes) < len(self._items):
+                    receive_items(answer.header(), self._items, self.outcomes, answer.fill)
+                answer.end()
         except WireError as error:
-            raise CallError(Kind.INVALID, str(error)) from error
-        if len(self.outcomes) != len(self._items):
-            raise CallError(
-                Kind.INVALID,
-                f"the daemon answered {len(self.outcomes)} of {len(self._items)} items; is it another"
-                " version?",
-            )
+            raise CallError(Kind.INVALID, f"{error}; is the daemon another version?") from error
 
     def _receive_data(self, data: DataConnection, request: pb.GetRequest, deadline: float) -> bool:
         data.get(request, self._items, self.outcomes, deadline)
@@ -268,40 +234,47 @@ class _Incoming:
         """Give `outcome` to all items that have not arrived completely."""
         self.outcomes += [outcome] * (len(self._items) - len(self.outcomes))
 
-    def _take_in(self, header: pb.GetPieces, payload: memoryview) -> None:
-        if (
-            not len(header.items) == len(header.outcomes) == len(header.sizes)
-            or sum(header.sizes) != payload.nbytes
-        ):
-            raise WireError(
-                "the columns of a message of pieces do not have the same length; is the daemon another"
-                " version?"
-            )
-        # Each column has one value per piece. `outcomes` has an outcome for the first piece of an item, and 0
-        # for its further pieces. `checksums` has one checksum per item that is a HIT and begins here.
-        at = taken = 0  # bytes used of `payload`, and of `checksums`
-        for item, number, size in zip(header.items, header.outcomes, header.sizes, strict=True):
-            if item != len(self.outcomes) or item >= len(self._items) or bool(number) != (not self._at):
-                raise WireError("a message of pieces is out of order; is the daemon another version?")
-            outcome = messages.read_outcome(number) if number else Outcome.HIT
-            if outcome is not Outcome.HIT:
-                self.outcomes.append(outcome)
-                continue
-            if number:
-                self._sum = header.checksums[taken : taken + CHECKSUM_BYTES]
-                taken += CHECKSUM_BYTES
-            self._copy(self._items[item], payload[at : at + size])
-            at += size
 
-    def _copy(self, item: GetItem, payload: memoryview) -> None:
-        stop = self._at + payload.nbytes
-        if stop > item.length or not payload.nbytes:
-            raise WireError(
-                f"an object of {item.length} bytes comes with {stop} bytes; is the daemon another version?"
-            )
-        copy_out(payload, item.buffers, self._at)
-        self._at = stop
-        if stop == item.length:
-            sound = checksum(item.key, item.buffers, item.length) == self._sum
-            self.outcomes.append(Outcome.HIT if sound else Outcome.ERROR)
-            self._at = 0
+class _Answer:
+    """Answer to a Get in messages: headers, and the payload behind each.
+
+    Thread safety: only the caller's thread uses it.
+    """
+
+    def __init__(self, replies: Iterator[bytes]) -> None:
+        self._replies = replies
+        self._payload = memoryview(b"")
+        """Bytes of the last message that were not taken yet."""
+
+    def header(self) -> pb.GetHeader:
+        """Return the next header; raises WireError if there are other bytes before it."""
+        found = self._next()
+        if self._payload or not found.header:
+            raise WireError("objects come with more bytes than their header says")
+        self._payload = memoryview(found.payload)
+        return messages.read_message(found.header, pb.GetHeader, _MAX_HEADER)
+
+    def fill(self, views: list[memoryview]) -> None:
+        """Put the next bytes of the payload into these buffers; raises WireError if it has fewer."""
+        left = list(views)
+        while left:
+            if not self._payload:
+                found = self._next()
+                if found.header or not found.payload:
+                    raise WireError("objects come with fewer bytes than their header says")
+                self._payload = memoryview(found.payload)
+            part = self._payload[: left[0].nbytes]
+            left[0][: part.nbytes] = part
+            skip(left, part.nbytes)
+            self._payload = self._payload[part.nbytes :]
+
+    def end(self) -> None:
+        """Wait for the end of the call; raises WireError if something comes before it."""
+        if self._payload or next(self._replies, None) is not None:
+            raise WireError("an answer has more than the objects that were asked for")
+
+    def _next(self) -> pb.UnreadHeader:
+        reply = next(self._replies, None)
+        if reply is None:
+            raise WireError("an answer has fewer objects than were asked for")
+        return messages.read_message(reply, pb.UnreadHeader, len(reply))

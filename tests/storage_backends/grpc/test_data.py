@@ -44,12 +44,12 @@ Answer = bytes | Iterable[bytes] | None
 QUICK = {"timeout": "1s", "transfer_timeout": "2s"}
 
 
-def pieces(**more: Any) -> pb.GetPieces:
-    return pb.GetPieces(**{"items": [0], "outcomes": [1], "sizes": [SIZE], "checksums": SUM, **more})
+def told(**more: Any) -> pb.GetHeader:
+    return pb.GetHeader(**{"items": [0], "outcomes": [1], "sizes": [SIZE], "checksums": SUM, **more})
 
 
-def frame(header: pb.GetPieces, data: bytes = DATA) -> bytes:
-    return pack(FrameKind.PIECES, header.SerializeToString(), len(data)) + data
+def frame(header: pb.GetHeader, data: bytes = DATA) -> bytes:
+    return pack(FrameKind.OBJECTS, header.SerializeToString(), len(data)) + data
 
 
 class Frames:
@@ -111,18 +111,18 @@ def bad(
     answers: Callable[[], Answer], data: bytes = DATA, **more: Any
 ) -> Iterator[tuple[GrpcBackend, Frames]]:
     """A client of a daemon whose frames are bad, and whose gRPC serves the object "a", of these bytes."""
-    header = pieces(sizes=[len(data)], checksums=to_set(key("a"), data).meta.checksum)
+    header = told(sizes=[len(data)], checksums=to_set(key("a"), data).meta.checksum)
     port = Frames(answers)
 
     def hello(requests: Iterator[bytes], _: Any) -> Iterator[bytes]:
         place = pb.DataPort(port=port.port, token=b"t" * 32, connections=4)
-        told = pb.HelloReply(version="0", instance=b"i", principal="p", limits=LIMITS, data=place)
-        yield told.SerializeToString()
+        answer = pb.HelloReply(version="0", instance=b"i", principal="p", limits=LIMITS, data=place)
+        yield answer.SerializeToString()
 
     def get(requests: Iterator[bytes], _: Any) -> Iterator[bytes]:
         for n in range(len(pb.GetRequest.FromString(next(requests)).lengths)):
             header.items[:] = [n]
-            yield pb.GetReply(pieces=header, payload=data).SerializeToString()
+            yield pb.GetReply(header=header, payload=data).SerializeToString()
 
     def store(requests: Iterator[bytes], _: Any) -> Iterator[bytes]:
         for _ in requests:
@@ -147,20 +147,20 @@ LIES: dict[str, Callable[[], Answer]] = {
     "garbage": lambda: b"\xff" * 4096,
     "a huge header": lambda: struct.pack("<B3xIQ", 4, 0xFFFFFFF0, 0),
     "a huge payload": lambda: struct.pack("<B3xIQ", 4, 10, 2**62),
-    "a header that is none": lambda: pack(FrameKind.PIECES, b"\xff" * 9, 0),
-    "a shorter object": lambda: frame(pieces(sizes=[SIZE - 1]), DATA[:-1]),
-    "a longer object": lambda: frame(pieces(sizes=[SIZE + 1]), DATA + b"x"),
-    "a payload that is longer than its objects": lambda: frame(pieces(sizes=[SIZE - 1]), DATA),
+    "a header that is none": lambda: pack(FrameKind.OBJECTS, b"\xff" * 9, 0),
+    "a shorter object": lambda: frame(told(sizes=[SIZE - 1]), DATA[:-1]),
+    "a longer object": lambda: frame(told(sizes=[SIZE + 1]), DATA + b"x"),
+    "a payload that is longer than its objects": lambda: frame(told(sizes=[SIZE - 1]), DATA),
     "a payload that is shorter than its objects": lambda: (
-        pack(FrameKind.PIECES, pieces().SerializeToString(), SIZE - 1) + DATA
+        pack(FrameKind.OBJECTS, told().SerializeToString(), SIZE - 1) + DATA
     ),
     "a refusal with bytes behind it": lambda: pack(FrameKind.FAILED, b"\x08\x08", 5) + b"12345",
-    "another item": lambda: frame(pieces(items=[1])),
-    "columns of two lengths": lambda: frame(pieces(sizes=[SIZE, 0])),
-    "more items than were asked for": lambda: frame(pieces(items=[0, 1], outcomes=[1, 3], sizes=[SIZE, 0])),
-    "no item at all": lambda: frame(pb.GetPieces(), b""),
-    "a hit without a checksum": lambda: frame(pieces(checksums=b"")),
-    "a miss with bytes": lambda: frame(pieces(outcomes=[3], checksums=b"")),
+    "another item": lambda: frame(told(items=[1])),
+    "columns of two lengths": lambda: frame(told(sizes=[SIZE, 0])),
+    "more items than were asked for": lambda: frame(told(items=[0, 1], outcomes=[1, 3], sizes=[SIZE, 0])),
+    "no item at all": lambda: frame(pb.GetHeader(), b""),
+    "a hit without a checksum": lambda: frame(told(checksums=b"")),
+    "a miss with bytes": lambda: frame(told(outcomes=[3], checksums=b"")),
     "a reply to another call": lambda: pack(FrameKind.REPLY, b"\x0a\x01\x01"),
     "a reset before the answer": lambda: None,
     "a failure that is none": lambda: pack(FrameKind.FAILED, b"\xff"),
@@ -184,7 +184,7 @@ SET_LIES: dict[str, Callable[[], Answer]] = {
     "more outcomes than objects": lambda: reply(pb.OutcomesReply(outcomes=[2, 2])),
     "no outcome": lambda: reply(pb.OutcomesReply()),
     "a reply that is none": lambda: pack(FrameKind.REPLY, b"\xff"),
-    "an answer to a get": lambda: frame(pieces()),
+    "an answer to a get": lambda: frame(told()),
     "a reply in a frame of another kind": lambda: b"\4" + reply(pb.OutcomesReply(outcomes=[2]))[1:],
     "a reply with a payload": lambda: pack(FrameKind.REPLY, b"", 5) + b"12345",
     "a refusal with a payload": lambda: pack(FrameKind.FAILED, b"", 5) + b"12345",
@@ -212,9 +212,9 @@ def test_a_daemon_that_tells_of_too_few_keys() -> None:
 def test_wrong_bytes_are_no_hit() -> None:
     """A checksum covers the key, so bytes of another object are wrong also with their own checksum."""
     lies = [
-        frame(pieces(), bytes(SIZE)),
-        frame(pieces(checksums=bytes(16))),
-        frame(pieces(checksums=to_set(key("b"), DATA).meta.checksum)),
+        frame(told(), bytes(SIZE)),
+        frame(told(checksums=bytes(16))),
+        frame(told(checksums=to_set(key("b"), DATA).meta.checksum)),
     ]
     for lie in lies:
         with bad(lambda lie=lie: lie) as (client, _):  # type: ignore[misc]
@@ -224,7 +224,7 @@ def test_wrong_bytes_are_no_hit() -> None:
 def test_a_daemon_that_closes_at_any_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each such call is made by gRPC, and the plane is open again soon after."""
     monkeypatch.setattr("tiercache_backends.grpc.data.PAUSES", (0.0, 0.0))
-    whole = frame(pieces(sizes=[9], checksums=to_set(key("a"), DATA[:9]).meta.checksum), DATA[:9])
+    whole = frame(told(sizes=[9], checksums=to_set(key("a"), DATA[:9]).meta.checksum), DATA[:9])
     cuts = iter(range(len(whole)))
     with bad(lambda: [whole[: next(cuts)]], data=DATA[:9]) as (client, port):
         for n in range(len(whole)):
@@ -234,7 +234,7 @@ def test_a_daemon_that_closes_at_any_byte(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_an_answer_that_trickles_ends_with_the_deadline() -> None:
     def trickle() -> Iterator[bytes]:
-        yield frame(pieces())[: 60 + SIZE // 2]
+        yield frame(told())[: 60 + SIZE // 2]
         yield from [b"x"] * 100
 
     with bad(trickle) as (client, _):
@@ -243,7 +243,7 @@ def test_an_answer_that_trickles_ends_with_the_deadline() -> None:
         assert time.monotonic() - started < 30
 
 
-@pytest.mark.parametrize("begun", [b"", OPENED, frame(pieces())[:-7], frame(pieces())[:20]])
+@pytest.mark.parametrize("begun", [b"", OPENED, frame(told())[:-7], frame(told())[:20]])
 def test_a_daemon_that_stops_in_the_middle(begun: bytes) -> None:
     """Its call ends within the deadline; nothing is written into the buffers after that; the next goes by
     gRPC.
@@ -253,7 +253,7 @@ def test_a_daemon_that_stops_in_the_middle(begun: bytes) -> None:
     def answers() -> bytes:
         if not begun:
             go_on.wait(30)
-            return frame(pieces())
+            return frame(told())
         return begun
 
     with bad(answers) as (client, _):
@@ -273,7 +273,7 @@ def test_a_daemon_that_stops_in_the_middle(begun: bytes) -> None:
 
 
 def test_what_has_come_before_a_silence_is_kept() -> None:
-    with bad(lambda: frame(pieces())) as (client, _):
+    with bad(lambda: frame(told())) as (client, _):
         items = [to_get(key("a"), SIZE), to_get(key("b"), SIZE)]
         assert client.get(items) == [HIT, UNAVAILABLE]
         assert content(items[0]) == DATA
@@ -291,7 +291,7 @@ def test_a_refusal_is_an_answer() -> None:
 
 def test_a_port_that_is_not_reached_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tiercache_backends.grpc.data.PAUSES", (0.05, 0.1))
-    with bad(lambda: frame(pieces())) as (client, frames):
+    with bad(lambda: frame(told())) as (client, frames):
         frames.close()
         until(lambda: client.get([to_get(key("a"), SIZE)]) == [HIT] and plane_of(client).why != "")
         frames.listener = socket.create_server(("127.0.0.1", 0))
@@ -308,7 +308,7 @@ def test_connections_that_could_not_be_opened_do_not_count() -> None:
 
     def answer() -> bytes:
         next(answers)()
-        return frame(pieces())
+        return frame(told())
 
     with bad(answer, transfer_timeout="30s") as (client, frames):
         first = threading.Thread(target=client.get, args=([to_get(key("a"), SIZE)],))
@@ -331,7 +331,7 @@ def test_a_call_that_is_interrupted_gives_its_connection_up() -> None:
     def interrupted(_: DataConnection) -> None:
         raise KeyboardInterrupt
 
-    with bad(lambda: frame(pieces())) as (client, _):
+    with bad(lambda: frame(told())) as (client, _):
         plane = plane_of(client)
         with pytest.raises(KeyboardInterrupt):
             plane.attempt(interrupted, time.monotonic() + 30)

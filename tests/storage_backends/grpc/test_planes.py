@@ -369,8 +369,8 @@ def test_what_is_damaged_on_its_way_is_an_error(ends: ExitStack) -> None:
             data[n] ^= n
             entry = store.describe([k])[0]
             assert entry is not None
-            header = pb.GetPieces(items=[n], outcomes=[1], sizes=[length], checksums=entry.meta.checksum)
-            yield pb.GetReply(pieces=header, payload=bytes(data)).SerializeToString()
+            header = pb.GetHeader(items=[n], outcomes=[1], sizes=[length], checksums=entry.meta.checksum)
+            yield pb.GetReply(header=header, payload=bytes(data)).SerializeToString()
 
     with server(Get=get) as address, direct(address) as client:
         items = [to_get(key("a"), SIZE) for _ in range(3)]
@@ -383,7 +383,7 @@ def test_what_is_damaged_on_its_way_is_an_error(ends: ExitStack) -> None:
     [
         [],
         [b"\xff\xff"],
-        [pb.GetReply(pieces=pb.GetPieces(items=[1], outcomes=[3], sizes=[0])).SerializeToString()],
+        [pb.GetReply(header=pb.GetHeader(items=[1], outcomes=[3], sizes=[0])).SerializeToString()],
     ],
 )
 def test_an_answer_that_is_none_is_an_error_and_no_outage(ends: ExitStack, frames: list[bytes]) -> None:
@@ -396,8 +396,8 @@ def test_an_answer_with_too_large_a_header_is_an_error(more: int, outcome: Outco
     """Parsed, columns take several times their bytes; an honest message has far fewer."""
     data = payload("a", 100)
     sums = checksum(key("a"), [memoryview(data)], 100) + bytes(more)
-    header = pb.GetPieces(items=[0], outcomes=[1], sizes=[100], checksums=sums)
-    frame = pb.GetReply(pieces=header, payload=data).SerializeToString()
+    header = pb.GetHeader(items=[0], outcomes=[1], sizes=[100], checksums=sums)
+    frame = pb.GetReply(header=header, payload=data).SerializeToString()
     with server(Get=lambda requests, _: iter([frame])) as address, direct(address) as client:
         assert client.get([to_get(key("a"), 100)]) == [outcome]
 
@@ -456,10 +456,10 @@ def test_a_get_that_stalls_keeps_what_is_complete(ends: ExitStack) -> None:
         item = to_set(key(0), payload(0, 100))
         for n, size, found, data in (
             (0, 100, item.meta.checksum, payload(0, 100)),
-            (1, 50, bytes(16), bytes(50)),
+            (1, 100, bytes(16), bytes(50)),
         ):
-            header = pb.GetPieces(items=[n], outcomes=[1], sizes=[size], checksums=found)
-            yield pb.GetReply(pieces=header, payload=data).SerializeToString()
+            header = pb.GetHeader(items=[n], outcomes=[1], sizes=[size], checksums=found)
+            yield pb.GetReply(header=header, payload=data).SerializeToString()
         wait.wait(30)
 
     with server(Get=stall) as address, direct(address, transfer_timeout="300ms") as client:

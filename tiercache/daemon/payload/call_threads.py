@@ -147,7 +147,6 @@ class CallThreads:
             self._grow(_FEW)
         if conversation.channel.pending:  # a call is there already, of which no socket would tell
             return Unfinished(conversation.serve())
-        conversation.channel.leave_loop()
         returned: Future[Unfinished] = self._loop.create_future()
         conversation.returned = returned
         known = conversation.descriptor in self._conversations

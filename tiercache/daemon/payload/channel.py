@@ -10,7 +10,7 @@ import time
 from asyncio import Future
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from select import EPOLLET, EPOLLIN, EPOLLOUT, epoll
+from select import EPOLLIN, EPOLLOUT
 from threading import Lock
 from typing import Any, Final
 
@@ -22,8 +22,6 @@ from tiercache.wire.data import FRAME_BYTES, VECTOR, Frame, skip, unpack
 
 READABLE: Final = EPOLLIN
 WRITABLE: Final = EPOLLOUT
-_BATCH: Final = 64
-"""Maximum number of connections that are told at once; the rest follow when these have had their turn."""
 _TURN_BYTES: Final = 1 << 20
 """Bytes that one connection may move before other work of the event loop has its turn."""
 _AHEAD_BYTES: Final = 2 << 10
@@ -34,74 +32,23 @@ class DisconnectedError(Exception):
     """The client has closed the connection, or it broke."""
 
 
-class SocketReadiness:
-    """Edge-triggered epoll of sockets, itself watched by the event loop.
-
-    The event loop's own `add_reader` is level-triggered, and would have to be called, and undone, for every
-    wait. Here a socket is registered once, and its owner is told of every change. So the owner must try
-    first, and wait only after the socket has answered EAGAIN: nothing is told twice.
-
-    Thread safety: the event loop's thread.
-    """
-
-    def __init__(self) -> None:
-        self._epoll: Final = epoll()
-        self._owners: Final[dict[int, Callable[[int], None]]] = {}
-        asyncio.get_running_loop().add_reader(self._epoll.fileno(), self._tell)
-
-    def register(self, descriptor: int, changed: Callable[[int], None]) -> None:
-        """Call `changed` with a mask of READABLE, WRITABLE and errors when something has changed."""
-        self._epoll.register(descriptor, EPOLLIN | EPOLLOUT | EPOLLET)
-        self._owners[descriptor] = changed
-
-    def forget(self, descriptor: int) -> None:
-        """Tell nothing more of a socket, which its owner is about to close."""
-        if self._owners.pop(descriptor, None) is not None:
-            self._epoll.unregister(descriptor)
-
-    def close(self) -> None:
-        """Tell nothing more of any socket; a second call does nothing."""
-        if not self._epoll.closed:
-            asyncio.get_running_loop().remove_reader(self._epoll.fileno())
-            self._epoll.close()
-        self._owners.clear()
-
-    def _tell(self) -> None:
-        for descriptor, events in self._epoll.poll(0, _BATCH):
-            if (changed := self._owners.get(descriptor)) is not None:
-                changed(events)
-
-
 class Channel:
     """Socket, plain or TLS; every wait for the client ends after `idle` seconds.
 
     Thread safety: one coroutine at a time, whose steps the event loop runs, or a thread until it has to wait.
     """
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        readiness: SocketReadiness,
-        idle: float,
-        context: ssl.SSLContext | None = None,
-    ) -> None:
+    def __init__(self, sock: socket.socket, idle: float, context: ssl.SSLContext | None = None) -> None:
         """Take a connected socket; with `context`, `handshake` must follow."""
         sock.setblocking(False)
         self._idle = idle
         self._loop = asyncio.get_running_loop()
         self._sock: Any = sock
         self._context = context
-        self._readiness = readiness
-        self._ready: Future[None] | None = None
-        """Future of the present wait; None while nothing is awaited."""
-        self._awaited = 0
-        """Mask of the changes that end the present wait."""
         self._ahead = memoryview(b"")
         """Bytes that were received ahead."""
         self.partial = False
         """Whether a frame was sent in part, so that no other frame can follow."""
-        self._told = False
-        """Whether the event loop is told of changes of the socket."""
         self._answering = Lock()
         """Held by the thread that sends."""
         self._late = False
@@ -208,14 +155,7 @@ class Channel:
 
     def close(self) -> None:
         """Close the connection; no coroutine may use it any more. A second call does nothing."""
-        self.leave_loop()
         self._sock.close()
-
-    def leave_loop(self) -> None:
-        """Do not wake the event loop any more, until a coroutine waits in it."""
-        if self._told:
-            self._told = False
-            self._readiness.forget(self.descriptor)
 
     def cut(self) -> None:
         """End the connection, which a thread uses and must close."""
@@ -285,27 +225,21 @@ class Channel:
             await park(awaited)
             return
         await enter_loop()
-        self._awaited = awaited
-        self._ready = ready = self._loop.create_future()
-        if not self._told:  # a change before now is told too
-            self._told = True
-            self._readiness.register(self.descriptor, self._changed)
+        ready: Future[None] = self._loop.create_future()
+        is_read = awaited == READABLE
+        watch = self._loop.add_reader if is_read else self._loop.add_writer
+        forget = self._loop.remove_reader if is_read else self._loop.remove_writer
         timer = None
         if until != math.inf:
             idle = self._loop.time() + self._idle
             timer = self._loop.call_at(idle if until is None else min(until, idle), self._expire, ready)
+        watch(self.descriptor, _end_wait, ready)
         try:
             await ready
         finally:
-            self._ready = None
+            forget(self.descriptor)
             if timer is not None:
                 timer.cancel()
-
-    def _changed(self, events: int) -> None:
-        # Errors and hang-ups come without being asked for, and end every wait: the next try tells.
-        others = events & ~(READABLE | WRITABLE)
-        if self._ready is not None and (others or events & self._awaited) and not self._ready.done():
-            self._ready.set_result(None)
 
     def _expire(self, ready: Future[None]) -> None:
         if not ready.done():
@@ -315,3 +249,8 @@ class Channel:
                     f"the call made no progress for {self._idle:g} s (limits.idle)",
                 )
             )
+
+
+def _end_wait(ready: Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)

@@ -35,7 +35,7 @@ from tiercache.daemon.call_log import CallLog
 from tiercache.daemon.certificates import Certificates
 from tiercache.daemon.gate import Gate
 from tiercache.daemon.payload.call_threads import LOOK_SECONDS, CallThreads, Conversation, Unfinished
-from tiercache.daemon.payload.channel import Channel, DisconnectedError, SocketReadiness
+from tiercache.daemon.payload.channel import Channel, DisconnectedError
 from tiercache.daemon.payload.streams import DataCall
 from tiercache.daemon.sockets import listen_tcp
 from tiercache.errors import WireError
@@ -228,7 +228,6 @@ class DataPort:
             now=time.monotonic(),
         )  # fmt: skip
         self._acceptor = Acceptor(admission, self._make, self._serve, calls.refused_connection)
-        self._readiness = SocketReadiness()
         self._draining = False
         self._threads: CallThreads | None = None
         self._workers = workers
@@ -248,7 +247,6 @@ class DataPort:
         if self._threads is not None:
             self._threads.draining = True
         await self._acceptor.close(seconds, lambda connection: connection.is_busy)
-        self._readiness.close()
         if self._threads is not None:
             self._threads.close()
 
@@ -262,7 +260,7 @@ class DataPort:
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         certificates = self._certificates
         context = None if certificates is None else certificates.context
-        channel = Channel(client, self._readiness, self._idle, context)
+        channel = Channel(client, self._idle, context)
         mutual = certificates is not None and certificates.mutual
         return _Connection(number, origin, channel, self._threads, trusted=mutual)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import secrets
 from asyncio import Event, TimerHandle, get_running_loop
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeVar
 
@@ -31,6 +31,7 @@ from tiercache.daemon.store_threads import Threads
 from tiercache.errors import WireError
 from tiercache.memory import Region
 from tiercache.storage.base import GetItem, SetItem
+from tiercache.storage.vectors import batches, total
 from tiercache.wire import messages
 from tiercache.wire.v1 import storage_pb2 as pb
 
@@ -318,7 +319,7 @@ class SharedCalls:
         work: Callable[[Sequence[Item]], list[Outcome]],
         items: Sequence[Item],
     ) -> list[Outcome]:
-        """Run `work` on attached memory, on one portion of `items` after the other.
+        """Run `work` on attached memory, on one portion of `items` after the other, each a store call.
 
         If the call is cancelled, no further portion begins.
         """
@@ -327,7 +328,9 @@ class SharedCalls:
         # thread that works on a portion goes on.
         session.begin()
         try:
-            for part in _portions(items):
+            for part in batches(
+                items, lambda item: total(item.buffers), _STORE_CALL_ITEMS, _STORE_CALL_BYTES
+            ):
                 session.begin()
                 outcomes += await self._threads.start(
                     caller.budgets.workers, work, part, landed=session.finish
@@ -335,22 +338,6 @@ class SharedCalls:
         finally:
             session.finish()
         return outcomes
-
-
-def _portions(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
-    """Divide the items, in order, into portions for one store call each.
-
-    A portion is as large as the limits of a store call allow. An item beyond these limits is a portion alone.
-    """
-    start = held = 0
-    for at, item in enumerate(items):
-        size = sum(view.nbytes for view in item.buffers)
-        if at > start and (held + size > _STORE_CALL_BYTES or at - start == _STORE_CALL_ITEMS):
-            yield items[start:at]
-            start, held = at, 0
-        held += size
-    if start < len(items):
-        yield items[start:]
 
 
 def _weigh(request: pb.GetIntoRequest | pb.SetFromRequest) -> int:

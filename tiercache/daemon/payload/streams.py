@@ -25,7 +25,7 @@ from grpc import StatusCode
 
 from tiercache.daemon.access import Caller
 from tiercache.daemon.budget import MESSAGE_COPIES, BlockPool, Lease
-from tiercache.daemon.call import Call, Wanted, check_weight, read_keys, read_wanted
+from tiercache.daemon.call import Call, Wanted, check_weight, read_wanted
 from tiercache.daemon.node_metrics import NodeMetrics, Plane
 from tiercache.daemon.payload.channel import Channel, DisconnectedError
 from tiercache.daemon.payload.windows import (
@@ -40,9 +40,9 @@ from tiercache.daemon.store_threads import Threads
 from tiercache.errors import WireError
 from tiercache.steps import enter_loop
 from tiercache.storage.base import GetItem
+from tiercache.storage.vectors import parts
 from tiercache.wire import data, messages
 from tiercache.wire.data import FrameKind
-from tiercache.wire.pieces import CHUNK_BYTES
 from tiercache.wire.v1 import data_pb2
 from tiercache.wire.v1 import storage_pb2 as pb
 
@@ -95,10 +95,9 @@ class DataCall(Call):
 
     async def send_window(self, window: Window) -> None:
         """Send the objects of a window, straight from the blocks where they lie."""
-        for header, views in window.pieces(max(WINDOW_BYTES, *(item.length for item in window.items))):
-            packed = header.SerializeToString()
-            first = data.pack(FrameKind.PIECES, packed, sum(header.sizes))
-            await self._channel.send([memoryview(first), *views])
+        header, views = window.described()
+        first = data.pack(FrameKind.OBJECTS, header.SerializeToString(), sum(header.sizes))
+        await self._channel.send([memoryview(first), *views])
 
     async def fill(self, views: list[memoryview]) -> None:
         """Receive the next bytes of the payload into these buffers; raises WireError if it has fewer."""
@@ -128,6 +127,53 @@ class DataCall(Call):
         await self._channel.send([memoryview(data.pack(kind, header))])
 
 
+class _Messages:
+    """Messages of a Set over gRPC: a header, and the payload behind it.
+
+    Thread safety: the event loop's thread.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self._call: Final = call
+        self._payload = memoryview(b"")
+        """Bytes of the last message that were not taken yet."""
+
+    async def header(self) -> pb.SetHeader:
+        """Return the header of all objects, from the first message; raises WireError without one."""
+        message = await self._call.read()
+        found = messages.read_message(message or b"", pb.UnreadHeader, len(message or b""))
+        self._payload = memoryview(found.payload)
+        return messages.read_message(found.header, pb.SetHeader, self._call.request_bytes)
+
+    async def fill(self, views: list[memoryview]) -> None:
+        """Put the next bytes of the payload into these buffers; raises WireError if it has fewer.
+
+        The bytes are copied, because a store is several times slower with buffers that are not aligned.
+        """
+        left = list(views)
+        while left:
+            if not self._payload:
+                self._payload = await self._next()
+            part = self._payload[: left[0].nbytes]
+            left[0][: part.nbytes] = part
+            data.skip(left, part.nbytes)
+            self._payload = self._payload[part.nbytes :]
+
+    async def end(self) -> None:
+        """Raise WireError if there is more than the objects of the header have."""
+        if self._payload or await self._call.read() is not None:
+            raise WireError("the payload of a Set has more bytes than its objects")
+
+    async def _next(self) -> memoryview:
+        message = await self._call.read()
+        if message is None:
+            raise WireError("the stream ends in the middle of an object")
+        found = messages.read_message(message, pb.UnreadHeader, len(message))
+        if found.header or not found.payload:
+            raise WireError("a message of a Set behind the first one must have a payload, and no header")
+        return memoryview(found.payload)
+
+
 class PayloadCalls:
     """Handlers of Get and Set, for streams of gRPC and for data connections.
 
@@ -136,7 +182,7 @@ class PayloadCalls:
     """
 
     def __init__(self, threads: Threads, blocks: BlockPool, limits: pb.Limits, metrics: NodeMetrics) -> None:
-        self._chunk: Final = min(CHUNK_BYTES, limits.message_bytes // 2)
+        self._chunk: Final = min(messages.CHUNK_BYTES, limits.message_bytes // 2)
         self._metrics: Final = metrics
         self._threads: Final = threads
         self._blocks: Final = blocks
@@ -146,8 +192,9 @@ class PayloadCalls:
         """Serve Get: stream objects out of the store."""
 
         async def deliver(window: Window) -> None:
-            for header, views in window.pieces(self._chunk):
-                reply = pb.GetReply(pieces=header, payload=b"".join(views))
+            header, views = window.described()
+            for number, payload in enumerate(parts(views, self._chunk)):
+                reply = pb.GetReply(header=None if number else header, payload=payload)
                 await call.send(reply.SerializeToString())
 
         request = await call.request(pb.GetRequest)
@@ -213,13 +260,10 @@ class PayloadCalls:
     async def set(self, call: Call) -> None:
         """Serve Set: store a stream of objects."""
         async with _transfer(call.caller, self._limits.message_bytes):
-            incoming = self._receiver(call.caller)
-            try:
-                while (message := await call.read()) is not None:
-                    await incoming.add(message)
-                outcomes = await incoming.finish()
-            finally:
-                incoming.abandon()
+            incoming, received = _Messages(call), self._receiver(call.caller)
+            objects = received.objects(await incoming.header())
+            outcomes = await received.receive(objects, incoming.fill, "stream")
+            await incoming.end()
             await call.send(messages.outcomes(outcomes).SerializeToString())
 
     async def get_data(self, call: DataCall) -> None:
@@ -228,22 +272,16 @@ class PayloadCalls:
 
     async def set_data(self, call: DataCall) -> None:
         """Serve Set: receive objects into leased blocks and store them."""
-        request = await call.request(data_pb2.DataSet)
+        header = await call.request(pb.SetHeader)
         if call.unread > WINDOW_BYTES:
             await enter_loop()  # where one window is stored while the next arrives
-        keys = read_keys(request.keys, self._limits.keys)
-        metas = [messages.read_meta(meta) for meta in request.metas]
-        if len(metas) != len(keys) or sum(meta.length for meta in metas) != call.unread:
+        received = self._receiver(call.caller)
+        objects = received.objects(header)
+        if sum(meta.length for _, meta in objects) != call.unread:
             raise WireError(
-                f"{len(keys)} keys came with {len(metas)} descriptions and a payload of {call.unread} bytes;"
-                " they do not belong together"
+                f"{len(objects)} objects came with a payload of {call.unread} bytes, not of theirs"
             )
-        incoming = self._receiver(call.caller)
-        try:
-            await incoming.receive(list(zip(keys, metas, strict=True)), call.fill)
-            outcomes = await incoming.finish()
-        finally:
-            incoming.abandon()
+        outcomes = await received.receive(objects, call.fill, "data")
         await call.send(messages.outcomes(outcomes).SerializeToString())
 
     def _receiver(self, caller: Caller) -> ObjectReceiver:

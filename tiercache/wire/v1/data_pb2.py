@@ -13,22 +13,19 @@ from google.protobuf.internal import builder as _builder
 _sym_db = _symbol_database.Default()
 
 
-from tiercache.wire.v1 import storage_pb2 as tiercache_dot_wire_dot_v1_dot_storage__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctiercache/wire/v1/data.proto\x12\x11tiercache.wire.v1\x1a\x1ftiercache/wire/v1/storage.proto\"0\n\x08\x44\x61taOpen\x12\r\n\x05token\x18\x01 \x01(\x0c\x12\x15\n\rauthorization\x18\x02 \x01(\t\"<\n\x08\x44\x61taCall\x12\x0e\n\x06method\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\x0f\n\x07request\x18\x03 \x01(\x0c\"^\n\x07\x44\x61taSet\x12%\n\x04keys\x18\x01 \x01(\x0b\x32\x17.tiercache.wire.v1.Keys\x12,\n\x05metas\x18\x02 \x03(\x0b\x32\x1d.tiercache.wire.v1.ObjectMeta\")\n\x0b\x44\x61taFailure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctiercache/wire/v1/data.proto\x12\x11tiercache.wire.v1\"0\n\x08\x44\x61taOpen\x12\r\n\x05token\x18\x01 \x01(\x0c\x12\x15\n\rauthorization\x18\x02 \x01(\t\"<\n\x08\x44\x61taCall\x12\x0e\n\x06method\x18\x01 \x01(\t\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x12\x0f\n\x07request\x18\x03 \x01(\x0c\")\n\x0b\x44\x61taFailure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tiercache.wire.v1.data_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DATAOPEN']._serialized_start=84
-  _globals['_DATAOPEN']._serialized_end=132
-  _globals['_DATACALL']._serialized_start=134
-  _globals['_DATACALL']._serialized_end=194
-  _globals['_DATASET']._serialized_start=196
-  _globals['_DATASET']._serialized_end=290
-  _globals['_DATAFAILURE']._serialized_start=292
-  _globals['_DATAFAILURE']._serialized_end=333
+  _globals['_DATAOPEN']._serialized_start=51
+  _globals['_DATAOPEN']._serialized_end=99
+  _globals['_DATACALL']._serialized_start=101
+  _globals['_DATACALL']._serialized_end=161
+  _globals['_DATAFAILURE']._serialized_start=163
+  _globals['_DATAFAILURE']._serialized_end=204
 # @@protoc_insertion_point(module_scope)

@@ -1,9 +1,6 @@
-from tiercache.wire.v1 import storage_pb2 as _storage_pb2
-from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Iterable as _Iterable, Mapping as _Mapping
-from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+from typing import ClassVar as _ClassVar, Optional as _Optional
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -24,14 +21,6 @@ class DataCall(_message.Message):
     seconds: float
     request: bytes
     def __init__(self, method: _Optional[str] = ..., seconds: _Optional[float] = ..., request: _Optional[bytes] = ...) -> None: ...
-
-class DataSet(_message.Message):
-    __slots__ = ("keys", "metas")
-    KEYS_FIELD_NUMBER: _ClassVar[int]
-    METAS_FIELD_NUMBER: _ClassVar[int]
-    keys: _storage_pb2.Keys
-    metas: _containers.RepeatedCompositeFieldContainer[_storage_pb2.ObjectMeta]
-    def __init__(self, keys: _Optional[_Union[_storage_pb2.Keys, _Mapping]] = ..., metas: _Optional[_Iterable[_Union[_storage_pb2.ObjectMeta, _Mapping]]] = ...) -> None: ...
 
 class DataFailure(_message.Message):
     __slots__ = ("code", "text")

@@ -183,14 +183,14 @@ class GetRequest(_message.Message):
     def __init__(self, keys: _Optional[_Union[Keys, _Mapping]] = ..., lengths: _Optional[_Iterable[int]] = ..., peek: _Optional[bool] = ...) -> None: ...
 
 class GetReply(_message.Message):
-    __slots__ = ("pieces", "payload")
-    PIECES_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("header", "payload")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
-    pieces: GetPieces
+    header: GetHeader
     payload: bytes
-    def __init__(self, pieces: _Optional[_Union[GetPieces, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[GetHeader, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
-class GetPieces(_message.Message):
+class GetHeader(_message.Message):
     __slots__ = ("items", "outcomes", "sizes", "checksums")
     ITEMS_FIELD_NUMBER: _ClassVar[int]
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
@@ -203,32 +203,28 @@ class GetPieces(_message.Message):
     def __init__(self, items: _Optional[_Iterable[int]] = ..., outcomes: _Optional[_Iterable[_Union[Outcome, str]]] = ..., sizes: _Optional[_Iterable[int]] = ..., checksums: _Optional[bytes] = ...) -> None: ...
 
 class SetRequest(_message.Message):
-    __slots__ = ("pieces", "payload")
-    PIECES_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("header", "payload")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
-    pieces: SetPieces
+    header: SetHeader
     payload: bytes
-    def __init__(self, pieces: _Optional[_Union[SetPieces, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[SetHeader, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
-class UnreadPieces(_message.Message):
-    __slots__ = ("pieces", "payload")
-    PIECES_FIELD_NUMBER: _ClassVar[int]
+class UnreadHeader(_message.Message):
+    __slots__ = ("header", "payload")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
-    pieces: bytes
+    header: bytes
     payload: bytes
-    def __init__(self, pieces: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, header: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
-class SetPieces(_message.Message):
-    __slots__ = ("sizes", "begins", "keys", "metas")
-    SIZES_FIELD_NUMBER: _ClassVar[int]
-    BEGINS_FIELD_NUMBER: _ClassVar[int]
+class SetHeader(_message.Message):
+    __slots__ = ("keys", "metas")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     METAS_FIELD_NUMBER: _ClassVar[int]
-    sizes: _containers.RepeatedScalarFieldContainer[int]
-    begins: _containers.RepeatedScalarFieldContainer[bool]
     keys: Keys
     metas: _containers.RepeatedCompositeFieldContainer[ObjectMeta]
-    def __init__(self, sizes: _Optional[_Iterable[int]] = ..., begins: _Optional[_Iterable[bool]] = ..., keys: _Optional[_Union[Keys, _Mapping]] = ..., metas: _Optional[_Iterable[_Union[ObjectMeta, _Mapping]]] = ...) -> None: ...
+    def __init__(self, keys: _Optional[_Union[Keys, _Mapping]] = ..., metas: _Optional[_Iterable[_Union[ObjectMeta, _Mapping]]] = ...) -> None: ...
 
 class Places(_message.Message):
     __slots__ = ("counts", "regions", "offsets", "sizes")

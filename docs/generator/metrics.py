@@ -1,4 +1,4 @@
-"""The text of docs/metrics.md, generated from the table, which `python -m tiercache.metrics` prints."""
+"""Print docs/metrics.md, made of the table of metrics: `python docs/generator/metrics.py`."""
 
 from __future__ import annotations
 
