@@ -1,6 +1,6 @@
 """Child processes that are killed when the command that started them ends.
 
-    subprocess.Popen(children.command("tiercache_lab.bench.bare"))
+    subprocess.Popen(children.command("tiercache_lab.bench.raw"))
 
 This starts `python -m tiercache_lab.children PARENT MODULE ARGUMENT...`. Before the child runs the module, it
 asks the kernel for a SIGKILL at the end of its parent (prctl(2), PR_SET_PDEATHSIG).

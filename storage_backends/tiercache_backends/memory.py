@@ -7,7 +7,7 @@ This store is the reference for the behaviour of the other stores. It is used in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import chain
@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 
 from tiercache.core import ObjectKey, ObjectMeta, Outcome
 from tiercache.events.base import ChangeNote
-from tiercache.policy import Lru
+from tiercache.policy import Lru, Policy
 from tiercache.settings import read_values, size
 from tiercache.storage.base import (
     Capabilities,
@@ -47,7 +47,7 @@ FOOTPRINT: Final = Footprint(fixed=INDEX_BYTES + 768, unit=16)
 
 
 @dataclass(slots=True, eq=False)
-class _Object:
+class StoredObject:
     """An object and its bytes."""
 
     key: ObjectKey
@@ -61,7 +61,8 @@ class _Object:
 class MemoryBackend(StorageBackend):
     """A dict of objects that take at most `capacity` bytes in all (`FOOTPRINT`); 0 means no limit.
 
-    Everything is lost when the store closes.
+    Everything is lost when the store closes. `policy` ranks what is evicted (default: LRU), for pages of
+    `page_tokens` tokens.
 
     Thread safety: as `StorageBackend`. One mutex guards the dict and the counts. It is not held while bytes
     are copied or checked.
@@ -69,15 +70,21 @@ class MemoryBackend(StorageBackend):
 
     capabilities = Capabilities(shares=True)
 
-    def __init__(self, capacity: int = 0, env: Env | None = None) -> None:
+    footprint: Footprint = FOOTPRINT
+    is_sound: Callable[[SetItem], bool] = staticmethod(storable)
+    """Whether an item can be stored, whatever else is stored."""
+
+    def __init__(
+        self, capacity: int = 0, env: Env | None = None, policy: Policy | None = None, page_tokens: int = 1
+    ) -> None:
         self.capabilities = Capabilities(bounded=capacity > 0, shares=True)
         self._capacity = capacity
         self._env = env or Env()
         self._gate = CallGate("the memory store")
         self._mutex = Lock()
-        self._objects: dict[bytes, _Object] = {}
-        self._residents = Residents(clock=self._env.monotonic, footprint=FOOTPRINT)
-        self._order = EvictionOrder(self._residents, Lru())
+        self._objects: dict[bytes, StoredObject] = {}
+        self._residents = Residents(clock=self._env.monotonic, footprint=self.footprint)
+        self._order = EvictionOrder(self._residents, policy or Lru(), page_tokens)
         self._namespace_ids: dict[bytes, int] = {}
         self._names: list[bytes] = []
         """Namespaces by number."""
@@ -125,7 +132,7 @@ class MemoryBackend(StorageBackend):
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
         with self._gate:
-            sound = [i for i, item in enumerate(items) if storable(item)]
+            sound = [i for i, item in enumerate(items) if self.is_sound(item)]
             batch = [(items[i].key.page_key, items[i].meta.parent) for i in sound]
             outcomes = [Outcome.ERROR] * len(items)
             with self._mutex:
@@ -161,7 +168,7 @@ class MemoryBackend(StorageBackend):
         with self._gate, self._mutex:
             chosen = (o for o in self._objects.values() if namespace in (None, o.meta.namespace))
             behind = (o for o in chosen if o.key.digest > cursor)
-            page: Iterable[_Object] = nsmallest(_SCAN_PAGE, behind, key=lambda o: o.key.digest)
+            page: Iterable[StoredObject] = nsmallest(_SCAN_PAGE, behind, key=lambda o: o.key.digest)
             entries = [self._entry(o) for o in page]
         return ScanPage(entries, entries[-1].key.digest if len(entries) == _SCAN_PAGE else b"")
 
@@ -223,10 +230,10 @@ class MemoryBackend(StorageBackend):
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all counts add up; call it only while no other call is running."""
-        assert self._used == sum(FOOTPRINT.of(item.meta.length) for item in self._objects.values())
+        assert self._used == sum(self.footprint.of(item.meta.length) for item in self._objects.values())
         self._residents.check_integrity()
 
-    def _entry(self, found: _Object) -> ScanEntry:
+    def _entry(self, found: StoredObject) -> ScanEntry:
         return ScanEntry(found.key, self._residents.valued(found.row, found.meta), found.stored_at)
 
     def _get(self, item: GetItem, *, is_use: bool = True) -> Outcome:
@@ -254,7 +261,7 @@ class MemoryBackend(StorageBackend):
         if outcome is not None:
             return outcome
         meta = meta_of(item)
-        fresh = _Object(
+        fresh = StoredObject(
             item.key, meta, b"".join(take(item.buffers, 0, meta.length)), self._env.time_ns() / 1e9
         )
         with self._mutex:
@@ -284,13 +291,13 @@ class MemoryBackend(StorageBackend):
             Admissibility.IMPOSSIBLE: Outcome.ERROR,
         }[admissibility]
 
-    def _add(self, fresh: _Object) -> Outcome:
+    def _add(self, fresh: StoredObject) -> Outcome:
         """Evict until the object fits, and add it; return THROTTLED if too little can be evicted.
 
         The caller holds the object's page and parent.
         """
         residents, meta = self._residents, fresh.meta
-        taken = FOOTPRINT.of(meta.length)
+        taken = self.footprint.of(meta.length)
         if self._capacity and taken > self._capacity:
             self._note_refused(fresh.key, meta.parent)
             return Outcome.THROTTLED
@@ -363,13 +370,13 @@ class MemoryBackend(StorageBackend):
     def _name_of(self, namespace_id: int) -> bytes:
         return self._names[namespace_id] if namespace_id < len(self._names) else b""
 
-    def _drop(self, item: _Object | None) -> bool:
+    def _drop(self, item: StoredObject | None) -> bool:
         if item is None or self._objects.get(item.key.digest) is not item:
             return False
         del self._objects[item.key.digest]
         self._residents.leave(item.row)
         self._residents.drop(item.row)
-        self._used -= FOOTPRINT.of(item.meta.length)
+        self._used -= self.footprint.of(item.meta.length)
         return True
 
 

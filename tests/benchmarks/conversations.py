@@ -40,26 +40,22 @@ class Conversation:
         ]
         return self.keys[:pages]
 
-    def states(self, first: int, last: int, *, final: bool = False) -> list[int]:
+    def states(self, first: int, last: int) -> list[int]:
         """The depths at which computing the pages from `first` to `last` gives a state."""
         depths = (
             set(range(first - first % self.every + self.every, last + 1, self.every)) if self.every else set()
         )
-        if final or (self.hybrid and self.ends):
+        if self.hybrid and self.ends:
             depths.add(last)
         return sorted(depths)
 
 
 class Turn(NamedTuple):
-    """A request: the conversation up to `last` pages, of which those from `first` on are new.
-
-    `final`: a state at the end in any case.
-    """
+    """A request: the conversation up to `last` pages, of which those from `first` on are new."""
 
     conversation: Conversation
     first: int
     last: int
-    final: bool = False
 
 
 def growing(conversation: Conversation, pages: int, step: int, start: int = 0) -> Iterator[Turn]:
@@ -124,15 +120,6 @@ class Held(NamedTuple):
     def share(self) -> float:
         """The share of the stored pages that can be restored."""
         return len(self.restorable) / len(self.pages) if self.pages else 0.0
-
-    def prefix(self, conversation: Conversation) -> int:
-        """Pages of a conversation that can be restored at once."""
-        found = 0
-        for depth, key in enumerate(conversation.keys, 1):
-            if key not in self.restorable:
-                break
-            found = depth if not conversation.hybrid or key in self.states else found
-        return found
 
 
 def held(entries: Iterable[ScanEntry], truth: Truth) -> Held:

@@ -10,34 +10,27 @@ store more than once.
     share        of the stored KV bytes, those that can be restored: the least of all samples
     share_mean   the mean of that share over the samples
     restorable   MiB of such KV, mean of the samples
-    before       MiB that could be restored when a dead conversation began
     used         least part of the capacity in use at a sample
     loses_at     part of the capacity in use before or after (the larger) the first turn in which
                  something was evicted or throttled
-    newest       pages of the conversation that was written last which can be restored, of all
-                 that it has
-    missed       names of the targets that the row is below: share, loses_at (0.9), before
-                 (restorable must be a tenth of the capacity)
+    missed       names of the targets that the row is below: share, loses_at (0.9)
 
-The last line names the rows that missed a target; the exit status is 1 if there are any.
+The exit status is 1 if a row missed a target.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import logging
-import os
 import shutil
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
+from statistics import mean
 from typing import Any, Final
 
 import numpy as np
@@ -54,7 +47,6 @@ from tests.benchmarks.conversations import (
     mixed,
 )
 from tests.storage_backends.grpc.daemon import Daemon
-from tiercache.config import parse_size
 from tiercache.core import HitPolicy, Outcome, PoolName, PoolTransfer
 from tiercache.geometry import kv_geometry, state_geometry
 from tiercache.integrations.parents import PageOrder
@@ -72,11 +64,10 @@ STATES: Final = 16
 SAMPLES: Final = 8
 SAMPLED_FROM: Final = 0.6
 """The part of a history's turns after which samples begin."""
-CAPACITY: Final = 64 << 20
+MIB: Final = 1 << 20
+CAPACITY: Final = 64 * MIB
 PAGE_BYTES: Final = 24 << 10
 STATE_BYTES: Final = 96 << 10
-SPARED: Final = 0.1
-"""Share of the capacity that a conversation which is worth nothing until its end must leave to the others."""
 USED: Final = 0.9
 """A store loses nothing before so much of its capacity is in use."""
 _ASK_STATES: Final = PoolTransfer(PoolName.MAMBA, hit_policy=HitPolicy.TRAILING_PAGES)
@@ -90,8 +81,7 @@ class Plan:
     "inferred" (as plug-ins do it: from queries of the whole prompt, and from the order of a call). `asks`: a
     turn asks what can be restored, reads that and writes the rest; otherwise it writes its new pages, and
     believes in what it wrote before. `states_first`: the states of a turn are written before its pages.
-    `share`: the target; 0 where none can be named. `last_is_dead`: until its end the last conversation is
-    worth nothing, and must not displace what was there before it.
+    `share`: the target; 0 where none can be named.
     """
 
     name: str
@@ -99,26 +89,13 @@ class Plan:
     tells: str = "all"
     asks: bool = True
     states_first: bool = False
-    last_is_dead: bool = False
-    page_bytes: int = 0
     share: float = 0.9
-    query: str = ""
     stores: Sequence[str] = STORES[:3]
 
 
 def one(pages: int, every: int, step: int = BATCH) -> Iterator[Turn]:
     """A conversation twice the capacity."""
     return growing(Conversation("one", every=every, ends=False), 2 * pages, step)
-
-
-def one_state(pages: int) -> Iterator[Turn]:
-    """Two conversations of a quarter of the capacity each, then one twice the capacity whose only state comes
-    at its very end.
-    """
-    for name in ("first", "second"):
-        yield from growing(Conversation(name), pages // 4, BATCH)
-    late = list(growing(Conversation("late", ends=False), 2 * pages, BATCH))
-    yield from [*late[:-1], late[-1]._replace(final=True)]
 
 
 def again(pages: int) -> Iterator[Turn]:
@@ -155,65 +132,23 @@ def beside_attention() -> Iterator[Turn]:
 
 PLANS: Final = [
     Plan("one.16", lambda pages: one(pages, 16), asks=False, stores=STORES),
-    Plan("one.1000", lambda pages: one(pages, 1000, 512), asks=False, page_bytes=4096),
-    Plan("one.late", one_state, asks=False, last_is_dead=True, share=0),
     Plan("one.again", again),
     Plan("3x10x150", lambda _: rounds(3, 10, 150), stores=STORES),
     Plan("3x10x150.believed", lambda _: rounds(3, 10, 150), asks=False),
-    Plan("20x10x20", lambda _: rounds(20, 10, 20)),
-    Plan("20x10x20.believed", lambda _: rounds(20, 10, 20), asks=False),
     Plan("20x10x20.shared", lambda _: rounds(20, 10, 20, shared=60)),
     Plan("zipf", lambda _: clients(200, 300, 7), stores=STORES),
-    Plan("one.16.states-first", lambda pages: one(pages, 16), asks=False, states_first=True),
     Plan("3x10x150.states-first", lambda _: rounds(3, 10, 150), asks=False, states_first=True),
-    Plan("zipf.states-first", lambda _: clients(200, 300, 7), states_first=True),
     *(
         plan
-        for tells in ("nothing", "calls", "inferred")
+        for tells, share in (("nothing", 0.0), ("calls", 0.0), ("inferred", 0.8))
         for plan in (
-            Plan(
-                f"one.16.{tells}",
-                lambda pages: one(pages, 16),
-                asks=False,
-                tells=tells,
-                share=0.8 if tells == "inferred" else 0,
-            ),
-            Plan(
-                f"3x10x150.{tells}",
-                lambda _: rounds(3, 10, 150),
-                asks=False,
-                tells=tells,
-                share=0.8 if tells == "inferred" else 0,
-            ),
-            Plan(
-                f"zipf.{tells}",
-                lambda _: clients(200, 300, 7),
-                tells=tells,
-                share=0.8 if tells == "inferred" else 0,
-            ),
+            Plan(f"3x10x150.{tells}", lambda _: rounds(3, 10, 150), tells, asks=False, share=share),
+            Plan(f"zipf.{tells}", lambda _: clients(200, 300, 7), tells, share=share),
         )
     ),
     Plan("tenants", lambda _: tenants()),
-    Plan("attention", lambda _: rounds(3, 10, 150, hybrid=False), asks=False),
     Plan("hybrid-and-attention", lambda _: beside_attention(), asks=False),
-    *(
-        plan
-        for policy in ("gdsf", "hvd")
-        for plan in (
-            Plan(
-                f"3x10x150.{policy}",
-                lambda _: rounds(3, 10, 150),
-                asks=False,
-                query=f"&policy={policy}",
-                stores=["file"],
-            ),
-            Plan(
-                f"zipf.{policy}", lambda _: clients(200, 300, 7), query=f"&policy={policy}", stores=["file"]
-            ),
-        )
-    ),
 ]
-"""`file` evicts by `lru` where its row names no policy."""
 
 
 class Writer:
@@ -241,7 +176,7 @@ class Writer:
         keys = conversation.upto(turn.last)
         self._inferred.note(keys)  # the query that came before
         first = self._restored(storage, conversation, keys) if self._plan.asks else turn.first
-        depths = conversation.states(first, turn.last, final=turn.final)
+        depths = conversation.states(first, turn.last)
         if self._plan.states_first:
             for start in range(0, len(depths), STATES):
                 self._set(storage, [self._of_states(keys, depths[start : start + STATES])])
@@ -309,13 +244,13 @@ class Writer:
 
 
 @contextmanager
-def opened(store: str, plan: Plan, capacity: int, directory: Path) -> Iterator[StorageBackend]:
+def opened(store: str, capacity: int, directory: Path) -> Iterator[StorageBackend]:
     """An empty store; "daemon": of a daemon of its own, which keeps a `file` store, over a unix socket."""
     base = Path(tempfile.mkdtemp(dir=directory))
     url = (
         f"memory://?capacity={capacity}"
         if store == "memory"
-        else f"{store}://{base}/store?capacity={capacity}{plan.query}"
+        else f"{store}://{base}/store?capacity={capacity}"
     )
     try:
         if store == "daemon":
@@ -339,17 +274,14 @@ def measure(
     store: str, plan: Plan, capacity: int, page_bytes: int, state_bytes: int, directory: Path
 ) -> dict[str, Any]:
     """One row."""
-    page_bytes = plan.page_bytes or page_bytes
     turns = list(plan.history(capacity // page_bytes))
     truth = Truth()
     sampled = set(np.linspace(int(len(turns) * SAMPLED_FROM), len(turns) - 1, SAMPLES).astype(int).tolist())
     samples: list[tuple[Held, float]] = []
-    before, loses_at, used = 0, None, 0.0
-    with opened(store, plan, capacity, directory) as backend:
+    loses_at, used = None, 0.0
+    with opened(store, capacity, directory) as backend:
         writer = Writer(backend, plan, page_bytes, state_bytes)
         for n, turn in enumerate(turns):
-            if plan.last_is_dead and not turn.first:
-                before = len(held(backend.scan_all(), truth).restorable) * page_bytes
             writer.turn(turn)
             truth.learn(turn.conversation, turn.first, turn.last)
             if loses_at is None:
@@ -364,35 +296,15 @@ def measure(
     row = {
         "benchmark": "restorable", "row": plan.name, "store": store, "tells": plan.tells,
         "target": plan.share,
-        "share": round(min(shares), 3), "share_mean": round(sum(shares) / len(shares), 3),
-        "restorable_mib": mib(sum(len(found.restorable) for found, _ in samples) / len(samples) * page_bytes),
-        "before_mib": mib(before), "capacity_mib": mib(capacity),
+        "share": round(min(shares), 3), "share_mean": round(mean(shares), 3),
+        "restorable_mib": round(mean(len(found.restorable) for found, _ in samples) * page_bytes / MIB, 1),
+        "capacity_mib": capacity // MIB,
         "used": round(min(used for _, used in samples), 3),
         "loses_at": None if loses_at is None else round(loses_at, 3),
         "objects": usage.objects, "evicted": gone,
         "throttled": writer.outcomes[Outcome.THROTTLED], "errors": writer.outcomes[Outcome.ERROR],
-        "newest": f"{samples[-1][0].prefix(turns[-1].conversation)} of {turns[-1].last}",
     }  # fmt: skip
     return row | {"missed": missed(row)}
-
-
-Order = tuple[str, int, int, int, int, Path]
-"""A store, the number of a plan, the capacity, bytes of a page and of a state, a directory."""
-
-
-def rows(orders: list[Order], jobs: int) -> Iterator[dict[str, Any]]:
-    """Measure, so many at once, in processes of their own where it is more than one."""
-    if jobs == 1:
-        yield from map(measured, orders)
-        return
-    with ProcessPoolExecutor(jobs, get_context("spawn"), logging.disable, (logging.CRITICAL,)) as processes:
-        yield from processes.map(measured, orders)
-
-
-def measured(order: Order) -> dict[str, Any]:
-    """One row. The plan is named by its number: its functions do not travel to another process."""
-    store, number, *sizes = order
-    return measure(store, PLANS[number], *sizes)
 
 
 def lost(writer: Writer, backend: StorageBackend) -> bool:
@@ -405,57 +317,27 @@ def lost(writer: Writer, backend: StorageBackend) -> bool:
 def missed(row: dict[str, Any]) -> list[str]:
     """The targets that a row is below."""
     found = ["share"] if row["share"] < row["target"] else []
-    found += ["before"] if row["before_mib"] and row["restorable_mib"] < SPARED * row["capacity_mib"] else []
     return found + (["loses_at"] if row["loses_at"] is None or row["loses_at"] < USED else [])
-
-
-def mib(nbytes: float) -> float:
-    return round(nbytes / (1 << 20), 1)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print what was asked for; returns the exit status."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--store",
-        type=lambda text: text.split(","),
-        default=list(STORES),
-        help=f"some of {', '.join(STORES)}",
-    )
-    parser.add_argument("--only", help="rows whose name begins like this")
-    parser.add_argument("--capacity", type=parse_size, default=CAPACITY)
-    parser.add_argument(
-        "--page", type=parse_size, default=PAGE_BYTES, help="bytes of a page of KV; a multiple of 64"
-    )
-    parser.add_argument("--state", type=parse_size, default=STATE_BYTES, help="bytes of a state")
-    parser.add_argument(
-        "--directory", type=Path, default=Path.cwd(), help="where the stores are made and removed"
-    )
-    parser.add_argument(
-        "--jobs",
-        type=int,
-        default=os.cpu_count() or 1,
-        help="rows at once; no row depends on the time that it takes",
-    )
+        prog="python -m tests.benchmarks.restorable",
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--store", help=f"one of {', '.join(STORES)}; default: all", choices=STORES)
+    parser.add_argument("--only", default="", help="rows whose name begins like this")
     options = parser.parse_args(arguments)
-    if unknown := set(options.store) - set(STORES):
-        parser.error(f"--store {', '.join(sorted(unknown))}: not among {', '.join(STORES)}")
-    chosen = [
-        (store, plan)
-        for store in options.store
-        for plan in PLANS
-        if store in plan.stores and plan.name.startswith(options.only or "")
-    ]
-    below: list[str] = []
-    with tempfile.TemporaryDirectory(prefix=".restorable-", dir=options.directory.resolve()) as base:
-        sizes = (options.capacity, options.page, options.state, Path(base))
-        for row in rows([(store, PLANS.index(plan), *sizes) for store, plan in chosen], options.jobs):
-            print(json.dumps(row), flush=True)
-            below += [f"{row['store']} {row['row']}: {', '.join(row['missed'])}"] if row["missed"] else []
-    print(json.dumps({"benchmark": "restorable.summary", "rows": len(chosen), "below": below}))
-    return 1 if below else 0
+    below = False
+    with tempfile.TemporaryDirectory(prefix=".restorable-", dir=Path.cwd()) as base:
+        for plan in PLANS:
+            for store in plan.stores if plan.name.startswith(options.only) else ():
+                if options.store in (None, store):
+                    row = measure(store, plan, CAPACITY, PAGE_BYTES, STATE_BYTES, Path(base))
+                    print(json.dumps(row), flush=True)
+                    below |= bool(row["missed"])
+    return int(below)
 
 
 if __name__ == "__main__":

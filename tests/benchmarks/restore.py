@@ -22,9 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -57,9 +55,9 @@ from tiercache.models.profile import profile_named
 from tiercache.pools import DevicePool, HostArena
 from tiercache.storage.registry import open_backend
 from tiercache.storage.vectors import take
-from tiercache_lab import children
 from tiercache_lab.bench.baselines import direct_possible
 from tiercache_lab.bench.machine import drop, machine, warm
+from tiercache_lab.bench.rpc import start_daemon
 from tiercache_lab.bench.timing import Side, medians
 
 KV, MAMBA = PoolName.KV, PoolName.MAMBA
@@ -427,20 +425,7 @@ def urls_of(store: str, directory: Path, capacity: int, stack: ExitStack) -> tup
         return storage_url(store, directory / "store", capacity=capacity, durability="process"), ""
     # The path of a unix socket may have some 100 bytes only.
     sockets = stack.enter_context(tempfile.TemporaryDirectory(prefix="tiercache-bench-"))
-    command = children.command(
-        "tiercache.cli", "serve", "--directory", str(directory), "--disk-bytes", str(capacity),
-        "--listen", "127.0.0.1:0", "-o", "jsonl",
-    )  # fmt: skip
-    environment = os.environ | {"TIERCACHE_SOCKETS": sockets}
-    daemon = stack.enter_context(
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
-        )
-    )
-    stack.callback(daemon.terminate)
-    assert daemon.stdout is not None
-    rows = map(json.loads, daemon.stdout)
-    address = next(row["address"] for row in rows if row.get("transport") == "tcp")
+    address = start_daemon(directory, sockets, capacity, stack)
     if store == "tcp":
         return storage_url("grpc", address=address), storage_url("grpc", sockets)
     return storage_url("grpc", sockets, plane=store), ""

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from tiercache.cli.store.doctor import file_system_of
+
 _STRIDE: Final = 4 << 20
 """Bytes of one read in `warm`."""
 MEMORY: Final = ("tmpfs", "ramfs")
@@ -43,30 +45,8 @@ def machine(directory: Path, *, direct: bool) -> Machine:
     """Return the description of this machine and of the file system of a directory."""
     release = ".".join(platform.release().split("-")[0].split(".")[:2])
     return Machine(
-        len(os.sched_getaffinity(0)), f"{platform.system()} {release}", _file_system(directory), direct
+        len(os.sched_getaffinity(0)), f"{platform.system()} {release}", file_system_of(directory), direct
     )
-
-
-def _file_system(directory: Path) -> str:
-    """Return the type of a directory's file system.
-
-    Of all mount points above the directory, the longest path counts. If several mounts have this mount point,
-    the last mount counts.
-    """
-    longest, kind = -1, "unknown file system"
-    path = os.path.join(os.path.realpath(directory), "")
-    try:
-        mounts = Path("/proc/self/mountinfo").read_text()
-    except OSError:
-        return kind
-    for line in mounts.splitlines():
-        # 36 35 98:0 / /mnt/a\040disk rw,noatime - ext4 /dev/sda rw
-        # The mount point is field 4, counted from 0, and the type follows the dash. \040 stands for a space.
-        before, _, behind = line.partition(" - ")
-        point = os.path.join(before.split()[4].replace("\\040", " "), "")
-        if path.startswith(point) and len(point) >= longest:
-            longest, kind = len(point), behind.split()[0]
-    return kind
 
 
 def free_bytes(directory: Path) -> int:

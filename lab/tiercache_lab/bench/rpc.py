@@ -90,7 +90,7 @@ class _SizeBench:
         say("starting a daemon")
         # The path of a unix socket may have only about 100 bytes, and `root` may be a longer path.
         sockets = stack.enter_context(TemporaryDirectory(prefix="tiercache-bench-"))
-        address = _daemon(root / "daemon", sockets, capacity, stack)
+        address = start_daemon(root / "daemon", sockets, capacity, stack)
         callers = stack.enter_context(Crew(1))
 
         def subject(url: str, path: Path) -> Subject:
@@ -179,8 +179,8 @@ def _count(size: int, batch_bytes: int) -> int:
     return max(1, min(_MAX_OBJECTS, batch_bytes // size))
 
 
-def _daemon(directory: Path, sockets: str, capacity: int, stack: ExitStack) -> str:
-    """Start a daemon and return its TCP address.
+def start_daemon(directory: Path, sockets: str, capacity: int, stack: ExitStack) -> str:
+    """Start a daemon, which ends with `stack`, and return its TCP address.
 
     Raises StorageError if the daemon does not start.
     """

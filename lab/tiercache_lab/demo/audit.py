@@ -1,4 +1,4 @@
-""""""
+"""The audit of answers: each generation is computed again from its tokens, without the cache."""
 
 from __future__ import annotations
 

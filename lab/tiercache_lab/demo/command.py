@@ -464,14 +464,6 @@ def _cold_speedup(figures: dict[str, float]) -> str:
     )
 
 
-def _share_of_read(figures: dict[str, float]) -> str:
-    return (
-        f", {figures['restore_gbps'] / figures['raw_read_gbps']:.2f} of a plain read"
-        if "raw_read_gbps" in figures
-        else ""
-    )
-
-
 def _print_verdict(console: Console, result: DemoResult) -> None:
     figures = result.figures
     hits = ", ".join(f"{n} from {tier}" for tier, n in result.hits.items())
@@ -483,8 +475,7 @@ def _print_verdict(console: Console, result: DemoResult) -> None:
         console.print(
             f"First token at {result.rows[-1]['tokens_prompt']} tokens: {figures['speedup_host']:.1f} x"
             f" faster from host, {figures[f'speedup_{result.store}']:.1f} x from"
-            f" {result.store}{_cold_speedup(figures)}. Restored at {figures['restore_gbps']:.2f}"
-            f" GB/s{_share_of_read(figures)}."
+            f" {result.store}{_cold_speedup(figures)}. Restored at {figures['restore_gbps']:.2f} GB/s."
         )
     faults = result.faults()
     if faults:

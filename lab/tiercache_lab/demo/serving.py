@@ -37,6 +37,7 @@ from tiercache.integrations.transformers.stream import TorchStream, compute_repe
 from tiercache.integrations.transformers.watch import identity_of
 from tiercache.integrations.transformers.worker import Worker
 from tiercache.storage.registry import open_backend, spec_of
+from tiercache_lab.bench.machine import drop
 from tiercache_lab.demo.audit import Audit, AuditedRun, AuditVerdict
 from tiercache_lab.demo.small import build_small_hybrid
 
@@ -283,7 +284,6 @@ class Session:
         """Time `REPEATS` restores and recomputes, emit one row, and return the figures for the summary."""
         restores: list[Generation] = []
         recomputes: list[float] = []
-        raw: list[float] = []
         uncut = torch.empty(0)
         before = self._tiers()
         for _ in range(REPEATS):
@@ -292,12 +292,10 @@ class Session:
             for tier in evict:
                 self._worker.controller.evict(tier)
             if phase.endswith("cold"):
-                drop_page_cache(Path(self._plan.directory))
+                drop(Path(self._plan.directory))
             restores.append(self._worker.serve(prompt, 1, audit=True))
             seconds, uncut = timed([lambda: uncut_prefill(self._worker.runner, prompt)], self._worker.stream)
             recomputes.append(seconds)
-            if not self._plan.storage:
-                raw.append(raw_read_seconds(Path(self._plan.directory), self._bytes(restores[-1])))
         median = sorted(restores, key=lambda g: g.ttft_seconds)[REPEATS // 2]
         recompute = statistics.median(recomputes)
         verdicts = [filled, *(self._audit.check(g, uncut) for g in restores)]
@@ -314,11 +312,10 @@ class Session:
         if phase == "speed-disk-cold":
             return {"speedup_disk_cold": recompute / median.ttft_seconds}
         nbytes = self._bytes(median)
-        figures = {
+        return {
             f"speedup_{self._plan.store}": recompute / median.ttft_seconds,
             "restore_gbps": nbytes / statistics.median(g.restore_seconds for g in restores) / 1e9,
         }
-        return figures | ({"raw_read_gbps": nbytes / statistics.median(raw) / 1e9} if raw else {})
 
     def _emit_row(
         self,
@@ -528,36 +525,6 @@ def timed(calls: list[Callable[[], torch.Tensor]], stream: TorchStream) -> tuple
         stream.synchronize()
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds), result
-
-
-def drop_page_cache(directory: Path) -> None:
-    """Drop the files of `directory` from the page cache, so that the next read comes from the disk."""
-    for path in directory.rglob("*"):
-        if path.is_file():
-            fd = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(fd)
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(fd)
-
-
-def raw_read_seconds(directory: Path, nbytes: int) -> float:
-    """Return the seconds of one plain read of `nbytes`: a limit for restores from the page cache.
-
-    The largest file in the directory is read, which is a slab of the store. If this file is shorter than
-    `nbytes`, the time is scaled up.
-    """
-    largest = max((p for p in directory.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
-    buffer = memoryview(bytearray(min(nbytes, largest.stat().st_size)))
-    fd = os.open(largest, os.O_RDONLY)
-    try:
-        os.preadv(fd, [buffer], 0)  # fills the page cache, and touches all pages of the buffer
-        started = time.perf_counter()
-        os.preadv(fd, [buffer], 0)
-        return (time.perf_counter() - started) * nbytes / len(buffer)
-    finally:
-        os.close(fd)
 
 
 def _object_bytes(geometries: Mapping[PoolName, Geometry]) -> tuple[int, int]:

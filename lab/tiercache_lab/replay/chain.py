@@ -1,9 +1,9 @@
 """The storage tiers of a replay: null stores, between which the decisions of a real chain move objects.
 
-The write policies, the filter of promotions, the watermark of write-back and the budgets of writes are those
-of `tiercache_backends.chain`. Its threads, deadlines and examinations are not: every copy that is decided is
-made before the call ends, so that a replay gives the same figures each time. An object for which a tier has
-no budget is dropped, and no later comparison of the tiers finds it.
+The order in which tiers are asked, the write policies, the filter of promotions, the watermark of write-back
+and the budgets of writes are those of `tiercache_backends.chain`. Its threads, deadlines and examinations are
+not: every copy that is decided is made before the call ends, so that a replay gives the same figures each
+time. An object for which a tier has no budget is dropped, and no later comparison of the tiers finds it.
 """
 
 # ruff: noqa: D102 (the contract documents these methods)
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Final, Self, TypeVar, cast
 
-from tiercache_backends.chain.batches import Offers
+from tiercache_backends.chain.batches import GetBatch, Offers, SetBatch
 from tiercache_backends.chain.figures import Figures
 from tiercache_backends.chain.lineup import Lineup
 from tiercache_backends.chain.movement import Digests, Job, Mover
@@ -40,7 +40,7 @@ from tiercache.storage.env import Env
 from tiercache.storage.gate import CallGate
 from tiercache.storage.tiers import PREFIX
 from tiercache_lab.replay.base import Tiers
-from tiercache_lab.replay.store import NullStore
+from tiercache_lab.replay.store import NullStore, ReplayClock
 
 T = TypeVar("T")
 
@@ -77,7 +77,7 @@ class NullChain(StorageBackend):
         self, settings: Sequence[TierSettings], stores: Sequence[NullStore], clock: Callable[[], float]
     ) -> None:
         """Make a chain of `stores` with the `settings` of their tiers; `clock` returns seconds."""
-        env = _Clock(clock)
+        env = ReplayClock(clock)
         self.stores: Final = tuple(stores)
         self._tiers: Final = [_NullTier(*pair, env) for pair in zip(settings, stores, strict=True)]
         self._movers: Final = {
@@ -101,7 +101,9 @@ class NullChain(StorageBackend):
 
     def take_reads(self) -> Mapping[str, int]:
         """Return the bytes that were read of each tier since the last call of this method."""
-        taken, self._read = self._read, dict.fromkeys(self._read, 0)
+        now = {tier.name: tier.store.read_bytes for tier in self._tiers}
+        taken = {name: nbytes - self._read[name] for name, nbytes in now.items()}
+        self._read = now
         return taken
 
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
@@ -113,61 +115,14 @@ class NullChain(StorageBackend):
         return found
 
     def get(self, items: Sequence[GetItem]) -> list[Outcome]:
-        outcomes = [Outcome.MISS] * len(items)
-        left = list(range(len(items)))
-        for tier in self._tiers:
-            if not left:
-                break
-            hits = []
-            for i, outcome in zip(left, tier.store.get([items[i] for i in left]), strict=True):
-                if outcome is Outcome.HIT:
-                    hits.append(i)
-                    self._read[tier.name] += items[i].length
-                # As in a real chain, a failure of one tier is the answer unless another has the object.
-                if outcome is Outcome.HIT or outcomes[i] is Outcome.MISS:
-                    outcomes[i] = outcome
-            self._offers.read(self._lineup, cast(Tier, tier), [items[i] for i in hits], set())
-            left = [i for i in left if outcomes[i] is not Outcome.HIT]
+        outcomes = GetBatch(self._lineup, self._offers, items, set()).read()
         self._move()
         return outcomes
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
-        outcomes = [Outcome.THROTTLED] * len(items)
-        writable = [tier for tier in self._tiers if tier.is_writable]
-        left = self._renewed(writable[0], items, outcomes) if writable else []
-        for n, tier in enumerate(writable):
-            if not left:
-                break
-            refused: list[int] = []
-            stored: list[ObjectKey] = []
-            for i, outcome in zip(left, tier.set([items[i] for i in left]), strict=True):
-                if outcome is Outcome.STORED:
-                    stored.append(items[i].key)
-                if n == 0 or outcome in (Outcome.STORED, Outcome.HIT):
-                    outcomes[i] = outcome
-                # An ERROR is about the object itself, so that no other tier takes it.
-                if outcome is Outcome.THROTTLED:
-                    refused.append(i)
-            left = refused
-            self._offers.stored(self._lineup, cast(Tier, tier), stored, set())
+        outcomes = SetBatch(self._lineup, self._offers, items, set()).store()
         self._move()
         return outcomes
-
-    def _renewed(self, first: _NullTier, items: Sequence[SetItem], outcomes: list[Outcome]) -> list[int]:
-        """Renew what a tier has, other than the first writable tier, and return the other items."""
-        left = list(range(len(items)))
-        for tier in self._tiers:
-            if tier is first or not left:
-                continue
-            keys = [items[i].key for i in left]
-            there = zip(left, tier.exists(keys), first.exists(keys), strict=True)
-            only_here = [i for i, held, held_above in there if held and not held_above]
-            if tier.is_writable:
-                tier.set([items[i] for i in only_here])
-            for i in only_here:
-                outcomes[i] = Outcome.HIT
-            left = [i for i in left if outcomes[i] is not Outcome.HIT]
-        return left
 
     def _move(self) -> None:
         """Make all copies that are due, until there are none."""
@@ -189,8 +144,7 @@ class NullChain(StorageBackend):
         return [next((one for one in found if one is not None), None) for found in zip(*answers, strict=True)]
 
     def advise(self, keys: Sequence[ObjectKey], values: Sequence[float], worker: int = 0) -> None:
-        for store in self.stores:
-            store.advise(keys, values, worker)
+        self._lineup.advise(keys, values, worker)
 
     def register_namespace(self, record: NamespaceRecord) -> None:
         for store in self.stores:
@@ -215,19 +169,6 @@ class NullChain(StorageBackend):
         pass
 
 
-class _Clock(Env):
-    """Environment whose time is that of the replay."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-
-    def monotonic(self) -> float:
-        return self._clock()
-
-    def time_ns(self) -> int:
-        return int(self._clock() * 1e9)
-
-
 class _NullTier:
     """Tier as far as the decisions of a chain know it: a null store and its figures.
 
@@ -236,6 +177,8 @@ class _NullTier:
 
     capabilities: Final = NullStore.capabilities
     is_readable: Final = True
+    is_busy: Final = False
+    is_leaving: Final = False
 
     def __init__(self, settings: TierSettings, store: NullStore, env: Env) -> None:
         self.name: Final = settings.name
@@ -252,12 +195,25 @@ class _NullTier:
         """Make a call of the store."""
         return work(self.store)
 
+    def withheld(self, items: Sequence[GetItem]) -> list[bool]:
+        """Return that no call was given up, so that all buffers are free."""
+        return [False] * len(items)
+
+    def begin_get(self, items: Sequence[GetItem], *, is_use: bool = True) -> Callable[[], list[Outcome]]:
+        """Read objects; return a function that returns the outcomes."""
+        outcomes = self.store.get(items) if is_use else self.store.peek(items)
+        return lambda: outcomes
+
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """Return which objects the tier has."""
         return self.store.exists(keys)
 
-    def set(self, items: Sequence[SetItem]) -> list[Outcome]:
-        """Store objects, and charge the budget for those that are new."""
+    def advise(self, keys: Sequence[ObjectKey], values: Sequence[float], worker: int) -> None:
+        """Pass on the values of objects."""
+        self.store.advise(keys, values, worker)
+
+    def set(self, items: Sequence[SetItem], deleted: Digests) -> list[Outcome]:
+        """Store objects, and charge the budget for those that are new; nothing is deleted meanwhile."""
         outcomes = self.store.set(items)
         stored = zip(items, outcomes, strict=True)
         self.figures.note_written([item.meta.length for item, out in stored if out is Outcome.STORED])
@@ -305,4 +261,6 @@ class _InlineMover:
         missing = [job for job, there in zip(batch, held, strict=True) if not there]
         for source, jobs in groupby(missing, key=lambda job: cast(_NullTier, job.source)):
             entries = source.store.describe([job.key for job in jobs])
-            self._target.set([SetItem(entry.key, [], entry.meta) for entry in entries if entry is not None])
+            self._target.set(
+                [SetItem(entry.key, [], entry.meta) for entry in entries if entry is not None], set()
+            )

@@ -8,11 +8,10 @@ from dataclasses import replace
 import pytest
 
 from tests.lab.replay.test_drive import CHATS, HYBRID, disk, ran
-from tiercache.errors import ConfigError
 from tiercache.policy import Costs, policy_named
 from tiercache_lab.replay.base import StorageTier, Tiers
 from tiercache_lab.replay.cache import Setup
-from tiercache_lab.replay.chain import NullChain, chain_settings
+from tiercache_lab.replay.chain import NullChain
 from tiercache_lab.replay.drive import Run
 from tiercache_lab.replay.machines import ReplayMachine
 from tiercache_lab.replay.needs import measure
@@ -162,37 +161,3 @@ def test_a_slow_tier_costs_time_and_nothing_else() -> None:
     machine = ReplayMachine(disk_bandwidth=1e5)
     late = ran(source, replace(SMALL, storage=plain), "hvd", machine=machine).tally.ttft_ms()[0]
     assert late > slow.tally.ttft_ms()[0]
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: tier("a", 0), "tier 'a' has no bytes; give it a capacity"),
-        (lambda: tier("a", -1), "tier 'a' has no bytes"),
-        (lambda: tier("a", 1, 0.0), "a bandwidth of 0 bytes per second is not possible"),
-        (lambda: tier("a", 1, -5.0), "a bandwidth of -5 bytes"),
-        (lambda: tier("a", 1, float("nan")), "a bandwidth of nan"),
-        (lambda: tier("a", 1, float("inf")), "a bandwidth of inf"),
-        (lambda: StorageTier("a", 1, policy="best"), "tier 'a': .*best"),
-        (lambda: Tiers(1, storage=(tier("a", 1), tier("a", 2))), "two tiers are named 'a'"),
-        (lambda: Tiers(1, storage=(tier("host", 1),)), "two tiers are named 'host'"),
-        (lambda: Tiers(1, storage=(tier("device", 1),)), "two tiers are named 'device'"),
-        (lambda: chained(tier("a b", 1)), "'a b' is no name"),
-        (lambda: chained(tier("a", 1, write="write_behind")), "'write_behind' is not possible"),
-        (lambda: chained(tier("a", 1, write="write_back")), "nothing can be written back to it"),
-        (lambda: chained(tier("a", 1), tier("b", 1, write_per_day="0")), "a budget of 0 bytes a day"),
-        (
-            lambda: chained(tier("a", 1, read_only="yes"), tier("b", 1, write="write_back")),
-            "above it is read-only",
-        ),
-        (lambda: chained(*(tier(f"t{n}", 1) for n in range(9))), "9 tiers are more than the 8"),
-    ],
-)
-def test_tiers_that_are_not_possible(make, message) -> None:
-    with pytest.raises(ConfigError, match=message) as raised:
-        make()
-    assert "\n" not in str(raised.value)
-
-
-def chained(*tiers: StorageTier) -> None:
-    chain_settings(Tiers(1, storage=tiers))

@@ -351,16 +351,6 @@ def test_a_cache_without_a_limit_never_evicts() -> None:
     more = ran(source, infinite(source, measure(source), HYBRID, every), checkpoints=every)
     assert sum(use.evicted for use in more.uses().values()) == 0
     assert more.peak_bytes > free.peak_bytes
-    # Whatever is held belongs to a kind.
-
-
-def test_a_seed_and_an_order_give_the_same_run() -> None:
-    def facts(seed: int) -> tuple[object, ...]:
-        run = ran(open_source(CHATS, seed=seed), Tiers(600_000, storage=disk(900_000)), "hvd", seed=seed)
-        return (run.tally.token_hit_rate, run.tally.over_time, run.uses(), run.tally.ttft_ms())
-
-    assert facts(1) == facts(1)
-    assert facts(1) != facts(2)
 
 
 def test_what_running_requests_hold_beside_the_tiers() -> None:
@@ -388,16 +378,6 @@ def test_a_prompt_larger_than_the_host_is_written_from_where_its_pages_are(polic
     profile = profile_named("qwen3-8b")
     run = ran(source, Tiers(92_274_688, storage=disk(440_401_920)), policy, profile)
     assert run.uses()["disk"].written_bytes > run.uses()["host"].capacity
-
-
-def test_what_is_counted_over_time() -> None:
-    source = open_source(CHATS, seed=4)
-    run = ran(source, Tiers(600_000))
-    assert [one.requests for one in run.tally.over_time] == list(range(1, 51))
-    assert all(0 <= one.token_hit_rate <= 1 and 0 <= one.bytes_held <= 600_000 for one in run.tally.over_time)
-    whole = sum(one.flops for one in run.tally.over_time)
-    mean = sum(one.flops * one.flops_saved for one in run.tally.over_time) / whole
-    assert mean == pytest.approx(run.tally.flops_saved)
 
 
 @pytest.mark.parametrize(

@@ -388,12 +388,3 @@ def test_a_malformed_spec_is_refused_in_one_sentence(spec, message):
         open_source(spec)
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 600
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("seed", -1), ("seed", 2**63), ("seed", 1.5), ("seed", True), ("limit", 0), ("limit", -1)],
-)
-def test_seed_and_limit_are_bounded(name, value):
-    with pytest.raises(ConfigError, match=f"the {name} must be"):
-        open_source("agent", **{name: value})

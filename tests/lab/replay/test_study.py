@@ -4,9 +4,8 @@ seed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -114,26 +113,6 @@ def test_seed_11214_comes_close_to_an_infinite_cache() -> None:
     # once.
     assert 0.75 < infinite.token_hit_rate < 400 * 160 / (500 * 164)
     assert hvd.published["ttft_ms_mean"] == 507.0
-
-
-def plain(result: Result) -> dict[str, Any]:
-    """All that does not depend on the machine's mood."""
-    row = asdict(replace(result, seconds=0.0, published={}))
-    return row | {"ttft_ms_mean": str(result.ttft_ms_mean), "ttft_ms_p95": str(result.ttft_ms_p95)}
-
-
-@pytest.mark.parametrize("source", [CHATS, "shared-prefix?groups=6&prompts=6&system=500-2000"])
-def test_a_seed_says_it_all(source: str) -> None:
-    first, again, other = (
-        [plain(one) for one in found(asked(source, "lru,hvd", seed=seed, capacities=(0.1,)))]
-        for seed in (1, 1, 2)
-    )
-    assert first == again
-    rates = [
-        [(row["policy"], row["token_hit_rate"], row["capacity_bytes"]) for row in rows]
-        for rows in (first, other)
-    ]
-    assert rates[0] != rates[1]
 
 
 def test_rows_come_in_order_and_capacities_are_fractions_of_the_infinite_cache() -> None:
@@ -276,31 +255,3 @@ def test_a_device_that_is_too_small_is_refused_before_anything_has_run() -> None
     with pytest.raises(ConfigError, match="does not hold the requests that run at once"):
         list(study(asked(CHATS, "lru", tiers=Tiers(500_000, 100_000)), begin))
     assert [stage.label for stage in stages] == ["reading"]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"policies": ""}, "no eviction policy ''"),
-        ({"policies": "lru,bogus"}, "no eviction policy 'bogus'; use lru, "),
-        (
-            {"policies": "marconi", "profile": ATTENTION},
-            "'marconi' ranks recurrent states, and attention has none; use lru, gdsf, hvd",
-        ),
-        ({"policies": "lru,seglen:0.3", "profile": ATTENTION}, "'seglen:0.3' ranks recurrent states"),
-        ({"capacities": (0.1, 0.0)}, "a capacity of 0 is out of range"),
-        ({"capacities": (1.01,)}, "a capacity of 1.01 is out of range; use a fraction"),
-        ({"capacities": (math.nan,)}, "a capacity of nan is out of range"),
-        ({"capacities": (0.1,), "tiers": Tiers(500_000)}, "give only one of them"),
-        ({"tiers": Tiers(0)}, "tiers of 0 bytes cannot cache anything"),
-        ({"tiers": Tiers(0, storage=(StorageTier("disk", 500_000),))}, "through the host, which has 0 bytes"),
-    ],
-)
-def test_what_cannot_be_asked(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        asked(CHATS, **{"policies": "lru", **changes})
-
-
-def test_no_policy_at_all() -> None:
-    with pytest.raises(ConfigError, match="no policy is named"):
-        Question(open_source(CHATS), [], TINY)

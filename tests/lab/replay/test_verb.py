@@ -349,6 +349,9 @@ def test_storage_tiers_are_compared_with_one_pool_and_with_lru(replay: Command, 
         (("--tier", "a?capacity=1GiB&write=write_back"), "nothing can be written back to it"),
         (("--tier", "a?capacity=1GiB", "--tier", "a?capacity=2GiB"), "two tiers are named 'a'"),
         (("--tier", "host?capacity=1GiB"), "two tiers are named 'host'"),
+        (("--tier", "a b?capacity=1GiB"), "'a b' is no name"),
+        (("--tier", "a?capacity=1&read_only=yes", "--tier", "b?capacity=1&write=write_back"), "is read-only"),
+        ([part for n in range(9) for part in ("--tier", f"t{n}?capacity=1")], "9 tiers are more than the 8"),
         (("--tier", "a?capacity=1GiB", "--disk-bytes", "1GiB"), "--disk-bytes is short for --tier"),
         (("--tier", "a?capacity=1GiB", "--capacity", "0.1"), "give only one of them"),
     ],
@@ -530,6 +533,7 @@ def test_a_model_without_states_gets_the_policies_that_it_has_a_use_for(
         (["agent", "--limit", "0"], "the limit must be"),
         (["agent", "--limit", "x"], "invalid value for '--limit'"),
         (["agent", "--seed", "-1"], "the seed must be"),
+        (["agent", "--seed", str(2**63)], "the seed must be"),
         (
             ["agent", "--checkpoints", "branch,middle"],
             "--checkpoints 'middle' is not known; use branch, prompt, end, ghost or none, or a policy:"
