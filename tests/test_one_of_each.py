@@ -11,18 +11,16 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
-from typing import NamedTuple
 
 import pytest
 
-from tests.test_house import BUDGET, MODULES, ROOT, imports, inside
+from tests.test_house import BUDGET, MODULES, ROOT, imports, inside, lines_of, tree_of
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-@cache
 def tree(name: str) -> ast.Module:
-    return ast.parse(MODULES[name].read_text())
+    return tree_of(MODULES[name])
 
 
 @cache
@@ -38,9 +36,8 @@ def classes(name: str) -> list[ast.ClassDef]:
     return list(within(tree(name).body))
 
 
-@cache
 def imported(name: str) -> frozenset[str]:
-    return frozenset(imports(MODULES[name]))
+    return imports(MODULES[name])
 
 
 def methods(made: ast.ClassDef) -> list[Function]:
@@ -55,24 +52,15 @@ def bases(made: ast.ClassDef) -> list[str]:
     return [ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in made.bases]
 
 
-class Thing(NamedTuple):
-    """Something of which the product needs one: how it is recognised, and what is there of it."""
-
-    pattern: str
-    """Pattern of the names of its classes."""
-    classes: tuple[str, ...]
-    """Those that there are."""
-
-
 ONE_OF_EACH = {
-    "a deadline": Thing(r"Deadline|Timeout|Patience", ("Deadline", "Patience")),
-    "a guard of calls": Thing(r"Breaker|Guard", ("Guard", "Breaker")),
-    "an order of eviction": Thing(
-        r"^_?(Evict(?!ing)\w*(Order|Queue)|\w*Sweep)$", ("EvictionOrder", "EvictionQueue", "Sweep", "_Sweep")
+    "a deadline": (r"Deadline|Timeout|Patience", ("Deadline", "Patience")),
+    "a guard of calls": (r"Breaker|Guard", ("Guard", "Breaker")),
+    "an order of eviction": (
+        r"^_?(Evict(?!ing)\w*(Order|Queue)|\w*Sweep)$", ("EvictionOrder", "EvictionQueue", "Sweep", "_Sweep"),
     ),
-    "a write-back": Thing(r"WriteBack|Backlog", ("WriteBack", "WriteBack", "Backlog")),
-    "a setting": Thing(r"^_?(Setting|Option|Fields?)$", ("Setting", "Option", "Fields", "_Fields")),
-    "a counter": Thing(
+    "a write-back": (r"WriteBack|Backlog", ("WriteBack", "WriteBack", "Backlog")),
+    "a setting": (r"^_?(Setting|Option|Fields?)$", ("Setting", "Option", "Fields", "_Fields")),
+    "a counter": (
         r"(Counters?|Counts|Tally)$",
         (
             "Counter", "Counters", "Counts", "ErrorCounters", "OpeningCounter", "Tally",
@@ -80,7 +68,7 @@ ONE_OF_EACH = {
         ),
     ),
 }  # fmt: skip
-"""Things that are most often made twice. The first name is the one to use."""
+"""Things that are most often made twice: a pattern of class names, and the classes. Use the first."""
 ONE_PLACE = {
     "heapq": (
         "tiercache.policy", "tiercache.storage.eviction", "tiercache.daemon.call_log",
@@ -145,7 +133,7 @@ def test_no_small_module_has_only_one_importer():
     found = {
         name: next(iter(users))
         for name, users in importers.items()
-        if len(users) == 1 and not surface(name) and len(MODULES[name].read_text().splitlines()) < CUPBOARD
+        if len(users) == 1 and not surface(name) and len(lines_of(MODULES[name])) < CUPBOARD
     }
     assert {name: user for name, user in found.items() if name not in CUPBOARDS} == {}
 

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -57,16 +56,6 @@ def refused(load, *arguments, **overrides):
     assert "\n" not in message
     assert "pydantic" not in message
     return message
-
-
-def test_importing_tiercache_or_its_config_does_not_load_pydantic():
-    code = "import tiercache, tiercache.config, tiercache.cli.app, sys; print('pydantic' in sys.modules)"
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", code], check=True, capture_output=True, text=True
-        ).stdout.strip()
-        == "False"
-    )
 
 
 # Defaults, sources, precedence
@@ -698,15 +687,6 @@ def test_what_is_no_size(text):
         parse_size(text)
 
 
-toml_text = st.text(st.characters(exclude_categories=("Cs",)), max_size=8)
-toml_values = st.recursive(
-    st.booleans() | st.integers(-(2**63), 2**63 - 1) | toml_text,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(toml_text, inner, max_size=3),
-    max_leaves=12,
-)
-toml_tables = st.dictionaries(toml_text, toml_values, max_size=5)
-
-
 def principal(n, name):
     return {"name": name, "uid": n, "verbs": ["admin"]} if n % 2 else {"name": name, "token_file": f"/{n}"}
 
@@ -773,27 +753,6 @@ anything = st.recursive(
 @settings(max_examples=example_count(400), deadline=None)
 def test_any_table_is_settings_or_one_sentence(table):
     assert outcome(None, table).isprintable()
-
-
-bytes_of_files = (
-    st.binary(max_size=60)
-    | st.text(max_size=60).map(lambda text: text.encode(errors="replace"))
-    | toml_tables.map(lambda table: tomli_w.dumps(table).encode())
-)
-
-
-@given(bytes_of_files)
-@settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-    max_examples=example_count(300),
-    deadline=None,
-)
-def test_any_file_is_settings_or_one_sentence(tmp_path, data):
-    file = tmp_path / "any.toml"
-    file.write_bytes(data)
-    message = outcome(file)
-    assert message.isprintable()
-    assert not message or message.startswith(str(file))
 
 
 latin = st.characters(exclude_characters="=\0", max_codepoint=255)

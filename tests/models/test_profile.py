@@ -502,14 +502,6 @@ def test_a_changed_config_gives_a_profile_or_one_clear_error(name, change, neste
     profile_or_refusal(config)
 
 
-@settings(max_examples=example_count(200), suppress_health_check=[HealthCheck.too_slow])
-@given(hostile, st.sampled_from(sorted(ARCHITECTURES)))
-def test_any_json_gives_a_profile_or_one_clear_error(config, model_type):
-    profile_or_refusal(config)
-    if isinstance(config, dict):
-        profile_or_refusal(config | {"model_type": model_type})
-
-
 # Files
 
 

@@ -279,14 +279,6 @@ def test_faults_fire_on_their_call_and_are_the_same_for_a_seed(tmp_path: Path) -
     assert all(hasattr(FaultEnv, name) for name in CALLS)
 
 
-def test_importing_tiercache_brings_no_test_tools() -> None:
-    code = (
-        "import sys, tiercache, tiercache.storage.registry; sys.exit(any(m in sys.modules for m in ('pytest',"
-        " 'hypothesis', 'lmdb')))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 @pytest.mark.parametrize("map_pages", [512, 4096, 1 << 20, 1 << 28])
 def test_a_transaction_of_lmdb_is_bounded_whatever_the_capacity(map_pages: int) -> None:
     budget = PageBudget(map_pages, 4096)

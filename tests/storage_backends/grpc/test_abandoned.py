@@ -37,12 +37,19 @@ OLD = payload("old", SIZE)
 HIT, STORED, UNAVAILABLE = Outcome.HIT, Outcome.STORED, Outcome.UNAVAILABLE
 
 
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    store = f"file://{tmp_path_factory.mktemp('daemon')}/store?capacity=16MiB"
+    with Daemon("unix", Path(tempfile.mkdtemp(dir=scratch())), store) as started:
+        yield started
+
+
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    with Daemon(
-        "unix", Path(tempfile.mkdtemp(dir=scratch())), f"file://{tmp_path}/store?capacity=16MiB"
-    ) as running:
-        yield running
+def daemon(running: Daemon) -> Iterator[Daemon]:
+    """A daemon that is neither stopped nor slow, and may have objects of the tests before."""
+    yield running
+    running.go_on()
+    running.slow(0)
 
 
 @pytest.fixture
@@ -236,7 +243,7 @@ def test_a_get_into_buffers_of_a_late_call_is_not_made(daemon: Daemon, arena: Ho
         place = views(arena, arena.alloc(4).tolist())
         for store in (client, chain):
             store.attach(arena)
-            assert put(store, key("old"), OLD) is STORED
+            assert put(store, key("old"), OLD) in (STORED, HIT)
             ends = arena.quarantine([(0, BLOCK)])
             first, rest = (
                 GetItem(key("old"), views(arena, some), SIZE) for some in ([3, 2, 1, 0], [4, 5, 6, 7])

@@ -17,6 +17,7 @@ from tiercache_backends.grpc import GrpcBackend
 from tiercache_backends.grpc.settings import read_settings
 from tiercache_backends.memory import MemoryBackend
 
+from tests.examples import slow_after
 from tests.storage_backends.grpc.daemon import Daemon
 from tests.storage_backends.grpc.hooks import answers, open_client
 from tests.storage_backends.grpc.nodes import daemon_settings, scratch, section
@@ -40,7 +41,7 @@ def directory() -> Path:
     return Path(tempfile.mkdtemp(dir=scratch()))
 
 
-@pytest.fixture(params=["unix", "tcp"])
+@pytest.fixture(params=slow_after(1, ["unix", "tcp"]))
 def daemon(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Daemon]:
     with Daemon(request.param, directory(), f"file://{tmp_path}/store?capacity=16MiB") as running:
         yield running

@@ -211,7 +211,7 @@ class Persistence(BackendHooks):
     def test_the_death_of_one_costs_the_other_nothing(self, store: StorageBackend, tmp_path: Path) -> None:
         self.need(store, "shared")
         acknowledged: list[str] = []
-        for turn in range(3):
+        for turn in range(2):
             with Peer(type(self), tmp_path / "store") as peer:
                 names = [f"{turn}/{n}" for n in range(10)]
                 assert peer.set(names, SIZE) == [STORED] * 10

@@ -141,7 +141,8 @@ class Restorable(BackendHooks):
             _converse(bounded, name, 1)
             other = _state_alone(name, depth=7)
             assert bounded.set([other]) == [STORED]
-            bounded.set(alone)
+            if name % 4 == 0:
+                bounded.set(alone)
         assert self._restorable_share(bounded) == 1
         assert all(bounded.exists([item.key for item in alone])), "they were used all the time"
         for name in range(2 * self.small // STATE):
@@ -221,9 +222,9 @@ class Restorable(BackendHooks):
         """Pages that form a circle never make the store drop or refuse objects of another namespace."""
         others = [to_set(key(n), payload(n, PAGE), namespace=OTHER_NAMESPACE) for n in range(30)]
         assert set(bounded.set(others)) == {STORED}
-        for size in range(2, 40):
+        for size in (2, 3, 8, 39):
             assert STORED not in bounded.set(_circle(("c", size), size))
-        for name in range(30):
+        for name in range(10):
             items = [to_set(k, payload(k, 2000), parent=parent) for k, parent in chain(("d", name), 3)]
             assert set(bounded.set(items)) == {STORED}
             bounded.delete([items[0].key])
