@@ -289,13 +289,8 @@ def test_one_memory_in_many_sessions_at_once(daemon: Daemon) -> None:
                     attachment.send(
                         client.sock, attach_pb2.Request(attach=attach_pb2.Attach(bytes=MIB)), region.fd
                     )
-                for client in many:
-                    answer = client.answer()
-                    if answer.region:
-                        attachment.send(
-                            client.sock, attach_pb2.Request(detach=attach_pb2.Detach(region=answer.region))
-                        )
-                        client.answer()
+                answers = [client.answer() for client in many]
+                assert any(answer.region for answer in answers)
         assert all(client.call("Hello", b"").principal for client in many)
 
 
@@ -536,9 +531,7 @@ def test_descriptors_where_none_belong(daemon: Daemon) -> None:
         for fds in (1, 2, 5):
             with Worker(daemon) as client:
                 assert client.attach(region.fd, MIB).region == 1
-                attachment.send(
-                    client.sock, attach_pb2.Request(detach=attach_pb2.Detach(region=9)), *[region.fd] * fds
-                )
+                attachment.send(client.sock, attach_pb2.Request(), *[region.fd] * fds)
                 with suppress(WireError, OSError, AssertionError):
                     refused(client.answer())
         with Worker(daemon) as client:
@@ -553,28 +546,10 @@ def test_descriptors_where_none_belong(daemon: Daemon) -> None:
 
 
 def test_a_flood_of_packets_whose_answers_nobody_reads(daemon: Daemon) -> None:
-    packet = attach_pb2.Request(detach=attach_pb2.Detach(region=1)).SerializeToString()
+    packet = attach_pb2.Request(attach=attach_pb2.Attach(bytes=1)).SerializeToString()
     with Good(lambda: Worker(daemon)) as good, attach_socket(daemon) as sock:
         sock.settimeout(0.2)
         with suppress(OSError):
             for _ in range(200_000):
                 sock.send(packet)
     assert good.p99 < 5
-
-
-@pytest.mark.slow
-def test_detaching_and_using_at_once(daemon: Daemon) -> None:
-    """A region that is detached during a call stays mapped until the call has ended."""
-    with Worker(daemon) as client, Region(8 * MIB) as region:
-        for number in range(1, 6):
-            assert client.attach(region.fd, region.nbytes).region == number
-            keys = messages.keys(list(OBJECTS) * 8)
-            spots = places([(number, n % 8 * MIB, MIB) for n in range(64)])
-            call = client.stream(
-                "GetInto",
-                iter([pb.GetIntoRequest(keys=keys, lengths=[MIB] * 64, places=spots).SerializeToString()]),
-            )
-            attachment.send(client.sock, attach_pb2.Request(detach=attach_pb2.Detach(region=number)))
-            assert client.answer().region == number
-            with suppress(grpc.RpcError):
-                list(call)

@@ -4,7 +4,6 @@ INTERNAL, never a hang.
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
@@ -216,32 +215,6 @@ def test_packets_of_the_attach_socket(worker: Worker, packets: list[bytes], fds:
             socket.send_fds(sock, [packet], [worker.sock.fileno()] * fds)
             if packet:
                 sock.recv(4096)
-
-
-@given(st.binary(max_size=200), st.integers(0, 2))
-def test_a_packet_is_read_or_refused_and_its_descriptors_are_accounted_for(data: bytes, fds: int) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with left, right:
-        socket.send_fds(left, [data], [0] * fds)
-        with suppress(WireError):
-            _, found = attachment.receive(right, attach_pb2.Request, max_fds=1)
-            for fd in found:
-                os.close(fd)
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-@given(st.one_of(st.binary(max_size=200), st.sampled_from(sorted(SOUND.values()))), st.integers(0, 300))
-def test_a_set_is_read_in_two_steps_or_refused(data: bytes, cut: int) -> None:
-    data = data[: len(data) - cut] if cut < len(data) else data
-    try:
-        found = read_message(data, pb.UnreadHeader, len(data))
-        header = read_message(found.header, pb.SetHeader, MIB)
-    except WireError:
-        return
-    assert len(found.payload) <= len(data)
-    assert header.ByteSize() <= 2 * len(data)
-    assert pb.SetRequest.FromString(data).payload == found.payload
 
 
 @pytest.mark.parametrize("field", [b"\x12\0", b"\x22\0", b"\x9a\x01\0", b"\x08\x01"])

@@ -320,7 +320,7 @@ def test_sessions_and_shared_memory(tmp_path: Path) -> None:
         answer = attachment.receive(attach, attach_pb2.Answer)[0]
         assert answer is not None
         assert answer.region, answer
-        attachment.send(attach, attach_pb2.Request(detach=attach_pb2.Detach(region=77)))
+        attachment.send(attach, attach_pb2.Request(attach=attach_pb2.Attach(bytes=77)))
         attachment.receive(attach, attach_pb2.Answer)
         scrape = Scrape(node.http_address)
         assert scrape("node_sessions") == 1

@@ -145,14 +145,6 @@ def test_tenants_never_meet() -> None:
     assert len(store.namespaces()) == 3
 
 
-def test_a_tenant_cannot_pass_for_another_by_what_it_registers() -> None:
-    store = MemoryBackend()
-    one, other = veiled(store, "one"), veiled(store, "other", OTHER_VEIL)
-    one.register_namespace(NamespaceRecord(NAMESPACE, {"tenant": "other"}))
-    assert other.namespaces() == []
-    assert [r.identity["tenant"] for r in one.namespaces()] == ["one"]
-
-
 def test_a_false_checksum_is_found_before_it_is_stored() -> None:
     store = veiled(MemoryBackend())
     item = to_set(key(1), b"abc")
@@ -184,28 +176,6 @@ def test_what_is_beyond_the_fence_is_not_there() -> None:
     assert {r.namespace for r in store.namespaces()} == {NAMESPACE, OTHER_NAMESPACE}, (
         "bytes(32) was not let in"
     )
-
-
-@pytest.mark.parametrize("length", [1, 3, 5000])
-def test_a_malformed_get_beyond_the_fence_answers_as_one_of_nothing(length: int) -> None:
-    store = MemoryBackend()
-    view = fenced(store)
-    store.set([to_set(key("foreign"), b"abc", namespace=OTHER_NAMESPACE)])
-    assert view.get([to_get(key("foreign"), length)]) == view.get([to_get(key("none"), length)])
-
-
-def test_nothing_can_be_stored_beyond_the_fence_or_over_it() -> None:
-    store = MemoryBackend()
-    view = fenced(store)
-    store.set([to_set(key("foreign"), b"abc", namespace=OTHER_NAMESPACE)])
-    items = [
-        to_set(key("foreign"), b"xyz"),
-        to_set(key(1), b"1", namespace=OTHER_NAMESPACE),
-        to_set(key(2), b"2"),
-    ]
-    assert view.set(items) == [Outcome.ERROR, Outcome.ERROR, Outcome.STORED]
-    assert fetch(store, key("foreign"), 3) == b"abc"
-    assert store.exists([key(1)]) == [False]
 
 
 def test_the_suites_above_are_the_whole_contract() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -129,12 +128,7 @@ def _prompt(found: bytes) -> None:
 
 
 def _prompts() -> Sequence[bytes]:
-    made = [b"[1, 2, 3]", b"1 2, 3\n4"]
-    for array in (np.arange(5), np.arange(4, dtype=np.uint16), np.zeros((0,), np.int32)):
-        file = io.BytesIO()
-        np.save(file, array)
-        made.append(file.getvalue())
-    return made
+    return [b"[1, 2, 3]", b"1 2, 3\n4", b""]
 
 
 def _saved(found: bytes) -> None:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from importlib import import_module
-from io import BytesIO
 from pathlib import Path
-from tokenize import TokenError as TokenizeError
 from typing import Annotated, Any, Final
 
 import numpy as np
 import typer
-from numpy.lib import format as npy
 
 from tiercache.cli.terminal import clean
 from tiercache.core import TokenArray, as_tokens
@@ -22,7 +18,7 @@ from tiercache.errors import ConfigError, TokenError
 TokensOption = Annotated[
     str,
     typer.Option(
-        "--tokens", metavar="FILE", help="File with a prompt's token ids: JSON, text or .npy; - for stdin."
+        "--tokens", metavar="FILE", help="File with a prompt's token ids: JSON or text; - for stdin."
     ),
 ]
 TextOption = Annotated[
@@ -50,10 +46,6 @@ ExtraOption = Annotated[
 
 _MAX_BYTES: Final = 256 << 20
 """Maximum bytes of a file with a prompt."""
-_NPY: Final = b"\x93NUMPY"
-"""The first bytes of a .npy file."""
-_HEADERS: Final = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
-"""Readers of the header of a .npy file, by its version."""
 
 
 def extra_of(text: str) -> bytes:
@@ -99,31 +91,14 @@ def tokens_of(tokens: str, text: str | None, text_file: str, tokenizer: str) -> 
 def _read_tokens(name: str) -> TokenArray:
     raw = _read("--tokens", name)
     try:
-        return as_tokens(_parse_npy(raw) if raw.startswith(_NPY) else _parse_text(raw.decode()))
+        return as_tokens(_parse_text(raw.decode()))
     except TokenError as error:
         raise ConfigError(f"--tokens {clean(name)}: {clean(str(error))}") from error
-    except (ValueError, EOFError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"--tokens {clean(name)} is neither a JSON list of integers, nor integers separated by blanks or"
-            f" commas, nor a .npy file of integers ({clean(str(error))[:80]}); convert it"
+            f"--tokens {clean(name)} is neither a JSON list of integers nor integers separated by blanks or"
+            f" commas ({clean(str(error))[:80]}); convert it"
         ) from error
-
-
-def _parse_npy(raw: bytes) -> Any:
-    # Not numpy.load, which would also read archives, and not read_array, which makes room for all that a
-    # header announces.
-    file = BytesIO(raw)
-    read = _HEADERS.get(npy.read_magic(file))
-    if read is None:
-        raise ValueError("a .npy file of a later version")
-    try:
-        shape, _, dtype = read(file)
-    # Of a header as Python 2 wrote it, of keys that are not all texts, and of nested brackets.
-    except (SyntaxError, TokenizeError, TypeError, MemoryError) as error:
-        raise ValueError(f"its header cannot be read: {error}") from error
-    if dtype.hasobject or math.prod(shape) * dtype.itemsize != len(raw) - file.tell():
-        raise ValueError("its header and its length contradict each other")
-    return np.frombuffer(raw, dtype, offset=file.tell()).reshape(shape)
 
 
 def _parse_text(text: str) -> Any:

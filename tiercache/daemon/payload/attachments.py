@@ -171,7 +171,9 @@ class Attachments:
             try:
                 if request is None:
                     return
-                answer = await self._answer(request, fds, session)
+                if not request.HasField("attach"):
+                    raise WireError("a request is not to attach; the client may be newer than the daemon")
+                answer = pb.Answer(region=await self._attach(request.attach.bytes, fds, session))
             except WireError as error:
                 self._calls.refused(error)
                 answer = pb.Answer(refusal=str(error))
@@ -192,16 +194,6 @@ class Attachments:
                     return attachment.receive(connection, pb.Request, max_fds=1)
         finally:
             loop.remove_reader(connection)
-
-    async def _answer(self, request: pb.Request, fds: list[int], session: AttachSession) -> pb.Answer:
-        what = request.WhichOneof("what")
-        if what == "attach":
-            return pb.Answer(region=await self._attach(request.attach.bytes, fds, session))
-        if what == "detach":
-            await session.wait_unused()
-            session.drop(request.detach.region)
-            return pb.Answer(region=request.detach.region)
-        raise WireError("a request says neither attach nor detach; the client may be newer than the daemon")
 
     async def _attach(self, declared: int, fds: list[int], session: AttachSession) -> int:
         if len(fds) != 1:

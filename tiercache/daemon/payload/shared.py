@@ -193,7 +193,6 @@ class AttachSession:
         self.ended = False
         """Whether no call may begin any more."""
         self._regions: dict[int, Mapping] = {}
-        self._numbers = 0
         self._under_way = 0
         self._unused = Event()
         self._unused.set()
@@ -219,21 +218,9 @@ class AttachSession:
     def add(self, mapping: Mapping) -> int:
         """Add a region and return its number; raises LimitError for more than _MAX_REGIONS."""
         if len(self._regions) >= _MAX_REGIONS:
-            raise LimitError(f"a session has at most {_MAX_REGIONS} regions; detach one first")
-        self._numbers += 1
-        self._regions[self._numbers] = mapping
-        return self._numbers
-
-    def drop(self, number: int) -> None:
-        """Release a region; raises WireError for one that is not attached.
-
-        The memory stays mapped for a while after its last session (`Mappings`), and while there are views of
-        it.
-        """
-        mapping = self._regions.pop(number, None)
-        if mapping is None:
-            raise WireError(f"region {number} is not attached")
-        self._mappings.release(mapping, self.pid)
+            raise LimitError(f"a session has at most {_MAX_REGIONS} regions; attach fewer, larger ones")
+        self._regions[len(self._regions) + 1] = mapping
+        return len(self._regions)
 
     def begin(self) -> None:
         """Count one more call that uses the regions; raises Refusal if the session has ended."""
@@ -256,9 +243,13 @@ class AttachSession:
             await self._unused.wait()
 
     def end(self) -> None:
-        """Release all regions. Call this when no call uses them any more."""
-        for number in list(self._regions):
-            self.drop(number)
+        """Release all regions. Call this when no call uses them any more.
+
+        The memory stays mapped for a while after its last session (`Mappings`), and while there are views of
+        it.
+        """
+        while self._regions:
+            self._mappings.release(self._regions.popitem()[1], self.pid)
 
 
 class SharedCalls:

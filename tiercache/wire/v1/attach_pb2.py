@@ -15,7 +15,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etiercache/wire/v1/attach.proto\x12\x11tiercache.wire.v1\")\n\x07Session\x12\r\n\x05token\x18\x01 \x01(\x0c\x12\x0f\n\x07refusal\x18\x02 \x01(\t\"k\n\x07Request\x12+\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x19.tiercache.wire.v1.AttachH\x00\x12+\n\x06\x64\x65tach\x18\x02 \x01(\x0b\x32\x19.tiercache.wire.v1.DetachH\x00\x42\x06\n\x04what\"\x17\n\x06\x41ttach\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\"\x18\n\x06\x44\x65tach\x12\x0e\n\x06region\x18\x01 \x01(\r\")\n\x06\x41nswer\x12\x0e\n\x06region\x18\x01 \x01(\r\x12\x0f\n\x07refusal\x18\x02 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etiercache/wire/v1/attach.proto\x12\x11tiercache.wire.v1\")\n\x07Session\x12\r\n\x05token\x18\x01 \x01(\x0c\x12\x0f\n\x07refusal\x18\x02 \x01(\t\"4\n\x07Request\x12)\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x19.tiercache.wire.v1.Attach\"\x17\n\x06\x41ttach\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\")\n\x06\x41nswer\x12\x0e\n\x06region\x18\x01 \x01(\r\x12\x0f\n\x07refusal\x18\x02 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -25,11 +25,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SESSION']._serialized_start=53
   _globals['_SESSION']._serialized_end=94
   _globals['_REQUEST']._serialized_start=96
-  _globals['_REQUEST']._serialized_end=203
-  _globals['_ATTACH']._serialized_start=205
-  _globals['_ATTACH']._serialized_end=228
-  _globals['_DETACH']._serialized_start=230
-  _globals['_DETACH']._serialized_end=254
-  _globals['_ANSWER']._serialized_start=256
-  _globals['_ANSWER']._serialized_end=297
+  _globals['_REQUEST']._serialized_end=148
+  _globals['_ATTACH']._serialized_start=150
+  _globals['_ATTACH']._serialized_end=173
+  _globals['_ANSWER']._serialized_start=175
+  _globals['_ANSWER']._serialized_end=216
 # @@protoc_insertion_point(module_scope)

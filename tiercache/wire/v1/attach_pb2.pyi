@@ -14,24 +14,16 @@ class Session(_message.Message):
     def __init__(self, token: _Optional[bytes] = ..., refusal: _Optional[str] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("attach", "detach")
+    __slots__ = ("attach",)
     ATTACH_FIELD_NUMBER: _ClassVar[int]
-    DETACH_FIELD_NUMBER: _ClassVar[int]
     attach: Attach
-    detach: Detach
-    def __init__(self, attach: _Optional[_Union[Attach, _Mapping]] = ..., detach: _Optional[_Union[Detach, _Mapping]] = ...) -> None: ...
+    def __init__(self, attach: _Optional[_Union[Attach, _Mapping]] = ...) -> None: ...
 
 class Attach(_message.Message):
     __slots__ = ("bytes",)
     BYTES_FIELD_NUMBER: _ClassVar[int]
     bytes: int
     def __init__(self, bytes: _Optional[int] = ...) -> None: ...
-
-class Detach(_message.Message):
-    __slots__ = ("region",)
-    REGION_FIELD_NUMBER: _ClassVar[int]
-    region: int
-    def __init__(self, region: _Optional[int] = ...) -> None: ...
 
 class Answer(_message.Message):
     __slots__ = ("region", "refusal")
