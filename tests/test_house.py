@@ -204,10 +204,10 @@ def test_the_texts_stay_short():
 
 
 BUDGET = {
-    "tiercache.daemon": 10_200,
+    "tiercache.daemon": 9_980,
     "tiercache.controller": 9_400,
     "tiercache.integrations": 7_800,
-    "tiercache.cli": 6_300,
+    "tiercache.cli": 6_250,
     "tiercache.storage": 6_750,
     "tiercache.testing": 4_350,
     "tiercache.index": 3_700,
@@ -217,13 +217,13 @@ BUDGET = {
     "tiercache.events": 1_150,
     "tiercache.pools": 1_200,
     "tiercache.policy": 1_150,
-    "tiercache.metrics": 900,
+    "tiercache.metrics": 750,
     "tiercache.wire": 650,
     "tiercache_backends.file": 4_750,
     "tiercache_backends.lmdb": 4_450,
     "tiercache_backends.chain": 3_900,
     "tiercache_backends.s3": 3_750,
-    "tiercache_backends.grpc": 3_000,
+    "tiercache_backends.grpc": 2_980,
     "tiercache_backends.mooncake": 2_000,
     "tiercache_backends.local": 1_550,
     "tiercache_lab.replay": 6_900,
@@ -237,7 +237,7 @@ BUDGET = {
 
 The aims are 70,000 lines and 340 files for the product's wheel, 10,000 lines for the lab, 75,000 for tests.
 """
-FILES = 366
+FILES = 364
 """Modules of the product's wheel at most."""
 
 
