@@ -33,6 +33,7 @@ def test_an_engine_of_one_s_own_goes_on_in_another_process(tmp_path: Path) -> No
     assert re.findall(r"token is .*", first) == re.findall(r"token is .*", second)
 
 
+@pytest.mark.slow
 def test_tenants_share_with_themselves_only(tmp_path: Path) -> None:
     said = run("two_tenants.py", tmp_path / "tenants")
     assert re.findall(r"of (\w+): (\d+) of", said) == [

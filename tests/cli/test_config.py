@@ -87,26 +87,6 @@ def test_check_looks_at_the_files_unless_told_otherwise(node):
     assert config("check", "--no-files", node).code == 0
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("limits.idel = 1", "limits.idel is not a setting; did you mean limits.idle?"),
-        ("[limits", "is not TOML"),
-        ('"[red]x" = 1', '"[red]x" is not a setting'),
-        ('storage = "lmbd:///x"', "storage: type 'lmbd' is unknown; use one of chain, file, grpc"),
-        ('listen = ["0.0.0.0:1"]', "other machines can reach 0.0.0.0:1 without authentication"),
-    ],
-)
-def test_a_mistake_gets_one_sentence(tmp_path, text, sentence):
-    file = tmp_path / "node.toml"
-    file.write_text(text)
-    for verb in ("check", "show"):
-        if verb == "check" or "storage" not in text:  # which stores are installed is the concern of `check`
-            message = refused(verb, file)
-            assert f"{file}" in message
-            assert sentence in message
-
-
 def test_show_tells_where_each_value_comes_from(node):
     done = config("show", node, TIERCACHE_DRAIN="3s")
     assert done.code == 0

@@ -91,6 +91,8 @@ MISTAKES = [
     (f"inspect {'0' * 70} -s store", "and an object's key"),
     (f"inspect {'0' * 130} -s store", "has 130 digits"),
     # A prompt
+    ("explain -s store", "needs a prompt"),
+    ("explain --tokens tokens --namespace zz -s store", "matches no namespace"),
     ("explain --tokens tokens --text x -s store", "--tokens and --text are 2 prompts"),
     ("explain --tokens nowhere -s store", "cannot be read: No such file"),
     ("explain --tokens directory.toml -s store", "Is a directory"),

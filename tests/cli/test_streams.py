@@ -102,9 +102,7 @@ def test_completion_knows_verbs_and_their_options() -> None:
             [command], capture_output=True, text=True, timeout=GUARD, env=os.environ | variables
         ).stdout.split()
 
-    assert completed("tiercache be") == ["bench"]
     assert completed("tiercache bench d") == ["disk", "device"]
-    assert completed("tiercache ls --out") == ["--output"]
     assert completed("tiercache ls -o js") == ["json", "jsonl"]
 
 
@@ -216,7 +214,9 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.parametrize(
     ("arguments", "count"),
-    [(["demo"], 1), (["bench", "rpc", "--size", "64KiB", "--batch", "8MiB", "--repeat", "500"], 2)],
+    slow_after(
+        1, [(["bench", "rpc", "--size", "64KiB", "--batch", "8MiB", "--repeat", "500"], 2), (["demo"], 1)]
+    ),
 )
 def test_what_was_started_ends_with_who_is_killed(tmp_path: Path, arguments: list[str], count: int) -> None:
     with subprocess.Popen(

@@ -175,9 +175,7 @@ def drawn(seed: int, n: int, longest: int, slot: int) -> Columns:
     return np.arange(n) * slot + offset, rng.permutation(n) * slot + offset + skew, lengths
 
 
-def check(
-    copy: Copy, source: Memory, target: Memory, columns: Columns, stream: Any, synchronize: Callable[[], None]
-) -> None:
+def check(cupy: Any, copy: Copy, source: Memory, target: Memory, columns: Columns, stream: Any) -> None:
     """Copy, and compare the whole target with what the twin makes of it."""
     starts, places, lengths = columns
     data = np.random.default_rng(1).integers(0, 256, source.nbytes, np.uint8)
@@ -189,7 +187,7 @@ def check(
         (places + expected.ctypes.data).astype(np.uint64),
         lengths,
     )
-    synchronize()  # `put` went through another stream
+    cupy.cuda.runtime.deviceSynchronize()  # `put` went through another stream
     copy(
         (starts + source.address).astype(np.uint64),
         (places + target.address).astype(np.uint64),
@@ -209,14 +207,7 @@ def check(
 def test_any_alignment(cupy: Any, copy: Copy, stream: Any, source: type, target: type, seed: int) -> None:
     slot = 256 << 10
     columns = drawn(seed, 200, slot - 512, slot)
-    check(
-        copy,
-        source(cupy, 200 * slot),
-        target(cupy, 200 * slot),
-        columns,
-        stream,
-        cupy.cuda.runtime.deviceSynchronize,
-    )
+    check(cupy, copy, source(cupy, 200 * slot), target(cupy, 200 * slot), columns, stream)
 
 
 @pytest.mark.parametrize(
@@ -231,21 +222,14 @@ def test_states(cupy: Any, copy: Copy, stream: Any, source: type, target: type) 
     starts += -starts % 16 + np.array([0, 0, 0, 1, 2])
     places = starts + np.array([0, 0, 0, 2, 5])
     nbytes = int(lengths.sum()) + MIB
-    check(
-        copy,
-        source(cupy, nbytes),
-        target(cupy, nbytes),
-        (starts, places, lengths),
-        stream,
-        cupy.cuda.runtime.deviceSynchronize,
-    )
+    check(cupy, copy, source(cupy, nbytes), target(cupy, nbytes), (starts, places, lengths), stream)
 
 
 def test_many_small_segments(cupy: Any, copy: Copy, stream: Any) -> None:
     """More segments than any grid has blocks, most much shorter than a chunk."""
     columns = drawn(0, 20_000, 1024, 2048)
     memory = Device(cupy, 20_000 * 2048), Host(cupy, 20_000 * 2048)
-    check(copy, *memory, columns, stream, cupy.cuda.runtime.deviceSynchronize)
+    check(cupy, copy, *memory, columns, stream)
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 7, 132, 100_000])
@@ -253,7 +237,7 @@ def test_any_grid(cupy: Any, stream: Any, blocks: int) -> None:
     slot = 128 << 10
     columns = drawn(blocks, 100, slot - 512, slot)
     memory = Device(cupy, 100 * slot), Host(cupy, 100 * slot)
-    check(ByKernel(cupy, blocks), *memory, columns, stream, cupy.cuda.runtime.deviceSynchronize)
+    check(cupy, ByKernel(cupy, blocks), *memory, columns, stream)
 
 
 def test_layers_of_one_table_in_two_streams(cupy: Any, stream: Any) -> None:
@@ -265,14 +249,7 @@ def test_layers_of_one_table_in_two_streams(cupy: Any, stream: Any) -> None:
         other.synchronize()
 
     columns = drawn(5, 100, slot - 512, slot)
-    check(
-        copy,
-        Host(cupy, 100 * slot),
-        Device(cupy, 100 * slot),
-        columns,
-        stream,
-        cupy.cuda.runtime.deviceSynchronize,
-    )
+    check(cupy, copy, Host(cupy, 100 * slot), Device(cupy, 100 * slot), columns, stream)
 
 
 def test_from_another_thread(cupy: Any, copy: Copy, stream: Any) -> None:
@@ -289,14 +266,7 @@ def test_from_another_thread(cupy: Any, copy: Copy, stream: Any) -> None:
 
     slot = 128 << 10
     columns = drawn(6, 50, slot - 512, slot)
-    check(
-        elsewhere,
-        Device(cupy, 50 * slot),
-        Host(cupy, 50 * slot),
-        columns,
-        stream,
-        cupy.cuda.runtime.deviceSynchronize,
-    )
+    check(cupy, elsewhere, Device(cupy, 50 * slot), Host(cupy, 50 * slot), columns, stream)
 
 
 def test_the_stream_s_order_is_kept(cupy: Any, copy: Copy, stream: Any) -> None:

@@ -4,7 +4,6 @@ back by themselves.
 
 from __future__ import annotations
 
-import os
 import tempfile
 import threading
 import time
@@ -26,7 +25,7 @@ from tests.storage_backends.grpc.test_planes import connection_of
 from tests.waiting import until
 from tiercache.core import Outcome
 from tiercache.daemon import StorageServer
-from tiercache.errors import ClosedError, StorageError, UnavailableError
+from tiercache.errors import ClosedError, UnavailableError
 from tiercache.storage.base import Capabilities, GetItem, NamespaceRecord
 from tiercache.testing.objects import NAMESPACE, OTHER_NAMESPACE, fetch, key, payload, put, to_get
 
@@ -219,32 +218,6 @@ def test_many_threads_through_an_outage(daemon: Daemon) -> None:
         assert not odd
         assert max(longest) < 2 * DEADLINE, "eight threads share what the machine has"
         until(lambda: all(fetch(client, key(n), SIZE) == payload(n, SIZE) for n in names))
-
-
-def test_who_is_refused_says_why_and_does_not_hang(caplog: pytest.LogCaptureFixture) -> None:
-    with StorageServer(daemon_settings("tcp"), MemoryBackend()) as node:
-        other = scratch() / "other-token"
-        other.write_text("f" * 32)
-        other.chmod(0o600)
-        with GrpcBackend(
-            read_settings({"address": node.addresses[0], "token_file": str(other), "breaker_pause": "100ms"})
-        ) as client:
-            for _ in range(5):
-                assert client.get([to_get(key("a"), 10)]) == [Outcome.REFUSED]
-                time.sleep(0.1)
-            with pytest.raises(StorageError, match="ask the operator"):
-                client.ping()
-            assert sum("ask the operator" in record.message for record in caplog.records) == 1
-
-
-def test_one_verb_that_is_missing_is_told_and_the_others_work() -> None:
-    reader = {"name": "reader", "uid": os.getuid(), "verbs": ("read",)}
-    with (
-        StorageServer(daemon_settings("unix", principals=(reader,)), MemoryBackend()) as node,
-        open_client("unix", node, **QUICK) as client,
-    ):
-        assert put(client, key("a"), b"x") is Outcome.REFUSED
-        assert client.exists([key("a")]) == [False]
 
 
 def test_an_outage_keeps_nobody_s_buffers(daemon: Daemon) -> None:

@@ -246,21 +246,6 @@ def test_nobody_can_punch_holes_into_what_is_attached(ends: ExitStack) -> None:
     assert os.fstat(arena.fd).st_blocks * 512 == arena.nbytes
 
 
-def test_a_client_that_comes_back_finds_its_memory_attached(ends: ExitStack) -> None:
-    node = started(ends)
-    client = ends.enter_context(open_client("unix", node))
-    arena = arena_of(ends)
-    client.attach(arena)
-    for turn in range(3):
-        connection = connection_of(client)
-        assert connection.regions.keys() >= {id(arena)}
-        assert connection.session is not None
-        item = to_set(key(turn), payload(turn, SIZE))
-        assert client.set([SetItem(item.key, place(arena, payload(turn, SIZE)), item.meta)]) == [STORED]
-        connection.session.end()
-        until(lambda: answers(client))
-
-
 def test_after_a_restart_of_the_daemon_payloads_take_the_way_through_staging(ends: ExitStack) -> None:
     settings = daemon_settings("unix")
     arena = arena_of(ends)

@@ -19,7 +19,7 @@ from tests.daemon.hosts import NAMESPACE, key
 from tests.storage_backends.grpc.nodes import daemon_settings
 from tiercache.core import ObjectMeta, Outcome
 from tiercache.daemon import StorageServer
-from tiercache.errors import RefusedError, UnavailableError
+from tiercache.errors import RefusedError
 from tiercache.storage.base import GetItem, SetItem
 
 LENGTH = 4096
@@ -121,10 +121,3 @@ def test_who_has_used_up_its_share_is_refused(tmp_path: Path, ends: ExitStack) -
     with pytest.raises(RefusedError, match=r"limits\.clients"):
         second.ping()
     assert get_one(second) is Outcome.REFUSED
-
-
-def test_an_outage_is_no_refusal(tmp_path: Path, ends: ExitStack) -> None:
-    away = ends.enter_context(GrpcBackend(read_settings({"address": "127.0.0.1:1"})))
-    with pytest.raises(UnavailableError):
-        away.usage()
-    assert get_one(away) is Outcome.UNAVAILABLE
