@@ -204,10 +204,10 @@ def test_the_texts_stay_short():
 
 
 BUDGET = {
-    "tiercache.daemon": 9_980,
+    "tiercache.daemon": 9_900,
     "tiercache.controller": 9_400,
     "tiercache.integrations": 7_800,
-    "tiercache.cli": 6_250,
+    "tiercache.cli": 6_050,
     "tiercache.storage": 6_750,
     "tiercache.testing": 4_350,
     "tiercache.index": 3_700,
@@ -223,7 +223,7 @@ BUDGET = {
     "tiercache_backends.lmdb": 4_450,
     "tiercache_backends.chain": 3_900,
     "tiercache_backends.s3": 3_750,
-    "tiercache_backends.grpc": 2_980,
+    "tiercache_backends.grpc": 2_820,
     "tiercache_backends.mooncake": 2_000,
     "tiercache_backends.local": 1_550,
     "tiercache_lab.replay": 6_900,

@@ -58,7 +58,7 @@ ONE_OF_EACH = {
     "an order of eviction": (
         r"^_?(Evict(?!ing)\w*(Order|Queue)|\w*Sweep)$", ("EvictionOrder", "EvictionQueue", "Sweep", "_Sweep"),
     ),
-    "a write-back": (r"WriteBack|Backlog", ("WriteBack", "WriteBack", "Backlog")),
+    "a write-back": (r"WriteBack|Backlog", ("Backlog", "WriteBack")),
     "a setting": (r"^_?(Setting|Option|Fields?)$", ("Setting", "Option", "Fields", "_Fields")),
     "a counter": (
         r"(Counters?|Counts|Tally)$",
@@ -140,7 +140,7 @@ def test_no_small_module_has_only_one_importer():
 
 SINGLE = frozenset({
     "CudaDevice", "Customer", "DeviceTensor", "Fence", "HintTable", "HostObjects", "Prompt", "RankGroup",
-    "RemoteTiers", "SharedMemory", "_Tracked",
+    "SharedMemory", "_Tracked",
 })  # fmt: skip
 """Abstract classes and protocols that have one implementation, or none."""
 OUTSIDE = frozenset({"Units", "Source"})

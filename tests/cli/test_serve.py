@@ -105,7 +105,7 @@ def test_sighup_reads_the_settings_again(directory: Path, tmp_path: Path) -> Non
             config.write_text(text)
             process.send_signal(signal.SIGHUP)
             assert process.stderr is not None
-            while "SIGHUP" not in (line := process.stderr.readline()):
+            while "configuration:" not in (line := process.stderr.readline()):
                 assert line, "the daemon has ended"
             return line
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 
 import numpy as np
@@ -11,6 +10,7 @@ from tiercache_backends.memory import MemoryBackend
 
 from tests.controller.harness import Engine, prompt
 from tests.controller.test_beliefs import believed
+from tests.storage_backends.chain.test_live import Held
 from tiercache.controller import ControllerOptions
 from tiercache.core import Tier
 from tiercache.errors import ConfigError, RefusedError
@@ -21,10 +21,6 @@ ALONE = "tier_write=write_through_selective&tier_promote=never"
 
 def url(path, name, *more):
     return "&".join([f"file://{path / name}?capacity=64MiB", f"tier_name={name}", *more])
-
-
-def change(engine, name, /, *arguments, **named):
-    return engine.controller.change_tiers(lambda tiers: getattr(tiers, name)(*arguments, **named))
 
 
 def ask_again(engine):
@@ -38,12 +34,9 @@ def ask_again(engine):
 @pytest.mark.parametrize("checks", [4, 512])
 def test_what_left_with_a_tier_is_not_believed_and_is_stored_again(tmp_path, checks):
     """With pauses between the checks, a tick without a check under way would end the wait."""
+    a, b = url(tmp_path, "a"), url(tmp_path, "b", ALONE)
     engine = Engine(
-        open_backend([url(tmp_path, "a"), url(tmp_path, "b", ALONE)]),
-        pages=64,
-        states=40,
-        blocks=256,
-        options=ControllerOptions(belief_checks=checks),
+        open_backend([a, b]), pages=64, states=40, blocks=256, options=ControllerOptions(belief_checks=checks)
     )
     prompts = [[*prompt(n, n + 50, n + 100), 5] for n in range(15)]
     for tokens in prompts:
@@ -51,7 +44,7 @@ def test_what_left_with_a_tier_is_not_believed_and_is_stored_again(tmp_path, che
     assert engine.settle()
     ask_again(engine)
     assert believed(engine) == (45, 15)
-    change(engine, "remove_tier", "a", keep_contents=False).result(60)
+    engine.controller.retier([b], drop=["a"]).result(60)
     ask_again(engine)
     assert believed(engine) == (0, 0)
     for tokens in prompts:
@@ -65,75 +58,69 @@ def test_what_left_with_a_tier_is_not_believed_and_is_stored_again(tmp_path, che
 
 
 def test_contents_that_were_kept_are_believed_on(tmp_path):
-    engine = Engine(open_backend([url(tmp_path, "a"), url(tmp_path, "b", ALONE)]))
+    a, b, c = url(tmp_path, "a"), url(tmp_path, "b", ALONE), url(tmp_path, "c")
+    engine = Engine(open_backend([a, b]))
     tokens = [*prompt(1, 2, 3), 5]
     engine.serve(tokens)
     assert engine.settle()
-    told = []
-    change(engine, "remove_tier", "a", progress=told.append).result(60)
-    assert told[-1].copied_objects == 4
+    engine.controller.retier([b]).result(60)
     ask_again(engine)
     assert believed(engine) == (3, 1)
     engine.controller.evict(Tier.DEVICE)
     engine.controller.evict(Tier.HOST)
     assert engine.serve(tokens) == 12
-    change(engine, "add_tier", url(tmp_path, "c"), 0).result(60)
-    change(engine, "reorder", ["b", "c"]).result(60)
-    change(engine, "change_tier", "c", capacity="128MiB", promote="never").result(60)
-    change(engine, "replace_tier", "c", url(tmp_path, "d")).result(60)
+    for tiers in ([c, b], [b, c], [b, c.replace("64", "128")], [b, url(tmp_path, "d")]):
+        engine.controller.retier(tiers).result(60)
     assert engine.settle()
     engine.check()
 
 
-def test_the_engine_does_not_wait_for_a_change(tmp_path):
-    engine = Engine(open_backend([url(tmp_path, "a"), url(tmp_path, "b", ALONE)]))
+def test_the_engine_does_not_wait_for_a_change(tmp_path, monkeypatch):
+    a, b = url(tmp_path, "a"), url(tmp_path, "b", ALONE)
+    engine = Engine(open_backend([a, b]))
     engine.serve([*prompt(1, 2, 3), 5])
     assert engine.settle()
-    reached, opened = threading.Event(), threading.Event()
-
-    def hold(_):
-        reached.set()
-        opened.wait(60)
-
-    began = change(engine, "remove_tier", "a", progress=hold)
-    assert reached.wait(60)
+    held = Held(monkeypatch)
+    began = engine.controller.retier([b])
+    assert held.reached.wait(60)
     assert engine.serve([*prompt(4, 5), 5]) == 0
     assert engine.serve([*prompt(1, 2, 3), 5]) == 12
     assert not began.done()
     assert not began.cancel()
-    with pytest.raises(RefusedError, match="'a' is being removed"):
-        change(engine, "reorder", ["b", "a"]).result(60)
-    opened.set()
-    assert began.result(60) is None
+    # Another list gives the first up.
+    assert engine.controller.retier([a, b]).result(60) is None
+    with pytest.raises(RefusedError, match="was given another list"):
+        began.result(60)
+    held.opened.set()
     assert engine.settle()
 
 
 def test_bad_input_is_raised_by_the_future(tmp_path):
     engine = Engine(open_backend([url(tmp_path, "a")]))
-    for began, sentence in (
-        (change(engine, "remove_tier", "a"), "'a' is the last of the chain"),
-        (change(engine, "add_tier", 7), "7 is no tier"),
-        (change(engine, "add_tier", url(tmp_path, "a")), "two tiers are named 'a'"),
-        (change(engine, "change_tier", "a", name="b"), "name of tier 'a' cannot change"),
+    for tiers, sentence in (
+        ([], "a chain of tiers is a list of storage URLs"),
+        ([url(tmp_path, "a"), 7], "7 is no tier"),
+        ([url(tmp_path, "a")] * 2, "two tiers are named 'a'"),
     ):
-        with pytest.raises((ConfigError, RefusedError), match=f"{sentence}|another|is being"):
-            began.result(60)
+        with pytest.raises(ConfigError, match=sentence):
+            engine.controller.retier(tiers).result(60)
     for storage, sentence in (
         (None, "was made without storage and cannot get one"),
         (MemoryBackend(1 << 20), "a MemoryBackend has no tiers that could change; open the store as a list"),
     ):
         with pytest.raises(ConfigError, match=sentence):
-            change(Engine(storage), "remove_tier", "a").result(60)
+            Engine(storage).controller.retier([url(tmp_path, "a")]).result(60)
 
 
-def test_a_close_ends_a_change(tmp_path):
-    engine = Engine(open_backend([url(tmp_path, "a"), url(tmp_path, "b", ALONE)]))
+def test_a_close_ends_a_change(tmp_path, monkeypatch):
+    a, b = url(tmp_path, "a"), url(tmp_path, "b", ALONE)
+    engine = Engine(open_backend([a, b]))
     rng = np.random.default_rng(1)
     for _ in range(3):
         engine.serve([*prompt(*rng.integers(1, 50, 3).tolist()), 5])
     assert engine.settle()
-    reached = threading.Event()
-    began = change(engine, "remove_tier", "a", progress=lambda _: reached.set())
-    assert reached.wait(60)
+    held = Held(monkeypatch)
+    began = engine.controller.retier([b])
+    assert held.reached.wait(60)
     assert engine.controller.close(60)
-    assert began.exception(60) is None or "closed" in str(began.exception())
+    assert "the chain was closed before" in str(began.exception(60))

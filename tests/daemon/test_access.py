@@ -70,8 +70,6 @@ PRINCIPALS = {
     "shown": Principal("read write", "red", (NameCipher(b"red" * 20).mark(OTHER),)),
 }
 VERBS = {name: method.verb for name, method in METHODS.items()}
-TIERS = {"ChangeTiers", "FollowTierChange"}
-"""For operators of the whole daemon. An empty request names no change, and follows none: that is over."""
 OPEN = {"GetInto", "SetFrom"}
 """Only on the unix sockets; over TCP they are refused whoever calls, after the verb was looked at."""
 
@@ -153,14 +151,8 @@ def test_every_verb_is_asked_for(client: Any, name: str) -> None:
             assert caller.refused(method) is grpc.StatusCode.PERMISSION_DENIED
         elif method == "Report" and principal.namespaces:
             assert caller.refused(method) is grpc.StatusCode.PERMISSION_DENIED  # it counts by tenant
-        elif method in TIERS:
-            if principal.tenant or principal.namespaces:
-                assert caller.refused(method) is grpc.StatusCode.PERMISSION_DENIED
-            elif method == "ChangeTiers":
-                assert caller.refused(method) is grpc.StatusCode.INVALID_ARGUMENT  # no change is named
-            else:
-                [answer] = caller.stream(method, iter([b""]))
-                assert pb.TierChangeReply.FromString(answer) == pb.TierChangeReply(over=True)
+        elif method == "Reload" and (principal.tenant or principal.namespaces):
+            assert caller.refused(method) is grpc.StatusCode.PERMISSION_DENIED  # for operators of the daemon
         elif method in OPEN:
             assert caller.refused(method) in (
                 grpc.StatusCode.FAILED_PRECONDITION,

@@ -213,7 +213,9 @@ def test_a_reload_takes_over_quotas(serve: Any, tmp_path: Path) -> None:
     ash, names = client("ash"), list(range(50))
     assert [put(ash, name) for name in names] == [STORED] * 50
     new = settings_of(tmp_path, "", {"ash": {"quota": MIB}, "cedar": {"guarantee": MIB}})
-    assert "tenants" not in client.node.reload(new.model_copy(update=_same(client.node.settings)))
+    assert (
+        "tenants" not in client.node.reload(new.model_copy(update=_same(client.node.settings))).at_next_start
+    )
     use = use_of(client, "ash")
     assert use.quota_bytes == MIB >= use.used_bytes
     assert use.evicted_objects == 50 - held(ash, names) > 0
@@ -223,10 +225,10 @@ def test_a_reload_takes_over_quotas(serve: Any, tmp_path: Path) -> None:
         client.node.reload(bad.model_copy(update=_same(client.node.settings)))
     assert use_of(client, "ash").quota_bytes == MIB
     records = [json.loads(row) for row in client.node.settings.audit_file.read_text().splitlines()]
-    assert [one["quotas"] for one in records if one["event"] == "reload"] == ["ash, cedar"]
+    assert [one["changed"] for one in records if one["event"] == "reload"] == ["quota of ash, quota of cedar"]
     with StorageServer(settings_of(tmp_path, f"file://{tmp_path}/f?capacity=16MiB")) as other:
         changed = new.model_copy(update={**_same(other.settings), "tenants": {"ash": new.tenants["ash"]}})
-        assert "tenants" in other.reload(changed), "tenants come and go at the next start only"
+        assert "tenants" in other.reload(changed).at_next_start, "tenants come and go at the next start only"
 
 
 def _same(settings: Settings) -> dict[str, Any]:

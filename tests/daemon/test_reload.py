@@ -62,7 +62,10 @@ def test_tokens_and_rights_change_between_two_calls(node: StorageServer, tmp_pat
         assert list(b.call("Hello", HELLO).verbs) == ["read"]
         assert c.refused("Hello", HELLO) is UNAUTHENTICATED
         now = [("a", "3", ("read",)), ("b", "2", ("read", "write")), ("c", "4", ("admin",))]
-        assert node.reload(settings(tmp_path, *(principal(tmp_path, *values) for values in now))) == []
+        assert (
+            node.reload(settings(tmp_path, *(principal(tmp_path, *values) for values in now))).at_next_start
+            == []
+        )
         assert a.refused("Hello", HELLO) is UNAUTHENTICATED
         assert c.call("Hello", HELLO).principal == "a"
         assert list(b.call("Hello", HELLO).verbs) == ["read", "write"]
@@ -74,7 +77,7 @@ def test_who_is_removed_is_out_at_once_also_on_data_connections(node: StorageSer
     one, two = (
         principal(tmp_path, name, token, ("read", "write")) for name, token in (("a", "1"), ("b", "2"))
     )
-    assert node.reload(settings(tmp_path, one, two)) == []
+    assert node.reload(settings(tmp_path, one, two)).at_next_start == []
     files = [str(who["token_file"]) for who in (one, two)]
     with (
         closing(GrpcBackend(read_settings({**where, "token_file": files[0]}))) as stays,
@@ -83,14 +86,14 @@ def test_who_is_removed_is_out_at_once_also_on_data_connections(node: StorageSer
         for store in (stays, goes):
             assert put(store, key(0), payload(0, 9000)) in {Outcome.STORED, Outcome.HIT}
             assert fetch(store, key(0), 9000) == payload(0, 9000)
-        assert node.reload(settings(tmp_path, one)) == []
+        assert node.reload(settings(tmp_path, one)).at_next_start == []
         assert fetch(stays, key(0), 9000) == payload(0, 9000)
         assert fetch(goes, key(0), 9000) is Outcome.REFUSED
 
 
 def test_a_closed_daemon_is_not_opened(node: StorageServer, tmp_path: Path) -> None:
     """Without principals, a daemon would be open to all; that needs a restart."""
-    assert node.reload(settings(tmp_path)) == ["principals"]
+    assert node.reload(settings(tmp_path)).at_next_start == ["principals"]
     with client(node, "1") as a, Client(node.addresses[0]) as stranger:
         assert a.call("Hello", HELLO).principal == "a"
         assert stranger.refused("Hello", HELLO) is UNAUTHENTICATED
@@ -100,7 +103,7 @@ def test_what_needs_a_restart_is_named(node: StorageServer, tmp_path: Path) -> N
     changed = settings(
         tmp_path, principal(tmp_path, "a", "1"), principal(tmp_path, "b", "2"), drain=9.0, host_bytes="99MiB"
     )
-    assert node.reload(changed) == ["drain", "host_bytes"]
+    assert node.reload(changed).at_next_start == ["drain", "host_bytes"]
     node.stop()  # writes what the audit log still has to write
     told = [json.loads(line) for line in node.settings.audit_file.read_text().splitlines()]
     assert [(record["event"], record["at_next_start"]) for record in told] == [
@@ -162,10 +165,10 @@ def test_new_connections_see_a_new_certificate_and_a_broken_one_changes_nothing(
             assert [shown(address, ca) for address in addresses] == ["one", "one"]
             assert old.call("Hello", HELLO).principal == "a"
             install("two")
-            assert node.reload(node.settings) == []
+            assert node.reload(node.settings).at_next_start == []
             assert [shown(address, ca) for address in addresses] == ["two", "two"]
             assert old.call("Hello", HELLO).principal == "a"
-            assert node.reload(settings(tmp_path, who)) == ["tls"]
+            assert node.reload(settings(tmp_path, who)).at_next_start == ["tls"]
 
 
 def broken(how: str, key_file: Path, certificate: Path) -> str:
@@ -248,7 +251,7 @@ def test_a_broken_pair_changes_nothing_and_the_end_of_the_good_one_is_told(tmp_p
         issue(tmp_path, "long", "-days", "90")
         shutil.copy(tmp_path / "long.key", key_file)
         shutil.copy(tmp_path / "long.pem", certificate)
-        assert node.reload(first) == []
+        assert node.reload(first).at_next_start == []
         until(lambda: good not in ends())  # the port keeps answers for a moment
         [new] = ends()
         assert abs(new - time.time() - 90 * 86400) < 3600
@@ -377,10 +380,10 @@ def test_certificates_and_tokens_rotate_under_load(tmp_path: Path) -> None:
             if number == rounds // 2:
                 certificate = (tmp_path / "server.pem").read_bytes()
                 (tmp_path / "server.pem").write_bytes(certificate[:200])
-                hang_up("SIGHUP: nothing was changed: tls.certificate")
+                hang_up("configuration: nothing was changed: tls.certificate")
                 (tmp_path / "server.pem").write_bytes(certificate)
             rotated.advance()
-            hang_up("SIGHUP: certificates")
+            hang_up("configuration: tiers, quotas")
         for thread in threads[:-1]:
             thread.join()
         over.set()
@@ -412,7 +415,7 @@ def test_a_storm_of_hangups_disturbs_no_call_and_the_last_settings_hold(tmp_path
         daemon.process.send_signal(signal.SIGHUP)
         until(lambda: "drain: changed, but only from the next start on" in daemon.log.read_text())
         assert client.get({key(0): 1000}) == [b"x" * 1000]
-    assert daemon.log.read_text().count("SIGHUP: certificates") < 200
+    assert daemon.log.read_text().count("configuration: tiers, quotas") < 200
 
 
 def test_a_hangup_while_the_daemon_drains_changes_nothing(tmp_path: Path) -> None:
@@ -434,7 +437,7 @@ def test_a_hangup_while_the_daemon_drains_changes_nothing(tmp_path: Path) -> Non
             daemon.process.send_signal(signal.SIGHUP)
         assert daemon.process.wait(GUARD) == 0
         over.set()
-    assert "SIGHUP" not in daemon.log.read_text()
+    assert "configuration:" not in daemon.log.read_text()
     assert daemon.log.read_text().rstrip().endswith("stopped")
 
 
@@ -501,7 +504,7 @@ def test_operators_see_what_was_reloaded_refused_and_changed(tmp_path: Path) -> 
                 b.call("Hello", HELLO)
         # An answer may be a fifth of a second old, so each is asked for until it says so.
         reload(body("a", "c", quota="1MiB"))
-        until(lambda: told("reload done") == "reload done (removed b, quotas acme)")
+        until(lambda: told("reload done") == "reload done (changed quota of acme, removed b)")
         with Client(address, [("authorization", f"Bearer {'c' * 16}")]) as c:
             c.call("Hello", HELLO)
         until(lambda: row("b") == (True, 3) and row("c") == (False, 1), GUARD)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.daemon.hosts import secret, until
+from tests.storage_backends.chain.hooks import add, remove, replace_tier
 from tests.storage_backends.grpc.nodes import daemon_settings, section
 from tiercache.config.models import EventsSettings
 from tiercache.core import ObjectKey, Outcome, PoolName
@@ -182,7 +183,7 @@ def test_a_chain_says_which_tier_lost_what_and_follows_its_changes(tmp_path: Pat
         assert sum(found["ram"].present) < 10
         assert not found["ram"].present[0]
         assert [(r.tier, r.cause) for r in store.history([], [page(0)]).removals] == [("ram", Cause.EVICTED)]
-        chain.add_tier(url("third"))
+        add(chain, url("third"))
         put(store, 11)
         until(lambda: store.history([key(11)], []).tiers[-1].present == [True])
         assert store.history([], []).tiers[-1].since is not None
@@ -193,13 +194,13 @@ def test_a_chain_says_which_tier_lost_what_and_follows_its_changes(tmp_path: Pat
             ("third", Cause.DELETED),
         }
         before = store.history([], []).tiers[-1].since
-        chain.replace_tier("third", f"file://{tmp_path / 'third'}?capacity=9MiB&tier_name=third")
+        replace_tier(chain, "third", f"file://{tmp_path / 'third'}?capacity=9MiB&tier_name=third")
         assert store.history([], []).tiers[-1].since != before, "the new store is followed anew"
         put_down(store, 12)
         store.delete([key(12)])
         assert ("third", Cause.DELETED) in {(r.tier, r.cause) for r in store.history([], [page(12)]).removals}
         left = time.time()
-        chain.remove_tier("third", keep_contents=False)
+        remove(chain, "third", drop=True)
         assert all((tier.since or 0) >= left for tier in store.history([], []).tiers), (
             "what it had is not known"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +75,13 @@ def test_tiers_change_under_eight_clients(tmp_path: Path) -> None:
     far = StorageServer(daemon_settings("unix"), open_backend("memory://?capacity=64MiB"))
     far.start()
     place = f"grpc://{far.settings.socket_directory}?tier_name=far&tier_deadline=1s&timeout=1s"
-    chain = open_backend([url(tmp_path, "a"), url(tmp_path, "b"), place])
+    settings = daemon_settings("unix", storage=(url(tmp_path, "a"), url(tmp_path, "b"), place))
     stop = threading.Event()
-    with StorageServer(daemon_settings("unix"), chain) as node, client_of(node) as operator:
+    with StorageServer(settings) as node, client_of(node) as operator:
         clients = [Client(n, client_of(node), stop) for n in range(8)]
         for client in clients:
             client.start()
-        for change in changes(operator, tmp_path, far):
+        for change in changes(node, tmp_path, place, far):
             done = [len(client.acknowledged) for client in clients]
             change()
             wait_for_progress(clients, done)
@@ -98,24 +99,35 @@ def test_tiers_change_under_eight_clients(tmp_path: Path) -> None:
             client.store.close()
 
 
-def changes(operator: GrpcBackend, path: Path, far: StorageServer) -> list[Any]:
+def changes(node: StorageServer, path: Path, place: str, far: StorageServer) -> list[Any]:
     """Every kind of change; each is over before the next begins.
 
     The tier that dies is never the first: it would take its own objects with it.
     """
+    a, b, c, d = (url(path, name) for name in "abcd")
+    wide = c.replace("64MiB", "96MiB")
+    shy = f"{b}&tier_write=write_through_selective&tier_write_after=2&tier_promote=always"
+
+    def to(*storage: str, drop: Sequence[str] = ()) -> Callable[[], None]:
+        def change() -> None:
+            node.reload(node.settings.model_copy(update={"storage": storage}), drop)
+            assert node.store is not None
+            node.store.retier(storage).left.result(120)
+
+        return change
+
     return [
-        lambda: operator.add_tier(url(path, "c"), 0),
-        lambda: operator.reorder(["a", "c", "far", "b"]),
-        lambda: operator.change_tier("c", capacity="96MiB"),
-        lambda: operator.change_tier("b", write="write_through_selective", write_after=2, promote="always"),
-        lambda: operator.remove_tier("a"),
-        lambda: operator.replace_tier("c", url(path, "d")),
+        to(c, a, b, place),
+        to(a, c, place, b),
+        to(a, wide, place, b),
+        to(a, wide, place, shy),
+        to(wide, place, shy),
+        to(d, place, shy),
         far.stop,
-        lambda: operator.add_tier(url(path, "a")),
-        lambda: operator.reorder(["d", "far", "b", "a"]),
-        lambda: operator.remove_tier("far", keep_contents=False),
-        lambda: operator.change_tier("a", capacity="48MiB", write="write_through"),
-        lambda: operator.remove_tier("b"),
+        to(d, place, shy, a),
+        to(d, shy, a, drop=["far"]),
+        to(d, shy, a.replace("64MiB", "48MiB")),
+        to(d, a.replace("64MiB", "48MiB")),
     ]
 
 

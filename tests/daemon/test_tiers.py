@@ -1,444 +1,333 @@
-"""Changes of the tiers of a daemon's store, by its clients."""
+"""Changes of the tiers of a real daemon by its file: `config apply` and SIGHUP, good lists and bad ones."""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
-import secrets
 import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from tiercache_backends.grpc import GrpcBackend
 from tiercache_backends.grpc.settings import read_settings
 
-from tests.daemon.hosts import until
+from tests.cli.store.test_samples import call
+from tests.daemon.hosts import GUARD, Daemon, Worker, secret, serving, until
 from tests.examples import slow_after
-from tests.storage_backends.grpc.nodes import daemon_settings, scratch
-from tiercache.config.loading import load
+from tests.storage_backends.grpc.nodes import daemon_settings
+from tiercache.cli.terminal import Exit
+from tiercache.config.models import Settings
 from tiercache.core import Outcome
 from tiercache.daemon import StorageServer
-from tiercache.errors import ConfigError, RefusedError, StorageError, UnavailableError
+from tiercache.errors import ConfigError
 from tiercache.storage.registry import open_backend
-from tiercache.storage.tiers import Progress
+from tiercache.storage.tiers import LEAVING
+from tiercache.testing.conformance.threads import run_all
 from tiercache.testing.objects import fetch, key, payload, put
 from tiercache.wire.v1 import storage_pb2 as pb
 
 SIZE = 20_000
 ALONE = "&tier_write=write_through_selective&tier_promote=never"
 """Settings of a tier to which nothing is copied by itself."""
-PRINCIPALS = {
-    "operator": {"verbs": ("read", "write", "admin")},
-    "worker": {"verbs": ("read", "write")},
-    "tenant": {"verbs": ("read", "write", "admin"), "tenant": "acme"},
-    "fenced": {"verbs": ("read", "write", "admin"), "namespaces": ("ab" * 32,)},
-}
 
 
 def url(path: Path, name: str, capacity: str = "64MiB", more: str = "") -> str:
     return f"file://{path / name}?capacity={capacity}&tier_name={name}{more}"
 
 
-@pytest.fixture
-def chain(tmp_path: Path) -> Any:
-    return open_backend([url(tmp_path, "a"), url(tmp_path, "b", more=ALONE)])
+def fill(store: Any, names: Sequence[object]) -> None:
+    for name in names:
+        assert put(store, key(name), payload(name, SIZE)) is Outcome.STORED
 
 
-@pytest.fixture
-def node(chain: Any) -> Iterator[StorageServer]:
-    with StorageServer(daemon_settings("unix"), chain) as served:
-        yield served
+def has_all(store: Any, names: Sequence[object]) -> bool:
+    return all(fetch(store, key(name), SIZE) == payload(name, SIZE) for name in names)
+
+
+class Node:
+    """A daemon, its file, and a client of it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.file = path, path / "tiercache.toml"
+        secret(path / "acme.salt", "s" * 32)
+        secret(path / "token", "t" * 32)
+        self.where = f"grpc://{path}/run?timeout=20s"
+
+    def body(self, *storage: str, quota: str = "", more: str = "") -> str:
+        limit = f'quota = "{quota}"\n' if quota else ""
+        return (
+            f'directory = "{self.path}"\nhost_bytes = "48MiB"\nlisten = ["127.0.0.1:0"]\n{more}'
+            f"storage = {json.dumps(storage)}\n"
+            f'[tenants.acme]\nsalt_file = "{self.path}/acme.salt"\n{limit}'
+            f'[[principals]]\nname = "worker"\ntoken_file = "{self.path}/token"\nverbs = ["read", "write"]\n'
+        )
+
+    def write(self, *storage: str, **more: str) -> None:
+        self.file.write_text(self.body(*storage, **more))
+
+    def apply(self, *words: object, ok: int | None = 0) -> Any:
+        return call("config", "apply", self.file, *words, ok=ok)
+
+    def tiers(self) -> list[Any]:
+        with open_backend(self.where) as store:
+            return list(store.usage().tiers)
+
+    def names(self) -> list[str]:
+        return [tier.name for tier in self.tiers()]
+
+    def shape(self) -> list[tuple[str, str, str]]:
+        return [(tier.name, tier.url, tier.health) for tier in self.tiers()]
+
+    def records(self) -> list[dict[str, Any]]:
+        audit = (self.path / "audit.jsonl").read_text()
+        return [record for record in map(json.loads, audit.splitlines()) if record["event"] == "reload"]
+
+
+@contextmanager
+def running(path: Path, *storage: str, **more: str) -> Iterator[tuple[Node, Any, Daemon]]:
+    node = Node(path)
+    with serving(path, node.body(*storage, **more)) as daemon, open_backend(node.where) as store:
+        yield node, store, daemon
+
+
+def test_tiers_join_move_change_and_leave_and_the_next_daemon_has_them(tmp_path: Path) -> None:
+    a, b, c, d = (url(tmp_path, name, more=ALONE) for name in "abcd")
+    with running(tmp_path, a, b, quota="40MiB") as (node, store, daemon):
+        fill(store, range(10))
+        node.write(c, a, b, quota="40MiB")
+        assert node.apply("-o", "json").document == {"changed": ["tier c joins"], "at_next_start": []}
+        assert node.names() == ["c", "a", "b"]
+        larger = url(tmp_path, "c", "128MiB", ALONE.replace("never", "always"))
+        node.write(d, larger, b, quota="30MiB", more='drain = "9s"\n')
+        done = node.apply()
+        assert done.out.startswith("applied: tier d joins, tier a leaves, tier c has other settings, q")
+        assert "changed, but only from the next start on: drain" in done.err
+        assert node.names() == ["d", "c", "b"]
+        assert [tier.url for tier in node.tiers()] == [d, larger, b]
+        assert node.tiers()[1].capacity_bytes == 128 << 20
+        assert has_all(store, range(10))
+        node.write(b, d)
+        daemon.process.send_signal(signal.SIGHUP)
+        until(lambda: node.names() == ["b", "d"])
+        assert has_all(store, range(10))
+        assert node.apply().out.startswith("applied: no tier and no quota has changed")
+        [first, *_] = node.records()
+        assert (first["outcome"], first["principal"], first["peer"]) == (
+            "asked", "owner", f"pid {os.getpid()}, uid {os.getuid()}",
+        )  # fmt: skip
+        told = [record["changed"] for record in node.records() if record.get("changed")]
+        assert told[0] == "tier c joins"
+        assert "file://" not in json.dumps(node.records())
+        for told in ("tier d joins, tier a leaves", "tier a has left the chain"):
+            until(lambda told=told: any(told in row["text"] for row in store.status()["journal"]))
+    with serving(tmp_path, node.file.read_text()), open_backend(node.where) as store:
+        assert node.names() == ["b", "d"]
+        assert has_all(store, range(10))
+
+
+A = "file://{0}/a?capacity=64MiB&tier_name=a"
+B = "file://{0}/b?capacity=64MiB&tier_name=b"
+BAD = {
+    "bad URL": ([A, B, "nothing://x"], {}, 2, "'nothing' is unknown"),
+    "no URL": ([A, B, "/data"], {}, 2, "is not a URL"),
+    "one folder twice": ([A, B, "file://{0}/x/../b?capacity=8MiB"], {}, 2, "are both at"),
+    "one name twice": ([A, B, "file://{0}/c?tier_name=b&capacity=8MiB"], {}, 2, "two tiers are named 'b'"),
+    "another place": ([A, B.replace("/b", "/c")], {}, 2, "the name 'b' is taken until that tier"),
+    "not there": ([A, B, "grpc://127.0.0.1:1?timeout=100ms"], {}, 1, "'grpc' cannot be opened, so"),
+    "in use": ([A, B, "file://{0}/taken?capacity=16MiB"], {}, 1, "'file' cannot be opened, so"),
+    "it hangs": ([A, B, "grpc://127.0.0.1:{1}?tier_deadline=1s"], {}, 1, "'grpc' cannot be opened, so"),
+    "itself": ([A, B, "grpc://{0}/run"], {}, 2, "this tier would be the daemon itself; name another daemon"),
+    "no such drop": ([A, B], {"drop": "x"}, 2, "tier 'x' cannot be dropped, because it is not there"),
+    "drop what stays": ([A, B], {"drop": "a"}, 2, "tier 'a' cannot be dropped, because it is in the list"),
+    "no quota": ([A, "lmdb://{0}/new?capacity=64MiB"], {"guarantee": "900MiB"}, 2, "guarantees of"),
+    "no rights": ([A], {"store": "grpc://{2}?token_file={0}/token"}, 5, "worker may read and write, not"),
+    "no daemon": ([A], {"store": "grpc://127.0.0.1:1?timeout=100ms"}, 3, "does not answer"),
+    "no file": (None, {}, 2, "does not exist; create it"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def settled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Any, Daemon]]:
+    """A daemon that none of these tests changes."""
+    path = tmp_path_factory.mktemp("tiers")
+    with (
+        open_backend(f"file://{path}/taken?capacity=16MiB"),
+        running(path, A.format(path), B.format(path)) as found,
+    ):
+        yield found
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_file_gets_one_sentence_and_changes_nothing(
+    settled: tuple[Node, Any, Daemon], what: str
+) -> None:
+    listed, words, code, sentence = BAD[what]
+    node, store, daemon = settled
+    before = node.shape()
+    with ExitStack() as stack:
+        hangs = stack.enter_context(_hanging())
+        places = (node.path, hangs, f"127.0.0.1:{daemon.ports[0]}")
+        if listed is None:
+            node.file.unlink()
+        else:
+            body = node.body(*(one.format(*places) for one in listed))
+            if "guarantee" in words:
+                body = body.replace("[[principals]]", f'guarantee = "{words["guarantee"]}"\n[[principals]]')
+            node.file.write_text(body)
+        options = [word for name in ("drop", "store") if name in words for word in (f"--{name}", words[name])]
+        done = call("config", "apply", node.file, *(word.format(*places) for word in options), ok=code)
+        assert sentence in done.error
+        assert len(done.error.strip().splitlines()) == 1
+        if not options and "new" not in str(listed):
+            daemon.process.send_signal(signal.SIGHUP)
+            until(lambda: sentence in daemon.log.read_text().split("configuration:")[-1])
+    assert node.shape() == before
+    assert put(store, key(what), payload(what, SIZE)) is Outcome.STORED
+
+
+@contextmanager
+def _hanging() -> Iterator[int]:
+    """The port of a peer that takes connections and never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_a_tier_that_cannot_be_emptied_is_kept_or_dropped(tmp_path: Path) -> None:
+    """The other tier takes no objects. The tier that is to leave is read on, and says why it is there."""
+    open_backend(url(tmp_path, "b").partition("&")[0]).close()
+    a, b = url(tmp_path, "a"), url(tmp_path, "b", more="&tier_read_only=yes")
+    with running(tmp_path, a, b) as (node, store, _):
+        fill(store, range(10))
+        node.write(b)
+        said = node.apply(ok=Exit.REFUSED).error
+        assert "10 objects (195.3 KiB) would be lost: the others have room for 0 B; make room, or" in said
+        assert "--drop a leaves it out at once" in said
+        assert [tier.health for tier in node.tiers()] == ["read-only", "read-only"]
+        why = "tier a is read-only: it cannot leave the chain: 10 objects"
+        until(lambda: why in call("status", "-s", tmp_path).out)  # its figures are a moment old
+        assert has_all(store, range(10))
+        node.write(a, b)
+        assert node.apply("-o", "json").document["changed"] == ["tier a stays"]
+        fill(store, ["more"])
+        node.write(b)
+        assert json.loads(node.apply("--drop", "a", "-o", "jsonl").out) == {"changed": "tier a is dropped"}
+        assert node.names() == ["b"]
+        assert not has_all(store, [0])
+    assert any(record.get("dropped") == "a" for record in node.records())
+
+
+def test_files_that_are_applied_at_once_wait_for_each_other(tmp_path: Path) -> None:
+    a, b, c = (url(tmp_path, name) for name in "abc")
+    with running(tmp_path, a, b) as (node, store, _):
+        fill(store, range(10))
+        node.write(c, b)
+
+        def apply() -> None:
+            with open_backend(node.where) as client:
+                client.reload()  # type: ignore[attr-defined]
+
+        run_all(*[apply] * 6)
+        until(lambda: node.names() == ["c", "b"])
+        assert has_all(store, range(10))
+
+
+@pytest.mark.parametrize("moment", slow_after(1, ["leaves", "begins", "at once"]))
+def test_a_daemon_that_is_killed_while_a_tier_leaves_has_the_list_of_its_file(
+    tmp_path: Path, moment: str
+) -> None:
+    """A tier that was to leave keeps what was not yet copied in its files, and the others have theirs."""
+    a, b = url(tmp_path, "a", "256MiB"), url(tmp_path, "b", "256MiB", ALONE)
+    node, last, count = Node(tmp_path), range(9000, 9010), 1500
+    with _killed(tmp_path, node.body(b)) as daemon, open_backend(node.where) as store:
+        fill(store, last)
+        node.write(a, b)
+        node.apply()
+        fill(store, range(count))
+        node.write(b)
+        daemon.process.send_signal(signal.SIGHUP)
+        if moment != "at once":
+            sign = "only it has are left" if moment == "leaves" else LEAVING
+
+            def has_come() -> bool:
+                first = store.usage().tiers[0]
+                return first.name == "b" or sign in first.why  # a fast machine is through
+
+            until(has_come, every=0)
+    with serving(tmp_path, node.body(b)), open_backend(node.where) as store:
+        assert node.names() == ["b"]
+        assert has_all(store, last)
+        held = store.usage().objects
+        node.write(a, b)
+        node.apply()
+        assert has_all(store, range(count))
+        node.write(b)
+        node.apply()
+        assert store.usage().objects == count + len(last) >= held
+        assert has_all(store, [*range(count), *last])
+
+
+@contextmanager
+def _killed(path: Path, body: str) -> Iterator[Daemon]:
+    """A daemon that is killed at the end."""
+
+    class KilledError(Exception):
+        pass
+
+    with suppress(KilledError), serving(path, body) as daemon:
+        yield daemon
+        os.kill(daemon.pid, signal.SIGKILL)
+        assert daemon.process.wait(GUARD) == -signal.SIGKILL
+        raise KilledError
+
+
+# --- daemons of this process
+# ------------------------------------------------------------------------------------------------------------
+
+
+def tiered(*storage: str) -> Settings:
+    return daemon_settings("unix", storage=storage)
 
 
 def client_of(node: StorageServer) -> GrpcBackend:
     return GrpcBackend(read_settings({"path": str(node.settings.socket_directory), "timeout": "20s"}))
 
 
-@pytest.fixture
-def client(node: StorageServer) -> Iterator[GrpcBackend]:
-    with client_of(node) as store:
-        yield store
-
-
-def fill(store: Any, count: int) -> None:
-    for n in range(count):
-        assert put(store, key(n), payload(n, SIZE)) is Outcome.STORED
-
-
-def has_all(store: Any, count: int) -> bool:
-    return all(fetch(store, key(n), SIZE) == payload(n, SIZE) for n in range(count))
-
-
-def shape(store: Any) -> list[tuple[str, str, str]]:
-    return [(tier.name, tier.url, tier.health) for tier in store.usage().tiers]
-
-
-def ask_of(client: GrpcBackend) -> Callable[[str, Any], Any]:
-    """The calls of which the changes are made."""
-    # private: messages that no method sends, and an interruption in the middle of a call
-    return client._ask_of_tiers
-
-
-def names(store: Any) -> list[str]:
-    return [tier.name for tier in store.usage().tiers]
-
-
-# --- each change
-# ------------------------------------------------------------------------------------------------------------
-
-
-def test_tiers_join_move_change_and_leave(
-    node: StorageServer, client: GrpcBackend, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "tiercache.daemon.tiers")
-    fill(client, 10)
-    client.add_tier(url(tmp_path, "c", more=ALONE), 0)
-    client.add_tier(
-        {"type": "file", "path": str(tmp_path / "d"), "capacity": "16MiB", "tier_read_only": False}
-    )
-    assert names(client) == ["c", "a", "b", "file"]
-    client.reorder(["a", "file", "c", "b"])
-    client.change_tier("c", capacity="128MiB", promote="always")
-    client.replace_tier("file", url(tmp_path, "e"), keep_contents=False)
-    assert names(client) == ["a", "e", "c", "b"]
-    c = client.usage().tiers[2]
-    assert c.capacity_bytes == 128 << 20
-    assert c.url == url(tmp_path, "c", "128MiB", ALONE).replace("never", "always")
-    told: list[Progress] = []
-    client.remove_tier("e")
-    client.remove_tier("a", progress=told.append)
-    assert told[-1] == Progress(10, 10 * SIZE, 10, 10 * SIZE)
-    assert names(client) == ["c", "b"]
-    assert has_all(client, 10)
-    node.stop()
-    audit = node.settings.audit_file.read_text()
-    told = [json.loads(line) for line in audit.splitlines()]
-    changes = [(record["principal"], record["change"], record["outcome"]) for record in told]
-    assert ("owner", f"add tier 'file://{tmp_path}/c' (at 0)", "asked") in changes
-    assert ("owner", "remove tier 'a'", "done") in changes
-    assert {record["peer"] for record in told} == {f"pid {os.getpid()}, uid {os.getuid()}"}
-    assert "capacity=" not in audit
-    assert "capacity=" not in caplog.text
-
-
-# --- who may
-# ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def shared(chain: Any, tmp_path: Path) -> Iterator[Callable[[str], GrpcBackend]]:
-    """Clients of a daemon with several principals, by name."""
-    (tmp_path / "salt").touch(0o600)
-    (tmp_path / "salt").write_bytes(bytes(range(32)))
-    principals = []
-    for name, rights in PRINCIPALS.items():
-        file = scratch() / f"{name}.tiers"
-        file.touch(0o600)
-        file.write_text(name.ljust(32, "x"))
-        principals.append({"name": name, "token_file": file, **rights})
-    settings = daemon_settings(
-        "tcp", principals=principals, tenants={"acme": {"salt_file": tmp_path / "salt"}}
-    )
-    clients: list[GrpcBackend] = []
-
-    def client(name: str) -> GrpcBackend:
-        section = {"address": node.addresses[0], "token_file": str(scratch() / f"{name}.tiers")}
-        clients.append(GrpcBackend(read_settings({**section, "timeout": "20s"})))
-        return clients[-1]
-
-    with StorageServer(settings, chain) as node:
-        yield client
-        for one in clients:
-            one.close()
-
-
-@pytest.mark.parametrize("name", ["worker", "tenant", "fenced"])
-def test_only_operators_of_the_whole_daemon_change_tiers(
-    shared: Callable[[str], GrpcBackend], chain: Any, tmp_path: Path, name: str
-) -> None:
-    before = shape(chain)
-    store = shared(name)
-    for change in (
-        lambda: store.add_tier(url(tmp_path, "c")),
-        lambda: store.remove_tier("a", keep_contents=False),
-        lambda: store.replace_tier("a", url(tmp_path, "c")),
-        lambda: store.reorder(["b", "a"]),
-        lambda: store.change_tier("a", capacity="4MiB"),
-        store.give_up_change,
-    ):
-        with pytest.raises(RefusedError, match=f"{name} may "):
-            change()
-    assert shape(chain) == before
-    assert not (tmp_path / "c").exists()
-
-
-def test_only_operators_are_told_urls(shared: Callable[[str], GrpcBackend], chain: Any) -> None:
-    assert [tier.url for tier in shared("operator").usage().tiers] == [
-        tier.url for tier in chain.usage().tiers
-    ]
-    assert [tier.url for tier in shared("tenant").usage().tiers] == ["", ""]
-    shared("operator").change_tier("a", promote="never")
-    assert chain.tiers[0].settings.promote == "never"
-
-
-# --- clients that go away, and changes that are given up
-# ------------------------------------------------------------------------------------------------------------
-
-REMOVE = """
-import sys
-from tiercache.storage.registry import open_backend
-with open_backend(f"grpc://{sys.argv[1]}?timeout=20s") as store:
-    store.remove_tier("a", progress=lambda _: print("copying", flush=True))
-"""
-
-
-class Gate:
-    """Holds every copy to a tier up, until it is opened."""
-
-    def __init__(self, chain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.opened, self.reached = threading.Event(), threading.Event()
-        # private: a copy has to be held up while it is under way
-        mover = chain._lineups.current.movers[chain.tiers[1]]
-        settle = mover.settle
-
-        def held(*arguments: Any) -> None:
-            settle(*arguments)
-            self.reached.set()
-            self.opened.wait(60)
-
-        monkeypatch.setattr(mover, "settle", held)
-
-
-def test_a_change_goes_on_when_its_client_is_killed(
-    node: StorageServer, client: GrpcBackend, chain: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fill(client, 10)
-    gate = Gate(chain, monkeypatch)
-    command = [sys.executable, "-c", REMOVE, str(node.settings.socket_directory)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as killed:
-        assert gate.reached.wait(60)
-        os.kill(killed.pid, signal.SIGKILL)
-    assert names(client) == ["a", "b"]
-    with pytest.raises(
-        RefusedError, match=r"another change is under way \(remove tier 'a'\); try again when"
-    ):
-        client.reorder(["b", "a"])
-    assert has_all(client, 10)
-    gate.opened.set()
-    until(lambda: names(client) == ["b"])
-    assert has_all(client, 10)
-
-
-def test_a_change_is_given_up_by_another_client(
-    node: StorageServer, client: GrpcBackend, chain: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fill(client, 10)
-    gate = Gate(chain, monkeypatch)
-    raised: list[Exception] = []
-
-    def remove() -> None:
-        with client_of(node) as other:
-            try:
-                other.remove_tier("a")
-            except StorageError as error:
-                raised.append(error)
-
-    thread = threading.Thread(target=remove)
-    thread.start()
-    assert gate.reached.wait(60)
-    threading.Timer(0.2, gate.opened.set).start()
-    assert client.give_up_change() == "remove tier 'a'"
-    thread.join()
-    assert isinstance(raised[0], RefusedError)
-    assert str(raised[0]) == "the change was given up, so the tiers are as before"
-    assert [tier.health for tier in client.usage().tiers] == ["serving", "serving"]
-    with pytest.raises(RefusedError, match="no change is under way"):
-        client.give_up_change()
-
-
-def test_a_client_that_is_interrupted_gives_its_change_up(
-    client: GrpcBackend, chain: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fill(client, 10)
-    asked = ask_of(client)
-    gate = Gate(chain, monkeypatch)
-
-    def interrupted(name: str, request: Any) -> Any:
-        if name == "FollowTierChange" and not request.give_up:
-            assert gate.reached.wait(60)
-            threading.Timer(0.2, gate.opened.set).start()
-            raise KeyboardInterrupt
-        return asked(name, request)
-
-    # private: see `ask_of`
-    monkeypatch.setattr(client, "_ask_of_tiers", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        client.remove_tier("a")
-    assert [tier.health for tier in client.usage().tiers] == ["serving", "serving"]
-    monkeypatch.undo()
-    client.remove_tier("a")
-    assert has_all(client, 10)
-
-
-def test_the_end_of_the_daemon_ends_a_change(
-    node: StorageServer, chain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = Gate(chain, monkeypatch)
-    raised: list[Exception] = []
-    with client_of(node) as client:
-        fill(client, 10)
-
-        def remove() -> None:
-            try:
-                client.remove_tier("a")
-            except StorageError as error:
-                raised.append(error)
-
-        thread = threading.Thread(target=remove)
-        thread.start()
-        assert gate.reached.wait(60)
-        threading.Timer(0.2, gate.opened.set).start()
-        assert node.stop()
-        thread.join()
-    assert isinstance(raised[0], UnavailableError)
-    assert str(raised[0]).endswith("the change goes on there (remove tier 'a')")
-    with open_backend([url(tmp_path, "a"), url(tmp_path, "b", more=ALONE)]) as again:
-        assert has_all(again, 10)
-
-
-# --- bad input
-# ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def settled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[GrpcBackend, Path]]:
-    """A client of a daemon that none of the tests changes, and the directory of its tiers."""
-    path = tmp_path_factory.mktemp("tiers")
-    (path / "key").touch(0o600)
-    (path / "key").write_bytes(bytes(32))
-    open_backend(f"lmdb://{path}/other?capacity=16MiB").close()
-    open_backend(f"file://{path}/keyed?capacity=16MiB&mac_key={path}/key").close()
-    chain = open_backend([url(path, "a"), url(path, "b", more=ALONE)])
-    with (
-        open_backend(f"file://{path}/taken?capacity=16MiB"),
-        StorageServer(daemon_settings("unix"), chain) as node,
-        client_of(node) as client,
-    ):
-        yield client, path
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "sentence"),
-    [
-        (lambda c, p: c.add_tier(url(p, "b")), ConfigError, "two tiers are named 'b'"),
-        (
-            lambda c, p: c.add_tier(f"file://{p}/b?capacity=8MiB"),
-            ConfigError,
-            "are both at .*/b; a directory",
-        ),
-        (
-            lambda c, p: c.add_tier(f"file://{p}/x/../b?capacity=8MiB"),
-            ConfigError,
-            "are both at .*/b; a directory",
-        ),
-        (lambda c, p: c.add_tier(url(p, "c"), 9), ConfigError, "position 9 is not possible"),
-        (lambda c, p: c.add_tier(url(p, "c"), -1), ConfigError, "position -1 is not possible"),
-        (lambda c, p: c.add_tier({"path": str(p)}), ConfigError, "has no type"),
-        (lambda c, p: c.add_tier("file:///data#1"), ConfigError, "has a #"),
-        (lambda c, p: c.add_tier(f"file://{p}/\udcff"), ConfigError, "is not UTF-8, so a daemon cannot"),
-        (lambda c, p: c.add_tier(url(p, "c", more="&tier_write=later")), ConfigError, "'later' is not"),
-        (lambda c, p: c.add_tier(url(p, "c", more="&tier_write_per_day=0")), ConfigError, "a budget of 0"),
-        (lambda c, p: c.add_tier(f"file://{p}/other?capacity=16MiB"), StorageError, "holds a store of kind"),
-        (lambda c, p: c.add_tier(url(p, "keyed")), StorageError, "made with a MAC key"),
-        (lambda c, p: c.add_tier(url(p, "taken")), StorageError, "is in use"),
-        (
-            lambda c, p: c.add_tier("grpc://127.0.0.1:1?timeout=100ms"),
-            StorageError,
-            "'grpc' cannot be opened, so the chain is as before",
-        ),
-        (lambda c, p: c.remove_tier("x"), ConfigError, "no tier is named 'x'; the chain has a, b"),
-        (lambda c, p: c.reorder(["a"]), ConfigError, "name each once: a, b"),
-        (lambda c, p: c.reorder([]), ConfigError, "nothing is no order"),
-        (lambda c, p: c.change_tier("a", self="1"), ConfigError, "no setting 'self'"),
-        (lambda c, p: c.change_tier("a", path="/"), ConfigError, "path of tier 'a' cannot change"),
-        (
-            lambda c, p: c.change_tier("b", write="write_back", read_only="yes"),
-            ConfigError,
-            "'b' is read-only",
-        ),
-    ],
-)
-def test_a_bad_change_gets_one_sentence_and_changes_nothing(
-    settled: tuple[GrpcBackend, Path], change: Any, error: Any, sentence: str
-) -> None:
-    client, path = settled
-    before = shape(client)
-    with pytest.raises(error, match=sentence) as caught:
-        change(client, path)
-    assert "\n" not in str(caught.value)
-    assert shape(client) == before
-    name = secrets.token_hex(8)
-    assert put(client, key(name), payload(name, SIZE)) is Outcome.STORED
-
-
-def test_a_daemon_is_no_tier_of_itself(node: StorageServer, client: GrpcBackend) -> None:
-    with pytest.raises(ConfigError, match="would be the daemon itself"):
-        client.add_tier(f"grpc://{node.settings.socket_directory}")
-    assert names(client) == ["a", "b"]
-
-
 @pytest.mark.parametrize("count", slow_after(1, [2, 3]))
 def test_daemons_are_no_tiers_of_each_other(count: int) -> None:
     """Each has the one before it as a tier, and the first may not have the last."""
     with ExitStack() as stack:
-        chains = [open_backend(["memory://"]) for _ in range(count + 1)]
-        nodes = [stack.enter_context(StorageServer(daemon_settings("unix"), chain)) for chain in chains]
+        nodes = [stack.enter_context(StorageServer(tiered("memory://"))) for _ in range(count + 1)]
         urls = [f"grpc://{node.settings.socket_directory}" for node in nodes]
-        first, *others = [stack.enter_context(client_of(node)) for node in nodes[:-1]]
-        for other, before in zip(others, urls, strict=False):
-            other.add_tier(before)
+
+        def add(node: StorageServer, tier: str) -> None:
+            node.reload(node.settings.model_copy(update={"storage": ("memory://", tier)}))
+
+        for other, before in zip(nodes[1:-1], urls, strict=False):
+            add(other, before)
         with pytest.raises(ConfigError, match="has this daemon as a tier") as caught:
-            first.add_tier(urls[count - 1])
+            add(nodes[0], urls[count - 1])
         assert "\n" not in str(caught.value)
-        assert names(first) == ["memory"]
-        first.add_tier(urls[-1])
-        assert names(first) == ["memory", "grpc"], "a daemon apart is no ring"
+        add(nodes[0], urls[-1])
+        with client_of(nodes[0]) as client:
+            assert [tier.name for tier in client.usage().tiers] == ["memory", "grpc"], "one apart is no ring"
 
 
-def test_messages_without_sense(client: GrpcBackend) -> None:
-    for request in (pb.ChangeTiersRequest(), pb.ChangeTiersRequest(add=pb.AddTier(tier={"x": "y" * 9000}))):
-        with pytest.raises(
-            StorageError, match=r"has no change that this daemon knows|has more than 64 entries"
-        ):
-            ask_of(client)("ChangeTiers", request)
-    with pytest.raises(StorageError, match="knows nothing of change 7; it was restarted"):
-        ask_of(client)("FollowTierChange", pb.FollowTierChangeRequest(number=7))
+def test_a_daemon_of_one_store_gets_tiers_at_its_next_start(tmp_path: Path) -> None:
+    with StorageServer(daemon_settings("unix", storage="memory://")) as node:
+        more = node.settings.model_copy(update={"storage": ("memory://", url(tmp_path, "a"))})
+        assert node.reload(more).at_next_start == ["storage"]
+        with pytest.raises(ConfigError, match="serves one store without tiers, so none can be dropped"):
+            node.reload(more, ["a"])
+        with client_of(node) as client, pytest.raises(Exception, match="not started from a file"):
+            client.reload()
 
 
-def test_a_store_without_tiers_says_how_it_gets_some(tmp_path: Path) -> None:
-    with (
-        StorageServer(daemon_settings("unix"), open_backend("memory://")) as node,
-        client_of(node) as client,
-        pytest.raises(ConfigError, match="serves one store without tiers; start it with chain = true"),
-    ):
-        client.add_tier(url(tmp_path, "c"))
-    assert not (tmp_path / "c").exists()
-
-
-def test_a_chain_of_one_tier_is_asked_for_with_a_flag(tmp_path: Path) -> None:
-    settings = load(
-        None, {"directory": str(tmp_path), "disk_bytes": "16MiB", "host_bytes": "32MiB", "chain": True}
-    )
-    assert settings.store_url == (f"file://{tmp_path}/store?capacity=16777216",)
-    with StorageServer(settings) as node, client_of(node) as client:
-        fill(client, 3)
-        client.add_tier(url(tmp_path, "b"), 0)
-        assert names(client) == ["b", "file"]
-        assert has_all(client, 3)
+def test_a_reload_of_which_the_daemon_knows_nothing(settled: tuple[Node, Any, Daemon]) -> None:
+    with Worker(settled[2]) as client:
+        refused = client.refused("Reload", pb.ReloadRequest(number=7))
+        assert refused is grpc.StatusCode.FAILED_PRECONDITION

@@ -13,6 +13,7 @@ from tiercache_backends.memory import FOOTPRINT
 
 from tests.events.rig import item
 from tests.examples import slow_after
+from tests.storage_backends.chain.hooks import add, remove, replace_tier
 from tiercache.core import PoolName
 from tiercache.errors import StorageError
 from tiercache.events import EventKind, KVEvent, Medium, Place
@@ -108,15 +109,15 @@ class History:
         """Let a tier join, with what it had when it left, or leave."""
         name = self.draw.choice("abc")
         if name not in [tier.name for tier in self.store.tiers]:
-            self.store.add_tier(self.file(name), 0)
+            add(self.store, self.file(name), 0)
         else:
-            self.store.remove_tier(name, keep_contents=False)
+            remove(self.store, name, drop=True)
 
     def open_anew(self) -> None:
         """Open the store of a tier anew, with what it has."""
         name = self.draw.choice("abc")
         if name in [tier.name for tier in self.store.tiers]:
-            self.store.replace_tier(name, self.file(name, self.draw.choice(["4MiB", "5MiB"])))
+            replace_tier(self.store, name, self.file(name, self.draw.choice(["4MiB", "5MiB"])))
 
     def settle(self) -> None:
         """Read to the end, and compare; copies between tiers may still be under way."""

@@ -1,7 +1,8 @@
-"""The `tiercache config` commands, which check, show and describe the daemon's configuration."""
+"""The `tiercache config` commands, which check, show, describe and apply the daemon's configuration."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -9,12 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 from rich.text import Text
 
-from tiercache.cli.terminal import Output, OutputOption, console, document, line, records, table
-from tiercache.errors import ConfigError, StorageError
+from tiercache.cli.terminal import Output, OutputOption, clean, console, document, line, records, say, table
+from tiercache.errors import ConfigError, RefusedError, StorageError
 
 if TYPE_CHECKING:
     from tiercache.config.models import Principal, Settings
+    from tiercache.storage.base import StorageBackend
 
+_LOOK_S: Final = 0.5
+"""Seconds from one look at tiers that leave to the next."""
+_NEWS_S: Final = 5.0
+"""Minimum seconds from one line about them to the next."""
 EXAMPLE: Final = """\
 directory = "/var/lib/tiercache"  # the store, and the unix sockets
 disk_bytes = "200GiB"             # of the store
@@ -47,7 +53,7 @@ config = typer.Typer(no_args_is_help=True)
 
 
 @config.callback(
-    help=f"""Check, show and describe the configuration of the daemon.
+    help=f"""Check, show, describe and apply the configuration of the daemon.
 
 Settings come from flags of `tiercache serve`, environment variables and one TOML file. A flag overrides a
 variable, and a variable overrides the file. A variable's name is TIERCACHE_ and the name of the setting; two
@@ -198,6 +204,92 @@ def schema(output: OutputOption = Output.JSON) -> None:
             (name, "" if default is None else _cell(default), said) for name, default, said in every_setting()
         )
         _print(("setting", "default", "what it is"), rows)
+
+
+@config.command()
+def apply(
+    file: FileArgument = None,
+    drop: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Tier to be left out at once, with what only it has, such as one on a dead disk; may be"
+            " repeated. Its files stay.",
+        ),
+    ] = None,
+    store: Annotated[
+        str,
+        typer.Option(
+            "--store",
+            "-s",
+            metavar="TARGET",
+            help="Directory or grpc:// URL of the daemon. Default: the unix sockets of the file.",
+        ),
+    ] = "",
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Let the daemon that serves take over its file: tiers, quotas, principals and certificates.
+
+    The file is checked as by `config check`. Then the daemon reads it again, as after SIGHUP, and takes over
+    all that can change while it serves, or nothing. The command waits until tiers that are no longer in
+    `storage` have left: what only they have is copied to the others. They answer meanwhile, and `tiercache
+    status` shows how much is left. If this command is interrupted, the daemon goes on. To give the change up,
+    write the old list back, and apply that. This needs the verb admin without a tenant or namespaces.
+
+        tiercache config apply /etc/tiercache/tiercache.toml
+
+    A tier that is out, or whose objects fit nowhere else, goes without a copy:
+
+        tiercache config apply --drop ssd
+
+    JSON fields: changed (tiers and quotas, in words), at_next_start (settings that need a restart). With
+    jsonl one line for each.
+    """
+    from tiercache.cli.readiness import warnings_about
+    from tiercache.cli.store.target import opened, resolve_daemon
+    from tiercache.config.loading import find_file, resolve
+    from tiercache.config.urls import storage_url
+
+    settings = resolve(find_file(file)).settings
+    for warning in warnings_about(settings, ports=False):
+        say(f"warning: {warning}")
+    if not store and not settings.unix:
+        raise ConfigError("the daemon of this file has no unix sockets; name it with --store")
+    target = resolve_daemon(
+        store or storage_url("grpc", settings.socket_directory), "only a daemon has settings"
+    )
+    with opened(target, tells=False) as daemon:
+        changed, waiting = getattr(daemon, "reload")(drop or ())  # noqa: B009  not of the contract
+        _wait_for_leaving(daemon)
+    if output is Output.JSON:
+        document({"changed": changed, "at_next_start": waiting})
+    elif output is Output.JSONL:
+        records(
+            [*({"changed": one} for one in changed), *({"at_next_start": one} for one in waiting)], output
+        )
+    else:
+        typer.echo(f"applied: {clean(', '.join(changed)) or 'no tier and no quota has changed'}")
+        if waiting:
+            say(f"changed, but only from the next start on: {clean(', '.join(waiting))}")
+
+
+def _wait_for_leaving(store: StorageBackend) -> None:
+    """Wait until no tier of a daemon leaves any more; raises RefusedError if one cannot."""
+    from tiercache.storage.tiers import LEAVING, STUCK
+
+    said, at = "", 0.0
+    while leaving := [tier for tier in store.usage().tiers if tier.why.startswith((LEAVING, STUCK))]:
+        for tier in leaving:
+            if tier.why.startswith(STUCK):
+                raise RefusedError(
+                    f"tier {tier.name!r}: {clean(tier.why)}; the daemon tries again, --drop {tier.name}"
+                    " leaves it out at once, and its old place in storage keeps it"
+                )
+        news = "; ".join(f"tier {tier.name}: {clean(tier.why)}" for tier in leaving)
+        if news != said and time.monotonic() - at >= _NEWS_S:
+            said, at = news, time.monotonic()
+            say(said)
+        time.sleep(_LOOK_S)
 
 
 def _summary(settings: Settings) -> Iterator[tuple[str, str]]:

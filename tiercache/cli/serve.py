@@ -7,10 +7,11 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -19,12 +20,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from tiercache.cli.terminal import Exit, Output, OutputOption, document, records
-from tiercache.errors import ConfigError, StorageError
+from tiercache.errors import StorageError, TierCacheError
 
 if TYPE_CHECKING:
     from structlog.typing import EventDict
 
     from tiercache.daemon import StorageServer
+    from tiercache.daemon.reload import Reloaded
 
 _log = logging.getLogger(__name__)
 
@@ -47,13 +49,6 @@ def serve(
         typer.Option(
             help="URL of a store to serve instead of the file store in DIRECTORY/store; repeated: the URLs of"
             " the tiers of a chain, the fastest first."
-        ),
-    ] = None,
-    chain: Annotated[
-        bool | None,
-        typer.Option(
-            "--chain",
-            help="Serve one store as a chain of one tier, so that `tiercache tier` can add others meanwhile.",
         ),
     ] = None,
     disk_bytes: Annotated[
@@ -106,11 +101,7 @@ def serve(
 
         tiercache serve --storage 'memory://?capacity=8GiB' --storage 'file:///data/kv?capacity=2TiB'
 
-    Serve one store whose tiers change later, without a restart:
-
-        tiercache serve --directory /var/lib/tiercache --disk-bytes 200GiB --chain
-
-        tiercache tier add 'file:///ssd/kv?capacity=20GiB' --at 0
+    Tiers that are a list in the file (storage = [...]) can change meanwhile: `tiercache config apply`.
 
     JSON fields, printed on stdout once clients can connect: places (transport = unix, tcp, http, events
     or replay; address, with the port), pid, store (its URL, or a list of the URLs of its tiers).
@@ -127,7 +118,6 @@ def serve(
     given: dict[str, Any] = {
         "directory": None if directory is None else str(directory.absolute()),
         "storage": storage[0] if storage and len(storage) == 1 else storage or None,
-        "chain": chain,
         "disk_bytes": disk_bytes,
         "host_bytes": host_bytes, "listen": listen or None, "insecure_bind": insecure_bind,
         "http": None if http is None else {"listen": http},
@@ -152,25 +142,34 @@ def serve(
     for warning in warnings_about(settings):
         say(warning, logging.WARNING)
 
-    def reload() -> None:
-        """Take over what can change while the daemon serves, or nothing."""
-        notifier.send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
-        try:
-            now = load(find_file(config), flags)
-            waiting = node.reload(now)
-        except ConfigError as error:
-            say(f"SIGHUP: nothing was changed: {error}", logging.WARNING)
-            node.note_refused_reload(error)
-        except StorageError as error:
-            say(f"SIGHUP: {error}", logging.ERROR)
-        else:
+    turn = Lock()
+
+    def reload(drop: Collection[str] = ()) -> Reloaded:
+        """Take over what can change while the daemon serves; raises an error if nothing was changed."""
+        with turn:
+            notifier.send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+            try:
+                now = load(find_file(config), flags)
+                reloaded = node.reload(now, drop)
+            except TierCacheError as error:
+                say(f"configuration: nothing was changed: {error}", logging.WARNING)
+                node.note_refused_reload(error)
+                raise
+            finally:
+                notifier.send("READY=1")
             start_logging(now.log.level, now.log.format)
-            say("SIGHUP: certificates, principals, quotas and the log are those of the settings now")
-            if waiting:
-                say(
-                    f"SIGHUP: {', '.join(waiting)}: changed, but only from the next start on", logging.WARNING
-                )
-        notifier.send("READY=1")
+            say(
+                "configuration: tiers, quotas, principals, certificates and log are those of the settings now"
+            )
+            if reloaded.changed:
+                say(f"configuration: {', '.join(reloaded.changed)}")
+            if waiting := ", ".join(reloaded.at_next_start):
+                say(f"configuration: {waiting}: changed, but only from the next start on", logging.WARNING)
+            return reloaded
+
+    def reload_at_hangup() -> None:
+        with suppress(TierCacheError):  # the log has it
+            reload()
 
     # A handler may interrupt the loop below anywhere, also inside a lock of `threading.Event`, which it would
     # then wait for without end; `SimpleQueue.put` holds none.
@@ -188,7 +187,7 @@ def serve(
         signal.signal(number, handle_end)
     signal.signal(signal.SIGHUP, lambda number, _: signals.put(number))
     notifier = Notifier()
-    node = StorageServer(settings, notifier=notifier)
+    node = StorageServer(settings, notifier=notifier, reload=reload)
     node.start()
     for line in node.describe():
         say(line)
@@ -202,7 +201,7 @@ def serve(
         # On a thread of its own: files that cannot be read must not keep the daemon from its end.
         if is_outdated and not reloading.is_alive():
             is_outdated = False
-            reloading = Thread(target=reload, name="tiercache-reload", daemon=True)
+            reloading = Thread(target=reload_at_hangup, name="tiercache-reload", daemon=True)
             reloading.start()
     say(f"stopping: calls under way have {settings.drain:g} s")
     if not node.stop():

@@ -105,9 +105,6 @@ VERBS: Final = {
         "Read and check every object. Exit code 4 if an object was corrupt, 1 if one could not be read.",
     ),
     "flush": Verb(f"{_STORE}.flush:flush", "Delete the objects that match all of the given options."),
-    "tier": Verb(
-        f"{_STORE}.tier:tier", "Show the tiers of a daemon's store, and change them while it serves."
-    ),
     "events": Verb(
         "tiercache.cli.events:events",
         "Print what the tiers of a daemon or of a worker hold, and what changes.",
@@ -119,7 +116,7 @@ VERBS: Final = {
         " fails.",
     ),
     "config": Verb(
-        "tiercache.cli.config:config", "Check, show and describe the configuration of the daemon."
+        "tiercache.cli.config:config", "Check, show, describe and apply the configuration of the daemon."
     ),
 }
 """Verbs of this package, in the order in which the help lists them; others follow by their names."""

@@ -269,11 +269,6 @@ class Settings(BaseModel):
 
     Default: a file store in DIR/store.
     """
-    chain: Flag = False
-    """Serve one store as a chain of one tier, so that `tiercache tier` can add others while it serves.
-
-    A chain makes one more copy of each object that is stored or read. A list in `storage` is a chain anyway.
-    """
     disk_bytes: Annotated[int, size(4 * _MIB)] = 64 * 1024 * _MIB
     """Capacity of the file store in DIR/store."""
     host_bytes: Annotated[int, size(32 * _MIB)] = 512 * _MIB
@@ -329,8 +324,7 @@ class Settings(BaseModel):
     @property
     def store_url(self) -> str | tuple[str, ...]:
         """URL of the store to open, or the URLs of the tiers of a chain, as `open_backend` takes them."""
-        url = self.storage or storage_url("file", self.directory / "store", capacity=self.disk_bytes)
-        return (url,) if self.chain and isinstance(url, str) else url
+        return self.storage or storage_url("file", self.directory / "store", capacity=self.disk_bytes)
 
     @property
     def store_urls(self) -> tuple[str, ...]:

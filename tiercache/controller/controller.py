@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -43,7 +43,7 @@ from tiercache.pools import BlockArena, DevicePool, HostPool
 from tiercache.storage.base import NamespaceRecord, StorageBackend
 from tiercache.storage.hybrid import HybridStorage
 from tiercache.storage.store_events import StoreEvents
-from tiercache.storage.tiers import TierControl, tier_control
+from tiercache.storage.wrappers import unwrap
 from tiercache.threads import IoThreads
 from tiercache.transfer import Fence, TransferEngine, engine_for
 
@@ -751,14 +751,15 @@ class HybridCacheController:
         if self._context.residency is not None:
             self._context.residency.post(self._context.clock(), everything=True)
 
-    def change_tiers(self, change: Callable[[TierControl], None]) -> Future[None]:
-        """Begin to change the tiers of `storage`, if it is a chain or in a daemon, on a thread of its own.
+    def retier(self, tiers: Sequence[str | Mapping[str, Any]], drop: Collection[str] = ()) -> Future[None]:
+        """Begin to change the tiers of `storage`, if it is a chain, to another list, on a thread of its own.
 
-            controller.change_tiers(lambda tiers: tiers.remove_tier("ssd"))
+            controller.retier(["memory://?capacity=8GiB", "file:///data/kv?capacity=2TiB"])
 
-        The future's result is None, or the error that ended the change, also for bad input. After a change,
-        the checks of what storage still has begin anew. Their answers are applied by the next calls of this
-        controller.
+        The future is done when tiers that are not in the list have left; those in `drop` do at once
+        (`StorageBackend.retier`). It raises the error that ended the change, also for bad input. After a
+        change, the checks of what storage still has begin anew. Their answers are applied by the next calls
+        of this controller.
         """
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
@@ -771,7 +772,9 @@ class HybridCacheController:
                         "this controller was made without storage and cannot get one; make it with a list of"
                         " one small store, such as [memory://?capacity=64MiB], to add tiers later"
                     )
-                change(tier_control(self._backend))
+                change = unwrap(self._backend).retier(tiers, drop)
+                self._context.events.post(self._beliefs.renew)  # of tiers that were dropped
+                change.left.result()
             except BaseException as caught:  # noqa: BLE001  the future raises it
                 error = caught
             # First, so that whoever waits for the future finds it done.

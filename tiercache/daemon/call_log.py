@@ -29,6 +29,7 @@ from tiercache.daemon.node_metrics import NodeMetrics
 from tiercache.daemon.status.document import CallStatus, JournalEntry, TierStatus
 from tiercache.metrics.table import HEALTHS
 from tiercache.storage.base import TierReport
+from tiercache.storage.tiers import DELIBERATE, STUCK
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ _PERIOD_S: Final = 10.0
 """Seconds of such a period."""
 _GOES_ON: Final = "goes on; the client left"
 """Outcome of a change that is being made when its call ends."""
-_TOLD: Final = {"reload": ("removed", "at_next_start", "quotas")}
+_TOLD: Final = {"reload": ("changed", "removed", "at_next_start", "dropped")}
 """Changes that are told in the journal, and their details there. Its readers must not learn URLs of tiers."""
 _KEPT: Final = 48
 """Number of entries that are kept of what happened once."""
@@ -288,11 +289,17 @@ class Journal:
 
         `counted` has counters of things that should not happen, by the words for them.
         """
+        # A tier that leaves the chain has one health all the time, also if it cannot leave.
+        now = {tier.name: tier.health + STUCK * tier.why.startswith(STUCK) for tier in tiers}
         for tier in tiers:
-            before = self._health.get(tier.name, HEALTHS[0])
-            if tier.health != before:
-                self.add(in_words(tier), is_warning=tier.health != HEALTHS[0])
-        self._health = {tier.name: tier.health for tier in tiers}
+            if now[tier.name] != self._health.get(tier.name, HEALTHS[0]):
+                self.add(
+                    in_words(tier),
+                    is_warning=not tier.why.startswith(DELIBERATE) and tier.health != HEALTHS[0],
+                )
+        for name in self._health.keys() - now.keys():
+            self.add(f"tier {name} has left the chain")
+        self._health = now
         for what, count in counted.items():
             if (new := round(count - self._counted.get(what, 0.0))) > 0:
                 self._add(self._counts, "warning", f"{what}: {new:,}")

@@ -1,21 +1,61 @@
-"""Settings that a daemon takes over while it serves: certificates, principals, quotas, the slow call."""
+"""Settings that a daemon takes over while it serves, from its file: tiers, quotas, principals, certificates.
+
+SIGHUP, Reload ──▶ read the file ──▶ check all ──▶ tiers and quotas ──▶ certificates, principals, log
+                                 nothing has changed if this fails      cannot fail
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
-from collections.abc import Callable, Mapping
-from threading import Lock
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from contextvars import copy_context
+from dataclasses import dataclass
+from threading import Event, Lock, Thread
 from typing import Any, Final
+
+from grpc import StatusCode
 
 from tiercache.config.files import check_certificates, check_files
 from tiercache.config.models import Settings, Tenant
-from tiercache.daemon.access import Access, read_tokens
+from tiercache.config.urls import section_of
+from tiercache.core import DIGEST_BYTES, ObjectKey, PoolName
+from tiercache.daemon.access import Access, Refusal, read_tokens
+from tiercache.daemon.call import Call
 from tiercache.daemon.call_log import CallLog
 from tiercache.daemon.certificates import CertificateFiles, Certificates
 from tiercache.daemon.node_metrics import NodeMetrics
 from tiercache.daemon.payload.port import DataSessions
+from tiercache.errors import ConfigError, InputError, RefusedError, StorageError, TierCacheError
 from tiercache.storage.base import StorageBackend
+from tiercache.storage.registry import open_backend
 from tiercache.storage.shares import Share, Shares, limits_of
+from tiercache.storage.tiers import PREFIX
+from tiercache.storage.wrappers import unwrap
+from tiercache.wire.v1 import storage_pb2 as pb
+
+_log = logging.getLogger(__name__)
+
+_WAIT_S: Final = 1.0
+"""Seconds that a call waits for the end of a reload."""
+_KEPT: Final = 16
+"""Number of reloads whose end is remembered."""
+_MAX_DROPPED: Final = 64
+"""Maximum number of tiers that a reload may drop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """Difference that a reload has made."""
+
+    changed: Sequence[str]
+    """Tiers and quotas that have changed, in words."""
+    at_next_start: Sequence[str]
+    """Names of changed settings that take effect at the next start only."""
 
 
 class TenantShares:
@@ -31,20 +71,30 @@ class TenantShares:
         self._lock: Final = Lock()
         self._limits: Mapping[str, Share] = {}
 
-    def take(self, tenants: Mapping[str, Tenant]) -> list[str]:
-        """Keep the limits of these tenants from now on, and evict what is beyond; return what has changed.
+    def take(
+        self,
+        tenants: Mapping[str, Tenant] | None,
+        tiers: Sequence[str] | None = None,
+        drop: Collection[str] = (),
+    ) -> list[str]:
+        """Keep the limits of these tenants from now on, in these tiers of a chain, and evict what is beyond.
 
-        Returns names of tenants. Raises ConfigError, with nothing changed, if the store cannot keep them.
+        None stands for the tenants, or the store, of before. Returns what has changed, in words. Raises
+        ConfigError or StorageError, with nothing changed, if that is not possible.
         """
-        limits = limits_of(tenants)
         with self._lock:
+            limits = self._limits if tenants is None else limits_of(tenants)
             changed = [name for name, share in limits.items() if self._limits.get(name, Share()) != share]
-            if limits != self._limits:
-                shares = Shares(self._owner_of, limits)
+            shares = Shares(self._owner_of, limits) if limits != self._limits else None
+            if shares is not None:
                 shares.check(0, "")
+            what: Sequence[str] = ()
+            if tiers is not None:
+                what = unwrap(self._store).retier(tiers, drop, shares).what
+            elif shares is not None:
                 self._store.share(shares)
-                self._limits = limits
-            return changed
+            self._limits = limits
+            return [*what, *(f"quota of {name}" for name in changed)]
 
 
 class Reload:
@@ -62,8 +112,11 @@ class Reload:
         certificates: Certificates | None,
         calls: CallLog,
         metrics: NodeMetrics,
+        ring: Ring,
     ) -> None:
         self._first: Final = settings
+        self._tiers: Sequence[str] = settings.store_urls
+        self._ring: Final = ring
         self._access = access
         self._shares = shares
         self._sessions = sessions
@@ -71,11 +124,11 @@ class Reload:
         self._calls = calls
         self._metrics = metrics
 
-    def prepare(self, settings: Settings) -> tuple[list[str], Callable[[], None]]:
-        """Read every file that these settings name, and change quotas only; raises ConfigError.
+    def prepare(self, settings: Settings, drop: Collection[str] = ()) -> tuple[Reloaded, Callable[[], None]]:
+        """Read every file that these settings name, and change tiers and quotas only.
 
-        Returns the names of settings that take effect at the next start only, and what makes the change. If
-        the store cannot keep the quotas, nothing is changed.
+        Returns what is changed, and what makes the rest of the change. Raises ConfigError or StorageError,
+        with nothing changed. `drop`: see `StorageBackend.retier`.
         """
         check_files(settings)
         check_certificates(settings)
@@ -83,13 +136,27 @@ class Reload:
         waiting = {name for name in names if getattr(settings, name) != getattr(first, name)}
         if _salts(settings) == _salts(first):  # quotas and guarantees change at once
             waiting.discard("tenants")
+        tiers = None
+        was, now = first.storage, settings.storage
+        if isinstance(was, tuple) and isinstance(now, tuple):  # a chain, whose tiers change at once
+            tiers = now
+            waiting.discard("storage")
+        if drop and tiers is None:
+            raise ConfigError(
+                "this daemon serves one store without tiers, so none can be dropped; write storage as a list"
+            )
         if _is_mutual(settings) != _is_mutual(first):
             waiting.add("tls")
         if _frame(settings) != _frame(first):
             waiting.add("principals")
         principals = read_tokens(settings.principals)
         files = None if settings.tls is None else CertificateFiles.read(settings.tls)
-        quotas = [] if "tenants" in waiting else self._shares.take(settings.tenants)
+        for url in tiers or ():
+            if url not in self._tiers:
+                self._ring.check(url)
+        changed = self._shares.take(None if "tenants" in waiting else settings.tenants, tiers, drop)
+        self._tiers = tiers or self._tiers
+        reloaded = Reloaded(changed, sorted(waiting))
 
         def apply() -> None:
             if self._certificates is not None and files is not None and "tls" not in waiting:
@@ -100,10 +167,143 @@ class Reload:
                 self._sessions.end_all_of(self._access.reload(principals))
             removed.difference_update(self._access.tenants)
             self._calls.slow = settings.log.slow_call
-            names = {"at_next_start": sorted(waiting), "removed": sorted(removed), "quotas": quotas}
-            self._calls.end("reload", "done", None, **{key: ", ".join(found) for key, found in names.items()})
+            told = {"at_next_start": sorted(waiting), "removed": sorted(removed), "changed": changed}
+            told |= {"dropped": list(drop)}
+            self._calls.end("reload", "done", None, **{key: ", ".join(found) for key, found in told.items()})
 
-        return sorted(waiting), apply
+        return reloaded, apply
+
+
+class Ring:
+    """Check that a daemon does not become a tier of itself: its calls would go round for ever.
+
+    Thread safety: `notice` any thread, `check` one at a time.
+    """
+
+    def __init__(self, instance: bytes) -> None:
+        """`instance` are the random bytes by which clients know this daemon."""
+        self._instance: Final = instance
+        self._question = b""
+        """Layout digest in the keys of the present question; see `_comes_back`."""
+        self._came_back: Final = Event()
+
+    def notice(self, keys: Sequence[ObjectKey]) -> None:
+        """Note that a client asks for these keys; it may be a tier, with the question of `_comes_back`."""
+        if self._question and any(key.layout == self._question for key in keys):
+            self._came_back.set()
+
+    def check(self, url: str) -> None:
+        """Raise ConfigError if a tier is this daemon, or has it as a tier."""
+        own = {name: value for name, value in section_of(url).items() if not name.startswith(PREFIX)}
+        if own.get("type") != "grpc":
+            return
+        with suppress(StorageError), open_backend(own) as store:
+            if getattr(store, "ping")().instance == self._instance.hex():  # noqa: B009  not of the contract
+                raise ConfigError("this tier would be the daemon itself; name another daemon")
+            if self._comes_back(store):
+                raise ConfigError(
+                    "the daemon of this tier has this daemon as a tier, perhaps through others, so calls"
+                    " would go round for ever; remove this daemon from its tiers first"
+                )
+
+    def _comes_back(self, store: StorageBackend) -> bool:
+        """Ask a store for an object that nobody has; return whether the question comes back to this daemon.
+
+            1. this daemon asks the store      2. that daemon asks its own tiers, this daemon among them
+
+        A daemon may rename the page of a key for its tiers, but never the layout.
+        """
+        layout, page = secrets.token_bytes(DIGEST_BYTES // 2), secrets.token_bytes(DIGEST_BYTES // 2)
+        self._came_back.clear()
+        self._question = layout
+        try:
+            with suppress(StorageError):
+                store.exists([ObjectKey(PoolName.KV, layout + page)])
+        finally:
+            self._question = b""
+        return self._came_back.is_set()
+
+
+class ReloadCalls:
+    """Handler of the call Reload, which goes on when its client is gone.
+
+    A principal without a tenant and without a list of namespaces needs the verb admin for it.
+
+    Thread safety: the event loop's thread.
+    """
+
+    def __init__(self, reload: Callable[[Collection[str]], Reloaded] | None, calls: CallLog) -> None:
+        """Let `reload` take over what the daemon's file has now; None if there is no file."""
+        self._reload: Final = reload
+        self._calls: Final = calls
+        self._running: Final[dict[int, Future[Reloaded | TierCacheError]]] = {}
+
+    async def serve(self, call: Call) -> None:
+        """Serve Reload."""
+        permissions = call.caller.permissions
+        if not permissions.operates:
+            raise Refusal(
+                StatusCode.PERMISSION_DENIED,
+                f"{permissions.name} may not change this daemon: that needs the verb admin without a tenant"
+                " and without a list of namespaces",
+            )
+        request = await call.request(pb.ReloadRequest)
+        number = request.number or await self._begin(request.drop[:_MAX_DROPPED])
+        running = self._running.get(number)
+        if running is None:
+            raise Refusal(
+                StatusCode.FAILED_PRECONDITION,
+                f"this daemon knows nothing of reload {number:x}; it was restarted, or made {_KEPT} since",
+            )
+        await asyncio.wait([asyncio.wrap_future(running)], timeout=_WAIT_S)
+        await call.send(_reply(number, running).SerializeToString())
+
+    async def _begin(self, drop: Sequence[str]) -> int:
+        reload = self._reload
+        if reload is None:
+            raise Refusal(
+                StatusCode.FAILED_PRECONDITION,
+                "this daemon was not started from a file that it could read again",
+            )
+        if len(self._running) >= _KEPT:
+            over = (number for number, other in self._running.items() if other.done())
+            if (oldest := next(over, None)) is None:
+                raise Refusal(
+                    StatusCode.RESOURCE_EXHAUSTED, f"{_KEPT} reloads are under way; wait for their end"
+                )
+            del self._running[oldest]
+        await self._calls.begin("reload", drop=", ".join(drop))
+        number = secrets.randbits(63) | 1  # so that a client notices a restart of the daemon
+        running = self._running[number] = Future[Reloaded | TierCacheError]()
+        running.set_running_or_notify_cancel()
+        context = copy_context()
+
+        def run() -> None:
+            try:
+                running.set_result(context.run(reload, drop))
+            except TierCacheError as error:
+                running.set_result(error)
+            except Exception:  # noqa: BLE001
+                # A bug in a store fails this reload and is logged. It never ends the daemon.
+                _log.exception("a reload failed")
+                running.set_result(
+                    StorageError("the reload failed inside the daemon; its log has the details")
+                )
+
+        Thread(target=run, name="tiercache-reload", daemon=True).start()
+        return number
+
+
+def _reply(number: int, running: Future[Reloaded | TierCacheError]) -> pb.ReloadReply:
+    """Return what has become of a reload."""
+    if not running.done():
+        return pb.ReloadReply(number=number)
+    found = running.result()
+    if isinstance(found, TierCacheError):
+        error = pb.RELOAD_ERROR_CONFIG if isinstance(found, InputError) else pb.RELOAD_ERROR_STORAGE
+        error = pb.RELOAD_ERROR_REFUSED if isinstance(found, RefusedError) else error
+        return pb.ReloadReply(number=number, over=True, error=error, why=str(found))
+    return pb.ReloadReply(number=number, over=True, changed=found.changed, at_next_start=found.at_next_start)
 
 
 def _salts(settings: Settings) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 from threading import Event, Thread
@@ -29,7 +29,7 @@ from tiercache.daemon.payload.port import DataPort, DataSessions
 from tiercache.daemon.payload.shared import SharedCalls
 from tiercache.daemon.payload.streams import PayloadCalls
 from tiercache.daemon.process import Notifier, limit_malloc, raise_descriptor_limit, trim_malloc_periodically
-from tiercache.daemon.reload import Reload, TenantShares
+from tiercache.daemon.reload import Reload, ReloadCalls, Reloaded, Ring, TenantShares
 from tiercache.daemon.removals import DaemonStore
 from tiercache.daemon.service import Handler, Service
 from tiercache.daemon.sockets import make_way
@@ -37,7 +37,6 @@ from tiercache.daemon.status.board import StatusBoard
 from tiercache.daemon.store_calls import StoreCalls
 from tiercache.daemon.store_threads import Threads
 from tiercache.daemon.tenants.account import Account
-from tiercache.daemon.tiers import TierCalls
 from tiercache.errors import ConfigError, StorageError
 from tiercache.events.publisher import EventPublisher
 from tiercache.pools import HostArena
@@ -87,8 +86,16 @@ class StorageServer:
     """
 
     def __init__(
-        self, settings: Settings, store: StorageBackend | None = None, *, notifier: Notifier | None = None
+        self,
+        settings: Settings,
+        store: StorageBackend | None = None,
+        *,
+        notifier: Notifier | None = None,
+        reload: Callable[[Collection[str]], Reloaded] | None = None,
     ) -> None:
+        """Serve as the settings say. `reload` is called for a client that wants it: read the settings again,
+        and give them to the method of that name, with the tiers that the client drops.
+        """
         self.settings: Final = settings
         self.addresses: list[str] = []
         """TCP addresses on which the server listens, with their ports; known after `start`."""
@@ -110,6 +117,7 @@ class StorageServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
         self._gate: Gate | None = None
+        self._reread: Final = reload
         self._reload: Reload | None = None
         self._calls: CallLog | None = None
         self._board: StatusBoard | None = None
@@ -142,18 +150,20 @@ class StorageServer:
         self._thread.join(3 * self.settings.drain + 5)
         return not self._thread.is_alive()
 
-    def reload(self, settings: Settings) -> list[str]:
-        """Take over what may change while the server serves, or nothing of it; raises ConfigError.
+    def reload(self, settings: Settings, drop: Collection[str] = ()) -> Reloaded:
+        """Take over what may change while the server serves, or nothing of it; one call at a time.
 
-        That is: certificates, principals with their credentials and rights, quotas and guarantees of
-        tenants, and the duration of a slow call.
-        Raises StorageError if the server does not answer. Returns the names of changed settings that take
-        effect at the next start only. Calls that are under way are not interrupted, and a connection keeps
-        the certificate with which it was made.
+        That is: tiers, if the store is a list of them; certificates, principals with their credentials and
+        rights, quotas and guarantees of tenants, and the duration of a slow call. Tiers that are not in the
+        settings leave in the background, but those that `drop` names at once (`StorageBackend.retier`).
+
+        Calls that are under way are not interrupted, and a connection keeps the certificate with which it was
+        made. Raises ConfigError for settings that are not possible, and StorageError if a store fails or the
+        server does not answer.
         """
         if self._loop is None or self._reload is None:
             raise ConfigError("the server does not serve yet, so it has nothing to reload")
-        waiting, apply = self._reload.prepare(settings)
+        reloaded, apply = self._reload.prepare(settings, drop)
         done: Future[None] = Future()
 
         def run() -> None:
@@ -173,7 +183,7 @@ class StorageServer:
                 f"the server has not taken over the settings within {_RELOAD_SECONDS:g} s; it does so when it"
                 " answers again, or restart it"
             ) from error
-        return waiting
+        return reloaded
 
     def note_refused_reload(self, why: Exception) -> None:
         """Tell operators that new settings were refused, and nothing was changed."""
@@ -287,13 +297,13 @@ class StorageServer:
         ends.callback(gate.close)
         sessions = DataSessions(access, gate, settings.limits.streams_per_client)
         metrics.watch(settings, budgets, attachments, sessions, figures, certificates, account.hits)
-        self._reload = Reload(settings, access, shares, sessions, certificates, calls, metrics)
+        ring = Ring(self.instance)
+        self._reload = Reload(settings, access, shares, sessions, certificates, calls, metrics, ring)
 
         limits, idle = limits_message(settings), settings.limits.idle
-        tiers = TierCalls(self.store, self.instance, calls)
         inquiries = Inquiries(threads, access, store, account, board, limits.keys)
         objects = StoreCalls(
-            threads, calls, sessions, limits, instance=self.instance, kind=kind, notice=tiers.notice
+            threads, calls, sessions, limits, instance=self.instance, kind=kind, notice=ring.notice
         )
         shared = SharedCalls(threads, limits, metrics)
         payload = PayloadCalls(threads, BlockPool(arena), limits, metrics)
@@ -304,7 +314,7 @@ class StorageServer:
             "Flush": objects.flush,
             "Get": payload.get, "Set": payload.set, "GetInto": shared.get_into, "SetFrom": shared.set_from,
             "Status": inquiries.status, "History": inquiries.history, "Report": inquiries.report,
-            "ChangeTiers": tiers.change, "FollowTierChange": tiers.follow,
+            "Reload": ReloadCalls(self._reread, calls).serve,
         }  # fmt: skip
         data = {"Get": payload.get_data, "Set": payload.set_data, "Exists": objects.exists}
         service = Service(access, attachments, calls, gate, handlers, data, limits=limits, idle=idle)

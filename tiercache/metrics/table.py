@@ -54,8 +54,7 @@ class Metric:
 
 METHODS: Final = (
     "Hello", "Exists", "Get", "Set", "GetInto", "SetFrom", "Delete", "Describe", "Scan", "Advise",
-    "Register", "Namespaces", "Usage", "Flush", "Status", "History", "Report", "ChangeTiers",
-    "FollowTierChange",
+    "Register", "Namespaces", "Usage", "Flush", "Status", "History", "Report", "Reload",
 )  # fmt: skip
 """Calls of the daemon's gRPC service; `daemon.node_metrics` asserts that the list is complete."""
 

@@ -8,9 +8,9 @@ adds a backend by an entry point in the group `tiercache.storage_backends`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Final, NamedTuple, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, Self, cast
 
 from tiercache.core import DIGEST_BYTES, ObjectKey, ObjectMeta, Outcome
 from tiercache.errors import ConfigError
@@ -23,6 +23,9 @@ from tiercache.storage.history import History, TierHistory
 from tiercache.storage.shares import OwnerUse, Shares
 from tiercache.storage.values import is_value, is_worker
 from tiercache.storage.vectors import usable
+
+if TYPE_CHECKING:
+    from tiercache.storage.tiers import ObservedTier, TierChange
 
 NAMESPACE_BYTES: Final = 64
 """Maximum length of a namespace in bytes. `keys.namespace_of` returns 32 bytes."""
@@ -547,6 +550,41 @@ class StorageBackend(ABC):
         keeps none.
         """
         self.check_shares({}, shares)
+
+    def retier(
+        self,
+        tiers: Sequence[str | Mapping[str, Any]],
+        drop: Collection[str] = (),
+        shares: Shares | None = None,
+    ) -> TierChange:
+        """Change to another list of tiers, the fastest first; return when it holds.
+
+        A tier is a URL or a section of a configuration, with the settings of a tier under their `PREFIX`. One
+        at the place of a present tier is that tier, perhaps with other settings; without a place, the name
+        decides. If all can be done, then in this order:
+
+        1. new tiers are opened and examined;
+        2. settings change; `write`, `write_after`, `promote`, `read_only` and `write_per_day` at once, for
+           others the tier is closed and opened again, and what only it has is a miss meanwhile;
+        3. `shares` are kept from now on, if they are given; see `StorageBackend.share`;
+        4. the tiers are exchanged for those of the list in one step, without those that are named in `drop`;
+        5. tiers that are not in the list leave: what only they have is copied to the others, in the
+           background, and again if it fails. `usage().tiers` shows how much is left. Their files stay.
+
+        Another list may come at any time: a tier that is leaving stays if it is in that list.
+
+        Raises ConfigError for a list that is not possible, and StorageError for a store that fails; then
+        nothing has changed. Calls go on meanwhile, each with the tiers that it began with. Default: a store
+        has no tiers.
+        """
+        raise ConfigError(
+            f"a {type(self).__name__} has no tiers that could change; open the store as a list of one URL,"
+            " which makes a chain of one tier"
+        )
+
+    def observed_tiers(self) -> Sequence[ObservedTier] | None:
+        """Return the tiers that answer now; None for a store without tiers (the default)."""
+        return None
 
     def attach(self, memory: SharedMemory) -> None:  # noqa: B027  most stores have no use for it
         """Tell the store that buffers of later items may lie in `memory`.

@@ -24,7 +24,7 @@ from tiercache.events import EventKind, KVEvent, Medium, ObjectGroup, Place, run
 from tiercache.events.base import MAX_KEYS, EventSource, StoredObject
 from tiercache.storage.base import NamespaceRecord, ScanEntry, StorageBackend
 from tiercache.storage.layouts import LAYOUT_BYTES
-from tiercache.storage.tiers import ObservedTier, TierControl
+from tiercache.storage.tiers import ObservedTier
 from tiercache.storage.watching import begin_watch, end_watch
 from tiercache.storage.wrappers import unwrap
 
@@ -239,7 +239,7 @@ class _TierEvents:
 
 def observed_tiers(store: StorageBackend, name: str) -> Sequence[ObservedTier]:
     """Return the tiers of a chain that answer; for another store the store itself, under `name`."""
-    tiers = store.observed_tiers() if isinstance(store, TierControl) else None
+    tiers = store.observed_tiers()
     return [ObservedTier(name, store, store)] if tiers is None else tiers
 
 

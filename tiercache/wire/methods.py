@@ -39,7 +39,7 @@ class Method(NamedTuple):
         return f"/{SERVICE}/{self.name}"
 
 
-CHANGES: Final = frozenset({"Delete", "Flush", "ChangeTiers"})
+CHANGES: Final = frozenset({"Delete", "Flush", "Reload"})
 """Calls that change a store or a daemon, also if their client does not wait for the answer."""
 METHODS: Final = {
     method.name: method
@@ -61,7 +61,6 @@ METHODS: Final = {
         Method("Status", pb.StatusRequest, pb.StatusReply, None),
         Method("History", pb.HistoryRequest, pb.HistoryReply, Verb.READ),
         Method("Report", pb.ReportRequest, pb.ReportReply, None),
-        Method("ChangeTiers", pb.ChangeTiersRequest, pb.TierChangeReply, Verb.ADMIN),
-        Method("FollowTierChange", pb.FollowTierChangeRequest, pb.TierChangeReply, Verb.ADMIN),
+        Method("Reload", pb.ReloadRequest, pb.ReloadReply, Verb.ADMIN),
     )
 }

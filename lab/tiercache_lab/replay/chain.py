@@ -21,7 +21,7 @@ from tiercache_backends.chain.lineup import Lineup
 from tiercache_backends.chain.movement import Digests, Job, Mover
 from tiercache_backends.chain.settings import TierSettings, parse_tiers
 from tiercache_backends.chain.tier import Tier
-from tiercache_backends.chain.write_back import WriteBack
+from tiercache_backends.chain.write_back import ColdestWatch
 
 from tiercache.core import ObjectKey, Outcome
 from tiercache.errors import ConfigError
@@ -229,7 +229,7 @@ class _InlineMover:
     def __init__(self, target: _NullTier, above: Sequence[_NullTier]) -> None:
         self._target = target
         self._above = cast(Sequence[Tier], above)
-        self._write_back = WriteBack(cast(Tier, target))
+        self._write_back = ColdestWatch(cast(Tier, target))
         self._queue: OrderedDict[bytes, Job] = OrderedDict()
 
     def stage(self, item: GetItem) -> memoryview:

@@ -224,7 +224,7 @@ class SetBatch(_Batch[SetItem]):
         left = list(wanted)
         for tier in self._lineup.tiers:
             # What only a leaving tier has is stored again, because its copies may be under way or over.
-            if tier is first or not tier.is_readable or tier.is_leaving or tier.is_busy or not left:
+            if tier is first or not tier.is_readable or tier.leaving or tier.is_busy or not left:
                 continue
             try:
                 held = tier.exists([self._items[i].key for i in left])

@@ -1,46 +1,48 @@
-"""Changes of a chain while it serves: tiers that join, leave, are replaced or reordered, and settings.
+"""Changes of a chain while it serves: it is given the list of tiers that it should have, and gets there.
 
-A change is checked first. Then a new tier is opened and examined, the tiers are exchanged in one step, and
-what is out is closed at last. A change that fails leaves the chain as it was.
+A list is checked first, and its new tiers are opened. Then tiers whose stores have other settings are opened
+again, the tiers are exchanged in one step, and what has left is closed at last. Until that step a change that
+fails leaves the chain as it was. Tiers that are not in the list leave afterwards, in the background:
 
-A tier that leaves is read on, but takes no new objects, until the others have what only it had:
-
-    1. `is_leaving` is set                      no operation begins to write to the tier
-    2. the same tiers are swapped in            operations that might still write to it have ended
-    3. `Leaving.copy` scans the tier            what no other tier has is copied
+    1. `leaving` is set                         no operation begins to write to the tier
+    2. the tiers are swapped                    operations that might still write to it have ended
+    3. `Leaving.copy` scans the tier            what no other tier has is copied; again until that succeeds
     4. the tiers without it are swapped in      operations that read it have ended
     5. it is closed
+
+Another list may come at any time. A tier that is leaving takes objects again if it is in that list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from threading import Lock
+from threading import Event, Lock, Thread
 from typing import Any, Final
 
 from tiercache.config.urls import section_of
-from tiercache.errors import ConfigError, RefusedError, StorageError
+from tiercache.errors import ClosedError, ConfigError, RefusedError, StorageError, UnavailableError
 from tiercache.storage.base import Capabilities
 from tiercache.storage.env import Env
 from tiercache.storage.gate import CallGate
 from tiercache.storage.registry import capabilities_of, open_backend
 from tiercache.storage.shares import Shares
-from tiercache.storage.tiers import PREFIX, Report, ignore_progress
-from tiercache_backends.chain.leaving import Leaving, check_readable
-from tiercache_backends.chain.lineup import CHAIN, Lineup, Lineups
+from tiercache.storage.tiers import LEAVING, PREFIX, STUCK, TierChange, free_name
+from tiercache_backends.chain.leaving import Leaving
+from tiercache_backends.chain.lineup import CHAIN, Lineups
 from tiercache_backends.chain.movement import Deletions
-from tiercache_backends.chain.settings import (
-    LIVE_SETTINGS,
-    TierSettings,
-    change_tier,
-    check_chain,
-    parse_tier,
-)
+from tiercache_backends.chain.settings import TierSettings, check_together, is_live_change, parse_tiers
 from tiercache_backends.chain.shares import ChainShares
 from tiercache_backends.chain.tier import Tier, check_stores
+
+_log = logging.getLogger(__name__)
+
+_AGAIN_S: Final = 10.0
+"""Seconds after which a tier that could not leave tries again."""
 
 
 def tier_of(settings: TierSettings, env: Env) -> Tier:
@@ -49,12 +51,50 @@ def tier_of(settings: TierSettings, env: Env) -> Tier:
     return Tier(settings, partial(open_backend, section, env=env), capabilities_of(section), env)
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Difference between the tiers of a chain and the list that it was given."""
+
+    wanted: Sequence[tuple[TierSettings, Tier | None]]
+    """Settings of each tier, in order, and the tier of the chain that they mean; None for a new one."""
+    leaving: Sequence[Tier]
+    dropped: Sequence[Tier]
+
+    def set_anew(self, *, live: bool) -> list[tuple[Tier, TierSettings]]:
+        """Return the tiers that take other settings while they are open (`live`), or when opened again."""
+        kept = [(tier, to) for to, tier in self.wanted if tier is not None and to != tier.settings]
+        return [(tier, to) for tier, to in kept if is_live_change(tier.settings, to) is live]
+
+    def in_words(self, tiers: Sequence[Tier]) -> list[str]:
+        """Return the difference to a chain of these tiers."""
+        kept = [tier for _, tier in self.wanted if tier is not None]
+        found = [f"tier {to.name} joins" for to, tier in self.wanted if tier is None]
+        found += [f"tier {tier.name} stays" for tier in kept if tier.leaving]
+        found += [f"tier {tier.name} leaves" for tier in self.leaving if not tier.leaving]
+        found += [f"tier {tier.name} is dropped" for tier in self.dropped]
+        set_anew = self.set_anew(live=True) + self.set_anew(live=False)
+        found += [f"tier {to.name} has other settings" for _, to in set_anew]
+        in_order = kept == [tier for tier in tiers if tier in kept]
+        return found if in_order else [*found, "the order of the tiers"]
+
+    def in_order(self, tiers: Mapping[str, Tier], before: Sequence[Tier]) -> list[Tier]:
+        """Return the tiers with these names, in order, and those that leave where they were `before`.
+
+        So the objects of a tier that leaves go to the one that takes its place.
+        """
+        found = [tiers[settings.name] for settings, _ in self.wanted]
+        for at, tier in enumerate(before):
+            if tier in self.leaving:
+                found.insert(at, tier)
+        return found
+
+
 class Changes:
-    """Changes of a chain's tiers, one at a time.
+    """Changes of a chain's tiers, one at a time; the next one waits.
 
     `promised`: capabilities that the chain had when it was opened.
 
-    Thread safety: any thread; a change during another one is refused.
+    Thread safety: any thread.
     """
 
     def __init__(
@@ -67,124 +107,161 @@ class Changes:
         self._env: Final = env
         self._gate: Final = CallGate(CHAIN, env.getpid)
         self._lock: Final = Lock()  # held during a change
-        self._under_way = ""
-        self._closing = False
+        self._step: Final = Lock()  # held while a tier that is empty is taken out, or shares change
+        self._leavers = Thread()
+        """Thread on which tiers leave."""
+        self._stop = Event()
+        """Set to end that thread."""
+        self._gone: Future[None] = Future()
+        """Future that is done when no tier of the last list leaves any more."""
+        self._gone.set_result(None)
 
     def close(self) -> bool:
-        """Refuse further changes and give up the one under way; return True to the first caller."""
-        self._closing = True
-        return self._gate.close()
-
-    def add(self, spec: Any, position: int | None) -> None:
-        """Add a tier; see `TierChain.add_tier`."""
-        with self._change("a tier is being added") as lineup:
-            at = len(lineup.tiers) if position is None else position
-            if not 0 <= at <= len(lineup.tiers):
-                raise ConfigError(
-                    f"position {at} is not possible; use 0 (first) to {len(lineup.tiers)} (last)"
-                )
-            [settings] = check_stores([parse_tier(spec, [tier.name for tier in lineup.tiers])], self._env)
-            planned = _settings(lineup.tiers)
-            planned.insert(at, settings)
-            check_chain(planned)
-            self._add(settings, at)
-
-    def remove(self, name: str, report: Report, *, keep_contents: bool) -> None:
-        """Remove a tier; see `TierChain.remove_tier`."""
-        with self._change(f"tier {name!r} is being removed") as lineup:
-            tier = _named(lineup, name)
-            others = [other for other in lineup.tiers if other is not tier]
-            if not others:
-                raise ConfigError(f"tier {name!r} is the last of the chain; add another tier first")
-            check_chain(_settings(others))
-            self._shares.check(others)
-            self._remove(tier, report, keep_contents=keep_contents)
-
-    def replace(self, name: str, spec: Any, report: Report, *, keep_contents: bool) -> None:
-        """Replace a tier; see `TierChain.replace_tier`."""
-        with self._change(f"tier {name!r} is being replaced") as lineup:
-            old = _named(lineup, name)
-            at = lineup.tiers.index(old)
-            [settings] = check_stores([parse_tier(spec, [tier.name for tier in lineup.tiers])], self._env)
-            in_place = bool(settings.place) and settings.place == old.settings.place
-            if in_place and not _has_name(spec):
-                settings = replace(settings, name=name)
-            planned = _settings(lineup.tiers)
-            planned[at] = settings
-            check_chain(planned)
-            if in_place:
-                self._reopen(old, settings)
-            else:
-                self._exchange(old, settings, report, keep_contents=keep_contents)
+        """Refuse changes, wait for the one under way, and stop tiers that leave; True to the first caller."""
+        if not self._gate.close():
+            return False
+        self._pause()
+        self._disappoint("was closed")
+        return True
 
     def share(self, shares: Shares) -> None:
         """Keep these shares; see `TierChain.share`."""
-        with self._change("shares are being changed") as lineup:
-            self._shares.share(shares, lineup.tiers)
+        with self._gate, self._lock, self._step:
+            self._shares.share(shares, self._lineups.current.tiers)
 
-    def reorder(self, names: Sequence[str]) -> None:
-        """Bring the tiers into another order; see `TierChain.reorder`."""
-        with self._change("the tiers are being reordered") as lineup:
-            if sorted(names) != sorted(tier.name for tier in lineup.tiers):
-                raise ConfigError(
-                    f"{', '.join(names) or 'nothing'} is no order of the tiers; name each once:"
-                    f" {_names(lineup)}"
-                )
-            tiers = [_named(lineup, name) for name in names]
-            check_chain(_settings(tiers))
-            self._lineups.swap(tiers)
-            self._lineups.follow()
-
-    def configure(self, name: str, changes: Mapping[str, Any]) -> None:
-        """Change settings of a tier; see `TierChain.change_tier`."""
-        with self._change(f"tier {name!r} is being changed") as lineup:
-            tier = _named(lineup, name)
-            settings = change_tier(tier.settings, changes)
-            if not (is_live := changes.keys() <= LIVE_SETTINGS):
-                [settings] = check_stores([settings], self._env)
-            planned = _settings(lineup.tiers)
-            planned[lineup.tiers.index(tier)] = settings
-            check_chain(planned)
-            if is_live:
-                tier.configure(settings)
-                self._lineups.swap(lineup.tiers)
-                self._lineups.follow()
-            else:
-                self._reopen(tier, settings)
-
-    @contextmanager
-    def _change(self, what: str) -> Iterator[Lineup]:
-        with self._gate:
-            if not self._lock.acquire(blocking=False):
-                raise RefusedError(f"{self._under_way}; change the chain again when that is over")
+    def retier(self, specs: Any, drop: Collection[str], shares: Shares | None) -> TierChange:
+        """Change to another list of tiers; see `StorageBackend.retier`."""
+        with self._gate, self._lock:
+            self._pause()
             try:
-                self._under_way = what
-                yield self._lineups.current
+                plan = self._plan(specs, drop)
+                if what := plan.in_words(self._lineups.current.tiers):
+                    self._change(plan, shares or self._shares.current)
+                    self._disappoint("was given another list")
+                    self._gone = Future()
+                    self._gone.set_running_or_notify_cancel()
+                elif shares is not None:
+                    self._shares.share(shares, self._lineups.current.tiers)
             finally:
-                self._lock.release()
+                self._go_on()
+            return TierChange(what, self._gone)
 
-    # --- steps
+    def _disappoint(self, why: str) -> None:
+        """End the wait for tiers that were to leave."""
+        if not self._gone.done():
+            self._gone.set_exception(RefusedError(f"the chain {why} before all tiers that leave were empty"))
+
+    # --- the difference
     # --------------------------------------------------------------------------------------------------------
 
-    def _add(self, settings: TierSettings, at: int) -> Tier:
-        tier = tier_of(settings, self._env)
-        tier.open()
-        try:
-            if not tier.is_readable:
-                raise StorageError(
-                    f"tier {tier.name!r} cannot be opened, so the chain is as before: {tier.why}"
+    def _plan(self, specs: Any, drop: Collection[str]) -> _Plan:
+        """Check a list, as far as nothing has to be opened for it; raises ConfigError or StorageError."""
+        tiers = self._lineups.current.tiers
+        listed = check_stores(parse_tiers(specs), self._env)
+        wanted: list[tuple[TierSettings, Tier | None]] = []
+        for spec, settings in zip(specs, listed, strict=True):
+            tier = _same(settings, tiers)
+            if not _has_name(spec):
+                taken = [*(other.name for other in tiers), *(one.name for one, _ in wanted)]
+                name = free_name(str(settings.section["type"]), taken) if tier is None else tier.name
+                settings = replace(settings, name=name)
+            wanted.append((settings, tier))
+        check_together([settings for settings, _ in wanted])
+        kept = [tier for _, tier in wanted if tier is not None]
+        out = [tier for tier in tiers if tier not in kept]
+        for name in drop:
+            if name not in [tier.name for tier in out]:
+                why = "is in the list" if name in [tier.name for tier in kept] else "is not there"
+                raise ConfigError(f"tier {name!r} cannot be dropped, because it {why}")
+        plan = _Plan(
+            wanted,
+            [tier for tier in out if tier.name not in drop],
+            [tier for tier in out if tier.name in drop],
+        )
+        self._check(plan)
+        return plan
+
+    def _check(self, plan: _Plan) -> None:
+        for settings, tier in plan.wanted:
+            for other in self._lineups.current.tiers:
+                if other.name == settings.name and other is not tier and other not in plan.dropped:
+                    raise ConfigError(
+                        f"the name {other.name!r} is taken until that tier, which is elsewhere, has left;"
+                        " give the new tier another tier_name"
+                    )
+        for tier, _ in plan.set_anew(live=False):
+            if not tier.settings.place:
+                raise ConfigError(
+                    f"tier {tier.name!r} would have to be opened again, and its contents would be lost; give"
+                    " it another tier_name, so that a new tier is filled from this one"
                 )
-            self._check_promises(tier)
-            others = self._lineups.current.tiers
-            self._shares.check([*others, tier])
-        except (StorageError, ConfigError):
-            tier.close()
+        for tier in plan.leaving:
+            if not tier.leaving and not (tier.is_readable and tier.capabilities.listed):
+                why = f"is left out ({tier.why})" if tier.capabilities.listed else "cannot list its objects"
+                raise UnavailableError(
+                    f"tier {tier.name!r} {why}, so what only it has cannot be copied; keep it in the list, or"
+                    " drop it with what only it has"
+                )
+
+    # --- the change
+    # --------------------------------------------------------------------------------------------------------
+
+    def _change(self, plan: _Plan, shares: Shares | None) -> None:
+        before = self._lineups.current.tiers
+        made = self._open([settings for settings, tier in plan.wanted if tier is None])
+        again = {tier: tier_of(settings, self._env) for tier, settings in plan.set_anew(live=False)}
+        kept = {to.name: again.get(tier, tier) for to, tier in plan.wanted if tier is not None}
+        tiers = plan.in_order({**kept, **{tier.name: tier for tier in made}}, before)
+        configured = [(tier, tier.settings, to) for tier, to in plan.set_anew(live=True)]
+        done: list[tuple[Tier, Tier]] = []
+        try:
+            for tier, _, to in configured:
+                tier.configure(to)
+            self._shares.check(shares, [tier for tier in tiers if tier not in plan.leaving])
+            self._shares.give(shares, tiers, again.values())
+            for old, new in again.items():
+                self._reopen(old, new)
+                done.append((old, new))
+            if shares is not None:
+                self._shares.share(shares, tiers)
+        except BaseException:  # whatever it is, it is raised again
+            for old, new in reversed(done):
+                self._open_as_before(new, old.settings)
+            for tier, was, _ in configured:
+                tier.configure(was)
+            for tier in (*made, *again.values()):
+                if tier not in self._lineups.current.tiers:
+                    tier.close()
+            self._shares.follow(self._lineups.current.tiers)
+            self._lineups.follow()
             raise
-        self._shares.follow([*others, tier])
-        self._lineups.swap([*others[:at], tier, *others[at:]])
-        _introduce(tier, others)
+        for _, known in plan.wanted:
+            if known is not None:
+                known.leaving = ""
+        for tier in plan.leaving:
+            tier.leaving = tier.leaving or LEAVING
+        self._exchange(tiers, plan.dropped)
+        for tier in made:
+            _introduce(tier, before)
         self._lineups.follow()
-        return tier
+
+    def _open(self, listed: Sequence[TierSettings]) -> list[Tier]:
+        """Open new tiers at the same time; if one cannot be used, none stays open, and it is raised why."""
+        made = [tier_of(settings, self._env) for settings in listed]
+        try:
+            for opened in [tier.begin_open() for tier in made]:
+                opened()
+            for tier in made:
+                if not tier.is_readable:
+                    raise StorageError(
+                        f"tier {tier.name!r} cannot be opened, so the chain is as before: {tier.why}"
+                    )
+                self._check_promises(tier)
+        except BaseException:  # whatever it is, it is raised again
+            for tier in made:
+                tier.close()
+            raise
+        return made
 
     def _check_promises(self, tier: Tier) -> None:
         """Raise ConfigError if a tier, which is open, lacks what the chain has promised."""
@@ -195,85 +272,119 @@ class Changes:
                     " open the chain again with this tier"
                 )
 
-    def _remove(self, tier: Tier, report: Report, *, keep_contents: bool) -> None:
-        others = [other for other in self._lineups.current.tiers if other is not tier]
-        if keep_contents:
-            self._copy_out(tier, report)
-        for other in others:
-            other.learn_namespaces([tier])
-        self._lineups.swap(others)
-        tier.close()
-        self._shares.follow(others)
-        self._lineups.follow()
+    def _exchange(self, tiers: Sequence[Tier], gone: Sequence[Tier]) -> None:
+        """Exchange the tiers for these, of which the tiers that are `gone` are none, and close those."""
+        for tier in tiers if gone else ():
+            tier.learn_namespaces(gone)
+        self._lineups.swap(tiers)
+        for tier in gone:
+            tier.close()
 
-    def _copy_out(self, tier: Tier, report: Report) -> None:
-        check_readable(tier)
-        tier.is_leaving = True
-        try:
-            self._lineups.swap(self._lineups.current.tiers)
-            lineup = self._lineups.current
-            nearest = [*lineup.below(tier), *reversed(lineup.above(tier))]
-            Leaving(tier, nearest, lineup.movers, self._deletions, lambda: self._closing).copy(report)
-        except BaseException:  # also an exception of `report`: the tier takes objects again
-            tier.is_leaving = False
-            self._lineups.follow()
-            raise
-
-    def _exchange(self, old: Tier, settings: TierSettings, report: Report, *, keep_contents: bool) -> None:
-        """Add a tier below the old one, and remove that."""
-        lineup = self._lineups.current
-        if settings.name in [tier.name for tier in lineup.tiers]:
-            raise ConfigError(
-                f"the name {settings.name!r} is taken until the objects of that tier are copied; give the new"
-                " tier another tier_name"
-            )
-        new = self._add(settings, lineup.tiers.index(old) + 1)
-        try:
-            self._remove(old, report, keep_contents=keep_contents)
-        except BaseException:  # whatever it is, it is raised again
-            # Objects that were stored meanwhile may be in the new tier only. If the others do not take them,
-            # it stays, and the error says so.
-            self._remove(new, ignore_progress, keep_contents=True)
-            raise
-
-    def _reopen(self, old: Tier, settings: TierSettings) -> None:
-        """Close a tier's store and open it with other settings; the tier is out meanwhile.
+    def _reopen(self, old: Tier, new: Tier) -> None:
+        """Close a tier's store and open it with the settings of `new`; the tier is out meanwhile.
 
         The new tier is swapped in before it is open, so that deletions which come meanwhile are noted in it.
         """
         tiers = self._lineups.current.tiers
-        if old.has_hung_calls:
-            raise RefusedError(f"a call of tier {old.name!r} does not return; try again when it has")
-        new = tier_of(settings, self._env)
-        self._shares.check([new if tier is old else tier for tier in tiers])
-        self._shares.follow([new if tier is old else tier for tier in tiers])
         self._lineups.swap([new if tier is old else tier for tier in tiers])
         try:
             if not old.suspend():
                 raise RefusedError(f"a call of tier {old.name!r} does not return; try again when it has")
             new.take_over(old)
-            new.open()
-            if not new.is_open:
+            new.begin_open()()
+            if new.opened is None:
                 raise StorageError(
                     f"tier {new.name!r} cannot be opened, so the chain is as before: {new.why}"
                 )
         except BaseException:  # whatever it is, it is raised again
             # The old tier is out, with the deletions that came meanwhile, before it is in the chain again.
             old.take_over(new)
-            if old.is_open:  # a call began to hang just now
+            if old.opened is not None:  # a call began to hang just now
                 old.leave_out("a call hangs")
             self._lineups.swap(tiers)
             new.close()
             old.take_over(new)
-            self._shares.follow(tiers)
-            try:
-                old.open()
-            finally:
-                self._lineups.follow()
+            old.begin_open()()
             raise
         _introduce(new, (old,))
         old.close()
-        self._lineups.follow()
+
+    def _open_as_before(self, tier: Tier, settings: TierSettings) -> None:
+        """Open a tier with its earlier settings, because another part of the change has failed."""
+        old = tier_of(settings, self._env)
+        try:
+            self._shares.give(self._shares.current, self._lineups.current.tiers, [old])
+            self._reopen(tier, old)
+        except (StorageError, ConfigError):
+            _log.exception("tier %s keeps the settings of a change that failed", tier.name)
+
+    # --- tiers that leave
+    # --------------------------------------------------------------------------------------------------------
+
+    def _pause(self) -> None:
+        """Let tiers no longer leave, so that the chain can change; they stay as they are."""
+        self._stop.set()
+        if self._leavers.ident is not None:
+            self._leavers.join()
+
+    def _go_on(self) -> None:
+        """Let tiers leave that are not in the list."""
+        self._stop = Event()
+        leaving = [tier for tier in self._lineups.current.tiers if tier.leaving]
+        self._leavers = Thread(
+            target=self._let_go, args=(leaving, self._stop), name="tiercache-leaving", daemon=True
+        )
+        if leaving:
+            self._leavers.start()
+        elif not self._gone.done():
+            self._gone.set_result(None)
+
+    def _let_go(self, leaving: list[Tier], stop: Event) -> None:
+        while leaving and not stop.is_set():
+            for tier in list(leaving):
+                with _reasons_of(tier):
+                    self._empty(tier, stop)
+                    leaving.remove(tier)
+            stop.wait(_AGAIN_S if leaving else 0)
+        if not leaving:
+            self._gone.set_result(None)
+
+    def _empty(self, tier: Tier, stop: Event) -> None:
+        """Copy what only a leaving tier has to the others, and take it out; raises StorageError."""
+        lineup = self._lineups.current
+        nearest = [
+            other for other in (*lineup.below(tier), *reversed(lineup.above(tier))) if not other.leaving
+        ]
+        with self._deletions.watch() as deleted:
+            Leaving(tier, nearest, lineup.movers, deleted, stop.is_set).copy()
+        with self._step:
+            others = [other for other in self._lineups.current.tiers if other is not tier]
+            self._exchange(others, [tier])
+            self._shares.follow(others)
+            self._lineups.follow()
+
+
+@contextmanager
+def _reasons_of(tier: Tier) -> Iterator[None]:
+    """Show why a tier cannot leave, if it cannot."""
+    try:
+        yield
+    except ClosedError:
+        pass  # another list has come, or the end of the chain
+    except StorageError as error:
+        if not tier.leaving.startswith(STUCK):
+            _log.warning("tier %s: %s: %s", tier.name, STUCK, error)
+        tier.leaving = f"{STUCK}: {error}"
+
+
+def _same(settings: TierSettings, tiers: Sequence[Tier]) -> Tier | None:
+    """Return the tier that settings mean: the one at their place or, if they have no place, of their name."""
+    kind = str(settings.section["type"])
+    for tier in tiers:
+        has_name = (tier.name, tier.kind) == (settings.name, kind)
+        if tier.settings.place == settings.place and (settings.place or has_name):
+            return tier
+    return None
 
 
 def _introduce(tier: Tier, others: Sequence[Tier]) -> None:
@@ -283,21 +394,6 @@ def _introduce(tier: Tier, others: Sequence[Tier]) -> None:
             tier.attach(memory)
         other.learn_namespaces([tier])
     tier.learn_namespaces(others)
-
-
-def _settings(tiers: Sequence[Tier]) -> list[TierSettings]:
-    return [tier.settings for tier in tiers]
-
-
-def _named(lineup: Lineup, name: str) -> Tier:
-    for tier in lineup.tiers:
-        if tier.name == name:
-            return tier
-    raise ConfigError(f"no tier is named {name!r}; the chain has {_names(lineup)}")
-
-
-def _names(lineup: Lineup) -> str:
-    return ", ".join(tier.name for tier in lineup.tiers)
 
 
 def _has_name(spec: str | Mapping[str, Any]) -> bool:

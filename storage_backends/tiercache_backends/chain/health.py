@@ -16,7 +16,7 @@ from tiercache.storage.base import Capabilities, NamespaceRecord, SharedMemory, 
 from tiercache.storage.env import Env
 from tiercache.storage.guard import GiveUp, Guard, NoThreadError, PendingCall
 from tiercache.storage.shares import Shares
-from tiercache.storage.tiers import LEAVING, SET_READ_ONLY
+from tiercache.storage.tiers import SET_READ_ONLY, STUCK
 from tiercache_backends.chain.examination import Backlog, answers, takes_objects
 from tiercache_backends.chain.figures import Figures
 from tiercache_backends.chain.settings import TierSettings
@@ -65,8 +65,8 @@ class MonitoredStore:
         env: Env,
     ) -> None:
         self.settings = settings
-        self.is_leaving = False
-        """Whether the tier is read, but takes no new objects, because it is being removed from the chain."""
+        self.leaving = ""
+        """Progress of a tier that leaves the chain, and takes no new objects; empty if it stays."""
         self.name: Final = settings.name
         self.kind: Final = str(settings.section.get("type", ""))
         self.figures: Final = Figures(env, settings.write_per_day)
@@ -105,7 +105,7 @@ class MonitoredStore:
         """Whether the tier takes part in calls."""
         if self._store is None or self._guard.is_left_out:
             return Health.OUT
-        return Health.SERVING if self._takes_writes and not self.is_leaving else Health.READ_ONLY
+        return Health.SERVING if self._takes_writes and not self.leaving else Health.READ_ONLY
 
     @property
     def is_readable(self) -> bool:
@@ -120,19 +120,16 @@ class MonitoredStore:
     @property
     def why(self) -> str:
         """Reason why the tier is not serving; empty while it is."""
-        if self.is_leaving and self.is_readable:
-            return LEAVING
+        if self.leaving:
+            return self.leaving if self.is_readable else f"{STUCK}: {self._guard.why}"
         return "" if self.health is Health.SERVING else self._guard.why
 
-    def open(self) -> None:
-        """Open the store and examine it; a tier that cannot be opened is out until it can.
-
-        Raises ConfigError for a setting that the store refuses.
-        """
-        self.begin_open()()
-
     def begin_open(self) -> Callable[[], None]:
-        """Begin to open the store, as in `open`; the function that is returned waits for the end."""
+        """Begin to open the store and to examine it; the function that is returned waits for the end.
+
+        A tier that cannot be opened is out until it can. That function raises ConfigError for a setting that
+        the store refuses.
+        """
         examination = self._begin_examination()
 
         def end() -> None:
@@ -385,19 +382,9 @@ class MonitoredStore:
         return self._store is not None and (not self._guard.is_left_out or self._is_returning)
 
     @property
-    def is_open(self) -> bool:
-        """Whether the store is open; the tier may be left out nevertheless."""
-        return self._store is not None
-
-    @property
     def opened(self) -> StorageBackend | None:
-        """The store, if it is open; calls of it have no deadline."""
+        """The store, if it is open, also while the tier is left out; calls of it have no deadline."""
         return self._store
-
-    @property
-    def has_hung_calls(self) -> bool:
-        """Whether a call hangs in the store."""
-        return self._guard.hung > 0
 
     @property
     def memories(self) -> list[SharedMemory]:
@@ -406,7 +393,7 @@ class MonitoredStore:
             return [attached.memory for attached in self._backlog.memories]
 
     def suspend(self) -> bool:
-        """Close the store, until `open`, within the tier's deadline.
+        """Close the store, until it is opened again, within the tier's deadline.
 
         Returns False if a call hangs in the store, which stays open then.
         """

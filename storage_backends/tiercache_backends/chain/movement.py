@@ -25,7 +25,7 @@ from tiercache.storage.residents import parents_first
 from tiercache.storage.vectors import batches, copy_in
 from tiercache_backends.chain.examination import CANARY
 from tiercache_backends.chain.settings import WritePolicy
-from tiercache_backends.chain.write_back import WriteBack
+from tiercache_backends.chain.write_back import ColdestWatch
 
 if TYPE_CHECKING:
     from tiercache_backends.chain.tier import Tier
@@ -75,26 +75,17 @@ class Deletions:
         self._watches: list[Digests] = []
         self._under_way: list[Digests] = []
 
-    def open(self) -> Digests:
-        """Return a set of the keys (their digests) that are being deleted, or are deleted from now on."""
+    @contextmanager
+    def watch(self) -> Iterator[Digests]:
+        """Yield a set of the keys (their digests) that are being deleted, or are during the `with` block."""
         with self.changed:
             watch: Digests = set().union(*self._under_way)
             self._watches.append(watch)
-        return watch
-
-    def close(self, watch: Digests) -> None:
-        """Add no more keys to this set."""
-        with self.changed:
-            self._watches = [other for other in self._watches if other is not watch]
-
-    @contextmanager
-    def watch(self) -> Iterator[Digests]:
-        """Watch during a `with` block."""
-        watch = self.open()
         try:
             yield watch
         finally:
-            self.close(watch)
+            with self.changed:
+                self._watches = [other for other in self._watches if other is not watch]
 
     @contextmanager
     def note(self, digests: Digests) -> Iterator[None]:
@@ -152,7 +143,7 @@ class Mover:
         """Tiers above that were out when the present or last comparison with them began."""
         self._named: set[bytes] = set()
         """Namespaces whose records the target was given, if any tier has them."""
-        self._write_back: Final = WriteBack(target)
+        self._write_back: Final = ColdestWatch(target)
         self._is_awaited = False
         """Whether a promotion to the tier above waits for this tier."""
         self._thread = threading.Thread(target=self._work, name=f"tiercache-mover-{target.name}", daemon=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Annotated, Any, Final
 
@@ -30,8 +30,6 @@ from tiercache.storage.registry import backend_type, capabilities_of
 from tiercache.storage.tiers import PREFIX, free_name
 from tiercache.text import exact_size, shown
 
-_FIXED: Final = frozenset({"name", "type", "path", "address"})
-"""Settings that say which tier it is, and cannot change."""
 _MAX_TIERS: Final = 8
 _WRITES: Final = frozenset({"write", "write_after", "write_per_day"})
 """Settings that a tier has no use for if nothing is written to it."""
@@ -143,7 +141,9 @@ class TierSettings:
     @property
     def url(self) -> str:
         """URL with which the same tier can be opened again."""
-        rest = {name: value for name, value in self.section.items() if name not in _FIXED}
+        rest = {
+            name: value for name, value in self.section.items() if name not in ("type", "path", "address")
+        }
         own = {"name": self.name} | chosen_values(self)
         chosen = {
             PREFIX + name: value
@@ -171,7 +171,8 @@ def parse_tiers(tiers: Any) -> list[TierSettings]:
     """
     if isinstance(tiers, str | Mapping) or not isinstance(tiers, Sequence) or not tiers:
         raise ConfigError("a chain of tiers is a list of storage URLs, the fastest first; give one or more")
-    _check_count(tiers)
+    if len(tiers) > _MAX_TIERS:
+        raise ConfigError(f"{len(tiers)} tiers are more than the {_MAX_TIERS} that a chain can have")
     found: list[TierSettings] = []
     for spec in tiers:
         found.append(parse_tier(spec, [tier.name for tier in found]))
@@ -199,32 +200,15 @@ def parse_tier(spec: Any, taken: Sequence[str] = ()) -> TierSettings:
     return tier
 
 
-def change_tier(tier: TierSettings, changes: Mapping[str, Any]) -> TierSettings:
-    """Return a tier's settings after changes: of its own ones, named without the prefix, and of its store's.
-
-    Raises ConfigError for a value of its own that is wrong, and for settings that cannot change.
-    """
-    if fixed := sorted(changes.keys() & _FIXED):
-        raise ConfigError(
-            f"{', '.join(fixed)} of tier {tier.name!r} cannot change while it serves; replace the tier"
-            " instead"
-        )
-    own = {name: value for name, value in changes.items() if name in settings_in(TierSettings)}
-    section = {**tier.section, **{name: value for name, value in changes.items() if name not in own}}
-    if not changes.keys() <= LIVE_SETTINGS and not tier.place:
-        raise ConfigError(
-            f"tier {tier.name!r} would have to be opened again, and its contents would be lost; add another"
-            " tier with these settings, and remove this one"
-        )
-    changed = replace(tier, section=section, **_values(tier.name, own))
-    _check_read_only(changed, own)
-    return changed
+def is_live_change(was: TierSettings, to: TierSettings) -> bool:
+    """Return whether a tier takes these settings while its store is open, which is at the same place."""
+    fixed = {"name", *settings_in(TierSettings)} - LIVE_SETTINGS
+    return _of_store(was) == _of_store(to) and all(getattr(was, name) == getattr(to, name) for name in fixed)
 
 
-def check_chain(tiers: Sequence[TierSettings]) -> None:
-    """Raise ConfigError if these tiers cannot be a chain."""
-    _check_count(tiers)
-    check_together(tiers)
+def _of_store(tier: TierSettings) -> Mapping[str, str]:
+    """Return the settings of a tier's store, without its place."""
+    return {name: _text(value) for name, value in tier.section.items() if name not in ("path", "address")}
 
 
 def _values(tier: str, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -238,11 +222,6 @@ def _check_read_only(tier: TierSettings, own: Mapping[str, Any]) -> None:
             f"tier {tier.name!r} is read-only, so nothing can be written through or back to it; remove"
             " tier_read_only, or the settings of its writes"
         )
-
-
-def _check_count(tiers: Sequence[Any]) -> None:
-    if len(tiers) > _MAX_TIERS:
-        raise ConfigError(f"{len(tiers)} tiers are more than the {_MAX_TIERS} that a chain can have")
 
 
 def check_together(tiers: Sequence[TierSettings]) -> None:

@@ -10,7 +10,7 @@ there does not count.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
@@ -73,32 +73,37 @@ class ChainShares:
     """
 
     def __init__(self) -> None:
-        self._shares: Shares | None = None
+        self.current: Shares | None = None
+        """Shares that are kept now."""
 
     def share(self, shares: Shares, tiers: Sequence[Tier]) -> None:
         """Let the tiers keep their parts of these shares, all or none; see `StorageBackend.share`."""
-        was, self._shares = self._shares, shares
+        was, self.current = self.current, shares
         try:
             self._tell(shares, tiers)
         except ConfigError:
-            self._shares = was
+            self.current = was
             if was is not None:
                 self._tell(was, tiers)
             raise
 
     def follow(self, tiers: Sequence[Tier]) -> None:
         """Divide the shares among other tiers, all or none; raises ConfigError if they cannot keep them."""
-        if self._shares is not None:
-            self._tell(self._shares, tiers)
+        self.give(self.current, tiers, tiers)
 
-    def check(self, tiers: Sequence[Tier]) -> None:
+    def give(self, shares: Shares | None, tiers: Sequence[Tier], some: Collection[Tier]) -> None:
+        """Give some of the tiers their parts of shares that are divided among all; as `follow`."""
+        if shares is not None:
+            self._tell(shares, tiers, some)
+
+    def check(self, shares: Shares | None, tiers: Sequence[Tier]) -> None:
         """Raise ConfigError if these tiers cannot keep the shares."""
-        if self._shares is not None:
-            self._parts(self._shares, tiers)
+        if shares is not None:
+            self._parts(shares, tiers)
 
     def summed(self, tiers: Sequence[Tier]) -> Mapping[str, OwnerUse]:
         """Return what each owner had in all tiers at their last reports; limits are those of the chain."""
-        shares = self._shares
+        shares = self.current
         if shares is None:
             return {}
         found: dict[str, OwnerUse] = {name: OwnerUse() for name in ("", *shares.limits)}
@@ -111,9 +116,9 @@ class ChainShares:
             for name, use in found.items()
         }
 
-    def _tell(self, shares: Shares, tiers: Sequence[Tier]) -> None:
+    def _tell(self, shares: Shares, tiers: Sequence[Tier], some: Collection[Tier] | None = None) -> None:
         parts = self._parts(shares, tiers)
-        for tier in tiers:
+        for tier in tiers if some is None else some:
             if tier.name in parts:
                 tier.share(parts[tier.name])
 

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, Self
 
@@ -29,7 +29,7 @@ from tiercache.storage.env import Env
 from tiercache.storage.history import History, TierHistory
 from tiercache.storage.registry import capabilities_of
 from tiercache.storage.shares import Shares
-from tiercache.storage.tiers import ObservedTier, Report, TierControl, ignore_progress
+from tiercache.storage.tiers import ObservedTier, TierChange
 from tiercache_backends.chain.batches import GetBatch, Offers, SetBatch
 from tiercache_backends.chain.changes import Changes, tier_of
 from tiercache_backends.chain.lineup import Lineup, Lineups
@@ -49,7 +49,7 @@ _CLOSE_S: Final = 10.0
 """Maximum seconds that a close waits for copies to lower tiers."""
 
 
-class TierChain(StorageBackend, TierControl):
+class TierChain(StorageBackend):
     """Store over stores: a get is answered by the first tier that has the object, a set by the first that
     takes it.
 
@@ -139,29 +139,13 @@ class TierChain(StorageBackend, TierControl):
             if (store := tier.opened) is not None and tier.is_readable
         ]
 
-    def add_tier(self, spec: str | Mapping[str, Any], position: int | None = None) -> None:
-        self._changes.add(spec, position)
-
-    def remove_tier(
-        self, name: str, *, keep_contents: bool = True, progress: Report = ignore_progress
-    ) -> None:
-        self._changes.remove(name, progress, keep_contents=keep_contents)
-
-    def replace_tier(
+    def retier(
         self,
-        name: str,
-        spec: str | Mapping[str, Any],
-        *,
-        keep_contents: bool = True,
-        progress: Report = ignore_progress,
-    ) -> None:
-        self._changes.replace(name, spec, progress, keep_contents=keep_contents)
-
-    def reorder(self, names: Sequence[str]) -> None:
-        self._changes.reorder(names)
-
-    def change_tier(self, name: str, /, **settings: Any) -> None:
-        self._changes.configure(name, settings)
+        tiers: Sequence[str | Mapping[str, Any]],
+        drop: Collection[str] = (),
+        shares: Shares | None = None,
+    ) -> TierChange:
+        return self._changes.retier(tiers, drop, shares)
 
     # --- calls with payload
     # --------------------------------------------------------------------------------------------------------

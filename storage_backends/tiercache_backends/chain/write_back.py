@@ -25,7 +25,7 @@ _SHARED_S: Final = 1.0
 """Seconds after which a tier is looked at again if other processes may write to it too."""
 
 
-class WriteBack:
+class ColdestWatch:
     """Watch over the tier above `target`, to copy what will be evicted there soon.
 
     The tier is looked at when so many bytes were written to it, or read and so kept for longer, that it may

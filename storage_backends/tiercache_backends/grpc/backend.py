@@ -16,7 +16,7 @@ from threading import Lock
 from typing import Any, Final, Self, TypeVar
 
 from tiercache.core import DIGEST_BYTES, ObjectKey, Outcome
-from tiercache.errors import StorageError, UnlistedError, WireError
+from tiercache.errors import ConfigError, RefusedError, StorageError, UnlistedError, WireError
 from tiercache.storage.base import (
     FLUSH_SECONDS,
     Capabilities,
@@ -47,7 +47,6 @@ from tiercache_backends.grpc.inquiries import DaemonReport, joined, read_history
 from tiercache_backends.grpc.settings import GrpcSettings, read_settings
 from tiercache_backends.grpc.shared import SharedPlane
 from tiercache_backends.grpc.stream import StreamPlane
-from tiercache_backends.grpc.tiers import RemoteTiers
 
 _log = logging.getLogger(__name__)
 
@@ -76,8 +75,8 @@ class Pong:
     """Type of the daemon's own store, to show to a user."""
 
 
-class GrpcBackend(StorageBackend, RemoteTiers):
-    """Store in a tiercache daemon, whose tiers an operator of the daemon can change.
+class GrpcBackend(StorageBackend):
+    """Store in a tiercache daemon.
 
     The backend can be opened while the daemon is down, and reconnects by itself. An item is UNAVAILABLE if
     the daemon does not answer, and REFUSED if the daemon does not serve this client.
@@ -258,6 +257,21 @@ class GrpcBackend(StorageBackend, RemoteTiers):
             reply = self._ask("Report", request, self._settings.transfer_timeout)
             return read_report(reply)
 
+    def reload(self, drop: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+        """Let the daemon take over what its file has now; see `StorageBackend.retier` for `drop`.
+
+        Returns what has changed, and the settings that take effect at the next start only. Raises ConfigError
+        for a file that is not possible, RefusedError for a caller who may not, or another StorageError.
+        """
+        with self._gate:
+            reply = self._ask("Reload", pb.ReloadRequest(drop=drop))
+            while not reply.over:
+                reply = self._ask("Reload", pb.ReloadRequest(number=reply.number))
+        if reply.error:
+            kinds = {pb.RELOAD_ERROR_CONFIG: ConfigError, pb.RELOAD_ERROR_REFUSED: RefusedError}
+            raise kinds.get(reply.error, StorageError)(reply.why)
+        return list(reply.changed), list(reply.at_next_start)
+
     def ping(self) -> Pong:
         """Ask the daemon for its identity; raise StorageError if it does not answer."""
         with self._gate:
@@ -327,13 +341,6 @@ class GrpcBackend(StorageBackend, RemoteTiers):
             lambda connection, left: connection.call(name, request, left), words, seconds,
             changes=name in CHANGES,
         )  # fmt: skip
-
-    def _ask_of_tiers(self, name: str, request: Any) -> Any:
-        with self._gate:
-            return self._manager.ask(
-                lambda connection, left: connection.call(name, request, left), "a change of tiers",
-                changes=name in CHANGES,
-            )  # fmt: skip
 
     def _data_plane(self) -> dict[str, str | int]:
         """Return how payload travels from and to another host; nothing on the same host."""

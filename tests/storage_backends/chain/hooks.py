@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -143,6 +143,33 @@ class ChainHooks(BackendConformance):
 
     def scanned(self, meta: ObjectMeta) -> ObjectMeta:
         return self.parts[-1]().scanned(meta)
+
+
+def listed(store: Any) -> dict[str, Any]:
+    """The tiers of a chain: a URL of each, by name, in order."""
+    return {tier.name: tier.settings.url for tier in chain_of(store).tiers if not tier.leaving}
+
+
+def relist(store: Any, specs: Iterable[Any], drop: Collection[str] = ()) -> None:
+    """Give a chain another list, and wait until the tiers that are not in it have left."""
+    chain_of(store).retier(list(specs), drop).left.result(120)
+
+
+def add(store: Any, spec: Any, at: int | None = None) -> None:
+    """Let a tier join, as the last or at a position."""
+    specs = list(listed(store).values())
+    specs.insert(len(specs) if at is None else at, spec)
+    relist(store, specs)
+
+
+def remove(store: Any, name: str, *, drop: bool = False) -> None:
+    """Let a tier leave, or drop it."""
+    relist(store, [url for other, url in listed(store).items() if other != name], [name] if drop else [])
+
+
+def replace_tier(store: Any, name: str, spec: Any) -> None:
+    """Let a tier take the place of another one, or take other settings."""
+    relist(store, (listed(store) | {name: spec}).values())
 
 
 def refuse() -> StorageBackend:

@@ -10,7 +10,7 @@ import pytest
 from tiercache_backends.chain.settings import parse_tiers
 from tiercache_backends.memory import MemoryBackend
 
-from tests.storage_backends.chain.hooks import chain_of
+from tests.storage_backends.chain.hooks import add, chain_of, remove
 from tests.storage_backends.grpc.nodes import daemon_settings
 from tiercache.core import Outcome
 from tiercache.daemon import StorageServer
@@ -73,13 +73,13 @@ def test_a_prefix_of_a_bucket_is_no_directory() -> None:
 def test_a_chain_is_capable_of_what_its_tiers_are_now(tmp_path: Path) -> None:
     with chain_of(open_backend([MEMORY, disk(tmp_path / "a")])) as chain:
         assert (chain.capabilities.bounded, chain.capabilities.persistent) == (True, False)
-        chain.add_tier("memory://?tier_name=endless")
+        add(chain, "memory://?tier_name=endless")
         assert not chain.capabilities.bounded
-        chain.remove_tier("endless", keep_contents=False)
+        remove(chain, "endless", drop=True)
         assert chain.capabilities.bounded
-        chain.remove_tier("memory", keep_contents=False)
+        remove(chain, "memory", drop=True)
         assert not chain.capabilities.persistent, "a tier that is not may join again"
-        chain.add_tier(MEMORY, 0)
+        add(chain, MEMORY, 0)
 
 
 def test_a_daemon_keeps_objects_or_not_as_its_store_does(tmp_path: Path) -> None:
@@ -88,11 +88,11 @@ def test_a_daemon_keeps_objects_or_not_as_its_store_does(tmp_path: Path) -> None
             served(MemoryBackend(1 << 20)) as (forgets, _),
             pytest.raises(ConfigError, match="'far' is not persistent, as the chain has been"),
         ):
-            chain.add_tier(forgets)
+            add(chain, forgets)
         with served(open_backend(disk(tmp_path / "c"))) as (keeps, _):
-            chain.add_tier(keeps)
+            add(chain, keeps)
             assert chain.capabilities.persistent
-            chain.remove_tier("far")
+            remove(chain, "far")
         assert [tier.name for tier in chain.tiers] == ["file", "file-2"]
 
 

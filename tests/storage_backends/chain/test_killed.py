@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 from tiercache_backends.chain import TierChain
 
-from tests.storage_backends.chain.hooks import chain_of
+from tests.storage_backends.chain.hooks import add, chain_of, remove, replace_tier
 from tests.storage_backends.chain.test_processes import is_ahead
 from tiercache.core import Outcome
 from tiercache.errors import UnavailableError
@@ -123,11 +123,11 @@ class Life:
         self.store_on()
         while True:
             name = self.random.choice([tier.name for tier in chain.tiers])
-            chain.remove_tier(name)
+            remove(chain, name)
             self.tiers(*(tier.name for tier in chain.tiers))
             time.sleep(0.05)
             self.tiers("a", "l", "c")
-            chain.add_tier(url(self.path, name, **own), self.random.randrange(3))
+            add(chain, url(self.path, name, **own), self.random.randrange(3))
 
     def replacement(self) -> None:
         own = {"write": "write_through_selective"}
@@ -137,10 +137,10 @@ class Life:
             first, other = chain.tiers
             kind = "al"[n % 2]
             self.tiers(first.name, other.name, f"{kind}{n}")
-            chain.replace_tier(first.name, url(self.path, f"{kind}{n}"))
+            replace_tier(chain, first.name, url(self.path, f"{kind}{n}"))
             self.tiers(*(tier.name for tier in chain.tiers))
             name = chain.tiers[0].name
-            chain.replace_tier(name, url(self.path, name, "96MiB"))
+            replace_tier(chain, name, url(self.path, name, "96MiB"))
 
 
 def live(path: str, scenario: str, first: str, seed: str) -> None:

@@ -8,7 +8,7 @@ import threading
 import pytest
 from tiercache_backends.chain import TierChain
 
-from tests.storage_backends.chain.hooks import chain_of
+from tests.storage_backends.chain.hooks import add, chain_of
 from tests.waiting import until
 from tiercache.core import Outcome
 from tiercache.errors import ConfigError, StorageError
@@ -127,13 +127,13 @@ def test_a_disk_that_hangs_during_a_change_refuses_the_change(tmp_path):
     with open_backend([well], env=env) as chain:
         hang = env.hang_all()
         with pytest.raises(StorageError, match="'file' cannot be opened, so the chain is as before"):
-            chain_of(chain).add_tier(sick)
+            add(chain, sick)
         assert [tier.name for tier in chain_of(chain).tiers] == ["well"]
         hang.release()
 
         def is_added():
             try:
-                chain_of(chain).add_tier(sick)
+                add(chain, sick)
             except StorageError:  # the opening that hung has not closed what it opened late
                 return False
             return True

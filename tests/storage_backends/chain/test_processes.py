@@ -10,7 +10,7 @@ import pytest
 from tiercache_backends.chain import TierChain
 
 from tests.storage.backends import FileHooks
-from tests.storage_backends.chain.hooks import ChainHooks, chain_of
+from tests.storage_backends.chain.hooks import ChainHooks, add, chain_of, remove
 from tests.storage_backends.lmdb.hooks import LmdbHooks
 from tests.waiting import until
 from tiercache.core import Outcome
@@ -130,7 +130,7 @@ def test_a_change_in_one_process_costs_the_other_nothing(tmp_path):
         ours, theirs, more, later = (named(who, n) for n in range(2) for who in ("ours", "theirs"))
         store(chain, ours)
         assert peer.set(theirs, SIZE) == [STORED] * 10
-        chain.remove_tier("a")
+        remove(chain, "a")
         store(chain, more)
         assert peer.set(later, SIZE) == [STORED] * 10
         assert peer.get([*ours, *more, *theirs, *later], SIZE) == [HIT] * 40
@@ -138,7 +138,7 @@ def test_a_change_in_one_process_costs_the_other_nothing(tmp_path):
         # The peer copies what it stores, so that this process finds that in the tier that it has kept.
         until(lambda: all(chain.exists([key(n) for n in [*theirs, *later]])))
         assert chain.exists([key(ours[0])]) == [False]
-        chain.add_tier(f"lmdb://{tmp_path}/s/a?capacity={UPPER}&tier_name=a", 0)
+        add(chain, f"lmdb://{tmp_path}/s/a?capacity={UPPER}&tier_name=a", 0)
         assert all(fetch(chain, key(n), SIZE) == payload(n, SIZE) for n in [*ours[1:], *theirs])
     chain.close()
 

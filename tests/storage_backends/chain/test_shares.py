@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.storage_backends.chain.hooks import add, remove, replace_tier
 from tests.waiting import until
 from tiercache.core import Outcome
 from tiercache.errors import ConfigError
@@ -64,14 +65,14 @@ def test_tiers_that_come_and_go_get_their_parts(tmp_path: Path) -> None:
     with open_backend([url(tmp_path, "a", "16MiB")]) as store:
         share(store, ash=Share(quota=8 * MIB, guarantee=4 * MIB))
         put_all(store, range(100))
-        store.add_tier(url(tmp_path, "b", "48MiB", "&tier_promote=never"))  # type: ignore[attr-defined]
+        add(store, url(tmp_path, "b", "48MiB", "&tier_promote=never"))
         found = parts(store)
         assert {name: one.quota_bytes for name, one in found.items()} == {"a": 2 * MIB, "b": 6 * MIB}
         assert {name: one.guarantee_bytes for name, one in found.items()} == {"a": MIB, "b": 3 * MIB}
         assert found["a"].used_bytes <= 2 * MIB
-        store.change_tier("b", capacity="16MiB")  # type: ignore[attr-defined]
+        replace_tier(store, "b", url(tmp_path, "b", "16MiB", "&tier_promote=never"))
         assert {name: one.quota_bytes for name, one in parts(store).items()} == {"a": 4 * MIB, "b": 4 * MIB}
-        store.remove_tier("a")  # type: ignore[attr-defined]
+        remove(store, "a")
         assert parts(store)["b"].quota_bytes == 8 * MIB
         use = store.usage().owners["ash"]
         assert (use.quota_bytes, use.guarantee_bytes) == (8 * MIB, 4 * MIB)
@@ -83,9 +84,9 @@ def test_a_chain_too_small_for_its_guarantees_is_not_made(tmp_path: Path) -> Non
         share(store, ash=Share(guarantee=20 * MIB))
         put_all(store, range(10))
         with pytest.raises(ConfigError, match="the guarantees of tenants ash add up to"):
-            store.remove_tier("b")  # type: ignore[attr-defined]
+            remove(store, "b")
         with pytest.raises(ConfigError, match="the guarantees of tenants ash add up to"):
-            store.change_tier("b", capacity="4MiB")  # type: ignore[attr-defined]
+            replace_tier(store, "b", url(tmp_path, "b", "4MiB"))
         assert [tier.health for tier in store.usage().tiers] == ["serving", "serving"]
         assert {one.guarantee_bytes for one in parts(store).values()} == {10 * MIB}
 

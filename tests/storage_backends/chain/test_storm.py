@@ -12,10 +12,13 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tiercache_backends.chain.settings import Promotion, WritePolicy
 
+from tests.storage_backends.chain.hooks import add, listed, relist, remove, replace_tier
 from tests.storage_backends.chain.test_live import has_all, names_of, opened, url, wait_for
 from tiercache.core import Outcome
 from tiercache.errors import UnavailableError
@@ -156,14 +159,14 @@ class Storm:
 
     def add(self) -> None:
         if len(self.names()) < MOST_TIERS:
-            self.chain.add_tier(self.fresh(self.kind()), self.random.randrange(len(self.names()) + 1))
+            add(self.chain, self.fresh(self.kind()), self.random.randrange(len(self.names()) + 1))
 
     def remove(self) -> None:
         if len(self.names()) > 1:
-            self.chain.remove_tier(self.random.choice(self.names()))
+            remove(self.chain, self.random.choice(self.names()))
 
     def replace(self) -> None:
-        self.chain.replace_tier(self.random.choice(self.names()), self.fresh(self.kind()))
+        replace_tier(self.chain, self.random.choice(self.names()), self.fresh(self.kind()))
 
     def reopen(self) -> None:
         tier = self.random.choice(self.chain.tiers)
@@ -171,17 +174,20 @@ class Storm:
             self.outages += 1
             capacity = self.random.choice(["256MiB", "320MiB"])
             own = f"tier_name={tier.name}&tier_deadline={DEADLINE:g}s"
-            self.chain.replace_tier(tier.name, f"{tier.kind}://{path}?capacity={capacity}&{own}")
+            replace_tier(self.chain, tier.name, f"{tier.kind}://{path}?capacity={capacity}&{own}")
             wait_for(lambda: all(tier.is_readable for tier in self.chain.tiers))
             self.outages += 1
 
     def reorder(self) -> None:
-        self.chain.reorder(self.random.sample(self.names(), len(self.names())))
+        urls = list(listed(self.chain).values())
+        relist(self.chain, self.random.sample(urls, len(urls)))
 
     def configure(self) -> None:
         write = self.random.choice(["write_through", "write_through_selective"])
         promote = self.random.choice(["second", "always", "never"])
-        self.chain.change_tier(self.random.choice(self.names()), write=write, promote=promote)
+        tier = self.random.choice(self.chain.tiers)
+        settings = replace(tier.settings, write={"": WritePolicy(write)}, promote=Promotion(promote))
+        replace_tier(self.chain, tier.name, settings.url)
 
 
 def threads_of_chains() -> list[str]:
@@ -233,7 +239,11 @@ chain = opened(*sys.argv[1:])
 store(range(400))
 writer = threading.Thread(target=store, args=(range(400, 20_000),), daemon=True)
 writer.start()
-chain.remove_tier("a", progress=lambda p: say("copied"))
+changed = chain.retier(sys.argv[2:])
+while "only it has are left" not in chain.tiers[0].why and not changed.left.done():
+    pass
+say("copied")
+changed.left.result()
 say("removed")
 writer.join()
 """

@@ -11,10 +11,11 @@ from tiercache_backends.grpc import GrpcBackend
 from tiercache_backends.grpc.settings import read_settings
 from tiercache_backends.memory import MemoryBackend
 
+from tests.storage_backends.chain.hooks import remove
 from tests.storage_backends.grpc.nodes import daemon_settings, scratch, section
 from tiercache.core import Outcome
 from tiercache.daemon import StorageServer
-from tiercache.errors import RefusedError, StorageError, UnlistedError
+from tiercache.errors import RefusedError, StorageError, UnavailableError, UnlistedError
 from tiercache.storage.base import Capabilities, ScanPage
 from tiercache.storage.registry import open_backend
 from tiercache.storage.wrappers import Wrapper
@@ -152,7 +153,7 @@ def test_a_tier_whose_daemon_cannot_list_its_objects_is_not_blamed(tmp_path: Pat
                 with pytest.raises(UnlistedError, match="names of its objects"):
                     list(chain.scan_all())
             assert [tier.health for tier in chain.usage().tiers] == ["serving", "serving"]
-            with pytest.raises(RefusedError, match="keep_contents=False"):
-                chain.remove_tier("away")
-            chain.remove_tier("disk", keep_contents=False)
+            with pytest.raises(UnavailableError, match="'away' cannot list its objects, so what only it has"):
+                remove(chain, "away")
+            remove(chain, "disk", drop=True)
             assert fetch(chain, key(1), SIZE) == payload(1, SIZE)

@@ -10,10 +10,11 @@ from tiercache_backends.chain import TierChain
 from tiercache_backends.mooncake.settings import read_settings
 from tiercache_backends.mooncake.store import MooncakeBackend
 
+from tests.storage_backends.chain.hooks import remove
 from tests.storage_backends.mooncake.rig import Pool
 from tiercache.config.urls import storage_url
 from tiercache.core import Outcome
-from tiercache.errors import RefusedError, StorageError, UnlistedError
+from tiercache.errors import StorageError, UnavailableError, UnlistedError
 from tiercache.storage.registry import open_backend
 from tiercache.testing.faults import FaultEnv
 from tiercache.testing.objects import fetch, key, payload, put
@@ -37,9 +38,9 @@ def test_asking_it_for_a_list_costs_it_nothing(pool: Pool, tmp_path: Path) -> No
             with pytest.raises(UnlistedError, match="add http=HOST:PORT"):
                 list(chain.scan_all())
         assert [tier.health for tier in chain.usage().tiers] == ["serving", "serving"]
-        with pytest.raises(RefusedError, match="keep_contents=False"):
-            chain.remove_tier("pool")
-        chain.remove_tier("file", keep_contents=False)
+        with pytest.raises(UnavailableError, match="'pool' cannot list its objects, so what only it has"):
+            remove(chain, "pool")
+        remove(chain, "file", drop=True)
         assert all(fetch(chain, key(n), SIZE) == payload(n, SIZE) for n in range(5))
 
 

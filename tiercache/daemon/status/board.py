@@ -396,7 +396,7 @@ def _beside(reader: Permissions, tenants: Mapping[str, str]) -> set[str]:
 
 def _is_unwell(tier: TierReport) -> bool:
     """Return whether a tier does less than the operator wants of it."""
-    return tier.health != HEALTHS[0] and tier.why not in DELIBERATE
+    return tier.health != HEALTHS[0] and not tier.why.startswith(DELIBERATE)
 
 
 def _hit_status(tenant: str, rated: Hits, hits: Hits) -> HitStatus:

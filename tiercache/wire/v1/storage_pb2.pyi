@@ -24,12 +24,12 @@ class RemovalCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REMOVAL_CAUSE_DELETED: _ClassVar[RemovalCause]
     REMOVAL_CAUSE_CORRUPT: _ClassVar[RemovalCause]
 
-class TierError(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+class ReloadError(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
-    TIER_ERROR_NONE: _ClassVar[TierError]
-    TIER_ERROR_CONFIG: _ClassVar[TierError]
-    TIER_ERROR_REFUSED: _ClassVar[TierError]
-    TIER_ERROR_STORAGE: _ClassVar[TierError]
+    RELOAD_ERROR_NONE: _ClassVar[ReloadError]
+    RELOAD_ERROR_CONFIG: _ClassVar[ReloadError]
+    RELOAD_ERROR_REFUSED: _ClassVar[ReloadError]
+    RELOAD_ERROR_STORAGE: _ClassVar[ReloadError]
 OUTCOME_UNSPECIFIED: Outcome
 OUTCOME_HIT: Outcome
 OUTCOME_STORED: Outcome
@@ -41,10 +41,10 @@ REMOVAL_CAUSE_UNSPECIFIED: RemovalCause
 REMOVAL_CAUSE_EVICTED: RemovalCause
 REMOVAL_CAUSE_DELETED: RemovalCause
 REMOVAL_CAUSE_CORRUPT: RemovalCause
-TIER_ERROR_NONE: TierError
-TIER_ERROR_CONFIG: TierError
-TIER_ERROR_REFUSED: TierError
-TIER_ERROR_STORAGE: TierError
+RELOAD_ERROR_NONE: ReloadError
+RELOAD_ERROR_CONFIG: ReloadError
+RELOAD_ERROR_REFUSED: ReloadError
+RELOAD_ERROR_STORAGE: ReloadError
 
 class Keys(_message.Message):
     __slots__ = ("digests", "pools", "pool_of")
@@ -562,120 +562,29 @@ class TierReport(_message.Message):
     url: str
     def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., health: _Optional[str] = ..., why: _Optional[str] = ..., objects: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., read_objects: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_objects: _Optional[int] = ..., written_bytes: _Optional[int] = ..., waiting: _Optional[int] = ..., dropped: _Optional[int] = ..., lost_calls: _Optional[int] = ..., last_read: _Optional[float] = ..., texts: _Optional[_Mapping[str, str]] = ..., numbers: _Optional[_Mapping[str, int]] = ..., url: _Optional[str] = ...) -> None: ...
 
-class ChangeTiersRequest(_message.Message):
-    __slots__ = ("add", "remove", "replace", "order", "set")
-    ADD_FIELD_NUMBER: _ClassVar[int]
-    REMOVE_FIELD_NUMBER: _ClassVar[int]
-    REPLACE_FIELD_NUMBER: _ClassVar[int]
-    ORDER_FIELD_NUMBER: _ClassVar[int]
-    SET_FIELD_NUMBER: _ClassVar[int]
-    add: AddTier
-    remove: RemoveTier
-    replace: ReplaceTier
-    order: OrderTiers
-    set: SetTier
-    def __init__(self, add: _Optional[_Union[AddTier, _Mapping]] = ..., remove: _Optional[_Union[RemoveTier, _Mapping]] = ..., replace: _Optional[_Union[ReplaceTier, _Mapping]] = ..., order: _Optional[_Union[OrderTiers, _Mapping]] = ..., set: _Optional[_Union[SetTier, _Mapping]] = ...) -> None: ...
-
-class AddTier(_message.Message):
-    __slots__ = ("tier", "position")
-    class TierEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: str
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
-    TIER_FIELD_NUMBER: _ClassVar[int]
-    POSITION_FIELD_NUMBER: _ClassVar[int]
-    tier: _containers.ScalarMap[str, str]
-    position: int
-    def __init__(self, tier: _Optional[_Mapping[str, str]] = ..., position: _Optional[int] = ...) -> None: ...
-
-class RemoveTier(_message.Message):
-    __slots__ = ("name", "drop")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    DROP_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    drop: bool
-    def __init__(self, name: _Optional[str] = ..., drop: _Optional[bool] = ...) -> None: ...
-
-class ReplaceTier(_message.Message):
-    __slots__ = ("name", "tier", "drop")
-    class TierEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: str
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    TIER_FIELD_NUMBER: _ClassVar[int]
-    DROP_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    tier: _containers.ScalarMap[str, str]
-    drop: bool
-    def __init__(self, name: _Optional[str] = ..., tier: _Optional[_Mapping[str, str]] = ..., drop: _Optional[bool] = ...) -> None: ...
-
-class OrderTiers(_message.Message):
-    __slots__ = ("names",)
-    NAMES_FIELD_NUMBER: _ClassVar[int]
-    names: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, names: _Optional[_Iterable[str]] = ...) -> None: ...
-
-class SetTier(_message.Message):
-    __slots__ = ("name", "settings")
-    class SettingsEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: str
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    SETTINGS_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    settings: _containers.ScalarMap[str, str]
-    def __init__(self, name: _Optional[str] = ..., settings: _Optional[_Mapping[str, str]] = ...) -> None: ...
-
-class FollowTierChangeRequest(_message.Message):
-    __slots__ = ("number", "seen", "give_up", "seconds")
+class ReloadRequest(_message.Message):
+    __slots__ = ("number", "drop")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
-    SEEN_FIELD_NUMBER: _ClassVar[int]
-    GIVE_UP_FIELD_NUMBER: _ClassVar[int]
-    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DROP_FIELD_NUMBER: _ClassVar[int]
     number: int
-    seen: TierProgress
-    give_up: bool
-    seconds: float
-    def __init__(self, number: _Optional[int] = ..., seen: _Optional[_Union[TierProgress, _Mapping]] = ..., give_up: _Optional[bool] = ..., seconds: _Optional[float] = ...) -> None: ...
+    drop: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, number: _Optional[int] = ..., drop: _Optional[_Iterable[str]] = ...) -> None: ...
 
-class TierChangeReply(_message.Message):
-    __slots__ = ("number", "what", "over", "error", "why", "progress")
+class ReloadReply(_message.Message):
+    __slots__ = ("number", "over", "error", "why", "changed", "at_next_start")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
-    WHAT_FIELD_NUMBER: _ClassVar[int]
     OVER_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     WHY_FIELD_NUMBER: _ClassVar[int]
-    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    CHANGED_FIELD_NUMBER: _ClassVar[int]
+    AT_NEXT_START_FIELD_NUMBER: _ClassVar[int]
     number: int
-    what: str
     over: bool
-    error: TierError
+    error: ReloadError
     why: str
-    progress: TierProgress
-    def __init__(self, number: _Optional[int] = ..., what: _Optional[str] = ..., over: _Optional[bool] = ..., error: _Optional[_Union[TierError, str]] = ..., why: _Optional[str] = ..., progress: _Optional[_Union[TierProgress, _Mapping]] = ...) -> None: ...
-
-class TierProgress(_message.Message):
-    __slots__ = ("copied_objects", "copied_bytes", "objects", "bytes")
-    COPIED_OBJECTS_FIELD_NUMBER: _ClassVar[int]
-    COPIED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    OBJECTS_FIELD_NUMBER: _ClassVar[int]
-    BYTES_FIELD_NUMBER: _ClassVar[int]
-    copied_objects: int
-    copied_bytes: int
-    objects: int
-    bytes: int
-    def __init__(self, copied_objects: _Optional[int] = ..., copied_bytes: _Optional[int] = ..., objects: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+    changed: _containers.RepeatedScalarFieldContainer[str]
+    at_next_start: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, number: _Optional[int] = ..., over: _Optional[bool] = ..., error: _Optional[_Union[ReloadError, str]] = ..., why: _Optional[str] = ..., changed: _Optional[_Iterable[str]] = ..., at_next_start: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class FlushRequest(_message.Message):
     __slots__ = ()
