@@ -220,7 +220,7 @@ BUDGET = {
     "tiercache.metrics": 750,
     "tiercache.wire": 650,
     "tiercache_backends.file": 4_750,
-    "tiercache_backends.lmdb": 4_450,
+    "tiercache_backends.lmdb": 3_540,
     "tiercache_backends.chain": 3_900,
     "tiercache_backends.s3": 3_750,
     "tiercache_backends.grpc": 2_820,

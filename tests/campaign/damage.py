@@ -279,8 +279,10 @@ DAMAGES: dict[str, tuple[Damage, tuple[str, ...]]] = {
 }
 """Each with the kinds of store that know it."""
 
-UNMENDED = (record, object_page, other_page)
-"""Damages that `lmdb` survives without a repair, so that its databases may disagree about the rest."""
+UNSEEN = (record, object_page, other_page)
+"""Damages that an opening of `lmdb` may not see, so that its databases may disagree until one is met."""
+EMPTYING = (*UNSEEN, suspect, short_data)
+"""Damages for which `lmdb` starts empty."""
 
 
 def _zero(template: Template, path: Path, random: Random, which: Callable[[str], bool]) -> Spoiled:

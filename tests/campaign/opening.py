@@ -16,7 +16,7 @@ from random import Random
 from tempfile import TemporaryDirectory
 
 from tests.campaign.actors import Part
-from tests.campaign.damage import DAMAGES, NAMES, UNMENDED, Damage, Spoiled, Template, template
+from tests.campaign.damage import DAMAGES, EMPTYING, NAMES, UNSEEN, Damage, Spoiled, Template, template
 from tests.campaign.model import Verdict, Version
 from tests.campaign.report import Row, Run
 from tests.campaign.stores import Subject
@@ -106,6 +106,8 @@ class Openings:
 
     def _must(self, spoiled: Spoiled, undisturbed: Undisturbed) -> set[Version]:
         stored = self._template.model.certain()
+        if self._template.kind == "lmdb" and self._damage in EMPTYING:
+            return set()
         if spoiled.loses is None:
             found = undisturbed.found or {}
             return {version for version in stored if found.get(version.name) == version.turn}
@@ -153,7 +155,7 @@ class Openings:
         return self._nursery.played(Part("open_and_close", subject.fields, kill_at=kill_at))
 
     def _look(self, subject: Subject, must: set[Version]) -> Verdict:
-        checks = not (subject.kind == "lmdb" and self._damage in UNMENDED)
+        checks = not (subject.kind == "lmdb" and self._damage in UNSEEN)
         model = self._template.model.to_json()
         look = Part("look", subject.fields, NAMES, model, must=sorted(must), checks=checks)
         return self._nursery.looked(look)

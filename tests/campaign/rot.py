@@ -3,7 +3,7 @@
 Bytes of every kind of page are changed, of a closed store or under an open one. Then the store is used three
 times, each time by a process of its own. No call may raise but as the contract says, no bytes may be wrong,
 and no process but the first may be ended by a signal. At the third start the counters must be right, and the
-store must take objects.
+store must take objects; it may be empty.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PAGE = 4096
 SIZES = (90, 700, 1500, 6000, 20_000, 70_000)
 MAY_REFUSE = ("exists", "delete", "scan", "describe", "namespaces", "usage", "coldest", "flush")
 """Calls from which a StorageError may come."""
-FIGURES = ("signal", "signal again", "raised", "counters", "lost stores")
+FIGURES = ("signal", "signal again", "raised", "counters", "emptied")
 
 
 def campaign(run: Run) -> Iterator[Row]:
@@ -72,12 +72,11 @@ def trial(nursery: Nursery, row: Row, made: Subject, when: str, seed: int, direc
         "signal again": sum(status < 0 for status in statuses[1:]),
         "raised": len(raised),
         "counters": not last.get("counted"),
-        "lost stores": last.get("hits", 0) < NAMES // 4,
+        "emptied": not last.get("hits"),
     }
     row.count(figures)
     verdict.failed = sum(figures[name] for name in ("signal again", "raised", "counters"))
-    verdict.lost = int(figures["lost stores"])
-    if verdict.failed or verdict.lost or verdict.wrong or figures["signal"]:
+    if verdict.failed or verdict.wrong or figures["signal"]:
         hits = [found.get("hits") for found in answers]
         verdict.notes.append(f"{role} {changes}: {statuses}, hits {hits}, {raised or last}")
     return verdict
@@ -186,7 +185,5 @@ def _is_counted(store: StorageBackend) -> bool:
     """Return whether the counters agree with what a scan finds, and a new object is taken."""
     sizes = [entry.meta.length for entry in store.scan_all()]
     usage = store.usage()
-    # A rewrite may bring an object back that was deleted shortly before, so HIT is right too.
-    answers = store.set([to_set(key("x"), b"x")])
-    taken = set(answers) <= {Outcome.STORED, Outcome.HIT} and store.delete([key("x")]) == [True]
+    taken = store.set([to_set(key("x"), b"x")]) == [Outcome.STORED] and store.delete([key("x")]) == [True]
     return taken and (usage.objects, usage.payload_bytes) == (len(sizes), sum(sizes))

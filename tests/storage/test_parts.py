@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tiercache_backends.file import FileBackend
 from tiercache_backends.file.extents import ExtentAllocator
 from tiercache_backends.file.records import Extent
-from tiercache_backends.lmdb.budget import PageBudget
+from tiercache_backends.lmdb.environment import PageBudget
 from tiercache_backends.memory import MemoryBackend
 
 from tests.examples import example_count

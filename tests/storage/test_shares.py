@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 )
 from tiercache_backends import memory
 from tiercache_backends.file import records
-from tiercache_backends.lmdb.payload import footprint as lmdb_footprint
+from tiercache_backends.lmdb.records import footprint as lmdb_footprint
 
 from tests.examples import example_count, slow_after
 from tests.storage.backends import FileHooks, MemoryHooks
@@ -324,7 +324,7 @@ def test_bytes_are_counted_anew_after_a_damaged_database(store: str, database: s
         for entry in opened.scan_all():
             found[owner_of(entry.meta.namespace)] += footprint.of(entry.meta.length)
         assert {name: use.used_bytes for name, use in opened.usage().owners.items()} == found
-        assert sum(found.values()) > 0
+        assert (sum(found.values()) > 0) == (store == "file"), "`lmdb` starts empty"
         assert opened.set([item_of(place) for place in batch_of("ash", 6, 3)]).count(STORED) > 0
         assert opened.usage().owners["ash"].used_bytes <= 900_000
         hooks.check(opened)

@@ -1,6 +1,15 @@
-"""The LMDB environment of a store: its transactions, the lock of its writers, and its failures.
+"""The LMDB environment of a store: its transactions, the lock of its writers, its limits, and its failures.
 
 A process has at most one open environment per directory. Failures of LMDB become OSErrors here.
+
+In these files "page" means an LMDB page where limits are concerned. LMDB never overwrites a page: a
+transaction copies each page that it changes, and gives up the old copy. Two transactions later LMDB can use
+the old page again. If a reader began before that page was given up, LMDB has to wait until the reader ends.
+
+When the map is full, even deletions fail, because they change pages too. Therefore a part of the map, the
+reserve, is never filled with objects. Transactions take their new pages from the reserve while given-up pages
+cannot be used yet. One transaction changes less than half as many pages as the reserve has. It may change
+more if much of the map is free, or if a single object needs more.
 """
 
 from __future__ import annotations
@@ -11,6 +20,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from errno import EAGAIN, EDQUOT, EIO, ENOSPC, ESTALE
 from threading import Lock
 from typing import Any, Final, TypeVar
@@ -20,7 +30,7 @@ import lmdb
 from tiercache.core import Outcome
 from tiercache.errors import ClosedError, StorageError
 from tiercache.storage.env import Env, close_quietly
-from tiercache_backends.local.failures import DamagedError, FileLength, os_error
+from tiercache_backends.local.failures import DamagedError, FileLength, PutAsideError, os_error
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -32,20 +42,36 @@ _SPARE: Final = 8
 _DATABASES: Final = ("objects", "parts", "ages", "namespaces", "facts")
 _FAILURES: Final = (lmdb.Error, SystemError)
 """Exceptions that a call of LMDB raises; its binding raises SystemError for entries of impossible sizes."""
+_MET: Final = (*_FAILURES, struct.error, DamagedError, PutAsideError)
+"""Exceptions of a transaction; struct.error comes of an entry of a wrong length."""
 _open: Final[set[tuple[int, int, int]]] = set()
 """Process id, device and inode of each environment that is open in this process.
 
 LMDB's own locks do not work between two openers of one environment in the same process.
 """
 _open_lock: Final = Lock()
+BATCH_BYTES: Final = 8 << 20
+"""Maximum bytes that one transaction changes, unless a single object needs more."""
+_BATCH_OBJECTS: Final = 256
+"""Maximum number of objects that one transaction removes or touches."""
+_RESERVE_SHARE: Final = 18
+"""Divisor of the map's pages: one page in 18 belongs to the reserve."""
+_BURST_SHARE: Final = 4 / 9
+"""Share of the reserve that one transaction may change, so that two transactions fit in the reserve.
+
+Two such shares leave a ninth of the reserve unused. This ninth makes up for free pages that cannot be used,
+because too few of them are adjacent.
+"""
+_MIN_RESERVE: Final = 24
+"""Minimum number of pages in the reserve."""
+_LOWER_LIMITS: Final = 5
+"""Number of reduced limits on the pages in use, which a write tries in turn if too few pages are free."""
 MAX_WAIT_SECONDS: Final = 5.0
 """Seconds that a writer waits for other writers before it gives up."""
 _MAX_WAIT_AFTER_TIMEOUT_SECONDS: Final = 0.05
 """Seconds that a writer waits if the previous wait of this process was in vain."""
-_MIN_PAUSE_SECONDS: Final = 0.0001
-"""First pause, in seconds, between two tries for the lock. Each further pause is twice as long."""
-_MAX_PAUSE_SECONDS: Final = 0.0005
-"""Longest pause, in seconds, between two tries for the lock."""
+_PAUSE_SECONDS: Final = 0.0001, 0.0005
+"""First and longest pause, in seconds, between two tries for the lock. Each pause is twice the one before."""
 _KINDS: Final = {ENOSPC: "full", EDQUOT: "full", EAGAIN: "busy"}
 """Names by errno of the failures that may pass: a full disk or map, and a lock that is held too long."""
 
@@ -55,10 +81,6 @@ class MapFullError(OSError):
 
     A page that a reader may still need is not free.
     """
-
-
-class BusyError(OSError):
-    """Another writer held the lock for too long; nothing was changed."""
 
 
 class WriterLock:
@@ -78,7 +100,7 @@ class WriterLock:
 
     Lock order: first the lock between the threads of this process (`_ours`), then the file lock.
 
-    Entering the context raises BusyError after too long a wait, and OSError for other failures.
+    Entering the context raises OSError; its errno is EAGAIN after too long a wait.
 
     Thread safety: any thread may enter; a thread that is inside must not enter again.
     """
@@ -112,20 +134,76 @@ class WriterLock:
         self._fd = self._env.open(self._path, os.O_RDWR | os.O_CREAT)
         try:
             deadline = self._env.monotonic() + max_wait
-            pause = _MIN_PAUSE_SECONDS
+            pause, longest = _PAUSE_SECONDS
             while not self._env.try_lock(self._fd):
                 if self._env.monotonic() > deadline:
                     self._timed_out = True
                     raise self._busy()
                 self._env.sleep(pause)
-                pause = min(_MAX_PAUSE_SECONDS, 2 * pause)
+                pause = min(longest, 2 * pause)
             self._timed_out = False
         except BaseException:
             close_quietly(self._env, self._fd)
             raise
 
-    def _busy(self) -> BusyError:
-        return BusyError(EAGAIN, f"{self._path} is held by another writer, which makes no progress")
+    def _busy(self) -> OSError:
+        return OSError(EAGAIN, f"{self._path} is held by another writer, which makes no progress")
+
+
+@dataclass(frozen=True, slots=True)
+class PageBudget:
+    """Limits for a file of `map_pages` LMDB pages.
+
+        0                                        limit                map_pages
+        |----------- may be in use --------------|----- reserve -------|
+                                     |<- slack ->|
+
+    `slack` is the number of pages that an eviction frees in addition to the pages that are needed now.
+
+    Two transactions in a row may each change nearly half of the reserve. The third transaction can use the
+    pages that the first gave up.
+    """
+
+    map_pages: int
+    """Number of pages of the whole map; fewer if the disk had no room for the whole map."""
+    page_bytes: int
+    """Size of one page in bytes."""
+    is_short: bool = False
+    """Whether these are the pages that the file has on a full disk."""
+
+    @property
+    def reserve(self) -> int:
+        """Pages that stay free, for use while given-up pages are not usable yet: 5.6 %, and at least 24."""
+        return max(_MIN_RESERVE, self.map_pages // _RESERVE_SHARE)
+
+    @property
+    def limit(self) -> int:
+        """Maximum number of pages in use."""
+        return self.map_pages - self.reserve
+
+    @property
+    def lower_limits(self) -> list[int]:
+        """Limits on the pages in use, in falling order, to try if `limit` leaves too few pages free."""
+        return [self.limit - self.reserve * step for step in range(1, _LOWER_LIMITS + 1)]
+
+    @property
+    def slack(self) -> int:
+        """Pages that an eviction frees beyond the need, so that the next sets need not evict."""
+        return self.map_pages // 256
+
+    @property
+    def changes(self) -> int:
+        """Maximum number of objects that one transaction may remove or touch."""
+        return max(8, min(_BATCH_OBJECTS, self.reserve // 6))
+
+    def burst(self, used: int) -> int:
+        """Return the number of pages that one transaction may change while `used` pages are in use.
+
+        A transaction for a single object may change more pages.
+        """
+        # A quarter of the free pages, but at least the share of the reserve, and at most 8 MiB.
+        least = int((self.reserve - self.slack) * _BURST_SHARE)
+        return min(BATCH_BYTES // self.page_bytes, max(least, (self.map_pages - used) // 4))
 
 
 class Environment:
@@ -155,10 +233,13 @@ class Environment:
         self._pid = env.getpid()
         self._writer_lock = WriterLock(env, os.path.join(path, "WRITER"))
         self._last_sync = last_sync
-        self._read_only = read_only
+        self.read_only: Final = read_only
         self._lock = not (read_only and alone)
-        self._damaged = False
         self.path: Final = path
+        self.is_broken = False
+        """Whether LMDB must be opened again: damage was met, or the environment is of no more use."""
+        self.is_damaged = False
+        """Whether an entry or a page was met that is not as it was written."""
         self._claim()
         try:
             self._open(map_bytes)
@@ -167,7 +248,6 @@ class Environment:
             raise
 
     def _open(self, map_bytes: int) -> None:
-        self._map_bytes = map_bytes
         self._kept = 0
         """Number of LMDB pages, counted from the file's start, that `reserve` has allocated on the disk."""
         try:
@@ -179,9 +259,9 @@ class Environment:
                 max_spare_txns=_SPARE,
                 mode=0o600,
                 metasync=self._last_sync,
-                readonly=self._read_only,
+                readonly=self.read_only,
                 lock=self._lock,
-                create=not self._read_only,
+                create=not self.read_only,
             )
         except _FAILURES as error:
             raise self._os_error(error) from error
@@ -191,29 +271,34 @@ class Environment:
             self._lmdb.close()
             raise
         try:
-            found = self._present() if self._read_only else self.write(self._databases)
+            found = self._present() if self.read_only else self.write(self._databases)
             self.objects, self.parts, self.ages, self.names, self.facts = found
             self.page_bytes: int = self._lmdb.stat()["psize"]
+            self._map_is(int(self._lmdb.info()["map_size"]))
         except BaseException:
             self._length.close()
             self._lmdb.close()
             raise
 
-    def reopen(self, mend: Callable[[], bool]) -> None:
-        """Close LMDB, call `mend`, and open LMDB again; `mend` returns whether the environment is sound now.
+    def _map_is(self, map_bytes: int) -> None:
+        self.map_bytes = map_bytes
+        """Size of the map in bytes."""
+        self.budget = PageBudget(map_bytes // self.page_bytes, self.page_bytes)
+        """Limits for the whole map."""
+
+    def reopen(self, between: Callable[[], None]) -> None:
+        """Close LMDB, call `between`, and open what lies at the path then.
 
         The caller guarantees that no transaction is under way. Raises OSError; LMDB may be closed then, and
         every other call raises OSError until the next `reopen`.
         """
         self._length.close()
         self._lmdb.close()
-        sound = False
-        try:
-            sound = mend()
-        finally:
-            self._damaged = True
-            self._open(self._map_bytes)
-            self._damaged = not sound
+        self._close_files()
+        between()
+        self._claim()
+        self._open(self.map_bytes)
+        self.is_damaged = False
 
     def read(self, work: Callable[[Any], T]) -> T:
         """Run `work` in a read transaction, and return its result. Raises OSError.
@@ -226,13 +311,8 @@ class Environment:
             self._length.check()
             with self._begin() as txn:
                 return work(txn)
-        except _FAILURES as error:
-            raise self._os_error(error) from error
-        except struct.error as error:
-            raise self._unreadable(error) from error
-        except DamagedError:
-            self._damaged = True
-            raise
+        except _MET as error:
+            raise self._os_error(error) from None
 
     def write(self, work: Callable[[Any], T]) -> T:
         """Run `work` in a write transaction, which is committed as a whole or not at all.
@@ -250,13 +330,8 @@ class Environment:
                 except BaseException:
                     txn.abort()
                     raise
-            except _FAILURES as error:
-                raise self._os_error(error) from error
-            except struct.error as error:
-                raise self._unreadable(error) from error
-            except DamagedError:
-                self._damaged = True
-                raise
+            except _MET as error:
+                raise self._os_error(error) from None
             return result
 
     def resize(self, map_bytes: int) -> None:
@@ -266,7 +341,7 @@ class Environment:
         """
         with self._as_os_error():
             self._lmdb.set_mapsize(map_bytes)
-            self._map_bytes = map_bytes
+        self._map_is(map_bytes)
 
     def used_pages(self, txn: Any) -> int:
         """Return the number of LMDB pages in use in this transaction.
@@ -280,38 +355,33 @@ class Environment:
         # Add the two head pages (LMDB's "meta pages"), which are in no tree.
         return 2 + sum(int(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"]) for s in stats)
 
-    def clear_readers(self) -> int:
-        """Clear the slots of readers that died, and return the number of these slots.
+    def clear_readers(self) -> None:
+        """Clear the slots of readers that died.
 
         While such a slot exists, LMDB reuses no page that its reader might have read.
         """
         with suppress(*_FAILURES):
-            return int(self._lmdb.reader_check())
-        return 0
+            self._lmdb.reader_check()
 
-    def lagging(self) -> int:
-        """Return the number of read transactions that began two or more transactions ago.
+    def readers(self) -> list[int]:
+        """Return the id of the newest commit that each read transaction now under way in any process sees.
 
-        Pages that were given up after such a read transaction began cannot be reused before it ends. Call
-        `clear_readers` first, so that only transactions of living processes are counted.
+        Ids rise by one with each commit.
         """
-        # Transaction ids rise by one with each commit. A read transaction has the id that was newest when it
-        # began. LMDB lists readers as lines of "pid thread txnid", after a heading; an idle slot shows "-".
+        # LMDB lists readers as lines of "pid thread txnid", after a heading; an idle slot shows "-".
         with self._as_os_error():
-            newest = self._lmdb.info()["last_txnid"]
             lines = self._lmdb.readers().splitlines()[1:]
-        began = [int(line.split()[2]) for line in lines if line.split()[2].isdigit()]
-        return sum(1 for txn in began if txn + 1 < newest)
+        return [int(line.split()[2]) for line in lines if line.split()[2].isdigit()]
 
-    def readers(self) -> int:
-        """Return the number of read transactions now under way in all processes."""
-        with self._as_os_error():
-            return sum(line.split()[2].isdigit() for line in self._lmdb.readers().splitlines()[1:])
+    def is_held_back(self) -> bool:
+        """Return whether a read transaction began two or more commits ago.
 
-    def map_bytes(self) -> int:
-        """Return the size of the map in bytes."""
+        Pages that were given up after that cannot be reused before it ends. Call `clear_readers` first, so
+        that only transactions of living processes count.
+        """
         with self._as_os_error():
-            return int(self._lmdb.info()["map_size"])
+            newest = int(self._lmdb.info()["last_txnid"])
+        return any(seen + 1 < newest for seen in self.readers())
 
     def reserve(self, least: int, pages: int) -> None:
         """Allocate `pages` LMDB pages on the disk behind the last used page, if fewer than `least` are left.
@@ -323,15 +393,12 @@ class Environment:
         #   0                            there                 _kept     end of the map
         with self._as_os_error():
             there = int(self._lmdb.info()["last_pgno"]) + 1
-        if self._kept >= min(there + least, self.map_bytes() // self.page_bytes):
+        if self._kept >= min(there + least, self.budget.map_pages):
             return
-        wanted = min(there + pages, self.map_bytes() // self.page_bytes)
-        fd = self._env.open(os.path.join(self.path, "data.mdb"), os.O_RDWR)
-        try:
+        wanted = min(there + pages, self.budget.map_pages)
+        with self._data_file() as fd:
             self._env.fallocate(fd, 0, wanted * self.page_bytes)
             self._env.fdatasync(fd)
-        finally:
-            close_quietly(self._env, fd)
         self._kept = wanted
 
     def pages_on_disk(self) -> int:
@@ -344,30 +411,30 @@ class Environment:
         """Return when all data of the file is on the medium; raises OSError if that fails."""
         # LMDB's own sync does the same, but not through the store's Env. A new descriptor will do: a sync of
         # any descriptor of a file writes all cached data of the file.
+        with self._data_file() as fd:
+            self._env.fdatasync(fd)
+
+    @contextmanager
+    def _data_file(self) -> Iterator[int]:
         fd = self._env.open(os.path.join(self.path, "data.mdb"), os.O_RDWR)
         try:
-            self._env.fdatasync(fd)
+            yield fd
         finally:
             close_quietly(self._env, fd)
 
     def note_damage(self) -> None:
         """Note that an entry was found that this store cannot have written."""
-        self._damaged = True
-
-    def is_damaged(self) -> bool:
-        """Return whether any call has met damage since the environment was opened or mended."""
-        return self._damaged
+        self.is_broken = self.is_damaged = True
 
     def is_ours(self) -> bool:
         """Return whether this process opened the environment; False in a forked child."""
         return self._env.getpid() == self._pid
 
-    def close(self) -> bool:
-        """Close the environment; return False if any call met damage while the environment was open."""
+    def close(self) -> None:
+        """Close the environment."""
         self._length.close()
         self._lmdb.close()
         self._close_files()
-        return not self._damaged
 
     def _databases(self, txn: Any) -> list[Any]:
         # All five are made in one transaction. An empty one in the place of one that is not found would hide
@@ -399,6 +466,14 @@ class Environment:
                 " process"
             )
 
+    def is_in_place(self) -> bool:
+        """Return whether the directory that was opened last is still at its path. Raises OSError."""
+        try:
+            found = self._env.lstat(self.path)
+        except FileNotFoundError:
+            return False
+        return (self._pid, found.st_dev, found.st_ino) == self._identity
+
     def check_there(self) -> None:
         """Raise OSError unless the file is still at the path where it was opened."""
         if not self._length.same():
@@ -428,18 +503,22 @@ class Environment:
         except _FAILURES as error:
             raise self._os_error(error) from error
 
-    def _os_error(self, error: lmdb.Error | SystemError) -> OSError:
-        """Return the OSError for an error of LMDB; if the error means damage, record the damage."""
+    def _os_error(self, error: Exception) -> OSError:
+        """Return the OSError for a failure of a transaction, and record what it says of the environment."""
         if isinstance(error, lmdb.MapFullError):
             return MapFullError(ENOSPC, str(error))
-        found = os_error(error, self._env, self.path)
-        self._damaged = self._damaged or isinstance(found, DamagedError)
-        return found
-
-    def _unreadable(self, error: struct.error) -> DamagedError:
-        """Return the error for an entry of a wrong length, and record that damage was met."""
-        self._damaged = True
-        return DamagedError(EIO, f"an entry has another length than it was written with: {error}")
+        if isinstance(error, lmdb.PanicError):  # the write of a head page failed, as on a disk that went away
+            error = OSError(EIO, str(error))
+            self.is_broken = True
+        if isinstance(error, struct.error):
+            error = DamagedError(EIO, f"an entry is malformed: {error}")
+        if isinstance(error, _FAILURES):
+            error = os_error(error, self._env, self.path)
+        assert isinstance(error, OSError)
+        if isinstance(error, DamagedError):
+            self.note_damage()
+        self.is_broken |= isinstance(error, PutAsideError)
+        return error
 
 
 class ErrorCounters:
@@ -448,7 +527,6 @@ class ErrorCounters:
         full               the disk or the map was full
         busy               another writer held the lock for too long
         failures           all other failures
-        chores_dropped     small writes (see `Maintenance`) dropped because of a damaged LMDB page
         refused_...        objects that a set refused, by the reason (see `Attempt`)
 
     Thread safety: any thread may call.
@@ -477,4 +555,4 @@ class ErrorCounters:
     def figures(self) -> dict[str, int]:
         """Return all counts by name."""
         with self._mutex:
-            return {"full": 0, "busy": 0, "failures": 0, "chores_dropped": 0, **self._counts}
+            return {"full": 0, "busy": 0, "failures": 0, **self._counts}

@@ -28,20 +28,18 @@ import numpy as np
 
 from tiercache.events.base import ChangeNote
 from tiercache.policy import Lru
-from tiercache.storage.coldest import Found, Survey
 from tiercache.storage.eviction import EvictionOrder
 from tiercache.storage.pages import column_of
 from tiercache.storage.residents import ObjectColumns, Residents
-from tiercache.storage.restorable import RestorablePages
 from tiercache.storage.shares import Owners, Shares, Writer
 from tiercache.storage.values import HALF_LIFE, usable_hints
 from tiercache_backends.lmdb.environment import Environment
-from tiercache_backends.lmdb.payload import footprint
 from tiercache_backends.lmdb.records import (
     FACTS,
     HALF,
     Record,
     StoreTotals,
+    footprint,
     log_start,
     named_tick,
     place_of,
@@ -50,7 +48,6 @@ from tiercache_backends.lmdb.records import (
     tick_of,
 )
 from tiercache_backends.lmdb.transaction import Transaction, names_in
-from tiercache_backends.local.failures import DAMAGE
 
 _OBJECTS_PER_TRANSACTION: Final = 4096
 """Maximum number of records that one transaction reads when all records are read."""
@@ -70,33 +67,20 @@ class _Hint(NamedTuple):
     """Time at which it was given, on the mirror's clock."""
 
 
-class WalkResult(NamedTuple):
-    """Result of one part of a walk over all objects, ordered by tick."""
-
-    objects: list[tuple[bytes, Record]]
-    """Places and records."""
-    following: int
-    """Tick at which the next part begins; 0 at the end."""
-    damaged: bool = False
-    """Whether a damaged LMDB page ended this part early."""
-
-
 class Mirror:
     """Objects of a store as of one transaction, and the order in which they are evicted.
 
-    During a write transaction that may evict, the caller holds `lock` and calls these methods:
+    During a write transaction that may evict, the caller holds `lock` and goes on in this order:
 
         1. `keep_up`                         applies what other transactions changed
-        2. `evict` or `sweep`                takes objects out
+        2. an `Eviction` through `order`     takes objects out
         3. `committed` or `rolled_back`      makes step 2 final, or undoes it
 
     Values that callers give (`hint`) are known to this process alone, and are forgotten when all records are
     read again. `clock` gives the seconds by which they age.
 
-    The parameter `row` of many methods is the row of an object in the table `Residents`.
-
-    Thread safety: the thread that holds `lock` may call; `note`, `read`, `is_read` and `unfinished` may be
-    called without it.
+    Thread safety: the thread that holds `lock` may call; `note`, `hint`, `is_read` and `is_watched` need no
+    lock.
     """
 
     def __init__(self, environment: Environment, clock: Callable[[], float]) -> None:
@@ -119,6 +103,14 @@ class Mirror:
         """Namespaces by number."""
         self._reset()
 
+    def _reset(self) -> None:
+        self.residents = Residents(clock=self._clock, footprint=self.footprint)
+        """Table of the objects."""
+        self.residents.owners = self.owners
+        self.order = EvictionOrder(self.residents, Lru())
+        self._leaving = []
+        self._seen = 0
+
     def note(self, places: Iterable[bytes], *, brought: bool = False) -> None:
         """Record, without a lock, that objects were used; the next `keep_up` applies these uses.
 
@@ -139,42 +131,35 @@ class Mirror:
             for i, value in zip(which.tolist(), possible.tolist(), strict=True)
         )
 
-    def is_worth(self, value: float, writer: Writer | None = None) -> bool:
-        """Return whether an object of this value would be stored if room had to be made for it."""
-        return self._order.is_worth(self._residents.rank(value), writer)
-
     def share(self, shares: Shares) -> None:
-        """Keep these shares; see `StorageBackend.share`. The mirror has been read."""
-        self._residents.share(shares, self._name_of)
-        self._order.restart()
-
-    def owner_of(self, namespace: bytes) -> str:
-        """Return the name of the owner of a namespace, without a lock; empty before `share`."""
-        shares = self.owners.shares
-        return "" if shares is None else shares.owner_of(namespace)
+        """Keep these shares; see `StorageBackend.share`."""
+        self.refresh()
+        self.residents.share(shares, self._name_of)
+        self.order.restart()
 
     def watch(self, watcher: ChangeNote | None) -> None:
         """Tell `watcher` of objects that come and go from now on; see `StorageBackend.watch`.
 
-        The mirror has been read. An eviction is told before its commit, and taken back if that fails.
+        An eviction is told before its commit, and taken back if that fails.
         """
-        self._watcher = self._residents.note = watcher
+        self.refresh()
+        self._watcher = self.residents.note = watcher
 
-    def tell_gone(self, damaged: Mapping[bytes, int | None]) -> None:
-        """Tell that these objects, numbers by place, count as absent in this process, removed or not.
-
-        Later objects at these places stay (None: whatever the mirror has there is meant).
-        """
+    def tell_gone(self, damaged: Mapping[bytes, int]) -> None:
+        """Tell that these objects, numbers by place, count as absent in this process, removed or not."""
         with self.lock:
-            for place, number in damaged.items():
-                row = self._residents.find(place_of(place))
-                if row >= 0 and number in (None, self._residents.number[row]) and self._watcher is not None:
-                    self._watcher((place_of(place),), False)
+            for row in self._rows(damaged):
+                if self._watcher is not None:
+                    self._watcher((self.residents.digest(row),), False)
 
-    @property
-    def pages(self) -> RestorablePages:
-        """Pages of the objects, and which of them can be restored."""
-        return self._residents.pages
+    def hidden(self, damaged: Mapping[bytes, int]) -> tuple[int, int]:
+        """Return how many of these objects, numbers by place, are stored, and their bytes."""
+        rows = self._rows(damaged)
+        return len(rows), sum(self.residents.length[row] for row in rows)
+
+    def _rows(self, numbers: Mapping[bytes, int]) -> list[int]:
+        found = [(self.residents.find(place_of(place)), number) for place, number in numbers.items()]
+        return [row for row, number in found if row >= 0 and self.residents.number[row] == number]
 
     @property
     def is_watched(self) -> bool:
@@ -187,13 +172,17 @@ class Mirror:
         return self._seen > 0
 
     def restart(self) -> None:
-        """Let the next call read all records, because the environment was written anew.
-
-        The watcher is told of what has gone then.
-        """
+        """Let the next call read all records, because the environment is another one."""
         with self.lock:
             self._told = self._told or self._digests()
             self._reset()
+
+    def refresh(self) -> None:
+        """Apply all changes, in transactions of its own; the caller has none open. Raises OSError."""
+        # Other processes may remove so much between `read` and `keep_up` that all records have to be read
+        # once more.
+        while not self.is_read or not self._environment.read(self.keep_up):
+            self.read()
 
     def read(self) -> None:
         """Empty the mirror and read all records; the caller has no transaction open.
@@ -205,32 +194,27 @@ class Mirror:
                 self._told = self._digests()
             self._reset()
             self._read()
-            told, self._told, self._residents.note = self._told, None, self._watcher
+            told, self._told, self.residents.note = self._told, None, self._watcher
             if self._watcher is not None:
                 now = self._digests()
                 self._watcher(list(told - now), False)
                 self._watcher(list(now - told), True)
 
     def _read(self) -> None:
-        facts, namespace_ids = self._environment.read(self._facts)
-        found: dict[bytes, Record] = {}
-        tick, damaged = 1, self._environment.is_damaged()
+        next_tick, with_states = self._environment.read(self._facts)
+        found: list[tuple[bytes, Record]] = []
         # LMDB reuses no given-up pages while a read transaction lasts, so read in short parts. Other
-        # processes write between the parts. Their changes have ticks from `facts.next_tick` on, so the next
+        # processes write between the parts. Their changes have ticks from `next_tick` on, so the next
         # `keep_up` applies them.
-        while tick:
-            some = self._environment.read(partial(self._walk_by_age, tick))
-            found.update(some.objects)
-            tick, damaged = some.following, damaged or some.damaged
-        if len(found) < facts.objects and not damaged:
-            # An earlier release wrote the store: some objects have no entry in `ages` (see records.py).
-            self._environment.read(partial(self._find_without_age, found))
-        ordered = sorted(found.items(), key=lambda entry: entry[1].tick)
-        records = [record for _, record in ordered]
+        place: bytes | None = b""
+        while place is not None:
+            place = self._environment.read(partial(self._read_some, place, found))
+        found.sort(key=lambda entry: entry[1].tick)
+        records = [record for _, record in found]
         known = [i for i, record in enumerate(records) if record.depends_on]
-        self._residents.load(
+        self.residents.load(
             ObjectColumns(
-                column_of([place_of(place) for place, _ in ordered], 2 * HALF).copy(),
+                column_of([place_of(place) for place, _ in found], 2 * HALF).copy(),
                 column_of([record.parent for record in records], HALF).copy(),
                 np.array(known, np.int64),
                 np.array([record.number for record in records], np.uint64),
@@ -239,164 +223,107 @@ class Mirror:
                 np.array([record.namespace for record in records], np.uint32),
             )
         )
-        for number in namespace_ids:
-            self._residents.pages.require_states(number)
+        for number in with_states:
+            self.residents.pages.require_states(number)
         if (shares := self.owners.shares) is not None:
-            self._residents.share(shares, self._name_of)
-        self._seen = facts.next_tick
+            self.residents.share(shares, self._name_of)
+        self._seen = next_tick
+
+    def _read_some(self, place: bytes, found: list[tuple[bytes, Record]], txn: Any) -> bytes | None:
+        """Append the next objects from a place on; return where to go on, None at the end."""
+        end = len(found) + _OBJECTS_PER_TRANSACTION
+        with txn.cursor(self._environment.objects) as walk:
+            there = walk.set_range(place or b"\0")
+            while there and len(found) < end:
+                if len(walk.key()) == 2 * HALF:  # else it is a count of dependents (records.py)
+                    found.append((bytes(walk.key()), Record.unpack(walk.value())))
+                there = walk.next()
+            return bytes(walk.key()) if there else None
 
     def keep_up(self, txn: Any) -> bool:
         """Apply the changes since the last call; return False if all records must be read again.
 
         In a write transaction, call this method before any change.
         """
-        facts = StoreTotals.unpack(txn.get(FACTS, db=self._environment.facts))
+        objects, facts = self._environment.objects, self._environment.facts
+        next_tick = StoreTotals.unpack(txn.get(FACTS, db=facts)).next_tick
         # The mirror was never read, or the store's ticks began anew, or the log has lost removals.
-        if (
-            not self._seen
-            or facts.next_tick < self._seen
-            or log_start(txn, self._environment.facts) > self._seen
-        ):
+        if not self._seen or next_tick < self._seen or log_start(txn, facts) > self._seen:
             return False
-        self._apply_noted()
-        if facts.next_tick == self._seen:
-            self._apply_hints()
-            return True
-        if named_tick(txn, self._environment.facts) >= self._seen:
-            for namespace_id in self._facts(txn)[1]:
-                self._residents.pages.require_states(namespace_id)
-        for tick, place, number in sorted(
-            [*removals(txn, self._environment.facts, self._seen), *self._changes(txn)]
-        ):
-            row = self._residents.find(place_of(place))
-            # A place can be used again: object 3 is removed at tick 7, object 8 is stored there at tick 9. If
-            # the mirror has object 8 already, the removal must not forget it. Numbers rise, so compare them.
-            if number:
-                if row >= 0 and self._residents.number[row] <= number:
-                    self._forget(row)
-                continue
-            value = txn.get(place, db=self._environment.objects)
-            record = None if value is None else Record.unpack(value)
-            if record is None or record.tick != tick:
-                continue  # the entry in `ages` is outdated: the object is gone, or has a newer tick
-            if row >= 0 and self._residents.number[row] == record.number:
-                self._residents.renew(row)
-                continue
-            if row >= 0:
-                self._forget(row)
-            if record.namespace not in self._names:
-                self._facts(txn)  # reads the names
-            self._add(place, record)
-        self._seen = facts.next_tick
+        for _ in range(len(self._noted)):
+            place, brought = self._noted.popleft()
+            if (row := self.residents.find(place_of(place))) >= 0:
+                (self.residents.renew if brought else self.residents.touch)(row)
+        if next_tick > self._seen:
+            if named_tick(txn, facts) >= self._seen:
+                for namespace_id in self._facts(txn)[1]:
+                    self.residents.pages.require_states(namespace_id)
+            for tick, place, number in sorted([*removals(txn, facts, self._seen), *self._changes(txn)]):
+                row = self.residents.find(place_of(place))
+                # A place can be used again: object 3 is removed at tick 7, object 8 is stored there at tick
+                # 9. If the mirror has object 8 already, the removal must not forget it. Numbers rise, so
+                # compare them.
+                if number:
+                    if row >= 0 and self.residents.number[row] <= number:
+                        self.forget(row)
+                    continue
+                value = txn.get(place, db=objects)
+                if value is None or (record := Record.unpack(value)).tick != tick:
+                    continue  # the entry in `ages` is outdated: the object is gone, or has a newer tick
+                if row >= 0 and self.residents.number[row] == record.number:
+                    self.residents.renew(row)
+                    continue
+                if row >= 0:
+                    self.forget(row)
+                if record.namespace not in self._names:
+                    self._facts(txn)  # reads the names
+                self._add(place, record)
+            self._seen = next_tick
         self._apply_hints()
         return True
-
-    def evict(
-        self,
-        eviction: Eviction,
-        held: Sequence[bytes],
-        *,
-        promising: bool,
-        value: float | None = None,
-        writer: Writer | None = None,
-    ) -> None:
-        """Evict objects within the bounds of `eviction`; `writer`: whose need the room.
-
-        `value`: lowest value of the objects that need the room; None if none of them has a value.
-
-        `held`: keys of pages that stay, with all pages before them. `promising`: whether a restore could use
-        one of the objects that need the room as soon as it is stored (see `EvictionOrder.evict`).
-        """
-        nodes = [self._residents.pages.hold(page) for page in held]
-        try:
-            rank = None if value is None else self._residents.rank(value)
-            self._order.evict(eviction, nodes, promising=promising, rank=rank, writer=writer)
-        finally:
-            for node in nodes:
-                self._residents.pages.release(node)
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether the last eviction removed only a part of a unit; no restore can use the rest of it."""
-        return self._order.unfinished
-
-    def sweep(self, eviction: Eviction) -> None:
-        """Evict objects that no restore can use, such as the rest of a unit (see `unfinished`)."""
-        self._order.sweep(eviction)
-
-    def evict_beyond(self, owner: int, eviction: Eviction) -> None:
-        """Evict what an owner has beyond its quota, within the bounds of `eviction`."""
-        if (short := self.owners.used[owner] - self.owners.quotas[owner]) > 0:
-            own = eviction.of_owner(short)
-            self._order.evict(own, writer=Writer(owner, for_quota=True))
-            eviction.objects += own.objects
-            self.owners.evicted[owner] += own.objects
-
-    def used_namespaces(self, objects: int) -> set[int] | None:
-        """Return the numbers of all objects' namespaces; None unless the mirror has `objects` objects."""
-        rows = self._residents.residents()
-        used = np.unique(self._residents.columns["namespace"][rows]).tolist()
-        return {*used} if len(rows) == objects else None
-
-    def committed(self) -> None:
-        """Drop the objects that the transaction removed; call this after its commit."""
-        for row, _, _ in self._leaving:
-            self._residents.drop(row)
-        self._leaving = []
-
-    def rolled_back(self) -> None:
-        """Put back the objects that the transaction removed; call this if the commit did not happen."""
-        for row, digest, parent in reversed(self._leaving):
-            self._residents.enter(row, digest, parent)
-        self._leaving = []
 
     def is_promising(self, page: bytes, namespace_id: int, *, attached: bool) -> bool:
         """Return whether a restore could use a new object on this page as soon as the object is stored.
 
         `attached`: the object is attached to the page, as a state is; otherwise the object is the page.
         """
-        node = self._residents.pages.hold(page)
-        promising = self._residents.pages.is_promising(node, namespace_id, attached=attached)
-        self._residents.pages.release(node)
+        pages = self.residents.pages
+        node = pages.hold(page)
+        promising = pages.is_promising(node, namespace_id, attached=attached)
+        pages.release(node)
         return promising
 
-    def has_refused(self, page: bytes) -> bool:
-        """Return whether this page was not stored when it came last."""
-        return self.is_read and self._residents.pages.has_refused(page)
+    def leave(self, row: int) -> None:
+        """Take an object out, until `committed` or `rolled_back`."""
+        self._leaving.append((row, *self.residents.leave(row)))
 
-    def survey(self) -> Survey:
-        """Return copies of the columns that determine the eviction order; see `EvictionOrder.survey`."""
-        return self._order.survey()
+    def forget(self, row: int) -> None:
+        """Take an object out for good, because it is no longer stored."""
+        self.residents.leave(row)
+        self.residents.drop(row)
 
-    def places(self, found: Found) -> list[bytes]:
-        """Return the places of the found objects that are still stored."""
-        return [place_of(self._residents.digest(row)) for row in self._residents.still_there(*found).tolist()]
-
-    def _reset(self) -> None:
-        self._residents = Residents(clock=self._clock, footprint=self.footprint)
-        self._residents.owners = self.owners
-        self._order = EvictionOrder(self._residents, Lru())
+    def committed(self) -> None:
+        """Drop the objects that the transaction removed; call this after its commit."""
+        for row, _, _ in self._leaving:
+            self.residents.drop(row)
         self._leaving = []
-        self._seen = 0
+
+    def rolled_back(self) -> None:
+        """Put back the objects that the transaction removed; call this if the commit did not happen."""
+        for row, digest, parent in reversed(self._leaving):
+            self.residents.enter(row, digest, parent)
+        self._leaving = []
 
     def _add(self, place: bytes, record: Record) -> None:
-        residents, page = self._residents, place[:HALF]
-        node = residents.pages.hold(page)
-        parent = residents.pages.hold(record.depends_on) if record.depends_on else None
-        residents.add(
+        pages = self.residents.pages
+        node = pages.hold(place[:HALF])
+        parent = pages.hold(record.depends_on) if record.depends_on else None
+        self.residents.add(
             place_of(place), node, parent, record.number, record.length, record.namespace, record.depth
         )
-        residents.pages.release(node)
+        pages.release(node)
         if parent is not None:
-            residents.pages.release(parent)
-
-    def _apply_noted(self) -> None:
-        """Apply the uses that `note` recorded."""
-        for _ in range(len(self._noted)):
-            place, brought = self._noted.popleft()
-            row = self._residents.find(place_of(place))
-            if row >= 0:
-                (self._residents.renew if brought else self._residents.touch)(row)
+            pages.release(parent)
 
     def _apply_hints(self) -> None:
         """Apply the values that `hint` recorded, as old as they are."""
@@ -405,53 +332,22 @@ class Mirror:
         for worker, group in groupby(waiting, key=lambda hint: hint.worker):
             hints = list(group)
             aged = [hint.value * 2.0 ** ((hint.seconds - now) / HALF_LIFE) for hint in hints]
-            self._residents.advise([hint.digest for hint in hints], aged, worker)
-
-    def _forget(self, row: int) -> None:
-        self._residents.leave(row)
-        self._residents.drop(row)
+            self.residents.advise([hint.digest for hint in hints], aged, worker)
 
     def _digests(self) -> set[bytes]:
         """Return the digests of all objects if somebody watches, else nothing."""
-        residents = self._residents
-        rows = [] if self._watcher is None else residents.residents().tolist()
-        return {residents.digest(row) for row in rows}
+        rows = [] if self._watcher is None else self.residents.residents().tolist()
+        return {self.residents.digest(row) for row in rows}
 
-    def _facts(self, txn: Any) -> tuple[StoreTotals, list[int]]:
-        facts = StoreTotals.unpack(txn.get(FACTS, db=self._environment.facts))
+    def _facts(self, txn: Any) -> tuple[int, list[int]]:
+        """Read the names; return the next tick, and the numbers of the namespaces with states."""
         names = names_in(self._environment, txn)
         self._names = {name.number: namespace for namespace, name in names.items()}
-        return facts, [name.number for name in names.values() if name.states]
+        facts = StoreTotals.unpack(txn.get(FACTS, db=self._environment.facts))
+        return facts.next_tick, [name.number for name in names.values() if name.states]
 
     def _name_of(self, number: int) -> bytes:
         return self._names.get(number, b"")
-
-    def _walk_by_age(self, tick: int, txn: Any) -> WalkResult:
-        """Return the next objects from a tick on, found by their entries in `ages`.
-
-        A walk over `objects` would be simpler, but if it meets a damaged leaf, LMDB kills the process.
-        """
-        objects: list[tuple[bytes, Record]] = []
-        with txn.cursor(self._environment.ages) as walk:
-            found = walk.set_range(tick_key(tick))
-            while found and len(objects) < _OBJECTS_PER_TRANSACTION:
-                tick, place = tick_of(walk.key()), bytes(walk.value())
-                try:
-                    value = txn.get(place, db=self._environment.objects)
-                except DAMAGE:
-                    # After damage LMDB's transaction is useless, so the next part begins behind this object.
-                    return WalkResult(objects, tick + 1, damaged=True)
-                record = None if value is None else Record.unpack(value)
-                if record is not None and record.tick == tick:
-                    objects.append((place, record))
-                found = walk.next()
-            return WalkResult(objects, tick_of(walk.key()) if found else 0)
-
-    def _find_without_age(self, found: dict[bytes, Record], txn: Any) -> None:
-        for key, value in txn.cursor(self._environment.objects):
-            record = Record.unpack(value) if len(key) == 2 * HALF and bytes(key) not in found else None
-            if record is not None:
-                found[bytes(key)] = record
 
     def _changes(self, txn: Any) -> Iterable[tuple[int, bytes, int]]:
         """Yield (tick, place, 0) of every object stored or used since the last `keep_up`.
@@ -468,55 +364,34 @@ class Mirror:
 class Eviction:
     """Remover of objects from the databases and from the mirror, in one transaction (an `eviction.Taker`).
 
+    It removes until `pages` LMDB pages are in use, and `nbytes` bytes of an owner's share are removed.
+
     Thread safety: only the thread of the transaction uses it, which holds the mirror's lock.
     """
 
     def __init__(
-        self,
-        mirror: Mirror,
-        transaction: Transaction,
-        pages: int,
-        max_objects: int,
-        damaged: set[bytes],
-        nbytes: float = 0,
+        self, mirror: Mirror, transaction: Transaction, max_objects: int, pages: int, nbytes: float = 0
     ) -> None:
         self._mirror = mirror
         self._transaction = transaction
+        self._max_objects = max_objects
         self._pages = pages
-        self.max_objects: Final = max_objects
-        """Maximum number of objects to remove."""
-        self._damaged = damaged
         self._nbytes = nbytes
         self.objects = 0
         """Number of objects removed so far."""
 
-    def of_owner(self, nbytes: float) -> Eviction:
-        """Return an eviction with the same limits, of so many bytes of an owner's share."""
-        return Eviction(self._mirror, self._transaction, ALL_PAGES, self.max_objects, self._damaged, nbytes)
-
     def take(self, rows: list[int]) -> None:
-        """Remove these objects; skip those that are no longer stored or cannot be removed.
-
-        A removal that meets damage adds the object's place to those that cannot be removed.
-        """
-        mirror, residents = self._mirror, self._mirror._residents
+        """Remove these objects; skip those that are no longer stored."""
         for row in rows:
-            place = place_of(residents.digest(row))
-            if place in self._damaged:
-                residents.pins[row] += 1  # for all further evictions
+            place = place_of(self._mirror.residents.digest(row))
+            record = self._transaction.find(place)
+            if record is None or record.number != self._mirror.residents.number[row]:
+                self._mirror.forget(row)
                 continue
-            try:
-                record = self._transaction.find(place)
-                if record is None or record.number != residents.number[row]:
-                    mirror._forget(row)
-                    continue
-                self._transaction.remove(place, record)
-            except DAMAGE:
-                self._damaged.add(place)
-                raise
-            mirror._leaving.append((row, *residents.leave(row)))
+            self._transaction.remove(place, record)
+            self._mirror.leave(row)
             self.objects += 1
-            self._nbytes -= mirror.footprint.of(record.length)
+            self._nbytes -= self._mirror.footprint.of(record.length)
 
     def enough(self) -> bool:
         """Return whether enough LMDB pages are free, and enough bytes of an owner's share removed."""
@@ -524,4 +399,14 @@ class Eviction:
 
     def full(self) -> bool:
         """Return whether this transaction may remove no more objects."""
-        return self.objects >= self.max_objects
+        return self.objects >= self._max_objects
+
+
+def evict_beyond_quotas(mirror: Mirror, transaction: Transaction, max_objects: int) -> int:
+    """Evict what an owner has beyond its quota, as far as one transaction may; return the objects evicted."""
+    for owner in mirror.owners.beyond()[:1]:
+        eviction = Eviction(mirror, transaction, max_objects, ALL_PAGES, -mirror.owners.room(owner))
+        mirror.order.evict(eviction, writer=Writer(owner, for_quota=True))
+        mirror.owners.evicted[owner] += eviction.objects
+        return eviction.objects
+    return 0

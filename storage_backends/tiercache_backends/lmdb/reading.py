@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from errno import EIO
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
-from tiercache.core import DIGEST_BYTES, Outcome
+import numpy as np
+
+from tiercache.core import DIGEST_BYTES, ObjectKey, Outcome
 from tiercache.storage.base import GetItem
-from tiercache.storage.checksum import Checksums, MacKey, checksum
+from tiercache.storage.checksum import MacKey, checksum
 from tiercache.storage.vectors import batches, usable
-from tiercache_backends.lmdb import payload
 from tiercache_backends.lmdb.environment import Environment, ErrorCounters
-from tiercache_backends.lmdb.maintenance import Maintenance
-from tiercache_backends.lmdb.records import Record, place_of, proof_of
+from tiercache_backends.lmdb.records import Record, part_key, part_keys, piece_sizes, place_of, proof_of
+from tiercache_backends.lmdb.transaction import Pending
 from tiercache_backends.local.failures import DamagedError
 
 _KEYS_PER_TRANSACTION: Final = 1024
@@ -29,25 +30,21 @@ _SMALL_BYTES: Final = 64 << 10
 
 Nothing is gained with larger objects. No transaction reads more than 4 MiB in this way.
 """
+_CACHED_BYTES: Final = 256 << 10
+"""Number of bytes that are copied before they are checked. The processor's cache still holds all of them."""
+_GIL_BYTES: Final = 32 << 10
+"""Size of a copy in bytes below which the GIL is kept, because releasing the GIL costs more than the copy."""
 
-
-class ReadResult(NamedTuple):
-    """Result of a get for one object."""
-
-    outcome: Outcome
-    number: int | None = None
-    """Number of the object that was read; None if it has no readable record."""
+Verify: TypeAlias = Callable[[Sequence[memoryview]], None]
+"""A function that takes the next bytes of a payload, such as the checksum's `add`."""
 
 
 class BatchResult(NamedTuple):
     """Results of a get for a batch of objects."""
 
     outcomes: list[Outcome]
-    damaged: dict[bytes, int | None]
-    """Numbers of the CORRUPT objects, by place; None if an object has no readable record.
-
-    The caller removes these objects.
-    """
+    damaged: dict[bytes, int]
+    """Numbers of the CORRUPT objects, by place; the caller removes these objects."""
 
 
 class Reader:
@@ -57,12 +54,12 @@ class Reader:
     """
 
     def __init__(
-        self, environment: Environment, mac_key: MacKey, maintenance: Maintenance, errors: ErrorCounters
+        self, environment: Environment, mac_key: MacKey, pending: Pending, errors: ErrorCounters
     ) -> None:
         self._environment = environment
         self._mac_key = mac_key
         self._has_macs = mac_key.fingerprint is not None
-        self._maintenance = maintenance
+        self._pending = pending
         self._errors = errors
 
     def present(self, places: Sequence[bytes]) -> list[bool]:
@@ -71,7 +68,7 @@ class Reader:
         for start in range(0, len(places), _KEYS_PER_TRANSACTION):
             some = places[start : start + _KEYS_PER_TRANSACTION]
             try:
-                answers += self._look_up(some)
+                answers += self._environment.read(partial(self._present, some))
             except OSError as error:
                 self._errors.failed("a look-up", error)
                 answers += [False] * len(some)
@@ -82,11 +79,7 @@ class Reader:
         found = BatchResult([], {})
         for batch in batches(items, _size, _OBJECTS_PER_TRANSACTION, _OBJECTS_PER_TRANSACTION * _SMALL_BYTES):
             for item, outcome in zip(batch, self._fetch_together(batch), strict=True):
-                if outcome is None:
-                    outcome, number = self._fetch_alone(item)
-                    if outcome is Outcome.CORRUPT:
-                        found.damaged[place_of(item.key.digest)] = number
-                found.outcomes.append(outcome)
+                found.outcomes.append(outcome or self._fetch_alone(item, found.damaged))
         return found
 
     def _fetch_together(self, items: Sequence[GetItem]) -> Sequence[Outcome | None]:
@@ -95,52 +88,33 @@ class Reader:
         None: this item must be read alone, because something about it is unusual, or because something
         failed. Then its buffers may have been written to.
         """
-        if len(items) > 1 and not self._maintenance.any_damaged():
+        if len(items) > 1 and not self._pending.any_damaged():
             try:
                 return self._environment.read(partial(self._read_together, items))
             except OSError:
                 pass  # `_fetch_alone` meets the same failure, and tells which objects it concerns
         return [None] * len(items)
 
-    def _fetch_alone(self, item: GetItem) -> ReadResult:
-        """Read one object into its buffers and verify it."""
+    def _fetch_alone(self, item: GetItem, damaged: dict[bytes, int]) -> Outcome:
+        """Read one object into its buffers and verify it; add a CORRUPT one to `damaged`."""
         if len(item.key.digest) != DIGEST_BYTES:
-            return ReadResult(Outcome.MISS)
-        met: list[int] = []
+            return Outcome.MISS
         try:
-            return self._environment.read(partial(self._fetch, item, met))
-        except DamagedError as error:
-            self._errors.failed("a get", error)
-            # With a number in `met`, the damage is in the object's payload; otherwise it may be anywhere.
-            return ReadResult(Outcome.CORRUPT, met[0]) if met else ReadResult(Outcome.ERROR)
+            return self._environment.read(partial(self._fetch, item, damaged))
         except OSError as error:
             self._errors.failed("a get", error)
-            return ReadResult(Outcome.ERROR)
-
-    def _look_up(self, places: Sequence[bytes]) -> list[bool]:
-        """Return which objects are stored; if the look-up meets damage, look up each half by itself.
-
-        In the end only objects that cannot be read count as absent.
-        """
-        try:
-            return self._environment.read(partial(self._present, places))
-        except DamagedError as error:
-            if len(places) == 1:
-                self._errors.failed("a look-up", error)
-                return [False]
-        middle = len(places) // 2
-        return self._look_up(places[:middle]) + self._look_up(places[middle:])
+            return Outcome.ERROR
 
     def _present(self, places: Sequence[bytes], txn: Any) -> list[bool]:
         # In `objects` a key of another length than a place holds a count of dependents (records.py).
         get, objects = txn.get, self._environment.objects
-        if not self._maintenance.any_damaged():
+        if not self._pending.any_damaged():
             return [len(place) == DIGEST_BYTES and get(place, db=objects) is not None for place in places]
-        answers: list[bool] = []
-        for place in places:
-            record = Record.unpack(get(place, b"", db=objects)) if len(place) == DIGEST_BYTES else None
-            answers.append(record is not None and not self._maintenance.is_damaged(place, record.number))
-        return answers
+        found = [get(place, db=objects) if len(place) == DIGEST_BYTES else None for place in places]
+        return [
+            value is not None and not self._pending.is_damaged(place, proof_of(value)[0])
+            for place, value in zip(places, found, strict=True)
+        ]
 
     def _read_together(self, items: Sequence[GetItem], txn: Any) -> list[Outcome | None]:
         places = [place_of(item.key.digest) for item in items]
@@ -161,9 +135,9 @@ class Reader:
             number, length, proof, mac = proof_of(value)
             _, buffers, wanted_length = items[i]
             if length == wanted_length and len(buffers) == 1 and usable(buffers, length, writable=True):
-                parts = len(payload.piece_sizes(length, self._environment.page_bytes))
+                parts = len(piece_sizes(length, self._environment.page_bytes))
                 wanted.append((i, parts, proof, mac))
-                keys += payload.part_keys(number, parts)
+                keys += part_keys(number, parts)
         with txn.cursor(self._environment.parts) as cursor:
             pieces = cursor.getmulti(keys)
         if len(pieces) < len(keys):  # some payload is stored in shorter pieces, or a piece is missing
@@ -172,7 +146,7 @@ class Reader:
         for i, parts, proof, mac in wanted:
             key, buffers, length = items[i]
             if (
-                payload.copy_whole(pieces[at : at + parts], length, buffers[0])
+                _copy_small(pieces[at : at + parts], length, buffers[0])
                 and checksum(key, buffers, length) == proof
                 and (not self._has_macs or self._mac_key.mac(key, buffers, length) == mac)
             ):
@@ -180,49 +154,115 @@ class Reader:
             at += parts
         return outcomes
 
-    def _fetch(self, item: GetItem, met: list[int], txn: Any) -> ReadResult:
-        """Read and verify one object; append its number to `met` before its payload is read."""
+    def _fetch(self, item: GetItem, damaged: dict[bytes, int], txn: Any) -> Outcome:
         key, buffers, length = item
         place = place_of(key.digest)
         value = txn.get(place, db=self._environment.objects)
         if value is None:
-            return ReadResult(Outcome.MISS)
+            return Outcome.MISS
         record = Record.unpack(value)
-        if record is None:
-            self._environment.note_damage()
-            return ReadResult(Outcome.CORRUPT)
-        if self._maintenance.is_damaged(place, record.number):
-            return ReadResult(Outcome.MISS)
-        met.append(record.number)
-        verifier = self._mac_key.verifier(key, length)
+        if self._pending.is_damaged(place, record.number):
+            return Outcome.MISS
         with txn.cursor(self._environment.parts) as cursor:
-            if record.length != length or not usable(buffers, length, writable=True):
-                _check_whole(cursor, record)
-                return ReadResult(Outcome.ERROR)
-            whole = payload.read(cursor, record.number, length, buffers, verifier.add)
-            checksums = Checksums(record.checksum, record.mac)
-            if whole and verifier.matches(checksums):
-                return ReadResult(Outcome.HIT, record.number)
+            if record.length == length and usable(buffers, length, writable=True):
+                # Check what is in the buffers, and not the map, because the caller will use the former.
+                copier = _Copier(buffers, (verifier := self._mac_key.verifier(key, length)).add)
+                whole = _walk(cursor, record.number, length, copier.put)
+                copier.end()
+                if whole and verifier.matches(record.checksums):
+                    return Outcome.HIT
             # A mismatch has two possible causes: another process wrote to the caller's (shared) buffers
             # during the copy, or the stored bytes are damaged. Only damage is a reason to drop the object. So
             # check the bytes in the map, which no caller can change.
-            _check_whole(cursor, record)
-            again = self._mac_key.verifier(key, length)
-            sound = payload.verify_in_map(cursor, record.number, length, again.add) and again.matches(
-                checksums
-            )
-        return (
-            ReadResult(Outcome.ERROR, record.number) if sound else ReadResult(Outcome.CORRUPT, record.number)
-        )
+            if self._is_sound(cursor, key, record):
+                return Outcome.ERROR
+        damaged[place] = record.number
+        return Outcome.CORRUPT
+
+    def _is_sound(self, cursor: Any, key: ObjectKey, record: Record) -> bool:
+        """Return whether the payload in the map has its checksums.
+
+        Raises DamagedError where pieces are missing or too long: damage to a payload alone changes no length.
+        """
+        verifier = self._mac_key.verifier(key, record.length)
+        if not _walk(cursor, record.number, record.length, lambda piece: verifier.add((piece,))):
+            raise DamagedError(EIO, f"the {record.length} bytes of an object are not there")
+        return verifier.matches(record.checksums)
 
 
-def _check_whole(cursor: Any, record: Record) -> None:
-    """Raise DamagedError unless the pieces of a payload have its length.
+class _Copier:
+    """Copier of pieces into buffers, in order, which passes the filled bytes to `verify`.
 
-    Without that, the record or LMDB's trees are damaged. Damage to the payload alone costs the object alone.
+    Thread safety: one thread uses it.
     """
-    if (found := payload.stored_bytes(cursor, record.number)) != record.length:
-        raise DamagedError(EIO, f"{found} bytes are found of an object of {record.length}")
+
+    __slots__ = ("_buffers", "_filled", "_target", "_verified", "_verify")
+
+    def __init__(self, buffers: Sequence[memoryview], verify: Verify) -> None:
+        self._buffers = [buffer for buffer in reversed(buffers) if buffer.nbytes]
+        """The buffers that are not full; the last one is being filled."""
+        self._target = np.frombuffer(self._buffers[-1], np.uint8)
+        self._verify = verify
+        self._filled = 0
+        self._verified = 0
+
+    def put(self, piece: memoryview) -> None:
+        """Copy the next piece."""
+        #   the present buffer   | verified | filled, in the processor's cache |      |
+        #                        0      _verified                           _filled
+        source = np.frombuffer(piece, np.uint8)
+        while len(source) > (room := len(self._target) - self._filled):
+            np.copyto(self._target[self._filled :], source[:room])
+            source = source[room:]
+            self._filled += room
+            self.end()
+            self._buffers.pop()
+            self._target = np.frombuffer(self._buffers[-1], np.uint8)
+            self._filled = self._verified = 0
+        # numpy releases the GIL while it copies; an assignment of views does not.
+        end = self._filled + len(source)
+        np.copyto(self._target[self._filled : end], source)
+        self._filled = end
+        if end - self._verified >= _CACHED_BYTES:
+            self.end()
+
+    def end(self) -> None:
+        """Pass the bytes that were filled since the last call to `verify`."""
+        if self._filled > self._verified:
+            self._verify((self._buffers[-1][self._verified : self._filled],))
+            self._verified = self._filled
+
+
+def _walk(cursor: Any, number: int, length: int, use: Callable[[memoryview], None]) -> bool:
+    """Pass the pieces of a payload to `use`; return False where a piece is missing or too long."""
+    if not cursor.set_range(part_key(number, 0)):
+        return False
+    for part, (key, piece) in enumerate(cursor.iternext()):
+        length -= piece.nbytes
+        if length < 0 or key != part_key(number, part):
+            return False
+        use(piece)
+        if not length:
+            return True
+    return False
+
+
+def _copy_small(pieces: Sequence[tuple[memoryview, memoryview]], length: int, buffer: memoryview) -> bool:
+    """Copy the pieces of a small payload, (key, bytes) each, into one buffer; verify nothing.
+
+    Returns False, and may have copied some of the pieces, unless they have `length` bytes together.
+    """
+    at = 0
+    for _, piece in pieces:
+        end = at + len(piece)
+        if end > length:
+            return False
+        if end - at < _GIL_BYTES:
+            buffer[at:end] = piece
+        else:
+            np.copyto(np.frombuffer(buffer[at:end], np.uint8), np.frombuffer(piece, np.uint8))
+        at = end
+    return at == length
 
 
 def _size(item: GetItem) -> int:

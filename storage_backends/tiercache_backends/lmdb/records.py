@@ -10,7 +10,7 @@ and those in the values of the keys "gone", "kept" and "named".
 
     objects:    place of the object, 64 bytes       ->  record
                 page key, 32 bytes                  ->  u32: how many stored objects name this page as parent
-    parts:      u64 object's number, u32 part       ->  one piece of the payload (see payload.py)
+    parts:      u64 object's number, u32 part       ->  one piece of the payload (see below)
     ages:       u64 tick                            ->  place; the object with the smallest tick was used
                                                         least recently
     namespaces: namespace, 1 to 64 bytes            ->  msgpack [id, identity, whether it has states]; the
@@ -39,18 +39,30 @@ and those in the values of the keys "gone", "kept" and "named".
              32 bytes       parent, or zeros
              rest           pool name, ASCII
 
-Every object has an entry in `ages`, unless an earlier release wrote the store. Earlier releases removed the
-entry of an object on which others depend. A walk over `objects` finds such an object.
+Every object has one entry in `ages`, and its payload lies in `parts` in pieces. LMDB stores a value of more
+than half an LMDB page in a run of adjacent LMDB pages, behind a header of 16 bytes. A full piece has 64 KiB
+less 64 bytes, and so fills sixteen LMDB pages of 4 KiB each. Larger pieces have two drawbacks. First, a map
+that was once full has few long runs of free pages. Second, glibc gets the memory for a larger buffer from the
+kernel, and gives it back after each piece. In a measurement, pieces of 256 KiB were written at 3 GB/s, and
+pieces of 64 KiB at 12 GB/s.
+
+The last run of a payload may end with an LMDB page that holds at most 1 KiB of the payload. These last bytes
+become a piece of their own (`rest`), which LMDB stores in a leaf of its tree, beside other small values:
+
+    payload   |------ full piece ------|------ full piece ------|--- cut ---|rest|
+    LMDB      |header| 16 LMDB pages   |header| 16 LMDB pages   |header| n  | in a leaf
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from tiercache.core import ObjectKey, ObjectMeta, PoolName
 from tiercache.storage.checksum import Checksums
+from tiercache.storage.shares import INDEX_BYTES, Footprint
 
 HALF: Final = 32
 """Bytes of a page key, and of a layout digest."""
@@ -62,6 +74,25 @@ _MAX_POOL: Final = 64
 """Maximum bytes of a pool's name; a longer one is damaged, and may be said to end behind the file."""
 _TICK: Final = struct.Struct(">Q")
 _COUNT: Final = struct.Struct("<I")
+PART_PAGES: Final = 16
+"""Number of LMDB pages of a full piece, unless the file has too few long runs of free pages."""
+_PART: Final = struct.Struct(">QI")
+"""Key of a piece: number of the object, index of the piece in the payload."""
+_HEADER_BYTES: Final = 16
+"""Bytes of LMDB's header at the beginning of a run."""
+_MARGIN_BYTES: Final = 64
+"""Bytes of a full run that hold no payload: the header and padding.
+
+The padding makes the payload of a run a multiple of 64 bytes, the stride of the checksum.
+"""
+_PIECES_PER_LEAF: Final = 128
+"""Number of pieces for which `pages_for` counts one leaf page of LMDB's tree."""
+_TREE_BYTES: Final = 640
+"""Bytes that the entries of an object take in LMDB's trees, which are half full at worst."""
+_INLINE_BYTES: Final = 1024
+"""Maximum bytes of a piece that lies in a leaf of LMDB's tree."""
+_LENGTHS: Final = 1024
+"""Number of payload lengths whose division into pieces is remembered; a model has only few lengths."""
 _PARENT_KNOWN: Final = 1
 _DEPTH_KNOWN: Final = 2
 
@@ -129,12 +160,7 @@ def forget_removals(txn: Any, facts: Any, before: int) -> None:
     for tick in old:
         txn.delete(gone_key(tick), db=facts)
     if old:
-        set_log_start(txn, facts, before)
-
-
-def set_log_start(txn: Any, facts: Any, tick: int) -> None:
-    """Set the first tick from which all removals are in the log."""
-    txn.put(_KEPT, tick.to_bytes(8), db=facts)
+        txn.put(_KEPT, before.to_bytes(8), db=facts)
 
 
 def set_named_tick(txn: Any, facts: Any, tick: int) -> None:
@@ -199,10 +225,10 @@ class Record(NamedTuple):
         )
 
     @classmethod
-    def unpack(cls, value: bytes | memoryview) -> Record | None:
-        """Return the record in a stored value; None where the value has no length of a record."""
+    def unpack(cls, value: bytes | memoryview) -> Record:
+        """Return the record in a stored value; raise struct.error if it has no length of a record."""
         if not _RECORD.size < len(value) <= _RECORD.size + _MAX_POOL:
-            return None
+            raise struct.error(f"a record of {len(value)} bytes")
         return cls._make((*_RECORD.unpack_from(value), bytes(value[_RECORD.size :])))
 
     def pack(self) -> bytes:
@@ -275,3 +301,50 @@ class Size(NamedTuple):
     def pack(self) -> bytes:
         """Return the bytes that are stored."""
         return _SIZE.pack(*self)
+
+
+def part_key(number: int, part: int) -> bytes:
+    """Return the key of piece `part` of an object's payload."""
+    return _PART.pack(number, part)
+
+
+def part_keys(number: int, parts: int) -> list[bytes]:
+    """Return the keys of the first `parts` pieces of an object's payload."""
+    return [_PART.pack(number, part) for part in range(parts)]
+
+
+@lru_cache(_LENGTHS)
+def piece_sizes(length: int, page_bytes: int, part_pages: int = PART_PAGES) -> Sequence[int]:
+    """Return the sizes of a payload's pieces in bytes, in order; the payload has `length` bytes."""
+    full = part_pages * page_bytes - _MARGIN_BYTES
+    sizes = [full] * (length // full)
+    rest = length % full
+    # `cut` is the payload that fits into the last run without its last page. If that page would hold only
+    # few bytes (`_INLINE_BYTES`), these become a piece of their own.
+    cut = (_run(rest, page_bytes) - 1) * page_bytes - _MARGIN_BYTES
+    if cut > 0 and rest - cut <= _INLINE_BYTES:
+        sizes.append(cut)
+        rest -= cut
+    return (*sizes, rest) if rest else tuple(sizes)
+
+
+@lru_cache(_LENGTHS)
+def pages_for(length: int, page_bytes: int, part_pages: int = PART_PAGES) -> int:
+    """Estimate the LMDB pages that a payload of `length` bytes takes, with its share of LMDB's trees."""
+    sizes = piece_sizes(length, page_bytes, part_pages)
+    # Sum of: one page for small pieces and tree entries, the leaf pages for the keys of pieces, the runs.
+    return (
+        1
+        + len(sizes) // _PIECES_PER_LEAF
+        + sum(_run(size, page_bytes) for size in sizes if size > _INLINE_BYTES)
+    )
+
+
+def footprint(page_bytes: int) -> Footprint:
+    """Return what an object takes: LMDB pages, entries in the trees, and memory."""
+    return Footprint(_TREE_BYTES + INDEX_BYTES, page_bytes, _MARGIN_BYTES // PART_PAGES)
+
+
+def _run(size: int, page_bytes: int) -> int:
+    """Return the number of LMDB pages of a run that holds a value of `size` bytes."""
+    return -(-(size + _HEADER_BYTES) // page_bytes)

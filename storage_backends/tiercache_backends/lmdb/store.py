@@ -1,17 +1,21 @@
 """The `lmdb` store: objects as values in LMDB, shared by the processes of one host without a daemon.
 
 A set looks up which of its objects are missing, and stores these objects in write transactions of a few
-megabytes each. Each transaction first evicts as much as it needs. A get uses one short read transaction per
-object, and verifies the object while it is copied. Readers never wait. Only one thread of all processes
-writes at a time; the other writers wait.
+megabytes each. Each transaction first evicts as much as it needs. A get uses short read transactions, and
+verifies each object while it is copied. Readers never wait. Only one thread of all processes writes at a
+time; the other writers wait.
+
+A payload that does not have its checksum costs that object. Where LMDB reports damage, or an entry is not as
+it was written, the environment is put aside after the call, and the store starts empty (`opening.py`).
 """
 
 # ruff: noqa: D102 (the contract documents these methods)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Final, Self
 
@@ -34,20 +38,16 @@ from tiercache.storage.base import (
 from tiercache.storage.checksum import MacKey
 from tiercache.storage.env import Env
 from tiercache.storage.gate import CallGate
-from tiercache.storage.shares import OwnerUse, Shares
+from tiercache.storage.shares import Shares
 from tiercache.storage.watching import Following
-from tiercache_backends.lmdb.attempt import WriteContext
-from tiercache_backends.lmdb.budget import SMALLEST_CAPACITY, Disk
-from tiercache_backends.lmdb.environment import ErrorCounters
-from tiercache_backends.lmdb.maintenance import Maintenance, check
+from tiercache_backends.lmdb.environment import Environment, ErrorCounters
 from tiercache_backends.lmdb.mirror import Mirror
-from tiercache_backends.lmdb.opening import KIND, VERSION, Opened, open_environment
+from tiercache_backends.lmdb.opening import KIND, SMALLEST_CAPACITY, VERSION, open_environment
 from tiercache_backends.lmdb.reading import Reader
-from tiercache_backends.lmdb.records import FACTS, HALF, Record, StoreTotals, place_of
-from tiercache_backends.lmdb.transaction import names_in
-from tiercache_backends.lmdb.writing import BatchWriter
+from tiercache_backends.lmdb.records import FACTS, HALF, Record, StoreTotals, count_of, place_of, tick_of
+from tiercache_backends.lmdb.transaction import Pending, names_in
+from tiercache_backends.lmdb.writing import BatchWriter, Disk
 from tiercache_backends.local.directory import StoreDirectory
-from tiercache_backends.local.failures import DamagedError
 from tiercache_backends.local.settings import (
     check_capacity,
     given_capacity,
@@ -59,13 +59,13 @@ from tiercache_backends.local.settings import (
 _EXAMPLE: Final = "lmdb:///var/lib/tiercache-lmdb?capacity=8GiB"
 _ENTRIES_PER_TRANSACTION: Final = 1024
 """Maximum entries of the database `objects` that one transaction of `scan` or `describe` looks at."""
-_MEND_PAUSE_S: Final = 60.0
-"""Seconds from a repair that failed, or left the rest to another process, to the next."""
+_RENEWAL_PAUSE_S: Final = 10.0
+"""Seconds after an attempt to open LMDB again that failed until the next."""
 _FOLLOW_S: Final = 0.05
 """Seconds after which a store that is watched looks for changes again, also for those of other processes."""
 
 
-class _MendingGate(CallGate):
+class _RenewingGate(CallGate):
     """Gate that calls `after` whenever a call has left it.
 
     Thread safety: as CallGate.
@@ -114,33 +114,22 @@ class LmdbBackend(StorageBackend):
     ) -> None:  # fmt: skip
         env, mac_key = env or Env(), mac_key or MacKey()
         self._read_only = opens_read_only(access, capacity)
-        self._gate = _MendingGate(f"the store in {path}", env.getpid, self._mend)
-        self._mac_key = mac_key
+        self._gate = _RenewingGate(f"the store in {path}", env.getpid, self._renew)
         self._clock = env.monotonic
-        self._mend_after = 0.0
+        self._renew_after = 0.0
         self._power = durability == "power"
-        self._store: Opened = open_environment(
+        self._store = open_environment(
             env, path, capacity, mac_key, last_sync=self._power, read_only=self._read_only
         )
-        self._capacity = self._store.capacity
         self._environment = self._store.environment
         self._errors = ErrorCounters(path)
-        self._maintenance = Maintenance(self._environment, self._store.budget, self._errors)
-        self._reader = Reader(self._environment, mac_key, self._maintenance, self._errors)
-        self._disk = Disk(env, self._environment, self._store.budget)
+        self._pending = Pending(self._environment, self._errors)
+        self._reader = Reader(self._environment, mac_key, self._pending, self._errors)
+        self._disk = Disk(env, self._environment)
         self._mirror = Mirror(self._environment, env.monotonic)
         self._following = Following("lmdb-changes", _FOLLOW_S, self._follow)
-        self._unremovable: set[bytes] = set()
         self._writer = BatchWriter(
-            WriteContext(
-                self._environment,
-                self._mirror,
-                self._disk,
-                self._maintenance,
-                self._errors,
-                unremovable=self._unremovable,
-            ),
-            mac_key,
+            self._environment, self._mirror, self._disk, self._pending, self._errors, mac_key
         )
 
     @classmethod
@@ -163,14 +152,10 @@ class LmdbBackend(StorageBackend):
 
     def share(self, shares: Shares) -> None:
         with self._gate:
-            budget = self._store.budget
+            budget = self._environment.budget
             shares.check(budget.limit * budget.page_bytes, "the store that are left for objects")
-            try:
-                with self._mirror.lock:
-                    self._keep_up()
-                    self._mirror.share(shares)
-            except DamagedError as error:
-                raise self._unreadable("reading all records", error) from error
+            with self._readable("reading all records"), self._mirror.lock:
+                self._mirror.share(shares)
             if not self._read_only:
                 self._writer.trim()
                 self._writer.forget_namespaces()
@@ -191,7 +176,7 @@ class LmdbBackend(StorageBackend):
             if self._read_only:  # do not remove damaged objects, and record no use
                 return outcomes
             if damaged:
-                self._maintenance.drop(damaged)
+                self._pending.drop(damaged)
                 if self._mirror.is_watched:
                     self._mirror.tell_gone(damaged)
             if not is_use:
@@ -202,7 +187,7 @@ class LmdbBackend(StorageBackend):
                 for item, outcome in zip(items, outcomes, strict=True)
                 if outcome is Outcome.HIT
             ]
-            self._maintenance.touch(used)
+            self._pending.touch(used)
             self._mirror.note(used)
             return outcomes
 
@@ -225,7 +210,7 @@ class LmdbBackend(StorageBackend):
             stored = self._writer.store(
                 {place: items[i] for place, i in first.items() if not there[place]}, list(first)
             )
-            self._maintenance.touch([place for place in first if there[place]])
+            self._pending.touch([place for place in first if there[place]])
             outcomes = [Outcome.ERROR] * len(items)
             for i, place in storable_places.items():
                 outcome = stored.get(place, Outcome.HIT)
@@ -240,25 +225,19 @@ class LmdbBackend(StorageBackend):
             if self._read_only:
                 return [False] * len(keys)
             places = dict.fromkeys(place_of(key.digest) for key in keys if len(key.digest) == DIGEST_BYTES)
-            gone = self._maintenance.remove(list(places))
+            gone = self._pending.remove(list(places))
             # Without this sync, a power cut could undo the last transaction and bring deleted objects back.
             if gone and not self._power:
                 self._sync_deletions()
             return first_of_each(keys, {place_of(place) for place in gone})
 
     def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
-        with self._gate:
-            try:
-                return self._environment.read(partial(self._scan_batch, namespace, cursor))
-            except OSError as error:
-                raise self._unreadable("a scan", error) from error
+        with self._gate, self._readable("a scan"):
+            return self._environment.read(partial(self._scan_batch, namespace, cursor))
 
     def describe(self, keys: Sequence[ObjectKey]) -> list[ScanEntry | None]:
-        with self._gate:
-            try:
-                return self._described([place_of(key.digest) for key in keys])
-            except OSError as error:
-                raise self._unreadable("a description", error) from error
+        with self._gate, self._readable("a description"):
+            return self._described([place_of(key.digest) for key in keys])
 
     def _described(self, places: Sequence[bytes]) -> list[ScanEntry | None]:
         entries: list[ScanEntry | None] = []
@@ -269,17 +248,15 @@ class LmdbBackend(StorageBackend):
         return entries
 
     def coldest(self, nbytes: int) -> Sequence[ScanEntry]:
-        with self._gate:
-            try:
-                with self._mirror.lock:
-                    self._keep_up()
-                    survey = self._mirror.survey()
-                found = survey.coldest(nbytes)
-                with self._mirror.lock:
-                    places = self._mirror.places(found)
-                return [entry for entry in self._described(places) if entry is not None]
-            except OSError as error:
-                raise self._unreadable("looking for the coldest objects", error) from error
+        with self._gate, self._readable("looking for the coldest objects"):
+            with self._mirror.lock:
+                self._mirror.refresh()
+                residents, survey = self._mirror.residents, self._mirror.order.survey()
+            found = survey.coldest(nbytes)
+            with self._mirror.lock:
+                there = residents.still_there(*found).tolist()
+                places = [place_of(residents.digest(row)) for row in there]
+            return [entry for entry in self._described(places) if entry is not None]
 
     def advise(self, keys: Sequence[ObjectKey], values: Sequence[float], worker: int = 0) -> None:
         with self._gate:
@@ -287,61 +264,47 @@ class LmdbBackend(StorageBackend):
 
     def watch(self, note: ChangeNote | None) -> bool:
         with self._gate:
-            try:
-                with self._mirror.lock:
-                    self._keep_up()
-                    self._mirror.watch(note)
-            except OSError as error:
-                raise self._unreadable("reading all records", error) from error
+            with self._readable("reading all records"), self._mirror.lock:
+                self._mirror.watch(note)
             self._following.start()
             return True
 
     def register_namespace(self, record: NamespaceRecord) -> None:
         with self._gate:
             if record.is_possible and not self._read_only:
-                self._maintenance.register(record)
+                self._pending.register(record)
 
     def namespaces(self) -> list[NamespaceRecord]:
-        with self._gate:
-            try:
-                known = self._environment.read(partial(names_in, self._environment))
-            except OSError as error:
-                raise self._unreadable("reading the namespaces", error) from error
+        with self._gate, self._readable("reading the namespaces"):
+            known = self._environment.read(partial(names_in, self._environment))
             return [name.record for name in known.values() if name.record is not None]
 
     def usage(self) -> Usage:
-        with self._gate:
-            try:
-                facts, pages = self._environment.read(self._totals)
-                hidden = self._maintenance.hidden()
-                disk = self._store.disk_bytes()
-                # Do not count free LMDB pages of the file: LMDB uses them before it lets the file grow.
-                used = disk - max(0, self._store.data_bytes() - pages * self._environment.page_bytes)
-                figures = {
-                    "map_pages_used": pages,
-                    "disk_bytes": disk,
-                    "readers": self._environment.readers(),
-                }
-                figures |= self._worth()
-            except OSError as error:
-                raise self._unreadable("counting what is used", error) from error
-            owners = self._owners()
-            figures |= self._errors.figures() | {
+        with self._gate, self._readable("counting what is used"):
+            facts, pages = self._environment.read(self._totals)
+            disk = self._store.disk_bytes()
+            # Do not count free LMDB pages of the file: LMDB uses them before it lets the file grow.
+            used = disk - max(0, self._store.data_bytes() - pages * self._environment.page_bytes)
+            with self._mirror.lock:
+                self._mirror.refresh()
+                hidden, hidden_bytes = self._mirror.hidden(self._pending.damaged())
+                residents = self._mirror.residents
+                objects, payload = residents.count - hidden, residents.payload - hidden_bytes
+                worth, owners = residents.pages.worth(), self._mirror.owners.use()
+            figures = {
+                **worth._asdict(),
+                **self._errors.figures(),
+                "map_pages_used": pages,
+                "disk_bytes": disk,
+                "readers": len(self._environment.readers()),
                 "evicted": facts.evicted,
                 "corrupt": facts.corrupt,
-                "map_pages": self._store.budget.map_pages,
+                "map_pages": self._environment.budget.map_pages,
                 "map_pages_limit": self._disk.budget().limit,
                 "disk_is_short": int(self._disk.is_short()),
-                "recency_waiting": self._maintenance.waiting(),
+                "recency_waiting": self._pending.waiting(),
             }
-            return Usage(
-                facts.objects - hidden.objects,
-                facts.payload_bytes - hidden.payload_bytes,
-                used,
-                self._capacity,
-                figures,
-                owners=owners,
-            )
+            return Usage(objects, payload, used, self._store.capacity, figures, owners=owners)
 
     def flush(self) -> None:
         with self._gate:
@@ -350,7 +313,7 @@ class LmdbBackend(StorageBackend):
             try:
                 self._store.directory.check_there()
                 self._environment.check_there()
-                self._maintenance.flush()
+                self._pending.flush()
                 self._environment.sync()
             except OSError as error:
                 raise StorageError(f"the store in {self._store.path} cannot be flushed: {error}") from error
@@ -359,7 +322,7 @@ class LmdbBackend(StorageBackend):
         if self._gate.close():
             self._following.close()
             if self._environment.is_ours() and not self._read_only:
-                self._maintenance.flush()
+                self._pending.flush()
             self._store.close()
 
     def check_integrity(self) -> None:
@@ -368,58 +331,36 @@ class LmdbBackend(StorageBackend):
         The caller guarantees that no other thread is inside the store.
         """
         with self._gate:
-            check(self._environment)
+            self._environment.read(partial(check, self._environment))
 
-    def _mend(self) -> None:
-        """Write the environment anew if a call has met damage of it; called after each call.
-
-        While other processes have the store open, LMDB is only opened again, and the next owner who is alone
-        does the rest.
-        """
-        if self._read_only or not self._environment.is_damaged() or self._clock() < self._mend_after:
+    def _renew(self) -> None:
+        """Open LMDB again if a call has met damage or a failure for good; called after each call."""
+        if self._read_only or not self._environment.is_broken or self._clock() < self._renew_after:
             return
         try:
             with suppress(ClosedError), self._gate.alone():
-                if self._environment.is_damaged():
-                    self._store.mend(self._mac_key)
-                    if not self._environment.is_damaged():
-                        self._maintenance.forget_damaged()
-                        self._unremovable.clear()
-                        self._mirror.restart()
-        except (OSError, StorageError) as error:
-            self._errors.failed("a repair", error)
-        if self._environment.is_damaged():
-            self._mend_after = self._clock() + _MEND_PAUSE_S
-
-    def _worth(self) -> dict[str, int]:
-        """Return the figures of `usage` about restorable and dead bytes; an empty dict after damage."""
-        try:
-            with self._mirror.lock:
-                self._keep_up()
-                return self._mirror.pages.worth()._asdict()
-        except DamagedError:
-            return {}
-
-    def _owners(self) -> dict[str, OwnerUse]:
-        with self._mirror.lock:
-            return self._mirror.owners.use()
-
-    def _keep_up(self) -> None:
-        """Let the mirror apply all changes; the caller holds its lock. Raises OSError."""
-        # Other processes may remove so much between `read` and `keep_up` that the mirror has to read all
-        # records once more.
-        while not self._mirror.is_read or not self._environment.read(self._mirror.keep_up):
-            self._mirror.read()
+                if self._environment.is_broken:
+                    self._store.renew()
+                    self._mirror.restart()
+                    self._pending.restart()
+        except OSError as error:
+            self._errors.failed("opening again", error)
+            self._renew_after = self._clock() + _RENEWAL_PAUSE_S
 
     def _follow(self) -> None:
         """Let the mirror tell of what has changed, if anybody watches."""
         with suppress(ClosedError), self._gate, self._mirror.lock:
             if self._mirror.is_watched:
-                self._keep_up()
+                self._mirror.refresh()
 
-    def _unreadable(self, what: str, error: OSError) -> StorageError:
-        self._errors.failed(what, error)
-        return StorageError(f"the store in {self._store.path} cannot be read: {error}")
+    @contextmanager
+    def _readable(self, what: str) -> Iterator[None]:
+        """Raise StorageError if the store cannot be read, and count it."""
+        try:
+            yield
+        except OSError as error:
+            self._errors.failed(what, error)
+            raise StorageError(f"the store in {self._store.path} cannot be read: {error}") from error
 
     def _sync_deletions(self) -> None:
         """Write the last transaction to the medium, so that no power cut brings deleted objects back."""
@@ -459,13 +400,44 @@ class LmdbBackend(StorageBackend):
 
     def _entry(self, place: bytes, value: Any, names: Mapping[int, bytes]) -> ScanEntry | None:
         """Return the scan entry of the object at a place; None where the object cannot be read."""
-        record = Record.unpack(value) if len(place) == DIGEST_BYTES else None
-        if record is None and len(place) != HALF:
-            self._environment.note_damage()
-        key = record.key(place) if record is not None else None
-        if record is None or key is None or self._maintenance.is_damaged(place, record.number):
+        if len(place) == HALF:  # the count of a page's dependents (records.py)
+            return None
+        record = Record.unpack(value)
+        key = record.key(place)
+        if key is None or self._pending.is_damaged(place, record.number):
             return None
         return ScanEntry(key, record.meta(names.get(record.namespace, b"")))
 
     def _names(self, txn: Any) -> dict[int, bytes]:
         return {name.number: namespace for namespace, name in names_in(self._environment, txn).items()}
+
+
+def check(environment: Environment, txn: Any) -> None:
+    """Raise AssertionError unless all databases agree."""
+    facts = StoreTotals.unpack(txn.get(FACTS, db=environment.facts))
+    records: dict[bytes, Record] = {}
+    counts: dict[bytes, int] = {}
+    for raw, value in txn.cursor(environment.objects):
+        key = bytes(raw)
+        if len(key) == HALF:
+            counts[key] = count_of(value)
+        else:
+            records[key] = Record.unpack(value)
+    assert facts.objects == len(records), "every object is counted"
+    assert facts.payload_bytes == sum(record.length for record in records.values()), "every byte is counted"
+    assert counts == Counter(record.depends_on for record in records.values() if record.depends_on), (
+        "dependents are counted"
+    )
+    sizes: Counter[int] = Counter()
+    for raw, value in txn.cursor(environment.parts):
+        sizes[int.from_bytes(raw[:8])] += len(value)
+    assert sizes == {record.number: record.length for record in records.values()}, (
+        "every object has its parts, and every part its object"
+    )
+    assert max(sizes, default=0) < facts.next_number, "every number is below the next one"
+    ages = {tick_of(raw): bytes(value) for raw, value in txn.cursor(environment.ages)}
+    assert all(records[place].tick == tick for tick, place in ages.items()), "every age is an object's"
+    assert max((record.tick for record in records.values()), default=0) < facts.next_tick, (
+        "every tick is below the next one"
+    )
+    assert all(ages.get(record.tick) == place for place, record in records.items()), "every object has an age"

@@ -1,17 +1,18 @@
-"""Changes to the five databases within one write transaction, so that they stay consistent."""
+"""Changes to the five databases within one write transaction, and small changes that wait for one."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain, count
-from typing import Any, Final
+from errno import EIO
+from itertools import chain, count, islice
+from threading import Lock
+from typing import Any, Final, NamedTuple
 
 from tiercache.storage.base import NamespaceRecord, SetItem
 from tiercache.storage.checksum import Checksums
-from tiercache_backends.lmdb import payload
-from tiercache_backends.lmdb.environment import Environment
+from tiercache_backends.lmdb.environment import Environment, ErrorCounters
 from tiercache_backends.lmdb.records import (
     FACTS,
     HALF,
@@ -22,11 +23,13 @@ from tiercache_backends.lmdb.records import (
     forget_removals,
     gone_key,
     gone_value,
-    set_log_start,
+    part_key,
+    piece_sizes,
     set_named_tick,
     tick_key,
     tick_of,
 )
+from tiercache_backends.local.failures import DamagedError, is_full
 from tiercache_backends.local.names import Name, pack_name, unpack_name
 
 _YOUNG: Final = 4
@@ -44,6 +47,12 @@ _MIN_LOGGED: Final = 256
 
 Between the minimum and the maximum, this number equals the number of LMDB pages of the map.
 """
+_MAX_WAITING: Final = 4096
+"""Maximum number of objects whose recency, or whose removal as damaged, waits for another write.
+
+If more objects wait, all recency is written at once. If that write fails, up to twice this number of objects
+are kept waiting.
+"""
 
 
 class Transaction:
@@ -51,14 +60,10 @@ class Transaction:
 
     The caller must call `save` at the end, unless nothing was changed.
 
-    `silent`: do not log removals. The transaction then takes fewer LMDB pages, but the mirrors of all
-    processes have to read all objects again.
-
     Thread safety: only the thread of the transaction uses it.
     """
 
-    def __init__(self, environment: Environment, txn: Any, *, silent: bool = False) -> None:
-        self._silent = silent
+    def __init__(self, environment: Environment, txn: Any) -> None:
         self._environment = environment
         self._txn = txn
         self.totals = StoreTotals.unpack(txn.get(FACTS, db=environment.facts))
@@ -109,8 +114,8 @@ class Transaction:
         for (place, item, checksums), number, tick in zip(objects, numbers, ticks, strict=False):
             meta = item.meta
             record = Record.of(number, tick, item.key, meta, self.namespace_id(meta.namespace), checksums)
-            sizes = payload.piece_sizes(meta.length, page_bytes, part_pages)
-            pieces.append(payload.pieces(number, item.buffers, sizes))
+            sizes = piece_sizes(meta.length, page_bytes, part_pages)
+            pieces.append(_pieces(number, item.buffers, sizes))
             records.append((place, record.pack()))
             # The tick in the record is also the object's key in `ages`.
             ages.append((tick_key(tick), place))
@@ -120,8 +125,12 @@ class Transaction:
         for db, entries in ((self._environment.objects, sorted(records)), (self._environment.ages, ages)):
             with self._txn.cursor(db) as cursor:
                 cursor.putmulti(entries)
-        # Payload comes last: if the file is cut, more of the records before it are still there.
-        payload.write(self._txn, self._environment.parts, chain.from_iterable(pieces))
+        # `append` puts a key behind all others without a search of the tree, and skips a key that is not
+        # larger. Numbers rise, so no key is skipped.
+        with self._txn.cursor(self._environment.parts) as cursor:
+            taken, added = cursor.putmulti(chain.from_iterable(pieces), append=True)
+        if added < taken:
+            raise DamagedError(EIO, "the store holds a part of an object that was never stored")
         self.totals = facts._replace(
             next_number=facts.next_number + len(objects),
             next_tick=facts.next_tick + len(objects),
@@ -131,21 +140,24 @@ class Transaction:
 
     def remove(self, place: bytes, record: Record) -> None:
         """Delete an object with all of its entries, and log the removal."""
-        payload.remove(self._txn, self._environment.parts, record.number)
+        first = part_key(record.number, 0)
+        with self._txn.cursor(self._environment.parts) as cursor:
+            found = cursor.set_range(first)
+            while (
+                found and cursor.key()[:8] == first[:8]
+            ):  # the object's number begins the keys of its pieces
+                cursor.delete()
+                found = bool(cursor.key())
         self._txn.delete(place, db=self._environment.objects)
         self._forget_age(place, record.tick)
-        self._log_removal(place, record)
+        self._txn.put(gone_key(self.tick()), gone_value(place, record.number), db=self._environment.facts)
+        self._has_removed = True
+        facts = self.totals
+        self.totals = facts._replace(
+            objects=max(0, facts.objects - 1), payload_bytes=max(0, facts.payload_bytes - record.length)
+        )
         if record.depends_on:
             self._count_down(record.depends_on)
-
-    def remove_record(self, place: bytes, record: Record) -> None:
-        """Delete only the record of an object, and log the removal.
-
-        This method is for an object whose payload, or whose entry in `ages`, lies on a damaged LMDB page.
-        Payload and entry stay where they are.
-        """
-        self._txn.delete(place, db=self._environment.objects)
-        self._log_removal(place, record)
 
     def touch(self, place: bytes) -> bool:
         """Mark an object as used just now; return False, and do nothing, if it is absent or young."""
@@ -192,29 +204,12 @@ class Transaction:
         """Return the number of LMDB pages that are in use now, in this transaction."""
         return self._environment.used_pages(self._txn)
 
-    def oldest(self, tick: int = 0) -> tuple[int, bytes] | None:
-        """Return (tick, place) of the first entry of `ages` from `tick` on; None where there is none."""
-        with self._txn.cursor(self._environment.ages) as cursor:
-            return (tick_of(cursor.key()), cursor.value()) if cursor.set_range(tick_key(tick)) else None
-
-    def drop_damaged(self, place: bytes, number: int | None, *, record_only: bool = False) -> None:
-        """Delete a damaged object if it still has this number, and count it as corrupt.
-
-        `number` None: delete the object if its record cannot be read. `record_only`: delete only the record
-        (see `remove_record`).
-        """
-        value = self._txn.get(place, db=self._environment.objects)
-        record = None if value is None else Record.unpack(value)
-        # Another number means another object, which was stored at this place later.
-        if value is None or (record.number if record else None) != number:
-            return
-        if record is not None and record_only:
-            self.remove_record(place, record)
-        elif record is not None:
+    def drop_damaged(self, place: bytes, number: int) -> None:
+        """Delete a damaged object and count it as corrupt, unless another was stored at its place later."""
+        record = self.find(place)
+        if record is not None and record.number == number:
             self.remove(place, record)
-        else:
-            self._txn.delete(place, db=self._environment.objects)
-        self.totals = self.totals._replace(corrupt=self.totals.corrupt + 1)
+            self.totals = self.totals._replace(corrupt=self.totals.corrupt + 1)
 
     def count_evicted(self, objects: int) -> None:
         """Add to the number of objects evicted in the life of the store."""
@@ -222,34 +217,21 @@ class Transaction:
 
     def save(self) -> None:
         """Write the totals, and if this transaction removed objects, shorten the log of removals."""
-        if self._has_removed and self._silent:
-            set_log_start(self._txn, self._environment.facts, self.totals.next_tick)
-        elif self._has_removed:
-            kept = max(
-                _MIN_LOGGED, min(_MAX_LOGGED, self._environment.map_bytes() // self._environment.page_bytes)
-            )
+        if self._has_removed:
+            pages = self._environment.budget.map_pages
+            kept = max(_MIN_LOGGED, min(_MAX_LOGGED, pages))
             forget_removals(self._txn, self._environment.facts, self.totals.next_tick - kept)
         self._txn.put(FACTS, self.totals.pack(), db=self._environment.facts)
 
     def _put(self, place: bytes, record: Record) -> None:
         self._txn.put(place, record.pack(), db=self._environment.objects)
 
-    def _log_removal(self, place: bytes, record: Record) -> None:
-        tick = self.tick()
-        if not self._silent:
-            self._txn.put(gone_key(tick), gone_value(place, record.number), db=self._environment.facts)
-        self._has_removed = True
-        facts = self.totals
-        self.totals = facts._replace(
-            objects=max(0, facts.objects - 1), payload_bytes=max(0, facts.payload_bytes - record.length)
-        )
-
     def _forget_age(self, place: bytes, tick: int) -> None:
-        # After damage the entry may belong to another object, so compare the value first. LMDB's `delete`
-        # compares values only in databases with several values per key.
+        # The entry of another object means that a record or the counter of ticks is damaged.
         key = tick_key(tick)
-        if self._txn.get(key, db=self._environment.ages) == place:
-            self._txn.delete(key, db=self._environment.ages)
+        if self._txn.get(key, db=self._environment.ages) != place:
+            raise DamagedError(EIO, "an object has no entry among the ages")
+        self._txn.delete(key, db=self._environment.ages)
 
     def _count_down(self, page: bytes) -> None:
         left = self.dependents(page) - 1
@@ -261,9 +243,11 @@ class Transaction:
     def _is_young(self, tick: int) -> bool:
         # ticks   oldest in `ages` ...................|... young ...| next_tick
         if self._young_from is None:
-            newest = self.totals.next_tick
-            first = self.oldest()
-            self._young_from = newest - max(_MIN_YOUNG, (newest - (first[0] if first else newest)) // _YOUNG)
+            newest = oldest = self.totals.next_tick
+            with self._txn.cursor(self._environment.ages) as cursor:
+                if cursor.first():
+                    oldest = tick_of(cursor.key())
+            self._young_from = newest - max(_MIN_YOUNG, (newest - oldest) // _YOUNG)
         return tick >= self._young_from
 
     def namespace_id(self, namespace: bytes) -> int:
@@ -302,3 +286,206 @@ def free_number(environment: Environment, txn: Any) -> int:
     # includes names that cannot be read; none is forgotten while there are any.
     known = max((name.number for name in names_in(environment, txn).values()), default=0)
     return max(known, int(txn.stat(environment.names)["entries"])) + 1
+
+
+def _pieces(
+    number: int, buffers: Sequence[memoryview], sizes: Iterable[int]
+) -> Iterator[tuple[bytes, memoryview | bytes]]:
+    """Yield key and bytes of each piece of the payload of object `number`."""
+    start, index, buffer = 0, 0, buffers[0]
+    for part, size in enumerate(sizes):
+        if start + size <= buffer.nbytes:
+            yield part_key(number, part), buffer[start : start + size]
+            start += size
+            continue
+        views = [buffer[start : start + size]]
+        start += size
+        while start > buffer.nbytes:  # the piece goes on in the next buffer
+            start -= buffer.nbytes
+            index += 1
+            buffer = buffers[index]
+            views.append(buffer[:start])
+        views = [view for view in views if view.nbytes]
+        # Join a piece only if it lies in several buffers, because joining costs a copy.
+        yield part_key(number, part), views[0] if len(views) == 1 else b"".join(views)
+
+
+class Applied(NamedTuple):
+    """Waiting changes that one transaction made."""
+
+    touched: Sequence[bytes]
+    """Places of objects whose recency was written."""
+    named: Mapping[bytes, NamespaceRecord]
+    """Namespace records that were written, by namespace."""
+    dropped: Mapping[bytes, int]
+    """Numbers of the damaged objects that were removed, by place."""
+
+
+class Pending:
+    """Small changes that wait for a transaction: uses, namespace records, removals of damaged objects.
+
+    A get writes nothing itself, so that it never waits for a writer. Its changes wait here until some write
+    transaction calls `apply`, which makes them and returns them. After the commit, `committed` forgets only
+    what `apply` returned, because another thread may have added something in between:
+
+        1. Thread A calls `apply` in its transaction.
+        2. Thread B finds object X damaged, and adds the removal of X.
+        3. A commits and calls `committed`; the removal of X is still waiting.
+
+    The lists of objects are bounded. If an entry has to be dropped, a little recency is lost, or a damaged
+    object is found again later.
+
+    Thread safety: any thread may call.
+    """
+
+    def __init__(self, environment: Environment, errors: ErrorCounters) -> None:
+        self._environment = environment
+        self._errors = errors
+        self._mutex = Lock()
+        self._touched: dict[bytes, None] = {}
+        """Places of objects whose recency waits to be written, the earliest use first."""
+        self._damaged: dict[bytes, int] = {}
+        """Numbers of damaged objects that wait to be removed, by place; they count as absent."""
+        self._unsaved: dict[bytes, NamespaceRecord] = {}
+        """Namespace records that wait to be written, by namespace."""
+        self._registered: dict[bytes, NamespaceRecord] = {}
+        """All namespace records that this process was given."""
+
+    def touch(self, places: Sequence[bytes]) -> None:
+        """Record that the objects of a batch were used, in this order."""
+        with self._mutex:
+            # In a batch the deeper pages of a sequence come later. Deeper pages should be evicted first, so
+            # they get older ticks.
+            for place in reversed(places):
+                self._touched.pop(place, None)
+                self._touched[place] = None
+            crowded = len(self._touched) > _MAX_WAITING
+            while len(self._touched) > 2 * _MAX_WAITING:
+                del self._touched[next(iter(self._touched))]
+        if crowded:
+            self.flush()
+
+    def register(self, record: NamespaceRecord) -> None:
+        """Write a namespace record now; if the write fails, a later transaction repeats it."""
+        with self._mutex:
+            record = record.over(self._registered.get(record.namespace))
+            self._registered[record.namespace] = self._unsaved[record.namespace] = record
+        self.flush()
+
+    def drop(self, damaged: Mapping[bytes, int]) -> None:
+        """Remove damaged objects, given as numbers by place, or hide them until that is possible.
+
+        An object with another number that was stored at the same place later stays.
+        """
+        with self._mutex:
+            self._damaged.update(damaged)
+            while len(self._damaged) > _MAX_WAITING:
+                del self._damaged[next(iter(self._damaged))]
+        self.flush()
+
+    def restart(self) -> None:
+        """Forget the objects, and write all namespace records again, because the environment is a new one."""
+        with self._mutex:
+            self._touched, self._damaged, self._unsaved = {}, {}, dict(self._registered)
+        self.flush()
+
+    def is_damaged(self, place: bytes, number: int) -> bool:
+        """Return whether the object with this number is known to be damaged, and so counts as absent."""
+        return self._damaged.get(place) == number
+
+    def any_damaged(self) -> bool:
+        """Return whether any object is known to be damaged."""
+        return bool(self._damaged)
+
+    def damaged(self) -> dict[bytes, int]:
+        """Return the numbers of the damaged objects that are still stored, by place."""
+        with self._mutex:
+            return dict(self._damaged)
+
+    def waiting(self) -> int:
+        """Return the number of objects whose recency is not written yet."""
+        return len(self._touched)
+
+    def remove(self, places: Sequence[bytes]) -> set[bytes]:
+        """Remove objects, in several transactions; return the places of the removed objects."""
+        gone: set[bytes] = set()
+        changes = self._environment.budget.changes
+        try:
+            for start in range(0, len(places), changes):
+                gone.update(self._remove(places[start : start + changes]))
+        except OSError as error:
+            self._errors.failed("a deletion", error)
+        return gone
+
+    def flush(self) -> None:
+        """Make all waiting changes; count and log a failure instead of raising it."""
+        try:
+            while self._unsaved or self._touched or self._damaged:
+                self._change(())  # as much as one transaction may change
+        except OSError as error:
+            self._errors.failed("writing recency", error)
+
+    def apply(self, transaction: Transaction) -> Applied:
+        """Make as many waiting changes as one transaction may; return them, for `committed`."""
+        # Lock order: the writer lock, which this transaction holds, then the mutex. Copy the lists, so that
+        # no call of LMDB is made under the mutex.
+        with self._mutex:
+            waiting, named, damaged = list(self._touched), dict(self._unsaved), dict(self._damaged)
+        left = self._environment.budget.changes
+        dropped = dict(islice(damaged.items(), left))
+        for place, number in dropped.items():
+            transaction.drop_damaged(place, number)
+        for record in named.values():
+            transaction.register(record)
+        touched: list[bytes] = []
+        for place in waiting:
+            if left <= 0:
+                break
+            touched.append(place)
+            left -= transaction.touch(place)
+        return Applied(touched, named, dropped)
+
+    def committed(self, applied: Applied) -> None:
+        """Forget the changes that a committed transaction made."""
+        with self._mutex:
+            for place in applied.touched:
+                self._touched.pop(place, None)
+            # Another thread may have replaced an entry since `apply`: forget an entry only if it is the same.
+            for namespace, record in applied.named.items():
+                if self._unsaved.get(namespace) is record:
+                    del self._unsaved[namespace]
+            for place, number in applied.dropped.items():
+                if self._damaged.get(place) == number:
+                    del self._damaged[place]
+
+    def _remove(self, places: Sequence[bytes]) -> list[bytes]:
+        """Remove objects in one transaction, or each half by itself where the disk is too full for that."""
+        try:
+            return self._change(places)
+        except OSError as error:
+            if not is_full(error) or len(places) == 1:
+                raise
+        middle = len(places) // 2
+        return self._remove(places[:middle]) + self._remove(places[middle:])
+
+    def _change(self, places: Sequence[bytes]) -> list[bytes]:
+        """Make waiting changes and remove these objects, in one transaction; return the places removed."""
+
+        def work(txn: Any) -> tuple[list[bytes], Applied]:
+            transaction = Transaction(self._environment, txn)
+            before = transaction.totals
+            # Damaged objects go first. They count as absent, so their deletion is answered False.
+            applied = self.apply(transaction)
+            gone: list[bytes] = []
+            for place in places:
+                record = transaction.find(place)
+                if record is not None and not self.is_damaged(place, record.number):
+                    transaction.remove(place, record)
+                    gone.append(place)
+            if transaction.totals != before:
+                transaction.save()
+            return gone, applied
+
+        removed, applied = self._environment.write(work)
+        self.committed(applied)
+        return removed

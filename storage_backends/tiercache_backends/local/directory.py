@@ -76,7 +76,8 @@ class StoreDirectory:
         closing    close the environment, `release`
 
     With `must_exist` nothing is created; if anything is missing, StorageError is raised. With `read_only`,
-    which needs `must_exist`, nothing is written at all.
+    which needs `must_exist`, nothing is written at all. `reads_pages`: the check of the environment reads its
+    pages without LMDB first.
 
     Thread safety: one caller at a time, while the store opens and closes; any thread may call `check_there`.
     """
@@ -91,6 +92,7 @@ class StoreDirectory:
         database: str,
         must_exist: bool = False,
         read_only: bool = False,
+        reads_pages: bool = True,
     ) -> None:
         assert must_exist or not read_only, "a read-only opener creates nothing"
         self._env = env
@@ -98,6 +100,7 @@ class StoreDirectory:
         self._kind = kind
         self._version = version
         self._must_exist = must_exist
+        self._reads_pages = reads_pages
         self.path: Final = os.path.abspath(path)
         self.database: Final = self.at(database)
         self._lock = OwnerLock(env, self.path, read_only=read_only)
@@ -265,12 +268,13 @@ class StoreDirectory:
         with suppress(FileNotFoundError):
             self._env.unlink(path)
 
-    def set_aside(self) -> None:
+    def set_aside(self, *, make: bool = False) -> None:
         """Move a useless environment aside, where it can be examined, and create an empty one.
 
-        Environments that were put aside earlier are kept. Raises StorageError if `must_exist` is set.
+        Environments that were put aside earlier are kept. With `must_exist`, raises StorageError, unless
+        `make` is set.
         """
-        if self._must_exist:
+        if self._must_exist and not make:
             raise StorageError(
                 f"{self.database} is damaged beyond reading; open the store for writing, which starts with an"
                 " empty one"
@@ -391,6 +395,8 @@ class StoreDirectory:
         #   its owner died, perhaps of damage,    every page in use, then all records by a child process
         #   or met damage, or it was changed
         clean = not self.suspect and state.get("database") == [found.st_size, found.st_mtime_ns]
+        if not self._reads_pages:
+            return clean or self._child_reads(found.st_size)
         try:
             with closing(LmdbFile(self._env, os.path.join(self.database, "data.mdb"))) as file:
                 if closely or not clean or not file.is_plausible():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from errno import EDQUOT, EFBIG, EIO, ENOSPC
+from errno import EDQUOT, EFBIG, EIO, ENOSPC, ESTALE
+from stat import S_IWUSR
 from typing import Any, Final
 
 import lmdb
@@ -36,6 +37,10 @@ class DamagedError(OSError):
     """The LMDB environment or its content is damaged and must not be trusted any more."""
 
 
+class PutAsideError(OSError):
+    """Another process put the LMDB environment aside, and another one may be in its place."""
+
+
 def is_full(error: OSError) -> bool:
     """Return whether an error says that a disk, a quota or the maximum size of a file is used up."""
     return error.errno in _FULL
@@ -63,7 +68,9 @@ def os_error(error: lmdb.Error | SystemError, env: Env, path: str) -> OSError:
 
 
 class FileLength:
-    """Check that the file of an open environment was not truncated.
+    """Check that the file of an open environment was neither truncated nor put aside.
+
+    A file that is put aside loses the right of its owner to write (`lmdb/opening.py`).
 
     LMDB maps the file, and a read of the map behind the end of the file kills the process. A truncation
     between `check` and the end of the transaction is not detected.
@@ -79,13 +86,17 @@ class FileLength:
         self._longest = self._needed = 2 * self._page_bytes
         """Greatest length seen, and end of the last page in the newest transaction, in bytes."""
         self._fd = env.open(path, os.O_RDONLY)
+        self._writable = env.fstat(self._fd).st_mode & S_IWUSR
 
     def check(self) -> None:
         """Raise DamagedError if the file was truncated so far that pages of its content are missing.
 
-        Raises OSError if the length cannot be read.
+        Raises PutAsideError, and OSError if the length cannot be read.
         """
-        size = self._env.fstat(self._fd).st_size
+        found = self._env.fstat(self._fd)
+        if found.st_mode & S_IWUSR != self._writable:
+            raise PutAsideError(ESTALE, f"{self._path} was put aside while it was open")
+        size = found.st_size
         if size < self._longest and size < (needed := self._min_length(size)):
             # Another thread or process may have extended the file since its length was read.
             size = self._env.fstat(self._fd).st_size

@@ -83,16 +83,6 @@ class LmdbNode(NamedTuple):
     """Number of the page in which the node lies."""
 
 
-class LmdbPlace(NamedTuple):
-    """A key, and the place of its value in the file."""
-
-    key: bytes
-    at: int
-    """Offset of the value in bytes."""
-    size: int
-    """Size of the value in bytes."""
-
-
 class UnsoundError(ValueError):
     """The file does not have the structure that LMDB gives it."""
 
@@ -195,38 +185,6 @@ class LmdbFile:
         for (at,) in struct.iter_unpack("<H", raw[16 : 16 + (lower - 16) // 2 * 2]):
             yield from self._values(raw, at, number)
 
-    def places(self, page: LmdbPages, number: int) -> Iterator[LmdbPlace]:
-        """Yield the places of the values in an undamaged leaf page, without reading the values.
-
-        Keys with several values are left out.
-        """
-        raw = page.data
-        _, _, flags, lower, _ = _HEADER.unpack_from(raw)
-        if flags & ~_LATER != _LEAF:
-            return
-        for (at,) in struct.iter_unpack("<H", raw[16 : 16 + (lower - 16) // 2 * 2]):
-            low, high, kind, key_bytes = _NODE.unpack_from(raw, at)
-            start, size = at + _NODE.size + key_bytes, low | high << 16
-            key = bytes(raw[at + _NODE.size : start])
-            if not kind:
-                yield LmdbPlace(key, number * self.page_bytes + start, size)
-            elif kind == _BIG and self._is_run(first := _NUMBER.unpack_from(raw, start)[0], size):
-                yield LmdbPlace(key, first * self.page_bytes + 16, size)
-
-    def run_of(self, page: LmdbPages) -> int:
-        """Return the number of pages of the run that begins with this undamaged page.
-
-        The number is greater than 1 if a large value begins here.
-        """
-        _, _, flags, lower, upper = _HEADER.unpack_from(page.data)
-        return max(1, lower | upper << 16) if flags & ~_LATER == _OVERFLOW else 1
-
-    def read(self, place: LmdbPlace) -> bytearray:
-        """Return a value; zeros stand for bytes behind the end of the file."""
-        value = bytearray(place.size)
-        read_all(self._env, self._fd, [memoryview(value)], place.at)
-        return value
-
     def _values(self, page: memoryview, at: int, number: int) -> Iterator[LmdbNode]:
         #   node    | low u16 | high u16 | flags u16 | key size u16 | key | value |
         # The size of the value is low + 65,536 * high. Several values of one key are bare keys in a sub-page,
@@ -274,7 +232,9 @@ class LmdbFile:
         [first] = _NUMBER.unpack(where)
         if not self._is_run(first, size):
             return None
-        return LmdbNode(key, bytes(self.read(LmdbPlace(key, first * self.page_bytes + 16, size))), number)
+        value = bytearray(size)
+        read_all(self._env, self._fd, [memoryview(value)], first * self.page_bytes + 16)
+        return LmdbNode(key, bytes(value), number)
 
     def _is_run(self, first: int, size: int) -> bool:
         """Return whether a large value of `size` bytes begins on page `first` and ends within the file."""

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from tiercache_backends.lmdb import LmdbBackend
 from tiercache_backends.lmdb.environment import Environment
-from tiercache_backends.lmdb.payload import part_key
-from tiercache_backends.lmdb.records import Record, place_of
+from tiercache_backends.lmdb.records import Record, part_key, place_of
 
 from tests.storage.backends import AgingEnv, LocalHooks
 from tiercache.core import ObjectKey

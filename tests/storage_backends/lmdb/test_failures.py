@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import lmdb
@@ -158,23 +157,6 @@ def test_a_disk_that_is_smaller_than_the_capacity_replaces(tmp_path: Path, size:
             assert set(some()) == {STORED}
             assert set(kept) <= set(left()), "with room again nothing has to go"
         assert store.usage().details["disk_is_short"] == 0
-        store.check_integrity()
-
-
-def test_threads_read_write_delete_and_scan_at_once(tmp_path: Path) -> None:
-    def work(turn: int) -> None:
-        for n in range(60):
-            name = (turn * 17 + n) % 80
-            assert put(store, key(name), payload(name, 120_000)) in (STORED, HIT, THROTTLED)
-            assert fetch(store, key((name + 5) % 80), 120_000) in (payload((name + 5) % 80, 120_000), MISS)
-            if n % 10 == turn:
-                store.delete([key(name)])
-                assert len({entry.key for entry in store.scan_all()}) <= 80
-
-    with opened(tmp_path / "s", 8 << 20) as store:
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(work, range(4)))
-        assert store.usage().details["failures"] == 0
         store.check_integrity()
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
-from tiercache_backends.lmdb.payload import PART_PAGES, pages_for, piece_sizes
+from tiercache_backends.lmdb.records import PART_PAGES, pages_for, piece_sizes
 
 from tests.examples import example_count
 from tests.storage_backends.lmdb.hooks import CAPACITY, LmdbHooks, opened

@@ -18,9 +18,9 @@ STORED = Outcome.STORED
 
 
 def seen_by(mirror: Mirror) -> tuple[set[bytes], Worth]:
-    residents = mirror._residents  # private: a mirror answers for its own process's objects only
+    residents = mirror.residents
     residents.check_integrity()
-    return {residents.digest(row) for row in residents.residents().tolist()}, mirror.pages.worth()
+    return {residents.digest(row) for row in residents.residents().tolist()}, mirror.residents.pages.worth()
 
 
 def live(store: LmdbBackend, dice: Random, turns: int) -> None:
@@ -51,7 +51,7 @@ def test_a_process_keeps_up_with_what_others_do(tmp_path: Path) -> None:
             assert environment_of(store).read(other.keep_up), "the log reaches back far enough"
             fresh = Mirror(environment_of(store), lambda: 0.0)
             fresh.read()
-            expected = {entry.key.digest for entry in store.scan_all()}, fresh.pages.worth()
+            expected = {entry.key.digest for entry in store.scan_all()}, fresh.residents.pages.worth()
             assert seen_by(other) == seen_by(fresh) == expected
             details = store.usage().details
             assert expected[1] == (details["restorable_bytes"], details["dead_bytes"], details["orphans"])

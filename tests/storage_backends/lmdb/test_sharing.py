@@ -101,21 +101,6 @@ def test_four_processes_share_a_store_and_one_is_killed(tmp_path: Path) -> None:
         assert put(store, key("new"), payload("new", 100_000)) is STORED
 
 
-def test_what_a_killed_process_stored_is_there(tmp_path: Path) -> None:
-    path = tmp_path / "s"
-    with opened(path) as store:
-        with sharer(path, "load", "7") as child:
-            say(child, "go")
-            stored = [int(line.split()[1]) for line in hear(child, "stored") if line.startswith("stored")]
-            child.send_signal(signal.SIGKILL)
-            child.wait(30)
-        assert all(fetch(store, key(n), size_of(n)) == payload(n, size_of(n)) for n in stored)
-        store.check_integrity()
-        assert put(store, key("new"), payload("new", 5000)) is STORED, (
-            "the writer's lock of a dead process is free"
-        )
-
-
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGCONT])
 def test_a_reader_that_stands_still_throttles_writers_and_harms_nothing(
     tmp_path: Path, end: signal.Signals

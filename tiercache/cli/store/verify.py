@@ -83,8 +83,8 @@ def verify(
     Objects of a slab file that is missing or truncated count as corrupt. A
     damaged catalog gives exit code 4 too. Without --repair a stopped store is
     not changed, and every run has the same result. --repair removes corrupt
-    objects and rewrites a damaged catalog; the run with --repair still has exit
-    code 4, but the next run has 0.
+    objects and rewrites a damaged catalog, and puts a damaged database of lmdb
+    aside; the run with --repair still has exit code 4, but the next run has 0.
     A daemon always drops the objects that it finds corrupt, so that they can be
     stored again. So a second run does not find these objects any more.
 
