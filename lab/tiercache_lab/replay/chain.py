@@ -178,7 +178,7 @@ class _NullTier:
     capabilities: Final = NullStore.capabilities
     is_readable: Final = True
     is_busy: Final = False
-    is_leaving: Final = False
+    leaving: Final = ""
 
     def __init__(self, settings: TierSettings, store: NullStore, env: Env) -> None:
         self.name: Final = settings.name

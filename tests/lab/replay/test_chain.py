@@ -19,8 +19,6 @@ from tiercache_lab.replay.results import TierUse
 from tiercache_lab.replay.sources import open_source
 from tiercache_lab.replay.store import NullStore
 
-pytestmark = pytest.mark.slow
-
 SMALL = Tiers(host_bytes=400_000)
 
 
@@ -32,6 +30,7 @@ def uses(tiers: Sequence[StorageTier], policy: str = "lru", seed: int = 1) -> di
     return dict(ran(open_source(CHATS, seed=seed), replace(SMALL, storage=tuple(tiers)), policy).uses())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["lru", "hvd"])
 def test_one_tier_is_a_plain_null_store(policy, monkeypatch) -> None:
     """The chain of one tier makes the calls that the controller makes, and no other."""
@@ -67,6 +66,7 @@ LINEUPS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["lru", "hvd"])
 @pytest.mark.parametrize("storage", LINEUPS, ids=str)
 def test_no_tier_holds_more_than_it_has_and_answers_add_up(storage, policy) -> None:
@@ -102,6 +102,7 @@ def test_a_second_tier_answers_what_the_first_has_lost() -> None:
     assert two["b"].written_bytes > 0.8 * two["a"].peak
 
 
+@pytest.mark.slow
 def test_a_tier_that_takes_nothing_changes_nothing() -> None:
     alone = uses([tier("a", 700_000), tier("b", 3_000_000)])
     for at in range(3):
@@ -112,6 +113,7 @@ def test_a_tier_that_takes_nothing_changes_nothing() -> None:
         assert found == alone
 
 
+@pytest.mark.slow
 def test_write_back_writes_only_what_is_about_to_go() -> None:
     through, back = (
         uses([tier("a", 2_000_000), tier("b", 6_000_000, write=write)])["b"]
@@ -123,6 +125,7 @@ def test_write_back_writes_only_what_is_about_to_go() -> None:
     assert roomy["b"].written_bytes == 0
 
 
+@pytest.mark.slow
 def test_selective_writes_wait_for_a_read() -> None:
     through, selective = (
         uses([tier("a", 2_000_000), tier("b", 6_000_000, write=write)])["b"].written_bytes
@@ -131,6 +134,7 @@ def test_selective_writes_wait_for_a_read() -> None:
     assert 0 < selective < through
 
 
+@pytest.mark.slow
 def test_promotion_fills_the_tier_above() -> None:
     never, second, always = (
         uses([tier("a", 700_000), tier("b", 6_000_000, promote=promote)])["a"].written_bytes
@@ -139,6 +143,7 @@ def test_promotion_fills_the_tier_above() -> None:
     assert never < second < always
 
 
+@pytest.mark.slow
 def test_a_budget_of_writes_is_obeyed_in_the_time_of_the_replay() -> None:
     free, tight = (
         uses([tier("a", 700_000), tier("b", 6_000_000, **settings)])["b"].written_bytes
@@ -147,6 +152,7 @@ def test_a_budget_of_writes_is_obeyed_in_the_time_of_the_replay() -> None:
     assert 0 < tight < free / 2
 
 
+@pytest.mark.slow
 def test_a_slow_tier_costs_time_and_nothing_else() -> None:
     source = open_source(CHATS, seed=2)
     storage = (tier("a", 700_000, 1e9), tier("b", 6_000_000, 1e8))
