@@ -209,7 +209,7 @@ BUDGET = {
     "tiercache.integrations": 7_800,
     "tiercache.cli": 6_050,
     "tiercache.storage": 6_750,
-    "tiercache.testing": 4_350,
+    "tiercache.testing": 4_225,
     "tiercache.index": 3_700,
     "tiercache.transfer": 2_550,
     "tiercache.config": 1_700,

@@ -15,7 +15,6 @@ from __future__ import annotations
 import errno as errors
 import os
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -141,15 +140,6 @@ class FaultEnv(Env):
         hang = Hang()
         self.add(call, hang, at=at, times=times)
         return hang
-
-    def delay(self, call: str, seconds: float, *, at: int = 1, times: int = 1) -> Rule:
-        """Make a rule that delays the call by `seconds`."""
-
-        def effect(real: Call, arguments: tuple[Any, ...]) -> Any:
-            time.sleep(seconds)
-            return real(*arguments)
-
-        return self.add(call, effect, at=at, times=times)
 
     def tear(self, call: str = "pwritev", *, at: int = 1, times: int = 1) -> Rule:
         """Make a rule that writes only the first bytes, but reports a complete write.
