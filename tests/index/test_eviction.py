@@ -33,15 +33,6 @@ def test_a_hit_refreshes_only_the_matched_last_node():
     assert h.evict(mamba=1) == {MAMBA: [10_002]}
 
 
-def test_a_hit_refreshes_the_path_where_that_is_selected():
-    h = Harness(MAMBA, refresh="path")
-    h.insert((1, 2), 2)
-    h.insert((1, 2, 3), 3)
-    h.insert((7, 8), 2)
-    h.index.touch(h.match((1, 2, 3)))
-    assert h.evict(mamba=1) == {MAMBA: [30_002]}
-
-
 def test_a_hit_in_the_middle_of_a_path_refreshes_its_restorable_depth():
     h = Harness(MAMBA)
     h.insert((1, 2, 3, 4), 2, 4)

@@ -57,14 +57,10 @@ class IndexMachine(RuleBasedStateMachine):
     page_pools: tuple[PoolName, ...] = (KV, INDEXER)
     state_pools: tuple[PoolName, ...] = (MAMBA, SWA)
 
-    @initialize(refresh=st.sampled_from(["last", "path"]))
-    def start(self, refresh: str) -> None:
+    @initialize()
+    def start(self) -> None:
         self.index = HybridIndex(
-            page_size=PAGE,
-            namespace=NAMESPACE,
-            page_pools=self.page_pools,
-            state_pools=self.state_pools,
-            refresh=refresh,
+            page_size=PAGE, namespace=NAMESPACE, page_pools=self.page_pools, state_pools=self.state_pools
         )
         self.told = Told(
             SimpleNamespace(index=self.index, pools=self.index.pools, namespace=NAMESPACE, page_size=PAGE)

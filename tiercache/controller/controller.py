@@ -171,7 +171,6 @@ class HybridCacheController:
                 page_pools=page_pools,
                 state_pools=state_pools,
                 policy=policy or policy_named(options.policy, costs),
-                refresh="path" if options.refresh_path else "last",
                 checkpoints=checkpoints_named(options.checkpoints),
                 object_bytes={name: pool.geometry.nbytes for name, pool in device_pools.items()},
                 seed=options.seed,

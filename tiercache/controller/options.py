@@ -171,8 +171,6 @@ class ControllerOptions:
     """Threads for reads from the store."""
     write_threads: int = 1
     """Threads for writes to the store."""
-    refresh_path: bool = False
-    """Whether a hit counts as a use of its whole path in the index, and not only of the path's last node."""
     events: EventSettings | None = None
     """Publisher of KV events of device, host and storage; None: none. `docs/events.md` has more."""
     write: str = WRITE_THROUGH

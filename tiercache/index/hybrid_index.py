@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 
@@ -67,8 +67,6 @@ class HybridIndex:
     - `page_pools` have one object per page, `state_pools` one object at the end of a node. Either may be
       empty.
     - `policy` ranks the units that may be evicted (default: LRU).
-    - `refresh` says whether a hit refreshes (counts as an access of) only the last matched node ("last"), or
-      its whole path ("path").
     - `max_stored_pages` is the maximum number of pages in the index that only the store has.
     - `checkpoints` says where requests should leave states (default: `CheckpointRules`).
     - `object_bytes` are the payload bytes of one object of each pool, which policies weigh.
@@ -86,14 +84,11 @@ class HybridIndex:
         page_pools: Sequence[PoolName],
         state_pools: Sequence[PoolName] = (),
         policy: Policy | None = None,
-        refresh: Literal["last", "path"] = "last",
         max_stored_pages: int = MAX_STORED_PAGES,
         checkpoints: CheckpointRules | None = None,
         object_bytes: Mapping[PoolName, int] | None = None,
         seed: int = 0,
     ) -> None:
-        if refresh not in ("last", "path"):
-            raise InputError(f"refresh {refresh!r} is unknown; use 'last' or 'path'")
         policy = policy or Lru()
         if policy.needs_states and not state_pools:
             raise ConfigError(
@@ -107,7 +102,6 @@ class HybridIndex:
         self.pools = self.page_pools + self.state_pools
         self.checkpoints = checkpoints or CheckpointRules()
         self.policy = policy
-        self._refresh_path = refresh == "path"
         self._requests = 0
         nbytes = [(object_bytes or {}).get(pool, 1) for pool in self.pools]
         self._columns = EvictionColumns(UNIT_KINDS, nbytes, len(page_pools), page_size)
@@ -281,9 +275,8 @@ class HybridIndex:
     def touch(self, match: Match, tokens: TokenArray | None = None) -> Origin:
         """Record that a request used the match, and return the `origin` for its `insert`.
 
-        Refreshes the node at the match's restorable depth; with `refresh="path"` also the nodes above it. If
-        `tokens` (the prompt) are given and an evicted unit would have restored more of them, the policy
-        learns of that unit, too.
+        The node at the match's restorable depth counts as used now. If `tokens` (the prompt) are given and an
+        evicted unit would have restored more of them, the policy learns of that unit, too.
         """
         # The request is counted first, then the hit, then the miss. The miss is deeper than the hit. The
         # request continues the deeper of the two units.
@@ -489,10 +482,6 @@ class HybridIndex:
     def _refresh(self, node: Node) -> None:
         node.last_access = self._columns.now
         self._columns.mark(node)
-        if self._refresh_path:
-            for above in node.path():
-                above.last_access = self._columns.now
-                self._columns.mark(above)
 
     # -- transfers: a state is handled as a span of one page, the last page of its node
     # --------------------------------------------------------------------------------------------------------
