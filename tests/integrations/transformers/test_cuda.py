@@ -20,7 +20,6 @@ from tests.integrations.transformers.serving import (
     evict,
     fill,
     right,
-    serve_from,
     serving,
     settle,
     store,
@@ -65,21 +64,6 @@ def from_host(worker: Worker) -> Generation:
     generation = worker.serve(LONG, 1, audit=True)
     assert (generation.restored, tiers_of(generation)) == (6 * PAGE, {Tier.HOST})
     return generation
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", slow_after(1, ["qwen3_next", "falcon_h1", "llama"]))
-def test_every_state_comes_back_from_every_tier(name: str, tmp_path: Path) -> None:
-    audit = Audit(loaded(name)[0], page_slots=256, state_slots=64)
-    with simulated(name, store(tmp_path), pause=0.002) as worker:
-        prompts = fill(worker, audit)
-        for tier in Tier:
-            for depth, tokens in prompts.items():
-                serve_from(worker, audit, tier, depth, tokens)
-        worker.synchronize()
-        worker.controller.check_integrity()
-    with simulated(name, store(tmp_path)) as worker:
-        serve_from(worker, audit, Tier.STORAGE, 5 * PAGE, prompts[5 * PAGE])
 
 
 @pytest.mark.slow
