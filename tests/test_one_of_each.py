@@ -139,8 +139,8 @@ def test_no_small_module_has_only_one_importer():
 
 
 SINGLE = frozenset({
-    "CudaDevice", "Customer", "DeviceTensor", "Fence", "HintTable", "HostObjects", "Prompt", "RankGroup",
-    "SharedMemory", "_Tracked",
+    "CudaDevice", "Customer", "DeviceTensor", "Fence", "HintTable", "Prompt", "RankGroup", "SharedMemory",
+    "_Tracked",
 })  # fmt: skip
 """Abstract classes and protocols that have one implementation, or none."""
 OUTSIDE = frozenset({"Units", "Source"})

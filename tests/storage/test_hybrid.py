@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,27 +30,16 @@ BLOCK = 4096
 RECORD = NamespaceRecord(NAMESPACE, {"model": "m"})
 
 
-@dataclass
-class ByteArrayPool:
-    """Host objects on a bytearray: object h in blocks h * n .. of 4 KiB, in reverse order to show that blocks
-    need not be adjacent.
-    """
+class FilledPool(HostPool):
+    """A pool of 16 objects in an arena of their own, which are named by their numbers."""
 
-    geometry: Geometry
-    objects: int = 16
-    memory: SharedMemory | None = None
-    data: bytearray = field(init=False)
+    def __init__(self, geometry: Geometry) -> None:
+        blocks = 16 * -(-geometry.nbytes // BLOCK)
+        super().__init__(geometry, HostArena(blocks * BLOCK, BLOCK, huge_pages=False))
+        self._objects = self.alloc(16)
 
-    def __post_init__(self) -> None:
-        self.data = bytearray(self.objects * self.geometry.padded_nbytes)
-
-    def buffers(self, handle: int) -> list[memoryview]:
-        size = self.geometry.padded_nbytes
-        whole = memoryview(self.data)[handle * size : (handle + 1) * size]
-        return [whole[at : at + BLOCK] for at in reversed(range(0, size, BLOCK))]
-
-    def buffers_of(self, handles: Sequence[int]) -> list[list[memoryview]]:
-        return [self.buffers(handle) for handle in handles]
+    def blocks(self, handles: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        return super().blocks(self._objects[np.asarray(handles, np.int64)])
 
     def fill(self, handle: int, seed: int) -> bytes:
         data = np.random.default_rng(seed).bytes(self.geometry.padded_nbytes)
@@ -82,17 +72,15 @@ class Spy(MemoryBackend):
         ]
 
 
-def kv_pool() -> ByteArrayPool:
-    return ByteArrayPool(kv_geometry([0, 1], 2, 24, "bfloat16", 16))
+def kv_pool() -> FilledPool:
+    return FilledPool(kv_geometry([0, 1], 2, 24, "bfloat16", 16))
 
 
-def state_pool() -> ByteArrayPool:
-    return ByteArrayPool(
-        state_geometry([(0, "conv", (8, 100), "float32"), (1, "ssm", (9, 300), "float32")], 16)
-    )
+def state_pool() -> FilledPool:
+    return FilledPool(state_geometry([(0, "conv", (8, 100), "float32"), (1, "ssm", (9, 300), "float32")], 16))
 
 
-def storage(*pools: ByteArrayPool) -> tuple[HybridStorage, Spy]:
+def storage(*pools: HostPool) -> tuple[HybridStorage, Spy]:
     backend = Spy()
     hybrid = HybridStorage(backend, namespace=RECORD)
     for pool in pools:
@@ -162,7 +150,7 @@ def test_exists_agrees_with_brute_force(
     case: tuple[int, int, dict[PoolName, tuple[HitPolicy, int, set[int]]]],
 ) -> None:
     n, prefix, pools = case
-    built = [ByteArrayPool(replace(kv_pool().geometry, pool=name)) for name in pools]
+    built = [FilledPool(replace(kv_pool().geometry, pool=name)) for name in pools]
     hybrid, backend = storage(*built)
     for name, (_, _, stored) in pools.items():
         hybrid.batch_set_v2([PoolTransfer(name, pages(*sorted(stored)), np.array(sorted(stored), np.int64))])
@@ -302,7 +290,7 @@ def test_bad_input_is_refused_before_anything_is_touched() -> None:
     with pytest.raises(InputError, match="without keys"):
         hybrid.batch_exists_v2(pages(0), [kv(0)])
     with pytest.raises(InputError, match="another geometry"):
-        hybrid.register_pool(ByteArrayPool(kv_geometry([0], 2, 24, "bfloat16", 16)))
+        hybrid.register_pool(FilledPool(kv_geometry([0], 2, 24, "bfloat16", 16)))
     hybrid.register_pool(kv_pool())
     assert backend.sets == []
     assert backend.exists_calls == 0
@@ -352,7 +340,7 @@ def test_a_transfer_that_cannot_be_is_refused_before_anything_is_touched(wrong: 
     pool = kv_pool()
     hybrid = HybridStorage(Untouched(), namespace=RECORD)
     hybrid.register_pool(pool)
-    pool.data[:] = before = bytes([7]) * len(pool.data)
+    before = [pool.fill(handle, 7) for handle in range(16)]
     bad = replace(kv(1), **wrong)
     calls: list[Callable[[], object]] = [
         lambda: hybrid.batch_get_v2([kv(0), bad]),
@@ -374,7 +362,7 @@ def test_a_transfer_that_cannot_be_is_refused_before_anything_is_touched(wrong: 
             call()
         assert "\n" not in str(caught.value)
         assert len(str(caught.value)) < 300
-    assert pool.data == before
+    assert [pool.payload(handle) for handle in range(16)] == before
 
 
 @pytest.mark.parametrize(
@@ -417,56 +405,18 @@ def test_what_is_right_is_taken_in_every_form() -> None:
     assert (named.kv_hit_pages, named.extra_pool_hit_pages) == (2, {})
 
 
-@dataclass
-class Shifted(ByteArrayPool):
-    """Lies over another pool, from byte `at` of that."""
-
-    over: ByteArrayPool | None = None
-    at: int = 0
-
-    def buffers(self, handle: int) -> list[memoryview]:
-        assert self.over is not None
-        start = self.at + handle * self.geometry.padded_nbytes
-        return [memoryview(self.over.data)[start : start + self.geometry.padded_nbytes]]
-
-
-@pytest.mark.parametrize("at", [0, 1, BLOCK - 1, BLOCK])
-def test_two_places_of_one_get_that_meet_are_refused(at: int) -> None:
-    kvs = kv_pool()
-    shifted = Shifted(state_pool().geometry, over=kvs, at=at)
-    hybrid, backend = storage(kvs, shifted)
-    hybrid.batch_set_v2([kv(3)])
-    size, reach = kvs.geometry.padded_nbytes, at + shifted.geometry.padded_nbytes
-    kvs.data[:] = before = bytes([7]) * len(kvs.data)
-    state = PoolTransfer(MAMBA, pages(3), np.array([0]))
-    for handle in range(5):
-        page = PoolTransfer(KV, pages(3), np.array([handle]))
-        if handle * size < reach and (handle + 1) * size > at:
-            for transfers in ([page, state], [state, page]):
-                for call in (hybrid.batch_get_v2, hybrid.batch_set_v2):
-                    with pytest.raises(InputError, match="share memory"):
-                        call(transfers)
-            assert kvs.data == before
-        else:
-            assert hybrid.batch_get_v2([page, state]) == {KV: [Outcome.HIT], MAMBA: [Outcome.MISS]}
-            kvs.data[:] = before
-    assert len(backend.sets) == 1
-
-
 def test_one_handle_serves_two_keys_of_a_set_and_not_of_a_get() -> None:
     arenas = [HostArena(1 << 20, BLOCK, huge_pages=False) for _ in range(2)]
-    pools = [HostPool(kv_pool().geometry, arenas[0]), HostPool(state_pool().geometry, arenas[1]), kv_pool()]
-    hybrid, _ = storage(*pools[:2])  # type: ignore[arg-type]
-    other, _ = storage(pools[2])  # type: ignore[arg-type]
-    handles = [pool.alloc(3) for pool in pools[:2]]  # type: ignore[union-attr]
+    pools = [HostPool(kv_pool().geometry, arenas[0]), HostPool(state_pool().geometry, arenas[1])]
+    hybrid, _ = storage(*pools)
+    handles = [pool.alloc(3) for pool in pools]
     assert set(handles[0]) & set(handles[1]), "arenas number their blocks alike"
-    for store, handle in ((hybrid, handles[0][0]), (other, 0)):
-        twice = PoolTransfer(KV, pages(0, 1), np.array([handle, handle]))
-        assert store.batch_set_v2([twice]) == {KV: [Outcome.STORED] * 2}
-        ones = [PoolTransfer(KV, pages(n), np.array([handle])) for n in range(2)]
-        for transfers in ([twice], ones):
-            with pytest.raises(InputError, match=r"given twice|share memory"):
-                store.batch_get_v2(transfers)
+    twice = PoolTransfer(KV, pages(0, 1), handles[0][[0, 0]])
+    assert hybrid.batch_set_v2([twice]) == {KV: [Outcome.STORED] * 2}
+    ones = [PoolTransfer(KV, pages(n), handles[0][:1]) for n in range(2)]
+    for transfers in ([twice], ones):
+        with pytest.raises(InputError, match="given twice"):
+            hybrid.batch_get_v2(transfers)
     both = [PoolTransfer(KV, pages(0), handles[0][:1]), PoolTransfer(MAMBA, pages(0), handles[1][:1])]
     assert hybrid.batch_get_v2(both) == {KV: [Outcome.HIT], MAMBA: [Outcome.MISS]}
     with pytest.raises(SlotError):
@@ -523,11 +473,10 @@ def test_a_pool_s_memory_is_made_known_to_the_store() -> None:
 
     backend = Watching()
     hybrid = HybridStorage(backend, namespace=RECORD)
-    hybrid.register_pool(kv_pool())
-    assert backend.attached == []
     arena = HostArena(1 << 20, BLOCK, huge_pages=False)
+    hybrid.register_pool(HostPool(kv_pool().geometry, arena))
     hybrid.register_pool(HostPool(state_pool().geometry, arena))
     with pytest.raises(InputError, match="another geometry"):
         hybrid.register_pool(HostPool(kv_geometry([0], 2, 24, "bfloat16", 16), arena))
-    assert backend.attached == [arena]
+    assert backend.attached == [arena, arena]
     arena.close()

@@ -7,10 +7,10 @@ the hit policies of pools to a backend's answers (`core.restorable_prefixes`).
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -28,28 +28,18 @@ from tiercache.core import (
     restorable_prefixes,
 )
 from tiercache.errors import InputError, RefusedError, StorageError, UnavailableError
-from tiercache.geometry import Geometry
 from tiercache.keys import Shard, layout_digest, object_keys
 from tiercache.pools import HostPool
-from tiercache.storage.base import (
-    SPEED_FIELD,
-    GetItem,
-    NamespaceRecord,
-    SetItem,
-    SharedMemory,
-    StorageBackend,
-)
+from tiercache.storage.base import SPEED_FIELD, GetItem, NamespaceRecord, SetItem, StorageBackend
 from tiercache.storage.transfers import (
-    Place,
     check_keys,
-    check_places,
     check_transfers,
     depths_of,
     handles_of,
     parents_of,
     values_of,
 )
-from tiercache.storage.vectors import take, total, zero_tail
+from tiercache.storage.vectors import take, zero_tail
 
 ANCHOR: Final = PoolName.KV
 """Pool that limits every restore: no depth beyond its leading run of stored pages can be restored.
@@ -111,30 +101,9 @@ def answer(
     return replace(restorable_prefixes(presence, anchor), present=present)
 
 
-class HostObjects(Protocol):
-    """The part of a `pools.HostPool` that storage needs."""
-
-    @property
-    def geometry(self) -> Geometry:
-        """Geometry of one object: which bytes make the object."""
-
-    @property
-    def memory(self) -> SharedMemory | None:
-        """The memory in which all buffers lie, or None if no other process can map that memory.
-
-        The store may use the memory until the store is closed.
-        """
-
-    def buffers_of(self, handles: Sequence[int]) -> list[list[memoryview]]:
-        """Return each object's blocks in order, as writable byte views. Each is a multiple of 4 KiB long.
-
-        Raises SlotError for an unknown handle.
-        """
-
-
 @dataclass(frozen=True, slots=True)
 class _Registered:
-    pool: HostObjects
+    pool: HostPool
     layout: bytes
 
     @property
@@ -150,18 +119,9 @@ class _Registered:
         return object_keys(self.name, self.layout, page_keys)
 
     def buffers_of(self, handles: Sequence[int]) -> list[list[memoryview]]:
-        """Return each object's blocks, up to the first multiple of 4 KiB behind its payload.
-
-        Raises InputError for an object that is too small.
-        """
+        """Return each object's blocks, up to the first multiple of 4 KiB behind its payload."""
         size = self.pool.geometry.padded_nbytes
-        found = [take(blocks, 0, size) for blocks in self.pool.buffers_of(handles)]
-        for handle, room in zip(handles, map(total, found), strict=True):
-            if room < self.length:
-                raise InputError(
-                    f"pool {self.name}: handle {handle} has {room} bytes, fewer than one object needs"
-                )
-        return found
+        return [take(blocks, 0, size) for blocks in self.pool.buffers_of(handles)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,11 +144,6 @@ class _Part:
 
     def object_keys(self) -> list[ObjectKey]:
         return self.pool.keys(self.transfer.keys)
-
-    def places(self) -> Iterator[tuple[Place, list[memoryview]]]:
-        """Yield each object's place (pool and handle) and its buffers."""
-        for handle, buffers in zip(self.handles, self.buffers, strict=True):
-            yield (self.pool.name, handle), buffers
 
     def set_items(self, namespace: bytes, worker: int) -> list[SetItem]:
         """Return an item to write for each object; `worker` gives the values.
@@ -257,7 +212,7 @@ class HybridStorage:
         self._pools: dict[PoolName, _Registered] = {}
         backend.register_namespace(namespace)
 
-    def register_pool(self, pool: HostObjects, shard: Shard | None = None) -> None:
+    def register_pool(self, pool: HostPool, shard: Shard | None = None) -> None:
         """Register the host pool of a cache kind, and attach its memory to the store.
 
         `shard`: which part of each object this rank holds (default: `self.shard`). If every rank holds a
@@ -277,8 +232,7 @@ class HybridStorage:
         if len(kinds) == len(HitPolicy) and not self.namespace.states:
             self.namespace = replace(self.namespace, states=True)
             self.backend.register_namespace(self.namespace)
-        if pool.memory is not None:
-            self.backend.attach(pool.memory)
+        self.backend.attach(pool.memory)
 
     def register_speed(self, flops_per_second: int) -> bool:
         """Add the speed of this worker's prefill to its record; return whether the store took it."""
@@ -395,10 +349,6 @@ class HybridStorage:
         before anything is read or written.
         """
         parts = self._checked(transfers, extra)
-        if not _host_pools(parts):
-            # The same place may be given under several keys. Two different places must not overlap: zeroing
-            # the bytes behind one payload would overwrite the other.
-            check_places({place: buffers for part in parts for place, buffers in part.places()}.items())
         pages = [part for part in parts if not part.attached]
         attached = [part for part in parts if part.attached]
         stored = self._set(pages, [[False] * len(part.buffers) for part in pages])
@@ -472,22 +422,12 @@ class HybridStorage:
         return _Part(transfer, pool, handles, pool.buffers_of(handles), depths, parents, values, attached)
 
 
-def _host_pools(parts: Sequence[_Part]) -> bool:
-    """Return whether every pool is a plain `HostPool`.
-
-    Objects in such pools share memory only if they have the same handle.
-    """
-    return all(type(part.pool.pool) is HostPool for part in parts)
-
-
 def _check_apart(parts: Sequence[_Part]) -> None:
-    """Raise InputError if any two objects share memory.
+    """Raise InputError if an object is named twice, because one read would overwrite the other.
 
-    Objects of host pools are compared by their handles, because getting the address of a block takes 0.5 us.
+    Pools of one arena number their objects by blocks, so two objects share memory only if they have the same
+    handle.
     """
-    if not _host_pools(parts):
-        check_places(place for part in parts for place in part.places())
-        return
     seen: dict[int, set[int]] = {}
     for part in parts:
         taken, handles = seen.setdefault(id(part.pool.pool.memory), set()), part.handles

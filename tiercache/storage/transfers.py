@@ -5,7 +5,7 @@ Every function here raises InputError for an invalid argument.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import inf
 from typing import Any, Final
 
@@ -14,13 +14,9 @@ import numpy as np
 from tiercache.core import HitPolicy, PoolTransfer, StorageExtra, check_trailing
 from tiercache.errors import InputError
 from tiercache.keys import KEY_BYTES
-from tiercache.storage.vectors import address_of
 
 _DEPTHS: Final = 2**32
 """All depths are below this limit, because stores keep a depth in 32 bits."""
-
-Place = tuple[object, int]
-"""A pool and a handle, as errors name them."""
 
 
 def check_transfers(transfers: Any, extra: Any) -> None:
@@ -122,30 +118,6 @@ def values_of(transfer: PoolTransfer) -> list[float | None]:
                 f"pool {transfer.pool}: {_shown(value)} is no value; give a finite float from 0.0, or None"
             )
     return list(column) or [None] * len(transfer.keys)
-
-
-def check_places(places: Iterable[tuple[Place, Sequence[memoryview]]]) -> None:
-    """Raise InputError if two objects of a call share memory: one would overwrite the other."""
-    owners: list[Place] = []
-    starts: list[int] = []
-    sizes: list[int] = []
-    for place, buffers in places:
-        for view in buffers:
-            owners.append(place)
-            starts.append(address_of(view))
-            sizes.append(view.nbytes)
-    order = np.argsort(np.array(starts, np.uint64), kind="stable")
-    begin = np.array(starts, np.uint64)[order]
-    # If any two buffers overlap, then two neighbours in the order of their addresses overlap as well.
-    #   addresses ->   |---a---|   |-----b-----|
-    #                                    |--c--|        the end of b is above the start of c
-    met = np.flatnonzero(begin[:-1] + np.array(sizes, np.uint64)[order][:-1] > begin[1:])
-    if len(met):
-        (a, one), (b, two) = owners[order[met[0]]], owners[order[met[0] + 1]]
-        raise InputError(
-            f"handle {one} of pool {a} and handle {two} of pool {b} share memory; give every object of a call"
-            " its own place"
-        )
 
 
 def _per_key(transfer: PoolTransfer, column: Any, what: str) -> Sequence[Any]:
