@@ -81,3 +81,13 @@ def skip(views: list[memoryview], nbytes: int) -> None:
     del views[:done]
     if nbytes:
         views[0] = views[0][nbytes:]
+
+
+def place(data: memoryview, views: list[memoryview]) -> memoryview:
+    """Copy bytes into views, remove those that are full from the list, and return the bytes that are left."""
+    while views and data:
+        part = data[: views[0].nbytes]
+        views[0][: part.nbytes] = part
+        skip(views, part.nbytes)
+        data = data[part.nbytes :]
+    return data

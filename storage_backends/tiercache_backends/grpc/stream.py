@@ -21,7 +21,7 @@ from tiercache.errors import WireError
 from tiercache.storage.base import GetItem, SetItem, checksum_of
 from tiercache.storage.vectors import batches, parts, take
 from tiercache.wire import messages
-from tiercache.wire.data import skip
+from tiercache.wire.data import place
 from tiercache.wire.v1 import storage_pb2 as pb
 from tiercache_backends.grpc.connection import Connection
 from tiercache_backends.grpc.connection_manager import ConnectionManager
@@ -257,16 +257,12 @@ class _Answer:
     def fill(self, views: list[memoryview]) -> None:
         """Put the next bytes of the payload into these buffers; raises WireError if it has fewer."""
         left = list(views)
+        self._payload = place(self._payload, left)
         while left:
-            if not self._payload:
-                found = self._next()
-                if found.header or not found.payload:
-                    raise WireError("objects come with fewer bytes than their header says")
-                self._payload = memoryview(found.payload)
-            part = self._payload[: left[0].nbytes]
-            left[0][: part.nbytes] = part
-            skip(left, part.nbytes)
-            self._payload = self._payload[part.nbytes :]
+            found = self._next()
+            if found.header or not found.payload:
+                raise WireError("objects come with fewer bytes than their header says")
+            self._payload = place(memoryview(found.payload), left)
 
     def end(self) -> None:
         """Wait for the end of the call; raises WireError if something comes before it."""

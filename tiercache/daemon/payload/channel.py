@@ -18,7 +18,7 @@ from grpc import StatusCode
 
 from tiercache.daemon.access import Refusal
 from tiercache.steps import enter_loop, in_loop, park
-from tiercache.wire.data import FRAME_BYTES, VECTOR, Frame, skip, unpack
+from tiercache.wire.data import FRAME_BYTES, VECTOR, Frame, place, skip, unpack
 
 READABLE: Final = EPOLLIN
 WRITABLE: Final = EPOLLOUT
@@ -110,11 +110,7 @@ class Channel:
         Raises DisconnectedError, and Refusal for a client that stands still.
         """
         left = [view for view in views if view.nbytes]
-        while left and self._ahead:
-            part = self._ahead[: left[0].nbytes]
-            left[0][: part.nbytes] = part
-            skip(left, part.nbytes)
-            self._ahead = self._ahead[part.nbytes :]
+        self._ahead = place(self._ahead, left)
         turn = 0
         while left:
             got, awaited = self._attempt(self._receive, left)

@@ -151,13 +151,9 @@ class _Messages:
         The bytes are copied, because a store is several times slower with buffers that are not aligned.
         """
         left = list(views)
+        self._payload = data.place(self._payload, left)
         while left:
-            if not self._payload:
-                self._payload = await self._next()
-            part = self._payload[: left[0].nbytes]
-            left[0][: part.nbytes] = part
-            data.skip(left, part.nbytes)
-            self._payload = self._payload[part.nbytes :]
+            self._payload = data.place(await self._next(), left)
 
     async def end(self) -> None:
         """Raise WireError if there is more than the objects of the header have."""
