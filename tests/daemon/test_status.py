@@ -15,7 +15,8 @@ import pytest
 from tiercache_backends.memory import MemoryBackend
 
 from tests.daemon.hosts import secret, until
-from tests.daemon.test_metrics import SIZE, Told, call, exists, get, pieces, serving
+from tests.daemon.test_metrics import SIZE, Told, call, exists, get, serving
+from tests.daemon.test_metrics import stored as set_messages
 from tiercache.config.models import Settings
 from tiercache.daemon.access import Access, Budgets
 from tiercache.daemon.budget import Budget
@@ -47,7 +48,7 @@ def test_figures_of_calls(tmp_path: Path) -> None:
         board = node._board  # private: the document itself, before it is JSON
         assert board is not None
         stored, absent = [key(1), key(2)], [key(3)]
-        call(channel, "Set", pieces([to_set(k, payload(k, SIZE)) for k in stored]))
+        call(channel, "Set", set_messages([to_set(k, payload(k, SIZE)) for k in stored]))
         call(channel, "Exists", exists(stored + absent))
         call(channel, "Get", get(stored + absent))
         until(lambda: board.document(None).history.read[-1:] > [0.0])  # type: ignore[union-attr]
