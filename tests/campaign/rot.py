@@ -72,7 +72,7 @@ def trial(nursery: Nursery, row: Row, made: Subject, when: str, seed: int, direc
         "signal again": sum(status < 0 for status in statuses[1:]),
         "raised": len(raised),
         "counters": not last.get("counted"),
-        "emptied": not last.get("hits"),
+        "emptied": last.get("hits", 0) < NAMES // 4,
     }
     row.count(figures)
     verdict.failed = sum(figures[name] for name in ("signal again", "raised", "counters"))
