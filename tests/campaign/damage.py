@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
+from tiercache_backends.file.records import RECORD, RECORD_BYTES
+
 from tests.campaign.model import Model, Op, Version, perform
 from tests.campaign.pages import PAGE, live, nodes, used_pages
 from tests.campaign.stores import Subject
@@ -24,8 +26,8 @@ from tiercache.testing.objects import key
 
 NAMES = 120
 CAPACITY = 16 << 20
-DATABASES = {"file": "catalog", "lmdb": "database"}
-WITH_OBJECTS = {"file": ("objects", "extents"), "lmdb": ("objects", "parts")}
+FILES = {"file": "catalog/000001.log", "lmdb": "database/data.mdb"}
+WITH_OBJECTS = ("objects", "parts")
 """Trees whose leaves hold what cannot be had from elsewhere; all others could be made anew."""
 
 
@@ -56,8 +58,8 @@ class Template:
         return self.subject.at(target)
 
     def data(self, path: Path) -> Path:
-        """LMDB's file of a copy."""
-        return path / DATABASES[self.kind] / "data.mdb"
+        """The catalog's log, or LMDB's file, of a copy."""
+        return path / FILES[self.kind]
 
 
 def template(kind: str, directory: Path) -> Template:
@@ -90,12 +92,17 @@ def _lies(kind: str, data: bytes) -> tuple[dict[int, tuple[str, frozenset[int]]]
     name, the offset in the file and the size in bytes.
     """
     digests = {name: key(name).digest for name in range(NAMES)}
-    places = {
-        name: digest if kind == "file" else digest[32:] + digest[:32] for name, digest in digests.items()
-    }
-    numbers: dict[bytes, int] = {}
     records: list[tuple[int, int, int]] = []
     on: dict[int, set[int]] = defaultdict(set)
+    if kind == "file":
+        for name, digest in digests.items():
+            start = data.index(digest) - RECORD.fields["digest"][1]  # type: ignore[index]
+            records.append((name, start, RECORD_BYTES))
+            for page in {start // PAGE, (start + RECORD_BYTES - 1) // PAGE}:
+                on[page].add(name)
+        return {page: ("objects.leaf", frozenset(names)) for page, names in on.items()}, records
+    places = {name: digest[32:] + digest[:32] for name, digest in digests.items()}
+    numbers: dict[bytes, int] = {}
     whole = list(used_pages(data))
     for page in whole:
         if page.tree != "objects" or page.kind != "leaf":
@@ -107,17 +114,12 @@ def _lies(kind: str, data: bytes) -> tuple[dict[int, tuple[str, frozenset[int]]]
                 continue
             # In `lmdb` a record is the value behind its key, and the node's head in front of that begins with
             # its size.
-            start, size = (
-                (at - 8, 192)
-                if kind == "file"
-                else (at + 64, int.from_bytes(content[at - 8 : at - 6], "little"))
-            )
-            number = content[start : start + 8]
-            numbers[number if kind == "file" else number[::-1]] = name
+            start, size = at + 64, int.from_bytes(content[at - 8 : at - 6], "little")
+            numbers[content[start : start + 8][::-1]] = name
             records.append((name, page.number * PAGE + start, size))
             on[page.number].add(name)
     for page in whole:
-        if page.tree in ("parts", "extents"):
+        if page.tree == "parts":
             keys = (
                 [page.key]
                 if page.kind == "run"
@@ -161,10 +163,7 @@ def record(template: Template, path: Path, random: Random) -> Spoiled:
 def object_page(template: Template, path: Path, random: Random) -> Spoiled:
     """A page of zeros in the place of one that says something of objects, or holds a part of one."""
     return _zero(
-        template,
-        path,
-        random,
-        lambda role: role.partition(".")[0] in WITH_OBJECTS[template.kind] and "branch" not in role,
+        template, path, random, lambda role: role.partition(".")[0] in WITH_OBJECTS and "branch" not in role
     )
 
 
@@ -172,9 +171,8 @@ def other_page(template: Template, path: Path, random: Random) -> Spoiled:
     """A page of zeros in the place of any other that is in use: branches, the main tree, the list of free
     pages, a meta page.
     """
-    objects = WITH_OBJECTS[template.kind]
     spoiled = _zero(
-        template, path, random, lambda role: role.partition(".")[0] not in objects or "branch" in role
+        template, path, random, lambda role: role.partition(".")[0] not in WITH_OBJECTS or "branch" in role
     )
     return Spoiled(None, spoiled.undo)
 
@@ -204,10 +202,11 @@ def leftovers(template: Template, path: Path, random: Random) -> Spoiled:
     """Half of what an earlier opening was writing beside the real files when it was killed."""
     for name in ("state.new", "format.new"):
         (path / name).write_bytes(random.randbytes(40))
-    database = DATABASES[template.kind]
-    for name in (f"{database}.new", f"{database}.damaged"):
-        (path / name).mkdir(exist_ok=True)
-        (path / name / "data.mdb").write_bytes(random.randbytes(3 * PAGE))
+    database = template.data(path).parent
+    for suffix in (".new", ".damaged"):
+        database.with_name(database.name + suffix).mkdir(exist_ok=True)
+        (database.with_name(database.name + suffix) / "data.mdb").write_bytes(random.randbytes(3 * PAGE))
+    (database / "new.log").write_bytes(random.randbytes(40))
     return Spoiled()
 
 
@@ -228,13 +227,13 @@ def short_slab(template: Template, path: Path, random: Random) -> Spoiled:
 
 
 def missing_data(template: Template, path: Path, _random: Random) -> Spoiled:
-    """LMDB's file is gone, and with it all that was known."""
+    """The log or LMDB's file is gone, and with it all that was known."""
     template.data(path).unlink()
     return Spoiled(frozenset(range(NAMES)))
 
 
 def short_data(template: Template, path: Path, random: Random) -> Spoiled:
-    """LMDB's file is cut somewhere behind its first pages."""
+    """The log or LMDB's file is cut somewhere behind its first pages."""
     data = template.data(path)
     used = (max(template.pages) + 1) * PAGE
     os.truncate(data, random.randrange(2 * PAGE, used))
@@ -255,7 +254,8 @@ def older_format(template: Template, path: Path, _random: Random) -> Spoiled:
     size = (max(template.pages) + 1) * PAGE
 
     def kept() -> bool:
-        return any(file.read_bytes()[:size] == before[:size] for file in path.rglob("data.mdb*"))
+        name = template.data(path).name
+        return any(file.read_bytes()[:size] == before[:size] for file in path.rglob(name))
 
     # What `lmdb` puts aside holds the payloads, and makes room for new ones where it is large.
     return Spoiled(frozenset(range(NAMES)), kept=kept if template.kind == "file" else lambda: True)
@@ -265,15 +265,15 @@ DAMAGES: dict[str, tuple[Damage, tuple[str, ...]]] = {
     "nothing": (nothing, ("file", "lmdb")),
     "record": (record, ("file", "lmdb")),
     "page with objects": (object_page, ("file", "lmdb")),
-    "other page": (other_page, ("file", "lmdb")),
-    "suspect": (suspect, ("file", "lmdb")),
+    "other page": (other_page, ("lmdb",)),
+    "suspect": (suspect, ("lmdb",)),
     "useless state": (useless_state, ("file", "lmdb")),
     "missing format": (missing_format, ("file", "lmdb")),
     "leftovers": (leftovers, ("file", "lmdb")),
     "missing slab": (missing_slab, ("file",)),
     "short slab": (short_slab, ("file",)),
-    "missing data.mdb": (missing_data, ("file", "lmdb")),
-    "short data.mdb": (short_data, ("file", "lmdb")),
+    "missing database": (missing_data, ("file", "lmdb")),
+    "short database": (short_data, ("file", "lmdb")),
     "newer format": (newer_format, ("file", "lmdb")),
     "older format": (older_format, ("file", "lmdb")),
 }

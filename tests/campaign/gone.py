@@ -27,7 +27,6 @@ from random import Random
 from typing import Any
 
 from tests.campaign.actors import Killer, Part, job, say, work
-from tests.campaign.damage import DATABASES
 from tests.campaign.model import KINDS, History, Ledger, Model, Op, Verdict, Version, perform
 from tests.campaign.power import mounted, new_image, unfit
 from tests.campaign.report import Row, Run
@@ -95,8 +94,8 @@ def shut_down(flags: int) -> Away:
 
 
 def cut(path: Path, random: Random) -> Callable[[], None]:
-    """LMDB's file is cut."""
-    [data] = [p for name in DATABASES.values() if (p := path / name / "data.mdb").exists()]
+    """The log or LMDB's file is cut."""
+    [data] = [*path.glob("catalog/*.log"), *path.glob("database/data.mdb")]
     os.truncate(data, random.choice((0, 4096, random.randrange(data.stat().st_size))))
     return lambda: None
 
@@ -120,10 +119,10 @@ BELOW = {
 }
 AWAY: dict[str, Away] = {
     "removed": removed, "replaced": replaced, "chmod 000": forbidden, "read-only": read_only,
-    "shut down": shut_down(SYNCED), "shut down at once": shut_down(AS_IT_IS), "data.mdb cut": cut, **BELOW,
+    "shut down": shut_down(SYNCED), "shut down at once": shut_down(AS_IT_IS), "database cut": cut, **BELOW,
 }  # fmt: skip
 ON_AN_IMAGE = ("read-only", "shut down", "shut down at once")
-RACE = "data.mdb cut in a call"
+RACE = "database cut in a call"
 FIGURES = ("stored while gone", "flushed while gone", "works again", "evicted")
 
 

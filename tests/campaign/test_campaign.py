@@ -45,24 +45,24 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_every_page_of_a_database_is_known_and_every_object_lies_on_one(made: Template) -> None:
-    data = made.data(made.running).read_bytes()
-    found = list(used_pages(data))
-    numbers = [page.number for page in found]
-    assert len(set(numbers)) == len(numbers) <= len(data) // PAGE
-    assert {"meta.leaf", "main.leaf", "objects.leaf", "objects.branch"} <= {page.role for page in found}
-    on_records = Counter(
-        name for role, names in made.pages.values() if role == "objects.leaf" for name in names
-    )
-    assert on_records == Counter(range(NAMES)), "each object has one record"
     assert {name for name, _, _ in made.records} == set(range(NAMES))
     if made.kind == "lmdb":
+        data = made.data(made.running).read_bytes()
+        found = list(used_pages(data))
+        numbers = [page.number for page in found]
+        assert len(set(numbers)) == len(numbers) <= len(data) // PAGE
+        assert {"meta.leaf", "main.leaf", "objects.leaf", "objects.branch"} <= {page.role for page in found}
+        on_records = Counter(
+            name for role, names in made.pages.values() if role == "objects.leaf" for name in names
+        )
+        assert on_records == Counter(range(NAMES)), "each object has one record"
+        assert nodes(next(page.content for page in found if page.role == "main.leaf"))
         [parts] = [set().union(*(names for role, names in made.pages.values() if role.startswith("parts")))]
         assert parts == set(range(NAMES)), "and a payload"
     else:
         assert set().union(*({name for name, _ in objects} for objects in made.slabs.values())) == set(
             range(NAMES)
         )
-    assert nodes(next(page.content for page in found if page.role == "main.leaf"))
 
 
 @pytest.mark.parametrize("name", DAMAGES)

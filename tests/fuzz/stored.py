@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
-import lmdb
 import msgpack
 import numpy as np
 from tiercache_backends.file import records as catalog
+from tiercache_backends.file.opening import find_log, log_path
 from tiercache_backends.lmdb.records import Record, Size, StoreTotals, proof_of
 from tiercache_backends.local.directory import StoreDirectory
-from tiercache_backends.local.lmdb_file import LmdbFile, UnsoundError
 from tiercache_backends.local.names import Name, pack_name, unpack_name
 from tiercache_backends.mooncake import namespaces as pooled_names
 from tiercache_backends.mooncake.header import (
@@ -28,7 +27,7 @@ from tiercache_backends.s3 import namespaces as bucket_names
 from tiercache_backends.s3.compression import Codec
 from xxhash import xxh3_128_digest
 
-from tests.fuzz.base import MIB, Target, file_of, folder, promised
+from tests.fuzz.base import Target, folder, promised
 from tests.fuzz.received import KEYS, META
 from tiercache.daemon.tenants import account
 from tiercache.errors import StoreFormatError
@@ -39,21 +38,31 @@ from tiercache.storage.env import Env
 ITEM = SetItem(KEYS[0], [memoryview(bytes(4096))], META)
 RECORD = NamespaceRecord(b"n" * 32, {"model": "m", "page_size": 16}, states=True)
 
-# --- local stores: the catalog of `file`, the records of `lmdb`, LMDB's own file, the small JSON files
+# --- local stores: the catalog of `file`, the records of `lmdb`, the small JSON files
 # ------------------------------------------------------------------------------------------------------------
 
 
+STORE = bytes(range(catalog.ID_BYTES))
+
+
 def _catalog(found: bytes) -> None:
-    size = catalog.RECORD.itemsize
+    """Read a log as it is, and with the guards that it should have."""
+    size = catalog.RECORD_BYTES
     whole = found[: len(found) // size * size]
+    directory = StoreDirectory(Env(), str(folder()), kind="file", version=3, database="log")
+    directory.make_part(directory.database)
     for sealed in (False, True):
         rows = np.frombuffer(whole, catalog.RECORD).copy()
         if sealed:
-            catalog.number_and_guard(rows, 1)
-        for row in rows[catalog.sound(rows)]:
+            rows["guard"] = catalog.guards(rows, 0, catalog.keys_of(STORE, 1))
+        with open(log_path(directory.database, 1), "wb") as file:
+            file.write(rows.tobytes())
+        log = find_log(Env(), directory, STORE, read_only=True)
+        log.close(Env())
+        promised(len(log.numbers) <= len(rows), "more records than there are")
+        for row in log.contents.records:
             entry = catalog.entry(row, b"n")
             promised(len(entry.key.digest) == 64, "a key of another length")
-    catalog.unpack_extents(found)
 
 
 def _catalog_seeds() -> list[bytes]:
@@ -61,8 +70,15 @@ def _catalog_seeds() -> list[bytes]:
     metas = [META, replace(META, parent=None, depth=None)]
     items = [SetItem(key, ITEM.buffers, meta) for key, meta in zip(KEYS, metas, strict=False)]
     rows = catalog.pack(items, places, [b"c" * 16] * 2, [bytes(16)] * 2, [1, 1], 1)
-    catalog.number_and_guard(rows, 1)
-    return [rows.tobytes(), rows[:1].tobytes(), catalog.pack_extents(places.further[1])]
+    rows["number"] = [1, 2]
+    parts = [
+        catalog.LogHead(STORE, 0, 0).pack(),
+        catalog.pack_value(catalog.RecordKind.NAME, b"\x01n" + pack_name(Name(1, RECORD))),
+        rows,
+        catalog.pack_value(catalog.RecordKind.EXTENTS, catalog.pack_extents(places.further[1])),
+        catalog.pack_gone([1]),
+    ]
+    return [b"".join(part.tobytes() for part in parts), rows.tobytes()]
 
 
 def _record(found: bytes) -> None:
@@ -84,42 +100,6 @@ def _name(found: bytes) -> None:
     unpack_name(b"n" * 32, found)
 
 
-def _lmdb(found: bytes) -> None:
-    """Read an LMDB file as the repair of a damaged store does: check it, then all of its pages and values."""
-    file = LmdbFile(Env(), str(file_of(found, ".mdb")))
-    try:
-        unsound = None
-        try:
-            file.check()
-        except UnsoundError as error:
-            unsound = error
-        for first, pages in file.pages():
-            for number, page in enumerate(pages, first):
-                if file.is_whole(page, number):
-                    file.keys(page, 32)
-                    for node in file.nodes(page, number):
-                        promised(len(node.value) <= len(found), "a value longer than the file")
-        if unsound is not None:
-            raise unsound
-    finally:
-        file.close()
-
-
-def _lmdb_seeds() -> list[bytes]:
-    path = folder() / "seed"
-    with lmdb.open(str(path), map_size=4 * MIB, max_dbs=4, sync=False, lock=False) as env:
-        plain, several = env.open_db(b"plain"), env.open_db(b"several", dupsort=True, dupfixed=True)
-        for n in range(40):
-            with env.begin(write=True) as txn:
-                txn.put(n.to_bytes(8), bytes(200), db=plain)
-                txn.put(b"key", n.to_bytes(8), db=several)
-        with env.begin(write=True) as txn:
-            txn.put(b"large", bytes(9000), db=plain)
-            txn.delete((3).to_bytes(8), db=plain)
-    data = (path / "data.mdb").read_bytes()
-    return [data, data[: len(data) // 2]]
-
-
 @cache
 def _directory() -> StoreDirectory:
     """A directory whose format is of an earlier version, so that both outcomes are reached."""
@@ -135,7 +115,7 @@ def _format(found: bytes) -> None:
     try:
         directory.settle_format({"block": 4096})
     finally:
-        directory.check_environment(closely=False)
+        directory.check_environment()
 
 
 def _formats() -> Sequence[bytes]:
@@ -251,10 +231,9 @@ def _names() -> Sequence[bytes]:
 
 
 STORED = (
-    Target("catalog record", _catalog, _catalog_seeds),
+    Target("catalog log", _catalog, _catalog_seeds, costs=5),
     Target("lmdb record", _record, _record_seeds, (struct.error,)),
     Target("namespace record", _name, _names, (ValueError,)),
-    Target("LMDB file", _lmdb, _lmdb_seeds, (UnsoundError,), max_bytes=128 << 10, costs=60),
     Target("store format", _format, _formats, (StoreFormatError,), costs=20),
     Target("pack head", _pack, _pack_seeds),
     Target("packed payload", _payload, _payload_seeds, max_bytes=8192, costs=3),

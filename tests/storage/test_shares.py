@@ -305,8 +305,13 @@ def test_three_tenants_beside_a_model(store: str) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("store", "database"), [("file", "catalog"), ("lmdb", "database")])
-def test_bytes_are_counted_anew_after_a_damaged_database(store: str, database: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("store", "database", "size"),
+    [("file", "catalog/000001.log", 1024), ("lmdb", "database/data.mdb", 2 * 4096)],
+)
+def test_bytes_are_counted_anew_after_a_damaged_database(
+    store: str, database: str, size: int, tmp_path: Path
+) -> None:
     suite, _, capacity, _, footprint, _ = STORES[store]
     hooks = suite()
     limits = {name: Share(quota=900_000) for name in TENANTS}
@@ -315,9 +320,8 @@ def test_bytes_are_counted_anew_after_a_damaged_database(store: str, database: s
         for owner in OWNERS:
             for sequence in (0, 2, 4):
                 opened.set([item_of(place) for place in batch_of(owner, sequence, 3)])
-    data = tmp_path / "s" / database / "data.mdb"
-    with open(data, "r+b") as file:
-        file.write(b"\xff" * 2 * 4096)  # both of LMDB's meta pages: the records are looked for in the rest
+    with open(tmp_path / "s" / database, "r+b") as file:
+        file.write(b"\xff" * size)  # the head of the log; or both of LMDB's meta pages
     with hooks.open_store(tmp_path / "s", capacity) as opened:
         opened.share(Shares(owner_of, limits))
         found = dict.fromkeys(OWNERS, 0)

@@ -1,212 +1,170 @@
-"""Catalog of a `file` store: an LMDB environment that records where every object lies.
+"""Catalog of a `file` store: an append-only log that records where every object lies.
 
-Format, version 2. All integers are little-endian, except `number`.
+Format, version 3. `records.py` describes the records, and all integers are little-endian.
 
-    DIR/LOCK, state       see local/directory.py
-    DIR/format            {"block": 4096, "slab_blocks": N, "mac": fingerprint or null}
-    DIR/slabs/%06d.slab   slab_blocks blocks of 4,096 bytes each; block b is in slab b // slab_blocks. Blocks
-                          that no record names are not in use
-    DIR/catalog/          this LMDB environment, with three databases:
+    DIR/LOCK, state         see local/directory.py
+    DIR/format              {"block": 4096, "slab_blocks": N, "mac": fingerprint or null, "store": id}
+    DIR/slabs/%06d.slab     slab_blocks blocks of 4,096 bytes each; block b is in slab b // slab_blocks.
+                            Blocks that no record names are not in use
+    DIR/catalog/%06d.log    records of 192 bytes, at their position times 192. The name is the generation
+    DIR/catalog/new.log     a log that is being written; nobody reads it
 
-    database    key                           value
-    objects     u64 number >> 12, big-endian  records of 192 bytes, sorted by number; many under one key
-                                              (DUPFIXED)
-    extents     number of a record            extents after the first, in payload order: u64 start, u32 blocks
-                "opened"                      written at every start, to test that the catalog is writable
-    namespaces  namespace, 1 to 64 bytes      msgpack [id, identity (without its salt) or nil, has states]
+    position  0     1 ...                                           end
+              HEAD  NAME  STORED STORED  EXTENTS  STORED  GONE ...  | reserved zeros, or a torn tail
 
-`records.py` describes a record. A record is written after the object's bytes, and removed before the object's
-blocks are used again.
+Promises:
+
+1. What `apply` has returned from is found by the next opening: after a kill always, after a power cut if the
+   store has `durability=power`; deletions by a caller always. A record is appended after the object's bytes
+   are in their blocks, a GONE record before the blocks of its objects are used again. All records of one call
+   are one write.
+2. Every record is believed for itself, because its guard covers its place. Damage costs the records that it
+   lies on: an object's own record costs the object, a GONE record may bring removed objects back, whose bytes
+   are checked when they are read. The log ends behind its last right record.
+3. A log that is more than half dead is written anew beside the old one: new.log, sync, rename, sync of the
+   directory, and only then is the old one removed. The highest generation with a right record is the log, so
+   that a kill or a power cut anywhere leaves one whole log that has everything acknowledged.
+4. The catalog never takes more than its budget, old and new log together. What is live may take 45 %.
+5. Nothing is mapped. A log that was cut under an open store is noticed at the next change and written anew
+   without what was lost; until then calls that need the lost part fail.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from errno import EIO, ENOSPC, ESTALE
+from errno import EIO, ENOSPC, EROFS, ESTALE
 from threading import Lock
 from typing import Any, Final
 
-import lmdb
 import numpy as np
 import numpy.typing as npt
 
 from tiercache.storage.base import NamespaceRecord, ScanEntry, SetItem
-from tiercache.storage.env import Env, close_quietly
+from tiercache.storage.env import Env, close_quietly, read_all, write_all
+from tiercache_backends.file.opening import NEW, FoundLog, log_path
 from tiercache_backends.file.records import (
+    NO_RECORDS,
     RECORD,
-    CatalogContents,
+    RECORD_BYTES,
     Extent,
+    LogHead,
     Places,
+    RecordKind,
     Records,
     entry,
-    number_and_guard,
+    guards,
+    keys_of,
+    notes_for,
     pack,
     pack_extents,
-    rows,
+    pack_gone,
+    pack_value,
     sound,
-    unpack_extents,
 )
-from tiercache_backends.local.failures import DamagedError, FileLength, os_error
-from tiercache_backends.local.names import Name, Names, pack_name, unpack_name
+from tiercache_backends.local.directory import StoreDirectory, sync_directory
+from tiercache_backends.local.names import Name, pack_name
 
 _log = logging.getLogger(__name__)
 
-_STORED: Final = np.dtype([("chunk", ">u8"), ("record", RECORD)])
-"""One element of LMDB's bulk read of `objects`: the key, then a record."""
-_CHUNK_BITS: Final = 12
-"""Number of low bits of a record's number that its key in `objects` leaves out.
-
-So up to 4,096 records, a chunk, lie under one key.
-"""
-_NUMBER: Final = struct.Struct(">Q")
-_CHUNK: Final = struct.Struct(">Q")
-"""Key in `objects`. All keys have 8 bytes, so a bulk read returns one array, which is used without a copy."""
-_MARK: Final = b"opened"
-"""Key of the test write that each start makes in `extents`."""
-_RESERVE_BYTES: Final = 1 << 20
-"""Bytes that are preallocated behind the last page of the catalog's file."""
-_BATCH: Final = 1 << 15
-"""Records per transaction when a catalog is rewritten."""
-_NAME_SHARE: Final = 512
-"""Bytes of the map for each namespace that the catalog may have; a namespace takes at most 160."""
-_RECORD_SHARE: Final = 8
-"""Divisor of the map: so much of it may be records of namespaces, which take twice their length at most."""
-DATA: Final = "data.mdb"
-"""Name that LMDB gives to the catalog's file."""
+_MIN_REWRITE: Final = (8 << 20) // RECORD_BYTES
+"""Records that a log must have to be rewritten because more than half of it is dead."""
+_RESERVE: Final = (1 << 20) // RECORD_BYTES
+"""Records for which disk space is preallocated at once. The last part of it is for removals."""
+_LIVE_SHARE: Final = 0.45
+"""Largest part of the budget that live records may take, so that old and new log fit into it together."""
+_PART: Final = 1 << 14
+"""Records that are read and written at once."""
+_NAME_SHARE: Final = 2048
+"""Bytes of the budget for each namespace that the catalog may have."""
+_VALUE_SHARE: Final = 8
+"""Divisor of the budget: so much of it may be records of namespaces."""
+_LIVE: Final = (RecordKind.STORED, RecordKind.EXTENTS)
+"""Kinds of the records that a rewritten log takes over."""
 
 
 class Catalog:
-    """Records of a store, changed by one writer at a time. Every failure is an OSError.
+    """Records of a store, appended by one writer at a time. Every failure is an OSError.
 
-    Thread safety: any thread may call; `apply` holds the writer lock for one transaction. `load`, `page`,
-    `find` and `entry` take no lock.
+    Thread safety: any thread may call. `_writer` is held while the log is written, synced or rewritten,
+    `_index` for reads of the log and for changes of what is known of it. Lock order: `_writer`, `_index`.
     """
 
-    def __init__(self, env: Env, path: str, map_bytes: int, *, name: str = DATA) -> None:
-        """Open or create the catalog in the directory `path`.
+    def __init__(
+        self,
+        env: Env,
+        directory: StoreDirectory,
+        found: FoundLog,
+        budget: int,
+        *,
+        power: bool = False,
+        read_only: bool = False,
+    ) -> None:
+        """Open the log that was found, and make a first one if there was none.
 
-        A `name` other than DATA is for a catalog that is being rewritten. Its file lies beside the old one,
-        and LMDB makes no lock file for it.
+        `budget`: maximum bytes of all logs. `power`: every change is on the medium when `apply` returns.
         """
         self._env = env
-        self._path = path
-        self._map_bytes = map_bytes
-        self._reserved = 0
-        """Length to which the catalog's file is preallocated, in bytes."""
-        self.is_damaged = False
-        """Whether LMDB has reported damage, or the file was cut, since the catalog was opened."""
+        self._directory = directory
+        self._store = found.store
+        self._generation = found.generation
+        self._budget = budget
+        self._limit = budget // RECORD_BYTES
+        self._reserve = min(_RESERVE, self._limit // 16)
+        self._power = power
+        self._read_only = read_only
+        self.damaged: Final = found.damaged
+        """Whether the log was damaged when it was opened."""
         self._writer = Lock()
-        self._known = Names()
+        self._index = Lock()
+        self._fd, found.fd = found.fd, -1
+        first = self._fd < 0
+        self._keys = keys_of(found.store, found.generation)
+        self._known = found.names
         self._unsaved: set[bytes] = set()
-        """Namespaces that the next transaction must save."""
-        self._next = 1
-        """Number of the next record."""
-        self._pages = 0
-        """Number of LMDB pages in use."""
-        self._file = os.path.join(path, name)
-        own = name == DATA
+        """Namespaces that the next change must save."""
+        self._last = found.last
+        """Number of the newest object."""
+        self._end = len(found.numbers)
+        """Position of the next record."""
+        self._numbers, self._alive = found.numbers, found.alive
+        """Columns by position: the number of the record, and whether a rewritten log must have it."""
+        self._live = int(np.count_nonzero(found.alive))
+        """Number of records that are alive."""
+        self._torn = 0
+        """Records behind the end that a failed write may have left, which must be overwritten first."""
+        self._stale = found.older
+        """Older logs, removed as soon as the name of the present one is on the medium."""
+        self._renamed = bool(found.older)
+        """Whether the name of the present log may not be on the medium."""
+        self._rewrite_at = 0
+        """Position before which the log is not rewritten again."""
+        self._lost = 0
+        """Number of live records that a rewrite could not read, because the log was cut or has rotted."""
+        self._doubtful = False
+        """Whether a sync of the log failed, so that it must be rewritten to be durable."""
+        self._size = 0
+        """Length of the log's file, in records."""
+        self._named: int = self._name_records()
+        self._path = log_path(directory.database, found.generation)
+        if read_only:
+            return
         try:
-            self._lmdb = lmdb.open(
-                path if own else self._file,
-                map_size=map_bytes,
-                max_dbs=8,
-                mode=0o600,
-                max_spare_txns=4,
-                subdir=own,
-                lock=own,
-            )
-        except lmdb.Error as error:
-            raise self._os_error(error) from error
-        try:
-            self._length = FileLength(env, self._file, self._lmdb)
-        except BaseException:  # whatever it is, the environment does not stay open, and it is raised again
-            self._lmdb.close()
-            raise
-        try:
-            self._objects = self._lmdb.open_db(b"objects", dupsort=True, dupfixed=True)
-            self._extents = self._lmdb.open_db(b"extents")
-            self._names = self._lmdb.open_db(b"namespaces")
-            self._page_bytes: int = self._lmdb.stat()["psize"]
-            self._load_facts()
-            self._reserve()
-        except BaseException as error:  # whatever it is, no file stays open, and it is raised again
-            self._close_files()
-            if isinstance(error, lmdb.Error):
-                raise self._os_error(error) from error
-            raise
-
-    def load(self) -> CatalogContents:
-        """Return all sound records. A million records take about 0.3 s, because a few large copies read them.
-
-        Raises DamagedError if LMDB's own structure is damaged.
-        """
-        try:
-            with self._begin(buffers=True) as txn:
-                with txn.cursor(self._objects) as cursor:
-                    chunks = [bytes(k) for k in cursor.iternext_nodup(keys=True, values=False)]
-                    stored = self._read(cursor, chunks)
-                pairs = [(bytes(k), bytes(v)) for k, v in txn.cursor(self._extents)]
-        except lmdb.Error as error:
-            raise self._os_error(error) from error
-        except ValueError as error:
-            raise DamagedError(EIO, f"records of other sizes than were written: {error}") from error
-        extents = {_NUMBER.unpack(k)[0]: unpack_extents(v) for k, v in pairs if len(k) == _NUMBER.size}
-        records = stored["record"]
-        numbers = records["number"]
-        # Keep a record if its guard is right and it has as many further extents as its field `more` says.
-        kept = sound(records)
-        if extents:
-            held = np.fromiter((len(extents.get(n, ())) for n in numbers.tolist()), np.int64, len(records))
-            kept &= held == records["more"]
-        else:
-            kept &= records["more"] == 0
-        self._known.last = max(self._known.last, int(records["namespace"][kept].max(initial=0)))
-        # In a sound catalog, numbers rise from record to record, and a record's key follows from its number.
-        in_order = (numbers[1:] > numbers[:-1]).all() and (
-            stored["chunk"] == numbers >> np.uint64(_CHUNK_BITS)
-        ).all()
-        if kept.all() and in_order:
-            return CatalogContents(records, extents)
-        left = records[kept]
-        return CatalogContents(left[np.argsort(left["number"], kind="stable")], extents, damaged=True)
-
-    def try_writing(self) -> None:
-        """Test with one small change whether the catalog can be written.
-
-        Raises OSError if it cannot.
-        """
-        with self._writer:
-            try:
-                txn = self._begin(write=True)
-                try:
-                    txn.put(_MARK, self._next.to_bytes(8), db=self._extents)
-                    self._env.commit(txn)
-                except BaseException:  # whatever it is, LMDB's writer is free again, and it is raised again
-                    txn.abort()
-                    raise
-            except lmdb.Error as error:
-                raise self._os_error(error) from error
-
-    def restore(self, loaded: CatalogContents, names: Names) -> None:
-        """Write records from a damaged catalog into this empty one, with new numbers.
-
-        Returns when all of them are durable. Raises OSError.
-        """
-        with self._writer:
-            self._known = names
-            self._unsaved = set(names.ids)
-        for start in range(0, len(loaded.records), _BATCH):
-            records = loaded.records[start : start + _BATCH].copy()
-            further = {
-                i: loaded.extents[n] for i, n in enumerate(records["number"].tolist()) if n in loaded.extents
-            }
-            self.apply(records, further)
-        self.apply()  # saves the namespaces even if there are no records
-        self.sync()
+            with self._writer:
+                if first or found.damaged:
+                    self._rewrite()
+                else:
+                    self._size = self._env.fstat(self._fd).st_size // RECORD_BYTES
+                    self._settle()
+                with suppress(OSError):  # a full disk: the next change tries again
+                    self._allocate(self._end)
+        except OSError:
+            if first:
+                self.close()
+                raise
+            _log.warning("the catalog in %s cannot be rewritten now", directory.database, exc_info=True)
 
     def pack(
         self,
@@ -223,56 +181,88 @@ class Catalog:
 
     def apply(
         self,
-        records: Records | None = None,
+        records: Records = NO_RECORDS,
         further: Mapping[int, tuple[Extent, ...]] | None = None,
         removals: Sequence[int] = (),
-        forgotten: Sequence[bytes] = (),
+        *,
+        durable: bool = False,
     ) -> None:
-        """Change the catalog in one transaction.
-
-        On return all changes are durable. If the call raises OSError, nothing was changed.
+        """Append records and removals in one write. If the call raises OSError, nothing was changed.
 
         `records`: records to add; this call sets their numbers. `further`: their extents after the first, by
-        position. `removals`: numbers of records to remove; numbers without a record are ignored.
-        `forgotten`: namespaces to forget, which no record names.
+        position. `removals`: numbers of objects to remove; numbers without a record are ignored. `durable`:
+        return when the change is on the medium, also without `power`.
         """
         with self._writer:
+            if self._read_only:
+                raise OSError(EROFS, os.strerror(EROFS))
+            parts = self._parts(records, further or {}, removals)
+            count = sum(map(len, parts))
+            if not count:
+                return
+            self._make_room(count, adding=len(records) > 0)
+            self._clear_torn()
+            position = self._end
+            for part in parts:
+                part["guard"] = guards(part, position, self._keys)
+                position += len(part)
             try:
-                self._transact(records, further or {}, removals, forgotten)
-            except lmdb.Error as error:
-                raise self._os_error(error) from error
+                write_all(
+                    self._env,
+                    self._fd,
+                    [part.view(np.uint8).data for part in parts],
+                    self._end * RECORD_BYTES,
+                )
+                if self._power or durable:
+                    self._settle()
+                    self._env.fdatasync(self._fd)
+            except BaseException:  # whatever it is, no record of a failed call stays, and it is raised again
+                self._torn = count
+                with suppress(OSError):
+                    self._clear_torn()
+                raise
+            self._last += len(records)
+            self._unsaved.clear()
+            self._appended(parts, removals)
 
-    def page(self, cursor: bytes, count: int) -> Iterator[Records]:
-        """Yield at most `count` records after `cursor`, in arrays, oldest first.
+    def load(self) -> Records:
+        """Return the records of all objects."""
+        return self.page(b"", self._end)
+
+    def page(self, cursor: bytes, count: int) -> Records:
+        """Return at most `count` records of objects after `cursor`, oldest first.
 
         Raises OSError. `cursor`: the number of a record as 8 bytes; empty to begin with the first record.
         """
-        try:
-            with self._begin(buffers=True) as txn, txn.cursor(self._objects) as walk:
-                number = _NUMBER.unpack(cursor)[0] if len(cursor) == _NUMBER.size else 0
-                chunk = number >> _CHUNK_BITS
-                while count > 0 and walk.set_range(_CHUNK.pack(chunk)):
-                    chunk = _CHUNK.unpack(walk.key())[0]
-                    stored = self._read(walk, [_CHUNK.pack(chunk)])["record"]
-                    found = stored[stored["number"] > number][:count]
-                    count -= len(found)
-                    yield found
-                    chunk += 1
-        except lmdb.Error as error:
-            raise self._os_error(error) from error
+        found: list[Records] = [NO_RECORDS]
+        with self._index:
+            after = min(int.from_bytes(cursor[:8]), 2**62)
+            at = int(np.searchsorted(self._numbers[: self._end], after, "right"))
+            while count > 0 and at < self._end:
+                stop = min(at + _PART, self._end, at + max(64, count))
+                part = self._read(at, stop)
+                right = sound(part, at, self._keys) & (part["kind"] == RecordKind.STORED)
+                part = part[right & self._alive[at:stop]][:count]
+                found.append(part)
+                count -= len(part)
+                at = stop
+        return np.concatenate([part.view(np.uint8) for part in found]).view(RECORD)
 
     def find(self, numbers: Sequence[int]) -> Records:
-        """Return the records with these numbers that exist and are sound, read in one transaction.
+        """Return the records of the objects with these numbers, in any order, as far as they are right.
 
         Raises OSError.
         """
-        try:
-            with self._begin(buffers=True) as txn, txn.cursor(self._objects) as walk:
-                found = [bytes(walk.value()) for number in numbers if self._is_there(walk, number)]
-        except lmdb.Error as error:
-            raise self._os_error(error) from error
-        records = np.frombuffer(b"".join(raw for raw in found if len(raw) == RECORD.itemsize), RECORD)
-        return records[sound(records)]
+        found: list[Records] = [NO_RECORDS]
+        with self._index:
+            at, there = self._positions(np.unique(np.array(numbers, np.int64)))
+            at = at[there]
+            # Adjacent records are read at once.
+            for run in np.split(at, np.flatnonzero(np.diff(at) > 1) + 1):
+                if len(run):
+                    part = self._read(int(run[0]), int(run[-1]) + 1)
+                    found.append(part[sound(part, int(run[0]), self._keys)])
+        return np.concatenate([part.view(np.uint8) for part in found]).view(RECORD)
 
     def entry(self, record: Any) -> ScanEntry:
         """Return the scan entry of the object that a record describes."""
@@ -281,8 +271,8 @@ class Catalog:
     def register(self, record: NamespaceRecord) -> None:
         """Record a namespace's identity.
 
-        Raises OSError if the identity cannot be saved. The next transaction tries again, unless the reason is
-        that there are too many already.
+        Raises OSError if the identity cannot be saved. The next change tries again, unless the reason is that
+        there are too many already.
         """
         there = self.id_of(record.namespace)
         with self._writer:
@@ -292,220 +282,17 @@ class Catalog:
                 return
             others = [self._known.packed(name) for name in self._known.records if name != record.namespace]
             packed = pack_name(Name(there, kept))
-            if not there or sum(map(len, [*others, packed])) > self._map_bytes // _RECORD_SHARE:
+            if not there or sum(map(len, [*others, packed])) > self._budget // _VALUE_SHARE:
                 raise OSError(ENOSPC, "there are too many namespaces, or their records are too long")
             self._known.records[record.namespace] = kept
             self._unsaved.add(record.namespace)
+            self._named = self._name_records()
         self.apply()
-
-    def forget_unused(self, loaded: CatalogContents) -> None:
-        """Forget the namespaces that have neither a record nor one of these objects.
-
-        Raises OSError. The last id stays, so that no later namespace gets an id that was in use.
-        """
-        kept = {*np.unique(loaded.records["namespace"]).tolist(), self._known.last}
-        with self._writer:
-            ids, records = self._known.ids, self._known.records
-            unused = [name for name, number in ids.items() if number not in kept and name not in records]
-        try:
-            self.apply(forgotten=unused)
-        except OSError:
-            # The transaction may have taken effect. The next one saves the namespaces again.
-            self._unsaved.update(unused)
-            raise
-
-    def has_states(self, namespace: bytes) -> bool:
-        """Return whether prefixes of this namespace need states.
-
-        Takes no lock. The answer is True as soon as the need is registered, even if it is not saved yet.
-        """
-        record = self._known.records.get(namespace)
-        return record is not None and record.states
-
-    @property
-    def newest(self) -> int:
-        """Number of the last record."""
-        with self._writer:
-            return self._next - 1
-
-    def namespaces(self) -> list[NamespaceRecord]:
-        """Return the record of every namespace whose identity is known."""
-        with self._writer:
-            return list(self._known.records.values())
-
-    def removable(self, records: int) -> int:
-        """Return how many records a transaction may remove while it also adds `records`.
-
-        A result of 0 or less means that there is not even room to add the records.
-
-        A full map refuses every change, even a deletion. New records fill LMDB pages at the end of the tree.
-        A removal changes one page of records and some pages above it. A transaction copies each page that it
-        changes, and LMDB reuses the old page only two transactions later. An eviction and a set are two
-        transactions. So there must be room for four copies of all changed pages.
-        """
-        # Number of LMDB pages for the new records, and a few pages above them.
-        added = records * RECORD.itemsize // self._page_bytes + 8
-        # Number of pages that may be changed. Four copies of each such page fit beside the pages in use.
-        touchable = (self._map_bytes // self._page_bytes - self._pages - 5 * added) // 4
-        # A removal changes about two pages. If all pages in use may be changed, the room sets no limit. The
-        # result is then larger than any batch.
-        return touchable // 2 if touchable < self._pages else records + (1 << 20)
-
-    def addable(self) -> int:
-        """Return how many records a transaction may add without a removal before it (see `removable`)."""
-        added = (self._map_bytes // self._page_bytes - self._pages) // 5 - 2
-        return max(0, added - 8) * self._page_bytes // RECORD.itemsize
-
-    def nbytes(self) -> int:
-        """Return the bytes of the catalog's file, including those that are preallocated."""
-        return max(self._reserved, self._written())
-
-    def sync(self) -> None:
-        """Return once the catalog is on the medium; raise OSError if that fails."""
-        try:
-            self._lmdb.sync(True)
-        except lmdb.Error as error:
-            raise self._os_error(error) from error
-
-    def close(self) -> None:
-        """Close the environment."""
-        with self._writer:
-            self._close_files()
-
-    def _read(self, cursor: Any, chunks: Sequence[bytes]) -> npt.NDArray[Any]:
-        """Return all records under these keys, each with its key, by LMDB's bulk read."""
-        raw = (
-            cursor.getmulti(chunks, dupdata=True, dupfixed_bytes=RECORD.itemsize, keyfixed=True)
-            if chunks
-            else b""
-        )
-        return np.frombuffer(raw, _STORED)
-
-    def _transact(
-        self,
-        records: Records | None,
-        further: Mapping[int, tuple[Extent, ...]],
-        removals: Sequence[int],
-        forgotten: Sequence[bytes],
-    ) -> None:
-        txn = self._begin(write=True)
-        try:
-            with txn.cursor(self._objects) as cursor:
-                for number in removals:
-                    self._remove(txn, cursor, number)
-                if records is not None:
-                    number_and_guard(records, self._next)
-                    keys = map(_CHUNK.pack, (records["number"] >> _CHUNK_BITS).tolist())
-                    pairs = list(zip(keys, rows(records), strict=True))
-                    # With `append`, LMDB refuses a record that does not come after the last one.
-                    if cursor.putmulti(pairs, dupdata=True, append=True)[1] != len(pairs):
-                        self.is_damaged = True
-                        raise DamagedError(EIO, "the catalog is out of order and takes no new records")
-                    for index, extents in further.items():
-                        txn.put(
-                            _NUMBER.pack(int(records["number"][index])),
-                            pack_extents(extents),
-                            db=self._extents,
-                        )
-            # This transaction also saves the namespaces that a failed transaction left unsaved.
-            for namespace in self._unsaved:
-                txn.put(namespace, self._known.packed(namespace), db=self._names)
-            for namespace in forgotten:
-                txn.delete(namespace, db=self._names)
-            pages = self._used_pages(txn)
-        except BaseException:  # whatever it is, LMDB's writer is free again, and it is raised again
-            txn.abort()
-            raise
-        try:
-            self._env.commit(txn)
-        except BaseException as error:
-            txn.abort()
-            if not isinstance(error, OSError | lmdb.Error) or not self._landed(records, removals):
-                raise
-            _log.warning("a commit in %s reported an error but took effect", self._path)
-        if records is not None:
-            self._next += len(records)
-        self._unsaved.clear()
-        self._known.forget(forgotten)
-        self._pages = pages
-        # This transaction is committed. If another process has cut the file meanwhile, the next transaction
-        # reports the cut.
-        with suppress(OSError):
-            self._length.check()
-        self._reserve()
-
-    def _landed(self, records: Records | None, removals: Sequence[int]) -> bool:
-        """Return whether a transaction took effect although its commit reported an error.
-
-        If such a transaction counted as failed, its blocks would be reused although its records name them.
-        """
-        # A transaction takes effect completely or not at all, so test only one record or one removal.
-        try:
-            with self._begin() as txn, txn.cursor(self._objects) as cursor:
-                if records is not None:
-                    return self._is_there(cursor, int(records["number"][0]))
-                return bool(removals) and not self._is_there(cursor, removals[0])
-        except lmdb.Error:
-            return False
-
-    def _is_there(self, cursor: Any, number: int) -> bool:
-        packed = _NUMBER.pack(number)
-        return bool(
-            cursor.set_range_dup(_CHUNK.pack(number >> _CHUNK_BITS), packed) and cursor.value()[:8] == packed
-        )
-
-    def _reserve(self) -> None:
-        """Preallocate disk blocks for the next transactions, because even a deletion needs new pages."""
-        if self._reserved - self._written() >= _RESERVE_BYTES // 2 or self._reserved >= self._map_bytes:
-            return
-        wanted = min(self._map_bytes, self._written() + _RESERVE_BYTES)
-        try:
-            fd = self._env.open(self._file, os.O_RDWR)
-            try:
-                self._env.fallocate(fd, 0, wanted)
-                self._env.fdatasync(fd)
-            finally:
-                close_quietly(self._env, fd)
-        except OSError as error:
-            _log.debug("no space can be kept for the catalog in %s: %s", self._path, error)
-            return
-        self._reserved = wanted
-
-    def _written(self) -> int:
-        """Return the bytes up to the end of the last page that LMDB has written."""
-        return self._length.needed()
-
-    def _remove(self, txn: Any, cursor: Any, number: int) -> None:
-        if self._is_there(cursor, number):
-            cursor.delete()
-        txn.delete(_NUMBER.pack(number), db=self._extents)
-
-    def _load_facts(self) -> None:
-        with self._begin() as txn:
-            self._known.last = int(txn.stat(self._names)["entries"])
-            for namespace, value in txn.cursor(self._names):
-                try:
-                    self._known.add(namespace, *unpack_name(namespace, value))
-                except ValueError as error:
-                    _log.warning("%s, in %s", error, self._path)
-            with txn.cursor(self._objects) as cursor:
-                if cursor.last() and cursor.last_dup() and len(cursor.value()) == RECORD.itemsize:
-                    self._next = _NUMBER.unpack(cursor.value()[:8])[0] + 1
-            self._pages = self._used_pages(txn)
-
-    def _used_pages(self, txn: Any) -> int:
-        stats = [txn.stat(db) for db in (self._objects, self._extents, self._names)]
-        return sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
-
-    def _os_error(self, error: lmdb.Error) -> OSError:
-        found = os_error(error, self._env, self._path)
-        self.is_damaged |= isinstance(found, DamagedError)
-        return found
 
     def id_of(self, namespace: bytes) -> int:
         """Return the id by which records name this namespace; 0 if there is no room for another namespace.
 
-        The next transaction saves a new id.
+        The next change saves a new id.
         """
         found = self._known.ids.get(namespace)
         if found is not None:
@@ -513,36 +300,240 @@ class Catalog:
         with self._writer:
             # Test again: another thread may have added the namespace since.
             if namespace not in self._known.ids:
-                if len(self._known.ids) >= self._map_bytes // _NAME_SHARE:
+                if len(self._known.ids) >= self._budget // _NAME_SHARE:
                     return 0
                 self._unsaved.add(namespace)
+                self._named += 1
             return self._known.number(namespace)
 
     def name_of(self, number: int) -> bytes:
         """Return the namespace with this id; empty if there is none, or if its name cannot be read."""
         return self._known.name(number)
 
+    def namespaces(self) -> list[NamespaceRecord]:
+        """Return the record of every namespace whose identity is known."""
+        with self._writer:
+            return list(self._known.records.values())
+
+    @property
+    def newest(self) -> int:
+        """Number of the newest object."""
+        with self._writer:
+            return self._last
+
+    def room(self) -> int:
+        """Return how many records may be added before others must be removed; negative if there are too many.
+
+        An object takes one record, and another one for each 14 extents after its first.
+        """
+        return int((self._limit - 2 * self._reserve) * _LIVE_SHARE) - self._live - self._named
+
+    def nbytes(self) -> int:
+        """Return the bytes of the log's file, including those that are preallocated."""
+        return max(self._size, self._end) * RECORD_BYTES
+
+    def sync(self) -> None:
+        """Return once the catalog is on the medium; raise OSError if that fails."""
+        with self._writer:
+            if self._lost:
+                raise OSError(
+                    EIO,
+                    f"{self._lost} records were lost while the store was open; their objects will be missed"
+                    " at the next start, so close the store and open it again",
+                )
+            # The kernel reports a failed write-back only once, and then treats the lost pages as clean.
+            if self._doubtful:
+                self._rewrite()
+            try:
+                self._settle()
+                self._env.fdatasync(self._fd)
+            except OSError:
+                self._doubtful = True
+                raise
+
     def check_there(self) -> None:
-        """Raise OSError unless the catalog's path still names the open file."""
-        if not self._length.same():
+        """Raise OSError unless the log's path still names the open file."""
+        with self._index:
+            named, held = self._env.lstat(self._path), self._env.fstat(self._fd)
+        if (named.st_dev, named.st_ino) != (held.st_dev, held.st_ino):
             raise OSError(
-                ESTALE, f"{self._file} was replaced while it was open; close the store and open it again"
+                ESTALE, f"{self._path} was replaced while it was open; close the store and open it again"
             )
 
-    def _begin(self, *, write: bool = False, buffers: bool = False) -> Any:
-        """Begin a transaction.
+    def close(self) -> None:
+        """Close the log. A second call does nothing."""
+        with self._writer, self._index:
+            if self._fd >= 0:
+                close_quietly(self._env, self._fd)
+                self._fd = -1
 
-        Raises DamagedError if the file was cut. A read of the map behind the file's end would kill the
-        process.
-        """
+    def _parts(
+        self, records: Records, further: Mapping[int, tuple[Extent, ...]], removals: Sequence[int]
+    ) -> list[Records]:
+        """Number the records; return all records to append, in the order in which they are written."""
+        parts = self._names(self._unsaved)
+        for part in parts:
+            part["number"] = self._last
+        records["number"] = np.arange(self._last + 1, self._last + 1 + len(records))
+        done = 0
+        for index in sorted(further):
+            notes = pack_value(RecordKind.EXTENTS, pack_extents(further[index]))
+            notes["number"] = records["number"][index]
+            parts += [records[done : index + 1], notes]
+            done = index + 1
+        parts.append(records[done:])
+        gone = pack_gone(removals)
+        gone["number"] = self._last + len(records)
+        return [part for part in (*parts, gone) if len(part)]
+
+    def _names(self, namespaces: set[bytes] | dict[bytes, int]) -> list[Records]:
+        return [
+            pack_value(RecordKind.NAME, bytes([len(name)]) + name + self._known.packed(name))
+            for name in namespaces
+        ]
+
+    def _name_records(self) -> int:
+        """Return the number of records that the namespaces take in a rewritten log."""
+        return sum(notes_for(1 + len(name) + len(self._known.packed(name))) for name in self._known.ids)
+
+    def _appended(self, parts: Sequence[Records], removals: Sequence[int]) -> None:
+        """Note what was appended and removed."""
+        with self._index:
+            end = self._end + sum(map(len, parts))
+            if end > len(self._numbers):
+                self._numbers, self._alive = (
+                    np.concatenate([column[: self._end], np.zeros(end, column.dtype)])
+                    for column in (self._numbers, self._alive)
+                )
+            for part in parts:
+                there = slice(self._end, self._end + len(part))
+                self._numbers[there] = part["number"]
+                if part["kind"][0] in _LIVE:
+                    self._alive[there] = True
+                    self._live += len(part)
+                self._end = there.stop
+            if removals:
+                numbers = np.array(removals, np.int64)
+                at, known = self._positions(numbers)
+                ends = np.searchsorted(self._numbers[: self._end], numbers[known], "right")
+                for first, last in zip(at[known].tolist(), ends.tolist(), strict=True):
+                    # With the record of the object go those of its further extents, which have its number.
+                    self._live -= int(np.count_nonzero(self._alive[first:last])) if last > first + 1 else 1
+                    self._alive[first:last] = False
+
+    def _positions(self, numbers: npt.NDArray[np.int64]) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
+        """Return the positions of the records of these objects, and which of them are there."""
+        if not self._end:
+            return numbers, np.zeros(len(numbers), np.bool_)
+        at = np.searchsorted(self._numbers[: self._end], numbers)
+        inside = np.minimum(at, self._end - 1)
+        return at, (at < self._end) & (self._numbers[inside] == numbers) & self._alive[inside]
+
+    def _read(self, start: int, stop: int) -> Records:
+        """Return the records of these positions; the caller holds `_index` or `_writer`."""
+        records = np.empty(stop - start, RECORD)
+        whole = records.view(np.uint8).data
+        if read_all(self._env, self._fd, [whole], start * RECORD_BYTES) < len(whole):
+            raise OSError(EIO, f"{self._path} was cut while it was open; close the store and open it again")
+        return records
+
+    def _make_room(self, count: int, *, adding: bool) -> None:
+        """Make sure that `count` records fit into the budget and on the disk."""
+        size = self._env.fstat(self._fd).st_size
+        if size < self._size * RECORD_BYTES:
+            # What was removed must not come back with the next opening, and only this process knows it.
+            _log.error("%s was cut to %d bytes while it was open; it is written anew", self._path, size)
+            self._rewrite()
+        kept = self._live + self._named
+        if adding and count > self.room():
+            raise OSError(ENOSPC, "the catalog is full")
+        dead = (
+            self._end > max(_MIN_REWRITE, 2 * kept) or self._end + count + kept > self._limit - self._reserve
+        )
+        if dead and self._end + count > self._rewrite_at:
+            try:
+                self._rewrite()
+            except OSError as error:
+                # The old log is whole, and is used as long as there is room.
+                _log.warning("the catalog in %s cannot be rewritten: %s", self._directory.database, error)
+                self._rewrite_at = self._end + count + self._reserve
+        if self._end + count > self._limit:
+            raise OSError(ENOSPC, "the catalog is full")
+        # A removal may use the last preallocated part, because a full disk must not stop removals.
+        self._allocate(self._end + count + (self._reserve // 4 if adding else 0))
+
+    def _allocate(self, needed: int) -> None:
+        """Preallocate the log's file for `needed` records and more, so that no append meets a full disk."""
+        if needed <= self._size and self._size:
+            return
+        size = min(needed + self._reserve, max(needed, self._limit - self._live - self._named))
+        self._env.fallocate(self._fd, 0, size * RECORD_BYTES)
+        self._size = size
+
+    def _clear_torn(self) -> None:
+        """Overwrite what a failed write may have left behind the end, so that nobody takes it for records."""
+        if self._torn:
+            zeros = memoryview(bytes(self._torn * RECORD_BYTES))
+            write_all(self._env, self._fd, [zeros], self._end * RECORD_BYTES)
+            self._torn = 0
+
+    def _rewrite(self) -> None:
+        """Write a log of the next generation with all that is alive, and use it from now on."""
+        database, generation = self._directory.database, self._generation + 1
+        path, new = log_path(database, generation), os.path.join(database, NEW)
+        keys = keys_of(self._store, generation)
+        columns: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]] = []
+        end = 0
+        fd = self._env.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         try:
-            self._length.check()
-        except DamagedError:
-            self.is_damaged = True
+            for part, numbers, alive in self._survivors():
+                part["guard"] = guards(part, end, keys)
+                write_all(self._env, fd, [part.view(np.uint8).data], end * RECORD_BYTES)
+                columns.append((numbers, alive))
+                end += len(part)
+            self._env.fdatasync(fd)
+            self._env.rename(new, path)
+        except BaseException:  # whatever it is, the old log stays, and it is raised again
+            close_quietly(self._env, fd)
+            with suppress(OSError):
+                self._env.unlink(new)
             raise
-        return self._lmdb.begin(None, None, write, buffers)  # type: ignore[call-overload]
+        # From here on, the next opening takes the new log.
+        with self._index:
+            if self._fd >= 0:
+                close_quietly(self._env, self._fd)
+                self._stale.append(self._path)
+            self._fd, self._path, self._generation, self._keys = fd, path, generation, keys
+            self._numbers, self._alive = (np.concatenate(some) for some in zip(*columns, strict=True))
+            self._end, self._size, self._torn = end, 0, 0
+            before, self._live = self._live, int(np.count_nonzero(self._alive))
+        self._lost += before - self._live
+        self._doubtful = False
+        self._unsaved.clear()
+        self._rewrite_at = end + self._reserve // 2
+        self._renamed = True
+        self._settle()
 
-    def _close_files(self) -> None:
-        """Close the descriptors. A second call does nothing."""
-        self._length.close()
-        self._lmdb.close()
+    def _survivors(self) -> Iterator[tuple[Records, npt.NDArray[np.int64], npt.NDArray[np.bool_]]]:
+        """Yield the records of a rewritten log, with their numbers and whether they are alive."""
+        head = LogHead(self._store, self._last, self._known.last).pack()
+        for part in (head, *self._names(self._known.ids)):
+            yield part, np.zeros(len(part), np.int64), np.zeros(len(part), np.bool_)
+        for start in range(0, self._end, _PART):
+            there = slice(start, min(self._end, start + _PART))
+            if not self._alive[there].any():
+                continue
+            records = np.zeros(there.stop - start, RECORD)
+            # What cannot be read, because the file was cut or has rotted, is not right and is left out.
+            read_all(self._env, self._fd, [records.view(np.uint8).data], start * RECORD_BYTES)
+            kept = self._alive[there] & sound(records, start, self._keys)
+            if kept.any():
+                yield records[kept], self._numbers[there][kept], np.ones(int(kept.sum()), np.bool_)
+
+    def _settle(self) -> None:
+        """Make the present log's name durable, and remove the older logs."""
+        if self._renamed:
+            sync_directory(self._env, self._directory.database)
+            for path in self._stale:
+                self._directory.remove(path)
+            self._renamed, self._stale = False, []

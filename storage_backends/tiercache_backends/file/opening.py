@@ -1,9 +1,8 @@
-"""Opening of a catalog; a damaged catalog is rewritten from the records that can still be read.
+"""Opening of a store's catalog: which log is the right one, and which of its records are.
 
-A damaged catalog is read without LMDB. This salvage searches each LMDB page in use for records with a valid
-guard. In a sound catalog the salvage finds every record and nothing else. In a damaged catalog it misses
-records on damaged pages. If LMDB's list of free pages is damaged, the salvage also finds records that were
-removed before. `sound_records` then checks which records still match the bytes in their blocks:
+A record with a right guard may still be of no use: damage may have taken the GONE record of an object whose
+blocks were given to another, or both may have been written since the last sync of a disk that lost its power.
+`sound_records` finds such records, and reads their blocks where two of them claim the same ones:
 
     slab      |...........................................|
     records     [A......)   [B....)     [C.......)
@@ -17,262 +16,198 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
-from errno import EDQUOT, ENOSPC, EROFS
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-from numpy.lib.stride_tricks import as_strided
 
-from tiercache.core import BLOCK_ALIGN, PoolName
-from tiercache.storage.base import NamespaceRecord
-from tiercache.storage.env import Env
+from tiercache.core import BLOCK_ALIGN
+from tiercache.storage.env import Env, close_quietly, read_all
 from tiercache.storage.pages import Ints, Mask
-from tiercache_backends.file.catalog import DATA, Catalog
 from tiercache_backends.file.records import (
+    NO_RECORDS,
+    NOTE,
     RECORD,
+    RECORD_BYTES,
     CatalogContents,
     Extent,
+    LogHead,
+    RecordKind,
     Records,
+    keys_of,
+    known_pools,
+    notes_for,
     sound,
     unpack_extents,
+    unpack_gone,
+    unpack_value,
     words_of,
 )
 from tiercache_backends.local.directory import StoreDirectory
-from tiercache_backends.local.failures import DamagedError
-from tiercache_backends.local.lmdb_file import LmdbFile, LmdbNode, LmdbPages
 from tiercache_backends.local.names import Names, unpack_name
 
 _log = logging.getLogger(__name__)
 
-_NEW: Final = "data.new"
-"""File name of a catalog that is being rewritten, beside the old one."""
-_POOL_AT: Final = RECORD.fields["pool"][1]  # type: ignore[index]
-_POOLS: Final = np.array([np.frombuffer(pool.encode()[:2], np.uint16)[0] for pool in PoolName])
-"""First two bytes of each pool's name, as one integer."""
-_NUMBER_BYTES: Final = 8
+NEW: Final = "new.log"
+"""Name of a log that is being written."""
+_LOG: Final = ".log"
 _EXTENT_BYTES: Final = 12
-_LONGEST_NAME: Final = 64
-"""Maximum length of a namespace, in bytes."""
 
 
-class Salvaged(NamedTuple):
-    """Result of a salvage."""
+@dataclass(slots=True)
+class FoundLog:
+    """Log of a store, as it was found."""
 
-    loaded: CatalogContents
-    """Records that were found; `damaged` says whether one of them had lost its further extents."""
-    names: Names
+    store: bytes
+    """Id of the store."""
+    generation: int = 0
+    fd: int = -1
+    """Open file of the log; -1 if there is none."""
+    contents: CatalogContents = field(default_factory=lambda: CatalogContents(NO_RECORDS, {}))
+    """Records of the objects that are stored."""
+    numbers: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Number of the record at each position. Numbers never fall; a damaged record has that before it."""
+    alive: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    """Mask of the positions that have records of `contents`, or of their further extents."""
+    names: Names = field(default_factory=Names)
+    last: int = 0
+    """Number of the newest object that the store has had."""
+    damaged: bool = False
+    """Whether there are damaged records before the end, or logs without a single right record."""
+    older: list[str] = field(default_factory=list)
+    """Paths of logs that a rewritten one has replaced."""
+
+    def close(self, env: Env) -> None:
+        """Close the log's file, if it is open and no catalog has taken it over."""
+        if self.fd >= 0:
+            close_quietly(env, self.fd)
+            self.fd = -1
 
 
-def salvage(env: Env, directory: str) -> Salvaged:
-    """Read the catalog in `directory` without LMDB; return empty contents if there is no catalog.
+def log_path(database: str, generation: int) -> str:
+    """Return the path of the log of a generation."""
+    return os.path.join(database, f"{generation:06d}{_LOG}")
 
-    Raises OSError if the file cannot be read.
-    """
-    records: list[Records] = [np.empty(0, RECORD)]
-    names = Names()
-    further: dict[int, list[tuple[Extent, ...]]] = {}
+
+def _generations(env: Env, database: str) -> list[int]:
+    """Return the generations of the logs in a directory, newest first."""
     try:
-        file = LmdbFile(env, os.path.join(directory, DATA))
+        names = env.listdir(database)
     except FileNotFoundError:
-        return Salvaged(CatalogContents(records[0], {}), names)
-    with closing(file):
-        for first, pages in file.pages():
-            for number, page in enumerate(pages, first):
-                # On a damaged page, records may lie at any offset.
-                if not file.is_whole(page, number):
-                    records.append(_scattered(page))
-                    continue
-                records.append(_sound_values(file.keys(page, RECORD.itemsize)))
-                for node in file.nodes(page, number):
-                    if len(node.value) == RECORD.itemsize and len(
-                        one := _sound_values(np.frombuffer(node.value, np.uint8)[None])
-                    ):
-                        records.append(one)
-                    else:
-                        _take(node, names, further)
-    # Join the arrays as bytes: np.concatenate on records would convert all integers to native byte order.
-    found = np.concatenate([some.view(np.uint8) for some in records]).view(RECORD)
-    return Salvaged(_loaded(found, further), names)
+        return []
+    stems = [name.removesuffix(_LOG) for name in names if name.endswith(_LOG)]
+    return sorted((int(stem) for stem in stems if stem.isdecimal()), reverse=True)
 
 
-class OpenedCatalog(NamedTuple):
-    """Open catalog, with its contents at the time of opening."""
+def store_id(env: Env, database: str) -> bytes | None:
+    """Return the id that the newest log's head gives its store; None if there is no right head.
 
-    catalog: Catalog
-    contents: CatalogContents
-
-
-class Snapshot(Catalog):
-    """Read-only catalog with all records in memory. Its file is not mapped, locked or written.
-
-    Thread safety: immutable.
+    It is looked for when the file `format`, which has the id too, was lost.
     """
-
-    def __init__(self, salvaged: Salvaged, nbytes: int) -> None:
-        # No environment is opened, so the constructor of Catalog does not run.
-        self._loaded = salvaged.loaded
-        self._known = salvaged.names
-        self._nbytes = nbytes
-        self.is_damaged = False
-
-    def load(self) -> CatalogContents:
-        """Return the records that were read when the catalog was opened."""
-        return self._loaded
-
-    def apply(
-        self,
-        records: Records | None = None,
-        further: Mapping[int, tuple[Extent, ...]] | None = None,
-        removals: Sequence[int] = (),
-        forgotten: Sequence[bytes] = (),
-    ) -> None:
-        """Raise OSError (EROFS), because the catalog is read-only."""
-        raise OSError(EROFS, os.strerror(EROFS))
-
-    def page(self, cursor: bytes, count: int) -> Iterator[Records]:
-        """Yield the records after `cursor`, at most `count`, as one array."""
-        numbers = self._loaded.records["number"]
-        start = int(np.searchsorted(numbers, int.from_bytes(cursor), side="right")) if cursor else 0
-        yield self._loaded.records[start : start + count]
-
-    def find(self, numbers: Sequence[int]) -> Records:
-        """Return the records with these numbers that exist."""
-        return self._loaded.records[np.isin(self._loaded.records["number"], np.array(numbers, np.uint64))]
-
-    def namespaces(self) -> list[NamespaceRecord]:
-        """Return every namespace whose identity is known."""
-        return list(self._known.records.values())
-
-    def nbytes(self) -> int:
-        """Return the bytes of the catalog's file."""
-        return self._nbytes
-
-    def close(self) -> None:
-        """Do nothing, because no file is open."""
-
-
-def read_catalog(env: Env, directory: StoreDirectory) -> OpenedCatalog:
-    """Read a catalog, damaged or not, for a store that is opened for reading only."""
-    found = salvage(env, directory.database)
-    return OpenedCatalog(Snapshot(found, directory.database_bytes()), found.loaded)
-
-
-def open_catalog(env: Env, directory: StoreDirectory, map_bytes: int, *, sound: bool) -> OpenedCatalog:
-    """Open and read the catalog; rewrite a damaged one from all records that can still be read.
-
-    `sound`: whether the caller found the file intact enough for LMDB to open it. Raises OSError.
-    """
-    beside = os.path.join(directory.database, _NEW)
-    directory.remove(beside)
-    if sound and not directory.suspect:
-        opened = _open_sound(env, directory, map_bytes)
-        if opened is not None:
-            return opened
-    found = salvage(env, directory.database)
-    _log.error(
-        "the catalog in %s is damaged; it is written anew from %d records",
-        directory.database,
-        len(found.loaded.records),
-    )
-    new = Catalog(env, directory.database, map_bytes, name=_NEW)
-    try:
-        new.restore(found.loaded, found.names)
-    finally:
-        new.close()
-    # The rename is atomic: the name always refers to a complete catalog on the medium, old or new.
-    directory.replace(beside)
-    directory.mark_repaired()
-    catalog = Catalog(env, directory.database, map_bytes)
-    with _closed_on_error(catalog):
-        return OpenedCatalog(catalog, catalog.load())
-
-
-def _open_sound(env: Env, directory: StoreDirectory, map_bytes: int) -> OpenedCatalog | None:
-    """Return the catalog, or None if it cannot be read completely or cannot be written."""
-    try:
-        catalog = Catalog(env, directory.database, map_bytes)
-        with _closed_on_error(catalog):
-            contents = catalog.load()
-            if not contents.damaged and _is_writable(catalog):
-                return OpenedCatalog(catalog, contents)
-    except DamagedError as error:
-        _log.error("the catalog in %s is damaged: %s", directory.database, error)
-        return None
-    catalog.close()
+    for generation in _generations(env, database):
+        head = np.zeros(1, RECORD)
+        fd = env.open(log_path(database, generation), os.O_RDONLY)
+        try:
+            read_all(env, fd, [head.view(np.uint8).data], 0)
+        finally:
+            close_quietly(env, fd)
+        found = LogHead.unpack(head).store
+        if sound(head, 0, keys_of(found, generation))[0]:
+            return found
     return None
 
 
-def _is_writable(catalog: Catalog) -> bool:
-    """Return whether a transaction works, or fails only because the disk or quota is full."""
-    try:
-        catalog.try_writing()
-    except DamagedError:
-        return False
-    except OSError as error:
-        if error.errno not in (ENOSPC, EDQUOT):
+def find_log(env: Env, directory: StoreDirectory, store: bytes, *, read_only: bool) -> FoundLog:
+    """Return the newest log that has a right record; a newer one without any is put aside.
+
+    Unless `read_only`, what an earlier opening was writing is removed, and the whole catalog is put aside if
+    nothing in it is right. Raises OSError.
+    """
+    database = directory.database
+    if not read_only:
+        directory.remove(os.path.join(database, NEW))
+    useless: list[int] = []
+    generations = _generations(env, database)
+    for generation in generations:
+        path = log_path(database, generation)
+        fd = env.open(path, os.O_RDONLY if read_only else os.O_RDWR)
+        try:
+            found = _read_log(env, fd, store, generation)
+        except BaseException:  # whatever it is, no file stays open, and it is raised again
+            close_quietly(env, fd)
             raise
-    return True
-
-
-@contextmanager
-def _closed_on_error(catalog: Catalog) -> Iterator[None]:
-    """Close the catalog if the block raises."""
+        if found is not None:
+            older = [log_path(database, other) for other in generations if other < generation]
+            found.older, found.damaged = older, found.damaged or bool(useless)
+            break
+        close_quietly(env, fd)
+        _log.error("nothing in %s is a record of this store", path)
+        useless.append(generation)
+    else:
+        found = FoundLog(store, max(generations, default=0), damaged=bool(useless))
+        if useless and not read_only:
+            directory.set_aside()
+            return found
     try:
-        yield
-    except BaseException:
-        catalog.close()
+        for generation in () if read_only else useless:
+            env.rename(log_path(database, generation), log_path(database, generation) + ".damaged")
+    except BaseException:  # whatever it is, no file stays open, and it is raised again
+        found.close(env)
         raise
+    return found
 
 
-def _sound_values(raw: LmdbPages) -> Records:
-    """Return the sound records among the values in `raw`, an array of shape (n, 192)."""
-    found = np.ascontiguousarray(raw).reshape(-1).view(RECORD)
-    return found[sound(found)]
-
-
-def _scattered(page: LmdbPages) -> Records:
-    """Return all sound records in a damaged page, at any even offset: LMDB aligns values to 2 bytes."""
-    places = (len(page) - RECORD.itemsize) // 2 + 1
-    # First choose the offsets with the beginning of a pool's name. To compute all guards takes much longer.
-    at = np.flatnonzero(np.isin(page.view(np.uint16)[_POOL_AT // 2 : _POOL_AT // 2 + places], _POOLS))
-    return _sound_values(as_strided(page, (places, RECORD.itemsize), (2, 1))[at])
-
-
-def _take(node: LmdbNode, names: Names, further: dict[int, list[tuple[Extent, ...]]]) -> None:
-    """Add a node's namespace to `names`, or an object's further extents to `further`.
-
-    A key of 8 bytes may belong to either database, so both are tried.
-    """
-    if len(node.key) == _NUMBER_BYTES and node.value and len(node.value) % _EXTENT_BYTES == 0:
-        further.setdefault(int.from_bytes(node.key), []).append(unpack_extents(node.value))
-    if 0 < len(node.key) <= _LONGEST_NAME:
-        with suppress(ValueError):
-            names.add(node.key, *unpack_name(node.key, node.value))
-
-
-def _loaded(found: Records, further: Mapping[int, list[tuple[Extent, ...]]]) -> CatalogContents:
-    """Return the found records without duplicates, oldest first, with their further extents.
-
-    Records whose further extents were lost are left out.
-    """
-    order = np.lexsort((found["stored_at"], found["guard"], found["number"]))
-    found = found[order]
-    # Neighbours with equal number and guard are copies of one record. Keep the first.
-    twice = (found["number"][1:] == found["number"][:-1]) & (found["guard"][1:] == found["guard"][:-1])
-    found = found[np.concatenate([[True], ~twice])] if len(found) else found
-    numbers, more = found["number"].tolist(), found["more"].tolist()
+def _read_log(env: Env, fd: int, store: bytes, generation: int) -> FoundLog | None:
+    """Read a whole log; return None if it has no right record."""
+    keys = keys_of(store, generation)
+    records = np.empty(env.fstat(fd).st_size // RECORD_BYTES, RECORD)
+    records = records[: read_all(env, fd, [records.view(np.uint8).data], 0) // RECORD_BYTES]
+    right = sound(records, 0, keys)
+    if not right.any():
+        return None
+    # The log ends behind its last right record: what follows was reserved, or is what a torn write left.
+    end = int(right.nonzero()[0][-1]) + 1
+    records, right = records[:end], right[:end]
+    notes = records.view(NOTE)
+    kinds = np.where(right, records["kind"], 0)
+    # numbers   0 | 1  2  2  ?  4        a damaged record (?) gets the number before it, so that numbers rise
+    numbers = np.maximum.accumulate(np.where(right, records["number"], 0).astype(np.int64))
+    alive = (kinds == RecordKind.STORED) & known_pools(records)
+    gone = unpack_gone(notes[kinds == RecordKind.GONE]).astype(np.int64)
+    at = np.searchsorted(numbers, gone)
+    at = at[(at < end) & (numbers[np.minimum(at, end - 1)] == gone)]
+    alive[at] = False
     extents: dict[int, tuple[Extent, ...]] = {}
-    whole: npt.NDArray[np.bool_] = found["more"] == 0
-    for i in np.flatnonzero(~whole).tolist():
-        # Of several records with one number, only the first gets the extents found under that number.
-        fitting = [some for some in further.get(numbers[i], ()) if len(some) == more[i]]
-        if fitting and numbers[i] not in extents:
-            extents[numbers[i]] = fitting[-1]
-            whole[i] = True
-    return CatalogContents(found[whole], extents, damaged=not whole.all())
+    stored = alive.copy()
+    for i in np.flatnonzero(alive & (records["more"] > 0)).tolist():
+        value = unpack_value(notes, kinds, i + 1)
+        if value is None or len(value) != int(records["more"][i]) * _EXTENT_BYTES:
+            alive[i] = stored[i] = False
+        else:
+            extents[int(numbers[i])] = unpack_extents(value)
+            alive[i + 1 : i + 1 + notes_for(len(value))] = True
+    [at] = stored.nonzero()
+    adjacent = len(at) > 0 and at[-1] - at[0] + 1 == len(at)
+    contents = CatalogContents(records[at[0] : at[-1] + 1] if adjacent else records[at], extents)
+    last, names = int(numbers[-1]), Names()
+    if kinds[0] == RecordKind.HEAD:
+        head = LogHead.unpack(notes[:1])
+        last, names.last = max(last, head.last_number), head.last_namespace
+    for i in np.flatnonzero((kinds == RecordKind.NAME) & (notes["more"] == 0)).tolist():
+        value = unpack_value(notes, kinds, i)
+        if value is not None:
+            namespace = value[1 : 1 + value[0]]
+            with suppress(ValueError):  # it was not written by this version
+                names.add(namespace, *unpack_name(namespace, value[1 + len(namespace) :]))
+    used = np.unique(contents.records["namespace"]).tolist()
+    names.last = max([names.last, *used])
+    # Forget the namespaces that have neither objects nor an identity. The last id is never given again.
+    kept = set(used)
+    names.forget([name for name, i in names.ids.items() if i not in kept and name not in names.records])
+    return FoundLog(store, generation, fd, contents, numbers, alive, names, last, not right.all())
 
 
 def sound_records(

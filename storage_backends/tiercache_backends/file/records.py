@@ -1,34 +1,41 @@
-"""Records of the catalog: 192 bytes for each object, processed in arrays.
+"""Records of the catalog's log: 192 bytes each, processed in arrays.
 
     bytes  field      type
-        8  number     u64, big-endian   counts all objects ever stored. So records are sorted by age, and a
-                                        batch is written into one or two LMDB pages
-       64  digest                       of the object key
-       32  parent                       page key, or zeros
+        8  number     u64     objects count from 1, and no number is used twice. Every other record has the
+                              number of the newest object before it, so that numbers never fall
+        1  kind       u8      see `RecordKind`
+        1  flags      u8      bit 0: the parent is known. bit 1: the depth is known
+        2  more       u16     number of further extents
+        4  blocks     u32     blocks of the first extent
+        8  start      u64     first block of the first extent
+        8  length     u64     payload bytes
+        8  stored_at  u64     nanoseconds since 1970; 0 if the clock was before 1970
+        4  depth      u32     pages up to the object's end
+        4  namespace  u32     id of the namespace
+        8  pool       ASCII   name, padded with zeros
+       64  digest             of the object key
+       32  parent             page key, or zeros
        16  checksum
-       16  mac                          or zeros
-        8  length     u64               payload bytes
-        8  stored_at  u64               nanoseconds since 1970; 0 if the clock was before 1970
-        8  start      u64               first block of the first extent
-        4  blocks     u32               blocks of the first extent
-        2  more       u16               number of further extents
-        1  flags      u8                bit 0: the parent is known. bit 1: the depth is known
-        1  reserved   u8                0
-        4  depth      u32               pages up to the object's end
-        4  namespace  u32               id of the namespace
-        8  pool       ASCII             name, padded with zeros
-        8  guard      u64               weighted sum of the 23 words (of 8 bytes) before it
+       16  mac                or zeros
+        8  guard      u64
 
-An extent lies inside one slab. All integers except `number` are little-endian.
+An extent lies inside one slab. All integers are little-endian. A record of another kind than STORED has 168
+bytes of `data` from `start` on instead; what its fields `more` and `blocks` mean is told at its functions.
 
-The guard is needed because LMDB does not check its pages. Without the guard, a damaged length would stay
-unnoticed: every get of the object would be refused, and no set would replace the object.
+The guard is two multilinear hashes of 32 bits (Lemire and Kaser, "Strongly universal string hashing is fast",
+2014) over the 46 words of 32 bits before it and the record's position in the log. Their keys are derived from
+the store's id and the log's generation. So a record is right only where it was written: damage, a record at
+another position, of an older log or of another store passes with a probability of 2**-64. The guard detects
+damage, not forgery. A record that passes wrongly costs a miss and never a wrong byte, because `reading.py`
+believes no payload whose checksum, and MAC, are not those of its key.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from enum import IntEnum
+from hashlib import shake_256
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -40,32 +47,83 @@ from tiercache.storage.base import ScanEntry, SetItem
 from tiercache.storage.shares import INDEX_BYTES, Footprint
 
 RECORD: Final = np.dtype([
-    ("number", ">u8"), ("digest", "V64"), ("parent", "V32"), ("checksum", "V16"), ("mac", "V16"),
-    ("length", "<u8"), ("stored_at", "<u8"),
-    ("start", "<u8"), ("blocks", "<u4"), ("more", "<u2"), ("flags", "u1"), ("reserved", "u1"),
-    ("depth", "<u4"), ("namespace", "<u4"),
-    ("pool", "S8"), ("guard", "<u8"),
+    ("number", "<u8"), ("kind", "u1"), ("flags", "u1"), ("more", "<u2"), ("blocks", "<u4"),
+    ("start", "<u8"), ("length", "<u8"), ("stored_at", "<u8"), ("depth", "<u4"), ("namespace", "<u4"),
+    ("pool", "S8"), ("digest", "V64"), ("parent", "V32"), ("checksum", "V16"), ("mac", "V16"),
+    ("guard", "<u8"),
 ])  # fmt: skip
-FOOTPRINT: Final = Footprint(fixed=RECORD.itemsize + INDEX_BYTES, unit=BLOCK_ALIGN)
+NOTE: Final = np.dtype([
+    ("number", "<u8"), ("kind", "u1"), ("flags", "u1"), ("more", "<u2"), ("blocks", "<u4"),
+    ("data", "V168"), ("guard", "<u8"),
+])  # fmt: skip
+"""Record of another kind than STORED."""
+RECORD_BYTES: Final = RECORD.itemsize
+ID_BYTES: Final = 16
+"""Bytes of a store's id."""
+FOOTPRINT: Final = Footprint(fixed=RECORD_BYTES + INDEX_BYTES, unit=BLOCK_ALIGN)
 """Bytes that an object takes: blocks, its record, and memory."""
 PARENT_KNOWN: Final = 1
 DEPTH_KNOWN: Final = 2
 MAX_EXTENTS: Final = 1 + 2**16 - 1
 """Maximum number of extents of an object: the first one, and 2**16 - 1 that the field `more` can count."""
-_MAX_NUMBERS: Final = 2**48
-"""Limit of record numbers. A record with a larger number counts as damaged."""
 _EXTENT: Final = struct.Struct("<QI")
 """Extent after the first: start and number of blocks."""
+_DATA_BYTES: Final = 168
+_GONE: Final = _DATA_BYTES // 8
+"""Maximum number of removed objects that one record names."""
 _POOLS: Final = np.array([pool.encode() for pool in PoolName], "S8")
-_WORDS: Final = RECORD.itemsize // 8
-_WEIGHTS: Final = np.array(
-    [(0x9E3779B97F4A7C15 * (2 * i + 1) | 1) % 2**64 for i in range(_WORDS - 1)], np.uint64
-)
-"""Weights of the words in the guard. They are odd, so that every flip of a single bit changes the sum."""
+_WORDS: Final = RECORD_BYTES // 4 - 2
+"""Words of 32 bits before the guard."""
+_HALF: Final = np.uint64(32)
+_PART: Final = 4096
+"""Records whose guards are computed at once, so that the columns stay in the processor's cache."""
 
 Records = npt.NDArray[Any]
-"""Array of catalog records, with the dtype RECORD."""
+"""Array of catalog records, with the dtype RECORD or NOTE."""
+Keys = npt.NDArray[np.uint64]
+"""Keys of the guards of one log, one column for each of the two hashes."""
 NO_RECORDS: Final[Records] = np.zeros(0, RECORD)
+
+
+class RecordKind(IntEnum):
+    """Kind of a record. A record of zeros has none, and is never right."""
+
+    HEAD = 1
+    """First record of a log: `data` is a `LogHead`."""
+    STORED = 2
+    """An object was stored. Its further extents follow in records of the kind EXTENTS."""
+    GONE = 3
+    """Objects were removed: `data` has `more` of their numbers, each u64."""
+    EXTENTS = 4
+    """A part of the extents of the object before it (see `pack_value`)."""
+    NAME = 5
+    """A part of the record of a namespace (see `pack_value`)."""
+
+
+class LogHead(NamedTuple):
+    """Contents of a log's first record."""
+
+    store: bytes
+    """Id of the store."""
+    last_number: int
+    """Number of the newest object that any log of the store has had."""
+    last_namespace: int
+    """Largest id that any namespace has had."""
+
+    def pack(self) -> Records:
+        """Return the record, without its guard."""
+        head = np.zeros(1, NOTE)
+        head["kind"] = RecordKind.HEAD
+        head["data"] = np.void(_HEAD.pack(*self).ljust(_DATA_BYTES, b"\0"))
+        return head
+
+    @classmethod
+    def unpack(cls, record: Records) -> LogHead:
+        """Return the contents of a record of the kind HEAD."""
+        return cls(*_HEAD.unpack_from(record.view(NOTE)["data"][0].tobytes()))
+
+
+_HEAD: Final = struct.Struct("<16sQI")
 
 
 class Extent(NamedTuple):
@@ -101,17 +159,12 @@ class Places(NamedTuple):
 
 
 class CatalogContents(NamedTuple):
-    """Sound records (see `sound`) of a catalog, with their extents."""
+    """Records of the stored objects of a catalog, with their extents."""
 
     records: Records
     """Records, oldest first."""
     extents: dict[int, tuple[Extent, ...]]
     """Extents after the first, by record number. Only records with several extents have an entry."""
-    damaged: bool = False
-    """Whether some records were unsound or out of order.
-
-    If so, LMDB's lookups are unreliable, and the catalog must be rewritten.
-    """
 
 
 def pack(
@@ -124,6 +177,7 @@ def pack(
 ) -> Records:
     """Return the records of a batch, not yet numbered; `stored_at` is in nanoseconds since 1970."""
     records = np.zeros(len(items), RECORD)
+    records["kind"] = RecordKind.STORED
     metas = [item.meta for item in items]
     records["digest"] = _column([item.key.digest for item in items], 64)
     records["parent"] = _column([m.parent or bytes(32) for m in metas], 32)
@@ -143,16 +197,83 @@ def pack(
     return records
 
 
-def number_and_guard(records: Records, first: int) -> None:
-    """Number records from `first` on and set their guards, in place."""
-    records["number"] = np.arange(first, first + len(records))
-    records["guard"] = _guards(records)
+def keys_of(store: bytes, generation: int) -> Keys:
+    """Return the keys of the guards in the log of this generation of a store."""
+    raw = shake_256(store + generation.to_bytes(8, "little")).digest((_WORDS + 2) * 2 * 8)
+    return np.frombuffer(raw, np.uint64).reshape(_WORDS + 2, 2)
 
 
-def sound(records: Records) -> npt.NDArray[np.bool_]:
-    """Return which records have a right guard and a pool that this version knows."""
-    found: npt.NDArray[np.bool_] = _guards(records) == records["guard"]
-    return found & np.isin(records["pool"], _POOLS) & (records["number"] < _MAX_NUMBERS)
+def guards(records: Records, position: int, keys: Keys) -> npt.NDArray[np.uint64]:
+    """Return the guards that records must have from this position of their log on."""
+    found = np.empty(len(records), np.uint64)
+    words = records.view(np.uint32).reshape(-1, RECORD_BYTES // 4)[:, :_WORDS]
+    for start in range(0, len(records), _PART):
+        part = words[start : start + _PART].astype(np.uint64)
+        at = np.arange(position + start, position + start + len(part), dtype=np.uint64)
+        # Each sum modulo 2**64 of words times keys, with the position as one more word, gives its upper half.
+        high, low = (part @ key[:_WORDS] + at * key[_WORDS] + key[-1] for key in keys.T)
+        found[start : start + _PART] = (high >> _HALF << _HALF) | (low >> _HALF)
+    return found
+
+
+def sound(records: Records, position: int, keys: Keys) -> npt.NDArray[np.bool_]:
+    """Return which records from this position of their log on have the right guard."""
+    found: npt.NDArray[np.bool_] = guards(records, position, keys) == records["guard"]
+    return found
+
+
+def known_pools(records: Records) -> npt.NDArray[np.bool_]:
+    """Return which records have a pool that this version knows."""
+    return np.isin(records["pool"], _POOLS)
+
+
+def pack_gone(numbers: Sequence[int]) -> Records:
+    """Return records of the kind GONE that name these objects."""
+    notes = np.zeros(-(-len(numbers) // _GONE), NOTE)
+    flat = np.zeros(len(notes) * _GONE, "<u8")
+    flat[: len(numbers)] = numbers
+    notes["kind"] = RecordKind.GONE
+    notes["data"] = flat.view(f"V{_DATA_BYTES}")
+    notes["more"] = np.minimum(_GONE, len(numbers) - np.arange(len(notes)) * _GONE)
+    return notes
+
+
+def unpack_gone(notes: Records) -> npt.NDArray[np.uint64]:
+    """Return the numbers of all objects that records of the kind GONE name."""
+    flat = np.ascontiguousarray(notes["data"]).view("<u8").reshape(-1, _GONE)
+    return flat[np.arange(_GONE) < notes["more"][:, None]]
+
+
+def pack_value(kind: RecordKind, value: bytes) -> Records:
+    """Return the adjacent records that hold a value: `blocks` is its length, `more` counts its parts."""
+    notes = np.zeros(notes_for(len(value)), NOTE)
+    notes["kind"], notes["blocks"], notes["more"] = kind, len(value), np.arange(len(notes))
+    notes["data"] = np.frombuffer(value.ljust(len(notes) * _DATA_BYTES, b"\0"), f"V{_DATA_BYTES}")
+    return notes
+
+
+def unpack_value(notes: Records, kinds: npt.NDArray[Any], at: int) -> bytes | None:
+    """Return the value that begins at record `at`; None if one of its records is missing.
+
+    `kinds`: the kinds of the records, 0 for those that are not right.
+    """
+    if at >= len(notes):
+        return None
+    end = at + notes_for(length := int(notes["blocks"][at]))
+    parts = notes[at:end]
+    if (
+        end > len(notes)
+        or (kinds[at:end] != kinds[at]).any()
+        or (parts["more"] != np.arange(end - at)).any()
+        or (parts["blocks"] != length).any()
+    ):
+        return None
+    return parts["data"].tobytes()[:length]
+
+
+def notes_for(length: int) -> int:
+    """Return the number of records that a value of `length` bytes takes."""
+    return max(1, -(-length // _DATA_BYTES))
 
 
 def entry(record: Any, namespace: bytes) -> ScanEntry:
@@ -171,16 +292,11 @@ def entry(record: Any, namespace: bytes) -> ScanEntry:
     )
 
 
-def rows(records: Records) -> Iterator[bytes]:
-    """Return an iterator over the bytes of each record."""
-    raw = records.tobytes()
-    return (raw[i : i + RECORD.itemsize] for i in range(0, len(raw), RECORD.itemsize))
-
-
 def words_of(records: Records, name: str) -> npt.NDArray[np.uint64]:
     """Return a field of byte strings as 64-bit words, without a copy: shape (len(records), words)."""
     dtype, offset = RECORD.fields[name][:2]  # type: ignore[index]
-    return _words(records, offset, dtype.itemsize // 8)
+    shape, strides = (len(records), dtype.itemsize // 8), (records.strides[0], 8)
+    return as_strided(records.getfield(np.uint64, offset), shape, strides)
 
 
 def pack_extents(extents: Iterable[Extent]) -> bytes:
@@ -189,19 +305,9 @@ def pack_extents(extents: Iterable[Extent]) -> bytes:
 
 
 def unpack_extents(raw: bytes) -> tuple[Extent, ...]:
-    """Return the extents that `pack_extents` packed; an incomplete one at the end is ignored."""
-    whole = len(raw) // _EXTENT.size * _EXTENT.size
-    return tuple(map(Extent._make, _EXTENT.iter_unpack(raw[:whole])))
+    """Return the extents that `pack_extents` packed."""
+    return tuple(map(Extent._make, _EXTENT.iter_unpack(raw)))
 
 
 def _column(values: Sequence[bytes], width: int) -> npt.NDArray[Any]:
     return np.frombuffer(b"".join(values), f"V{width}")
-
-
-def _guards(records: Records) -> npt.NDArray[np.uint64]:
-    return _words(records, 0, _WORDS - 1) @ _WEIGHTS
-
-
-def _words(records: Records, offset: int, count: int) -> npt.NDArray[np.uint64]:
-    """Return a view of `count` words of each record, from byte `offset` of the record."""
-    return as_strided(records.getfield(np.uint64, offset), (len(records), count), (records.strides[0], 8))

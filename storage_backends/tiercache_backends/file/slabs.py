@@ -30,15 +30,16 @@ MIN_CAPACITY: Final = 4 << 20
 """Smallest capacity of a store, in bytes."""
 _MIN_SLAB: Final = 1 << 20
 """Smallest size of a full slab, in bytes."""
-_MIN_MAP: Final = 1 << 20
-"""Smallest size of the catalog's map, in bytes."""
+_MIN_CATALOG: Final = 1 << 20
+"""Smallest budget of the catalog, in bytes."""
 _SLABS: Final = 64
 """Maximum number of slabs. A full slab therefore has at least one 64th of the capacity."""
 CATALOG_SHARE: Final = 16
 """Divisor of the capacity: one byte in 16 is for the catalog.
 
-For an object of one block (4,096 bytes) the catalog needs 195 bytes, one byte in 21. The rest of the share is
-room for copies, because a transaction copies each LMDB page that it changes.
+A record has 192 bytes, and a log is written anew beside the old one, so that 45 % of the share may be live.
+So a store has at most one object for each 6,827 bytes of its capacity. Only objects of a single block (4,096
+bytes) are ever so many.
 """
 _FIXED_BYTES: Final = 256 << 10
 """Bytes kept free for small files, directories, and the file system's own data about large files."""
@@ -75,17 +76,17 @@ def _count(env: Env, directory: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """Division of a capacity between the slabs and the catalog's map.
+    """Division of a capacity between the slabs and the catalog.
 
-    Even when the catalog fills its map, slabs and map together do not exceed the capacity.
+    Even when the catalog uses its whole budget, both together do not exceed the capacity.
     """
 
     capacity: int
     """Capacity in bytes."""
     budget_blocks: int
     """Maximum number of blocks of all slabs."""
-    map_bytes: int
-    """Size of the catalog's map."""
+    catalog_bytes: int
+    """Maximum bytes of the catalog."""
 
 
 def slab_blocks_for(capacity: int) -> int:
@@ -93,36 +94,38 @@ def slab_blocks_for(capacity: int) -> int:
     return max(_MIN_SLAB, 1 << (capacity // _SLABS).bit_length()) // BLOCK_ALIGN
 
 
-def divide(capacity: int, directory: StoreDirectory) -> Sizing:
+def divide(capacity: int, directory: StoreDirectory, log_bytes: int) -> Sizing:
     """Divide a capacity between slabs and catalog, less the bytes of other files in the directory.
 
     Raises ConfigError if too little is left.
     """
-    #   |-- catalog's map --|-- _FIXED_BYTES --|-- other files --|-- blocks of slabs --|   = capacity
-    map_bytes = _map_bytes(capacity, directory)
-    budget = (capacity - map_bytes - _FIXED_BYTES - directory.foreign_bytes(["slabs"])) // BLOCK_ALIGN
+    #   |-- catalog --|-- _FIXED_BYTES --|-- other files --|-- blocks of slabs --|   = capacity
+    catalog_bytes = _catalog_bytes(capacity, log_bytes)
+    budget = (capacity - catalog_bytes - _FIXED_BYTES - directory.foreign_bytes(["slabs"])) // BLOCK_ALIGN
     if capacity < MIN_CAPACITY or budget < _MIN_SLAB // BLOCK_ALIGN:
         raise ConfigError(
             f"the store in {directory.path} cannot work in {capacity} bytes:"
             f" {capacity - budget * BLOCK_ALIGN} of them go to its catalog and to other files there; set"
             f" capacity to {max(MIN_CAPACITY, capacity + _MIN_SLAB - budget * BLOCK_ALIGN)} or more"
         )
-    return Sizing(capacity, budget, map_bytes)
+    return Sizing(capacity, budget, catalog_bytes)
 
 
-def existing_sizes(there: int, directory: StoreDirectory) -> Sizing:
+def existing_sizes(there: int, directory: StoreDirectory, log_bytes: int) -> Sizing:
     """Return the sizes that leave an existing store unchanged.
 
     `there`: number of blocks in its slabs. All of these blocks stay, even if they exceed the capacity.
     """
     besides = _FIXED_BYTES + directory.foreign_bytes(["slabs"])
-    capacity = directory.capacity or directory.database_bytes() + besides + there * BLOCK_ALIGN
-    map_bytes = _map_bytes(capacity, directory)
-    return Sizing(capacity, max(there, (capacity - map_bytes - besides) // BLOCK_ALIGN), map_bytes)
+    capacity = directory.capacity or log_bytes + besides + there * BLOCK_ALIGN
+    catalog_bytes = _catalog_bytes(capacity, log_bytes)
+    return Sizing(capacity, max(there, (capacity - catalog_bytes - besides) // BLOCK_ALIGN), catalog_bytes)
 
 
-def _map_bytes(capacity: int, directory: StoreDirectory) -> int:
-    return max(_MIN_MAP, capacity // CATALOG_SHARE // BLOCK_ALIGN * BLOCK_ALIGN, directory.database_bytes())
+def _catalog_bytes(capacity: int, log_bytes: int) -> int:
+    return max(
+        _MIN_CATALOG, *(some // BLOCK_ALIGN * BLOCK_ALIGN for some in (capacity // CATALOG_SHARE, log_bytes))
+    )
 
 
 class Placed(Protocol):

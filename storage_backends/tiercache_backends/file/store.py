@@ -1,10 +1,10 @@
-"""The `file` store: objects in preallocated slab files, with an LMDB catalog.
+"""The `file` store: objects in preallocated slab files, with a log as catalog.
 
-    set    claim -> reserve blocks -> write -> one catalog transaction -> publish
+    set    claim -> reserve blocks -> write -> append to the catalog -> publish
     get    pin -> read -> verify -> unpin
 
-Only three locks are ever held during disk I/O: the catalog's writer lock, the lock for growing the slabs, and
-the lock for verifying stored bytes again.
+Only these locks are ever held during disk I/O: the catalog's two, that for growing the slabs, and that for
+verifying stored bytes again.
 """
 
 # ruff: noqa: D102 (the contract documents these methods)
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -42,11 +43,12 @@ from tiercache.storage.env import Env, close_quietly, moves_direct
 from tiercache.storage.gate import CallGate
 from tiercache.storage.pages import PAGE_KEY_BYTES
 from tiercache.storage.shares import Shares
+from tiercache_backends.file.catalog import Catalog
 from tiercache_backends.file.claims import Claim, blocks_for
 from tiercache_backends.file.io_engine import IoEngine
-from tiercache_backends.file.opening import blocks_named, open_catalog, read_catalog, sound_records
+from tiercache_backends.file.opening import blocks_named, find_log, sound_records, store_id
 from tiercache_backends.file.reading import ObjectReader
-from tiercache_backends.file.records import FOOTPRINT, CatalogContents, Extent
+from tiercache_backends.file.records import FOOTPRINT, ID_BYTES, RECORD_BYTES, CatalogContents, Extent
 from tiercache_backends.file.slabs import (
     CATALOG_SHARE,
     MIN_CAPACITY,
@@ -57,8 +59,8 @@ from tiercache_backends.file.slabs import (
     slab_blocks_for,
 )
 from tiercache_backends.file.state import StoreState
-from tiercache_backends.file.writing import ObjectWriter, Remover
-from tiercache_backends.local.directory import StoreDirectory, sync_directory
+from tiercache_backends.file.writing import BATCH, ObjectWriter, Remover
+from tiercache_backends.local.directory import StoreDirectory
 from tiercache_backends.local.settings import (
     check_capacity,
     given_capacity,
@@ -70,7 +72,7 @@ from tiercache_backends.local.settings import (
 _log = logging.getLogger(__name__)
 
 KIND: Final = "tiercache.file"
-VERSION: Final = 2
+VERSION: Final = 3
 """Version of the format on disk that this module reads and writes (see `catalog.py`)."""
 _SCAN_PAGE: Final = 1024
 """Maximum number of records per page of a scan."""
@@ -90,7 +92,7 @@ _KINDS: Final = {
 
 
 class FileBackend(StorageBackend):
-    """Store of objects in preallocated slab files, with an LMDB catalog, at most `capacity` bytes in all.
+    """Store of objects in preallocated slab files, with a log as catalog, at most `capacity` bytes in all.
 
     - `capacity`: None ("kept" in a URL) opens an existing store and keeps its present size. The store must
       exist.
@@ -139,7 +141,7 @@ class FileBackend(StorageBackend):
             must_exist=capacity is None,
             read_only=self._read_only,
         )
-        check_capacity(capacity, (capacity or 0) // CATALOG_SHARE)
+        check_capacity(capacity, 0)
         self._directory.claim()
         with ExitStack() as undo:
             undo.callback(self._directory.release, clean=False)
@@ -162,7 +164,7 @@ class FileBackend(StorageBackend):
         values = cls._settings(section, context)
         capacity = values["capacity"]
         opens_read_only(values.get("access", ""), capacity)
-        check_capacity(capacity, (capacity or 0) // CATALOG_SHARE, min_bytes=MIN_CAPACITY)
+        check_capacity(capacity, 0, min_bytes=MIN_CAPACITY)
         StoreDirectory(
             context.env,
             values["path"],
@@ -227,7 +229,7 @@ class FileBackend(StorageBackend):
             try:
                 while todo:
                     wanted = [self._wanted(i, items[i]) for i in todo]
-                    claims = self._state.claim(wanted, self._writer.batch(), missing, self._round_blocks)
+                    claims = self._state.claim(wanted, BATCH, missing, self._round_blocks)
                     missing = claims.missing
                     held += claims.held.values()
                     for i, refusal in claims.refused.items():
@@ -252,13 +254,13 @@ class FileBackend(StorageBackend):
             if self._read_only:
                 return [False] * len(keys)
             removal = self._state.take_out([key.digest for key in keys])
-            gone = set(removal.digests) if self._remover.remove(removal) else set()
+            gone = set(removal.digests) if self._remover.remove(removal, durable=True) else set()
             return first_of_each(keys, gone)
 
     def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
         with self._gate:
             try:
-                records = [record for part in self._catalog.page(cursor, _SCAN_PAGE) for record in part]
+                records = self._catalog.page(cursor, _SCAN_PAGE)
             except OSError as error:
                 self._remover.failed("scan", error)
                 raise StorageError(
@@ -326,7 +328,7 @@ class FileBackend(StorageBackend):
             used = figures["blocks_used"] * BLOCK_ALIGN + self._catalog.nbytes()
             objects, payload = figures.pop("objects"), figures.pop("payload_bytes")
             io = "direct" if self._direct else "buffered"
-            if self._read_only and (self._directory.suspect or self._lost):
+            if self._read_only and (self._catalog.damaged or self._lost):
                 figures["catalog_damaged"] = 1
             return Usage(
                 objects, payload, used, self._capacity, {"io": io, **figures}, owners=self._state.owners()
@@ -349,7 +351,7 @@ class FileBackend(StorageBackend):
             self._io.close()
             self._slabs.close()
             self._catalog.close()
-            self._directory.release(clean=not self._catalog.is_damaged, suspect=self._catalog.is_damaged)
+            self._directory.release(clean=False)
 
     def locate(self, key: ObjectKey) -> list[tuple[str, int, int]]:
         """Return where an object lies, as (file, offset, bytes) in payload order.
@@ -392,6 +394,7 @@ class FileBackend(StorageBackend):
             "block": BLOCK_ALIGN,
             "slab_blocks": slab_blocks_for(capacity or 0),
             "mac": self._mac_key.fingerprint,
+            "store": (store_id(self._env, directory.database) or os.urandom(ID_BYTES)).hex(),
         }
         settled = directory.settle_format(fresh)
         # Impossible sizes mean that the format is damaged. Without slabs there is nothing to lose: write the
@@ -411,22 +414,31 @@ class FileBackend(StorageBackend):
             )
         if not self._read_only:
             directory.make_part(directory.at("slabs"), make=True)
-        is_sound = directory.check_environment(closely=True)
+        directory.make_part(directory.database)
+        store = bytes.fromhex(settled["store"])
+        log = find_log(self._env, directory, store, read_only=self._read_only)
+        undo.callback(log.close, self._env)
+        loaded, log_bytes = log.contents, len(log.numbers) * RECORD_BYTES
         if capacity is None:
-            sizing = existing_sizes(blocks_there(self._env, directory.at("slabs"), slab_blocks), directory)
+            sizing = existing_sizes(
+                blocks_there(self._env, directory.at("slabs"), slab_blocks), directory, log_bytes
+            )
         else:
-            sizing = divide(capacity, directory)
+            sizing = divide(capacity, directory, log_bytes)
             directory.record_capacity(capacity)
         self._capacity = sizing.capacity
         self._round_blocks = sizing.budget_blocks // _ROUND_SHARE
         self._direct = (
             not self._read_only and io == "auto" and _moves_direct(self._env, directory.at("slabs"))
         )
-        if self._read_only:
-            opened = read_catalog(self._env, directory)
-        else:
-            opened = open_catalog(self._env, directory, sizing.map_bytes, sound=is_sound)
-        self._catalog, loaded = opened
+        self._catalog = Catalog(
+            self._env,
+            directory,
+            log,
+            sizing.catalog_bytes,
+            power=durability == "power",
+            read_only=self._read_only,
+        )
         undo.callback(self._catalog.close)
         self._slabs = Slabs(
             self._env,
@@ -463,8 +475,6 @@ class FileBackend(StorageBackend):
                 blocks_named(loaded.records, chain.from_iterable(loaded.extents.values()), slab_blocks)
             )
         else:
-            # The catalog's file may be new. Its name must survive a power cut before any object is stored.
-            sync_directory(self._env, directory.database)
             extents = self._slabs.open()
         # Order: (1) find the unsound records, (2) remove them, (3) cut off the blocks beyond the budget. With
         # this order no record names a block that was cut off, even after a crash between two steps.
@@ -476,10 +486,6 @@ class FileBackend(StorageBackend):
             _log.warning("%d records in %s have no sound place and are dropped", len(unsound), directory.path)
             self._catalog.apply(removals=unsound)
         if not self._read_only:
-            try:
-                self._catalog.forget_unused(loaded)
-            except OSError as error:
-                self._remover.failed("namespace", error)
             self._slabs.trim()
         directory.admit_others()
 
@@ -518,6 +524,7 @@ def _is_possible(settled: Mapping[str, Any]) -> bool:
         settled["block"] == BLOCK_ALIGN
         and isinstance(settled["slab_blocks"], int)
         and 0 < settled["slab_blocks"] < 2**31
+        and re.fullmatch(r"[0-9a-f]{32}", str(settled["store"])) is not None
     )
 
 

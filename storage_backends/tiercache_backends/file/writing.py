@@ -1,6 +1,6 @@
 """Writes to a `file` store.
 
-    set        reserve blocks -> write the bytes -> one catalog transaction -> publish
+    set        reserve blocks -> write the bytes -> append to the catalog -> publish
     removal    take the objects out of the state -> remove their records -> free their blocks
 
 An object is removed when it is evicted, deleted or found damaged.
@@ -30,16 +30,14 @@ from tiercache_backends.file.state import StoreState
 
 _log = logging.getLogger(__name__)
 
-_BATCH: Final = 4096
-"""Maximum number of objects per catalog transaction."""
+BATCH: Final = 4096
+"""Maximum number of objects that one change of the catalog adds or removes."""
 _LOW_WATER: Final = 64
 """Divisor of the number of blocks: up to 1/64 of the blocks is freed ahead.
 
 If fewer blocks are free than a set has just written, the set also evicts objects, and removes their records
 in its own catalog transaction. The next set like it then finds free blocks and need not wait.
 """
-_MIN_REMOVALS: Final = 16
-"""Number of records that one transaction may remove even if the catalog is full."""
 _MAX_AHEAD: Final = 1024
 """Maximum number of objects that a set evicts in its own catalog transaction, so that it returns soon."""
 
@@ -58,14 +56,15 @@ class Remover:
         self._slabs = slabs
         self._state = state
 
-    def remove(self, removal: Removal, *, keep: bool = True) -> bool:
+    def remove(self, removal: Removal, *, keep: bool = True, durable: bool = False) -> bool:
         """Remove the records of objects that were taken out; return whether that succeeded.
 
         After a failure, the objects become resident again if `keep` is set. Otherwise they stay unreadable.
+        `durable`: the removal is on the medium when the call returns.
         """
         if removal.objects:
             try:
-                self._catalog.apply(removals=removal.numbers)
+                self._catalog.apply(removals=removal.numbers, durable=durable)
             except OSError as error:
                 self.failed("remove", error)
                 (self._state.undo_removal if keep else self._state.abandon)(removal)
@@ -139,10 +138,6 @@ class ObjectWriter:
         self._cramped = False
         """Whether the last attempt to grow a slab failed because the disk had no room."""
 
-    def batch(self) -> int:
-        """Return how many objects can be written in one catalog transaction, without a removal before it."""
-        return min(_BATCH, max(_MIN_REMOVALS, self._catalog.addable()))
-
     def store(self, items: Sequence[SetItem], claims: Claims, outcomes: list[Outcome]) -> None:
         """Write claimed objects and set their outcomes by item index. In any case, end every claim."""
         stored: tuple[Sequence[Claim], Records] = [], NO_RECORDS
@@ -169,8 +164,9 @@ class ObjectWriter:
         """
         fitting = self._worthy([c for c in claims if c.blocks <= self._slabs.budget_blocks])
         # First make room in the catalog, then in the slabs.
-        if self._catalog.removable(len(claims)) <= 0:
-            self._evict(0, len(claims), fitting)
+        if (short := len(fitting) - self._catalog.room()) > 0:
+            self._evict(0, short, fitting)
+            fitting = fitting[: max(0, self._catalog.room())]
         fitting = self._charge(fitting)
         blocks = sum(c.blocks for c in fitting)
         while True:
@@ -212,7 +208,7 @@ class ObjectWriter:
 
     def _evict_own(self, nbytes: int, claims: Sequence[Claim]) -> bool:
         """Evict objects of the claims' owner because of its quota; return False if none was removed."""
-        removal = self._state.evict(0, 0, self._most_removals(), claims, own_bytes=nbytes)
+        removal = self._state.evict(0, 0, BATCH, claims, own_bytes=nbytes)
         if not self._remove_evicted(removal):
             return False
         self._state.count_for_quota(claims, evicted=len(removal.objects))
@@ -220,7 +216,7 @@ class ObjectWriter:
 
     def trim(self) -> None:
         """Evict what owners have beyond their quotas, as far as no call uses it."""
-        while self._remove_evicted(self._state.evict_beyond(self._most_removals())):
+        while self._remove_evicted(self._state.evict_beyond(BATCH)):
             pass
 
     def _worthy(self, claims: Sequence[Claim]) -> list[Claim]:
@@ -264,16 +260,12 @@ class ObjectWriter:
         Fewer are taken out if one transaction may not remove more, or nothing is left to evict. Returns False
         if no object was removed.
         """
-        return self._remove_evicted(self._state.evict(blocks, objects, self._most_removals(), claims))
+        return self._remove_evicted(self._state.evict(blocks, objects, BATCH, claims))
 
     def _sweep(self) -> None:
         """Remove the objects that the last eviction made useless, but that its transaction did not remove."""
-        while self._remove_evicted(self._state.sweep(self._most_removals())):
+        while self._remove_evicted(self._state.sweep(BATCH)):
             pass
-
-    def _most_removals(self) -> int:
-        """Return how many records a transaction may remove that adds none."""
-        return min(_BATCH, max(_MIN_REMOVALS, self._catalog.removable(0)))
 
     def _remove_evicted(self, removal: Removal) -> bool:
         """Remove and count what was evicted; return False if no object was removed."""
@@ -288,14 +280,12 @@ class ObjectWriter:
         This set stores `written`. Its transaction also removes the records of the objects taken out. With
         blocks enough, room is made in the same way below the quota of their owner.
         """
-        changes = len(written)
         short = self._state.shortage(
             None if self._cramped else self._slabs.budget_blocks, _LOW_WATER, sum(c.blocks for c in written)
         )
-        limit = min(_MAX_AHEAD, max(_MIN_REMOVALS, changes, self._catalog.removable(changes)))
         if short > 0:
-            return self._state.evict(short, 1, limit)
-        removal = self._state.evict_near_quota(written, limit, _LOW_WATER)
+            return self._state.evict(short, 1, _MAX_AHEAD)
+        removal = self._state.evict_near_quota(written, _MAX_AHEAD, _LOW_WATER)
         if removal.objects:
             self._state.count_for_quota(written, evicted=len(removal.objects))
         return removal

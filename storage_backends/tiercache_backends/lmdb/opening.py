@@ -157,13 +157,12 @@ def open_environment(
         database=_DATABASE,
         must_exist=capacity is None,
         read_only=read_only,
-        reads_pages=False,
     )
     check_capacity(capacity, capacity or 0)
     directory.claim(shared=True)
     try:
         mac_key.match(directory.settle_format({"mac": mac_key.fingerprint}).get("mac"), directory.path)
-        sound = directory.check_environment(closely=False)
+        sound = directory.check_environment()
         try:
             if not sound or (directory.suspect and not read_only):
                 raise DamagedError(EIO, "its examination failed")

@@ -18,7 +18,7 @@ import os
 import stat
 import sys
 from collections.abc import Iterable, Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from errno import EACCES, EDQUOT, ELOOP, ENAMETOOLONG, ENOSPC, ENOTDIR, EPERM
 from itertools import count
 from typing import Any, Final
@@ -26,7 +26,6 @@ from typing import Any, Final
 from tiercache.errors import ConfigError, StorageError, StoreFormatError, UnavailableError
 from tiercache.storage.env import Env, close_quietly, read_all, write_all
 from tiercache_backends.local import check
-from tiercache_backends.local.lmdb_file import LmdbFile, UnsoundError
 from tiercache_backends.local.ownership import CHECK_SECONDS, OwnerLock, is_there
 
 _log = logging.getLogger(__name__)
@@ -76,8 +75,7 @@ class StoreDirectory:
         closing    close the environment, `release`
 
     With `must_exist` nothing is created; if anything is missing, StorageError is raised. With `read_only`,
-    which needs `must_exist`, nothing is written at all. `reads_pages`: the check of the environment reads its
-    pages without LMDB first.
+    which needs `must_exist`, nothing is written at all.
 
     Thread safety: one caller at a time, while the store opens and closes; any thread may call `check_there`.
     """
@@ -92,7 +90,6 @@ class StoreDirectory:
         database: str,
         must_exist: bool = False,
         read_only: bool = False,
-        reads_pages: bool = True,
     ) -> None:
         assert must_exist or not read_only, "a read-only opener creates nothing"
         self._env = env
@@ -100,7 +97,6 @@ class StoreDirectory:
         self._kind = kind
         self._version = version
         self._must_exist = must_exist
-        self._reads_pages = reads_pages
         self.path: Final = os.path.abspath(path)
         self.database: Final = self.at(database)
         self._lock = OwnerLock(env, self.path, read_only=read_only)
@@ -110,7 +106,7 @@ class StoreDirectory:
         Set by `check_environment` and by who meets damage, and cleared by `mark_repaired`.
         """
         self.capacity: int | None = None
-        """Capacity of the last owner in bytes; None if it is not known. `check_environment` sets it."""
+        """Capacity of the last owner in bytes; None if it is not known. `settle_format` sets it."""
 
     def check_place(self) -> None:
         """Raise ConfigError or StoreFormatError if `claim` or `settle_format` would refuse the directory.
@@ -175,6 +171,9 @@ class StoreDirectory:
         instead. StoreFormatError is also raised for a newer version, for another kind of store, and for a
         format file that is unreadable or incomplete.
         """
+        if self.sole:
+            kept = self._read("state").get("capacity")
+            self.capacity = kept if isinstance(kept, int) and 0 < kept <= MAX_CAPACITY else None
         if self.stat("format") is None:
             self._env.chmod(self.path, 0o700)
             return self.reset_format(fresh)
@@ -207,22 +206,20 @@ class StoreDirectory:
         self._write("format", settled)
         return settled
 
-    def check_environment(self, *, closely: bool) -> bool:
+    def check_environment(self) -> bool:
         """Create the environment's directory if it is missing; return whether LMDB may open the environment.
 
         LMDB maps its file, so a damaged file may kill the process. A damaged environment stays `suspect`,
         also for the next owner, until `mark_repaired`. While another process has the store open, nothing is
-        checked and the result is True. `closely`: check every page in use, even after a clean shutdown.
+        checked and the result is True.
         """
         self.make_part(self.database)
         if not self.sole:
             return True
         state = self._read("state")
-        kept = state.get("capacity")
-        self.capacity = kept if isinstance(kept, int) and 0 < kept <= MAX_CAPACITY else None
         self.suspect |= bool(state.get("suspect"))
         found = self._data()
-        sound = found is None or self._is_sound(found, state, closely)
+        sound = found is None or self._is_sound(found, state)
         self.suspect |= not sound
         # Mark the environment as in use. If this process dies, the next owner sees that the environment was
         # not closed in order.
@@ -254,14 +251,6 @@ class StoreDirectory:
     def check_there(self) -> None:
         """Raise OSError if the directory that was opened is no longer found under its name."""
         self._lock.check_there()
-
-    def replace(self, path: str) -> None:
-        """Replace the file of the environment atomically by the file at `path`.
-
-        The new file must be complete and on the medium.
-        """
-        self._env.rename(path, os.path.join(self.database, "data.mdb"))
-        sync_directory(self._env, self.database)
 
     def remove(self, path: str) -> None:
         """Remove a file that a dead process may have left incomplete; a missing file is no error."""
@@ -388,22 +377,9 @@ class StoreDirectory:
             known["suspect"] = True
         self._write("state", {"database": database, **known})
 
-    def _is_sound(self, found: os.stat_result, state: Mapping[str, Any], closely: bool) -> bool:
-        #   environment                           what is read
-        #   closed in order                       the head pages; if they look wrong, every page in use
-        #   closed in order, `closely`            every page in use
-        #   its owner died, perhaps of damage,    every page in use, then all records by a child process
-        #   or met damage, or it was changed
+    def _is_sound(self, found: os.stat_result, state: Mapping[str, Any]) -> bool:
+        # A child reads it if the last owner died, perhaps of damage, or met damage, or somebody changed it.
         clean = not self.suspect and state.get("database") == [found.st_size, found.st_mtime_ns]
-        if not self._reads_pages:
-            return clean or self._child_reads(found.st_size)
-        try:
-            with closing(LmdbFile(self._env, os.path.join(self.database, "data.mdb"))) as file:
-                if closely or not clean or not file.is_plausible():
-                    file.check()
-        except UnsoundError as error:
-            _log.error("the database in %s is damaged: %s", self.database, error)
-            return False
         return clean or self._child_reads(found.st_size)
 
     def _child_reads(self, size: int) -> bool:

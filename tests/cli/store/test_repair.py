@@ -125,8 +125,8 @@ def test_a_slab_that_is_missing_or_cut_is_corruption_until_it_is_repaired(tmp_pa
 
 def test_a_damaged_catalog_is_told_until_it_is_repaired(tmp_path):
     path = make_store("file", tmp_path / "s")
-    with open(path / "catalog" / "data.mdb", "r+b") as file:
-        file.write(bytes(4096))
+    with open(path / "catalog" / "000001.log", "r+b") as file:
+        file.write(bytes(192))
     for _ in range(2):
         done = call("verify", "-s", path, "-o", "json", ok=4).document["summary"]
         assert (done["ok"], done["catalog"]) == (EVERYTHING, "damaged")

@@ -241,7 +241,7 @@ def test_no_reading_verb_writes_a_byte_whatever_it_finds(kind, tmp_path, damage)
     prompt = tmp_path / "prompt"
     prompt.write_text(json.dumps(PROMPT))
     page = keys_of(PROMPT)[3].hex()
-    DAMAGES[damage](path, path / {"file": "catalog", "lmdb": "database"}[kind] / "data.mdb")
+    DAMAGES[damage](path, path / {"file": "catalog/000001.log", "lmdb": "database/data.mdb"}[kind])
     for mode in (0o500, 0o700):
         path.chmod(mode)
         before = written_down(path)
@@ -256,7 +256,7 @@ def test_no_reading_verb_writes_a_byte_whatever_it_finds(kind, tmp_path, damage)
 
 def test_a_damaged_catalog_shows_what_can_be_read(tmp_path):
     path = make_store("file", tmp_path / "s")
-    _overwrite(path / "catalog" / "data.mdb", 4096)
+    _overwrite(path / "catalog" / "000001.log", 192)
     assert len(call("ls", "-s", path, "-o", "jsonl").lines) == 23
     assert not (path / "catalog.damaged").exists()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tiercache_backends.file import FileBackend
 
-from tests.storage_backends.file.store import CAPACITY, opened
+from tests.storage_backends.file.store import CAPACITY, at_log, fail_log, opened
 from tests.storage_backends.local.files import disk_bytes
 from tiercache.core import Outcome
 from tiercache.testing.faults import FaultEnv
@@ -30,7 +30,7 @@ def test_a_set_that_fails_at_any_step_loses_nothing(tmp_path: Path, error: int, 
         env.clear()
         assert store.set(batch) == [STORED] * 3
         calls = {name: count for name, count in env.calls.items() if name not in ("open", "close")}
-        assert {"pwritev", "commit", "fallocate"} <= set(calls)
+        assert {"pwritev", "fstat", "fallocate"} <= set(calls)
         assert ("fdatasync" in calls) == (durability == "power")
         store.delete([key(n) for n in range(3)])
         for name, count in calls.items():
@@ -91,7 +91,7 @@ def test_a_failed_eviction_keeps_what_it_wanted_to_evict(tmp_path: Path) -> None
         # the eviction that makes room, and the set itself with what it evicts ahead of need
         for call in (1, 2):
             env.clear()
-            env.fail("commit", at=call, error=errno.ENOSPC)
+            fail_log(env, at=call, error=errno.ENOSPC)
             answer = put(store, key(("new", call)), payload("new", 1_000_000))
             assert answer is THROTTLED
             left = [m for m in kept if store.exists([key(m)])[0]]
@@ -101,25 +101,29 @@ def test_a_failed_eviction_keeps_what_it_wanted_to_evict(tmp_path: Path) -> None
         assert put(store, key("new"), payload("new", 1_000_000)) is STORED
 
 
-def test_a_commit_that_landed_and_reported_a_failure_counts(tmp_path: Path) -> None:
+def test_a_record_that_landed_and_reported_a_failure_does_not_count(tmp_path: Path) -> None:
     env = FaultEnv()
 
-    def late(real: Callable[..., None], arguments: tuple[object]) -> None:
+    def late(real: Callable[..., None], arguments: tuple[object, ...]) -> None:
         real(*arguments)
         raise OSError(errno.EIO, "after all was done")
 
     with opened(tmp_path / "s", env=env) as store:
         put(store, key("old"), payload("old", 9000))
-        env.add("commit", late, times=3)
-        assert put(store, key("a"), payload("a", 9000)) is STORED
-        assert store.delete([key("old")]) == [True]
+        for call, answer in (
+            (lambda: put(store, key("a"), payload("a", 9000)), ERROR),
+            (lambda: store.delete([key("old")]), [False]),
+        ):
+            env.clear()
+            at_log(env, late)
+            assert call() == answer
         assert put(store, key("b"), payload("b", 9000)) is STORED
         store.check_integrity()
     with opened(tmp_path / "s") as store:
         assert [fetch(store, key(n), 9000) for n in ("a", "b", "old")] == [
-            payload("a", 9000),
-            payload("b", 9000),
             MISS,
+            payload("b", 9000),
+            payload("old", 9000),
         ]
         store.check_integrity()
 
@@ -129,7 +133,7 @@ def test_a_failed_delete_says_so(tmp_path: Path) -> None:
     with opened(tmp_path / "s", env=env) as store:
         put(store, key("a"), payload("a", 5000))
         env.clear()
-        env.fail("commit")
+        fail_log(env)
         assert store.delete([key("a")]) == [False]
         assert fetch(store, key("a"), 5000) == payload("a", 5000)
         assert store.delete([key("a")]) == [True]
@@ -157,7 +161,7 @@ def test_torn_writes_and_flipped_bits_are_never_served(tmp_path: Path, seed: int
     with FileBackend(str(tmp_path / "s"), CAPACITY, env=env, io="buffered") as store:
         env.clear()
         env.tear("pwritev", at=1)
-        env.flip("pwritev", at=2)
+        env.flip("pwritev", at=3)  # the second is a record
         assert [put(store, key(n), payload(n, 20_480)) for n in range(3)] == [STORED] * 3
         assert [fetch(store, key(n), 20_480) for n in range(2)] == [CORRUPT] * 2
         env.clear()

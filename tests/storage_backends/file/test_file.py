@@ -49,8 +49,8 @@ def test_a_directory_of_another_process_is_refused_until_that_is_killed(tmp_path
 def test_a_newer_format_is_refused_untouched(tmp_path: Path) -> None:
     opened(tmp_path / "s").close()
     path = tmp_path / "s" / "format"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 3}))
-    with pytest.raises(StoreFormatError, match=r"format 3 .* up to 2; upgrade"):
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"version": 4}))
+    with pytest.raises(StoreFormatError, match=r"format 4 .* up to 3; upgrade"):
         opened(tmp_path / "s")
     path.write_text("what")
     with pytest.raises(StoreFormatError, match="cannot be read"):

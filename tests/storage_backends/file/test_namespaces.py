@@ -15,7 +15,7 @@ from tiercache.storage.base import NamespaceRecord, StorageBackend
 from tiercache.testing.objects import fetch, key, put, to_set
 
 CAPACITY = 16 << 20
-MOST = CAPACITY // 16 // 512
+MOST = CAPACITY // 16 // 2048
 """Namespaces of a store of this capacity."""
 STORED, THROTTLED = Outcome.STORED, Outcome.THROTTLED
 
@@ -37,8 +37,8 @@ def flood_and_die(path: str) -> None:
     store = FileBackend(path, CAPACITY)
     store.register_namespace(NamespaceRecord(b"named", {"model": "m"}, states=True))
     assert put(store, key("old"), b"old") is STORED
-    outcomes = store_in_each(store, 0, 6000)
-    assert outcomes == [STORED] * (MOST - 2) + [THROTTLED] * (6000 - MOST + 2)
+    outcomes = store_in_each(store, 0, 2000)
+    assert outcomes == [STORED] * (MOST - 2) + [THROTTLED] * (2000 - MOST + 2)
     assert put(store, key("later"), b"old") is STORED, "a namespace that is known takes more"
     mixed = [to_set(key("a"), b"a"), to_set(key("b"), b"b", namespace=b"new"), to_set(key("c"), b"c")]
     assert store.set(mixed) == [STORED, THROTTLED, STORED]
@@ -60,14 +60,14 @@ def test_namespaces_without_objects_are_forgotten_when_the_store_is_opened(tmp_p
             assert fetch(store, key("old"), 3) == b"old"
             kept = {entry.key: entry.meta.namespace for entry in store.scan_all()}
             assert [kept[key(n)] for n in range(7)] == [n.to_bytes(64) for n in range(7)]
-            first = 10_000 + again * 1000
-            assert store_in_each(store, first, 1000) == [STORED] * 1000
+            first = 10_000 + again * 400
+            assert store_in_each(store, first, 400) == [STORED] * 400
             kept = {entry.key: entry.meta.namespace for entry in store.scan_all()}
-            assert [kept[key(n)] for n in range(first, first + 1000)] == [
-                n.to_bytes(64) for n in range(first, first + 1000)
+            assert [kept[key(n)] for n in range(first, first + 400)] == [
+                n.to_bytes(64) for n in range(first, first + 400)
             ]
             store.check_integrity()
-            store.delete([key(n) for n in range(first, first + 1000)])
+            store.delete([key(n) for n in range(first, first + 400)])
 
 
 def test_a_store_with_more_namespaces_opens(tmp_path: Path) -> None:
@@ -81,11 +81,11 @@ def test_a_store_with_more_namespaces_opens(tmp_path: Path) -> None:
 
 def test_records_never_fill_the_catalog(tmp_path: Path) -> None:
     with FileBackend(str(tmp_path / "s"), CAPACITY) as store:
-        for n in range(600):
+        for n in range(500):
             store.register_namespace(NamespaceRecord(b"%d" % n, {"model": "m" * 4000}))
         assert len(store.namespaces()) == CAPACITY // 16 // 8 // 4021
-        assert store.set([to_set(key(0), b"abc", namespace=b"599")]) == [STORED]
-        assert store.set([to_set(key(n), b"abc") for n in range(1, 1000)]) == [STORED] * 999
+        assert store.set([to_set(key(0), b"abc", namespace=b"499")]) == [STORED]
+        assert store.set([to_set(key(n), b"abc") for n in range(1, 800)]) == [STORED] * 799
         assert store.usage().details["namespace_failures"] > 0
 
 
