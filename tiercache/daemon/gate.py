@@ -27,7 +27,16 @@ from threading import Event, Lock, Thread
 from typing import Final, NamedTuple
 
 from tiercache.daemon.admission import Admission, ConnectionState, OpeningCounter
-from tiercache.daemon.sockets import EXHAUSTED, FLOW_BYTES, Flow, listen_tcp, listen_unix, origin_of, peer_of
+from tiercache.daemon.sockets import (
+    EXHAUSTED,
+    PIPE_BYTES,
+    Flow,
+    listen_tcp,
+    listen_unix,
+    origin_of,
+    peer_of,
+    widen,
+)
 
 _TICK_SECONDS: Final = 0.1
 """Seconds between two rounds of the work that depends on time: timeouts, paused listeners, throttled
@@ -36,7 +45,9 @@ connections.
 _DELIVERY_SECONDS: Final = 2.0
 """Seconds, at most, in which clients can receive the last bytes of gRPC after the gate is told to close."""
 _SEND_BYTES: Final = 1 << 20
-"""Size in bytes of the gate's send buffer of a connection to gRPC; the system may lower it."""
+"""Size in bytes of the send buffer at either end of a connection to gRPC; the system may lower it.
+
+With smaller buffers both ends wait for each other."""
 _OPENING_EACH: Final = 16
 """Number of connections that may be opening at once for each that may be wide.
 
@@ -149,7 +160,7 @@ class Gate:
         self._names: dict[str, _Connection] = {}
         self._numbers = 0
         self._wakeup, self._alarm = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._scratch: Final = memoryview(bytearray(FLOW_BYTES))
+        self._scratch: Final = memoryview(bytearray(PIPE_BYTES))
         self._newly_known: set[_Connection] = set()
         """Connections on which a caller was recognised since the gate's thread last looked."""
         self._lock: Final = Lock()
@@ -252,7 +263,7 @@ class Gate:
         deadline = time.monotonic() + _DELIVERY_SECONDS
         while (connections := self._admission.connections) and time.monotonic() < deadline:
             events = self._epoll.poll(_TICK_SECONDS)
-            if not events and not any(c.backend and c.down.is_blocked for c in connections.values()):
+            if not events and not any(c.backend and c.down.held for c in connections.values()):
                 return
             for descriptor, _ in events:
                 self._handle_event(descriptor)
@@ -296,6 +307,7 @@ class Gate:
                     self._settle(connection)
                 self._admission.release(connection)
                 self._try_to_advance(connection)
+                widen(f"\0{self._prefix}/{connection.number}".encode(), _SEND_BYTES)
 
     def _add(self, listener: _Listener) -> None:
         self._listeners[listener.socket.fileno()] = listener
@@ -343,11 +355,15 @@ class Gate:
             backend.connect(connection.listener.backend)
             backend.setblocking(False)
             backend.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
+            connection.up = Flow(connection.client, backend)
+            try:
+                connection.down = Flow(backend, connection.client, self._scratch)
+            except OSError:
+                connection.up.close()
+                raise
         except OSError:
             backend.close()
             raise
-        connection.up = Flow(connection.client, backend, self._scratch)
-        connection.down = Flow(backend, connection.client, self._scratch)
         connection.backend = backend
         connection.since = time.monotonic()
         connection.opening = OpeningCounter(tls=connection.tls, max_streams=self._max_streams)
@@ -365,9 +381,11 @@ class Gate:
                 self._advance_up(connection)
         except BrokenPipeError:
             # gRPC can answer and close between the two moves, as at the end of a drain: its last bytes are
-            # still in the socket, and go to the client.
+            # still in the socket or the pipe, and go to the client.
             connection.unheard = True
-        if connection.down.ended or (connection.up.ended and connection.opening is None):
+        if connection.down.over or (connection.up.over and connection.opening is None):
+            with suppress(OSError):  # a close with bytes unread would reset the connection: the client
+                connection.client.recv_into(self._scratch)  # could lose what it has not received yet
             self._end(connection)
         else:
             self._watch(connection)
@@ -431,20 +449,20 @@ class Gate:
         """
         assert connection.backend is not None
         up, down, opening = connection.up, connection.down, connection.opening
-        # A flow waits for bytes from its source, or for its sink to accept those that there are.
+        # An empty pipe waits for bytes from its source; a pipe that holds bytes waits for its sink.
         if connection.unheard:
             reads = writes = False
         else:
-            writes = up.is_blocked
+            writes = up.held > 0
             reads = (
                 opening.room > 0
                 if opening is not None
                 else not (writes or up.ended or self._admission.is_throttled(connection))
             )
         wanted = {
-            connection.client.fileno(): (_READ if reads else 0) | (_WRITE if down.is_blocked else 0),
+            connection.client.fileno(): (_READ if reads else 0) | (_WRITE if down.held else 0),
             connection.backend.fileno(): (
-                (_READ if not down.is_blocked and not down.ended else 0) | (_WRITE if writes else 0)
+                (_READ if not down.held and not down.ended else 0) | (_WRITE if writes else 0)
             ),
         }
         for descriptor, events in wanted.items():
@@ -491,12 +509,12 @@ class Gate:
             if events:
                 self._epoll.unregister(descriptor)
         self._by_descriptor.pop(connection.client.fileno(), None)
-        with suppress(OSError):  # a close with bytes unread would reset the connection: the client
-            connection.client.recv_into(self._scratch)  # could lose what it has not received yet
         connection.client.close()
         if connection.backend is not None:
             self._by_descriptor.pop(connection.backend.fileno(), None)
             connection.backend.close()
+            connection.up.close()
+            connection.down.close()
 
 
 def _origin(
