@@ -95,9 +95,9 @@ class DataCall(Call):
 
     async def send_window(self, window: Window) -> None:
         """Send the objects of a window, straight from the blocks where they lie."""
-        header, views = window.described()
-        first = data.pack(FrameKind.OBJECTS, header.SerializeToString(), sum(header.sizes))
-        await self._channel.send([memoryview(first), *views])
+        for header, views in window.described(WINDOW_BYTES):
+            first = data.pack(FrameKind.OBJECTS, header.SerializeToString(), sum(header.sizes))
+            await self._channel.send([memoryview(first), *views])
 
     async def fill(self, views: list[memoryview]) -> None:
         """Receive the next bytes of the payload into these buffers; raises WireError if it has fewer."""
@@ -188,10 +188,10 @@ class PayloadCalls:
         """Serve Get: stream objects out of the store."""
 
         async def deliver(window: Window) -> None:
-            header, views = window.described()
-            for number, payload in enumerate(parts(views, self._chunk)):
-                reply = pb.GetReply(header=None if number else header, payload=payload)
-                await call.send(reply.SerializeToString())
+            for header, views in window.described(self._chunk):
+                for number, payload in enumerate(parts(views, self._chunk)):
+                    reply = pb.GetReply(header=None if number else header, payload=payload)
+                    await call.send(reply.SerializeToString())
 
         request = await call.request(pb.GetRequest)
         async with _transfer(call.caller, self._chunk + _HEADER_BYTES):

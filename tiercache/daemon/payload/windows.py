@@ -48,20 +48,21 @@ class Window:
     """Checksum of each object; empty unless the outcome is HIT."""
     lease: Lease
 
-    def described(self) -> tuple[pb.GetHeader, list[memoryview]]:
-        """Return the header that tells of these objects, and the bytes that follow it."""
+    def described(self, most: int) -> Iterator[tuple[pb.GetHeader, list[memoryview]]]:
+        """Yield headers, each of objects of at most `most` bytes or of one, and the bytes that follow it."""
         sizes = [
             item.length if outcome is Outcome.HIT else 0
             for item, outcome in zip(self.items, self.outcomes, strict=True)
         ]
-        header = pb.GetHeader(
-            items=range(self.first, self.first + len(sizes)),
-            outcomes=[messages.NUMBER_OF[outcome] for outcome in self.outcomes],  # type: ignore[misc]
-            sizes=sizes,
-            checksums=b"".join(self.checksums),
-        )
-        pairs = zip(self.items, sizes, strict=True)
-        return header, [view for item, size in pairs for view in take(item.buffers, 0, size)]
+        for part in batches(range(len(sizes)), sizes.__getitem__, WINDOW_OBJECTS, most):
+            start, stop = part[0], part[-1] + 1
+            header = pb.GetHeader(
+                items=range(self.first + start, self.first + stop),
+                outcomes=[messages.NUMBER_OF[one] for one in self.outcomes[start:stop]],  # type: ignore[misc]
+                sizes=sizes[start:stop],
+                checksums=b"".join(self.checksums[start:stop]),
+            )
+            yield header, [view for n in part for view in take(self.items[n].buffers, 0, sizes[n])]
 
 
 def read_window(
