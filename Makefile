@@ -14,7 +14,7 @@ ENGINES ?= .venv-engines
 SGLANG := $(ENGINES)/sglang/bin/python
 VLLM := $(ENGINES)/vllm/bin/python
 
-.PHONY: help install demo test test-slow test-kernels test-deploy test-image test-engines lint types check proto docs site pins sbom bench bench-engines campaign gpu clean
+.PHONY: help install demo test test-slow test-kernels test-deploy test-image test-engines test-servers lint types check proto docs site pins sbom bench bench-engines campaign gpu clean
 
 help:  ## Show what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 23
@@ -63,6 +63,13 @@ test-engines: $(ENGINES)/sglang/.installed $(ENGINES)/vllm/older/.installed  ## 
 	@echo '#include <openssl/evp.h>' | g++ -E -x c++ - > /dev/null 2>&1 || { echo "SGLang compiles its hash: install a C++ compiler and OpenSSL's headers (g++, libssl-dev)"; exit 1; }
 	PATH=$(abspath $(ENGINES)/sglang/bin):$$PATH $(SGLANG) -m pytest tests/engines/sglang -m integration -W default $(ARGS)
 	$(VLLM) -m pytest tests/engines/vllm -m integration -W default $(ARGS)
+
+$(ENGINES)/sglang/.serves: $(ENGINES)/sglang/.installed tests/servers/sglang/requirements.txt
+	$(SGLANG) -m pip install --quiet --disable-pip-version-check --no-deps -c constraints-dev.txt -c constraints-engines.txt -r tests/servers/sglang/requirements.txt
+	@touch $@
+
+test-servers: $(STAMP) $(ENGINES)/sglang/.serves  ## Ask real servers of SGLang that store in tiercache, on the CPU: a quarter of an hour on two quiet cores
+	ENGINES_FOLDER=$(abspath $(ENGINES)) $(BIN)/python -m pytest tests/servers -m integration $(ARGS)
 
 bench-engines: $(ENGINES)/sglang/.installed  ## SGLang's own file backend and its tree beside ours under the same work (ARGS="--rounds 7")
 	PATH=$(abspath $(ENGINES)/sglang/bin):$$PATH $(SGLANG) -W ignore -m tests.benchmarks.sglang $(ARGS)

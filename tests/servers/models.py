@@ -1,0 +1,85 @@
+"""Tiny models with random weights, and a tokenizer of bytes, as directories that an engine's server can load.
+
+python -m tests.servers.models DIRECTORY llama qwen3next
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+WORDS = 512
+"""Tokens of the vocabulary: 256 bytes, fillers, and three marks at the end."""
+MODELS = ("llama", "qwen3next")
+
+
+def make_model(name: str, directory: Path) -> Path:
+    """Write a model, if that has not been done, and return its directory; equal names give equal bits."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tiercache_lab.demo.small import strengthen
+
+    path = directory / name
+    if (path / "done").exists():
+        return path
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(_config(name), dtype=torch.float32)
+    # The usual random weights forget a prompt after a few tokens: a wrong cache would give the same answers.
+    strengthen(model, 7)
+    model.save_pretrained(path)
+    if name == "qwen3next":  # SGLang reads the interval, which newer releases of transformers do not write
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | {"full_attention_interval": 4}))
+    _tokenizer().save_pretrained(path)
+    (path / "done").touch()
+    return path
+
+
+def _config(name: str) -> Any:
+    from transformers import LlamaConfig, Qwen3NextConfig
+
+    common: dict[str, Any] = {
+        "vocab_size": WORDS, "bos_token_id": WORDS - 3, "eos_token_id": WORDS - 2, "pad_token_id": WORDS - 1,
+        "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 32768,
+    }  # fmt: skip
+    if name == "llama":
+        return LlamaConfig(**common)
+    assert name == "qwen3next", f"no such model: {name}; there are {', '.join(MODELS)}"
+    return Qwen3NextConfig(
+        **common,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+        linear_conv_kernel_dim=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        decoder_sparse_step=1,
+        full_attention_interval=4,
+    )
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {letter: n for n, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    words |= {f"<{n}>": n for n in range(len(words), WORDS - 3)}
+    words |= {"<s>": WORDS - 3, "</s>": WORDS - 2, "<pad>": WORDS - 1}
+    made = Tokenizer(models.BPE(vocab=words, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="<pad>", model_max_length=32768
+    )
+
+
+if __name__ == "__main__":
+    for wanted in sys.argv[2:] or MODELS:
+        print(make_model(wanted, Path(sys.argv[1])))

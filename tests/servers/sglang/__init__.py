@@ -1,0 +1,1 @@
+"""Tests of the storage backend in a real server of SGLang."""

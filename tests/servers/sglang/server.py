@@ -1,0 +1,84 @@
+"""A real server of SGLang on a CPU, with stand-ins for the kernels that SGLang has for CUDA only."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from tests.servers.server import Answer, Server
+
+STAND_INS = Path(__file__).parent / "stand_ins"
+PAGE = 64
+"""Tokens of a page: SGLang's states of a prefill are 64 tokens apart."""
+ALWAYS = (
+    "--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native",
+    "--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled",
+    "--disable-overlap-schedule", "--mem-fraction-static", "0.2", "--random-seed", "1",
+    "--watchdog-timeout", "1200", "--page-size", str(PAGE), "--enable-cache-report",
+    "--max-running-requests", "4",
+)  # fmt: skip
+
+
+class SglangServer(Server):
+    """One server with a model; float32, so that a cached prefix changes no answer by rounding."""
+
+    def __init__(self, engine: Path, model: Path, port: int, log: Path, *arguments: object) -> None:
+        """Start it in the environment `engine`, which `make test-servers` makes."""
+        super().__init__(
+            [
+                str(engine / "bin" / "python"), "-W", "ignore", "-m", "sglang.launch_server",
+                "--model-path", str(model), "--port", str(port), *ALWAYS, *map(str, arguments),
+            ],
+            port,
+            log,
+            {
+                "PATH": f"{engine / 'bin'}{os.pathsep}{os.environ['PATH']}",
+                "PYTHONPATH": str(STAND_INS),
+                "SGLANG_USE_CPU_ENGINE": "1",
+                "SGLANG_DISABLE_FUSED_MAMBA_SLOT_OPS": "1",
+                "SGLANG_MAMBA_CONV_DTYPE": "float32",
+                "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+            },
+        )  # fmt: skip
+
+    def ask(self, prompt: Iterable[int], new: int = 8) -> Answer:
+        """Return the greedy answer to a prompt of token numbers."""
+        found = self.post(
+            "/generate",
+            {
+                "input_ids": list(prompt),
+                "sampling_params": {"temperature": 0, "max_new_tokens": new, "ignore_eos": True},
+                "return_logprob": True,
+            },
+        )
+        meta = found["meta_info"]
+        chosen = meta["output_token_logprobs"]
+        return Answer(
+            [token for _, token, _ in chosen], [value for value, _, _ in chosen], meta["cached_tokens"]
+        )
+
+    def flush(self) -> None:
+        """Empty the pools of device and host."""
+        answer = self.post("/flush_cache")
+        assert "flushed" in str(answer).lower(), answer
+
+
+def hicache(file: Path, storage: str) -> list[str]:
+    """Arguments of a server whose host cache stores in tiercache; writes the settings to `file`."""
+    settings = {
+        "backend_name": "tiercache",
+        "module_path": "tiercache.integrations.sglang",
+        "class_name": "TierCacheStorage",
+        "interface_v1": 1,
+        "hicache_storage_pass_prefix_keys": True,
+        "storage": storage,
+        "revision": "r1",
+    }
+    file.write_text(json.dumps(settings))
+    return [
+        "--enable-hierarchical-cache", "--hicache-ratio", "2", "--hicache-storage-backend", "dynamic",
+        "--hicache-storage-backend-extra-config", f"@{file}",
+        "--hicache-storage-prefetch-policy", "wait_complete",
+    ]  # fmt: skip

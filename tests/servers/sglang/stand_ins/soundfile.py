@@ -1,0 +1,1 @@
+"""SGLang imports this for audio, of which the tests have none."""
