@@ -56,6 +56,7 @@ class Node:
         self.path, self.file = path, path / "tiercache.toml"
         secret(path / "acme.salt", "s" * 32)
         secret(path / "token", "t" * 32)
+        secret(path / "acme", "a" * 32)
         self.where = f"grpc://{path}/run?timeout=20s"
 
     def body(self, *storage: str, quota: str = "", more: str = "") -> str:
@@ -65,6 +66,8 @@ class Node:
             f"storage = {json.dumps(storage)}\n"
             f'[tenants.acme]\nsalt_file = "{self.path}/acme.salt"\n{limit}'
             f'[[principals]]\nname = "worker"\ntoken_file = "{self.path}/token"\nverbs = ["read", "write"]\n'
+            f'[[principals]]\nname = "acme"\ntenant = "acme"\ntoken_file = "{self.path}/acme"\n'
+            'verbs = ["read", "write", "admin"]\n'
         )
 
     def write(self, *storage: str, **more: str) -> None:
@@ -109,6 +112,8 @@ def test_tiers_join_move_change_and_leave_and_the_next_daemon_has_them(tmp_path:
         assert "changed, but only from the next start on: drain" in done.err
         assert node.names() == ["d", "c", "b"]
         assert [tier.url for tier in node.tiers()] == [d, larger, b]
+        with open_backend(f"grpc://127.0.0.1:{daemon.ports[0]}?token_file={tmp_path}/acme") as tenant:
+            assert [tier.url for tier in tenant.usage().tiers] == ["", "", ""], "no operator of the store"
         assert node.tiers()[1].capacity_bytes == 128 << 20
         assert has_all(store, range(10))
         node.write(b, d)
@@ -177,7 +182,9 @@ def test_a_bad_file_gets_one_sentence_and_changes_nothing(
         else:
             body = node.body(*(one.format(*places) for one in listed))
             if "guarantee" in words:
-                body = body.replace("[[principals]]", f'guarantee = "{words["guarantee"]}"\n[[principals]]')
+                body = body.replace(
+                    "[[principals]]", f'guarantee = "{words["guarantee"]}"\n[[principals]]', 1
+                )
             node.file.write_text(body)
         options = [word for name in ("drop", "store") if name in words for word in (f"--{name}", words[name])]
         done = call("config", "apply", node.file, *(word.format(*places) for word in options), ok=code)

@@ -26,6 +26,7 @@ from tests.cli.store.test_samples import (
 )
 from tests.daemon.hosts import until
 from tests.storage_backends.grpc.nodes import daemon_settings
+from tiercache.config.loading import load
 from tiercache.core import Outcome, PoolName
 from tiercache.daemon import StorageServer
 from tiercache.keys import object_key
@@ -102,6 +103,21 @@ def test_verify_checks_every_copy_and_says_in_which_tier_it_is(chain: list[str],
     assert f"in tier fast: page {page.hex()[:12]}" in call("verify", *chain, ok=4).out
     assert call("verify", *chain, "--repair", "-o", "json", ok=4).document["found"][0]["action"] == "dropped"
     assert call("verify", *chain, "-o", "json").document["summary"]["objects"] == UPPER + LOWER - 1
+
+
+def test_verify_says_how_many_copies_of_a_daemon_it_has_not_read(tmp_path: Path) -> None:
+    near, far = (f"file://{tmp_path}/{name}?capacity=64MiB&tier_name={name}" for name in ("near", "far"))
+    settings = load(None, {"directory": str(tmp_path), "storage": [near, far], "host_bytes": "32MiB"})
+    with StorageServer(settings) as node:
+        for n in range(10):
+            assert put(node.store, key(n), payload(n, 900)) is Outcome.STORED
+        node.store.flush()
+        until(lambda: [tier.objects for tier in node.store.usage().tiers] == [10, 10])
+        done = call("verify", "-s", tmp_path, "-o", "json")
+        assert (done.document["summary"]["objects"], done.document["summary"]["unread_copies"]) == (10, 10)
+        assert "10 other copies are not checked" in done.err
+    with StorageServer(load(None, {"directory": str(tmp_path), "storage": [far], "host_bytes": "32MiB"})):
+        assert call("verify", "-s", tmp_path, "-o", "json").document["summary"]["unread_copies"] == 0
 
 
 @pytest.mark.parametrize("repair", [[], ["--repair"]])
