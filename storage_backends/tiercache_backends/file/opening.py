@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -54,6 +55,7 @@ _log = logging.getLogger(__name__)
 NEW: Final = "new.log"
 """Name of a log that is being written."""
 _LOG: Final = ".log"
+_GENERATION: Final = re.compile(r"([0-9]{6,18})\.log")
 _EXTENT_BYTES: Final = 12
 
 
@@ -98,8 +100,8 @@ def _generations(env: Env, database: str) -> list[int]:
         names = env.listdir(database)
     except FileNotFoundError:
         return []
-    stems = [name.removesuffix(_LOG) for name in names if name.endswith(_LOG)]
-    return sorted((int(stem) for stem in stems if stem.isdecimal()), reverse=True)
+    found = (_GENERATION.fullmatch(name) for name in names)
+    return sorted((int(match[1]) for match in found if match), reverse=True)
 
 
 def store_id(env: Env, database: str) -> bytes | None:
@@ -198,7 +200,7 @@ def _read_log(env: Env, fd: int, store: bytes, generation: int) -> FoundLog | No
         last, names.last = max(last, head.last_number), head.last_namespace
     for i in np.flatnonzero((kinds == RecordKind.NAME) & (notes["more"] == 0)).tolist():
         value = unpack_value(notes, kinds, i)
-        if value is not None:
+        if value:
             namespace = value[1 : 1 + value[0]]
             with suppress(ValueError):  # it was not written by this version
                 names.add(namespace, *unpack_name(namespace, value[1 + len(namespace) :]))

@@ -17,7 +17,16 @@ import pytest
 from tiercache_backends.file import FileBackend
 from tiercache_backends.file.catalog import Catalog
 from tiercache_backends.file.opening import FoundLog, find_log
-from tiercache_backends.file.records import RECORD, RECORD_BYTES, Extent, Places, RecordKind
+from tiercache_backends.file.records import (
+    RECORD,
+    RECORD_BYTES,
+    Extent,
+    Places,
+    RecordKind,
+    guards,
+    keys_of,
+    pack_value,
+)
 from tiercache_backends.local.directory import StoreDirectory
 
 from tests.storage.backends import copy_tree
@@ -111,6 +120,24 @@ def check(small: Small, whole: dict[int, Any], positions: Sequence[int], records
     if not any(records["kind"][p] == RecordKind.GONE for p in mine):
         assert not back, "only a lost removal brings something back"
     assert back <= set(records["number"][records["kind"] == RecordKind.STORED].tolist())
+
+
+def test_what_is_no_log_beside_the_log_does_not_matter(small: Small) -> None:
+    whole = small.objects()
+    for name in ("1.log", f"{'9' * 30}.log", "\u0663" * 6 + ".log", "000002.log.damaged", "log"):
+        (small.log.parent / name).write_bytes(small.log.read_bytes())
+    assert small.objects() == whole
+
+
+def test_a_forged_name_of_no_bytes_is_ignored(small: Small) -> None:
+    """Whoever can write to the disk can make guards, for they detect damage only."""
+    whole, end = small.objects(), len(records_of(small))
+    forged = pack_value(RecordKind.NAME, b"")
+    forged["number"] = 2**62
+    forged["guard"] = guards(forged, end, keys_of(ID, 1))
+    with small.log.open("ab") as file:
+        file.write(forged.tobytes())
+    assert small.objects() == whole
 
 
 def test_a_flipped_byte_anywhere_costs_its_record(small: Small) -> None:
