@@ -1,4 +1,4 @@
-"""The `file` store, the default local store: preallocated slabs with an LMDB catalog.
+"""The `file` store, the default local store: preallocated slabs with a log as their catalog.
 
 Principles:
 

@@ -122,7 +122,7 @@ class Claims:
     later: list[int] = field(default_factory=list)
     """Items to claim again, for one of three reasons.
 
-    1. The batch already has as many claims as one catalog transaction takes.
+    1. The batch already has as many claims as one write of the catalog takes.
     2. Another call is writing or removing the same object, or an earlier item of this batch has the same key.
     3. The page before the item was left for later.
     """

@@ -315,7 +315,7 @@ class FileBackend(StorageBackend):
                     self._state.require_states(namespace_id)
                 self._catalog.register(record)
             except OSError as error:
-                # The identity is kept in memory, and the catalog's next transaction saves it.
+                # The identity is kept in memory, and the catalog's next write saves it.
                 self._remover.failed("namespace", error)
 
     def namespaces(self) -> list[NamespaceRecord]:

@@ -36,10 +36,10 @@ _LOW_WATER: Final = 64
 """Divisor of the number of blocks: up to 1/64 of the blocks is freed ahead.
 
 If fewer blocks are free than a set has just written, the set also evicts objects, and removes their records
-in its own catalog transaction. The next set like it then finds free blocks and need not wait.
+in a write of the catalog of its own. The next set like it then finds free blocks and need not wait.
 """
 _MAX_AHEAD: Final = 1024
-"""Maximum number of objects that a set evicts in its own catalog transaction, so that it returns soon."""
+"""Maximum number of objects that a set evicts in such a write, so that it returns soon."""
 
 
 class Remover:
@@ -255,15 +255,15 @@ class ObjectWriter:
             return True
 
     def _evict(self, blocks: int, objects: int, claims: Sequence[Claim]) -> bool:
-        """Evict in a separate transaction until `blocks` blocks and `objects` objects are taken out.
+        """Evict in a separate write of the catalog until `blocks` blocks and `objects` objects are taken out.
 
-        Fewer are taken out if one transaction may not remove more, or nothing is left to evict. Returns False
+        Fewer are taken out if one write may not remove more, or nothing is left to evict. Returns False
         if no object was removed.
         """
         return self._remove_evicted(self._state.evict(blocks, objects, BATCH, claims))
 
     def _sweep(self) -> None:
-        """Remove the objects that the last eviction made useless, but that its transaction did not remove."""
+        """Remove the objects that the last eviction made useless, but that its write did not remove."""
         while self._remove_evicted(self._state.sweep(BATCH)):
             pass
 
@@ -277,8 +277,8 @@ class ObjectWriter:
     def _evict_ahead(self, written: Sequence[Claim]) -> Removal:
         """Take objects out of the state if another set like this one would find too few free blocks.
 
-        This set stores `written`. Its transaction also removes the records of the objects taken out. With
-        blocks enough, room is made in the same way below the quota of their owner.
+        This set stores `written`. Its write of the catalog also removes the records of the objects taken out.
+        With blocks enough, room is made in the same way below the quota of their owner.
         """
         short = self._state.shortage(
             None if self._cramped else self._slabs.budget_blocks, _LOW_WATER, sum(c.blocks for c in written)
@@ -346,9 +346,9 @@ class ObjectWriter:
         return writable, records[[claim.index in left for claim in claims]]
 
     def _acknowledge(self, written: Sequence[Claim], records: Records, outcomes: list[Outcome]) -> None:
-        """Add the records of written objects and remove the records of evicted ones, in one transaction.
+        """Add the records of written objects and remove the records of evicted ones, in one write.
 
-        Raises OSError if the transaction fails.
+        Raises OSError if the write fails.
         """
         further = {i: claim.extents[1:] for i, claim in enumerate(written) if len(claim.extents) > 1}
         removal = self._evict_ahead(written)
