@@ -19,8 +19,8 @@ Race 1. (1) R pins A. (2) E takes A out and removes its record. (3) W claims B. 
     If step 2 freed the blocks, W could write B into them before step 4. So `finish_removal` keeps the row in
     `_leaving`, and R's `unpin` frees it.
 Race 2. (1) E takes A out. (2) W stores A again. (3) E's write of the catalog fails, and `undo_removal`
-    restores A. A would then be stored twice. So A stays in `_busy` with an event until E has ended its removal, and W
-    waits for this event (`Claims.waits`).
+    restores A. A would then be stored twice. So A stays in `_busy` with an event until E has ended its
+    removal, and W waits for this event (`Claims.waits`).
 Race 3. (1) V claims A. (2) W claims B. (3) V needs B, and W needs A.
     If both waited with unpublished claims, neither would end. So a call publishes its own claims before it
     waits, and claims the remaining items after that.
