@@ -15,8 +15,8 @@ A bounded number of connections is opening at once, and only a few of them may b
 usual client sends before it acknowledges. Waiting connections open, and opening ones become wide, in this
 order: first those whose origin (user id or IP address) has not failed lately, then those whose origin has the
 fewest such connections, then those whose origin was served the fewest bytes recently, then the oldest. An
-origin fails when one of its connections ends without a known caller. So who comes from an address that did
-nothing yet goes before any number of addresses whose connections come to nothing.
+origin fails when one of its connections ends without a known caller. So a client from a new
+address goes before any number of addresses that only open connections.
 
 When the limit on connections is reached, a new connection displaces a connection that is not known. For
 this, the gate chooses the origin that has most connections that are not known, with a handicap for one that

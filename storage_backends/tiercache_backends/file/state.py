@@ -269,8 +269,8 @@ class StoreState:
     def charge(self, claims: Sequence[Claim]) -> int:
         """Count the bytes of one owner's claims before they are written, in order, up to its quota.
 
-        Returns how many bytes more than its room below the quota the remaining claims have. What is larger
-        than the whole quota counts for nothing.
+        Returns how many bytes the quota lacks for the remaining claims. A claim that is larger than the whole
+        quota is not counted, because no eviction makes room for it.
         """
         with self._mutex:
             owners = self._objects.owners

@@ -4,8 +4,8 @@ The records are a log in the pool, one small object a record, that is only ever 
 
     tc1/<prefix>/namespace/0    tc1/<prefix>/namespace/1    ...
 
-A put of a name that is there changes nothing, so two clients that append at once cannot overwrite each other:
-the one whose record is not what it reads back tries the next name.
+A put of a name that is there changes nothing, so two clients that append at once cannot overwrite each other.
+Each reads its record back; a client that finds the other's record there tries the next name.
 """
 
 from __future__ import annotations

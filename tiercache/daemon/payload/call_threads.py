@@ -29,7 +29,7 @@ from tiercache.daemon.payload.channel import Channel
 from tiercache.steps import DEADLINE
 
 _CALL: Final = EPOLLIN | EPOLLRDHUP
-"""Change of a socket that begins a call."""
+"""Events of epoll at which a call begins: bytes, or the end of the connection."""
 _FEW: Final = 2
 """Number of threads while calls are short; more would only wait for the interpreter's lock."""
 _SHORT_SECONDS: Final = 0.02
@@ -84,7 +84,7 @@ class Conversation:
         """Call that waits for its socket, and since when."""
         self.parked_at = 0.0
         self.awaited = _CALL
-        """Change of the socket that ends the present wait, a mask of epoll."""
+        """Events of epoll that end the present wait."""
 
     @property
     def is_idle(self) -> bool:

@@ -41,7 +41,7 @@ from tiercache_backends.s3.settings import S3Settings
 _log = logging.getLogger(__name__)
 
 _SKEW: Final = 600_000
-"""Milliseconds by which clocks of writers may differ before only a sweep finds what they write."""
+"""Milliseconds by which the clock of a writer may lag: packs of an older name are found by a sweep only."""
 _HEADS: Final = 1024
 """Number of new names that one part of the work reads."""
 
@@ -62,7 +62,7 @@ class Portion:
         return self._heads <= 0 or time.monotonic() >= self._until
 
     def take(self, names: int) -> int:
-        """Take a share for so many new names; return for how many there is one."""
+        """Reserve the reading of `names` heads; return how many of them this portion may still read."""
         share = max(0, min(names, self._heads))
         self._heads -= share
         return share
