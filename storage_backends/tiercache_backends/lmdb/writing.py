@@ -321,9 +321,10 @@ class BatchWriter:
     def _store_on_disk(self, chunk: Sequence[NewObject], batch: Batch) -> None:
         """Store a chunk in the whole map or, while the disk is full, in the pages that the file has."""
         budget = self.disk.budget()
-        if not budget.is_short:
+        # A second try before anything is evicted: others may have filled the disk for a moment only.
+        for _ in range(0 if budget.is_short else 2):
             try:
-                self._climb(chunk, batch, budget)
+                self._climb([new for new in chunk if new.place not in batch.outcomes], batch, budget)
                 return
             except MapFullError:
                 raise

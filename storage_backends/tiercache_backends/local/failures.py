@@ -86,7 +86,11 @@ class FileLength:
         self._longest = self._needed = 2 * self._page_bytes
         """Greatest length seen, and end of the last page in the newest transaction, in bytes."""
         self._fd = env.open(path, os.O_RDONLY)
-        self._writable = env.fstat(self._fd).st_mode & S_IWUSR
+        try:
+            self._writable = env.fstat(self._fd).st_mode & S_IWUSR
+        except BaseException:  # whatever it is, nothing stays open, and it is raised again
+            self.close()
+            raise
 
     def check(self) -> None:
         """Raise DamagedError if the file was truncated so far that pages of its content are missing.
