@@ -374,7 +374,7 @@ def test_closing_twice_and_using_it_afterwards(engine, running):
 # ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", ["pwritev", "fallocate", "commit"])
+@pytest.mark.parametrize("call", ["pwritev", "fallocate"])
 def test_a_full_disk(tmp_path, call):
     """Sets fail and are counted, what was stored stays, and when there is space again the next commit of the
     path stores the rest.

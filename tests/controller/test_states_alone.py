@@ -150,7 +150,7 @@ def test_a_full_store_keeps_the_states_of_both_kinds_of_tenants_restorable(tmp_p
 def test_a_full_store_of_states_alone_is_restorable_as_a_whole(tmp_path):
     url = f"file://{tmp_path}/store?capacity=4MiB"
     engine = engine_of(open_backend(url))
-    for turn in range(150):
+    for turn in range(240):
         engine.serve([*prompt(turn, 3, 4), 7], answer=prompt(turn))
         if turn % 10 == 0:
             engine.settle()

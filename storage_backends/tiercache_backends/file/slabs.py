@@ -30,7 +30,7 @@ MIN_CAPACITY: Final = 4 << 20
 """Smallest capacity of a store, in bytes."""
 _MIN_SLAB: Final = 1 << 20
 """Smallest size of a full slab, in bytes."""
-_MIN_CATALOG: Final = 1 << 20
+_MIN_CATALOG: Final = 256 << 10
 """Smallest budget of the catalog, in bytes."""
 _SLABS: Final = 64
 """Maximum number of slabs. A full slab therefore has at least one 64th of the capacity."""

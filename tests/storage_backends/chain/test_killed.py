@@ -217,7 +217,7 @@ class Account:
         assert not self.stored - found, f"{len(self.stored - found)} of {len(self.stored)} are lost"
         assert not self.deleted & found, "what was deleted is back"
         kept = "kept&access=write"
-        with open_backend([url(str(self.path), name, kept) for name in self.tiers]) as chain:
+        with open_backend([url(str(self.path), name, kept) for name in self.made()]) as chain:
             assert all(fetch(chain, key(n), SIZE) == payload(n, SIZE) for n in list(self.stored)[-50:])
             listed = [entry.key for entry in chain.scan_all()]
             assert len(listed) == len(set(listed))
@@ -232,8 +232,12 @@ class Account:
         assert len(more) <= 2 * BATCH * 10
         return more
 
+    def made(self) -> list[str]:
+        """The tiers that were said and made: the process may have been killed between the two."""
+        return [name for name in self.tiers if (self.path / name / "format").exists()]
+
     def each(self) -> Iterator:
-        for name in self.tiers:
+        for name in self.made():
             with open_backend(url(str(self.path), name, "kept").partition("&")[0]) as store:
                 yield store
 
