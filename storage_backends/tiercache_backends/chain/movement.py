@@ -32,8 +32,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_MAX_WAITING: Final = 1 << 16
-"""Maximum number of objects that wait for one tier; what comes beyond is found by catching up."""
+_MAX_WAITING: Final = 1 << 13
+"""Maximum number of objects that wait for one tier (some 3 MB); catching up finds what comes beyond."""
+_MAX_LISTED: Final = 1 << 16
+"""Number of objects up to which absent parents are added to what a scan has listed."""
 _MAX_STAGED: Final = 64 << 20
 """Maximum bytes of promoted objects that wait for one tier; what comes beyond is promoted another time."""
 _BATCH_OBJECTS: Final = 64
@@ -215,7 +217,7 @@ class Mover:
         """
         found = list(entries)
         known = {entry.key.digest for entry in entries}
-        while entries and len(found) < _MAX_WAITING and not self._closed:
+        while entries and len(found) < _MAX_LISTED and not self._closed:
             parents = {
                 above.digest: above
                 for key, meta, *_ in entries
