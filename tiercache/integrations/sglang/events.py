@@ -46,7 +46,11 @@ def event_settings(place: str, given: Any, replica: int) -> EventSettings:
         name: _moved(value, replica) if name in ("endpoint", "replay") and isinstance(value, str) else value
         for name, value in given.items()
     }
-    return read_section(EventSettings, f"{place}: events", moved)
+    try:
+        return read_section(EventSettings, f"{place}: events", moved)
+    except ConfigError as error:  # one about several settings together does not name the place
+        text = str(error)
+        raise ConfigError(text if text.startswith(place) else f"{place}: events: {text}") from error
 
 
 def _moved(endpoint: str, replica: int) -> str:
