@@ -207,7 +207,7 @@ BUDGET = {
     "tiercache.daemon": 9_950,
     "tiercache.controller": 9_400,
     "tiercache.integrations": 7_800,
-    "tiercache.cli": 6_050,
+    "tiercache.cli": 5_740,
     "tiercache.storage": 6_750,
     "tiercache.testing": 4_225,
     "tiercache.index": 3_700,

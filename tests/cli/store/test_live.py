@@ -76,9 +76,8 @@ def test_every_verb_asks_the_daemon_and_the_store_that_it_leaves_when_it_is_kill
     assert call("status", "-s", path, "-o", "json").document["owner"] == daemon.pid
     assert len(call("ls", "-s", path, "-o", "jsonl").lines) == 20
     page = keys_of(PROMPT)[4].hex()
-    assert [
-        o["verified"] for o in call("inspect", page, "--verify", "-s", path, "-o", "json").document["objects"]
-    ] == ["hit", "hit"]
+    inspected = call("inspect", page, "-s", path, "-o", "json").document
+    assert [found["pool"] for found in inspected["objects"]] == ["kv", "mamba"]
     (tmp_path / "t").write_text(" ".join(map(str, [*PROMPT, 1])))
     [prompt] = call("explain", "--tokens", tmp_path / "t", "-s", path, "-o", "jsonl").lines
     assert prompt["restorable_depths"] == [[4, 5], [8, 8]]

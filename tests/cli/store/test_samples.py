@@ -168,7 +168,7 @@ def test_looking_changes_no_object_and_makes_no_directory(kind, tmp_path):
     path = make_store(kind, tmp_path / "s")
     before, names = content_of(kind, path), sorted(os.walk(tmp_path))
     page = keys_of(PROMPT)[3].hex()
-    for verb in (["status"], ["ls"], ["ls", "--namespaces"], ["inspect", page, "--verify"], ["verify"]):
+    for verb in (["status"], ["ls"], ["ls", "--namespaces"], ["inspect", page], ["verify"]):
         for output in ("table", "json", "jsonl"):
             assert call(*verb, "-s", path, "-o", output).out
     call("flush", "--all", "--dry-run", "-s", path)
@@ -246,7 +246,7 @@ def test_no_reading_verb_writes_a_byte_whatever_it_finds(kind, tmp_path, damage)
         path.chmod(mode)
         before = written_down(path)
         for verb in (
-            ["status"], ["ls"], ["ls", "--namespaces"], ["inspect", page], ["inspect", page, "--verify"],
+            ["status"], ["ls"], ["ls", "--namespaces"], ["inspect", page],
             ["explain", "--tokens", prompt],
             ["verify"], ["flush", "--all", "--dry-run"], ["doctor"],
         ):  # fmt: skip

@@ -74,12 +74,6 @@ def flush(
     ] = "",
     older: OlderOption = "",
     everything: Annotated[bool, typer.Option("--all", help="All objects.")] = False,
-    cascade: Annotated[
-        bool,
-        typer.Option(
-            "--cascade", help="Also delete objects that depend on matching ones, instead of keeping both."
-        ),
-    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be deleted.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     mac_key: MacKeyOption = "",
@@ -89,7 +83,7 @@ def flush(
 
     The deepest objects are deleted first, so that an interruption leaves no
     orphans. Objects that other objects need are kept, such as an old page
-    before a new page; with --cascade both are deleted.
+    before a new page; --prefix deletes a page with all that needs it.
 
         tiercache flush -s /var/lib/tiercache --tenant acme --dry-run
 
@@ -127,7 +121,7 @@ def flush(
             check_removable(target, found)
         clears = everything and not (dry_run or target.live or found.capabilities.listed)
         where = _place(target, found)
-        plan = None if clears else _plan(found, wanted, namespace, tenant, digits, cascade)
+        plan = None if clears else _plan(found, wanted, namespace, tenant, digits)
     if plan is None:
         _clear_all(target, where, yes, output)
         return
@@ -187,7 +181,7 @@ def _way_to_clear(target: Target, store: StorageBackend) -> Callable[[], int]:
     clear: Callable[[], int] | None = getattr(store, "clear", None)
     if clear is not None:
         return clear
-    entries = _plan(store, make_filter(time.time()), "", "", "", cascade=False).to_delete
+    entries = _plan(store, make_filter(time.time()), "", "", "").to_delete
 
     def delete() -> int:
         batches = list(remove(target, store, entries))
@@ -205,10 +199,8 @@ def _check_deleted(failed: int, name: str) -> None:
         )
 
 
-def _plan(
-    store: StorageBackend, wanted: Filter, namespace: str, tenant: str, prefix: str, cascade: bool
-) -> Plan:
-    """Choose the objects to delete; with `cascade`, also delete the objects that depend on them."""
+def _plan(store: StorageBackend, wanted: Filter, namespace: str, tenant: str, prefix: str) -> Plan:
+    """Choose the objects to delete."""
     names = Namespaces.of(store)
     forest = Forest(store.scan_all())
     entries = [entry for key in forest.order for entry in forest.pages[key].entries]
@@ -223,8 +215,6 @@ def _plan(
         below = set(forest.below([one_key(prefix, forest.pages, "--prefix")]))
         entries = [entry for entry in entries if entry.key.page_key in below]
     chosen = [entry for entry in entries if wanted.admits(entry)]
-    if cascade:
-        return Plan(forest.removal_order([*chosen, *forest.dependents(chosen)]), [], names)
     kept = forest.needed(chosen)
     held = {entry.key.digest for entry in kept}
     return Plan(forest.removal_order(entry for entry in chosen if entry.key.digest not in held), kept, names)
@@ -301,7 +291,8 @@ def _print(plan: Plan, gone: Sequence[ScanEntry], summary: dict[str, Any]) -> No
         to.print(f"by the first tier that has an object: {counts}", markup=False)
     if plan.kept:
         to.print(
-            f"{_sum(plan.kept)} are kept, because other objects depend on them; --cascade deletes both",
+            f"{_sum(plan.kept)} are kept, because other objects depend on them; --prefix KEY deletes a page"
+            " with all that needs it",
             markup=False,
         )
 

@@ -90,12 +90,6 @@ class Forest:
         """
         if len(self.order) < len(self.pages):
             self.order += self.pages.keys() - set(self.order)
-        self.broken = self._find_broken()
-        """Unreachable pages, each with the key of the missing page on which it depends.
-
-            A ◀── B ◀── C ◀── D      an arrow points to the parent
-            stored: A, C, D          broken: {C: B, D: B}
-        """
 
     def below(self, keys: Iterable[bytes]) -> list[bytes]:
         """Return the keys of these pages and of all their descendants, each after its parent."""
@@ -107,21 +101,6 @@ class Forest:
                 found[key] = None
                 stack += self.pages[key].children
         return list(found)
-
-    def missing_ancestor(self, entry: ScanEntry) -> bytes | None:
-        """Return the key of the missing page that makes an object unreachable; None if it is reachable."""
-        # A page key under which only states are stored is the key of a missing page.
-        key = entry.key.page_key
-        return self.broken.get(key) or (None if self.pages[key].pages else key)
-
-    def orphans(self) -> list[ScanEntry]:
-        """Return the unreachable objects; a page's objects come after the objects of its parent."""
-        return [
-            entry
-            for key in self.order
-            for entry in self.pages[key].entries
-            if self.missing_ancestor(entry) is not None
-        ]
 
     def chain(self, key: bytes) -> list[bytes]:
         """Return the keys of a page's stored ancestors, nearest first, up to the root or a missing page."""
@@ -154,19 +133,6 @@ class Forest:
         rank = {key: n for n, key in enumerate(self.order)}
         return sorted(wanted, key=lambda entry: (-rank[entry.key.page_key], not is_attached(entry)))
 
-    def dependents(self, wanted: Sequence[ScanEntry]) -> list[ScanEntry]:
-        """Return the objects that depend on `wanted` objects, but are not `wanted` themselves."""
-        have = {entry.key.digest for entry in wanted}
-        tops = {entry.key.page_key for entry in wanted if not is_attached(entry)}
-        below = self.below(child for key in tops for child in self.pages[key].children)
-        # Add all objects of the pages below, in all layouts. For a page in `tops` itself, add only the
-        # states. Its page objects in other layouts stay reachable, unless the page is below another page in
-        # `tops`.
-        found = [entry for key in below for entry in self.pages[key].entries]
-        found += [entry for key in tops for entry in self.pages[key].states]
-        unique = {entry.key.digest: entry for entry in found}
-        return [entry for digest, entry in unique.items() if digest not in have]
-
     def needed(self, wanted: Sequence[ScanEntry]) -> list[ScanEntry]:
         """Return the `wanted` objects that must stay, because objects that are not `wanted` need them."""
         going = {entry.key.digest for entry in wanted}
@@ -183,19 +149,3 @@ class Forest:
             if stays and page.parent is not None and page.pages:
                 held.add(page.parent)
         return kept
-
-    def _find_broken(self) -> dict[bytes, bytes]:
-        broken: dict[bytes, bytes] = {}
-        seen: set[bytes] = set()
-        for key in self.order:
-            page = self.pages[key]
-            seen.add(key)
-            if page.parent is None:
-                continue
-            above = self.pages.get(page.parent)
-            # `order` has a page before its parent only if both pages are part of a cycle of parents.
-            if above is None or not above.pages or above.key not in seen:
-                broken[key] = page.parent
-            elif above.key in broken:
-                broken[key] = broken[above.key]
-        return broken

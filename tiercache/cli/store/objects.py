@@ -11,15 +11,11 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from tiercache.cli.store.batches import ObjectReader
 from tiercache.cli.store.forest import Forest, is_attached
 from tiercache.cli.store.selection import (
     KEY_DIGITS,
-    DepthOption,
     Filter,
     MacKeyOption,
-    MaxSizeOption,
-    MinSizeOption,
     NamespaceOption,
     Namespaces,
     NewerOption,
@@ -30,11 +26,10 @@ from tiercache.cli.store.selection import (
     make_filter,
     one_key,
 )
-from tiercache.cli.store.target import Target, check_answered, opened, resolve_all
+from tiercache.cli.store.target import opened, resolve_all
 from tiercache.cli.terminal import (
     SHORT,
     SHORTER,
-    Exit,
     Output,
     OutputOption,
     clean,
@@ -46,7 +41,6 @@ from tiercache.cli.terminal import (
     table,
     whole,
 )
-from tiercache.core import Outcome
 from tiercache.errors import ConfigError
 from tiercache.storage.base import ScanEntry, StorageBackend
 from tiercache.text import readable_age, readable_size
@@ -136,9 +130,6 @@ def ls(
     store: StoresOption = None,
     namespace: NamespaceOption = "",
     pool: PoolOption = "",
-    depth: DepthOption = "",
-    min_size: MinSizeOption = "",
-    max_size: MaxSizeOption = "",
     older: OlderOption = "",
     newer: NewerOption = "",
     sort: Annotated[
@@ -170,10 +161,7 @@ def ls(
     identity, objects, bytes, pools (pool, objects, bytes).
     """
     now = time.time()
-    wanted = make_filter(
-        now, namespace=namespace, pool=pool, depth=depth, min_size=min_size, max_size=max_size, older=older,
-        newer=newer
-    )  # fmt: skip
+    wanted = make_filter(now, namespace=namespace, pool=pool, older=older, newer=newer)
     with opened(resolve_all(store, mac_key)) as found:
         if namespaces:
             _namespaces(wanted, found, limit, output)
@@ -248,58 +236,37 @@ def inspect(
         ),
     ],
     store: StoresOption = None,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Read and check the page's objects; a daemon drops corrupt ones.")
-    ] = False,
     mac_key: MacKeyOption = "",
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Show one page, its objects, and what is above and below it.
 
-    Show a page of a stopped store, and check its objects:
-
-        tiercache inspect 3fa9c2 -s /var/lib/tiercache --verify
+        tiercache inspect 3fa9c2 -s /var/lib/tiercache
 
     What is stored of a prompt, and why not more, says `tiercache explain`; what
     is stored of a model, `tiercache ls --namespaces`.
 
     JSON fields: page_key, namespace, label, depth, objects (the
-    fields of ls, and verified: the outcome, such as hit or corrupt; null
-    without --verify), chain (keys of the page's ancestors, nearest first),
+    fields of ls), chain (keys of the page's ancestors, nearest first),
     chain_ends (root, missing or unknown), missing (key of the missing page),
     children, pages_below.
     """
     digits = check_hex(key, "KEY", 2 * KEY_DIGITS)
-    target = resolve_all(store, mac_key)
-    with opened(target) as found:
-        _page(target, found, Namespaces.of(found), digits, verify, output)
-
-
-def _page(
-    target: Target, store: StorageBackend, names: Namespaces, digits: str, verify: bool, output: Output
-) -> None:
-    forest = Forest(store.scan_all())
+    with opened(resolve_all(store, mac_key)) as found:
+        names, forest = Namespaces.of(found), Forest(found.scan_all())
     page = forest.pages[_page_key(forest, digits)]
     entries = [
         entry
         for entry in page.entries
         if len(digits) <= KEY_DIGITS or entry.key.digest.hex().startswith(digits)
     ]
-    outcomes: list[str | None] = [None] * len(entries)
-    if verify:
-        found = [checked.outcome for batch in ObjectReader(store).check(entries) for checked in batch]
-        check_answered(target, found)
-        outcomes = [str(outcome) for outcome in found]
     ends, missing = forest.end_of(page.key)
     record = {
         "page_key": page.key.hex(),
         "namespace": page.namespace.hex(),
         "label": names.label(page.namespace),
         "depth": page.depth,
-        "objects": [
-            {**object_record(entry), "verified": outcome}
-            for entry, outcome in zip(entries, outcomes, strict=True)
-        ],
+        "objects": [object_record(entry) for entry in entries],
         "chain": [above.hex() for above in forest.chain(page.key)],
         "chain_ends": ends,
         "missing": None if missing is None else missing.hex(),
@@ -310,8 +277,6 @@ def _page(
         _print_page(record, [object_row(entry, time.time()) for entry in entries])
     else:
         whole(record, output)
-    if Outcome.CORRUPT in outcomes:
-        raise typer.Exit(Exit.CORRUPT)
 
 
 def _page_key(forest: Forest, digits: str) -> bytes:
@@ -357,9 +322,5 @@ def _print_page(record: dict[str, Any], lines: list[str]) -> None:
     )
     tiers = any(found["tier"] for found in record["objects"])
     to.print(object_header(tiers=tiers), markup=False, soft_wrap=True)
-    for text, found in zip(lines, record["objects"], strict=True):
-        outcome = found["verified"]
-        judged = {None: "", "hit": "  [green]verified[/]", "corrupt": "  [red]CORRUPT[/]"}.get(
-            outcome, f"  [yellow]{outcome}[/]"
-        )
-        to.print(safe(text) + judged, soft_wrap=True)
+    for text in lines:
+        to.print(text, markup=False, soft_wrap=True)

@@ -5,7 +5,6 @@ The verbs share these options, and the filter that they describe.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final
@@ -16,7 +15,7 @@ from tiercache.cli.terminal import SHORTER, clean
 from tiercache.core import PoolName
 from tiercache.errors import ConfigError
 from tiercache.storage.base import ScanEntry, StorageBackend
-from tiercache.text import parse_duration, parse_size
+from tiercache.text import parse_duration
 
 KEY_DIGITS: Final = 64
 """Hex digits of a page key. An object's key (layout and page key) has twice as many."""
@@ -182,13 +181,6 @@ NamespaceOption = Annotated[
     str, typer.Option(help="Objects of this namespace: first digits of its id, or a part of its label.")
 ]
 PoolOption = Annotated[str, typer.Option(help="Objects of this pool: kv, mamba, swa or indexer.")]
-DepthOption = Annotated[
-    str, typer.Option(metavar="A..B", help="Objects at these depths, in pages: 3..17, 3.., ..17 or 3.")
-]
-MinSizeOption = Annotated[
-    str, typer.Option(metavar="SIZE", help="Objects of at least this size, such as 1MiB.")
-]
-MaxSizeOption = Annotated[str, typer.Option(metavar="SIZE", help="Objects of at most this size.")]
 OlderOption = Annotated[
     str, typer.Option(metavar="TIME", help="Objects that are older than this, such as 1h or 7d.")
 ]
@@ -197,25 +189,17 @@ NewerOption = Annotated[
 ]
 
 
-_DEPTHS: Final = re.compile(r"(\d{1,10})?(\.\.)?(\d{1,10})?")
-_ENDLESS: Final = 2**32
-"""Upper end, in pages, of a range of depths such as "3..", which names no upper end."""
-
-
 @dataclass(slots=True)
 class Filter:
     """Conditions on objects; an object must meet all of them.
 
-    Sizes are in bytes, depths in pages (both ends included), times in seconds since 1970.
+    Times are in seconds since 1970.
 
     Thread safety: one thread.
     """
 
     namespace: str = ""
     pool: PoolName | None = None
-    depths: tuple[int, int] | None = None
-    min_bytes: int = 0
-    max_bytes: int | None = None
     before: float | None = None
     """Admit only objects stored before this time; objects without a time are not admitted."""
     after: float | None = None
@@ -227,20 +211,13 @@ class Filter:
 
     def admits(self, entry: ScanEntry) -> bool:
         """Return whether the object meets all conditions."""
-        meta = entry.meta
         if self.pool is not None and entry.key.pool != self.pool:
-            return False
-        if not self.min_bytes <= meta.length or (self.max_bytes is not None and meta.length > self.max_bytes):
-            return False
-        if self.depths is not None and (
-            meta.depth is None or not self.depths[0] <= meta.depth <= self.depths[1]
-        ):
             return False
         if self.before is not None and (entry.stored_at is None or entry.stored_at >= self.before):
             return False
         if self.after is not None and (entry.stored_at is None or entry.stored_at <= self.after):
             return False
-        return not self.namespace or self._in_namespace(meta.namespace)
+        return not self.namespace or self._in_namespace(entry.meta.namespace)
 
     def scan(self, store: StorageBackend, entries: Iterable[ScanEntry] | None = None) -> Iterator[ScanEntry]:
         """Yield the objects of a store that meet all conditions.
@@ -265,26 +242,13 @@ class Filter:
 
 
 def make_filter(
-    now: float,
-    *,
-    namespace: str = "",
-    pool: str = "",
-    depth: str = "",
-    min_size: str = "",
-    max_size: str = "",
-    older: str = "",
-    newer: str = "",
+    now: float, *, namespace: str = "", pool: str = "", older: str = "", newer: str = ""
 ) -> Filter:
     """Return the filter that the options describe; raises ConfigError with the name of a wrong option.
 
     `now` is in seconds since 1970.
     """
-    min_bytes, max_bytes = _size("--min-size", min_size), _size("--max-size", max_size)
     before, after = _seconds("--older", older), _seconds("--newer", newer)
-    if min_bytes is not None and max_bytes is not None and min_bytes > max_bytes:
-        raise ConfigError(
-            f"--min-size {min_size} is more than --max-size {max_size}, so no object can match; exchange them"
-        )
     if before is not None and after is not None and before >= after:
         raise ConfigError(
             f"--older {older} and --newer {newer} match no object; --newer must be the longer time"
@@ -292,9 +256,6 @@ def make_filter(
     return Filter(
         namespace=namespace,
         pool=_pool(pool) if pool else None,
-        depths=_depths(depth) if depth else None,
-        min_bytes=min_bytes or 0,
-        max_bytes=max_bytes,
         before=None if before is None else now - before,
         after=None if after is None else now - after,
     )
@@ -305,24 +266,6 @@ def _pool(text: str) -> PoolName:
         return PoolName(text.lower())
     except ValueError:
         raise ConfigError(f"--pool {clean(text)!r} is not a pool; use one of {', '.join(PoolName)}") from None
-
-
-def _depths(text: str) -> tuple[int, int]:
-    match = _DEPTHS.fullmatch(text.strip())
-    if match is None or not (match[1] or match[3]):
-        raise ConfigError(f"--depth {clean(text)!r} is not a range; write pages as 3..17, 3.., ..17 or 3")
-    low = int(match[1] or 0)
-    high = int(match[3]) if match[3] else _ENDLESS if match[2] else low
-    if low > high:
-        raise ConfigError(f"--depth {text} is empty; write the smaller depth first")
-    return low, high
-
-
-def _size(option: str, text: str) -> int | None:
-    try:
-        return parse_size(text) if text else None
-    except ConfigError as error:
-        raise ConfigError(f"{option}: {clean(str(error))}") from error
 
 
 def _seconds(option: str, text: str) -> float | None:
