@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-
 import msgspec
 import pytest
 
 from tiercache.core import PoolName
-from tiercache.errors import InputError, WireError
+from tiercache.errors import InputError, StorageError, WireError
 from tiercache.events import EventKind, EventLog, KVEvent, Medium, ObjectGroup, Place, runs_of
 from tiercache.events.base import StoredObject
 from tiercache.events.encoding import decode_batch, encode_batch, namespace_label
@@ -27,21 +25,30 @@ def removed(*numbers: int) -> KVEvent:
     return KVEvent(EventKind.REMOVED, DISK, KV, [key(n) for n in numbers])
 
 
-def test_batches_are_numbered_one_by_one_and_a_gap_is_visible():
+def test_batches_are_numbered_one_by_one_and_the_latest_are_replayed():
     log = EventLog(4, clock=lambda: 1000.0)
     first = log.next
-    for n in range(6):
-        log.publish([removed(n)])
-    log.publish([])
+    assert [log.publish([removed(n)]).sequence for n in range(6)] == list(range(first, first + 6))
     assert (log.oldest, log.next) == (first + 2, first + 6)
-    reading = log.read(first)
-    assert reading.missed == 2
-    assert [batch.sequence for batch in reading.batches] == list(range(first + 2, first + 6))
-    assert [batch.events[0].keys[0] for batch in reading.batches] == [key(n) for n in range(2, 6)]
-    assert log.read(reading.next) == type(reading)([], 0, first + 6)
-    part = log.read(first + 3, limit=2)
-    assert (part.missed, part.next, len(part.batches)) == (0, first + 5, 2)
-    assert log.read(first + 7).missed == 1
+    assert [log.follows(first + n) for n in (1, 2, 6, 7)] == [False, True, True, False]
+    some = list(log.replay([], first + 3))
+    assert [batch.sequence for batch in some] == list(range(first + 3, first + 6))
+    assert [batch.events[0].keys[0] for batch in some] == [key(n) for n in range(3, 6)]
+    assert [*log.replay([], first + 6)] == []
+    [cleared] = log.replay([], first + 1)
+    assert (cleared.sequence, cleared.events) == (first + 5, (KVEvent(EventKind.CLEARED, None),))
+
+
+def test_a_replay_that_is_slower_than_the_log_fails():
+    log = EventLog(4)
+    for n in range(4):
+        log.publish([removed(n)])
+    answer = log.replay([], log.oldest)
+    next(answer)
+    for n in range(5):
+        log.publish([removed(n)])
+    with pytest.raises(StorageError, match="forgotten"):
+        next(answer)
 
 
 def test_a_later_log_begins_behind_the_numbers_of_an_earlier_one():
@@ -68,27 +75,6 @@ def test_a_log_keeps_a_bounded_number_of_keys_and_always_the_last_batch():
 def test_a_log_needs_room_for_a_batch():
     with pytest.raises(InputError, match="keep one at least"):
         EventLog(0)
-
-
-def test_readers_see_every_batch_once_in_order_while_threads_publish():
-    log = EventLog(10_000)
-    start = log.next
-    writers = [
-        threading.Thread(target=lambda w=w: [log.publish([removed(w * 1000 + n)]) for n in range(500)])
-        for w in range(3)
-    ]
-    for writer in writers:
-        writer.start()
-    seen: list[int] = []
-    while len(seen) < 1500:
-        reading = log.read(start)
-        assert not reading.missed
-        start = reading.next
-        seen += [int.from_bytes(batch.events[0].keys[0], "big") for batch in reading.batches]
-    for writer in writers:
-        writer.join()
-    for w in range(3):
-        assert [n for n in seen if n // 1000 == w] == list(range(w * 1000, w * 1000 + 500))
 
 
 def test_objects_of_which_each_follows_the_other_share_an_event():

@@ -10,7 +10,6 @@ from tests.simulation.world import World
 from tiercache.errors import StorageError
 from tiercache.events import EventBatch, EventLog, Place
 from tiercache.events.base import EventSource, ResidencyMap, Resident
-from tiercache.events.log import replay
 
 LOST = 0.2
 """Chance of a message to be lost."""
@@ -27,7 +26,6 @@ class Router:
     def __init__(self, world: World, draw: Random, sources: Sequence[EventSource]) -> None:
         self._draw, self._sources = draw, sources
         self._log = EventLog(draw.choice((1, 4, 1000)), world.clock)
-        self._sent = self._log.next
         self._map = ResidencyMap()
         self._coming: deque[EventBatch] = deque()
         self._answer: Iterator[EventBatch] | None = None
@@ -40,10 +38,10 @@ class Router:
     def step(self, *, lost: float = LOST) -> None:
         """Publish what there is, and read what comes."""
         for source in self._sources:
-            self._log.publish(source.collect())
-        reading = self._log.read(self._sent)
-        self._coming.extend(batch for batch in reading.batches if self._draw.random() >= lost)
-        self._sent = reading.next
+            if events := source.collect():
+                batch = self._log.publish(events)
+                if self._draw.random() >= lost:
+                    self._coming.append(batch)
         if self._answer is not None:
             self._read_answer(self._draw.randint(1, 4))
         while self._coming and self._answer is None:
@@ -67,7 +65,7 @@ class Router:
 
     def _ask(self) -> None:
         self.counts["replays" if self._log.follows(self._expected) else "snapshots"] += 1
-        self._answer = replay(self._log, self._sources, self._expected)
+        self._answer = self._log.replay(self._sources, self._expected)
 
     def _read_answer(self, parts: int) -> None:
         assert self._answer is not None

@@ -10,16 +10,6 @@ Read `base` (the nouns), `log` (numbered batches, kept for a while) and `encodin
 """
 
 from tiercache.events.base import EventKind, KVEvent, Medium, ObjectGroup, Place, runs_of
-from tiercache.events.log import EventBatch, EventLog, EventReading
+from tiercache.events.log import EventBatch, EventLog
 
-__all__ = [
-    "EventBatch",
-    "EventKind",
-    "EventLog",
-    "EventReading",
-    "KVEvent",
-    "Medium",
-    "ObjectGroup",
-    "Place",
-    "runs_of",
-]
+__all__ = ["EventBatch", "EventKind", "EventLog", "KVEvent", "Medium", "ObjectGroup", "Place", "runs_of"]

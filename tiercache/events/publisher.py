@@ -4,7 +4,7 @@
     ROUTER    asked: empty | first number wanted
               answer: empty | topic | number | payload, for each batch;  empty | empty | -1 | empty at the end
 
-`log.replay` says what an answer has.
+`EventLog.replay` says what an answer has.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from threading import Event, Thread
@@ -20,7 +21,7 @@ from typing import Any, Final
 from tiercache.errors import ClosedError, MissingExtraError, StorageError
 from tiercache.events.base import MAX_KEYS, EventSource, KVEvent
 from tiercache.events.encoding import encode_batch
-from tiercache.events.log import EventLog, replay
+from tiercache.events.log import EventLog
 from tiercache.events.settings import EventSettings
 
 _log = logging.getLogger(__name__)
@@ -83,15 +84,12 @@ class EventPublisher:
         self._sources: Final = tuple(sources)
         self._topic: Final = settings.topic.encode()
         self._encode: Final = encode
-        self._sent = self.log.next
         self._replays: dict[bytes, _Replay] = {}
         """Replays by client, in the order of their turns."""
         self._closing = Event()
         self._pid = os.getpid()
         self.published = 0
         """Number of batches that were published."""
-        self.skipped = 0
-        """Number of batches that left the log before they were published."""
         self.replays = 0
         """Number of replays that were asked for."""
         self.snapshots = 0
@@ -127,7 +125,6 @@ class EventPublisher:
         return {
             "events_batches_total": self.published,
             "events_total": self.log.events,
-            "events_skipped_batches_total": self.skipped,
             "events_replays_total": self.replays,
             "events_snapshots_total": self.snapshots,
             "events_malformed_total": self.malformed,
@@ -213,34 +210,29 @@ class EventPublisher:
 
     def _publish(self) -> bool:
         """Publish what the sources have now; return whether there was anything."""
+        before = self.published
         for source in self._sources:
-            self._collect(source)
-        reading = self.log.read(self._sent)
-        self.skipped += reading.missed
-        for batch in reading.batches:
+            events: list[KVEvent] = []
+            try:
+                for _ in range(_COLLECTS):
+                    more = source.collect()
+                    if not more:
+                        break
+                    events += more
+                    if sum(len(event.keys) for event in events) >= MAX_KEYS:
+                        self._send_batch(events)
+                        events = []
+            finally:
+                self._send_batch(events)
+        return self.published > before
+
+    def _send_batch(self, events: Sequence[KVEvent]) -> None:
+        if events:
+            batch = self.log.publish(events)
             payload = self._encode(batch.time, batch.events)
             # A PUB socket drops what a slow subscriber does not take, and never waits.
             self._pub.send_multipart((self._topic, batch.sequence.to_bytes(8, "big"), payload))
-        self.published += len(reading.batches)
-        self._sent = reading.next
-        return bool(reading.batches)
-
-    def _collect(self, source: EventSource) -> None:
-        """Put what a source has now into batches of the log, of about MAX_KEYS keys each."""
-        events: list[KVEvent] = []
-        keys = 0
-        try:
-            for _ in range(_COLLECTS):
-                more = source.collect()
-                if not more:
-                    break
-                events += more
-                keys += sum(len(event.keys) for event in more)
-                if keys >= MAX_KEYS:
-                    self.log.publish(events)
-                    events, keys = [], 0
-        finally:
-            self.log.publish(events)
+            self.published += 1
 
     def _answer(self) -> bool:
         """Read some requests, and send parts of the answers; return whether anything was read or sent."""
@@ -265,70 +257,59 @@ class EventPublisher:
         return self._take_turns() or busy
 
     def _make_room(self) -> bool:
-        """Give up a replay that had time enough; return whether there was one.
+        """Give up the slowest replay that had time enough; return whether there was one.
 
         A client that takes nothing has less time than one that takes what it is sent: who asks for a replay
-        and does not read it takes the place of no reader. Among equals the slowest goes first.
+        and does not read it takes the place of no reader.
         """
         now = time.monotonic()
-
-        def urgency(client: bytes) -> tuple[bool, float]:
-            replay = self._replays[client]
-            return not replay.is_stuck(now), replay.sent / (now - replay.begun)
-
-        patience = {True: _PATIENCE_WITH_OTHERS_S, False: PATIENCE_S}
-        old = [c for c, r in self._replays.items() if now - r.begun > patience[r.is_stuck(now)]]
-        if old:
-            del self._replays[min(old, key=urgency)]
-        return bool(old)
+        paces: dict[bytes, float] = {}
+        for client, replay in self._replays.items():
+            is_stuck = now - replay.moved > _PATIENCE_WITH_OTHERS_S
+            if now - replay.begun > (_PATIENCE_WITH_OTHERS_S if is_stuck else PATIENCE_S):
+                paces[client] = replay.sent / (now - replay.begun)
+        if paces:
+            del self._replays[min(paces, key=paces.__getitem__)]
+        return bool(paces)
 
     def _take_turns(self) -> bool:
         """Send messages of replays for a moment, one to each client in turn; return whether any was sent.
 
         Whoever had a turn, and whoever comes anew under another name, is the last in line.
         """
-        now = time.monotonic()
-        ready = dict.fromkeys(self._replays)
+        until = time.monotonic() + _SLICE_S
+        ready = deque(self._replays)
         sent = False
-        while ready and time.monotonic() < now + _SLICE_S:
-            client = next(iter(ready))
-            del ready[client]
-            goes_on = self._send(client, self._replays[client])
-            if client in self._replays:
-                self._replays[client] = self._replays.pop(client)
+        while ready and time.monotonic() < until:
+            client = ready.popleft()
+            replay = self._replays.pop(client)
+            if (goes_on := self._send(client, replay)) is not None:
+                self._replays[client] = replay
             if goes_on:
-                ready[client] = None
+                ready.append(client)
                 sent = True
         return sent
 
-    def _send(self, client: bytes, replay: _Replay) -> bool:
-        """Send the next message of a replay; return whether the client took it and there are more."""
-        over = False
+    def _send(self, client: bytes, replay: _Replay) -> bool | None:
+        """Send the next message of a replay; return whether the client took it, None if it was the last."""
         try:
             message = replay.waiting or next(replay.messages)
             replay.waiting = message
             self._router.send_multipart((client, b"", *message), self._zmq.NOBLOCK)
-            replay.waiting = None
-            replay.sent += 1
-            replay.moved, replay.had_room = time.monotonic(), True
-            if message[1] != END:
-                return True
-            over = True
         except self._zmq.Again:
-            replay.had_room = False
-            over = time.monotonic() - replay.moved > PATIENCE_S
+            return None if time.monotonic() - replay.moved > PATIENCE_S else False
         except (self._zmq.ZMQError, StorageError) as error:
             # The client is gone, or the snapshot cannot be made now: it gets no end, and asks again.
             _log.debug("a replay of KV events was given up: %s", error)
-            over = True
-        if over:
-            del self._replays[client]
-        return False
+            return None
+        replay.waiting, replay.moved = None, time.monotonic()
+        replay.sent += 1
+        return None if message[1] == END else True
 
     def _messages(self, start: int) -> Iterator[tuple[bytes, bytes, bytes]]:
         """Yield the messages of a replay from `start` on."""
         self.snapshots += not self.log.follows(start)
-        for batch in replay(self.log, self._sources, start):
+        for batch in self.log.replay(self._sources, start):
             payload = self._encode(batch.time, batch.events)
             yield self._topic, batch.sequence.to_bytes(8, "big"), payload
         yield b"", END, b""
@@ -345,9 +326,3 @@ class _Replay:
         """Number of messages that the client has taken."""
         self.begun = self.moved = time.monotonic()
         """Times of its first request and of the last message that it took."""
-        self.had_room = True
-        """Whether the client had room for a message at its last turn."""
-
-    def is_stuck(self, now: float) -> bool:
-        """Return whether the client has taken nothing for a while, although it had its turns."""
-        return not self.had_room and now - self.moved > _PATIENCE_WITH_OTHERS_S

@@ -127,10 +127,6 @@ def _events(prefix: str) -> tuple[Metric, ...]:
         Metric(f"{prefix}events_batches_total", Counter, "Batches of KV events that were published."),
         Metric(f"{prefix}events_total", Counter, "KV events that were published."),
         Metric(
-            f"{prefix}events_skipped_batches_total", Counter,
-            "Batches of KV events that left the log before they were published.",
-        ),
-        Metric(
             f"{prefix}events_replays_total", Counter,
             "Replays that subscribers asked for: because of a gap, to begin, or because there was a pause.",
         ),
