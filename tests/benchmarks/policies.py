@@ -29,7 +29,7 @@ from typing import Any, Final
 from tiercache_lab.replay.sources import SOURCES
 
 OURS: Final = "hvd"
-RIVALS: Final = ("lru", "arc", "ttl", "lpc", "gdsf", "seglen", "seglen:additive", "marconi")
+RIVALS: Final = ("lru", "arc", "lpc", "gdsf", "seglen", "seglen:additive", "marconi")
 SEEDS: Final = (1000, 1001, 1002, 1003, 1004)
 """Seeds of the generators. Nothing is tuned on seeds of 1000 and more."""
 _ALL: Final = ("--policy", ",".join((OURS, *RIVALS)))

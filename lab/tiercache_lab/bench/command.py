@@ -193,59 +193,6 @@ def device(
     show(rows, footer(made, card, notes), output)
 
 
-@bench.command()
-def worker(
-    directory: Annotated[
-        Path,
-        typer.Argument(
-            metavar="DIRECTORY", help="Directory for machine.toml and config.json, which are overwritten."
-        ),
-    ],
-    model: Annotated[
-        str,
-        typer.Option(
-            help="Directory of a Hugging Face model. Default: a small Qwen3-Next with random weights."
-        ),
-    ] = "",
-    context: Annotated[int, typer.Option(min=512, help="Longest prompt to measure, in tokens.")] = 4096,
-    threads: Annotated[
-        int, typer.Option(min=1, max=1024, help="Threads of torch. One gives the steadiest figures.")
-    ] = 1,
-    repeat: Repeat = 5,
-) -> None:
-    """Measure the reference worker on a CPU, for replays that model its times.
-
-    The command writes the machine and the model's config. Predict with them how
-    long requests would wait for this worker:
-
-        tiercache bench worker measured
-
-        tiercache replay multi-turn --machine measured/machine.toml
-        --profile measured/config.json --slo-ttft 2s
-    """
-    from importlib.util import find_spec
-    from tempfile import TemporaryDirectory
-
-    from tiercache.cli.readiness import require_place
-    from tiercache.errors import MissingExtraError
-
-    if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
-        raise MissingExtraError("tiercache bench worker", "worker", ModuleNotFoundError(name=missing[0]))
-    require_place(directory, "DIRECTORY")
-    import torch
-
-    from tiercache_lab.bench.worker import CONFIG, MACHINE, measure_worker
-    from tiercache_lab.demo.serving import load_model
-
-    torch.set_num_threads(threads)
-    loaded, _ = load_model(model)
-    with TemporaryDirectory(prefix="tiercache-bench-") as store, _progress(Output.TABLE) as say:
-        speeds = measure_worker(loaded, Path(store), context=context, repeats=repeat, say=say)
-    about = f"the reference worker with {model or 'the small model of the demo'}, torch threads: {threads}"
-    speeds.write(directory, loaded, about)
-    typer.echo(f"{directory / MACHINE}\n{directory / CONFIG}")
-
-
 @contextmanager
 def _progress(output: Output) -> Iterator[Callable[[str], None]]:
     """Yield a function that shows the current step on a line of stderr.

@@ -19,9 +19,8 @@ from tiercache.policy import Costs, Policy
 from tiercache_lab.policies.arc import Arc
 from tiercache_lab.policies.lpc import Lpc
 from tiercache_lab.policies.seglen_additive import SegLenAdditive
-from tiercache_lab.policies.ttl import Ttl
 
-RIVALS: Final = (Arc.name, Ttl.name, Lpc.name)
+RIVALS: Final = (Arc.name, Lpc.name)
 """Names of the policies without variants."""
 VARIANTS: Final = (SegLenAdditive.name,)
 """Names of other readings of a main policy."""
@@ -39,6 +38,5 @@ def _plain(name: str, make: Callable[[Costs], Policy]) -> Callable[[Costs, str],
 
 
 arc: Final = _plain(Arc.name, lambda costs: Arc())
-ttl: Final = _plain(Ttl.name, Ttl)
 lpc: Final = _plain(Lpc.name, lambda costs: Lpc())
 seglen_additive: Final = _plain(SegLenAdditive.name, lambda costs: SegLenAdditive())

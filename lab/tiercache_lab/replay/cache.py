@@ -138,11 +138,6 @@ class SimulatedCache:
         return tuple(one.request for one in self.running)
 
     @property
-    def host_bytes(self) -> int:
-        """Bytes in use on the host."""
-        return (self._arena.blocks - self._arena.available) * self._arena.block_bytes
-
-    @property
     def peak_bytes(self) -> int:
         """Sum of the peaks of all tiers that are caches, in bytes.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
 
 import numpy as np
 
@@ -12,29 +11,19 @@ from tiercache.policy import ModelProfile
 from tiercache_lab.replay.base import Request, Source
 from tiercache_lab.replay.cache import Running, Setup, SimulatedCache
 from tiercache_lab.replay.needs import Need
-from tiercache_lab.replay.results import Sample
-
-_SAMPLES: Final = 100
-"""Approximate number of samples of a run."""
 
 
 class Tally:
     """Sums over the requests of one run.
 
-    `requests` is the number of requests that will be counted. `held` returns the bytes in use on the host.
-
     Thread safety: one thread.
     """
 
-    def __init__(self, profile: ModelProfile, requests: int, held: Callable[[], int]) -> None:
+    def __init__(self, profile: ModelProfile) -> None:
         self._profile = profile
-        self._held = held
-        self._every = max(1, requests // _SAMPLES)
         self._rows: list[tuple[float, int]] = []  # seconds and cuts of each request
         # sums of prompt tokens, restored tokens, FLOPs of prompts and FLOPs of restored prefixes
-        self._window: list[float] = [0.0] * 4
         self._total: list[float] = [0.0] * 4
-        self.over_time: list[Sample] = []
 
     def add(self, request: Request, depth: int, seconds: float, cuts: int = 0) -> None:
         """Count a request that restored `depth` tokens and had its first token after `seconds`.
@@ -43,15 +32,9 @@ class Tally:
         """
         prompt = len(request.prompt)
         self._rows.append((seconds, cuts))
-        for i, value in enumerate(
-            (prompt, depth, self._profile.flops(0, prompt), self._profile.flops(0, depth))
-        ):
-            self._window[i] += value
+        counted = (prompt, depth, self._profile.flops(0, prompt), self._profile.flops(0, depth))
+        for i, value in enumerate(counted):
             self._total[i] += value
-        if len(self._rows) % self._every == 0:
-            tokens, hits, flops, saved = self._window
-            self.over_time.append(Sample(len(self._rows), hits / tokens, saved / flops, self._held(), flops))
-            self._window = [0.0] * 4
 
     @property
     def requests(self) -> int:
@@ -100,7 +83,7 @@ class Run(SimulatedCache):
             tier.name: setup.machine.storage(tier.name, tier.bandwidth).bandwidth
             for tier in setup.tiers.storage
         } | {str(Tier.HOST): setup.machine.host_bandwidth}
-        self.tally = Tally(setup.profile, need.requests, lambda: self.host_bytes)
+        self.tally = Tally(setup.profile)
 
     def go(self, step: Callable[[], object] = lambda: None) -> None:
         """Serve all requests; `step` is called after each request has begun.

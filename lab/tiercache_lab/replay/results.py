@@ -97,20 +97,6 @@ class TierUse:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """Rates over a window of consecutive requests, and the use of the host after the window."""
-
-    requests: int
-    """Number of requests from the start of the run to the end of the window."""
-    token_hit_rate: float
-    flops_saved: float
-    bytes_held: int
-    """Bytes in use on the host."""
-    flops: float = 0.0
-    """FLOPs of the prompts of the window: the weight of `flops_saved` in a mean over windows."""
-
-
-@dataclass(frozen=True, slots=True)
 class Result:
     """Result of one run."""
 
@@ -159,7 +145,6 @@ class Result:
     serving: Serving | None = None
     """Times of the requests in the queue; None for a run without one."""
     tiers: Mapping[str, TierUse] = field(default_factory=dict)
-    over_time: tuple[Sample, ...] = ()
     published: Mapping[str, float] = field(default_factory=dict)
     """Figures that others published for this source, by the name of what each figure measures."""
 

@@ -307,6 +307,5 @@ class Study:
             ttft_ms_p50=run.tally.ttft_ms_p50,
             serving=run.serving() if isinstance(run, QueuedRun) else None,
             tiers=run.uses(),
-            over_time=tuple(run.tally.over_time),
             published=self._source.published if isinstance(self._source, WorkloadSource) else {},
         )

@@ -158,19 +158,10 @@ def test_requests_queue_at_a_machine(replay: Command, tmp_path: Path) -> None:
     assert "engine" in plain
 
 
-def test_arrivals_of_a_file_and_pages_of_another_size(replay: Command, tmp_path: Path) -> None:
-    times = tmp_path / "burst.csv"
-    rows = [f"{n * 3},GPT-4,1,1,2,API log" for n in range(6)]
-    times.write_text(
-        "\n".join(["Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type", *rows])
-    )
-    options = (*SERVED, "--arrivals", times, "--page", "32", "--no-bounds")
-    done = replay(*options, "-o", "jsonl")
-    assert done.err.startswith("Sessions start at the times of burst.csv.")
+def test_pages_of_another_size(replay: Command) -> None:
+    rows = replay(*SERVED, "--page", "32", "--no-bounds", "-o", "jsonl").rows
     plain = replay(*SERVED, "--no-bounds", "-o", "jsonl").rows
-    assert done.rows[0]["token_hit_rate"] > plain[0]["token_hit_rate"], "less is lost at the ends of pages"
-    times.write_text(times.read_text().rpartition("\n")[0])
-    assert "burst.csv has 5 requests, and the source needs 6 times" in replay(*options).err
+    assert rows[0]["token_hit_rate"] > plain[0]["token_hit_rate"], "less is lost at the ends of pages"
 
 
 @pytest.mark.parametrize(
@@ -195,18 +186,6 @@ def test_options_of_a_queue_that_are_wrong(replay: Command, options: tuple[str, 
     assert done.code == 2
     assert done.out == ""
     assert message in " ".join(done.err.split())
-
-
-def test_the_rates_over_time_are_in_the_rows_if_they_are_asked_for(replay: Command, trace: Path) -> None:
-    for form in ("json", "jsonl"):
-        done = replay(trace, "--policy", "lru", "--capacity", "0.3", "--no-bounds", "--samples", "-o", form)
-        rows = json.loads(done.out) if form == "json" else done.rows
-        assert [len(row["over_time"]) for row in rows] == [6, 6]
-        windows = rows[1]["over_time"]
-        mean = sum(one["flops"] * one["flops_saved"] for one in windows) / sum(
-            one["flops"] for one in windows
-        )
-        assert mean == pytest.approx(rows[1]["flops_saved"])
 
 
 def test_the_same_again_but_for_the_seconds(replay: Command, trace: Path) -> None:

@@ -6,14 +6,12 @@ import math
 import tomllib
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NoReturn
-
-import tomli_w
 
 from tiercache.errors import ConfigError
 from tiercache.policy import ModelProfile
@@ -157,23 +155,6 @@ def machine_named(name_or_path: str) -> ReplayMachine:
         raise ConfigError(f"machine {shown(Path(name_or_path).name)}: {error}") from error
 
 
-def machine_text(machine: ReplayMachine, about: str) -> str:
-    """Return the file that describes a machine; `machine_named` gives an equal machine for it."""
-    found: dict[str, Any] = {"about": about}
-    for table, keys in _TABLES.items():
-        for key, (name, _) in keys.items():
-            value = getattr(machine, name)
-            if value != _DEFAULTS[name] or name in ("flops", "batch"):
-                found.setdefault(table, {})[key] = (
-                    [list(point) for point in value] if name == "curve" else value
-                )
-    tiers = {
-        name: {"bandwidth": speed.bandwidth, "latency": speed.latency}
-        for name, speed in machine.tiers.items()
-    }
-    return tomli_w.dumps(found | ({_TIER: tiers} if tiers else {}))
-
-
 def _read(path: Path) -> bytes:
     try:
         if path.is_file():  # a pipe or a device could block
@@ -314,4 +295,3 @@ _TABLES: Final[Mapping[str, Mapping[str, _Field]]] = {
     "host": {"bandwidth": ("host_bandwidth", _bytes), "latency": ("host_latency", _seconds)},
     "storage": {"bandwidth": ("disk_bandwidth", _bytes), "latency": ("disk_latency", _seconds)},
 }
-_DEFAULTS: Final = {one.name: getattr(ReplayMachine(), one.name) for one in fields(ReplayMachine)}

@@ -51,7 +51,7 @@ class QueuedRun(SimulatedCache):
         self._step: Callable[[], object] = lambda: None
         self._begun: dict[Job, Running] = {}
         self._served: list[Job] = []
-        self.tally = Tally(setup.profile, need.requests, lambda: self.host_bytes)
+        self.tally = Tally(setup.profile)
         machine = setup.machine
         speeds = {tier.name: machine.storage(tier.name, tier.bandwidth) for tier in setup.tiers.storage}
         self._links = {name: Link[Job](speed.bandwidth) for name, speed in speeds.items()}

@@ -2,7 +2,7 @@
 
 Reading order: `base` (workloads with their parameters, and the source that replays a workload), `streams`
 (tokens computed from a name); the workloads `conversations`, `agents`, `documents`, `shared`; the files
-`mooncake`, `sessions` and `times`, with `fields`; `catalogue` (all generators by name).
+`mooncake` and `sessions`, with `fields`; `catalogue` (all generators by name).
 """
 
 from tiercache_lab.replay.sources.base import Kind, Layout, Option, Span, Workload, WorkloadSource

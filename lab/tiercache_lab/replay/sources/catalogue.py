@@ -30,7 +30,6 @@ from tiercache_lab.replay.sources.documents import Documents
 from tiercache_lab.replay.sources.mooncake import BLOCK, read_trace
 from tiercache_lab.replay.sources.sessions import SUFFIX, Sessions, read_sessions
 from tiercache_lab.replay.sources.shared import Mixed, SharedPrefix
-from tiercache_lab.replay.sources.times import retimed
 
 SOURCES: Final[Mapping[str, Kind]] = MappingProxyType(
     {
@@ -108,13 +107,7 @@ _MAX_PAGE: Final = 4096
 
 
 def open_source(
-    spec: str,
-    *,
-    seed: int = 0,
-    limit: int | None = None,
-    closed: bool = False,
-    page: int | None = None,
-    arrivals: Path | None = None,
+    spec: str, *, seed: int = 0, limit: int | None = None, closed: bool = False, page: int | None = None
 ) -> WorkloadSource:
     """Return the source that `spec` names, limited to the first `limit` requests.
 
@@ -126,8 +119,7 @@ def open_source(
     - The path of a recorded session (.json), or of a directory of such files, with parameters of `SESSIONS`.
 
     `seed` has no effect on a Mooncake trace. With `closed`, the times of recorded sessions are those of
-    `Sessions.closed`; it has no effect on other sources. `page` is the number of tokens per page. `arrivals`
-    is a file with the times at which a generator's sessions start (`retimed`).
+    `Sessions.closed`; it has no effect on other sources. `page` is the number of tokens per page.
 
     Raises ConfigError for an unknown name or parameter, and for a value out of bounds. Raises InputError for
     a file that is not a trace.
@@ -139,10 +131,9 @@ def open_source(
     name, _, query = spec.partition("?")
     if name in SOURCES:
         found = _generated(name, query, seed, limit)
-        if SOURCES[name].fixed and (page is not None or arrivals is not None):
-            raise ConfigError(f"{name} repeats a published benchmark, so its pages and times are fixed")
-        found = _paged(found, page, 1)
-        return found if arrivals is None else retimed(found, arrivals)
+        if SOURCES[name].fixed and page is not None:
+            raise ConfigError(f"{name} repeats a published benchmark, so its pages are fixed")
+        return _paged(found, page, 1)
     if not _exists(spec):
         # The path itself may contain question marks.
         name, _, query = spec.rpartition("?")
@@ -154,8 +145,6 @@ def open_source(
     else:
         name, query = spec, ""
     path = Path(name)
-    if arrivals is not None:
-        raise ConfigError(f"{path.name} has times of its own; other arrivals are for generators: {_names()}")
     if path.suffix == SUFFIX or path.is_dir():
         if page is not None:
             raise ConfigError(

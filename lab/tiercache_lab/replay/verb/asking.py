@@ -37,24 +37,15 @@ NONE: Final = "none"
 
 
 def source(
-    spec: str,
-    seed: int,
-    limit: int | None,
-    *,
-    closed: bool = False,
-    page: int | None = None,
-    arrivals: Path | None = None,
+    spec: str, seed: int, limit: int | None, *, closed: bool = False, page: int | None = None
 ) -> Source:
-    """Open the source to replay; the other parameters are those of `open_source`.
-
-    Raises ConfigError if no source is named.
-    """
+    """Open the source to replay as `open_source` does; raises ConfigError if no source is named."""
     if not spec:
         raise ConfigError(
             "no source is named; give a trace file or a generator, such as seed-20457 (all generators:"
             " tiercache replay --list)"
         )
-    return open_source(spec, seed=seed, limit=limit, closed=closed, page=page, arrivals=arrivals)
+    return open_source(spec, seed=seed, limit=limit, closed=closed, page=page)
 
 
 def about(source: Source) -> str:

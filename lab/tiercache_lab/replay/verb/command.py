@@ -46,14 +46,6 @@ def replay(
             " parameter page instead.",
         ),
     ] = None,
-    arrivals: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.csv",
-            help="Times at which a generator's sessions start: a file of BurstGPT or of Azure's LLM inference"
-            " traces. Default: the generator's own.",
-        ),
-    ] = None,
     policy: Annotated[
         str,
         typer.Option(
@@ -170,10 +162,6 @@ def replay(
         typer.Option("--bounds/--no-bounds", help="Show also the rate of a cache that knows the future."),
     ] = True,
     output: OutputOption = Output.TABLE,
-    samples: Annotated[
-        bool,
-        typer.Option("--samples", help="Add to each row of JSON its rates over time, in some 100 windows."),
-    ] = False,
     report: Annotated[
         Path | None,
         typer.Option(
@@ -268,9 +256,7 @@ def replay(
         machine, rate=rate, closed=not open_loop, slo_ttft=slo_ttft, slo_tpot=slo_tpot
     )
     question = Question(
-        asking.source(
-            source, seed, limit, closed=bool(queueing and queueing.closed), page=page, arrivals=arrivals
-        ),
+        asking.source(source, seed, limit, closed=bool(queueing and queueing.closed), page=page),
         asking.policies(policy, model), model, asking.capacities(capacity), tiers,
         asking.checkpoints(checkpoints), machine_named(machine) if machine else ReplayMachine(),
         seed=seed, write=str(write), write_chance=write_chance, queueing=queueing, bounds=bounds,
@@ -286,14 +272,14 @@ def replay(
             for result in study(question, watch.stage):
                 found.append(result)
                 if output is Output.JSONL:
-                    line(show.record(result, samples=samples))
+                    line(show.record(result))
                 else:
                     watch.found(result)
     except KeyboardInterrupt:
         code = Exit.INTERRUPTED
         typer.echo(f"interrupted after {counted(len(found), 'result')}", err=True)
     if output is Output.JSON:
-        records((show.record(one, samples=samples) for one in found), output)
+        records((show.record(one) for one in found), output)
     if found and output is Output.TABLE:
         show.show_results(found, asking.about(question.source))
     if found and report is not None:

@@ -71,15 +71,9 @@ def _aligned(cells: dict[str, str], widths: dict[str, int]) -> Text:
     return Text(_GAP.join(texts).rstrip())
 
 
-def record(result: Result, *, samples: bool = False) -> dict[str, Any]:
-    """Return a result as a dictionary for JSON, with `over_time` only if `samples`.
-
-    Numbers that are not finite become None.
-    """
-    row = result.row()
-    if not samples:
-        del row["over_time"]
-    return {name: _finite(value) for name, value in row.items()}
+def record(result: Result) -> dict[str, Any]:
+    """Return a result as a dictionary for JSON; numbers that are not finite become None."""
+    return {name: _finite(value) for name, value in result.row().items()}
 
 
 def _finite(value: Any) -> Any:
