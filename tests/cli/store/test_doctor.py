@@ -12,12 +12,12 @@ import pytest
 
 from tests.cli.store.test_samples import call
 from tiercache import memory
-from tiercache.cli.store import doctor, machine
-from tiercache.cli.store.machine import MACHINE, Level
+from tiercache.cli.store import doctor
+from tiercache.cli.store.doctor import MACHINE, Level
 
 NAMES = {
     "python", "packages", "kernel", "memfd", "memlock", "open files", "memory", "cgroup memory", "huge pages",
-    "NUMA", "clock", "GPU",
+    "NUMA", "GPU",
     "engines", "file system", "disk space", "O_DIRECT", "page cache",
 }  # fmt: skip
 
@@ -88,15 +88,15 @@ def test_a_failure_is_exit_code_6(tmp_path, monkeypatch):
     ],
 )
 def test_kernels_are_told_apart(release, level, monkeypatch):
-    monkeypatch.setattr(machine.platform, "release", lambda: release)
+    monkeypatch.setattr(doctor.platform, "release", lambda: release)
     [kernel] = [check for check in MACHINE.findings() if check.name == "kernel"]
     assert kernel.level is level
 
 
 def test_a_machine_that_tells_nothing_gets_answers_all_the_same(monkeypatch, tmp_path):
-    for module in (doctor, machine, memory):
+    for module in (doctor, memory):
         monkeypatch.setattr(module, "kernel_text", lambda path: "")
-    monkeypatch.setattr(machine, "installed", lambda package: "")
+    monkeypatch.setattr(doctor, "installed", lambda package: "")
     found = {check.name: check for check in MACHINE.findings()}
     assert found["packages"].level is Level.FAIL
     assert found["engines"].found.startswith("none installed")
@@ -112,8 +112,8 @@ def test_a_machine_that_tells_nothing_gets_answers_all_the_same(monkeypatch, tmp
     ],
 )
 def test_a_gpu_is_named_with_its_driver_and_cupy(line, monkeypatch):
-    monkeypatch.setattr(machine, "kernel_text", lambda path: line if path.parts[-2] == "nvidia" else "")
-    monkeypatch.setattr(machine, "installed", lambda package: "13.6.0" if package == "cupy-cuda13x" else "")
+    monkeypatch.setattr(doctor, "kernel_text", lambda path: line if path.parts[-2] == "nvidia" else "")
+    monkeypatch.setattr(doctor, "installed", lambda package: "13.6.0" if package == "cupy-cuda13x" else "")
     [gpu] = [check for check in MACHINE.findings() if check.name == "GPU"]
     assert gpu.level is Level.OK
     assert "driver 570.86.15" in gpu.found
