@@ -68,7 +68,7 @@ MISTAKES = [
     ("ping -s store", "is served by no daemon"),
     ("doctor -s nowhere", "--store nowhere is not a directory"),
     ("doctor -s nope:///tmp", "storage type 'nope' is unknown"),
-    ("doctor -s memory://", "--store memory:// has no directory; name the directory to be checked"),
+    ("doctor -s memory://", "--store memory:// has no directory; name the one to be checked"),
     # What is looked for in it
     ("ls -s store --namespace llama", "matches no namespace here; there are"),
     ("ls -s store --pool kvv", "--pool 'kvv' is not a pool; use one of kv, mamba"),
