@@ -22,7 +22,7 @@ from tiercache_backends.mooncake.header import (
     read_header,
     write_header,
 )
-from tiercache_backends.s3 import choices, compression, pack, room
+from tiercache_backends.s3 import choices, compression, pack
 from tiercache_backends.s3 import namespaces as bucket_names
 from tiercache_backends.s3.compression import Codec
 from xxhash import xxh3_128_digest
@@ -174,11 +174,6 @@ def _payload_seeds() -> list[bytes]:
     return made
 
 
-def _lease(found: bytes) -> None:
-    owner, seconds = room._parsed(found)  # private: what the object says, without a bucket
-    promised(1 <= seconds <= 3600 and len(owner) <= 64, "a lease without bounds")
-
-
 def _bucket_name(found: bytes) -> None:
     bucket_names._identity(found)  # private: what the object says, without a bucket
 
@@ -237,7 +232,6 @@ STORED = (
     Target("store format", _format, _formats, (StoreFormatError,), costs=20),
     Target("pack head", _pack, _pack_seeds),
     Target("packed payload", _payload, _payload_seeds, max_bytes=8192, costs=3),
-    Target("bucket lease", _lease, lambda: [b'{"owner": "a", "count": 1, "lease": 15.0}']),
     Target("bucket namespace", _bucket_name, lambda: [msgpack.packb(dict(RECORD.identity))], (ValueError,)),
     Target("pooled header", _header, _header_seeds),
     Target("pooled namespace", _pooled_name, _pooled_name_seeds),

@@ -5,9 +5,8 @@ Texts of obstore are never passed on: they are long, and quote requests.
 
 from __future__ import annotations
 
-import enum
 import re
-from typing import Final
+from typing import ClassVar, Final
 
 from obstore import exceptions
 
@@ -18,38 +17,43 @@ _CODE: Final = re.compile(r"<Code>(\w{1,64})</Code>")
 _STATUS: Final = re.compile(r"status code: (\d{3})")
 
 
-class FailureKind(enum.Enum):
-    """Kinds of failed requests, by what the store does next."""
+class RequestError(StorageError):
+    """Failure of a request; the text says what happened, and what to do."""
 
-    UNREACHABLE = enum.auto()
-    """The service did not answer as a service does. Only this kind counts as a failure for the breaker."""
-    REFUSED = enum.auto()
+    outcome_of_get: ClassVar[Outcome] = Outcome.ERROR
+    """Outcome of an item of a get whose request failed so."""
+    outcome_of_set: ClassVar[Outcome] = Outcome.ERROR
+    """Outcome of an item of a set whose request failed so; a set knows no misses."""
+
+
+class UnreachableError(RequestError, UnavailableError):
+    """The service did not answer as a service does. Only this counts as a failure for the breaker."""
+
+    outcome_of_get = outcome_of_set = Outcome.UNAVAILABLE
+
+
+class DeniedError(RequestError, RefusedError):
     """The service answers, but does not serve this caller."""
-    BUSY = enum.auto()
+
+    outcome_of_get = outcome_of_set = Outcome.REFUSED
+
+
+class BusyError(RequestError, RefusedError):
     """The service asks to be asked less often."""
-    ABSENT = enum.auto()
+
+    outcome_of_get = outcome_of_set = Outcome.THROTTLED
+
+
+class AbsentError(RequestError):
     """The object is not there."""
-    EXISTS = enum.auto()
-    """The object is there already, or is another one than was expected."""
-    SHORT = enum.auto()
+
+    outcome_of_get = Outcome.MISS
+
+
+class ShortError(RequestError):
     """The object ends before the range that was asked for."""
 
-
-class RequestError(Exception):
-    """Failure of a request; `text` says what happened, and what to do."""
-
-    def __init__(self, kind: FailureKind, text: str) -> None:
-        super().__init__(text)
-        self.kind: Final = kind
-        self.text: Final = text
-
-    def as_storage_error(self) -> StorageError:
-        """Return the error of the contract for this failure."""
-        if self.kind in (FailureKind.REFUSED, FailureKind.BUSY):
-            return RefusedError(self.text)
-        return (
-            UnavailableError(self.text) if self.kind is FailureKind.UNREACHABLE else StorageError(self.text)
-        )
+    outcome_of_get = Outcome.CORRUPT
 
 
 _ADVICE: Final = {
@@ -77,52 +81,20 @@ def classify(error: Exception, where: str) -> RequestError:
     if "Received redirect" in text:
         code = "PermanentRedirect"  # the client library does not pass the code on
     if code in _ADVICE:
-        return RequestError(FailureKind.REFUSED, f"{where} {_ADVICE[code]}")
+        return DeniedError(f"{where} {_ADVICE[code]}")
     if isinstance(error, FileNotFoundError) and code == "NoSuchKey":
-        return RequestError(FailureKind.ABSENT, f"{where} has no such object")
+        return AbsentError(f"{where} has no such object")
     if isinstance(error, exceptions.AlreadyExistsError | exceptions.PreconditionError):
-        return RequestError(FailureKind.EXISTS, f"{where} has another object of that name")
+        return RequestError(f"{where} has another object of that name")
     if status == 416:
-        return RequestError(FailureKind.SHORT, f"{where} has less of an object than was written")
+        return ShortError(f"{where} has less of an object than was written")
     if code in _BUSY or status == 429:
-        return RequestError(
-            FailureKind.BUSY, f"{where} asks to be asked less often; wait, or spread the load"
-        )
+        return BusyError(f"{where} asks to be asked less often; wait, or spread the load")
     if status in (401, 403):
-        return RequestError(
-            FailureKind.REFUSED, f"{where} refuses the request ({code or status}); check the credentials"
-        )
+        return DeniedError(f"{where} refuses the request ({code or status}); check the credentials")
     if status == 404 or isinstance(error, FileNotFoundError):
-        return RequestError(
-            FailureKind.REFUSED, f"{where} is no S3 service with this bucket; correct endpoint= or bucket"
-        )
+        return DeniedError(f"{where} is no S3 service with this bucket; correct endpoint= or bucket")
     if 300 <= status < 500:
-        return RequestError(
-            FailureKind.REFUSED,
-            f"{where} refuses the request ({code or status}); correct endpoint= or region=",
-        )
+        return DeniedError(f"{where} refuses the request ({code or status}); correct endpoint= or region=")
     what = f"fails ({code or status})" if status else "cannot be reached"
-    return RequestError(
-        FailureKind.UNREACHABLE, f"{where} {what}; correct endpoint=, or wait until it is back"
-    )
-
-
-_OUTCOMES: Final = {
-    FailureKind.UNREACHABLE: Outcome.UNAVAILABLE,
-    FailureKind.REFUSED: Outcome.REFUSED,
-    FailureKind.BUSY: Outcome.THROTTLED,
-    FailureKind.ABSENT: Outcome.MISS,
-    FailureKind.SHORT: Outcome.CORRUPT,
-    FailureKind.EXISTS: Outcome.ERROR,
-}
-
-
-def outcome_of(error: RequestError) -> Outcome:
-    """Return the outcome of an item of a get whose request failed so."""
-    return _OUTCOMES[error.kind]
-
-
-def outcome_of_set(error: RequestError) -> Outcome:
-    """Return the outcome of an item of a set whose request failed so; a set knows no misses."""
-    found = _OUTCOMES[error.kind]
-    return Outcome.ERROR if found in (Outcome.MISS, Outcome.CORRUPT) else found
+    return UnreachableError(f"{where} {what}; correct endpoint=, or wait until it is back")

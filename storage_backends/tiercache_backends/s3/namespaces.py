@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgpack
 
 from tiercache.storage.base import NamespaceRecord
-from tiercache_backends.s3.failures import FailureKind, RequestError
+from tiercache_backends.s3.failures import AbsentError, RequestError, ShortError
 from tiercache_backends.s3.service import BucketClient
 
 _log = logging.getLogger(__name__)
@@ -40,12 +40,11 @@ class Namespaces:
         """Records that were registered through this process."""
         self._written: dict[bytes, NamespaceRecord] = {}
 
-    def register(self, record: NamespaceRecord) -> NamespaceRecord:
+    def register(self, record: NamespaceRecord) -> None:
         """Keep a record, and write it now or, if the service cannot be asked, with a later call."""
         with self._lock:
-            kept = self._told[record.namespace] = record.over(self._told.get(record.namespace))
+            self._told[record.namespace] = record.over(self._told.get(record.namespace))
         self.write()
-        return kept
 
     def write(self) -> None:
         """Write the records that have not been written yet, if the service can be asked."""
@@ -57,7 +56,7 @@ class Namespaces:
             try:
                 self._service.overwrite(name, data)
             except RequestError as error:
-                _log.debug("a namespace will be registered later: %s", error.text)
+                _log.debug("a namespace will be registered later: %s", error)
                 return
             with self._lock:
                 self._written[record.namespace] = record
@@ -75,9 +74,7 @@ class Namespaces:
                 record = NamespaceRecord(bytes.fromhex(hexes), _identity(data), states=kind == "states")
             except ValueError:
                 continue  # not of ours
-            except RequestError as error:
-                if error.kind not in (FailureKind.ABSENT, FailureKind.SHORT):
-                    raise
+            except (AbsentError, ShortError):
                 continue
             found[record.namespace] = record.over(found.get(record.namespace))
         return list(found.values())

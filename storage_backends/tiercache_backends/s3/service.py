@@ -22,7 +22,7 @@ from obstore.store import S3Store
 
 from tiercache.errors import ConfigError, UnavailableError
 from tiercache.storage.guard import MIN_BYTES_PER_SECOND, BytesInFlight, Guard, PendingCall
-from tiercache_backends.s3.failures import FailureKind, RequestError, classify
+from tiercache_backends.s3.failures import DeniedError, RequestError, UnreachableError, classify
 from tiercache_backends.s3.settings import S3Settings
 
 _log = logging.getLogger(__name__)
@@ -67,9 +67,8 @@ class PendingRequest(Generic[T]):
         except RequestError as error:
             failure = error
         except UnavailableError:
-            failure = RequestError(
-                FailureKind.UNREACHABLE,
-                f"{self._client.where} does not answer in time; correct endpoint=, or wait",
+            failure = UnreachableError(
+                f"{self._client.where} does not answer in time; correct endpoint=, or wait"
             )
         else:
             self._client.guard.succeeded()
@@ -107,12 +106,10 @@ class BucketClient:
     def check(self) -> None:
         """Raise RequestError if no request would be made now; start a probe if it is time for one."""
         if not self.guard.may_call(self._probe):
-            raise RequestError(
-                FailureKind.UNREACHABLE, f"{self.where} has not answered; it is asked again in a moment"
-            )
+            raise UnreachableError(f"{self.where} has not answered; it is asked again in a moment")
         refusal = self._refusal
         if refusal is not None and time.monotonic() < refusal[0]:
-            raise refusal[1]
+            raise DeniedError(str(refusal[1]))
 
     def has_room(self, nbytes: int, until: float, *, wait: bool) -> bool:
         """Take a share of the bytes in flight; with `wait`, wait for it until that time.
@@ -165,7 +162,7 @@ class BucketClient:
         try:
             return work(store)
         except Exception as error:
-            if self._known(error).kind is not FailureKind.REFUSED:
+            if not isinstance(self._known(error), DeniedError):
                 raise
         with self._lock:
             if self._store is store:
@@ -218,27 +215,6 @@ class BucketClient:
         place = self._settings.place(name)
         return bytes(self.ask(lambda store: memoryview(obstore.get_range(store, place, start=0, end=size))))
 
-    def versioned(self, name: str, size: int) -> tuple[bytes, str]:
-        """Return the content of an object of at most `size` bytes, and its etag. Raises RequestError."""
-        place = self._settings.place(name)
-
-        def work(store: S3Store) -> tuple[bytes, str]:
-            answer = obstore.get(store, place)
-            if answer.meta["size"] > size:
-                return b"", answer.meta["e_tag"] or ""
-            return bytes(answer.bytes()), answer.meta["e_tag"] or ""
-
-        return self.ask(work)
-
-    def replace(self, name: str, data: bytes, etag: str | None) -> str:
-        """Write an object that has this etag, or is absent (None), and return its new etag.
-
-        Raises RequestError, of the kind EXISTS if the object is another.
-        """
-        place = self._settings.place(name)
-        mode: Any = "create" if etag is None else {"e_tag": etag}
-        return self.ask(lambda store: obstore.put(store, place, data, mode=mode)["e_tag"] or "")
-
     def delete(self, names: list[str], until: float) -> None:
         """Remove objects; those that are absent are no failure."""
         places = [self._settings.place(name) for name in names]
@@ -283,14 +259,14 @@ class BucketClient:
 
     def failed(self, failure: RequestError) -> None:
         """Note how a request failed."""
-        if failure.kind is not FailureKind.UNREACHABLE:
+        if not isinstance(failure, UnreachableError):
             self.guard.succeeded()
-            if failure.kind is FailureKind.REFUSED:
+            if isinstance(failure, DeniedError):
                 self._refused(failure)
             return
         with self._lock:
             self.unanswered += 1
-        self.guard.failed(failure.text)
+        self.guard.failed(str(failure))
 
     def close(self) -> None:
         """End the threads, those with a request under way when it ends."""
@@ -298,11 +274,11 @@ class BucketClient:
 
     def _refused(self, failure: RequestError) -> None:
         with self._lock:
-            new = self._refusal is None or self._refusal[1].text != failure.text
+            new = self._refusal is None or str(self._refusal[1]) != str(failure)
             self._refusal = (time.monotonic() + _PAUSE, failure)
             self._store = None  # the credentials are read again
         if new:
-            _log.warning("%s", failure.text)
+            _log.warning("%s", failure)
 
     def _client(self) -> S3Store:
         with self._lock:
@@ -330,17 +306,17 @@ class BucketClient:
                 **given,
             )
         except ConfigError as error:
-            raise RequestError(FailureKind.REFUSED, str(error)) from None
+            raise DeniedError(str(error)) from None
         except Exception as error:  # noqa: BLE001  obstore raises many types; their texts may quote settings
-            raise RequestError(
-                FailureKind.REFUSED, f"{self.where}: obstore refuses the settings ({type(error).__name__})"
+            raise DeniedError(
+                f"{self.where}: obstore refuses the settings ({type(error).__name__})"
             ) from None
 
     def _probe(self) -> None:
         try:
             next(iter(obstore.list(self._client(), self._settings.place("packs"), chunk_size=1)), None)
         except Exception as error:  # noqa: BLE001  whatever it is, the probe has a result
-            self.guard.probed(self._known(error).kind is not FailureKind.UNREACHABLE)
+            self.guard.probed(not isinstance(self._known(error), UnreachableError))
             return
         self.guard.probed(True)
 

@@ -29,7 +29,6 @@ _VARIABLES: Final = {
     "secret_access_key": "AWS_SECRET_ACCESS_KEY",
     "session_token": "AWS_SESSION_TOKEN",
 }
-MIN_CAPACITY: Final = 1 << 20
 
 
 def _prefix(value: Any) -> str:
@@ -79,10 +78,6 @@ class S3Settings:
     """Whether payloads may travel in the clear to another host."""
     virtual_host: Annotated[bool, FLAG] = False
     """Whether the bucket is part of the host's name instead of the path."""
-    capacity: Annotated[int, size(MIN_CAPACITY, or_zero=True)] = 0
-    """Limit of the bytes under the prefix; 0 leaves eviction to the lifecycle rules of the bucket."""
-    lease: Annotated[float, duration(1.0, 3600)] = 30.0
-    """Seconds for which a process owns eviction without renewing its lease."""
     deadline: Annotated[float, duration(0.05, 3600)] = 5.0
     """Seconds that a call may take, besides a second for every 32 MiB."""
     refresh: Annotated[float, duration(0.0, 3600)] = 5.0
@@ -105,11 +100,6 @@ class S3Settings:
         if self.in_flight < self.pack:
             raise ConfigError(
                 f"{self}: in_flight is less than a pack of {self.pack} bytes; raise in_flight or lower pack"
-            )
-        if self.lease < 4 * self.deadline:
-            raise ConfigError(
-                f"{self}: a lease of {self.lease:g} s may end before it is renewed; set lease to four"
-                " deadlines or more"
             )
 
     def __str__(self) -> str:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final, Self
 
 from tiercache.core import ObjectKey, Outcome
@@ -30,14 +29,12 @@ from tiercache.storage.vectors import usable
 from tiercache.storage.watching import Following
 from tiercache.storage.wrappers import decide, store_once
 from tiercache_backends.s3.choices import CodecChoices
-from tiercache_backends.s3.directory.directory import BucketDirectory
-from tiercache_backends.s3.directory.objects import ObjectPlace
-from tiercache_backends.s3.directory.refreshing import BucketListing, Refresher
-from tiercache_backends.s3.failures import RequestError, outcome_of, outcome_of_set
+from tiercache_backends.s3.directory import BucketDirectory, Pack
+from tiercache_backends.s3.failures import RequestError
 from tiercache_backends.s3.namespaces import Namespaces
-from tiercache_backends.s3.room import Room
+from tiercache_backends.s3.refreshing import BucketListing, Refresher
 from tiercache_backends.s3.service import THREADS, BucketClient
-from tiercache_backends.s3.settings import S3Settings, parse_settings, read_settings
+from tiercache_backends.s3.settings import S3Settings, read_settings
 from tiercache_backends.s3.transfer import PackReader, PackWriter, WantedObject
 
 _FOLLOW_S: Final = 1.0
@@ -61,7 +58,7 @@ class S3Backend(StorageBackend):
     Thread safety: as the contract says. No lock is held during a request.
     """
 
-    capabilities = Capabilities(persistent=True, shared=True)
+    capabilities = Capabilities(persistent=True, shared=True, ordered=False)
 
     def __init__(self, settings: S3Settings, env: Env | None = None) -> None:
         """Open the store, and begin to read what is in the bucket, which opening waits for no longer than a
@@ -73,32 +70,20 @@ class S3Backend(StorageBackend):
         self._settings: Final = settings
         self._gate = CallGate(f"the store at {settings}", os.getpid)
         self._service = BucketClient(settings)
-        self._directory = BucketDirectory(settings.objects, env.monotonic, bounded=settings.capacity > 0)
+        self._directory = BucketDirectory(settings.objects)
         listing = BucketListing(self._service, self._directory)
         self._refresher = Refresher(settings, self._service, listing, env.monotonic)
         self._choices = CodecChoices(settings.compression, self._service.wire, THREADS)
         self._reader = PackReader(self._service, lambda name: self._directory.forget([name]))
-        self._room = Room(settings, self._service, self._directory, self._refresher)
-        pack_bytes = min(settings.pack, self._room.limit // 8) if settings.capacity else settings.pack
-        self._writer = PackWriter(
-            self._service, self._directory, self._room, self._choices, pack_bytes, env.time_ns
-        )
-        self.capabilities = replace(type(self).capabilities, bounded=settings.capacity > 0)
+        self._writer = PackWriter(self._service, self._directory, self._choices, settings.pack, env.time_ns)
         self._namespaces = Namespaces(self._service)
         self._following = Following("s3-changes", max(settings.refresh, _FOLLOW_S), self._follow)
         try:
             self._refresher.start()
-            for record in self._namespaces.read():
-                self._learn(record)
-            self._room.start(self._writer.rewrite)
-        except RequestError as error:
+        except RequestError:
             self._refresher.close()
             self._service.close()
-            raise error.as_storage_error() from None
-
-    @classmethod
-    def capabilities_of(cls, section: Mapping[str, Any]) -> Capabilities:
-        return replace(cls.capabilities, bounded=parse_settings(section).capacity > 0)
+            raise
 
     @classmethod
     def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:
@@ -109,21 +94,13 @@ class S3Backend(StorageBackend):
         read_settings(section)
 
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        with self._gate, _Asking():
+        with self._gate:
             self._service.check()
             found = self._directory.present(keys)
             self._missed(found.count(False))
             return found
 
     def get(self, items: Sequence[GetItem]) -> list[Outcome]:
-        with self._gate:
-            outcomes = self._get(items)
-            self._directory.read(
-                item.key for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.HIT
-            )
-            return outcomes
-
-    def peek(self, items: Sequence[GetItem]) -> list[Outcome]:
         with self._gate:
             return self._get(items)
 
@@ -136,7 +113,7 @@ class S3Backend(StorageBackend):
             )
 
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        with self._gate, _Asking():
+        with self._gate:
             self._service.check()
             if not all(self._directory.present(keys)):
                 self._refresher.sync()
@@ -147,10 +124,10 @@ class S3Backend(StorageBackend):
                 self._directory.undo(removal, keep=True)
                 raise
             self._directory.removed(removal)
-            return first_of_each(keys, {found.digest for found in removal.objects})
+            return first_of_each(keys, set(removal.objects))
 
     def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
-        with self._gate, _Asking():
+        with self._gate:
             self._service.check()
             if not cursor:
                 self._refresher.sync()
@@ -161,22 +138,22 @@ class S3Backend(StorageBackend):
             return ScanPage(entries, b"%d" % following if following else b"")
 
     def describe(self, keys: Sequence[ObjectKey]) -> list[ScanEntry | None]:
-        with self._gate, _Asking():
+        with self._gate:
             self._service.check()
-            found = self._directory.entries(keys)
-            self._missed(found.count(None))
-            return found
+            places = self._directory.find(keys)
+            self._missed(places.count(None))
+            return [None if place is None else place.scan_entry() for place in places]
 
     def register_namespace(self, record: NamespaceRecord) -> None:
         with self._gate:
-            self._learn(self._namespaces.register(record))
+            self._namespaces.register(record)
 
     def namespaces(self) -> list[NamespaceRecord]:
-        with self._gate, _Asking():
+        with self._gate:
             return self._namespaces.read()
 
     def usage(self) -> Usage:
-        with self._gate, _Asking():
+        with self._gate:
             self._service.check()
             self._refresher.ask()
             objects, payload, used, figures = self._directory.figures()
@@ -187,18 +164,13 @@ class S3Backend(StorageBackend):
                 "read_again": self._reader.read_again,
                 "listed": int(self._refresher.is_complete),
                 "missed_before_listed": self._refresher.early,
-                "owner": int(self._room.lease.is_held),
                 **{f"compression_{pool}": found for pool, found in self._choices.report().items()},
             }
-            return Usage(objects, payload, used, self._settings.capacity, more)
-
-    def coldest(self, nbytes: int) -> Sequence[ScanEntry]:
-        with self._gate:
-            return self._directory.coldest(nbytes)
+            return Usage(objects, payload, used, 0, more)
 
     def advise(self, keys: Sequence[ObjectKey], values: Sequence[float], worker: int = 0) -> None:
         with self._gate:
-            self._directory.advise(keys, values, worker)
+            pass  # nothing is evicted here
 
     def watch(self, note: ChangeNote | None) -> bool:
         with self._gate:
@@ -213,7 +185,6 @@ class S3Backend(StorageBackend):
     def close(self) -> None:
         if self._gate.close():
             self._following.close()
-            self._room.close()
             self._refresher.close()
             self._service.close()
 
@@ -222,7 +193,7 @@ class S3Backend(StorageBackend):
 
         Raises StorageError if the service cannot be asked, or the answer takes longer than a deadline.
         """
-        with self._gate, _Asking():
+        with self._gate:
             self._refresher.sync(sweep=removals)
 
     def check_integrity(self) -> None:
@@ -233,21 +204,17 @@ class S3Backend(StorageBackend):
         """Let the directory learn what others have written and removed; it tells of that."""
         self._refresher.ask()
 
-    def _learn(self, record: NamespaceRecord) -> None:
-        if record.states:
-            self._directory.require_states(record.namespace)
-
     def _get(self, items: Sequence[GetItem]) -> list[Outcome]:
         try:
             self._service.check()
         except RequestError as error:
-            return [outcome_of(error)] * len(items)
+            return [error.outcome_of_get] * len(items)
         places = self._directory.find([item.key for item in items])
         failure = self._refresher.ask(places.count(None)) if None in places else None
         wanted, outcomes = [], dict[int, Outcome]()
         for i, (item, place) in enumerate(zip(items, places, strict=True)):
             if place is None:
-                outcomes[i] = Outcome.MISS if failure is None else outcome_of(failure)
+                outcomes[i] = Outcome.MISS if failure is None else failure.outcome_of_get
             elif place.entry.meta.length != item.length or not usable(
                 item.buffers, item.length, writable=True
             ):
@@ -256,7 +223,9 @@ class S3Backend(StorageBackend):
                 wanted.append(WantedObject(i, item, place))
         outcomes |= self._reader.read(wanted)
         outcomes |= self._reader.read(self._elsewhere(wanted, outcomes))
-        corrupt = {one.item.key.digest: one.place for one in wanted if outcomes[one.index] is Outcome.CORRUPT}
+        corrupt = {
+            one.item.key.digest: one.place.pack for one in wanted if outcomes[one.index] is Outcome.CORRUPT
+        }
         if corrupt:
             self._drop(corrupt)
         return [outcomes[i] for i in range(len(items))]
@@ -278,9 +247,9 @@ class S3Backend(StorageBackend):
         if objects and (failure := self._refresher.ask(objects)):
             raise failure
 
-    def _drop(self, corrupt: Mapping[bytes, ObjectPlace]) -> None:
+    def _drop(self, corrupt: Mapping[bytes, Pack]) -> None:
         """Remove damaged objects, here in any case, and from the bucket if it can be asked."""
-        removal = self._directory.take_out(corrupt, {key: place.pack for key, place in corrupt.items()})
+        removal = self._directory.take_out(corrupt, only=corrupt)
         self._directory.count_corrupt(len(removal.objects))
         try:
             self._writer.remove(removal)
@@ -296,17 +265,6 @@ class S3Backend(StorageBackend):
             if not all(self._directory.present([item.key for item in items])):
                 self._refresher.ask()
         except RequestError as error:
-            return [outcome_of_set(error)] * len(items)
+            return [error.outcome_of_set] * len(items)
         self._namespaces.write()
         return self._writer.write(self._directory.plan(items))
-
-
-class _Asking:
-    """Context that turns a failed request into an error of the contract."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, RequestError):
-            raise error.as_storage_error() from None

@@ -5,8 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from threading import Lock
+from itertools import count, groupby
 from typing import Final, NamedTuple
 
 from tiercache.core import Outcome
@@ -14,9 +13,15 @@ from tiercache.storage.base import GetItem, meta_of
 from tiercache.storage.checksum import checksum
 from tiercache.storage.vectors import batches, copy_out, total
 from tiercache_backends.s3.choices import CODECS, CodecChoices, decode_stored, encode_item
-from tiercache_backends.s3.directory.directory import BucketDirectory
-from tiercache_backends.s3.directory.objects import ObjectPlace, Pack, PackClaim, PackRemoval, WritePlan
-from tiercache_backends.s3.failures import FailureKind, RequestError, outcome_of, outcome_of_set
+from tiercache_backends.s3.directory import (
+    BucketDirectory,
+    ObjectPlace,
+    ObjectWrite,
+    Pack,
+    PackRemoval,
+    WritePlan,
+)
+from tiercache_backends.s3.failures import AbsentError, BusyError, RequestError
 from tiercache_backends.s3.pack import (
     FOLDER,
     MAX_ENTRIES,
@@ -26,7 +31,6 @@ from tiercache_backends.s3.pack import (
     read_head,
     tombstone,
 )
-from tiercache_backends.s3.room import Room
 from tiercache_backends.s3.service import BucketClient, PendingRequest
 
 _TOMB_PACKS: Final = 32
@@ -37,7 +41,7 @@ class _Sent(NamedTuple):
     """A pack on its way."""
 
     pack: Pack
-    claims: list[PackClaim]
+    writes: list[ObjectWrite]
     request: PendingRequest[None]
 
 
@@ -51,49 +55,36 @@ class PackWriter:
         self,
         service: BucketClient,
         directory: BucketDirectory,
-        room: Room,
         choices: CodecChoices,
         pack_bytes: int,
         time_ns: Callable[[], int],
     ) -> None:
         self._service = service
         self._directory = directory
-        self._room = room
         self._choices = choices
         self._pack_bytes = pack_bytes
         self._time_ns = time_ns
         self._writer: Final = secrets.token_hex(8)
-        self._lock = Lock()  # guards `_number`
-        self._number = 0
+        self._numbers: Final = count(1)
 
     def write(self, plan: WritePlan) -> list[Outcome]:
         """Write what a plan claims, wait for what other calls write, and return the outcomes."""
         waiting: list[_Sent] = []
-        refused: set[int] = set()  # nodes of pages for which there is no room
         try:
             for group in batches(
-                plan.claims, lambda claim: claim.item.meta.length, MAX_ENTRIES, self._pack_bytes
+                plan.writes, lambda write: write.item.meta.length, MAX_ENTRIES, self._pack_bytes
             ):
-                useless: list[PackClaim] = []
-                for claim in group:
-                    if {claim.parent, claim.node} & refused:
-                        useless.append(claim)
-                        refused.add(claim.node)
-                self._directory.fail(useless, Outcome.THROTTLED)
-                group = [claim for claim in group if claim.node not in refused]
-                if group and not self._send(group, waiting):
-                    refused.update(claim.node for claim in group if claim.is_page)
+                self._send(group, waiting)
             for sent in waiting:
                 self._finish(sent)
         finally:
-            left = [claim for claim in plan.claims if not claim.writing.ended.is_set()]
+            left = [write for write in plan.writes if not write.ended.is_set()]
             self._directory.fail(left, Outcome.ERROR)
-            self._directory.finish(plan)
-        for claim in plan.claims:
-            plan.outcomes[claim.index] = claim.writing.outcome
-        for i, writing in plan.waits:
-            writing.ended.wait()
-            plan.outcomes[i] = Outcome.HIT if writing.outcome is Outcome.STORED else writing.outcome
+        for write in plan.writes:
+            plan.outcomes[write.index] = write.outcome
+        for i, write in plan.waits:
+            write.ended.wait()
+            plan.outcomes[i] = Outcome.HIT if write.outcome is Outcome.STORED else write.outcome
         return [Outcome.ERROR if outcome is None else outcome for outcome in plan.outcomes]
 
     def remove(self, removal: PackRemoval) -> None:
@@ -101,15 +92,13 @@ class PackWriter:
         names = list(removal.dead)
         for at in range(0, len(names), _TOMB_PACKS):
             self._bury({name: removal.dead[name] for name in names[at : at + _TOMB_PACKS]})
-        self._service.delete([f"{FOLDER}/{name}" for name in removal.names], self._service.deadline())
+        self._service.delete([f"{FOLDER}/{pack.name}" for pack in removal.packs], self._service.deadline())
 
     def _bury(self, dead: dict[str, set[int]]) -> None:
         content = tombstone(dead)
         name, until = self._name(None), self._service.deadline()
         if not self._service.has_room(len(content), until, wait=True):
-            raise RequestError(
-                FailureKind.BUSY, f"{self._service.where}: too much is in flight; raise in_flight"
-            )
+            raise BusyError(f"{self._service.where}: too much is in flight; raise in_flight")
         self._directory.expect(name, len(content))
         try:
             self._service.put(f"{FOLDER}/{name}", content, until).result()
@@ -118,82 +107,54 @@ class PackWriter:
             raise
         self._directory.bury(name, len(content), dead)
 
-    def rewrite(self, entries: Sequence[NewEntry], pieces: Sequence[memoryview]) -> Pack:
-        """Write entries with their stored bytes into a new pack, within the capacity. Raises RequestError."""
-        head = pack_head(entries)
-        nbytes = len(head) + total(pieces)
-        until = self._service.deadline(nbytes)
-        pack = self._pack(head, nbytes)
-        if not self._directory.expect(pack.name, nbytes, self._room.capacity):
-            raise RequestError(FailureKind.BUSY, f"{self._service.where}: no room to rewrite a pack")
-        try:
-            if not self._service.has_room(nbytes, until, wait=True):
-                raise RequestError(FailureKind.BUSY, f"{self._service.where}: too much is in flight")
-            self._service.put(f"{FOLDER}/{pack.name}", b"".join([head, *pieces]), until).result()
-        except RequestError:
-            self._directory.fail((), Outcome.ERROR, pack.name)
-            raise
-        return pack
-
-    def _send(self, claims: list[PackClaim], waiting: list[_Sent]) -> bool:
-        """Begin to write one pack; finish earlier ones while the bytes in flight leave no room.
-
-        Returns False if there is no room for it in the bucket, or in memory.
-        """
+    def _send(self, writes: list[ObjectWrite], waiting: list[_Sent]) -> None:
+        """Begin to write one pack; finish earlier ones while the bytes in flight leave no room."""
         # The share is taken before anything is encoded, so that no more than `in_flight` is held in memory.
-        share = sum(claim.item.meta.length for claim in claims)
+        share = sum(write.item.meta.length for write in writes)
         until = self._service.deadline(share)
         while not self._service.has_room(share, until, wait=not waiting):
             if not waiting:
-                self._directory.fail(claims, Outcome.THROTTLED)
-                return False
+                self._directory.fail(writes, Outcome.THROTTLED)
+                return
             self._finish(waiting.pop(0))
         name = ""
         try:
-            head, pieces = self._encoded(claims)
+            head, pieces = self._encoded(writes)
             nbytes = len(head) + total(pieces)
             self._service.in_flight.leave(share - nbytes)
             share = nbytes
-            pack = self._pack(head, nbytes)
-            name = pack.name
-            if not self._room.take(name, nbytes, claims):
-                self._directory.fail(claims, Outcome.THROTTLED)
-                return False
+            index = read_head(head, nbytes)
+            assert index is not None, "a pack that was just made can be read"
+            name = self._name(len(head))
+            pack = Pack(name, nbytes, self._time_ns() // 1_000_000 / 1e3, index)
+            self._directory.expect(name, nbytes)
             data = b"".join([head, *pieces])
             share = 0  # from here on it is the request's
-            waiting.append(_Sent(pack, claims, self._service.put(f"{FOLDER}/{name}", data, until)))
+            waiting.append(_Sent(pack, writes, self._service.put(f"{FOLDER}/{name}", data, until)))
         except RequestError as error:
-            self._directory.fail(claims, outcome_of_set(error), name)
+            self._directory.fail(writes, error.outcome_of_set, name)
         finally:
             self._service.in_flight.leave(share)
-        return True
 
-    def _encoded(self, claims: Sequence[PackClaim]) -> tuple[bytes, list[memoryview]]:
+    def _encoded(self, writes: Sequence[ObjectWrite]) -> tuple[bytes, list[memoryview]]:
         """Return the head of a pack of these objects, and their stored bytes."""
         entries, pieces = [], list[memoryview]()
-        for claim in claims:
-            item, encoded = claim.item, encode_item(claim.item, self._choices)
+        for write in writes:
+            item, encoded = write.item, encode_item(write.item, self._choices)
             entries.append(NewEntry(item.key, meta_of(item), encoded.codec, encoded.nbytes))
             pieces += encoded.pieces
         return pack_head(entries), pieces
-
-    def _pack(self, head: bytes, nbytes: int) -> Pack:
-        index = read_head(head, nbytes)
-        assert index is not None, "a pack that was just made can be read"
-        return Pack(self._name(len(head)), nbytes, self._time_ns() // 1_000_000 / 1e3, index)
 
     def _finish(self, sent: _Sent) -> None:
         try:
             sent.request.result()
         except RequestError as error:
-            self._directory.fail(sent.claims, outcome_of_set(error), sent.pack.name)
+            self._directory.fail(sent.writes, error.outcome_of_set, sent.pack.name)
             return
-        self._directory.publish(sent.pack, sent.claims)
+        self._directory.publish(sent.pack, sent.writes)
 
     def _name(self, head: int | None) -> str:
-        with self._lock:
-            self._number += 1
-            return make_name(self._time_ns() // 1_000_000, self._writer, self._number, head)
+        return make_name(self._time_ns() // 1_000_000, self._writer, next(self._numbers), head)
 
 
 _GAP: Final = 64 << 10
@@ -264,7 +225,7 @@ class PackReader:
             try:
                 waiting.append((part, self._service.read(name, part.start, part.stop, until)))
             except RequestError as error:
-                outcomes.update({one.index: outcome_of(error) for one in part.wanted})
+                outcomes.update({one.index: error.outcome_of_get for one in part.wanted})
         for entry in waiting:
             outcomes.update(self._finish(*entry))
         return outcomes
@@ -273,9 +234,9 @@ class PackReader:
         try:
             data = request.result()
         except RequestError as error:
-            if error.kind is FailureKind.ABSENT:
+            if isinstance(error, AbsentError):
                 self._vanished(part.wanted[0].place.pack.name)
-            return {one.index: outcome_of(error) for one in part.wanted}
+            return {one.index: error.outcome_of_get for one in part.wanted}
         return {one.index: _deliver(one, data, part.start) for one in part.wanted}
 
 

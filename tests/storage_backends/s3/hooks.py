@@ -8,10 +8,9 @@ from typing import Any
 
 import obstore
 from tiercache_backends.s3 import S3Backend
-from tiercache_backends.s3.directory.objects import ObjectPlace
+from tiercache_backends.s3.directory import ObjectPlace
 from tiercache_backends.s3.settings import read_settings
 
-from tests.storage.backends import AgingEnv
 from tests.storage_backends.s3.server import BUCKET, bucket, endpoint
 from tiercache.core import ObjectKey, Outcome
 from tiercache.storage.base import GetItem, ScanEntry, SetItem, StorageBackend, Usage
@@ -58,19 +57,11 @@ class PromptS3(S3Backend):
 
 
 class S3Hooks(BackendConformance):
-    obeys_values = True
-    small = 4 << 20
     # Two processes that store an object at the same time do not know of each other, and both have stored it.
     test_both_store_the_same_objects_at_once = None
 
     def open_store(self, path: Path, capacity: int | None = None) -> StorageBackend:
-        self.env = AgingEnv()
-        if capacity is None:
-            return open_s3(path, env=self.env, kind=PromptS3, deadline="30s", lease="2m")
-        return open_s3(path, env=self.env, capacity=str(capacity), pack="64KiB")
-
-    def pass_time(self, store: StorageBackend, seconds: float) -> None:
-        self.env.later += seconds
+        return open_s3(path, kind=PromptS3, deadline="30s")
 
     def corrupt(self, store: StorageBackend, k: ObjectKey) -> None:
         self.flip(store, k, 0)

@@ -7,8 +7,7 @@ from threading import Event
 
 import obstore
 import pytest
-from tiercache_backends.s3 import service
-from tiercache_backends.s3.directory import ledger, refreshing
+from tiercache_backends.s3 import directory, refreshing, service
 from tiercache_backends.s3.pack import make_name, tombstone
 
 from tests.storage_backends.s3.hooks import open_s3, prefix_of
@@ -44,32 +43,24 @@ def test_a_cold_start_misses_what_it_does_not_know_yet(
             go_on.wait(0.4)
 
     proxy.before = slow
-    with (
-        open_s3(tmp_path, proxy.url, deadline="1s") as store,
-        open_s3(tmp_path, proxy.url, deadline="1s", capacity="1MiB") as bounded,
-    ):
+    with open_s3(tmp_path, proxy.url, deadline="1s") as store:
         assert "still being listed" in caplog.text
         assert store.exists([key(0), key(19)]) == [True, False]
         assert store.get(gets(0, 19)) == [HIT, MISS]
         assert store.describe([key(19)]) == [None]
         assert put(store, key("new"), payload("new", SIZE)) is STORED
         assert fetch(store, key("new"), SIZE) == payload("new", SIZE)
-        assert put(bounded, key(20), payload(20, SIZE)) is Outcome.THROTTLED, "nobody knows how full it is"
         with pytest.raises(UnavailableError, match="still being listed"):
             store.scan()
         details = store.usage().details
         assert (details["listed"], details["missed_before_listed"]) == (0, 3)
         go_on.set()
         until(lambda: store.exists([key(19)]) == [True])
-        until(lambda: put(bounded, key(20), payload(20, SIZE)) is STORED)
         until(lambda: store.usage().details["listed"] == 1)
 
 
 def test_a_listing_under_way_holds_no_lookup_and_no_set(tmp_path: Path, proxy: Proxy) -> None:
-    with (
-        open_s3(tmp_path) as writer,
-        open_s3(tmp_path, proxy.url, refresh="0s", deadline="60s", lease="5m") as store,
-    ):
+    with open_s3(tmp_path) as writer, open_s3(tmp_path, proxy.url, refresh="0s", deadline="60s") as store:
         put(store, key(0), payload(0, SIZE))
         arrived, go_on = Event(), Event()
 
@@ -97,8 +88,8 @@ def test_what_was_missed_is_found_without_another_lookup(tmp_path: Path) -> None
         assert store.exists([key(0)]) == [False]
         put(writer, key(0), payload(0, SIZE))
         assert store.exists([key(0)]) == [False], "listed a moment ago"
-        directory = store._directory  # private: usage would cause a refresh
-        until(lambda: directory.figures()[0] == 1)
+        known = store._directory  # private: usage would cause a refresh
+        until(lambda: known.figures()[0] == 1)
         assert fetch(store, key(0), SIZE) == payload(0, SIZE)
 
 
@@ -146,7 +137,7 @@ def test_a_sweep_in_small_parts_finds_what_is_there_and_what_is_gone(
 def test_garbage_is_remembered_up_to_a_bound_and_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(ledger, "_MAX_RUBBISH", 3)  # private: the real bound would need thousands of names
+    monkeypatch.setattr(directory, "_MAX_USELESS", 3)  # private: the real bound would need thousands of names
     for n in range(8):
         data = bytes(100)
         obstore.put(bucket(), f"{folder(tmp_path)}/{make_name(n, '0' * 16, n, 60)}", data)

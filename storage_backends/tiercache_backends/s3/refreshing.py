@@ -23,9 +23,8 @@ from math import inf
 from threading import Condition, Thread
 from typing import Final
 
-from tiercache_backends.s3.directory.directory import BucketDirectory
-from tiercache_backends.s3.directory.objects import Pack
-from tiercache_backends.s3.failures import FailureKind, RequestError
+from tiercache_backends.s3.directory import BucketDirectory, Pack
+from tiercache_backends.s3.failures import AbsentError, RequestError, ShortError, UnreachableError
 from tiercache_backends.s3.pack import (
     FOLDER,
     MAX_TOMBSTONE,
@@ -149,9 +148,7 @@ class BucketListing:
             until = self._client.deadline(wanted)
             while not self._client.has_room(wanted, until, wait=not waiting):
                 if not waiting:
-                    raise RequestError(
-                        FailureKind.UNREACHABLE, f"{self._client.where}: too much is in flight"
-                    )
+                    raise UnreachableError(f"{self._client.where}: too much is in flight")
                 self._read(*waiting.pop(0))
             waiting.append((name, size, self._client.read(f"{FOLDER}/{name.text}", 0, wanted, until)))
         for part in waiting:
@@ -161,11 +158,9 @@ class BucketListing:
         """Take in the head of a pack, or a tombstone."""
         try:
             data = bytes(request.result())
-        except RequestError as error:
-            if error.kind is FailureKind.ABSENT:
-                return  # removed since it was listed
-            if error.kind is not FailureKind.SHORT:
-                raise
+        except AbsentError:
+            return  # removed since it was listed
+        except ShortError:
             data = b""
         if name.head is None:
             dead = read_tombstone(data)
@@ -244,16 +239,11 @@ class Refresher:
                 "%s is still being listed; until that is over, objects in it may be misses", self._settings
             )
 
-    def ask(self, missed: int = 0, *, sweep: bool = False) -> RequestError | None:
-        """Cause a refresh behind a call that has missed so many objects; with `sweep`, a sweep as well.
-
-        Returns why the last refresh has failed, if it did.
-        """
+    def ask(self, missed: int = 0) -> RequestError | None:
+        """Cause a refresh behind a call that has missed so many objects; return why the last one failed."""
         with self._changed:
             if not self.is_complete:
                 self.early += missed
-            if sweep:
-                self._since_sweep = _SWEEP
             self._asked = True
             self._changed.notify_all()
             return None if self._failure is None else self._failure[1]
@@ -267,10 +257,7 @@ class Refresher:
         with self._changed:
             numbers = self._begun + 1, self._sweeps_begun + 1 if sweep else 1
         if not self._await(*numbers):
-            raise RequestError(
-                FailureKind.UNREACHABLE,
-                f"{self._client.where} is still being listed; wait, or raise deadline",
-            )
+            raise UnreachableError(f"{self._client.where} is still being listed; wait, or raise deadline")
 
     def close(self) -> None:
         """End the thread, unless it waits for an answer for longer than a deadline."""
@@ -294,7 +281,7 @@ class Refresher:
             if not self._changed.wait_for(ended, self._settings.deadline):
                 return False
             if self._failure is not None and self._failure[0] >= refresh:
-                raise RequestError(self._failure[1].kind, self._failure[1].text)
+                raise type(self._failure[1])(str(self._failure[1]))
             return True
 
     def _pause(self) -> float:
