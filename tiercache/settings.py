@@ -1,7 +1,7 @@
 """Settings: the kinds of values that they can have, and tables of settings that a section gives.
 
-A kind reads a value as a user writes it, writes it back, and describes it for JSON Schema. It is part of the
-annotation of a setting, whose docstring below describes the setting:
+A kind reads a value as a user writes it, and writes it back. It is part of the annotation of a setting, whose
+docstring below describes the setting:
 
     @dataclass(frozen=True, kw_only=True)
     class Settings:
@@ -38,8 +38,6 @@ _WORDS: Final = {
     for value, words in ((True, "true yes on 1"), (False, "false no off 0"))
     for word in words.split()
 }
-_SIZE_PATTERN: Final = r"^\s*\d+(\.\d+)?\s*([KMGTPkmgtp][Ii]?)?[Bb]?\s*$"
-_DURATION_PATTERN: Final = r"^\s*\d+(\.\d+)?\s*(us|ms|s|min|m|h|d)?\s*$"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,8 +48,6 @@ class Kind:
     """Function that returns the value that a user has written, or raises ConfigError with the range."""
     text: Callable[[Any], Any] | None = None
     """Function that writes a value so that `parse` returns it again; None: the value is written as it is."""
-    schema: Mapping[str, Any] | None = None
-    """JSON Schema of what a user writes; None: the schema of the annotated type."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> Any:
         """Let pydantic validate what `parse` returns, and write a value as `text` does."""
@@ -61,10 +57,6 @@ class Kind:
         return core_schema.no_info_before_validator_function(
             self.parse, handler(source), serialization=written
         )
-
-    def __get_pydantic_json_schema__(self, core: Any, handler: Callable[[Any], Any]) -> Any:
-        """Return the JSON Schema for pydantic."""
-        return handler(core) if self.schema is None else dict(self.schema)
 
 
 def size(low: int = 0, high: int = LARGEST_SIZE, *, or_zero: bool = False, multiple: int = 1) -> Kind:
@@ -82,8 +74,7 @@ def size(low: int = 0, high: int = LARGEST_SIZE, *, or_zero: bool = False, multi
             )
         return found
 
-    number = {"type": "integer", "minimum": 0}
-    return Kind(parse, exact_size, {"anyOf": [{"type": "string", "pattern": _SIZE_PATTERN}, number]})
+    return Kind(parse, exact_size)
 
 
 def duration(low: float | None = None, high: float = LONGEST) -> Kind:
@@ -96,8 +87,7 @@ def duration(low: float | None = None, high: float = LONGEST) -> Kind:
             raise ConfigError(f"{shown(value)} is not possible; use {bounds} {exact_duration(high)}")
         return seconds
 
-    number = {"type": "number", "exclusiveMinimum": 0}
-    return Kind(parse, exact_duration, {"anyOf": [{"type": "string", "pattern": _DURATION_PATTERN}, number]})
+    return Kind(parse, exact_duration)
 
 
 def whole(low: int, high: int, unit: str = "") -> Kind:
@@ -112,7 +102,7 @@ def whole(low: int, high: int, unit: str = "") -> Kind:
             )
         return number
 
-    return Kind(parse, schema={"type": "integer", "minimum": low, "maximum": high})
+    return Kind(parse)
 
 
 def one_of(*words: T) -> Kind:
@@ -126,10 +116,10 @@ def one_of(*words: T) -> Kind:
             raise ConfigError(f"{shown(value)} is not possible; use {', '.join(others)} or {last}")
         return found
 
-    return Kind(parse, str, {"type": "string", "enum": list(known)})
+    return Kind(parse, str)
 
 
-def matching(pattern: str, sentence: str, **schema: Any) -> Kind:
+def matching(pattern: str, sentence: str) -> Kind:
     """Return the kind of texts of a pattern; `sentence` is the message for others, without its subject."""
     compiled = re.compile(pattern)
 
@@ -138,7 +128,7 @@ def matching(pattern: str, sentence: str, **schema: Any) -> Kind:
             raise ConfigError(f"{shown(value)} {sentence}")
         return value
 
-    return Kind(parse, schema={"type": "string", "pattern": f"^{pattern}$"} | schema)
+    return Kind(parse)
 
 
 def _flag(value: Any) -> bool:
@@ -165,7 +155,7 @@ def _path(value: Any) -> str:
 
 FLAG: Final = Kind(_flag)
 LINE: Final = Kind(_line)
-PATH: Final = Kind(_path, schema={"type": "string", "pattern": "^/"})
+PATH: Final = Kind(_path)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

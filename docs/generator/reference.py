@@ -36,9 +36,8 @@ TERMINAL: Final = {"COLUMNS": "96", "TERM": "dumb"}
 CONFIGURATION: Final = """\
 # Configuration
 
-Settings of the daemon's TOML file. The same names are environment variables; a few are flags of
-[`tiercache serve`](cli.md#tiercache-serve).
-`tiercache config check FILE` checks a file, and `tiercache config schema` prints a JSON Schema for editors.
+Settings of the daemon's TOML file; a few are flags of [`tiercache serve`](cli.md#tiercache-serve).
+`tiercache config check FILE` checks a file.
 """
 
 

@@ -17,13 +17,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.examples import example_count
-from tiercache.config.document import description, document, leaves, schema
+from tiercache.config.document import description, document, every_setting, leaves
 from tiercache.config.files import check_certificates, check_files, read_salt, read_secret, read_token
-from tiercache.config.loading import Origin, find_file, load, resolve
+from tiercache.config.loading import find_file, load, resolve
 from tiercache.config.models import Settings
 from tiercache.config.rules import warnings
 from tiercache.config.urls import parse_address
-from tiercache.core import Verb
 from tiercache.errors import ConfigError
 from tiercache.text import exact_duration, exact_size, parse_duration, parse_size
 
@@ -88,124 +87,33 @@ def test_by_default_an_object_fits_into_what_one_client_may_hold(host, principal
         assert (made.object_bytes, made.client_bytes) == (256 * MIB, host // 8)
 
 
-def test_a_flag_comes_before_a_variable_before_the_file_before_a_default(tmp_path, monkeypatch):
+def test_a_flag_comes_before_the_file_before_a_default(tmp_path):
     file = tmp_path / "node.toml"
     file.write_text('drain = "1s"\nhost_bytes = "64MiB"\n[limits]\nidle = "1s"\ncall = "1s"\nclients = 1\n')
-    monkeypatch.setenv("TIERCACHE_LIMITS__IDLE", "2s")
-    monkeypatch.setenv("TIERCACHE_LIMITS__CALL", "2s")
-    monkeypatch.setenv("TIERCACHE_DRAIN", "2s")
     found = resolve(file, {"drain": "3s", "unix": None, "limits": {"call": 3.0, "idle": None}})
     made = found.settings
-    assert (made.drain, made.limits.call, made.limits.idle, made.limits.clients, made.limits.streams) == (
-        3.0,
-        3.0,
-        2.0,
-        1,
-        256,
-    )
-    said = {key: found.origin(key) for key, _ in leaves(document(made))}
-    assert said[("drain",)] is said["limits", "call"] is Origin.FLAG
-    assert said["limits", "idle"] is Origin.ENVIRONMENT
-    assert said["limits", "clients"] is said[("host_bytes",)] is Origin.FILE
-    assert said["limits", "streams"] is said[("unix",)] is Origin.DEFAULT
+    assert (made.drain, made.limits.call, made.limits.idle) == (3.0, 3.0, 1.0)
+    assert (made.limits.clients, made.limits.streams) == (1, 256)
+    origins = {key: found.origin(key) for key, _ in leaves(document(made))}
+    assert origins["limits", "clients"] == origins[("host_bytes",)] == "file"
+    assert origins["limits", "streams"] == origins[("unix",)] == "default"
 
 
-def test_variables_give_lists_tables_and_booleans(monkeypatch):
-    monkeypatch.setenv("TIERCACHE_LISTEN", "[::1]:7070, localhost:0")
-    monkeypatch.setenv("TIERCACHE_UNIX", "off")
-    monkeypatch.setenv("TIERCACHE_LIMITS__CLIENTS", "7")
-    monkeypatch.setenv("TIERCACHE_HTTP__LISTEN", "127.0.0.1:9464")
-    monkeypatch.setenv("TIERCACHE_TENANTS__ACME__SALT_FILE", "/s")
-    monkeypatch.setenv(
-        "TIERCACHE_PRINCIPALS", '[{"name": "a", "token_file": "/t", "tenant": "acme", "verbs": ["admin"]}]'
-    )
-    made = load()
-    assert made.listen == ("[::1]:7070", "localhost:0")
-    assert (made.unix, made.limits.clients, made.http.listen) == (False, 7, "127.0.0.1:9464")
-    assert made.tenants["acme"].salt_file == Path("/s")
-    assert made.principals[0].verbs == {Verb.ADMIN}
-    monkeypatch.setenv("TIERCACHE_LISTEN", ' ["127.0.0.1:1"]')
-    assert load().listen == ("127.0.0.1:1",)
-
-
-def test_the_store_is_one_url_or_a_list_of_tiers(loaded, monkeypatch):
+def test_the_store_is_one_url_or_a_list_of_tiers(loaded):
     assert Settings().store_urls == ("file:///var/lib/tiercache/store?capacity=68719476736",)
     one = loaded('storage = "file:///a,b?capacity=1GiB"')
     assert (one.store_url, one.store_urls) == ("file:///a,b?capacity=1GiB", ("file:///a,b?capacity=1GiB",))
     several = loaded('storage = ["memory://", "file:///d"]')
     assert several.store_url == several.store_urls == ("memory://", "file:///d")
-    monkeypatch.setenv("TIERCACHE_STORAGE", "file:///a,b?capacity=1GiB")
-    assert load().storage == "file:///a,b?capacity=1GiB", "a comma does not part it"
-    monkeypatch.setenv("TIERCACHE_STORAGE", '["memory://", "file:///d"]')
-    assert load().storage == ("memory://", "file:///d")
-    assert load(None, {"storage": "memory://"}).storage == "memory://", "a flag replaces all tiers"
+    assert load(None, {"storage": "file:///a"}).storage == "file:///a"
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["TIERCACHE_CONFIG", "TIERCACHE_STORE", "TIERCACHE_PORT", "TIERCACHE_PORT_7070_TCP_ADDR",
-     "TIERCACHE_SERVICE_HOST",
-     "TIERCACHE_SERVICE_PORT_GRPC", "TIERCACHE_NODE_SERVICE_HOST", "TIERCACHES_DRAIN"],
-)  # fmt: skip
-def test_variables_of_others_are_let_be(name, monkeypatch):
-    monkeypatch.setenv(name, "tcp://10.0.0.1:7070")
-    assert load() == Settings()
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "sentence"),
-    [
-        ("TIERCACHE_DRIAN", "1s", "TIERCACHE_DRIAN names no setting; did you mean TIERCACHE_DRAIN?"),
-        ("TIERCACHE_Drain", "1s", "TIERCACHE_Drain names no setting; did you mean TIERCACHE_DRAIN?"),
-        ("TIERCACHE_IDLE", "1s", "TIERCACHE_IDLE names no setting; did you mean TIERCACHE_LIMITS__IDLE?"),
-        (
-            "TIERCACHE_LIMITS__IDEL",
-            "1s",
-            "TIERCACHE_LIMITS__IDEL is not a setting; did you mean TIERCACHE_LIMITS__IDLE?",
-        ),
-        ("TIERCACHE_DRAIN__X", "1s", "TIERCACHE_DRAIN__X names no setting"),
-        ("TIERCACHE_PRINCIPALS__0__NAME", "a", "TIERCACHE_PRINCIPALS__0__NAME names no setting"),
-        ("TIERCACHE_", "1", "TIERCACHE_ names no setting"),
-        ("TIERCACHE_\x1b[2J", "1", "names no setting"),
-        ("TIERCACHE_LIMITS__IDLE", "", "TIERCACHE_LIMITS__IDLE: '' is not a duration"),
-        ("TIERCACHE_UNIX", "2", "TIERCACHE_UNIX: '2' is neither true nor false"),
-        ("TIERCACHE_TLS", "/c", "TIERCACHE_TLS is not a table"),
-        ("TIERCACHE_LIMITS", "x", "TIERCACHE_LIMITS is not a table"),
-        ("TIERCACHE_PRINCIPALS", "[{", "TIERCACHE_PRINCIPALS is not JSON"),
-        ("TIERCACHE_PRINCIPALS", "[" * 200_000, "TIERCACHE_PRINCIPALS"),
-        (
-            "TIERCACHE_PRINCIPALS",
-            '[{"name": "a"}]',
-            "TIERCACHE_PRINCIPALS, principals[0]: principal a has no credential",
-        ),
-        ("TIERCACHE_LISTEN", "x", "TIERCACHE_LISTEN, listen[0]: 'x' is not an address"),
-    ],
-)
-def test_a_variable_that_means_nothing_is_an_error(name, value, sentence, monkeypatch):
-    if len(value) < 100_000:
-        monkeypatch.setenv(name, value)
-    else:
-        monkeypatch.setitem(os.environ, name, value)
-    message = refused(load)
-    assert sentence in message
-    assert message.isprintable()
-
-
-def test_a_mistake_counts_even_where_something_overrides_it(loaded, monkeypatch):
-    monkeypatch.setenv("TIERCACHE_DRAIN", "1s")
+def test_a_mistake_is_named_by_its_source(loaded):
     assert "node.toml: drain: 'soon' is not a duration" in refused(loaded, 'drain = "soon"')
     assert "--drain: 'soon' is not a duration" in refused(loaded, "", drain="soon")
     assert "--limits-idle: True is not a duration" in refused(loaded, "", limits={"idle": True})
-
-
-def test_a_table_may_be_given_in_parts(loaded, monkeypatch):
-    monkeypatch.setenv("TIERCACHE_TLS__KEY", "/k")
-    monkeypatch.setenv("TIERCACHE_TENANTS__A__SALT_FILE", "/s")
-    made = loaded('tls.certificate = "/c"\ntenants.a = {}\n')
-    assert made.tls is not None
-    assert (made.tls.certificate, made.tls.key) == (Path("/c"), Path("/k"))
-    message = refused(loaded, 'tls.client_ca = "/c"\n')
-    assert "node.toml with the environment: tls.key is given without tls.certificate" in message
+    message = refused(loaded, 'tls.client_ca = "/c"\n', drain="1s")
+    assert "node.toml with flags: tls.client_ca is given without tls.certificate" in message
 
 
 def test_which_file(tmp_path, monkeypatch):
@@ -482,13 +390,6 @@ def test_settings_are_frozen():
         made.limits.idle = 1.0
 
 
-def test_settings_take_what_they_are_given_and_look_at_nothing_else(monkeypatch):
-    monkeypatch.setenv("TIERCACHE_DRAIN", "1s")
-    assert Settings().drain == 10.0
-    with pytest.raises(ConfigError, match="nothing to serve"):
-        Settings(unix=False).check()
-
-
 # Files
 
 
@@ -642,22 +543,13 @@ def test_neither_contents_nor_inputs_show_in_a_repr(tmp_path, loaded):
 # As documents
 
 
-def test_every_setting_has_a_description_and_a_schema():
-    made = schema()
-    tables = [made, *(content for content in made["$defs"].values() if "properties" in content)]
-    assert len(tables) == 9
-    for table in tables:
-        assert table["additionalProperties"] is False
-        for name, setting in table["properties"].items():
-            assert "$ref" in setting or setting["description"], name
-    assert "null" not in json.dumps(made)
-    assert made["properties"]["disk_bytes"]["default"] == "64GiB"
-    assert made["$defs"]["Limits"]["properties"]["idle"]["default"] == "10s"
-    assert made["$defs"]["Principal"]["properties"]["verbs"]["default"] == ["read", "write"]
-    patterns = [
-        choice["pattern"] for choice in made["properties"]["host_bytes"]["anyOf"] if "pattern" in choice
-    ]
-    assert all(re.search(patterns[0], text) for text in ("64GiB", "1.5 TB", "4096", "7kb", "5b"))
+def test_every_setting_has_a_description_and_a_default():
+    found = {name: (default, said) for name, default, said in every_setting()}
+    assert all(said for _, said in found.values())
+    assert found["disk_bytes"][0] == "64GiB"
+    assert found["limits.idle"][0] == "10s"
+    assert found["principals[].verbs"][0] == ["read", "write"]
+    assert found["tenants.NAME.salt_file"][0] is None
     assert description(("principals", 3, "uid")).startswith("Credential")
     assert description(("tenants", "limits", "salt_file")).startswith("File with 32 to 4096")
 
@@ -753,14 +645,3 @@ anything = st.recursive(
 @settings(max_examples=example_count(400), deadline=None)
 def test_any_table_is_settings_or_one_sentence(table):
     assert outcome(None, table).isprintable()
-
-
-latin = st.characters(exclude_characters="=\0", max_codepoint=255)
-
-
-@given(st.text(latin, max_size=8) | known.map(str.upper), st.text(latin, max_size=12))
-@settings(deadline=None)
-def test_any_variable_is_settings_or_one_sentence(name, value):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(f"TIERCACHE_{name}", value)
-        assert outcome(None).isprintable()

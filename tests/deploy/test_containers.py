@@ -42,13 +42,8 @@ def environment() -> dict[str, str]:
     return dict(word.split("=", 1) for word in shlex.split(said.replace("\\\n", " ")))
 
 
-def settings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, Any], text: str = ""
-) -> Settings:
-    """Settings of a daemon with this file and these variables."""
-    for name, value in variables.items():
-        if name.startswith("TIERCACHE_"):
-            monkeypatch.setenv(name, str(value))
+def settings(tmp_path: Path, text: str) -> Settings:
+    """Settings of a daemon with this file."""
     (tmp_path / "tiercache.toml").write_text(text)
     return resolve(tmp_path / "tiercache.toml").settings
 
@@ -57,8 +52,9 @@ def settings(
 # ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_image_serves_as_nobody_s_user_and_is_asked_by_ping(tmp_path, monkeypatch) -> None:
-    found = settings(tmp_path, monkeypatch, environment())
+def test_the_image_serves_as_nobody_s_user_and_is_asked_by_ping(tmp_path) -> None:
+    [text] = re.findall(r"echo '(.*)' > /etc/tiercache/tiercache.toml", CONTAINERFILE)
+    found = settings(tmp_path, text)
     sockets, store = str(found.socket_directory), str(found.directory)
     assert environment()["TIERCACHE_STORE"] == f"grpc://{sockets}"
     assert re.search(rf"install -d -m 0700 -o 65532 -g 65532 {store} {sockets}$", CONTAINERFILE, re.M)
@@ -105,10 +101,11 @@ def test_hadolint_has_nothing_to_say() -> None:
 # ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_services_of_compose_fit_the_daemon(tmp_path, monkeypatch) -> None:
+def test_the_services_of_compose_fit_the_daemon(tmp_path) -> None:
     services = COMPOSE["services"]
     daemon = services["daemon"]
-    found = settings(tmp_path, monkeypatch, environment() | daemon["environment"])
+    assert daemon["configs"] == [{"source": "daemon", "target": "/etc/tiercache/tiercache.toml"}]
+    found = settings(tmp_path, COMPOSE["configs"]["daemon"]["content"])
     assert parse_duration(daemon["stop_grace_period"]) > 3 * found.drain + 5
     assert parse_size(daemon["mem_limit"].replace("g", "GiB")) >= found.host_bytes + parse_size("512MiB")
     assert {volume.partition(":")[2] for volume in daemon["volumes"]} == {
@@ -191,9 +188,9 @@ def test_kubernetes_knows_every_field(manifests) -> None:
             validate.validate(one, "1.33", strict=True)
 
 
-def test_the_daemon_takes_the_chart_s_file_and_its_pod_fits_it(manifests, tmp_path, monkeypatch) -> None:
+def test_the_daemon_takes_the_chart_s_file_and_its_pod_fits_it(manifests, tmp_path) -> None:
     [config] = [one for one in manifests if one["kind"] == "ConfigMap"]
-    found = settings(tmp_path, monkeypatch, environment(), config["data"]["tiercache.toml"])
+    found = settings(tmp_path, config["data"]["tiercache.toml"])
     work = workload(manifests)
     pod = work["spec"]["template"]["spec"]
     [daemon] = pod["containers"]

@@ -55,10 +55,8 @@ config = typer.Typer(no_args_is_help=True)
 @config.callback(
     help=f"""Check, show, describe and apply the configuration of the daemon.
 
-Settings come from flags of `tiercache serve`, environment variables and one TOML file. A flag overrides a
-variable, and a variable overrides the file. A variable's name is TIERCACHE_ and the name of the setting; two
-underscores stand between a table and its setting: TIERCACHE_HOST_BYTES=1GiB, TIERCACHE_LIMITS__IDLE=5s. This
-is an example of the file; every line is optional:
+Settings come from one TOML file; flags of `tiercache serve` override it. This is an example of the file;
+every line is optional:
 
 {_verbatim(EXAMPLE)}
 """
@@ -97,10 +95,9 @@ def check(
     """Check whether a configuration can be served on this machine, and show what is served to whom.
 
     `tiercache serve` makes the same checks before it opens the store: settings, files, the options of a
-    storage URL, directories, memory, disk and ports. Nothing is written. Environment variables override the
-    file, as they do for the daemon. Exit code 0: the configuration can be served, perhaps with warnings. Exit
-    code 2: a setting is wrong. Exit code 1: the machine is not ready, for example because a port is in use.
-    An error is one sentence.
+    storage URL, directories, memory, disk and ports. Nothing is written. Exit code 0: the configuration can
+    be served, perhaps with warnings. Exit code 2: a setting is wrong. Exit code 1: the machine is not ready,
+    for example because a port is in use. An error is one sentence.
 
         tiercache config check node.toml
 
@@ -146,13 +143,13 @@ def show(
     ] = False,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Show the value of every setting, and whether it comes from a default, the file or the environment.
+    """Show the value of every setting, and whether it comes from a default or the file.
 
         tiercache config show node.toml
 
         tiercache config show --toml > node.toml
 
-    JSON fields: file, settings (as in a file), origins (default, file or environment, by setting). With jsonl
+    JSON fields: file, settings (as in a file), origins (default or file, by setting). With jsonl
     one line for each setting: setting, value, origin, description.
     """
     from tiercache.config.document import description, dotted, effective, leaves
@@ -178,32 +175,26 @@ def show(
 
 
 @config.command()
-def schema(output: OutputOption = Output.JSON) -> None:
-    """Print the JSON Schema of the file, for editors that complete and check TOML.
+def schema(output: OutputOption = Output.TABLE) -> None:
+    """List every setting of the file, with its default and its description.
 
-        tiercache config schema > tiercache.schema.json
+        tiercache config schema
 
-    With -o table or -o jsonl the command lists all settings: setting, default, description. The default is
-    null if the setting has none, or if the default follows from other settings.
+    JSON fields: settings (setting, default, description). With jsonl one line for each. The default is null
+    if the setting has none, or if the default follows from other settings.
     """
     from tiercache.config.document import every_setting
-    from tiercache.config.document import schema as made
 
-    if output is Output.JSON:
-        document(made())
-    elif output is Output.JSONL:
-        records(
-            (
-                {"setting": name, "default": default, "description": said}
-                for name, default, said in every_setting()
-            ),
-            output,
-        )
-    else:
-        rows = (
-            (name, "" if default is None else _cell(default), said) for name, default, said in every_setting()
-        )
+    found = list(every_setting())
+    if output is Output.TABLE:
+        rows = ((name, "" if default is None else _cell(default), said) for name, default, said in found)
         _print(("setting", "default", "what it is"), rows)
+        return
+    listed = [{"setting": name, "default": default, "description": said} for name, default, said in found]
+    if output is Output.JSON:
+        document({"settings": listed})
+    else:
+        records(listed, output)
 
 
 @config.command()

@@ -81,10 +81,10 @@ def serve(
 ) -> None:
     """Serve one store to many workers: on unix sockets for this host, on TCP for others.
 
-    A setting that is not given as an option comes from its TIERCACHE_... variable, else from the file, else
-    from its default (`tiercache config show`). A configuration that cannot be served is rejected before
-    anything is written; `tiercache config check` makes the same checks. On SIGTERM or Ctrl-C, calls under way
-    have `drain` seconds to end; then the store is closed. The exit code is 1 if a call did not end in time.
+    A setting that is not given as an option comes from the file, else from its default (`tiercache config
+    show`). A configuration that cannot be served is rejected before anything is written; `tiercache config
+    check` makes the same checks. On SIGTERM or Ctrl-C, calls under way have `drain` seconds to end; then the
+    store is closed. The exit code is 1 if a call did not end in time.
 
     Start a daemon for the workers of this host, and call it as a worker does:
 

@@ -6,15 +6,14 @@ Principles:
 2. An unknown setting is a mistake, never ignored.
 3. Secrets are in files that only their owner reads; settings name the files.
 
-The daemon reads one TOML file, variables and flags into one immutable object:
+The daemon reads one TOML file and flags into one immutable object:
 
     load(Path("/etc/tiercache/tiercache.toml"), {"listen": ["127.0.0.1:7070"]})
 
-A flag overrides a variable (`TIERCACHE_LIMITS__IDLE=5s`), a variable overrides the file, and the file
-overrides the defaults. Order of reading: `models` (the settings), `fields` (kinds of values that only they
-have), `rules` (which they must obey together), `loading` (from files, variables and flags), `files` (checks
-of the files that settings name), `document` (settings as a file). These modules need pydantic; importing this
-package imports only `tiercache.text`, which needs no other package.
+A flag overrides the file, and the file overrides the defaults. Order of reading: `models` (the settings),
+`rules` (kinds of values, and what settings must obey together), `loading` (from a file and flags), `files`
+(checks of the files that settings name), `document` (settings as a file). These modules need pydantic;
+importing this package imports only `tiercache.text`, which needs no other package.
 """
 
 from tiercache.text import parse_duration, parse_size

@@ -1,4 +1,4 @@
-"""Settings as documents: their names, values and descriptions, and the JSON Schema of the file."""
+"""Settings as documents: their names, values and descriptions."""
 
 from __future__ import annotations
 
@@ -104,23 +104,6 @@ def every_setting(table: type[BaseModel] = Settings, key: str = "") -> Iterator[
         yield from every_setting(inner, f"{key}{name}{place}.")
 
 
-def schema() -> dict[str, Any]:
-    """Return the JSON Schema of the file, for editors.
-
-    The schema covers names, types and ranges, but not the rules between settings (module `rules`).
-    """
-    made = Settings.model_json_schema()
-    tables: list[type[BaseModel]] = [Settings]
-    tables += [
-        table for table in (table_of(field.annotation) for field in Settings.model_fields.values()) if table
-    ]
-    contents: dict[str, Any] = {**made["$defs"], Settings.__name__: made}
-    for table in tables:
-        for name, setting in contents[table.__name__]["properties"].items():
-            _tidy(setting, _default(table, name))
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made}
-
-
 def _default(table: type[BaseModel], name: str) -> Any:
     """Return the default of a setting as a file would give it.
 
@@ -131,19 +114,6 @@ def _default(table: type[BaseModel], name: str) -> Any:
         return None
     # Only this setting is dumped, because a table built without validation may lack required settings.
     return table.model_construct(**{name: value}).model_dump(mode="json", include={name})[name]
-
-
-def _tidy(setting: dict[str, Any], default: Any) -> None:
-    """Adapt a setting's schema to TOML, in place.
-
-    Removes the title. Removes the type null, because TOML has no null. Sets the default to `default`.
-    """
-    for noise in ("title", "default"):
-        setting.pop(noise, None)
-    if default is not None:
-        setting["default"] = default
-    choices = [choice for choice in setting.pop("anyOf", []) if choice.get("type") != "null"]
-    setting.update(choices[0] if len(choices) == 1 else {"anyOf": choices} if choices else {})
 
 
 def dotted(key: Sequence[str | int]) -> str:

@@ -1,100 +1,39 @@
-"""Loading of settings from a file, the environment and flags.
-
-Each source is a layer, so that every value and every error can be traced to its source.
-"""
+"""Loading of settings from a file and flags."""
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from enum import StrEnum
 from pathlib import Path
-from typing import Any, Final, get_args, get_origin
+from typing import Any, Final, Literal
 
 from pydantic import ValidationError
 
-from tiercache.config.document import Key, dotted, table_at, table_of
-from tiercache.config.models import Principal, Settings
+from tiercache.config.document import Key, dotted, table_at
+from tiercache.config.models import Settings
 from tiercache.errors import ConfigError
 
-PREFIX: Final = "TIERCACHE_"
 FILE_VARIABLE: Final = "TIERCACHE_CONFIG"
 DEFAULT_FILE: Final = Path("/etc/tiercache/tiercache.toml")
-NO_SETTINGS: Final = frozenset({FILE_VARIABLE, "TIERCACHE_STORE"})
-"""Variables with the prefix that are no settings of the daemon.
-
-The first is the path of the file. The second is the default of `--store` for the verbs of the terminal."""
-_SERVICE_LINK: Final = re.compile(
-    r"TIERCACHE_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
-)
-"""Variables that Kubernetes sets in every pod if there is a service named tiercache or tiercache-...
-
-They are ignored, because they are neither settings nor mistakes."""
-_JSON: Final = re.compile(r'\{|\[\s*(["{\]]|$)')
-"""Beginning of a JSON table or of a JSON list of strings or tables."""
 _FILE_LIMIT: Final = 2**20
 """Maximum bytes of a configuration file."""
-_NESTED: Final = "__"
-
-
-class Origin(StrEnum):
-    """Kind of source from which a value comes."""
-
-    DEFAULT = "default"
-    FILE = "file"
-    ENVIRONMENT = "environment"
-    FLAG = "flag"
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """Settings from one source: the file, the environment or the flags."""
-
-    origin: Origin
-    place: str
-    """Path of the file, or the name of another source."""
-    values: Mapping[str, Any]
-
-    def gives(self, key: Key) -> bool:
-        """Return whether this source has a value for `key`."""
-        here: Any = self.values
-        for part in key:
-            try:
-                here = here[part]
-            except (LookupError, TypeError):
-                return False
-        return True
-
-    def name_of(self, key: Key) -> str:
-        """Return `key` as the user writes it in this source: as a key of the file, a variable or a flag."""
-        if self.origin in (Origin.FILE, Origin.DEFAULT):
-            return f"{self.place}: {_clean(dotted(key))}"
-        names = [_clean(str(part)) for part in key]
-        if self.origin is Origin.FLAG:
-            return f"--{'-'.join(names).replace('_', '-')}"
-        # An item of a list has no variable of its own, because the variable of the list holds all items.
-        depth = next((n for n, part in enumerate(key) if isinstance(part, int)), len(key))
-        variable = PREFIX + _NESTED.join(names[:depth]).upper()
-        return f"{variable}, {_clean(dotted(key))}" if depth < len(key) else variable
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Settings, together with their sources."""
+    """Settings, together with the file from which they come."""
 
     settings: Settings
     file: Path | None
-    layers: tuple[Layer, ...]
-    """Layers in rising precedence: the last layer that has a key gives the key's value."""
+    values: Mapping[str, Any]
+    """Values in the file."""
 
-    def origin(self, key: Key) -> Origin:
-        """Return the kind of source from which the value of `key` comes."""
-        return next((layer.origin for layer in reversed(self.layers) if layer.gives(key)), Origin.DEFAULT)
+    def origin(self, key: Key) -> Literal["file", "default"]:
+        """Return where the value of `key` comes from, if no flag gives it."""
+        return "file" if _gives(self.values, key) else "default"
 
 
 def find_file(given: Path | None) -> Path | None:
@@ -107,7 +46,7 @@ def find_file(given: Path | None) -> Path | None:
 
 
 def load(file: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Settings:
-    """Return the settings from `overrides`, the environment, `file` and the defaults, in falling precedence.
+    """Return the settings from `overrides`, `file` and the defaults, in falling precedence.
 
     `overrides` holds the values of flags; the value of a flag that was not given is None. Raises ConfigError
     for a mistake; its message is one sentence that names the source and the key.
@@ -116,25 +55,20 @@ def load(file: Path | None = None, overrides: Mapping[str, Any] | None = None) -
 
 
 def resolve(file: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Loaded:
-    """Return the same settings as `load`, together with the source of each value."""
-    layers = (
-        Layer(Origin.FILE, printable(file), _read(file) if file else {}),
-        Layer(Origin.ENVIRONMENT, "the environment", _environment()),
-        Layer(Origin.FLAG, "flags", _without_absent(overrides or {})),
-    )
-    merged: dict[str, Any] = {}
-    for layer in layers:
-        # Each layer is also checked alone, so that a mistake is found even if a later layer overrides it. A
-        # required setting may be missing in one layer and present in another.
-        _validated(layer, partial=True)
-        merged = _merge(merged, layer.values)
-    where = " with ".join(layer.place for layer in layers if layer.values) or "defaults"
-    settings = _validated(Layer(Origin.DEFAULT, where, merged))
-    assert settings is not None
+    """Return the same settings as `load`, together with what the file has."""
+    values, flags = _read(file) if file else {}, _without_absent(overrides or {})
+    places = [printable(file)] * bool(file) + ["flags"] * bool(flags) or ["defaults"]
     try:
-        return Loaded(settings.check(), file, layers)
+        settings = Settings.model_validate(_merge(values, flags))
+    except ValidationError as error:
+        # A misspelt setting says more than that the right one is missing.
+        found = error.errors(include_url=False, include_input=False)
+        mistake = min(found, key=lambda one: one["type"] == "missing")
+        raise _sentence(_Names(places[0], flags), mistake) from None
+    try:
+        return Loaded(settings.check(), file, values)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(f"{' with '.join(places)}: {error}") from error
 
 
 def printable(path: Path | None) -> str:
@@ -166,65 +100,6 @@ def _read(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{printable(file)} is not TOML: {_clean(str(error))}; correct it there") from error
 
 
-def _environment() -> dict[str, Any]:
-    """Return the settings in environment variables.
-
-    Raises ConfigError for a misspelt name. Without this error, the variable would just have no effect.
-    """
-    values: dict[str, Any] = {}
-    # In this order, TIERCACHE_LIMITS (a JSON table) comes before TIERCACHE_LIMITS__IDLE, which overrides it.
-    for name, text in sorted(os.environ.items()):
-        if name.startswith(PREFIX) and name not in NO_SETTINGS and not _SERVICE_LINK.fullmatch(name):
-            *tables, last = key = _key_of(name)
-            place: Any = values
-            for part in tables:
-                place = place.setdefault(part, {}) if isinstance(place, dict) else None
-            if isinstance(place, dict):  # otherwise TIERCACHE_LIMITS is no table, and is refused as that
-                place[last] = _decoded(name, key, text)
-    return values
-
-
-def _decoded(name: str, key: Key, text: str) -> Any:
-    """Return the value of a variable: a text, or what JSON describes.
-
-    Lists may be JSON, or separated by commas: TIERCACHE_LISTEN=127.0.0.1:7070,[::1]:7070. Where one text is
-    possible instead of a list, a list must be JSON: TIERCACHE_STORAGE='["memory://", "file:///d"]'.
-    """
-    field = table_at(key[:-1]).model_fields.get(str(key[-1]))
-    annotation = field and field.annotation
-    kinds = {get_origin(one) for one in (annotation, *get_args(annotation))}
-    if table_of(annotation) is None and not kinds & {tuple, frozenset}:
-        return text
-    text = text.strip()
-    # _JSON distinguishes a JSON list from "[::1]:7070", which begins with a bracket as well.
-    if _JSON.match(text):
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(
-                f"{name} is not JSON: {_clean(str(error))}; write a list with brackets and double quotes"
-            ) from error
-    if str in get_args(annotation):
-        return text  # such as a URL, in which commas have a meaning
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _key_of(name: str) -> Key:
-    """Return the key of a variable; raises ConfigError if there is no such setting."""
-    # TIERCACHE_LIMITS__IDLE is ("limits", "idle"). Only a setting in a table has such a nested name. The
-    # settings in [[principals]] have none, because the variable TIERCACHE_PRINCIPALS holds the whole list.
-    key = tuple(name.removeprefix(PREFIX).lower().split(_NESTED))
-    field = Settings.model_fields.get(key[0])
-    if (
-        not name.isupper()
-        or field is None
-        or (len(key) > 1 and table_of(field.annotation) in (None, Principal))
-    ):
-        layer = Layer(Origin.ENVIRONMENT, "", {})
-        raise ConfigError(f"{printable(Path(name))} names no setting{_suggestion(layer, key)}")
-    return key
-
-
 def _without_absent(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return `flags` without the flags that were not given (None), and without empty tables."""
     values = {
@@ -234,7 +109,7 @@ def _without_absent(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two layers; the values in `above` win.
+    """Merge two sources; the values in `above` win.
 
     Tables are merged key by key. Any other value, including a list, is replaced as a whole.
     """
@@ -245,38 +120,44 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
     return merged
 
 
-def _validated(layer: Layer, *, partial: bool = False) -> Settings | None:
-    """Return the settings of a layer; raises ConfigError for the first mistake.
-
-    With `partial`, required settings may be missing; if one is missing, the result is None.
-    """
-    try:
-        return Settings.model_validate(layer.values)
-    except ValidationError as error:
-        for mistake in error.errors(include_url=False, include_input=False):
-            if not (partial and mistake["type"] == "missing"):
-                raise _sentence(layer, mistake) from None
-    return None
+def _gives(values: Any, key: Sequence[str | int]) -> bool:
+    """Return whether these tables and lists have a value for `key`."""
+    for part in key:
+        try:
+            values = values[part]
+        except (LookupError, TypeError):
+            return False
+    return True
 
 
-def _sentence(layer: Layer, mistake: Mapping[str, Any]) -> ConfigError:
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """Names of settings in messages: as a key of the file, or as a flag if that has given the value."""
+
+    place: str
+    flags: Mapping[str, Any]
+
+    def of(self, key: Key) -> str:
+        """Return the name of a setting, with the file's name before a key of it."""
+        if _gives(self.flags, key):
+            return f"--{'-'.join(_clean(str(part)) for part in key).replace('_', '-')}"
+        return f"{self.place}: {_clean(dotted(key))}"
+
+
+def _sentence(names: _Names, mistake: Mapping[str, Any]) -> ConfigError:
     kind = mistake["type"]
     key: Key = tuple(part for part in mistake["loc"] if part != "[key]")
     if kind == "extra_forbidden":
-        return _unknown(layer, key)
+        return ConfigError(f"{names.of(key)} is not a setting{_suggestion(key)}")
     if kind == "missing":
-        return ConfigError(f"{layer.name_of(key)} is missing; add it")
+        return ConfigError(f"{names.of(key)} is missing; add it")
     if kind in ("model_type", "model_attributes_type", "dict_type"):
-        return ConfigError(f"{layer.name_of(key)} is not a table; give its settings one by one")
+        return ConfigError(f"{names.of(key)} is not a table; give its settings one by one")
     reason = mistake.get("ctx", {}).get("error") or mistake["msg"]
-    return ConfigError(f"{layer.name_of(key)}: {_clean(str(reason))}")
+    return ConfigError(f"{names.of(key)}: {_clean(str(reason))}")
 
 
-def _unknown(layer: Layer, key: Key) -> ConfigError:
-    return ConfigError(f"{layer.name_of(key)} is not a setting{_suggestion(layer, key)}")
-
-
-def _suggestion(layer: Layer, key: Key) -> str:
+def _suggestion(key: Key) -> str:
     """Return the end of a message, which suggests the setting that was probably meant.
 
     The unknown name is first changed to lower case, with _ for -. The message suggests a setting with this
@@ -286,16 +167,11 @@ def _suggestion(layer: Layer, key: Key) -> str:
     *parent, last = key
     wanted = str(last)[:64].lower().replace("-", "_")
     names = list(table_at(parent).model_fields)
-    meant = [(*parent, wanted)] if wanted in names else []
-    meant += [
-        (table, wanted)
-        for table in ("tls", "limits", "http", "events")
-        if wanted in table_at([table]).model_fields
-    ]
-    meant += [(name,) for name in Settings.model_fields if name == wanted]
+    tables: list[Key] = [tuple(parent), ("tls",), ("limits",), ("http",), ("events",), ()]
+    meant: list[Key] = [(*table, wanted) for table in tables if wanted in table_at(table).model_fields]
     meant += [(*parent, name) for name in get_close_matches(wanted, names, n=1)]
     if meant:
-        return f"; did you mean {layer.name_of(meant[0]).removeprefix(f'{layer.place}: ')}?"
+        return f"; did you mean {dotted(meant[0])}?"
     return f"; the settings there are {', '.join(names)}"
 
 

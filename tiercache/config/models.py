@@ -11,7 +11,7 @@ from typing import Annotated, Final, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from tiercache.config import rules
-from tiercache.config.fields import (
+from tiercache.config.rules import (
     FILE,
     HOST,
     LIST,
@@ -252,7 +252,7 @@ class EventsSettings(_Table):
 
 
 class Settings(BaseModel):
-    """All settings of the daemon, immutable. `load` makes them from files, variables and flags."""
+    """All settings of the daemon, immutable. `load` makes them from a file and flags."""
 
     model_config = ConfigDict(
         frozen=True,

@@ -7,7 +7,6 @@ the same store in this process.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
@@ -184,10 +183,13 @@ def start_daemon(directory: Path, sockets: str, capacity: int, stack: ExitStack)
 
     Raises StorageError if the daemon does not start.
     """
-    command = children.command(
-        "tiercache.cli", "serve", "--directory", str(directory), "--disk-bytes", str(capacity)
+    file = Path(sockets) / "daemon.toml"
+    file.write_text(
+        f"directory = {json.dumps(str(directory))}\nsockets = {json.dumps(sockets)}\n"
+        f'disk_bytes = {capacity}\nlisten = ["127.0.0.1:0"]\n'
     )
-    process = _process([*command, "--listen", "127.0.0.1:0", "-o", "jsonl"], stack, TIERCACHE_SOCKETS=sockets)
+    command = children.command("tiercache.cli", "serve", "--config", str(file), "-o", "jsonl")
+    process = _process(command, stack)
     assert process.stdout is not None
     assert process.stderr is not None
     for row in map(json.loads, process.stdout):
@@ -203,14 +205,11 @@ def _port_of(module: str, stack: ExitStack) -> int:
     return int(process.stdout.readline())
 
 
-def _process(command: Sequence[str], stack: ExitStack, **variables: str) -> subprocess.Popen[str]:
+def _process(command: Sequence[str], stack: ExitStack) -> subprocess.Popen[str]:
     """Start a process. The process is terminated when the stack is closed."""
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("TIERCACHE_")
-    } | variables
     process = stack.enter_context(
         # The command is a module of this package, not text from outside.
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)  # noqa: S603
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # noqa: S603
     )
     stack.callback(process.terminate)
     return process
