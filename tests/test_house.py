@@ -208,7 +208,7 @@ BUDGET = {
     "tiercache.controller": 9_400,
     "tiercache.integrations": 7_800,
     "tiercache.cli": 5_740,
-    "tiercache.storage": 6_750,
+    "tiercache.storage": 6_500,
     "tiercache.testing": 4_225,
     "tiercache.index": 3_700,
     "tiercache.transfer": 2_550,

@@ -139,8 +139,7 @@ def test_no_small_module_has_only_one_importer():
 
 
 SINGLE = frozenset({
-    "CudaDevice", "Customer", "DeviceTensor", "Fence", "HintTable", "Prompt", "RankGroup", "SharedMemory",
-    "_Tracked",
+    "CudaDevice", "Customer", "DeviceTensor", "Fence", "Prompt", "RankGroup", "SharedMemory", "_Tracked",
 })  # fmt: skip
 """Abstract classes and protocols that have one implementation, or none."""
 OUTSIDE = frozenset({"Units", "Source"})
@@ -250,7 +249,7 @@ METHODS = 30
 LARGE = {
     "StoreState": 51, "Admission": 42, "HybridIndex": 41, "Residents": 38, "HybridCacheController": 38,
     "RestorablePages": 34, "MemoryBackend": 34, "MonitoredStore": 34, "GrpcBackend": 33,
-    "TierCacheStorage": 32, "LmdbBackend": 32, "EvictionOrder": 31, "StoreDirectory": 31,
+    "TierCacheStorage": 32, "LmdbBackend": 32, "StoreDirectory": 31,
 }  # fmt: skip
 """Classes of more methods, and how many they may have."""
 ARGUMENTS = 10

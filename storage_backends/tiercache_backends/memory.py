@@ -16,7 +16,6 @@ from typing import Any, Final, Self
 
 from tiercache.core import ObjectKey, ObjectMeta, Outcome
 from tiercache.events.base import ChangeNote
-from tiercache.policy import Lru, Policy
 from tiercache.settings import read_values, size
 from tiercache.storage.base import (
     Capabilities,
@@ -61,8 +60,7 @@ class StoredObject:
 class MemoryBackend(StorageBackend):
     """A dict of objects that take at most `capacity` bytes in all (`FOOTPRINT`); 0 means no limit.
 
-    Everything is lost when the store closes. `policy` ranks what is evicted (default: LRU), for pages of
-    `page_tokens` tokens.
+    Everything is lost when the store closes.
 
     Thread safety: as `StorageBackend`. One mutex guards the dict and the counts. It is not held while bytes
     are copied or checked.
@@ -74,9 +72,7 @@ class MemoryBackend(StorageBackend):
     is_sound: Callable[[SetItem], bool] = staticmethod(storable)
     """Whether an item can be stored, whatever else is stored."""
 
-    def __init__(
-        self, capacity: int = 0, env: Env | None = None, policy: Policy | None = None, page_tokens: int = 1
-    ) -> None:
+    def __init__(self, capacity: int = 0, env: Env | None = None) -> None:
         self.capabilities = Capabilities(bounded=capacity > 0, shares=True)
         self._capacity = capacity
         self._env = env or Env()
@@ -84,7 +80,7 @@ class MemoryBackend(StorageBackend):
         self._mutex = Lock()
         self._objects: dict[bytes, StoredObject] = {}
         self._residents = Residents(clock=self._env.monotonic, footprint=self.footprint)
-        self._order = EvictionOrder(self._residents, policy or Lru(), page_tokens)
+        self._order = EvictionOrder(self._residents)
         self._namespace_ids: dict[bytes, int] = {}
         self._names: list[bytes] = []
         """Namespaces by number."""

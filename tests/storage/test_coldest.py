@@ -7,8 +7,6 @@ from random import Random
 import pytest
 
 from tests.storage.resident_model import HYBRID, KV, PLAIN, STATE, Everything, digest, page_of, put, remove
-from tests.storage.test_eviction_order import Shallowest
-from tiercache.policy import Lru
 from tiercache.storage.eviction import EvictionOrder
 from tiercache.storage.residents import Residents
 
@@ -52,7 +50,7 @@ def ancestors(residents: Residents, row: int) -> set[bytes]:
 @pytest.mark.parametrize("seed", range(30))
 def test_it_is_what_goes_next_and_the_pages_before_it(seed: int, namespace_id: int) -> None:
     residents = forest(seed, namespace_id)
-    order = EvictionOrder(residents, Lru())
+    order = EvictionOrder(residents)
     count = 1 + seed % 12
     found = said(residents, order, count * LENGTH)
     paths = {d: ancestors(residents, residents.find(d)) for d in found}
@@ -73,13 +71,16 @@ def test_it_is_what_goes_next_and_the_pages_before_it(seed: int, namespace_id: i
         assert paths[d] <= seen, "the pages before an object come first"
 
 
-@pytest.mark.parametrize("policy", [Lru, Shallowest])
+@pytest.mark.parametrize("by_value", [False, True])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_question_changes_no_order(seed: int, policy: type[Lru] | type[Shallowest]) -> None:
+def test_a_question_changes_no_order(seed: int, by_value: bool) -> None:
     gone = []
     for asks in (False, True):
         residents = forest(seed, HYBRID)
-        order = EvictionOrder(residents, policy())
+        order = EvictionOrder(residents)
+        if by_value:
+            digests = [digest(name, layout) for name in range(40) for layout in (KV, STATE)]
+            residents.advise(digests, [Random(seed + n).random() for n in range(80)], 1)
         gone.append([])
         while residents:
             if asks:
@@ -97,7 +98,8 @@ def test_a_state_that_goes_alone_is_said_with_its_page() -> None:
         put(residents, name, name - 1 if name else None, namespace_id=HYBRID, depth=name + 1)
     for name in (1, 5):
         put(residents, name, layout=STATE, namespace_id=HYBRID)
-    order = EvictionOrder(residents, Shallowest())
+    residents.advise([digest(1, STATE), *map(digest, range(6))], [0.5] + [5.0] * 6, 1)
+    order = EvictionOrder(residents)
     assert said(residents, order, 1) == [digest(0), digest(1), digest(1, STATE)]
     order.evict(taker := Everything(residents, 1))
     assert taker.gone == [digest(1, STATE)]
@@ -108,7 +110,7 @@ def test_orphans_are_left_out_before_anyone_has_counted_them() -> None:
     for name in range(4):
         put(residents, name, name - 1 if name else None)
     put(residents, 9)
-    order = EvictionOrder(residents, Lru())
+    order = EvictionOrder(residents)
     remove(residents, residents.find(digest(1)))
     assert set(said(residents, order, 100)) == {digest(0), digest(9)}
     assert residents.pages.orphans_changed, "whoever evicts next still has to count them"
@@ -117,7 +119,7 @@ def test_orphans_are_left_out_before_anyone_has_counted_them() -> None:
 def test_a_row_with_another_object_is_not_meant() -> None:
     residents = Residents()
     rows = [put(residents, name) for name in range(3)]
-    order = EvictionOrder(residents, Lru())
+    order = EvictionOrder(residents)
     found = order.survey().coldest(100)
     remove(residents, rows[1])
     remove(residents, rows[2])
@@ -127,4 +129,4 @@ def test_a_row_with_another_object_is_not_meant() -> None:
 
 def test_nothing_is_coldest_in_an_empty_store() -> None:
     residents = Residents()
-    assert said(residents, EvictionOrder(residents, Lru()), 100) == []
+    assert said(residents, EvictionOrder(residents), 100) == []

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -36,23 +34,11 @@ from tests.storage.resident_model import (
     put,
     remove,
 )
-from tiercache.policy import Lru, Policy, UnitKind, Units
-from tiercache.policy.base import Ranks
 from tiercache.storage.eviction import EvictionOrder
 from tiercache.storage.pages import PAGE_KEY_BYTES
 from tiercache.storage.residents import Residents
 from tiercache.storage.restorable import Admissibility, Worth
-from tiercache.storage.units import StoredUnits
 from tiercache.testing.objects import page_key
-
-
-class Shallowest(Policy):
-    """The page nearest the beginning first, whatever its age, and states in the middle of a path too."""
-
-    name = "shallowest"
-
-    def rank(self, units: Units) -> Ranks:
-        return units.depth.astype(float) - (units.kind == UnitKind.STATE)
 
 
 @dataclass
@@ -72,17 +58,13 @@ class Claim:
 class ResidentsMachine(RuleBasedStateMachine):
     """Random operations on a store's tables: each eviction takes the unit that the model would take."""
 
-    policy: Callable[[], Policy] = Lru
-
     def __init__(self) -> None:
         super().__init__()
         self.residents = Residents()
-        self.chosen = type(self).policy()
-        self.order = EvictionOrder(self.residents, self.chosen)
+        self.order = EvictionOrder(self.residents)
         self.model = Model()
         self.claims: list[Claim] = []
         self.left: list[tuple[int, bytes | None, Left]] = []
-        self.states_to_keep: set[int] = set()
         self.watched = True
 
     @initialize(needs_states=st.booleans(), watched=st.booleans())
@@ -208,9 +190,6 @@ class ResidentsMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 6), promising=st.booleans())
     def evict(self, count: int, promising: bool) -> None:
         attached = [c.node for c in self.claims] + [c.parent for c in self.claims if c.parent is not None]
-        self.states_to_keep = set()
-        for start in {c.name for c in self.claims} | {c.above for c in self.claims if c.above is not None}:
-            self.states_to_keep.update([n for n in self.model.path(start) if self.model.pages[n].states][:1])
         taker = Watcher(self, count, promising)
         self.order.evict(taker, attached, promising=promising)
         if not taker.enough() and (promising or not self.model.is_mostly_unproven()):
@@ -304,27 +283,12 @@ class Watcher(Everything):
         model = self.machine.model
         [name] = {page_of(self.residents, row) for row in rows}
         layouts = {LAYOUTS.index(self.residents.digest(row)[:-PAGE_KEY_BYTES]) for row in rows}
-        if layouts != set(model.pages[name].lengths) or not model.is_leaf(name):
-            self.check_states_alone(name, layouts)
-            self.next = None
-        else:
-            self.check_page(name)
-            self.next = model.pages[name].up
+        assert layouts == set(model.pages[name].lengths), "without values a page goes with its states"
+        self.check_page(name)
+        self.next = model.pages[name].up
         super().take(rows)
         for layout in layouts:
             model.leave(name, layout)
-
-    def check_states_alone(self, name: int, layouts: set[int]) -> None:
-        model = self.machine.model
-        page = model.pages[name]
-        assert not self.machine.chosen.steady
-        assert layouts == {layout for layout in page.lengths if layout >= STATE}, (
-            "all states of a page, and nothing else"
-        )
-        assert name not in self.machine.states_to_keep, "somebody is writing behind it"
-        assert not page.pins
-        assert not page.holds
-        self.check_first(name)
 
     def check_page(self, name: int) -> None:
         model = self.machine.model
@@ -334,11 +298,10 @@ class Watcher(Everything):
             return
         if not model.is_useless(name):
             self.check_first(name)
-            if self.machine.chosen.steady:
-                useful = [other for other in leaves if not model.is_useless(other)]
-                assert name == min(useful, key=lambda other: model.pages[other].used), (
-                    "the least recently used of what is of use"
-                )
+            useful = [other for other in leaves if not model.is_useless(other)]
+            assert name == min(useful, key=lambda other: model.pages[other].used), (
+                "the least recently used of what is of use"
+            )
         elif self.machine.watched and not model.is_dead(name):
             assert not [other for other in leaves if model.is_dead(other)], (
                 "what may yet be of use goes after what never will"
@@ -359,11 +322,9 @@ class Watcher(Everything):
 
 
 @pytest.mark.hypothesis
-@pytest.mark.parametrize("policy", [Lru, Shallowest])
-def test_any_history_matches_a_plain_model(policy: type[Policy]) -> None:
-    machine = type("M", (ResidentsMachine,), {"policy": policy})
+def test_any_history_matches_a_plain_model() -> None:
     run_state_machine_as_test(
-        machine,
+        ResidentsMachine,
         settings=settings(
             deadline=None,
             max_examples=example_count(50),
@@ -376,7 +337,7 @@ def test_any_history_matches_a_plain_model(policy: type[Policy]) -> None:
 def test_thousands_of_leaves_go_in_order() -> None:
     """More than the front holds, so that the horizon moves several times."""
     residents = Residents()
-    order = EvictionOrder(residents, Lru())
+    order = EvictionOrder(residents)
     rows = {}
     for n in range(5000):
         d = digest(n)
@@ -397,7 +358,7 @@ def test_thousands_of_leaves_go_in_order() -> None:
 
 def test_deleting_for_ever_does_not_grow() -> None:
     residents = Residents()
-    order = EvictionOrder(residents, Lru())
+    order = EvictionOrder(residents)
     for namespace_id in (PLAIN, HYBRID):
         residents.pages.require_states(HYBRID)
         for _ in range(4000):
@@ -410,7 +371,7 @@ def test_deleting_for_ever_does_not_grow() -> None:
 
 def test_a_page_with_all_that_served_it_goes_at_once() -> None:
     residents = Residents()
-    order = EvictionOrder(residents, Lru())
+    order = EvictionOrder(residents)
     for n in range(6):
         put(residents, n, n - 1 if n else None, namespace_id=HYBRID)
     for n in (2, 5):
@@ -426,7 +387,7 @@ def test_kv_is_not_waited_for_longer_because_something_else_is() -> None:
     What came behind it and is dead by now goes before what can be restored.
     """
     residents = Residents()
-    order = EvictionOrder(residents, Lru())
+    order = EvictionOrder(residents)
     for n in range(20):
         put(residents, n)
     put(residents, 30, layout=STATE, namespace_id=HYBRID)
@@ -437,25 +398,3 @@ def test_kv_is_not_waited_for_longer_because_something_else_is() -> None:
         put(residents, n)
     order.evict(taker := Everything(residents, 1))
     assert taker.gone == [digest(31)]
-
-
-def test_what_a_policy_sees() -> None:
-    residents = Residents()
-    for n in range(5):
-        put(residents, n, n - 1 if n else None, namespace_id=HYBRID, depth=n + 1, length=10)
-    put(residents, 1, layout=STATE, namespace_id=HYBRID, length=3)
-    put(residents, 4, layout=STATE, namespace_id=HYBRID, length=3)
-    residents.touch(residents.find(digest(1)))
-    residents.hits[residents.find(digest(1))] = 2
-    units = StoredUnits(residents, np.array([residents.pages.find(page_key(n)) for n in range(5)]), 16)
-    assert (len(units), units.now, units.page_tokens) == (5, 8, 16)
-    assert units.kind.tolist() == [UnitKind.STATE] * 4 + [UnitKind.LEAF]
-    assert units.last_access.tolist() == [1, 8, 3, 4, 7]
-    assert units.hits.tolist() == [0, 2, 0, 0, 0]
-    assert units.depth.tolist() == [1, 2, 3, 4, 5]
-    assert units.children.tolist() == [1, 1, 1, 1, 0]
-    assert units.replay.tolist() == [1, 2, 1, 2, 3], "from the start, or from the state on page 1"
-    assert units.nbytes.tolist() == [1, 3, 1, 1, 33], (
-        "a state alone, or the end of the path with all that served it"
-    )
-    assert not units.covered.any()

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from tests.examples import example_count
 from tests.storage.resident_model import HYBRID, KV, MORE_STATE, PLAIN, STATE, Everything, digest, put, remove
-from tiercache.policy import Lru
 from tiercache.storage.eviction import EvictionOrder
 from tiercache.storage.pages import column_of
 from tiercache.storage.residents import ObjectColumns, Residents
@@ -167,7 +166,7 @@ def test_circles_and_contradictions_are_harmless(
     for page, layout, _ in batch[:: data.draw(st.integers(1, 4))]:
         remove(residents, residents.find(digest(page, layout)))
     residents.check_integrity()
-    order = EvictionOrder(residents, Lru())
+    order = EvictionOrder(residents)
     while residents:
         before = len(residents)
         order.evict(Everything(residents, 1))
@@ -184,5 +183,5 @@ def test_a_long_circle_is_cut_and_what_hangs_on_it_is_an_orphan() -> None:
     residents = loaded(batch, [PLAIN] * 42, [0] * 42)
     residents.check_integrity()
     assert residents.pages.worth().orphans == 41
-    EvictionOrder(residents, Lru()).evict(taker := Everything(residents, 41))
+    EvictionOrder(residents).evict(taker := Everything(residents, 41))
     assert digest(51) not in taker.gone

@@ -19,7 +19,6 @@ from hypothesis.stateful import (
 
 from tests.examples import example_count
 from tests.storage.resident_model import HYBRID, KV, PLAIN, STATE, Everything, digest, page_of, put, remove
-from tiercache.policy import Lru
 from tiercache.storage.eviction import EvictionOrder
 from tiercache.storage.residents import Residents
 from tiercache.storage.values import HALF_LIFE, usable_hints
@@ -69,7 +68,7 @@ class ValuesMachine(RuleBasedStateMachine):
         super().__init__()
         self.clock = Clock()
         self.residents = Residents(clock=self.clock)
-        self.order = EvictionOrder(self.residents, Lru())
+        self.order = EvictionOrder(self.residents)
         self.pages: dict[int, Page] = {}
         self.ticks = 0
         self.hinted = False
@@ -258,7 +257,7 @@ def filled(count: int) -> tuple[Residents, EvictionOrder, Clock]:
     residents = Residents(clock=clock)
     for n in range(count):
         put(residents, n)
-    return residents, EvictionOrder(residents, Lru()), clock
+    return residents, EvictionOrder(residents), clock
 
 
 def evicted(residents: Residents, order: EvictionOrder, count: int) -> list[int]:
@@ -276,6 +275,13 @@ def test_before_the_first_hint_nothing_is_kept() -> None:
     assert residents.memory_bytes() == before
     residents.advise([digest(20)], [1.0], 0)
     assert residents.memory_bytes() > before
+
+
+def test_the_first_values_rank_anew_what_was_queued_by_its_last_use() -> None:
+    residents, order, _ = filled(5000)
+    assert evicted(residents, order, 1) == [0]
+    residents.advise([digest(n) for n in range(5000)], [1.0 / (1 + n) for n in range(5000)], 1)
+    assert evicted(residents, order, 40) == list(range(4999, 4959, -1))
 
 
 def test_thousands_of_values_that_change_are_obeyed_in_order() -> None:
@@ -362,7 +368,7 @@ def test_a_node_that_is_used_again_has_no_hint_of_the_page_before() -> None:
 def test_the_state_that_a_write_needs_stays_whatever_its_value() -> None:
     clock = Clock()
     residents = Residents(clock=clock)
-    order = EvictionOrder(residents, Lru())
+    order = EvictionOrder(residents)
     for n in range(4):
         put(residents, n, n - 1 if n else None, namespace_id=HYBRID)
     for n in (1, 3):

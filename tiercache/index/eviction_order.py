@@ -411,7 +411,9 @@ class EvictionQueue:
         self._number = number
         self._policy = policy
         self._rng = rng
-        self._front: Front[Entry] = Front(policy, _MIN_STEADY_FRONT if policy.steady else 1)
+        self._front: Front[Entry] = Front(
+            steady=policy.steady, fewest=_MIN_STEADY_FRONT if policy.steady else 1
+        )
 
     def pop(self) -> Victim | None:
         """Remove and return the unit that is worth least, or None if no unit can be evicted.

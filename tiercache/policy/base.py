@@ -1,6 +1,6 @@
 """Contract of an eviction policy, which ranks evictable units by numbers and never sees the objects.
 
-The owner of a policy (the index or a store) decides which units *may* be evicted. The owner offers neither a
+The owner of a policy (the index) decides which units *may* be evicted. The owner offers neither a
 pinned unit nor a unit on which another unit depends. The owner also evicts dead weight (KV without a
 surviving state at its end or below) before everything else. The policy decides in which order the other units
 are evicted.
@@ -30,7 +30,7 @@ class UnitKind(enum.IntEnum):
     LEAF = 1
     """The KV of an edge below which the tier holds nothing, and the state at the edge's end, if any.
 
-    An edge is a run of pages; in a store, it is one page.
+    An edge is a run of pages.
     """
     STATE = 2
     """One state alone; the KV stays."""
@@ -89,7 +89,7 @@ class Units(Protocol):
 
     @property
     def page_tokens(self) -> int:
-        """Tokens per page; 1 where the owner does not know."""
+        """Tokens per page."""
 
     @property
     def queue(self) -> int:

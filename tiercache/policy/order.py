@@ -1,6 +1,6 @@
 """Front of an eviction order: the units that are evicted next. The index and the stores use this module.
 
-An owner (the index or a store) keeps its units in columns: what a policy reads of them, which of them are
+An owner (the index or a store) keeps its units in columns: what ranks them, which of them are
 dead (no hit can use them), and which may not be evicted now. It ranks them only when it must evict:
 
     columns     . . . . . . . . . . . . . . . . . . . .     all units
@@ -25,7 +25,7 @@ from typing import Any, Final, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from tiercache.policy.base import Policy, Ranks
+from tiercache.policy.base import Ranks
 
 _SHARE: Final = 64
 """A pass takes the lowest 64th of the units into the front.
@@ -44,15 +44,15 @@ class Front(Generic[Entry]):
 
     Entries are tuples that the owner makes; they are popped in ascending order.
 
-    With a steady policy (see `Policy.steady`) the order is exact: the owner pushes every unit that changes to
-    a rank within the horizon, so all units outside the front have higher ranks. With any other policy the
+    With steady ranks (see `Policy.steady`) the order is exact: the owner pushes every unit that changes to
+    a rank within the horizon, so all units outside the front have higher ranks. With any others the
     order is that of the last pass. If the pass gave N entries, the order is out of date N ticks later.
 
     Thread safety: none of its own; only the owner uses the front.
     """
 
-    def __init__(self, policy: Policy, fewest: int) -> None:
-        self.steady = policy.steady
+    def __init__(self, *, steady: bool, fewest: int) -> None:
+        self.steady = steady
         """Whether ranks of different passes can be compared (see `Policy.steady`)."""
         self._fewest = fewest
         self._until = -1

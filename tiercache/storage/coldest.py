@@ -7,10 +7,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tiercache.policy import UnitKind
 from tiercache.storage.pages import CUT, Ints, Links, Mask
 from tiercache.storage.residents import Residents
-from tiercache.storage.units import Ranking
 
 _MAX_OBJECTS: Final = 1 << 14
 """Maximum number of objects in an answer, without the pages that are there because others depend on them."""
@@ -37,9 +35,9 @@ class Survey:
         rank        7    7    4    1    1     evicted: 5 and 4, then 3, then 2 and 1
     """
 
-    def __init__(self, residents: Residents, ranking: Ranking) -> None:
+    def __init__(self, residents: Residents) -> None:
         """Copy the columns of `residents`, and rank all pages that a restore may use."""
-        pages = residents.pages
+        pages, values = residents.pages, residents.pages.values
         up, kv, states, live, children, flags = (
             pages.columns[name][: pages.used]
             for name in ("parent_node", "kv", "states", "live", "children", "flags")
@@ -47,11 +45,9 @@ class Survey:
         self._live = (kv > 0) & (live > 0)
         self._restore_points = (states > 0) | pages.stateless()[: pages.used]
         nodes = np.flatnonzero(self._live)
-        alone = nodes[ranking.stand_alone(nodes) & (children[nodes] > 0)]
-        kind = np.repeat([UnitKind.LEAF, UnitKind.STATE], [len(nodes), len(alone)])
-        ranks = ranking.rank(np.concatenate([nodes, alone]), kind) if len(nodes) else np.zeros(0)
-        self._nodes, self._ranks = nodes, ranks[: len(nodes)]
-        self._alone, self._ranks_alone = alone, ranks[len(nodes) :]
+        alone = nodes[values.stand_alone(nodes) & (children[nodes] > 0)]
+        self._nodes, self._ranks = nodes, values.ranks(nodes, np.zeros(len(nodes), np.bool_))
+        self._alone, self._ranks_alone = alone, values.ranks(alone, np.ones(len(alone), np.bool_))
         self._up = up.copy()
         self._sound = (kv > 0) & (flags & CUT == 0)
         self._rows = residents.residents()

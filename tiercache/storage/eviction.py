@@ -4,7 +4,7 @@
    be restored. The others have waited too long for the object that would make them useful.
 2. Units. A unit is a leaf (a page that no page follows), with its states and with the earlier pages that
    become useless without the leaf. A state in the middle of a path may be a unit as well, which is evicted
-   without its page. Values that callers gave rank the units, or else the policy does (`units.Ranking`).
+   without its page. Values that callers gave rank the units, or else their last use (`values`).
 3. Waiting objects: recent KV that may still get its state, and recent states that may still get their KV. A
    new object that has to wait evicts units of group 2 only while waiting objects take at most three quarters
    of all bytes. Without this limit, a conversation without any state would evict everything that can be
@@ -29,14 +29,12 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from tiercache.policy import Policy
-from tiercache.policy.base import Ranks
 from tiercache.policy.order import Front
 from tiercache.storage.coldest import Survey
 from tiercache.storage.pages import BROKEN, NONE, QUEUED, Ints
 from tiercache.storage.residents import Residents
 from tiercache.storage.shares import Owners, Writer
-from tiercache.storage.units import Ranking
+from tiercache.storage.values import Ranks
 
 _FRONT: Final = 1024
 """Minimum number of units that a pass over the columns puts into the front of one lane (see `Front`)."""
@@ -84,8 +82,8 @@ class Lane(Front[tuple[float, int]]):
     Thread safety: none of its own; the eviction order uses it.
     """
 
-    def __init__(self, owner: int, policy: Policy) -> None:
-        super().__init__(policy, _FRONT)
+    def __init__(self, owner: int) -> None:
+        super().__init__(steady=True, fewest=_FRONT)
         self.owner: Final = owner
         """Number of the owner."""
         self.waiting: Final[tuple[list[tuple[float, int]], ...]] = [], []
@@ -103,8 +101,7 @@ class Lane(Front[tuple[float, int]]):
 
         Without this, each eviction would make a pass for every owner of which nothing can be evicted.
         """
-        exact = self.steady and self.horizon == inf
-        return exact or not owners.used[self.owner] or self.barren_at == (clock, self.taken)
+        return self.horizon == inf or not owners.used[self.owner] or self.barren_at == (clock, self.taken)
 
 
 class EvictionOrder:
@@ -113,22 +110,23 @@ class EvictionOrder:
     An entry may be out of date, and is checked when it comes to the front of its queue. This class reads the
     tables of the store; the tables note which pages may have become evictable, and never call this class.
 
-    Live pages (here: pages that a restore can use) are ordered by rank (`Ranking`): the lowest rank is
+    Live pages (here: pages that a restore can use) are ordered by rank (`Values`): the lowest rank is
     evicted first. When the queue of live pages is empty, a pass over the columns of the page table ranks all
-    units, and queues the units of the lowest ranks (see `Front`). A steady rank (`Policy.steady`) depends on
-    its unit alone. If it has risen since the pass, the unit is put back. If a value has made it fall, the
-    unit is queued a second time, and the later of the two entries is dropped or put back in its turn.
+    units, and queues the units of the lowest ranks (see `Front`). If a rank has risen since the pass, the
+    unit is put back. If a value has made it fall, the unit is queued a second time, and the later of the two
+    entries is dropped or put back in its turn.
 
     Thread safety: none of its own; the store calls it under its mutex.
     """
 
-    def __init__(self, residents: Residents, policy: Policy, page_tokens: int = 1) -> None:
+    def __init__(self, residents: Residents) -> None:
         self._residents = residents
         self._owners = residents.owners
-        self._policy = policy
-        self._ranking = Ranking(residents, policy, page_tokens)
-        self._lanes = [Lane(0, policy)]
+        self._values = residents.pages.values
+        self._lanes = [Lane(0)]
         """Queues by number of the owner."""
+        self._by_value = False
+        """Whether the ranks in the queues are those of values; before the first hint they are ticks."""
         self.unfinished = False
         """Whether the last eviction stopped in the middle of a unit.
 
@@ -149,17 +147,17 @@ class EvictionOrder:
         """Put a page into the queue to which it belongs, if it is a leaf or has a state to evict alone."""
         residents = self._residents
         if not residents.pages.is_leaf(node):
-            if self._ranking.by_value and self._ranking.stands_alone(node):
+            if self._values.stands_alone(node):
                 self._offer_live(node)
             return
         if residents.pages.is_useless(node):
             self._push_useless(node, dead=residents.is_dead(node))
-        elif self._ranking.by_value or (self._lanes[0].steady and not residents.pages.flags[node] & _LIVE):
+        elif self._values.given or not residents.pages.flags[node] & _LIVE:
             self._offer_live(node)
 
     def _offer_live(self, node: int) -> None:
         """Put a unit into the queue of live pages if its rank is within the horizon."""
-        rank = self._ranking.rank_of(node)
+        rank = self._values.rank_of(node)
         if self._lane_of(node).admits(rank):
             self._push_live(rank, node)
 
@@ -247,27 +245,20 @@ class EvictionOrder:
 
     def survey(self) -> Survey:
         """Return copies of all columns that say what is evicted next; this changes no order."""
-        return Survey(self._residents, self._ranking)
+        return Survey(self._residents)
 
     def _refresh(self) -> None:
         """Bring the queues up to date, before an eviction."""
-        residents, lanes, steady = self._residents, self._lanes, self._ranking.steady
+        residents, values = self._residents, self._values
         if (
             residents.pages.recount_orphans()
-            or steady is not lanes[0].steady
-            or (self._ranking.by_value and residents.pages.values.settle())
-            or (not steady and self._is_outdated())
+            or (values.given and (values.settle() or not self._by_value))
             # Entries of deleted pages stay in the queues. Without this, the queues of a store in which
             # objects are only stored and deleted would grow without limit.
             or len(self) > 3 * residents.count + _FRONT
         ):
             self._start_again()
         self._catch_up()
-
-    def _is_outdated(self) -> bool:
-        """Return whether the order of any lane is out of date; an empty one beside others does not count."""
-        clock = self._residents.clock
-        return any(lane.is_outdated(clock) for lane in self._lanes if lane.live or not lane.owner)
 
     def _catch_up(self) -> None:
         """Queue the pages that may have become evictable since the last call.
@@ -285,7 +276,7 @@ class EvictionOrder:
 
     def _offer_all(self, noted: Collection[int]) -> None:
         """Queue those of these pages that belong in a queue."""
-        if not self._ranking.by_value:
+        if not self._values.given:
             for node in noted:
                 self._offer(node)
             return
@@ -294,7 +285,7 @@ class EvictionOrder:
         for node in others.tolist():
             self._offer(node)
         if len(units):
-            ranks = self._ranking.rank(units)
+            ranks = self._values.ranks(units)
             low = ranks <= max(lane.horizon for lane in self._lanes)
             for rank, node in zip(ranks[low].tolist(), units[low].tolist(), strict=True):
                 if self._lane_of(node).admits(rank):
@@ -388,7 +379,7 @@ class EvictionOrder:
         # The branches below decide on the page with the lowest rank:
         #   1. it has no object, or is a useless leaf           the leaf goes to another queue
         #   2. it is no leaf, and has no state to evict alone   it is queued again once it is a leaf
-        #   3. its rank has risen (steady ranks)                it is put back, or waits for the next pass
+        #   3. its rank has risen                               it is put back, or waits for the next pass
         #   4. it is being read, or a writer needs its state    it is put aside until this eviction ends
         #   5. it is worth more than the new objects            it is put back, and nothing is evicted
         #   6. otherwise                                        it is evicted
@@ -398,9 +389,9 @@ class EvictionOrder:
             leaf = residents.pages.is_leaf(node)
             if pages.first[node] < 0 or (residents.pages.is_useless(node) and leaf):
                 self._offer(node)
-            elif not leaf and not self._ranking.stands_alone(node):
+            elif not leaf and not self._values.stands_alone(node):
                 continue
-            elif lane.steady and (now := self._ranking.rank_of(node)) > rank:
+            elif (now := self._values.rank_of(node)) > rank:
                 if lane.admits(now):
                     self._push_live(now, node)
             elif residents.is_pinned(node) or (
@@ -413,7 +404,6 @@ class EvictionOrder:
                 self.not_worth = True
                 return False
             elif self._take_unit(node, eviction, leaf=leaf):
-                self._ranking.evicted(rank)
                 lane.taken += 1
                 return True
             else:
@@ -466,10 +456,10 @@ class EvictionOrder:
     def _states_to_keep(self, write_parents: Iterable[int]) -> set[int]:
         """Return the nearest page with a state at or before each of `write_parents`.
 
-        The result is empty for a steady policy, under which no state is evicted without its page.
+        The result is empty before the first hint, until which no state is evicted without its page.
         """
         found: set[int] = set()
-        if self._ranking.steady and not self._ranking.by_value:
+        if not self._values.given:
             return found
         pages = self._residents.pages
         # Pages of one conversation share their path. A walk ends where an earlier walk has been.
@@ -505,23 +495,20 @@ class EvictionOrder:
         nodes = units[flags[units] & _LIVE == 0]
         if not len(nodes):
             return False
-        ranks = self._ranking.rank(nodes)
+        ranks = self._values.ranks(nodes)
         owners = self._owners.of_all(pages.columns["namespace_id"][nodes]) if self._owners.active else None
         for lane in lanes:
             mine = slice(None) if owners is None else owners == lane.owner
             if len(nodes[mine]):
-                self._fill(lane, nodes[mine], ranks[mine], len(nodes))
+                self._fill(lane, nodes[mine], ranks[mine])
         return True
 
-    def _fill(self, lane: Lane, nodes: Ints, ranks: Ranks, found: int) -> None:
-        """Queue the lowest of these live units of one lane; a pass over the columns has found `found`."""
+    def _fill(self, lane: Lane, nodes: Ints, ranks: Ranks) -> None:
+        """Queue the lowest of these live units of one lane."""
         chosen = lane.choose(ranks)
-        rest = found - len(nodes)
         nodes, ranks = nodes[chosen], ranks[chosen]
         self._residents.pages.columns["flags"][nodes] |= _LIVE
-        # The lanes are out of date together, or small ones would make passes for all.
-        now = self._residents.clock + (rest if lane.horizon == inf else 0)
-        lane.fill(list(zip(ranks.tolist(), nodes.tolist(), strict=True)), now)
+        lane.fill(list(zip(ranks.tolist(), nodes.tolist(), strict=True)), self._residents.clock)
 
     def _sorted(self, nodes: Ints) -> tuple[Ints, Ints]:
         """Return those of the pages that are live units, and the other leaves that are in no queue."""
@@ -532,7 +519,7 @@ class EvictionOrder:
         there = first >= 0
         leaf = there & (children == 0) & (holds == 0)
         useful = (live > 0) & (flags & BROKEN == 0)
-        inner = there & ~leaf & self._ranking.stand_alone(nodes)
+        inner = there & ~leaf & self._values.stand_alone(nodes)
         return nodes[(leaf & useful) | inner], nodes[leaf & ~useful & (flags & (_QUEUED ^ _LIVE) == 0)]
 
     def _lane_of(self, node: int) -> Lane:
@@ -561,9 +548,8 @@ class EvictionOrder:
 
     def _start_again(self) -> None:
         self._residents.pages.columns["flags"] &= 0xFF ^ _QUEUED
-        self._lanes = [Lane(owner, self._policy) for owner in range(len(self._owners.names))]
-        for lane in self._lanes:
-            lane.steady = self._ranking.steady
+        self._lanes = [Lane(owner) for owner in range(len(self._owners.names))]
+        self._by_value = self._values.given
 
 
 def _turns(

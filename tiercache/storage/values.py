@@ -8,7 +8,7 @@ with the seconds on the clock of the store when the hint came. So an hour of age
 value, two hints never change their order, and a rank is a number that need not be computed again.
 
 A page has two ranks: one for its KV, and one for its states. An object without a hint counts as if it had got
-the mean value at its last use. Nothing is kept before the first hint.
+the mean value at its last use. Before the first hint nothing is kept, and the last use ranks.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ import sys
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from math import log2
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from tiercache.storage.pages import PageTable
 
 HALF_LIFE: Final = 3600.0
 """Seconds in which a hint loses half of its value."""
@@ -41,21 +44,6 @@ _SAMPLES: Final = 4096
 
 Ints = npt.NDArray[np.int64]
 Ranks = npt.NDArray[np.float64]
-
-
-class HintTable(Protocol):
-    """The part of a table of pages (`pages.PageTable`) in which hints are kept."""
-
-    hinted: bool
-    columns: dict[str, npt.NDArray[Any]]
-    rank: memoryview[float]
-    worker: memoryview
-    state_rank: memoryview[float]
-    state_worker: memoryview
-    tick: memoryview
-
-    def keep_hints(self) -> None:
-        """Add the columns of hints."""
 
 
 def is_value(value: float) -> bool:
@@ -79,7 +67,7 @@ def usable_hints(values: Sequence[float], worker: int, count: int) -> tuple[Rank
 
 
 class Values:
-    """Hints for the pages and states of a store, and the ranks that follow from them.
+    """Hints for the pages and states of a store, and the ranks by which they are evicted, the lowest first.
 
     The columns are in the table of pages, by node: `rank` and `worker` for KV, `state_rank` and
     `state_worker` for states.
@@ -87,7 +75,7 @@ class Values:
     Thread safety: none of its own; the store calls it under its mutex.
     """
 
-    def __init__(self, pages: HintTable, clock: Callable[[], float]) -> None:
+    def __init__(self, pages: PageTable, clock: Callable[[], float]) -> None:
         self._pages = pages
         self._clock = clock
         self._origin = 0.0
@@ -178,12 +166,18 @@ class Values:
         self._adopted = self.mean
         return True
 
-    def ranks(self, nodes: Ints, alone: npt.NDArray[np.bool_]) -> Ranks:
+    def ranks(self, nodes: Ints, alone: npt.NDArray[np.bool_] | None = None) -> Ranks:
         """Return the rank of each node: of its states where `alone`, otherwise of the page.
 
-        A page without a hint has the rank of its states, if these have one.
+        By default, the states of a page are `alone` if other pages follow it, or a call holds it. A page
+        without a hint has the rank of its states, if these have one. Before the first hint a rank is the tick
+        of the last use.
         """
         columns = self._pages.columns
+        if not self.given:
+            return columns["tick"][nodes].astype(np.float64)
+        if alone is None:
+            alone = (columns["children"][nodes] > 0) | (columns["holds"][nodes] > 0)
         kv, states = columns["rank"][nodes], columns["state_rank"][nodes]
         ranks: Ranks = np.where(alone | (kv == 0), states, kv)
         plain = np.flatnonzero(ranks == 0)
@@ -195,9 +189,14 @@ class Values:
             ranks[plain] = BASE + self._adopted + seconds / HALF_LIFE
         return ranks
 
-    def rank_of(self, node: int, *, alone: bool = False) -> float:
-        """Return the rank of one node, as `ranks` does."""
+    def rank_of(self, node: int) -> float:
+        """Return the rank of one node, as `ranks` does by default."""
+        return self._rank(node, alone=self._pages.children[node] > 0 or self._pages.holds[node] > 0)
+
+    def _rank(self, node: int, *, alone: bool) -> float:
         pages = self._pages
+        if not pages.hinted:
+            return float(pages.tick[node])
         rank = 0.0 if alone else pages.rank[node]
         if rank or (rank := pages.state_rank[node]):
             return rank
@@ -206,6 +205,17 @@ class Values:
         seconds = float(self._seconds[last]) + (tick - float(self._starts[last])) * _TICK
         return BASE + self._adopted + seconds / HALF_LIFE
 
+    def stand_alone(self, nodes: Ints) -> npt.NDArray[np.bool_]:
+        """Return where the states of a page that others follow are a unit of their own: those with a hint."""
+        if not self.given:
+            return np.zeros(len(nodes), np.bool_)
+        alone: npt.NDArray[np.bool_] = self._pages.columns["state_rank"][nodes] > 0
+        return alone
+
+    def stands_alone(self, node: int) -> bool:
+        """Do the same as `stand_alone` for one page."""
+        return self.given and self._pages.state_rank[node] > 0
+
     def inherit(self, above: int, node: int) -> None:
         """Give the page before `node`, which is being removed, the higher of the two ranks.
 
@@ -213,8 +223,8 @@ class Values:
         """
         rank = self._pages.rank
         if rank[node] or rank[above] or self._pages.state_rank[node]:
-            inherited = self.rank_of(node)
-            if inherited > self.rank_of(above):
+            inherited = self._rank(node, alone=False)
+            if inherited > self._rank(above, alone=False):
                 rank[above] = inherited
 
     def _learn(self, logarithms: Ranks) -> None:

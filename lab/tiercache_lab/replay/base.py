@@ -10,7 +10,7 @@ from typing import Final, Protocol
 
 from tiercache.core import Tier, TokenArray
 from tiercache.errors import ConfigError
-from tiercache.policy import Ending, policy_named
+from tiercache.policy import Ending
 from tiercache.text import shown
 
 
@@ -60,7 +60,7 @@ _NOTHING: Final[Mapping[str, str]] = MappingProxyType({})
 class StorageTier:
     """Tier of the store below the host.
 
-    Raises ConfigError for a size or bandwidth that is not possible, and for an unknown policy.
+    Raises ConfigError for a size or bandwidth that is not possible.
     """
 
     name: str
@@ -68,8 +68,6 @@ class StorageTier:
     """Payload bytes."""
     bandwidth: float | None = None
     """Bytes per second of loads; None: as in `ReplayMachine.storage`."""
-    policy: str = "lru"
-    """Name of the eviction policy."""
     settings: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
     """Settings of a chain's tier as in its URL, without the prefix `tier_`, such as `write`."""
 
@@ -81,10 +79,6 @@ class StorageTier:
                 f"tier {shown(self.name)}: a bandwidth of {self.bandwidth:g} bytes per second is not"
                 " possible; use a positive one, such as 6GB"
             )
-        try:
-            policy_named(self.policy)
-        except ConfigError as error:
-            raise ConfigError(f"tier {shown(self.name)}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

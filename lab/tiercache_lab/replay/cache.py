@@ -98,11 +98,7 @@ class SimulatedCache:
         }
         self._store: NullChain | None = None
         if setup.tiers.storage:
-            costs = Costs(setup.profile)
-            stores = [
-                NullStore(tier.nbytes, policy_named(tier.policy, costs), page_size, lambda: self.now)
-                for tier in setup.tiers.storage
-            ]
+            stores = [NullStore(tier.nbytes, lambda: self.now) for tier in setup.tiers.storage]
             self._store = NullChain(chain_settings(setup.tiers), stores, lambda: self.now)
         self._witness = Witness(self._store) if self._store else None
         self._engine: list[NullEngine] = []

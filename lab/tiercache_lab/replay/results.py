@@ -12,7 +12,7 @@ from tiercache.errors import ConfigError
 ONE_POOL: Final = "in one pool"
 """Suffix of a policy's name for a run in which the host alone has the bytes of all tiers."""
 IN_EVERY_TIER: Final = "in every tier"
-"""Suffix of a policy's name for a run in which the storage tiers have that policy as well."""
+"""Suffix of a policy's name for a run in which every tier evicts by it."""
 NO_CACHE: Final = "no cache"
 """Name of the run in which every prompt is computed, which stands beside the policies of a queue."""
 WITHOUT_OFFLOAD: Final = "without offload"

@@ -9,7 +9,6 @@ from tiercache_backends.memory import MemoryBackend, StoredObject
 
 from tiercache.core import Outcome
 from tiercache.errors import ConfigError
-from tiercache.policy import Policy
 from tiercache.storage import StoreContext
 from tiercache.storage.base import GetItem, SetItem
 from tiercache.storage.env import Env
@@ -43,10 +42,8 @@ class NullStore(MemoryBackend):
     footprint = Footprint()
     is_sound = staticmethod(lambda item: True)  # copies between tiers come without payload
 
-    def __init__(
-        self, capacity: int, policy: Policy, page_tokens: int, clock: Callable[[], float] = lambda: 0.0
-    ) -> None:
-        super().__init__(capacity, ReplayClock(clock), policy, page_tokens)
+    def __init__(self, capacity: int, clock: Callable[[], float] = lambda: 0.0) -> None:
+        super().__init__(capacity, ReplayClock(clock))
         self.peak = self.read_bytes = self.written_bytes = 0
 
     @classmethod

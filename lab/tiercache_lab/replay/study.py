@@ -118,16 +118,14 @@ class Question:
     def yardsticks(self) -> Sequence[tuple[str, str, Tiers]]:
         """Policy, label and tiers of runs with which the storage tiers are compared.
 
-        These are LRU in every tier, unless a policy is that already, and each policy in one pool of all
+        These are LRU in every tier, unless it is one of the policies, and each policy in one pool of all
         bytes.
         """
         if not self.bounds or self.tiers is None or not self.tiers.storage:
             return []
-        lru = replace(self.tiers, storage=tuple(replace(tier, policy="lru") for tier in self.tiers.storage))
-        is_new = lru != self.tiers or "lru" not in self.policies
         pool = Tiers(self.tiers.nbytes)
         return [
-            *([("lru", f"lru {IN_EVERY_TIER}", lru)] if is_new else []),
+            *([("lru", f"lru {IN_EVERY_TIER}", self.tiers)] if "lru" not in self.policies else []),
             *((policy, f"{policy} {ONE_POOL}", pool) for policy in self.policies),
         ]
 

@@ -36,7 +36,6 @@ from typing import Final
 
 from tiercache.core import Outcome
 from tiercache.events.base import ChangeNote
-from tiercache.policy import Policy
 from tiercache.storage.base import ScanEntry
 from tiercache.storage.eviction import EvictionOrder
 from tiercache.storage.residents import RESIDENT, parents_first
@@ -59,11 +58,11 @@ class StoreState:
     """
 
     def __init__(
-        self, slab_blocks: int, policy: Policy, *, with_macs: bool, clock: Callable[[], float] | None = None
+        self, slab_blocks: int, *, with_macs: bool, clock: Callable[[], float] | None = None
     ) -> None:
         self._mutex: Final = Lock()
         self._objects = ObjectTable(with_macs=with_macs, clock=clock)
-        self._order = EvictionOrder(self._objects, policy)
+        self._order = EvictionOrder(self._objects)
         self._writing: dict[int, Claims] = {}
         """Unpublished claims, by `id` of the `Claims`."""
         self._busy: dict[bytes, Event] = {}

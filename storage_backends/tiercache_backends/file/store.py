@@ -23,8 +23,7 @@ from typing import Any, Final, Self
 from tiercache.core import BLOCK_ALIGN, ObjectKey, Outcome
 from tiercache.errors import StorageError
 from tiercache.events.base import ChangeNote
-from tiercache.policy import Lru, Policy, policy_named
-from tiercache.settings import Kind, one_of, whole
+from tiercache.settings import one_of, whole
 from tiercache.storage.base import (
     Capabilities,
     GetItem,
@@ -83,11 +82,7 @@ What is written counts as restorable or not from then on, which decides what the
 """
 _IO_THREADS: Final = 8
 """Default of `io_threads`."""
-_KINDS: Final = {
-    "io": one_of("auto", "buffered"),
-    "io_threads": whole(1, 64, "threads"),
-    "policy": Kind(lambda value: value if isinstance(value, Policy) else policy_named(str(value))),
-}
+_KINDS: Final = {"io": one_of("auto", "buffered"), "io_threads": whole(1, 64, "threads")}
 """Settings that only this store has."""
 
 
@@ -120,7 +115,6 @@ class FileBackend(StorageBackend):
         *,
         io: str = "auto",
         io_threads: int = _IO_THREADS,
-        policy: Policy | None = None,
         mac_key: MacKey | None = None,
         access: str = "",
     ) -> None:
@@ -146,7 +140,7 @@ class FileBackend(StorageBackend):
         with ExitStack() as undo:
             undo.callback(self._directory.release, clean=False)
             try:
-                self._open(undo, capacity, durability, io, io_threads, policy or Lru())
+                self._open(undo, capacity, durability, io, io_threads)
             except OSError as error:
                 if isinstance(error, StorageError):
                     raise
@@ -386,9 +380,7 @@ class FileBackend(StorageBackend):
             FOOTPRINT.of(meta.length),
         )
 
-    def _open(
-        self, undo: ExitStack, capacity: int | None, durability: str, io: str, io_threads: int, policy: Policy
-    ) -> None:
+    def _open(self, undo: ExitStack, capacity: int | None, durability: str, io: str, io_threads: int) -> None:
         directory = self._directory
         fresh = {
             "block": BLOCK_ALIGN,
@@ -452,7 +444,7 @@ class FileBackend(StorageBackend):
         self._io = IoEngine(self._env, self._slabs, io_threads, direct=self._direct)
         undo.callback(self._io.close)
         with_macs = self._mac_key.fingerprint is not None
-        self._state = StoreState(slab_blocks, policy, with_macs=with_macs, clock=self._env.monotonic)
+        self._state = StoreState(slab_blocks, with_macs=with_macs, clock=self._env.monotonic)
         for record in self._catalog.namespaces():
             if record.states:
                 self._state.require_states(self._catalog.id_of(record.namespace))

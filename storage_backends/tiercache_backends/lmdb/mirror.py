@@ -27,7 +27,6 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from tiercache.events.base import ChangeNote
-from tiercache.policy import Lru
 from tiercache.storage.eviction import EvictionOrder
 from tiercache.storage.pages import column_of
 from tiercache.storage.residents import ObjectColumns, Residents
@@ -107,7 +106,7 @@ class Mirror:
         self.residents = Residents(clock=self._clock, footprint=self.footprint)
         """Table of the objects."""
         self.residents.owners = self.owners
-        self.order = EvictionOrder(self.residents, Lru())
+        self.order = EvictionOrder(self.residents)
         self._leaving = []
         self._seen = 0
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from tests.lab.replay.test_drive import CHATS, HYBRID, disk, ran
-from tiercache.policy import Costs, policy_named
 from tiercache_lab.replay.base import StorageTier, Tiers
 from tiercache_lab.replay.cache import Setup
 from tiercache_lab.replay.chain import NullChain
@@ -34,14 +33,14 @@ def uses(tiers: Sequence[StorageTier], policy: str = "lru", seed: int = 1) -> di
 @pytest.mark.parametrize("policy", ["lru", "hvd"])
 def test_one_tier_is_a_plain_null_store(policy, monkeypatch) -> None:
     """The chain of one tier makes the calls that the controller makes, and no other."""
-    source, tiers = open_source(CHATS, seed=4), replace(SMALL, storage=disk(1_500_000, "hvd"))
+    source, tiers = open_source(CHATS, seed=4), replace(SMALL, storage=disk(1_500_000))
     chained = ran(source, tiers, policy)
 
     class Plain(NullStore):
         """Null store in the place of a chain of one."""
 
         def __init__(self, settings: object, stores: Sequence[NullStore], clock: object) -> None:
-            super().__init__(1_500_000, policy_named("hvd", Costs(HYBRID)), source.page_size)
+            super().__init__(1_500_000)
             self.stores = [self]
             self.taken = 0
 

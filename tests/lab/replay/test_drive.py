@@ -54,8 +54,8 @@ class Listed:
         return iter(self.requests)
 
 
-def disk(nbytes: int, policy: str = "lru") -> tuple[StorageTier, ...]:
-    return (StorageTier("disk", nbytes, policy=policy),)
+def disk(nbytes: int) -> tuple[StorageTier, ...]:
+    return (StorageTier("disk", nbytes),)
 
 
 def text(topic: int, length: int) -> TokenArray:

@@ -1,16 +1,13 @@
-"""The null store: its books beside those of the `memory` store, and the policy that ranks for it."""
+"""The null store: its books beside those of the `memory` store."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
 from tiercache.core import ObjectKey, ObjectMeta, Outcome, PoolName
 from tiercache.errors import ConfigError
-from tiercache.policy import Policy, Units, policy_named
-from tiercache.policy.base import Ranks
 from tiercache.storage import StoreContext
 from tiercache.storage.base import GetItem, SetItem
 from tiercache.storage.env import Env
@@ -38,8 +35,8 @@ def asked(names: Sequence[Name]) -> list[GetItem]:
     return [GetItem(object_of(name), [], LENGTHS[name[2]]) for name in names]
 
 
-def filled(policy: Policy, *names: Name) -> NullStore:
-    store = NullStore(CAPACITY, policy, 64)
+def filled(*names: Name) -> NullStore:
+    store = NullStore(CAPACITY)
     assert set(store.set([item(name) for name in names])) == {Outcome.STORED}
     return store
 
@@ -49,7 +46,7 @@ def there(store: NullStore, *names: Name) -> list[bool]:
 
 
 def test_payload_bytes_alone_count() -> None:
-    store = filled(policy_named("lru"), (4, 1, PoolName.KV))
+    store = filled((4, 1, PoolName.KV))
     batch = [(n, depth, PoolName.KV) for n in (0, 2) for depth in range(1, 9)]
     outcomes = store.set([item(name) for name in batch])
     assert outcomes == [Outcome.STORED] * 11 + [Outcome.THROTTLED] * 5
@@ -62,43 +59,6 @@ def test_payload_bytes_alone_count() -> None:
     assert store.set([item((5, 1, PoolName.KV), CAPACITY + 1)]) == [Outcome.THROTTLED]
     assert store.evicted == 1, "an object that does not fit at all evicts nothing"
     store.check_integrity()
-
-
-class Asked(Policy):
-    """Keeps the units that it ranked."""
-
-    name = "asked"
-
-    def __init__(self) -> None:
-        self.shown: list[dict[str, list[int]]] = []
-        self.told: list[float] = []
-
-    def rank(self, units: Units) -> Ranks:
-        columns = ("kind", "last_access", "hits", "depth", "children", "replay", "nbytes")
-        self.shown.append({name: getattr(units, name).tolist() for name in columns})
-        assert units.page_tokens == 64
-        assert units.now >= max(units.last_access)
-        return np.arange(len(units), 0, -1).astype(np.float64)
-
-    def evicted(self, rank: float) -> None:
-        self.told.append(rank)
-
-
-def test_the_policy_ranks_what_may_be_evicted() -> None:
-    policy = Asked()
-    pages = [(0, depth, PoolName.KV) for depth in range(1, 6)]
-    # A state in the middle of a path, and one at its end.
-    store = filled(policy, *pages, (0, 3, PoolName.MAMBA), (0, 5, PoolName.MAMBA))
-    store.get(asked([(0, 3, PoolName.MAMBA)]))
-    assert store.set([item((2, 1, PoolName.KV), 300)]) == [Outcome.STORED]
-    [shown] = policy.shown
-    assert shown == {
-        "kind": [2, 1], "last_access": [8, 7], "hits": [1, 0], "depth": [3, 5], "children": [1, 0],
-        "replay": [3, 2], "nbytes": [210, 210 + 2 * 90],
-    }  # fmt: skip
-    assert policy.told == [1.0]
-    rest = there(store, (0, 3, PoolName.MAMBA), (0, 5, PoolName.MAMBA), *pages)
-    assert rest == [True, False, True, True, True, False, False]
 
 
 def test_nobody_configures_a_null_store() -> None:

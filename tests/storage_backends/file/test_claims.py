@@ -18,7 +18,6 @@ from tests.examples import example_count
 from tests.storage.resident_model import HYBRID, KV, LAYOUTS, MORE_KV, PLAIN, STATE
 from tests.storage.test_residents import seen
 from tiercache.core import Outcome
-from tiercache.policy import Lru
 from tiercache.storage.pages import BROKEN, CUT, SERVED
 from tiercache.storage.residents import parents_first
 from tiercache.storage.restorable import RestorablePages
@@ -34,7 +33,7 @@ class Watched(StoreState):
     """A state that counts how often it claimed a batch in columns."""
 
     def __init__(self, clock: Clock) -> None:
-        super().__init__(1 << 20, Lru(), with_macs=False, clock=clock)
+        super().__init__(1 << 20, with_macs=False, clock=clock)
         self.at_once = 0
         self.grow(Extent(0, 1 << 20))
 

@@ -6,20 +6,16 @@ import json
 from pathlib import Path
 from random import Random
 
-import numpy as np
 import pytest
 from tiercache_backends.file import FileBackend
 
-from tests.examples import slow_after
 from tests.storage_backends.file.store import at_log
 from tiercache.core import Outcome
 from tiercache.errors import ConfigError
-from tiercache.policy import POLICIES, Policy, Units, policy_named
 from tiercache.storage import open_backend
 from tiercache.storage.base import NamespaceRecord, SetItem
 from tiercache.testing.faults import FaultEnv
 from tiercache.testing.objects import NAMESPACE, chain, fetch, key, outcomes, payload, put, state_of, to_set
-from tiercache_lab.policies import RIVALS
 
 CAPACITY = 24 << 20
 HIT, MISS, STORED, CORRUPT = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.CORRUPT
@@ -99,30 +95,8 @@ def test_what_can_be_restored_stays_while_there_is_room_for_what_comes(tmp_path:
     assert min(used) >= budget - 2, "a unit of 251 objects went, and nothing needed its room"
 
 
-class KeepsSmallDepths(Policy):
-    """A policy of a caller's own: the deepest goes first."""
-
-    name = "small depths"
-
-    def rank(self, units: Units) -> np.ndarray:
-        return -units.depth.astype(float)
-
-
-def test_a_policy_decides_among_the_leaves(tmp_path: Path) -> None:
-    with FileBackend(str(tmp_path / "s"), 8 << 20, policy=KeepsSmallDepths()) as store:
-        for depth in (3, 1, 2):
-            for n in range(30):
-                store.set([to_set(key((depth, n)), payload(n, 60_000), depth=depth)])
-        for n in range(70):
-            store.set([to_set(key(("new", n)), payload(n, 60_000), depth=1)])
-        left = [sum(store.exists([key((depth, n)) for n in range(30)])) for depth in (1, 2, 3)]
-        assert left[0] == 30
-        assert left[2] == 0
-        store.check_integrity()
-
-
-def test_suffixes_go_first_under_any_policy(tmp_path: Path) -> None:
-    with FileBackend(str(tmp_path / "s"), 8 << 20, policy=KeepsSmallDepths()) as store:
+def test_suffixes_go_first(tmp_path: Path) -> None:
+    with FileBackend(str(tmp_path / "s"), 8 << 20) as store:
         parents: dict[bytes, bytes | None] = {}
         for sequence in range(12):
             for depth, (k, parent) in enumerate(chain(sequence, 20)):
@@ -140,15 +114,11 @@ def test_suffixes_go_first_under_any_policy(tmp_path: Path) -> None:
         ("io=fast", "'fast' is not possible; use auto or buffered"),
         ("io_threads=0", "'0' is not possible; use a whole number of threads from 1 to 64"),
         ("io_threads=many", "threads from 1 to 64"),
-        ("policy=best", "there is no eviction policy 'best'; use lru"),
         ("durability=none", "use process or power"),
         ("mac_key=secret", "this is not an absolute path"),
         (
             "cap=1",
-            (
-                "has no setting 'cap'; it has access, capacity, durability, io, io_threads, mac_key, path,"
-                " policy"
-            ),
+            ("has no setting 'cap'; it has access, capacity, durability, io, io_threads, mac_key, path"),
         ),
     ],
 )
@@ -172,13 +142,12 @@ def test_a_store_of_an_older_format_starts_empty(tmp_path: Path, caplog: pytest.
         assert fetch(store, key("a"), 9000) == payload("a", 9000)
 
 
-@pytest.mark.parametrize("policy", slow_after(len(POLICIES), (*POLICIES, *RIVALS)))
-def test_every_policy_keeps_a_full_store_within_its_cap(tmp_path: Path, policy: str) -> None:
+def test_sequences_with_states_stay_within_the_cap(tmp_path: Path) -> None:
     """Sequences of four pages with a state each, several times what fits: the cap holds and no page outlives
     what it depends on.
     """
     cap = 8 << 20
-    with FileBackend(str(tmp_path / "s"), cap, policy=policy_named(policy)) as store:
+    with FileBackend(str(tmp_path / "s"), cap) as store:
         for sequence in range(60):
             pages = chain(sequence, 4)
             state = state_of((sequence, 3))

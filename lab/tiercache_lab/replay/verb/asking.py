@@ -28,7 +28,7 @@ from tiercache_lab.replay.study import Question, possible
 
 _CHECKPOINTS: Final = {"branch": "branch", "prompt": "prompt_end", "end": "request_end", "ghost": "ghost"}
 """Names of checkpoints in `--checkpoints`, and the field of CheckpointRules that each name sets."""
-_OWN: Final = frozenset({"capacity", "bandwidth", "policy"})
+_OWN: Final = frozenset({"capacity", "bandwidth"})
 """Settings of `--tier` that belong to the replay."""
 _OF_A_CHAIN: Final = frozenset({"write", "write_after", "write_per_day", "promote", "read_only"})
 """Settings of `--tier` that a tier of a chain has as well."""
@@ -118,7 +118,6 @@ def _storage_tier(spec: str) -> StorageTier:
         name,
         size_of(f"--tier {name}, capacity", given["capacity"]),
         bandwidth,
-        given.get("policy", "lru"),
         {key: text for key, text in given.items() if key in _OF_A_CHAIN},
     )
 
@@ -230,8 +229,8 @@ def _times(machine: ReplayMachine, queueing: Queueing | None) -> Iterator[str]:
 
 def _described(tier: StorageTier, machine: ReplayMachine) -> str:
     bandwidth = machine.storage(tier.name, tier.bandwidth).bandwidth / 1e9
-    settings = [f"policy {tier.policy}", *(f"{name} {text}" for name, text in tier.settings.items())]
-    return f"{tier.name}: {exact_size(tier.nbytes)} at {bandwidth:g} GB/s, {', '.join(settings)}"
+    settings = [f"{name} {text}" for name, text in tier.settings.items()]
+    return ", ".join([f"{tier.name}: {exact_size(tier.nbytes)} at {bandwidth:g} GB/s", *settings])
 
 
 def _parts(text: str) -> list[str]:
