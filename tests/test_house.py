@@ -206,7 +206,7 @@ def test_the_texts_stay_short():
 BUDGET = {
     "tiercache.daemon": 9_950,
     "tiercache.controller": 9_400,
-    "tiercache.integrations": 7_800,
+    "tiercache.integrations": 7_280,
     "tiercache.cli": 5_740,
     "tiercache.storage": 6_500,
     "tiercache.testing": 4_225,

@@ -15,21 +15,14 @@ def a_model_on_disk(home: Path) -> dict[str, Any]:
     return {"prompt_token_ids": list(range(100))}
 
 
-def a_model(home: Path) -> dict[str, Any]:
-    """Two small models, and the worker's class."""
-    from tiercache.integrations.transformers import Worker
-
-    return {"model": _model(), "small_model": _model(), "Worker": Worker}
-
-
 def a_worker(home: Path) -> dict[str, Any]:
     """A worker with a store, and prompts."""
-    from tiercache.integrations.transformers import Request, Sampling, Worker
+    from tiercache.integrations.transformers import Request, Worker
 
     worker = Worker(_model(), device_bytes="4MiB", host_bytes="4MiB", storage="memory://?capacity=16MiB")
     prompts = {"prompt": list(range(100)), "other": list(range(50, 200)), "system_prompt": list(range(70))}
     worker.serve(prompts["system_prompt"], 1)
-    return {"worker": worker, "Request": Request, "Sampling": Sampling, **prompts}
+    return {"worker": worker, "Request": Request, **prompts}
 
 
 def a_request(home: Path) -> dict[str, Any]:

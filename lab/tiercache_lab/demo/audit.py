@@ -45,11 +45,6 @@ class AuditedRun:
     temperature: float = 0.0
     seed: int = 0
     """Seed and temperature of the `Sampling` by which the answer was chosen."""
-    rejected: tuple[tuple[int, ...], ...] = ()
-    """For each of `bounds`, the draft's tokens that were fed behind it and cut off; empty if there are none.
-
-    They are fed again, because the rounding of a forward pass depends on the number of its tokens.
-    """
 
     def to_json(self) -> dict[str, Any]:
         """Return the run as JSON values, from which `from_json` can restore it in another process."""
@@ -58,13 +53,9 @@ class AuditedRun:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> AuditedRun:
         """Make a run from the values of `to_json`."""
-        values: dict[str, Any] = {
-            name: tuple(tuple(item) if isinstance(item, list) else item for item in value)
-            if isinstance(value, list)
-            else value
-            for name, value in record.items()
-        }
-        return cls(**values)
+        return cls(
+            **{name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +109,6 @@ class Audit:
             tuple(generation.tokens.tolist()), generation.prompt_tokens, generation.restored,
             generation.bounds, generation.states, parts,
             generation.anew, generation.sampling.temperature, generation.sampling.seed,
-            generation.rejected,
         )  # fmt: skip
         first, answer = self.recompute(run)
         if uncut is None:
@@ -146,19 +136,15 @@ class Audit:
         cache = self._build(keys[: run.restored // page_size], run.parts)
         first, start = torch.empty(0), run.restored
         answer: list[int] = []
-        for end, rejected in zip(run.bounds, run.rejected or [()] * len(run.bounds), strict=True):
+        for end in run.bounds:
             if end == run.anew:
                 self._keep_pages(cache, keys, run.restored // page_size, start // page_size)
                 cache, start = self._runner.new_cache(), 0
-            decodes = start >= run.prompt_tokens
-            fed = [*tokens[start:end].tolist(), *rejected]
-            rows = self._runner.logits(cache, fed, start, keep=len(fed) if decodes else 1)
-            if rejected:
-                self._runner.layout.cut(cache, end)
+            logits = self._runner.forward(cache, tokens[start:end], start)
             if end == run.prompt_tokens:
-                first = rows[0]
+                first = logits
             if end >= run.prompt_tokens:
-                answer += [choose(row) for row in rows[: end - start]]
+                answer.append(choose(logits))
             if end in run.states:
                 self._keep_state(cache, keys[end // page_size - 1])
             start = end

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,17 +9,14 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from tests.integrations.transformers.models import PAGE, loaded, prompt
 from tiercache.controller import ControllerOptions
 from tiercache.controller.context import ControllerContext
 from tiercache.core import PoolName, Tier, as_tokens
 from tiercache.integrations.transformers import worker as worker_module
-from tiercache.integrations.transformers.probe import load
 from tiercache.integrations.transformers.requests.request import Generation
 from tiercache.integrations.transformers.runner import ModelRunner
-from tiercache.integrations.transformers.trial import ProbeReport
 from tiercache.integrations.transformers.worker import Worker
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.env import Env
@@ -37,12 +33,6 @@ def store(path: Path, env: Env | None = None) -> StorageBackend:
     return open_backend({"type": "file", "path": str(path / "store"), "capacity": "64MiB"}, env=env)
 
 
-@functools.cache
-def probed(model: PreTrainedModel) -> tuple[ModelRunner, ProbeReport]:
-    """Any other model, such as a draft, probed once per test run; tests must not change it."""
-    return load(model, PAGE)
-
-
 def serving(
     name: str, storage: StorageBackend | None = None, *, runner: ModelRunner | None = None, **options: Any
 ) -> Worker:
@@ -54,9 +44,7 @@ def serving(
         "options": ControllerOptions(restore_deadline=30.0),
     } | options
     target = loaded(name)[0].model
-    with patch.object(
-        worker_module, "load", lambda model, page_size: found if model is target else probed(model)
-    ):
+    with patch.object(worker_module, "load", lambda model, page_size: found):
         return Worker(target, storage=storage, page_size=PAGE, **options)
 
 

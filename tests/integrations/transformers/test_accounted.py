@@ -13,7 +13,7 @@ from tests.integrations.transformers.serving import LONG, serving, settle
 from tests.storage_backends.grpc.nodes import daemon_settings, section
 from tiercache.core import Tier
 from tiercache.daemon import StorageServer
-from tiercache.integrations.transformers.parts import known_profile
+from tiercache.integrations.transformers.arguments import known_profile
 from tiercache.storage.registry import open_backend
 
 pytestmark = pytest.mark.usefixtures("one_thread")

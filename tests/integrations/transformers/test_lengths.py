@@ -18,8 +18,7 @@ from tests.integrations.transformers.models import DENSE, PAGE, build, prompt
 from tests.integrations.transformers.serving import AMPLE, joined, store
 from tiercache.core import Reason
 from tiercache.errors import InputError, UnsupportedModelError
-from tiercache.index import Chunk
-from tiercache.integrations.transformers import ModelRunner, RequestPlan, TailMode, load
+from tiercache.integrations.transformers import ModelRunner, TailMode, load
 from tiercache.integrations.transformers.reach import Explorer, named_lengths, positions_of
 from tiercache.integrations.transformers.requests.request import Generation
 from tiercache.integrations.transformers.worker import Worker
@@ -121,11 +120,8 @@ def test_a_prompt_beyond_the_limit_of_the_model_is_one_chunk(tmp_path: Path) -> 
     """A cut below the length at which the rotary embedding changes would mix two of them in one cache."""
     tokens = prompt(SWITCH + 60, seed=2)
     with open_worker(roped("longrope"), tmp_path, chunk_limit=2 * PAGE) as worker:
-        plan = worker.plan(tokens)
-        assert plan == RequestPlan(len(tokens), (Chunk(0, len(tokens)),), 0, 0, 0, 0)
         assert worker.serve(tokens, 1).bounds == (len(tokens),)
-        assert worker.plan(tokens[:SWITCH], 60).pages == SWITCH // PAGE
-        assert len(worker.plan(tokens[:SWITCH]).chunks) == SWITCH // (2 * PAGE)
+        assert len(worker.serve(tokens[:SWITCH], 1).bounds) == SWITCH // (2 * PAGE)
 
 
 @pytest.mark.parametrize(

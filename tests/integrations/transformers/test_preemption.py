@@ -115,17 +115,18 @@ def test_a_request_may_be_parked_before_every_step(name: str, tmp_path: Path) ->
     (expected,) = alone(name, tmp_path, [asked], chunk_limit=PAGE)
     audit = Audit(loaded(name)[0], page_slots=512, state_slots=128)
     with serving(name, store(tmp_path), chunk_limit=PAGE) as worker:
-        task = begin(worker, asked)
-        while not task.generations:
-            if task.park(below=task.parks % 2 == 1):
+        task, parks = begin(worker, asked), 0
+        while task.generation is None:
+            if task.park(below=parks % 2 == 1):
+                parks += 1
                 assert not task.has_slots
                 # private: no public call shows the live cache of a request that is not over
-                assert all(worker.runner.layout.length(one._cache) == 0 for one in task._continuations)
+                assert task._cache is None or worker.runner.layout.length(task._cache) == 0
                 settle(worker)
                 task.resume()
             while not task.step(wait=False):
                 assert not task.lost
-        (answer,) = task.generations
+        answer = task.generation
         task.close()
         assert answer.parks == PAGE + 4 + 1, "each step but the first one, which restores"
         same(worker, answer, expected)
@@ -157,7 +158,7 @@ def test_a_parked_request_that_is_lost_begins_anew(below: bool, tmp_path: Path) 
                 env.clear()
             elif not ended:
                 # private: only the task has the ticket
-                parked = task._commits[0].parked
+                parked = task._commits.parked
                 assert parked is not None
                 parked.release()
                 with pytest.raises(AdmissionError):

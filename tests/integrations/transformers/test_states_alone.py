@@ -21,10 +21,10 @@ from tests.integrations.transformers.serving import EVICTED, evict, joined, righ
 from tests.integrations.transformers.sweep import small
 from tiercache.core import PoolName, Tier
 from tiercache.errors import ConfigError, SlotError, TokenError, UnsupportedModelError
-from tiercache.integrations.transformers import ModelRunner, Request, Sampling
+from tiercache.integrations.transformers import Generation, ModelRunner, Request
+from tiercache.integrations.transformers.arguments import split_device_bytes
 from tiercache.integrations.transformers.caches import form_of
 from tiercache.integrations.transformers.layout import StateCache
-from tiercache.integrations.transformers.parts import split_device_bytes
 from tiercache_lab.demo.audit import Audit
 
 EACH = slow_after(3, ["mamba2", "rwkv", "mistral", "mamba", "xlstm", "falcon_mamba"])
@@ -71,13 +71,10 @@ def test_a_restored_conversation_equals_its_recompute(
         for seed, tier in enumerate((Tier.DEVICE, Tier.HOST, Tier.STORAGE), 2):
             again = joined(first.tokens, prompt(5, seed))
             evict(worker, *EVICTED[tier])
-            planned = worker.plan(again, 2)
             second = worker.serve(again, 2, audit=True)
             # With pages of one token, the prompt before this one has left a state where it left the first.
             assert second.restored - first.states[-1] in ((0, 1) if page == 1 else (0,))
             assert tiers_of(second) == {tier}
-            assert (planned.restored, planned.pages, planned.page_bytes) == (second.restored, 0, 0)
-            assert planned.states
             right(audit, worker, second)
         worker.synchronize()
         settle(worker)
@@ -134,11 +131,11 @@ def test_another_process_restores_what_this_one_left(tmp_path: Path) -> None:
 
 
 def test_bytes_that_hold_no_request() -> None:
-    geometries = loaded("mamba2")[0].layout.geometries
-    state = geometries[PoolName.MAMBA].nbytes
-    assert split_device_bytes(20 * state + 1, geometries) == (0, 20)
+    layout = loaded("mamba2")[0].layout
+    state = layout.state_geometries[PoolName.MAMBA].nbytes
+    assert split_device_bytes(20 * state + 1, layout) == (0, 20)
     with pytest.raises(ConfigError, match="7 states and 0 pages of this model take"):
-        split_device_bytes(7 * state - 1, geometries)
+        split_device_bytes(7 * state - 1, layout)
 
 
 def test_a_restore_needs_a_state_and_its_depth() -> None:
@@ -290,20 +287,13 @@ def test_prompts_may_be_shorter_than_a_page() -> None:
         worker.controller.check_integrity()
 
 
-@pytest.mark.parametrize("name", slow_after(1, ["mistral", "mamba2", "rwkv", "mamba"]))
-def test_continuations_and_turns_give_what_each_gives_alone(name: str, tmp_path: Path) -> None:
-    with serving(name, store(tmp_path), device_bytes="16MiB", host_bytes="16MiB") as worker:
-        start = prompt(3 * PAGE + 3, 1)
-        together = worker.serve(start, PAGE + 9, n=3, sampling=Sampling(temperature=0.9, seed=5))
-        for k, answer in enumerate(together):
-            alone = worker.serve(start, PAGE + 9, sampling=Sampling(temperature=0.9, seed=5 + k))
+@pytest.mark.parametrize("name", slow_after(1, ["mistral", "mamba2", "mamba"]))
+def test_requests_in_turns_give_what_each_gives_alone(name: str, tmp_path: Path) -> None:
+    with serving(name, store(tmp_path)) as worker:
+        turns = worker.serve_all([Request(prompt(3 * PAGE + 3, seed), PAGE + 9) for seed in (2, 3)])
+        for seed, answer in zip((2, 3), turns, strict=True):
+            assert isinstance(answer, Generation)
+            alone = worker.serve(prompt(3 * PAGE + 3, seed), PAGE + 9)
             assert np.array_equal(alone.tokens, answer.tokens)
             assert (alone.restored, answer.states) == (3 * PAGE, (3 * PAGE, 4 * PAGE))
-        turns = worker.serve_all([Request(prompt(3 * PAGE + 3, seed), 8) for seed in (2, 3)])
-        for seed, answer in zip((2, 3), turns, strict=True):
-            assert np.array_equal(worker.serve(prompt(3 * PAGE + 3, seed), 8).tokens, answer.tokens)
-        for answer in together:
-            evict(worker, Tier.DEVICE, Tier.HOST)
-            again = worker.serve(joined(answer.tokens, [5, 6]), 2)
-            assert (again.restored, again.tier) == (4 * PAGE, Tier.STORAGE)
         worker.controller.check_integrity()

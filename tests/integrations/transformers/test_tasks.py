@@ -70,12 +70,12 @@ def test_tasks_in_turns_equal_their_recompute(name: str, tmp_path: Path) -> None
         for _ in range(5):
             assert [task.step(wait=False) for task in (waits, *others)] == [False, True, True]
         others[1].close()
-        while not others[0].generations:
+        while others[0].generation is None:
             assert not waits.step(wait=False)
             others[0].step()
         hang.release()
         for task, restored in ((waits, 6 * PAGE), (others[0], 0)):
-            (generation,) = task.run()
+            generation = task.run()
             task.close()
             task.close()
             assert generation.restored == restored

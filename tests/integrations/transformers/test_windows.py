@@ -20,7 +20,7 @@ from tiercache.controller import ControllerOptions
 from tiercache.core import PoolName, Tier
 from tiercache.errors import ConfigError, SlotError, UnsupportedModelError
 from tiercache.integrations.transformers import ModelRunner, differences, load
-from tiercache.integrations.transformers.parts import split_device_bytes
+from tiercache.integrations.transformers.arguments import split_device_bytes
 from tiercache.integrations.transformers.reach import Reach
 from tiercache.integrations.transformers.worker import Worker
 from tiercache_lab.demo.audit import Audit

@@ -5,7 +5,6 @@ Everything here belongs to one thread, the one that computes, unless a class say
 
 from tiercache.integrations.transformers.device import PoolTensors, differences
 from tiercache.integrations.transformers.layout import CacheLayout, inspect_cache
-from tiercache.integrations.transformers.parts import RequestPlan
 from tiercache.integrations.transformers.probe import load, probe
 from tiercache.integrations.transformers.reach import TailMode
 from tiercache.integrations.transformers.requests.request import Generation, Request, Sampling
@@ -20,7 +19,6 @@ __all__ = [
     "PoolTensors",
     "ProbeReport",
     "Request",
-    "RequestPlan",
     "Sampling",
     "TailMode",
     "Worker",

@@ -1,20 +1,27 @@
-"""Arguments of the worker: each function returns a value in the worker's form, or refuses it."""
+"""Arguments of the worker in the worker's form, or a refusal; and what follows from them: sizes, profile."""
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from types import UnionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tiercache.errors import ConfigError, InputError
-from tiercache.integrations.transformers.requests.request import GREEDY, Sampling
+from tiercache.integrations.transformers.requests.commits import CHECKPOINTS, DECODE_SNAPSHOTS
 from tiercache.integrations.transformers.runner import first_line
+from tiercache.policy import ModelProfile, profile_of
 from tiercache.text import parse_size
+
+if TYPE_CHECKING:
+    from tiercache.integrations.transformers.layout import CacheLayout
+
+_log = logging.getLogger(__name__)
 
 
 def size_of(name: str, value: Any) -> int:
@@ -73,21 +80,6 @@ def count_of(name: str, value: Any) -> int:
     return count
 
 
-def samplings_of(sampling: Any, n: Any) -> tuple[Sampling, ...]:
-    """Return the samplings of `n` continuations.
-
-    Raises InputError for anything but a Sampling, for an `n` below 1, and for several greedy continuations.
-    """
-    require("sampling", sampling, Sampling, "a Sampling of tiercache.integrations.transformers")
-    chosen, count = sampling or GREEDY, count_of("n", n)
-    if count > 1 and not chosen.temperature:
-        raise InputError(
-            f"n is {count}, and greedy continuations would all be equal; pass a sampling with a temperature,"
-            " such as Sampling(temperature=0.8, seed=1)"
-        )
-    return chosen.spread(count)
-
-
 def chunk_of(value: Any, page_size: int) -> int | None:
     """Return the limit of a chunk in tokens, or None for no limit.
 
@@ -126,3 +118,37 @@ def extra_of(value: Any) -> bytes:
             " text by .encode()"
         )
     return bytes(value)
+
+
+def known_profile(model: PreTrainedModel) -> ModelProfile | None:
+    """Return the model profile, from which the eviction policy estimates the cost of a recomputation.
+
+    Returns None if the architecture is unknown; the policy then uses the default profile.
+    """
+    try:
+        return profile_of(model.config.to_dict())
+    except ConfigError as error:
+        _log.info("using the default model profile: %s", error)
+        return None
+
+
+def split_device_bytes(device_bytes: int, layout: CacheLayout) -> tuple[int, int]:
+    """Return the numbers of page slots and state slots for `device_bytes`.
+
+    Half of the bytes go to states, because without a state no page can be restored; all of them, if there are
+    no pages. Raises ConfigError if the bytes are too few to hold a single request.
+    """
+    page = layout.kv_geometry.nbytes if layout.has_pages else 0
+    state = sum(geometry.nbytes for geometry in layout.state_geometries.values())
+    # A request needs state slots for the states that it leaves, one slot for the state that it restores, and
+    # one that its admission reserves for loading that state from the host.
+    least = CHECKPOINTS + DECODE_SNAPSHOTS + 2 if state else 0
+    states = max(least, min(device_bytes // (2 if page else 1) // state, 1 << 16)) if state else 0
+    pages = (device_bytes - states * state) // page if page else 0
+    fewest = 2 if page else 0
+    if pages < fewest or states * state > device_bytes:
+        raise ConfigError(
+            f"{device_bytes} device bytes are too few; {least} states and {fewest} pages of this model take"
+            f" {least * state + fewest * page}"
+        )
+    return pages, states

@@ -16,38 +16,41 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self
 
 from transformers import PreTrainedModel
 
-from tiercache.controller import ControllerOptions, EngineFactory, HybridCacheController, PrefetchTicket
+from tiercache.controller import (
+    ControllerOptions,
+    EngineFactory,
+    HybridCacheController,
+    PrefetchTicket,
+    Preview,
+)
 from tiercache.core import PoolName, TokenArray
 from tiercache.errors import InputError, TokenError
 from tiercache.integrations.transformers.arguments import (
     chunk_of,
     count_of,
     extra_of,
+    known_profile,
     model_of,
     require,
-    samplings_of,
     size_of,
+    split_device_bytes,
     stops_of,
 )
 from tiercache.integrations.transformers.caches import warm_up
-from tiercache.integrations.transformers.draft import Draft
-from tiercache.integrations.transformers.parts import (
-    PAGES,
-    Parts,
-    RequestPlan,
-    known_profile,
-    split_device_bytes,
-)
 from tiercache.integrations.transformers.probe import load
-from tiercache.integrations.transformers.requests.commits import CHECKPOINTS, DECODE_SNAPSHOTS
-from tiercache.integrations.transformers.requests.request import GREEDY, Generation, Request, Sampling
-from tiercache.integrations.transformers.requests.scheduler import Checked, Scheduler, Turns
+from tiercache.integrations.transformers.requests.request import (
+    GREEDY,
+    Checked,
+    Generation,
+    Request,
+    Sampling,
+)
+from tiercache.integrations.transformers.requests.scheduler import Parts, Scheduler, Turns
 from tiercache.integrations.transformers.stream import TorchStream, stream_of
-from tiercache.integrations.transformers.trial import ProbeReport
 from tiercache.integrations.transformers.watch import Watch, identity_of
 from tiercache.keys import Identity
 from tiercache.pools import DevicePool, HostArena, HostPool
@@ -70,10 +73,6 @@ class Worker:
     stream in which torch queues its work (default: the current stream of that device). `chunk_limit` is the
     maximum number of tokens of one forward pass of a prefill, a multiple of the page size (default: no
     limit).
-
-    `draft` is a model, or its directory, that proposes up to `draft_tokens` tokens at a time, which `model`
-    verifies in one forward pass. Its KV is restored together with that of the model. `Draft` says which pairs
-    are served. A worker with a draft answers with greedy `serve` alone.
 
     The default identity is a digest of everything that the model computes with (see `Watch`), so that two
     different models never share a cached byte. If hashing large weights takes too long, pass an identity
@@ -112,8 +111,6 @@ class Worker:
         engine: EngineFactory = engine_for,
         stream: TorchStream | None = None,
         chunk_limit: int | None = None,
-        draft: PreTrainedModel | str | os.PathLike[str] | None = None,
-        draft_tokens: int = 4,
     ) -> None:
         device_size = size_of("device_bytes", device_bytes)
         host_size: int | Literal["auto"] = (
@@ -141,38 +138,27 @@ class Worker:
 
         Before every request and every commit, the model is compared with this record.
         """
-        self.runner, self.report = load(model, page_size)
+        self.runner, self.probe = load(model, page_size)
         self.watch.settle()
-        self.limit = self.report.reach.limit
+        self.limit = self.probe.reach.limit
         """Tokens of the longest sequence that is restored and kept; None for no limit.
 
         Longer sequences are computed without the cache.
         """
-        self.geometries = dict(self.runner.layout.geometries)
-        """Geometry of each pool, that of the draft included."""
-        self.draft = Draft(draft, draft_tokens, self.runner, load) if draft is not None else None
-        """The draft model; None without one."""
-        if self.draft is not None:
-            self.limit = min(filter(None, (self.limit, self.draft.limit)), default=None)
-            self.geometries[PoolName.DRAFT] = self.draft.geometry
-        page_slots, state_slots = split_device_bytes(device_size, self.geometries)
+        page_slots, state_slots = split_device_bytes(device_size, self.runner.layout)
         self.tensors = self.runner.allocate_pools(page_slots, state_slots)
-        if self.draft is not None:
-            self.draft.allocate(page_slots)
         self.device = next(self.runner.layout.tensors()).device
         self.stream = stream or stream_of(self.device)
         # The first load into the pools runs in another stream. Without this wait, the zeros of the allocation
         # could overwrite what that load has copied.
         self.stream.synchronize()
         pools = {
-            name: DevicePool.from_tensors(
-                g, self.draft.tensors.kv if self.draft and name is PoolName.DRAFT else self.tensors.of(name)
-            )
-            for name, g in self.geometries.items()
+            name: DevicePool.from_tensors(geometry, self.tensors.of(name))
+            for name, geometry in self.runner.layout.geometries.items()
         }
-        # Where there are no pages, a block has a state of the smallest pool.
-        small = [g for name, g in self.geometries.items() if name in PAGES] or self.geometries.values()
-        block = min(geometry.padded_nbytes for geometry in small)
+        # A block has a page; where there are no pages, it has a state of the smallest pool.
+        paged = [self.runner.layout.kv_geometry] if self.runner.layout.has_pages else []
+        block = min(g.padded_nbytes for g in paged or self.runner.layout.state_geometries.values())
         arena = HostArena(host_size, block)
         total = sum(pool.capacity * pool.geometry.nbytes for pool in pools.values())
         self.sizes = f"device: {page_slots} pages and {state_slots} states, {total >> 10} KiB; {arena.report}"
@@ -202,34 +188,10 @@ class Worker:
                 opened.close()
             raise
         self._parts = Parts(
-            self.controller,
-            self.runner,
-            self.tensors,
-            self.stream,
-            self.watch,
-            self.draft,
-            self.limit,
-            most_tokens,
+            self.controller, self.runner, self.tensors, self.stream, self.watch, self.limit, most_tokens
         )
         self.scheduler = Scheduler(self._parts)
         """Admission of requests, and their turns."""
-
-    @property
-    def probe(self) -> ProbeReport:
-        """The report of the checks at load."""
-        return self.report
-
-    @overload
-    def serve(
-        self, tokens: Any, new_tokens: int, *, stop: int | Iterable[int] = (), extra: bytes = b"",
-        audit: bool = False, sampling: Sampling = GREEDY, n: None = None,
-    ) -> Generation: ...  # fmt: skip
-
-    @overload
-    def serve(
-        self, tokens: Any, new_tokens: int, *, stop: int | Iterable[int] = (), extra: bytes = b"",
-        audit: bool = False, sampling: Sampling = GREEDY, n: int,
-    ) -> tuple[Generation, ...]: ...  # fmt: skip
 
     def serve(
         self,
@@ -240,28 +202,24 @@ class Worker:
         extra: bytes = b"",
         audit: bool = False,
         sampling: Sampling = GREEDY,
-        n: int | None = None,
-    ) -> Generation | tuple[Generation, ...]:
+    ) -> Generation:
         """Answer a prompt with up to `new_tokens` tokens; end early after a token of `stop`.
 
-        The tokens are chosen by `sampling`. With `n`, the result is a tuple of `n` answers: the prompt is
-        restored and computed once, its pages are shared, and answer k is the one that the seed plus k gives
-        alone. With `audit`, the generation keeps a copy of the restored state, and the measured times leave
-        out that copy. The request is computed without the cache if the device pools are too small (the
-        reason is `busy`), or if the prompt is longer than `limit` (the reason is `disabled`).
+        The tokens are chosen by `sampling`. With `audit`, the generation keeps a copy of the restored state,
+        and the measured times leave out that copy. The request is computed without the cache if the device
+        pools are too small (the reason is `busy`), or if the prompt is longer than `limit` (the reason is
+        `disabled`).
 
         Raises TokenError for an empty prompt, for ids outside the vocabulary and for more tokens than the
-        model has positions; InputError for `new_tokens` or `n` below 1, and for several greedy answers;
-        ConfigError if the model or torch's numeric settings have changed since the worker was made. A worker
-        with a draft also raises InputError for `n` above 1 and for a sampling that is not greedy.
+        model has positions; InputError for `new_tokens` below 1; ConfigError if the model or torch's numeric
+        settings have changed since the worker was made.
         """
-        request = self._checked(Request(tokens, new_tokens, stop, extra, sampling), 1 if n is None else n)
+        request = self._checked(Request(tokens, new_tokens, stop, extra, sampling))
         task = self.scheduler.begin(request, audit=audit, started=time.perf_counter())
         try:
-            generations = task.run()
+            return task.run()
         finally:
             task.close()
-        return generations[0] if n is None else generations
 
     def serve_all(
         self, requests: Iterable[Request], *, in_flight: int = 8, audit: bool = False, below: bool = False
@@ -279,10 +237,8 @@ class Worker:
         without the cache, as `serve` does.
 
         Raises what `serve` raises for a request that is not possible, before any begins; and ClosedError for
-        a closed worker, and InputError for a worker with a draft.
+        a closed worker.
         """
-        if self.draft is not None:
-            raise InputError("a worker with a draft serves one request at a time; use serve, or no draft")
         if below and not self._has_storage:
             raise InputError("there is no storage to park requests in; leave out below=True")
         checked = []
@@ -295,43 +251,20 @@ class Worker:
             self.scheduler, checked, count_of("in_flight", in_flight), audit=audit, below=below
         ).run()
 
-    def _checked(self, request: Request, n: int = 1) -> Checked:
+    def _checked(self, request: Request) -> Checked:
         """Return a request in the worker's form. Raises InputError and TokenError as `serve` does."""
         require("a request", request, Request, "a Request of tiercache.integrations.transformers")
-        count, stops = count_of("new_tokens", request.new_tokens), stops_of(request.stop)
-        samplings, extra = samplings_of(request.sampling, n), extra_of(request.extra)
-        if self.draft is not None and samplings[0].temperature:
-            raise InputError(
-                f"the temperature is {samplings[0].temperature}, and a worker with a draft answers greedily;"
-                " leave out the sampling, or make a worker without a draft"
-            )
-        return Checked(self._prompt(request.tokens, count), count, stops, extra, samplings)
+        require("sampling", request.sampling, Sampling, "a Sampling of tiercache.integrations.transformers")
+        count = count_of("new_tokens", request.new_tokens)
+        stops, extra = stops_of(request.stop), extra_of(request.extra)
+        return Checked(self._prompt(request.tokens, count), count, stops, extra, request.sampling)
 
-    def plan(self, tokens: Any, new_tokens: int = 1, *, extra: bytes = b"") -> RequestPlan:
-        """Return how `serve` would serve a request now, as far as the index knows.
+    def preview(self, tokens: Any, *, extra: bytes = b"") -> Preview:
+        """Return what the index knows of a prompt; storage is not asked, and nothing is reserved or counted.
 
-        Storage is not asked, and nothing is reserved or counted. The request restores more than planned if
-        storage has more than the index knows of, and less if something is evicted before, or if computing it
-        is faster (see `ControllerOptions.load_or_recompute`). Raises TokenError and InputError as `serve`
-        does.
+        Raises TokenError as `prefetch` does.
         """
-        count, context = count_of("new_tokens", new_tokens), extra_of(extra)
-        prompt = self._prompt(tokens, count)
-        if self._parts.exceeds_limit(len(prompt)):
-            return RequestPlan(len(prompt), self._parts.chunks(len(prompt)), 0, 0, 0, 0)
-        seen = self.controller.preview(prompt, context)
-        page = sum(g.nbytes for name, g in self.geometries.items() if name in PAGES)
-        geometries = self.runner.layout.state_geometries.values()
-        pages = -(-self._parts.kept(len(prompt) + count) // self.runner.page_size) if page else 0
-        states = max(CHECKPOINTS, len(seen.checkpoints)) + DECODE_SNAPSHOTS + (seen.restored > 0)
-        return RequestPlan(
-            len(prompt),
-            self._parts.chunks(len(prompt), seen.restored, seen.checkpoints),
-            pages,
-            states if geometries else 0,
-            pages * page,
-            states * sum(state.nbytes for state in geometries),
-        )
+        return self.controller.preview(self._prefix(tokens), extra_of(extra))
 
     def _prompt(self, tokens: Any, new_tokens: int) -> TokenArray:
         """Return checked tokens.

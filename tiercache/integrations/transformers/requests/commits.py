@@ -16,7 +16,6 @@ from tiercache.errors import AdmissionError, ClosedError, PoolFullError
 from tiercache.integrations.transformers.device import export_last_page
 
 if TYPE_CHECKING:
-    from tiercache.integrations.transformers.draft import Drafting
     from tiercache.integrations.transformers.requests.scheduler import Scheduler
 
 _log = logging.getLogger(__name__)
@@ -43,25 +42,15 @@ class Commits:
     """
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        admission: Admission | None,
-        reason: Reason = Reason.BUSY,
-        exported: int = 0,
-        drafting: Drafting | None = None,
+        self, scheduler: Scheduler, admission: Admission | None, reason: Reason = Reason.BUSY
     ) -> None:
-        """Begin with `exported` tokens whose pages are in the admission's slots.
-
-        `reason` is the reason why there is no admission.
-        """
+        """Begin with nothing committed; `reason` is the reason why there is no admission."""
         self._scheduler, self._parts = scheduler, scheduler.parts
         self._held = admission
         self._reason = reason
-        self.drafting = drafting
-        """The draft's side of the sequence; None without a draft."""
         self.admission = admission
         """The admission that the controller gave; None if the sequence runs without the cache."""
-        self.exported = exported
+        self.exported = 0
         """Number of tokens whose pages are in the admission's slots."""
         self.states: list[int] = []
         """Depths at which states were committed, in tokens."""
@@ -123,7 +112,7 @@ class Commits:
         """
         if self.admission is None:
             return
-        self._parts.check_models()
+        self._parts.watch.check()
         # pages   0 .................. first ................ last
         #         |<- already exported ->|<- exported now ->|
         page_size = self._parts.runner.page_size
@@ -132,8 +121,6 @@ class Commits:
             self._parts.runner.export_pages(
                 cache, self._parts.tensors, first, self.admission.pages[PoolName.KV][first:last]
             )
-            if self.drafting is not None:
-                self.drafting.export(tokens[:depth], first, self.admission)
             self.exported = last * page_size
         states = {depth if at is None else at: slots} if slots else {}
         # All work that writes these slots is queued by now. The fence delays the copies to the host until
@@ -216,23 +203,6 @@ class Commits:
         if admission.live_states:
             self._spare.append(admission.live_states)  # the live state is in the cache now
         return cache
-
-    def fork(self, tokens: int) -> Commits:
-        """Return what another continuation of the same sequence keeps, with slots for `tokens` tokens.
-
-        It shares the committed pages. If there is no room for it, it keeps nothing.
-        """
-        admission = self.admission
-        if admission is None:
-            return Commits(self._scheduler, None, self._reason)
-        tokens = self._parts.kept(tokens)
-        states = DECODE_SNAPSHOTS if self._parts.runner.layout.state_geometries else 0
-        fork = self._scheduler.await_room(
-            lambda: self._parts.controller.fork(admission, tokens=tokens, states=states), tokens
-        )
-        forked = Commits(self._scheduler, fork, exported=fork.depth if fork is not None else 0)
-        forked.states += self.states
-        return forked
 
     def release(self) -> None:
         """Give the slots back once the device has finished with them, and what is parked.

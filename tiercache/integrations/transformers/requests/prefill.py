@@ -13,11 +13,12 @@ from transformers.cache_utils import DynamicCache
 from tiercache.controller import Sources, Status
 from tiercache.core import PoolName, Reason, TokenArray
 from tiercache.errors import PoolFullError, TransferError
+from tiercache.index import plan_prefill
 from tiercache.integrations.transformers.requests.commits import CHECKPOINTS, Commits
 
 if TYPE_CHECKING:
     from tiercache.index import Chunk
-    from tiercache.integrations.transformers.parts import Parts
+    from tiercache.integrations.transformers.requests.scheduler import Parts
     from tiercache.integrations.transformers.stream import Mark
 
 _log = logging.getLogger(__name__)
@@ -77,8 +78,6 @@ class Prefill:
         chunk = self._chunks.pop()
         began = self._parts.stream.mark()
         logits = self._runner.forward(self.cache, self.prompt[chunk.start : chunk.end], chunk.start)
-        if self.commits.drafting is not None:
-            self.commits.drafting.follow(self.tokens[: chunk.end])
         if chunk.checkpoint:
             slots = self.commits.take()
             self.commits.export_state(self.cache, slots)
@@ -100,7 +99,10 @@ class Prefill:
         """Fill the cache with what is restored, and plan the chunks behind it."""
         self.cache, self.restored = self._restore()
         self.commits.exported = self.restored
-        chunks = self._parts.chunks(len(self.prompt), self.restored, self._checkpoints())
+        tokens, limit = len(self.prompt), self._parts.chunk_limit
+        # A prompt beyond the limit is one chunk, because the model might compute something else with cuts.
+        most = tokens if limit is None or self._parts.exceeds_limit(tokens) else limit
+        chunks = plan_prefill(tokens, self.restored, most, self._runner.page_size, self._checkpoints())
         self.bounds = tuple(chunk.end for chunk in chunks)
         self._chunks = list(reversed(chunks))
 
@@ -154,8 +156,6 @@ class Prefill:
                 cache = self._runner.restore(
                     self._parts.tensors, pages, state, wait_layer=wait_layer, tokens=depth
                 )
-                if self.commits.drafting is not None:
-                    self.commits.drafting.restore(admission, depth, wait_layer)
             except TransferError as error:
                 _log.warning("a layer could not be loaded: %s", error)
                 # The next call of `_settled_depth` waits for the rest of the failed load, and returns the

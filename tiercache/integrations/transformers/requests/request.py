@@ -14,7 +14,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from tiercache.controller import Sources
-from tiercache.core import Reason, Tier
+from tiercache.core import Reason, Tier, TokenArray
 from tiercache.errors import InputError
 
 SEEDS: Final = 1 << 63
@@ -48,13 +48,6 @@ class Sampling:
             raise InputError(f"seed is {self.seed!r}; give an integer of at least 0 and less than 2**63")
         object.__setattr__(self, "temperature", temperature)
         object.__setattr__(self, "seed", seed)
-
-    def spread(self, count: int) -> tuple[Sampling, ...]:
-        """Return the samplings of `count` continuations of one prompt; their seeds are consecutive.
-
-        The first one has `seed`, and behind the last seed comes 0. vLLM numbers its continuations alike.
-        """
-        return tuple(Sampling(self.temperature, (self.seed + n) % SEEDS) for n in range(count))
 
 
 GREEDY: Final = Sampling()
@@ -99,8 +92,19 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Checked:
+    """A request whose values are checked and in the worker's form."""
+
+    prompt: TokenArray
+    new_tokens: int
+    stop: frozenset[int]
+    extra: bytes
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
 class Generation:
-    """The result of one continuation of a request.
+    """The result of a request.
 
     Depths are in tokens. Times are in seconds from the start of the request.
     """
@@ -144,15 +148,6 @@ class Generation:
     """The rule by which the new tokens were chosen."""
     parks: int = 0
     """Number of times that the request was parked, because others needed its slots."""
-    proposed: int = 0
-    """Number of tokens that the draft proposed and the model verified."""
-    accepted: int = 0
-    """Number of proposed tokens with which the model agreed; they are part of the answer."""
-    rejected: tuple[tuple[int, ...], ...] = ()
-    """For each of `bounds`, the tokens that its forward pass was fed behind it and that were cut off again.
-
-    Empty if no token was rejected.
-    """
 
     @property
     def answer(self) -> npt.NDArray[np.int64]:

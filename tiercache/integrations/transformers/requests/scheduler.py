@@ -5,36 +5,51 @@ from __future__ import annotations
 import logging
 import time
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tiercache.controller import Admission, Lookup
-from tiercache.core import Reason, TokenArray
+from tiercache.core import Reason
 from tiercache.errors import AdmissionError, ClosedError, PoolFullError
 from tiercache.integrations.transformers.requests.commits import CHECKPOINTS, DECODE_SNAPSHOTS
 from tiercache.integrations.transformers.requests.prefill import COPY_SECONDS
-from tiercache.integrations.transformers.requests.request import Generation, Sampling
+from tiercache.integrations.transformers.requests.request import Checked, Generation
 from tiercache.integrations.transformers.requests.task import Task
 from tiercache.transfer import Fence
 
 if TYPE_CHECKING:
-    from tiercache.integrations.transformers.parts import Parts
+    from tiercache.controller import HybridCacheController
+    from tiercache.integrations.transformers.device import PoolTensors
+    from tiercache.integrations.transformers.runner import ModelRunner
+    from tiercache.integrations.transformers.stream import TorchStream
+    from tiercache.integrations.transformers.watch import Watch
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
-    """A request whose values are checked and in the worker's form."""
+class Parts:
+    """Model, pools, stream and controller of one worker."""
 
-    prompt: TokenArray
-    new_tokens: int
-    stop: frozenset[int]
-    extra: bytes
-    samplings: Sequence[Sampling]
-    """Samplings of the continuations."""
+    controller: HybridCacheController
+    runner: ModelRunner
+    tensors: PoolTensors
+    stream: TorchStream
+    watch: Watch
+    limit: int | None
+    """Tokens of the longest sequence that is restored and kept; None for no limit."""
+    chunk_limit: int | None
+    """Maximum number of tokens of one forward pass of a prefill; None for no limit."""
+
+    def exceeds_limit(self, tokens: int) -> bool:
+        """Return whether a sequence of `tokens` tokens is longer than the cache may keep (see `limit`)."""
+        return self.kept(tokens) < tokens
+
+    def kept(self, tokens: int) -> int:
+        """Return how many of a sequence's tokens the cache may keep (see `limit`)."""
+        return tokens if self.limit is None else min(tokens, self.limit)
 
 
 class Scheduler:
@@ -64,7 +79,7 @@ class Scheduler:
         Raises ConfigError if the model or a numeric setting has changed.
         """
         parts = self.parts
-        parts.check_models()
+        parts.watch.check()
         admission, reason = None, Reason.BUSY
         if parts.exceeds_limit(len(request.prompt)):
             reason = Reason.DISABLED
@@ -73,36 +88,25 @@ class Scheduler:
             states = CHECKPOINTS + DECODE_SNAPSHOTS if parts.runner.layout.state_geometries else 0
             tokens = parts.kept(len(request.prompt) + request.new_tokens)
             if not grows:
-                admission = self.admit(lookup, tokens, states, wait=wait)
+                admission = self._admit(lookup, tokens, states, wait=wait)
             elif self._fits(tokens):
-                admission = self.admit(lookup, len(request.prompt), states, wait=wait)
-        return Task(
-            self, admission, request.prompt, request.new_tokens, request.stop, request.samplings,
-            audit=audit, started=started, reason=reason,
-        )  # fmt: skip
+                admission = self._admit(lookup, len(request.prompt), states, wait=wait)
+        return Task(self, admission, request, audit=audit, started=started, reason=reason)
 
-    def admit(self, lookup: Lookup, tokens: int, states: int, *, wait: bool = True) -> Admission | None:
+    def _admit(self, lookup: Lookup, tokens: int, states: int, *, wait: bool) -> Admission | None:
         """Admit a request; return None if the device pools have no room for it.
 
-        Without `wait`, raises PoolFullError at once instead.
-        """
-
-        def attempt() -> Admission:
-            return self.parts.controller.admit(lookup, tokens=tokens, states=states)
-
-        return self.await_room(attempt, tokens) if wait else attempt()
-
-    def await_room(self, attempt: Callable[[], Admission], tokens: int) -> Admission | None:
-        """Return what `attempt` gives for `tokens` tokens; None if it finds no room.
-
-        The slots of the last request stay taken for milliseconds, until their content is copied to the host.
-        Therefore a failed attempt is repeated for up to `COPY_SECONDS`.
+        Without `wait`, raises PoolFullError at once instead. The slots of the last request stay taken for
+        milliseconds, until their content is copied to the host. Therefore a failed attempt is repeated for up
+        to `COPY_SECONDS`.
         """
         deadline = time.monotonic() + COPY_SECONDS
         while True:
             try:
-                return attempt()
+                return self.parts.controller.admit(lookup, tokens=tokens, states=states)
             except PoolFullError as error:
+                if not wait:
+                    raise
                 if self._released is not None:
                     self.synchronize()  # the copies to the host begin when the last request's work is over
                     deadline = time.monotonic() + COPY_SECONDS
@@ -199,8 +203,8 @@ class Turns:
             else:
                 if task.lost:
                     self._begin_anew(number)
-                elif task.generations:
-                    self._end(number, self._result(task))
+                elif task.generation is not None:
+                    self._end(number, self._result(task.generation))
         if computed:
             self._short_since = None
         return computed, short
@@ -284,12 +288,11 @@ class Turns:
         insort(self._waiting, number)
         self._lookup = None
 
-    def _result(self, task: Task) -> Generation:
+    def _result(self, result: Generation) -> Generation:
         """Return the result of a task that is over; without `audit` it has no live cache.
 
         Otherwise the caches of all requests would stay in memory until the last request is over.
         """
-        (result,) = task.generations
         return result if self._audit else replace(result, cache=self._parts.runner.new_cache())
 
     def _end(self, number: int, result: Generation | Exception) -> None:
