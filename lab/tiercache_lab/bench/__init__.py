@@ -11,5 +11,5 @@ tiercache. The limit is measured in the same run.
 
 Reading order: `command` (the options), `plan` (their checked values), `disk` (the cases). The cases use
 `subject` (the store that is measured), `baselines` (plain system calls and files), `timing`,
-`machine` and `rows`. `rpc` and `device` (with `device_memory`) are separate benchmarks.
+`machine` and `rows`. `rpc` and `device` are separate benchmarks.
 """

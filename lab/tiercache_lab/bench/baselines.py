@@ -96,20 +96,6 @@ class RawFile:
         os.fdatasync(self._fd)
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def cached(self) -> bool:
-        """Return whether the first 4 KiB of the file are in the page cache.
-
-        Returns True also if the file system cannot tell whether they are.
-        """
-        # RWF_NOWAIT reads only what is in memory; otherwise the read fails with EAGAIN (BlockingIOError).
-        with mmap.mmap(-1, BLOCK_ALIGN) as page, memoryview(page) as view:
-            try:
-                return os.preadv(self._fd, [view], 0, os.RWF_NOWAIT) > 0
-            except BlockingIOError:
-                return False
-            except OSError:
-                return True
-
     def map(self, nbytes: int) -> mmap.mmap:
         """Return a mapping of the first `nbytes` of the file, with all of these bytes in memory."""
         return mmap.mmap(
@@ -128,7 +114,7 @@ class Copier:
 
     The `lmdb` store also reads by copying out of a map, so it cannot be faster than this copier.
 
-    Thread safety: copies to different places may run at once, because ctypes releases the interpreter lock.
+    Thread safety: one thread.
     """
 
     def __init__(self, source: mmap.mmap) -> None:
@@ -136,14 +122,11 @@ class Copier:
         self._anchor = ctypes.c_char.from_buffer(source)
         self._address = ctypes.addressof(self._anchor)
 
-    def copy(self, batch: Sequence[Piece], crew: Crew) -> None:
+    def copy(self, batch: Sequence[Piece]) -> None:
         """Copy a batch from the start of the map into its buffers."""
-
-        def fill(piece: Piece) -> None:
+        for piece in batch:
             target = ctypes.addressof(ctypes.c_char.from_buffer(piece.view))
             ctypes.memmove(target, self._address + piece.offset, piece.view.nbytes)
-
-        crew.each(fill, batch)
 
     def __enter__(self) -> Self:
         return self
@@ -161,37 +144,38 @@ class Page(NamedTuple):
 
 
 class PageFiles:
-    """Directory with one file for each page, which is written under a temporary name and renamed.
+    """New directory with one file for each page, which is written under a temporary name and renamed.
 
-    If `durable` is set, each file is synced before its rename, and the directory after all renames. Each
-    method raises OSError or StorageError if it fails.
+    Each method raises OSError or StorageError if it fails.
 
     Thread safety: one thread.
     """
 
-    def __init__(self, directory: Path, crew: Crew, *, durable: bool) -> None:
+    def __init__(self, directory: Path) -> None:
         directory.mkdir()
         self.directory: Final = directory
-        self._crew = crew
-        self._durable = durable
 
     def put(self, batch: Sequence[Page]) -> None:
         """Write all pages, each to a file of its own."""
-        self._crew.each(self._put, batch)
-        if self._durable:
-            fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        for page in batch:
+            path = self._path(page)
+            fd = os.open(f"{path}.tmp", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
-                os.fsync(fd)
+                if os.writev(fd, [page.view]) != page.view.nbytes:
+                    raise StorageError("the disk accepted only a part of a page's file; is it full?")
             finally:
                 os.close(fd)
+            os.rename(f"{path}.tmp", path)
 
     def get(self, batch: Sequence[Page]) -> None:
         """Read all pages."""
-        self._crew.each(self._get, batch)
-
-    def count(self, batch: Sequence[Page]) -> int:
-        """Return how many pages have a file."""
-        return sum(os.path.exists(self._path(page)) for page in batch)
+        for page in batch:
+            fd = os.open(self._path(page), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                if os.readv(fd, [page.view]) != page.view.nbytes:
+                    raise StorageError("a page's file is too short; did another program change it?")
+            finally:
+                os.close(fd)
 
     def remove(self, batch: Sequence[Page]) -> None:
         """Delete the files of all pages."""
@@ -201,26 +185,6 @@ class PageFiles:
     def _path(self, page: Page) -> str:
         return f"{self.directory}/{page.name}"
 
-    def _put(self, page: Page) -> None:
-        path = self._path(page)
-        fd = os.open(f"{path}.tmp", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            if os.writev(fd, [page.view]) != page.view.nbytes:
-                raise StorageError("the disk accepted only a part of a page's file; is it full?")
-            if self._durable:
-                os.fdatasync(fd)
-        finally:
-            os.close(fd)
-        os.rename(f"{path}.tmp", path)
-
-    def _get(self, page: Page) -> None:
-        fd = os.open(self._path(page), os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            if os.readv(fd, [page.view]) != page.view.nbytes:
-                raise StorageError("a page's file is too short; did another program change it?")
-        finally:
-            os.close(fd)
-
 
 def direct_possible(directory: Path) -> bool:
     """Try to write a file with O_DIRECT in a directory, and return whether that succeeds."""
@@ -229,10 +193,9 @@ def direct_possible(directory: Path) -> bool:
         with (
             mmap.mmap(-1, BLOCK_ALIGN) as page,
             memoryview(page) as view,
-            Crew(1) as crew,
             RawFile(path, BLOCK_ALIGN, direct=True) as file,
         ):
-            file.write([Piece(view, 0)], 0, crew)
+            file.write([Piece(view, 0)], 0, Crew(1))
     except OSError:
         return False
     finally:

@@ -42,12 +42,6 @@ def disk(
     backend: Annotated[str, typer.Option(help="Store to measure: file or lmdb.")] = "file",
     size: Sizes = "16KiB,256KiB,1MiB,16MiB",
     directory: Directory = Path(),
-    threads: Annotated[
-        int,
-        typer.Option(
-            min=1, max=256, help="Number of threads that call the store. Each thread has a part of the batch."
-        ),
-    ] = 1,
     repeat: Repeat = 5,
     total: Annotated[
         str,
@@ -56,9 +50,6 @@ def disk(
             help="Maximum bytes that all runs of one size store together. A low value makes batches smaller.",
         ),
     ] = "2GiB",
-    durability: Annotated[
-        str, typer.Option(help="process or power. With power, the raw system calls sync each batch as well.")
-    ] = "process",
     case: Annotated[
         str,
         typer.Option(
@@ -100,17 +91,15 @@ def disk(
     from tiercache_lab.bench.rows import collect, show
 
     made = plan(
-        backend=backend, sizes=size, path=directory, threads=threads, repeats=repeat, total=total,
-        durability=durability, cases=case,
-        objects=objects,
+        backend=backend, sizes=size, path=directory, repeats=repeat, total=total, cases=case, objects=objects
     )  # fmt: skip
     with TemporaryDirectory(prefix=".benchmark-", dir=made.directory) as temporary:
         root = Path(temporary)
         here = machine(root, direct=direct_possible(root))
         # If the reader of stdout closes it, the run stops between two rows. closing() then closes the store.
         with _progress(output) as say, closing(run(made, root, here, say)) as found:
-            rows, notes = collect(found, output)
-    show(rows, footer(made, here, notes), output)
+            rows = collect(found, output)
+    show(rows, footer(made, here), output)
 
 
 @bench.command()
@@ -145,9 +134,9 @@ def rpc(
         root = Path(temporary)
         here = machine(root, direct=direct_possible(root))
         with _progress(output) as say, closing(cases.run(root, sizes, batch_bytes, repeat, say)) as found:
-            rows, notes = collect(found, output)
+            rows = collect(found, output)
     about = f"{here}. Medians of {repeat} interleaved runs over the same buffers."
-    show(rows, [about, *(note.text for note in notes)], output)
+    show(rows, [about, cases.FOOTER], output)
 
 
 @bench.command()
@@ -173,7 +162,7 @@ def device(
     """Measure copies between a CUDA device and page-locked host memory.
 
     The command measures stores and loads of 1 to 256 objects of Qwen3-Next (pages
-    of 64 tokens, states, and both). Each store or load is compared with one
+    of 64 tokens, and states). Each store or load is compared with one
     contiguous copy of the same number of bytes. It is measured with each method,
     with the method that the calibration chooses, and through the transfer engine.
     The methods are batch (the driver's batched copies), memcpy (one call per copy)
@@ -189,8 +178,8 @@ def device(
     made = device_plan(most, repeat)
     card = cuda.CupyDevice(number)
     with _progress(output) as say, closing(run(made, card, say)) as found:
-        rows, notes = collect(found, output)
-    show(rows, footer(made, card, notes), output)
+        rows = collect(found, output)
+    show(rows, footer(made, card), output)
 
 
 @contextmanager

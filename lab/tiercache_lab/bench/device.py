@@ -6,18 +6,29 @@ transfer engine.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+import numpy as np
+
 from tiercache.config import parse_size
+from tiercache.core import CacheTransferUnits
 from tiercache.errors import ConfigError, TierCacheError, TransferError
-from tiercache.transfer.cuda import CudaDevice, Direction, Method, calibrate
+from tiercache.geometry import DTYPE_BITS, Geometry, kv_geometry, state_geometry
+from tiercache.models.fields import Fields
+from tiercache.models.layer_kinds import LayerKind, every_nth
+from tiercache.models.profile import CONFIGS
+from tiercache.pools import DevicePool, HostArena, HostPool
+from tiercache.transfer.base import Ticket
+from tiercache.transfer.cuda import Calibration, CudaDevice, CudaEngine, Direction, Method, calibrate
 from tiercache.transfer.cuda.calibration import self_test
-from tiercache_lab.bench.device_memory import Bed, Ground, Objects, Shapes, Work, shapes_of
-from tiercache_lab.bench.rows import MIB, Note, Row, Target, Unit
+from tiercache.transfer.cuda.copying import CopySet, bus_blocks, layer_groups
+from tiercache.transfer.descriptors import Copies, build_descriptors
+from tiercache_lab.bench.rows import MIB, Row, Target, Unit
 from tiercache_lab.bench.timing import Side, medians
 
 MODEL: Final = "qwen3-next-80b-a3b"
@@ -26,27 +37,77 @@ CHOICE: Final = "choice"
 """Way that stands for the methods that the calibration chooses."""
 COUNTS: Final = (1, 4, 16, 64, 256)
 """Numbers of objects in a group."""
-_PER_STATE: Final = 32
-"""In a mix, one of this many objects is a state. States are saved more rarely than pages."""
-_RATIO_FROM: Final = 16 * MIB
-"""Minimum bytes of a group whose ratio has a target."""
-_RATIO: Final = Target(0.95, Unit.RATIO)
-"""Target of copies by the calibration's choice: their speed as a multiple of the contiguous copy's speed."""
-Say = Callable[[str], None]
-"""Function that shows progress. It is called with a description of each step."""
+PAGE_SIZE: Final = 64
+"""Tokens per page."""
 TRANSFERS: Final = 4
 """Number of transfers in the engine at once.
 
 The engine queues three transfers in its stream; the fourth waits in the engine.
 """
+_RATIO: Final = Target(0.95, Unit.RATIO)
+"""Target of copies by the calibration's choice: their speed as a multiple of the contiguous copy's speed."""
+_RATIO_FROM: Final = 16 * MIB
+"""Minimum bytes of a group whose ratio has a target."""
 _SMALL: Final = 64 * MIB
 """Size in bytes below which a group counts as small. Its copies take about 1 ms or less."""
 _MORE: Final = 5
 """Factor by which the number of runs is multiplied for a small group."""
 _PLAIN: Final = "contiguous"
-"""Name of the side that makes one contiguous copy."""
 _ENGINE: Final = "engine"
-"""Name of the side that copies through the transfer engine."""
+_SHIFT: Final = 4099
+"""Distance in bytes between the starts of two consecutive fillings in the random bytes.
+
+Each filling of the device memory is a window of the same random bytes:
+
+    random bytes   |0 ..... 4099 ..... 8198 ...
+    filling 0      [----------------------)
+    filling 1            [----------------------)
+"""
+_SHIFTS: Final = 16
+"""Number of different fillings; the next filling is the first one again."""
+_ALIGN: Final = 256
+"""Alignment of tensors in bytes, as in allocators of device memory."""
+_TIMEOUT_S: Final = 120.0
+"""Seconds to wait for one transfer."""
+Say = Callable[[str], None]
+"""Function that shows progress. It is called with a description of each step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """Geometries of one model."""
+
+    name: str
+    pages: Geometry
+    states: Geometry
+
+
+def shapes_of(name: str) -> Shapes:
+    """Return the geometries of pages and states of a model with attention in every n-th layer.
+
+    A page has 64 tokens. For each attention layer it has K and V of shape `[64, heads, dim]` in bfloat16. A
+    state has two tensors for each recurrent layer, as in engines. `conv` has the past inputs of the
+    convolution over q, k and v, `[channels, kernel - 1]` in bfloat16. `ssm` has the recurrent state,
+    `[value heads, key dim, value dim]` in float32.
+    """
+    config = CONFIGS[name]
+    fields = Fields(config.get("text_config", config), name)
+    kinds = every_nth(fields)
+    full = [n for n, kind in enumerate(kinds) if kind is LayerKind.FULL]
+    key_heads, heads, key_dim, dim, kernel = (
+        fields.count(f"linear_{part}")
+        for part in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    )
+    channels = 2 * key_heads * key_dim + heads * dim
+    parts = (("conv", (channels, kernel - 1), "bfloat16"), ("ssm", (heads, key_dim, dim), "float32"))
+    states = [(n, *part) for n, kind in enumerate(kinds) if kind is LayerKind.RECURRENT for part in parts]
+    return Shapes(
+        name,
+        kv_geometry(
+            full, fields.count("num_key_value_heads"), fields.count("head_dim"), "bfloat16", PAGE_SIZE
+        ),
+        state_geometry(states, PAGE_SIZE),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,24 +120,18 @@ class DevicePlan:
     repeats: int
     """Number of runs for each median. One more run comes first and is not counted."""
     counts: tuple[int, ...] = COUNTS
-    """Numbers of objects in a group."""
 
-    def groups(self) -> Iterator[tuple[str, Objects]]:
-        """Yield the groups of objects: pages, states, and both, with all counts that fit into `max_bytes`."""
+    def groups(self) -> Iterator[tuple[str, Geometry, int]]:
+        """Yield the groups: pages and states, with all counts that fit into `max_bytes`."""
         for count in self.counts:
-            mixed = max(1, count // _PER_STATE)
-            found = {"pages": Objects(pages=count), "states": Objects(states=count)}
-            if count > mixed:
-                found["mix"] = Objects(count - mixed, mixed)
-            for kind, objects in found.items():
-                if objects.nbytes(self.shapes) <= self.max_bytes:
-                    yield kind, objects
+            for kind, geometry in (("pages", self.shapes.pages), ("states", self.shapes.states)):
+                if count * geometry.nbytes <= self.max_bytes:
+                    yield kind, geometry, count
 
     @property
     def device_bytes(self) -> int:
-        """Bytes that the largest group needs on the device, with one free slot in each pool."""
-        pages, states = self.shapes.pages.nbytes, self.shapes.states.nbytes
-        spare = pages + (states if states <= self.max_bytes else 0)
+        """Bytes that the largest group needs on the device, with one free slot."""
+        spare = max(one.nbytes for one in (self.shapes.pages, self.shapes.states))
         return self.max_bytes + spare + MIB  # for the alignment of tensors
 
 
@@ -94,7 +149,7 @@ def device_plan(most: str, repeats: int) -> DevicePlan:
     return DevicePlan(shapes, nbytes, repeats)
 
 
-def footer(plan: DevicePlan, device: CudaDevice, notes: Sequence[Note]) -> list[str]:
+def footer(plan: DevicePlan, device: CudaDevice) -> list[str]:
     """Return the sentences that explain the figures."""
     return [
         (
@@ -105,15 +160,14 @@ def footer(plan: DevicePlan, device: CudaDevice, notes: Sequence[Note]) -> list[
             "gb_s: all copies in one stream, from the start of queuing to the end of the last copy. A load"
             " queues its copies layer by layer. contiguous_gb_s: one contiguous copy of the same size, with"
             " host memory that the driver page-locked. engine_gb_s: through the transfer engine, with"
-            f" {TRANSFERS} transfers at once. Each transfer has as many objects as the row says. If that"
-            " would exceed --most, the objects of the row are divided among the transfers."
+            f" the objects in {TRANSFERS} transfers at once."
         ),
-        *(f"{note.text[0].upper()}{note.text[1:]}." for note in notes),
+        *(f"No copies by {method}: {reason}." for method, reason in device.unavailable.items()),
     ]
 
 
-def run(plan: DevicePlan, device: CudaDevice, say: Say) -> Generator[Row | Note]:
-    """Yield every row and note as soon as it is known.
+def run(plan: DevicePlan, device: CudaDevice, say: Say) -> Generator[Row]:
+    """Yield every row as soon as it is known.
 
     Closing the generator releases everything on the device. Raises TransferError if copied bytes are wrong or
     the driver fails. Raises ConfigError if this device cannot carry out the plan.
@@ -127,11 +181,9 @@ def run(plan: DevicePlan, device: CudaDevice, say: Say) -> Generator[Row | Note]
         raise TransferError(f"{device.card} failed: {error}") from error
 
 
-def _run(plan: DevicePlan, device: CudaDevice, say: Say, stack: ExitStack) -> Generator[Row | Note]:
+def _run(plan: DevicePlan, device: CudaDevice, say: Say, stack: ExitStack) -> Generator[Row]:
     say("trying each method")
     self_test(device)
-    for method, reason in device.unavailable.items():
-        yield Note(f"no copies by {method}: {reason}")
     say("measuring each method")
     known = calibrate(device)
     for cell in known.cells:
@@ -142,75 +194,291 @@ def _run(plan: DevicePlan, device: CudaDevice, say: Say, stack: ExitStack) -> Ge
         yield Row("calibration", figures, section=(cell.direction, cell.length))
     methods = [method for method in Method if method not in device.unavailable]
     ground = Ground(device, known, plan.device_bytes, stack)
-    yield from copies(plan, ground, methods, say)
-
-
-def copies(plan: DevicePlan, ground: Ground, methods: Sequence[Method], say: Say) -> Iterator[Row]:
-    """Measure the copies of all groups. All copied bytes are compared before anything is timed."""
-    for kind, objects in plan.groups():
-        with ExitStack() as stack:
-            # Each of the engine's transfers has as many objects as one group. If all transfers together would
-            # be too large, the objects of one group are divided among the transfers.
-            whole = objects.times(TRANSFERS)
-            fits = whole.nbytes(plan.shapes) <= plan.max_bytes
-            bed = Bed(ground, plan.shapes, whole if fits else objects, stack)
-            what = f"{objects.count} {kind}"
+    for kind, geometry, count in plan.groups():
+        with ExitStack() as group:
+            bed = Bed(ground, geometry, count, plan.shapes.pages.padded_nbytes, group)
+            what = f"{count} {kind}"
+            # All copied bytes are compared before anything is timed.
             _check(bed, methods, lambda doing, what=what: say(f"{what}: {doing}"))  # type: ignore[misc]
             for direction in Direction:
                 say(f"{what}: {direction.replace('_', ' ')}")
-                yield from _Group(plan, bed, kind, objects, direction).rows(methods)
+                yield from _rows(plan, bed, kind, direction, methods)
+
+
+class Ground:
+    """Memory for a benchmark on the device and on the host, and the stream of its copies.
+
+    There are `nbytes` bytes on the device, and two page-locked areas of about this size on the host. One is
+    for contiguous copies. The other has random bytes, with which the device memory is filled. Closing `stack`
+    releases all memory. Raises ConfigError if there is not enough memory.
+
+    Thread safety: one thread, with the device current.
+    """
+
+    def __init__(self, device: CudaDevice, calibration: Calibration, nbytes: int, stack: ExitStack) -> None:
+        self.device = device
+        self.calibration = calibration
+        try:
+            self.address = device.allocate(nbytes)
+            stack.callback(self._release)
+            # Host memory for the contiguous copy, which is the limit for all other copies. It is allocated by
+            # the driver, because no other host memory is faster.
+            self.plain = device.allocate_host(nbytes)
+            self._noise = device.allocate_host(nbytes + _SHIFT * _SHIFTS)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"{nbytes >> 20} MiB of device memory and twice as much host memory are not available"
+                f" ({error}); lower --most"
+            ) from error
+        whole = len(self._noise) // 8 * 8
+        self._noise[:whole].view(np.uint64)[:] = np.random.default_rng(0).integers(
+            0, 1 << 64, whole // 8, np.uint64
+        )
+        self._blocks = bus_blocks(device.card.multiprocessors)
+        self._resources = CopySet(device)
+        self._stream = device.create_stream(urgent=False)
+        stack.callback(self._close_stream)
+        self._turn = 0
+
+    def move(self, work: Work, methods: Sequence[Method]) -> None:
+        """Queue each group of copies by its method, and wait until all copies are done."""
+        groups = list(zip(work.groups, methods, strict=True))
+        queue = self._resources.queue(work.copies, groups, self._blocks, self._stream)
+        for rows, method in groups:
+            queue.put(rows, method)
+        self.device.synchronize_stream(self._stream)
+
+    def contiguous(self, direction: Direction, nbytes: int) -> None:
+        """Make one contiguous copy of `nbytes` bytes, the limit for other copies."""
+        ends = self.address, self.plain.ctypes.data
+        self._copy(*(ends if direction is Direction.TO_HOST else ends[::-1]), nbytes)
+
+    def fill(self, nbytes: int) -> np.ndarray:
+        """Fill the first `nbytes` of the device memory with the next random bytes; return them as uint8."""
+        self._turn += 1
+        noise = self._noise[self._turn % _SHIFTS * _SHIFT :][:nbytes]
+        self._copy(noise.ctypes.data, self.address, nbytes)
+        return noise
+
+    def read(self, nbytes: int) -> np.ndarray:
+        """Return the first `nbytes` of the device memory, read by one contiguous copy."""
+        self.plain[:nbytes] = 0
+        self.contiguous(Direction.TO_HOST, nbytes)
+        return self.plain[:nbytes]
+
+    def settle(self) -> None:
+        """Wait for copies that an error or Ctrl-C may have left under way."""
+        with suppress(RuntimeError):  # raised by a lost device, on which no copy runs any more
+            self.device.synchronize_stream(self._stream)
+
+    def _copy(self, source: int, destination: int, nbytes: int) -> None:
+        self.device.copy(source, destination, nbytes, self._stream)
+        self.device.synchronize_stream(self._stream)
+
+    def _close_stream(self) -> None:
+        self.settle()
+        with suppress(RuntimeError):  # raised by a lost device, whose error was raised before
+            self._resources.destroy()
+            self.device.destroy_stream(self._stream)
+
+    def _release(self) -> None:
+        with suppress(RuntimeError):  # raised by a lost device
+            self.device.release(self.address)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceArray:
+    """Dense tensor in device memory, with the attributes and methods that a pool reads."""
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+
+    def data_ptr(self) -> int:  # noqa: D102
+        return self.address
+
+    def stride(self) -> tuple[int, ...]:  # noqa: D102
+        return tuple(math.prod(self.shape[n + 1 :]) for n in range(len(self.shape)))
+
+    def element_size(self) -> int:  # noqa: D102
+        return DTYPE_BITS[self.dtype] // 8
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Copies, and the groups in which they are queued."""
+
+    copies: Copies
+    groups: tuple[slice, ...]
+
+
+class Bed:
+    """Pools for `count` objects of a geometry in the memory of `ground`, and an engine that copies between.
+
+    Slots are used in a random order. Object i is stored from slot i of that order and loaded into the next
+    slot, so nothing is ever loaded into the first slot:
+
+        order      s0  s1  s2  s3
+        store      0   1   2           (object stored from the slot)
+        load           0   1   2       (object loaded into the slot)
+
+    Blocks of the arena have the size of a page, as in a worker. The engine page-locks the arena. Closing
+    `stack` releases everything.
+
+    Thread safety: one thread, with the device current.
+    """
+
+    def __init__(
+        self, ground: Ground, geometry: Geometry, count: int, block_bytes: int, stack: ExitStack
+    ) -> None:
+        self.ground, self.count = ground, count
+        rng, pool = np.random.default_rng(count), geometry.pool
+        blocks = count * -(-geometry.nbytes // block_bytes)
+        self._arena = HostArena(blocks * block_bytes, block_bytes)
+        stack.callback(self._arena.close)
+        self._arena.free(rng.permutation(self._arena.alloc(blocks)))
+        self._device = _device_pool(geometry, count + 1, ground.address, f"cuda:{ground.device.ordinal}")
+        self._host = HostPool(geometry, self._arena)
+        self._slots = rng.permutation(self._device.capacity)
+        self._handles = self._host.alloc(count)
+        self._pool = pool
+        # Page-lock the arena in one piece. If there were several pieces, a copy that crosses the border of
+        # two pieces would have to be cut there.
+        self._engine = stack.enter_context(
+            CudaEngine(
+                {pool: self._device}, {pool: self._host}, device=ground.device,
+                calibration=ground.calibration, piece_bytes=self._arena.nbytes,
+            )
+        )  # fmt: skip
+        # A stack closes in reverse order: `settle` waits for all copies, then the engine unlocks the arena.
+        stack.callback(ground.settle)
+
+    def work(self, direction: Direction) -> Work:
+        """Return all copies in the groups that the engine queues.
+
+        A store is one group. A load has one group for each layer, but small layers share a group.
+        """
+        found = build_descriptors(
+            self._device.segments, self._ends(direction), self._host.blocks(self._handles),
+            self._arena.block_bytes, self._arena.address,
+        )  # fmt: skip
+        to_host = direction is Direction.TO_HOST
+        copies = found.copies(to_host=to_host)
+        groups = (slice(0, len(copies)),) if to_host else tuple(rows for _, rows in layer_groups(found))
+        return Work(copies, groups)
+
+    def units(self, direction: Direction) -> list[list[CacheTransferUnits]]:
+        """Return all objects, divided into at most `TRANSFERS` transfers of nearly equal size."""
+        ends, pieces = self._ends(direction), []
+        for chosen in np.array_split(np.arange(self.count), min(TRANSFERS, self.count)):
+            # (sources, destinations): slots and handles for a store, the reverse for a load
+            both = (ends[chosen], self._handles[chosen])
+            pair = both if direction is Direction.TO_HOST else both[::-1]
+            pieces.append([CacheTransferUnits(self._pool, *pair)])
+        return pieces
+
+    def transfer(self, direction: Direction, transfers: list[list[CacheTransferUnits]]) -> None:
+        """Submit all transfers to the engine and wait until all are done.
+
+        Raises TransferError if a transfer does not end within two minutes, or the error of one that failed.
+        """
+        call: Callable[[list[CacheTransferUnits]], Ticket] = (
+            self._engine.store if direction is Direction.TO_HOST else self._engine.load
+        )
+        tickets = [call(units) for units in transfers]
+        for ticket in tickets:
+            if not ticket.wait(_TIMEOUT_S):
+                raise TransferError(
+                    f"a transfer did not end within {_TIMEOUT_S:g} s; check that the device still answers"
+                )
+        for ticket in tickets:
+            if ticket.error is not None:
+                raise ticket.error
+
+    def check(self, what: str, store: Callable[[], object], load: Callable[[], object]) -> None:
+        """Raise TransferError unless `load` restores the bytes that `store` took, and changes no others.
+
+        The device memory is filled with random bytes before the store, and with others before the load.
+        """
+        table = self._device.segments
+        ends = table.base.astype(np.int64) + self._device.capacity * table.stride
+        nbytes = int(ends.max()) - self.ground.address
+        stored = self.ground.fill(nbytes)
+        store()
+        expected = self.ground.fill(nbytes).copy()
+        load()
+        sources, targets = (self._ends(direction) for direction in Direction)
+        for base, stride, length in zip(
+            table.base.tolist(), table.stride.tolist(), table.length.tolist(), strict=True
+        ):
+            first, slots = base - self.ground.address, self._device.capacity
+            into, taken = (
+                np.lib.stride_tricks.as_strided(memory[first:], (slots, length), (stride, 1))
+                for memory in (expected, stored)
+            )
+            into[targets] = taken[sources]
+        if wrong := int(np.count_nonzero(self.ground.read(nbytes) != expected)):
+            raise TransferError(
+                f"{what}: {wrong} bytes were wrong after a store and a load of {self.count} objects, so their"
+                " speed was not measured; do not use this device for a cache"
+            )
+
+    def _ends(self, direction: Direction) -> np.ndarray:
+        return self._slots[:-1] if direction is Direction.TO_HOST else self._slots[1:]
+
+
+def _device_pool(geometry: Geometry, slots: int, address: int, device: str) -> DevicePool:
+    """Return a pool whose tensors follow each other from `address` on."""
+    tensors = {}
+    for segment in geometry.segments:
+        address = -(-address // _ALIGN) * _ALIGN
+        tensors[segment.layer, segment.name] = DeviceArray(
+            address, (slots, *segment.shape), segment.dtype, device
+        )
+        address += slots * segment.nbytes
+    return DevicePool.from_tensors(geometry, tensors)
 
 
 def _check(bed: Bed, methods: Sequence[Method], say: Say) -> None:
-    works = [bed.work(direction, bed.objects) for direction in Direction]
+    works = [bed.work(direction) for direction in Direction]
 
     def move(work: Work, method: Method) -> None:
-        bed.ground.mover.move(work, [method] * len(work.groups))
+        bed.ground.move(work, [method] * len(work.groups))
 
     for method in methods:
         say(f"comparing what {method} copies")
         bed.check(f"copies by {method}", partial(move, works[0], method), partial(move, works[1], method))
     say("comparing what the engine copies")
-    store, load = (lambda d=direction: bed.transfer(d, bed.units(d, TRANSFERS)) for direction in Direction)
+    store, load = (lambda d=direction: bed.transfer(d, bed.units(d)) for direction in Direction)
     bed.check("transfers by the engine", store, load)
 
 
-class _Group:
-    """Measurement of one direction of one group of objects.
-
-    Thread safety: one thread, with the device current.
-    """
-
-    def __init__(self, plan: DevicePlan, bed: Bed, kind: str, objects: Objects, direction: Direction) -> None:
-        self._plan, self._bed, self._kind = plan, bed, kind
-        self._objects, self._direction = objects, direction
-        self._work = bed.work(direction, objects)
-        self._chosen = bed.choice(direction, self._work)
-        self._transfers = bed.units(direction, TRANSFERS)
-
-    def rows(self, methods: Sequence[Method]) -> Iterator[Row]:
-        nbytes, mover = self._work.copies.nbytes, self._bed.ground.mover
-        ways = {str(method): [method] * len(self._work.groups) for method in methods} | {CHOICE: self._chosen}
-        sides = [
-            Side(_PLAIN, lambda _: self._bed.ground.contiguous(self._direction, nbytes)),
-            Side(_ENGINE, lambda _: self._bed.transfer(self._direction, self._transfers)),
-            *(Side(name, lambda _, way=way: mover.move(self._work, way)) for name, way in ways.items()),  # type: ignore[misc]
-        ]
-        seconds = medians(sides, self._plan.repeats * (_MORE if nbytes < _SMALL else 1))
-        for name in ways:
-            yield self._row(name, nbytes / seconds[name], nbytes / seconds[_PLAIN], seconds[_ENGINE])
-
-    def _row(self, name: str, speed: float, limit: float, engine_seconds: float) -> Row:
-        chosen, copies = name == CHOICE, self._work.copies
-        through = self._bed.objects.nbytes(self._bed.shapes) / engine_seconds
+def _rows(
+    plan: DevicePlan, bed: Bed, kind: str, direction: Direction, methods: Sequence[Method]
+) -> Iterator[Row]:
+    """Measure one direction of one group of objects."""
+    ground, work = bed.ground, bed.work(direction)
+    nbytes = work.copies.nbytes
+    chosen = [ground.calibration.choose(direction, work.copies[rows]) for rows in work.groups]
+    transfers = bed.units(direction)
+    ways = {str(method): [method] * len(work.groups) for method in methods} | {CHOICE: chosen}
+    sides = [
+        Side(_PLAIN, lambda _: ground.contiguous(direction, nbytes)),
+        Side(_ENGINE, lambda _: bed.transfer(direction, transfers)),
+        *(Side(name, lambda _, way=way: ground.move(work, way)) for name, way in ways.items()),  # type: ignore[misc]
+    ]
+    seconds = medians(sides, plan.repeats * (_MORE if nbytes < _SMALL else 1))
+    limit = nbytes / seconds[_PLAIN]
+    for name in ways:
+        is_choice, speed = name == CHOICE, nbytes / seconds[name]
         figures = {
-            "kind": self._kind, "direction": str(self._direction), "objects": self._objects.count,
-            "mib": round(copies.nbytes / MIB, 3), "copies": len(copies), "method": name,
-            "chosen": " + ".join(map(str, dict.fromkeys(self._chosen))) if chosen else None,
+            "kind": kind, "direction": str(direction), "objects": bed.count,
+            "mib": round(nbytes / MIB, 3), "copies": len(work.copies), "method": name,
+            "chosen": " + ".join(map(str, dict.fromkeys(chosen))) if is_choice else None,
             "gb_s": speed / 1e9, "contiguous_gb_s": limit / 1e9, "ratio": speed / limit,
-            "engine_gb_s": through / 1e9 if chosen else None,
-            "transfers": len(self._transfers) if chosen else None,
+            "engine_gb_s": nbytes / seconds[_ENGINE] / 1e9 if is_choice else None,
+            "transfers": len(transfers) if is_choice else None,
         }  # fmt: skip
-        target = _RATIO if chosen and copies.nbytes >= _RATIO_FROM else None
-        section = (self._kind, self._objects.count, self._direction)
-        return Row("copy", figures, target, speed / limit, section)
+        target = _RATIO if is_choice and nbytes >= _RATIO_FROM else None
+        yield Row("copy", figures, target, speed / limit, (kind, bed.count, direction))

@@ -18,8 +18,6 @@ from tiercache_lab.bench.rows import KIB, MIB, Target, Unit
 
 BACKENDS: Final = ("file", "lmdb")
 """Values of --backend."""
-DURABILITIES: Final = ("process", "power")
-"""Values of --durability."""
 BATCH: Final = 128
 """Number of objects of a batch. If these exceed `BATCH_BYTES`, the batch has fewer objects."""
 BATCH_BYTES: Final = 256 * MIB
@@ -71,14 +69,10 @@ class Plan:
     sizes: tuple[int, ...]
     """Sizes of objects in bytes."""
     directory: Path
-    threads: int
-    """Number of threads that call the store."""
     repeats: int
     """Number of runs for each median. One more run comes first and is not counted."""
     total: int
     """Maximum bytes that all runs of one size store together."""
-    durable: bool
-    """Whether sets survive a power cut (durability `power`)."""
     cases: frozenset[Case]
     objects: int
     """Number of tiny objects in a separate store; 0 for no such store."""
@@ -120,36 +114,30 @@ class Plan:
 
     def url(self, path: Path, capacity: int) -> str:
         """Return the URL of a store at `path` with a capacity in bytes."""
-        return storage_url(
-            self.backend, path, capacity=capacity, durability="power" if self.durable else "process"
-        )
+        return storage_url(self.backend, path, capacity=capacity)
 
 
-def plan(
-    *, backend: str, sizes: str, path: Path, threads: int, repeats: int, total: str, durability: str,
-    cases: str, objects: int
-) -> Plan:  # fmt: skip
+def plan(*, backend: str, sizes: str, path: Path, repeats: int, total: str, cases: str, objects: int) -> Plan:
     """Return the plan that the options describe.
 
     Raises ConfigError if the plan cannot be carried out.
     """
     _one_of("--backend", backend, BACKENDS)
-    _one_of("--durability", durability, DURABILITIES)
-    for name in cases.split(",") if cases else ():
-        _one_of("--case", name.strip(), list(Case))
+    named = [name.strip() for name in cases.split(",")] if cases else list(Case)
+    for name in named:
+        _one_of("--case", name, list(Case))
     made = Plan(
-        backend, sizes_of(sizes), directory_of(path), threads, repeats, _size("--bytes", total),
-        durability == "power",
-        frozenset(Case(name.strip()) for name in cases.split(",")) if cases else frozenset(Case), objects,
+        backend, sizes_of(sizes), directory_of(path), repeats, _size("--bytes", total),
+        frozenset(map(Case, named)), objects,
     )  # fmt: skip
     for size in made.sizes:
-        _check(made, size)
-    if (free := free_bytes(made.directory)) < made.needed:
-        raise ConfigError(
-            f"{made.directory} has {free // MIB} MiB free and the run needs {-(-made.needed // MIB)} MiB;"
-            " name another directory with --directory, or measure less with --bytes, --size, --repeat or"
-            " --objects"
-        )
+        if made.count(size) < 1:
+            raise ConfigError(
+                f"--bytes {made.total} is too small for {made.batches} batches (one for each --repeat and one"
+                f" that is not counted) of one object of {size} bytes; give at least {made.batches * size},"
+                " or smaller sizes"
+            )
+    require_free(made.directory, made.needed, "--bytes, --size, --repeat or --objects")
     return made
 
 
@@ -167,12 +155,26 @@ def sizes_of(text: str) -> tuple[int, ...]:
     return sizes
 
 
-def _check(made: Plan, size: int) -> None:
-    if made.count(size) < 1:
+def directory_of(path: Path) -> Path:
+    """Return the absolute path of the directory for the measurement.
+
+    Raises ConfigError if the directory does not exist or cannot be written to.
+    """
+    if not path.is_dir():
         raise ConfigError(
-            f"--bytes {made.total} is too small for {made.batches} batches (one for each --repeat and one"
-            f" that is not counted) of one object of {size} bytes; give at least {made.batches * size}, or"
-            " smaller sizes"
+            f"--directory {path} is not a directory; name one on the disk that is to be measured"
+        )
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"--directory {path} cannot be written to; name a directory of your own")
+    return path.resolve()
+
+
+def require_free(directory: Path, needed: int, options: str) -> None:
+    """Raise ConfigError if the disk has less than `needed` bytes free; `options` are those that need less."""
+    if (free := free_bytes(directory)) < needed:
+        raise ConfigError(
+            f"{directory} has {free // MIB} MiB free and the run needs {-(-needed // MIB)} MiB;"
+            f" name another directory with --directory, or measure less with {options}"
         )
 
 
@@ -186,20 +188,6 @@ def _size(option: str, text: str) -> int:
 def _one_of(option: str, value: str, known: Iterable[str]) -> None:
     if value not in known:
         raise ConfigError(f"{option} {value!r} is not known; use {', '.join(known)}")
-
-
-def directory_of(path: Path) -> Path:
-    """Return the absolute path of the directory for the measurement.
-
-    Raises ConfigError if the directory does not exist or cannot be written to.
-    """
-    if not path.is_dir():
-        raise ConfigError(
-            f"--directory {path} is not a directory; name one on the disk that is to be measured"
-        )
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise ConfigError(f"--directory {path} cannot be written to; name a directory of your own")
-    return path.resolve()
 
 
 # For each backend and case: the minimum object size in bytes, and the wanted ratio. For smaller objects the
@@ -224,16 +212,13 @@ _OPEN_SECONDS: Final = 2.0
 
 
 def target_of(backend: str, case: Case, size: int, objects: int) -> Target | None:
-    """Return the target of a store compared with raw system calls, or None if there is no target.
-
-    The targets of sets and gets are meant for stores with durability `process`.
-    """
+    """Return the target of a store compared with raw system calls, or None if there is no target."""
     if case is Case.EXISTS:
-        return Target(_EXISTS[backend], Unit.MICROSECONDS) if backend in _EXISTS else None
+        return Target(_EXISTS[backend], Unit.MICROSECONDS)
     if case is Case.OPEN:
         return Target(_OPEN_SECONDS, Unit.SECONDS) if backend == "file" and objects >= _MANY else None
     wanted = _MICROSECONDS.get((backend, case))
-    if wanted is not None and size == 16 * KIB and objects == 128:
+    if wanted is not None and size == 16 * KIB and objects == BATCH:
         return Target(wanted, Unit.MICROSECONDS)
     min_bytes, ratio = _RATIOS.get((backend, case), (0, 0.0))
     return Target(ratio, Unit.RATIO) if ratio and size >= min_bytes else None

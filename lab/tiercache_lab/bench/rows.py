@@ -92,30 +92,19 @@ def speed(
     return Row(name, figures, target, judged[target.unit] if target else 0.0, section=size)
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
-    """Sentence to show below the rows."""
-
-    text: str
-
-
-def collect(found: Iterable[Row | Note], output: Output) -> tuple[list[Row], list[Note]]:
-    """Return the rows and the notes of a run.
+def collect(found: Iterable[Row], output: Output) -> list[Row]:
+    """Return the rows of a run.
 
     JSON lines are printed one by one, as soon as a row is known. A JSON document is printed at the end.
     """
     rows: list[Row] = []
-    notes: list[Note] = []
-    for item in found:
-        if isinstance(item, Note):
-            notes.append(item)
-            continue
-        rows.append(item)
+    for row in found:
+        rows.append(row)
         if output is Output.JSONL:
-            line(item.record())
+            line(row.record())
     if output is Output.JSON:
         document([row.record() for row in rows])
-    return rows, notes
+    return rows
 
 
 def show(rows: Sequence[Row], sentences: Sequence[str], output: Output) -> None:

@@ -16,13 +16,14 @@ from typing import Final
 
 from tiercache.config.urls import storage_url
 from tiercache.core import ObjectKey
-from tiercache.errors import ConfigError, StorageError
+from tiercache.errors import StorageError
 from tiercache_lab import children
-from tiercache_lab.bench.machine import free_bytes, warm
+from tiercache_lab.bench.machine import warm
+from tiercache_lab.bench.plan import require_free
 from tiercache_lab.bench.raw import RawClient
-from tiercache_lab.bench.rows import Note, Row, Target, Unit, speed
+from tiercache_lab.bench.rows import Row, Target, Unit, speed
 from tiercache_lab.bench.subject import Buffers, Subject, batch_keys
-from tiercache_lab.bench.timing import Crew, Side, medians
+from tiercache_lab.bench.timing import Side, medians
 
 _MAX_OBJECTS: Final = 128
 """Maximum number of objects of a batch."""
@@ -41,27 +42,26 @@ _FROM: Final = 1 << 20
 """Minimum object size in bytes for which `_RATIOS` holds. For smaller objects the time per object counts."""
 
 
+FOOTER: Final = (
+    "data, tcp: by data connections and by gRPC, compared with plain sockets that move the same bytes, and"
+    " neither check nor store them. shared: the daemon fills a memfd; compared with the same file store in"
+    " this process."
+)
+"""Comparisons behind the rows."""
+
+
 def run(
     root: Path, sizes: Sequence[int], batch_bytes: int, repeats: int, say: Callable[[str], None]
-) -> Generator[Row | Note]:
-    """Measure all sizes in the directory `root` and yield the rows and one note.
+) -> Generator[Row]:
+    """Measure all sizes in the directory `root` and yield the rows.
 
     Raises ConfigError if the disk has too little space.
     """
     needed = max(_LAYOUTS * (repeats + 1) * _count(size, batch_bytes) * size for size in sizes) + _SPARE
-    if (free := free_bytes(root)) < needed:
-        raise ConfigError(
-            f"{root.parent} has {free >> 20} MiB free and the run needs {needed >> 20} MiB; name another"
-            " directory with --directory, or measure less with --batch, --size or --repeat"
-        )
+    require_free(root.parent, needed, "--batch, --size or --repeat")
     for size in sizes:
         with ExitStack() as stack:
             yield from _SizeBench(root / str(size), size, batch_bytes, repeats, say, stack).rows()
-    yield Note(
-        "data, tcp: by data connections and by gRPC, compared with plain sockets that move the same bytes,"
-        " and neither check nor store them. shared: the daemon fills a memfd; compared with the same file"
-        " store in this process."
-    )
 
 
 class _SizeBench:
@@ -90,17 +90,18 @@ class _SizeBench:
         # The path of a unix socket may have only about 100 bytes, and `root` may be a longer path.
         sockets = stack.enter_context(TemporaryDirectory(prefix="tiercache-bench-"))
         address = start_daemon(root / "daemon", sockets, capacity, stack)
-        callers = stack.enter_context(Crew(1))
 
         def subject(url: str, path: Path) -> Subject:
-            return stack.enter_context(Subject(url, path, self._buffers, callers))
+            return stack.enter_context(Subject(url, path, self._buffers))
 
         store = root / "daemon/store"
         self._data = subject(storage_url("grpc", address=address), store)
         self._tcp = subject(storage_url("grpc", address=address, plane="stream"), store)
         self._shared = subject(storage_url("grpc", sockets, plane="shared"), store)
         self._local = subject(storage_url("file", root / "local", capacity=capacity), root / "local")
-        self._sockets = stack.enter_context(RawClient(_port_of("tiercache_lab.bench.raw", stack)))
+        server = _process(children.command("tiercache_lab.bench.raw"), stack)
+        assert server.stdout is not None
+        self._sockets = stack.enter_context(RawClient(int(server.stdout.readline())))
 
     def rows(self) -> Iterator[Row]:
         """Yield the rows of all cases. Sets run first, and gets read the objects of the sets."""
@@ -150,14 +151,10 @@ class _SizeBench:
 
     def _exists(self, known: list[ObjectKey]) -> Iterator[Row]:
         keys = (known * (_EXISTS_KEYS // len(known) + 1))[:_EXISTS_KEYS]
-        sides = [
-            Side("data", lambda _: self._data.store.exists(keys)),
-            Side("tcp", lambda _: self._tcp.store.exists(keys)),
-            Side("shared", lambda _: self._shared.store.exists(keys)),
-        ]
-        found = medians(sides, self._repeats)
-        for name in ("data", "tcp", "shared"):
-            yield speed(f"rpc {name} exists", self._size, len(keys), found[name])
+        ways = {"data": self._data, "tcp": self._tcp, "shared": self._shared}
+        sides = [Side(name, lambda _, way=way: way.store.exists(keys)) for name, way in ways.items()]  # type: ignore[misc]
+        for name, seconds in medians(sides, self._repeats).items():
+            yield speed(f"rpc {name} exists", self._size, len(keys), seconds)
 
     def _row(self, case: str, seconds: float, limit: str, limit_seconds: float, ratio: str = "") -> Row:
         target = Target(_RATIOS[ratio], Unit.RATIO) if ratio and self._size >= _FROM else None
@@ -196,13 +193,6 @@ def start_daemon(directory: Path, sockets: str, capacity: int, stack: ExitStack)
         if row.get("transport") == "tcp":
             return str(row["address"])
     raise StorageError(f"the daemon did not start: {' '.join(process.stderr.read().splitlines()[-1:])}")
-
-
-def _port_of(module: str, stack: ExitStack) -> int:
-    """Start a server of this package in a process of its own, and return the port that it prints."""
-    process = _process(children.command(module), stack)
-    assert process.stdout is not None
-    return int(process.stdout.readline())
 
 
 def _process(command: Sequence[str], stack: ExitStack) -> subprocess.Popen[str]:

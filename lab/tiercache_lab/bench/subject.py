@@ -12,10 +12,9 @@ from tiercache.core import ObjectKey, ObjectMeta, Outcome, PoolName
 from tiercache.errors import StorageError
 from tiercache.keys import Shard, layout_digest, object_key
 from tiercache.pools import HostArena
-from tiercache.storage import GetItem, SetItem, StorageBackend, Usage, open_backend
+from tiercache.storage import GetItem, SetItem, StorageBackend, open_backend
 from tiercache.storage.checksum import checksum
 from tiercache_lab.bench.machine import drop
-from tiercache_lab.bench.timing import Crew, split
 
 _LAYOUT: Final = layout_digest(PoolName.KV, bytes(32), Shard())
 _NAMESPACE: Final = bytes(32)
@@ -67,19 +66,16 @@ class Buffers:
 class Subject:
     """Store that is measured, and the calls that set, get and delete batches.
 
-    The store computes the checksums, as in calls of the controller. Each thread of the crew calls the store
-    with consecutive objects of the batch.
+    The store computes the checksums, as in calls of the controller.
 
-    Thread safety: one thread; the threads of the crew call the store.
+    Thread safety: one thread.
     """
 
-    def __init__(self, url: str, path: Path, buffers: Buffers, callers: Crew) -> None:
+    def __init__(self, url: str, path: Path, buffers: Buffers) -> None:
         self.path: Final = path
         self.size: Final = buffers.size
         self._url = url
         self._buffers = buffers
-        self._callers = callers
-        self._spans = split(range(buffers.count), callers.threads)
         self._store: StorageBackend | None = None
         self.open()
 
@@ -113,37 +109,24 @@ class Subject:
         self.first_hit(used)
 
     def put(self, keys: Sequence[ObjectKey]) -> None:
-        """Set a batch. Raises StorageError unless all objects are stored."""
-
-        def put_span(span: Sequence[int]) -> None:
-            # A page must be stored after its parent, and threads do not wait for each other. Therefore each
-            # thread's pages are a sequence of their own.
-            parents = [None, *(keys[i].page_key for i in span)]
-            items = [
-                self._set_item(keys[i], self._buffers.views[i], parents[n], n) for n, i in enumerate(span)
-            ]
-            _expect("set", self.store.set(items), Outcome.STORED)
-
-        self._callers.each(put_span, self._spans)
+        """Set a batch, whose pages follow each other. Raises StorageError unless all objects are stored."""
+        parents = [None, *(key.page_key for key in keys)]
+        items = [
+            SetItem(key, (view,), ObjectMeta(_NAMESPACE, self.size, b"", parents[n], n + 1))
+            for n, (key, view) in enumerate(zip(keys, self._buffers.views, strict=True))
+        ]
+        _expect("set", self.store.set(items), Outcome.STORED)
 
     def get(self, keys: Sequence[ObjectKey]) -> None:
         """Get a batch into the buffers. Raises StorageError unless all objects are hits."""
-        views, size = self._buffers.views, self._buffers.size
-
-        def get_span(span: Sequence[int]) -> None:
-            _expect("get", self.store.get([GetItem(keys[i], (views[i],), size) for i in span]), Outcome.HIT)
-
-        self._callers.each(get_span, self._spans)
+        items = [
+            GetItem(key, (view,), self.size) for key, view in zip(keys, self._buffers.views, strict=True)
+        ]
+        _expect("get", self.store.get(items), Outcome.HIT)
 
     def first_hit(self, key: ObjectKey) -> None:
         """Get one object into the first buffer. Raises StorageError unless the object is a hit."""
-        _expect(
-            "get", self.store.get([GetItem(key, (self._buffers.views[0],), self._buffers.size)]), Outcome.HIT
-        )
-
-    def delete(self, keys: Sequence[ObjectKey]) -> None:
-        """Delete objects. Objects that are not stored are ignored."""
-        self.store.delete(keys)
+        _expect("get", self.store.get([GetItem(key, (self._buffers.views[0],), self.size)]), Outcome.HIT)
 
     def fill(self, nbytes: int) -> None:
         """Store about `nbytes` bytes and delete the objects, so that all blocks have been written once."""
@@ -153,16 +136,8 @@ class Subject:
             with suppress(StorageError):  # a full store may refuse the rest
                 self.put(keys)
             written += keys
-        self.delete(written)
+        self.store.delete(written)
         self.store.flush()
-
-    def usage(self) -> Usage:
-        """Return the usage that the store reports."""
-        return self.store.usage()
-
-    def _set_item(self, key: ObjectKey, view: memoryview, parent: bytes | None, index: int) -> SetItem:
-        size = self._buffers.size
-        return SetItem(key, (view,), ObjectMeta(_NAMESPACE, size, b"", parent, index + 1))
 
     def __enter__(self) -> Self:
         return self
@@ -172,7 +147,7 @@ class Subject:
 
 
 def batch_keys(count: int) -> list[ObjectKey]:
-    """Return new keys of pages. `Subject.put` sets them as one sequence per thread."""
+    """Return new keys of pages."""
     return [object_key(PoolName.KV, _LAYOUT, os.urandom(32)) for _ in range(count)]
 
 

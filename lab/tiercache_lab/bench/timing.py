@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Final, Self, TypeVar
 
 T = TypeVar("T")
@@ -93,9 +92,3 @@ class Crew:
     def __exit__(self, *exc: object) -> None:
         if self._pool is not None:
             self._pool.shutdown()
-
-
-def split(jobs: Sequence[T], parts: int) -> list[Sequence[T]]:
-    """Cut `jobs` into at most `parts` consecutive parts of nearly equal length, without empty parts."""
-    bounds = [len(jobs) * n // parts for n in range(parts + 1)]
-    return [jobs[low:high] for low, high in pairwise(bounds) if low < high]
