@@ -17,12 +17,13 @@ import torch
 
 from tests.controller.harness import KV, MAMBA, PAGES, STATES, Engine, P, as_bytes, content, prompt
 from tests.examples import slow_after
+from tests.transfer.machines import always
 from tests.transfer.simulated_cuda import SimulatedDevice
 from tiercache.core import Tier, as_tokens
 from tiercache.errors import ConfigError
 from tiercache.pools import DevicePool
 from tiercache.storage.registry import open_backend
-from tiercache.transfer.cuda import Calibration, Cell, CudaEngine, Direction, Method
+from tiercache.transfer.cuda import CudaEngine
 
 LATE = 0.004
 
@@ -50,12 +51,7 @@ class LateEngine(Engine):
             name: DevicePool(p.geometry, p.segments, p.capacity, "cuda:0", self.tensors[name])
             for name, p in devices.items()
         }
-        best = dict(zip(Direction, (Method.KERNEL, Method.BATCH), strict=True))
-        cells = [
-            Cell(direction, 1024, 8, {m: 2.0 if m is method else 1.0 for m in Method})
-            for direction, method in best.items()
-        ]
-        return CudaEngine(pools, hosts, device=self.device, calibration=Calibration(self.device.card, cells))
+        return CudaEngine(pools, hosts, device=self.device, choose=always(None))
 
     def new_stream(self):
         with self.device.current():

@@ -20,7 +20,8 @@ from tests.pools.tensors import STORAGE, ArrayTensor
 from tests.transfer.simulated_cuda import SimulatedDevice
 from tiercache.core import PoolName
 from tiercache.pools import DevicePool, HostPool
-from tiercache.transfer.cuda import Calibration, Card, Cell, CudaEngine, Direction, Method
+from tiercache.transfer.cuda import CudaEngine, Method
+from tiercache.transfer.descriptors import Copies
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -113,8 +114,7 @@ class Simulated(Machine):
         self, devices: Mapping[PoolName, DevicePool], hosts: Mapping[PoolName, HostPool], **settings: Any
     ) -> CudaEngine:
         settings.setdefault("group_bytes", 1)  # layers are small here, and each shall be waited for by itself
-        if settings.get("method") is None:
-            settings.setdefault("calibration", anything(self.device.card))
+        settings.setdefault("choose", always(settings.pop("method", None)))
         return CudaEngine(devices, hosts, device=self.device, **settings)
 
 
@@ -198,22 +198,13 @@ class Real(Machine):
         self, devices: Mapping[PoolName, DevicePool], hosts: Mapping[PoolName, HostPool], **settings: Any
     ) -> CudaEngine:
         settings.setdefault("group_bytes", 1)
-        if settings.get("method") is None:
-            settings.setdefault("calibration", anything(Card("any", "any", 0, 0, 1)))
+        settings.setdefault("choose", always(settings.pop("method", None)))
         return CudaEngine(devices, hosts, **settings)
 
 
-def anything(card: Card) -> Calibration:
-    """A calibration by which each size has another method, in each direction."""
-    best = {n: list(Method)[i % 3] for i, n in enumerate((64, 1024, 8192, 65536, 1 << 20))}
-    cells = [
-        Cell(direction, length, 1, {m: 2.0 if m is method else 1.0 for m in Method})
-        for direction, turn in ((Direction.TO_HOST, 0), (Direction.TO_DEVICE, 1))
-        for length, method in zip(
-            best, [*list(best.values())[turn:], *list(best.values())[:turn]], strict=True
-        )
-    ]
-    return Calibration(card, cells)
+def always(method: Method | None) -> Callable[[Copies], Method]:
+    """A choice of one method for all copies; None: another one for each size."""
+    return lambda copies: list(Method)[int(copies.nbytes).bit_length() % 3] if method is None else method
 
 
 def as_bytes(array: npt.NDArray[Any]) -> Bytes:

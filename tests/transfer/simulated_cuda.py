@@ -154,9 +154,8 @@ class SimulatedDevice(CudaDevice):
 
     `seed` seeds the random pauses, each up to `jitter` seconds, before every queued transfer, and the order
     within a batch. `seconds` gives the duration of a transfer from its method, its bytes and its number of
-    copies. With `own_clock` no transfer takes that time; it is added to the device's clock, `now`, which
-    nothing else moves, so that what is measured does not depend on how busy the machine is. `unavailable`
-    maps each method that the device lacks to the reason. `driver` is shared with other devices.
+    copies. `unavailable` maps each method that the device lacks to the reason. `driver` is shared with other
+    devices.
     `same_addresses` says whether the device addresses page-locked memory by the host's addresses.
 
     Thread safety: as `CudaDevice`, and it is checked.
@@ -173,7 +172,6 @@ class SimulatedDevice(CudaDevice):
         name: str = "Simulated",
         driver: SimulatedDriver | None = None,
         same_addresses: bool = True,
-        own_clock: bool = False,
     ) -> None:
         self.ordinal = ordinal
         self.card = Card(name, f"0000:{ordinal:02x}:00.0", 13000, 13000, 132)
@@ -191,7 +189,6 @@ class SimulatedDevice(CudaDevice):
         self.memory = MemoryMap(self._apart)
         self._random = random.Random(seed)
         self._jitter, self.seconds = jitter, seconds
-        self._clock: float | None = 0.0 if own_clock else None
         self._handles = count(1 << 40)
         self._defaults = set(DEFAULT_STREAMS)
 
@@ -325,9 +322,6 @@ class SimulatedDevice(CudaDevice):
         known = self._event(event)
         return known.passed >= known.asked
 
-    def now(self) -> float:
-        return super().now() if self._clock is None else self._clock
-
     def allocate(self, nbytes: int) -> int:
         self._enter("allocate")
         region = mmap.mmap(-1, nbytes)
@@ -401,14 +395,7 @@ class SimulatedDevice(CudaDevice):
 
     def _move(self, method: Method, copies: list[tuple[int, int, int]]) -> None:
         nbytes = sum(length for _, _, length in copies)
-        pause = self._random.random() * self._jitter
-        seconds = self.seconds(method, nbytes, len(copies))
-        if self._clock is None:
-            pause += seconds
-        else:
-            with self._changed:
-                self._clock += seconds
-        if pause:
+        if pause := self._random.random() * self._jitter + self.seconds(method, nbytes, len(copies)):
             time.sleep(pause)
         find = self.memory.host_address
         # Checked again: the memory must stay valid until the copy runs.

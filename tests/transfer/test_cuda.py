@@ -15,9 +15,12 @@ from hypothesis import strategies as st
 from tests.examples import example_count
 from tests.transfer.machines import Machine, Simulated
 from tests.transfer.rigs import SLOTS, Passed, Rig, pages, states
+from tests.transfer.simulated_cuda import SimulatedDevice
 from tiercache.core import CacheTransferUnits, PoolName
 from tiercache.pools import DevicePool, HostArena, HostPool
 from tiercache.transfer.cuda import Method
+from tiercache.transfer.cuda.copying import SMALL_COPY, best_method
+from tiercache.transfer.descriptors import Copies
 
 
 @settings(
@@ -247,3 +250,21 @@ def test_many_loads_share_the_sets_of_events(rig: Rig) -> None:
         assert all(rig.rows(seen, slot) == rig.rows(rig.kind.twin[5, "v"], 0) for slot in range(SLOTS))
         assert all(t.wait(rig.machine.patience) and t.error is None for t in tickets)
         assert all(t.wait_layer(5, 0) and t.wait_layer(1, 0, stream=compute.handle) for t in tickets)
+
+
+@pytest.mark.parametrize(
+    ("length", "missing", "chosen"),
+    [
+        (SMALL_COPY - 1, (), Method.KERNEL),
+        (SMALL_COPY, (), Method.BATCH),
+        (4096, (Method.KERNEL,), Method.BATCH),
+        (1 << 20, (Method.BATCH,), Method.KERNEL),
+        (4096, (Method.BATCH, Method.KERNEL), Method.MEMCPY),
+    ],
+)
+def test_the_kernel_makes_small_copies_and_batches_the_others(
+    length: int, missing: Sequence[Method], chosen: Method
+) -> None:
+    device = SimulatedDevice(unavailable=dict.fromkeys(missing, "not here"))
+    copies = Copies(np.zeros(3, np.uint64), np.zeros(3, np.uint64), np.full(3, length, np.int64))
+    assert best_method(device, copies) is chosen

@@ -15,7 +15,7 @@ import pytest
 
 from tests.kernels.toolkit import build, needs_nvcc
 from tests.transfer.cupy_stand_in import stand_in
-from tests.transfer.machines import Simulated, SimulatedStream
+from tests.transfer.machines import Simulated, SimulatedStream, always
 from tests.transfer.rigs import Rig, rig_on
 from tests.transfer.simulated_cuda import SimulatedDevice, SimulatedDriver
 from tests.transfer.simulated_memory import SimulatedError
@@ -135,7 +135,7 @@ class Cupy(Simulated):
         self, devices: Mapping[PoolName, DevicePool], hosts: Mapping[PoolName, HostPool], **settings: Any
     ) -> CudaEngine:
         device = CupyDevice(1, cupy=self.cupy, library=str(self.library))
-        return CudaEngine(devices, hosts, device=device, method=Method.MEMCPY, **settings)
+        return CudaEngine(devices, hosts, device=device, choose=always(Method.MEMCPY), **settings)
 
 
 @needs_nvcc

@@ -1,6 +1,6 @@
 """Tests that need a real device.
 
-They cover large objects, large pools, no memory left, a lost context, and the measurement of each method.
+They cover large objects, large pools, no memory left, and a lost context.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from tiercache.core import CacheTransferUnits, PoolName
 from tiercache.errors import TransferError
 from tiercache.pools import DevicePool, HostArena, HostPool
 from tiercache.transfer import engine_for
-from tiercache.transfer.cuda import CudaEngine, CupyDevice, Direction, Method, calibrate
+from tiercache.transfer.cuda import CudaEngine, CupyDevice, Method
+from tiercache.transfer.cuda.self_test import self_test
 
 pytestmark = pytest.mark.gpu
 
@@ -120,7 +121,8 @@ def test_a_lost_context_fails_tickets_and_not_the_process() -> None:
         geometry = state_geometry_of(tensors, 64)
         arena = HostArena(16 << 20, 1 << 20)
         device, host = DevicePool.from_tensors(geometry, tensors), HostPool(geometry, arena)
-        engine = CudaEngine({PoolName.MAMBA: device}, {PoolName.MAMBA: host}, method=Method.BATCH)
+        pools, hosts = {PoolName.MAMBA: device}, {PoolName.MAMBA: host}
+        engine = CudaEngine(pools, hosts, choose=lambda copies: Method.BATCH)
         units = [CacheTransferUnits(PoolName.MAMBA, np.array([0]), host.alloc(1))]
         assert engine.store(units).wait(30)
         bad = cupy.RawKernel('extern "C" __global__ void bad(char* p) { *p = 1; }', "bad")
@@ -150,13 +152,9 @@ def device() -> Iterator[CupyDevice]:
         yield device
 
 
-def test_every_method_is_there_and_measured(device: CupyDevice) -> None:
-    first = calibrate(device)
+def test_every_method_is_there(device: CupyDevice) -> None:
+    self_test(device)
     assert device.unavailable == {}, "this machine's driver and CuPy should offer all methods"
-    # 2 MiB a copy is far from every overhead: whatever is chosen reaches most of what the best one does.
-    large = [c for c in first.cells if c.length >= 2 << 20 and c.count > 1]
-    assert {c.direction for c in large} == set(Direction)
-    assert all(c.speeds[c.best] >= 0.97 * max(c.speeds.values()) for c in large)
 
 
 def test_pools_on_a_device_get_the_cuda_engine(machine: Real) -> None:
@@ -168,7 +166,6 @@ def test_pools_on_a_device_get_the_cuda_engine(machine: Real) -> None:
         {PoolName.KV: HostPool(kind.geometry, arena)},
     ) as engine:
         assert isinstance(engine, CudaEngine)
-        assert "calibrated in" in engine.report
         assert "page-locked" in engine.report
     arena.close()
 

@@ -164,10 +164,10 @@ def device(
     The command measures stores and loads of 1 to 256 objects of Qwen3-Next (pages
     of 64 tokens, and states). Each store or load is compared with one
     contiguous copy of the same number of bytes. It is measured with each method,
-    with the method that the calibration chooses, and through the transfer engine.
+    with the method that the engine chooses, and through the transfer engine.
     The methods are batch (the driver's batched copies), memcpy (one call per copy)
     and kernel (tiercache's kernel). All bytes are compared before anything is
-    timed. Other rows have the speeds of the calibration.
+    timed.
 
         tiercache bench device -o json
     """

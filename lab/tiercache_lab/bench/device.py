@@ -1,6 +1,6 @@
 """`tiercache bench device`: stores and loads between a CUDA device and the host, beside one contiguous copy.
 
-Stores and loads are measured by each method, by the method that the calibration chooses, and through the
+Stores and loads are measured by each method, by the method that the engine chooses, and through the
 transfer engine.
 """
 
@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
 from typing import Final
 
@@ -24,9 +25,9 @@ from tiercache.models.layer_kinds import LayerKind, every_nth
 from tiercache.models.profile import CONFIGS
 from tiercache.pools import DevicePool, HostArena, HostPool
 from tiercache.transfer.base import Ticket
-from tiercache.transfer.cuda import Calibration, CudaDevice, CudaEngine, Direction, Method, calibrate
-from tiercache.transfer.cuda.calibration import self_test
-from tiercache.transfer.cuda.copying import CopySet, bus_blocks, layer_groups
+from tiercache.transfer.cuda import CudaDevice, CudaEngine, Method
+from tiercache.transfer.cuda.copying import CopySet, best_method, bus_blocks, layer_groups
+from tiercache.transfer.cuda.self_test import self_test
 from tiercache.transfer.descriptors import Copies, build_descriptors
 from tiercache_lab.bench.rows import MIB, Row, Target, Unit
 from tiercache_lab.bench.timing import Side, medians
@@ -34,7 +35,7 @@ from tiercache_lab.bench.timing import Side, medians
 MODEL: Final = "qwen3-next-80b-a3b"
 """Model whose pages and states are copied."""
 CHOICE: Final = "choice"
-"""Way that stands for the methods that the calibration chooses."""
+"""Way that stands for the methods that the engine chooses."""
 COUNTS: Final = (1, 4, 16, 64, 256)
 """Numbers of objects in a group."""
 PAGE_SIZE: Final = 64
@@ -45,7 +46,7 @@ TRANSFERS: Final = 4
 The engine queues three transfers in its stream; the fourth waits in the engine.
 """
 _RATIO: Final = Target(0.95, Unit.RATIO)
-"""Target of copies by the calibration's choice: their speed as a multiple of the contiguous copy's speed."""
+"""Target of copies by the engine's choice: their speed as a multiple of the contiguous copy's speed."""
 _RATIO_FROM: Final = 16 * MIB
 """Minimum bytes of a group whose ratio has a target."""
 _SMALL: Final = 64 * MIB
@@ -71,6 +72,13 @@ _TIMEOUT_S: Final = 120.0
 """Seconds to wait for one transfer."""
 Say = Callable[[str], None]
 """Function that shows progress. It is called with a description of each step."""
+
+
+class Direction(StrEnum):
+    """Direction of a copy across the bus."""
+
+    TO_HOST = "device_to_host"
+    TO_DEVICE = "host_to_device"
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,16 +192,8 @@ def run(plan: DevicePlan, device: CudaDevice, say: Say) -> Generator[Row]:
 def _run(plan: DevicePlan, device: CudaDevice, say: Say, stack: ExitStack) -> Generator[Row]:
     say("trying each method")
     self_test(device)
-    say("measuring each method")
-    known = calibrate(device)
-    for cell in known.cells:
-        figures = {
-            "direction": str(cell.direction), "length": cell.length, "count": cell.count,
-            "best": str(cell.best), **{str(method): cell.speeds.get(method) for method in Method},
-        }  # fmt: skip
-        yield Row("calibration", figures, section=(cell.direction, cell.length))
     methods = [method for method in Method if method not in device.unavailable]
-    ground = Ground(device, known, plan.device_bytes, stack)
+    ground = Ground(device, plan.device_bytes, stack)
     for kind, geometry, count in plan.groups():
         with ExitStack() as group:
             bed = Bed(ground, geometry, count, plan.shapes.pages.padded_nbytes, group)
@@ -215,9 +215,8 @@ class Ground:
     Thread safety: one thread, with the device current.
     """
 
-    def __init__(self, device: CudaDevice, calibration: Calibration, nbytes: int, stack: ExitStack) -> None:
+    def __init__(self, device: CudaDevice, nbytes: int, stack: ExitStack) -> None:
         self.device = device
-        self.calibration = calibration
         try:
             self.address = device.allocate(nbytes)
             stack.callback(self._release)
@@ -348,7 +347,7 @@ class Bed:
         self._engine = stack.enter_context(
             CudaEngine(
                 {pool: self._device}, {pool: self._host}, device=ground.device,
-                calibration=ground.calibration, piece_bytes=self._arena.nbytes,
+                piece_bytes=self._arena.nbytes,
             )
         )  # fmt: skip
         # A stack closes in reverse order: `settle` waits for all copies, then the engine unlocks the arena.
@@ -460,7 +459,7 @@ def _rows(
     """Measure one direction of one group of objects."""
     ground, work = bed.ground, bed.work(direction)
     nbytes = work.copies.nbytes
-    chosen = [ground.calibration.choose(direction, work.copies[rows]) for rows in work.groups]
+    chosen = [best_method(ground.device, work.copies[rows]) for rows in work.groups]
     transfers = bed.units(direction)
     ways = {str(method): [method] * len(work.groups) for method in methods} | {CHOICE: chosen}
     sides = [

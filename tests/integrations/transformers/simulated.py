@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicCache
 
 from tests.integrations.transformers.models import loaded
 from tests.integrations.transformers.serving import serving
-from tests.transfer.machines import anything
+from tests.transfer.machines import always
 from tests.transfer.simulated_cuda import SimulatedDevice, SimulatedEvent
 from tiercache.core import PoolName
 from tiercache.integrations.transformers import device as copies
@@ -134,8 +134,8 @@ class OnSimulated:
 
     def __init__(self, device: SimulatedDevice, **settings: Any) -> None:
         self.device = device
-        chosen = {} if settings.get("method") else {"calibration": anything(device.card)}
-        self.settings = chosen | {"group_bytes": 1} | settings  # layer by layer, however small these are
+        choose = always(settings.pop("method", None))
+        self.settings = {"choose": choose, "group_bytes": 1} | settings  # layer by layer, however small
         self._memory: list[np.ndarray] = []
 
     def __call__(

@@ -60,6 +60,25 @@ def bus_blocks(multiprocessors: int) -> int:
     return max(_MIN_BLOCKS, multiprocessors // _SHARE)
 
 
+SMALL_COPY: Final = 32 << 10
+"""Mean bytes of copies below which the kernel makes them.
+
+A copy engine takes about a microsecond to begin a copy, in which the bus moves some 50 KiB. This was not
+measured yet; `tiercache bench device` has the speed of each method.
+"""
+
+
+def best_method(device: CudaDevice, copies: Copies) -> Method:
+    """Return the method for these copies: a batch, or the kernel for small copies, if they work.
+
+    Without batches the kernel makes all copies, and without it each is a call of the driver.
+    """
+    works = [method for method in Method if method not in device.unavailable]
+    wanted = Method.KERNEL if copies.nbytes < SMALL_COPY * len(copies) else Method.BATCH
+    others = (method for method in (Method.BATCH, Method.KERNEL) if method in works)
+    return wanted if wanted in works else next(others, Method.MEMCPY)
+
+
 def layer_groups(descriptors: Descriptors, least: int = GROUP_BYTES) -> list[tuple[Sequence[int], slice]]:
     """Return the groups of a load in the order of layers, each with its layers and its rows.
 

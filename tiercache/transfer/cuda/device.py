@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,10 +18,9 @@ from tiercache.transfer.descriptors import Copies
 
 
 class Method(StrEnum):
-    """Method of copying across the bus.
+    """Method of copying across the bus; `copying.best_method` chooses one.
 
-    Of equally fast methods, the first in this list is preferred. The first two use the device's copy engines,
-    which take no multiprocessors from the model's computation.
+    The first two use the device's copy engines, which take no multiprocessors from the model's computation.
     """
 
     BATCH = "batch"
@@ -31,13 +29,6 @@ class Method(StrEnum):
     """One `cudaMemcpyAsync` per copy, made by the copy engines."""
     KERNEL = "kernel"
     """Tiercache's own kernel, which reads or writes page-locked host memory itself."""
-
-
-class Direction(StrEnum):
-    """Direction of a copy across the bus."""
-
-    TO_HOST = "device_to_host"
-    TO_DEVICE = "host_to_device"
 
 
 DEFAULT_STREAMS: Final = (0, 1, 2)
@@ -80,11 +71,6 @@ class CudaDevice(Protocol):
     unavailable: dict[Method, str]
     """Methods that cannot be used on this device, each with the reason."""
 
-    @property
-    def methods(self) -> list[Method]:
-        """Methods that can be used, in the order of `Method`."""
-        return [method for method in Method if method not in self.unavailable]
-
     def activate(self) -> None:
         """Make this the calling thread's device until the thread ends. Meant for threads of the engine."""
 
@@ -123,10 +109,6 @@ class CudaDevice(Protocol):
 
     def has_passed(self, event: int) -> bool:
         """Return whether all work before the recorded event is over."""
-
-    def now(self) -> float:
-        """Return the time in seconds by the host's clock, with which calibrations are measured."""
-        return time.perf_counter()
 
     def allocate(self, nbytes: int) -> int:
         """Allocate `nbytes` bytes on the device and return the address; RuntimeError if memory is short."""

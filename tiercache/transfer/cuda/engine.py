@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Final
 
 from tiercache.core import CacheTransferUnits, PoolName
@@ -18,11 +18,11 @@ from tiercache.pools.device import DevicePool
 from tiercache.pools.host import HostPool
 from tiercache.transfer.base import Fence, LayerTicket, event_of
 from tiercache.transfer.copy import LaneEngine, Sides
-from tiercache.transfer.cuda.calibration import Calibration, calibrate, self_test
-from tiercache.transfer.cuda.copying import GROUP_BYTES, PIECE_BYTES, CopySet, LockedArena
-from tiercache.transfer.cuda.device import CudaDevice, Direction, Method
+from tiercache.transfer.cuda.copying import GROUP_BYTES, PIECE_BYTES, CopySet, LockedArena, best_method
+from tiercache.transfer.cuda.device import CudaDevice, Method
 from tiercache.transfer.cuda.hardware import CupyDevice
-from tiercache.transfer.cuda.lane import LOADS_IN_FLIGHT, STORES_IN_FLIGHT, CudaLayerTicket, Lane
+from tiercache.transfer.cuda.lane import LOADS_IN_FLIGHT, STORES_IN_FLIGHT, Choose, CudaLayerTicket, Lane
+from tiercache.transfer.cuda.self_test import self_test
 from tiercache.transfer.descriptors import Copies
 
 _log = logging.getLogger(__name__)
@@ -45,16 +45,14 @@ class CudaEngine(LaneEngine):
     with a stream: in both cases the device waits.
 
     - `device` replaces the device that CuPy opens.
-    - `calibration` has the measurements by which a method is chosen for each group of copies. By default they
-      are made now.
-    - `method` is one method for all copies, instead of a calibration.
+    - `choose` returns the method for a group of copies, in place of `best_method`.
     - `piece_bytes` is the number of bytes that are page-locked in one call.
     - `group_bytes` is the minimum size of a group (layers of a load that are queued together).
 
     Raises:
 
     - ConfigError if the pools are not on one CUDA device and in one arena, if the device or CuPy is missing,
-      if the given `method` or every method is unavailable, or if the driver does not page-lock the arena;
+      if no method works, or if the driver does not page-lock the arena;
     - GeometryError for a pool whose geometry is not the same on both sides;
     - TransferError for any other failure of the driver.
 
@@ -67,8 +65,7 @@ class CudaEngine(LaneEngine):
         host_pools: Mapping[PoolName, HostPool],
         *,
         device: CudaDevice | None = None,
-        calibration: Calibration | None = None,
-        method: Method | None = None,
+        choose: Choose | None = None,
         piece_bytes: int = PIECE_BYTES,
         group_bytes: int = GROUP_BYTES,
     ) -> None:
@@ -82,20 +79,20 @@ class CudaEngine(LaneEngine):
             )
         self._lanes_left = 2
         self._group_bytes = group_bytes
+        self._choose = choose or partial(best_method, self.device)
         with _start_errors(self.device), self.device.current(), ExitStack() as undo:
             self_test(self.device)
-            self.calibration, how = _choose_calibration(self.device, calibration, method)
             self._locked = LockedArena(arena, self.device, piece_bytes)
             undo.callback(self._locked.unlock)
             self._forks = _Forks(self.device)
             undo.callback(self._forks.destroy)
-            self._stores = self._lane("tiercache-store", Direction.TO_HOST, method)
+            self._stores = self._lane("tiercache-store", STORES_IN_FLIGHT, urgent=False)
             undo.callback(self._stores.end)
-            self._loads = self._lane("tiercache-load", Direction.TO_DEVICE, method)
+            self._loads = self._lane("tiercache-load", LOADS_IN_FLIGHT, urgent=True)
             undo.pop_all()
         missing = "".join(f"; no {name}: {reason}" for name, reason in self.device.unavailable.items())
-        self.report = f"cuda:{ordinal}: {self.device.card}; {how}{missing}; {self._locked.report}"
-        """Text for a log: the device, the calibration, the unavailable methods and the page-locked memory."""
+        self.report = f"cuda:{ordinal}: {self.device.card}{missing}; {self._locked.report}"
+        """Text for a log: the device, the unavailable methods and the page-locked memory."""
         _log.info("%s", self.report)
 
     def fork(self, units: Sequence[CacheTransferUnits], *, stream: int = 0) -> None:  # noqa: D102
@@ -124,21 +121,14 @@ class CudaEngine(LaneEngine):
         except RuntimeError as error:
             raise TransferError(f"earlier work on the device cannot be waited for: {error}") from error
 
-    def _lane(self, name: str, direction: Direction, method: Method | None) -> Lane:
-        def choose(copies: Copies) -> Method:
-            if method is not None:
-                return method
-            assert self.calibration is not None
-            return self.calibration.choose(direction, copies)
-
-        loads = direction is Direction.TO_DEVICE
+    def _lane(self, name: str, in_flight: int, *, urgent: bool) -> Lane:
         return Lane(
             name,
             self.device,
-            choose,
+            self._choose,
             self._locked,
-            urgent=loads,
-            in_flight=LOADS_IN_FLIGHT if loads else STORES_IN_FLIGHT,
+            urgent=urgent,
+            in_flight=in_flight,
             group_bytes=self._group_bytes,
             ended=self._lane_ended,
         )
@@ -213,21 +203,6 @@ def _start_errors(device: CudaDevice) -> Iterator[None]:
         raise
     except RuntimeError as error:
         raise TransferError(f"the transfer engine could not start on {device.card}: {error}") from error
-
-
-def _choose_calibration(
-    device: CudaDevice, calibration: Calibration | None, method: Method | None
-) -> tuple[Calibration | None, str]:
-    """Return the calibration to use (None if `method` makes all copies), and a description in words."""
-    if method is None and calibration is not None:
-        return calibration, "calibration as given"
-    if method is None:
-        started = time.monotonic()
-        measured = calibrate(device)
-        return measured, f"calibrated in {time.monotonic() - started:.1f} s"
-    if method in device.unavailable:
-        raise ConfigError(f"copies by {method} are not possible here: {device.unavailable[method]}")
-    return None, f"every copy by {method}"
 
 
 def _ordinal(pools: Mapping[PoolName, DevicePool]) -> int:
