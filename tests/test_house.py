@@ -81,7 +81,7 @@ GENERATED = "tiercache.wire.v1"
 WINGS = {
     "common ground": (
         "tiercache.errors", "tiercache.core", "tiercache.text", "tiercache.memory", "tiercache.keys",
-        "tiercache.threads", "tiercache.steps", "tiercache.entries", "tiercache.settings",
+        "tiercache.threads", "tiercache.entries", "tiercache.settings",
         "tiercache.geometry", "tiercache.models", "tiercache.policy", "tiercache.pools",
         "tiercache.metrics", "tiercache.events",
     ),
@@ -204,7 +204,7 @@ def test_the_texts_stay_short():
 
 
 BUDGET = {
-    "tiercache.daemon": 9_950,
+    "tiercache.daemon": 9_600,
     "tiercache.controller": 9_400,
     "tiercache.integrations": 7_280,
     "tiercache.cli": 5_740,
@@ -218,7 +218,7 @@ BUDGET = {
     "tiercache.pools": 1_200,
     "tiercache.policy": 1_150,
     "tiercache.metrics": 750,
-    "tiercache.wire": 650,
+    "tiercache.wire": 750,
     "tiercache_backends.file": 4_780,
     "tiercache_backends.lmdb": 3_540,
     "tiercache_backends.chain": 3_900,
@@ -258,7 +258,7 @@ def test_a_package_begins_with_its_principles(package):
     assert re.match(r"(?:\d\. [^\n]*\.(?:\n|$)){3,6}(?:\n|$)", rest)
 
 
-TEST_LINES = 87_000
+TEST_LINES = 86_000
 """Lines of the tests at most."""
 
 

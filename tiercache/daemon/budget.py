@@ -8,16 +8,15 @@ the budgets of all principals are parts of the total:
 
 from __future__ import annotations
 
-from asyncio import Future, get_running_loop
+import asyncio
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
+from concurrent.futures import Future
 from itertools import islice
 from threading import RLock
-from typing import Final
+from typing import Final, NamedTuple
 
 from tiercache.pools import HostArena
-from tiercache.steps import enter_loop, in_loop
 
 BLOCK_BYTES: Final = 64 << 10
 """Size of a block of the arena in bytes."""
@@ -38,7 +37,7 @@ class Budget:
         queue: A (principal is short) | B (total is short) | C (small)
         A is passed over, B holds up C although there is room for C.
 
-    Thread safety: any thread; only the event loop's may wait.
+    Thread safety: any thread; coroutines of the event loop `take`, other threads `wait`.
     """
 
     def __init__(self, limit: int, parent: Budget | None = None) -> None:
@@ -57,39 +56,53 @@ class Budget:
         return self.limit if self._parent is None else min(self.limit, self._parent.largest)
 
     def try_take(self, units: int) -> bool:
-        """Take `units` now and return True; return False if too few are left, or if others already wait.
-
-        A thread that serves a call takes what is left when others wait: what is given back is theirs before.
-        """
+        """Take `units` now and return True; return False if too few are left, or if others already wait."""
         with self._lock:
-            if (self._queue and in_loop()) or self._lacking(units) is not None:
+            if self._queue or self._lacking(units) is not None:
                 return False
             self._hold(units)
             return True
 
     async def take(self, units: int) -> None:
         """Wait until `units` are left and take them; raises ValueError for more than `largest`."""
+        if (waiter := self._join(units)) is None:
+            return
+        try:
+            await asyncio.wrap_future(waiter.granted)
+        except BaseException:
+            self._leave(waiter)
+            raise
+
+    def wait(self, units: int, seconds: float) -> None:
+        """Do the same in a thread, for at most so many seconds; raises TimeoutError."""
+        if (waiter := self._join(units)) is None:
+            return
+        try:
+            waiter.granted.result(seconds)
+        except BaseException:
+            self._leave(waiter)
+            raise
+
+    def _join(self, units: int) -> _Waiter | None:
+        """Take `units`, or return the waiter that gets them in its turn."""
         if units > self.largest:
             raise ValueError(f"{units} units are wanted, but at most {self.largest} can be taken")
         if self.try_take(units):
-            return
-        await enter_loop()
-        waiter = _Waiter(self, units)
+            return None
+        waiter = _Waiter(self, units, Future())
         with self._lock:
             self._queue.append(waiter)
             self._serve()
-        try:
-            await waiter.granted
-        except BaseException:
-            # 1. `_serve` grants the units.
-            # 2. This task is cancelled before it wakes up: give the units back.
-            with self._lock:
-                if waiter.served:
-                    self.give(units)
-                else:
-                    self._queue.remove(waiter)
-                    self._serve()
-            raise
+        return waiter
+
+    def _leave(self, waiter: _Waiter) -> None:
+        """Give up a wait: leave the queue or, if the units were granted meanwhile, give them back."""
+        with self._lock:
+            if waiter in self._queue:
+                self._queue.remove(waiter)
+                self._serve()
+            else:
+                self.give(waiter.units)
 
     def give(self, units: int) -> None:
         """Give back `units` that were taken."""
@@ -114,41 +127,22 @@ class Budget:
             if waiter.granted.cancelled():  # its task has not run yet to leave the queue
                 continue
             lacking = waiter.budget._lacking(waiter.units)
-            if lacking is None:
+            if lacking is None and waiter.granted.set_running_or_notify_cancel():
                 self._queue.remove(waiter)
                 waiter.budget._hold(waiter.units)
-                waiter.serve()
-            elif lacking._parent is None:
+                waiter.granted.set_result(None)
+            elif lacking is not None and lacking._parent is None:
                 # The total has too few units. If waiters behind this one could take from it, many small
                 # requests would keep a large one waiting for ever.
                 return
 
 
-class _Waiter:
-    """Task of the event loop that waits for units.
+class _Waiter(NamedTuple):
+    """Task or thread that waits for units."""
 
-    Thread safety: guarded by the lock of its budget.
-    """
-
-    def __init__(self, budget: Budget, units: int) -> None:
-        self.budget: Final = budget
-        self.units: Final = units
-        self.granted: Final[Future[None]] = get_running_loop().create_future()
-        self.served = False
-        """Whether the units were taken for the waiter."""
-
-    def serve(self) -> None:
-        """Note that the units were taken, and wake the task."""
-        self.served = True
-        if in_loop():
-            self._wake()
-        else:  # only the event loop may tell its futures
-            with suppress(RuntimeError):  # it has ended
-                self.granted.get_loop().call_soon_threadsafe(self._wake)
-
-    def _wake(self) -> None:
-        if not self.granted.done():
-            self.granted.set_result(None)
+    budget: Budget
+    units: int
+    granted: Future[None]
 
 
 class BlockPool:
@@ -212,6 +206,13 @@ class Lease:
         """
         counts = blocks_for(lengths)
         await budget.take(sum(counts) * BLOCK_BYTES)
+        return cls(pool, budget, counts)
+
+    @classmethod
+    def wait(cls, pool: BlockPool, budget: Budget, lengths: Sequence[int], seconds: float) -> Lease:
+        """Do the same in a thread, for at most so many seconds; raises TimeoutError."""
+        counts = blocks_for(lengths)
+        budget.wait(sum(counts) * BLOCK_BYTES, seconds)
         return cls(pool, budget, counts)
 
     @classmethod

@@ -25,9 +25,10 @@ from tiercache.daemon.inquiries import Inquiries
 from tiercache.daemon.listeners import SETTLING_SECONDS, Listeners, has_other_users, limits_message
 from tiercache.daemon.node_metrics import NodeMetrics, UsageFigures
 from tiercache.daemon.payload.attachments import Attachments
+from tiercache.daemon.payload.data import DataCalls
 from tiercache.daemon.payload.port import DataPort, DataSessions
 from tiercache.daemon.payload.shared import SharedCalls
-from tiercache.daemon.payload.streams import PayloadCalls
+from tiercache.daemon.payload.streams import StreamCalls
 from tiercache.daemon.process import Notifier, limit_malloc, raise_descriptor_limit, trim_malloc_periodically
 from tiercache.daemon.reload import Reload, ReloadCalls, Reloaded, Ring, TenantShares
 from tiercache.daemon.removals import DaemonStore
@@ -35,7 +36,7 @@ from tiercache.daemon.service import Handler, Service
 from tiercache.daemon.sockets import make_way
 from tiercache.daemon.status.board import StatusBoard
 from tiercache.daemon.store_calls import StoreCalls
-from tiercache.daemon.store_threads import Threads
+from tiercache.daemon.store_threads import Threads, fulfil
 from tiercache.daemon.tenants.account import Account
 from tiercache.errors import ConfigError, StorageError
 from tiercache.events.publisher import EventPublisher
@@ -165,15 +166,8 @@ class StorageServer:
             raise ConfigError("the server does not serve yet, so it has nothing to reload")
         reloaded, apply = self._reload.prepare(settings, drop)
         done: Future[None] = Future()
-
-        def run() -> None:
-            try:
-                done.set_result(apply())
-            except BaseException as error:  # noqa: BLE001  raised by the caller's thread
-                done.set_exception(error)
-
         try:
-            self._loop.call_soon_threadsafe(run)
+            self._loop.call_soon_threadsafe(fulfil, done, apply)
         except RuntimeError as error:
             raise StorageError("the server has ended, so it has nothing to reload") from error
         try:
@@ -306,21 +300,25 @@ class StorageServer:
             threads, calls, sessions, limits, instance=self.instance, kind=kind, notice=ring.notice
         )
         shared = SharedCalls(threads, limits, metrics)
-        payload = PayloadCalls(threads, BlockPool(arena), limits, metrics)
+        blocks = BlockPool(arena)
+        streams = StreamCalls(threads, blocks, limits, metrics)
+        data = DataCalls(threads, blocks, limits, metrics, ring.notice)
         handlers: dict[str, Handler] = {
             "Hello": objects.hello, "Exists": objects.exists, "Delete": objects.delete,
             "Describe": objects.describe, "Scan": objects.scan, "Advise": objects.advise,
             "Register": objects.register, "Namespaces": objects.namespaces, "Usage": objects.usage,
             "Flush": objects.flush,
-            "Get": payload.get, "Set": payload.set, "GetInto": shared.get_into, "SetFrom": shared.set_from,
+            "Get": streams.get, "Set": streams.set, "GetInto": shared.get_into, "SetFrom": shared.set_from,
             "Status": inquiries.status, "History": inquiries.history, "Report": inquiries.report,
             "Reload": ReloadCalls(self._reread, calls).serve,
         }  # fmt: skip
-        data = {"Get": payload.get_data, "Set": payload.set_data, "Exists": objects.exists}
-        service = Service(access, attachments, calls, gate, handlers, data, limits=limits, idle=idle)
+        service = Service(
+            access, attachments, calls, gate, handlers,
+            {"Get": data.get, "Set": data.set, "Exists": data.exists}, limits=limits, idle=idle,
+        )  # fmt: skip
         port = DataPort(
             sessions, service.answer, calls, limits, max_connections=2 * settings.limits.clients, idle=idle,
-            workers=threads.count, certificates=certificates,
+            certificates=certificates,
         )  # fmt: skip
         listeners = Listeners(settings, gate, certificates)
         serving = await listeners.open(service, access, attachments, sessions, port, ends)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
-from typing import Any, Final, TypeVar
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, Final
 
 import grpc
 from grpc import StatusCode
@@ -24,10 +25,8 @@ from tiercache.daemon.call import Call, request_bytes, without_abort_traceback
 from tiercache.daemon.call_log import CallLog, CallRecord
 from tiercache.daemon.gate import Gate
 from tiercache.daemon.payload.attachments import Attachments
-from tiercache.daemon.payload.channel import DisconnectedError
-from tiercache.daemon.payload.streams import DataCall
+from tiercache.daemon.payload.data import DataCall
 from tiercache.errors import ClosedError, StorageError, UnlistedError, WireError
-from tiercache.steps import Deadline
 from tiercache.wire.methods import METHODS, SERVICE, UNTOUCHED_METADATA, Method
 from tiercache.wire.v1 import storage_pb2 as pb
 
@@ -40,14 +39,13 @@ _REFLECTION: Final = "grpc.reflection.v1alpha.ServerReflection"
 _CHECK_SECONDS: Final = 5.0
 """Seconds that sending the answer to a `Check` may take."""
 
-CallT = TypeVar("CallT", bound=Call)
 Handler = Callable[[Call], Awaitable[None]]
 
 
 class Service:
     """Entrance of all calls, those of gRPC and those of data connections.
 
-    Thread safety: the event loop's thread; calls of data connections also take steps in threads of their own.
+    Thread safety: the event loop's thread, but `answer` any thread.
     """
 
     def __init__(
@@ -57,7 +55,7 @@ class Service:
         calls: CallLog,
         gate: Gate,
         handlers: Mapping[str, Handler],
-        data_handlers: Mapping[str, Callable[[DataCall], Awaitable[None]]],
+        data_handlers: Mapping[str, Callable[[DataCall], None]],
         *,
         limits: pb.Limits,
         idle: float,
@@ -101,52 +99,52 @@ class Service:
             ):
                 # Do not call `abort` inside an `except` block. The error that it raises would keep the
                 # handled error alive, and everything to which the frames of the handled error refer.
-                failure = await self._outcome(record, self._serve(method, context))
+                failure = None
+                try:
+                    await self._serve(method, context)
+                    record.code = StatusCode.OK
+                except BaseException as error:  # noqa: BLE001  `_judge` raises what it does not know
+                    failure = self._judge(record, error)
                 if failure is not None:
                     await context.abort(*failure)
 
         return serve
 
-    async def _outcome(self, record: CallRecord, serving: Awaitable[None]) -> tuple[Any, ...] | None:
-        """Await a call, and note its status; return the arguments of gRPC's `abort` if the call failed.
+    def _judge(self, record: CallRecord, error: BaseException) -> tuple[Any, ...]:
+        """Note the status of a call that has failed; return the arguments of gRPC's `abort`.
 
-        The arguments are a status code, one sentence and, if the call was refused, trailing metadata.
+        They are a status code, one sentence and, if the call was refused, trailing metadata. Raises the error
+        if the client has gone.
         """
-        failure = await self._failure(record.method, serving)
-        record.code = StatusCode.OK if failure is None else failure[0]
+        failure = self._failure(record.method, error)
+        record.code = failure[0]
         return failure
 
-    async def _failure(self, method: str, serving: Awaitable[None]) -> tuple[Any, ...] | None:
-        try:
-            await serving
-        except Refusal as refusal:
-            self._calls.refused(refusal)
-            return refusal.code, refusal.message, _UNTOUCHED
-        except WireError as error:
-            self._calls.refused(error)
-            return StatusCode.INVALID_ARGUMENT, str(error), _UNTOUCHED
-        except TimeoutError as error:
-            self._calls.refused(error)
-            return (
-                StatusCode.DEADLINE_EXCEEDED,
-                f"the call took longer than its deadline or the limit of {self._limits.call_seconds:g} s",
-            )
-        except ClosedError:
-            return StatusCode.UNAVAILABLE, "the daemon is shutting down"
-        except UnlistedError as error:
-            return StatusCode.FAILED_PRECONDITION, str(error)
-        except StorageError as error:
-            return StatusCode.INTERNAL, str(error)
-        except (
-            asyncio.CancelledError, grpc.aio.AbortError, grpc.aio.InternalError, grpc.RpcError,
-            DisconnectedError,
-        ):  # fmt: skip
-            raise
-        except Exception:  # noqa: BLE001
-            # A bug in the daemon fails this call and is logged. It never ends the daemon.
-            _log.exception("a call of %s failed", method)
-            return StatusCode.INTERNAL, f"{method} failed inside the daemon; its log has the details"
-        return None
+    def _failure(self, method: str, error: BaseException) -> tuple[Any, ...]:
+        self._calls.refused(error)
+        match error:
+            case Refusal():
+                return error.code, error.message, _UNTOUCHED
+            case WireError():
+                return StatusCode.INVALID_ARGUMENT, str(error), _UNTOUCHED
+            case TimeoutError():
+                return (
+                    StatusCode.DEADLINE_EXCEEDED,
+                    f"the call took longer than its deadline or the limit of {self._limits.call_seconds:g} s",
+                )
+            case ClosedError():
+                return StatusCode.UNAVAILABLE, "the daemon is shutting down"
+            case UnlistedError():
+                return StatusCode.FAILED_PRECONDITION, str(error)
+            case StorageError():
+                return StatusCode.INTERNAL, str(error)
+            case grpc.aio.AbortError() | grpc.aio.InternalError() | grpc.RpcError() | ConnectionError():
+                raise error
+            case Exception():
+                # A bug in the daemon fails this call and is logged. It never ends the daemon.
+                _log.error("a call of %s failed", method, exc_info=error)
+                return StatusCode.INTERNAL, f"{method} failed inside the daemon; its log has the details"
+        raise error
 
     def _shown(self, peer: str) -> str:
         found = self._gate.find(peer)
@@ -170,29 +168,36 @@ class Service:
                 caller, context, self._idle, self._limits.message_bytes, request_bytes(self._limits.keys)
             )
 
-        await self._perform(method, caller, context.time_remaining(), make, self._handlers[method.name])
+        with self._admitted(method, caller, context.time_remaining()) as seconds:
+            call = Call(
+                caller, context, self._idle, self._limits.message_bytes, request_bytes(self._limits.keys)
+            )
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._handlers[method.name](call)
+            finally:
+                await call.end()
 
-    async def answer(self, call: DataCall) -> None:
-        """Serve a call that came on a data connection, and answer it.
+    def answer(self, call: DataCall) -> None:
+        """Serve a call that came on a data connection, and answer it, in the thread of the connection.
 
-        Raises DisconnectedError if the connection cannot be used any more.
+        Raises OSError if the connection cannot be used any more.
         """
         method, handler = METHODS[call.name], self._data_handlers[call.name]
         with self._calls.call(method.name, self._shown(call.caller.peer)) as record:
-            serving = self._perform(method, call.caller, call.seconds, lambda: call, handler)
-            failure = await self._outcome(record, serving)
-            if failure is not None:
-                await call.fail(failure[0], failure[1])
+            try:
+                with self._admitted(method, call.caller, call.seconds) as seconds:
+                    if not seconds:
+                        raise TimeoutError
+                    call.until = time.monotonic() + seconds
+                    handler(call)
+                record.code = StatusCode.OK
+            except Exception as error:  # noqa: BLE001  `_judge` raises what it does not know
+                call.fail(*self._judge(record, error)[:2])
 
-    async def _perform(
-        self,
-        method: Method,
-        caller: Caller,
-        remaining: float | None,
-        make: Callable[[], CallT],
-        handler: Callable[[CallT], Awaitable[None]],
-    ) -> None:
-        """Admit a call of a known caller and let `handler` serve it, within its deadline and the limits."""
+    @contextmanager
+    def _admitted(self, method: Method, caller: Caller, remaining: float | None) -> Iterator[float]:
+        """Admit a call of a known caller, and yield how many seconds it may take."""
         self._calls.know(caller.permissions.name, caller.peer if caller.session is not None else "")
         caller.permissions.check(method.verb)
         if remaining is None:
@@ -202,13 +207,10 @@ class Service:
                 StatusCode.RESOURCE_EXHAUSTED,
                 f"{caller.permissions.name} has as many calls under way as it may; try again later",
             )
-        call = make()
         try:
-            async with Deadline(min(remaining, self._limits.call_seconds)):
-                await handler(call)
+            yield min(remaining, self._limits.call_seconds)
         finally:
             caller.budgets.streams.give(1)
-            await call.end()
 
 
 class Standard:

@@ -32,7 +32,7 @@ A = TypeVarTuple("A")
 class StoreCalls:
     """Handlers of Hello, Exists, Delete, Describe, Scan, Advise, Register, Namespaces, Usage, Flush.
 
-    Thread safety: the event loop's thread; Exists also takes steps in threads of data connections.
+    Thread safety: the event loop's thread.
     """
 
     def __init__(

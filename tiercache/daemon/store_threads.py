@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from asyncio import Future
-from collections import deque
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final, Generic, TypeVar, TypeVarTuple
+from threading import Condition
+from typing import Final, TypeVar, TypeVarTuple
 
 from tiercache.daemon.budget import Budget
-from tiercache.steps import in_loop
 from tiercache.threads import IoThreads
 
 A = TypeVarTuple("A")
@@ -19,26 +19,21 @@ T = TypeVar("T")
 
 
 class Threads:
-    """Threads in which calls of the store run.
+    """Threads in which calls of the store run, and a count of the store calls of all threads.
 
-    Results come back through one list, so that threads which end together wake the event loop once.
+    Work begins once a unit of the given `workers` is free. Therefore it never waits for a thread, where it
+    could not be cancelled, and no client occupies all threads.
 
-    Thread safety: the event loop's thread, for all methods; the given `work` runs in one of the threads.
-    A thread that serves a call may `start` work, which it then does itself.
+    Thread safety: `start` and `close` the event loop's thread; `call` and `aside` any other.
     """
 
     def __init__(self, count: int) -> None:
-        self.count: Final = count
-        self.loop: Final = asyncio.get_running_loop()
+        self._loop: Final = asyncio.get_running_loop()
         # All threads start now. If one failed to start later, work would stay queued.
         self._threads: Final = IoThreads("store", count)
-        self._under_way: set[_Work[Any]] = set()
-        self._ended: Final[deque[_Work[Any]]] = deque()
-        """Work that has ended, and whose future is to be told."""
-        self._is_called = False
-        """Whether the event loop was asked to look at `_ended`, and has not begun to."""
-        self._changed: Final = asyncio.Event()
-        """Set when `_under_way` has shrunk."""
+        self._changed: Final = Condition()
+        self._under_way = 0
+        """Number of pieces of work that wait or run."""
 
     def start(
         self,
@@ -47,12 +42,10 @@ class Threads:
         *arguments: *A,
         landed: Callable[[], None] | None = None,
         undo: Callable[[], None] | None = None,
-    ) -> Future[T]:
+    ) -> asyncio.Future[T]:
         """Run `work` in a thread, and return the future of its result, whose exception may go unread.
 
-        `work` begins once a unit of `workers` is free. Therefore work never waits for a thread, where it
-        could not be cancelled, and no client occupies all threads. If the future is cancelled, work that has
-        not begun never begins, and work that has begun continues.
+        If the future is cancelled, work that has not begun never begins, and work that has begun continues.
 
         The callbacks run on the event loop, once, after `work` has ended in any way, or when it cannot begin
         any more. `landed` always runs. `undo` runs only if the future has no result.
@@ -62,110 +55,106 @@ class Threads:
             3. The thread still writes to the blocks, so they stay leased.
             4. The thread ends, and `landed` and `undo` run.
         """
-        begun: _Work[T] = _Work(self, workers, partial(work, *arguments), landed, undo)
-        self._under_way.add(begun)
-        if not in_loop():  # the thread that serves the call has a unit of `workers`, and does the work itself
-            begun.do()
-            self._under_way.discard(begun)
-            begun.tell()
-        elif workers.try_take(1):
-            self._threads.submit(begun.run)
+        future: asyncio.Future[T] = self._loop.create_future()
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody need read it
+        self._count(1)
+
+        def land(made: Future[T] | None) -> None:
+            if made is not None:
+                workers.give(1)
+            self._count(-1)
+            if landed is not None:
+                landed()
+            if undo is not None and (made is None or made.exception() or future.cancelled()):
+                undo()
+            if made is not None and not future.cancelled():
+                _copy(made, future)
+
+        def begin() -> None:
+            made: Future[T] = Future()
+            made.add_done_callback(lambda _: self._in_loop(partial(land, made)))
+            self._threads.submit(partial(fulfil, made, partial(work, *arguments)))
+
+        def admit(waited: asyncio.Future[None]) -> None:
+            if not future.cancelled():
+                begin()
+                return
+            if not waited.cancelled():
+                workers.give(1)
+            land(None)
+
+        if workers.try_take(1):
+            begin()
         else:
-            waiting = self.loop.create_task(workers.take(1))
-            waiting.add_done_callback(partial(self._admit, begun))
-            begun.future.add_done_callback(lambda _: waiting.cancel())
-        return begun.future
+            waiting = self._loop.create_task(workers.take(1))
+            waiting.add_done_callback(admit)
+            future.add_done_callback(lambda _: waiting.cancel())
+        return future
 
-    def _admit(self, work: _Work[Any], waiting: Future[None]) -> None:
-        """Let `work` begin if it still may, when its wait for a unit of `workers` is over."""
-        if not work.future.cancelled():
-            self._threads.submit(work.run)
-            return
-        if not waiting.cancelled():
-            work.workers.give(1)
-        self._finish(work)
+    def call(self, workers: Budget, until: float, work: Callable[[*A], T], *arguments: *A) -> T:
+        """Run `work` in this thread; raises TimeoutError if it cannot begin before `until` (monotonic)."""
+        workers.wait(1, until - time.monotonic())
+        self._count(1)
+        try:
+            return work(*arguments)
+        finally:
+            self._count(-1)
+            workers.give(1)
 
-    def post(self, work: _Work[Any]) -> None:
-        """Let the event loop tell the future of work that has ended; any thread may call this."""
-        self._ended.append(work)
-        if not self._is_called:
-            self._is_called = True
-            with suppress(RuntimeError):  # the event loop has ended
-                self.loop.call_soon_threadsafe(self._collect)
+    def aside(self, workers: Budget, work: Callable[[*A], T], *arguments: *A) -> Future[T] | None:
+        """Run `work` beside the thread that asks, if it may begin now; return the future of its result."""
+        if not workers.try_take(1):
+            return None
+        self._count(1)
+        made: Future[T] = Future()
 
-    def _collect(self) -> None:
-        self._is_called = False  # first: what is appended from now on calls again
-        while self._ended:
-            work = self._ended.popleft()
-            work.workers.give(1)
-            self._finish(work)
+        def run() -> None:
+            try:
+                fulfil(made, partial(work, *arguments))
+            finally:
+                self._count(-1)
+                workers.give(1)
 
-    def _finish(self, work: _Work[Any]) -> None:
-        self._under_way.discard(work)
-        self._changed.set()
-        work.tell()
+        self._threads.submit(run)
+        return made
 
     async def close(self, seconds: float) -> bool:
         """Wait up to `seconds` for the work under way; return False if it has not ended by then.
 
         Threads whose work has not ended are left running.
         """
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while self._under_way:
-                    self._changed.clear()
-                    await self._changed.wait()
+
+        def wait() -> bool:
+            with self._changed:
+                return self._changed.wait_for(lambda: not self._under_way, seconds)
+
+        ended = await asyncio.to_thread(wait)
         self._threads.close(0)
-        return not self._under_way
+        return ended
+
+    def _count(self, more: int) -> None:
+        with self._changed:
+            self._under_way += more
+            if not self._under_way:
+                self._changed.notify_all()
+
+    def _in_loop(self, work: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # the event loop has ended
+            self._loop.call_soon_threadsafe(work)
 
 
-class _Work(Generic[T]):
-    """Work for a store thread, and the future of its result.
+def fulfil(future: Future[T], work: Callable[[], T]) -> None:
+    """Do the work, and tell its future; any thread may call this."""
+    try:
+        result = work()
+    except BaseException as error:  # noqa: BLE001  whoever waits for the future gets it
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
-    Thread safety: `run` in one thread; the rest on the event loop's, before and after `run`.
-    """
 
-    __slots__ = ("_error", "_landed", "_result", "_threads", "_undo", "_work", "future", "workers")
-
-    def __init__(
-        self,
-        threads: Threads,
-        workers: Budget,
-        work: Callable[[], T],
-        landed: Callable[[], None] | None,
-        undo: Callable[[], None] | None,
-    ) -> None:
-        self._threads = threads
-        self.workers = workers
-        self.future: Future[T] = threads.loop.create_future()
-        self._work = work
-        self._landed = landed
-        self._undo = undo
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        """Do the work and let the event loop tell of it; runs in a store thread."""
-        self.do()
-        self._threads.post(self)
-
-    def do(self) -> None:
-        """Do the work."""
-        try:
-            self._result = self._work()
-        except BaseException as error:  # noqa: BLE001  whoever awaits the future gets it
-            self._error = error
-
-    def tell(self) -> None:
-        """Call the callbacks, and give the future its result."""
-        if self._landed is not None:
-            self._landed()
-        if self._undo is not None and (self._error is not None or self.future.cancelled()):
-            self._undo()
-        if self.future.cancelled():
-            return
-        if self._error is None:
-            self.future.set_result(self._result)
-        else:
-            self.future.set_exception(self._error)
-            self.future.exception()  # otherwise asyncio logs it if nothing awaits the future
-            self._error = None  # its traceback holds this object
+def _copy(made: Future[T], future: asyncio.Future[T]) -> None:
+    if (error := made.exception()) is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(made.result())

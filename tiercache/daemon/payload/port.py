@@ -14,15 +14,17 @@ room, the oldest of the origin that has most of them is closed in favour of a ne
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import socket
 import time
-from asyncio import get_running_loop
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Final
+from threading import Lock, Thread
+from typing import Final, TypeVar
 
 from google.protobuf.message import DecodeError
 from grpc import StatusCode
@@ -34,13 +36,12 @@ from tiercache.daemon.call import PARSED, request_bytes
 from tiercache.daemon.call_log import CallLog
 from tiercache.daemon.certificates import Certificates
 from tiercache.daemon.gate import Gate
-from tiercache.daemon.payload.call_threads import LOOK_SECONDS, CallThreads, Conversation, Unfinished
-from tiercache.daemon.payload.channel import Channel, DisconnectedError
-from tiercache.daemon.payload.streams import DataCall
+from tiercache.daemon.payload.data import DataCall
 from tiercache.daemon.sockets import listen_tcp
+from tiercache.daemon.store_threads import fulfil
 from tiercache.errors import WireError
 from tiercache.wire import data, messages
-from tiercache.wire.data import FrameKind
+from tiercache.wire.data import FrameKind, FrameSocket
 from tiercache.wire.v1 import data_pb2
 from tiercache.wire.v1 import storage_pb2 as pb
 
@@ -59,7 +60,11 @@ _CALL_BYTES: Final = 64
 """Bytes of a call's header besides its request."""
 _SET_BYTES: Final = 128 << 20
 """Maximum payload of one call, in addition to the size of the largest object."""
-
+_LOOK_SECONDS: Final = 0.25
+"""Seconds between two looks for calls that hang in the store."""
+_LATE_SECONDS: Final = 0.01
+"""Seconds in which the answer to such a call must have left: it is small, and nothing is before it."""
+T = TypeVar("T")
 
 _LATE: Final = data.pack(
     FrameKind.FAILED,
@@ -168,34 +173,70 @@ class DataSessions:
 
 
 class _Connection(AcceptedConnection):
-    """A data connection.
+    """A data connection, and the thread that serves it.
 
-    Thread safety: the event loop's thread.
+    Thread safety: the event loop's thread; `in_store` and `is_busy` that of the connection.
     """
 
-    def __init__(
-        self, number: int, origin: bytes, channel: Channel, threads: CallThreads, *, trusted: bool
-    ) -> None:
+    def __init__(self, number: int, origin: bytes, channel: FrameSocket, *, trusted: bool) -> None:
         super().__init__(number, origin, time.monotonic(), tls=False, trusted=trusted)
         self.channel: Final = channel
-        self._threads: Final = threads
-        self.conversation: Conversation | None = None
-        """Its calls, once it is open."""
-
-    @property
-    def is_busy(self) -> bool:
+        self.is_busy = False
         """Whether a call is under way."""
-        return self.conversation is not None and not self.conversation.is_idle
+        self._is_served = False
+        self._lock: Final = Lock()
+        self._until: float | None = None
+        """Deadline of a call that is in the store, under the lock."""
+
+    async def run(self, work: Callable[[], None]) -> None:
+        """Let a thread of its own serve the connection, and wait for its end."""
+        loop = asyncio.get_running_loop()
+        ended = loop.create_future()
+
+        def serve() -> None:
+            try:
+                work()
+            finally:
+                self.channel.close()
+                with suppress(RuntimeError):  # the event loop has ended
+                    loop.call_soon_threadsafe(lambda: ended.done() or ended.set_result(None))
+
+        self._is_served = True
+        Thread(target=serve, name="tiercache-data", daemon=True).start()
+        await ended
 
     def close(self) -> None:
-        if self.conversation is not None:
-            self._threads.end(self.conversation)
+        if self._is_served:
+            self.channel.cut()  # the thread closes it, when no step uses it any more
         else:
             self.channel.close()
 
+    @contextmanager
+    def in_store(self, until: float) -> Iterator[None]:
+        """Wait for the store in this context; if that lasts longer than `until`, the connection has ended."""
+        with self._lock:
+            self._until = until
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._until = None
+
+    def tell_late(self, now: float) -> None:
+        """Answer a call that hangs in the store after its deadline, and end the connection."""
+        with self._lock:
+            if self._until is not None and self._until < now:
+                with suppress(OSError):
+                    self.channel.send([memoryview(_LATE)], now + _LATE_SECONDS)
+                self.channel.cut()
+                self._until = None
+
 
 class DataPort:
-    """Acceptor of data connections, and their conversations.
+    """Acceptor of data connections, each of which a thread serves.
+
+    A thread for each connection, and no hand-over from one to another: these took a third of the processor
+    time of a small call. Threads of idle connections hold some dozen kilobytes.
 
     Thread safety: the event loop's thread.
     """
@@ -203,19 +244,17 @@ class DataPort:
     def __init__(
         self,
         sessions: DataSessions,
-        answer: Callable[[DataCall], Awaitable[None]],
+        answer: Callable[[DataCall], None],
         calls: CallLog,
         limits: pb.Limits,
         *,
         max_connections: int,
         idle: float,
-        workers: int,
         certificates: Certificates | None,
     ) -> None:
-        """Prepare for at most `max_connections` connections; with `certificates` they are in TLS.
+        """Prepare for at most `max_connections` connections; with `certificates` those over TCP are in TLS.
 
-        `answer` serves one call; up to `workers` threads call the store. A client that stands still for
-        `idle` seconds within a call is cut.
+        `answer` serves one call. A client that stands still for `idle` seconds within a call is cut.
         """
         self._sessions = sessions
         self._answer = answer
@@ -229,126 +268,121 @@ class DataPort:
         )  # fmt: skip
         self._acceptor = Acceptor(admission, self._make, self._serve, calls.refused_connection)
         self._draining = False
-        self._threads: CallThreads | None = None
-        self._workers = workers
+        self._loop: Final = asyncio.get_running_loop()
 
     def listen(self, host: str, port: int) -> int:
         """Listen on a TCP address and return its port; raises OSError."""
         listener = listen_tcp(host, port)
-        if self._threads is None:
-            self._threads = CallThreads(self._workers)
-            self._look_at_threads()
         self._acceptor.listen(listener)
+        self._look()
         return int(listener.getsockname()[1])
 
     async def drain(self, seconds: float) -> None:
         """Accept nothing more, let calls under way end within `seconds`, and close every connection."""
         self._draining = self._sessions.draining = True
-        if self._threads is not None:
-            self._threads.draining = True
         await self._acceptor.close(seconds, lambda connection: connection.is_busy)
-        if self._threads is not None:
-            self._threads.close()
 
-    def _look_at_threads(self) -> None:
-        if self._threads is not None and not self._draining:
-            self._threads.look(_LATE)
-            get_running_loop().call_later(LOOK_SECONDS, self._look_at_threads)
+    def _look(self) -> None:
+        """Look for calls that hang in the store."""
+        now = time.monotonic()
+        for connection in self._acceptor.admission.connections.values():
+            connection.tell_late(now)
+        if not self._draining:
+            self._loop.call_later(_LOOK_SECONDS, self._look)
 
     def _make(self, number: int, origin: bytes, client: socket.socket) -> _Connection:
-        assert self._threads is not None
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        certificates = self._certificates
-        context = None if certificates is None else certificates.context
-        channel = Channel(client, self._idle, context)
-        mutual = certificates is not None and certificates.mutual
-        return _Connection(number, origin, channel, self._threads, trusted=mutual)
+        mutual = self._certificates is not None and self._certificates.mutual
+        return _Connection(number, origin, FrameSocket(client, "the client", self._idle), trusted=mutual)
 
     async def _serve(self, connection: _Connection) -> None:
+        await connection.run(partial(self._converse, connection))
+
+    def _converse(self, connection: _Connection) -> None:
+        """Open a connection and serve its calls, in its thread."""
+        with suppress(OSError):  # the client has gone, or is slow
+            try:
+                opening = self._greet(connection.channel)
+                session = self._in_loop(partial(self._open, connection, opening))
+            except (Refusal, WireError) as error:
+                self._calls.refused(error)
+                self._in_loop(partial(self._charge, connection))
+                if isinstance(error, Refusal):
+                    failure = data_pb2.DataFailure(code=error.code.value[0], text=error.message)
+                    self._send(connection.channel, FrameKind.FAILED, failure.SerializeToString())
+                return
+            try:
+                self._send(connection.channel, FrameKind.OPENED, b"")
+                while not self._draining and not session.over:
+                    connection.channel.wait()
+                    connection.is_busy = True
+                    self._call(connection, session)
+                    connection.is_busy = False
+            except (Refusal, WireError) as error:
+                self._calls.refused(error)
+
+    def _greet(self, channel: FrameSocket) -> data_pb2.DataOpen:
+        """Make the handshake and return what the client brings."""
+        until = time.monotonic() + _SETTLING_SECONDS
+        if self._certificates is not None:
+            channel.secure(self._certificates.context, until)
+        frame = channel.frame(until, _OPEN_BYTES)
+        if frame.kind is not FrameKind.OPEN:
+            raise Refusal(StatusCode.UNAUTHENTICATED, "the first frame of a data connection must open it")
         try:
-            session = await self._greet(connection)
-        except Refusal as refusal:
-            self._calls.refused(refusal)
-            self._charge(connection)
-            failure = data_pb2.DataFailure(code=refusal.code.value[0], text=refusal.message)
-            with suppress(DisconnectedError, Refusal):
-                frame = data.pack(FrameKind.FAILED, failure.SerializeToString())
-                await connection.channel.send([memoryview(frame)])
-            return
-        except WireError as error:
-            self._calls.refused(error)
-            self._charge(connection)
-            return
-        except DisconnectedError:
-            return
+            return data_pb2.DataOpen.FromString(channel.receive(frame.header, until))
+        except DecodeError as error:
+            raise WireError(f"the first frame of a data connection cannot be read ({error})") from error
+
+    def _open(self, connection: _Connection, opening: data_pb2.DataOpen) -> DataSession:
+        """Return the session whose token a client brings."""
+        if connection.number not in self._acceptor.admission.connections:
+            raise ConnectionAbortedError("the connection was ended meanwhile")
+        session = self._sessions.admit(opening, connection.channel.names)
+        self._acceptor.admission.settle(connection)
+        connection.known = True
+        self._acceptor.open_next()
         end = partial(self._acceptor.end, connection)
         session.ends.add(end)
-        try:
-            await connection.channel.send([memoryview(data.pack(FrameKind.OPENED, b""))])
-            await self._converse(connection, session)
-        except DisconnectedError:
-            pass
-        except (WireError, Refusal) as error:
-            self._calls.refused(error)
-        finally:
-            session.ends.discard(end)
+        assert connection.task is not None
+        connection.task.add_done_callback(lambda _: session.ends.discard(end))
+        return session
 
     def _charge(self, connection: _Connection) -> None:
         """Let a connection that was refused take bytes of the rate that all of them share."""
         self._acceptor.admission.record_forwarded(connection, 0, _OPEN_COSTS[self._certificates is not None])
 
-    async def _converse(self, connection: _Connection, session: DataSession) -> None:
-        """Let the calls of a connection be served, by threads and, where one has to wait, here."""
-        assert self._threads is not None
-        conversation = connection.conversation = Conversation(
-            connection.channel,
-            session.caller.budgets.workers,
-            partial(self._call, connection.channel, session),
-        )
-        while not self._draining and not session.over:
-            unfinished = await self._threads.lend(conversation)
-            try:
-                await get_running_loop().create_task(_finish(unfinished), context=conversation.context)
-            finally:
-                conversation.give_up(unfinished)
-
-    async def _greet(self, connection: _Connection) -> DataSession:
-        """Make the handshake and return the session whose token the client brings."""
-        channel = connection.channel
-        await channel.handshake()
-        frame = await channel.frame(_OPEN_BYTES)
-        if frame.kind is not FrameKind.OPEN:
-            raise Refusal(StatusCode.UNAUTHENTICATED, "the first frame of a data connection must open it")
-        packed = await channel.receive(frame.header)
-        try:
-            opening = data_pb2.DataOpen.FromString(packed)
-        except DecodeError as error:
-            raise WireError(f"the first frame of a data connection cannot be read ({error})") from error
-        session = self._sessions.admit(opening, channel.names)
-        self._acceptor.admission.settle(connection)
-        connection.known = True
-        self._acceptor.open_next()
-        return session
-
-    async def _call(self, channel: Channel, session: DataSession) -> None:
+    def _call(self, connection: _Connection, session: DataSession) -> None:
         """Receive one call and serve it."""
-        caller, most = session.caller, request_bytes(self._limits.keys)
-        frame = await channel.frame(most + _CALL_BYTES, _SET_BYTES + self._limits.object_bytes)
+        channel, caller, most = connection.channel, session.caller, request_bytes(self._limits.keys)
+        until = time.monotonic() + self._idle
+        frame = channel.frame(until, most + _CALL_BYTES, _SET_BYTES + self._limits.object_bytes)
         if frame.kind is not FrameKind.CALL:
             raise WireError(f"a frame of kind {frame.kind.name} came where a call was due")
         held = min(PARSED * frame.header, caller.budgets.requests.largest)
-        await caller.budgets.requests.take(held)
+        caller.budgets.requests.wait(held, self._limits.call_seconds)
         try:
-            packed = await channel.receive(frame.header)
+            packed = channel.receive(frame.header, until)
             called = messages.read_message(packed, data_pb2.DataCall, most + _CALL_BYTES)
             if called.method not in data.METHODS:
                 raise WireError(f"data connections carry no calls of {called.method[:64]!r}")
             if frame.payload and called.method != "Set":
                 raise WireError(f"a call of {called.method} came with a payload of {frame.payload} bytes")
-            await self._answer(DataCall(caller, channel, called, frame.payload, self._limits, most))
+            self._answer(
+                DataCall(caller, channel, called, frame.payload, self._limits, most, connection.in_store)
+            )
         finally:
             caller.budgets.requests.give(held)
 
+    def _send(self, channel: FrameSocket, kind: FrameKind, header: bytes) -> None:
+        channel.send([memoryview(data.pack(kind, header))], time.monotonic() + self._idle)
 
-async def _finish(unfinished: Unfinished) -> None:
-    await unfinished
+    def _in_loop(self, work: Callable[[], T]) -> T:
+        """Return the result of `work`, which the event loop does."""
+
+        done: Future[T] = Future()
+        try:
+            self._loop.call_soon_threadsafe(fulfil, done, work)
+        except RuntimeError as error:
+            raise ConnectionAbortedError("the daemon has ended") from error
+        return done.result(_SETTLING_SECONDS)

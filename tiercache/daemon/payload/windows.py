@@ -1,19 +1,17 @@
-"""Windows of objects in leased blocks, one store call each: those of a Get, and those arriving for a Set."""
+"""Windows: groups of objects in leased blocks of the arena, each of which one store call moves."""
 
 from __future__ import annotations
 
-from asyncio import Future
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Final
 
 from tiercache.core import BLOCK_ALIGN, ObjectKey, ObjectMeta, Outcome
-from tiercache.daemon.access import Caller, LimitError
-from tiercache.daemon.budget import BlockPool, Lease, blocks_for
+from tiercache.daemon.access import LimitError
+from tiercache.daemon.budget import Lease, blocks_for
 from tiercache.daemon.call import Wanted, check_length, read_keys
-from tiercache.daemon.node_metrics import NodeMetrics, Plane
-from tiercache.daemon.store_threads import Threads
+from tiercache.daemon.node_metrics import NodeMetrics
 from tiercache.errors import WireError
 from tiercache.storage.base import GetItem, SetItem, StorageBackend
 from tiercache.storage.checksum import checksum
@@ -65,14 +63,16 @@ class Window:
             yield header, [view for n in part for view in take(self.items[n].buffers, 0, sizes[n])]
 
 
-def read_window(
-    store: StorageBackend, items: Sequence[GetItem], first: int, lease: Lease, peek: bool
-) -> Window:
-    """Read objects, as `peek` does or as `get` does, and find their checksums; runs in a store thread.
+def read_window(store: StorageBackend, wanted: Wanted, lease: Lease, peek: bool) -> Window:
+    """Read objects, as `peek` does or as `get` does, and find their checksums; not in the event loop.
 
     A checksum covers the key and the payload. The client computes the checksum of the key that it asked for
     and the payload that it received, and compares the two.
     """
+    items = [
+        GetItem(key, views, length)
+        for key, views, length in zip(wanted.keys, lease.views, wanted.lengths, strict=True)
+    ]
     outcomes = store.peek(items) if peek else store.get(items)
     large = [
         i.key
@@ -92,10 +92,10 @@ def read_window(
         )
         for item, outcome in zip(items, outcomes, strict=True)
     ]
-    return Window(first, items, outcomes, sums, lease)
+    return Window(wanted.first, items, outcomes, sums, lease)
 
 
-def windows_of(wanted: Wanted, max_bytes: int) -> Iterator[Wanted]:
+def windows_to_read(wanted: Wanted, max_bytes: int) -> Iterator[Wanted]:
     """Yield the windows of a Get: runs of objects for one store call each, or single larger objects.
 
     A window has at most WINDOW_OBJECTS objects, whose blocks take at most WINDOW_BYTES and `max_bytes`. The
@@ -119,101 +119,52 @@ def windows_of(wanted: Wanted, max_bytes: int) -> Iterator[Wanted]:
         yield Wanted(start, wanted.keys[start:], wanted.lengths[start:])
 
 
-def release_window(reading: Future[Window]) -> None:
-    """Release the blocks of a window that was read ahead and will not be sent."""
-    if not reading.cancelled() and reading.exception() is None:
-        reading.result().lease.release()
+Described = tuple[ObjectKey, ObjectMeta]
+"""Object of a Set, before its bytes are there."""
 
 
-class ObjectReceiver:
-    """Receiver of the objects of one Set; it stores one window of objects while the next arrives.
+def windows_to_store(header: pb.SetHeader, limits: pb.Limits, max_bytes: int) -> list[list[Described]]:
+    """Return the windows of a Set; raises WireError, or LimitError for an object beyond a limit.
 
-    Thread safety: the coroutine of its call.
+    `max_bytes`: the bytes of blocks that its client may hold.
     """
+    keys = read_keys(header.keys, limits.keys)
+    metas = [messages.read_meta(meta) for meta in header.metas]
+    if len(metas) != len(keys):
+        raise WireError(f"{len(keys)} keys came with {len(metas)} descriptions")
+    for meta in metas:
+        check_length(meta.length, limits.object_bytes)
+        if _leased_bytes((None, meta)) > max_bytes:
+            raise LimitError(
+                f"an object of {meta.length} bytes is more than this client may hold ({max_bytes})"
+            )
+    objects = zip(keys, metas, strict=True)
+    return list(batches(objects, _leased_bytes, WINDOW_OBJECTS, min(WINDOW_BYTES, max_bytes)))
 
-    def __init__(
-        self, caller: Caller, threads: Threads, blocks: BlockPool, limits: pb.Limits, metrics: NodeMetrics
-    ) -> None:
-        self._caller = caller
-        self._threads = threads
-        self._blocks = blocks
-        self._limits = limits
-        self._metrics = metrics
-        self._storing: Future[list[Outcome]] | None = None
-        self._outcomes: list[Outcome] = []
 
-    def objects(self, header: pb.SetHeader) -> list[tuple[ObjectKey, ObjectMeta]]:
-        """Return the objects of a header; raises WireError, or LimitError for one beyond a limit."""
-        keys = read_keys(header.keys, self._limits.keys)
-        metas = [messages.read_meta(meta) for meta in header.metas]
-        if len(metas) != len(keys):
-            raise WireError(f"{len(keys)} keys came with {len(metas)} descriptions")
-        largest = self._caller.budgets.payload.largest
-        for meta in metas:
-            check_length(meta.length, self._limits.object_bytes)
-            if _leased_bytes((None, meta)) > largest:
-                raise LimitError(
-                    f"an object of {meta.length} bytes is more than this client may hold ({largest})"
-                )
-        return list(zip(keys, metas, strict=True))
+def room_in(lease: Lease, window: Sequence[Described]) -> list[memoryview]:
+    """Return the views into which the bytes of a window's objects go, one after the other."""
+    return [
+        view
+        for blocks, (_, meta) in zip(lease.views, window, strict=True)
+        for view in take(blocks, 0, meta.length)
+    ]
 
-    async def receive(
-        self,
-        objects: Sequence[tuple[ObjectKey, ObjectMeta]],
-        fill: Callable[[list[memoryview]], Awaitable[None]],
-        plane: Plane,
-    ) -> list[Outcome]:
-        """Let `fill` put the bytes of objects into leased blocks, window by window, and store them.
 
-        Returns the outcomes of all objects. Raises what `fill` raises; the blocks of a window that a thread
-        is storing are then given back when the thread is done.
-        """
-        most = min(WINDOW_BYTES, self._caller.budgets.payload.largest)
-        try:
-            for window in batches(objects, _leased_bytes, WINDOW_OBJECTS, most):
-                await self._receive_window(window, fill, plane)
-            await self._finish_storing()
-        finally:
-            if self._storing is not None:
-                self._storing.cancel()  # ends a wait for a thread; a store call that has begun goes on
-        return self._outcomes
+def store_window(
+    store: StorageBackend, window: Sequence[Described], lease: Lease, metrics: NodeMetrics
+) -> list[Outcome]:
+    """Store the objects whose checksum is right or was not given; return ERROR for the others.
 
-    async def _receive_window(
-        self,
-        window: Sequence[tuple[ObjectKey, ObjectMeta]],
-        fill: Callable[[list[memoryview]], Awaitable[None]],
-        plane: Plane,
-    ) -> None:
-        lengths = [meta.length for _, meta in window]
-        lease = Lease.try_take(self._blocks, self._caller.budgets.payload, lengths)
-        if lease is None:
-            await self._finish_storing()  # while this call waits for blocks, it holds none
-            lease = await Lease.take(self._blocks, self._caller.budgets.payload, lengths)
-        try:
-            views = [take(blocks, 0, length) for blocks, length in zip(lease.views, lengths, strict=True)]
-            await fill([view for some in views for view in some])
-            self._metrics.count_payload(self._caller.permissions.name, plane, "in", sum(lengths))
-            items = [
-                _item(key, meta, blocks) for (key, meta), blocks in zip(window, lease.views, strict=True)
-            ]
-            await self._finish_storing()
-        except BaseException:
-            lease.release()
-            raise
-        self._storing = self._threads.start(
-            self._caller.budgets.workers,
-            _store_window,
-            self._caller.permissions.store,
-            items,
-            self._metrics,
-            landed=lease.release,
-        )
-
-    async def _finish_storing(self) -> None:
-        """If a window is being stored, wait until it is stored, and keep the outcomes."""
-        if self._storing is not None:
-            storing, self._storing = self._storing, None
-            self._outcomes += await storing
+    Not in the event loop.
+    """
+    items = [_item(key, meta, blocks) for (key, meta), blocks in zip(window, lease.views, strict=True)]
+    intact = [
+        not i.meta.checksum or checksum(i.key, i.buffers, i.meta.length) == i.meta.checksum for i in items
+    ]
+    metrics.count_damaged(intact.count(False))
+    answers = iter(store.set(list(compress(items, intact))))
+    return [next(answers) if is_intact else Outcome.ERROR for is_intact in intact]
 
 
 def _item(key: ObjectKey, meta: ObjectMeta, blocks: Sequence[memoryview]) -> SetItem:
@@ -226,16 +177,3 @@ def _item(key: ObjectKey, meta: ObjectMeta, blocks: Sequence[memoryview]) -> Set
 def _leased_bytes(item: tuple[object, ObjectMeta]) -> int:
     """Return the bytes of the blocks that an object takes."""
     return blocks_for([item[1].length])[0] * Lease.block_bytes
-
-
-def _store_window(store: StorageBackend, items: Sequence[SetItem], metrics: NodeMetrics) -> list[Outcome]:
-    """Store the objects whose checksum is right or was not given; return ERROR for the others.
-
-    Runs in a store thread.
-    """
-    intact = [
-        not i.meta.checksum or checksum(i.key, i.buffers, i.meta.length) == i.meta.checksum for i in items
-    ]
-    metrics.count_damaged(intact.count(False))
-    answers = iter(store.set(list(compress(items, intact))))
-    return [next(answers) if is_intact else Outcome.ERROR for is_intact in intact]
