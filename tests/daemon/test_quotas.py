@@ -318,9 +318,9 @@ def test_figures_of_tenants(serve: Any) -> None:
     until(lambda: value("throttled_objects_total", "ash") == [1])
     assert value("evicted_objects_total", "ash")[0] > 0
     board = client.node._board  # private: the document of each reader
-    whole = {row.name: row for row in board.document(None).tenants}
+    whole = {row["name"]: row for row in board.document(None)["tenants"]}
     assert list(whole) == list(TENANTS)
-    assert (whole["ash"].quota_bytes, whole["ash"].throttled_objects) == (MIB, 1)
+    assert (whole["ash"]["quota_bytes"], whole["ash"]["throttled_objects"]) == (MIB, 1)
     own = ash.status()["tenants"]
     assert [row["name"] for row in own] == ["ash"]
     assert client("worker").status()["tenants"] == []

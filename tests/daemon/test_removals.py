@@ -85,14 +85,12 @@ class TestMemory:
         assert memory.forgotten == 149
         memory.note("", [key(number).digest for number in range(1000)])  # more than fit, at once
         assert [r.page for r in memory.find([page(n) for n in range(1000)])] == list(range(999, 899, -1))
-        assert memory.forgotten == 249
+        assert memory.forgotten == 249, "the time of those that did not fit"
 
-    def test_digests_of_a_wrong_length_and_many_layouts_do_no_harm(self) -> None:
-        memory = RemovalMemory(1 << 13)
-        memory.note("", [b"", b"x" * 63, *(key(1, bytes(28) + n.to_bytes(4)).digest for n in range(5000))])
-        found = memory.find([page(1)])
-        assert len(found) < 5000, "layouts beyond the table are not told apart"
-        assert found[0].layout == b""
+    def test_digests_of_a_wrong_length_do_no_harm(self) -> None:
+        memory = RemovalMemory(8)
+        memory.note("", [b"", b"x" * 63, key(1).digest])
+        assert [removal.layout for removal in memory.find([page(1)])] == [LAYOUT]
 
     @pytest.mark.parametrize("order", [("store", "call"), ("call", "store")])
     def test_a_call_says_why_the_store_lost_an_object(self, order: tuple[str, str]) -> None:
@@ -185,7 +183,7 @@ def test_a_chain_says_which_tier_lost_what_and_follows_its_changes(tmp_path: Pat
         assert [(r.tier, r.cause) for r in store.history([], [page(0)]).removals] == [("ram", Cause.EVICTED)]
         add(chain, url("third"))
         put(store, 11)
-        until(lambda: store.history([key(11)], []).tiers[-1].present == [True])
+        until(lambda: [list(tier.present) for tier in store.history([key(11)], []).tiers[1:]] == [[True]] * 2)
         assert store.history([], []).tiers[-1].since is not None
         store.delete([key(11)])
         told = store.history([key(11)], [page(11)])

@@ -1,6 +1,6 @@
 """The one place that every call of the daemon passes when it begins, is refused, changes something or ends.
 
-    call ──▶ metrics    log (slow, refused, changes)    audit log    journal    slowest calls
+    call ──▶ metrics    log (slow, refused, changes)    audit log    journal
 
 A record in the log and in the audit log names the principal, the peer and the request. It never has tokens,
 salts or payload.
@@ -9,24 +9,22 @@ salts or payload.
 from __future__ import annotations
 
 import asyncio
-import heapq
 import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 from grpc import StatusCode
 
 from tiercache.daemon.access import Refusal, reason_of
 from tiercache.daemon.audit import AuditLog
 from tiercache.daemon.node_metrics import NodeMetrics
-from tiercache.daemon.status.document import CallStatus, JournalEntry, TierStatus
 from tiercache.metrics.table import HEALTHS
 from tiercache.storage.base import TierReport
 from tiercache.storage.tiers import DELIBERATE, STUCK
@@ -37,21 +35,12 @@ _BURST: Final = 5
 """Number of refusals of one kind in a period that are told one by one; further ones are counted."""
 _PERIOD_S: Final = 10.0
 """Seconds of such a period."""
-_GOES_ON: Final = "goes on; the client left"
-"""Outcome of a change that is being made when its call ends."""
 _TOLD: Final = {"reload": ("changed", "removed", "at_next_start", "dropped")}
 """Changes that are told in the journal, and their details there. Its readers must not learn URLs of tiers."""
 _KEPT: Final = 48
-"""Number of entries that are kept of what happened once."""
-_COUNTS_KEPT: Final = 16
-"""Number of entries that are kept of counters, with which strangers must not push out the others."""
+"""Number of entries that the journal keeps."""
 _TEXT: Final = 300
 """Maximum number of characters of an entry."""
-_SPAN_SECONDS: Final = 300.0
-_SPANS: Final = 12
-"""Number of spans, which together are an hour."""
-_CALLS_KEPT: Final = 8
-"""Number of calls that each span keeps of each principal."""
 
 T = TypeVar("T")
 
@@ -83,7 +72,7 @@ CURRENT: Final[ContextVar[CallRecord | None]] = ContextVar("call", default=None)
 
 
 class CallLog:
-    """Observer of all calls, which tells its sinks of each: metrics, log, audit log, journal, slowest calls.
+    """Observer of all calls, which tells its sinks of each: metrics, log, audit log, journal.
 
     A flood of refusals fills none of them: after a few of one kind (principal and reason), the rest of a
     period is counted, and the number comes with the next that is told.
@@ -103,8 +92,6 @@ class CallLog:
         self.metrics: Final = metrics or NodeMetrics()
         self.audit: Final = audit
         self.journal: Final = Journal()
-        self.slowest: Final = SlowestCalls()
-        """Calls that took longest within the last hour."""
         self._prefix = instance.hex()[:8]
         self.slow = slow
         """Seconds from which a call is slow."""
@@ -137,10 +124,7 @@ class CallLog:
             try:
                 yield record
             finally:
-                seconds, failed = time.perf_counter() - started, record.code is not StatusCode.OK
-                self.metrics.end_call(method, record.code.name, seconds)
-                if record.principal:
-                    self.slowest.note(method, record.principal, seconds, failed=failed)
+                self.metrics.end_call(method, record.code.name, time.perf_counter() - started)
 
     def know(self, principal: str, peer: str = "") -> None:
         """Note and count the principal of the current call, and its client if more is known of it."""
@@ -172,8 +156,7 @@ class CallLog:
         """Record a change before and after it is made, and return what `work`, which makes it, returns.
 
         `start` begins work in a thread (`Threads.start`); `told` returns what the record at the end has of
-        the result. If the call ends before `work`, as when its client leaves, the work goes on, and the
-        record at its end comes all the same:
+        the result. If the call ends before `work`, as when its client leaves, that is recorded too:
 
             asked ── the call ends ──▶ goes on; the client left ── the work ends ──▶ done, or failed
             asked ── the call ends while the work waits for a thread ──▶ not begun; the client left
@@ -181,28 +164,26 @@ class CallLog:
         Raises Refusal, before the change, if it must not be made.
         """
         await self.begin(event, **details)
-        call, outcome, is_over = CURRENT.get(), {"outcome": "not begun; the client left"}, False
+        call, left = CURRENT.get(), "not begun; the client left"
 
         def run() -> T:
-            outcome["outcome"] = _GOES_ON
+            nonlocal left
+            left = "goes on; the client left"
             try:
                 result = work()
             except BaseException as error:
-                outcome["outcome"] = f"failed: {str(error) or type(error).__name__}"
+                left = ""
+                self.end(event, f"failed: {str(error) or type(error).__name__}", call, **details)
                 raise
-            outcome.update({**told(result), "outcome": "done"})
+            left = ""
+            self.end(event, "done", call, **details, **told(result))
             return result
 
-        def landed() -> None:
-            nonlocal is_over
-            is_over = True
-            self.end(event, call=call, **details, **outcome)
-
         try:
-            return await start(run, landed=landed)
+            return await start(run)
         except asyncio.CancelledError:
-            if not is_over and outcome["outcome"] == _GOES_ON:
-                self.end(event, _GOES_ON, call, **details)
+            if left:
+                self.end(event, left, call, **details)
             raise
 
     async def begin(self, event: str, **details: Any) -> None:
@@ -266,103 +247,46 @@ class _Counts:
             return unsaid if number < _BURST else None
 
 
+class JournalEntry(NamedTuple):
+    """Something that has happened in the daemon."""
+
+    time: float
+    level: Literal["info", "warning"]
+    text: str
+
+
 class Journal:
-    """List of the last entries, and the figures from which the next ones are derived.
+    """List of the last entries, and the health of the tiers, whose changes are entries.
 
     Thread safety: any thread, but `compare` from one at a time.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock: Final = clock
-        self._lock: Final = Lock()
         self._entries: Final[deque[JournalEntry]] = deque(maxlen=_KEPT)
-        self._counts: Final[deque[JournalEntry]] = deque(maxlen=_COUNTS_KEPT)
         self._health: dict[str, str] = {}
-        self._counted: Mapping[str, float] = {}
 
     def add(self, text: str, *, is_warning: bool = False) -> None:
         """Add an entry about something ordinary, or about something that an operator should look at."""
-        self._add(self._entries, "warning" if is_warning else "info", text)
+        self._entries.append(JournalEntry(self._clock(), "warning" if is_warning else "info", text[:_TEXT]))
 
-    def compare(self, tiers: Sequence[TierStatus], counted: Mapping[str, float]) -> None:
-        """Add entries for what has changed since the last call.
-
-        `counted` has counters of things that should not happen, by the words for them.
-        """
+    def compare(self, tiers: Sequence[TierReport]) -> None:
+        """Add entries for tiers whose health has changed since the last call."""
         # A tier that leaves the chain has one health all the time, also if it cannot leave.
         now = {tier.name: tier.health + STUCK * tier.why.startswith(STUCK) for tier in tiers}
         for tier in tiers:
             if now[tier.name] != self._health.get(tier.name, HEALTHS[0]):
-                self.add(
-                    in_words(tier),
-                    is_warning=not tier.why.startswith(DELIBERATE) and tier.health != HEALTHS[0],
-                )
+                is_deliberate = tier.why.startswith(DELIBERATE) or tier.health == HEALTHS[0]
+                self.add(in_words(tier), is_warning=not is_deliberate)
         for name in self._health.keys() - now.keys():
             self.add(f"tier {name} has left the chain")
         self._health = now
-        for what, count in counted.items():
-            if (new := round(count - self._counted.get(what, 0.0))) > 0:
-                self._add(self._counts, "warning", f"{what}: {new:,}")
-        self._counted = dict(counted)
 
     def latest(self) -> list[JournalEntry]:
         """Return the entries, the newest first."""
-        with self._lock:
-            entries = [*self._entries, *self._counts]
-        entries.sort(key=lambda entry: entry.time)  # equal times stay in the order in which they came
-        return entries[::-1]
-
-    def _add(self, to: deque[JournalEntry], level: Literal["info", "warning"], text: str) -> None:
-        with self._lock:
-            to.append(JournalEntry(self._clock(), level, text[:_TEXT]))
+        return list(self._entries)[::-1]
 
 
-def in_words(tier: TierStatus | TierReport) -> str:
+def in_words(tier: TierReport) -> str:
     """Return the health of a tier as a sentence."""
     return f"tier {tier.name} is {tier.health}" + (f": {tier.why}" if tier.why else "")
-
-
-class SlowestCalls:
-    """The slowest calls of each principal in each span of five minutes within the last hour.
-
-    No principal's calls displace another's, so what is kept of one says nothing about others.
-
-    Thread safety: any thread.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        """Use `clock` for the time when a call ends, in seconds since 1970."""
-        self._clock: Final = clock
-        self._lock: Final = Lock()
-        self._spans: Final[deque[tuple[float, dict[str, list[tuple[float, int, CallStatus]]]]]] = deque(
-            maxlen=_SPANS
-        )
-        self._number = 0
-
-    def note(self, method: str, principal: str, seconds: float, *, failed: bool) -> None:
-        """Note a call that has just ended, after so many seconds."""
-        now = self._clock()
-        span = now // _SPAN_SECONDS
-        with self._lock:
-            if not self._spans or self._spans[-1][0] != span:
-                self._spans.append((span, {}))
-            kept = self._spans[-1][1].setdefault(principal, [])
-            if len(kept) == _CALLS_KEPT and seconds <= kept[0][0]:
-                return
-            self._number += 1  # decides between calls that took equally long
-            entry = seconds, self._number, CallStatus(now, method, principal, seconds, failed)
-            (heapq.heappush if len(kept) < _CALLS_KEPT else heapq.heappushpop)(kept, entry)
-
-    def latest(self, principals: Container[str]) -> list[CallStatus]:
-        """Return the calls of these principals that are kept, the slowest first."""
-        oldest = self._clock() // _SPAN_SECONDS - _SPANS
-        with self._lock:
-            kept = [
-                call
-                for span, rows in self._spans
-                if span > oldest
-                for principal in rows
-                if principal in principals
-                for _, _, call in rows[principal]
-            ]
-        return sorted(kept, key=lambda call: -call.seconds)

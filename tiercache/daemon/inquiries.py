@@ -14,7 +14,7 @@ from tiercache.core import ObjectKey, PoolName
 from tiercache.daemon.access import Access, LimitError, Permissions, Refusal
 from tiercache.daemon.call import Call, read_keys
 from tiercache.daemon.removals import MAX_FOUND
-from tiercache.daemon.status.board import StatusBoard
+from tiercache.daemon.status import StatusBoard
 from tiercache.daemon.store_threads import Threads
 from tiercache.daemon.tenants.account import HOUR_S, Account, Rows
 from tiercache.errors import StorageError, WireError

@@ -34,7 +34,7 @@ from tiercache.daemon.reload import Reload, ReloadCalls, Reloaded, Ring, TenantS
 from tiercache.daemon.removals import DaemonStore
 from tiercache.daemon.service import Handler, Service
 from tiercache.daemon.sockets import make_way
-from tiercache.daemon.status.board import StatusBoard
+from tiercache.daemon.status import StatusBoard
 from tiercache.daemon.store_calls import StoreCalls
 from tiercache.daemon.store_threads import Threads, fulfil
 from tiercache.daemon.tenants.account import Account

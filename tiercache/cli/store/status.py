@@ -419,7 +419,7 @@ def _tenant_table(rows: Sequence[Fields]) -> RenderableType:
 
 
 def _traffic(status: Fields) -> Iterator[RenderableType]:
-    """Yield what clients did: misses and limits, principals and tenants, slow calls and events."""
+    """Yield what clients did: misses and limits, principals and tenants, and events."""
     from rich.columns import Columns
 
     if status["whole"]:
@@ -441,12 +441,6 @@ def _traffic(status: Fields) -> Iterator[RenderableType]:
     yield principals
     if status["tenants"]:
         yield _tenant_table(status["tenants"])
-    slowest = table(("slowest call", "principal", "took", "ago"), left=("slowest call", "principal"))
-    for row in status["slowest"][:5]:
-        name = safe(row["method"]) + " [red](failed)[/]" * row["failed"]
-        ago = readable_age(max(0.0, status["time"] - row["time"]))
-        slowest.add_row(name, safe(row["principal"]), f"{row['seconds'] * 1e3:,.1f} ms", ago)
-    yield slowest
     if status["journal"]:
         journal = table(("at", "event"), left=("at", "event"))
         for row in status["journal"][:_JOURNAL]:

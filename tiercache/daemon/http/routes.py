@@ -24,7 +24,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from tiercache.config.models import Settings
 from tiercache.daemon.access import Access, Permissions, Refusal
 from tiercache.daemon.call_log import CallLog
-from tiercache.daemon.status.board import StatusBoard
+from tiercache.daemon.status import StatusBoard
 
 _log = logging.getLogger(__name__)
 

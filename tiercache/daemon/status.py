@@ -1,4 +1,11 @@
-"""The maker of status documents: it samples the daemon's figures, and tells each reader what it may know."""
+"""The status document, whose fields docs/status.md describes; each reader is told what it may know.
+
+    counters ── a sample every ten seconds ──▶ ring of one hour ──▶ differences between its samples
+    figures of the store, health of the tiers, limits, journal  ──▶ as they are now
+
+Times are in seconds since 1970, sizes in bytes. A value that is not measured is None. Fields are only added:
+a reader ignores those that it does not know.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +15,10 @@ import socket
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from threading import Lock
-from typing import Final, Literal, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import tiercache
 from tiercache.core import PoolName
@@ -19,20 +26,6 @@ from tiercache.daemon.access import Access, Budgets, Permissions
 from tiercache.daemon.call_log import CallLog, in_words
 from tiercache.daemon.certificates import Certificates
 from tiercache.daemon.node_metrics import UsageFigures
-from tiercache.daemon.status.document import (
-    HistoryStatus,
-    HitStatus,
-    LimitStatus,
-    LookupStatus,
-    MissStatus,
-    PoolStatus,
-    PrincipalStatus,
-    Readiness,
-    StatusDocument,
-    StoreStatus,
-    TenantStatus,
-    TierStatus,
-)
 from tiercache.metrics.table import BUDGETS, HEALTHS, HIT, OUT
 from tiercache.storage.base import TierReport, Usage
 from tiercache.storage.hits import Hits
@@ -43,15 +36,30 @@ _SILENT_SECONDS: Final = 30.0
 """Age of the store's figures from which the store is taken not to answer."""
 _POINTS: Final = 120
 """Maximum number of points of a history."""
-_SLOWEST: Final = 10
-"""Number of slow calls in a document."""
 _WINDOW_SECONDS: Final = 3600.0
 _SAMPLE_SECONDS: Final = 10.0
 """Seconds between two samples, so that the window has 360 of them."""
 _MIN_SECONDS: Final = 1.0
 """Minimum age of a sample that is compared with the present, so that a rate is not that of a moment."""
+_DETAILS: Final = ("restorable_bytes", "dead_bytes", "orphans", "corrupt")
+"""Figures that only some stores count."""
+_OF_TIER: Final = (
+    "name", "kind", "health", "why", "objects", "used_bytes", "capacity_bytes", "waiting", "dropped",
+    "lost_calls", "last_read",
+)  # fmt: skip
+"""Fields of a tier that are those of `TierReport`."""
 
+Fields = dict[str, Any]
 K = TypeVar("K")
+
+
+class Readiness(NamedTuple):
+    """Whether the daemon can serve calls, and the reasons why not, or why only in part."""
+
+    ready: bool
+    reasons: list[str]
+    state: str
+    """`ready`, `degraded` (a tier is out, or takes no new objects although it should) or `not ready`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +110,8 @@ class SampleRing:
             return [*(found or [s for s in self._samples if s.at < now.at][:1]), now]
 
 
-def lookups_of(samples: Sequence[CounterSample]) -> LookupStatus:
-    """Return what clients looked up between the first and the last of the samples."""
+def lookups_of(samples: Sequence[CounterSample]) -> Fields:
+    """Return `lookups`: what clients looked up between the first and the last of the samples."""
     first, last = samples[0], samples[-1]
     grown = {key: round(_grown(first.lookups, last.lookups, key)) for key in last.lookups}
 
@@ -114,21 +122,27 @@ def lookups_of(samples: Sequence[CounterSample]) -> LookupStatus:
             if operation == wanted and pool in ("", of) and not (only_hits and reason)
         )
 
-    missed: Counter[tuple[Literal["exists", "get"], str]] = Counter()
+    missed: Counter[tuple[str, str]] = Counter()
     for (operation, reason, _), n in grown.items():
         if reason and n:
-            missed["exists" if operation == "exists" else "get", reason] += n
-    pools = [
-        PoolStatus(
-            pool, count("exists", pool), count("exists", pool, only_hits=True), count("get", pool),
-            count("get", pool, only_hits=True),
-        )
-        for pool in dict.fromkeys(pool for (_, _, pool), n in grown.items() if n)
-    ]  # fmt: skip
-    return LookupStatus(
-        last.at - first.at, count("exists"), count("exists", only_hits=True), count("get"),
-        [MissStatus(*kind, n) for kind, n in missed.most_common()], pools,
-    )  # fmt: skip
+            missed[operation, reason] += n
+    return {
+        "window": last.at - first.at,
+        "asked": count("exists"),
+        "found": count("exists", only_hits=True),
+        "fetched": count("get"),
+        "misses": [
+            {"operation": operation, "reason": reason, "objects": n}
+            for (operation, reason), n in missed.most_common()
+        ],
+        "pools": [
+            {
+                "pool": pool, "asked": count("exists", pool), "found": count("exists", pool, only_hits=True),
+                "fetched": count("get", pool), "got": count("get", pool, only_hits=True),
+            }
+            for pool in dict.fromkeys(pool for (_, _, pool), n in grown.items() if n)
+        ],
+    }  # fmt: skip
 
 
 def hits_of(samples: Sequence[CounterSample]) -> dict[str, Hits]:
@@ -143,26 +157,24 @@ def tier_hits(samples: Sequence[CounterSample], tier: str) -> int:
     return round(_grown(samples[0].tier_reads, samples[-1].tier_reads, tier))
 
 
-def history_of(samples: Sequence[CounterSample], points: int) -> HistoryStatus:
-    """Return rates between samples as at most `points` points, each at the end of its interval."""
+def history_of(samples: Sequence[CounterSample], points: int) -> dict[str, list[Any]]:
+    """Return `history`: rates between samples as at most `points` points, each at the end of its interval."""
     step = max(1, -(-(len(samples) - 1) // points))
     # Count from the newest sample, so that the last interval is as long as the others.
     chosen = samples[::-1][::step][::-1]
-    history = HistoryStatus([], [], [], [], [], [])
+    names = ("times", "token_hit_rate", "read", "written", "calls", "used_bytes")
+    rows = []
     for before, after in pairwise(chosen):
         seconds = after.at - before.at
-        history.times.append(after.time)
-        history.token_hit_rate.append(Hits.rated(hits_of([before, after]).values()).token_hit_rate)
-        history.read.append((after.read - before.read) / seconds)
-        history.written.append((after.written - before.written) / seconds)
-        history.calls.append((after.calls - before.calls) / seconds)
-        history.used_bytes.append(after.used_bytes)
-    return history
-
-
-def share(part: float, whole: float) -> float | None:
-    """Return a fraction; None of nothing."""
-    return part / whole if whole else None
+        rate = Hits.rated(hits_of([before, after]).values()).token_hit_rate
+        rows.append(
+            (
+                after.time, rate, (after.read - before.read) / seconds,
+                (after.written - before.written) / seconds, (after.calls - before.calls) / seconds,
+                after.used_bytes,
+            )
+        )  # fmt: skip
+    return {name: [row[n] for row in rows] for n, name in enumerate(names)}
 
 
 def _grown(before: Mapping[K, float], after: Mapping[K, float], key: K) -> float:
@@ -197,7 +209,6 @@ class StatusBoard:
         self._kind: Final = kind
         self._instance: Final = instance.hex()
         self._metrics: Final = calls.metrics
-        self._slowest: Final = calls.slowest
         self._figures: Final = figures
         self._budgets: Final = budgets
         self._hits: Final = hits
@@ -222,7 +233,7 @@ class StatusBoard:
         """Take one sample."""
         usage = self._figures.latest()
         self._samples.add(self._counters(usage))
-        self._journal.compare(self._tiers(usage, []), self._mishaps(usage))
+        self._journal.compare(usage.tiers)
 
     def drain(self) -> None:
         """Say from now on that the daemon is not ready, because it shuts down."""
@@ -242,122 +253,98 @@ class StatusBoard:
         reasons = [in_words(tier) for tier in tiers if _is_unwell(tier)]
         return Readiness(True, reasons, "degraded" if reasons else "ready")
 
-    def document(self, reader: Permissions | None) -> StatusDocument:
-        """Return the status as `reader` may know it; None stands for someone who may know everything."""
+    def document(self, reader: Permissions | None) -> Fields:
+        """Return the status as `reader` may know it; None stands for someone who may know everything.
+
+        A reader that is limited to a tenant or to namespaces, or from whom tenants are hidden, gets its own
+        rows, and that of its tenant. What concerns the whole store is None or empty for it.
+        """
         whole = reader is None or reader.observes
         ready, usage = self.readiness(), self._figures.latest()
-        document = StatusDocument(
-            version=tiercache.__version__, host=self._host, instance=self._instance, time=time.time(),
-            started=self._started,
-            reader="" if reader is None else reader.name, whole=whole,
-            readiness=ready if whole else Readiness(ready.ready, [], "ready" if ready.ready else "not ready"),
-            tiers=[], tenant_hits=[], limits=[], slowest=[], principals=[], tenants=[], journal=[],
-        )  # fmt: skip
-        everyone = {**self._access.removed, **self._access.tenants}
-        own = set(everyone) if reader is None or whole else _beside(reader, everyone)
-        document.principals.extend(row for row in self._principals(everyone) if row.name in own)
-        document.tenants.extend(
-            row for row in self._tenants(usage) if reader is None or whole or row.name == reader.tenant
-        )
+        if not whole:
+            ready = Readiness(ready.ready, [], "ready" if ready.ready else "not ready")
         samples = self._samples.within(self._counters(usage))
-        hits = hits_of(samples)
-        if reader is not None and not whole:  # as in `Inquiries.report`
-            alone = reader.store.is_narrow
+        hits, tenants = hits_of(samples), usage.owners
+        callers = {**self._access.removed, **self._access.tenants}
+        if reader is not None and not whole:
+            alone = reader.store.is_narrow  # as in `Inquiries.report`
             hits = {name: one for name, one in hits.items() if name == reader.tenant and not alone}
-        document.tenant_hits.extend(_hit_status(name, one, one) for name, one in hits.items())
-        document.slowest.extend(self._slowest.latest(own)[:_SLOWEST])
-        total = _hit_status("", Hits.rated(hits.values()), Hits.total(hits.values()))
-        return self._completed(document, usage, samples, total) if whole else document
+            tenants = {name: use for name, use in tenants.items() if name == reader.tenant}
+            callers = {
+                name: tenant
+                for name, tenant in callers.items()
+                if name == reader.name or reader.tenant == tenant != ""
+            }
+        return {
+            "version": tiercache.__version__,
+            "host": self._host,
+            "instance": self._instance,
+            "time": time.time(),
+            "started": self._started,
+            "reader": "" if reader is None else reader.name,
+            "whole": whole,
+            "readiness": ready._asdict(),
+            "store": self._store(usage) if whole else None,
+            "tiers": self._tiers(usage, samples) if whole else [],
+            "hits": _hit_fields("", Hits.rated(hits.values()), Hits.total(hits.values())) if whole else None,
+            "tenant_hits": [_hit_fields(name, one, one) for name, one in hits.items()],
+            "lookups": lookups_of(samples) if whole else None,
+            "history": history_of(samples, _POINTS) if whole else None,
+            "limits": self._limits() if whole else [],
+            "certificate_expires": self._certificates.end if whole and self._certificates else None,
+            "principals": self._principals(callers),
+            "tenants": [
+                {"name": name, **asdict(use)} for name, use in sorted(tenants.items()) if name != COMMON
+            ],
+            "journal": [entry._asdict() for entry in self._journal.latest()] if whole else [],
+        }
 
     def encoded(self, reader: Permissions | None) -> bytes:
         """Return `document` as JSON."""
-        return json.dumps(asdict(self.document(reader)), allow_nan=False).encode()
+        return json.dumps(self.document(reader), allow_nan=False).encode()
 
-    def _completed(
-        self, document: StatusDocument, usage: Usage, samples: list[CounterSample], hits: HitStatus
-    ) -> StatusDocument:
-        """Return a document with the figures of the whole store."""
-        return replace(
-            document,
-            store=self._store(usage),
-            tiers=self._tiers(usage, samples),
-            hits=hits,
-            lookups=lookups_of(samples),
-            history=history_of(samples, _POINTS),
-            limits=self._limits(),
-            certificate_expires=None if self._certificates is None else self._certificates.end,
-            journal=self._journal.latest(),
-        )
+    def _store(self, usage: Usage) -> Fields:
+        details = {
+            name: value if isinstance(value := usage.details.get(name), int) else None for name in _DETAILS
+        }
+        return {
+            "kind": self._kind, "objects": usage.objects, "payload_bytes": usage.payload_bytes,
+            "used_bytes": usage.used_bytes, "capacity_bytes": usage.capacity_bytes, **details,
+            "age": self._figures.age,
+        }  # fmt: skip
 
-    def _store(self, usage: Usage) -> StoreStatus:
-        restorable, dead, orphans, corrupt = (
-            value if isinstance(value := usage.details.get(name), int) else None
-            for name in ("restorable_bytes", "dead_bytes", "orphans", "corrupt")
-        )
-        return StoreStatus(
-            self._kind, usage.objects, usage.payload_bytes, usage.used_bytes, usage.capacity_bytes,
-            restorable, dead, orphans, corrupt,
-            self._figures.age,
+    def _tiers(self, usage: Usage, samples: Sequence[CounterSample]) -> list[Fields]:
+        """Return the tiers of a chain, or one for any other store."""
+        last = self._metrics.gauge("node_last_read_seconds").value
+        alone = TierReport(
+            name=self._kind, kind=self._kind, health=HEALTHS[0], objects=usage.objects,
+            used_bytes=usage.used_bytes, capacity_bytes=usage.capacity_bytes, last_read=last or None,
         )  # fmt: skip
+        fetched = lookups_of(samples)["fetched"]
+        rows = []
+        for tier in usage.tiers or [alone]:
+            hits = tier_hits(samples, tier.name)
+            more = {"hits": hits, "read_share": hits / fetched if fetched else None}
+            rows.append({name: getattr(tier, name) for name in _OF_TIER} | more)
+        return rows
 
-    def _tiers(self, usage: Usage, samples: list[CounterSample]) -> list[TierStatus]:
-        fetched = lookups_of(samples).fetched if samples else 0
-
-        def hits(name: str) -> tuple[int, float | None]:
-            found = tier_hits(samples, name) if samples else 0
-            return found, share(found, fetched)
-
-        if not usage.tiers:
-            last = self._metrics.gauge("node_last_read_seconds").value
-            return [
-                TierStatus(
-                    self._kind, self._kind, HEALTHS[0], "", usage.objects, usage.used_bytes,
-                    usage.capacity_bytes, 0, 0, 0, last or None, *hits(self._kind),
-                )
-            ]  # fmt: skip
-        return [
-            TierStatus(
-                tier.name, tier.kind, tier.health, tier.why, tier.objects, tier.used_bytes,
-                tier.capacity_bytes, tier.waiting, tier.dropped, tier.lost_calls, tier.last_read,
-                *hits(tier.name),
-            )
-            for tier in usage.tiers
-        ]  # fmt: skip
-
-    def _limits(self) -> list[LimitStatus]:
+    def _limits(self) -> list[Fields]:
         budgets = self._budgets
         held = zip(BUDGETS, (budgets.payload, budgets.transfers, budgets.requests), strict=True)
         rows = [*held, ("calls", budgets.streams), ("threads", budgets.workers)]
-        return [LimitStatus(name, budget.held, budget.limit) for name, budget in rows]
+        return [{"name": name, "held": budget.held, "limit": budget.limit} for name, budget in rows]
 
-    def _principals(self, tenants: Mapping[str, str]) -> list[PrincipalStatus]:
+    def _principals(self, tenants: Mapping[str, str]) -> list[Fields]:
         calls = self._summed("node_principal_calls_total", "principal")
         moved = self._summed("node_principal_bytes_total", "principal", "direction")
         return [
-            PrincipalStatus(
-                name, tenant, round(calls.get((name,), 0)), round(moved.get((name, "out"), 0)),
-                round(moved.get((name, "in"), 0)), name in self._access.removed,
-            )
+            {
+                "name": name, "tenant": tenant, "calls": round(calls.get((name,), 0)),
+                "read_bytes": round(moved.get((name, "out"), 0)),
+                "written_bytes": round(moved.get((name, "in"), 0)), "removed": name in self._access.removed,
+            }
             for name, tenant in tenants.items()
         ]  # fmt: skip
-
-    def _tenants(self, usage: Usage) -> list[TenantStatus]:
-        return [
-            TenantStatus(
-                name, use.used_bytes, use.quota_bytes, use.guarantee_bytes, use.evicted_objects,
-                use.throttled_objects,
-            )
-            for name, use in sorted(usage.owners.items())
-            if name != COMMON
-        ]  # fmt: skip
-
-    def _mishaps(self, usage: Usage) -> Mapping[str, float]:
-        refused = self._summed("node_refused_total", "reason")
-        found = {f"calls or connections refused ({reason})": n for (reason,), n in refused.items()}
-        corrupt = usage.details.get("corrupt")
-        if isinstance(corrupt, int):
-            found["corrupt objects"] = corrupt
-        return found
 
     def _counters(self, usage: Usage) -> CounterSample:
         lookups = {
@@ -389,18 +376,14 @@ class StatusBoard:
         return found
 
 
-def _beside(reader: Permissions, tenants: Mapping[str, str]) -> set[str]:
-    """Return the names of a principal and of the other principals of its tenant."""
-    return {name for name, tenant in tenants.items() if name == reader.name or reader.tenant == tenant != ""}
-
-
 def _is_unwell(tier: TierReport) -> bool:
     """Return whether a tier does less than the operator wants of it."""
     return tier.health != HEALTHS[0] and not tier.why.startswith(DELIBERATE)
 
 
-def _hit_status(tenant: str, rated: Hits, hits: Hits) -> HitStatus:
-    return HitStatus(
-        tenant, rated.asked_tokens, rated.restored_tokens, rated.token_hit_rate, rated.why_no_rate,
-        hits.saved_seconds, hits.why_not_saved,
-    )  # fmt: skip
+def _hit_fields(tenant: str, rated: Hits, hits: Hits) -> Fields:
+    return {
+        "tenant": tenant, "asked_tokens": rated.asked_tokens, "restored_tokens": rated.restored_tokens,
+        "token_hit_rate": rated.token_hit_rate, "why_no_rate": rated.why_no_rate,
+        "saved_seconds": hits.saved_seconds, "why_not_saved": hits.why_not_saved,
+    }  # fmt: skip
