@@ -83,8 +83,6 @@ def strengthen(model: PreTrainedModel, seed: int) -> PreTrainedModel:
                 weight.copy_(uniform(weight, 0.005, 0.1).log())
             elif leaf == "dt_bias":
                 weight.copy_(uniform(weight, -1.0, 1.0))
-            elif "igate" in name and leaf == "bias":  # of xLSTM, whose state takes up almost nothing at -10
-                weight.zero_()
             elif weight.dim() >= 2 and "embed" in name:
                 normal(weight, 1.0)
             elif weight.dim() >= 2:

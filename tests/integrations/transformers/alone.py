@@ -14,7 +14,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from tests.integrations.transformers.models import PAGE, WINDOW
 from tiercache.integrations.transformers import ModelRunner, ProbeReport, load
 from tiercache.integrations.transformers import worker as worker_module
-from tiercache.integrations.transformers.caches import warm_up
 from tiercache.integrations.transformers.worker import Worker
 from tiercache_lab.demo.small import strengthen
 
@@ -26,13 +25,13 @@ ALONE: Final[dict[str, dict[str, Any]]] = {
     "mamba": _BASE | {"state_size": 8},
     "mamba2": _BASE | {"state_size": 16, "num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 16},
     "falcon_mamba": _BASE | {"state_size": 8},
+    "mistral": _BASE | {"intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+     "sliding_window": WINDOW},
     "rwkv": _BASE | {"attention_hidden_size": 64, "intermediate_size": 128, "context_length": 1024},
     "xlstm": _BASE | {"num_blocks": 3, "embedding_dim": 64, "num_heads": 4, "qk_dim_factor": 1.0,
      "chunk_size": 16, "max_inference_chunksize": 512},
-    "mistral": _BASE | {"intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
-     "sliding_window": WINDOW},
 }  # fmt: skip
-"""Configurations by model type. All layers of the last one have windows."""
+"""Configurations by model type. All layers of mistral have windows; rwkv and xlstm are refused."""
 
 
 def build(model_type: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
@@ -41,7 +40,6 @@ def build(model_type: str, dtype: torch.dtype = torch.float32, seed: int = 0) ->
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**ALONE[model_type]))
     built: PreTrainedModel = strengthen(model.eval(), seed).to(dtype)
-    warm_up(built)
     return built
 
 

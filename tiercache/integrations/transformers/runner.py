@@ -21,7 +21,6 @@ from transformers.cache_utils import DynamicCache
 from tiercache.core import TokenArray, as_tokens
 from tiercache.errors import InputError, TierCacheError, TokenError, UnsupportedModelError
 from tiercache.integrations.transformers import device
-from tiercache.integrations.transformers.caches import CacheForm, form_of
 from tiercache.integrations.transformers.device import PoolTensors, Slots
 from tiercache.integrations.transformers.layout import (
     CacheLayout,
@@ -38,6 +37,10 @@ TINY: Final = 16
 
 These are more tokens than any convolution keeps, so all tensors have their usual size after the pass.
 """
+
+
+ARGUMENTS: Final = ("past_key_values", "cache_params")
+"""Names under which models take their cache, in order of precedence; the output has the same name."""
 
 
 def no_wait(layer: int) -> None:
@@ -79,7 +82,8 @@ class ModelRunner:
         self._vocab_size = _vocabulary(model)
         self._counts = False
         """Whether the cache must count its tokens, because no layer does."""
-        self._form, self._layout = self._inspect()
+        self._argument = next((name for name in ARGUMENTS if name in self._takes), "")
+        self._layout = self._inspect()
 
     @property
     def takes_positions(self) -> bool:
@@ -104,7 +108,7 @@ class ModelRunner:
 
     def new_cache(self) -> DynamicCache:
         """Return an empty cache for one sequence."""
-        return self._form.new(self.model.config, counts=self._counts)
+        return (StateCache if self._counts else DynamicCache)(config=self.model.config)
 
     def forward(self, cache: DynamicCache, tokens: Any, start: int) -> torch.Tensor:
         """Feed the sequence's tokens from position `start` on; return the logits after the last one.
@@ -244,14 +248,16 @@ class ModelRunner:
                 f"{end} tokens are more than the {self.positions} positions of {self._name}; use a shorter"
                 " sequence"
             )
-        given = self._form.given(cache)
-        arguments: dict[str, Any] = {"use_cache": True, self._form.argument: given}
+        arguments: dict[str, Any] = {"use_cache": True, self._argument: cache}
         # Without explicit positions, some models number the tokens of every chunk from 0.
         if self.takes_positions:
             positions = torch.arange(start, end, device=ids.device)[None]
             arguments["position_ids"] = positions + self.first_position
         out = self._run(ids, keep, arguments)
-        self._form.take_back(cache, given, getattr(out, self._form.argument, None), self._name)
+        if getattr(out, self._argument, None) is not cache:
+            raise UnsupportedModelError(
+                f"{self._name} does not return the cache that it was given, so it keeps its past elsewhere"
+            )
         if isinstance(cache, StateCache):
             cache.tokens = end
         return out
@@ -291,19 +297,20 @@ class ModelRunner:
     def _name(self) -> str:
         return type(self.model).__name__
 
-    def _inspect(self) -> tuple[CacheForm, CacheLayout]:
-        """Return the form and the layout of the model's cache, and set what `new_cache` needs."""
+    def _inspect(self) -> CacheLayout:
+        """Return the layout of the model's cache, and set what `new_cache` needs."""
         if "input_ids" not in self._takes:
             raise UnsupportedModelError(f"{self._name}.forward takes no input_ids; load a language model")
+        if not self._argument:
+            raise UnsupportedModelError(
+                f"{self._name}.forward takes no {' or '.join(ARGUMENTS)}, so its cache cannot be handed to it"
+            )
         if self.positions is not None and self.positions < TINY:
             raise UnsupportedModelError(
                 f"{self._name} has {self.positions} positions; at least {TINY} are needed to inspect its"
                 " cache"
             )
         ids = torch.arange(TINY, device=self.model.device) % self.vocab_size
-        self._form = form_of(
-            self.model, self._takes, lambda given: self._run(ids, 1, {"use_cache": True, **given})
-        )
         try:
             cache = self.new_cache()
         # DynamicCache reads attributes that another kind of configuration may lack.
@@ -320,7 +327,7 @@ class ModelRunner:
             )
         layout = self.layout_of(cache, TINY)
         self._counts = not layout.counts_tokens
-        return self._form, layout
+        return layout
 
     def layout_of(self, cache: DynamicCache, tokens: int) -> CacheLayout:
         """Return the layout of a cache of this model that holds `tokens` tokens; see `inspect_cache`."""

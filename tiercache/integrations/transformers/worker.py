@@ -40,7 +40,6 @@ from tiercache.integrations.transformers.arguments import (
     split_device_bytes,
     stops_of,
 )
-from tiercache.integrations.transformers.caches import warm_up
 from tiercache.integrations.transformers.probe import load
 from tiercache.integrations.transformers.requests.request import (
     GREEDY,
@@ -132,7 +131,6 @@ class Worker:
         most_tokens = chunk_of(chunk_limit, page_size)
         require("options", options, ControllerOptions, "ControllerOptions of tiercache.controller")
         model = model_of(model)
-        warm_up(model)
         self.watch = Watch(model, contents=identity is None)
         """Record of the model to which the cache is bound.
 
