@@ -60,14 +60,6 @@ def test_qwen3_5_9b():
     assert profile.flops_per_context_token * 10_000 == pytest.approx(1.31 * GIGA, rel=0.0025)
 
 
-def test_qwen3_5_27b():
-    """A dense hybrid whose states are larger than the KV of two thousand tokens."""
-    profile = profile_named("qwen3.5-27b")
-    assert profile.kv_bytes_per_token == 64 * KIB
-    assert round(profile.state_bytes / MIB, 1) == 146.8
-    assert profile.flops_per_token == pytest.approx(2 * 24.35e9 + 7 * 48 * 48 * 128 * 128, rel=0.01)
-
-
 # Public configs
 
 

@@ -7,6 +7,5 @@ Principles:
 3. Each layer is counted by itself, and the model is their sum.
 
 Reading order: `profile` (the result, and configs of well-known models), `architecture` (the sum over layers),
-`layers` (one layer from the fields of a config), `costs` (the formulas), `layer_kinds` (the kind of each
-layer), `fields` (validated reading).
+`layers` (the cost of one layer), `layer_kinds` (the kind of each layer), `fields` (validated reading).
 """

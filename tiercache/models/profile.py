@@ -45,17 +45,6 @@ CONFIGS: Final[dict[str, dict[str, Any]]] = {
             "linear_conv_kernel_dim": 4,
         },
     },
-    "qwen3.5-27b": {
-        "model_type": "qwen3_5", "text_config": {
-            "model_type": "qwen3_5_text", "hidden_size": 5120, "intermediate_size": 17408,
-            "num_hidden_layers": 64,
-            "full_attention_interval": 4, "num_attention_heads": 24, "num_key_value_heads": 4,
-            "head_dim": 256, "attn_output_gate": True,
-            "linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_conv_kernel_dim": 4,
-        },
-    },
     "qwen3.5-35b-a3b": {
         "model_type": "qwen3_5_moe", "text_config": {
             "model_type": "qwen3_5_moe_text", "hidden_size": 2048, "num_hidden_layers": 40,
@@ -89,12 +78,6 @@ CONFIGS: Final[dict[str, dict[str, Any]]] = {
         "num_attention_heads": 32, "num_key_value_heads": 8, "attn_layer_period": 8, "attn_layer_offset": 4,
         "num_experts": 16, "num_experts_per_tok": 2, "expert_layer_period": 2, "expert_layer_offset": 1,
         "mamba_expand": 2, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_dt_rank": 256,
-    },
-    "jamba-1.5-large": {
-        "model_type": "jamba", "hidden_size": 8192, "intermediate_size": 24576, "num_hidden_layers": 72,
-        "num_attention_heads": 64, "num_key_value_heads": 8, "attn_layer_period": 8, "attn_layer_offset": 4,
-        "num_experts": 16, "num_experts_per_tok": 2, "expert_layer_period": 2, "expert_layer_offset": 1,
-        "mamba_expand": 2, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_dt_rank": 512,
     },
     "nemotron-h-8b": {
         "model_type": "nemotron_h", "hidden_size": 4096, "intermediate_size": 21504, "num_hidden_layers": 52,
