@@ -219,7 +219,7 @@ WORKERS: Final = {
     "Why not more?": (
         of("Misses of storage", "lookups_total", by=("reason",), where='tier="storage",result="miss"'),
         of("Restores that failed", "restore_failures_total", by=("reason",)),
-        of("Prefetches", "prefetches_total", by=("policy", "outcome")),
+        of("Prefetches", "prefetches_total", by=("by", "outcome")),
     ),
     "Storage": (
         of("Reads", "storage_gets_total", by=("outcome",)),

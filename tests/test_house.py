@@ -205,18 +205,18 @@ def test_the_texts_stay_short():
 
 BUDGET = {
     "tiercache.daemon": 9_600,
-    "tiercache.controller": 9_400,
+    "tiercache.controller": 8_790,
     "tiercache.integrations": 7_280,
     "tiercache.cli": 5_740,
     "tiercache.storage": 6_500,
     "tiercache.testing": 4_225,
-    "tiercache.index": 3_700,
+    "tiercache.index": 3_320,
     "tiercache.transfer": 2_550,
     "tiercache.config": 1_700,
     "tiercache.models": 1_350,
     "tiercache.events": 1_150,
     "tiercache.pools": 1_200,
-    "tiercache.policy": 1_150,
+    "tiercache.policy": 940,
     "tiercache.metrics": 750,
     "tiercache.wire": 750,
     "tiercache_backends.file": 4_780,
@@ -230,7 +230,7 @@ BUDGET = {
     "tiercache_lab.bench": 2_300,
     "tiercache_lab.prove": 1_400,
     "tiercache_lab.demo": 1_400,
-    "tiercache_lab.policies": 420,
+    "tiercache_lab.policies": 670,
     "": 2_900,
 }  # fmt: skip
 """Lines of each package at most; "" is what lies outside them. Whoever raises a row lowers another one.
@@ -258,7 +258,7 @@ def test_a_package_begins_with_its_principles(package):
     assert re.match(r"(?:\d\. [^\n]*\.(?:\n|$)){3,6}(?:\n|$)", rest)
 
 
-TEST_LINES = 85_000
+TEST_LINES = 83_800
 """Lines of the tests at most."""
 
 
@@ -364,6 +364,8 @@ def test_private_names_of_the_product_are_used_with_a_reason_only():
     private = set().union(*(defined(path.read_text()) for path in MODULES.values()))
     found = []
     for path in sorted((ROOT / "tests").rglob("*.py")):
+        if path.name == "integrity.py":  # it recounts everything, also what is private
+            continue
         text = path.read_text()
         others = private - defined(text)
         if others.isdisjoint(re.findall(r"\b_\w+", text)):

@@ -174,7 +174,7 @@ def test_an_abstract_class_has_two_implementations():
 
 
 UNUSED = frozenset({
-    "Admission.fork_states", "ProbeReport.max_error",
+    "Admission.fork_states", "HybridCacheController.unstored", "ProbeReport.max_error",
 })  # fmt: skip
 """Functions, classes and methods that nothing in the product calls."""
 PLAIN = ("ABC", "Protocol", "Generic", "NamedTuple", "Enum", "Exception", "ValueError", "object")
@@ -247,8 +247,8 @@ def test_everything_has_a_caller_in_the_product():
 
 METHODS = 30
 LARGE = {
-    "StoreState": 51, "Admission": 42, "HybridIndex": 41, "Residents": 38, "HybridCacheController": 38,
-    "RestorablePages": 34, "MemoryBackend": 34, "MonitoredStore": 34, "GrpcBackend": 33,
+    "StoreState": 51, "Admission": 41, "Residents": 38, "HybridIndex": 37, "RestorablePages": 34,
+    "MemoryBackend": 34, "MonitoredStore": 34, "HybridCacheController": 33, "GrpcBackend": 33,
     "TierCacheStorage": 32, "LmdbBackend": 32, "StoreDirectory": 31,
 }  # fmt: skip
 """Classes of more methods, and how many they may have."""
@@ -280,7 +280,7 @@ BARE = {
     "tiercache.integrations": 6, "tiercache_backends.s3": 6, "tiercache_lab.replay": 5, "tiercache.cli": 3,
     "tiercache.testing": 3, "tiercache_backends.grpc": 3, "tiercache_backends.lmdb": 3, "tiercache.policy": 2,
     "tiercache.events": 2, "tiercache_backends.local": 2, "tiercache.metrics": 1, "tiercache.transfer": 1,
-    "tiercache.pools": 1, "tiercache_backends.file": 1, "tiercache_lab.policies": 1, "tiercache_lab.bench": 1,
+    "tiercache.pools": 1, "tiercache_backends.file": 1, "tiercache_lab.policies": 1,
 }  # fmt: skip
 """Public functions and methods of each package that are called by such a verb alone, at most."""
 

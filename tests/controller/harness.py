@@ -16,6 +16,7 @@ from blake3 import blake3
 from tiercache_backends.memory import MemoryBackend
 
 from tests.controller.told import Told
+from tests.integrity import check_controller
 from tiercache.controller import ControllerOptions, HybridCacheController, Status
 from tiercache.core import HitPolicy, Outcome, PoolName, as_tokens
 from tiercache.errors import PoolFullError, TransferError
@@ -244,7 +245,7 @@ class Engine:
         return stored
 
     def check(self):
-        self.controller.check_integrity()
+        check_controller(self.controller)
         if self.told:
             self.told.check()
 

@@ -6,7 +6,6 @@ ranks, and writes what it has seen to FOLDER as JSON lines.
 
 import json
 import os
-import signal
 import sys
 import time
 from datetime import timedelta
@@ -17,7 +16,8 @@ import torch.distributed as dist
 
 from tests.controller.harness import KV, MAMBA, P, prompt
 from tests.controller.ranks_rig import Ranked, serve
-from tiercache.controller import ControllerOptions, HybridCacheController, Status
+from tests.integrity import check_controller
+from tiercache.controller import ControllerOptions, HybridCacheController
 from tiercache.core import Tier
 from tiercache.errors import RankError
 from tiercache.geometry import kv_geometry, state_geometry
@@ -221,7 +221,7 @@ def run_life(rank, size, folder, log):
     engine.store.gate.set()
     engine.empty(Tier.DEVICE, Tier.HOST)
     check(engine, log, "again", wanted=5)
-    engine.controller.check_integrity()
+    check_controller(engine.controller)
     log("closed", quiet=engine.controller.close())
     dist.barrier()
     if size == 4:  # the same store with half of the ranks: each pair of them is a group of its own
@@ -233,44 +233,7 @@ def run_life(rank, size, folder, log):
     dist.destroy_process_group()
 
 
-def run_killed(rank, size, folder, log):
-    """Rank 1 is killed between two requests, and comes back as another process."""
-    url = f"lmdb://{folder}/store?capacity=64MiB"
-    is_new = not (folder / "killed").exists()
-    if is_new:
-        begin_gloo(rank, size, folder, 0)
-        engine = ModelEngine(rank, size, Ranked(open_backend(url), is_owned=True), ranks_of(), deadline=1.0)
-        check(engine, log, "cold")
-        engine.empty()
-        dist.barrier()
-        check(engine, log, "warm")
-        if rank == 1:
-            (folder / "killed").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        while not (folder / "killed").exists():
-            time.sleep(0.01)
-        for step in ("first", "second"):
-            begun = time.monotonic()
-            admission = engine.controller.admit(engine.controller.lookup(PROMPT), states=2)
-            poll = admission.wait()
-            assert poll.status is Status.FAILED
-            log(step, depth=poll.depth, reason=poll.reason, seconds=time.monotonic() - begun)
-            engine.controller.release(admission)
-        dist.destroy_process_group()
-    begin_gloo(rank, size, folder, 1)
-    if is_new:
-        engine.controller.join_ranks(ranks_of())
-    else:
-        engine = ModelEngine(rank, size, Ranked(open_backend(url), is_owned=True), ranks_of(), deadline=1.0)
-    check(engine, log, "joined")
-    engine.controller.check_integrity()
-    engine.controller.close()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    place, count, where, scenario = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
-    {"life": run_life, "killed": run_killed}[scenario](
-        place, count, where, Log(where / f"rank-{place}.jsonl")
-    )
+    place, count, where = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    run_life(place, count, where, Log(where / f"rank-{place}.jsonl"))

@@ -146,7 +146,7 @@ def test_a_pool_whose_layers_differ_in_slots():
         DevicePool.from_tensors(PAGES, tensors)
 
 
-@pytest.mark.parametrize("option", ["query_threads", "read_threads", "write_threads"])
+@pytest.mark.parametrize("option", ["read_threads", "write_threads"])
 def test_no_threads_for_storage(option):
     with pytest.raises(ConfigError, match=option):
         ControllerOptions(**{option: 0})

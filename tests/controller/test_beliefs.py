@@ -37,6 +37,7 @@ def test_a_store_of_a_tenth_of_the_working_set():
         who = int(rng.integers(conversations))
         engine.serve([*prompt(*(8 * who + n for n in range(8))), 5], check=False)
     engine.settle()
+    time.sleep(0.06)  # longer than the pause between two checks
     engine.controller.lookup([1])  # begins a check of what the last writes have driven out
     until(engine, lambda: not engine.context.in_flight.operations)
     pages, states = believed(engine)
@@ -62,8 +63,8 @@ def test_what_a_store_has_evicted_is_written_again(checks):
     store.delete([entry.key for entry in store.scan_all()])
     for turn in range(3):
         engine.serve([*prompt(50 + turn), 5])
-        engine.controller.tick(0.1)
         engine.settle()
+        time.sleep(0.06)  # longer than the pause between two checks
     engine.serve(tokens)
     engine.settle()
     kept = sum(entry.key.pool is KV and entry.meta.depth <= 3 for entry in store.scan_all())

@@ -276,7 +276,7 @@ def test_a_fence_that_was_never_recorded_changes_nothing():
         engine.controller.commit(admission, tokens, fence=Unrecorded())
     with pytest.raises(ConfigError, match="never recorded"):
         engine.controller.release(admission, fence=Unrecorded())
-    assert not list(engine.controller.contents())
+    assert not any(node.resident_mask for node in engine.context.index.nodes())
     engine.controller.release(admission, fence=engine.fence())
     engine.finish()
     assert engine.pools[KV].available == engine.pools[KV].capacity

@@ -8,9 +8,8 @@ import pytest
 from tiercache_kernels.reference import copy_segments
 
 from tests.controller.harness import KV, Engine, P, prompt
-from tests.examples import slow_after
 from tiercache.core import Tier, as_tokens
-from tiercache.errors import ClosedError, InputError, PoolFullError, SlotError, TransferError
+from tiercache.errors import ClosedError, InputError, SlotError, TransferError
 from tiercache.storage.registry import open_backend
 from tiercache.transfer import CopyEngine
 
@@ -81,37 +80,6 @@ def test_a_load_that_cannot_begin_is_computed_instead():
     engine.settle()
     engine.check()
     assert engine.serve([*prompt(1, 2, 3), 1]) == 3 * P
-
-
-@pytest.mark.parametrize("turns", slow_after(1, [150, 2_000]))
-def test_after_random_requests_over_an_engine_that_fails_everything_is_free(turns, tmp_path):
-    dice, made = Random(turns), []
-    engine = Engine(
-        open_backend(f"file://{tmp_path}/s?capacity=4MiB"),
-        pages=20,
-        states=12,
-        blocks=40,
-        engine=refusing(dice, made),
-    )
-    restored = refused = 0
-    for turn in range(turns):
-        made[0].share = dice.choice([0.0, 0.1, 0.5])
-        history = [dice.randrange(3) + 10 * at for at in range(dice.randrange(1, 4))]
-        try:
-            restored += engine.serve([*prompt(*history), 1, 2]) > 0
-        except PoolFullError:
-            refused += 1
-        if not turn % 97:
-            engine.controller.evict(dice.choice([Tier.DEVICE, Tier.HOST]))
-    engine.settle()
-    engine.check()
-    for tier in (Tier.DEVICE, Tier.HOST):
-        engine.controller.evict(tier)
-    engine.check()
-    assert engine.arena.available == engine.arena.blocks
-    assert all(pool.available == pool.capacity for pool in engine.pools.values())
-    assert restored > turns // 4
-    assert refused < turns // 10
 
 
 def test_a_layer_that_no_pool_has():

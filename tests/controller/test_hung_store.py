@@ -9,7 +9,7 @@ import pytest
 from tiercache_backends.memory import MemoryBackend
 
 from tests.controller.harness import Engine, Flaky, P, prompt
-from tiercache.controller import ControllerOptions, Status
+from tiercache.controller import ControllerOptions
 from tiercache.core import Outcome, Reason, Tier
 from tiercache.storage.registry import open_backend
 from tiercache.testing.faults import FaultEnv
@@ -223,54 +223,6 @@ def test_a_store_that_fails_again_and_again_is_left_alone(store):
     until(engine, lambda: engine.serve([*prompt(0, 20, 40), 5]) == 3 * P)
 
 
-def test_what_does_not_wait_any_more_is_called_off(store):
-    """Parts of a fetch that have not begun when its only request is released give their blocks back at
-    once.
-    """
-    engine = Engine(
-        store,
-        options=ControllerOptions(restore_deadline=20, read_threads=1, in_flight_share=1.0),
-        pages=200,
-        states=8,
-        blocks=256,
-    )
-    ids = tuple(range(150))
-    engine.serve([*prompt(*ids), 5])
-    assert engine.settle()
-    engine.controller.evict(Tier.DEVICE)
-    engine.controller.evict(Tier.HOST)
-    store.hangs = {"get"}
-    admission = engine.controller.admit(engine.controller.lookup([*prompt(*ids), 5]))
-    until(engine, lambda: admission.poll().status is Status.PENDING and store.calls.count("get") == 1)
-    assert free_blocks(engine) < 120
-    engine.controller.release(admission)
-    assert free_blocks(engine) >= 256 - 64, "all but the part that is being read"
-    engine.check()
-    store.release()
-    engine.settle()
-    engine.check()
-
-
-def test_fetches_leave_the_host_to_others(store):
-    """Fetches together hold at most a quarter of the host's blocks; a longer prompt is restored in parts."""
-    engine = engine_on(store, blocks=32, pages=60)
-    ids = tuple(range(20))
-    stored(engine, ids, tuple(range(50, 62)))
-    held = []
-
-    class Watched(type(engine.context.in_flight.fetching)):
-        def take(self, blocks):
-            super().take(blocks)
-            held.append(self.held)
-
-    engine.context.in_flight.fetching = Watched(engine.context.in_flight.fetching.blocks)
-    assert engine.serve([*prompt(*ids), 5]) == 20 * P
-    assert len(held) > 2
-    assert max(held) <= 8
-    engine.settle()
-    engine.check()
-
-
 @pytest.mark.parametrize("blocks", [8, 16])
 def test_a_prompt_larger_than_the_host_goes_down_whole(store, blocks):
     engine = engine_on(store, blocks=blocks)
@@ -281,19 +233,4 @@ def test_a_prompt_larger_than_the_host_goes_down_whole(store, blocks):
     engine.check()
     other = engine_on(store, blocks=64)
     assert other.serve([*prompt(*range(20)), 5]) == 20 * P
-    engine.check()
-
-
-def test_a_host_copy_is_made_again_where_there_is_room(store):
-    engine = engine_on(store)
-    engine.serve([*prompt(1, 2, 3), 5])
-    assert engine.settle()
-    engine.controller.evict(Tier.HOST)
-    assert engine.serve([*prompt(1, 2, 3), 5]) == 3 * P
-    engine.settle()
-    sets = store.calls.count("set")
-    engine.controller.evict(Tier.DEVICE)
-    store.hangs = {"get"}
-    assert engine.serve([*prompt(1, 2, 3), 5]) == 3 * P, "from the host"
-    assert store.calls.count("set") == sets, "storage had it"
     engine.check()

@@ -9,10 +9,8 @@ from tiercache_backends.memory import MemoryBackend
 from tiercache_kernels.reference import copy_segments
 
 from tests.controller.harness import KV, Engine, Fence, Flaky, P, prompt
-from tiercache.controller import ControllerOptions, Status
-from tiercache.controller.operations import Fetch
-from tiercache.core import Reason, Tier, as_tokens
-from tiercache.errors import AdmissionError, PoolFullError, TransferError
+from tiercache.core import Tier, as_tokens
+from tiercache.errors import AdmissionError, TransferError
 from tiercache.transfer import CopyEngine
 
 
@@ -96,85 +94,6 @@ def fetching(admission):
     return bool(admission._prefetch._fetching)
 
 
-def test_a_fetch_that_ends_does_not_take_the_claims_of_the_next_one(monkeypatch):
-    """Handles of the part that missed are free, and filled by another fetch, before the rest of the first one
-    lands.
-    """
-    monkeypatch.setattr(Fetch, "part", 1)
-    store = Gated()
-    first, second = [*prompt(1, 2, 3), 5], [*prompt(8), 5]
-    engine = Engine(
-        store,
-        hybrid=False,
-        blocks=4,
-        options=ControllerOptions(restore_deadline=20.0, read_threads=4, in_flight_share=1.0),
-    )
-    stored(engine, first)
-    missing = store.page(1)
-    stored(engine, second)
-    evict(engine)
-    store.lose(missing)
-    deep = [shut(store, 2), shut(store, 3)]
-    one = ask(engine, first)
-    until(engine, lambda: one.poll() and engine.metrics.value("storage_gets_total", "kv", "miss") == 1)
-    page = shut(store, 1)
-    two = ask(engine, second)
-    until(engine, lambda: two.poll() and fetching(two))
-    for gate in deep:
-        gate.set()
-    until(engine, lambda: one.poll().status is not Status.PENDING)
-    three = ask(engine, second)
-    for _ in range(20):
-        assert three.poll().status is Status.PENDING
-        engine.controller.tick(0.005)
-    page.set()
-    assert [two.wait().depth, three.wait().depth] == [P, P]
-    wind_up(engine, one, two, three)
-
-
-def test_a_shared_fetch_that_fails_for_another_path_leaves_this_one_whole():
-    """The third page is missing for one prompt; the other shares the first two, and has a third page of its
-    own.
-    """
-    store = Gated()
-    first, second = [*prompt(1, 2, 3), 5], [*prompt(1, 2, 9), 5]
-    engine = Engine(store, hybrid=False)
-    stored(engine, first)
-    missing = store.page(3)
-    stored(engine, second)
-    evict(engine)
-    store.lose(missing)
-    gate = shut(store)
-    one = ask(engine, first)
-    until(engine, lambda: one.poll() and fetching(one))
-    two = ask(engine, second)
-    until(engine, lambda: two.poll() and fetching(two))
-    gate.set()
-    assert (one.wait().depth, one.reason) == (2 * P, Reason.ABSENT)
-    assert (two.wait().depth, two.reason) == (3 * P, Reason.NONE)
-    wind_up(engine, one, two)
-
-
-def test_the_slots_of_a_failed_load_stay_with_their_request():
-    """Else another request takes them before this one can compute what it did not get."""
-    armed = []
-    engine = Engine(Gated(), pages=8, engine=failing(armed))
-    stored(engine, [*prompt(1, 2, 3), 5])
-    engine.controller.evict(Tier.DEVICE)
-    armed[:] = [True]
-    tokens = np.array(prompt(1, 2, 3, 4))
-    admission = ask(engine, tokens, tokens=8 * P, states=1)
-    until(engine, lambda: not engine.context.in_flight.operations)
-    with pytest.raises(PoolFullError):
-        ask(engine, prompt(6, 7))
-    assert admission.wait() == admission.poll()
-    assert (admission.status, admission.depth, admission.reason) == (Status.FAILED, 0, Reason.IO_ERROR)
-    engine.compute(admission, tokens, 0, 4 * P)
-    engine.controller.commit(admission, tokens)
-    engine.verify(admission, tokens, 4)
-    wind_up(engine, admission)
-
-
 def test_nothing_is_committed_on_a_load_that_failed():
     """The loaded slots are no longer the index's: a commit of the old table would put slots into it that are
     free.
@@ -195,70 +114,6 @@ def test_nothing_is_committed_on_a_load_that_failed():
     wind_up(engine, admission)
 
 
-def test_a_fall_back_for_want_of_slots_is_tried_again():
-    """Two requests share a load that fails: the second had counted on the first one's slots."""
-    armed = []
-    gate = threading.Event()
-
-    def copier(*columns):
-        if armed:
-            assert gate.wait(30)
-            raise OSError("a bad layer")
-        copy_segments(*columns)
-
-    engine = Engine(Gated(), pages=6, hybrid=False, engine=lambda d, h: CopyEngine(d, h, copier=copier))
-    tokens = np.array([*prompt(1, 2, 3), 5])
-    stored(engine, tokens)
-    engine.controller.evict(Tier.DEVICE)
-    armed.append(True)
-    one, two, three = ask(engine, tokens), ask(engine, tokens), ask(engine, [1])
-    gate.set()
-    until(engine, lambda: one.poll().status is Status.FAILED)
-    for _ in range(2):
-        with pytest.raises(PoolFullError):
-            two.poll()
-        engine.check()
-    engine.controller.release(one)
-    assert two.poll().status is Status.FAILED
-    assert engine.metrics.value("restore_failures_total", "io_error") == 2
-    armed.clear()
-    engine.compute(two, tokens, 0, 3 * P)
-    engine.controller.commit(two, tokens)
-    engine.verify(two, tokens, 3)
-    wind_up(engine, two, three)
-
-
-def test_without_states_a_failed_load_keeps_what_the_device_has():
-    armed = []
-    engine = Engine(Gated(), hybrid=False, engine=failing(armed))
-    engine.serve([*prompt(1, 2), 5])
-    engine.serve([*prompt(1, 2, 3, 4), 5])
-    engine.settle()
-    engine.serve([*prompt(1, 2, 9), 5])
-    engine.settle()
-    holder = ask(engine, [*prompt(1, 2), 5])
-    engine.controller.evict(Tier.DEVICE)
-    armed[:] = [True]
-    tokens = [*prompt(1, 2, 3, 4), 6]
-    admission = ask(engine, tokens)
-    assert engine.restore(admission, np.array(tokens)) == 2 * P
-    wind_up(engine, holder, admission)
-
-
-def test_a_shorter_commit_does_not_let_go_of_deeper_pages():
-    engine = Engine(Gated(), pages=8)
-    tokens = np.array([*prompt(1, 2, 3), 5])
-    stored(engine, tokens)
-    admission = ask(engine, tokens, states=1)
-    assert engine.restore(admission, tokens) == 3 * P
-    engine.controller.commit(admission, tokens[:P])
-    for i in range(20, 26):
-        engine.serve(prompt(i, i + 1))
-        engine.settle()
-    engine.verify(admission, tokens, 3)
-    wind_up(engine, admission)
-
-
 def test_a_release_behind_a_fence_keeps_slots_and_pages_until_then():
     engine = Engine(Gated(), pages=8)
     tokens = np.array(prompt(1, 2, 3, 4))
@@ -275,32 +130,6 @@ def test_a_release_behind_a_fence_keeps_slots_and_pages_until_then():
     engine.controller.evict(Tier.DEVICE)
     assert engine.pools[KV].available == 8
     wind_up(engine)
-
-
-def test_slots_that_a_fallback_does_not_need_go_with_the_request():
-    """A layer fails; before its request looks, another has brought the pages.
-
-    What was computed from the layer may still be under way.
-    """
-    armed = []
-    engine = Engine(MemoryBackend(), engine=failing(armed))
-    tokens = [*prompt(1, 2, 3), 5]
-    stored(engine, tokens)
-    engine.controller.evict(Tier.DEVICE)
-    armed.append(True)
-    one = ask(engine, tokens, states=1)
-    assert one.depth == 3 * P
-    # private: a poll would react to the failed load, and another request is to come before that
-    until(engine, lambda: one._restore.has_landed)
-    assert engine.serve(tokens) == 3 * P
-    engine.settle()
-    before = engine.pools[KV].available
-    assert one.poll().depth == 3 * P
-    assert engine.pools[KV].available == before
-    engine.check()
-    engine.controller.release(one)
-    assert engine.pools[KV].available > before
-    engine.check()
 
 
 def test_what_waits_for_room_is_decided_when_a_fence_has_passed():

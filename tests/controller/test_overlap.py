@@ -6,13 +6,13 @@ import pytest
 from tiercache_backends.memory import MemoryBackend
 from tiercache_kernels.reference import copy_segments
 
-from tests.controller.harness import KV, MAMBA, PAGES, STATES, Engine, Flaky, P, prompt
+from tests.controller.harness import KV, MAMBA, Engine, Flaky, P, prompt
 from tests.controller.test_interleavings import Gated, ask, evict, failing, fetching, shut, until, wind_up
-from tests.controller.test_prefetch import Clock
+from tests.integrity import no_pin_is_left
 from tiercache.controller import ControllerOptions, Status
 from tiercache.controller.operations import Fetch
-from tiercache.core import Reason, Tier, as_tokens
-from tiercache.errors import ConfigError, PoolFullError
+from tiercache.core import Reason, as_tokens
+from tiercache.errors import ConfigError
 from tiercache.transfer import CopyEngine
 
 FIRST = [*prompt(1, 2, 3), 5]
@@ -42,7 +42,7 @@ def all_is_free(engine):
     engine.check()
     assert engine.arena.available == engine.arena.blocks
     assert all(pool.available == pool.capacity for pool in engine.pools.values())
-    assert engine.context.index.holds_only([])
+    assert no_pin_is_left(engine.controller)
 
 
 def on_device(engine, tokens, pool=KV):
@@ -81,45 +81,6 @@ def test_less_than_a_piece_is_loaded_with_the_rest(monkeypatch):
     assert on_device(engine, LONG) == 0
     gate.set()
     assert engine.restore(admission, LONG) == 6 * P
-    wind_up(engine, admission)
-
-
-def test_pages_of_a_depth_that_was_not_reached_do_not_keep_the_slots():
-    """The device has seven slots, which the request needs. It stops to wait for storage while a copy into one
-    of them hangs: it waits for that copy alone, and then computes into all of them.
-    """
-    gate, armed = threading.Event(), threading.Event()
-
-    def copier(*columns):
-        if armed.is_set():
-            assert gate.wait(30)
-        copy_segments(*columns)
-
-    store = filled(Gated(), LONG)
-    engine = Engine(
-        store,
-        pages=7,
-        states=4,
-        blocks=64,
-        options=options(read_threads=8),
-        engine=lambda d, h: CopyEngine(d, h, copier=copier),
-    )
-    fifth, last = shut(store, 5), shut(store, 6)
-    admission = ask(engine, LONG, states=2)
-    until(engine, lambda: admission.poll() and on_device(engine, LONG) == 4)
-    armed.set()
-    fifth.set()
-    until(engine, lambda: admission.poll() and engine.context.in_flight.count("load") == 1)
-    assert admission.start().status is Status.PENDING
-    engine.check()
-    gate.set()
-    poll = admission.wait()
-    assert (poll.status, poll.depth) == (Status.READY, 0)
-    engine.compute(admission, as_tokens(LONG), 0, 6 * P)
-    state = engine.take_state(admission, as_tokens(LONG[: 6 * P]))
-    engine.controller.commit(admission, as_tokens(LONG), {6 * P: state})
-    engine.verify(admission, as_tokens(LONG), 6)
-    last.set()
     wind_up(engine, admission)
 
 
@@ -162,84 +123,9 @@ def test_a_host_too_small_for_the_deepest_restore_takes_the_next():
     wind_up(engine, admission)
 
 
-def test_a_prompt_larger_than_the_host_whose_loads_fail_is_computed():
-    def copier(*columns):
-        raise OSError("a bad device")
-
-    store = filled(Flaky(MemoryBackend()), LONG)
-    engine = Engine(
-        store,
-        blocks=5,
-        options=options(in_flight_share=1.0),
-        engine=lambda d, h: CopyEngine(d, h, copier=copier),
-    )
-    admission = ask(engine, LONG)
-    poll = admission.wait()
-    assert (poll.status, poll.depth, poll.reason) == (Status.FAILED, 0, Reason.BUSY)
-    engine.controller.release(admission)
-    engine.settle()
-    engine.check()
-
-
-def test_a_state_loaded_for_a_deeper_depth_takes_no_slot_of_the_caller(monkeypatch):
-    """The device has three states: one to restore, and two for the caller. The deepest state is loaded ahead,
-    and then page 5 turns out to be lost.
-    """
-    monkeypatch.setattr(Fetch, "part", 1)
-    store = filled(Gated(), FIRST, LONG)
-    engine = Engine(store, states=3, blocks=64, options=options(read_threads=1))
-    gate = shut(store, 4)  # read behind the state
-    store.lose(store.page(5))
-    admission = ask(engine, LONG, states=2)
-
-    def is_state_on_device():
-        index = engine.context.index
-        match = index.match(as_tokens(LONG))
-        return match.path_depth >= 6 and index.locations(match, 6).states[MAMBA].device >= 0
-
-    until(engine, lambda: admission.poll() and is_state_on_device())
-    gate.set()
-    assert engine.restore(admission, LONG) == 3 * P
-    for _ in range(2):
-        admission.take_states()
-    wind_up(engine, admission)
-
-
 def test_a_piece_of_no_bytes_is_refused():
     with pytest.raises(ConfigError, match="piece_bytes=0 is not possible"):
         ControllerOptions(piece_bytes=0)
-
-
-@pytest.mark.parametrize(
-    ("depth", "near"), [*((d, 0) for d in range(1, 7)), *((d, 3 * P) for d in (4, 5, 6))]
-)
-def test_any_piece_whose_read_hangs_leaves_the_depth_below(depth, near):
-    """The read of one page hangs beyond the deadline of the store; the others are on the device by then.
-
-    Storage is not asked again, so what is left is what the host had before.
-    """
-    clock = Clock()
-    store = filled(Gated(), FIRST, LONG)
-    engine = Engine(
-        store, blocks=64, clock=clock, options=options(read_threads=8, storage_deadline=5.0, write_retries=0)
-    )
-    if near:
-        assert engine.serve(FIRST) == near
-        engine.settle()
-        engine.controller.evict(Tier.DEVICE)
-    gate = shut(store, depth)
-    admission = ask(engine, LONG, states=2)
-    until(engine, lambda: admission.poll() and fetching(admission) and on_device(engine, LONG) == 5)
-    reading = engine.context.reads
-    # private: no public call tells that a read has begun; at depth 6 a page and a state are read
-    until(engine, lambda: len(reading._running) == (2 if depth == 6 else 1))
-    clock.now += 6.0
-    assert engine.restore(admission, LONG) == near
-    engine.check()
-    engine.controller.release(admission)
-    gate.set()
-    until(engine, lambda: not any(engine.context.in_flight.quarantined.values()))
-    all_is_free(engine)
 
 
 def test_pages_loaded_ahead_make_room_when_the_rest_fails():
@@ -293,50 +179,4 @@ def test_a_near_depth_that_made_room_on_the_host_does_not_keep_its_slots():
     engine.verify(admission, as_tokens(LONG), 6)
     for gate in gates:
         gate.set()
-    wind_up(engine, admission)
-
-
-def test_the_slot_of_a_state_whose_load_ahead_failed_stays_with_its_request(monkeypatch):
-    """The state is loaded again when the depth is frozen, and the device has no other slot for it."""
-    monkeypatch.setattr(Fetch, "part", 1)
-    store, armed = filled(Gated(), LONG), [True]
-    engine = Engine(
-        store,
-        states=2,
-        blocks=64,
-        options=ControllerOptions(
-            restore_deadline=20.0, read_threads=8, piece_bytes=5 * PAGES.nbytes + STATES.nbytes
-        ),
-        engine=failing(armed),
-    )
-    gate = shut(store, 5)
-    admission = ask(engine, LONG, states=1)
-    until(engine, lambda: admission.poll() and not armed and not engine.context.in_flight.count("load"))
-    with pytest.raises(PoolFullError):
-        ask(engine, [1], states=1)
-    gate.set()
-    assert engine.restore(admission, LONG) == 6 * P
-    wind_up(engine, admission)
-
-
-def test_pages_whose_load_ahead_failed_count_for_the_tier_that_had_them_then(monkeypatch):
-    """After the failure, another request computes the first three pages, so that the device has them."""
-    monkeypatch.setattr(Fetch, "part", 1)
-    store, armed = filled(Gated(), LONG), [True]
-    engine = Engine(store, blocks=64, options=options(read_threads=1), engine=failing(armed))
-    gate = shut(store, 5)
-    admission = ask(engine, LONG, states=1)
-    until(engine, lambda: admission.poll() and not armed and not engine.context.in_flight.count("load"))
-    assert on_device(engine, LONG) == 0
-    tokens = as_tokens(prompt(1, 2, 3))
-    rival = ask(engine, tokens)
-    assert rival.start().depth == 0
-    engine.compute(rival, tokens, 0, 3 * P)
-    engine.controller.commit(rival, tokens)
-    engine.controller.release(rival)
-    assert on_device(engine, LONG) == 3
-    gate.set()
-    assert engine.restore(admission, LONG) == 6 * P
-    counted = [engine.metrics.value("restored_objects_total", tier, "kv") for tier in ("device", "storage")]
-    assert counted == [3, 3]
     wind_up(engine, admission)

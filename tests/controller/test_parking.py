@@ -1,9 +1,5 @@
 """Requests that are retracted in mid-decode and go on later, bit for bit."""
 
-import gc
-import itertools
-import time
-
 import numpy as np
 import pytest
 from tiercache_backends.memory import MemoryBackend
@@ -121,34 +117,6 @@ def test_what_is_parked_is_offered_to_no_prompt_and_is_not_evicted():
     all_is_free(engine)
 
 
-def test_two_requests_with_the_same_tokens_are_parked_apart():
-    engine = Engine(pages=20, states=10, blocks=80, options=options())
-    held = [parked(engine, commit=False) for _ in range(2)]
-    empty(engine)
-    for one in held:
-        admission = engine.controller.resume(one)
-        admission.wait()
-        verify(engine, admission)
-        engine.controller.release(admission)
-    all_is_free(engine)
-
-
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_many_are_parked_and_resumed_in_any_order(order):
-    engine = Engine(MemoryBackend(), pages=24, states=12, blocks=120, options=options())
-    prompts = [[*prompt(1, 2, 3 + n), 70 + n] for n in range(3)]
-    held = [parked(engine, tokens) for tokens in prompts]
-    engine.check()
-    empty(engine)
-    for which in order:
-        admission = engine.controller.resume(held[which])
-        admission.wait()
-        verify(engine, admission, prompts[which])
-        go_on(engine, admission, prompts[which])
-        engine.check()
-    all_is_free(engine)
-
-
 def test_a_resume_reserves_what_the_request_needs_next():
     engine = Engine(blocks=40, options=options())
     held = parked(engine)
@@ -180,19 +148,6 @@ def test_a_resume_for_which_there_are_no_slots_changes_nothing():
     all_is_free(engine)
 
 
-def test_a_request_may_be_parked_again():
-    engine = Engine(MemoryBackend(), blocks=60, options=options())
-    held = parked(engine)
-    for _ in range(3):
-        empty(engine)
-        admission = engine.controller.resume(held)
-        admission.wait()
-        verify(engine, admission)
-        held = engine.controller.park(admission, PROMPT, admission.live_states, ttl=60)
-    held.release()
-    all_is_free(engine)
-
-
 def test_the_slots_are_given_back_once_the_fence_has_passed():
     engine = Engine(pages=4, states=4, blocks=40, options=options())
     fence = Fence()
@@ -207,24 +162,6 @@ def test_the_slots_are_given_back_once_the_fence_has_passed():
     until(engine, lambda: held.status is ParkedStatus.ON_HOST)
     engine.controller.release(ask(engine, prompt(7, 8, 9)))
     held.release()
-    all_is_free(engine)
-
-
-def test_a_resume_waits_for_the_copies_of_its_own_park():
-    engine = Engine(pages=12, states=8, blocks=40, options=options())
-    fence = Fence()
-    held = parked(engine, fence=fence)
-    admission = engine.controller.resume(held)
-    assert admission.poll().status is Status.PENDING
-    for call in (lambda: admission.wait_layer(0), admission.take_states):
-        with pytest.raises(AdmissionError, match="still pending"):
-            call()
-    engine.check()
-    fence.open()
-    admission.wait()
-    admission.wait_layer(0)
-    verify(engine, admission)
-    engine.controller.release(admission)
     all_is_free(engine)
 
 
@@ -294,19 +231,6 @@ def test_a_park_is_the_end_of_its_admission():
     all_is_free(engine)
 
 
-def test_a_resume_that_is_let_go_of_leaves_nothing():
-    engine = Engine(blocks=40, options=options())
-    fence = Fence()
-    engine.controller.release(engine.controller.resume(parked(engine, fence=fence)))
-    engine.check()
-    fence.open()
-    held = parked(engine)
-    settled(engine)
-    engine.controller.release(engine.controller.resume(held))
-    engine.check()
-    all_is_free(engine)
-
-
 def test_a_resume_that_is_started_early_is_an_ordinary_request():
     engine = Engine(pages=12, states=10, blocks=40, options=options())
     fence = Fence()
@@ -333,23 +257,6 @@ def test_a_deadline_ends_the_wait():
     fence.open()
     go_on(engine, admission)
     all_is_free(engine)
-
-
-@pytest.mark.parametrize("fenced", [False, True])
-def test_close_with_parked_requests_leaks_nothing(fenced):
-    engine = Engine(MemoryBackend(), pages=24, states=12, blocks=80, options=options())
-    fence = Fence()
-    held = [parked(engine, fence=fence if fenced else None), parked(engine, [*prompt(5, 6), 1])]
-    pending = engine.controller.resume(held[1])
-    begun = time.monotonic()
-    closed = engine.controller.close(deadline=0.5 if fenced else 10.0)
-    assert closed is not fenced
-    assert time.monotonic() - begun < 20.0
-    assert pending.released
-    engine.context.drain()
-    engine.controller.check_integrity()
-    fence.open()
-    gc.collect()
 
 
 # -- what is refused

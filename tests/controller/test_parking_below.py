@@ -1,8 +1,6 @@
 """Parked requests in storage, and tickets that another process uses."""
 
 import os
-import subprocess
-import sys
 import time
 import tracemalloc
 from dataclasses import replace
@@ -12,9 +10,9 @@ from blake3 import blake3
 from tiercache_backends.memory import MemoryBackend
 
 from tests.controller.harness import IDENTITY, KV, MAMBA, Engine, Flaky, P, prompt
-from tests.controller.parking import PROMPT, computed, go_on, parked, scribble, verify
+from tests.controller.parking import PROMPT, go_on, parked, scribble, verify
 from tests.controller.test_interleavings import until
-from tests.controller.test_overlap import all_is_free, on_device
+from tests.controller.test_overlap import all_is_free
 from tests.controller.test_parking import KINDS, empty, options, settled
 from tests.controller.test_prefetch import Clock
 from tests.examples import slow_after
@@ -86,53 +84,6 @@ def test_a_ticket_is_carried_to_another_process(tmp_path, url):
     assert (poll.depth, poll.reason) == (3 * P, Reason.ABSENT), "an ordinary request for the same tokens"
     engine.verify(again, as_tokens(PROMPT), 3)
     engine.controller.release(again)
-    all_is_free(engine)
-
-
-def test_two_controllers_take_one_ticket_and_serve_no_wrong_byte():
-    store = Flaky(MemoryBackend())
-    one, two = (Engine(store, blocks=40, options=options()) for _ in range(2))
-    ticket = stored(one, commit=False).to_bytes()
-    first, second = two.controller.resume(ticket), one.controller.resume(ticket)
-    for engine, admission in ((two, first), (one, second)):
-        poll = admission.wait()
-        if admission.resumed:
-            verify(engine, admission)
-        else:
-            assert (poll.depth, poll.reason) == (0, Reason.ABSENT)
-        engine.controller.release(admission)
-        all_is_free(engine)
-    assert first.resumed or second.resumed
-    assert list(store.scan_all()) == []
-
-
-def test_a_request_larger_than_the_host_comes_back_through_it():
-    """The host has room for a state and a few pages at a time."""
-    store = Flaky(MemoryBackend())
-    engine = Engine(store, blocks=40, options=options())
-    ticket = stored(engine, commit=False).to_bytes()
-    engine = Engine(store, blocks=4, options=options(read_threads=1))
-    admission = engine.controller.resume(ticket)
-    admission.wait()
-    assert admission.resumed
-    verify(engine, admission)
-    engine.controller.release(admission)
-    all_is_free(engine)
-
-
-def test_pages_are_shared_in_the_middle_of_a_longer_path():
-    engine = Engine(Flaky(MemoryBackend()), hybrid=False, pages=16, blocks=60, options=options())
-    held = stored(engine)
-    engine.serve(prompt(1, 2, 3, 4, 5, 6))
-    settled(engine)
-    assert on_device(engine, prompt(1, 2, 3, 4, 5, 6)) == 6
-    before = engine.metrics.value("storage_gets_total", "kv", "hit")
-    admission = engine.controller.resume(held)
-    engine.check()
-    admission.wait()
-    verify(engine, admission)
-    assert engine.metrics.value("storage_gets_total", "kv", "hit") - before == 1, "the last page"
-    engine.controller.release(admission)
     all_is_free(engine)
 
 
@@ -389,53 +340,3 @@ def test_close_leaves_alone_what_is_in_storage():
 
 # -- a process that is killed
 # -----------------------------------------------------------------------------------------------
-
-
-def live(path):
-    """Park a request below and tell its ticket, then others, until the process is killed."""
-    engine = Engine(
-        open_backend(URLS["file"].format(path)), pages=24, states=12, blocks=200, options=options()
-    )
-    for number in range(10_000):
-        held = stored(engine, [*prompt(number % 50, 1, 2), 70])
-        os.write(1, f"{held.to_bytes().hex()}\n".encode())
-
-
-@pytest.mark.parametrize("lines", slow_after(0, [1, 3, 8]))
-def test_tickets_survive_a_process_that_is_killed(tmp_path, lines):
-    code = "import sys; from tests.controller.test_parking_below import live; live(sys.argv[1])"
-    tickets = []
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            for _ in range(lines):
-                tickets.append(bytes.fromhex(process.stdout.readline()))
-        finally:
-            process.kill()
-    engine = Engine(
-        open_backend(URLS["file"].format(tmp_path)), pages=24, states=12, blocks=200, options=options()
-    )
-    for number, ticket in enumerate(tickets):
-        scribble(engine)
-        admission = engine.controller.resume(ticket)
-        admission.wait()
-        assert admission.resumed
-        verify(engine, admission, [*prompt(number, 1, 2), 70])
-        engine.controller.release(admission)
-    all_is_free(engine)
-
-
-def test_a_live_state_and_pages_are_read_once():
-    store = Flaky(MemoryBackend())
-    engine = Engine(store, blocks=60, options=options())
-    admission, state = computed(engine)
-    held = engine.controller.park(admission, PROMPT, state, ttl=60, below=True)
-    until(engine, lambda: held.status is ParkedStatus.STORED)
-    empty(engine)
-    before = engine.metrics.value("storage_gets_total", "kv", "hit")
-    admission = engine.controller.resume(held)
-    admission.wait()
-    assert engine.metrics.value("storage_gets_total", "kv", "hit") - before == 4
-    engine.controller.release(admission)
-    all_is_free(engine)

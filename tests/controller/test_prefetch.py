@@ -1,16 +1,15 @@
-"""How long a request waits for storage under each prefetch policy, and what becomes of the rest."""
+"""How long a request waits for storage, and what becomes of the rest."""
 
 import threading
 
-import numpy as np
 import pytest
 
 from tests.controller.harness import KV, MAMBA, Engine, P, prompt
 from tests.controller.test_interleavings import Gated, ask, evict, fetching, shut, until, wind_up
-from tiercache.controller import ControllerOptions, PrefetchPolicy, PrefetchRules, Status
+from tests.integrity import no_pin_is_left
+from tiercache.controller import ControllerOptions, Status
 from tiercache.controller.operations import Fetch
 from tiercache.core import Reason, Tier
-from tiercache.errors import ConfigError
 
 FIRST = [*prompt(1, 2, 3), 5]
 LONG = [*prompt(1, 2, 3, 4, 5, 6), 5]
@@ -26,73 +25,24 @@ class Clock:
         return self.now
 
 
-def engine_with(policy, clock=None, **rules):
+def engine_with(clock=None):
     """An engine that has to ask, and its store, which has FIRST with a state at its end."""
     store = Gated()
     before = Engine(store)
     before.serve(FIRST)
     before.settle()
     before.controller.close()
-    options = ControllerOptions(
-        restore_deadline=20.0, read_threads=4, prefetch=PrefetchRules(policy, **rules)
-    )
+    options = ControllerOptions(restore_deadline=20.0, read_threads=4)
     return Engine(store, blocks=64, clock=clock, options=options), store
 
 
-def count(engine, policy, outcome):
-    return engine.metrics.value("prefetches_total", policy, outcome)
+def count(engine, outcome):
+    return engine.metrics.value("prefetches_total", "request", outcome)
 
 
-def test_patience():
-    rules = PrefetchRules("timeout", base=1.0, per_1024_tokens=0.5, most=4.0)
-    assert [rules.patience(n) for n in (0, 1024, 4096, 1 << 40)] == [1.0, 1.5, 3.0, 4.0]
-    assert PrefetchRules("best_effort").patience(1 << 20) == 0
-    assert PrefetchRules().patience(0) == float("inf")
-
-
-@pytest.mark.parametrize(
-    ("rules", "named"),
-    [
-        ({"policy": "eager"}, "no prefetch policy 'eager'; use best_effort, wait_complete, timeout"),
-        ({"base": -1.0}, "base=-1.0"),
-        ({"per_1024_tokens": float("nan")}, "per_1024_tokens=nan"),
-        ({"most": float("inf")}, "most=inf"),
-    ],
-)
-def test_impossible_rules(rules, named):
-    with pytest.raises(ConfigError, match=named):
-        PrefetchRules(**rules)
-    with pytest.raises(ConfigError, match="use PrefetchRules"):
-        ControllerOptions(prefetch="timeout")
-
-
-def test_best_effort_takes_what_is_there_at_the_first_poll():
-    engine, store = engine_with("best_effort")
-    gate = shut(store)
-    admission = ask(engine, FIRST, states=2)
-    assert admission.status is Status.PENDING
-    poll = admission.poll()
-    assert (poll.status, poll.depth, poll.reason) == (Status.READY, 0, Reason.NONE), "not a failure"
-    assert count(engine, "best_effort", "cut_short") == 1
-    gate.set()
-    wind_up(engine, admission)
-
-
-def test_best_effort_uses_what_a_fetch_has_brought_before():
-    engine, _ = engine_with("best_effort")
-    admission = ask(engine, FIRST, states=2, prefetch=PrefetchRules("wait_complete"))
-    admission.wait()
-    engine.controller.release(admission)
-    engine.settle()
-    engine.controller.evict(Tier.DEVICE)
-    admission = ask(engine, FIRST, states=2)
-    assert engine.restore(admission, FIRST) == 3 * P
-    wind_up(engine, admission)
-
-
-def test_wait_complete_waits_for_a_slow_store_and_ends_at_the_deadline():
+def test_a_request_waits_for_a_slow_store_until_its_deadline():
     clock = Clock()
-    engine, store = engine_with("wait_complete", clock)
+    engine, store = engine_with(clock)
     gate = shut(store)
     admission = ask(engine, FIRST, states=2)
     until(engine, lambda: admission.poll() and fetching(admission))
@@ -100,7 +50,7 @@ def test_wait_complete_waits_for_a_slow_store_and_ends_at_the_deadline():
     assert admission.poll().status is Status.PENDING
     gate.set()
     assert engine.restore(admission, FIRST) == 3 * P
-    assert count(engine, "wait_complete", "complete") == 1
+    assert count(engine, "complete") == 1
     engine.controller.release(admission)
     engine.settle()
     evict(engine)
@@ -109,58 +59,19 @@ def test_wait_complete_waits_for_a_slow_store_and_ends_at_the_deadline():
     until(engine, lambda: admission.poll() and fetching(admission))
     clock.now += 20.0
     assert admission.poll().reason is Reason.TIMEOUT
-    assert count(engine, "wait_complete", "cut_short") == 1
+    assert count(engine, "cut_short") == 1
     gate.set()
     wind_up(engine, admission)
 
 
-def test_timeout_counts_from_the_first_poll_that_blocks():
-    clock = Clock()
-    engine, store = engine_with("timeout", clock, base=2.0, per_1024_tokens=0.0)
-    gate = shut(store)
-    lookup = engine.controller.lookup(np.array(FIRST))
-    clock.now += 1.5  # between lookup and admit nobody waits
-    admission = engine.controller.admit(lookup, states=2)
-    until(engine, lambda: admission.poll() and fetching(admission))
-    clock.now += 1.9
-    assert admission.poll().status is Status.PENDING
-    clock.now += 0.2
-    poll = admission.poll()
-    assert (poll.status, poll.depth, poll.reason) == (Status.FAILED, 0, Reason.TIMEOUT)
-    assert count(engine, "timeout", "cut_short") == 1
-    gate.set()
-    wind_up(engine, admission)
-
-
-def test_the_deadline_ends_a_longer_timeout():
-    clock = Clock()
-    engine, store = engine_with("timeout", clock, base=10.0)
-    gate = shut(store)
-    admission = ask(engine, FIRST, states=2, deadline=0.5)
-    clock.now += 0.6
-    assert admission.poll().reason is Reason.TIMEOUT
-    gate.set()
-    wind_up(engine, admission)
-
-
-def test_the_rules_of_one_request_replace_those_of_the_options():
-    engine, store = engine_with("wait_complete")
-    gate = shut(store)
-    admission = ask(engine, FIRST, states=2, prefetch=PrefetchRules("best_effort"))
-    assert admission.poll().status is Status.READY
-    gate.set()
-    wind_up(engine, admission)
-
-
-@pytest.mark.parametrize("policy", [PrefetchPolicy.BEST_EFFORT, PrefetchPolicy.TIMEOUT])
-def test_a_hung_query_is_left_and_nothing_leaks(policy):
+def test_a_hung_query_is_left_and_nothing_leaks():
     """The wait ends before storage has said what it has."""
     clock, asked = Clock(), threading.Event()
-    engine, store = engine_with(policy, clock)
+    engine, store = engine_with(clock)
     ask_store = store.exists
     store.exists = lambda keys: asked.wait(30) and ask_store(keys)
     admission = ask(engine, FIRST, states=2)
-    clock.now += 15.0
+    clock.now += 20.0
     poll = admission.poll()
     assert poll.depth == 0
     assert poll.status is not Status.PENDING
@@ -172,7 +83,7 @@ def test_the_wait_ends_with_the_deepest_depth_that_has_landed(monkeypatch):
     """Pages of the deeper depth have landed, its state has not; the depth above was near all along."""
     monkeypatch.setattr(Fetch, "part", 1)
     clock = Clock()
-    engine, store = engine_with("timeout", clock, base=1.0)
+    engine, store = engine_with(clock)
     admission = ask(engine, LONG, states=4)
     engine.restore(admission, LONG)
     depth = 3 * P
@@ -190,7 +101,7 @@ def test_the_wait_ends_with_the_deepest_depth_that_has_landed(monkeypatch):
     engine.controller.evict(Tier.DEVICE)
     gate = shut(store, 6)  # page 6 and the state behind it
     got = engine.metrics.value("storage_gets_total", "kv", "hit")
-    admission = ask(engine, LONG, states=2)
+    admission = ask(engine, LONG, states=2, deadline=1.0)
     until(
         engine,
         lambda: admission.poll() and engine.metrics.value("storage_gets_total", "kv", "hit") == got + 2,
@@ -209,7 +120,7 @@ def test_the_wait_ends_with_the_deepest_depth_that_has_landed(monkeypatch):
 
 def test_a_lost_state_leaves_its_pages_to_the_depth_above(monkeypatch):
     monkeypatch.setattr(Fetch, "part", 1)
-    engine, store = engine_with("wait_complete")
+    engine, store = engine_with()
     engine.serve(LONG)
     engine.settle()
     evict(engine)
@@ -252,7 +163,7 @@ def test_what_nobody_waits_for_is_cancelled_and_can_be_fetched_again(monkeypatch
 @pytest.mark.parametrize("step", ["query", "queued", "reading", "landed"])
 @pytest.mark.parametrize("end", ["release", "start", "close"])
 def test_an_abort_at_any_step_leaks_nothing(step, end):
-    engine, store = engine_with("wait_complete")
+    engine, store = engine_with()
     asked, gate = threading.Event(), None
     if step == "query":
         ask_store = store.exists
@@ -281,15 +192,5 @@ def test_an_abort_at_any_step_leaks_nothing(step, end):
     engine.settle()
     evict(engine)
     assert engine.arena.available == engine.arena.blocks
-    assert engine.context.index.holds_only([])
+    assert no_pin_is_left(engine.controller)
     assert engine.context.in_flight.fetching.held == 0
-
-
-def test_a_prompt_that_is_not_worth_a_fetch_is_not_fetched():
-    _, store = engine_with("wait_complete")
-    other = Engine(store, options=ControllerOptions(min_fetch_tokens=4 * P))
-    admission = ask(other, FIRST, states=2)
-    assert admission.poll().status is Status.READY
-    assert other.metrics.value("storage_gets_total", "kv", "hit") == 0
-    assert admission.lookup.unasked is Reason.NOT_WORTH
-    wind_up(other, admission)

@@ -7,6 +7,7 @@ import pytest
 from tests.controller.harness import Engine, P, prompt
 from tests.controller.test_hung_store import Hanging, until
 from tests.controller.test_interleavings import Gated, ask, evict, shut, wind_up
+from tests.integrity import no_pin_is_left
 from tiercache.controller import ControllerOptions, Status
 from tiercache.core import Outcome, Reason, Tier
 from tiercache.errors import ClosedError, TokenError
@@ -39,7 +40,7 @@ def nothing_left(engine):
     evict(engine)
     engine.check()
     assert engine.arena.available == engine.arena.blocks
-    assert engine.context.index.holds_only([])
+    assert no_pin_is_left(engine.controller)
 
 
 def test_a_request_finds_on_the_host_what_a_prefetch_brought():
@@ -85,14 +86,6 @@ def test_unknown_prefixes_and_engines_without_storage():
     alone.controller.close()
     with pytest.raises(ClosedError):
         alone.controller.prefetch(FIRST)
-
-
-def test_a_gain_below_the_minimum_is_left():
-    engine = engine_over(Gated(), FIRST, options=ControllerOptions(min_fetch_tokens=4 * P))
-    assert engine.controller.prefetch(FIRST).reason is Reason.NOT_WORTH
-    ticket = finish(engine, engine.controller.prefetch([*FIRST[: 3 * P], *prompt(8, 9)]))
-    assert (ticket.tokens, ticket.reason) == (0, Reason.NOT_WORTH), "known only after storage was asked"
-    nothing_left(engine)
 
 
 def test_a_request_joins_a_prefetch_which_may_then_be_cancelled():

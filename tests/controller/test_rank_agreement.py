@@ -7,11 +7,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.controller.ranks_rig import Post, facts, greet, joined
-from tiercache.controller.ranks import session as session_module
 from tiercache.controller.ranks.ballots import MAX_BALLOTS
 from tiercache.controller.ranks.base import LEADER, Decision, Message, MessageKind, check_rank, unpack
-from tiercache.controller.ranks.session import RankSession, describe_call
-from tiercache.core import Reason, as_tokens
+from tiercache.controller.ranks.session import RankSession
+from tiercache.core import Reason
 from tiercache.errors import InputError, RankError, WireError
 from tiercache.keys import Shard
 
@@ -198,7 +197,6 @@ def test_a_load_that_failed_on_one_rank_is_voted_on_again_by_all():
     "fields",
     [
         (MessageKind.DECIDED, LEADER, [0, 0, 5, "none", False]),
-        (MessageKind.PROBLEM, LEADER, ["nothing is wrong"]),
         (MessageKind.VOTE, LEADER, [0, 0, 0, b"\xff", 8, False]),
         (MessageKind.VOTE, 1, [float("inf"), 0, 0, b"", 0, False]),
         (MessageKind.VOTE, 2, [0, 0, 0, b"\xff", 8, False]),
@@ -217,7 +215,6 @@ def test_a_message_that_no_rank_sends_changes_nothing_on_the_leader(fields):
     fresh = RankSession(post.groups[0], facts(2))
     fresh.deliver(Message(kind, session, sender, content).pack())
     post.groups[0].open(one.deliver)
-    one.check()
     assert crew[0].depth is None
     run(post, *crew)
     assert [rank.depth for rank in crew] == [3, 3]
@@ -243,38 +240,6 @@ def test_votes_on_numbers_far_ahead_leave_room_for_those_of_requests():
     post.deliver_all()
     run(post, crew[1], crew[0])
     assert [rank.depth for rank in crew] == [3, 3]
-
-
-def test_the_check_of_calls_goes_on_after_many_messages_were_lost(monkeypatch):
-    # private: a small limit is reached soon
-    monkeypatch.setattr(session_module, "_MAX_CALLS", 20)
-    post, (one, two) = pair(check_order=True)
-    for n in range(50):
-        one.note_call(lambda n=n: f"call {n}")
-        two.note_call(lambda n=n: f"call {n}")
-        post.mail.clear()
-    one.note_call(lambda: "a commit")
-    two.note_call(lambda: "a release")
-    post.deliver_all()
-    with pytest.raises(RankError, match="call 50 of rank 1 is a release"):
-        one.check()
-
-
-def test_after_a_session_requests_restore_nothing_and_are_confirmed():
-    post, (one, two) = pair()
-    waits = [Rank(one, {3}, (), ()), Rank(two, {3}, (), ())]
-    for rank in waits:
-        rank.step()
-    for session in (one, two):
-        session.leave()
-    later = [Rank(one, {3}, (), ()), Rank(two, {3}, (), ())]
-    run(post, *later)
-    for rank in (*waits, *later):
-        assert rank.agreement.decision == Decision(0, Reason.UNAVAILABLE)
-        rank.agreement.fail_load()
-        assert rank.agreement.decision == Decision(0, Reason.UNAVAILABLE)
-        assert rank.agreement.is_confirmed(1)
-        assert not rank.agreement.is_confirmed(0)
 
 
 def test_messages_of_an_earlier_round_attempt_or_session_change_nothing():
@@ -327,21 +292,6 @@ def test_a_request_that_one_rank_cannot_admit_begins_on_none():
     assert late.agreement.decision.is_refused
 
 
-def test_a_rank_that_differs_is_named_with_its_call_on_every_rank():
-    post, (one, two) = pair(check_order=True)
-    tokens = as_tokens([1, 2, 3])
-    for session in (two, one):
-        session.note_call(lambda: describe_call("a lookup", tokens))
-    post.deliver_all()
-    one.note_call(lambda: describe_call("a commit", tokens))
-    one.check(), two.check()
-    two.note_call(lambda: describe_call("a release", tokens))
-    post.deliver_all()
-    for session in (one, two):
-        with pytest.raises(RankError, match=r"call 1 of rank 1 is a release of 3 .* rank 0 is a commit of 3"):
-            session.check()
-
-
 def test_ranks_that_were_refused_may_try_again_with_the_same_group_and_late_ones_hear_why():
     post = Post(3)
     wrong = [RankSession(post.groups[rank], facts(3, page_size=4 + rank)) for rank in (0, 1)]
@@ -388,7 +338,6 @@ def refusal(*given):
         ({"page_size": 8}, "rank 1 has pages of 8 tokens"),
         ({"namespace": b"other"}, "rank 1 has another namespace"),
         ({"size": 3}, "rank 1 was made for 3 ranks"),
-        ({"check_order": True}, "check_order differs"),
         ({"pools": {"kv": (Shard(), b"pages")}}, "rank 1 has the pools kv and"),
         (
             {"pools": {"kv": (Shard(), b"x"), "mamba": (Shard(), b"states")}},
@@ -447,26 +396,3 @@ def test_impossible_groups_are_refused():
         check_rank(0, 0)
     with pytest.raises(InputError, match="rank 2 is outside the group of 2; ranks go from 0 to 1"):
         check_rank(2, 2)
-
-
-@given(st.data())
-@settings(max_examples=15, deadline=None)
-def test_messages_that_are_none_change_nothing(data):
-    post, (one, two) = pair()
-    crew = [Rank(one, {3}, (), ()), Rank(two, {3}, (), ())]
-    anything = st.one_of(
-        st.none(), st.integers(-9, 9), st.binary(max_size=4), st.text(max_size=4), st.booleans()
-    )
-    # private: a message that the session takes for its own has its name
-    name = one._handshake.session
-    for _ in range(5):
-        kind = data.draw(st.sampled_from(MessageKind))
-        fields = data.draw(st.lists(anything, max_size=7))
-        if kind is MessageKind.PROBLEM or (fields and fields[0] == 0):
-            continue
-        session = data.draw(st.sampled_from([name, b"", b"another"]))
-        bad = Message(kind, session, data.draw(st.integers(-1, 3)), fields).pack()
-        for each in (one, two):
-            each.deliver(data.draw(st.sampled_from([bad, bad[:-1], bad[1:], b"\xc1"])))
-    run(post, *crew)
-    assert [rank.depth for rank in crew] == [3, 3]

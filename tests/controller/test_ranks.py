@@ -1,6 +1,5 @@
 """Controllers of several ranks over one store: all restore the same depth, or none does."""
 
-import threading
 import time
 
 import pytest
@@ -8,7 +7,7 @@ from tiercache_backends.memory import MemoryBackend
 from tiercache_kernels.reference import copy_segments
 
 from tests.controller.harness import KV, MAMBA, Engine, P, prompt
-from tests.controller.ranks_rig import Crew, Ranked, RankEngine, ThreadedGroup, threaded
+from tests.controller.ranks_rig import Crew, Ranked, ThreadedGroup, threaded
 from tiercache.controller import ControllerOptions, Status
 from tiercache.core import Reason, Tier
 from tiercache.errors import AdmissionError, InputError, PoolFullError, RankError
@@ -161,44 +160,9 @@ def test_a_load_that_fails_on_one_rank_after_the_start_voids_it_on_all(crew, fai
     assert ranks.serve(PROMPT, [1]) == [5]
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_load_that_fails_after_the_ranks_have_joined_anew_voids_it_on_all(crew, failing):
-    armed, gate = [], threading.Event()
-
-    def copier(*columns):
-        if armed and armed.pop():
-            assert gate.wait(30)
-            raise OSError("a bad layer")
-        copy_segments(*columns)
-
-    engines = [None, None]
-    engines[failing] = lambda device, host: CopyEngine(device, host, copier=copier)
-    ranks = crew(engine=engines, deadline=1.0)
-    ranks.serve(PROMPT, [1])
-    ranks.settle()
-    ranks.evict(Tier.DEVICE)
-    armed.append(True)
-    first, second = (e.controller.admit(e.controller.lookup(PROMPT), states=5) for e in ranks.engines)
-    while first.poll().status is Status.PENDING:
-        second.poll()
-    assert second.follow(first.depth, first.attempt).depth == first.depth == 5 * P
-    ranks.on_all(lambda rank: ranks.engines[rank].controller.join_ranks(ranks.groups[rank]))
-    gate.set()
-    while not (first.confirmed and first.attempt):
-        first.poll(), second.poll()
-        time.sleep(0.001)
-    assert (first.poll().depth, first.attempt) == (0, 1)
-    while (poll := second.follow(0, 1)).status is Status.PENDING:
-        time.sleep(0.001)
-    assert poll.depth == 0
-    for engine, admission in zip(ranks.engines, (first, second), strict=True):
-        engine.controller.release(admission)
-    assert ranks.serve(PROMPT, [1]) == [5]
-
-
-def test_a_killed_rank_makes_the_others_miss_until_it_has_joined_again(crew):
-    ranks, stores = filled(crew, deadline=0.5)
-    leader, killed = ranks.engines
+def test_a_killed_rank_makes_the_others_miss(crew):
+    ranks, _ = filled(crew, deadline=0.5)
+    leader, _ = ranks.engines
     ranks.groups[1].is_cut = True
 
     def alone(reason):
@@ -210,18 +174,6 @@ def test_a_killed_rank_makes_the_others_miss_until_it_has_joined_again(crew):
 
     alone(Reason.TIMEOUT)
     alone(Reason.UNAVAILABLE)
-    group = ranks.groups[1] = ThreadedGroup(1, 2, ranks.groups)
-
-    def join(rank):
-        if rank:
-            shard = {KV: Shard(1, 2), MAMBA: Shard(1, 2)}
-            return RankEngine(Ranked(stores.medium), ranks=group, shard=shard)
-        leader.controller.join_ranks(ranks.groups[0])
-        return leader
-
-    ranks.engines = ranks.on_all(join)
-    assert ranks.serve(PROMPT, [1]) == [5]
-    killed.controller.close()
 
 
 def test_a_rank_that_dies_before_it_has_loaded_everything_does_not_keep_the_leader_waiting(crew):
@@ -305,16 +257,6 @@ def test_a_fork_waits_until_all_ranks_have_loaded_its_source(crew):
             each.release(request)
 
 
-def test_an_earlier_group_is_closed_when_the_ranks_have_joined_by_another(crew):
-    ranks, _ = filled(crew)
-    before, after = ranks.groups, threaded(2)
-    ranks.on_all(lambda rank: ranks.engines[rank].controller.join_ranks(after[rank]))
-    for group in before:
-        group.thread.join(20)
-        assert not group.thread.is_alive()
-    assert ranks.serve(PROMPT, [1]) == [5]
-
-
 def test_a_follower_that_has_given_up_says_so(crew):
     ranks, _ = filled(crew, deadline=0.3)
     other = ranks.engines[1].controller
@@ -340,31 +282,11 @@ def test_start_ends_the_wait_for_storage_on_all(crew):
     stores.ranks[0].gate.set()
 
 
-def tick_for_5_seconds(controller):
-    for _ in range(500):
-        controller.tick()
-        time.sleep(0.01)
-
-
-def test_engines_that_call_in_another_order_are_told(crew):
-    options = ControllerOptions(check_order=True)
-    ranks = crew(options=options)
-    assert ranks.serve(PROMPT, [1]) == [0]
-    one, two = (engine.controller for engine in ranks.engines)
-    one.lookup(PROMPT)
-    two.lookup(PROMPT[:-1])
-    for each in (one, two):
-        with pytest.raises(RankError, match=r"call \d+ of rank 1 is a lookup of 23 .*, and that of rank 0 "):
-            tick_for_5_seconds(each)
-
-
 def test_a_group_of_one_costs_nothing_and_an_impossible_one_is_refused():
     [group] = threaded(1)
     engine = Engine(MemoryBackend(), ranks=group)
     assert engine.controller._session is None  # private: nothing else shows that there is no session
     assert engine.serve(PROMPT) == 0
-    with pytest.raises(InputError, match="single rank"):
-        engine.controller.join_ranks(group)
     for size, rank, sentence in ((0, 0, "a group of 0 ranks"), (2, 2, "rank 2 is outside the group of 2")):
         with pytest.raises(InputError, match=sentence):
             Engine(MemoryBackend(), ranks=ThreadedGroup(rank, size, []))

@@ -94,19 +94,6 @@ def test_tokens_beyond_the_admission_are_refused_although_pages_take_no_slots():
     engine.check()
 
 
-@pytest.mark.parametrize("policy", ["lru", "seglen", "gdsf", "marconi", "hvd"])
-def test_under_pressure_every_policy_keeps_what_can_be_restored(store, policy):
-    engine = engine_of(store, policy=policy, states=7, blocks=24)
-    for turn in range(30):
-        engine.serve([*prompt(1, 2), *prompt(10 + turn % 9), 7], answer=prompt(50 + turn))
-        engine.check()
-    engine.settle()
-    index = engine.context.index
-    assert all(node.is_complete or node.children for node in index.nodes()), "a leaf has a state"
-    assert engine.serve([*prompt(1, 2), *prompt(99), 7]) == 2 * P
-    assert engine.controller.close()
-
-
 def test_a_pin_and_a_hint_hold_a_state():
     engine = engine_of(states=6, blocks=40, pin_share=0.5)
     tokens = prompt(1, 2, 3)

@@ -11,7 +11,6 @@ from tiercache.core import Tier
 from tiercache.errors import ConfigError
 from tiercache.policy import Lru
 from tiercache.storage.registry import open_backend
-from tiercache.testing.faulty import Outage
 
 BLOCKS = 120
 """A session of three pages and a state takes some ten of them."""
@@ -119,21 +118,6 @@ def test_a_sequence_that_the_host_cannot_hold_is_written_through():
     engine.serve([*prompt(*names), 5])
     land(engine)
     assert len(list(store.scan_all())) == len(names)
-    engine.check()
-
-
-def test_an_outage_costs_what_is_evicted_meanwhile_and_no_more():
-    store = Outage(MemoryBackend())
-    engine = engine_over(store)
-    store.begin()
-    for n in range(10, 210, 10):
-        serve(engine, n)
-    store.end()
-    for n in range(1010, 1510, 10):
-        serve(engine, n)
-    engine.settle()
-    restored = [engine.serve([*prompt(n, n + 1, n + 2), 5, 6]) for n in range(1010, 1510, 10)]
-    assert restored.count(3 * P) >= len(restored) - 10
     engine.check()
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
-
-from tests.docs.pages import ROOT
 
 
 def a_model_on_disk(home: Path) -> dict[str, Any]:
@@ -23,17 +20,6 @@ def a_worker(home: Path) -> dict[str, Any]:
     prompts = {"prompt": list(range(100)), "other": list(range(50, 200)), "system_prompt": list(range(70))}
     worker.serve(prompts["system_prompt"], 1)
     return {"worker": worker, "Request": Request, **prompts}
-
-
-def a_request(home: Path) -> dict[str, Any]:
-    """A controller, and the lookup of a prompt."""
-    sys.path.insert(0, str(ROOT / "examples"))
-    try:
-        from own_engine import PROMPT, Engine
-    finally:
-        sys.path.pop(0)
-    engine = Engine("memory://?capacity=16MiB")
-    return {"engine": engine, "controller": engine.controller, "lookup": engine.controller.lookup(PROMPT)}
 
 
 def _model() -> Any:

@@ -6,6 +6,7 @@ import numpy as np
 
 from tests.index.model import PAGE, Path, path_of, tokens_of
 from tests.index.states import ONE, publish_state, reserve_state, span_of
+from tests.integrity import check_index
 from tiercache.core import PoolName, Tier
 from tiercache.index import HybridIndex, Inserted, Match, Span
 
@@ -29,7 +30,7 @@ class Harness:
         slots = np.arange(len(path)) + 100 * self.inserts
         states = {depth: {MAMBA: 10_000 * self.inserts + depth} for depth in depths}
         answer = self.index.insert(tokens_of(path), {KV: slots}, states, extra)
-        self.index.check_integrity()
+        check_index(self.index)
         return answer
 
     def match(self, path: Path, tail: int = 1, **options) -> Match:
@@ -52,7 +53,7 @@ class Harness:
                 slot = self.index.locations(span.node, span.end)[1][MAMBA].device
                 assert reserve_state(self.index, span.node, MAMBA, Tier.HOST, slot + 1_000_000)
                 assert publish_state(self.index, span.node, MAMBA, Tier.HOST, slot + 1_000_000)
-        self.index.check_integrity()
+        check_index(self.index)
 
     def store(self, path: Path, *, state: bool = False) -> None:
         span = self.span(path)
@@ -62,7 +63,7 @@ class Harness:
 
     def evict(self, **need: int) -> dict[PoolName, list[int]]:
         eviction = self.index.evict_device({PoolName(name): count for name, count in need.items()})
-        self.index.check_integrity()
+        check_index(self.index)
         return {pool: locations.tolist() for pool, locations in eviction.freed.items()}
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tiercache.core import PoolName, Tier
+from tiercache.core import ABSENT, PoolName, Tier
 from tiercache.index import HybridIndex, Node, Span
 
 ONE = np.ones(1, np.bool_)
@@ -28,4 +28,10 @@ def cancel_state(index: HybridIndex, node: Node, pool: PoolName, tier: Tier, loc
 
 
 def drop_state(index: HybridIndex, node: Node, pool: PoolName, tier: Tier) -> int:
-    return int(index.residency.drop(span_of(node), pool, tier, ONE)[0])
+    """Take a present state out of a tier, as its eviction does; return its place."""
+    number, tree = index.state_pools.index(pool), index._tree  # private: an eviction chooses its own state
+    place = node.state(tier, number)
+    node.set_state(tier, number, ABSENT)
+    tree.counters.states_changed(node)
+    tree.tidy(node)
+    return place

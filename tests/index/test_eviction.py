@@ -8,6 +8,7 @@ import pytest
 from tests.index.harness import COST, KV, MAMBA, Harness
 from tests.index.model import tokens_of
 from tests.index.states import drop_state
+from tests.integrity import check_index
 from tiercache.core import PoolName, Tier
 from tiercache.errors import PoolFullError
 from tiercache.index import Span
@@ -168,7 +169,7 @@ def test_what_is_known_of_stored_pages_is_bounded():
             Span(h.index.extend_path(tokens_of((9,)), 1), 0, 1), KV, np.ones(1, np.bool_)
         )
         assert [h.match(path).depth for path in ((3, 4), (5, 6), (7, 8), (9,))] == [2, 0, 0, 1]
-    h.index.check_integrity()
+    check_index(h.index)
 
 
 class Shallowest(Policy):

@@ -7,6 +7,7 @@ import pytest
 
 from tests.index.harness import INDEXER, KV, MAMBA, Harness
 from tests.index.model import tokens_of
+from tests.integrity import check_index
 from tiercache.core import ABSENT, Locations, PoolName, Tier
 from tiercache.errors import InputError
 
@@ -22,7 +23,7 @@ def test_an_insert_after_a_held_node_looks_at_the_pages_behind_it_only():
     slots = np.array([100, 101, 202, 300])
     with h.index.pinned(node, Tier.DEVICE):
         answer = h.index.insert(tokens_of((1, 2, 3, 9)), {KV: slots}, {4: {MAMBA: 300}}, after=node)
-        h.index.check_integrity()
+        check_index(h.index)
     assert (answer.start, answer.depth, answer.node.end) == (2, 4, 4)
     pages = answer.pages[KV]
     assert (pages.table.tolist(), pages.adopted.tolist()) == ([202, 300], [False, True])

@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.controller.told import Told
 from tests.examples import example_count
 from tests.index.model import PAGE, Model, Path, Prefix, path_of, tokens_of
-from tests.index.states import ONE, cancel_state, drop_state, publish_state, reserve_state, span_of
+from tests.index.states import ONE, cancel_state, publish_state, reserve_state, span_of
+from tests.integrity import check_index
 from tiercache.core import ABSENT, Locations, Mask, PoolName, Tier, pending
 from tiercache.errors import PoolFullError
 from tiercache.index import Eviction, HybridIndex, Match, Pin, Span
@@ -274,24 +275,6 @@ class IndexMachine(RuleBasedStateMachine):
                 note(span_of(node), pool, ONE)
                 self.model.state((extra, path_of(node)), pool)[Tier.STORAGE] = 0 if stored else ABSENT
 
-    @rule(path=paths, extra=extras, tier=near_tiers, bits=draws)
-    def drop(self, path: Path, extra: bytes, tier: Tier, bits: int) -> None:
-        match = self.index.match(tokens_of(path), extra)
-        span = Span(match.node, 0, match.path_depth)
-        mask = np.array([bool(bits >> page & 1) for page in range(len(span))], np.bool_)
-        with self.index.pinned(match):
-            for pool in self.page_pools:
-                taken = self.index.residency.drop(span, pool, tier, mask)
-                for at, chosen, location in zip(self._prefixes(span, extra, path), mask, taken, strict=True):
-                    tiers = self.model.page(at, pool)
-                    assert location == (tiers[tier] if chosen and tiers[tier] >= 0 else ABSENT)
-                    if location >= 0:
-                        tiers[tier] = ABSENT
-            for pool in self.state_pools if match.node.pages else ():
-                tiers = self.model.state((extra, path_of(match.node)), pool)
-                assert drop_state(self.index, match.node, pool, tier) == max(ABSENT, tiers[tier])
-                tiers[tier] = min(ABSENT, tiers[tier])
-
     # -- evicting ------------------------------------------------------------------------------
 
     def free_now(self, tier: Tier) -> dict[PoolName, dict[int, Prefix]]:
@@ -384,7 +367,7 @@ class IndexMachine(RuleBasedStateMachine):
     @invariant()
     def counters_agree(self) -> None:
         if hasattr(self, "index"):
-            self.index.check_integrity()
+            check_index(self.index)
             for tier in (Tier.DEVICE, Tier.HOST):
                 assert self.index.evictable(tier) == {
                     pool: len(free) for pool, free in self.free_now(tier).items()
@@ -411,7 +394,7 @@ class IndexMachine(RuleBasedStateMachine):
                     )
                 for pool in self.state_pools:
                     self.index.forget_stored(span_of(leaves[0]), pool, ONE)
-            self.index.check_integrity()
+            check_index(self.index)
         assert not list(self.index.nodes())
         self.told.check()
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.examples import slow_after
 from tests.index.seen import digest_of
+from tests.integrity import check_index
 from tests.policy.rig import KV, Rig, units
 from tiercache.core import Tier
 from tiercache.index import Node
@@ -114,46 +115,9 @@ def test_a_steady_policy_s_order_is_exact(policy: type[Policy], states: bool):
             back(rig, victim)
             if random.random() < 0.7:
                 evict_one(rig, number)
-        rig.index.check_integrity()
+        check_index(rig.index)
     assert popped > 300
     assert bool(dead) == states
-
-
-def test_a_steady_policy_s_order_is_exact_over_many_fronts():
-    """More units than the front takes at once; while they go, some are hit, some are pinned, and others
-    come.
-    """
-    policy = Steady()
-    rig, random = Rig(policy), Random(4)
-    ranks: dict[int, float] = {}
-    paths: dict[int, tuple[int, ...]] = {}
-
-    def add(n: int) -> None:
-        rig.request((n, 1))
-        slot = int(rig.index.locations(rig.match((n, 1)), 2).pages[KV].device[0])
-        ranks[slot], paths[slot] = rank_of(digest_of(rig, (n, 1)), 0), (n, 1)
-
-    for n in range(1500):
-        add(n)
-    pinned: list[int] = []
-    for turn in range(1400):
-        if turn % 3 == 0:
-            lucky = random.choice([slot for slot in ranks if slot not in pinned])
-            rig.touch(paths[lucky])
-            ranks[lucky] += 20
-        if turn % 10 == 0:
-            add(1500 + turn)
-        if turn % 50 == 0:
-            pinned.append(min((slot for slot in ranks if slot not in pinned), key=ranks.__getitem__))
-            rig.pin(paths[pinned[-1]], Tier.DEVICE)
-        if turn % 100 == 25:
-            rig.unpin()
-            pinned.pop(0)
-        free = {slot: rank for slot, rank in ranks.items() if slot not in pinned}
-        gone = int(rig.index.evict_device({KV: 1}).freed[KV][0])
-        assert free[gone] == min(free.values())
-        del ranks[gone]
-    rig.index.check_integrity()
 
 
 def rank_of(digest: int, hits: int) -> float:
@@ -262,7 +226,7 @@ def test_what_waits_is_bounded_while_nothing_is_evicted(policy: type[Policy]):
             assert len(marked) <= rows
             assert all(len(queue._front) <= rows + 512 for queue in queues)  # private: as above
     rig.evict_device(2, 1)
-    index.check_integrity()
+    check_index(index)
 
 
 @pytest.mark.parametrize("policy", [Lru, Unsteady], ids=["steady", "unsteady"])
@@ -283,7 +247,7 @@ def test_the_front_is_bounded_while_what_is_in_it_changes(policy: type[Policy]):
         back(rig, gone)
         # private: entries that no longer count cost memory and show nowhere else
         assert len(rig.index._queues[DEVICE_PAGES]._front) <= 2 * len(rig.index._columns.nodes) + 600
-    rig.index.check_integrity()
+    check_index(rig.index)
 
 
 def test_dead_weight_goes_by_its_last_access_and_before_all_else():

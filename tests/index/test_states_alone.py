@@ -7,6 +7,7 @@ import pytest
 from tests.index.harness import MAMBA
 from tests.index.model import PAGE, Path, path_of, tokens_of
 from tests.index.states import ONE, publish_state, reserve_state, span_of
+from tests.integrity import check_index
 from tiercache.core import PoolName, Tier
 from tiercache.index import HybridIndex, Inserted
 from tiercache.policy import CheckpointKind
@@ -22,13 +23,13 @@ def index_of(*pools: PoolName) -> HybridIndex:
 
 def insert(index: HybridIndex, path: Path, states: dict[int, dict[PoolName, int]]) -> Inserted:
     inserted = index.insert(tokens_of(path), {}, states)
-    index.check_integrity()
+    check_index(index)
     return inserted
 
 
 def plan(index: HybridIndex) -> dict[int, CheckpointKind]:
     """The checkpoints of a prompt that leaves the path (1, 2, 3) behind its second page."""
-    index.check_integrity()
+    check_index(index)
     tokens = tokens_of((1, 2, 4, 5), 1)
     return dict(index.plan_checkpoints(index.match(tokens), tokens, 0).depths)
 
@@ -68,7 +69,7 @@ def test_a_state_that_misses_a_part_is_dropped_first():
     insert(index, (1, 2), {2: {MAMBA: 2}})
     index.touch(index.match(tokens_of((1, 2), 1)))
     assert index.evict_device({MAMBA: 1}).freed[MAMBA].tolist() == [2]
-    index.check_integrity()
+    check_index(index)
     assert [path_of(node) for node in index.nodes() if node.pages] == [(1, 2, 3, 4)]
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from tests.index.harness import KV, MAMBA, Harness
 from tests.index.model import tokens_of
+from tests.integrity import check_index
 from tiercache.core import ABSENT, Locations, Tier
 from tiercache.errors import AdmissionError, InputError
 
@@ -30,7 +31,7 @@ def test_a_pin_is_released_once():
     pin.release()
     with pytest.raises(AdmissionError):
         pin.release()
-    h.index.check_integrity()
+    check_index(h.index)
 
 
 def test_a_match_that_was_evicted_cannot_be_used():
@@ -62,11 +63,6 @@ def test_only_the_location_that_was_reserved_is_published_or_cancelled():
     assert h.index.residency.publish(span, KV, Tier.HOST, np.array([5, 8, 9])).tolist() == [True, False, True]
     assert h.index.residency.cancel(span, KV, Tier.HOST, np.array([5, 6, 9])).tolist() == [False, True, False]
     assert h.index.locations(span.node, 3).pages[KV].host.tolist() == [5, ABSENT, 9]
-    assert h.index.residency.drop(span, KV, Tier.HOST, np.array([True, True, False])).tolist() == [
-        5,
-        ABSENT,
-        ABSENT,
-    ]
 
 
 def test_an_empty_path_is_pruned():

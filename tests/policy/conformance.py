@@ -28,6 +28,7 @@ from hypothesis.stateful import (
 )
 
 from tests.examples import example_count
+from tests.integrity import check_index, owned
 from tests.policy.rig import BLOCKS, EXTREMES, HUGE, KV, SETUPS, STATE, Rig, hostile, random_units, ranked
 from tiercache.core import Tier
 from tiercache.errors import ConfigError, PoolFullError
@@ -144,8 +145,8 @@ class PolicyConformance:
         for _ in range(2):
             self._drain(rig)
             rig.check_pins()
-            rig.index.check_integrity()
-            assert [len(rig.index.owned(tier, KV)) > 0 for tier in (Tier.DEVICE, Tier.HOST)] == [True, True]
+            check_index(rig.index)
+            assert [len(owned(rig.index, tier, KV)) > 0 for tier in (Tier.DEVICE, Tier.HOST)] == [True, True]
             rig.request((1, 1, 1, 5), (2, 4))
         while rig.held:
             rig.unpin()
@@ -159,7 +160,7 @@ class PolicyConformance:
             rig.evict_device(min(step, there[KV]), min(step // 3, there.get(STATE, 0)))
         while blocks := rig.host_blocks():
             rig.evict_host(min(step, blocks))
-        rig.index.check_integrity()
+        check_index(rig.index)
 
     def test_more_than_there_is_frees_nothing(self, states: bool) -> None:
         rig = self._filled(states=states)
@@ -246,7 +247,7 @@ class PolicyConformance:
                 there = rig.index.evictable(Tier.DEVICE)
                 gone += _order(rig.evict_device(min(4, there[KV]), min(4, there.get(STATE, 0))))
                 gone += _order(rig.index.evict_host(min(5, rig.host_blocks()), BLOCKS))
-        rig.index.check_integrity()
+        check_index(rig.index)
         return gone
 
     def _crowd(self, rig: Rig, random: Random, sequences: int) -> list[int]:
@@ -340,7 +341,7 @@ class PolicyMachine(RuleBasedStateMachine):
     @invariant()
     def integrity(self) -> None:
         """Check that everything that can be recomputed agrees with the index."""
-        self.rig.index.check_integrity()
+        check_index(self.rig.index)
 
     def teardown(self) -> None:
         """Release all pins, and check that everything can be evicted."""

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.index.states import ONE, publish_state, reserve_state, span_of
+from tests.integrity import owned
 from tiercache.core import ABSENT, Locations, PoolName, Tier, TokenArray
 from tiercache.index import Eviction, HybridIndex, Match, Pin, Span
 from tiercache.policy import CheckpointKind, Costs, Ending, ModelProfile, Policy, Reuse
@@ -331,28 +332,28 @@ class Rig:
             at
             for tier in (Tier.DEVICE, Tier.HOST)
             for pool in self.index.pools
-            for at in self.index.owned(tier, pool).tolist()
+            for at in owned(self.index, tier, pool).tolist()
         ]
 
     def snapshot(self) -> Any:
         """Return the index's contents in a form that can be compared."""
         index = self.index
         where = [
-            sorted(index.owned(tier, pool).tolist())
+            sorted(owned(index, tier, pool).tolist())
             for tier in (Tier.DEVICE, Tier.HOST)
             for pool in index.pools
         ]
-        return where, [index.evictable(tier) for tier in Tier], list(index.contents())
+        return where, [index.evictable(tier) for tier in Tier]
 
     def _checked(self, tier: Tier, evict: Callable[[], Eviction]) -> Eviction:
         pools = self.index.pools
         free, dead = self.index.evictable(tier), self._dead_weight(tier)
-        owned = {pool: set(self.index.owned(tier, pool).tolist()) for pool in pools}
+        before = {pool: set(owned(self.index, tier, pool).tolist()) for pool in pools}
         answer = evict()
         freed = {pool: answer.freed.get(pool, np.empty(0, np.int64)).tolist() for pool in pools}
         for pool, gone in freed.items():
             assert len(set(gone)) == len(gone)
-            assert set(self.index.owned(tier, pool).tolist()) == owned[pool] - set(gone)
+            assert set(owned(self.index, tier, pool).tolist()) == before[pool] - set(gone)
             assert self.index.evictable(tier)[pool] == free[pool] - len(gone)
         assert answer.demoted + answer.lost == sum(map(len, freed.values()))
         self.check_pins()

@@ -8,9 +8,9 @@ import pytest
 
 from tests.policy.conformance import PolicyConformance
 from tiercache.policy import POLICIES, Policy, policy_named
-from tiercache_lab.policies import RIVALS
+from tiercache_lab.policies import MAIN, RIVALS
 
-for _name in (*POLICIES, *RIVALS, "seglen:additive"):
+for _name in (*MAIN, *RIVALS, "seglen:additive"):
 
     def _make(self: PolicyConformance, name: str = _name) -> Policy:
         return policy_named(name)

@@ -1,4 +1,4 @@
-"""Policies by name, the cost of a miss, and `lru`, `seglen`, `marconi` by hand."""
+"""Policies by name, the cost of a miss, and `lru` by hand."""
 
 from __future__ import annotations
 
@@ -12,21 +12,9 @@ import pytest
 from tests.policy.rig import COSTS, STATE, PlainUnits, Rig, units
 from tiercache.core import Tier
 from tiercache.errors import ConfigError
-from tiercache.policy import (
-    DEFAULT_PROFILE,
-    POLICIES,
-    Costs,
-    Lru,
-    ModelProfile,
-    Policy,
-    policy_named,
-    profile_named,
-)
+from tiercache.policy import POLICIES, Costs, Lru, ModelProfile, Policy, policy_named
 from tiercache.policy.costs import LOAD_FLOPS_PER_BYTE
-from tiercache.policy.gdsf import Gdsf
 from tiercache.policy.hvd import HitValueDensity
-from tiercache.policy.marconi import Marconi
-from tiercache.policy.seglen import SegLen, normalised
 
 
 def order(policy: Policy, asked: PlainUnits) -> list[int]:
@@ -43,35 +31,7 @@ def test_every_policy_has_a_name_by_which_it_is_made():
         assert policy_named(name) is not policy_named(name)
 
 
-def test_a_parameter_follows_the_name():
-    asked = units(replay=[1, 2, 9], last_access=[3, 9, 1], depth=[5, 7, 9], nbytes=[4, 5, 6], now=9)
-    np.testing.assert_array_equal(policy_named("seglen:0.3").rank(asked), SegLen(0.3).rank(asked))
-    np.testing.assert_array_equal(
-        policy_named("marconi:1.5", COSTS).rank(asked), Marconi(COSTS, 1.5).rank(asked)
-    )
-    np.testing.assert_array_equal(
-        policy_named("marconi").rank(asked), Marconi(Costs(profile_named(DEFAULT_PROFILE))).rank(asked)
-    )
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "",
-        "mru",
-        "LRU",
-        ":1",
-        "seglen:x",
-        "seglen:2",
-        "seglen:nan",
-        "marconi:-1",
-        "marconi:inf",
-        "lru:1",
-        "seglen:convex",
-        "marconi:additive",
-        "seglen:additive:0.5",
-    ],
-)
+@pytest.mark.parametrize("name", ["", "mru", "LRU", ":1", "lru:1", "hvd:0.5"])
 def test_what_there_is_not_is_refused(name: str):
     with pytest.raises(ConfigError):
         policy_named(name)
@@ -121,7 +81,7 @@ def test_another_package_adds_policies():
         ("nothing", "is others_policies:nothing, which makes no Policy; fix its entry point"),
         ("gone", "cannot be imported: module 'others_policies' has no attribute 'gone'; install that"),
         ("lacking", "needs a package that is not installed (No module named 'a_package_that_nobody_has'); "),
-        ("mru", "use lru, seglen, .*lacking, lpc, lru, lru:oldest, .*, or install the package that has it"),
+        ("mru", "use lru, hvd, .*lacking, lpc, lru, lru:oldest, .*, or install the package that has it"),
     ],
 )  # fmt: skip
 def test_a_policy_of_another_package_that_cannot_be_had_gets_one_sentence(name: str, sentence: str):
@@ -168,7 +128,7 @@ def test_density_is_by_bytes_freed_and_a_load_where_the_tier_below_has_it():
 def test_the_device_evicts_what_the_host_has_before_what_costs_a_computation():
     """Among states of one class: a load of 7,000 bytes is cheaper than two pages of this model."""
     costs = Costs(ModelProfile("m", 1, 1, flops_per_token=1e9, flops_per_context_token=0.0))
-    for policy in (Gdsf(costs), HitValueDensity(costs)):
+    for policy in (policy_named("gdsf", costs), HitValueDensity(costs)):
         rig = Rig(policy)
         for each in range(8):
             rig.request((each, 1), (2,))
@@ -182,83 +142,4 @@ def test_the_device_evicts_what_the_host_has_before_what_costs_a_computation():
 # -- seglen ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("weight", "expected"),
-    [
-        (0.85, [0.0, 0.85 * 0.5 + 0.15, 0.85 + 0.15 * 0.5]),
-        (0.0, [0.0, 1.0, 0.5]),
-        (1.0, [0.0, 0.5, 1.0]),
-        (0.5, [0.0, 0.75, 0.75]),
-    ],
-)
-def test_seglen_weighs_replay_against_recency(weight: float, expected: list[float]):
-    asked = units(replay=[1, 5, 9], last_access=[10, 30, 20], nbytes=[3, 1, 2], hits=[9, 0, 4], now=40)
-    assert SegLen(weight).rank(asked).tolist() == pytest.approx(expected)
-
-
-def test_seglen_s_default_weight():
-    asked = units(replay=[1, 5, 9], last_access=[10, 30, 20])
-    np.testing.assert_array_equal(SegLen().rank(asked), SegLen(0.85).rank(asked))
-
-
-@pytest.mark.parametrize("weight", [-0.01, 1.01, float("nan"), float("inf"), -float("inf")])
-def test_seglen_has_a_weight_from_0_to_1(weight: float):
-    with pytest.raises(ConfigError, match="weight"):
-        SegLen(weight)
-
-
-def test_what_is_equal_is_normalised_to_0():
-    assert normalised(np.array([7, 7, 7])).tolist() == [0, 0, 0]
-    assert normalised(np.array([2, 4, 3])).tolist() == [0, 1, 0.5]
-    column = np.array([1.0, 2.0])
-    normalised(column)
-    assert column.tolist() == [1.0, 2.0]
-
-
 # -- marconi -----------------------------------------------------------------------------------
-
-
-def three(**columns) -> PlainUnits:
-    """56, 56 and 200 FLOPs over 56, 28 and 50 bytes: 1, 2 and 4 FLOPs a byte; 1, 2 and 4 ticks old."""
-    return units(
-        **{"depth": [4, 10, 10], "replay": [4, 2, 10], "nbytes": [56, 28, 50], "last_access": [19, 18, 16]}
-        | columns,
-        now=20,
-        page_tokens=1,
-    )
-
-
-@pytest.mark.parametrize("alpha", [0.0, 0.5, 2.0])
-def test_marconi_adds_recency_and_flops_by_byte(alpha: float):
-    recency, efficiency = [1.0, 1 / 3, 0.0], [0.0, 1 / 3, 1.0]
-    expected = [r + alpha * e for r, e in zip(recency, efficiency, strict=True)]
-    assert Marconi(COSTS, alpha).rank(three()).tolist() == pytest.approx(expected)
-
-
-def test_marconi_s_default_alpha():
-    np.testing.assert_array_equal(Marconi(COSTS).rank(three()), Marconi(COSTS, 0.5).rank(three()))
-    assert Marconi(COSTS).alpha == 0.5
-
-
-def test_for_marconi_branches_go_last():
-    assert Marconi(COSTS).rank(three(children=[1, 2, 7])).tolist() == [pytest.approx(1.0), np.inf, np.inf]
-
-
-def test_for_marconi_an_age_of_nothing_is_one_tick():
-    assert Marconi(COSTS, 0).rank(units(last_access=[20, 19, 16], now=20)).tolist() == [1, 1, 0]
-
-
-def test_marconi_counts_the_bytes_that_go_and_not_those_of_the_path():
-    """Two units of the same path length and cost; one frees half as much."""
-    asked = units(depth=10, replay=10, nbytes=[100, 50], now=5)
-    assert Marconi(COSTS, 1.0).rank(asked).tolist() == [0, 1]
-    assert Marconi(COSTS, 1.0).rank(units(depth=[10, 1000], replay=1, nbytes=1, page_tokens=1)).tolist() == [
-        0,
-        1,
-    ]
-
-
-@pytest.mark.parametrize("alpha", [-0.01, float("nan"), float("inf")])
-def test_marconi_has_an_alpha_from_0(alpha: float):
-    with pytest.raises(ConfigError, match="alpha"):
-        Marconi(COSTS, alpha)

@@ -14,6 +14,7 @@ import numpy as np
 from tests.controller.harness import FIVE, P, prompt
 from tests.controller.harness import Engine as Harness
 from tests.controller.told import Told, places
+from tests.integrity import no_pin_is_left
 from tests.simulation.plan import Life
 from tests.simulation.router import Router
 from tests.simulation.store import SimulatedStore, StoreFaults
@@ -167,7 +168,7 @@ class Process:
         used = {name: pool.allocator.used for name, pool in self._engine.pools.items()}
         assert used == dict.fromkeys(used, 0), f"slots are left in use: {used}"
         assert self._engine.arena.available == self._engine.arena.blocks
-        assert self._engine.context.index.holds_only([])
+        assert no_pin_is_left(self._engine.controller)
         closed = self._controller.close(100.0)
         assert closed, "close found something that hangs"
         self._closed = True

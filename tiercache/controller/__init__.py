@@ -19,14 +19,7 @@ from tiercache.controller.continuation.continued import ResumedAdmission
 from tiercache.controller.continuation.parked import Parked, ParkedStatus
 from tiercache.controller.controller import EngineFactory, HybridCacheController
 from tiercache.controller.lookup import Lookup, Preview
-from tiercache.controller.options import (
-    WRITE_BACK,
-    WRITE_CHANCE,
-    WRITE_THROUGH,
-    ControllerOptions,
-    PrefetchPolicy,
-    PrefetchRules,
-)
+from tiercache.controller.options import WRITE_BACK, WRITE_CHANCE, WRITE_THROUGH, ControllerOptions
 from tiercache.controller.prefetch import PrefetchTicket
 from tiercache.controller.ranks import RankGroup
 from tiercache.controller.restore import Sources
@@ -45,8 +38,6 @@ __all__ = [
     "Parked",
     "ParkedStatus",
     "Poll",
-    "PrefetchPolicy",
-    "PrefetchRules",
     "PrefetchTicket",
     "Preview",
     "RankGroup",

@@ -2,8 +2,8 @@
 
 PENDING --(1)--> READY at a depth --(2)--> PENDING --(3)--> READY at a shallower depth, or FAILED
 
-(1) Storage has answered and all fetches have landed, or the prefetch policy or the deadline has ended the
-    wait, or `start` was called. The depth is frozen: it becomes the deepest depth that device and host can
+(1) Storage has answered and all fetches have landed, or the deadline has ended the wait, or `start` was
+    called. The depth is frozen: it becomes the deepest depth that device and host can
     restore.
 (2) A layer fails to load.
 (3) The load of that layer has landed, so that no copy writes to its slots any more.
@@ -12,7 +12,6 @@ PENDING --(1)--> READY at a depth --(2)--> PENDING --(3)--> READY at a shallower
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -21,7 +20,6 @@ import numpy as np
 from tiercache.controller.context import ControllerContext
 from tiercache.controller.depths import deepest_on_device, near_depth
 from tiercache.controller.lookup import Lookup
-from tiercache.controller.options import PrefetchPolicy, PrefetchRules
 from tiercache.controller.prefetch import Prefetch, Step
 from tiercache.controller.request_slots import RequestSlots
 from tiercache.controller.restore import DeviceRestore, Sources, count_restore
@@ -65,7 +63,6 @@ class Admission:
         tokens: int,
         states: int,
         deadline: float,
-        rules: PrefetchRules,
         shared: Node | None = None,
     ) -> None:
         """Reserve slots, and pin what the restore will read.
@@ -80,12 +77,6 @@ class Admission:
         self.released = False
         self._context = context
         self._deadline = deadline
-        self._rules = rules
-        self._wait_end = math.inf
-        """Clock time in seconds at which the prefetch policy ends the wait.
-
-        Infinite until a poll has found storage at work.
-        """
         self._limit = reusable_pages(len(lookup.tokens), context.page_size)
         """Deepest depth, in pages, that a restore of this prompt may reach."""
         self.sequence = lookup.tokens
@@ -192,9 +183,8 @@ class Admission:
         """
         self._require_open()
         self._context.drain()
-        ends = self._context.clock() >= min(self._deadline, self._wait_end)
-        # A caller who chose `best_effort` did not want to wait, so nothing has failed.
-        return self._proceed(freeze=ends, late=ends and self._rules.policy is not PrefetchPolicy.BEST_EFFORT)
+        ends = self._context.clock() >= self._deadline
+        return self._proceed(freeze=ends, late=ends)
 
     def start(self) -> Poll:
         """Freeze the depth now, at the deepest depth that device and host can restore.
@@ -209,13 +199,12 @@ class Admission:
     def wait(self) -> Poll:
         """Poll until the admission is no longer PENDING, and return the last answer.
 
-        Meant for callers that have nothing else to do. The prefetch policy or the deadline ends the wait for
-        storage. After a layer has failed, the wait ends when the load of that layer has landed.
+        Meant for callers that have nothing else to do. The deadline ends the wait for storage. After a layer
+        has failed, the wait ends when the load of that layer has landed.
         """
         while (poll := self.poll()).status is Status.PENDING:
             # Poll at least every 0.1 s: a store call that hangs posts no event, and polls watch its deadline.
-            end = min(self._deadline, self._wait_end)
-            left = 0.1 if self._restore.has_loads or self._settled else end - self._context.clock()
+            left = 0.1 if self._restore.has_loads or self._settled else self._deadline - self._context.clock()
             self._context.events.arrived.wait(max(0.0, min(0.1, left)))
         return poll
 
@@ -435,7 +424,6 @@ class Admission:
     def _advance(self, freeze: bool, late: bool) -> None:
         waiting = self._prefetch.waiting
         if waiting and not freeze:
-            self._block()
             self._load_ahead()
             return
         if not waiting:
@@ -448,7 +436,6 @@ class Admission:
             step = self._prefetch.begin(target, to_device=True)
             self._load_ahead(everything=step is not Step.BEGUN)
             if step is not Step.NO_ROOM or self._restore.is_loading_ahead:
-                self._block()
                 return
             if not self._let_host_evict():
                 self._prefetch.give_up()
@@ -514,12 +501,6 @@ class Admission:
             self._loaded_progress = progress
             self._restore.load_ahead(*path, least=1 if everything else self._context.options.piece_bytes)
 
-    def _block(self) -> None:
-        """Begin to count the time that the prefetch policy allows, at the first poll that must wait."""
-        if self._wait_end == math.inf:
-            lacking = len(self.lookup.tokens) - self.lookup.near_tokens
-            self._wait_end = self._context.clock() + self._rules.patience(lacking)
-
     def _fail(self, reason: Reason) -> None:
         """Record why the restore falls short. Several failures in a row for one reason count once."""
         if reason is not self.reason:
@@ -558,7 +539,7 @@ class Admission:
         self.sources.count(located, self._depth, self._prefetch.fetched, self._restore.ahead)
         if self.lookup.query is not None or self._prefetch.rounds:
             outcome = "cut_short" if self._cut_short else "complete"
-            self._context.metrics.increment("prefetches_total", self._rules.policy, outcome)
+            self._context.metrics.increment("prefetches_total", "request", outcome)
         storage_reason: Reason | None = self.lookup.unasked
         if self.lookup.query is not None:
             # If both this restore and the query failed, the failure of the restore counts.

@@ -40,33 +40,19 @@ class Beliefs:
         """Whether a check is under way."""
         self._stack: list[Node] = []
         """Roots of the subtrees that this round has yet to visit."""
-        self._stored = 0
-        """Number of objects that storage had taken when the last check began."""
-        self._covers_tree = True
-        """Whether the last check covered the whole tree."""
-        self._is_urgent = False
-        """Whether the checks of this round follow each other without a pause."""
 
     def check(self) -> None:
-        """Ask storage about the next few objects, unless the last check was a moment ago. Never waits.
-
-        If the last check covered the whole tree, and storage has taken objects since that check, the next
-        check begins without a pause: the store may have evicted other objects to make room.
-        """
+        """Ask storage about the next few objects, unless the last check was a moment ago. Never waits."""
         context, most = self._context, self._context.options.belief_checks
         if not most or context.storage is None or self._asking or context.queries.is_suspended:
             return
         # A check that takes longer than the pause would be followed by the next one at once, for ever.
-        if context.is_draining:
+        if context.is_draining or context.clock() < self._next:
             return
-        now, stored = context.clock(), context.stored
-        if now < self._next and not self._is_urgent and not (self._covers_tree and stored > self._stored):
-            return
-        self._next, self._stored, self._covers_tree = now + _PAUSE, stored, not self._stack
+        self._next = context.clock() + _PAUSE
         parts: list[_Part] = []
         found = 0
-        if not self._stack:
-            self._stack = context.index.roots()
+        self._stack = self._stack or context.index.roots()
         # A check visits up to `most` nodes, and ends early once it has found `most` objects.
         for _ in range(most):
             if not self._stack or found >= most:
@@ -78,25 +64,12 @@ class Beliefs:
             for part in _noted_objects(context, node):
                 parts.append(part)
                 found += len(part.keys)
-        self._covers_tree &= not self._stack
-        self._is_urgent &= bool(self._stack)
         if parts:
             self._asking = True
             _Check(context, parts, self._answered)
 
-    def renew(self) -> None:
-        """Begin a new round whose checks do not pause, because storage may have lost much at once.
-
-        A check that is under way asked before that, so its objects are checked again.
-        """
-        self._stack = self._context.index.roots()
-        self._is_urgent = True
-        self.check()
-
     def _answered(self) -> None:
         self._asking = False
-        if self._is_urgent:
-            self.check()
 
 
 class _Part(NamedTuple):

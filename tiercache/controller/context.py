@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeVar
-
-import numpy as np
 
 from tiercache.controller.allocation import DeviceWork, ObjectAllocator
 from tiercache.controller.depths import Speeds
@@ -18,9 +16,9 @@ from tiercache.controller.in_flight import EventQueue, InFlightTable
 from tiercache.controller.options import ControllerOptions
 from tiercache.controller.residency_events import ResidencyEvents
 from tiercache.controller.store_calls import StoreCalls
-from tiercache.core import HitPolicy, Locations, PoolName, Tier
+from tiercache.core import HitPolicy, PoolName
 from tiercache.errors import ClosedError, GeometryError
-from tiercache.index import HybridIndex, Pin
+from tiercache.index import HybridIndex
 from tiercache.keys import Identity
 from tiercache.metrics import Metrics
 from tiercache.policy import ModelProfile
@@ -30,16 +28,14 @@ from tiercache.threads import IoThreads
 from tiercache.transfer import TransferEngine
 
 _log = logging.getLogger(__name__)
-
 T = TypeVar("T")
-
 _MIN_DEADLINE_S: Final = 1.0
 """Minimum time in seconds before a store call counts as hung.
 
 This minimum applies even if restores wait for a shorter time, because a call may be slow without hanging.
 """
-
-
+_QUERY_THREADS: Final = 2
+"""Threads for queries of the store. With two, a slow query does not delay every restore."""
 _POLL_S: Final = 0.001
 """Seconds between two checks of the fences. No event is posted when the device passes a fence."""
 
@@ -67,10 +63,8 @@ class ControllerContext:
     threads: Callable[[str, int], IoThreads] = IoThreads
     elsewhere: frozenset[PoolName] = frozenset()
     """Pools whose objects another rank writes to storage."""
-    unstored: int = 0
-    """Number of objects whose write to storage was given up and that no `flush` has reported yet."""
-    stored: int = 0
-    """Number of objects that storage has taken so far."""
+    gave_up: bool = False
+    """Whether a write to storage was given up that no `flush` has reported yet."""
     is_draining: bool = False
     """Whether a caller waits until nothing is under way, so that no check and no prefetch begins."""
     residency: ResidencyEvents | None = None
@@ -88,7 +82,7 @@ class ControllerContext:
         # A fetch needs room for at least one object of every pool: a page, and the state at its end.
         budget = max(int(self.arena.blocks * self.options.in_flight_share), self.allocator.widest)
         self.in_flight = InFlightTable(slots, self.host, self.arena.blocks, budget, self.metrics)
-        self.queries = self._calls("query", "query", self.options.query_threads)
+        self.queries = self._calls("query", "query", _QUERY_THREADS)
         self.reads = self._calls("fetch", "read", self.options.read_threads)
         self.writes = self._calls("write", "write", self.options.write_threads)
 
@@ -165,59 +159,11 @@ class ControllerContext:
     def give_up(self, pool: PoolName, reason: str, count: int, *, final: bool = True) -> None:
         """Count `count` objects of `pool` that will not reach storage unless they are committed again.
 
-        `reason` is the label of the metric. `flush` reports the sum of all these objects. If they stay on the
-        host, and a flush offers them again, the attempt was not the `final` one.
+        `reason` is the label of the metric. The next `flush` reports it. If the objects stay on the host, and
+        a flush offers them again, the attempt was not the `final` one.
         """
         self.metrics.increment("write_through_skipped_total", pool, reason, by=count)
-        if final and self.storage is not None:
-            self.unstored += count
-
-    def check_integrity(
-        self,
-        private: Sequence[Mapping[PoolName, Locations]],
-        pins: Sequence[Pin],
-        parked: Sequence[Mapping[PoolName, Locations]] = (),
-    ) -> None:
-        """Check that every slot, block and pin in use has exactly one owner; raise AssertionError otherwise.
-
-        An owner is the index, a request, an operation or a fence. `private` has the slots that belong to each
-        request alone, `pins` has the pins of all requests, and `parked` has the host objects that belong to
-        each parked request alone.
-        """
-        self.index.check_integrity()
-        quarantined = sum(
-            self.allocator.blocks_of(pool, objects) for pool, objects in self.in_flight.quarantined.items()
-        )
-        self.in_flight.check_integrity(quarantined)
-        retired = self.device_work.retired
-        operations = [*self.in_flight.operations.values(), *self.in_flight.stranded.values()]
-        held_by = [
-            *pins,
-            *(pin for r in retired for pin in r.pins),
-            *(pin for o in operations for pin in o.pins),
-        ]
-        assert self.index.holds_only(held_by), "a pin has no owner"
-        for name, pool in self.device.items():
-            held = np.concatenate(
-                [
-                    self.index.owned(Tier.DEVICE, name),
-                    *(r.slots[name] for r in retired if name in r.slots),
-                    *(slots[name] for slots in private if name in slots),
-                ]
-            )
-            assert len(np.unique(held)) == len(held), f"a device slot of pool {name} is held twice"
-            assert len(held) == pool.capacity - pool.available, (
-                f"pool {name}: {len(held)} slots are held, {pool.capacity - pool.available} taken"
-            )
-        blocks = quarantined
-        for name in self.host:
-            handles = np.concatenate(
-                [self.index.owned(Tier.HOST, name), *(held[name] for held in parked if name in held)]
-            )
-            assert len(np.unique(handles)) == len(handles), f"a host object of pool {name} is held twice"
-            blocks += self.allocator.blocks_of(name, len(handles))
-        taken = self.arena.blocks - self.arena.available - self.arena.withheld
-        assert blocks == taken, f"{blocks} blocks are held, {taken} taken"
+        self.gave_up |= final and self.storage is not None
 
 
 def split_pools(

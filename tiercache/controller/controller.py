@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, Self
@@ -17,11 +15,11 @@ from tiercache.controller.context import ControllerContext, split_pools
 from tiercache.controller.continuation.continued import ResumedAdmission, fork_admission
 from tiercache.controller.continuation.parked import Parked, Parking
 from tiercache.controller.lookup import Lookup, Preview, look_up, own_tokens, preview
-from tiercache.controller.options import WRITE_BACK, ControllerOptions, PrefetchRules
+from tiercache.controller.options import WRITE_BACK, ControllerOptions
 from tiercache.controller.prefetch import PrefetchQueue, PrefetchTicket
 from tiercache.controller.ranks.base import RankFacts, RankGroup
 from tiercache.controller.ranks.group_admission import GroupAdmission
-from tiercache.controller.ranks.session import describe_call, join_ranks
+from tiercache.controller.ranks.session import RankSession, join_ranks
 from tiercache.controller.residency_events import ResidencyEvents
 from tiercache.controller.retention import Hints, PrefixPins
 from tiercache.controller.store_calls import StoreCall
@@ -29,26 +27,23 @@ from tiercache.controller.values import Values
 from tiercache.controller.write_back import Draining, WriteBack
 from tiercache.controller.write_through import WriteThrough
 from tiercache.core import Locations, PoolName, Tier, as_tokens
-from tiercache.errors import AdmissionError, ClosedError, ConfigError, InputError, PoolFullError
+from tiercache.errors import AdmissionError, ClosedError, InputError, PoolFullError
 from tiercache.events import ObjectGroup
 from tiercache.events.base import EventSource
 from tiercache.events.publisher import EventPublisher
 from tiercache.events.settings import EventSettings
-from tiercache.index import Content, HybridIndex, checkpoints_named
+from tiercache.index import HybridIndex, checkpoints_named
 from tiercache.keys import Identity, Shard, layout_digest, namespace_of
 from tiercache.metrics import Metrics
 from tiercache.policy import DEFAULT_PROFILE, Costs, Ending, ModelProfile, Policy, policy_named, profile_named
-from tiercache.policy.costs import LOAD_FLOPS_PER_BYTE
 from tiercache.pools import BlockArena, DevicePool, HostPool
 from tiercache.storage.base import NamespaceRecord, StorageBackend
 from tiercache.storage.hybrid import HybridStorage
 from tiercache.storage.store_events import StoreEvents
-from tiercache.storage.wrappers import unwrap
 from tiercache.threads import IoThreads
 from tiercache.transfer import Fence, TransferEngine, engine_for
 
 _log = logging.getLogger(__name__)
-
 EngineFactory = Callable[[Mapping[PoolName, DevicePool], Mapping[PoolName, HostPool]], TransferEngine]
 
 
@@ -139,7 +134,7 @@ class HybridCacheController:
         self._tells_speed = profile is not None
         """Whether storage is to be told the speed of the prefill as soon as it is known."""
         profile = profile or profile_named(DEFAULT_PROFILE)
-        costs = Costs(profile, options.load_flops_per_byte or LOAD_FLOPS_PER_BYTE)
+        costs = Costs(profile)
         host = {name: HostPool(pool.geometry, arena) for name, pool in device_pools.items()}
         self._backend = storage
         self._hybrid: HybridStorage | None = None
@@ -149,7 +144,7 @@ class HybridCacheController:
                 f"a shard is given for {', '.join(sorted(unknown))}, which is no pool here; the pools are"
                 f" {', '.join(host)}"
             )
-        self._facts = RankFacts(
+        facts = RankFacts(
             size=1 if ranks is None else ranks.size,
             page_size=identity.page_size,
             namespace=namespace,
@@ -157,9 +152,8 @@ class HybridCacheController:
                 str(name): (shards.get(name) or Shard(), pool.geometry.fingerprint)
                 for name, pool in host.items()
             },
-            check_order=options.check_order,
         )
-        self._session = join_ranks(ranks, self._facts, options.join_deadline)
+        self._session = join_ranks(ranks, facts, options.join_deadline)
         if storage is not None:
             self._hybrid = HybridStorage(storage, namespace=record)
             for name, pool in host.items():
@@ -188,7 +182,8 @@ class HybridCacheController:
             clock=clock,
             threads=threads,
         )
-        self._follow_session()
+        if self._session is not None:
+            self._follow_session(self._session)
         self._values = Values(self._context)
         self._write_through = WriteThrough(self._context, self._values)
         self._write_back = WriteBack(self._context, self._write_through.write_unit)
@@ -228,7 +223,6 @@ class HybridCacheController:
         """
         self._enter()
         prompt = own_tokens(tokens)
-        self._note_call("a lookup", prompt)
         self._beliefs.check()
         return look_up(self._context, prompt, extra)
 
@@ -241,19 +235,12 @@ class HybridCacheController:
         return preview(self._context, own_tokens(tokens), extra)
 
     def admit(
-        self,
-        lookup: Lookup,
-        *,
-        tokens: int | None = None,
-        states: int = 0,
-        deadline: float | None = None,
-        prefetch: PrefetchRules | None = None,
+        self, lookup: Lookup, *, tokens: int | None = None, states: int = 0, deadline: float | None = None
     ) -> Admission:
         """Reserve slots for `tokens` tokens and `states` states, and pin what the restore will read.
 
         `tokens` defaults to the length of the prompt. `deadline` is the maximum time to wait for storage, in
-        seconds; it defaults to `restore_deadline` of the options. `prefetch` says how long to wait within the
-        deadline; it defaults to `prefetch` of the options.
+        seconds; it defaults to `restore_deadline` of the options. Who does not want to wait calls `start`.
 
         Raises PoolFullError, with nothing changed, if there would be too few slots even after the eviction of
         everything that is not in use.
@@ -268,12 +255,10 @@ class HybridCacheController:
         if states < 0:
             raise InputError(f"{states} states cannot be reserved; pass 0 or more")
         wait = self._context.options.restore_deadline if deadline is None else deadline
-        rules = prefetch or self._context.options.prefetch
-        self._note_call(f"an admission for {tokens} tokens and {states} states", lookup.tokens)
         admission = (
-            Admission(self._context, lookup, tokens, states, self._context.clock() + wait, rules)
+            Admission(self._context, lookup, tokens, states, self._context.clock() + wait)
             if self._session is None
-            else GroupAdmission(self._context, lookup, tokens, states, wait, rules, self._session.begin())
+            else GroupAdmission(self._context, lookup, tokens, states, wait, self._session.begin())
         )
         try:
             admission.poll()
@@ -373,7 +358,6 @@ class HybridCacheController:
         tokens: int | None = None,
         states: int = 1,
         deadline: float | None = None,
-        prefetch: PrefetchRules | None = None,
     ) -> ResumedAdmission:
         """Go on with a parked request, or with the bytes of its ticket; each can be resumed once.
 
@@ -381,8 +365,8 @@ class HybridCacheController:
         which one is the live state. The admission is polled like any other. Once READY, its `resumed` says
         whether it goes on where it was parked: bit for bit the same pages, the last one included, and the
         same state in the slots of `live_states`. Otherwise, with a reason, it is an ordinary admission for
-        the same tokens, at the deepest depth that can be restored. `deadline` and `prefetch` are as in
-        `admit`; the deadline covers both.
+        the same tokens, at the deepest depth that can be restored. `deadline` is as in `admit`, and
+        covers both.
 
         Raises PoolFullError, with nothing changed, if there are too few slots; AdmissionError for a request
         that was resumed, released or has expired, or of another controller; InputError for bytes that are
@@ -401,13 +385,7 @@ class HybridCacheController:
             raise InputError(f"{states} states cannot be reserved; pass 1 or more, for the live state")
         wait = self._context.options.restore_deadline if deadline is None else deadline
         admission = ResumedAdmission(
-            self._context,
-            self._parking,
-            found,
-            count,
-            states,
-            self._context.clock() + wait,
-            prefetch or self._context.options.prefetch,
+            self._context, self._parking, found, count, states, self._context.clock() + wait
         )
         self._admissions.add(admission)
         with suppress(
@@ -482,7 +460,6 @@ class HybridCacheController:
         self._enter()
         self._require_mine(admission)
         admission.require_started()
-        self._note_call("a commit", tokens)
         self._check_fence(fence)
         sequence, by_depth = as_tokens(tokens), {}
         full = len(sequence) // self.page_size
@@ -531,7 +508,6 @@ class HybridCacheController:
         if ending not in Ending.__members__.values():
             raise InputError(f"the ending {ending!r} is unknown; use one of {', '.join(Ending.__members__)}")
         self._require_mine(admission)
-        self._note_call("a release", admission.lookup.tokens)
         self._check_fence(fence)
         if ending:
             admission.note_ending(ending)
@@ -539,28 +515,6 @@ class HybridCacheController:
         self._admissions.discard(admission)
         self._values.tell()
         self._post_residency()
-
-    def join_ranks(self, ranks: RankGroup) -> None:
-        """Join the ranks of a group anew, after one of them was started again.
-
-        All ranks call this between two requests. It waits for them as the constructor does. Requests under
-        way restore nothing that has not been decided. Raises RankError if the ranks do not fit together, or
-        do not come; every request then restores nothing until a call succeeds. An earlier group is closed.
-        """
-        self._enter()
-        if self._session is None:
-            raise InputError("this controller was made for a single rank; make a new one with ranks=")
-        if ranks.size != self._session.size:
-            raise InputError(
-                f"a group of {ranks.size} ranks cannot take the place of one of {self._session.size}; make"
-                " new controllers"
-            )
-        before = self._session
-        before.leave()
-        self._session = join_ranks(ranks, self._facts, self._context.options.join_deadline)
-        if before.group is not ranks:
-            before.close()
-        self._follow_session()
 
     def note_prefill(self, start: int, end: int, seconds: float) -> None:
         """Record that the device has computed tokens [start, end) of a sequence in `seconds`.
@@ -608,11 +562,6 @@ class HybridCacheController:
         self._post_residency()
         return busy
 
-    def contents(self) -> Iterator[Content]:
-        """Iterate over the contents of all tiers, one edge of the radix tree at a time."""
-        self._enter()
-        return self._context.index.contents()
-
     def evict(self, tier: Tier) -> None:
         """Free every object in `tier` that no request, transfer or pin is using.
 
@@ -629,47 +578,44 @@ class HybridCacheController:
 
         With write-back, this writes what the host has and storage lacks, as far as it can be restored.
 
-        Returns False if this takes longer than `timeout` seconds, or if some objects committed since the last
-        flush are not in storage, and logs the number of these objects. The possible causes are: the host had
-        no room, a copy failed, storage did not take the objects, or calls of storage are suspended. Raises
-        StorageError if storage cannot flush, such as UnavailableError if it is out of reach.
-
-        A flush that does not time out sets the count of given-up objects back to 0.
+        Returns False, and logs it, if this takes longer than `timeout` seconds, or if some objects committed
+        since the last flush are not in storage. The possible causes are: the host had no room, a copy failed,
+        storage did not take the objects, or calls of storage are suspended. Raises StorageError if storage
+        cannot flush, such as UnavailableError if it is out of reach.
         """
         self._enter()
         end = time.monotonic() + timeout
         if not self._draining.drain_all(timeout):
-            _log.warning("%d objects did not reach storage within %g s", self._draining.missing(), timeout)
+            _log.warning("not all objects reached storage within %g s", timeout)
             return False
         if self._backend is not None and not self._draining.within(
             end - time.monotonic(), self._backend.flush
         ):
             _log.warning("storage did not flush within %g s", timeout)
             return False
-        missing, self._context.unstored = self._draining.missing(), 0
-        if missing:
+        is_whole, self._context.gave_up = not self._draining.lacks_objects, False
+        if not is_whole:
             _log.warning(
-                "%d objects that were committed since the last flush are not in storage; see"
-                " write_through_skipped_total",
-                missing,
+                "some objects that were committed since the last flush are not in storage; see"
+                " write_through_skipped_total"
             )
-        return not missing
+        return is_whole
 
     @property
-    def unstored(self) -> int:
-        """Number of objects committed since the last flush that are not on their way to storage.
+    def unstored(self) -> bool:
+        """Whether something committed since the last flush is not in storage, and no write is storing it.
 
-        These objects were given up, or wait for room or for the store. With write-back, everything counts
-        that can be restored from the host and not from storage.
+        It was given up, or waits for room or for the store. With write-back, everything counts that can be
+        restored from the host and not from storage.
         """
-        return self._draining.not_begun + sum(call.objects for call in list(self._context.writes.waiting))
+        return self._draining.has_not_begun or bool(self._context.writes.waiting)
 
     def close(self, deadline: float | None = None) -> bool:
         """Wait up to `deadline` seconds for all operations, then release threads, storage and arena.
 
         `deadline` defaults to `close_deadline` of the options.
 
-        Returns True if all operations ended and no call hangs. Logs how many objects storage did not get.
+        Returns True if all operations ended and no call hangs. Logs whether storage lacks some objects.
         While a thread hangs in the store, the store and the arena's memory stay open. A second call does
         nothing and returns the first result. In a forked process, the method does nothing.
         """
@@ -684,8 +630,8 @@ class HybridCacheController:
         self._pins.close()
         drained = self._draining.drain_all(end - time.monotonic())
         self._parking.close()
-        if self._backend is not None and (missing := self._draining.missing()):
-            _log.warning("%d objects that were committed since the last flush did not reach storage", missing)
+        if self._backend is not None and self._draining.lacks_objects:
+            _log.warning("some objects that were committed since the last flush did not reach storage")
         self._closed = True
         self._post_residency()
         if self._publisher is not None:
@@ -708,19 +654,6 @@ class HybridCacheController:
         self._drained = drained and quiet
         return self._drained
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError for a slot, block or pin that is lost or held twice.
-
-        Meant for tests, while no other method runs.
-        """
-        self._context.drain()
-        pins = [pin for a in self._admissions for pin in a.pins]
-        self._context.check_integrity(
-            [*(a.slots.private() for a in self._admissions), *self._parking.slots],
-            [*pins, *self._prefetches.pins, *self._pins.pins, *self._parking.pins],
-            self._parking.holds.objects,
-        )
-
     def __enter__(self) -> Self:
         return self
 
@@ -742,49 +675,11 @@ class HybridCacheController:
         self._context.drain()
         self._pins.expire()
         self._parking.expire()
-        if self._session is not None:
-            self._session.check()
 
     def _post_residency(self) -> None:
         """Publish all that has changed on device and host, because no other call may come for long."""
         if self._context.residency is not None:
             self._context.residency.post(self._context.clock(), everything=True)
-
-    def retier(self, tiers: Sequence[str | Mapping[str, Any]], drop: Collection[str] = ()) -> Future[None]:
-        """Begin to change the tiers of `storage`, if it is a chain, to another list, on a thread of its own.
-
-            controller.retier(["memory://?capacity=8GiB", "file:///data/kv?capacity=2TiB"])
-
-        The future is done when tiers that are not in the list have left; those in `drop` do at once
-        (`StorageBackend.retier`). It raises the error that ended the change, also for bad input. After a
-        change, the checks of what storage still has begin anew. Their answers are applied by the next calls
-        of this controller.
-        """
-        future: Future[None] = Future()
-        future.set_running_or_notify_cancel()
-
-        def run() -> None:
-            error: BaseException | None = None
-            try:
-                if self._backend is None:
-                    raise ConfigError(
-                        "this controller was made without storage and cannot get one; make it with a list of"
-                        " one small store, such as [memory://?capacity=64MiB], to add tiers later"
-                    )
-                change = unwrap(self._backend).retier(tiers, drop)
-                self._context.events.post(self._beliefs.renew)  # of tiers that were dropped
-                change.left.result()
-            except BaseException as caught:  # noqa: BLE001  the future raises it
-                error = caught
-            # First, so that whoever waits for the future finds it done.
-            self._context.events.post(self._beliefs.renew)
-            if error is None:
-                future.set_result(None)
-            else:
-                future.set_exception(error)
-
-        threading.Thread(target=run, name="tiercache-tiers", daemon=True).start()
-        return future
 
     def _publish(
         self, settings: EventSettings | None, shards: Mapping[PoolName, Shard | None]
@@ -812,13 +707,12 @@ class HybridCacheController:
             context.metrics.tell(name, {(): partial(publisher.figure, name)})
         return publisher
 
-    def _follow_session(self) -> None:
+    def _follow_session(self, session: RankSession) -> None:
         """Take from the session which pools this rank writes, and let its messages end a wait."""
-        if self._session is not None:
-            self._context.elsewhere = frozenset(
-                pool for pool in self._context.pools if str(pool) not in self._session.writes
-            )
-            self._session.wake = partial(self._context.events.post, lambda: None)
+        self._context.elsewhere = frozenset(
+            pool for pool in self._context.pools if str(pool) not in session.writes
+        )
+        session.wake = partial(self._context.events.post, lambda: None)
 
     def _require_single(self, call: str) -> None:
         if self._session is not None:
@@ -826,10 +720,6 @@ class HybridCacheController:
                 f"{call} is not possible in a group of ranks, which cannot agree on parked requests; release"
                 " the request, and admit it again"
             )
-
-    def _note_call(self, call: str, tokens: Any) -> None:
-        if self._session is not None:
-            self._session.note_call(lambda: describe_call(call, as_tokens(tokens)))
 
     def _require_mine(self, admission: Admission) -> None:
         if admission.released:

@@ -22,24 +22,16 @@ if TYPE_CHECKING:
 
 HALF_LIFE_S: Final = 60.0
 """Seconds after which a measurement counts half."""
-
-
 ENOUGH_S: Final = 0.02
 """Seconds that measurements must have taken together before a speed is known."""
-
-
 MOST_S: Final = 10 * ENOUGH_S
 """Maximum number of seconds that measurements count for.
 
 After a time in which nothing was measured, for example because nothing was worth a load, a speed is unknown
 again: at the latest after log2(10) half-lives, 200 s.
 """
-
-
 LEAST_BYTES: Final = 1 << 20
 """Smallest transfer that is measured. Smaller ones measure the call and not the bytes."""
-
-
 LEAST_PREFILL_S: Final = 0.01
 """Shortest prefill that is measured, in seconds."""
 

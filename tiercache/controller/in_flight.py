@@ -197,25 +197,6 @@ class InFlightTable:
         """Return the operations that are filling these slots or handles."""
         return {self.operations[i] for i in np.unique(self._claims[tier, pool][locations]).tolist() if i}
 
-    def check_integrity(self, quarantined_blocks: int) -> None:
-        """Raise AssertionError if a claim, held block or `storing` flag belongs to no operation under way.
-
-        `quarantined_blocks` is the number of host blocks of all quarantined objects together.
-        """
-        operations = [*self.operations.values(), *self.stranded.values()]
-        assert not any(o.done for o in operations), "an operation that has landed is still counted"
-        claimed = np.unique(np.concatenate([claims.ravel() for claims in self._claims.values()])).tolist()
-        assert set(claimed) <= {0, *self.operations}, (
-            "a slot or a host object waits for an operation that is over"
-        )
-        if not any(o.kind == "write" for o in operations):
-            assert not self.writing.held + self.copying.held, "blocks are held for a write that is over"
-            assert not any(storing.any() for storing in self.storing.values()), (
-                "a host object counts as being stored, and is not"
-            )
-        if not self.count("fetch"):
-            assert self.fetching.held == quarantined_blocks, "blocks are held for a fetch that is over"
-
     def _remove(self, operation: InFlight) -> None:
         del self.operations[id(operation)]
         self._report(operation.kind)

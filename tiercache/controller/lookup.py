@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from tiercache.core import (
 from tiercache.errors import TokenError
 from tiercache.index import Match, Node, Span
 from tiercache.keys import KEY_BYTES, page_keys
+
+_MAX_QUERIES: Final = 64
+"""Maximum number of queries in flight. At the maximum, a lookup does not ask storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +136,9 @@ def look_up(
         return Lookup(tokens, extra, match, near_tokens)
     if context.storage is None:
         return Lookup(tokens, extra, match, near_tokens, unasked=Reason.DISABLED)
-    if (limit - match.near_depth) * context.page_size < context.options.min_fetch_tokens:
-        return Lookup(tokens, extra, match, near_tokens, unasked=Reason.NOT_WORTH)
     if context.queries.is_suspended:
         return Lookup(tokens, extra, match, near_tokens, unasked=Reason.UNAVAILABLE)
-    if context.in_flight.count("query") >= context.options.max_queries:
+    if context.in_flight.count("query") >= _MAX_QUERIES:
         return Lookup(tokens, extra, match, near_tokens, unasked=Reason.BUSY)
     query = StorageQuery(
         context, tokens[: limit * context.page_size], extra, near_runs(context, match, limit)[1]

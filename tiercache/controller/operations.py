@@ -29,7 +29,6 @@ from tiercache.index import HybridIndex, Node, Pin, Span
 from tiercache.transfer import LayerTicket
 
 _log = logging.getLogger(__name__)
-
 PART_BYTES: Final = 32 << 20
 """Maximum payload bytes of one store call. A larger object has a call to itself.
 

@@ -158,18 +158,10 @@ class Prefetch:
     def worthwhile_depth(self, match: Match) -> int:
         """Return the depth, in pages, that is best restored from storage, provided that reads succeed.
 
-        This is the deepest one, unless computing its last tokens is faster. Returns 0 if there is none, or if
-        it adds too few tokens to be worth a fetch.
+        This is the deepest one, unless computing its last tokens is faster. Returns 0 if there is none.
         """
         depths = self.restorable(match, beyond=match.near_depth)
-        depth = best_depth(self._context, match, depths, self._limit, Fetch.part_bytes(self._context))
-        # The gain is what the whole fetch adds to the near depth at lookup. Each wave that has landed raises
-        # the present near depth. Compared with the present near depth, the last waves would look too small
-        # to be worth a fetch.
-        near = min(match.near_depth, self._lookup.match.near_depth)
-        return (
-            depth if (depth - near) * self._context.page_size >= self._context.options.min_fetch_tokens else 0
-        )
+        return best_depth(self._context, match, depths, self._limit, Fetch.part_bytes(self._context))
 
     def is_gain_too_small(self, match: Match) -> bool:
         """Return whether storage could restore more tokens, but those are not worth a fetch."""
@@ -287,12 +279,8 @@ class Prefetch:
 
 _MAX_WAITING: Final = 64
 """Maximum number of prefetches that are not over."""
-
-
 _MAX_TOKENS: Final = 1 << 22
 """Maximum number of tokens of all these prefetches together. A token takes 8 bytes."""
-
-
 _SHARE: Final = 4
 """A prefetch may hold a fourth of the blocks that all fetches may hold, which leaves room for requests."""
 

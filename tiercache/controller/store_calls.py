@@ -21,7 +21,6 @@ from tiercache.storage.guard import Breaker, Verdict
 from tiercache.threads import IoThreads
 
 _log = logging.getLogger(__name__)
-
 _MAX_FAILURES: Final = 5
 """Number of successive calls that must fail before calls are suspended. One hang suspends them at once.
 
@@ -63,8 +62,6 @@ class StoreCall:
     """Function that makes a small call of the same kind, and returns whether the call worked."""
     patient: bool = False
     """Whether the call waits while calls are suspended. A call that is not patient is lost instead."""
-    objects: int = 0
-    """Number of objects in the call."""
     begun: float | None = None
     """Clock time in seconds at which `work` began; None before."""
     thread: int = 0

@@ -18,7 +18,6 @@ _DECAY: Final = 0.9
 """Share of the earlier rate that each measurement of ticks per second keeps."""
 _FIRST_RATE: Final = 1.0
 """Ticks per second before the first measurement."""
-
 Advice: TypeAlias = dict[PoolName, dict[bytes, float]]
 """Values of objects, by pool and page key."""
 

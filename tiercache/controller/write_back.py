@@ -1,6 +1,6 @@
 """Write-back, which writes ahead of evictions what is likely to be hit, and the wait for all writes.
 
-`flush` and `close` of a controller wait, and count what storage does not have.
+`flush` and `close` of a controller wait, and say whether storage lacks something.
 """
 
 from __future__ import annotations
@@ -8,17 +8,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from itertools import compress
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 from tiercache.controller.context import ControllerContext
-from tiercache.controller.in_flight import InFlight
 from tiercache.controller.options import WRITE_BACK
 from tiercache.controller.writes import UnitWrite, Write
-from tiercache.core import ABSENT, Tier
+from tiercache.core import Tier
 from tiercache.index import Node
 from tiercache.policy import UnitKind
 
@@ -27,20 +24,12 @@ if TYPE_CHECKING:
 
 _AHEAD: Final = 0.2
 """Share of the host's blocks that is kept written ahead: the units that are evicted next, and free blocks."""
-
-
 _STEPS: Final = 4
 """Number of looks in the time in which the host takes as many blocks as are kept written ahead."""
-
-
 _DECAY: Final = 0.95
 """Share of the earlier writes that each look keeps, in the measured rate of writes."""
-
-
 _MAX_TIMES: Final = 2
 """Number of times that the objects of a unit may be written; more happens if storage loses them meanwhile."""
-
-
 _FIRST_TICKS: Final = 2.0**14
 """Ticks that storage is assumed to keep an object before anything was written."""
 
@@ -78,17 +67,9 @@ class WriteBack:
         return not self._wanted or self._context.writes.is_suspended
 
     @property
-    def objects(self) -> int:
-        """Number of objects that `want_all` would let be written, and for which no write has begun."""
-        if self._context.storage is None:
-            return 0
-        seen: set[Node] = set()
-        for end in self._restorable():
-            for node in end.path():
-                if node in seen:
-                    break
-                seen.add(node)
-        return sum(map(self._unwritten_objects, seen))
+    def lacks_objects(self) -> bool:
+        """Whether storage lacks a part of what can be restored."""
+        return self._context.storage is not None and bool(self._restorable())
 
     def follow(self) -> None:
         """Begin the writes that are due, as far as there is room.
@@ -145,18 +126,6 @@ class WriteBack:
                     found.append(node)
         return found
 
-    def _unwritten_objects(self, node: Node) -> int:
-        """Return how many pages and states of a node storage lacks, and no write is storing."""
-        storing, index = self._context.in_flight.storing, self._context.index
-        found = 0
-        for number, pool in enumerate(index.page_pools):
-            host = node.where[Tier.HOST, number][node.where[Tier.STORAGE, number] == ABSENT]
-            found += len(host) - int(np.count_nonzero(storing[pool][host[host >= 0]]))
-        for number, pool in enumerate(index.state_pools):
-            handle, state = node.state(Tier.HOST, number), node.state(Tier.STORAGE, number)
-            found += handle >= 0 and state == ABSENT and not storing[pool][handle]
-        return found
-
     def _evicted_next(self, ahead: int) -> list[Node]:
         """Return the nodes with units among the next `ahead` blocks that storage lacks in part."""
         index, blocks_of = self._context.index, self._context.allocator.blocks_of
@@ -187,7 +156,7 @@ def _is_unwritten(node: Node) -> bool:
 
 
 class Draining:
-    """Waits for operations, and counts what storage does not have."""
+    """Waits for operations, and says whether storage lacks something."""
 
     def __init__(
         self, context: ControllerContext, write_through: WriteThrough, write_back: WriteBack
@@ -197,17 +166,19 @@ class Draining:
         self._hanging: threading.Thread | None = None
 
     @property
-    def not_begun(self) -> int:
-        """Number of objects that are not in storage, and that no write in progress stores."""
-        found = self._context.unstored + self._write_through.objects
-        if self._context.options.write == WRITE_BACK:
-            hang = _writes(self._context.in_flight.stranded)
-            found += self._write_back.objects + sum(write.objects for write in hang if write.stays_on_host)
-        return found
+    def has_not_begun(self) -> bool:
+        """Whether something is not in storage for which no write has begun; with write-back, or ended."""
+        return (
+            self._context.gave_up
+            or self._write_through.waits
+            or (self._context.options.write == WRITE_BACK and self._write_back.lacks_objects)
+        )
 
-    def missing(self) -> int:
-        """Return the number of objects that are not in storage."""
-        return self.not_begun + sum(write.objects for write in _writes(self._context.in_flight.operations))
+    @property
+    def lacks_objects(self) -> bool:
+        """Whether something is not in storage."""
+        operations = self._context.in_flight.operations.values()
+        return self.has_not_begun or any(isinstance(operation, Write) for operation in operations)
 
     def within(self, timeout: float, call: Callable[[], None]) -> bool:
         """Run `call` on a thread, and return whether the call ended within `timeout` seconds.
@@ -264,7 +235,3 @@ class Draining:
             self._context.events.arrived.wait(min(left, 0.1))
             self._context.drain()
         return True
-
-
-def _writes(operations: Mapping[int, InFlight]) -> Iterator[Write]:
-    return (operation for operation in operations.values() if isinstance(operation, Write))

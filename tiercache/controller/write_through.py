@@ -107,8 +107,6 @@ class _Plan:
         """Number of objects from position `at` on that no tier has, by pool."""
         self.states: list[_State] = []
         """States to copy or to write, in the order of positions."""
-        self._stored: list[_State] = []
-        """States that are in storage and on the device, but not on the host."""
         # What becomes of a page that storage lacks depends on where the page is:
         #   on the device, not on the host        `copies`: copied to the host, then written to storage
         #   on the host, no write is storing it   `held`: written to storage
@@ -150,11 +148,8 @@ class _Plan:
         for number, pool in enumerate(context.index.state_pools):
             device, host = node.state(Tier.DEVICE, number), node.state(Tier.HOST, number)
             if node.state(Tier.STORAGE, number) != ABSENT:
-                if device >= 0 and host == ABSENT:
-                    self._stored.append(_State(pool, node, device, held=False))
-            elif device >= 0 and host == ABSENT and not self._is_worth_loading(node, pool):
-                context.metrics.increment("write_through_skipped_total", pool, "cheap_to_recompute")
-            elif device >= 0 and host == ABSENT:
+                continue
+            if device >= 0 and host == ABSENT:
                 found.append(_State(pool, node, device, held=False))
             elif host >= 0 and self._to_storage and not context.in_flight.storing[pool][host]:
                 found.append(_State(pool, node, host, held=True))
@@ -164,16 +159,6 @@ class _Plan:
                 self._arriving_states.append(pool)
                 self._end = min(self._end, 2 * node.end - 1)
         return found
-
-    def _is_worth_loading(self, node: Node, pool: PoolName) -> bool:
-        """Return whether loading the state takes no longer than computing it again.
-
-        The computation would begin at the next shallower depth that can be restored.
-        """
-        context = self._context
-        load = context.options.load_flops_per_byte * context.host[pool].geometry.nbytes
-        end = node.end * context.page_size
-        return not load or context.profile.flops(end - node.replay * context.page_size, end) >= load
 
     def _sum_up(self) -> Locations:
         """Return the host blocks of all objects before each position; shape [2 * depth + 1]."""
@@ -264,22 +249,6 @@ class _Plan:
             one.held and one.page >= page for one in self.states
         )
 
-    def copy_stored(self) -> None:
-        """Copy to the host the objects that storage has and the host lacks, as far as blocks are free."""
-        context = self._context
-        self.copies = {
-            pool: at.stored & (at.device >= 0) & (at.host == ABSENT) for pool, at in self.located.items()
-        }
-        if not self._stored and not any(mask.any() for mask in self.copies.values()):
-            return
-        self.at = 0
-        self.states = self._stored
-        self.held = {pool: np.zeros(self._depth, np.bool_) for pool in self.located}
-        self._costs = self._sum_up()
-        blocks = min(context.arena.available, context.in_flight.copying.left)
-        if blocks and (end := int(np.searchsorted(self._costs, blocks, "right")) - 1):
-            self._begin(end, Chain({}), host_only=True)
-
     def _begin(self, end: int, chain: Chain, *, host_only: bool) -> bool:
         """Begin one write of the positions [at, end).
 
@@ -347,8 +316,6 @@ class _Waiting:
     chain: Chain
     at: int = 0
     """First position (see `_Plan`) for which no write to storage has begun."""
-    left: int = 0
-    """Number of objects that are not on their way to storage."""
     gone: Counter[PoolName] | None = None
     """Number of objects that no tier had at the last attempt, by pool; None before the first attempt."""
     is_for_host: bool = False
@@ -368,8 +335,7 @@ class WriteThrough:
     room wait until an operation has landed.
 
     While calls of the store are suspended after failures, objects are still copied to the host. The store
-    gets these objects when it works again. Objects that storage has and the host lacks are copied to the host
-    as well, if the host has free blocks.
+    gets these objects when it works again.
 
     Thread safety: the owner's thread (the engine's thread, which calls the controller). No method waits.
     """
@@ -385,9 +351,9 @@ class WriteThrough:
         return not self._waiting or self._context.writes.is_held_up
 
     @property
-    def objects(self) -> int:
-        """Number of objects, in waiting commits, that are not on their way to storage."""
-        return sum(commit.left for commit in self._waiting)
+    def waits(self) -> bool:
+        """Whether commits have objects that are not on their way to storage."""
+        return bool(self._waiting)
 
     def send(self, node: Node, tokens: TokenArray, extra: bytes, state_depths: Iterable[int]) -> None:
         """Send the whole pages of `tokens`, and the states at `state_depths` (in pages).
@@ -445,8 +411,8 @@ class WriteThrough:
         """
         context, held_up = self._context, self._context.writes.is_held_up
         to_storage = context.storage is not None and not commit.is_for_host
-        tiers = (Tier.HOST, Tier.STORAGE) if to_storage else (Tier.HOST,)
-        if is_new and _is_settled(node, commit.states if context.index.state_pools else (), tiers):
+        lowest = Tier.STORAGE if to_storage else Tier.HOST
+        if is_new and _is_settled(node, commit.states if context.index.state_pools else (), lowest):
             return True  # the usual case of a sequence that was served before: nothing to plan
         plan = _Plan(context, node, depth, commit.states, commit.at, to_storage=to_storage)
         if is_new and commit.is_for_host and not plan.fits:
@@ -466,10 +432,10 @@ class WriteThrough:
         # storage work, this is done for a new commit only.
         if left and (held_up or is_new):
             begun |= plan.begin(commit.chain, host_only=True)
-        commit.left, commit.is_on_host = left.total(), held_up and not plan.left()
+        commit.is_on_host = held_up and not plan.left()
         if not left:
-            plan.copy_stored()
-        elif plan.is_full and not context.under_way:  # nothing is pending that could make room
+            return True
+        if plan.is_full and not context.under_way:  # nothing is pending that could make room
             self._give_up(left, "host_full")
         elif len(self._waiting) >= _MAX_WAITING:
             self._give_up(left, "too_many")
@@ -504,16 +470,13 @@ class WriteThrough:
             self._context.give_up(pool, reason, count)
 
 
-def _is_settled(node: Node, state_depths: Iterable[int], tiers: Iterable[Tier]) -> bool:
-    """Return whether each tier has all pages of the path to `node`, and the states at these depths."""
+def _is_settled(node: Node, state_depths: Iterable[int], tier: Tier) -> bool:
+    """Return whether `tier` has all pages of the path to `node`, and the states at these depths."""
     left = set(state_depths)
     for at in node.path():
-        if not all(at.has_pages(tier) for tier in tiers):
+        if not at.has_pages(tier) or (at.end in left and not at.has_state(tier)):
             return False
-        if at.end in left:
-            left.remove(at.end)
-            if not all(at.has_state(tier) for tier in tiers):
-                return False
+        left.discard(at.end)
     return not left
 
 

@@ -24,8 +24,6 @@ from tiercache.transfer import Ticket
 
 _FIRST_BYTES: Final = 8 << 20
 """Size in bytes of the first piece of a commit, or `piece_bytes` of the options if that is less."""
-
-
 _MAX_BYTES: Final = 32 << 20
 """Size in bytes up to which pieces grow."""
 
@@ -94,22 +92,11 @@ def cut_pieces(
     return pieces
 
 
-def count_objects(pieces: Iterable[Piece]) -> int:
-    """Return the number of objects that these pieces write to storage."""
-    return sum(len(run.destinations) for piece in pieces for run in piece.stored)
-
-
 _log = logging.getLogger(__name__)
-
-
 _TAKEN: Final = (Outcome.STORED, Outcome.HIT)
 """Outcomes of a set that show that the object is in storage."""
-
-
 _FIRST_PAUSE_S: Final = 0.1
 """Seconds before the first retry of objects that a busy or failed store did not take."""
-
-
 _PAUSE_GROWTH: Final = 4
 """Factor from one pause before a retry to the next: 0.1 s, 0.4 s, 1.6 s."""
 
@@ -193,16 +180,6 @@ class Write(Operation):
     def pins(self) -> list[Pin]:  # noqa: D102
         return [*self._pins, *self._device_pins]
 
-    @property
-    def objects(self) -> int:
-        """Number of objects that storage has not taken yet."""
-        return count_objects(self._open) + sum(len(run.destinations) for run in self._refused)
-
-    @property
-    def stays_on_host(self) -> bool:
-        """Whether a later flush finds the objects on the host if this write fails."""
-        return self._chain.stays_on_host
-
     def _background_copied(self, piece: Piece, ticket: Ticket) -> None:
         # A thread of the transfer engine runs this method. The storage write is submitted here, because the
         # owner's thread may be busy with a forward pass for a long time. `_land_copied` is posted before a
@@ -220,7 +197,7 @@ class Write(Operation):
         with self._lock:
             if self._is_called or not any(piece.is_on_host for piece in self._waiting):
                 return
-            self._is_called, objects = True, count_objects(self._waiting)
+            self._is_called = True
         self._context.writes.submit(
             StoreCall(
                 self._background_store,
@@ -228,7 +205,6 @@ class Write(Operation):
                 lost=self._lose,
                 late=self._land_stored,
                 patient=True,
-                objects=objects,
             )
         )
 
@@ -438,7 +414,6 @@ class Write(Operation):
                 self._context.metrics.increment(
                     "written_objects_total", "storage", part.pool, by=len(part.destinations)
                 )
-                self._context.stored += len(part.destinations)
             else:
                 self._refused.append(part)
         for outcome, count in Counter(outcomes).items():
@@ -446,7 +421,9 @@ class Write(Operation):
 
     def _give_up(self, run: PageRun, reason: str) -> None:
         if not self._is_lost:  # after a hang, everything was given up already
-            self._context.give_up(run.pool, reason, len(run.destinations), final=not self.stays_on_host)
+            self._context.give_up(
+                run.pool, reason, len(run.destinations), final=not self._chain.stays_on_host
+            )
 
     def _mark_storing(self, runs: Iterable[PageRun], storing: bool) -> None:
         for run in runs:

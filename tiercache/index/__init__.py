@@ -14,14 +14,13 @@ Reading order:
 - `radix_tree` (structure and pins), and the changes of its contents: `residency` (by inserts and transfers)
   and `eviction`
 - `hybrid_index`, which puts these together
-- `checkpoints` (where a prefill leaves states, and is cut) and `integrity` (a check that recounts everything)
+- `checkpoints` (where a prefill leaves states, and is cut)
 
 An index belongs to one thread, and so does everything in it, unless a class says otherwise.
 """
 
 from tiercache.index.appraisal import Appraisal
 from tiercache.index.base import (
-    Content,
     Eviction,
     Inserted,
     InsertedPages,
@@ -52,7 +51,6 @@ __all__ = [
     "CheckpointPlan",
     "CheckpointRules",
     "Chunk",
-    "Content",
     "Eviction",
     "HybridIndex",
     "Inserted",

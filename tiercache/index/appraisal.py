@@ -28,7 +28,6 @@ _TOLERANCE: Final = 0.5
 
 A store that puts two units in the wrong order then keeps one that is worth at least 0.7 of the other.
 """
-
 _LEAST: Final = np.finfo(np.float64).tiny
 """Value below which values count as equal, so that 0 has a logarithm."""
 

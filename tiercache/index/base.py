@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from tiercache.core import Locations, Mask, PoolName
-from tiercache.policy import CheckpointKind
 
 if TYPE_CHECKING:
     from tiercache.index.node import Node
@@ -149,17 +148,6 @@ class Origin(NamedTuple):
     """Number of the request's leading pages that earlier requests had, evicted pages included."""
     expected: bool = False
     """Whether the request hit a unit whose continuation was expected (see `Units.expected`)."""
-
-
-class Content(NamedTuple):
-    """One edge of the tree, as `HybridIndex.contents` yields it."""
-
-    checkpoint: CheckpointKind
-    """Reason why the state at the edge's end was taken; NONE if `state` is False."""
-    pages: int
-    """Number of the edge's leading pages that every page pool has in some tier."""
-    state: bool
-    """Whether every state pool has a state at the edge's end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,20 +66,12 @@ class CheckpointRules:
     """Take a state at the depth up to which a prompt repeats evicted pages that the index remembers."""
     every: int = 0
     """Tokens between further states; 0 for none."""
-    per_path: int = 0
-    """Number of states that one path may keep; 0 for any number.
-
-    If a path has more, the shallowest ones are evicted first. States at which the tree branches do not count,
-    and are not evicted for this reason.
-    """
 
     def __post_init__(self) -> None:
-        for name in ("every", "per_path"):
-            if getattr(self, name) < 0:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} is not possible; use 0 to switch it off, or a positive"
-                    " number"
-                )
+        if self.every < 0:
+            raise ConfigError(
+                f"every={self.every} is not possible; use 0 to switch it off, or a positive number"
+            )
 
     def most(self, tokens: int, page_size: int) -> int:
         """Return the maximum number of states that a plan may have for a prompt of `tokens` tokens."""

@@ -3,8 +3,7 @@
 `EvictionColumns` has one row per node. A row is written only when a policy is about to read it.
 `EvictionQueue` yields dead weight first, then the units that the policy ranks lowest.
 
-*Dead weight* is KV that no hit can use, because no state survives at its end or below. A state over the limit
-of its path (see `CheckpointRules.per_path`) counts as dead weight, too.
+*Dead weight* is KV that no hit can use, because no state survives at its end or below.
 """
 
 from __future__ import annotations
@@ -182,35 +181,6 @@ class EvictionColumns:
         """Return the units of this kind in some rows, as a policy sees them: a sample, if `of` are more."""
         return UnitRows(self, rows, number, of=of)
 
-    def stale(self, node: Node) -> bool:
-        """Return whether the node's row is wrong although the node is not marked; for integrity checks.
-
-        With a wrong row, an eviction would miss a unit, or evict a unit that has changed since it was ranked.
-        """
-        if node in self._marked or node.parent is None:
-            return False
-        row, now = node.row, [kind.of(node) for kind in self.kinds]
-        if row < 0:
-            return node.can_answer or any(now)
-        shared, by_kind = self.shared_of(row), [self._by_kind_of(row, number) for number in range(len(now))]
-        version = self._version_of[row]
-        self._write(node)
-        self._version_of[row] = version
-        fresh = [self._by_kind_of(row, number) for number in range(len(now))]
-        # A row may show more units than the node has: a pin removes or reduces units without a mark, and
-        # `take` corrects that. A row must not lack a unit, or describe one wrongly.
-        missed = any(
-            f[0] and (not o[0] or (f[0] == o[0] and f != o)) for f, o in zip(fresh, by_kind, strict=True)
-        )
-        return missed or shared != self.shared_of(row)
-
-    def shared_of(self, row: int) -> dict[str, int]:
-        """Return the shared columns of a row, by name, without its version."""
-        return {name: int(column[row]) for name, column in self.shared.items() if name != "version"}
-
-    def _by_kind_of(self, row: int, number: int) -> tuple[int, ...]:
-        return tuple(int(column[number, row]) for column in self.by_kind.values())
-
     def _update(self, nodes: Sequence[Node]) -> None:
         """Write the rows of some nodes, and record them as changed."""
         for node in nodes:
@@ -229,24 +199,23 @@ class EvictionColumns:
         if row < 0:
             row = node.row = self._take(node)
         self._version += 1
-        held, branches, can_answer = node.resident_mask, node.branches, node.can_answer
+        held = node.resident_mask
         self._last_access[row] = node.last_access
         self._created[row] = node.created
         self._hits[row] = node.hits
         self._depth[row] = node.end
-        self._children[row] = branches
+        self._children[row] = node.branches
         self._replay[row] = node.replay
         self._checkpoint[row] = node.checkpoint
         self._lineage[row] = node.lineage
         self._grown[row] = node.new_pages
         self._ending[row] = node.ending
         self._expected[row] = node.expected
-        # Alive: a complete state is at the node's end or below it, and the node is a branch or within the
-        # limit of its path. Without state pools every unit is alive. Without page pools, states below need
-        # nothing of the node.
+        # Alive: a complete state is at the node's end or below it. Without state pools every unit is alive.
+        # Without page pools, states below need nothing of the node.
         used = node.is_alive if self._page_pools else node.is_complete
-        self._alive[row] = not node.state_pools or (used and not (node.over_limit and branches < 2))
-        self._complete[row] = can_answer
+        self._alive[row] = not node.state_pools or used
+        self._complete[row] = node.can_answer
         self._digest[row] = node.signature
         self._version_of[row] = self._version
         for number, (kind_of, tier) in enumerate(self.kinds):

@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from tiercache.index.node import Digests
 from tiercache.policy import Reuse, UnitKind
-from tiercache.policy.base import Column
 
 _COLUMNS: Final = (
     "depth",
@@ -153,7 +152,6 @@ class GhostUnits:
     def __init__(self, now: int, page_tokens: int, rows: npt.NDArray[np.int64]) -> None:
         self.now = now
         self.page_tokens = page_tokens
-        self._count = len(rows)
         (
             self.depth,
             self.replay,
@@ -166,41 +164,13 @@ class GhostUnits:
             self.last_access,
             self.digest,
         ) = rows.T
+        nothing = np.zeros(len(rows), np.int64)
+        # What is not remembered: when a unit was made, what was expected of it, and its copies and size.
+        self.created = self.expected = self.covered = nothing
+        self.nbytes = nothing + 1
+        self.kind = nothing + UnitKind.NONE  # it cannot be evicted
+        self.queue = 0
+        self.population = len(rows)
 
     def __len__(self) -> int:
-        return self._count
-
-    @property
-    def kind(self) -> Column:
-        """`UnitKind.NONE` for each unit, because a lost unit cannot be evicted."""
-        return np.full(self._count, UnitKind.NONE)
-
-    @property
-    def queue(self) -> int:
-        """0: lost units are in no queue."""
-        return 0
-
-    @property
-    def population(self) -> int:
-        """Number of lost units."""
-        return self._count
-
-    @property
-    def created(self) -> Column:
-        """0 for each unit, because the time of its creation is not remembered."""
-        return np.zeros(self._count, np.int64)
-
-    @property
-    def expected(self) -> Column:
-        """0 for each unit: what is expected of a unit is forgotten with it."""
-        return np.zeros(self._count, np.int64)
-
-    @property
-    def covered(self) -> Column:
-        """0 for each unit, because no lower tier is known to hold a lost unit."""
-        return np.zeros(self._count, np.int64)
-
-    @property
-    def nbytes(self) -> Column:
-        """1 for each unit, because the size of a lost unit is not remembered."""
-        return np.ones(self._count, np.int64)
+        return self.population

@@ -8,7 +8,7 @@ wherever the states are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -28,7 +28,6 @@ from tiercache.core import (
 from tiercache.errors import ConfigError, InputError
 from tiercache.index.appraisal import Appraisal, Appraiser
 from tiercache.index.base import (
-    Content,
     Eviction,
     Inserted,
     Match,
@@ -42,7 +41,6 @@ from tiercache.index.checkpoints import CheckpointPlan, CheckpointRules, checkpo
 from tiercache.index.eviction import UNIT_KINDS, Evictor, reuse_of
 from tiercache.index.eviction_order import EvictionColumns, EvictionQueue
 from tiercache.index.ghosts import Ghosts
-from tiercache.index.integrity import check_integrity, owned
 from tiercache.index.node import ALIVE, IN_STORAGE, Digests, Node, Prefixes
 from tiercache.index.radix_tree import Pin, RadixTree
 from tiercache.index.residency import Residency, adopt_pages, adopt_states, check_pages, check_states
@@ -55,8 +53,6 @@ MAX_STORED_PAGES: Final = 1 << 20
 In the index, a page takes 8 bytes per token and 24 bytes per page pool. With 64 tokens a page, the limit is
 about half a GiB of the process's memory.
 """
-
-
 MAX_AHEAD: Final = 1 << 40
 """Maximum number of ticks ahead at which a hit can be expected."""
 
@@ -92,8 +88,8 @@ class HybridIndex:
         policy = policy or Lru()
         if policy.needs_states and not state_pools:
             raise ConfigError(
-                f"policy {policy.name!r} ranks recurrent states, and no state pool is registered; use lru,"
-                " gdsf or hvd"
+                f"policy {policy.name!r} ranks recurrent states, and no state pool is registered; use lru or"
+                " hvd"
             )
         self.namespace = namespace
         self.page_size = page_size
@@ -230,30 +226,6 @@ class HybridIndex:
         """Return the number of objects in `tier` that no pin holds, by pool. Eviction can free them all."""
         return dict(zip(self.pools, self._tree.counters.evictable[tier], strict=True))
 
-    def contents(self) -> Iterator[Content]:
-        """Yield one entry for each edge that has something in some tier. Walks the tree."""
-        for node in self.nodes():
-            if node.resident_mask:
-                yield Content(
-                    node.checkpoint if node.is_complete else CheckpointKind.NONE,
-                    node.complete_pages,
-                    node.is_complete,
-                )
-
-    def owned(self, tier: Tier, pool: PoolName) -> Locations:
-        """Return every location of a pool in a near tier, both present and pending, as plain numbers.
-
-        Walks the tree; for integrity checks.
-        """
-        return owned(self._tree, tier, pool)
-
-    def check_integrity(self) -> None:
-        """Recompute every counter and invariant from scratch.
-
-        Raises AssertionError, whose message names the first one that does not hold.
-        """
-        check_integrity(self._tree, self._columns)
-
     # -- changing
     # ------------------------------------------------------------------------------------------------------
 
@@ -381,10 +353,6 @@ class HybridIndex:
         finally:
             pin.release()
 
-    def holds_only(self, pins: Iterable[Pin]) -> bool:
-        """Return whether the pins that are not released yet are exactly `pins`."""
-        return self._tree.holds_only(pins)
-
     # -- inserting
     # --------------------------------------------------------------------------------------------------------
 
@@ -465,19 +433,10 @@ class HybridIndex:
         return self._tree.split(node, depth) if node.end > depth else node
 
     def _describe(self, node: Node, checkpoint: CheckpointKind, origin: Origin) -> None:
-        """Record why the state at the end of `node` was taken.
-
-        If the node's path then has more than `per_path` states, the shallowest are marked as over the limit.
-        """
-        node.checkpoint, node.lineage, node.over_limit = checkpoint, origin.lineage, False
+        """Record why the state at the end of `node` was taken, and in which session."""
+        node.checkpoint, node.lineage = checkpoint, origin.lineage
         node.new_pages = max(0, node.end - origin.known)
         node.ending = Ending.UNKNOWN
-        if self.checkpoints.per_path:
-            # `path` goes upwards, so the deepest states come first. States at branches do not count.
-            on_path = [at for at in node.path() if at.is_complete and len(at.children) < 2]
-            for at in on_path[self.checkpoints.per_path :]:
-                at.over_limit = True
-                self._columns.mark(at)
 
     def _refresh(self, node: Node) -> None:
         node.last_access = self._columns.now

@@ -20,7 +20,6 @@ from tiercache.policy import CheckpointKind, Ending
 
 Digests: TypeAlias = npt.NDArray[np.uint64]
 """Digests, one per page: entry i covers the sequence from its start to the end of page i."""
-
 TIERS: Final = tuple(Tier)
 """All tiers. Every change of a node iterates over them, and iterating over the enum class itself is slow."""
 ALIVE: Final = len(Tier)
@@ -117,7 +116,6 @@ class Node:
         "local_pages",
         "nearest_state",
         "new_pages",
-        "over_limit",
         "pages",
         "pages_in_flight",
         "parent",
@@ -186,11 +184,6 @@ class Node:
         """Depth of the nearest complete state above the node; 0 if there is none."""
         self.row = -1
         """Row of the `EvictionColumns` that describes the node; -1 if there is none yet."""
-        self.over_limit = False
-        """Whether the state is over the limit of states on its path (see `CheckpointRules.per_path`).
-
-        Ignored while the node is a branch.
-        """
         self.pins = [0] * len(Tier)
         """By tier: number of pins that end on this node, and of its children that are pinned in this sense.
 

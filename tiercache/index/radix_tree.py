@@ -150,10 +150,6 @@ class RadixTree:
             self._columns.mark(node)
         self.tidy(node)
 
-    def holds_only(self, pins: Iterable[Pin]) -> bool:
-        """Return whether the pins that are not released yet are exactly `pins`."""
-        return self._pins == set(pins)
-
     def check_state_pool(self, pool: PoolName) -> None:
         """Raise InputError if `pool` is not a state pool of this index."""
         if pool not in self.state_pools:

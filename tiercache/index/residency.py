@@ -5,7 +5,7 @@ A computed page or state is *adopted* where the device lacks it, and its slot is
 A destination of a transfer is first *reserved*: its location is pending, so that nobody reads it and no other
 transfer fills it. Then the destination is *published* when its bytes are there, or *cancelled*:
 
-    absent --reserve--> pending --publish--> present --drop--> absent
+    absent --reserve--> pending --publish--> present
                            '-----cancel-----> absent
 
 A caller that publishes or cancels names the location that it reserved. An entry that is no longer pending at
@@ -186,18 +186,6 @@ class Residency:
         places = pending(_offered(span, locations))
         return self._move(span, pool, _local(tier), places, np.full(len(span), ABSENT), locations >= 0)
 
-    def drop(self, span: Span, pool: PoolName, tier: Tier, mask: Mask) -> Locations:
-        """Take the present entries under `mask` out of a tier, for example because a copy is corrupt.
-
-        Returns one entry per page: the location, which is the caller's from now on, or ABSENT if nothing was
-        taken. A pin does not prevent this.
-        """
-        # Pending entries stay: their bytes belong to a transfer, which will publish or cancel them.
-        taken = self._read(span, pool, _local(tier))
-        taken[(taken < 0) | ~mask] = ABSENT
-        self._move(span, pool, tier, taken, np.full(len(span), ABSENT), taken >= 0)
-        return taken
-
     def mark_stored(self, span: Span, pool: PoolName, mask: Mask) -> None:
         """Record that the objects under `mask` are in the store."""
         absent, stored = np.full(len(span), ABSENT), np.full(len(span), STORED)
@@ -284,16 +272,6 @@ class Residency:
             else:
                 self._tree.counters.states_changed(node)
         return changed
-
-    def _read(self, span: Span, pool: PoolName, tier: Tier) -> Locations:
-        state = self._state_number(pool)
-        if state is not None:
-            return np.array([self._state_node(span).state(tier, state)], np.int64)
-        row = self._tree.number[pool]
-        out = np.empty(len(span), np.int64)
-        for node, edge, part in self._tree.edge_slices(span):
-            out[part] = node.where[tier, row, edge]
-        return out
 
     def _state_number(self, pool: PoolName) -> int | None:
         """Return the number of a state pool among the state pools, or None for a page pool."""

@@ -153,12 +153,11 @@ CONTROLLER: Final = (
      "Planned restores that ended early, by reason.", {"reason": _REASONS}),
     Metric(
         "prefetches_total", Counter,
-        "Requests that asked storage, by their prefetch policy, and prefetches without a request (hint). "
-        "complete: storage answered and all fetches landed or failed; cut_short: the policy, a deadline or "
-        "the caller ended them before; refused: too many waited.",
-        {("policy", "outcome"): (
-            *((str(p), o) for p in ("best_effort", "wait_complete", "timeout")
-              for o in ("complete", "cut_short")),
+        "Requests that asked storage, and prefetches without a request (hint). complete: storage answered "
+        "and all fetches landed or failed; cut_short: a deadline or the caller ended them before; refused: "
+        "too many waited.",
+        {("by", "outcome"): (
+            ("request", "complete"), ("request", "cut_short"),
             ("hint", "complete"), ("hint", "cut_short"), ("hint", "refused"),
         )},
     ),
@@ -188,7 +187,7 @@ CONTROLLER: Final = (
         "write_through_skipped_total", Counter,
         "Objects whose write-through was skipped. The next commit of such an object tries again.",
         {"pool": _POOLS,
-         "reason": ("host_full", "transfer_failed", "cheap_to_recompute", "refused", "timeout", "evicted",
+         "reason": ("host_full", "transfer_failed", "refused", "timeout", "evicted",
           "too_many")},
     ),
     Metric("evicted_objects_total", Counter, "Evicted objects, demoted (still in a lower tier) or lost.",

@@ -28,11 +28,8 @@ from tiercache.errors import ConfigError
 from tiercache.models.profile import PROFILES, ModelProfile, profile_named, profile_of
 from tiercache.policy.base import LEARN_EVERY, CheckpointKind, Ending, Policy, Reuse, UnitKind, Units
 from tiercache.policy.costs import Costs
-from tiercache.policy.gdsf import Gdsf
 from tiercache.policy.hvd import HitValueDensity
 from tiercache.policy.lru import Lru
-from tiercache.policy.marconi import Marconi
-from tiercache.policy.seglen import SegLen
 
 __all__ = [
     "DEFAULT_PROFILE",
@@ -52,23 +49,14 @@ __all__ = [
     "profile_named",
     "profile_of",
 ]
-
 DEFAULT_PROFILE: Final = "qwen3-next-80b-a3b"
 """Name of the model profile that is used where none is given."""
-
 _MAKE: Final[Mapping[str, Callable[[Costs], Policy]]] = {
     Lru.name: lambda costs: Lru(),
-    SegLen.name: lambda costs: SegLen(),
-    Marconi.name: Marconi,
-    Gdsf.name: Gdsf,
     HitValueDensity.name: HitValueDensity,
 }
-_NUMBERED: Final[Mapping[str, Callable[[Costs, float], Policy]]] = {
-    SegLen.name: lambda costs, weight: SegLen(weight),
-    Marconi.name: Marconi,
-}
 POLICIES: Final = tuple(_MAKE)
-"""Names of the policies of this package, without parameters."""
+"""Names of the policies of this package."""
 GROUP: Final = "tiercache.policies"
 """Group of the entry points of other packages' policies."""
 
@@ -76,16 +64,14 @@ GROUP: Final = "tiercache.policies"
 def policy_named(name: str, costs: Costs | None = None) -> Policy:
     """Return a new policy of this name, which weighs by `costs` (default: those of `DEFAULT_PROFILE`).
 
-    The name may have a parameter: `seglen:0.7` sets the weight, `marconi:1.5` sets alpha.
+    The policy of another package may have a parameter behind a colon.
 
     Raises ConfigError for an unknown name or parameter.
     """
-    base, _, parameter = name.partition(":")
+    base = name.partition(":")[0]
     costs = costs or Costs(profile_named(DEFAULT_PROFILE))
-    if base in _MAKE and not parameter:
-        return _MAKE[base](costs)
-    if base in _NUMBERED and (value := _number(parameter)) is not None:
-        return _NUMBERED[base](costs, value)
+    if name in _MAKE:
+        return _MAKE[name](costs)
     others = entries(GROUP)
     parts = name.split(":")
     for end in range(len(parts), 0, -1):
@@ -96,20 +82,9 @@ def policy_named(name: str, costs: Costs | None = None) -> Policy:
             raise ConfigError(
                 f"the eviction policy {name!r} is {entry.value}, which makes no Policy; fix its entry point"
             )
-    if base in _NUMBERED:
-        raise ConfigError(
-            f"the parameter of policy {name!r} is not a number; use one such as seglen:0.7 or marconi:0.5"
-        )
     if base in _MAKE:
-        raise ConfigError(f"policy {base!r} has no parameter; seglen has a weight and marconi an alpha")
+        raise ConfigError(f"policy {base!r} has no parameter; leave out {name[len(base) :]!r}")
     known = (*POLICIES, *(other.replace(".", ":") for other in others))
     raise ConfigError(
         f"there is no eviction policy {name!r}; use {', '.join(known)}, or install the package that has it"
     )
-
-
-def _number(parameter: str) -> float | None:
-    try:
-        return float(parameter)
-    except ValueError:
-        return None

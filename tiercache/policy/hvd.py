@@ -25,7 +25,6 @@ DECAY = 0.95
 """Factor by which each `Hazard.begin` multiplies earlier observations."""
 _PSEUDO_HITS = 1.0
 """Number of hits that a class needs for its own rate to weigh as much as the rate of the class around it."""
-
 Table = npt.NDArray[np.float64]
 Classes = tuple[Column, ...]
 

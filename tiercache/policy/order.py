@@ -35,7 +35,6 @@ no worse than that of the lowest of all units (see docs/design/policies.md).
 """
 _FEW: Final = 512
 """Number of entries up to which outdated ones do not matter."""
-
 Entry = TypeVar("Entry", bound=tuple[Any, ...])
 
 

@@ -213,15 +213,15 @@ class Session:
             self._talk.ask(record["conversation"])
             self._talk.add_answer(record["conversation"], run.tokens[run.prompt_tokens :])
             emit("step", what="recompute what the first process computed")
-        sections, retier = self._sections(), self._worker.controller.retier
+        sections, retier = self._sections(), self._store.retier
         for conversation in range(self._plan.conversations):
             away = not self._plan.storage and conversation == self._plan.conversations // 2
             if away:
-                retier(sections[1:]).result()
+                retier(sections[1:]).left.result()
                 emit("note", text=f"tier {FAST} is taken away")
             self._turn("restart", conversation, self._plan.turns)
             if away:
-                retier(sections).result()
+                retier(sections).left.result()
                 emit("note", text=f"tier {FAST} is back")
         self._turn("restart", self._plan.conversations - 1, self._plan.turns + 1)
         self._worker.close()

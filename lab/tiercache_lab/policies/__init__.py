@@ -15,15 +15,20 @@ from collections.abc import Callable
 from typing import Final
 
 from tiercache.errors import ConfigError
-from tiercache.policy import Costs, Policy
+from tiercache.policy import Costs, Lru, Policy
+from tiercache.policy.hvd import HitValueDensity
 from tiercache_lab.policies.arc import Arc
+from tiercache_lab.policies.gdsf import Gdsf
 from tiercache_lab.policies.lpc import Lpc
-from tiercache_lab.policies.seglen_additive import SegLenAdditive
+from tiercache_lab.policies.marconi import Marconi
+from tiercache_lab.policies.seglen import SegLen, SegLenAdditive
 
+MAIN: Final = (Lru.name, SegLen.name, Marconi.name, Gdsf.name, HitValueDensity.name)
+"""Names of the policies that a replay compares if none are named."""
 RIVALS: Final = (Arc.name, Lpc.name)
-"""Names of the policies without variants."""
+"""Names of the policies of papers that are compared by name only."""
 VARIANTS: Final = (SegLenAdditive.name,)
-"""Names of other readings of a main policy."""
+"""Names of other readings of a main policy, compared by name only."""
 
 
 def _plain(name: str, make: Callable[[Costs], Policy]) -> Callable[[Costs, str], Policy]:
@@ -39,4 +44,7 @@ def _plain(name: str, make: Callable[[Costs], Policy]) -> Callable[[Costs, str],
 
 arc: Final = _plain(Arc.name, lambda costs: Arc())
 lpc: Final = _plain(Lpc.name, lambda costs: Lpc())
+gdsf: Final = _plain(Gdsf.name, Gdsf)
+marconi: Final = _plain(Marconi.name, Marconi)
+seglen: Final = _plain(SegLen.name, lambda costs: SegLen())
 seglen_additive: Final = _plain(SegLenAdditive.name, lambda costs: SegLenAdditive())

@@ -11,7 +11,8 @@ from tiercache.controller import WRITE_CHANCE, WRITE_THROUGH
 from tiercache.core import PoolName
 from tiercache.errors import ConfigError
 from tiercache.index import CheckpointRules
-from tiercache.policy import POLICIES, Costs, ModelProfile, Policy, policy_named
+from tiercache.policy import Costs, ModelProfile, Policy, policy_named
+from tiercache_lab.policies import MAIN
 from tiercache_lab.replay.base import Source, StorageTier, Tiers
 from tiercache_lab.replay.cache import Setup
 from tiercache_lab.replay.clairvoyant import Clairvoyant, Recorder
@@ -77,7 +78,7 @@ class Question:
             raise ConfigError("no policy is named; name one or more, such as hvd,lru")
         for name in self.policies:
             if not possible(name, self.profile):
-                others = ", ".join(one for one in POLICIES if possible(one, self.profile))
+                others = ", ".join(one for one in MAIN if possible(one, self.profile))
                 raise ConfigError(
                     f"policy {name!r} ranks recurrent states, and {self.profile.name} has none; use {others},"
                     " or another profile"

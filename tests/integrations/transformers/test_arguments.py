@@ -12,6 +12,7 @@ import torch
 from tests.examples import slow_after
 from tests.integrations.transformers.models import PAGE, build, loaded, prompt
 from tests.integrations.transformers.serving import context_of, evict, serving
+from tests.integrity import check_controller
 from tiercache.core import PoolName, Reason, Tier, as_tokens
 from tiercache.errors import InputError, PoolFullError, TierCacheError, TokenError
 from tiercache.integrations.transformers.worker import Worker
@@ -141,7 +142,7 @@ def test_a_request_that_makes_no_sense_is_refused_in_one_sentence(
         with pytest.raises(InputError) as refused:
             worker.serve(*arguments, **options)
         assert "\n" not in str(refused.value)
-        worker.controller.check_integrity()
+        check_controller(worker.controller)
         assert worker.serve(TOKENS, 1).restored == 0
 
 
@@ -208,5 +209,5 @@ def test_requests_beside_others_that_hold_the_slots_are_computed_without_the_cac
                 for admission in others:
                     worker.controller.release(admission)
                 worker.synchronize()
-                worker.controller.check_integrity()
+                check_controller(worker.controller)
     assert {Reason.NONE, Reason.BUSY} <= reasons

@@ -9,6 +9,7 @@ import pytest
 from tests.examples import slow_after
 from tests.integrations.transformers.models import FAMILIES, PAGE, loaded, prompt
 from tests.integrations.transformers.serving import EVICTED, SYSTEM, evict, joined, right, serving, store
+from tests.integrity import check_controller
 from tiercache.core import Tier
 from tiercache_lab.demo.audit import Audit
 
@@ -41,7 +42,7 @@ def test_a_prefill_in_chunks_equals_its_recompute(name: str, tmp_path: Path) -> 
             assert generation.bounds[: len(ends)] == ends
             assert generation.states == (ends[-2:-1] if has_states else ())
             right(audit, worker, generation)
-        worker.controller.check_integrity()
+        check_controller(worker.controller)
 
 
 def test_the_branch_and_the_limit_cut_the_same_prefill() -> None:

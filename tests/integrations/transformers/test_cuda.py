@@ -26,6 +26,7 @@ from tests.integrations.transformers.serving import (
     tiers_of,
 )
 from tests.integrations.transformers.simulated import SimulatedStream, simulated
+from tests.integrity import check_controller
 from tests.transfer.simulated_cuda import SimulatedDevice
 from tiercache.core import PoolName, Reason, Tier
 from tiercache.errors import ConfigError
@@ -97,7 +98,7 @@ def test_conversations_with_pools_too_small_for_all_of_them(name: str, seed: int
                 seen.add(generation.tier)
         settle(worker)
         worker.synchronize()
-        worker.controller.check_integrity()
+        check_controller(worker.controller)
     assert seen & {Tier.HOST, Tier.STORAGE}
 
 
@@ -255,7 +256,7 @@ def test_a_layer_that_cannot_be_loaded(at: int) -> None:
         settle(worker)
         right(audit, worker, worker.serve(tokens, 2, audit=True))
         worker.synchronize()
-        worker.controller.check_integrity()
+        check_controller(worker.controller)
 
 
 def test_what_the_engine_found_is_reported() -> None:

@@ -26,6 +26,7 @@ from tests.integrations.transformers.serving import (
     store,
     tiers_of,
 )
+from tests.integrity import check_controller
 from tiercache.controller import ControllerOptions
 from tiercache.core import Tier
 from tiercache.integrations.transformers.device import differences
@@ -82,7 +83,7 @@ def test_every_state_comes_back_from_every_tier(name: str, cuda: torch.device, t
             for depth, tokens in prompts.items():
                 serve_from(worker, audit, tier, depth, tokens)
         worker.synchronize()
-        worker.controller.check_integrity()
+        check_controller(worker.controller)
     with worker_on(cuda, name, store(tmp_path)) as worker:
         serve_from(worker, audit, Tier.STORAGE, 5 * PAGE, prompts[5 * PAGE])
 

@@ -20,6 +20,7 @@ from tests.examples import slow_after
 from tests.integrations.transformers.adapters import add_adapter, disable_adapters, layers_of, set_adapter
 from tests.integrations.transformers.models import PAGE, build, loaded, prompt
 from tests.integrations.transformers.serving import AMPLE, store
+from tests.integrity import check_controller
 from tiercache.errors import ConfigError, UnsupportedModelError
 from tiercache.integrations.transformers import ModelRunner
 from tiercache.integrations.transformers import worker as worker_module
@@ -169,7 +170,7 @@ def test_what_changes_the_computation_changes_the_identity_and_is_noticed(
         with pytest.raises(ConfigError, match="when this worker was made") as refused:
             worker.serve(TOKENS, 2)
         assert "\n" not in str(refused.value)
-        worker.controller.check_integrity()
+        check_controller(worker.controller)
     assert served_by_another(model, tmp_path) == 0
     assert served_by_another(model, tmp_path) == 6 * PAGE
 
@@ -219,7 +220,7 @@ def test_a_change_in_the_middle_of_a_request_is_not_committed(tmp_path: Path) ->
         with pytest.raises(ConfigError, match="_disable_adapters"):
             worker.serve(TOKENS, 2)
         worker.controller.flush()
-        worker.controller.check_integrity()
+        check_controller(worker.controller)
     with store(tmp_path) as storage:
         assert list(storage.scan_all()) == []
 

@@ -16,6 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from tests.examples import slow_after
 from tests.integrations.transformers.models import DENSE, PAGE, build, prompt
 from tests.integrations.transformers.serving import AMPLE, joined, store
+from tests.integrity import check_controller
 from tiercache.core import Reason
 from tiercache.errors import InputError, UnsupportedModelError
 from tiercache.integrations.transformers import ModelRunner, TailMode, load
@@ -94,7 +95,7 @@ def test_a_conversation_across_the_switch_of_a_rotary_embedding(kind: str, tmp_p
                 assert below or (generation.restored, generation.reason) == (0, Reason.DISABLED)
                 history = joined(generation.tokens, prompt(3, seed=turn))
             worker.controller.flush()
-            worker.controller.check_integrity()
+            check_controller(worker.controller)
 
 
 def test_what_was_computed_above_the_switch_is_not_found_below_it(tmp_path: Path) -> None:
@@ -282,7 +283,7 @@ def test_a_request_past_the_positions_is_refused(tokens: int, new: int, tmp_path
         ) as refused:
             worker.serve(prompt(tokens, seed=5), new)
         assert "\n" not in str(refused.value)
-        worker.controller.check_integrity()
+        check_controller(worker.controller)
         right(worker, worker.serve(prompt(100, seed=5), 1))
 
 

@@ -27,6 +27,7 @@ from tests.integrations.transformers.serving import (
     settle,
     store,
 )
+from tests.integrity import check_controller
 from tiercache.core import PoolName, Reason, Tier, as_tokens
 from tiercache.errors import ConfigError
 from tiercache.testing.faults import FaultEnv
@@ -53,7 +54,7 @@ def test_bits_that_flip_on_the_way_from_disk_never_reach_the_model(name: str, tm
         env.clear()
         # What was dropped as corrupt has been stored anew behind that request.
         right(audit, worker, restored(worker, Tier.STORAGE))
-        worker.controller.check_integrity()
+        check_controller(worker.controller)
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "llama"])
@@ -67,13 +68,13 @@ def test_a_request_that_does_not_fit_is_computed_without_the_cache(name: str, tm
             generation = worker.serve(LONG[1], 3, audit=True)
             assert (generation.restored, generation.tier, generation.reason) == (0, None, Reason.BUSY)
             right(audit, worker, generation)
-            worker.controller.check_integrity()
+            check_controller(worker.controller)
         short = LONG[2][: 2 * PAGE + 1]
         right(audit, worker, worker.serve(short, 3))
         again = worker.serve(short, 3, audit=True)
         assert again.restored == 2 * PAGE
         right(audit, worker, again)
-        worker.controller.check_integrity()
+        check_controller(worker.controller)
 
 
 def test_device_pools_that_hold_nothing_are_refused() -> None:
@@ -91,7 +92,7 @@ def test_writes_that_hang_are_not_waited_for(tmp_path: Path) -> None:
         right(audit, worker, worker.serve(LONG[1], 2, audit=True))
         hang.release()
         settle(worker)
-        worker.controller.check_integrity()
+        check_controller(worker.controller)
 
 
 class Breaking:
@@ -133,7 +134,7 @@ def test_a_layer_that_cannot_be_loaded(name: str, layer: int) -> None:
                 near
             )
             settle(worker)
-            worker.controller.check_integrity()
+            check_controller(worker.controller)
 
 
 def test_too_few_slots_after_a_load_that_failed() -> None:
@@ -165,5 +166,5 @@ def test_too_few_slots_after_a_load_that_failed() -> None:
         pool.free(others)
         right(audit, worker, generation)
         worker.synchronize()
-        worker.controller.check_integrity()
+        check_controller(worker.controller)
         right(audit, worker, worker.serve(tokens, 2, audit=True))

@@ -16,6 +16,7 @@ from tests.examples import slow_after
 from tests.integrations.transformers.models import PAGE, loaded, prompt
 from tests.integrations.transformers.serving import context_of, right, serving, settle, store
 from tests.integrations.transformers.test_tasks import generated
+from tests.integrity import check_controller
 from tiercache.controller import ControllerOptions
 from tiercache.core import PoolName, Reason
 from tiercache.errors import AdmissionError, InputError
@@ -64,7 +65,7 @@ def whole(worker: Worker) -> None:
     """Nothing is left behind."""
     worker.synchronize()
     settle(worker)
-    worker.controller.check_integrity()
+    check_controller(worker.controller)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from tests.integrations.transformers.alone import build, loaded, serving, wrong_
 from tests.integrations.transformers.models import PAGE, prompt
 from tests.integrations.transformers.serving import EVICTED, evict, joined, right, settle, store, tiers_of
 from tests.integrations.transformers.sweep import small
+from tests.integrity import check_controller
 from tiercache.core import PoolName, Tier
 from tiercache.errors import ConfigError, SlotError, TokenError, UnsupportedModelError
 from tiercache.integrations.transformers import Generation, ModelRunner, Request
@@ -74,7 +75,7 @@ def test_a_restored_conversation_equals_its_recompute(
             right(audit, worker, second)
         worker.synchronize()
         settle(worker)
-        worker.controller.check_integrity()
+        check_controller(worker.controller)
 
 
 @pytest.mark.parametrize("name", slow_after(1, EACH))
@@ -174,7 +175,7 @@ def test_prompts_may_be_shorter_than_a_page() -> None:
             generation = worker.serve(np.arange(n), 2, audit=True)
             assert (generation.restored, generation.states) == (0, ())
             right(audit, worker, generation)
-        worker.controller.check_integrity()
+        check_controller(worker.controller)
 
 
 @pytest.mark.parametrize("name", slow_after(1, ["mistral", "mamba2", "mamba"]))
@@ -186,4 +187,4 @@ def test_requests_in_turns_give_what_each_gives_alone(name: str, tmp_path: Path)
             alone = worker.serve(prompt(3 * PAGE + 3, seed), PAGE + 9)
             assert np.array_equal(alone.tokens, answer.tokens)
             assert (alone.restored, answer.states) == (3 * PAGE, (3 * PAGE, 4 * PAGE))
-        worker.controller.check_integrity()
+        check_controller(worker.controller)

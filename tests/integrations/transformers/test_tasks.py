@@ -23,6 +23,7 @@ from tests.integrations.transformers.serving import (
     serving,
     store,
 )
+from tests.integrity import check_controller
 from tiercache.core import PoolName, Reason, Tier
 from tiercache.errors import ClosedError, InputError, TokenError, UnsupportedModelError
 from tiercache.integrations.transformers import Generation, Request, Sampling, differences
@@ -81,7 +82,7 @@ def test_tasks_in_turns_equal_their_recompute(name: str, tmp_path: Path) -> None
             assert generation.restored == restored
             right(audit, worker, generation)
         worker.synchronize()
-        worker.controller.check_integrity()
+        check_controller(worker.controller)
         right(audit, worker, worker.serve(LONG[2], 2, audit=True))
 
 
@@ -115,7 +116,7 @@ def test_requests_in_turns_give_what_they_give_one_by_one(name: str, tmp_path: P
                 else:
                     assert worker.runner.layout.length(one.cache) == 0, "memory of what is over is free"
             worker.synchronize()
-            worker.controller.check_integrity()
+            check_controller(worker.controller)
             assert worker.controller.flush()
 
 
@@ -136,7 +137,7 @@ def test_requests_that_share_a_prefix_use_what_earlier_ones_left(name: str, tmp_
             assert turn == 0 or {answer.tier for answer in answers} >= {Tier.STORAGE}
             histories = [joined(answer.tokens, prompt(5, seed=9)) for answer in answers]
             worker.synchronize()
-            worker.controller.check_integrity()
+            check_controller(worker.controller)
             assert worker.controller.flush()
 
 
@@ -158,7 +159,7 @@ def test_requests_wait_for_slots(name: str, tmp_path: Path) -> None:
         for answer in answers:
             right(audit, worker, answer)
         worker.synchronize()
-        worker.controller.check_integrity()
+        check_controller(worker.controller)
         assert_nothing_is_held(worker)
 
 
@@ -205,7 +206,7 @@ def test_a_request_that_fails_in_the_middle_does_not_disturb_the_others(tmp_path
                 assert answer.tokens.tolist() == expected.tokens.tolist()
                 right(audit, worker, answer)
             worker.synchronize()
-            worker.controller.check_integrity()
+            check_controller(worker.controller)
             assert_nothing_is_held(worker)
         right(audit, worker, worker.serve(whole[0].tokens, 2, audit=True))
 

@@ -16,6 +16,7 @@ from tests.examples import slow_after
 from tests.integrations.transformers.models import PAGE, WINDOW, build, prompt
 from tests.integrations.transformers.serving import AMPLE, context_of, evict, right, store
 from tests.integrations.transformers.test_probe import spoiled
+from tests.integrity import check_controller
 from tiercache.controller import ControllerOptions
 from tiercache.core import PoolName, Tier
 from tiercache.errors import ConfigError, SlotError, UnsupportedModelError
@@ -140,7 +141,7 @@ def test_turns_across_the_window_come_back_from_disk(
             tokens = [*generation.tokens.tolist(), *prompt(5, 50 + turn).tolist()]
             evict(worker, Tier.DEVICE, Tier.HOST)
         assert len(tokens) > WINDOW
-        worker.controller.check_integrity()
+        check_controller(worker.controller)
         pools = worker.runner.layout.geometries
         assert PoolName.SWA in pools
         held = {entry.key.pool for entry in context_of(worker).storage.backend.scan_all()}

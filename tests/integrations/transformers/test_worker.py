@@ -29,6 +29,7 @@ from tests.integrations.transformers.serving import (
     settle,
     store,
 )
+from tests.integrity import check_controller
 from tiercache.controller import ControllerOptions
 from tiercache.core import PoolName, Tier
 from tiercache.errors import InputError, TokenError
@@ -69,13 +70,13 @@ def test_every_state_comes_back_from_every_tier(name: str, kind: str, tmp_path: 
         for tier in Tier:
             for depth, tokens in prompts.items():
                 serve_from(worker, audit, tier, depth, tokens)
-        worker.controller.check_integrity()
+        check_controller(worker.controller)
     if kind == "memory":
         return
     for depth, tokens in prompts.items():
         with serving(name, store(tmp_path)) as worker:
             serve_from(worker, audit, Tier.STORAGE, depth, tokens)
-            worker.controller.check_integrity()
+            check_controller(worker.controller)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,7 @@ def test_conversations_with_pools_too_small_for_all_of_them(name: str, tmp_path:
                     seen.add(generation.tier)
                     assert generation.restored > 0 or turn == 0, (generation.reason, n, turn)
                     settle(worker)
-            worker.controller.check_integrity()
+            check_controller(worker.controller)
     assert Tier.STORAGE in seen
 
 
@@ -200,7 +201,7 @@ def test_prompts_of_every_length(name: str, tokens: int) -> None:
             assert generation.restored == depth
             assert len(generation.answer) == 1
             right(audit, worker, generation)
-        worker.controller.check_integrity()
+        check_controller(worker.controller)
 
 
 def test_an_answer_ends_behind_a_stop_token() -> None:
@@ -211,7 +212,7 @@ def test_an_answer_ends_behind_a_stop_token() -> None:
             generation = worker.serve(LONG[1], 8, stop=[token], audit=True)
             assert generation.answer.tolist() == answer[: answer.index(token) + 1], at
         right(audit, worker, worker.serve(LONG[2], 8, stop=range(256)))
-        worker.controller.check_integrity()
+        check_controller(worker.controller)
 
 
 def test_the_audit_refuses_what_it_cannot_judge() -> None:
@@ -229,7 +230,7 @@ def test_no_new_tokens_is_refused() -> None:
     with serving("llama") as worker:
         with pytest.raises(InputError, match="at least one"):
             worker.serve([1], 0)
-        worker.controller.check_integrity()
+        check_controller(worker.controller)
 
 
 @pytest.mark.parametrize(
@@ -241,7 +242,7 @@ def test_bad_tokens_change_nothing(tokens: list[int], tmp_path: Path) -> None:
         with pytest.raises(TokenError):
             worker.serve(tokens, 4)
         assert worker.controller.metrics.total("lookups_total", tier="device") == 2, "one request, two pools"
-        worker.controller.check_integrity()
+        check_controller(worker.controller)
         assert worker.serve(LONG[1], 1).restored == 6 * PAGE
 
 
@@ -345,4 +346,4 @@ def test_where_states_are_taken_changes_no_answer() -> None:
             right(audit, worker, generation)
             found.append(generation.restored)
         assert found[-1] >= 4 * PAGE
-        worker.controller.check_integrity()
+        check_controller(worker.controller)

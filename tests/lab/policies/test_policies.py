@@ -1,4 +1,4 @@
-"""Rivals by name, and `seglen:additive` by hand."""
+"""Rivals by name, and `seglen` and `marconi` by hand."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import pytest
 from tests.policy.rig import COSTS, units
 from tiercache.errors import ConfigError
 from tiercache.policy import policy_named
-from tiercache_lab.policies import RIVALS, VARIANTS
+from tiercache_lab.policies import MAIN, RIVALS, VARIANTS
 
 
 def test_every_rival_has_a_name_by_which_it_is_made():
-    for name in (*RIVALS, VARIANTS[0]):
+    for name in (*MAIN, *RIVALS, *VARIANTS):
         assert policy_named(name).name == name
         assert policy_named(name, COSTS) is not policy_named(name, COSTS)
 
 
-@pytest.mark.parametrize("name", [*(f"{name}:1" for name in RIVALS), "seglen:additive:0.5"])
+@pytest.mark.parametrize("name", [*(f"{name}:1" for name in (*MAIN, *RIVALS)), "seglen:additive:0.5"])
 def test_what_there_is_not_is_refused(name: str):
     with pytest.raises(ConfigError, match=r"has no parameter|is not a number"):
         policy_named(name)
@@ -35,3 +35,18 @@ def test_the_two_readings_of_seglen_disagree():
     asked = units(replay=[1, 9, 5], last_access=[30, 10, 20])
     assert np.argsort(policy_named("seglen").rank(asked)).tolist() == [0, 2, 1]
     assert np.argsort(policy_named("seglen:additive").rank(asked)).tolist() == [1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ({}, [1.0, 0.5, 0.5]),
+        ({"children": [1, 2, 7]}, [1.0, np.inf, np.inf]),
+        ({"last_access": [20, 18, 16]}, [1.0, 1 / 3 + 1 / 6, 0.5]),
+    ],
+)
+def test_marconi_adds_recency_and_flops_by_byte_and_lets_branches_go_last(columns, expected):
+    """56, 56 and 200 FLOPs over 56, 28 and 50 bytes: 1, 2 and 4 FLOPs a byte; 1, 2 and 4 ticks old."""
+    three = {"depth": [4, 10, 10], "replay": [4, 2, 10], "nbytes": [56, 28, 50], "last_access": [19, 18, 16]}
+    asked = units(**three | columns, now=20, page_tokens=1)
+    assert policy_named("marconi", COSTS).rank(asked).tolist() == pytest.approx(expected)

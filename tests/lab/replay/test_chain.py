@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.integrity import check_controller
 from tests.lab.replay.test_drive import CHATS, HYBRID, disk, ran
 from tiercache_lab.replay.base import StorageTier, Tiers
 from tiercache_lab.replay.cache import Setup
@@ -79,7 +80,7 @@ def test_no_tier_holds_more_than_it_has_and_answers_add_up(storage, policy) -> N
             assert store.usage().used_bytes <= store.peak <= one.nbytes
 
     run.go(step)
-    run.controller.check_integrity()
+    check_controller(run.controller)
     found = run.uses()
     assert [*found] == ["host", *(one.name for one in storage)]
     prompts = sum(len(request.prompt) for request in source)

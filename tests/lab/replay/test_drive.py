@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
+from tests.integrity import check_controller
 from tiercache.core import PoolName, Tier, TokenArray, reusable_pages
 from tiercache.errors import ConfigError
 from tiercache.index import CheckpointRules
-from tiercache.policy import POLICIES, ModelProfile, profile_named
-from tiercache_lab.policies import RIVALS
+from tiercache.policy import ModelProfile, profile_named
+from tiercache_lab.policies import MAIN, RIVALS
 from tiercache_lab.replay.base import Request, Source, StorageTier, Tiers
 from tiercache_lab.replay.cache import Setup
 from tiercache_lab.replay.drive import Run
@@ -77,11 +78,11 @@ def ran(
     def step() -> None:
         count[0] += 1
         if count[0] % 7 == 1:
-            run.controller.check_integrity()
+            check_controller(run.controller)
 
     run.go(step)
     assert count[0] == run.tally.requests == len(source)
-    run.controller.check_integrity()
+    check_controller(run.controller)
     return run
 
 
@@ -172,7 +173,7 @@ ALL_THREE = Tiers(host_bytes=500_000, device_bytes=1_500_000, storage=disk(2_000
 @pytest.mark.parametrize(
     ("policy", "tiers"),
     [
-        *((policy, ALL_THREE) for policy in (*POLICIES, *RIVALS)),
+        *((policy, ALL_THREE) for policy in (*MAIN, *RIVALS)),
         ("lru", Tiers(host_bytes=1_000_000)),
         ("hvd", Tiers(host_bytes=700_000, device_bytes=1_500_000)),
         ("marconi", Tiers(host_bytes=400_000, storage=disk(1_500_000))),
@@ -197,14 +198,14 @@ def test_no_tier_ever_holds_more_than_it_has(policy: str, tiers: Tiers) -> None:
         assert run.peak_bytes <= tiers.nbytes
         seen.append(run.peak_bytes)
         if len(seen) % 10 == 1:
-            run.controller.check_integrity()
+            check_controller(run.controller)
 
     run.go(step)
     assert seen == sorted(seen)
     assert seen[-1] > 0.8 * tiers.nbytes, "the tiers were filled"
     assert sum(use.evicted for use in run.uses().values()) > 0
     assert 0 < run.tally.token_hit_rate < 0.9
-    run.controller.check_integrity()
+    check_controller(run.controller)
 
 
 @pytest.mark.parametrize("policy", ["lru", "gdsf", "hvd"])
@@ -301,7 +302,7 @@ def test_so_many_at_once_and_sessions_never_overlap(concurrency: int) -> None:
         assert len({request.session for request in now}) == len(now)
         assert concurrency == 1 or now[-1] is requests[begun - 1]
         most = max(most, len(now))
-        run.controller.check_integrity()
+        check_controller(run.controller)
 
     run.go(step)
     assert most == (0 if concurrency == 1 else concurrency)

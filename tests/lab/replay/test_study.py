@@ -12,7 +12,8 @@ import pytest
 
 from tiercache.errors import ConfigError
 from tiercache.index import CheckpointRules
-from tiercache.policy import DEFAULT_PROFILE, POLICIES, ModelProfile, profile_named
+from tiercache.policy import DEFAULT_PROFILE, ModelProfile, profile_named
+from tiercache_lab.policies import MAIN
 from tiercache_lab.replay.base import StorageTier, Tiers
 from tiercache_lab.replay.results import WITHOUT_OFFLOAD, Result
 from tiercache_lab.replay.sources import open_source
@@ -82,11 +83,11 @@ def named(results: list[Result], policy: str) -> Result:
 
 
 def test_seed_20457_with_its_own_tiers_hits_what_an_infinite_cache_hits() -> None:
-    results = found(asked("seed-20457", ",".join(POLICIES), profile=MODEL))
-    assert [one.policy for one in results] == ["infinite", *POLICIES, f"lru {WITHOUT_OFFLOAD}"]
+    results = found(asked("seed-20457", ",".join(MAIN), profile=MODEL))
+    assert [one.policy for one in results] == ["infinite", *MAIN, f"lru {WITHOUT_OFFLOAD}"]
     infinite = results[0]
     assert infinite.is_bound
-    for one in results[: len(POLICIES) + 1]:
+    for one in results[: len(MAIN) + 1]:
         assert one.token_hit_rate == 517 / 576, one.policy
         assert one.token_hit_rate - one.published["token_hit_rate_without_state_offload"] >= 0.30
         assert one.token_hit_rate == pytest.approx(one.published["token_hit_rate_infinite"], abs=5e-7)

@@ -19,8 +19,8 @@ import pytest
 from tests.examples import slow_after
 from tiercache.cli.app import main
 from tiercache.controller import WRITE_BACK, WRITE_CHANCE
-from tiercache.policy import POLICIES, PROFILES, profile_named
-from tiercache_lab.policies import RIVALS, VARIANTS
+from tiercache.policy import PROFILES, profile_named
+from tiercache_lab.policies import MAIN, RIVALS, VARIANTS
 from tiercache_lab.replay.machines import MACHINES
 from tiercache_lab.replay.sources import SOURCES, open_source
 from tiercache_lab.replay.study import Question
@@ -113,7 +113,7 @@ def test_json_rows_have_these_keys_and_nothing_else_is_on_stdout(trace: Path) ->
         assert row["source"] == "little"
         assert row["peak_bytes"] <= row["capacity_bytes"]
         assert all(use["peak"] <= use["capacity"] for use in row["tiers"].values())
-        assert row["is_bound"] == (row["policy"] not in POLICIES)
+        assert row["is_bound"] == (row["policy"] not in MAIN)
     # The first question about each document computes it, the others find a state at its end, where a page
     # ends too.
     assert done.rows[0]["token_hit_rate"] == pytest.approx(4 * 2048 / (6 * 2248))
@@ -385,7 +385,7 @@ def test_a_report_names_every_policy(replay: Command, tmp_path: Path, trace: Pat
     assert f"report: {path}" in done.err
     page = path.read_text()
     assert page.startswith("<!doctype html>")
-    for policy in (*POLICIES, "infinite", "clairvoyant"):
+    for policy in (*MAIN, "infinite", "clairvoyant"):
         assert policy in page
     assert "States are taken by the policy every:512." in page
     assert sorted(tmp_path.iterdir()) == sorted([path, trace])
@@ -476,7 +476,7 @@ def test_a_model_without_states_gets_the_policies_that_it_has_a_use_for(
         (["agent", "extra"], "unexpected extra argument"),
         (["agent", "--policy", "bogus"], "there is no eviction policy 'bogus'; use lru"),
         (["agent", "--policy", ","], "no policy is named"),
-        (["agent", "--policy", "seglen:much"], "is not a number"),
+        (["agent", "--policy", "seglen:much"], "has no parameter"),
         (
             ["agent", "--policy", "lru,marconi", "--profile", "llama-3.1-8b"],
             "'marconi' ranks recurrent states, and llama-3.1-8b has none; use",
@@ -596,7 +596,7 @@ def test_help_teaches(replay: Command) -> None:
 
 def test_a_list_of_the_generators_and_policies(replay: Command) -> None:
     said = replay("--list").out
-    for name in (*POLICIES, *RIVALS, *VARIANTS, *PROFILES, *MACHINES):
+    for name in (*MAIN, *RIVALS, *VARIANTS, *PROFILES, *MACHINES):
         assert name in said
     for name, kind in SOURCES.items():
         assert re.search(rf"^ {name} ", said, re.MULTILINE)

@@ -12,7 +12,6 @@ from tiercache.controller.continuation.holds import all_objects, cut_parcels
 from tiercache.controller.continuation.moves import Arrival
 from tiercache.controller.continuation.parked import Parked, ParkedStatus, Parking
 from tiercache.controller.lookup import Lookup, look_up
-from tiercache.controller.options import PrefetchRules
 from tiercache.core import CacheTransferUnits, PoolName, Reason, TokenArray, leading
 from tiercache.errors import InputError, PoolFullError, SlotError
 from tiercache.index import Node
@@ -52,7 +51,7 @@ def fork_admission(
             raise SlotError("there is no state pool, so that no live state can be copied; leave `live` out")
     node, match = source.shared_node(source.slots.pages), context.index.match(sequence, source.lookup.extra)
     lookup = Lookup(sequence, source.lookup.extra, match, node.end * page)
-    fork = Admission(context, lookup, tokens, states, context.clock(), context.options.prefetch, shared=node)
+    fork = Admission(context, lookup, tokens, states, context.clock(), shared=node)
     try:
         if source.pages and written > node.end * page:
             here = slice(node.end, -(-written // page))
@@ -88,7 +87,6 @@ class ResumedAdmission(Admission):
         tokens: int,
         states: int,
         deadline: float,
-        rules: PrefetchRules,
     ) -> None:
         self.resumed = False
         """Whether the request goes on where it was parked."""
@@ -96,14 +94,14 @@ class ResumedAdmission(Admission):
         self._parked: Parked | None = parked
         """The parked request; None once this is decided."""
         self._arrival: Arrival | None = None
-        self._ordinary = tokens, states, deadline, rules
+        self._ordinary = tokens, states, deadline
         self._missed: Reason | None = None
         """Why the request could not be resumed, until there were slots to go on as an ordinary one."""
         sequence, extra = parked.tokens, parked.ticket.extra
         node = _deepest_on_device(context, sequence, extra)
         match = context.index.match(sequence, extra)
         lookup = Lookup(sequence, extra, match, node.end * context.page_size)
-        super().__init__(context, lookup, tokens, states, deadline, rules, shared=node)
+        super().__init__(context, lookup, tokens, states, deadline, shared=node)
         if context.index.state_pools:
             self.live_states = self.slots.take_states()
         self.status, self._frozen = Status.PENDING, False
@@ -158,7 +156,9 @@ class ResumedAdmission(Admission):
         for pool, slot in self.live_states.items():
             device[pool] = np.full(pages, slot, np.int64)
         parcels = cut_parcels(context, pages)
-        return Arrival(context, self._parking.holds, parked.source, parcels, device, wanted)
+        return Arrival(
+            context, self._parking.holds, parked.keys, parked.hold, parked.host, parcels, device, wanted
+        )
 
     def _decide(self, parked: Parked) -> None:
         """Go on where the request was parked, or note why that is not possible."""
@@ -179,16 +179,16 @@ class ResumedAdmission(Admission):
         next poll. No copy writes to the slots any more, and nobody has used them.
         """
         assert self._missed is not None
-        tokens, states, deadline, rules = self._ordinary
+        tokens, states, deadline = self._ordinary
         context, before = self._context, self.lookup
         context.device_work.retire(self.slots.close(), None, [self._pin])
         reason, self._missed = self._missed, None
         try:
             lookup = look_up(context, before.tokens, before.extra)
-            super().__init__(context, lookup, tokens, states, deadline, rules)
+            super().__init__(context, lookup, tokens, states, deadline)
         except PoolFullError:
             root = context.index.node_at(before.match, 0)
-            super().__init__(context, before, 0, 0, deadline, rules, shared=root)
+            super().__init__(context, before, 0, 0, deadline, shared=root)
             self.status, self._missed = Status.PENDING, reason
             raise
         if reason is not Reason.NONE:

@@ -9,7 +9,7 @@ import numpy as np
 
 from tiercache.controller.context import ControllerContext
 from tiercache.controller.operations import PART_BYTES
-from tiercache.core import ABSENT, CacheTransferUnits, Locations, Mask, PoolName
+from tiercache.core import ABSENT, Locations, Mask, PoolName
 from tiercache.index import Pin
 
 
@@ -116,17 +116,6 @@ class Parcel(NamedTuple):
     def pick(self, places: Places, wanted: Mapping[PoolName, Mask]) -> dict[PoolName, Locations]:
         """Return the locations of the parcel's objects that are marked in `wanted`, by pool."""
         return {pool: places[pool][self.start : self.end][mask] for pool, mask in self.flags(wanted).items()}
-
-    def units(
-        self, sources: Places, destinations: Places, wanted: Mapping[PoolName, Mask]
-    ) -> list[CacheTransferUnits]:
-        """Return the parcel's objects that are marked in `wanted` as transfer units."""
-        there = self.pick(destinations, wanted)
-        return [
-            CacheTransferUnits(pool, at, there[pool])
-            for pool, at in self.pick(sources, wanted).items()
-            if len(at)
-        ]
 
 
 def cut_parcels(context: ControllerContext, pages: int) -> list[Parcel]:

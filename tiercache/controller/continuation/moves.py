@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import compress
-
-import numpy as np
 
 from tiercache.controller.context import ControllerContext
 from tiercache.controller.continuation.holds import HostHold, HostHolds, Parcel, Places, counts
@@ -33,8 +30,6 @@ from tiercache.storage.hybrid import HybridStorage
 from tiercache.transfer import Fence, LayerTicket, Ticket
 
 _log = logging.getLogger(__name__)
-
-
 TAKEN = (Outcome.STORED, Outcome.HIT)
 """Outcomes of a set that show that the object is in storage."""
 
@@ -42,8 +37,8 @@ TAKEN = (Outcome.STORED, Outcome.HIT)
 class ParkCopy:
     """Copy of a request's own objects from device to host.
 
-    A parcel's device slots are given back as soon as its copy has landed. The pins, which keep the pages that
-    the index has on the device, are released at the end.
+    The request's slots, and the pins that keep the pages that the index has on the device, are let go when
+    the copy has landed.
     """
 
     kind = "park"
@@ -52,68 +47,41 @@ class ParkCopy:
         self,
         context: ControllerContext,
         hold: HostHold,
-        parcels: Sequence[Parcel],
-        device: Places,
-        host: Places,
-        wanted: Mapping[PoolName, Mask],
+        units: Sequence[CacheTransferUnits],
         *,
         slots: Mapping[PoolName, Locations],
         pins: Sequence[Pin],
         fence: Fence | None,
         over: Callable[[bool], None],
     ) -> None:
-        """Begin the copies, after `fence` has passed.
-
-        `slots` are the device slots that the request had for itself; those of them that are not copied are
-        given back at once. `over` is called with whether everything has arrived.
-        """
+        """Begin the copy, after `fence` has passed. `over` is called with whether everything has arrived."""
         self.done = False
-        self.pins: list[Pin] = list(pins)
+        self.pins, self.slots = list(pins), dict(slots)
         self._context, self._hold, self._fence, self._over = context, hold, fence, over
-        self._is_whole = True
-        copied = [parcel.pick(device, wanted) for parcel in parcels]
-        mine = [{pool: at[np.isin(at, slots[pool])] for pool, at in parcel.items()} for parcel in copied]
-        self.slots: list[Mapping[PoolName, Locations]] = [
-            each for each in mine if any(map(len, each.values()))
-        ]
-        """Slots that copies may still read, by pool, for each parcel."""
-        kept = {
-            pool: np.concatenate([one[pool] for one in mine if pool in one] or [slots[pool][:0]])
-            for pool in slots
-        }
-        context.device_work.retire({pool: np.setdiff1d(at, kept[pool]) for pool, at in slots.items()}, fence)
-        self._left = len(parcels)
         context.in_flight.begin(self)
-        for parcel, at, own in zip(parcels, copied, mine, strict=True):
-            hold.use()
-            after = [*([] if fence is None else [fence]), *context.device_work.fences(at.items())]
-            try:
-                ticket = context.engine.store(parcel.units(device, host, wanted), after=after)
-            except Exception as error:  # noqa: BLE001
-                # an engine may raise any exception; the copy then counts as failed
-                ticket = Ticket()
-                ticket.finish(TransferError(f"the copy could not begin: {error}"))
-            ticket.add_done_callback(partial(self._background_copied, own))
+        hold.use()
+        after = context.device_work.fences((each.pool, each.sources) for each in units)
+        try:
+            ticket = context.engine.store(units, after=[*after, *([] if fence is None else [fence])])
+        except Exception as error:  # noqa: BLE001
+            # an engine may raise any exception; the copy then counts as failed
+            ticket = Ticket()
+            ticket.finish(TransferError(f"the copy could not begin: {error}"))
+        ticket.add_done_callback(self._background_copied)
 
-    def _background_copied(self, own: Mapping[PoolName, Locations], ticket: Ticket) -> None:
-        self._context.events.post(partial(self._land, own, ticket.error))
+    def _background_copied(self, ticket: Ticket) -> None:
+        self._context.events.post(partial(self._land, ticket.error))
 
-    def _land(self, own: Mapping[PoolName, Locations], error: TransferError | None) -> None:
+    def _land(self, error: TransferError | None) -> None:
         if error is not None:
             _log.warning("a copy of a parked request failed; it will be computed again: %s", error)
-            self._is_whole = False
-        self.slots = [other for other in self.slots if other is not own]
         # A copy that failed before its fence does not show that the device has passed the fence.
-        self._context.device_work.retire(own, self._fence)
+        self._context.device_work.retire(self.slots, self._fence, self.pins)
+        self.slots, self.pins = {}, []
         self._hold.leave()
-        self._left -= 1
-        if self._left:
-            return
-        pins, self.pins = self.pins, []
-        self._context.device_work.retire({}, self._fence, pins)
         self.done = True
         self._context.in_flight.end(self)
-        self._over(self._is_whole)
+        self._over(error is None)
 
 
 class ParkWrite:
@@ -132,7 +100,6 @@ class ParkWrite:
         hold: HostHold,
         parcels: Sequence[Parcel],
         host: Places,
-        wanted: Mapping[PoolName, Mask],
         keys: Sequence[bytes],
         value: float,
         over: Callable[[bool, bool], None],
@@ -145,7 +112,7 @@ class ParkWrite:
         self._context, self._hold, self._over = context, hold, over
         self._was_offered = False
         self._left = list(parcels)
-        self._host, self._wanted, self._keys, self._value = host, wanted, keys, value
+        self._host, self._keys, self._value = host, keys, value
         context.in_flight.begin(self)
         self._next()
 
@@ -174,14 +141,14 @@ class ParkWrite:
 
     def _background_store(self, parcel: Parcel) -> Mapping[PoolName, Sequence[Outcome]]:
         transfers, keys = [], self._keys
-        for pool, handles in parcel.pick(self._host, self._wanted).items():
-            pages = range(parcel.start, parcel.end)
+        pages = range(parcel.start, parcel.end)
+        for pool in parcel.pools:
             is_state = pool in self._context.index.state_pools
             transfers.append(
                 PoolTransfer(
                     pool,
                     keys=[keys[i] for i in pages],
-                    handles=handles,
+                    handles=self._host[pool][parcel.start : parcel.end],
                     hit_policy=HitPolicy.TRAILING_PAGES if is_state else HitPolicy.ALL_PAGES,
                     depths=[i + 1 for i in pages],
                     parents=[keys[i - 1] if i else b"" for i in pages],
@@ -271,18 +238,6 @@ class ParkDeletion:
         self._land(False)
 
 
-@dataclass(frozen=True, slots=True)
-class ParkedSource:
-    """Places of the objects of a parked request."""
-
-    keys: Sequence[bytes]
-    """Keys of its pages in storage."""
-    hold: HostHold | None
-    """Hold of its objects on the host; None if only storage has them."""
-    host: Places
-    """Handles of all its objects, if they are on the host."""
-
-
 class Arrival:
     """Reads and loads that fill the slots of a resumed request.
 
@@ -297,11 +252,18 @@ class Arrival:
         self,
         context: ControllerContext,
         holds: HostHolds,
-        source: ParkedSource,
+        keys: Sequence[bytes],
+        hold: HostHold | None,
+        host: Places,
         parcels: Sequence[Parcel],
         device: Places,
         wanted: Mapping[PoolName, Mask],
     ) -> None:
+        """Begin to fill the slots `device` where `wanted` says so.
+
+        `keys` are those of the request's pages in storage. `hold` and `host` are its objects on the host, if
+        it has all of them; otherwise `hold` is None.
+        """
         self.done = False
         self.reason = Reason.NONE
         """Why not everything has arrived; valid once `done`."""
@@ -309,17 +271,17 @@ class Arrival:
         """Whether everything has arrived."""
         self.left_behind: tuple[Mapping[PoolName, Locations], Sequence[Pin], Fence | None] | None = None
         """Slots and pins of a request that was released while copies were under way, and its fence."""
-        self._context, self._holds, self._source = context, holds, source
+        self._context, self._holds, self._keys = context, holds, keys
         self._device, self._wanted = device, wanted
         self._waiting = [parcel for parcel in parcels if any(m.any() for m in parcel.flags(wanted).values())]
         self._reads: list[StoreCall] = []
         self._under_way = 0
         self._is_stopped = False
         context.in_flight.begin(self)
-        if source.hold is not None:
+        if hold is not None:
             waiting, self._waiting = self._waiting, []
             for parcel in waiting:
-                self._load(parcel, parcel.pick(source.host, wanted), source.hold)
+                self._load(parcel, parcel.pick(host, wanted), hold)
         self._go_on()
 
     def stop(self, reason: Reason) -> None:
@@ -382,14 +344,14 @@ class Arrival:
             landed=lambda outcomes: self._land_read(call, parcel, hold, outcomes),
             lost=lambda reason, begun: self._lose(call, hold, reason, begun),
             late=lambda _: hold.leave(),
-            probe=partial(storage.probe, parcel.pools[0], self._source.keys[parcel.start], read=True),
+            probe=partial(storage.probe, parcel.pools[0], self._keys[parcel.start], read=True),
         )
         self._reads.append(call)
         self._context.reads.submit(call)
         return True
 
     def _background_read(self, parcel: Parcel, hold: HostHold) -> Mapping[PoolName, Sequence[Outcome]]:
-        keys = self._source.keys[parcel.start : parcel.end]
+        keys = self._keys[parcel.start : parcel.end]
         chosen = {
             pool: list(compress(keys, mask.tolist())) for pool, mask in parcel.flags(self._wanted).items()
         }

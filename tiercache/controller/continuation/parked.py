@@ -26,10 +26,10 @@ from tiercache.controller.continuation.holds import (
     cut_parcels,
     spread,
 )
-from tiercache.controller.continuation.moves import Arrival, ParkCopy, ParkDeletion, ParkedSource, ParkWrite
+from tiercache.controller.continuation.moves import Arrival, ParkCopy, ParkDeletion, ParkWrite
 from tiercache.controller.retention import MAX_TTL, checked_seconds
 from tiercache.controller.values import Values
-from tiercache.core import Locations, Mask, PoolName, Tier, TokenArray
+from tiercache.core import CacheTransferUnits, Locations, Mask, PoolName, Tier, TokenArray
 from tiercache.errors import AdmissionError, InputError
 from tiercache.index import Node
 from tiercache.keys import KEY_BYTES, parked_keys
@@ -38,22 +38,12 @@ from tiercache.transfer import Fence
 
 ID_BYTES: Final = 16
 """Random bytes that name a parked request."""
-
-
 MAX_TOKENS: Final = 1 << 22
 """Maximum number of tokens of a parked request."""
-
-
 _MAX_EXTRA: Final = 1 << 20
 """Maximum number of bytes of the sequence's `extra`."""
-
-
 _MAGIC: Final = b"tiercache parked 1\n"
-
-
 _SUM_BYTES: Final = 16
-
-
 _FIELDS: Final = 5
 
 
@@ -125,12 +115,8 @@ def _fields(data: bytes) -> ParkingTicket | None:
 
 MAX_PARKED: Final = 1024
 """Maximum number of parked requests."""
-
-
 _MAX_DELETIONS: Final = 256
 """Maximum number of deletions from storage that may wait for it."""
-
-
 _MAX_HALVINGS: Final = 64.0
 """Maximum number of half-lives by which the value of a parked object is raised."""
 
@@ -179,11 +165,6 @@ class Parked:
         """Tokens of the request. Do not change them."""
         return self.ticket.tokens
 
-    @property
-    def source(self) -> ParkedSource:
-        """Present places of its objects."""
-        return ParkedSource(self.keys, self.hold, self.host)
-
     def to_bytes(self) -> bytes:
         """Return the ticket as bytes, with which another process can resume the request.
 
@@ -222,7 +203,7 @@ class Parking:
     def slots(self) -> list[Mapping[PoolName, Locations]]:
         """Device slots that no request has any more, and that copies still use."""
         left = [one.left_behind for one in self._arrivals if one.left_behind is not None]
-        return [*(each for copy in self._copies for each in copy.slots), *(one[0] for one in left)]
+        return [*(copy.slots for copy in self._copies), *(one[0] for one in left)]
 
     @property
     def pins(self) -> list[Any]:
@@ -269,25 +250,18 @@ class Parking:
         self._next = min(self._next, parked.expires)
         value = self._value(node, ttl) if below else None
         slots, pins = admission.hand_over()
-        parcels = [p for p in cut_parcels(context, pages) if any(m.any() for m in p.flags(copied).values())]
-        over = partial(self._copied, parked, wanted, value)
-        if not parcels:  # cannot happen with states; without, every page may be shared
+        units = [
+            CacheTransferUnits(pool, device[pool][mask], host[pool][mask])
+            for pool, mask in copied.items()
+            if mask.any()
+        ]
+        over = partial(self._copied, parked, value)
+        if not units:  # cannot happen with states; without, every page may be shared
             context.device_work.retire(slots, fence, pins)
             over(True)
         else:
             self._copies.append(
-                ParkCopy(
-                    context,
-                    hold,
-                    parcels,
-                    device,
-                    host,
-                    copied,
-                    slots=slots,
-                    pins=pins,
-                    fence=fence,
-                    over=over,
-                )
+                ParkCopy(context, hold, units, slots=slots, pins=pins, fence=fence, over=over)
             )
         self._count("parked")
         return parked
@@ -409,9 +383,7 @@ class Parking:
         found = [one for values in self._values.of(node.path()).values() for one in values.values()]
         return float(max([1.0, *found]) * 2.0 ** min(ttl / HALF_LIFE, _MAX_HALVINGS))
 
-    def _copied(
-        self, parked: Parked, wanted: Mapping[PoolName, Mask], value: float | None, whole: bool
-    ) -> None:
+    def _copied(self, parked: Parked, value: float | None, whole: bool) -> None:
         """Go on when everything is on the host, or a copy has failed."""
         self._forget_done()
         if parked.status is not ParkedStatus.COPYING or parked.hold is None:
@@ -430,7 +402,6 @@ class Parking:
             parked.hold,
             cut_parcels(self._context, len(parked.keys)),
             parked.host,
-            wanted,
             parked.keys,
             value,
             partial(self._written, parked),

@@ -85,10 +85,6 @@ class MessageKind(enum.IntEnum):
     """Leader to follower: a load has failed on some rank, and all vote again."""
     LOADED = 10
     """Follower to leader: everything is on the device."""
-    CALL = 11
-    """Follower to leader: a call of its engine, for the check of their order."""
-    PROBLEM = 12
-    """Leader to follower: the calls of two engines differ."""
 
 
 class Message(NamedTuple):
@@ -149,24 +145,23 @@ class RankFacts:
     namespace: bytes
     pools: Mapping[str, tuple[Shard, bytes]]
     """Shard that the rank holds of each pool, and the fingerprint of the pool's geometry."""
-    check_order: bool = False
 
     def fields(self) -> list[Any]:
         """Return the facts as fields of a message."""
         pools = {name: [shard.rank, shard.size, print_] for name, (shard, print_) in self.pools.items()}
-        return [self.size, self.page_size, self.namespace, pools, self.check_order]
+        return [self.size, self.page_size, self.namespace, pools]
 
     @classmethod
     def of(cls, fields: Sequence[Any]) -> RankFacts:
         """Return the facts in the fields of a message. Raises WireError for fields that are none."""
         try:
-            size, page_size, namespace, pools, check_order = fields
+            size, page_size, namespace, pools = fields
             shards = {str(name): (Shard(r, n), print_) for name, (r, n, print_) in pools.items()}
             if not all(isinstance(one, bytes) for one in (namespace, *(p for _, p in shards.values()))):
                 raise TypeError("a namespace or a fingerprint is not of bytes")
             if not all(isinstance(one, int) for one in (size, page_size)):
                 raise TypeError("a size is no integer")
-            return cls(size, page_size, namespace, shards, bool(check_order))
+            return cls(size, page_size, namespace, shards)
         except (ValueError, TypeError, AttributeError) as error:
             raise WireError(f"a rank sent facts that cannot be read: {error}") from None
 
@@ -202,22 +197,15 @@ def find_difference(ranks: Mapping[int, RankFacts]) -> str:
         return trouble
     for rank, facts in sorted(ranks.items()):
         if facts.page_size != leader.page_size:
-            return (
-                f"rank {rank} has pages of {facts.page_size} tokens and rank 0 of {leader.page_size}; make"
-                " them equal"
-            )
+            return f"rank {rank} has pages of {facts.page_size} tokens and rank 0 of {leader.page_size}"
         if facts.namespace != leader.namespace:
             return (
                 f"rank {rank} has another namespace than rank 0; give all ranks the same identity (model,"
                 " revision, dtypes, quantisation, tenant and salt)"
             )
-        if facts.check_order != leader.check_order:
-            return f"check_order differs between rank {rank} and rank 0; set it on all ranks or on none"
         if set(facts.pools) != set(leader.pools):
-            return (
-                f"rank {rank} has the pools {', '.join(sorted(facts.pools))} and rank 0"
-                f" {', '.join(sorted(leader.pools))}; give all ranks the same pools"
-            )
+            pools, others = (", ".join(sorted(each.pools)) for each in (facts, leader))
+            return f"rank {rank} has the pools {pools} and rank 0 {others}; give all ranks the same"
     return next(filter(None, (_shards_differ(pool, ranks) for pool in leader.pools)), "")
 
 

@@ -11,7 +11,6 @@ from tiercache.controller.admission import Admission, Poll, Status
 from tiercache.controller.context import ControllerContext
 from tiercache.controller.depths import near_depth, near_depths
 from tiercache.controller.lookup import Lookup
-from tiercache.controller.options import PrefetchRules
 from tiercache.controller.prefetch import Step
 from tiercache.controller.ranks.session import Agreement
 from tiercache.core import Reason, Tier
@@ -40,7 +39,6 @@ class GroupAdmission(Admission):
         tokens: int,
         states: int,
         wait: float,
-        rules: PrefetchRules,
         agreement: Agreement,
     ) -> None:
         """Begin as `Admission` does. `wait` is the time in seconds after which the request is decided."""
@@ -50,13 +48,13 @@ class GroupAdmission(Admission):
         self._has_told = False
         """Whether the others know that everything is on the device of this rank."""
         self._is_hasty = False
-        """Whether the wait for storage is over, because the caller, the policy or the deadline ended it."""
+        """Whether the wait for storage is over, because the caller or the deadline ended it."""
         self._patience = max(wait, _LEAST_S)
         self._vote_end = self._end_of_wait(context)
         """Clock time at which the wait for the other ranks ends: for votes, then for their loads."""
         deadline = context.clock() + wait * _STORAGE_SHARE
         try:
-            super().__init__(context, lookup, tokens, states, deadline, rules)
+            super().__init__(context, lookup, tokens, states, deadline)
         except BaseException:
             agreement.close()
             raise
@@ -77,7 +75,7 @@ class GroupAdmission(Admission):
     def wait(self) -> Poll:  # noqa: D102
         while (poll := self.poll()).status is Status.PENDING:
             now = self._context.clock()
-            ends = [end - now for end in (self._deadline, self._wait_end, self._vote_end) if end > now]
+            ends = [end - now for end in (self._deadline, self._vote_end) if end > now]
             self._context.events.arrived.wait(min([0.1, *ends]))
             self._end_wait()
         return poll
@@ -176,7 +174,6 @@ class GroupAdmission(Admission):
         freeze = self._is_hasty = freeze or self._is_hasty
         waiting, allowed = self._prefetch.waiting and not self._frozen, self._agreement.allowed
         if waiting and not freeze:
-            self._block()
             self._load_ahead()
             return
         self._cut_short |= waiting
@@ -192,7 +189,6 @@ class GroupAdmission(Admission):
             step = self._prefetch.begin(target, to_device=True)
             self._load_ahead(everything=step is not Step.BEGUN)
             if step is not Step.NO_ROOM or self._restore.is_loading_ahead:
-                self._block()
                 return
             if not self._let_host_evict():
                 self._prefetch.give_up()

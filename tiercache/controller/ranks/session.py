@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from blake3 import blake3
-
 from tiercache.controller.ranks.ballots import Ballots, Vote
 from tiercache.controller.ranks.base import (
     LEADER,
@@ -24,15 +22,12 @@ from tiercache.controller.ranks.base import (
     unpack_depths,
 )
 from tiercache.controller.ranks.handshake import REPEAT_S, Handshake
-from tiercache.core import Reason, TokenArray
+from tiercache.core import Reason
 from tiercache.errors import RankError, WireError
 
 _log = logging.getLogger(__name__)
-
 _LEADER_SHARE: Final = 0.9
 """Share of the deadline for which the leader waits for the others."""
-_MAX_CALLS: Final = 10_000
-"""Maximum number of calls that the check of their order keeps, because another rank has not made them."""
 _HANDSHAKE: Final = {
     MessageKind.HELLO,
     MessageKind.WELCOME,
@@ -45,7 +40,7 @@ _HANDSHAKE: Final = {
 class Agreement:
     """One rank's part in the agreement on one request.
 
-    Thread safety: the owner's thread. The session's lock guards what messages change.
+    Thread safety: the owner's thread. The session's `lock` guards what messages change.
     """
 
     def __init__(self, session: RankSession, number: int) -> None:
@@ -76,17 +71,30 @@ class Agreement:
     def is_confirmed(self, attempt: int) -> bool:
         """Return whether all ranks have everything on the device. Only the leader knows."""
         if self.decision is not None and not self.decision.depth:
-            return attempt == self.attempt  # nothing is loaded, also after the session has ended
-        return self._session.is_confirmed(self.number, attempt)
+            return attempt == self.attempt  # nothing is loaded
+        with self._session.lock:
+            return self._session.ballots.is_confirmed(self.number, attempt)
 
     def vote(self, possible: int, ready: int) -> None:
         """Say which depths this rank may restore, and which one it holds and keeps."""
         self.has_voted, self.ready = True, ready  # before the vote, which may be the last
-        self._session.vote(self, Vote(possible, ready))
+        session = self._session
+        vote = Vote(possible, ready)
+        with session.lock:
+            if self.is_leader:
+                session.ballots.vote(session.rank, self.number, self.attempt, self.round, vote)
+            else:
+                session.send_vote(self, vote)
 
     def expire(self) -> None:
-        """End the wait: the request restores nothing. Called at the deadline."""
-        self._session.expire(self)
+        """End the wait for the other ranks: the request restores nothing. Called at the deadline."""
+        with self._session.lock:
+            if self.is_leader:
+                self._session.ballots.expire(self.number)
+            elif self.decision is None:
+                self._session.is_leader_silent = True
+                self._session.send_vote(self, Vote(0, 0))
+                self.decision = Decision(0, Reason.TIMEOUT)
 
     def follow(self, depth: int) -> None:
         """Take the word of the leader's engine: the request begins at `depth` pages.
@@ -102,15 +110,30 @@ class Agreement:
 
     def fail_load(self) -> None:
         """Let all ranks vote again, because a load has failed on this one."""
-        self._session.fail_load(self)
+        with self._session.lock:
+            if self.is_leader:
+                self._session.ballots.repeat(self.number)
+            else:
+                self.on_again(self.attempt + 1)
 
     def note_loaded(self) -> None:
         """Say that everything is on the device of this rank."""
-        self._session.note_loaded(self)
+        session = self._session
+        with session.lock:
+            if self.is_leader:
+                session.ballots.note_loaded(session.rank, self.number, self.attempt)
+            else:
+                session.send(LEADER, MessageKind.LOADED, [self.number, self.attempt])
 
     def close(self) -> None:
         """Leave the agreement at the end of the request, or because this rank could not admit it."""
-        self._session.close_agreement(self)
+        session = self._session
+        with session.lock:
+            session.agreements.pop(self.number, None)
+            if self.is_leader:
+                session.ballots.end(self.number)
+            elif self.decision is None:
+                session.send_vote(self, Vote(0, 0, is_refused=True))
 
     def on_target(self, attempt: int, turn: int, allowed: int) -> None:
         """Begin round `turn` of the votes. The session calls this, and the next two, under its lock."""
@@ -130,7 +153,7 @@ class Agreement:
 
 
 class RankSession:
-    """Part of one rank in a session of its group: handshake, requests, check of the calls.
+    """Part of one rank in a session of its group: handshake and requests.
 
     Thread safety: the owner's thread (the engine's thread, which calls the controller). Messages arrive on a
     thread of the group. `wake` is called on either.
@@ -141,19 +164,14 @@ class RankSession:
         self.rank, self.size = group.rank, group.size
         self.is_leader = self.rank == LEADER
         self.group = group
-        self._facts = facts
         self.wake: Callable[[], None] = lambda: None
         """Function that ends a wait of the owner's thread for events."""
         self._next = 0
-        self._agreements: dict[int, Agreement] = {}
-        self._problem = ""
-        self._is_leader_silent = self._has_left = False
-        self._calls: dict[tuple[int, int], str] = {}
-        """Calls that have not been compared, by rank and number."""
-        self._made = 0
-        # `_lock` guards everything that a message changes. Nothing waits under it: `send` only queues.
-        self._lock = threading.Lock()
-        self._ballots = Ballots(self.size, self._tell_all)
+        self.agreements: dict[int, Agreement] = {}
+        self.is_leader_silent = False
+        # `lock` guards everything that a message changes. Nothing waits under it: `send` only queues.
+        self.lock = threading.Lock()
+        self.ballots = Ballots(self.size, self._tell_all)
         self._handshake = Handshake(group, facts)
         group.open(self.deliver)
 
@@ -162,99 +180,20 @@ class RankSession:
         """Pools of which this rank writes objects to storage; the others of its shard read them."""
         return frozenset(self._handshake.writes)
 
-    def check(self) -> None:
-        """Raise RankError if the calls of two engines differ."""
-        if self._problem:
-            raise RankError(self._problem)
-
-    def note_call(self, text: Callable[[], str]) -> None:
-        """Compare a call of this engine with those of the others, if the order of calls is checked."""
-        if not self._facts.check_order:
-            return
-        with self._lock:
-            number, self._made = self._made, self._made + 1
-            self._note_call(self.rank, number, text())
-
     def begin(self) -> Agreement:
         """Begin the next request."""
-        with self._lock:
+        with self.lock:
             number, self._next = self._next, self._next + 1
-            agreement = self._agreements[number] = Agreement(self, number)
-            if self._has_left:
-                agreement.decision = Decision(0, Reason.UNAVAILABLE)
-            elif self.is_leader:
-                self._ballots.begin(number)
-            elif self._is_leader_silent:
-                self._send_vote(agreement, Vote(0, 0))
+            agreement = self.agreements[number] = Agreement(self, number)
+            if self.is_leader:
+                self.ballots.begin(number)
+            elif self.is_leader_silent:
+                self.send_vote(agreement, Vote(0, 0))
                 agreement.has_voted, agreement.decision = True, Decision(0, Reason.UNAVAILABLE)
         return agreement
 
-    def vote(self, agreement: Agreement, vote: Vote) -> None:
-        """Send or count the vote of this rank."""
-        with self._lock:
-            if self.is_leader:
-                self._ballots.vote(self.rank, agreement.number, agreement.attempt, agreement.round, vote)
-            else:
-                self._send_vote(agreement, vote)
-
-    def expire(self, agreement: Agreement) -> None:
-        """End the wait of this rank for the others."""
-        with self._lock:
-            if self.is_leader:
-                self._ballots.expire(agreement.number)
-            elif agreement.decision is None:
-                self._is_leader_silent = True
-                self._send_vote(agreement, Vote(0, 0))
-                agreement.decision = Decision(0, Reason.TIMEOUT)
-
-    def fail_load(self, agreement: Agreement) -> None:
-        """Begin a further attempt, which this rank's failure makes necessary.
-
-        After `leave`, nobody votes any more, and the further attempt restores nothing.
-        """
-        with self._lock:
-            if self._has_left:
-                agreement.on_again(agreement.attempt + 1)
-                agreement.on_decided(agreement.attempt, Decision(0, Reason.UNAVAILABLE))
-            elif self.is_leader:
-                self._ballots.repeat(agreement.number)
-            else:
-                agreement.on_again(agreement.attempt + 1)
-
-    def note_loaded(self, agreement: Agreement) -> None:
-        """Tell the leader that this rank has everything on the device."""
-        with self._lock:
-            if self.is_leader:
-                self._ballots.note_loaded(self.rank, agreement.number, agreement.attempt)
-            else:
-                self._send(LEADER, MessageKind.LOADED, [agreement.number, agreement.attempt])
-
-    def is_confirmed(self, number: int, attempt: int) -> bool:
-        """Return whether all ranks have everything on the device."""
-        with self._lock:
-            return self._ballots.is_confirmed(number, attempt)
-
-    def close_agreement(self, agreement: Agreement) -> None:
-        """Leave one request."""
-        with self._lock:
-            self._agreements.pop(agreement.number, None)
-            if self.is_leader:
-                self._ballots.end(agreement.number)
-            elif agreement.decision is None:
-                self._send_vote(agreement, Vote(0, 0, is_refused=True))
-
-    def leave(self) -> None:
-        """End the session: no message changes anything any more."""
-        with self._lock:
-            for agreement in self._agreements.values():
-                if agreement.decision is None:
-                    agreement.decision = Decision(0, Reason.UNAVAILABLE)
-            self._agreements.clear()
-            self._has_left = True
-
     def close(self) -> None:
         """End the session and its group."""
-        self.leave()
         self.group.close()
 
     def deliver(self, data: bytes) -> None:
@@ -264,7 +203,7 @@ class RankSession:
             if message.kind in _HANDSHAKE:
                 self._handshake.handle(message)
             elif message.session == self._handshake.session and self._is_from_a_peer(message):
-                with self._lock:
+                with self.lock:
                     self._handle(message)
                 self.wake()
         except WireError as error:
@@ -305,12 +244,9 @@ class RankSession:
     def _handle(self, message: Message) -> None:
         try:
             if message.sender == LEADER:
-                self._is_leader_silent = False
-                if message.kind is MessageKind.PROBLEM:
-                    self._problem = str(message.fields[0])
-                else:
-                    number, *fields = message.fields
-                    self._apply(message.kind, number, fields)
+                self.is_leader_silent = False
+                number, *fields = message.fields
+                self._apply(message.kind, number, fields)
             else:
                 self._count(message)
         except (ValueError, TypeError, IndexError, OverflowError) as error:
@@ -320,7 +256,7 @@ class RankSession:
 
     def _count(self, message: Message) -> None:
         rank = message.sender
-        self._ballots.silent.discard(rank)
+        self.ballots.silent.discard(rank)
         match message.kind, message.fields:
             case MessageKind.VOTE, [
                 int(number),
@@ -331,17 +267,15 @@ class RankSession:
                 refused,
             ]:
                 vote = Vote(unpack_depths(possible), ready, bool(refused))
-                decision = self._ballots.vote(rank, number, attempt, turn, vote)
+                decision = self.ballots.vote(rank, number, attempt, turn, vote)
                 if decision is not None:
-                    self._send(rank, MessageKind.DECIDED, [number, attempt, *decision])
+                    self.send(rank, MessageKind.DECIDED, [number, attempt, *decision])
             case MessageKind.LOADED, [int(number), int(attempt)]:
-                self._ballots.note_loaded(rank, number, attempt)
-            case MessageKind.CALL, [int(number), str(text)]:
-                self._note_call(rank, number, text)
+                self.ballots.note_loaded(rank, number, attempt)
 
     def _apply(self, kind: MessageKind, number: int, fields: Sequence[Any]) -> None:
         """Apply what the leader says of one request to this rank's part in it."""
-        agreement = self._agreements.get(number)
+        agreement = self.agreements.get(number)
         if agreement is None:
             return
         match kind, fields:
@@ -356,48 +290,18 @@ class RankSession:
 
     def _tell_all(self, kind: MessageKind, fields: Sequence[Any]) -> None:
         for rank in range(1, self.size):
-            self._send(rank, kind, fields)
+            self.send(rank, kind, fields)
         self._apply(kind, fields[0], fields[1:])
         self.wake()
 
-    def _send_vote(self, agreement: Agreement, vote: Vote) -> None:
-        self._send(
-            LEADER,
-            MessageKind.VOTE,
-            [
-                agreement.number,
-                agreement.attempt,
-                agreement.round,
-                pack_depths(vote.possible),
-                vote.ready,
-                vote.is_refused,
-            ],
-        )
+    def send_vote(self, agreement: Agreement, vote: Vote) -> None:
+        """Send the leader a vote of this rank."""
+        at = [agreement.number, agreement.attempt, agreement.round]
+        self.send(LEADER, MessageKind.VOTE, [*at, pack_depths(vote.possible), vote.ready, vote.is_refused])
 
-    def _send(self, to: int, kind: MessageKind, fields: Sequence[Any]) -> None:
+    def send(self, to: int, kind: MessageKind, fields: Sequence[Any]) -> None:
+        """Send a message of this session."""
         self.group.send(to, Message(kind, self._handshake.session, self.rank, fields).pack())
-
-    def _note_call(self, rank: int, number: int, text: str) -> None:
-        if not self.is_leader:
-            self._send(LEADER, MessageKind.CALL, [number, text])
-            return
-        self._calls[rank, number] = text
-        if len(self._calls) > _MAX_CALLS:  # a message was lost: the oldest call is compared with nothing
-            del self._calls[next(iter(self._calls))]
-        expected = self._calls.get((LEADER, number))
-        made = {other: self._calls.get((other, number)) for other in range(self.size)}
-        for other, call in made.items():
-            if expected is not None and call not in (None, expected) and not self._problem:
-                self._problem = (
-                    f"call {number} of rank {other} is {call}, and that of rank 0 is {expected}; all engines"
-                    " must make the same calls in the same order"
-                )
-                _log.error("%s", self._problem)
-                for follower in range(1, self.size):
-                    self._send(follower, MessageKind.PROBLEM, [self._problem])
-        if all(made.values()):
-            for other in made:
-                del self._calls[other, number]
 
 
 def join_ranks(group: RankGroup | None, facts: RankFacts, deadline: float) -> RankSession | None:
@@ -413,8 +317,3 @@ def join_ranks(group: RankGroup | None, facts: RankFacts, deadline: float) -> Ra
     session = RankSession(group, facts)
     session.join(deadline)
     return session
-
-
-def describe_call(call: str, tokens: TokenArray) -> str:
-    """Return a call on `tokens` as text, which is the same on all ranks if the tokens are."""
-    return f"{call} of {len(tokens)} tokens with digest {blake3(tokens.tobytes()).hexdigest()[:12]}"

@@ -21,7 +21,6 @@ from tiercache.controller.ranks.base import LEADER, MAX_MESSAGE_BYTES, check_ran
 from tiercache.errors import InputError, RankError
 
 _log = logging.getLogger(__name__)
-
 KEY_BYTES: Final = 32
 """Length of the key that all ranks of a group share."""
 _LENGTH: Final = struct.Struct("<I")

@@ -15,8 +15,9 @@ from tiercache.config import parse_duration, parse_size
 from tiercache.controller import WRITE_BACK
 from tiercache.errors import ConfigError
 from tiercache.index import CHECKPOINTS, CheckpointRules, checkpoints_named
-from tiercache.policy import POLICIES, ModelProfile
+from tiercache.policy import ModelProfile
 from tiercache.text import exact_duration, exact_size, shown
+from tiercache_lab.policies import MAIN
 from tiercache_lab.replay.base import Source, StorageTier, Tiers
 from tiercache_lab.replay.chain import chain_settings
 from tiercache_lab.replay.machines import ReplayMachine
@@ -55,7 +56,7 @@ def about(source: Source) -> str:
 
 def policies(names: str, profile: ModelProfile) -> Sequence[str]:
     """Return the policies that `names` lists; "all" stands for the main ones that suit the model."""
-    return [name for name in POLICIES if possible(name, profile)] if names == ALL else _parts(names)
+    return [name for name in MAIN if possible(name, profile)] if names == ALL else _parts(names)
 
 
 def check_writes(write: str, chance: float, tiers: Tiers | None) -> None:

@@ -50,7 +50,7 @@ def replay(
         str,
         typer.Option(
             metavar="P,...",
-            help="Policies, such as lru,seglen:0.7,arc; see --list. all: the main ones, as far as they"
+            help="Policies, such as lru,seglen,arc; see --list. all: the main ones, as far as they"
             " suit the model.",
         ),
     ] = "all",

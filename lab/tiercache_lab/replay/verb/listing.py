@@ -18,8 +18,8 @@ _PATH: Final = "DIR"
 
 def show_sources() -> None:
     """Print the generators and recorded sessions with their parameters, and all other names."""
-    from tiercache.policy import POLICIES, PROFILES
-    from tiercache_lab.policies import RIVALS, VARIANTS
+    from tiercache.policy import PROFILES
+    from tiercache_lab.policies import MAIN, RIVALS, VARIANTS
     from tiercache_lab.replay.machines import MACHINES
     from tiercache_lab.replay.sources import SESSIONS, SOURCES
 
@@ -48,7 +48,7 @@ def show_sources() -> None:
     )
     others = ", ".join((*RIVALS, *VARIANTS))
     for title, names in {
-        "Policies": f"all: {', '.join(POLICIES)}. By name only: {others}",
+        "Policies": f"all: {', '.join(MAIN)}. By name only: {others}",
         "Profiles": ", ".join(PROFILES),
         "Machines": ", ".join(MACHINES),
     }.items():

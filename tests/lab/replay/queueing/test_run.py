@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.integrity import check_controller
 from tests.lab.replay.test_drive import CHATS, HYBRID, Listed, ask, disk, ran, text
 from tiercache.errors import ConfigError
 from tiercache.index import CheckpointRules
@@ -35,7 +36,7 @@ def queued(
     tiers = tiers or infinite(source, need, HYBRID, CheckpointRules())
     steps = []
     run = QueuedRun(source, need, Setup(policy, HYBRID, tiers, machine=machine), queueing or Queueing())
-    run.go(lambda: steps.append(run.controller.check_integrity()))
+    run.go(lambda: steps.append(check_controller(run.controller)))
     assert len(steps) == run.tally.requests == len(source)
     assert run.under_way == ()
     return run

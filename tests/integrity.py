@@ -1,25 +1,90 @@
-"""Integrity check of the index: every invariant, recomputed from the locations alone.
+"""Integrity checks of an index and of a controller: every invariant, recomputed from the places alone.
 
-The check is slow, because it uses none of the counters that it checks.
+They are slow, because they use none of the counters that they check.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tiercache.controller import HybridCacheController
+from tiercache.controller.context import ControllerContext
 from tiercache.core import ABSENT, Locations, PoolName, Tier, pending
+from tiercache.index import HybridIndex
+from tiercache.index.eviction_order import EvictionColumns
 from tiercache.index.node import ALIVE, BITS, Node
-
-if TYPE_CHECKING:
-    from tiercache.index.eviction_order import EvictionColumns
-    from tiercache.index.radix_tree import RadixTree
+from tiercache.index.radix_tree import RadixTree
 
 
-def check_integrity(tree: RadixTree, columns: EvictionColumns) -> None:
-    """Raise AssertionError naming the first invariant of `tree` that does not hold."""
+def check_controller(controller: HybridCacheController) -> None:
+    """Raise AssertionError for a slot, block or pin that is lost or held twice, while no method runs.
+
+    An owner is the index, a request, an operation or a fence; each slot, block and pin has exactly one.
+    """
+    context, parking = controller._context, controller._parking
+    context.drain()
+    check_index(context.index)
+    quarantined = sum(context.allocator.blocks_of(p, n) for p, n in context.in_flight.quarantined.items())
+    _check_in_flight(context, quarantined)
+    retired = context.device_work.retired
+    pins = {
+        *(pin for admission in controller._admissions for pin in admission.pins),
+        *controller._prefetches.pins,
+        *controller._pins.pins,
+        *parking.pins,
+        *(pin for one in retired for pin in one.pins),
+        *(
+            pin
+            for operation in (*context.in_flight.operations.values(), *context.in_flight.stranded.values())
+            for pin in operation.pins
+        ),
+    }
+    assert context.index._tree._pins == pins, "a pin has no owner"
+    private = [*(admission.slots.private() for admission in controller._admissions), *parking.slots]
+    for name, pool in context.device.items():
+        held = np.concatenate(
+            [
+                owned(context.index, Tier.DEVICE, name),
+                *(one.slots[name] for one in retired if name in one.slots),
+                *(slots[name] for slots in private if name in slots),
+            ]
+        )
+        assert len(np.unique(held)) == len(held), f"a device slot of pool {name} is held twice"
+        assert len(held) == pool.capacity - pool.available, f"pool {name}: {len(held)} slots are held"
+    blocks, arena = quarantined, context.arena
+    for name in context.host:
+        parked = [held[name] for held in parking.holds.objects if name in held]
+        handles = np.concatenate([owned(context.index, Tier.HOST, name), *parked])
+        assert len(np.unique(handles)) == len(handles), f"a host object of pool {name} is held twice"
+        blocks += context.allocator.blocks_of(name, len(handles))
+    taken = arena.blocks - arena.available - arena.withheld
+    assert blocks == taken, f"{blocks} blocks are held, {taken} taken"
+
+
+def _check_in_flight(context: ControllerContext, quarantined_blocks: int) -> None:
+    """Check that each claim, held block and `storing` flag belongs to an operation under way."""
+    table = context.in_flight
+    operations = [*table.operations.values(), *table.stranded.values()]
+    assert not any(o.done for o in operations), "an operation that has landed is still counted"
+    claimed = np.unique(np.concatenate([claims.ravel() for claims in table._claims.values()])).tolist()
+    assert set(claimed) <= {0, *table.operations}, "an object waits for an operation that is over"
+    if not any(o.kind == "write" for o in operations):
+        assert not table.writing.held + table.copying.held, "blocks are held for a write that is over"
+        assert not any(storing.any() for storing in table.storing.values()), "nothing is being stored"
+    if not table.count("fetch"):
+        assert table.fetching.held == quarantined_blocks, "blocks are held for a fetch that is over"
+
+
+def no_pin_is_left(controller: HybridCacheController) -> bool:
+    """Return whether nobody holds a pin in the controller's index."""
+    return not controller._context.index._tree._pins
+
+
+def check_index(index: HybridIndex) -> None:
+    """Raise AssertionError naming the first invariant of the index that does not hold."""
+    tree, columns = index._tree, index._columns
     nodes = list(tree.nodes())
     for node in nodes:
         _check_shape(tree, node)
@@ -27,13 +92,14 @@ def check_integrity(tree: RadixTree, columns: EvictionColumns) -> None:
     for node in reversed(nodes):  # children before parents
         _check_announcements(node)
     _check_pins(tree, nodes)
-    _check_ownership(tree)
+    _check_ownership(index)
     _check_totals(tree, nodes)
     _check_columns(tree, columns, nodes)
 
 
-def owned(tree: RadixTree, tier: Tier, pool: PoolName) -> Locations:
+def owned(index: HybridIndex, tier: Tier, pool: PoolName) -> Locations:
     """Return every location of a pool in a near tier, both present and pending, as plain numbers."""
+    tree = index._tree
     number = tree.number[pool]
     state = number - len(tree.page_pools)
     parts = [
@@ -136,11 +202,11 @@ def _check_pins(tree: RadixTree, nodes: list[Node]) -> None:
         )
 
 
-def _check_ownership(tree: RadixTree) -> None:
+def _check_ownership(index: HybridIndex) -> None:
     """Check that each slot or handle, present or pending, belongs to a single object."""
     for tier in (Tier.DEVICE, Tier.HOST):
-        for pool in tree.pools:
-            unique, count = np.unique(owned(tree, tier, pool), return_counts=True)
+        for pool in index.pools:
+            unique, count = np.unique(owned(index, tier, pool), return_counts=True)
             assert (count == 1).all(), (
                 f"{pool} locations {unique[count > 1].tolist()} are owned twice in tier {tier.name}"
             )
@@ -176,7 +242,7 @@ def _check_columns(tree: RadixTree, columns: EvictionColumns, nodes: list[Node])
     The row of a marked node may be out of date.
     """
     for node in nodes:
-        assert not columns.stale(node), f"the row of {_name(node)} is out of date and it is not marked"
+        assert not _is_stale(columns, node), f"the row of {_name(node)} is out of date and it is not marked"
         above = next((at.end for at in node.path() if at is not node and at.is_complete), 0)
         assert node.nearest_state == above, (
             f"{_name(node)} has its nearest state above at {node.nearest_state}, not {above}"
@@ -187,6 +253,42 @@ def _check_columns(tree: RadixTree, columns: EvictionColumns, nodes: list[Node])
         assert node.digests.tolist() == digests[node.start : node.end].tolist(), (
             f"{_name(node)} has wrong digests"
         )
+
+
+def _is_stale(columns: EvictionColumns, node: Node) -> bool:
+    """Return whether the node's row is wrong although the node is not marked.
+
+    With a wrong row, an eviction would miss a unit, or evict a unit that has changed since it was ranked.
+    """
+    if node in columns._marked or node.parent is None:
+        return False
+    row, now = node.row, [kind.of(node) for kind in columns.kinds]
+    if row < 0:
+        return node.can_answer or any(now)
+    shared, by_kind = shared_of(columns, row), _by_kind_of(columns, row)
+    version = columns._version_of[row]
+    columns._write(node)
+    columns._version_of[row] = version
+    # A row may show more units than the node has: a pin removes or reduces units without a mark, and `take`
+    # corrects that. A row must not lack a unit, or describe one wrongly.
+    missed = any(
+        fresh[0] and (not old[0] or (fresh[0] == old[0] and fresh != old))
+        for fresh, old in zip(_by_kind_of(columns, row), by_kind, strict=True)
+    )
+    return missed or shared != shared_of(columns, row)
+
+
+def shared_of(columns: EvictionColumns, row: int) -> dict[str, int]:
+    """Return the shared columns of a row, by name, without its version."""
+    return {name: int(column[row]) for name, column in columns.shared.items() if name != "version"}
+
+
+def _by_kind_of(columns: EvictionColumns, row: int) -> list[tuple[int, ...]]:
+    """Return the columns of a row that depend on the kind, by kind."""
+    return [
+        tuple(int(column[number, row]) for column in columns.by_kind.values())
+        for number in range(len(columns.kinds))
+    ]
 
 
 def _name(node: Node) -> str:

@@ -1,17 +1,19 @@
-"""Policy that ranks by replay length and recency."""
+"""Two readings of SGLang's `seglen`, which ranks by replay length and recency."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import numpy as np
 
-from tiercache.errors import ConfigError
 from tiercache.policy.base import Policy, Ranks, Units, last_use
+
+_WEIGHT: Final = 0.85
+"""Weight of the replay length."""
 
 
 class SegLen(Policy):
-    """Policy with the rank: `weight` x replay length + (1 - `weight`) x recency.
+    """Policy with the rank: 0.85 x replay length + 0.15 x recency.
 
     Both are normalised over the units that are compared. The replay length is the number of pages that must
     be computed again if the unit is lost: those from the nearest shallower restorable depth to the unit's
@@ -27,19 +29,22 @@ class SegLen(Policy):
 
     name: ClassVar[str] = "seglen"
     needs_states: ClassVar[bool] = True
-
-    def __init__(self, weight: float = 0.85) -> None:
-        if not 0.0 <= weight <= 1.0:
-            raise ConfigError(
-                f"seglen's weight {weight} is not possible; use a number from 0 (recency alone) to 1 (replay"
-                " length alone)"
-            )
-        self._weight = weight
+    recency: ClassVar[float] = 1.0 - _WEIGHT
+    """Weight of the recency."""
 
     def rank(self, units: Units) -> Ranks:
         """Return the weighted sum of replay length and recency of each unit, at least 0."""
-        replay, recency = normalised(units.replay), normalised(last_use(units))
-        return self._weight * replay + (1.0 - self._weight) * recency
+        return _WEIGHT * normalised(units.replay) + self.recency * normalised(last_use(units))
+
+
+class SegLenAdditive(SegLen):
+    """Policy with the rank: 0.85 x replay length + recency. That is Marconi's sum.
+
+    Thread safety: stateless, any thread.
+    """
+
+    name: ClassVar[str] = "seglen:additive"
+    recency: ClassVar[float] = 1.0
 
 
 def normalised(values: np.ndarray) -> Ranks:

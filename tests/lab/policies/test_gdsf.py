@@ -7,7 +7,7 @@ import pytest
 
 from tests.policy.rig import COSTS, units
 from tiercache.policy import CheckpointKind
-from tiercache.policy.gdsf import Gdsf
+from tiercache_lab.policies.gdsf import Gdsf
 
 END, PROMPT, BRANCH = CheckpointKind.END, CheckpointKind.PROMPT, CheckpointKind.BRANCH
 
@@ -36,36 +36,6 @@ def test_for_gdsf_what_the_tier_below_holds_goes_first_and_by_frequency():
         Gdsf(COSTS).rank(units(nbytes=2**40)),
     )
     assert dear[0] < lost[0] < dear[1]
-
-
-def test_for_gdsf_demotions_age_what_is_demoted_and_not_what_would_be_lost():
-    """A small upper tier changes all the time. What lies below it is as young as before."""
-    policy = Gdsf(COSTS)
-
-    def ranks(covered: int, now: int) -> list[float]:
-        asked = units(
-            depth=4,
-            replay=4,
-            nbytes=7,
-            hits=[0, 7],
-            last_access=[now, 0],
-            covered=covered,
-            page_tokens=1,
-            now=now,
-        )
-        return list(policy.rank(asked))
-
-    assert ranks(0, 0) == [8, 64]
-    for now in range(1, 101):
-        policy.evicted(ranks(1, now)[0])
-    assert ranks(0, 101) == [8, 64]
-    fresh, popular_once = ranks(1, 101)
-    assert fresh > popular_once
-    for now in range(101, 201):
-        policy.evicted(ranks(0, now)[0])
-    fresh, popular_once = ranks(0, 201)
-    assert fresh > popular_once
-    assert Gdsf(COSTS).rank(units(covered=1, last_access=[0, 300], now=300))[0] < 0
 
 
 def test_gdsf_s_base_is_that_of_the_last_access_and_only_rises():
@@ -111,23 +81,6 @@ def test_for_gdsf_a_dear_unit_that_is_not_used_is_overtaken():
     assert gone > 100
 
 
-def test_for_gdsf_a_superseded_state_s_hits_count_for_nothing():
-    """In a session each turn hits the state of the one before, once; what is left of the session has the hits
-    of all of them.
-    """
-    asked = units(
-        depth=4,
-        replay=4,
-        nbytes=7,
-        hits=[1, 0, 50, 0, 0],
-        lineage=[0, 0, 49, 0, 9],
-        children=[1, 1, 1, 0, 2],
-        page_tokens=1,
-    )
-    ranks = Gdsf(COSTS).rank(asked)
-    assert ranks.tolist() == pytest.approx([0.08, 0.08, 0.08, 8, 8])
-
-
 @pytest.mark.parametrize("kind", [BRANCH, CheckpointKind.GHOST])
 @pytest.mark.parametrize("hits", [0, 1, 5])
 def test_for_gdsf_a_state_at_a_branch_is_not_superseded_by_the_one_continuation_that_is_left(
@@ -165,29 +118,3 @@ def test_for_gdsf_seven_hits_count():
         page_tokens=1,
     )
     assert Gdsf(COSTS).rank(asked).tolist() == [56, 64, 64, 64]
-
-
-@pytest.mark.slow
-def test_gdsf_remembers_a_bounded_number_of_steps_and_the_latest_best():
-    policy = Gdsf(COSTS)
-
-    def rank(last_access: int, now: int) -> float:
-        return float(
-            policy.rank(units(depth=1, replay=1, nbytes=11, last_access=last_access, now=now, page_tokens=1))[
-                0
-            ]
-        )
-
-    for now in range(6000):
-        rank(now, now)
-        policy.evicted(float(now))
-    # private: the number of steps is one of memory and time, and no rank shows it
-    ticks, bases = policy._lost._ticks, policy._lost._bases
-    assert len(ticks) == len(bases) <= 4097
-    assert ticks == sorted(ticks)
-    assert rank(6000, 6000) == 6000
-    assert rank(5900, 6000) == 5901
-    assert rank(0, 6000) == 1
-    assert all(rank(at, 6000) <= at + 1 for at in range(0, 6000, 97)), (
-        "a base that is not remembered is taken from before"
-    )
