@@ -124,7 +124,7 @@ campaign: $(STAMP)  ## Crash campaigns over the local stores, 10,000 simulated l
 gpu:  ## What needs a CUDA device: tests, the kernel under compute-sanitizer, benchmark (GPU_PYTHON= one with torch for CUDA and CuPy)
 	@command -v compute-sanitizer > /dev/null || { echo "make gpu needs compute-sanitizer, which comes with the CUDA toolkit; put it on the PATH"; exit 1; }
 	$(GPU_PYTHON) -m pytest -m gpu $(ARGS)
-	compute-sanitizer --tool memcheck --error-exitcode 1 $(GPU_PYTHON) -m pytest -m gpu tests/kernels $(ARGS)
+	compute-sanitizer --tool memcheck --error-exitcode 1 $(GPU_PYTHON) -m pytest -m gpu tests/transfer/test_gpu.py $(ARGS)
 	$(GPU_PYTHON) -m tiercache.cli bench device -o json
 
 clean:  ## Remove the environment and caches

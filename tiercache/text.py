@@ -97,7 +97,7 @@ def readable_seconds(seconds: float) -> str:
 def shown(value: object) -> str:
     """Return the `repr` of a value for a message, cut if it is long."""
     try:
-        text = repr(value)
+        text = " ".join(repr(value).split())
     except ValueError:  # an int with more digits than Python converts to text
         return "a number with thousands of digits"
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

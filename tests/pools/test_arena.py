@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.examples import example_count
 from tiercache import memory
 from tiercache.errors import ClosedError, ConfigError, PoolFullError, SlotError
-from tiercache.pools import HostArena, MemoryReadings, arena, plan_auto_size, read_memory
+from tiercache.pools import HostArena, MemoryReadings, arena, plan_size, read_memory
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -104,9 +104,8 @@ def test_a_lost_arena_leaks_no_descriptor() -> None:
 
 
 def test_every_page_is_faulted_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = HostArena(200 * MIB, MIB, threads=2)
+    one = HostArena(200 * MIB, MIB)
     assert "MADV_POPULATE_WRITE" in one.report
-    assert "with 2 threads" in one.report
     assert os.fstat(one.fd).st_blocks * 512 == one.nbytes
     one.close()
     # private: the kernel answers a number that it does not know as an older one would, with EINVAL
@@ -160,37 +159,17 @@ def test_sizes_that_are_not_possible() -> None:
         HostArena(5 * GIB, 4096, readings=MemoryReadings(3 * GIB, huge_free=8 * GIB), huge_pages=False)
 
 
-def test_auto_takes_a_fraction() -> None:
-    one = HostArena("auto", 4096, readings=MemoryReadings(available=20 * MIB), fraction=0.5, reserve=MIB)
-    assert one.nbytes == 10 * MIB
-    assert "auto: 50% of 20.0 MiB usable (MemAvailable 20.0 MiB, no cgroup limit)" in one.report
-    one.close()
-
-
-@given(
-    available=st.none() | st.integers(0, 1 << 42),
-    limit=st.none() | st.integers(0, 1 << 42),
-    usage=st.integers(0, 1 << 42),
-    fraction=st.floats(0.05, 1.0),
-    reserve=st.integers(0, 1 << 36),
-)
-def test_auto_never_exceeds_what_there_is(
-    available: int | None, limit: int | None, usage: int, fraction: float, reserve: int
-) -> None:
-    readings = MemoryReadings(available, limit, usage)
-    if readings.usable is None or min(int(readings.usable * fraction), readings.usable - reserve) <= 0:
+@given(available=st.none() | st.integers(0, 1 << 42), limit=st.none() | st.integers(0, 1 << 42))
+def test_auto_never_exceeds_what_there_is(available: int | None, limit: int | None) -> None:
+    readings = MemoryReadings(available, limit, 5 * GIB)
+    usable = readings.usable
+    if usable is None or usable <= 2 * GIB:
         with pytest.raises(ConfigError):
-            plan_auto_size(readings, fraction=fraction, reserve=reserve)
+            plan_size("auto", readings)
         return
-    plan = plan_auto_size(readings, fraction=fraction, reserve=reserve)
-    assert 0 < plan.nbytes <= readings.usable * fraction
-    assert plan.nbytes + reserve <= readings.usable
+    plan = plan_size("auto", readings)
+    assert plan.nbytes == min(usable // 2, usable - 2 * GIB)
     assert plan.reason.startswith("auto: ")
-
-
-def test_auto_is_not_rounded_to_a_power_of_two() -> None:
-    plan = plan_auto_size(MemoryReadings(100 * GIB), fraction=0.7)
-    assert plan.nbytes == int(100 * GIB * 0.7)
 
 
 def _write(root: Path, files: dict[str, str]) -> Path:
@@ -263,7 +242,7 @@ def test_reading_where_nothing_can_be_read(tmp_path: Path) -> None:
     readings = read_memory(tmp_path)
     assert readings.usable is None
     with pytest.raises(ConfigError, match="cannot be read"):
-        plan_auto_size(readings)
+        plan_size("auto", readings)
     HostArena(4096, 4096, readings=readings).close()
 
 

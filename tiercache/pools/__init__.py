@@ -8,7 +8,7 @@ Principles:
 """
 
 from tiercache.memory import MemoryReadings, read_memory
-from tiercache.pools.arena import HostArena, SizePlan, plan_auto_size
+from tiercache.pools.arena import HostArena, SizePlan, plan_size
 from tiercache.pools.blocks import BlockArena
 from tiercache.pools.device import (
     DevicePool,
@@ -33,7 +33,7 @@ __all__ = [
     "SlotAllocator",
     "by_layer",
     "page_geometry_of",
-    "plan_auto_size",
+    "plan_size",
     "read_memory",
     "state_geometry_of",
 ]

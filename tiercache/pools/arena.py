@@ -31,7 +31,7 @@ from tiercache.memory import (
     populate,
     read_memory,
 )
-from tiercache.pools.blocks import BlockArena
+from tiercache.pools.blocks import BlockArena, check_block_bytes
 from tiercache.text import readable_size
 
 _TOUCH_BYTES: Final = 64 << 20
@@ -39,6 +39,10 @@ _TOUCH_BYTES: Final = 64 << 20
 
 With larger pieces the threads would get uneven shares of the work. Smaller pieces need more calls.
 """
+
+
+_RESERVE: Final = 2 << 30
+"""Bytes that an arena of the size `auto` leaves free at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,47 +53,33 @@ class SizePlan:
     reason: str
 
 
-def plan_auto_size(readings: MemoryReadings, *, fraction: float = 0.5, reserve: int = 2 << 30) -> SizePlan:
-    """Return the size for `auto`: `fraction` of the usable memory, or less so that `reserve` bytes stay free.
+def plan_size(nbytes: int | Literal["auto"], readings: MemoryReadings) -> SizePlan:
+    """Return the size for a number of bytes, or for `auto`: half of the usable memory, with `_RESERVE` free.
 
-    Raises ConfigError if the usable memory is not known, or if the reserve leaves no bytes for an arena.
+    Raises ConfigError for `auto` if the usable memory is not known or too small, and for a number that
+    exceeds both the usable memory and the free huge pages.
     """
     usable = readings.usable
+    if nbytes != "auto":
+        if usable is not None and nbytes > max(usable, readings.huge_free):
+            raise ConfigError(
+                f"an arena of {readable_size(nbytes)} ({nbytes} bytes) is wanted and only"
+                f" {readable_size(usable)} ({usable} bytes) is available; ask for less"
+            )
+        return SizePlan(nbytes, "as asked for")
     if usable is None:
         raise ConfigError(
             "the available memory cannot be read, so the arena cannot choose its size; give it a number of"
             " bytes"
         )
-    nbytes = min(int(usable * fraction), usable - reserve)
-    if nbytes <= 0:
+    half, rest = usable // 2, usable - _RESERVE
+    if min(half, rest) <= 0:
         raise ConfigError(
-            f"{readable_size(usable)} of memory is usable and {readable_size(reserve)} is to stay free, which"
-            " leaves no arena; give it a number of bytes"
+            f"{readable_size(usable)} of memory is usable and {readable_size(_RESERVE)} is to stay free,"
+            " which leaves no arena; give it a number of bytes"
         )
-    rule = (
-        f"{fraction:.0%} of {readable_size(usable)} usable"
-        if nbytes == int(usable * fraction)
-        else f"{readable_size(usable)} usable less {readable_size(reserve)} reserve"
-    )
-    return SizePlan(nbytes, f"auto: {rule} ({readings})")
-
-
-def plan_size(
-    nbytes: int | Literal["auto"], readings: MemoryReadings, *, fraction: float = 0.5, reserve: int = 2 << 30
-) -> SizePlan:
-    """Return the size for a number of bytes, or for `auto` as `plan_auto_size` does.
-
-    Raises ConfigError if `nbytes` exceeds both the usable memory and the free huge pages.
-    """
-    if nbytes == "auto":
-        return plan_auto_size(readings, fraction=fraction, reserve=reserve)
-    usable = readings.usable
-    if usable is not None and nbytes > max(usable, readings.huge_free):
-        raise ConfigError(
-            f"an arena of {readable_size(nbytes)} ({nbytes} bytes) is wanted and only {readable_size(usable)}"
-            f" ({usable} bytes) is available; ask for less"
-        )
-    return SizePlan(nbytes, "as asked for")
+    rule = "half of" if half <= rest else f"all but {readable_size(_RESERVE)} of"
+    return SizePlan(min(half, rest), f"auto: {rule} {readable_size(usable)} usable ({readings})")
 
 
 class HostArena(BlockArena):
@@ -98,11 +88,10 @@ class HostArena(BlockArena):
     Objects of all kinds share these blocks; no kind has a budget of its own. Another process can map the same
     bytes through `fd`. The memfd has no name in /dev/shm.
 
-    `nbytes` is rounded down to whole blocks; for "auto", `fraction` and `reserve` decide (see
-    `plan_auto_size`). The constructor faults the region in with `threads` threads (default: one per CPU, 16
-    at most). With `huge_pages` it uses huge pages where the system has them. `report` describes the result in
-    words. `readings` replaces the memory readings of the system. Raises ConfigError for a size that is not
-    possible.
+    `nbytes` is rounded down to whole blocks; for "auto" see `plan_size`. The constructor faults the region in
+    with a thread per CPU, 16 at most. With `huge_pages` it uses huge pages where the system has them.
+    `report` describes the result in words. `readings` replaces the memory readings of the system. Raises
+    ConfigError for a size that is not possible.
 
     Thread safety: as `BlockArena`.
     """
@@ -113,19 +102,13 @@ class HostArena(BlockArena):
         block_bytes: int,
         *,
         huge_pages: bool = True,
-        threads: int | None = None,
-        fraction: float = 0.5,
-        reserve: int = 2 << 30,
         readings: MemoryReadings | None = None,
     ) -> None:
-        if block_bytes < 1 or block_bytes % BLOCK_ALIGN:
-            raise ConfigError(
-                f"a block of {block_bytes} bytes is not possible; use a multiple of {BLOCK_ALIGN}"
-            )
+        check_block_bytes(block_bytes)
         readings = readings or read_memory()
         if not huge_pages:
             readings = replace(readings, huge_free=0)
-        plan = plan_size(nbytes, readings, fraction=fraction, reserve=reserve)
+        plan = plan_size(nbytes, readings)
         blocks = plan.nbytes // block_bytes
         if blocks < 1:
             raise ConfigError(
@@ -141,9 +124,7 @@ class HostArena(BlockArena):
         self.address = address_of(region.map)
         started = time.monotonic()
         try:
-            workers, method = _touch(
-                self.address, self._view, threads or min(16, len(os.sched_getaffinity(0)))
-            )
+            workers, method = _touch(self.address, self._view)
         except BaseException:
             self.close()
             raise
@@ -234,10 +215,10 @@ def _map_memfd(nbytes: int, flags: int, pages: str) -> _Region:
     return _Region(fd, region, pages)
 
 
-def _touch(address: int, view: memoryview, threads: int) -> tuple[int, str]:
+def _touch(address: int, view: memoryview) -> tuple[int, str]:
     """Fault in every page of the region, in parallel; return the number of threads and the method's name."""
     pieces = [(start, min(_TOUCH_BYTES, len(view) - start)) for start in range(0, len(view), _TOUCH_BYTES)]
-    threads = min(threads, len(pieces))
+    threads = min(16, len(os.sched_getaffinity(0)), len(pieces))
 
     def fault_in(piece: tuple[int, int]) -> int:
         try:

@@ -170,6 +170,12 @@ class Quarantine:
         self._held += len(slots) if withheld else -len(slots)
 
 
+def check_block_bytes(block_bytes: int) -> None:
+    """Raise ConfigError unless a block has a positive multiple of `BLOCK_ALIGN` bytes."""
+    if block_bytes < 1 or block_bytes % BLOCK_ALIGN:
+        raise ConfigError(f"a block of {block_bytes} bytes is not possible; use a multiple of {BLOCK_ALIGN}")
+
+
 class BlockArena(ABC):
     """Arena of `blocks` blocks of `block_bytes` bytes each, which objects of all kinds share.
 
@@ -186,10 +192,7 @@ class BlockArena(ABC):
     """Address of the first block in this process; 0 if the arena has no memory."""
 
     def __init__(self, blocks: int, block_bytes: int) -> None:
-        if block_bytes < 1 or block_bytes % BLOCK_ALIGN:
-            raise ConfigError(
-                f"a block of {block_bytes} bytes is not possible; use a multiple of {BLOCK_ALIGN}"
-            )
+        check_block_bytes(block_bytes)
         self.block_bytes = block_bytes
         self.allocator = SlotAllocator(blocks, noun=_NOUN)
         self._quarantine = Quarantine(self.allocator, noun=_NOUN)

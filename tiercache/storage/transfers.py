@@ -5,7 +5,7 @@ Every function here raises InputError for an invalid argument.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any, Final
 
@@ -14,6 +14,7 @@ import numpy as np
 from tiercache.core import HitPolicy, PoolTransfer, StorageExtra, check_trailing
 from tiercache.errors import InputError
 from tiercache.keys import KEY_BYTES
+from tiercache.text import shown
 
 _DEPTHS: Final = 2**32
 """All depths are below this limit, because stores keep a depth in 32 bits."""
@@ -24,14 +25,14 @@ def check_transfers(transfers: Any, extra: Any) -> None:
     if not isinstance(transfers, list | tuple) or not all(isinstance(t, PoolTransfer) for t in transfers):
         raise InputError("a storage call takes a list of PoolTransfer, one or more per pool")
     if not (extra is None or isinstance(extra, StorageExtra)):
-        raise InputError(f"the extra of a storage call is a StorageExtra or None, not {_shown(extra)}")
+        raise InputError(f"the extra of a storage call is a StorageExtra or None, not {shown(extra)}")
     if extra is not None:
         check_keys(extra.prefix_keys, "prefix keys")
     for transfer in transfers:
         _check_column(transfer.keys, f"keys of pool {transfer.pool}")
         if not isinstance(transfer.hit_policy, HitPolicy):
             raise InputError(
-                f"pool {transfer.pool}: hit policy {_shown(transfer.hit_policy)} is unknown; give a member of"
+                f"pool {transfer.pool}: hit policy {shown(transfer.hit_policy)} is unknown; give a member of"
                 " HitPolicy"
             )
         check_trailing(transfer.trailing, transfer.pool)
@@ -40,33 +41,21 @@ def check_transfers(transfers: Any, extra: Any) -> None:
 def check_keys(keys: Any, what: str = "page keys") -> None:
     """Check that page keys are a list of byte strings of 32 bytes each."""
     _check_column(keys, what)
-    if set(map(type, keys)) <= {bytes} and set(map(len, keys)) <= {KEY_BYTES}:
-        return
-    for key in keys:
-        if not isinstance(key, bytes):
-            raise InputError(f"a page key is {KEY_BYTES} bytes, not {_shown(key)} (see tiercache.page_keys)")
-        if len(key) != KEY_BYTES:
+    for key in _outside(keys, {bytes}, lambda: set(map(len, keys)) <= {KEY_BYTES}):
+        if not isinstance(key, bytes) or len(key) != KEY_BYTES:
             raise InputError(
-                f"a page key of {len(key)} bytes is not possible; page keys have {KEY_BYTES} bytes (see"
-                " tiercache.page_keys)"
+                f"{shown(key)} is no page key; these are {KEY_BYTES} bytes (see tiercache.page_keys)"
             )
 
 
 def handles_of(transfer: PoolTransfer) -> list[int]:
     """Return the handles as a list of numbers >= 0, one per key."""
     handles: Any = transfer.handles
-    if (
-        not isinstance(handles, np.ndarray)
-        or handles.ndim != 1
-        or (handles.dtype.kind not in "iu" and handles.size)
-    ):
-        shown = (
-            f"{handles.dtype} of shape {handles.shape}"
-            if isinstance(handles, np.ndarray)
-            else _shown(handles)
-        )
+    is_row = isinstance(handles, np.ndarray) and handles.ndim == 1
+    if not is_row or (handles.size and handles.dtype.kind not in "iu"):
         raise InputError(
-            f"pool {transfer.pool}: handles come as a one-dimensional array of integers, not {shown}"
+            f"pool {transfer.pool}: handles come as a one-dimensional array of integers, not as"
+            f" {shown(handles)}"
         )
     if len(handles) != len(transfer.keys):
         raise InputError(
@@ -85,27 +74,18 @@ def depths_of(transfer: PoolTransfer) -> list[int | None]:
     """Return the depth of each key; all are None if the transfer gives no depths."""
     given: Any = transfer.depths
     column = _per_key(transfer, given.tolist() if isinstance(given, np.ndarray) else given, "depths")
-    if set(map(type, column)) <= {int} and (not column or (min(column) >= 0 and max(column) < _DEPTHS)):
-        return list(column) or [None] * len(transfer.keys)
-    for depth in column:
+    for depth in _outside(column, {int}, lambda: min(column) >= 0 and max(column) < _DEPTHS):
         if isinstance(depth, bool) or not isinstance(depth, int | np.integer) or not 0 <= depth < _DEPTHS:
-            raise InputError(
-                f"pool {transfer.pool}: {_shown(depth)} is no depth; give pages up to the object's end, below"
-                " 2**32"
-            )
-    return [int(depth) for depth in column]
+            raise _impossible(transfer, depth, "depth", "pages up to the object's end, below 2**32")
+    return [int(depth) for depth in column] or [None] * len(transfer.keys)
 
 
 def parents_of(transfer: PoolTransfer) -> list[bytes | None]:
     """Return the parent of each key: None for a first page; all None if the transfer gives no parents."""
     column = _per_key(transfer, transfer.parents, "parents")
-    if not (set(map(type, column)) <= {bytes} and set(map(len, column)) <= {0, KEY_BYTES}):
-        for parent in column:
-            if not isinstance(parent, bytes) or len(parent) not in (0, KEY_BYTES):
-                raise InputError(
-                    f"pool {transfer.pool}: {_shown(parent)} is no parent; give {KEY_BYTES} bytes, or none"
-                    " for a first page"
-                )
+    for parent in _outside(column, {bytes}, lambda: set(map(len, column)) <= {0, KEY_BYTES}):
+        if not isinstance(parent, bytes) or len(parent) not in (0, KEY_BYTES):
+            raise _impossible(transfer, parent, "parent", f"{KEY_BYTES} bytes, or none for a first page")
     return [parent or None for parent in column] or [None] * len(transfer.keys)
 
 
@@ -114,10 +94,17 @@ def values_of(transfer: PoolTransfer) -> list[float | None]:
     column = _per_key(transfer, transfer.values, "values")
     for value in column:
         if value is not None and not (isinstance(value, float) and 0.0 <= value < inf):
-            raise InputError(
-                f"pool {transfer.pool}: {_shown(value)} is no value; give a finite float from 0.0, or None"
-            )
+            raise _impossible(transfer, value, "value", "a finite float from 0.0, or None")
     return list(column) or [None] * len(transfer.keys)
+
+
+def _outside(column: Sequence[Any], kinds: set[type], is_within: Callable[[], bool]) -> Sequence[Any]:
+    """Return nothing if the whole column is right at a glance, else all of it, to be looked at one by one."""
+    return () if not column or (set(map(type, column)) <= kinds and is_within()) else column
+
+
+def _impossible(transfer: PoolTransfer, value: object, noun: str, wanted: str) -> InputError:
+    return InputError(f"pool {transfer.pool}: {shown(value)} is no {noun}; give {wanted}")
 
 
 def _per_key(transfer: PoolTransfer, column: Any, what: str) -> Sequence[Any]:
@@ -133,9 +120,4 @@ def _per_key(transfer: PoolTransfer, column: Any, what: str) -> Sequence[Any]:
 
 def _check_column(column: Any, what: str) -> None:
     if isinstance(column, bytes | bytearray | str | memoryview) or not isinstance(column, Sequence):
-        raise InputError(f"{what} come as a list, one for each page, not as {_shown(column)}")
-
-
-def _shown(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 80 else f"{text[:77]}..."
+        raise InputError(f"{what} come as a list, one for each page, not as {shown(column)}")
