@@ -317,13 +317,13 @@ NODE: Final = (
     Metric(
         "node_store_restorable_bytes", Gauge,
         "Payload bytes that a restore can use. All ancestors of their page are stored. If the namespace has "
-        "states, a state is stored on the page or below it. In a chain: of all tiers together, where copies "
-        "of an object count once, counted about once a minute. Absent if the store does not count them.",
+        "states, a state is stored on the page or below it. Absent in a chain, and if the store does not "
+        "count them.",
     ),
     Metric(
         "node_store_dead_bytes", Gauge,
-        "Payload bytes that no restore can use; they are evicted first. In a chain as above. Absent if the "
-        "store does not count them.",
+        "Payload bytes that no restore can use; they are evicted first. Absent in a chain, and if the store "
+        "does not count them.",
     ),
     Metric("node_store_orphans", Gauge,
      "Objects whose parent is not stored. Absent if the store does not count them."),

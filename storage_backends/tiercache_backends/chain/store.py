@@ -34,7 +34,7 @@ from tiercache_backends.chain.batches import GetBatch, Offers, SetBatch
 from tiercache_backends.chain.changes import Changes, tier_of
 from tiercache_backends.chain.lineup import Lineup, Lineups
 from tiercache_backends.chain.movement import Deletions, Digests
-from tiercache_backends.chain.scans import Cursor, ScansUnderWay, UnionWorth
+from tiercache_backends.chain.scans import Cursor, ScansUnderWay
 from tiercache_backends.chain.settings import TierSettings, parse_tiers
 from tiercache_backends.chain.shares import ChainShares, check_tiers
 from tiercache_backends.chain.tier import Tier, check_stores
@@ -58,8 +58,7 @@ class TierChain(StorageBackend):
     chain has at its opening of `persistent` and `shared` is promised: a tier without it cannot join.
 
     A tier that is out is not asked, so its objects are misses until it is back. An object is present as long
-    as one tier has it. Every copy counts in `usage`; only in its `details`, which tell what can be restored
-    of all tiers together, the copies of an object count once.
+    as one tier has it. Every copy counts in `usage`.
 
     Thread safety: as `StorageBackend`. `Deletions.changed` is the only lock that calls share; it is not held
     while a tier is called.
@@ -86,7 +85,6 @@ class TierChain(StorageBackend):
         self._lineups: Final = Lineups(tiers, self._deletions, self._env)
         self._promised: Final = Capabilities.common(tier.capabilities for tier in tiers)
         self._shares: Final = ChainShares()
-        self._union: Final = UnionWorth(lambda: self.tiers)
         self._changes: Final = Changes(
             self._lineups, self._deletions, self._promised, self._shares, self._env
         )
@@ -221,31 +219,31 @@ class TierChain(StorageBackend):
 
     def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
         with self._lineups.bound() as lineup:
-            tiers = _answering(lineup)
+            first = lineup.tiers.index(_answering(lineup)[0])
             at = Cursor.from_bytes(cursor)
             if not cursor:
-                at = Cursor(lineup.number, self._scans.begin(), tiers[0].name)
+                at = Cursor(lineup.number, self._scans.begin(), first)
             if at is None:
                 return ScanPage([], b"")
-            if at.lineup != lineup.number:
+            if at.lineup != lineup.number or at.tier >= len(lineup.tiers):
                 raise UnavailableError("the tiers of the chain were changed during the scan; begin again")
-            tier = next((tier for tier in tiers if tier.name == at.tier), None)
-            if tier is None:
-                raise UnavailableError(f"tier {at.tier!r} was left out during the scan; begin again")
+            tier = lineup.tiers[at.tier]
+            if not tier.is_readable:
+                raise UnavailableError(f"tier {tier.name!r} was left out during the scan; begin again")
             page = tier.scan(namespace, at.inner)
-            entries = [entry._replace(tier=tier.name) for entry in page.entries]
-            others = any(other.name not in at.done for other in tiers if other is not tier)
-            found = self._scans.unreported(at.scan, entries, remember=others)
+            found = self._scans.unreported(
+                at.scan, [entry._replace(tier=tier.name) for entry in page.entries]
+            )
             if found is None:
                 raise UnavailableError("the scan was dropped for newer ones; begin again")
             if page.cursor:
                 return ScanPage(found, at._replace(inner=page.cursor).to_bytes())
-            done = (*at.done, tier.name)
-            following = next((other for other in tiers if other.name not in done), None)
-            if following is None:
+            done = at.done | 1 << at.tier
+            left = [n for n, other in enumerate(lineup.tiers) if other.is_readable and not done >> n & 1]
+            if not left:
                 self._scans.end(at.scan)
                 return ScanPage(found, b"")
-            return ScanPage(found, at._replace(tier=following.name, inner=b"", done=done).to_bytes())
+            return ScanPage(found, at._replace(tier=left[0], done=done, inner=b"").to_bytes())
 
     def register_namespace(self, record: NamespaceRecord) -> None:
         with self._lineups.bound() as lineup:
@@ -270,7 +268,6 @@ class TierChain(StorageBackend):
                 payload_bytes=sum(report.payload_bytes for report in reports),
                 used_bytes=sum(report.used_bytes for report in reports),
                 capacity_bytes=sum(capacities) if all(capacities) else 0,
-                details=self._union.latest(),
                 tiers=reports,
                 owners=self._shares.summed(lineup.tiers),
             )
@@ -312,7 +309,6 @@ class TierChain(StorageBackend):
         if not self._changes.close():
             return
         self._lineups.current.gate.close()
-        self._union.close()
         movers = self._lineups.current.movers
         until = time.monotonic() + _CLOSE_S
         for mover in movers.values():

@@ -270,11 +270,11 @@ def test_a_scan_that_is_alone_may_name_objects_twice_beyond_the_limit():
     scans = ScansUnderWay(max_reported=10)
     entries = [ScanEntry(key(n), to_set(key(n), b"x").meta) for n in range(8)]
     scan = scans.begin()
-    assert scans.unreported(scan, entries, remember=True) == entries
-    assert scans.unreported(scan, entries, remember=True) == []
+    assert scans.unreported(scan, entries) == entries
+    assert scans.unreported(scan, entries) == []
     more = [ScanEntry(key(n), to_set(key(n), b"x").meta) for n in range(8, 16)]
     for _ in range(2):
-        assert scans.unreported(scan, more, remember=True) == more, "nothing is left out"
+        assert scans.unreported(scan, more) == more, "nothing is left out"
     other = scans.begin()
-    assert scans.unreported(other, more, remember=True) == more
-    assert scans.unreported(scan, entries, remember=True) is None, "the older scan made room"
+    assert scans.unreported(other, more) == more
+    assert scans.unreported(scan, entries) is None, "the older scan made room"
