@@ -221,7 +221,7 @@ BUDGET = {
     "tiercache.wire": 750,
     "tiercache_backends.file": 4_780,
     "tiercache_backends.lmdb": 3_540,
-    "tiercache_backends.chain": 3_900,
+    "tiercache_backends.chain": 3_510,
     "tiercache_backends.s3": 2_760,
     "tiercache_backends.grpc": 2_820,
     "tiercache_backends.mooncake": 2_000,

@@ -1,8 +1,8 @@
 """Changes of a chain while it serves: it is given the list of tiers that it should have, and gets there.
 
-A list is checked first, and its new tiers are opened. Then tiers whose stores have other settings are opened
-again, the tiers are exchanged in one step, and what has left is closed at last. Until that step a change that
-fails leaves the chain as it was. Tiers that are not in the list leave afterwards, in the background:
+A list is checked first, and its new tiers are opened. Then the tiers are exchanged in one step, and what has
+left is closed at last. Until that step a change that fails leaves the chain as it was. Tiers that are not in
+the list leave afterwards, in the background:
 
     1. `leaving` is set                         no operation begins to write to the tier
     2. the tiers are swapped                    operations that might still write to it have ended
@@ -60,10 +60,10 @@ class _Plan:
     leaving: Sequence[Tier]
     dropped: Sequence[Tier]
 
-    def set_anew(self, *, live: bool) -> list[tuple[Tier, TierSettings]]:
-        """Return the tiers that take other settings while they are open (`live`), or when opened again."""
-        kept = [(tier, to) for to, tier in self.wanted if tier is not None and to != tier.settings]
-        return [(tier, to) for tier, to in kept if is_live_change(tier.settings, to) is live]
+    @property
+    def set_anew(self) -> list[tuple[Tier, TierSettings]]:
+        """Tiers of the chain that take other settings."""
+        return [(tier, to) for to, tier in self.wanted if tier is not None and to != tier.settings]
 
     def in_words(self, tiers: Sequence[Tier]) -> list[str]:
         """Return the difference to a chain of these tiers."""
@@ -72,8 +72,7 @@ class _Plan:
         found += [f"tier {tier.name} stays" for tier in kept if tier.leaving]
         found += [f"tier {tier.name} leaves" for tier in self.leaving if not tier.leaving]
         found += [f"tier {tier.name} is dropped" for tier in self.dropped]
-        set_anew = self.set_anew(live=True) + self.set_anew(live=False)
-        found += [f"tier {to.name} has other settings" for _, to in set_anew]
+        found += [f"tier {to.name} has other settings" for _, to in self.set_anew]
         in_order = kept == [tier for tier in tiers if tier in kept]
         return found if in_order else [*found, "the order of the tiers"]
 
@@ -189,11 +188,11 @@ class Changes:
                         f"the name {other.name!r} is taken until that tier, which is elsewhere, has left;"
                         " give the new tier another tier_name"
                     )
-        for tier, _ in plan.set_anew(live=False):
-            if not tier.settings.place:
+        for tier, to in plan.set_anew:
+            if not is_live_change(tier.settings, to):
                 raise ConfigError(
-                    f"tier {tier.name!r} would have to be opened again, and its contents would be lost; give"
-                    " it another tier_name, so that a new tier is filled from this one"
+                    f"tier {tier.name!r} would have to be opened again with these settings; restart, or add a"
+                    " new tier with another tier_name at another place, which is filled from this one"
                 )
         for tier in plan.leaving:
             if not tier.leaving and not (tier.is_readable and tier.capabilities.listed):
@@ -209,30 +208,21 @@ class Changes:
     def _change(self, plan: _Plan, shares: Shares | None) -> None:
         before = self._lineups.current.tiers
         made = self._open([settings for settings, tier in plan.wanted if tier is None])
-        again = {tier: tier_of(settings, self._env) for tier, settings in plan.set_anew(live=False)}
-        kept = {to.name: again.get(tier, tier) for to, tier in plan.wanted if tier is not None}
+        kept = {to.name: tier for to, tier in plan.wanted if tier is not None}
         tiers = plan.in_order({**kept, **{tier.name: tier for tier in made}}, before)
-        configured = [(tier, tier.settings, to) for tier, to in plan.set_anew(live=True)]
-        done: list[tuple[Tier, Tier]] = []
+        configured = [(tier, tier.settings) for tier, _ in plan.set_anew]
         try:
-            for tier, _, to in configured:
+            for tier, to in plan.set_anew:
                 tier.configure(to)
             self._shares.check(shares, [tier for tier in tiers if tier not in plan.leaving])
-            self._shares.give(shares, tiers, again.values())
-            for old, new in again.items():
-                self._reopen(old, new)
-                done.append((old, new))
             if shares is not None:
                 self._shares.share(shares, tiers)
         except BaseException:  # whatever it is, it is raised again
-            for old, new in reversed(done):
-                self._open_as_before(new, old.settings)
-            for tier, was, _ in configured:
+            for tier, was in configured:
                 tier.configure(was)
-            for tier in (*made, *again.values()):
-                if tier not in self._lineups.current.tiers:
-                    tier.close()
-            self._shares.follow(self._lineups.current.tiers)
+            for tier in made:
+                tier.close()
+            self._shares.follow(before)
             self._lineups.follow()
             raise
         for _, known in plan.wanted:
@@ -279,44 +269,6 @@ class Changes:
         self._lineups.swap(tiers)
         for tier in gone:
             tier.close()
-
-    def _reopen(self, old: Tier, new: Tier) -> None:
-        """Close a tier's store and open it with the settings of `new`; the tier is out meanwhile.
-
-        The new tier is swapped in before it is open, so that deletions which come meanwhile are noted in it.
-        """
-        tiers = self._lineups.current.tiers
-        self._lineups.swap([new if tier is old else tier for tier in tiers])
-        try:
-            if not old.suspend():
-                raise RefusedError(f"a call of tier {old.name!r} does not return; try again when it has")
-            new.take_over(old)
-            new.begin_open()()
-            if new.opened is None:
-                raise StorageError(
-                    f"tier {new.name!r} cannot be opened, so the chain is as before: {new.why}"
-                )
-        except BaseException:  # whatever it is, it is raised again
-            # The old tier is out, with the deletions that came meanwhile, before it is in the chain again.
-            old.take_over(new)
-            if old.opened is not None:  # a call began to hang just now
-                old.leave_out("a call hangs")
-            self._lineups.swap(tiers)
-            new.close()
-            old.take_over(new)
-            old.begin_open()()
-            raise
-        _introduce(new, (old,))
-        old.close()
-
-    def _open_as_before(self, tier: Tier, settings: TierSettings) -> None:
-        """Open a tier with its earlier settings, because another part of the change has failed."""
-        old = tier_of(settings, self._env)
-        try:
-            self._shares.give(self._shares.current, self._lineups.current.tiers, [old])
-            self._reopen(tier, old)
-        except (StorageError, ConfigError):
-            _log.exception("tier %s keeps the settings of a change that failed", tier.name)
 
     # --- tiers that leave
     # --------------------------------------------------------------------------------------------------------

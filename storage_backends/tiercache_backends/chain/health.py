@@ -4,33 +4,52 @@ from __future__ import annotations
 
 import enum
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Final, TypeVar
 
-from tiercache.core import ObjectKey
-from tiercache.errors import ClosedError, ConfigError, StorageError, UnavailableError, UnlistedError
-from tiercache.storage.base import Capabilities, NamespaceRecord, SharedMemory, StorageBackend
+from tiercache.core import ObjectKey, ObjectMeta, Outcome, PoolName
+from tiercache.errors import (
+    ClosedError,
+    ConfigError,
+    RefusedError,
+    StorageError,
+    UnavailableError,
+    UnlistedError,
+)
+from tiercache.keys import KEY_BYTES as DIGEST_BYTES
+from tiercache.storage.attached import AttachedMemory
+from tiercache.storage.base import (
+    Capabilities,
+    GetItem,
+    NamespaceRecord,
+    SetItem,
+    SharedMemory,
+    StorageBackend,
+)
 from tiercache.storage.env import Env
 from tiercache.storage.guard import GiveUp, Guard, NoThreadError, PendingCall
 from tiercache.storage.shares import Shares
 from tiercache.storage.tiers import SET_READ_ONLY, STUCK
-from tiercache_backends.chain.examination import Backlog, answers, takes_objects
 from tiercache_backends.chain.figures import Figures
-from tiercache_backends.chain.settings import TierSettings
+from tiercache_backends.chain.settings import CANARY, TierSettings
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
+_CANARY_BYTES: Final = 64
 _SUSPECTED_S: Final = 1.0
 """Minimum seconds from one examination of a store to the next, if it is suspected to be sick."""
 _READ_ONLY_S: Final = 10.0
 """Seconds from one examination of a store that takes no new objects to the next."""
 _MAX_EXAMINATIONS: Final = 8
 """Maximum number of examinations in a row; each makes up for what came during the one before."""
+_MAX_DELETIONS: Final = 1 << 16
+"""Maximum number of deletions that are remembered for a store that is left out."""
 _SHARE_BYTES: Final = 8 << 30
 """Bytes of payload that count for a change of shares, which may evict many objects."""
 KEY_BYTES: Final = 16 << 10
@@ -89,10 +108,14 @@ class MonitoredStore:
         self._is_examining = False
         self._hung_sets = 0
         self._unclosed: StorageBackend | None = None  # the store of a closed tier in which a call hangs
-        self._backlog: Final = Backlog()
-        self._is_returning = False
-        """Whether the store is out, but makes deletions itself, so that the backlog only shrinks."""
         self._closed = False
+        # What the store has to know before it serves:
+        self._deletions: Final[dict[bytes, ObjectKey]] = {}  # those that it has not made
+        self._namespaces: Final[dict[bytes, NamespaceRecord]] = {}
+        self._memories: tuple[AttachedMemory, ...] = ()
+        self._shares: Shares | None = None
+        self._is_told = True
+        """Whether namespaces, memories and shares are as the last examination began to tell them."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -124,6 +147,19 @@ class MonitoredStore:
             return self.leaving if self.is_readable else f"{STUCK}: {self._guard.why}"
         return "" if self.health is Health.SERVING else self._guard.why
 
+    @property
+    def opened(self) -> StorageBackend | None:
+        """The store, if it is open, also while the tier is left out; calls of it have no deadline."""
+        return self._store
+
+    @property
+    def memories(self) -> list[SharedMemory]:
+        """Memory that is attached."""
+        return [attached.memory for attached in self._memories]
+
+    # --- examinations
+    # --------------------------------------------------------------------------------------------------------
+
     def begin_open(self) -> Callable[[], None]:
         """Begin to open the store and to examine it; the function that is returned waits for the end.
 
@@ -149,7 +185,7 @@ class MonitoredStore:
         self.figures.limit(settings.write_per_day)
         if self.is_readable:
             try:
-                self._examine()
+                self._end(self._begin_examination())
             except (StorageError, ClosedError) as error:
                 self.leave_out(str(error))
 
@@ -163,67 +199,42 @@ class MonitoredStore:
                 return self._return()
             except (StorageError, ClosedError, ConfigError) as error:
                 self._guard.why = str(error)
+                return False
             finally:
-                with self._lock:
-                    self._is_returning = False
-                    self._guard.probed(False)  # changes nothing after `_come_back`
-            return False
+                self._guard.probed(False)  # changes nothing after a probe that succeeded
         since = self._env.monotonic() - self._examined_at
         is_stuck = was is Health.READ_ONLY and not self.settings.read_only
-        if (self._suspected and since >= _SUSPECTED_S) or (is_stuck and since >= _READ_ONLY_S):
-            self._suspected = False
-            try:
-                self._examine()
-            except NoThreadError:
-                self._suspected = True  # it is busy; examine it another time
-                return False
-            except (StorageError, ClosedError) as error:
-                self.leave_out(str(error))
-            return was is not Health.SERVING and self.is_writable
-        return False
+        if not ((self._suspected and since >= _SUSPECTED_S) or (is_stuck and since >= _READ_ONLY_S)):
+            return False
+        self._suspected = False
+        try:
+            self._end(self._begin_examination())
+        except NoThreadError:
+            self._suspected = True  # it is busy; examine it another time
+            return False
+        except (StorageError, ClosedError) as error:
+            self.leave_out(str(error))
+        return was is not Health.SERVING and self.is_writable
 
     def _return(self) -> bool:
         """Examine a store that is out until it has made up for everything; return whether it is back.
 
-        From the second examination on, deletions go to the store itself. Otherwise a steady stream of them
-        would keep it out:
-
-            1. first examination: makes the deletions that wait, thousands perhaps
-            2. delete: notes one more, because the store is out
-            3. `_is_returning` is set: the next deletion goes to the store
-            4. second examination: makes the deletion of step 2, and nothing waits any more
-        """
-        for _ in range(_MAX_EXAMINATIONS):
-            self._examine()
-            if self._come_back():
-                return True
-            with self._lock:
-                self._is_returning = True
-        return False
-
-    def _come_back(self) -> bool:
-        """End the probe unless the store has to be examined again; return whether it has ended.
-
         1. examination: takes the deletions that wait, and makes them
         2. delete: notes another one, because the store is out, and returns
-        3. here: the store must not serve that object
+        3. here: the store must not serve that object, and is examined again
         """
-        with self._lock:
-            if not self._backlog.is_settled:
-                self._guard.why = "deletions, namespaces or memory came while it was examined"
-                return False
-            self._guard.probed(True)
-            return True
-
-    def _examine(self) -> None:
-        """Open the store if it is not open, examine it, and make up for what it has missed.
-
-        Raises StorageError.
-        """
-        self._end(self._begin_examination())
+        for _ in range(_MAX_EXAMINATIONS):
+            self._end(self._begin_examination())
+            with self._lock:
+                if self._is_told and not self._deletions:
+                    self._guard.probed(True)
+                    return True
+        self._guard.why = "deletions, namespaces or memory came while it was examined"
+        return False
 
     def _begin_examination(self) -> PendingCall[None]:
-        nbytes = self._backlog.deletions * KEY_BYTES
+        """Begin to open the store if it is not open, to examine it, and to make up for what it has missed."""
+        nbytes = len(self._deletions) * KEY_BYTES
         return self._guard.begin("an examination", self._background_examine, nbytes)
 
     def _background_examine(self) -> None:
@@ -232,26 +243,25 @@ class MonitoredStore:
                 raise UnavailableError("an earlier examination has not returned")
             self._is_examining = True
         try:
-            self._examine_store(self._store or self._open())
+            self._examine(self._store or self._open())
         finally:
             self._is_examining = False
 
-    def _examine_store(self, store: StorageBackend) -> None:
+    def _examine(self, store: StorageBackend) -> None:
         try:
             if self.settings.read_only:
                 takes_writes = False
-                answers(store)
+                _ask(store)
             else:
-                takes_writes = takes_objects(store)
-            with self._lock:
-                arrears = self._backlog.take()
-            arrears.tell(store, self.name, takes_writes=takes_writes)
+                takes_writes = _takes_objects(store)
+            deletions = self._tell(store, takes_writes=takes_writes)
         except BaseException:  # whatever it is, a store opened for nothing is closed, and it is raised again
             if self._store is not store:
                 store.close()
             raise
         with self._lock:
-            self._backlog.settle(arrears)
+            for key in deletions:
+                self._deletions.pop(key.digest, None)
             closed_meanwhile = self._closed and self._store is None
             if not closed_meanwhile:
                 self._store = store
@@ -263,6 +273,24 @@ class MonitoredStore:
         if closed_meanwhile:
             store.close()
 
+    def _tell(self, store: StorageBackend, *, takes_writes: bool) -> Sequence[ObjectKey]:
+        """Tell the store what it has to know; return the deletions that it has made. Raises StorageError."""
+        with self._lock:
+            deletions, namespaces = list(self._deletions.values()), list(self._namespaces.values())
+            memories, shares, self._is_told = self._memories, self._shares, True
+        if deletions:
+            try:
+                store.delete(deletions)
+            except RefusedError as error:  # it would refuse them again
+                _log.warning("tier %s keeps objects deleted while it was out: %s", self.name, error)
+        for record in namespaces if takes_writes else ():
+            store.register_namespace(record)
+        for attached in memories:
+            store.attach(attached.memory)
+        if shares is not None:
+            store.share(shares)
+        return deletions
+
     def leave_out(self, why: str) -> None:
         """Leave the tier out until an examination succeeds; `why` is for people."""
         self._guard.leave_out(why)
@@ -271,28 +299,24 @@ class MonitoredStore:
         """Examine the store soon, without leaving it out before."""
         self._suspected = True
 
-    def call(self, operation: str, work: Callable[[StorageBackend], T], nbytes: int = 0) -> T:
-        """Make a call that uses no memory of the caller's; raises StorageError if it fails or takes too long.
+    # --- what the store is told now, or when it is back
+    # --------------------------------------------------------------------------------------------------------
 
-        `nbytes`: payload that the call moves, for which it gets more time.
-        """
-        return self._end(self._begin(operation, work, nbytes))
-
-    def register_namespace(self, record: NamespaceRecord) -> bool:
-        """Register a namespace, now or when the tier is back; return whether it is registered now."""
+    def register_namespace(self, record: NamespaceRecord) -> None:
+        """Register a namespace."""
         with self._lock:
-            record = self._backlog.register(record)
+            known = self._namespaces.get(record.namespace)
+            record = record.over(known)
+            if record != known:
+                self._namespaces[record.namespace], self._is_told = record, False
         if not self.is_writable:
-            return False
+            return
         try:
             self.call("register_namespace", lambda store: store.register_namespace(record))
         except NoThreadError:
             self._suspected = True  # the next examination registers it
-            return False
         except StorageError as error:
             self.leave_out(f"a namespace could not be registered: {error}")
-            return False
-        return True
 
     def learn_namespaces(self, others: Iterable[MonitoredStore]) -> None:
         """Register the namespaces that other tiers know and this one does not, as far as they answer.
@@ -310,9 +334,11 @@ class MonitoredStore:
                             self.register_namespace(known[record.namespace])
 
     def attach(self, memory: SharedMemory) -> None:
-        """Tell the store of memory that buffers may lie in, now or when it is back."""
+        """Tell the store of memory that buffers may lie in."""
         with self._lock:
-            self._backlog.attach(memory)
+            others = [attached for attached in self._memories if attached.memory is not memory]
+            self._memories = (*others, AttachedMemory(memory, memory.address, memory.nbytes))
+            self._is_told = False
         if self.is_readable:
             try:
                 self.call("attach", lambda store: store.attach(memory))
@@ -320,107 +346,63 @@ class MonitoredStore:
                 self.leave_out(f"memory could not be attached: {error}")
 
     def share(self, shares: Shares) -> None:
-        """Let the store keep these shares, now or when it is back.
+        """Let the store keep these shares; raises ConfigError, with nothing changed, if it refuses them."""
+        refused: list[ConfigError] = []
 
-        Raises ConfigError, with nothing changed, if the store refuses them.
-        """
-
-        def work(store: StorageBackend) -> ConfigError | None:
+        def work(store: StorageBackend) -> None:
             try:
                 store.share(shares)
-            except ConfigError as error:
-                return error  # the tier is well
-            return None
+            except ConfigError as error:  # the tier is well
+                refused.append(error)
 
         with self._lock:
-            was = self._backlog.share(shares)
-        refused: ConfigError | None = None
+            was, self._shares, self._is_told = self._shares, shares, False
         if self.is_readable:
             try:
-                refused = self.call("share", work, _SHARE_BYTES)
+                self.call("share", work, _SHARE_BYTES)
             except StorageError as error:
                 self.leave_out(f"shares could not be given: {error}")
-        if refused is not None:
+        if refused:
             with self._lock:
-                if was is not None:
-                    self._backlog.share(was)
-            raise refused
+                self._shares = was
+            raise refused[0]
 
-    def note_deletions(self, keys: Sequence[ObjectKey]) -> bool:
-        """Remember deletions for a store that is out; return False if it takes them itself again.
+    def note_deletions(self, keys: Sequence[ObjectKey], why: str = "") -> bool:
+        """Remember deletions that the store has missed, and leave it out until it has made them.
 
-        Raises UnavailableError if too many deletions wait.
+        `why` it is left out; if it is out already, nothing, and this returns False, with nothing remembered,
+        if it is back by now. Raises UnavailableError if too many deletions wait.
         """
         with self._lock:
-            if self._takes_deletions():
+            if not why and self.is_readable:
                 return False
-            fits = self._backlog.delete(keys)
-            # A store that is being opened for the first time must not serve before it has made them.
-            self.leave_out(self._guard.why)
-        self._check_fits(fits)
-        return True
-
-    def remember_deletions(self, keys: Sequence[ObjectKey], why: str) -> None:
-        """Leave the store out until it has made these deletions, which it may have missed.
-
-        Raises UnavailableError if too many deletions wait.
-        """
-        with self._lock:
-            fits = self._backlog.delete(keys)
-            # It may answer again at once, and must not serve these objects before they are deleted.
-            self.leave_out(f"a deletion failed: {why}")
-        self._check_fits(fits)
-
-    def _check_fits(self, fits: bool) -> None:
+            self._deletions.update((key.digest, key) for key in keys)
+            fits = len(self._deletions) <= _MAX_DELETIONS
+            while len(self._deletions) > _MAX_DELETIONS:
+                self._deletions.popitem()
+            # It may answer again at once, or be opened, and must not serve objects that were deleted.
+            self.leave_out(why or self._guard.why)
         if not fits:
             raise UnavailableError(
                 f"tier {self.name!r} is left out ({self._guard.why}), and more deletions wait for it than are"
                 " remembered; delete again when it is back"
             )
+        return True
 
-    def _takes_deletions(self) -> bool:
-        return self._store is not None and (not self._guard.is_left_out or self._is_returning)
+    # --- the end
+    # --------------------------------------------------------------------------------------------------------
 
-    @property
-    def opened(self) -> StorageBackend | None:
-        """The store, if it is open, also while the tier is left out; calls of it have no deadline."""
-        return self._store
-
-    @property
-    def memories(self) -> list[SharedMemory]:
-        """Memory that is attached."""
+    def close(self) -> None:
+        """Close the store within the tier's deadline; a store in which a call hangs is closed afterwards."""
         with self._lock:
-            return [attached.memory for attached in self._backlog.memories]
-
-    def suspend(self) -> bool:
-        """Close the store, until it is opened again, within the tier's deadline.
-
-        Returns False if a call hangs in the store, which stays open then.
-        """
-        if self._guard.hung:
-            return False
-        with self._lock:
+            self._closed = True
             store, self._store = self._store, None
             self._guard.why = "it is closed"
+            if self._guard.hung:
+                self._unclosed, store = store, None
         if store is not None:
             with suppress(StorageError, ClosedError):
                 self._end(self._guard.begin("close", store.close))
-        return True
-
-    def take_over(self, other: MonitoredStore) -> None:
-        """Take over deletions and namespaces of which another tier has not told its store yet."""
-        with other._lock:
-            arrears = other._backlog.take()
-        with self._lock:
-            self._backlog.take_over(arrears)
-
-    def close(self) -> None:
-        """Close the store within the tier's deadline; a store in which a call hangs stays open."""
-        with self._lock:
-            self._closed = True
-        if not self.suspend():
-            with self._lock:
-                self._unclosed, self._store = self._store, None
         self._guard.close()
 
     def _note_returned(self) -> None:
@@ -433,6 +415,16 @@ class MonitoredStore:
             with suppress(StorageError):
                 store.close()
 
+    # --- calls
+    # --------------------------------------------------------------------------------------------------------
+
+    def call(self, operation: str, work: Callable[[StorageBackend], T], nbytes: int = 0) -> T:
+        """Make a call that uses no memory of the caller's; raises StorageError if it fails or takes too long.
+
+        `nbytes`: payload that the call moves, for which it gets more time.
+        """
+        return self._end(self._begin(operation, work, nbytes))
+
     def _begin(
         self,
         operation: str,
@@ -441,7 +433,6 @@ class MonitoredStore:
         give_up: GiveUp | None = None,
         over: Callable[[], None] = lambda: None,
         *,
-        is_deletion: bool = False,
         seconds: float | None = None,
     ) -> PendingCall[T]:
         """Begin a call; `over` is called once, when it is over or if it cannot begin.
@@ -449,7 +440,7 @@ class MonitoredStore:
         `seconds`: as for `Guard.begin`.
         """
         store = self._store
-        if store is None or (self._guard.is_left_out and not (is_deletion and self._is_returning)):
+        if store is None or self._guard.is_left_out:
             over()
             raise UnavailableError(f"tier {self.name!r} is left out: {self._guard.why}")
         return self._guard.begin(
@@ -475,3 +466,33 @@ class MonitoredStore:
 
 def _namespaces(store: StorageBackend) -> list[NamespaceRecord]:
     return store.namespaces()
+
+
+def _ask(store: StorageBackend) -> None:
+    """Ask a store for an object that no store has; raises StorageError if the store does not answer."""
+    store.exists([_canary()])
+
+
+def _takes_objects(store: StorageBackend) -> bool:
+    """Store, read and delete a canary; return False if the store answers, but takes no new objects.
+
+    Raises StorageError if the store does not answer, or returns other bytes than it was given.
+    """
+    key, payload, read = _canary(), os.urandom(_CANARY_BYTES), bytearray(_CANARY_BYTES)
+    meta = ObjectMeta(CANARY, _CANARY_BYTES, b"")
+    [stored] = store.set([SetItem(key, [memoryview(payload)], meta)])
+    if stored is not Outcome.STORED:
+        _ask(store)  # a store that cannot be reached says why
+        if stored is Outcome.UNAVAILABLE:
+            raise UnavailableError("it takes no objects, though it answers")
+        return False
+    [found] = store.get([GetItem(key, [memoryview(read)], _CANARY_BYTES)])
+    store.delete([key])
+    if found is not Outcome.HIT or read != payload:
+        raise StorageError(f"it does not return what it has just stored ({found})")
+    return True
+
+
+def _canary() -> ObjectKey:
+    """Return a key that no other object and no other process has."""
+    return ObjectKey(PoolName.KV, CANARY.ljust(DIGEST_BYTES, b"\0") + os.urandom(DIGEST_BYTES))

@@ -9,11 +9,11 @@ from tiercache.errors import ClosedError, RefusedError, StorageError
 from tiercache.storage.base import ScanEntry
 from tiercache.storage.tiers import LEAVING
 from tiercache.text import readable_size
-from tiercache_backends.chain.examination import CANARY
 from tiercache_backends.chain.movement import Digests, Mover
+from tiercache_backends.chain.settings import CANARY
 from tiercache_backends.chain.tier import Tier
 
-_PASSES: Final = 4
+_PASSES: Final = 5
 """Maximum number of times that a leaving tier is looked through for objects that no other tier has."""
 
 
@@ -51,13 +51,14 @@ class Leaving:
         Raises RefusedError if objects are left that cannot be copied, StorageError if the tier cannot be
         read, ClosedError if it is given up.
         """
-        objects, nbytes = self._count()
-        room = self._room() if objects else 0
-        if objects and room < nbytes:
-            raise self._refusal(objects, nbytes, f"the others have room for {readable_size(room)}")
-        left_objects, left_bytes = objects, nbytes
         for _ in range(_PASSES):
-            for entries in self._only_here():
+            # Counted again after each pass: an object may be left, or evicted where it was when its page was
+            # looked at, or a copy of it that was under way may have arrived here before it did below.
+            objects, nbytes = self._count()
+            if objects and (room := self._room()) < nbytes:
+                raise self._refusal(objects, nbytes, f"the others have room for {readable_size(room)}")
+            left_objects, left_bytes = objects, nbytes
+            for entries in self._only_here() if objects else ():
                 self._show(left_objects, left_bytes)
                 left = self._copy_page(entries)
                 left_objects -= len(entries) - len(left)
@@ -65,12 +66,9 @@ class Leaving:
             for keeper in self._keepers:
                 if keeper.is_writable:
                     keeper.begin_flush(nbytes)()
-            # Count again: an object may be left, or evicted where it was when its page was looked at, or a
-            # copy of it that was under way may have arrived in the leaving tier before the one below.
-            left_objects, left_bytes = self._count()
-            if not left_objects:
+            if not objects:
                 return
-        raise self._refusal(left_objects, left_bytes, "the others did not take them")
+        raise self._refusal(objects, nbytes, "the others did not take them")
 
     def _show(self, objects: int, nbytes: int) -> None:
         size = readable_size(max(0, nbytes))

@@ -23,8 +23,7 @@ from tiercache.errors import StorageError, UnavailableError, UnlistedError
 from tiercache.storage.base import GetItem, ScanEntry, SetItem
 from tiercache.storage.residents import parents_first
 from tiercache.storage.vectors import batches, copy_in
-from tiercache_backends.chain.examination import CANARY
-from tiercache_backends.chain.settings import WritePolicy
+from tiercache_backends.chain.settings import CANARY, WritePolicy
 from tiercache_backends.chain.write_back import ColdestWatch
 
 if TYPE_CHECKING:
@@ -257,33 +256,28 @@ class Mover:
             # What was left out may be in a tier above that is out, and is found when that is back.
             return not (caught_up and (self._lacks_some or self._left_out))
 
-    def follows(self, source: Tier) -> bool:
-        """Return whether the target gets what `source` is about to evict."""
-        return self._write_back.watches(source, self._above())
+    def allowance(self, source: Tier) -> int:
+        """Return the bytes that `source` may take at once without evicting what was not copied from it."""
+        return self._write_back.step if self._write_back.watches(source, self._above()) else _BATCH_BYTES
 
-    @property
-    def allowance(self) -> int:
-        """Bytes that the tier above may take at once without evicting what was not copied from it."""
-        return self._write_back.step
+    def come_ahead(self, source: Tier, until: float) -> bool:
+        """Wait until what `source` evicts next was copied from it, or `time.monotonic()` is `until`.
 
-    def come_ahead(self, until: float) -> bool:
-        """Wait until what the tier above evicts next was copied from it, or `time.monotonic()` is `until`.
-
-        Without this, promoted objects would evict those above that no other tier has. Returns whether it was
-        copied, or cannot be because the target takes no objects; False at once if the tier above cannot say
-        what it evicts next.
+        Without this, promoted objects would evict those there that no other tier has. Returns whether it was
+        copied, or need not or cannot be.
         """
+
+        def lags() -> bool:
+            is_due = self._write_back.is_due(self._above())
+            return self.target.is_writable and (bool(self._queue or self._copying) or is_due)
+
         with self._changed:
-            while self._queue or self._copying or self._write_back.is_due(self._above()):
-                left = until - time.monotonic()
-                if not self.target.is_writable:
-                    break
-                if left <= 0 or self._closed or self._write_back.is_blind:
-                    return False
-                self._is_awaited = True
+            if self._write_back.watches(source, self._above()) and lags():
+                self._is_awaited = True  # once: the target is not looked at in a loop
                 self._changed.notify_all()
-                self._changed.wait(min(left, _TICK_S))
-        return True
+                left = max(0.0, until - time.monotonic())
+                return self._changed.wait_for(lambda: self._closed or not lags(), left) and not self._closed
+            return True
 
     def stop(self) -> None:
         """Let the thread end after its present copy; what waits is dropped."""
@@ -394,13 +388,10 @@ class Mover:
                     (job, entry) for job, entry in zip(wanted, entries, strict=True) if entry is not None
                 ]
                 self.target.figures.count_dropped(len(wanted) - len(sized))
-                promotes = any(job.payload is not None for job in wanted)
-                followers = (
-                    [mover for mover in self._below() if mover.follows(self.target)] if promotes else []
-                )
-                most = min([_BATCH_BYTES, *(mover.allowance for mover in followers)])
+                followers = self._below() if any(job.payload is not None for job in wanted) else ()
+                most = min([_BATCH_BYTES, *(mover.allowance(self.target) for mover in followers)])
                 for part in batches(sized, lambda pair: pair[1].meta.length, _BATCH_OBJECTS, most):
-                    if self._closed or not all(mover.come_ahead(until) for mover in followers):
+                    if self._closed or not all(mover.come_ahead(self.target, until) for mover in followers):
                         self.target.figures.count_dropped(len(part))
                     else:
                         self._copy_part(source, part, deleted)
@@ -414,10 +405,11 @@ class Mover:
         reads = [n for n, (job, _) in enumerate(part) if job.payload is None]
         found = [Outcome.HIT] * len(part)
         if reads:
-            answers = source.read([GetItem(part[n][0].key, [views[n]], lengths[n]) for n in reads])
+            items = [GetItem(part[n][0].key, [views[n]], lengths[n]) for n in reads]
+            answers = source.begin_get(items, is_use=False, owned=True)()
             for n, outcome in zip(reads, answers, strict=True):
                 found[n] = outcome
-        items = [
+        copies = [
             SetItem(job.key, [view], entry.meta)
             for (job, entry), view, outcome in zip(part, views, found, strict=True)
             if outcome is Outcome.HIT and view.nbytes == entry.meta.length and job.key.digest not in deleted
@@ -427,12 +419,12 @@ class Mover:
         self.target.figures.count_dropped(lost)
         if later := sum(outcome is not Outcome.HIT for outcome in found) - lost:
             self._give_up(later)
-        if not items:
+        if not copies:
             return
-        if not self._named.issuperset(item.meta.namespace for item in items):
+        if not self._named.issuperset(item.meta.namespace for item in copies):
             self.target.learn_namespaces(self._others())
-            self._named.update(item.meta.namespace for item in items)
-        outcomes = self.target.set(items, deleted, owned=True)
+            self._named.update(item.meta.namespace for item in copies)
+        outcomes = self.target.set(copies, deleted, owned=True)
         if later := sum(outcome in (Outcome.UNAVAILABLE, Outcome.ERROR) for outcome in outcomes):
             self._give_up(later)
         self.target.figures.count_dropped(

@@ -30,6 +30,11 @@ from tiercache.storage.registry import backend_type, capabilities_of
 from tiercache.storage.tiers import PREFIX, free_name
 from tiercache.text import exact_size, shown
 
+CANARY: Final = b"tiercache canary"
+"""Namespace of the objects by which stores are examined, and begin of their layout digest.
+
+An object of it is left by a process that died.
+"""
 _MAX_TIERS: Final = 8
 _WRITES: Final = frozenset({"write", "write_after", "write_per_day"})
 """Settings that a tier has no use for if nothing is written to it."""

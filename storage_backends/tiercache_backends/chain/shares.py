@@ -10,7 +10,7 @@ there does not count.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
@@ -88,13 +88,9 @@ class ChainShares:
             raise
 
     def follow(self, tiers: Sequence[Tier]) -> None:
-        """Divide the shares among other tiers, all or none; raises ConfigError if they cannot keep them."""
-        self.give(self.current, tiers, tiers)
-
-    def give(self, shares: Shares | None, tiers: Sequence[Tier], some: Collection[Tier]) -> None:
-        """Give some of the tiers their parts of shares that are divided among all; as `follow`."""
-        if shares is not None:
-            self._tell(shares, tiers, some)
+        """Divide the shares among other tiers; raises ConfigError if they cannot keep them."""
+        if self.current is not None:
+            self._tell(self.current, tiers)
 
     def check(self, shares: Shares | None, tiers: Sequence[Tier]) -> None:
         """Raise ConfigError if these tiers cannot keep the shares."""
@@ -116,9 +112,9 @@ class ChainShares:
             for name, use in found.items()
         }
 
-    def _tell(self, shares: Shares, tiers: Sequence[Tier], some: Collection[Tier] | None = None) -> None:
+    def _tell(self, shares: Shares, tiers: Sequence[Tier]) -> None:
         parts = self._parts(shares, tiers)
-        for tier in tiers if some is None else some:
+        for tier in tiers:
             if tier.name in parts:
                 tier.share(parts[tier.name])
 

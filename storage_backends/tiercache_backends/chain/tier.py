@@ -27,10 +27,9 @@ from tiercache.storage.env import Env
 from tiercache.storage.guard import MIN_BYTES_PER_SECOND, BytesInFlight, Guard, NoThreadError, PendingCall
 from tiercache.storage.registry import check_backend
 from tiercache.storage.shares import OwnerUse
-from tiercache_backends.chain.examination import CANARY
 from tiercache_backends.chain.health import KEY_BYTES, MonitoredStore
 from tiercache_backends.chain.lending import LentGets, LentSets, PrivateMemory
-from tiercache_backends.chain.settings import TierSettings, check_together
+from tiercache_backends.chain.settings import CANARY, TierSettings, check_together
 
 _log = logging.getLogger(__name__)
 
@@ -67,29 +66,34 @@ class Tier(MonitoredStore):
 
     def withheld(self, items: Sequence[GetItem]) -> list[bool]:
         """Return for each item whether a call that was given up may still write to its buffers."""
-        return withheld(items, self._backlog.memories)
+        return withheld(items, self._memories)
 
     @property
     def is_busy(self) -> bool:
         """Whether so many bytes are under way that gets and sets are THROTTLED."""
         return self._in_flight.is_full
 
-    def begin_get(self, items: Sequence[GetItem], *, is_use: bool = True) -> Callable[[], list[Outcome]]:
+    def begin_get(
+        self, items: Sequence[GetItem], *, is_use: bool = True, owned: bool = False
+    ) -> Callable[[], list[Outcome]]:
         """Begin a get, or a peek if it is no use of the objects; what is returned waits for the outcomes.
 
         They are THROTTLED if the tier is busy, UNAVAILABLE if it is out or does not answer.
+        `owned`: the get is for a copy of the chain's own, and waits while the tier is busy. The caller does
+        not use the buffers again if the outcomes are UNAVAILABLE.
         """
         nbytes = sum(item.length for item in items)
-        if not self._in_flight.enter(nbytes):
-            return lambda: [Outcome.THROTTLED] * len(items)
+        if not self._in_flight.enter(nbytes, self.settings.deadline if owned else 0.0):
+            return lambda: [Outcome.UNAVAILABLE if owned else Outcome.THROTTLED] * len(items)
         with self._in_flight.undone(nbytes):
-            loan = LentGets(items, self._backlog.memories, self._private)
+            loan = None if owned else LentGets(items, self._memories, self._private)
+        lent = items if loan is None else loan.items
         try:
             call = self._begin(
                 "get" if is_use else "peek",
-                lambda store: _each((store.get if is_use else store.peek)(loan.items), items),
+                lambda store: _each((store.get if is_use else store.peek)(lent), items),
                 nbytes,
-                loan.give_up,
+                None if loan is None else loan.give_up,
                 self._leave(nbytes),
             )
         except UnavailableError:
@@ -100,7 +104,8 @@ class Tier(MonitoredStore):
                 outcomes = self._end(call)
             except StorageError:
                 return [Outcome.UNAVAILABLE] * len(items)
-            loan.collect(outcomes)
+            if loan is not None:
+                loan.collect(outcomes)
             self._judge(outcomes)
             if is_use:
                 hits = zip(items, outcomes, strict=True)
@@ -108,25 +113,6 @@ class Tier(MonitoredStore):
             return outcomes
 
         return end
-
-    def read(self, items: Sequence[GetItem]) -> list[Outcome]:
-        """Read for a copy, which counts as no use of the objects, and waits while the tier is busy.
-
-        The caller does not use the buffers again if the outcomes are UNAVAILABLE.
-        """
-        nbytes = sum(item.length for item in items)
-        if not self._in_flight.enter(nbytes, self.settings.deadline):
-            return [Outcome.UNAVAILABLE] * len(items)
-        try:
-            outcomes = self._end(
-                self._begin(
-                    "peek", lambda store: _each(store.peek(items), items), nbytes, over=self._leave(nbytes)
-                )
-            )
-        except StorageError:
-            return [Outcome.UNAVAILABLE] * len(items)
-        self._judge(outcomes)
-        return outcomes
 
     def set(
         self, items: Sequence[SetItem], deleted: AbstractSet[bytes], *, owned: bool = False
@@ -148,14 +134,16 @@ class Tier(MonitoredStore):
         if not self._in_flight.enter(nbytes, self.settings.deadline if owned else 0.0):
             return [Outcome.UNAVAILABLE if owned else Outcome.THROTTLED] * len(items)
         with self._in_flight.undone(nbytes):
-            loan = None if owned else LentSets(items, self._backlog.memories, self._private)
+            loan = None if owned else LentSets(items, self._memories, self._private)
         lent = items if loan is None else loan.items
 
         def give_up() -> Callable[[], None]:
             end = None if loan is None else loan.give_up()
             with self._lock:
                 self._hung_sets += 1
-                self._backlog.delete(item.key for item in items if item.key.digest in deleted)
+                self._deletions.update(
+                    (item.key.digest, item.key) for item in items if item.key.digest in deleted
+                )
 
             def ended() -> None:
                 if end is not None:
@@ -222,10 +210,7 @@ class Tier(MonitoredStore):
         while True:
             try:
                 call = self._begin(
-                    "delete",
-                    lambda store: _each(store.delete(keys), keys),
-                    len(keys) * KEY_BYTES,
-                    is_deletion=True,
+                    "delete", lambda store: _each(store.delete(keys), keys), len(keys) * KEY_BYTES
                 )
             except UnavailableError:
                 if self.note_deletions(keys):
@@ -238,7 +223,7 @@ class Tier(MonitoredStore):
             except (RefusedError, NoThreadError):
                 raise
             except StorageError as error:
-                self.remember_deletions(keys, str(error))
+                self.note_deletions(keys, f"a deletion failed: {error}")
                 return [False] * len(keys)
             return gone
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from tiercache.storage.base import ScanEntry
 from tiercache.storage.shares import NEAR_SHARE
-from tiercache_backends.chain.examination import CANARY
-from tiercache_backends.chain.settings import WritePolicy
+from tiercache_backends.chain.settings import CANARY, WritePolicy
 
 if TYPE_CHECKING:
     from tiercache_backends.chain.tier import Tier
@@ -51,8 +50,6 @@ class ColdestWatch:
         self.step = 1
         """Bytes that are written or read there before it is looked at again."""
         self._looked_at = 0.0
-        self.is_blind = False
-        """Whether the last look failed, so that what will be evicted is not known."""
 
     def reset(self) -> None:
         """Look at the tier above again as soon as possible, because copies may have failed."""
@@ -78,15 +75,6 @@ class ColdestWatch:
 
         Raises StorageError if a tier cannot be asked.
         """
-        is_blind = True
-        try:
-            found = self._look(above)
-            is_blind = False
-        finally:
-            self.is_blind = is_blind
-        return found
-
-    def _look(self, above: Sequence[Tier]) -> tuple[Tier, list[ScanEntry]] | None:
         if (source := _nearest(above)) is None:
             return None
         moved = source.figures.moved_bytes

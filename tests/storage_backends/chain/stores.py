@@ -63,22 +63,6 @@ class Refusing(MemoryBackend):
         raise RefusedError("this store keeps what it has")
 
 
-class Nagged(MemoryBackend):
-    """A store during each of whose deletions `nag` is called on another thread."""
-
-    nag = None
-    _nagging = False
-
-    def delete(self, keys):
-        if self.nag and not self._nagging:
-            self._nagging = True
-            thread = threading.Thread(target=self.nag)
-            thread.start()
-            thread.join()
-            self._nagging = False
-        return super().delete(keys)
-
-
 class Hiccup(MemoryBackend):
     """A store whose next `peek` fails."""
 

@@ -34,32 +34,9 @@ class TestSickBetween(ChainHooks):
 
 
 @pytest.mark.stress
-class TestOne(ChainHooks):
-    parts = (FileHooks,)
-
-
-@pytest.mark.stress
 class TestThree(ChainHooks):
     parts = (MemoryHooks, LmdbHooks, FileHooks)
     small = 24 << 20
-
-
-@pytest.mark.stress
-class TestPersistent(ChainHooks):
-    parts = (LmdbHooks, FileHooks)
-    small = 16 << 20
-
-
-@pytest.mark.stress
-class TestSickFirst(ChainHooks):
-    parts = (MemoryHooks, FileHooks)
-    sick = (0,)
-
-
-@pytest.mark.stress
-class TestSickLast(ChainHooks):
-    parts = (FileHooks, LmdbHooks)
-    sick = (1,)
 
 
 @pytest.mark.stress

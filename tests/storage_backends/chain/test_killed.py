@@ -139,8 +139,6 @@ class Life:
             self.tiers(first.name, other.name, f"{kind}{n}")
             replace_tier(chain, first.name, url(self.path, f"{kind}{n}"))
             self.tiers(*(tier.name for tier in chain.tiers))
-            name = chain.tiers[0].name
-            replace_tier(chain, name, url(self.path, name, "96MiB"))
 
 
 def live(path: str, scenario: str, first: str, seed: str) -> None:

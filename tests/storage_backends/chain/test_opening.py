@@ -94,11 +94,10 @@ def test_a_disk_that_does_not_answer_leaves_its_tier_out(tmp_path, kind):
     chain.close()
 
 
-@pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
-def test_a_disk_that_fails_leaves_its_tier_out(tmp_path, error):
+def test_a_disk_that_fails_leaves_its_tier_out(tmp_path):
     env = SickDisk(tmp_path / "sick")
     for call in ("listdir", "realpath", "lstat", "open"):
-        env.fail(call, times=10**9, error=error)
+        env.fail(call, times=10**9, error=errno.ESTALE)
     chain = opened(tmp_path, env)
     comes_back(chain)
     env.clear()

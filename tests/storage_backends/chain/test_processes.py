@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
 from tiercache_backends.chain import TierChain
 
 from tests.storage.backends import FileHooks
@@ -88,27 +87,6 @@ def assert_kept(chain: TierChain, names: Sequence[str]) -> None:
 
 def named(who: str, turn: int) -> list[str]:
     return [f"{who}/{turn}/{n}" for n in range(10)]
-
-
-@pytest.mark.slow
-def test_what_two_processes_store_is_written_back_once_and_survives_a_kill(tmp_path):
-    chain, known = opened(Back, tmp_path / "s"), []
-    with Peer(Back, tmp_path / "s") as peer:
-        for turn in range(20):
-            ours, theirs = named("ours", turn), named("theirs", turn)
-            store(chain, ours)
-            assert peer.set(theirs, SIZE) == [STORED] * 10
-            known += [*ours, *theirs]
-            until(lambda: is_ahead(chain))
-            assert peer.get(ours, SIZE) == [HIT] * 10
-            assert all(fetch(chain, key(n), SIZE) == payload(n, SIZE) for n in theirs)
-        until(lambda: is_ahead(chain))  # the reads have changed what is evicted next
-        peer.begin_set(named("theirs", 20), SIZE)
-        peer.kill()
-    assert chain.usage().tiers[0].details["evicted"] > 0
-    assert_kept(chain, known)
-    store(chain, ["after"])
-    chain.close()
 
 
 def test_what_another_process_stores_in_the_tier_above_is_written_back(tmp_path):

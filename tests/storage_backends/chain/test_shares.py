@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.storage_backends.chain.hooks import add, remove, replace_tier
+from tests.storage_backends.chain.hooks import add, remove
 from tests.waiting import until
 from tiercache.core import Outcome
 from tiercache.errors import ConfigError
@@ -70,8 +70,6 @@ def test_tiers_that_come_and_go_get_their_parts(tmp_path: Path) -> None:
         assert {name: one.quota_bytes for name, one in found.items()} == {"a": 2 * MIB, "b": 6 * MIB}
         assert {name: one.guarantee_bytes for name, one in found.items()} == {"a": MIB, "b": 3 * MIB}
         assert found["a"].used_bytes <= 2 * MIB
-        replace_tier(store, "b", url(tmp_path, "b", "16MiB", "&tier_promote=never"))
-        assert {name: one.quota_bytes for name, one in parts(store).items()} == {"a": 4 * MIB, "b": 4 * MIB}
         remove(store, "a")
         assert parts(store)["b"].quota_bytes == 8 * MIB
         use = store.usage().owners["ash"]
@@ -85,8 +83,6 @@ def test_a_chain_too_small_for_its_guarantees_is_not_made(tmp_path: Path) -> Non
         put_all(store, range(10))
         with pytest.raises(ConfigError, match="the guarantees of tenants ash add up to"):
             remove(store, "b")
-        with pytest.raises(ConfigError, match="the guarantees of tenants ash add up to"):
-            replace_tier(store, "b", url(tmp_path, "b", "4MiB"))
         assert [tier.health for tier in store.usage().tiers] == ["serving", "serving"]
         assert {one.guarantee_bytes for one in parts(store).values()} == {10 * MIB}
 

@@ -13,16 +13,7 @@ from tiercache_backends.chain.tier import Tier
 from tiercache_backends.file import FileBackend
 from tiercache_backends.memory import MemoryBackend
 
-from tests.storage_backends.chain.stores import (
-    Broken,
-    Forgetful,
-    Hanging,
-    Hiccup,
-    Nagged,
-    chain_over,
-    health,
-    held,
-)
+from tests.storage_backends.chain.stores import Broken, Forgetful, Hanging, Hiccup, chain_over, health, held
 from tests.waiting import until
 from tiercache.core import Outcome
 from tiercache.errors import RefusedError, StorageError, UnavailableError
@@ -180,20 +171,6 @@ def test_a_tier_that_comes_back_gets_what_it_missed_and_loses_what_was_deleted()
     assert held(kept, "deleted") == [False]
     assert [record.states for record in kept.namespaces()] == [True]
     assert chain.usage().tiers[1].dropped > 0
-    chain.close()
-
-
-def test_a_tier_comes_back_though_each_deletion_brings_another():
-    kept = Nagged()
-    away = Outage(kept)
-    chain = chain_over(MemoryBackend(), away)
-    away.begin()
-    until(lambda: chain.delete([key("first")]) == [False] and health(chain) == ["serving", "out"])
-    names = iter(range(10**6))
-    kept.nag = lambda: chain.delete([key(next(names))])
-    away.end()
-    until(lambda: health(chain) == ["serving", "serving"])
-    kept.nag = None
     chain.close()
 
 

@@ -101,24 +101,6 @@ def test_a_flush_says_that_a_tier_with_new_objects_is_out():
     chain.close()
 
 
-def test_what_is_in_memory_is_flushed_to_a_tier_that_keeps_it(tmp_path):
-    disk = Outage(FileBackend(str(tmp_path / "disk"), 16 << 20))
-    chain = chain_over(MemoryBackend(), disk)
-    put(chain, key("a"), payload("a", SIZE))
-    chain.flush()
-    assert held(disk, "a") == [True]
-    disk.begin()
-    put(chain, key("b"), payload("b", SIZE))
-    until(lambda: health(chain) == ["serving", "out"])
-    with pytest.raises(StorageError, match="'t1' lacks 1 objects that are written through to it"):
-        chain.flush()
-    disk.end()
-    until(lambda: health(chain) == ["serving", "serving"])
-    chain.flush()
-    assert held(disk, "a", "b") == [True, True]
-    chain.close()
-
-
 def test_a_flush_means_every_tier_that_is_written_through(tmp_path):
     disk = Outage(FileBackend(str(tmp_path / "far"), 16 << 20))
     chain = chain_over(FileBackend(str(tmp_path / "near"), 16 << 20), disk)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from tiercache_backends.memory import MemoryBackend
 from tests.storage_backends.chain.stores import Hanging, chain_over
 from tests.waiting import until
 from tiercache.core import ObjectKey, Outcome
-from tiercache.errors import ConfigError
+from tiercache.errors import ConfigError, UnavailableError
 from tiercache.storage import open_backend
 from tiercache.storage.base import NamespaceRecord, SetItem, StorageBackend, TierReport
 from tiercache.testing.faulty import Outage
@@ -191,15 +192,15 @@ def test_what_is_evicted_before_it_is_copied_counts_as_dropped() -> None:
     lower.hang()
     names: list[int] = []
 
-    def fill(count: int) -> None:
-        new = range(len(names), len(names) + count)
+    def store_more(objects: int) -> None:
+        new = range(len(names), len(names) + objects)
         assert set(store.set([to_set(key(n), payload(n, 8000)) for n in new])) == {STORED}
         names.extend(new)
 
     while report(store, 1).waiting <= 64 and len(names) < 2000:  # more than one batch waits
-        fill(10)
+        store_more(10)
     known = report(store, 1).waiting
-    fill(800)
+    store_more(800)
     lower.release()
     until(lambda: report(store, 1).dropped > 0 and report(store, 1).waiting == 0)
     until(lambda: is_ahead(upper, inner))
@@ -237,3 +238,81 @@ def test_a_url_says_which_pools_are_written_back(tmp_path: Path) -> None:
         for name in range(40):
             store.set(turn(name))
         until(lambda: report(store, 1).objects > 41)
+
+
+PROMOTING = {**BACK, "promote": Promotion.ALWAYS}
+OLD = key(("old", 0))
+"""Object that only the lower tier has, after `fill`."""
+
+
+class Mute(MemoryBackend):
+    """A store that cannot say what it evicts next while `fault` is set, which is called first."""
+
+    fault: Callable[[], object] | None = None
+    asked = 0
+
+    def coldest(self, nbytes):
+        self.asked += 1
+        if self.fault is not None:
+            self.fault()
+            raise UnavailableError("not now")
+        return super().coldest(nbytes)
+
+
+def fill(store: TierChain, upper: StorageBackend, lower: StorageBackend) -> None:
+    """Store turns until the first one is in the lower tier alone, and everything is copied that must be."""
+    store.set(turn("old"))
+    for name in count():
+        if len(missing(upper, turn("old"))) == len(turn("old")):
+            break
+        store.set(turn(name))
+        until(lambda: is_ahead(upper, lower))
+    until(lambda: report(store, 1).waiting == 0)
+
+
+def promoted(store: TierChain, upper: StorageBackend) -> bool:
+    """Read the old object, and return whether the upper tier has it by now."""
+    assert fetch(store, OLD, PAGE) == payload(OLD, PAGE)
+    return upper.exists([OLD]) == [True]
+
+
+def test_a_tier_that_cannot_say_what_it_evicts_gets_no_promotions_and_is_not_asked_in_a_loop() -> None:
+    upper, lower = Mute(UPPER), MemoryBackend(LOWER)
+    store = chain_over(upper, lower, settings={1: PROMOTING})
+    fill(store, upper, lower)
+    last = turn("last")
+    store.set(last)
+    until(lambda: is_ahead(upper, lower))
+    # A hit before each failure, so that the tier is not left out.
+    upper.fault = lambda: fetch(store, last[0].key, PAGE)
+    before, asked = report(store, 0).dropped, upper.asked
+    for name in range(1000, 1010):  # enough for the next look to be due
+        store.set(turn(name))
+    assert not promoted(store, upper)
+    until(lambda: report(store, 0).dropped > before)
+    assert upper.asked - asked < 100
+    assert [tier.health for tier in store.tiers] == ["serving", "serving"]
+    upper.fault = None
+    until(lambda: promoted(store, upper))
+    store.close()
+
+
+def test_nothing_is_promoted_while_copies_to_the_tier_below_do_not_end() -> None:
+    upper, inner = MemoryBackend(UPPER), MemoryBackend(LOWER)
+    lower = Hanging(inner, "set")
+    store = chain_over(upper, lower, settings={1: PROMOTING})
+    fill(store, upper, inner)
+    lower.hang()
+    behind = [turn(name) for name in range(1000, 1010)]
+    for items in behind:
+        store.set(items)
+    assert lower.entered.wait(30)
+    before = report(store, 0).dropped
+    assert not promoted(store, upper)
+    until(lambda: report(store, 0).dropped > before)
+    assert not promoted(store, upper)
+    lower.release()
+    until(lambda: promoted(store, upper))
+    until(lambda: is_ahead(upper, inner))
+    assert not missing(store, [item for items in behind for item in items])
+    store.close()
