@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.transfer.machines import Machine, Real, Simulated
-from tests.transfer.rigs import Rig, rig_on
+from tests.transfer.rigs import Rig, cpu_engine, on_cpu, rig_on
 from tests.transfer.simulated_cuda import SimulatedDevice
+from tiercache.transfer import TransferEngine
 
 MACHINES = ["simulated", pytest.param("gpu", marks=pytest.mark.gpu)]
 
@@ -29,3 +30,18 @@ def simulated() -> Iterator[tuple[Rig, SimulatedDevice]]:
     rig = rig_on(machine)
     yield rig, machine.device
     rig.arena.close()
+
+
+@pytest.fixture(params=["cuda", "copy"])
+def served(request: pytest.FixtureRequest) -> Iterator[tuple[Rig, TransferEngine]]:
+    """A rig and an engine for it: the CUDA one on a simulated device, and the one of the CPU.
+
+    Once the engine is closed, nothing is left on the device.
+    """
+    machine = Simulated()
+    rig = rig_on(machine)
+    engine: TransferEngine = cpu_engine(on_cpu(rig)) if request.param == "copy" else rig.engine()
+    with engine:
+        yield rig, engine
+    rig.arena.close()
+    assert machine.device.leftovers.keys() <= {"streams", "events"}, "those of the test"

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from tiercache_kernels.reference import copy_segments
 
 from tests.transfer.machines import Bytes, Machine, random_bytes
 from tiercache.core import CacheTransferUnits, PoolName
 from tiercache.geometry import Geometry
 from tiercache.pools import DevicePool, HostArena, HostPool, page_geometry_of, state_geometry_of
+from tiercache.transfer import Copier, CopyEngine, TransferEngine
 from tiercache.transfer.cuda import CudaEngine
 
 SLOTS = 6
@@ -115,7 +117,7 @@ class Rig:
     def held(self, handle: int) -> bytes:
         return b"".join(self.host.buffers(handle))[: self.host.geometry.nbytes]
 
-    def stored(self, engine: CudaEngine, slot: int) -> int:
+    def stored(self, engine: TransferEngine, slot: int) -> int:
         handle = int(self.host.alloc(1)[0])
         ticket = engine.store(self.units([slot], [handle]))
         assert ticket.wait(self.machine.patience)
@@ -136,6 +138,19 @@ def rig_on(machine: Machine) -> Rig:
         HostPool(kind.geometry, arena),
         arena,
     )
+
+
+def on_cpu(rig: Rig) -> Rig:
+    """Let the tensors of a rig count as memory of the CPU, which they are on a simulated device."""
+    for tensor in rig.kind.tensors.values():
+        tensor.device = "cpu"
+    rig.device = DevicePool.from_tensors(rig.kind.geometry, rig.kind.tensors)
+    return rig
+
+
+def cpu_engine(rig: Rig, copier: Copier = copy_segments) -> CopyEngine:
+    """An engine that copies with the CPU, for a rig `on_cpu`."""
+    return CopyEngine({PoolName.KV: rig.device}, {PoolName.KV: rig.host}, copier=copier)
 
 
 class Passed:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.transfer.machines import Simulated
-from tests.transfer.rigs import SLOTS, Kind, Passed, Rig, pages, rig_on
+from tests.transfer.rigs import SLOTS, Kind, Rig, pages, rig_on
 from tests.transfer.simulated_cuda import SimulatedDevice
 from tests.transfer.simulated_memory import SimulatedError
 from tiercache.core import PoolName
@@ -170,45 +170,6 @@ class TestTheEnd:
             rig.engine(piece_bytes=8192)
         assert device.leftovers == {}
         rig.engine().close()
-
-    def test_at_the_deadline_what_waits_is_failed(self, simulated: tuple[Rig, SimulatedDevice]) -> None:
-        rig, device = simulated
-        engine, fence = rig.engine(), threading.Event()
-        handle = rig.stored(engine, 0)
-        running = engine.load(rig.units([handle], [1]), after=[Passed(fence.wait)])
-        waiting = engine.load(rig.units([handle], [2]))
-        engine.close(timeout=0.05)
-        assert waiting.wait(0)
-        assert "closed before this transfer began" in str(waiting.error)
-        assert not running.done()
-        fence.set()
-        engine.close(timeout=30)
-        assert running.wait(30)
-        assert "the transfer engine was closed" in str(running.error)
-        assert device.leftovers == {}
-
-    def test_from_a_callback(self, simulated: tuple[Rig, SimulatedDevice]) -> None:
-        rig, device = simulated
-        engine, closed = rig.engine(), threading.Event()
-        ticket = engine.store(rig.units([0], rig.host.alloc(1).tolist()))
-        ticket.add_done_callback(lambda t: (engine.close(), closed.set()))
-        assert closed.wait(30)
-        engine.close()
-        assert device.leftovers == {}
-
-    def test_memory_stays_mapped_and_locked_while_a_copy_runs(
-        self, simulated: tuple[Rig, SimulatedDevice]
-    ) -> None:
-        rig, _ = simulated
-        with rig.engine() as engine:
-            handle, before = rig.stored(engine, 0), rig.machine.stream()
-            before.sleep(0.1)
-            ticket = engine.load(rig.units([handle], [3]), after=[before.event()])
-            rig.arena.close()
-            assert ticket.wait(30)
-            assert ticket.error is None
-        rig.kind.move([0], [3])
-        assert rig.kind.agrees()
 
 
 class TestTheStart:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,27 +11,8 @@ import pytest
 from tests.transfer.machines import Simulated
 from tests.transfer.rigs import Rig, rig_on
 from tests.transfer.simulated_cuda import SimulatedEvent
-from tiercache.core import PoolName
 from tiercache.errors import ConfigError
-from tiercache.pools import DevicePool
-from tiercache.transfer import CopyEngine, TransferEngine
-
-
-@pytest.fixture(params=["cuda", "copy"])
-def served(request: pytest.FixtureRequest) -> Iterator[tuple[Rig, TransferEngine]]:
-    """A rig and an engine for it: the CUDA one on a simulated device, and the one of the CPU."""
-    machine = Simulated()
-    rig = rig_on(machine)
-    if request.param == "copy":
-        for tensor in rig.kind.tensors.values():
-            tensor.device = "cpu"
-        rig.device = DevicePool.from_tensors(rig.kind.geometry, rig.kind.tensors)
-        engine: TransferEngine = CopyEngine({PoolName.KV: rig.device}, {PoolName.KV: rig.host})
-    else:
-        engine = rig.engine()
-    with engine:
-        yield rig, engine
-    rig.arena.close()
+from tiercache.transfer import TransferEngine
 
 
 class Code:
