@@ -204,7 +204,7 @@ def test_the_texts_stay_short():
 
 
 BUDGET = {
-    "tiercache.daemon": 9_600,
+    "tiercache.daemon": 9_000,
     "tiercache.controller": 8_790,
     "tiercache.integrations": 7_280,
     "tiercache.cli": 5_740,

@@ -11,7 +11,6 @@ import textwrap
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import pytest
@@ -23,9 +22,16 @@ from tests.daemon.test_removals import client, key, page, put, server, worker
 from tests.storage_backends.grpc.nodes import daemon_settings
 from tiercache.core import ObjectKey, Outcome, PoolName, as_tokens
 from tiercache.daemon import StorageServer
-from tiercache.daemon.tenants.account import HOUR_S, MAX_HOURS, NAMES, Account, Counts
+from tiercache.daemon.tenants.account import (
+    HOUR_S,
+    MAX_HOURS,
+    NAMES,
+    Account,
+    Counts,
+    PriceList,
+    TenantAccount,
+)
 from tiercache.daemon.tenants.store import TenantStore
-from tiercache.daemon.tenants.tenant_account import TenantAccount
 from tiercache.keys import namespace_of, page_keys
 from tiercache.storage.base import NamespaceRecord
 from tiercache.storage.registry import open_backend
@@ -477,38 +483,16 @@ def test_tokens_that_nobody_can_know_are_no_rate(tmp_path: Path) -> None:
         assert hits["why_no_rate"].startswith("2 objects were looked up whose tokens are not known")
 
 
-class LateRecords(MemoryBackend):
-    """A store whose records can be read when they may, as those of a bucket that does not answer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.may_read = Event()
-        self.may_read.set()
-
-    def namespaces(self) -> list[NamespaceRecord]:
-        assert self.may_read.wait(60)
-        return super().namespaces()
-
-
-def test_a_lookup_waits_for_no_records_and_counts_what_was_registered_before_it(tmp_path: Path) -> None:
-    """A key of a layout that nobody knows makes the account read the records anew, beside the call."""
-    store = LateRecords()
-    account = Account(tmp_path / "a")
-    counted = TenantAccount(account, "", lambda _: True)
-    accounted = TenantStore(store, account=counted)
-    try:
-        assert accounted.exists([key(1)]) == [False], (
-            "the first waits for the records, of which there are none"
-        )
-        register(accounted)
-        store.may_read.clear()
-        counted._read_at = float("-inf")  # private: a minute later
-        assert accounted.exists([key(2), key(3)]) == [False, False]
-        assert not store.may_read.is_set()
+def test_records_of_other_daemons_are_known_after_the_next_reading(tmp_path: Path) -> None:
+    store = MemoryBackend()
+    account, prices = Account(tmp_path / "a"), PriceList(store)
+    mine = TenantStore(store, account=TenantAccount(account, "", prices, lambda _: True))
+    register(store)
+    for asked, unsized in ((0, 1), (PAGE_SIZE, 1)):
+        mine.exists([key(1)])
         [hits] = account.hits().values()
-        assert (hits.unsized_objects, hits.asked_tokens) == (1, 2 * PAGE_SIZE)
-    finally:
-        store.may_read.set()
+        assert (hits.asked_tokens, hits.unsized_objects) == (asked, unsized)
+        prices.read()
 
 
 def test_a_tenant_learns_no_page_size_of_others_and_takes_no_rate_from_them(tmp_path: Path) -> None:

@@ -257,9 +257,11 @@ def test_the_page_of_the_documentation_lists_every_field() -> None:
     principals = [{"name": "a", "uid": 1}]
     with board_of(lambda: used, lambda: {"acme": Hits(asked_tokens=1)}, principals=principals) as board:
         until(lambda: board.document(None)["tenants"])
-        counters, lookups_seen = board._counters, lookups(2.0, 1.0)  # private: calls of a second ago
+        counters = board._counters  # private: calls of a moment ago
+        # private: see above
         board._samples.add(replace(counters(used), at=time.monotonic() - 2.0, hits={}))
-        board._counters = lambda usage: replace(counters(usage), lookups=lookups_seen)  # type: ignore[method-assign]
+        # private: see above
+        board._counters = lambda told: replace(counters(told), lookups=lookups(2, 1))  # type: ignore[method-assign]
         made = set(names(board.document(None), ""))
     told = set(re.findall(r"(?m)^\| `([\w.\[\]]+)` \|", (DOCS / "status.md").read_text()))
     assert told == made

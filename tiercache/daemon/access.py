@@ -216,6 +216,8 @@ class Access:
         """Function that returns the tenant of a namespace, by its name in the store; "" for none.
 
         Any thread may call it."""
+        self.prices: Final = stores.prices
+        """Prices of the namespaces, by which the account counts."""
         names_own_user = any(principal.uid == os.getuid() for principal in settings.principals)
         principals = len(settings.principals) + (0 if names_own_user else 1)  # 1 for OWNER
         share = _PRINCIPAL_SHARE if principals > 1 else 1

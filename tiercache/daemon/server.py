@@ -37,7 +37,7 @@ from tiercache.daemon.sockets import make_way
 from tiercache.daemon.status import StatusBoard
 from tiercache.daemon.store_calls import StoreCalls
 from tiercache.daemon.store_threads import Threads, fulfil
-from tiercache.daemon.tenants.account import Account
+from tiercache.daemon.tenants.account import Account, PriceList
 from tiercache.errors import ConfigError, StorageError
 from tiercache.events.publisher import EventPublisher
 from tiercache.pools import HostArena
@@ -69,6 +69,8 @@ _LOOK_SECONDS: Final = 5.0
 """Seconds from one look for tiers that have joined or left to the next."""
 _ACCOUNT_SECONDS: Final = 60.0
 """Seconds from one write of the account to the next: what a killed daemon may lose of it."""
+_PRICES_SECONDS: Final = 1.0
+"""Seconds that the start waits for the records of namespaces."""
 _START_SECONDS: Final = 300.0
 """Seconds that `StorageServer.start` waits until the server is ready."""
 
@@ -275,8 +277,8 @@ class StorageServer:
         ends.callback(arena.close)
         budgets = _budgets_of(settings, arena.nbytes)
         account = Account(settings.account_file, count_failed=metrics.count_account_failed)
-        self._keep_books(store, account, ends)
         access = Access(settings, store, budgets, account)
+        await self._keep_books(store, account, access.prices, ends)
         shares = TenantShares(self.store, access.tenant_of)
         if settings.tenants:
             await asyncio.to_thread(shares.take, settings.tenants)
@@ -346,13 +348,19 @@ class StorageServer:
             ends.push_async_callback(asyncio.to_thread, self.publisher.close)
             source.warn_of_silence()
 
-    def _keep_books(self, store: DaemonStore, account: Account, ends: AsyncExitStack) -> None:
+    async def _keep_books(
+        self, store: DaemonStore, account: Account, prices: PriceList, ends: AsyncExitStack
+    ) -> None:
         """Follow the removals of all tiers, and write the account from time to time."""
         ends.push_async_callback(asyncio.to_thread, account.close)
         Thread(target=store.look, name="tiercache-removals", daemon=True).start()
+        first = Thread(target=prices.read, name="tiercache-prices", daemon=True)
+        first.start()
+        await asyncio.to_thread(first.join, _PRICES_SECONDS)
         for name, pause, work in (
             ("removals", _LOOK_SECONDS, store.look),
             ("account", _ACCOUNT_SECONDS, account.write),
+            ("prices", _ACCOUNT_SECONDS, prices.read),
         ):
             following = Following(name, pause, work)
             following.start()

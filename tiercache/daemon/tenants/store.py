@@ -1,7 +1,7 @@
 """The store as one principal sees it: under its tenant's names, and limited to what it may see.
 
     caller ── names ──▶ fence ──▶ values and bounds ──▶ account ──▶ store
-              `NameCipher`  `allows`  `fairness`         `tenant_account`
+              `NameCipher`  `allows`  `fairness`         `account`
 
 A principal without a tenant sees the objects that belong to no tenant. With the verb admin, such a principal
 also sees the objects of all tenants, but under hidden names (`NameCipher`), as the store has them.
@@ -22,9 +22,8 @@ from blake3 import blake3
 from tiercache.config.files import read_salt
 from tiercache.config.models import Settings
 from tiercache.core import ObjectKey, ObjectMeta, Outcome
-from tiercache.daemon.tenants.account import Account
+from tiercache.daemon.tenants.account import Account, PriceList, TenantAccount
 from tiercache.daemon.tenants.fairness import NamespaceBounds, ValueScale
-from tiercache.daemon.tenants.tenant_account import TenantAccount
 from tiercache.events.base import ChangeNote
 from tiercache.storage.base import (
     NAMESPACE_BYTES,
@@ -195,7 +194,7 @@ class TenantStore(Wrapper):
             asked = self._visible(keys)
             answers = self.inner.exists(asked)
             if self._account is not None:
-                self._account.count_exists(self.inner, asked, answers)
+                self._account.count_exists(asked, answers)
             return answers
 
     def get(self, items: Sequence[GetItem]) -> list[Outcome]:
@@ -278,7 +277,7 @@ class TenantStore(Wrapper):
                 self._bounds.check_record(record, self.inner.namespaces())
             self.inner.register_namespace(record)
             if self._account is not None:
-                self._account.learn(record)
+                self._account.prices.learn(record)
 
     def namespaces(self) -> list[NamespaceRecord]:
         found = []
@@ -450,6 +449,7 @@ class TenantStores:
         self._account: Final = account
         self._accounts: Final[dict[tuple[str, bool], TenantAccount]] = {}
         """Accounts by tenant, and whether the callers see everything."""
+        self.prices: Final = PriceList(store)
         limited = any("*" not in principal.namespaces for principal in settings.principals)
         self._is_one_view: Final = not (self._ciphers or limited)
         self._scales: Final[dict[tuple[str, frozenset[bytes]], ValueScale]] = {}
@@ -487,7 +487,7 @@ class TenantStores:
             # By the page sizes of other tenants, a caller would learn of them.
             return (everything and not tenant) or self.tenant_of(name) == tenant
 
-        mine = TenantAccount(self._account, tenant, owns)
+        mine = TenantAccount(self._account, tenant, self.prices, owns)
         return self._accounts.setdefault((tenant, everything), mine)
 
     def _find_tenant(self, namespace: bytes) -> str:
