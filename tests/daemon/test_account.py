@@ -492,7 +492,7 @@ def test_records_of_other_daemons_are_known_after_the_next_reading(tmp_path: Pat
         mine.exists([key(1)])
         [hits] = account.hits().values()
         assert (hits.asked_tokens, hits.unsized_objects) == (asked, unsized)
-        prices.read()
+        prices.read_records()
 
 
 def test_a_tenant_learns_no_page_size_of_others_and_takes_no_rate_from_them(tmp_path: Path) -> None:

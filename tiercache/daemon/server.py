@@ -354,13 +354,13 @@ class StorageServer:
         """Follow the removals of all tiers, and write the account from time to time."""
         ends.push_async_callback(asyncio.to_thread, account.close)
         Thread(target=store.look, name="tiercache-removals", daemon=True).start()
-        first = Thread(target=prices.read, name="tiercache-prices", daemon=True)
+        first = Thread(target=prices.read_records, name="tiercache-prices", daemon=True)
         first.start()
         await asyncio.to_thread(first.join, _PRICES_SECONDS)
         for name, pause, work in (
             ("removals", _LOOK_SECONDS, store.look),
             ("account", _ACCOUNT_SECONDS, account.write),
-            ("prices", _ACCOUNT_SECONDS, prices.read),
+            ("prices", _ACCOUNT_SECONDS, prices.read_records),
         ):
             following = Following(name, pause, work)
             following.start()

@@ -255,7 +255,7 @@ class PriceList:
     """Prices of the pages of each namespace, by the records of a store.
 
     What is registered with this daemon is known at once. The records of others are known after the next
-    `read`, beside the calls: of a bucket, that takes requests.
+    `read_records`, beside the calls: of a bucket, that takes requests.
 
     Thread safety: any thread.
     """
@@ -265,14 +265,14 @@ class PriceList:
         self._lock: Final = Lock()
         self._prices: Mapping[bytes, _Price] = {}
 
-    def read(self) -> None:
+    def read_records(self) -> None:
         """Read all records of the store."""
         with suppress(StorageError, ClosedError):
             found = _prices(self._store.namespaces())
             with self._lock:
                 self._prices = {**self._prices, **found}
 
-    def learn(self, record: NamespaceRecord) -> None:
+    def learn_record(self, record: NamespaceRecord) -> None:
         """Learn of a record that is registered; what it does not tell stays as it was known."""
         with self._lock:
             for namespace, price in _prices([record]).items():
@@ -282,7 +282,7 @@ class PriceList:
                 )
                 self._prices = {**self._prices, namespace: price}
 
-    def of(self, namespace: bytes | None) -> _Price | None:
+    def price_of(self, namespace: bytes | None) -> _Price | None:
         """Return what a page of a namespace stands for; None if no record says so."""
         return None if namespace is None else self._prices.get(namespace)
 
@@ -326,7 +326,7 @@ class TenantAccount:
                 if namespace is None and key.layout in self._usual:
                     counts.unsized_objects += objects
                 continue
-            price = self.prices.of(namespace)
+            price = self.prices.price_of(namespace)
             sizes = self.prices.page_sizes(self._owns) if price is None else {price.page_size}
             if len(sizes) != 1:
                 counts.unsized_objects += objects
@@ -391,7 +391,7 @@ class TenantAccount:
             by_layout.setdefault(item.key.layout, []).append(item.key)
         for layout, keys in by_layout.items():
             for namespace, pages in self._pages(store, layout, keys):
-                price = self.prices.of(namespace) if pages else None
+                price = self.prices.price_of(namespace) if pages else None
                 if price is None or not self._stands_for_tokens(namespace, layout):
                     continue
                 tokens = pages * price.page_size

@@ -277,7 +277,7 @@ class TenantStore(Wrapper):
                 self._bounds.check_record(record, self.inner.namespaces())
             self.inner.register_namespace(record)
             if self._account is not None:
-                self._account.prices.learn(record)
+                self._account.prices.learn_record(record)
 
     def namespaces(self) -> list[NamespaceRecord]:
         found = []
