@@ -105,7 +105,7 @@ CUPBOARD = 120
 """Lines below which a module with one importer is a part of it that lies in another file."""
 CUPBOARDS = frozenset({
     "tiercache.integrations.parents", "tiercache_backends.chain.scans", "tiercache_backends.grpc.inquiries",
-    "tiercache_backends.local.check", "tiercache_backends.s3.namespaces", "tiercache_kernels.reference",
+    "tiercache_backends.lmdb.check", "tiercache_backends.s3.namespaces", "tiercache_kernels.reference",
     "tiercache_lab.bench.raw", "tiercache_lab.demo.small", "tiercache_lab.prove.show",
     "tiercache_lab.replay.failures", "tiercache_lab.replay.sources.shared",
     "tiercache_lab.replay.verb.listing", "tiercache_lab.replay.verb.planning",

@@ -26,7 +26,6 @@ BATCH = 500
 STORES = {
     "memory": ["memory://?capacity=64MiB"],
     "file": ["file://{}/f?capacity=64MiB"],
-    "lmdb": ["lmdb://{}/l?capacity=64MiB"],
     "chain": ["memory://?capacity=64MiB", "file://{}/f?capacity=64MiB"],
 }
 

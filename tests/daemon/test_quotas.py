@@ -101,10 +101,8 @@ def held(store: Any, names: list[Any]) -> int:
     return sum(store.exists([key(name) for name in names]))
 
 
-@pytest.mark.parametrize("storage", slow_after(2, ["", "memory://?capacity=16MiB", "lmdb", "chain"]))
+@pytest.mark.parametrize("storage", slow_after(2, ["", "memory://?capacity=16MiB", "chain"]))
 def test_three_tenants_that_flood_at_once(serve: Any, tmp_path: Path, storage: str) -> None:
-    if storage == "lmdb":
-        storage = f"lmdb://{tmp_path}/lmdb?capacity=16MiB"
     if storage == "chain":
         storage = ("memory://?capacity=4MiB", f"file://{tmp_path}/f?capacity=16MiB")  # type: ignore[assignment]
     client = serve(storage, ash={"guarantee": 4 * MIB}, birch={"quota": 3 * MIB, "guarantee": MIB})
@@ -262,7 +260,7 @@ def test_counts_are_right_after_a_restart(tmp_path: Path) -> None:
             {"quota": 5},
             "grpc://127.0.0.1:1",
             "tenant ash has a quota or a guarantee, which a store of type grpc cannot keep; use a store or a"
-            " tier of type memory, file or lmdb, or remove them",
+            " tier of type memory or file, or remove them",
         ),
         ({"quota": 5}, "s3://bucket/x?region=eu", "which a store of type s3 cannot keep"),
         ({"quota": 5}, ("grpc://127.0.0.1:1", "grpc://127.0.0.1:2"), "of type grpc and grpc cannot keep"),

@@ -105,7 +105,7 @@ def no_shares(what: str, shares: Shares) -> str:
     named = next(name for name, share in shares.limits.items() if share != type(share)())
     return (
         f"tenant {named} has a quota or a guarantee, which a store of type {what} cannot keep; use a store or"
-        " a tier of type memory, file or lmdb, or remove them"
+        " a tier of type memory or file, or remove them"
     )
 
 

@@ -138,7 +138,7 @@ class FileBackend(StorageBackend):
         check_capacity(capacity, 0)
         self._directory.claim()
         with ExitStack() as undo:
-            undo.callback(self._directory.release, clean=False)
+            undo.callback(self._directory.release)
             try:
                 self._open(undo, capacity, durability, io, io_threads)
             except OSError as error:
@@ -345,7 +345,7 @@ class FileBackend(StorageBackend):
             self._io.close()
             self._slabs.close()
             self._catalog.close()
-            self._directory.release(clean=False)
+            self._directory.release()
 
     def locate(self, key: ObjectKey) -> list[tuple[str, int, int]]:
         """Return where an object lies, as (file, offset, bytes) in payload order.

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from errno import EAGAIN, EDQUOT, EIO, ENOSPC, ESTALE
+from errno import EAGAIN, EDQUOT, EFBIG, EIO, ENOSPC, ESTALE
 from threading import Lock
 from typing import Any, Final, TypeVar
 
@@ -30,7 +30,7 @@ import lmdb
 from tiercache.core import Outcome
 from tiercache.errors import ClosedError, StorageError
 from tiercache.storage.env import Env, close_quietly
-from tiercache_backends.local.failures import DamagedError, FileLength, PutAsideError, os_error
+from tiercache_backends.local.directory import is_full
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -42,8 +42,24 @@ _SPARE: Final = 8
 _DATABASES: Final = ("objects", "parts", "ages", "namespaces", "facts")
 _FAILURES: Final = (lmdb.Error, SystemError)
 """Exceptions that a call of LMDB raises; its binding raises SystemError for entries of impossible sizes."""
-_MET: Final = (*_FAILURES, struct.error, DamagedError, PutAsideError)
-"""Exceptions of a transaction; struct.error comes of an entry of a wrong length."""
+_DAMAGE: Final = (
+    lmdb.CorruptedError,
+    lmdb.PageNotFoundError,
+    lmdb.InvalidError,
+    lmdb.BadTxnError,
+    lmdb.BadDbiError,
+    lmdb.BadValsizeError,
+    lmdb.CursorFullError,
+    lmdb.IncompatibleError,
+    lmdb.PageFullError,
+    lmdb.ProblemError,
+    lmdb.NotFoundError,
+    SystemError,
+    struct.error,
+)
+"""Exceptions for a damaged page or an entry of a wrong length, and for later calls in the transaction."""
+_FULL_BYTES: Final = 64 << 10
+"""Number of free bytes of a file system below which a short write is attributed to a full disk."""
 _open: Final[set[tuple[int, int, int]]] = set()
 """Process id, device and inode of each environment that is open in this process.
 
@@ -64,8 +80,12 @@ because too few of them are adjacent.
 """
 _MIN_RESERVE: Final = 24
 """Minimum number of pages in the reserve."""
-_LOWER_LIMITS: Final = 5
-"""Number of reduced limits on the pages in use, which a write tries in turn if too few pages are free."""
+_SPARE_PAGES: Final = 64
+"""Minimum number of pages that are allocated on the disk in advance, behind the last used page."""
+_SPARE_SHARE: Final = 64
+"""Divisor of the map's pages: one page in 64 is allocated on the disk in advance."""
+_FULL_SECONDS: Final = 10.0
+"""Seconds after a full disk until the file may try to grow again."""
 MAX_WAIT_SECONDS: Final = 5.0
 """Seconds that a writer waits for other writers before it gives up."""
 _MAX_WAIT_AFTER_TIMEOUT_SECONDS: Final = 0.05
@@ -83,20 +103,17 @@ class MapFullError(OSError):
     """
 
 
+class DamagedError(OSError):
+    """The LMDB environment or its content is damaged and must not be trusted any more."""
+
+
 class WriterLock:
     """Lock for writers, a context manager: only one thread of all processes holds the lock at a time.
 
-    LMDB's own lock is a robust mutex in shared memory, which can lose a wake-up:
-
-        1. Processes B and C sleep on the mutex. A releases the mutex, and the kernel wakes B.
-        2. Process D takes the mutex before B runs.
-        3. B is killed before it takes the mutex or sleeps again.
-        4. D releases the mutex, no process is woken, and C sleeps for ever.
-
-    In a test with four writers, one of which was killed, this happened in one of forty runs. A file lock
-    (flock) cannot lose a waiter in this way. So a writer takes the file lock first, and then always finds
-    LMDB's mutex free. A thread can also give up waiting for a file lock, which is necessary if the process
-    that holds the lock is stopped.
+    LMDB's own lock is a robust mutex in shared memory, which can lose a wake-up: (1) B and C sleep on it, A
+    releases it, and the kernel wakes B. (2) D takes it before B runs. (3) B is killed. (4) D releases it,
+    nobody is woken, and C sleeps for ever. So a writer takes a file lock (flock) first, which cannot lose a
+    waiter and for which a thread can give up waiting, and then always finds LMDB's mutex free.
 
     Lock order: first the lock between the threads of this process (`_ours`), then the file lock.
 
@@ -182,11 +199,6 @@ class PageBudget:
         return self.map_pages - self.reserve
 
     @property
-    def lower_limits(self) -> list[int]:
-        """Limits on the pages in use, in falling order, to try if `limit` leaves too few pages free."""
-        return [self.limit - self.reserve * step for step in range(1, _LOWER_LIMITS + 1)]
-
-    @property
     def slack(self) -> int:
         """Pages that an eviction frees beyond the need, so that the next sets need not evict."""
         return self.map_pages // 256
@@ -209,7 +221,8 @@ class PageBudget:
 class Environment:
     """Open LMDB environment, whose failures are OSErrors.
 
-    In a forked child every transaction raises ClosedError.
+    In a forked child every transaction raises ClosedError. After damage was met, every transaction raises
+    DamagedError, so that nothing of the map is touched again.
 
     `map_bytes`: size of the map; 0 means the size that the last writer stored in the file. `last_sync`: each
     commit also syncs LMDB's head page, so that the last transaction survives a power cut. `read_only`: no
@@ -232,25 +245,37 @@ class Environment:
         self._env = env
         self._pid = env.getpid()
         self._writer_lock = WriterLock(env, os.path.join(path, "WRITER"))
-        self._last_sync = last_sync
         self.read_only: Final = read_only
-        self._lock = not (read_only and alone)
         self.path: Final = path
-        self.is_broken = False
-        """Whether LMDB must be opened again: damage was met, or the environment is of no more use."""
+        self._data: Final = os.path.join(path, "data.mdb")
+        self.broken = ""
+        """Why LMDB must be opened again: damage was met, or a head page was not written; else empty."""
         self.is_damaged = False
         """Whether an entry or a page was met that is not as it was written."""
-        self._claim()
+        self._length = 0
+        """Greatest length of the file that was seen, in bytes."""
+        self._allocated = 0
+        """Number of LMDB pages, from the file's start, that `keep_ahead` has allocated on the disk."""
+        self._grow_at = 0.0
+        """Time at which a full disk is tried again, in seconds of the monotonic clock."""
+        found = env.lstat(path)
+        self._identity = self._pid, found.st_dev, found.st_ino
+        with _open_lock:
+            if self._identity in _open:
+                raise StorageError(
+                    f"{path} is open in this process already; use that store from all threads, or close it"
+                    " first"
+                )
+            _open.add(self._identity)
         try:
-            self._open(map_bytes)
+            self._open(map_bytes, last_sync=last_sync, lock=not (read_only and alone))
         except BaseException:
-            self._close_files()
+            with _open_lock:
+                _open.discard(self._identity)
             raise
 
-    def _open(self, map_bytes: int) -> None:
-        self._kept = 0
-        """Number of LMDB pages, counted from the file's start, that `reserve` has allocated on the disk."""
-        try:
+    def _open(self, map_bytes: int, *, last_sync: bool, lock: bool) -> None:
+        with self._as_os_error():
             self._lmdb = lmdb.open(
                 self.path,
                 map_size=map_bytes,
@@ -258,47 +283,55 @@ class Environment:
                 max_readers=_READERS,
                 max_spare_txns=_SPARE,
                 mode=0o600,
-                metasync=self._last_sync,
+                metasync=last_sync,
                 readonly=self.read_only,
-                lock=self._lock,
+                lock=lock,
                 create=not self.read_only,
             )
-        except _FAILURES as error:
-            raise self._os_error(error) from error
+        self._fd = -1
         try:
-            self._length = FileLength(self._env, os.path.join(self.path, "data.mdb"), self._lmdb)
-        except BaseException:
-            self._lmdb.close()
-            raise
-        try:
-            found = self._present() if self.read_only else self.write(self._databases)
+            self._fd = self._env.open(self._data, os.O_RDONLY)
+            with self._as_os_error():
+                self._check_length()
+                if self.read_only:
+                    found = [self._lmdb.open_db(name.encode(), create=False) for name in _DATABASES]
+                else:
+                    found = self.write(self._databases)
             self.objects, self.parts, self.ages, self.names, self.facts = found
             self.page_bytes: int = self._lmdb.stat()["psize"]
             self._map_is(int(self._lmdb.info()["map_size"]))
-        except BaseException:
-            self._length.close()
-            self._lmdb.close()
+        except BaseException:  # whatever it is, nothing stays open, and it is raised again
+            self._close_files()
             raise
 
     def _map_is(self, map_bytes: int) -> None:
         self.map_bytes = map_bytes
         """Size of the map in bytes."""
-        self.budget = PageBudget(map_bytes // self.page_bytes, self.page_bytes)
-        """Limits for the whole map."""
+        self._whole = PageBudget(map_bytes // self.page_bytes, self.page_bytes)
+        self.budget = self._whole
+        """Limits for the whole map or, while the disk is full, for the pages that the file has on it.
 
-    def reopen(self, between: Callable[[], None]) -> None:
-        """Close LMDB, call `between`, and open what lies at the path then.
-
-        The caller guarantees that no transaction is under way. Raises OSError; LMDB may be closed then, and
-        every other call raises OSError until the next `reopen`.
+        The disk may be smaller than the capacity, or other programs may have filled it.
         """
-        self._length.close()
-        self._lmdb.close()
-        self._close_files()
-        between()
-        self._claim()
-        self._open(self.map_bytes)
-        self.is_damaged = False
+
+    def try_growing(self) -> None:
+        """Let the file grow again, if it is some time since the disk was found full."""
+        if self.budget.is_short and self._env.monotonic() >= self._grow_at:
+            self.budget = self._whole
+
+    def note_full(self) -> None:
+        """Record that the disk is full. Raises OSError if that fails."""
+        found = self._env.fstat(self._fd)
+        # st_blocks counts units of 512 bytes, whatever the file system's block size.
+        pages = min(found.st_size, found.st_blocks * 512) // self.page_bytes
+        if not self.budget.is_short:
+            _log.warning(
+                "the disk of %s is full; the store continues with the %d pages that its file has",
+                self.path,
+                pages,
+            )
+        self._grow_at = self._env.monotonic() + _FULL_SECONDS
+        self.budget = PageBudget(min(pages, self._whole.map_pages), self.page_bytes, is_short=True)
 
     def read(self, work: Callable[[Any], T]) -> T:
         """Run `work` in a read transaction, and return its result. Raises OSError.
@@ -306,32 +339,27 @@ class Environment:
         `work` must be brief, because LMDB reuses no given-up pages while `work` runs. The values that `work`
         reads are views of the map. Do not use these views after the transaction.
         """
-        self._check_process()
-        try:
-            self._length.check()
+        self._check_usable()
+        with self._as_os_error():
+            self._check_length()
             with self._begin() as txn:
                 return work(txn)
-        except _MET as error:
-            raise self._os_error(error) from None
 
     def write(self, work: Callable[[Any], T]) -> T:
         """Run `work` in a write transaction, which is committed as a whole or not at all.
 
         Raises OSError for a failure; after an error nothing is committed.
         """
-        self._check_process()
-        with self._writer_lock:
+        self._check_usable()
+        with self._writer_lock, self._as_os_error():
+            self._check_length()
+            txn = self._lmdb.begin(write=True)
             try:
-                self._length.check()
-                txn = self._lmdb.begin(write=True)
-                try:
-                    result = work(txn)
-                    self._env.commit(txn)
-                except BaseException:
-                    txn.abort()
-                    raise
-            except _MET as error:
-                raise self._os_error(error) from None
+                result = work(txn)
+                self._env.commit(txn)
+            except BaseException:
+                txn.abort()
+                raise
             return result
 
     def resize(self, map_bytes: int) -> None:
@@ -383,29 +411,28 @@ class Environment:
             newest = int(self._lmdb.info()["last_txnid"])
         return any(seen + 1 < newest for seen in self.readers())
 
-    def reserve(self, least: int, pages: int) -> None:
-        """Allocate `pages` LMDB pages on the disk behind the last used page, if fewer than `least` are left.
+    def keep_ahead(self) -> None:
+        """Allocate LMDB pages on the disk behind the last used one, so that a full disk stops no deletion.
 
-        Raises OSError. Even a deletion needs new LMDB pages. When other programs have filled the disk, only
-        pages that were allocated before are available for a deletion.
+        Even a deletion needs new pages. If the disk has no room, it counts as full.
         """
         #   | pages that the file has used | allocated in advance |          |
-        #   0                            there                 _kept     end of the map
+        #   0                            there              _allocated   end of the map
+        spare = max(_SPARE_PAGES, self._whole.map_pages // _SPARE_SHARE)
         with self._as_os_error():
             there = int(self._lmdb.info()["last_pgno"]) + 1
-        if self._kept >= min(there + least, self.budget.map_pages):
+        # Allocate when less than a quarter is left, and not for every few pages.
+        if self.budget.is_short or self._allocated >= min(there + spare // 4, self._whole.map_pages):
             return
-        wanted = min(there + pages, self.budget.map_pages)
-        with self._data_file() as fd:
-            self._env.fallocate(fd, 0, wanted * self.page_bytes)
-            self._env.fdatasync(fd)
-        self._kept = wanted
-
-    def pages_on_disk(self) -> int:
-        """Return the number of LMDB pages allocated on the disk, whether used or free. Raises OSError."""
-        found = self._env.lstat(os.path.join(self.path, "data.mdb"))
-        # st_blocks counts units of 512 bytes, whatever the file system's block size.
-        return min(found.st_size, found.st_blocks * 512) // self.page_bytes
+        wanted = min(there + spare, self._whole.map_pages)
+        try:
+            with self._data_file() as fd:
+                self._env.fallocate(fd, 0, wanted * self.page_bytes)
+                self._env.fdatasync(fd)
+            self._allocated = wanted
+        except OSError as error:
+            if is_full(error):
+                self.note_full()
 
     def sync(self) -> None:
         """Return when all data of the file is on the medium; raises OSError if that fails."""
@@ -416,41 +443,40 @@ class Environment:
 
     @contextmanager
     def _data_file(self) -> Iterator[int]:
-        fd = self._env.open(os.path.join(self.path, "data.mdb"), os.O_RDWR)
+        fd = self._env.open(self._data, os.O_RDWR)
         try:
             yield fd
         finally:
             close_quietly(self._env, fd)
 
-    def note_damage(self) -> None:
-        """Note that an entry was found that this store cannot have written."""
-        self.is_broken = self.is_damaged = True
-
     def is_ours(self) -> bool:
         """Return whether this process opened the environment; False in a forked child."""
         return self._env.getpid() == self._pid
 
+    def check_there(self) -> None:
+        """Raise OSError unless the file is still at the path where it was opened."""
+        named, held = self._env.lstat(self._data), self._env.fstat(self._fd)
+        if (named.st_dev, named.st_ino) != (held.st_dev, held.st_ino):
+            raise OSError(
+                ESTALE, f"{self._data} was replaced while it was open; close the store and open it again"
+            )
+
     def close(self) -> None:
         """Close the environment."""
-        self._length.close()
-        self._lmdb.close()
         self._close_files()
+        with _open_lock:
+            _open.discard(self._identity)
+
+    def _close_files(self) -> None:
+        if self._fd >= 0:
+            close_quietly(self._env, self._fd)
+        self._lmdb.close()
 
     def _databases(self, txn: Any) -> list[Any]:
         # All five are made in one transaction. An empty one in the place of one that is not found would hide
         # what the store has.
         is_new = not self._lmdb.stat()["entries"]
-        try:
-            return [self._lmdb.open_db(name.encode(), txn, create=is_new) for name in _DATABASES]
-        except lmdb.NotFoundError as error:
-            raise DamagedError(EIO, f"a database is missing: {error}") from error
-
-    def _present(self) -> list[Any]:
-        try:
-            self._length.check()
-            return [self._lmdb.open_db(name.encode(), create=False) for name in _DATABASES]
-        except _FAILURES as error:
-            raise self._os_error(error) from error
+        return [self._lmdb.open_db(name.encode(), txn, create=is_new) for name in _DATABASES]
 
     def _begin(self) -> Any:
         try:
@@ -459,66 +485,58 @@ class Environment:
             self.clear_readers()
             return self._lmdb.begin(buffers=True)
 
-    def _check_process(self) -> None:
+    def _check_usable(self) -> None:
         if self._env.getpid() != self._pid:
             raise ClosedError(
                 f"the store in {self.path} was opened before this process was forked; open it again in this"
                 " process"
             )
-
-    def is_in_place(self) -> bool:
-        """Return whether the directory that was opened last is still at its path. Raises OSError."""
-        try:
-            found = self._env.lstat(self.path)
-        except FileNotFoundError:
-            return False
-        return (self._pid, found.st_dev, found.st_ino) == self._identity
-
-    def check_there(self) -> None:
-        """Raise OSError unless the file is still at the path where it was opened."""
-        if not self._length.same():
-            raise OSError(
-                ESTALE, f"{self.path} was replaced while it was open; close the store and open it again"
+        if self.broken:
+            raise DamagedError(
+                EIO, f"{self.path} must be closed, in all processes, and opened again: {self.broken}"
             )
 
-    def _claim(self) -> None:
-        found = self._env.lstat(self.path)
-        self._identity = (self._pid, found.st_dev, found.st_ino)
-        with _open_lock:
-            if self._identity in _open:
-                raise StorageError(
-                    f"{self.path} is open in this process already; use that store from all threads, or close"
-                    " it first"
-                )
-            _open.add(self._identity)
+    def _check_length(self) -> None:
+        """Raise DamagedError if the file was cut; LMDB never shortens it.
 
-    def _close_files(self) -> None:
-        with _open_lock:
-            _open.discard(self._identity)
+        LMDB maps the file, and a read of the map behind the end of the file ends the process. A cut between
+        this check and the end of the transaction is not noticed.
+        """
+        longest = self._length  # read first: another thread may see a longer file meanwhile
+        size = self._env.fstat(self._fd).st_size
+        if size < longest:
+            raise DamagedError(EIO, f"{self._data} was cut to {size} bytes while it was open")
+        self._length = max(self._length, size)
 
     @contextmanager
     def _as_os_error(self) -> Iterator[None]:
         try:
             yield
-        except _FAILURES as error:
+        except (*_FAILURES, struct.error, DamagedError) as error:
             raise self._os_error(error) from error
 
     def _os_error(self, error: Exception) -> OSError:
-        """Return the OSError for a failure of a transaction, and record what it says of the environment."""
+        """Return the OSError for a failure of LMDB, and record what it says of the environment.
+
+        On a full disk the last write is short, and LMDB reports a short write as EIO. So for EIO this method
+        looks up the free space of the file system.
+        """
+        text = str(error)
         if isinstance(error, lmdb.MapFullError):
-            return MapFullError(ENOSPC, str(error))
+            return MapFullError(ENOSPC, text)
         if isinstance(error, lmdb.PanicError):  # the write of a head page failed, as on a disk that went away
-            error = OSError(EIO, str(error))
-            self.is_broken = True
-        if isinstance(error, struct.error):
-            error = DamagedError(EIO, f"an entry is malformed: {error}")
-        if isinstance(error, _FAILURES):
-            error = os_error(error, self._env, self.path)
-        assert isinstance(error, OSError)
-        if isinstance(error, DamagedError):
-            self.note_damage()
-        self.is_broken |= isinstance(error, PutAsideError)
-        return error
+            self.broken = text
+        if isinstance(error, (*_DAMAGE, DamagedError)):
+            self.is_damaged, self.broken = True, f"it is damaged ({text})"
+            return error if isinstance(error, DamagedError) else DamagedError(EIO, text)
+        full = isinstance(error, lmdb.DiskError) or any(
+            os.strerror(number) in text for number in (ENOSPC, EDQUOT, EFBIG)
+        )
+        if not full and os.strerror(EIO) in text:
+            with suppress(OSError):
+                found = self._env.statvfs(self.path)
+                full = found.f_bavail * found.f_frsize < _FULL_BYTES
+        return OSError(ENOSPC if full else EIO, text)
 
 
 class ErrorCounters:

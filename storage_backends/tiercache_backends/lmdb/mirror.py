@@ -18,11 +18,10 @@ If the log has already lost removals since `_seen`, the mirror reads all records
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from itertools import groupby
 from threading import RLock
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
@@ -30,17 +29,14 @@ from tiercache.events.base import ChangeNote
 from tiercache.storage.eviction import EvictionOrder
 from tiercache.storage.pages import column_of
 from tiercache.storage.residents import ObjectColumns, Residents
-from tiercache.storage.shares import Owners, Shares, Writer
-from tiercache.storage.values import HALF_LIFE, usable_hints
 from tiercache_backends.lmdb.environment import Environment
 from tiercache_backends.lmdb.records import (
     FACTS,
     HALF,
+    NAMED,
     Record,
     StoreTotals,
-    footprint,
     log_start,
-    named_tick,
     place_of,
     removals,
     tick_key,
@@ -50,20 +46,8 @@ from tiercache_backends.lmdb.transaction import Transaction, names_in
 
 _OBJECTS_PER_TRANSACTION: Final = 4096
 """Maximum number of records that one transaction reads when all records are read."""
-ALL_PAGES: Final = 1 << 62
-"""More LMDB pages than any file has."""
 _MAX_NOTED: Final = 1 << 16
 """Maximum number of uses that wait for `keep_up`; if there are more, the oldest uses are dropped."""
-
-
-class _Hint(NamedTuple):
-    """Value of an object that was given to this process and waits for `keep_up`."""
-
-    digest: bytes
-    value: float
-    worker: int
-    seconds: float
-    """Time at which it was given, on the mirror's clock."""
 
 
 class Mirror:
@@ -75,40 +59,23 @@ class Mirror:
         2. an `Eviction` through `order`     takes objects out
         3. `committed` or `rolled_back`      makes step 2 final, or undoes it
 
-    Values that callers give (`hint`) are known to this process alone, and are forgotten when all records are
-    read again. `clock` gives the seconds by which they age.
-
-    Thread safety: the thread that holds `lock` may call; `note`, `hint`, `is_read` and `is_watched` need no
-    lock.
+    Thread safety: the thread that holds `lock` may call; `note`, `is_read` and `is_watched` need no lock.
     """
 
-    def __init__(self, environment: Environment, clock: Callable[[], float]) -> None:
+    def __init__(self, environment: Environment) -> None:
         self._environment = environment
-        self._clock = clock
-        self.footprint: Final = footprint(environment.page_bytes)
-        """Bytes that an object takes of its owner's share."""
-        self._hints: deque[_Hint] = deque(maxlen=_MAX_NOTED)
         self.lock: Final = RLock()
-        self._leaving: list[tuple[int, bytes, bytes | None]] = []
-        """Objects that the open transaction removes: row, digest, and parent if known."""
         self._noted: deque[tuple[bytes, bool]] = deque(maxlen=_MAX_NOTED)
         """Places of objects that were used, each with `brought` (see `note`)."""
-        self._watcher: ChangeNote | None = None
-        self._told: set[bytes] | None = None
-        """Digests that the watcher knows, while all records are read again; else it knows the mirror's."""
-        self.owners: Final = Owners()
-        """Bytes of each owner, as of the last `keep_up`."""
-        self._names: dict[int, bytes] = {}
-        """Namespaces by number."""
-        self._reset()
+        self._use(Residents(), 0)
 
-    def _reset(self) -> None:
-        self.residents = Residents(clock=self._clock, footprint=self.footprint)
+    def _use(self, residents: Residents, seen: int) -> None:
+        self.residents = residents
         """Table of the objects."""
-        self.residents.owners = self.owners
-        self.order = EvictionOrder(self.residents)
-        self._leaving = []
-        self._seen = 0
+        self.order = EvictionOrder(residents)
+        self._leaving: list[tuple[int, bytes, bytes | None]] = []
+        """Objects that the open transaction removes: row, digest, and parent if known."""
+        self._seen = seen
 
     def note(self, places: Iterable[bytes], *, brought: bool = False) -> None:
         """Record, without a lock, that objects were used; the next `keep_up` applies these uses.
@@ -118,63 +85,30 @@ class Mirror:
         if self.is_read:
             self._noted.extend((place, brought) for place in places)
 
-    def hint(self, digests: Sequence[bytes], values: Sequence[float], worker: int) -> None:
-        """Record, without a lock, the values of objects; the next `keep_up` applies them.
-
-        At most `_MAX_NOTED` of them wait; if there are more, the oldest are dropped.
-        """
-        possible, which = usable_hints(values, worker, len(digests))
-        now = self._clock()
-        self._hints.extend(
-            _Hint(digests[i], value, worker, now)
-            for i, value in zip(which.tolist(), possible.tolist(), strict=True)
-        )
-
-    def share(self, shares: Shares) -> None:
-        """Keep these shares; see `StorageBackend.share`."""
-        self.refresh()
-        self.residents.share(shares, self._name_of)
-        self.order.restart()
-
     def watch(self, watcher: ChangeNote | None) -> None:
         """Tell `watcher` of objects that come and go from now on; see `StorageBackend.watch`.
 
         An eviction is told before its commit, and taken back if that fails.
         """
         self.refresh()
-        self._watcher = self.residents.note = watcher
-
-    def tell_gone(self, damaged: Mapping[bytes, int]) -> None:
-        """Tell that these objects, numbers by place, count as absent in this process, removed or not."""
-        with self.lock:
-            for row in self._rows(damaged):
-                if self._watcher is not None:
-                    self._watcher((self.residents.digest(row),), False)
+        self.residents.note = watcher
 
     def hidden(self, damaged: Mapping[bytes, int]) -> tuple[int, int]:
         """Return how many of these objects, numbers by place, are stored, and their bytes."""
-        rows = self._rows(damaged)
-        return len(rows), sum(self.residents.length[row] for row in rows)
-
-    def _rows(self, numbers: Mapping[bytes, int]) -> list[int]:
-        found = [(self.residents.find(place_of(place)), number) for place, number in numbers.items()]
-        return [row for row, number in found if row >= 0 and self.residents.number[row] == number]
+        residents = self.residents
+        found = [(residents.find(place_of(place)), number) for place, number in damaged.items()]
+        rows = [row for row, number in found if row >= 0 and residents.number[row] == number]
+        return len(rows), sum(residents.length[row] for row in rows)
 
     @property
     def is_watched(self) -> bool:
         """Whether anybody is told of changes."""
-        return self._watcher is not None
+        return self.residents.note is not None
 
     @property
     def is_read(self) -> bool:
         """Whether all records have been read."""
         return self._seen > 0
-
-    def restart(self) -> None:
-        """Let the next call read all records, because the environment is another one."""
-        with self.lock:
-            self._told = self._told or self._digests()
-            self._reset()
 
     def refresh(self) -> None:
         """Apply all changes, in transactions of its own; the caller has none open. Raises OSError."""
@@ -184,22 +118,18 @@ class Mirror:
             self.read()
 
     def read(self) -> None:
-        """Empty the mirror and read all records; the caller has no transaction open.
-
-        Raises OSError; after an error `is_read` is False.
-        """
+        """Read all records; the caller has no transaction open. Raises OSError, with nothing changed."""
         with self.lock:
-            if self._told is None:
-                self._told = self._digests()
-            self._reset()
-            self._read()
-            told, self._told, self.residents.note = self._told, None, self._watcher
-            if self._watcher is not None:
+            note, known = self.residents.note, self._digests()
+            self._use(*self._all())
+            self.residents.note = note
+            if note is not None:
                 now = self._digests()
-                self._watcher(list(told - now), False)
-                self._watcher(list(now - told), True)
+                note(list(known - now), False)
+                note(list(now - known), True)
 
-    def _read(self) -> None:
+    def _all(self) -> tuple[Residents, int]:
+        """Return a table of all records, and the first tick of a change that it may not have."""
         next_tick, with_states = self._environment.read(self._facts)
         found: list[tuple[bytes, Record]] = []
         # LMDB reuses no given-up pages while a read transaction lasts, so read in short parts. Other
@@ -211,7 +141,8 @@ class Mirror:
         found.sort(key=lambda entry: entry[1].tick)
         records = [record for _, record in found]
         known = [i for i, record in enumerate(records) if record.depends_on]
-        self.residents.load(
+        residents = Residents()
+        residents.load(
             ObjectColumns(
                 column_of([place_of(place) for place, _ in found], 2 * HALF).copy(),
                 column_of([record.parent for record in records], HALF).copy(),
@@ -223,10 +154,8 @@ class Mirror:
             )
         )
         for number in with_states:
-            self.residents.pages.require_states(number)
-        if (shares := self.owners.shares) is not None:
-            self.residents.share(shares, self._name_of)
-        self._seen = next_tick
+            residents.pages.require_states(number)
+        return residents, next_tick
 
     def _read_some(self, place: bytes, found: list[tuple[bytes, Record]], txn: Any) -> bytes | None:
         """Append the next objects from a place on; return where to go on, None at the end."""
@@ -234,8 +163,7 @@ class Mirror:
         with txn.cursor(self._environment.objects) as walk:
             there = walk.set_range(place or b"\0")
             while there and len(found) < end:
-                if len(walk.key()) == 2 * HALF:  # else it is a count of dependents (records.py)
-                    found.append((bytes(walk.key()), Record.unpack(walk.value())))
+                found.append((bytes(walk.key()), Record.unpack(walk.value())))
                 there = walk.next()
             return bytes(walk.key()) if there else None
 
@@ -254,7 +182,7 @@ class Mirror:
             if (row := self.residents.find(place_of(place))) >= 0:
                 (self.residents.renew if brought else self.residents.touch)(row)
         if next_tick > self._seen:
-            if named_tick(txn, facts) >= self._seen:
+            if tick_of(txn.get(NAMED, tick_key(0), db=facts)) >= self._seen:
                 for namespace_id in self._facts(txn)[1]:
                     self.residents.pages.require_states(namespace_id)
             for tick, place, number in sorted([*removals(txn, facts, self._seen), *self._changes(txn)]):
@@ -274,11 +202,8 @@ class Mirror:
                     continue
                 if row >= 0:
                     self.forget(row)
-                if record.namespace not in self._names:
-                    self._facts(txn)  # reads the names
                 self._add(place, record)
             self._seen = next_tick
-        self._apply_hints()
         return True
 
     def is_promising(self, page: bytes, namespace_id: int, *, attached: bool) -> bool:
@@ -324,31 +249,18 @@ class Mirror:
         if parent is not None:
             pages.release(parent)
 
-    def _apply_hints(self) -> None:
-        """Apply the values that `hint` recorded, as old as they are."""
-        now = self._clock()
-        waiting = [self._hints.popleft() for _ in range(len(self._hints))]
-        for worker, group in groupby(waiting, key=lambda hint: hint.worker):
-            hints = list(group)
-            aged = [hint.value * 2.0 ** ((hint.seconds - now) / HALF_LIFE) for hint in hints]
-            self.residents.advise([hint.digest for hint in hints], aged, worker)
-
     def _digests(self) -> set[bytes]:
         """Return the digests of all objects if somebody watches, else nothing."""
-        rows = [] if self._watcher is None else self.residents.residents().tolist()
+        rows = self.residents.residents().tolist() if self.is_watched else []
         return {self.residents.digest(row) for row in rows}
 
     def _facts(self, txn: Any) -> tuple[int, list[int]]:
-        """Read the names; return the next tick, and the numbers of the namespaces with states."""
-        names = names_in(self._environment, txn)
-        self._names = {name.number: namespace for namespace, name in names.items()}
+        """Return the next tick, and the numbers of the namespaces with states."""
         facts = StoreTotals.unpack(txn.get(FACTS, db=self._environment.facts))
-        return facts.next_tick, [name.number for name in names.values() if name.states]
+        names = names_in(self._environment, txn).values()
+        return facts.next_tick, [name.number for name in names if name.states]
 
-    def _name_of(self, number: int) -> bytes:
-        return self._names.get(number, b"")
-
-    def _changes(self, txn: Any) -> Iterable[tuple[int, bytes, int]]:
+    def _changes(self, txn: Any) -> Iterator[tuple[int, bytes, int]]:
         """Yield (tick, place, 0) of every object stored or used since the last `keep_up`.
 
         The triples of `removals` have the object's number instead of 0.
@@ -363,19 +275,16 @@ class Mirror:
 class Eviction:
     """Remover of objects from the databases and from the mirror, in one transaction (an `eviction.Taker`).
 
-    It removes until `pages` LMDB pages are in use, and `nbytes` bytes of an owner's share are removed.
+    It removes until `pages` LMDB pages are in use.
 
     Thread safety: only the thread of the transaction uses it, which holds the mirror's lock.
     """
 
-    def __init__(
-        self, mirror: Mirror, transaction: Transaction, max_objects: int, pages: int, nbytes: float = 0
-    ) -> None:
+    def __init__(self, mirror: Mirror, transaction: Transaction, max_objects: int, pages: int) -> None:
         self._mirror = mirror
         self._transaction = transaction
         self._max_objects = max_objects
         self._pages = pages
-        self._nbytes = nbytes
         self.objects = 0
         """Number of objects removed so far."""
 
@@ -390,22 +299,11 @@ class Eviction:
             self._transaction.remove(place, record)
             self._mirror.leave(row)
             self.objects += 1
-            self._nbytes -= self._mirror.footprint.of(record.length)
 
     def enough(self) -> bool:
-        """Return whether enough LMDB pages are free, and enough bytes of an owner's share removed."""
-        return self._nbytes <= 0 and self._transaction.used_pages() <= self._pages
+        """Return whether enough LMDB pages are free."""
+        return self._transaction.used_pages() <= self._pages
 
     def full(self) -> bool:
         """Return whether this transaction may remove no more objects."""
         return self.objects >= self._max_objects
-
-
-def evict_beyond_quotas(mirror: Mirror, transaction: Transaction, max_objects: int) -> int:
-    """Evict what an owner has beyond its quota, as far as one transaction may; return the objects evicted."""
-    for owner in mirror.owners.beyond()[:1]:
-        eviction = Eviction(mirror, transaction, max_objects, ALL_PAGES, -mirror.owners.room(owner))
-        mirror.order.evict(eviction, writer=Writer(owner, for_quota=True))
-        mirror.owners.evicted[owner] += eviction.objects
-        return eviction.objects
-    return 0

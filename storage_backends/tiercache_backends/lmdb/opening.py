@@ -3,22 +3,17 @@
 While one process opens the store for writing, no other process can open it: `StoreDirectory.claim` takes a
 lock, which `admit_others` releases.
 
-Nothing is repaired. An environment is put aside, and the store starts empty:
-
-    at a start   the last owner died or met damage, and a process that only reads the environment finds it
-                 unsound, or dies of it: so no process dies twice of the same damage
-    later        LMDB reports damage, or an entry is not as the store writes it
-
-Processes that have the store open at that time follow: the file that is put aside loses its owner's right to
-write, which each of their transactions looks at, and they open the new environment after the call.
+Nothing is repaired. Damage is noted in the file `state` when the store is closed, and the first process that
+opens the store alone puts the environment aside and starts empty. If the last owner died, perhaps of damage,
+a child process reads the environment first: so no process dies twice of the same damage.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 from dataclasses import dataclass
-from errno import EIO
 from typing import Final
 
 import numpy as np
@@ -26,16 +21,17 @@ import numpy as np
 from tiercache.errors import ConfigError, StorageError, StoreDamagedError
 from tiercache.storage.checksum import MacKey
 from tiercache.storage.env import Env
-from tiercache_backends.lmdb.environment import BATCH_BYTES, Environment
+from tiercache_backends.lmdb import check
+from tiercache_backends.lmdb.environment import BATCH_BYTES, DamagedError, Environment
 from tiercache_backends.lmdb.records import SIZE, Size
 from tiercache_backends.local.directory import StoreDirectory, tree_bytes
-from tiercache_backends.local.failures import DamagedError
+from tiercache_backends.local.ownership import CHECK_SECONDS
 from tiercache_backends.local.settings import check_capacity
 
 _log = logging.getLogger(__name__)
 
 KIND: Final = "tiercache.lmdb"
-VERSION: Final = 1
+VERSION: Final = 2
 _DATABASE: Final = "database"
 SMALLEST_CAPACITY: Final = 4 << 20
 """Bytes of the smallest capacity that a store may have."""
@@ -43,6 +39,8 @@ _FIXED_BYTES: Final = 256 << 10
 """Bytes of a capacity that are set aside for the lock file, the small files and the directories."""
 _BOOKKEEPING: Final = 2048
 """Divisor of the capacity: one byte in 2048 is left for the file system's own records of LMDB's file."""
+_CHECKED_PER_SECOND: Final = 64 << 20
+"""Bytes of an environment for which the check in a child process gets one more second."""
 _ASIDE_SHARE: Final = 16
 """Divisor of the capacity: damaged data that was put aside for inspection may take one byte in 16."""
 
@@ -51,7 +49,7 @@ _ASIDE_SHARE: Final = 16
 class Opened:
     """Parts of an open store.
 
-    Thread safety: one caller at a time opens, renews and closes; any thread may call the rest.
+    Thread safety: one caller at a time opens and closes; any thread may call the rest.
     """
 
     env: Env
@@ -77,30 +75,6 @@ class Opened:
         The file grows up to the map's size and never shrinks.
         """
         return tree_bytes(self.env, os.path.join(self.directory.database, "data.mdb"))
-
-    def renew(self) -> None:
-        """Open LMDB again after a failure; put the environment aside first if it is damaged.
-
-        If another process has put the environment aside, open the one that lies there now. The caller
-        guarantees that no transaction is under way. Raises OSError; `Environment.is_broken` is still true
-        then.
-        """
-
-        def replace() -> None:
-            if is_damaged and in_place:
-                _put_aside(self.env, self.directory)
-            self.directory.make_part(self.directory.database, make=True)
-
-        try:
-            self.directory.rejoin()
-            is_damaged, in_place = self.environment.is_damaged, self.environment.is_in_place()
-            self.environment.reopen(replace)
-            self.settle()
-            self.environment.is_broken = False
-        except ConfigError as error:
-            raise StorageError(str(error)) from error
-        finally:
-            self.directory.admit_others()
 
     def settle(self) -> None:
         """Agree with all processes that have the store open on its sizes. Raises ConfigError or StorageError.
@@ -134,10 +108,24 @@ class Opened:
             directory.record_capacity(size.capacity)
 
     def close(self) -> None:
-        """Close the environment and release the directory; do nothing in a forked child."""
-        if self.environment.is_ours():
-            self.environment.close()
-            self.directory.release(clean=not self.environment.is_broken, suspect=self.environment.is_damaged)
+        """Close the environment, note how it was left, and release the directory.
+
+        Does nothing in a forked child.
+        """
+        environment, directory = self.environment, self.directory
+        if not environment.is_ours():
+            return
+        environment.close()
+        try:
+            if environment.is_damaged and not environment.read_only:
+                directory.remember(database=None, suspect=True)
+            # Only the last owner records a clean shutdown, because other owners may still write.
+            elif not (environment.read_only or environment.broken) and directory.is_last():
+                directory.remember(database=_file_of(directory))
+        except OSError as error:
+            _log.warning("%s cannot be marked as it was left: %s", directory.path, error)
+        finally:
+            directory.release()
 
 
 def open_environment(
@@ -162,10 +150,8 @@ def open_environment(
     directory.claim(shared=True)
     try:
         mac_key.match(directory.settle_format({"mac": mac_key.fingerprint}).get("mac"), directory.path)
-        sound = directory.check_environment()
         try:
-            if not sound or (directory.suspect and not read_only):
-                raise DamagedError(EIO, "its examination failed")
+            _examine(env, directory, read_only=read_only)
             opened = _open(env, directory, capacity, last_sync=last_sync, read_only=read_only)
         except DamagedError as error:
             if read_only:
@@ -173,11 +159,11 @@ def open_environment(
                     f"{directory.database} is damaged; open the store for writing, which puts it aside and"
                     " starts empty"
                 ) from error
-            _put_aside(env, directory)
+            _put_aside(directory)
             opened = _open(env, directory, capacity, last_sync=last_sync, read_only=False)
         directory.admit_others()
     except BaseException as error:
-        directory.release(clean=False)
+        directory.release()
         if isinstance(error, OSError) and not isinstance(error, StorageError):
             raise StorageError(f"the store in {directory.path} cannot be opened: {error}") from error
         raise
@@ -206,13 +192,44 @@ def _open(
     return opened
 
 
-def _put_aside(env: Env, directory: StoreDirectory) -> None:
-    """Put the environment aside and make room for an empty one, while no other process opens or closes it."""
-    data = os.path.join(directory.database, "data.mdb")
-    if directory.stat(data) is not None:
-        env.chmod(data, 0o400)  # those who have it open look at this (`FileLength`)
+def _examine(env: Env, directory: StoreDirectory, *, read_only: bool) -> None:
+    """Raise DamagedError if the environment is damaged; make its directory, and note that it is in use.
+
+    LMDB maps its file, so a damaged file may end the process. While another process has the store open,
+    nothing is examined.
+    """
+    directory.make_part(directory.database)
+    if not directory.sole:
+        return
+    state, found = directory.state(), _file_of(directory)
+    # If this process dies, the next owner sees that the environment was not closed in order.
+    if not read_only:
+        directory.remember(database=None)
+    if state.get("suspect"):
+        raise DamagedError("an earlier owner met damage")
+    if found is not None and state.get("database") != found:
+        seconds = CHECK_SECONDS + found[0] / _CHECKED_PER_SECOND
+        status = env.run([sys.executable, "-P", check.__file__, directory.database], seconds)
+        if status:
+            _log.error("%s is damaged: its check ended with status %d", directory.database, status)
+            raise DamagedError("its examination failed")
+
+
+def _file_of(directory: StoreDirectory) -> list[int] | None:
+    """Return size and time of change (ns) of LMDB's file; None if there is none."""
+    found = directory.stat(os.path.join(_DATABASE, "data.mdb"))
+    return None if found is None else [found.st_size, found.st_mtime_ns]
+
+
+def _put_aside(directory: StoreDirectory) -> None:
+    """Put the environment aside and make room for an empty one; raise StorageError while others use it."""
+    if not directory.sole:
+        raise StoreDamagedError(
+            f"{directory.database} is damaged and open in another process; close it there first, and the"
+            " next to open it puts it aside and starts empty"
+        )
     directory.set_aside(make=True)
-    directory.mark_repaired()
+    directory.remember(database=None, suspect=False)
 
 
 def map_bytes(capacity: int, foreign: int, path: str) -> int:
@@ -237,11 +254,12 @@ def _size_for(env: Env, directory: StoreDirectory, capacity: int) -> Size:
     _trim_aside(env, directory, capacity)
     foreign = directory.foreign_bytes()
     wanted = Size(capacity, map_bytes(capacity, foreign, directory.path))
-    if directory.sole and directory.database_bytes() > wanted.map_bytes:
+    there = (_file_of(directory) or [0])[0]
+    if directory.sole and there > wanted.map_bytes:
         # The inverse of `map_bytes`: 64 KiB and a byte more make up for its rounding down.
-        needed = (directory.database_bytes() + (1 << 16)) * _BOOKKEEPING // (_BOOKKEEPING - 1) + 1
+        needed = (there + (1 << 16)) * _BOOKKEEPING // (_BOOKKEEPING - 1) + 1
         raise ConfigError(
-            f"the store in {directory.path} has grown to {directory.database_bytes()} bytes, which a capacity"
+            f"the store in {directory.path} has grown to {there} bytes, which a capacity"
             f" of {capacity} does not hold; set capacity to {needed + _FIXED_BYTES + foreign} or more, or"
             " remove the directory to start empty"
         )

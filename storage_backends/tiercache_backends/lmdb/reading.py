@@ -12,11 +12,10 @@ import numpy as np
 from tiercache.core import DIGEST_BYTES, ObjectKey, Outcome
 from tiercache.storage.base import GetItem
 from tiercache.storage.checksum import MacKey, checksum
-from tiercache.storage.vectors import batches, usable
-from tiercache_backends.lmdb.environment import Environment, ErrorCounters
+from tiercache.storage.vectors import batches, take, usable
+from tiercache_backends.lmdb.environment import DamagedError, Environment, ErrorCounters
 from tiercache_backends.lmdb.records import Record, part_key, part_keys, piece_sizes, place_of, proof_of
 from tiercache_backends.lmdb.transaction import Pending
-from tiercache_backends.local.failures import DamagedError
 
 _KEYS_PER_TRANSACTION: Final = 1024
 """Maximum number of keys looked up in one transaction.
@@ -30,8 +29,6 @@ _SMALL_BYTES: Final = 64 << 10
 
 Nothing is gained with larger objects. No transaction reads more than 4 MiB in this way.
 """
-_CACHED_BYTES: Final = 256 << 10
-"""Number of bytes that are copied before they are checked. The processor's cache still holds all of them."""
 _GIL_BYTES: Final = 32 << 10
 """Size of a copy in bytes below which the GIL is kept, because releasing the GIL costs more than the copy."""
 
@@ -106,7 +103,7 @@ class Reader:
             return Outcome.ERROR
 
     def _present(self, places: Sequence[bytes], txn: Any) -> list[bool]:
-        # In `objects` a key of another length than a place holds a count of dependents (records.py).
+        # A digest of another length may be no key of LMDB's at all.
         get, objects = txn.get, self._environment.objects
         if not self._pending.any_damaged():
             return [len(place) == DIGEST_BYTES and get(place, db=objects) is not None for place in places]
@@ -118,7 +115,6 @@ class Reader:
 
     def _read_together(self, items: Sequence[GetItem], txn: Any) -> list[Outcome | None]:
         places = [place_of(item.key.digest) for item in items]
-        # In `objects` a key of another length than a place holds a count of dependents (records.py).
         if any(len(place) != DIGEST_BYTES for place in places):
             return [None] * len(items)
         with txn.cursor(self._environment.objects) as cursor:
@@ -167,9 +163,7 @@ class Reader:
             if record.length == length and usable(buffers, length, writable=True):
                 # Check what is in the buffers, and not the map, because the caller will use the former.
                 copier = _Copier(buffers, (verifier := self._mac_key.verifier(key, length)).add)
-                whole = _walk(cursor, record.number, length, copier.put)
-                copier.end()
-                if whole and verifier.matches(record.checksums):
+                if _walk(cursor, record.number, length, copier.put) and verifier.matches(record.checksums):
                     return Outcome.HIT
             # A mismatch has two possible causes: another process wrote to the caller's (shared) buffers
             # during the copy, or the stored bytes are damaged. Only damage is a reason to drop the object. So
@@ -191,46 +185,27 @@ class Reader:
 
 
 class _Copier:
-    """Copier of pieces into buffers, in order, which passes the filled bytes to `verify`.
+    """Copier of pieces into buffers, in order, each of which it passes to `verify` while it is cached.
 
     Thread safety: one thread uses it.
     """
 
-    __slots__ = ("_buffers", "_filled", "_target", "_verified", "_verify")
-
     def __init__(self, buffers: Sequence[memoryview], verify: Verify) -> None:
-        self._buffers = [buffer for buffer in reversed(buffers) if buffer.nbytes]
-        """The buffers that are not full; the last one is being filled."""
-        self._target = np.frombuffer(self._buffers[-1], np.uint8)
+        self._buffers = buffers
         self._verify = verify
         self._filled = 0
-        self._verified = 0
 
     def put(self, piece: memoryview) -> None:
         """Copy the next piece."""
-        #   the present buffer   | verified | filled, in the processor's cache |      |
-        #                        0      _verified                           _filled
         source = np.frombuffer(piece, np.uint8)
-        while len(source) > (room := len(self._target) - self._filled):
-            np.copyto(self._target[self._filled :], source[:room])
-            source = source[room:]
-            self._filled += room
-            self.end()
-            self._buffers.pop()
-            self._target = np.frombuffer(self._buffers[-1], np.uint8)
-            self._filled = self._verified = 0
-        # numpy releases the GIL while it copies; an assignment of views does not.
-        end = self._filled + len(source)
-        np.copyto(self._target[self._filled : end], source)
-        self._filled = end
-        if end - self._verified >= _CACHED_BYTES:
-            self.end()
-
-    def end(self) -> None:
-        """Pass the bytes that were filled since the last call to `verify`."""
-        if self._filled > self._verified:
-            self._verify((self._buffers[-1][self._verified : self._filled],))
-            self._verified = self._filled
+        views = take(self._buffers, self._filled, self._filled + len(source))
+        at = 0
+        for view in views:
+            # numpy releases the GIL while it copies; an assignment of views does not.
+            np.copyto(np.frombuffer(view, np.uint8), source[at : at + view.nbytes])
+            at += view.nbytes
+        self._filled += at
+        self._verify(views)
 
 
 def _walk(cursor: Any, number: int, length: int, use: Callable[[memoryview], None]) -> bool:

@@ -1,15 +1,18 @@
 """The format of an `lmdb` store's environment, byte by byte.
 
-This is version 1. Integers are little-endian in a `record`, in the values of the keys "facts" and "size", and
-in counts of dependents. All other integers are big-endian: those in keys, because LMDB sorts keys as bytes,
-and those in the values of the keys "gone", "kept" and "named".
+This is version 2. Integers are little-endian in a `record` and in the values of the keys "facts" and "size".
+All other integers are big-endian: those in keys, because LMDB sorts keys as bytes, and those in the values of
+the keys "gone", "kept" and "named".
 
-    DIR/LOCK, OPENING, format, state    see local/directory.py
+    DIR/LOCK, OPENING, format           see local/directory.py
+    DIR/state                           {"capacity": bytes, if known,
+                                         "database": null while the environment is in use; after a clean
+                                                     shutdown [size, mtime_ns] of LMDB's file,
+                                         "suspect": true if the environment is damaged and not replaced yet}
     DIR/database/                       the LMDB environment, with five databases, and WRITER, which the
                                         writing process holds with flock
 
     objects:    place of the object, 64 bytes       ->  record
-                page key, 32 bytes                  ->  u32: how many stored objects name this page as parent
     parts:      u64 object's number, u32 part       ->  one piece of the payload (see below)
     ages:       u64 tick                            ->  place; the object with the smallest tick was used
                                                         least recently
@@ -24,8 +27,7 @@ and those in the values of the keys "gone", "kept" and "named".
                                                         as having states
 
     place  = page key (32 bytes), layout digest (32 bytes): the object key's digest with its halves exchanged.
-             Because a place begins with the page key, LMDB sorts the objects of a page next to the page's
-             count of dependents. A set then touches one LMDB page of the B+-tree instead of three.
+             Because a place begins with the page key, LMDB sorts the objects of a page next to each other.
     tick   = a counter that stands for time: every change takes the next tick
     record = u64 number     larger than the numbers of all earlier objects; never used again
              u64 tick       of the last use; the object's key in `ages`
@@ -62,7 +64,6 @@ from typing import Any, Final, NamedTuple
 
 from tiercache.core import ObjectKey, ObjectMeta, PoolName
 from tiercache.storage.checksum import Checksums
-from tiercache.storage.shares import INDEX_BYTES, Footprint
 
 HALF: Final = 32
 """Bytes of a page key, and of a layout digest."""
@@ -73,7 +74,6 @@ _SIZE: Final = struct.Struct("<QQ")
 _MAX_POOL: Final = 64
 """Maximum bytes of a pool's name; a longer one is damaged, and may be said to end behind the file."""
 _TICK: Final = struct.Struct(">Q")
-_COUNT: Final = struct.Struct("<I")
 PART_PAGES: Final = 16
 """Number of LMDB pages of a full piece, unless the file has too few long runs of free pages."""
 _PART: Final = struct.Struct(">QI")
@@ -87,8 +87,6 @@ The padding makes the payload of a run a multiple of 64 bytes, the stride of the
 """
 _PIECES_PER_LEAF: Final = 128
 """Number of pieces for which `pages_for` counts one leaf page of LMDB's tree."""
-_TREE_BYTES: Final = 640
-"""Bytes that the entries of an object take in LMDB's trees, which are half full at worst."""
 _INLINE_BYTES: Final = 1024
 """Maximum bytes of a piece that lies in a leaf of LMDB's tree."""
 _LENGTHS: Final = 1024
@@ -100,7 +98,7 @@ FACTS: Final = b"facts"
 SIZE: Final = b"size"
 _GONE: Final = b"gone"
 _KEPT: Final = b"kept"
-_NAMED: Final = b"named"
+NAMED: Final = b"named"
 
 
 def place_of(digest: bytes) -> bytes:
@@ -161,26 +159,6 @@ def forget_removals(txn: Any, facts: Any, before: int) -> None:
         txn.delete(gone_key(tick), db=facts)
     if old:
         txn.put(_KEPT, before.to_bytes(8), db=facts)
-
-
-def set_named_tick(txn: Any, facts: Any, tick: int) -> None:
-    """Store the latest tick at which a namespace was recorded as having states."""
-    txn.put(_NAMED, tick.to_bytes(8), db=facts)
-
-
-def named_tick(txn: Any, facts: Any) -> int:
-    """Return the latest tick at which a namespace was recorded as having states; 0 if none was."""
-    return int.from_bytes(txn.get(_NAMED, b"", db=facts))
-
-
-def count_value(count: int) -> bytes:
-    """Return the stored value for the number of objects that depend on a page."""
-    return _COUNT.pack(count)
-
-
-def count_of(value: bytes) -> int:
-    """Return the count in a stored value, the inverse of `count_value`."""
-    return int(_COUNT.unpack(value)[0])
 
 
 def proof_of(value: bytes | memoryview) -> tuple[int, int, bytes, bytes]:
@@ -338,11 +316,6 @@ def pages_for(length: int, page_bytes: int, part_pages: int = PART_PAGES) -> int
         + len(sizes) // _PIECES_PER_LEAF
         + sum(_run(size, page_bytes) for size in sizes if size > _INLINE_BYTES)
     )
-
-
-def footprint(page_bytes: int) -> Footprint:
-    """Return what an object takes: LMDB pages, entries in the trees, and memory."""
-    return Footprint(_TREE_BYTES + INDEX_BYTES, page_bytes, _MARGIN_BYTES // PART_PAGES)
 
 
 def _run(size: int, page_bytes: int) -> int:

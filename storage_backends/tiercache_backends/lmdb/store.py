@@ -6,15 +6,15 @@ verifies each object while it is copied. Readers never wait. Only one thread of 
 time; the other writers wait.
 
 A payload that does not have its checksum costs that object. Where LMDB reports damage, or an entry is not as
-it was written, the environment is put aside after the call, and the store starts empty (`opening.py`).
+it was written, the store answers nothing but errors until it is opened again: then the environment is put
+aside, and the store starts empty (`opening.py`).
 """
 
 # ruff: noqa: D102 (the contract documents these methods)
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Final, Self
@@ -38,46 +38,22 @@ from tiercache.storage.base import (
 from tiercache.storage.checksum import MacKey
 from tiercache.storage.env import Env
 from tiercache.storage.gate import CallGate
-from tiercache.storage.shares import Shares
 from tiercache.storage.watching import Following
-from tiercache_backends.lmdb.environment import Environment, ErrorCounters
+from tiercache_backends.lmdb.environment import ErrorCounters
 from tiercache_backends.lmdb.mirror import Mirror
 from tiercache_backends.lmdb.opening import KIND, SMALLEST_CAPACITY, VERSION, open_environment
 from tiercache_backends.lmdb.reading import Reader
-from tiercache_backends.lmdb.records import FACTS, HALF, Record, StoreTotals, count_of, place_of, tick_of
+from tiercache_backends.lmdb.records import FACTS, Record, StoreTotals, place_of
 from tiercache_backends.lmdb.transaction import Pending, names_in
-from tiercache_backends.lmdb.writing import BatchWriter, Disk
+from tiercache_backends.lmdb.writing import BatchWriter
 from tiercache_backends.local.directory import StoreDirectory
-from tiercache_backends.local.settings import (
-    check_capacity,
-    given_capacity,
-    local_settings,
-    opens_read_only,
-    refused,
-)
+from tiercache_backends.local.settings import check_capacity, local_settings, opens_read_only, refused
 
 _EXAMPLE: Final = "lmdb:///var/lib/tiercache-lmdb?capacity=8GiB"
 _ENTRIES_PER_TRANSACTION: Final = 1024
 """Maximum entries of the database `objects` that one transaction of `scan` or `describe` looks at."""
-_RENEWAL_PAUSE_S: Final = 10.0
-"""Seconds after an attempt to open LMDB again that failed until the next."""
 _FOLLOW_S: Final = 0.05
 """Seconds after which a store that is watched looks for changes again, also for those of other processes."""
-
-
-class _RenewingGate(CallGate):
-    """Gate that calls `after` whenever a call has left it.
-
-    Thread safety: as CallGate.
-    """
-
-    def __init__(self, name: str, getpid: Callable[[], int], after: Callable[[], None]) -> None:
-        super().__init__(name, getpid)
-        self._after = after
-
-    def __exit__(self, *exc: object) -> None:
-        super().__exit__(*exc)
-        self._after()
 
 
 class LmdbBackend(StorageBackend):
@@ -105,7 +81,7 @@ class LmdbBackend(StorageBackend):
     Thread safety: as the contract says. Reads run in parallel; of all processes one thread writes at a time.
     """
 
-    capabilities = Capabilities(persistent=True, shared=True, bounded=True, shares=True)
+    capabilities = Capabilities(persistent=True, shared=True, bounded=True)
 
     def __init__(
         self, path: str, capacity: int | None, durability: str = "process", env: Env | None = None, *,
@@ -114,9 +90,7 @@ class LmdbBackend(StorageBackend):
     ) -> None:  # fmt: skip
         env, mac_key = env or Env(), mac_key or MacKey()
         self._read_only = opens_read_only(access, capacity)
-        self._gate = _RenewingGate(f"the store in {path}", env.getpid, self._renew)
-        self._clock = env.monotonic
-        self._renew_after = 0.0
+        self._gate = CallGate(f"the store in {path}", env.getpid)
         self._power = durability == "power"
         self._store = open_environment(
             env, path, capacity, mac_key, last_sync=self._power, read_only=self._read_only
@@ -125,12 +99,9 @@ class LmdbBackend(StorageBackend):
         self._errors = ErrorCounters(path)
         self._pending = Pending(self._environment, self._errors)
         self._reader = Reader(self._environment, mac_key, self._pending, self._errors)
-        self._disk = Disk(env, self._environment)
-        self._mirror = Mirror(self._environment, env.monotonic)
+        self._mirror = Mirror(self._environment)
         self._following = Following("lmdb-changes", _FOLLOW_S, self._follow)
-        self._writer = BatchWriter(
-            self._environment, self._mirror, self._disk, self._pending, self._errors, mac_key
-        )
+        self._writer = BatchWriter(self._environment, self._mirror, self._pending, self._errors, mac_key)
 
     @classmethod
     def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:
@@ -145,20 +116,6 @@ class LmdbBackend(StorageBackend):
         StoreDirectory(
             context.env, values["path"], kind=KIND, version=VERSION, database="", must_exist=capacity is None
         ).check_place()
-
-    @classmethod
-    def check_shares(cls, section: Mapping[str, Any], shares: Shares) -> None:
-        shares.check(given_capacity(section), "the store")
-
-    def share(self, shares: Shares) -> None:
-        with self._gate:
-            budget = self._environment.budget
-            shares.check(budget.limit * budget.page_bytes, "the store that are left for objects")
-            with self._readable("reading all records"), self._mirror.lock:
-                self._mirror.share(shares)
-            if not self._read_only:
-                self._writer.trim()
-                self._writer.forget_namespaces()
 
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
         with self._gate:
@@ -177,8 +134,6 @@ class LmdbBackend(StorageBackend):
                 return outcomes
             if damaged:
                 self._pending.drop(damaged)
-                if self._mirror.is_watched:
-                    self._mirror.tell_gone(damaged)
             if not is_use:
                 return outcomes
             # A get never waits for a writer: some later write transaction writes these uses to LMDB.
@@ -215,9 +170,6 @@ class LmdbBackend(StorageBackend):
             for i, place in storable_places.items():
                 outcome = stored.get(place, Outcome.HIT)
                 outcomes[i] = Outcome.HIT if outcome is Outcome.STORED and first[place] != i else outcome
-            for item, outcome in zip(items, outcomes, strict=True):
-                if item.meta.value is not None and outcome in (Outcome.STORED, Outcome.HIT):
-                    self._mirror.hint([item.key.digest], [item.meta.value], item.meta.worker)
             return outcomes
 
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
@@ -259,8 +211,8 @@ class LmdbBackend(StorageBackend):
             return [entry for entry in self._described(places) if entry is not None]
 
     def advise(self, keys: Sequence[ObjectKey], values: Sequence[float], worker: int = 0) -> None:
-        with self._gate:
-            self._mirror.hint([key.digest for key in keys], values, worker)
+        with self._gate:  # values are ignored
+            pass
 
     def watch(self, note: ChangeNote | None) -> bool:
         with self._gate:
@@ -290,7 +242,8 @@ class LmdbBackend(StorageBackend):
                 hidden, hidden_bytes = self._mirror.hidden(self._pending.damaged())
                 residents = self._mirror.residents
                 objects, payload = residents.count - hidden, residents.payload - hidden_bytes
-                worth, owners = residents.pages.worth(), self._mirror.owners.use()
+                worth = residents.pages.worth()
+            budget = self._environment.budget
             figures = {
                 **worth._asdict(),
                 **self._errors.figures(),
@@ -299,12 +252,12 @@ class LmdbBackend(StorageBackend):
                 "readers": len(self._environment.readers()),
                 "evicted": facts.evicted,
                 "corrupt": facts.corrupt,
-                "map_pages": self._environment.budget.map_pages,
-                "map_pages_limit": self._disk.budget().limit,
-                "disk_is_short": int(self._disk.is_short()),
+                "map_pages": budget.map_pages,
+                "map_pages_limit": budget.limit,
+                "disk_is_short": int(budget.is_short),
                 "recency_waiting": self._pending.waiting(),
             }
-            return Usage(objects, payload, used, self._store.capacity, figures, owners=owners)
+            return Usage(objects, payload, used, self._store.capacity, figures)
 
     def flush(self) -> None:
         with self._gate:
@@ -324,28 +277,6 @@ class LmdbBackend(StorageBackend):
             if self._environment.is_ours() and not self._read_only:
                 self._pending.flush()
             self._store.close()
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless all databases agree, and OSError where they cannot be read.
-
-        The caller guarantees that no other thread is inside the store.
-        """
-        with self._gate:
-            self._environment.read(partial(check, self._environment))
-
-    def _renew(self) -> None:
-        """Open LMDB again if a call has met damage or a failure for good; called after each call."""
-        if self._read_only or not self._environment.is_broken or self._clock() < self._renew_after:
-            return
-        try:
-            with suppress(ClosedError), self._gate.alone():
-                if self._environment.is_broken:
-                    self._store.renew()
-                    self._mirror.restart()
-                    self._pending.restart()
-        except OSError as error:
-            self._errors.failed("opening again", error)
-            self._renew_after = self._clock() + _RENEWAL_PAUSE_S
 
     def _follow(self) -> None:
         """Let the mirror tell of what has changed, if anybody watches."""
@@ -393,15 +324,12 @@ class LmdbBackend(StorageBackend):
         names = self._names(txn)
         entries: list[ScanEntry | None] = []
         for place in places:
-            # In `objects` a key of another length holds a count of dependents (records.py).
             value = txn.get(place, db=self._environment.objects) if len(place) == DIGEST_BYTES else None
             entries.append(None if value is None else self._entry(place, value, names))
         return entries
 
     def _entry(self, place: bytes, value: Any, names: Mapping[int, bytes]) -> ScanEntry | None:
         """Return the scan entry of the object at a place; None where the object cannot be read."""
-        if len(place) == HALF:  # the count of a page's dependents (records.py)
-            return None
         record = Record.unpack(value)
         key = record.key(place)
         if key is None or self._pending.is_damaged(place, record.number):
@@ -410,34 +338,3 @@ class LmdbBackend(StorageBackend):
 
     def _names(self, txn: Any) -> dict[int, bytes]:
         return {name.number: namespace for namespace, name in names_in(self._environment, txn).items()}
-
-
-def check(environment: Environment, txn: Any) -> None:
-    """Raise AssertionError unless all databases agree."""
-    facts = StoreTotals.unpack(txn.get(FACTS, db=environment.facts))
-    records: dict[bytes, Record] = {}
-    counts: dict[bytes, int] = {}
-    for raw, value in txn.cursor(environment.objects):
-        key = bytes(raw)
-        if len(key) == HALF:
-            counts[key] = count_of(value)
-        else:
-            records[key] = Record.unpack(value)
-    assert facts.objects == len(records), "every object is counted"
-    assert facts.payload_bytes == sum(record.length for record in records.values()), "every byte is counted"
-    assert counts == Counter(record.depends_on for record in records.values() if record.depends_on), (
-        "dependents are counted"
-    )
-    sizes: Counter[int] = Counter()
-    for raw, value in txn.cursor(environment.parts):
-        sizes[int.from_bytes(raw[:8])] += len(value)
-    assert sizes == {record.number: record.length for record in records.values()}, (
-        "every object has its parts, and every part its object"
-    )
-    assert max(sizes, default=0) < facts.next_number, "every number is below the next one"
-    ages = {tick_of(raw): bytes(value) for raw, value in txn.cursor(environment.ages)}
-    assert all(records[place].tick == tick for tick, place in ages.items()), "every age is an object's"
-    assert max((record.tick for record in records.values()), default=0) < facts.next_tick, (
-        "every tick is below the next one"
-    )
-    assert all(ages.get(record.tick) == place for place, record in records.items()), "every object has an age"

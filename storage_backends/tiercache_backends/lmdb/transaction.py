@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from errno import EIO
 from itertools import chain, count, islice
 from threading import Lock
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from tiercache.storage.base import NamespaceRecord, SetItem
 from tiercache.storage.checksum import Checksums
-from tiercache_backends.lmdb.environment import Environment, ErrorCounters
+from tiercache_backends.lmdb.environment import DamagedError, Environment, ErrorCounters
 from tiercache_backends.lmdb.records import (
     FACTS,
     HALF,
+    NAMED,
     Record,
     StoreTotals,
-    count_of,
-    count_value,
     forget_removals,
     gone_key,
     gone_value,
     part_key,
     piece_sizes,
-    set_named_tick,
     tick_key,
     tick_of,
 )
-from tiercache_backends.local.failures import DamagedError, is_full
+from tiercache_backends.local.directory import is_full
 from tiercache_backends.local.names import Name, pack_name, unpack_name
 
 _YOUNG: Final = 4
@@ -103,13 +100,12 @@ class Transaction:
         `objects`: place, item and checksums of each. Raises DamagedError where the store has a piece
         with the number of one of these objects or a larger number.
         """
-        # Write one entry per piece in `parts`, one entry in each of `objects` and `ages`, and the count of
-        # dependents at the parent. All entries of a database are written in one call.
+        # Write one entry per piece in `parts`, and one in each of `objects` and `ages`. All entries of a
+        # database are written in one call.
         facts, page_bytes = self.totals, self._environment.page_bytes
         pieces: list[Iterator[tuple[bytes, memoryview | bytes]]] = []
         records: list[tuple[bytes, bytes]] = []
         ages: list[tuple[bytes, bytes]] = []
-        parents: Counter[bytes] = Counter()
         numbers, ticks = count(facts.next_number), count(facts.next_tick)
         for (place, item, checksums), number, tick in zip(objects, numbers, ticks, strict=False):
             meta = item.meta
@@ -119,9 +115,6 @@ class Transaction:
             records.append((place, record.pack()))
             # The tick in the record is also the object's key in `ages`.
             ages.append((tick_key(tick), place))
-            if record.depends_on:
-                parents[record.depends_on] += 1
-        records += [(page, count_value(self.dependents(page) + more)) for page, more in parents.items()]
         for db, entries in ((self._environment.objects, sorted(records)), (self._environment.ages, ages)):
             with self._txn.cursor(db) as cursor:
                 cursor.putmulti(entries)
@@ -156,8 +149,6 @@ class Transaction:
         self.totals = facts._replace(
             objects=max(0, facts.objects - 1), payload_bytes=max(0, facts.payload_bytes - record.length)
         )
-        if record.depends_on:
-            self._count_down(record.depends_on)
 
     def touch(self, place: bytes) -> bool:
         """Mark an object as used just now; return False, and do nothing, if it is absent or young."""
@@ -170,11 +161,6 @@ class Transaction:
         self._put(place, fresh)
         return True
 
-    def dependents(self, page: bytes) -> int:
-        """Return the number of stored objects that name this page as their parent."""
-        value = self._txn.get(page, db=self._environment.objects)
-        return 0 if value is None else count_of(value)
-
     def register(self, record: NamespaceRecord) -> None:
         """Store a namespace's record, merged with the record that is stored already, if there is one."""
         known = name_in(self._environment, self._txn, record.namespace)
@@ -182,7 +168,7 @@ class Transaction:
         if kept != known:
             self._txn.put(record.namespace, pack_name(kept), db=self._environment.names)
             if kept.states:
-                set_named_tick(self._txn, self._environment.facts, self.tick())
+                self._txn.put(NAMED, tick_key(self.tick()), db=self._environment.facts)
 
     def forget_namespaces(self, used: Collection[int]) -> None:
         """Forget the namespaces that have no record and whose numbers are not among `used`."""
@@ -232,13 +218,6 @@ class Transaction:
         if self._txn.get(key, db=self._environment.ages) != place:
             raise DamagedError(EIO, "an object has no entry among the ages")
         self._txn.delete(key, db=self._environment.ages)
-
-    def _count_down(self, page: bytes) -> None:
-        left = self.dependents(page) - 1
-        if left > 0:
-            self._txn.put(page, count_value(left), db=self._environment.objects)
-        else:
-            self._txn.delete(page, db=self._environment.objects)
 
     def _is_young(self, tick: int) -> bool:
         # ticks   oldest in `ages` ...................|... young ...| next_tick
@@ -310,27 +289,12 @@ def _pieces(
         yield part_key(number, part), views[0] if len(views) == 1 else b"".join(views)
 
 
-class Applied(NamedTuple):
-    """Waiting changes that one transaction made."""
-
-    touched: Sequence[bytes]
-    """Places of objects whose recency was written."""
-    named: Mapping[bytes, NamespaceRecord]
-    """Namespace records that were written, by namespace."""
-    dropped: Mapping[bytes, int]
-    """Numbers of the damaged objects that were removed, by place."""
-
-
 class Pending:
     """Small changes that wait for a transaction: uses, namespace records, removals of damaged objects.
 
     A get writes nothing itself, so that it never waits for a writer. Its changes wait here until some write
-    transaction calls `apply`, which makes them and returns them. After the commit, `committed` forgets only
-    what `apply` returned, because another thread may have added something in between:
-
-        1. Thread A calls `apply` in its transaction.
-        2. Thread B finds object X damaged, and adds the removal of X.
-        3. A commits and calls `committed`; the removal of X is still waiting.
+    transaction makes them (`apply`). After its commit only those are forgotten that it made, because another
+    thread may have added some meanwhile.
 
     The lists of objects are bounded. If an entry has to be dropped, a little recency is lost, or a damaged
     object is found again later.
@@ -348,8 +312,6 @@ class Pending:
         """Numbers of damaged objects that wait to be removed, by place; they count as absent."""
         self._unsaved: dict[bytes, NamespaceRecord] = {}
         """Namespace records that wait to be written, by namespace."""
-        self._registered: dict[bytes, NamespaceRecord] = {}
-        """All namespace records that this process was given."""
 
     def touch(self, places: Sequence[bytes]) -> None:
         """Record that the objects of a batch were used, in this order."""
@@ -368,8 +330,7 @@ class Pending:
     def register(self, record: NamespaceRecord) -> None:
         """Write a namespace record now; if the write fails, a later transaction repeats it."""
         with self._mutex:
-            record = record.over(self._registered.get(record.namespace))
-            self._registered[record.namespace] = self._unsaved[record.namespace] = record
+            self._unsaved[record.namespace] = record.over(self._unsaved.get(record.namespace))
         self.flush()
 
     def drop(self, damaged: Mapping[bytes, int]) -> None:
@@ -381,12 +342,6 @@ class Pending:
             self._damaged.update(damaged)
             while len(self._damaged) > _MAX_WAITING:
                 del self._damaged[next(iter(self._damaged))]
-        self.flush()
-
-    def restart(self) -> None:
-        """Forget the objects, and write all namespace records again, because the environment is a new one."""
-        with self._mutex:
-            self._touched, self._damaged, self._unsaved = {}, {}, dict(self._registered)
         self.flush()
 
     def is_damaged(self, place: bytes, number: int) -> bool:
@@ -425,8 +380,8 @@ class Pending:
         except OSError as error:
             self._errors.failed("writing recency", error)
 
-    def apply(self, transaction: Transaction) -> Applied:
-        """Make as many waiting changes as one transaction may; return them, for `committed`."""
+    def apply(self, transaction: Transaction) -> Callable[[], None]:
+        """Make as many waiting changes as one transaction may; return what to call after its commit."""
         # Lock order: the writer lock, which this transaction holds, then the mutex. Copy the lists, so that
         # no call of LMDB is made under the mutex.
         with self._mutex:
@@ -443,20 +398,20 @@ class Pending:
                 break
             touched.append(place)
             left -= transaction.touch(place)
-        return Applied(touched, named, dropped)
 
-    def committed(self, applied: Applied) -> None:
-        """Forget the changes that a committed transaction made."""
-        with self._mutex:
-            for place in applied.touched:
-                self._touched.pop(place, None)
-            # Another thread may have replaced an entry since `apply`: forget an entry only if it is the same.
-            for namespace, record in applied.named.items():
-                if self._unsaved.get(namespace) is record:
-                    del self._unsaved[namespace]
-            for place, number in applied.dropped.items():
-                if self._damaged.get(place) == number:
-                    del self._damaged[place]
+        def committed() -> None:
+            with self._mutex:
+                for place in touched:
+                    self._touched.pop(place, None)
+                # Another thread may have replaced an entry since: forget an entry only if it is the same.
+                for namespace, record in named.items():
+                    if self._unsaved.get(namespace) is record:
+                        del self._unsaved[namespace]
+                for place, number in dropped.items():
+                    if self._damaged.get(place) == number:
+                        del self._damaged[place]
+
+        return committed
 
     def _remove(self, places: Sequence[bytes]) -> list[bytes]:
         """Remove objects in one transaction, or each half by itself where the disk is too full for that."""
@@ -471,11 +426,11 @@ class Pending:
     def _change(self, places: Sequence[bytes]) -> list[bytes]:
         """Make waiting changes and remove these objects, in one transaction; return the places removed."""
 
-        def work(txn: Any) -> tuple[list[bytes], Applied]:
+        def work(txn: Any) -> tuple[list[bytes], Callable[[], None]]:
             transaction = Transaction(self._environment, txn)
             before = transaction.totals
             # Damaged objects go first. They count as absent, so their deletion is answered False.
-            applied = self.apply(transaction)
+            committed = self.apply(transaction)
             gone: list[bytes] = []
             for place in places:
                 record = transaction.find(place)
@@ -484,8 +439,8 @@ class Pending:
                     gone.append(place)
             if transaction.totals != before:
                 transaction.save()
-            return gone, applied
+            return gone, committed
 
-        removed, applied = self._environment.write(work)
-        self.committed(applied)
+        removed, committed = self._environment.write(work)
+        committed()
         return removed

@@ -1,13 +1,10 @@
-"""Directory of a local store: its format, its state, and the soundness of the LMDB environment inside.
+"""Directory of a local store: its lock, its format, its capacity, and what was put aside.
 
 DIR/LOCK, OPENING   see `ownership.py`
 DIR/format          JSON {"kind": ..., "version": N, ...}: written when the store is created
-DIR/state           JSON {"database": null while the environment is in use; after a clean shutdown
-                                      [size, mtime_ns] of LMDB's file,
-                          "capacity": bytes, if known,
-                          "suspect": true if the environment is damaged and not repaired yet}
-DIR/<database>/     the LMDB environment
-DIR/<database>.damaged, .damaged.1, ...   damaged environments that were put aside
+DIR/state           JSON {"capacity": bytes, ...}: what the store remembers, none of which it must have
+DIR/<database>/     the store's catalog or database
+DIR/<database>.damaged, .damaged.1, ...   damaged ones that were put aside
 """
 
 from __future__ import annotations
@@ -16,17 +13,15 @@ import json
 import logging
 import os
 import stat
-import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from errno import EACCES, EDQUOT, ELOOP, ENAMETOOLONG, ENOSPC, ENOTDIR, EPERM
+from errno import EACCES, EDQUOT, EFBIG, ELOOP, ENAMETOOLONG, ENOSPC, ENOTDIR, EPERM
 from itertools import count
 from typing import Any, Final
 
 from tiercache.errors import ConfigError, StorageError, StoreFormatError, UnavailableError
 from tiercache.storage.env import Env, close_quietly, read_all, write_all
-from tiercache_backends.local import check
-from tiercache_backends.local.ownership import CHECK_SECONDS, OwnerLock, is_there
+from tiercache_backends.local.ownership import OwnerLock, is_there
 
 _log = logging.getLogger(__name__)
 
@@ -35,10 +30,15 @@ MAX_CAPACITY: Final = (1 << 48) - 1
 
 Up to this capacity, block numbers and map sizes fit into the integer fields in which they are stored.
 """
-_CHECKED_PER_SECOND: Final = 64 << 20
-"""Bytes of an environment for which the check in a child process gets one more second."""
 _MISTAKES: Final = frozenset({EACCES, EPERM, ENOTDIR, ELOOP, ENAMETOOLONG})
 """Errors of a path that another path would not have; other errors are those of a disk."""
+_FULL: Final = frozenset({ENOSPC, EDQUOT, EFBIG})
+"""Errors of a full disk, an exhausted quota, or the process's limit on the size of a file."""
+
+
+def is_full(error: OSError) -> bool:
+    """Return whether an error says that a disk, a quota or the maximum size of a file is used up."""
+    return error.errno in _FULL
 
 
 def sync_directory(env: Env, path: str) -> None:
@@ -71,8 +71,8 @@ class StoreDirectory:
 
     Order of the calls:
 
-        opening    `claim`, `settle_format`, `check_environment`, open the environment, `admit_others`
-        closing    close the environment, `release`
+        opening    `claim`, `settle_format`, open what is inside, `admit_others`
+        closing    close what is inside, `release`
 
     With `must_exist` nothing is created; if anything is missing, StorageError is raised. With `read_only`,
     which needs `must_exist`, nothing is written at all.
@@ -100,11 +100,6 @@ class StoreDirectory:
         self.path: Final = os.path.abspath(path)
         self.database: Final = self.at(database)
         self._lock = OwnerLock(env, self.path, read_only=read_only)
-        self.suspect = False
-        """Whether this owner or an earlier one found the environment damaged, and nobody has repaired it.
-
-        Set by `check_environment` and by who meets damage, and cleared by `mark_repaired`.
-        """
         self.capacity: int | None = None
         """Capacity of the last owner in bytes; None if it is not known. `settle_format` sets it."""
 
@@ -172,7 +167,7 @@ class StoreDirectory:
         format file that is unreadable or incomplete.
         """
         if self.sole:
-            kept = self._read("state").get("capacity")
+            kept = self.state().get("capacity")
             self.capacity = kept if isinstance(kept, int) and 0 < kept <= MAX_CAPACITY else None
         if self.stat("format") is None:
             self._env.chmod(self.path, 0o700)
@@ -206,32 +201,6 @@ class StoreDirectory:
         self._write("format", settled)
         return settled
 
-    def check_environment(self) -> bool:
-        """Create the environment's directory if it is missing; return whether LMDB may open the environment.
-
-        LMDB maps its file, so a damaged file may kill the process. A damaged environment stays `suspect`,
-        also for the next owner, until `mark_repaired`. While another process has the store open, nothing is
-        checked and the result is True.
-        """
-        self.make_part(self.database)
-        if not self.sole:
-            return True
-        state = self._read("state")
-        self.suspect |= bool(state.get("suspect"))
-        found = self._data()
-        sound = found is None or self._is_sound(found, state)
-        self.suspect |= not sound
-        # Mark the environment as in use. If this process dies, the next owner sees that the environment was
-        # not closed in order.
-        if not self._read_only:
-            self._mark_open()
-        return sound
-
-    def mark_repaired(self) -> None:
-        """Record that the environment was repaired or replaced by a new one."""
-        self.suspect = False
-        self._mark_open()
-
     @property
     def sole(self) -> bool:
         """Whether this process alone has the store open.
@@ -239,10 +208,6 @@ class StoreDirectory:
         Always true for an exclusive owner. For a shared owner, the value is valid until `admit_others`.
         """
         return self._lock.sole
-
-    def rejoin(self) -> None:
-        """Keep others from opening a shared store until `admit_others`; `sole` is valid meanwhile."""
-        self._lock.rejoin()
 
     def admit_others(self) -> None:
         """Let other processes open a shared store, now that the environment is open."""
@@ -286,7 +251,20 @@ class StoreDirectory:
         """Record the capacity of the store in bytes; later openers with `must_exist` use it."""
         if capacity != self.capacity:
             self.capacity = capacity
-            self._mark_open()
+            self.remember(capacity=capacity)
+
+    def state(self) -> dict[str, Any]:
+        """Return what the store remembers; empty if it is not known."""
+        return self._read("state")
+
+    def remember(self, **changes: Any) -> None:
+        """Change what the store remembers; on a full disk it forgets everything. Raises OSError."""
+        try:
+            self._write("state", {**self.state(), **changes})
+        except OSError as error:
+            if not is_full(error):
+                raise
+            self.remove(self.at("state"))
 
     def make_part(self, path: str, *, make: bool = False) -> None:
         """Create a directory of the store if it is missing, and set its mode to 0700.
@@ -304,30 +282,13 @@ class StoreDirectory:
         self._make(path)
         self._env.chmod(path, 0o700)
 
-    def release(self, *, clean: bool, suspect: bool = False) -> None:
-        """Unlock the directory, and record how the environment was left.
+    def is_last(self) -> bool:
+        """Return whether this owner alone has the store open. If so, no other can open it until `release`."""
+        return self._lock.is_last()
 
-        `clean`: the environment was closed in order, and the next owner may rely on that. `suspect`: the
-        environment may be damaged, so the next owner must check it.
-        """
-        try:
-            if self._read_only:
-                return
-            if suspect or self.suspect:
-                self.suspect = True
-                self._write_state(None)
-            # Only the last owner records a clean shutdown, because other owners may still write.
-            elif clean and self._lock.is_last() and (found := self._data()) is not None:
-                self._write_state([found.st_size, found.st_mtime_ns])
-        except OSError as error:
-            _log.warning("%s cannot be marked as it was left: %s", self.path, error)
-        finally:
-            self._lock.release()
-
-    def database_bytes(self) -> int:
-        """Return the length of the environment's file in bytes; 0 if there is none."""
-        found = self._data()
-        return found.st_size if found else 0
+    def release(self) -> None:
+        """Unlock the directory. A second call does nothing."""
+        self._lock.release()
 
     def foreign_bytes(self, own: Iterable[str] = ()) -> int:
         """Return the disk bytes of foreign files in the directory, which also count towards the capacity.
@@ -358,46 +319,8 @@ class StoreDirectory:
         """Return the path of a name in the directory."""
         return os.path.join(self.path, name)
 
-    def _mark_open(self) -> None:
-        """Record that the environment is in use.
-
-        On a full disk, remove the record instead: an environment without a record is not trusted either.
-        """
-        try:
-            self._write_state(None)
-        except OSError as error:
-            if error.errno not in (ENOSPC, EDQUOT):
-                raise
-            with suppress(FileNotFoundError):
-                self._env.unlink(self.at("state"))
-
-    def _write_state(self, database: list[int] | None) -> None:
-        known: dict[str, Any] = {} if self.capacity is None else {"capacity": self.capacity}
-        if self.suspect:
-            known["suspect"] = True
-        self._write("state", {"database": database, **known})
-
-    def _is_sound(self, found: os.stat_result, state: Mapping[str, Any]) -> bool:
-        # A child reads it if the last owner died, perhaps of damage, or met damage, or somebody changed it.
-        clean = not self.suspect and state.get("database") == [found.st_size, found.st_mtime_ns]
-        return clean or self._child_reads(found.st_size)
-
-    def _child_reads(self, size: int) -> bool:
-        """Let a child process read the environment of `size` bytes; return False if it finds damage or dies.
-
-        LMDB maps its file, so a read of a damaged file may kill the process by a signal.
-        """
-        seconds = CHECK_SECONDS + size / _CHECKED_PER_SECOND
-        status = self._env.run([sys.executable, "-P", check.__file__, self.database], seconds)
-        if status:
-            _log.error("%s is damaged: its check ended with status %d", self.database, status)
-        return status == 0
-
     def _aside(self, n: int) -> str:
         return os.path.basename(self.database) + ".damaged" + (f".{n}" if n else "")
-
-    def _data(self) -> os.stat_result | None:
-        return self.stat(os.path.join(os.path.basename(self.database), "data.mdb"))
 
     def _make(self, path: str, *, parents: bool = False) -> None:
         """Create a directory of the store unless it exists.

@@ -33,7 +33,7 @@ from tiercache.errors import StoreLockedError
 from tiercache.storage.env import Env, close_quietly
 
 CHECK_SECONDS: Final = 120.0
-"""Seconds that the check of a small environment in a child process may take before it counts as damaged."""
+"""Seconds that the check of a small database in a child process may take before it counts as damaged."""
 _OPENING_SECONDS: Final = CHECK_SECONDS + 30
 """Seconds to wait for another process that opens or closes a shared store and may be running its check."""
 _POLL_SECONDS: Final = 0.01
@@ -107,13 +107,6 @@ class OwnerLock:
             self._lock_fd = None
         elif not self._env.try_share(self._lock_fd):
             raise self._locked(self._lock_fd)
-
-    def rejoin(self) -> None:
-        """Keep other processes from opening the store until `admit_others`, and look whether there are any.
-
-        Raises StoreLockedError or OSError.
-        """
-        self._join()
 
     def admit_others(self) -> None:
         """Let other processes open a shared store.

@@ -53,13 +53,14 @@ def use(store: LmdbBackend) -> dict[str, object]:
     store.delete([key(n) for n in old[::40]])
     try:
         lengths = [entry.meta.length for entry in store.scan_all()]
+        usage = store.usage()
+        counted = (usage.objects, usage.payload_bytes) == (len(lengths), sum(lengths))
     except StorageError:
-        lengths = []
-    usage = store.usage()
+        counted = False
     return {
         "wrong": wrong, "old": len(old), "hits": sum(isinstance(data, bytes) for data in found.values()),
         "stored": answers.count(Outcome.STORED), "there": answers.count(Outcome.HIT),
-        "counted": (usage.objects, usage.payload_bytes) == (len(lengths), sum(lengths)),
+        "counted": counted,
     }  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from errno import ENOSPC
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 from tiercache_backends.lmdb import LmdbBackend
 from tiercache_backends.lmdb.environment import Environment
-from tiercache_backends.lmdb.records import Record, part_key, place_of
+from tiercache_backends.lmdb.records import FACTS, Record, StoreTotals, part_key, place_of, tick_of
 
 from tests.storage.backends import AgingEnv, LocalHooks
 from tiercache.core import ObjectKey
@@ -30,6 +31,8 @@ class LmdbHooks(LocalHooks):
     """There is no `truncate`: a process that reads a mapped file behind its end is ended by the system,
     whatever it does.
     """
+
+    obeys_values = False
 
     def open_store(self, path: Path, capacity: int | None = None) -> StorageBackend:
         self.env = AgingEnv()
@@ -55,7 +58,7 @@ class LmdbHooks(LocalHooks):
         os.close(fd)
 
     def check(self, store: StorageBackend) -> None:
-        lmdb_of(store).check_integrity()
+        check_integrity(store)
 
     def fill_disk(self, store: StorageBackend) -> None:
         self.env.fail("commit", times=1_000_000, error=ENOSPC)
@@ -68,6 +71,29 @@ def lmdb_of(store: StorageBackend) -> LmdbBackend:
     inner = unwrap(store)
     assert isinstance(inner, LmdbBackend)
     return inner
+
+
+def check_integrity(store: StorageBackend) -> None:
+    """Raise AssertionError unless all databases agree; no other thread is inside the store."""
+    environment = environment_of(lmdb_of(store))
+    environment.read(lambda txn: _check(environment, txn))
+
+
+def _check(environment: Environment, txn: Any) -> None:
+    facts = StoreTotals.unpack(txn.get(FACTS, db=environment.facts))
+    records = {bytes(place): Record.unpack(value) for place, value in txn.cursor(environment.objects)}
+    assert facts.objects == len(records), "every object is counted"
+    assert facts.payload_bytes == sum(record.length for record in records.values()), "every byte is counted"
+    sizes: Counter[int] = Counter()
+    for raw, value in txn.cursor(environment.parts):
+        sizes[int.from_bytes(raw[:8])] += len(value)
+    assert sizes == {record.number: record.length for record in records.values()}, (
+        "every object has its parts, and every part its object"
+    )
+    assert max(sizes, default=0) < facts.next_number, "every number is below the next one"
+    ages = {tick_of(raw): bytes(value) for raw, value in txn.cursor(environment.ages)}
+    assert ages == {record.tick: place for place, record in records.items()}, "every object has an age"
+    assert max(ages, default=0) < facts.next_tick, "every tick is below the next one"
 
 
 def environment_of(store: LmdbBackend) -> Environment:

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 from tiercache_backends.lmdb.records import PART_PAGES, pages_for, piece_sizes
 
 from tests.examples import example_count
-from tests.storage_backends.lmdb.hooks import CAPACITY, LmdbHooks, opened
+from tests.storage_backends.lmdb.hooks import CAPACITY, LmdbHooks, check_integrity, opened
 from tests.storage_backends.local.files import disk_bytes
 from tiercache.core import Outcome
 from tiercache.errors import ConfigError
@@ -71,7 +71,7 @@ def test_everything_in_the_directory_counts_at_every_instant(
             }
             usage = store.usage()
             assert usage.used_bytes <= usage.details["disk_bytes"] == disk_bytes(path) <= 8 << 20
-        store.check_integrity()
+        check_integrity(store)
         assert usage.details["evicted"] != 0
         assert usage.details["full"] == 0, "room is made well before the map is full"
         assert int(usage.details["map_pages_used"]) <= int(usage.details["map_pages_limit"])
@@ -93,7 +93,7 @@ def test_nothing_is_evicted_while_a_tenth_is_free(tmp_path: Path, size: int, bat
             before = usage.used_bytes
         assert room <= least < 1.0
         assert usage.details["full"] == 0
-        store.check_integrity()
+        check_integrity(store)
 
 
 def test_a_store_that_is_mixed_for_long_keeps_taking_objects(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_store_that_is_mixed_for_long_keeps_taking_objects(tmp_path: Path) -> 
         sizes = [100, 3000, 70_000, 20_000, 300_000, 9000]
         answers = [put(store, key(n), payload(n % 6, sizes[n * 7 % 6] + n % 11)) for n in range(500)]
         assert outcomes(answers).get(STORED, 0) == 500, "scattered free pages are put to use"
-        store.check_integrity()
+        check_integrity(store)
 
 
 def test_a_store_grows_and_shrinks_only_as_far_as_its_data(tmp_path: Path) -> None:
@@ -113,13 +113,13 @@ def test_a_store_grows_and_shrinks_only_as_far_as_its_data(tmp_path: Path) -> No
         with opened(path, capacity) as store:
             assert all(fetch(store, key(n), 200_000) == payload(n, 200_000) for n in range(40))
             assert put(store, key(capacity), b"x") is STORED
-            store.check_integrity()
+            check_integrity(store)
     with pytest.raises(ConfigError, match=r"grown to \d+ bytes, .* set capacity to (\d+) or more") as refused:
         opened(path, 6 << 20)
     needed = int(str(refused.value).split("set capacity to ")[1].split()[0])
     with opened(path, needed) as store:
         assert store.usage().objects == 42
-        store.check_integrity()
+        check_integrity(store)
 
 
 def test_settings(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_recency_survives_a_reopen(tmp_path: Path) -> None:
         assert there[0], "what was read last before the end counts as new"
         assert there[1:] == sorted(there[1:]), "the oldest went first"
         assert not there[1]
-        store.check_integrity()
+        check_integrity(store)
 
 
 def test_many_reads_write_their_recency_down(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_many_reads_write_their_recency_down(tmp_path: Path) -> None:
         assert int(store.usage().details["recency_waiting"]) < 4096
         store.flush()
         assert store.usage().details["recency_waiting"] == 0
-        store.check_integrity()
+        check_integrity(store)
 
 
 @given(length=st.integers(1, 3_000_000), part_pages=st.sampled_from([4, PART_PAGES]))

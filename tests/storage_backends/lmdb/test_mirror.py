@@ -9,7 +9,7 @@ from random import Random
 from tiercache_backends.lmdb import LmdbBackend
 from tiercache_backends.lmdb.mirror import Mirror
 
-from tests.storage_backends.lmdb.hooks import LaterEnv, environment_of, file_limit, opened
+from tests.storage_backends.lmdb.hooks import LaterEnv, check_integrity, environment_of, file_limit, opened
 from tiercache.core import Outcome
 from tiercache.storage.restorable import Worth
 from tiercache.testing.objects import chain, fetch, key, payload, state_of, to_set
@@ -44,12 +44,12 @@ def test_a_process_keeps_up_with_what_others_do(tmp_path: Path) -> None:
     """The second mirror stands for another process: it sees nothing but the database."""
     dice = Random(3)
     with opened(tmp_path / "s", 8 << 20) as store:
-        other = Mirror(environment_of(store), lambda: 0.0)
+        other = Mirror(environment_of(store))
         other.read()
         for _ in range(12):
             live(store, dice, 15)
             assert environment_of(store).read(other.keep_up), "the log reaches back far enough"
-            fresh = Mirror(environment_of(store), lambda: 0.0)
+            fresh = Mirror(environment_of(store))
             fresh.read()
             expected = {entry.key.digest for entry in store.scan_all()}, fresh.residents.pages.worth()
             assert seen_by(other) == seen_by(fresh) == expected
@@ -62,7 +62,7 @@ def test_a_process_that_falls_behind_reads_everything_again(tmp_path: Path) -> N
     with opened(tmp_path / "s", 8 << 20) as store:
         kept = key("kept")
         store.set([to_set(kept, b"x"), to_set(key("gone"), b"x")])
-        other = Mirror(environment_of(store), lambda: 0.0)
+        other = Mirror(environment_of(store))
         other.read()
         told: list[tuple[set[bytes], bool]] = []
         other.watch(lambda digests, stored: told.append((set(digests), stored)))
@@ -90,7 +90,7 @@ def test_a_mirror_follows_a_transaction_that_fails(tmp_path: Path) -> None:
             live(store, Random(at), 6)
             env.clear()
             store.usage()
-            fresh = Mirror(environment_of(store), lambda: 0.0)
+            fresh = Mirror(environment_of(store))
             fresh.read()
             assert seen_by(store._mirror) == seen_by(fresh)  # private: the only mirror whose writes fail
 
@@ -102,4 +102,4 @@ def test_deletions_work_on_a_disk_that_somebody_else_filled(tmp_path: Path) -> N
         assert set(store.set([to_set(k, payload(k, 90_000)) for k in keys])) == {STORED}
         with file_limit((path / "database" / "data.mdb").stat().st_size):
             assert [store.delete([k]) for k in keys] == [[True]] * len(keys)
-        store.check_integrity()
+        check_integrity(store)
