@@ -32,7 +32,6 @@ from tests.campaign import (
     late,
     opening,
     power,
-    rot,
     simulation,
     soak,
 )
@@ -57,7 +56,6 @@ CAMPAIGNS = {
     "grow": Campaign(growth.campaign, 60, 4),
     "gone": Campaign(gone.campaign, 6, 1),
     "clones": Campaign(clones.campaign, 100, 8),
-    "rot": Campaign(rot.campaign, 400, 6, ("lmdb",)),
     "power": Campaign(power.campaign, 50, 4),
     "enospc": Campaign(full_disk.campaign, 10, 1),
     "late": Campaign(late.campaign, 1000, 10, OWN),

@@ -30,7 +30,7 @@ from tiercache.testing.objects import fetch, key
 
 LIFE_SECONDS = 60
 """A process that nobody kills ends by itself."""
-ACT = "from tests.campaign import actors, gone, rot; actors.act()"
+ACT = "from tests.campaign import actors, gone; actors.act()"
 """Code of a nursery; the modules make their jobs known."""
 
 

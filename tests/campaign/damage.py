@@ -19,11 +19,12 @@ from random import Random
 from tiercache_backends.file.records import RECORD, RECORD_BYTES
 
 from tests.campaign.model import Model, Op, Version, perform
-from tests.campaign.pages import PAGE, live, nodes, used_pages
 from tests.campaign.stores import Subject
+from tests.storage_backends.lmdb.hooks import page_kinds
 from tiercache.core import Outcome
 from tiercache.testing.objects import key
 
+PAGE = 4096
 NAMES = 120
 CAPACITY = 16 << 20
 FILES = {"file": "catalog/000001.log", "lmdb": "database/data.mdb"}
@@ -80,17 +81,17 @@ def template(kind: str, directory: Path) -> Template:
         shutil.copytree(subject.path, directory / "running")
     shutil.copytree(subject.path, directory / "closed")
     made = Template(kind, directory / "running", directory / "closed", model, slabs, {}, [])
-    data = made.data(directory / "running").read_bytes()
-    pages, records = _lies(kind, data)
+    pages, records = _lies(kind, made.data(directory / "running"))
     return Template(kind, made.running, made.closed, model, slabs, pages, records)
 
 
-def _lies(kind: str, data: bytes) -> tuple[dict[int, tuple[str, frozenset[int]]], list[tuple[int, int, int]]]:
+def _lies(kind: str, path: Path) -> tuple[dict[int, tuple[str, frozenset[int]]], list[tuple[int, int, int]]]:
     """Return the contents of the pages in use, and the positions of the records.
 
-    By page number: the role of the page and the names of the objects on it. Of each record: the object's
-    name, the offset in the file and the size in bytes.
+    By page number: the role of the page and, in `file`, the names of the objects on it. Of each record: the
+    object's name, the offset in the file and the size in bytes.
     """
+    data = path.read_bytes()
     digests = {name: key(name).digest for name in range(NAMES)}
     records: list[tuple[int, int, int]] = []
     on: dict[int, set[int]] = defaultdict(set)
@@ -100,35 +101,18 @@ def _lies(kind: str, data: bytes) -> tuple[dict[int, tuple[str, frozenset[int]]]
             records.append((name, start, RECORD_BYTES))
             for page in {start // PAGE, (start + RECORD_BYTES - 1) // PAGE}:
                 on[page].add(name)
-        return {page: ("objects.leaf", frozenset(names)) for page, names in on.items()}, records
-    places = {name: digest[32:] + digest[:32] for name, digest in digests.items()}
-    numbers: dict[bytes, int] = {}
-    whole = list(used_pages(data))
-    for page in whole:
-        if page.tree != "objects" or page.kind != "leaf":
-            continue
-        content = live(page.content)
-        for name, place in places.items():
-            at = content.find(place)
-            if at < 0:
-                continue
+        return {page: ("objects leaf", frozenset(names)) for page, names in on.items()}, records
+    kinds = page_kinds(str(path))
+    for page in kinds["objects leaf"]:
+        # The head of a page says where its nodes begin; what was removed may still lie before them.
+        nodes = page * PAGE + int.from_bytes(data[page * PAGE + 14 : page * PAGE + 16], "little")
+        for name, digest in digests.items():
             # In `lmdb` a record is the value behind its key, and the node's head in front of that begins with
             # its size.
-            start, size = at + 64, int.from_bytes(content[at - 8 : at - 6], "little")
-            numbers[content[start : start + 8][::-1]] = name
-            records.append((name, page.number * PAGE + start, size))
-            on[page.number].add(name)
-    for page in whole:
-        if page.tree == "parts":
-            keys = (
-                [page.key]
-                if page.kind == "run"
-                else [node.key for node in nodes(page.content)]
-                if page.kind == "leaf"
-                else []
-            )
-            on[page.number] |= {numbers[k[:8]] for k in keys if k[:8] in numbers}
-    return {page.number: (page.role, frozenset(on[page.number])) for page in whole}, records
+            at = data.find(digest[32:] + digest[:32], nodes, (page + 1) * PAGE)
+            if at >= 0:
+                records.append((name, at + 64, int.from_bytes(data[at - 8 : at - 6], "little")))
+    return {page: (kind, frozenset()) for kind, pages in kinds.items() for page in pages}, records
 
 
 @dataclass(frozen=True)
@@ -163,7 +147,7 @@ def record(template: Template, path: Path, random: Random) -> Spoiled:
 def object_page(template: Template, path: Path, random: Random) -> Spoiled:
     """A page of zeros in the place of one that says something of objects, or holds a part of one."""
     return _zero(
-        template, path, random, lambda role: role.partition(".")[0] in WITH_OBJECTS and "branch" not in role
+        template, path, random, lambda role: role.partition(" ")[0] in WITH_OBJECTS and "branch" not in role
     )
 
 
@@ -172,7 +156,7 @@ def other_page(template: Template, path: Path, random: Random) -> Spoiled:
     pages, a meta page.
     """
     spoiled = _zero(
-        template, path, random, lambda role: role.partition(".")[0] not in WITH_OBJECTS or "branch" in role
+        template, path, random, lambda role: role.partition(" ")[0] not in WITH_OBJECTS or "branch" in role
     )
     return Spoiled(None, spoiled.undo)
 

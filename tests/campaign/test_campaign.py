@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-from collections import Counter
 from pathlib import Path
 from random import Random
 
@@ -17,7 +16,6 @@ from tests.campaign.__main__ import CAMPAIGNS, main
 from tests.campaign.actors import Part
 from tests.campaign.damage import DAMAGES, NAMES, Template, template
 from tests.campaign.model import Ledger, Model, Version
-from tests.campaign.pages import PAGE, nodes, used_pages
 from tests.campaign.stores import KINDS, available
 from tests.campaign.victims import Nursery, spread
 from tiercache.core import Outcome
@@ -44,25 +42,12 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return template(request.param, tmp_path_factory.mktemp("template"))
 
 
-def test_every_page_of_a_database_is_known_and_every_object_lies_on_one(made: Template) -> None:
-    assert {name for name, _, _ in made.records} == set(range(NAMES))
+def test_every_object_lies_somewhere(made: Template) -> None:
+    assert sorted(name for name, _, _ in made.records) == list(range(NAMES)), "each object has one record"
     if made.kind == "lmdb":
-        data = made.data(made.running).read_bytes()
-        found = list(used_pages(data))
-        numbers = [page.number for page in found]
-        assert len(set(numbers)) == len(numbers) <= len(data) // PAGE
-        assert {"meta.leaf", "main.leaf", "objects.leaf", "objects.branch"} <= {page.role for page in found}
-        on_records = Counter(
-            name for role, names in made.pages.values() if role == "objects.leaf" for name in names
-        )
-        assert on_records == Counter(range(NAMES)), "each object has one record"
-        assert nodes(next(page.content for page in found if page.role == "main.leaf"))
-        [parts] = [set().union(*(names for role, names in made.pages.values() if role.startswith("parts")))]
-        assert parts == set(range(NAMES)), "and a payload"
+        assert {"main leaf", "objects leaf", "objects branch"} <= {role for role, _ in made.pages.values()}
     else:
-        assert set().union(*({name for name, _ in objects} for objects in made.slabs.values())) == set(
-            range(NAMES)
-        )
+        assert {name for objects in made.slabs.values() for name, _ in objects} == set(range(NAMES))
 
 
 @pytest.mark.parametrize("name", DAMAGES)

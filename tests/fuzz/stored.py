@@ -115,7 +115,7 @@ def _format(found: bytes) -> None:
     try:
         directory.settle_format({"block": 4096})
     finally:
-        directory.check_environment()
+        directory.state()
 
 
 def _formats() -> Sequence[bytes]:

@@ -153,8 +153,8 @@ class Removed:
 
     `undo_removal` needs it to make the object resident again.
     """
-    suspect: bool = False
-    """Whether the blocks must be tested before they are used again."""
+    keep_blocks: bool = False
+    """Whether the blocks stay unused until the store is opened again."""
 
 
 @dataclass(slots=True)

@@ -81,14 +81,13 @@ class ObjectReader:
             if outcome is Outcome.CORRUPT:
                 corrupt.append(pins.suspect(position))
             elif position in batch.errors and batch.errors[position].errno == EIO:
-                # A bad block stays unreadable until something is written to it. So remove the object. If the
-                # object stayed, the next set of the same key would answer HIT and write nothing.
+                # If the object stayed, the next set of the same key would answer HIT and write nothing.
                 unreadable.append(pins.suspect(position))
         if self._read_only:
             self._state.count("corrupt", len(corrupt))
         elif corrupt or unreadable:
             self._state.count("corrupt", self._remover.remove_damaged(corrupt))
-            self._remover.remove_damaged(unreadable)
+            self._remover.remove_damaged(unreadable, keep_blocks=True)
         return outcomes
 
     def is_sound(
@@ -125,7 +124,7 @@ class ObjectReader:
                         self._slabs.forget(extent)
                     self.read([GetItem(key, [memoryview(bytearray(length))], length)], pins)
             finally:
-                self._remover.test_blocks(self._state.unpin(pins))
+                self._state.unpin(pins)
 
     def _outcome(self, batch: IoBatch, position: int, pins: Pins) -> Outcome:
         """Return the outcome of one object of a batch that was read."""

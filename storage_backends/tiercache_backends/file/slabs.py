@@ -1,6 +1,6 @@
 """Slab files, which hold the payloads, and the split of a capacity into slabs and catalog.
 
-This module opens, grows, cuts, syncs and tests the files. `io_engine.py` moves the bytes.
+This module opens, grows, cuts and syncs the files. `io_engine.py` moves the bytes.
 
     file          000000.slab            000001.slab            000002.slab (the last may be shorter)
     block         0 ... n-1              n ... 2n-1             2n ...            n = slab_blocks
@@ -14,15 +14,15 @@ write. One new file per object would be slower, and each write could find the di
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from errno import EDQUOT, ENOSPC, ESTALE
 from typing import Final, Protocol
 
 from tiercache.core import BLOCK_ALIGN
 from tiercache.errors import ConfigError
-from tiercache.storage.env import Env, close_quietly, read_all, write_all
+from tiercache.storage.env import Env, close_quietly
 from tiercache_backends.file.records import Extent
 from tiercache_backends.local.directory import StoreDirectory, sync_directory
 
@@ -45,11 +45,6 @@ _FIXED_BYTES: Final = 256 << 10
 """Bytes kept free for small files, directories, and the file system's own data about large files."""
 _MIN_GROWTH: Final = (1 << 20) // BLOCK_ALIGN
 """Smallest growth of a slab, in blocks (1 MiB). On a nearly full disk, no smaller growth is tried."""
-_MAX_MISSING: Final = 4096
-"""Number of missing slabs after the last existing slab that records may name.
-
-Records that name a later slab are ignored.
-"""
 
 
 def blocks_there(env: Env, directory: str, slab_blocks: int) -> int:
@@ -144,21 +139,18 @@ class Slab:
     """
 
     fd: int
-    """Descriptor for I/O through the page cache."""
+    """Descriptor for I/O through the page cache; -1 if the store is read-only and the slab is missing."""
     direct: int | None
     """Descriptor for I/O past the page cache; None if the store does not use O_DIRECT."""
     blocks: int = 0
-    """Number of blocks that belong to the store.
-
-    The file may be longer until `Slabs.trim` cuts it. A file that was opened by `Slabs.look` may be shorter.
-    """
+    """Number of blocks that belong to the store; the file may be longer until `Slabs.trim` cuts it."""
 
 
 class Slabs:
     """Slab files of one directory, each `slab_blocks` blocks long; the last one may be shorter.
 
-    `budget_blocks`: maximum number of blocks of all slabs. `read_only`: the caller opens the files for
-    reading only, with `look` instead of `open`.
+    `budget_blocks`: maximum number of blocks of all slabs. `read_only`: nothing is written, so `open` makes
+    no missing slab.
 
     Thread safety: one thread at a time may call `open`, `grow` or `close`. The other methods may run at the
     same time on different extents.
@@ -176,7 +168,6 @@ class Slabs:
     ) -> None:
         self._env = env
         self._read_only = read_only
-        self._nothing: int | None = None  # descriptor of /dev/null, which stands in for missing slabs
         self._directory: Final = directory
         self._direct = direct
         self.slab_blocks: Final = slab_blocks
@@ -190,24 +181,12 @@ class Slabs:
         """
         for index in range(_count(self._env, self._directory)):
             self._add(index)
-            self._slabs[index].blocks = min(
-                self._env.fstat(self._slabs[index].fd).st_size // BLOCK_ALIGN, self._target(index)
-            )
-        return self._extents()
-
-    def look(self, named: Mapping[int, int]) -> list[Extent]:
-        """Open the existing slabs for reading, and return the extent of each.
-
-        `named`: the number of blocks that the catalog needs in each slab, by slab number. Each extent has at
-        least this number of blocks, even if the file is shorter. A read of missing blocks returns no bytes.
-        """
-        there = _count(self._env, self._directory)
-        for index in range(max([there, *(index + 1 for index in named if index < there + _MAX_MISSING)])):
-            self._add(index)
-            self._slabs[index].blocks = max(
-                self._env.fstat(self._slabs[index].fd).st_size // BLOCK_ALIGN, named.get(index, 0)
-            )
-        return self._extents()
+            fd = self._slabs[index].fd
+            there = self._env.fstat(fd).st_size // BLOCK_ALIGN if fd >= 0 else 0
+            self._slabs[index].blocks = min(there, self._target(index))
+        return [
+            Extent(i * self.slab_blocks, slab.blocks) for i, slab in enumerate(self._slabs) if slab.blocks
+        ]
 
     def check_there(self) -> None:
         """Raise OSError unless the path of every slab still names the open file."""
@@ -259,19 +238,6 @@ class Slabs:
         """Return the byte offset of a place in its slab's file."""
         return place.start % self.slab_blocks * BLOCK_ALIGN
 
-    def keeps_data(self, extent: Extent) -> bool:
-        """Overwrite these blocks and read them back from the medium; return whether the bytes are equal."""
-        fd, offset, size = self.slab(extent).fd, self.offset(extent), extent.blocks * BLOCK_ALIGN
-        pattern = extent.start.to_bytes(8, "little") * (size // 8)
-        found = bytearray(size)
-        try:
-            write_all(self._env, fd, [memoryview(pattern)], offset)
-            self._env.fdatasync(fd)
-            self._env.forget(fd, offset, size)
-            return read_all(self._env, fd, [memoryview(found)], offset) == size and found == pattern
-        except OSError:
-            return False
-
     def forget(self, extent: Extent) -> None:
         """Drop these blocks from the page cache, so that the next read comes from the medium.
 
@@ -317,18 +283,13 @@ class Slabs:
         """Close every file. A second call does nothing."""
         while self._slabs:
             self._release(self._slabs.pop())
-        if self._nothing is not None:
-            close_quietly(self._env, self._nothing)
-            self._nothing = None
-
-    def _extents(self) -> list[Extent]:
-        return [
-            Extent(i * self.slab_blocks, slab.blocks) for i, slab in enumerate(self._slabs) if slab.blocks
-        ]
 
     def _add(self, index: int) -> None:
         if self._read_only:
-            self._slabs.append(Slab(self._readable(index), None))
+            fd = -1  # a missing slab
+            with suppress(FileNotFoundError):
+                fd = self._env.open(self.path(index), os.O_RDONLY)
+            self._slabs.append(Slab(fd, None))
             return
         fd = self._env.open(self.path(index), os.O_RDWR | os.O_CREAT)
         try:
@@ -338,17 +299,8 @@ class Slabs:
             raise
         self._slabs.append(Slab(fd, direct))
 
-    def _readable(self, index: int) -> int:
-        """Open a slab for reading; return a descriptor of /dev/null if the slab is missing."""
-        try:
-            return self._env.open(self.path(index), os.O_RDONLY)
-        except FileNotFoundError:
-            if self._nothing is None:
-                self._nothing = self._env.open(os.devnull, os.O_RDONLY)
-            return self._nothing
-
     def _release(self, slab: Slab) -> None:
-        if slab.fd != self._nothing:
+        if slab.fd >= 0:
             close_quietly(self._env, slab.fd)
         if slab.direct is not None:
             close_quietly(self._env, slab.direct)

@@ -74,9 +74,7 @@ class StoreState:
         """Removed objects that a reader still has pinned, by row. They have no catalog record any more."""
         self._allocator = ExtentAllocator(slab_blocks)
         self._abandoned = 0
-        """Number of blocks of abandoned objects."""
-        self._retired = 0
-        """Number of blocks that failed their test."""
+        """Number of blocks that stay unused until the store is opened again."""
         self._counts = {
             "corrupt": 0,
             "evicted": 0,
@@ -142,19 +140,13 @@ class StoreState:
                 objects.pins[row] += 1
         return pins
 
-    def unpin(self, pins: Pins) -> list[Extent]:
-        """Undo one pin of each object.
-
-        Returns the blocks of damaged objects that no reader uses any more. The caller tests these blocks, and
-        then calls `give` or `retire`.
-        """
-        suspects: list[Extent] = []
+    def unpin(self, pins: Pins) -> None:
+        """Undo one pin of each object."""
         with self._mutex:
             for row in pins.rows:
                 self._objects.pins[row] -= 1
                 if row in self._leaving:
-                    suspects += self._free_row(row)
-        return suspects
+                    self._free_row(row)
 
     def require_states(self, namespace_id: int) -> None:
         """Note that a restore in the namespace with this id needs a state."""
@@ -293,22 +285,6 @@ class StoreState:
             owner = owners.of(claims[0].namespace_id)
             owners.evicted[owner] += evicted
             owners.throttled[owner] += throttled
-
-    def evict_near_quota(self, claims: Sequence[Claim], max_objects: int, share: int) -> Removal:
-        """Take out objects of the claims' owner if less of its quota is left than a set like this one needs.
-
-        Nothing is taken out if that is more than 1/`share` of the quota.
-        """
-        with self._mutex:
-            owners = self._objects.owners
-            if not owners.active or not claims:
-                return Removal()
-            owner = owners.of(claims[0].namespace_id)
-            spare = sum(claim.taken for claim in claims)
-            short = spare - owners.room(owner)
-            if spare > owners.quotas[owner] // share or short <= 0:
-                return Removal()
-        return self.evict(0, 0, max_objects, claims, own_bytes=int(short))
 
     def evict_beyond(self, max_objects: int) -> Removal:
         """Take out objects of an owner that has more than its quota; counts them."""
@@ -465,29 +441,30 @@ class StoreState:
                     self._leave(removal, row)
         return removal
 
-    def take_out_suspects(self, damaged: Iterable[Suspect]) -> Removal:
-        """Take out pinned objects whose blocks are damaged; skip those that are taken out already."""
+    def take_out_suspects(self, damaged: Iterable[Suspect], *, keep_blocks: bool) -> Removal:
+        """Take out pinned objects that are damaged; skip those that are taken out already.
+
+        `keep_blocks`: see `Removed`.
+        """
         removal = Removal()
         with self._mutex:
             for row, number in damaged:
                 if self._objects.number[row] == number and self._objects.state[row] == RESIDENT:
-                    self._leave(removal, row, suspect=True)
+                    self._leave(removal, row, keep_blocks=keep_blocks)
         return removal
 
-    def finish_removal(self, removal: Removal) -> list[Extent]:
+    def finish_removal(self, removal: Removal) -> None:
         """Free the blocks of a removal: now, or when the last reader unpins them.
 
-        Call this after the records were removed from the catalog. Returns blocks to test, as `unpin` does.
+        Call this after the records were removed from the catalog.
         """
-        suspects: list[Extent] = []
         with self._mutex:
             for removed in removal.objects:
                 self._leaving[removed.row] = removed
                 del self._busy[removed.digest]
                 self._objects.pins[removed.row] -= 1  # the pin that `_leave` took
-                suspects += self._free_row(removed.row)
+                self._free_row(removed.row)
         removal.done.set()
-        return suspects
 
     def undo_removal(self, removal: Removal) -> None:
         """Make the objects of a removal resident again, because their records could not be removed."""
@@ -516,15 +493,10 @@ class StoreState:
         with self._mutex:
             self._allocator.grow(extent)
 
-    def give(self, extent: Extent) -> None:
-        """Free blocks that were tested and found good."""
+    def abandon_blocks(self, extents: Iterable[Extent]) -> None:
+        """Leave blocks of a failed write unused until the store is opened again."""
         with self._mutex:
-            self._allocator.give([extent])
-
-    def retire(self, extent: Extent) -> None:
-        """Count blocks that failed their test. They stay unused until the store is opened again."""
-        with self._mutex:
-            self._retired += extent.blocks
+            self._abandoned += sum(extent.blocks for extent in extents)
 
     def count(self, name: str, n: int) -> None:
         """Add `n` to the counter of this name."""
@@ -547,7 +519,6 @@ class StoreState:
                 "blocks_used": self._allocator.size - self._allocator.free,
                 "blocks_free": self._allocator.free,
                 "blocks_stranded": self._abandoned,
-                "blocks_retired": self._retired,
                 "memory_bytes": self._objects.memory_bytes(),
                 **self._objects.pages.worth()._asdict(),
                 **self._counts,
@@ -569,7 +540,7 @@ class StoreState:
             assert all(a.start + a.blocks <= b.start for a, b in pairwise(held)), (
                 "no two objects share a block"
             )
-            used = sum(extent.blocks for extent in held) + self._abandoned + self._retired
+            used = sum(extent.blocks for extent in held) + self._abandoned
             assert used + self._allocator.free == self._allocator.size, "free + used = capacity"
 
     def _pin_few(self, digests: Sequence[bytes], *, is_use: bool) -> Pins:
@@ -678,7 +649,7 @@ class StoreState:
             node = claims.held[page] = self._objects.pages.hold(page)
         return node
 
-    def _leave(self, removal: Removal, row: int, *, suspect: bool = False) -> None:
+    def _leave(self, removal: Removal, row: int, *, keep_blocks: bool = False) -> None:
         """Take out the object in a row and add it to the removal."""
         number = self._objects.number[row]
         digest, parent = self._objects.leave(row)
@@ -686,22 +657,19 @@ class StoreState:
         # reader's `unpin` could free the blocks before the record is removed (race 1).
         self._busy[digest] = removal.done
         self._objects.pins[row] += 1
-        removal.objects.append(Removed(row, number, digest, parent, suspect))
+        removal.objects.append(Removed(row, number, digest, parent, keep_blocks))
 
-    def _free_row(self, row: int) -> tuple[Extent, ...]:
-        """Free the row and the blocks of an object that was taken out, unless a reader still has it pinned.
-
-        The blocks of a damaged object are not freed but returned, so that the caller tests them.
-        """
+    def _free_row(self, row: int) -> None:
+        """Free the row and the blocks of an object that was taken out, unless a reader has it pinned."""
         if self._objects.pins[row]:
-            return ()
+            return
         removed = self._leaving.pop(row)
         extents = self._objects.extents(row)
         self._objects.drop(row)
-        if removed.suspect:
-            return extents
-        self._allocator.give(extents)
-        return ()
+        if removed.keep_blocks:
+            self._abandoned += sum(extent.blocks for extent in extents)
+        else:
+            self._allocator.give(extents)
 
 
 class _Evicting:

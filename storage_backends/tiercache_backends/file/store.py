@@ -16,8 +16,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
-from itertools import chain
 from typing import Any, Final, Self
 
 from tiercache.core import BLOCK_ALIGN, ObjectKey, Outcome
@@ -37,7 +35,7 @@ from tiercache.storage.base import (
     first_of_each,
     storable,
 )
-from tiercache.storage.checksum import Checksums, MacKey
+from tiercache.storage.checksum import MacKey
 from tiercache.storage.env import Env, close_quietly, moves_direct
 from tiercache.storage.gate import CallGate
 from tiercache.storage.pages import PAGE_KEY_BYTES
@@ -45,9 +43,9 @@ from tiercache.storage.shares import Shares
 from tiercache_backends.file.catalog import Catalog
 from tiercache_backends.file.claims import Claim, blocks_for
 from tiercache_backends.file.io_engine import IoEngine
-from tiercache_backends.file.opening import blocks_named, find_log, sound_records, store_id
+from tiercache_backends.file.opening import find_log, sound_records, store_id
 from tiercache_backends.file.reading import ObjectReader
-from tiercache_backends.file.records import FOOTPRINT, ID_BYTES, RECORD_BYTES, CatalogContents, Extent
+from tiercache_backends.file.records import FOOTPRINT, ID_BYTES, RECORD_BYTES
 from tiercache_backends.file.slabs import (
     CATALOG_SHARE,
     MIN_CAPACITY,
@@ -200,7 +198,7 @@ class FileBackend(StorageBackend):
             try:
                 return self._reader.read(items, pins)
             finally:
-                self._remover.test_blocks(self._state.unpin(pins))
+                self._state.unpin(pins)
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
         with self._gate:
@@ -358,7 +356,7 @@ class FileBackend(StorageBackend):
                 extents = pins.places.extents(0) if pins.rows else ()
                 return [(*self._slabs.locate(extent), extent.blocks * BLOCK_ALIGN) for extent in extents]
             finally:
-                self._remover.test_blocks(self._state.unpin(pins))
+                self._state.unpin(pins)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all counts add up; call it only while no other call is running."""
@@ -448,7 +446,7 @@ class FileBackend(StorageBackend):
         for record in self._catalog.namespaces():
             if record.states:
                 self._state.require_states(self._catalog.id_of(record.namespace))
-        self._remover = Remover(directory.path, self._catalog, self._slabs, self._state)
+        self._remover = Remover(directory.path, self._catalog, self._state)
         self._reader = ObjectReader(
             self._slabs, self._io, self._state, self._remover, self._mac_key, read_only=self._read_only
         )
@@ -462,15 +460,10 @@ class FileBackend(StorageBackend):
             self._mac_key,
             power=durability == "power",
         )
-        if self._read_only:
-            extents = self._slabs.look(
-                blocks_named(loaded.records, chain.from_iterable(loaded.extents.values()), slab_blocks)
-            )
-        else:
-            extents = self._slabs.open()
+        extents = self._slabs.open()
         # Order: (1) find the unsound records, (2) remove them, (3) cut off the blocks beyond the budget. With
         # this order no record names a block that was cut off, even after a crash between two steps.
-        sound, unsound, gaps = sound_records(loaded, extents, slab_blocks, partial(self._has_bytes, loaded))
+        sound, unsound, gaps = sound_records(loaded, extents, slab_blocks)
         self._state.load(sound, extents, gaps)
         self._lost = len(unsound)
         """Number of records whose objects cannot be read."""
@@ -480,17 +473,6 @@ class FileBackend(StorageBackend):
         if not self._read_only:
             self._slabs.trim()
         directory.admit_others()
-
-    def _has_bytes(self, loaded: CatalogContents, index: int) -> bool:
-        """Return whether the blocks named by record `index` contain the object that the record describes."""
-        record = loaded.records[index]
-        found = self._catalog.entry(record)
-        extents = (
-            Extent(int(record["start"]), int(record["blocks"])),
-            *loaded.extents.get(int(record["number"]), ()),
-        )
-        checksums = Checksums(record["checksum"].tobytes(), record["mac"].tobytes())
-        return self._reader.is_sound(found.key, found.meta.length, checksums, extents)
 
     def _flush(self) -> None:
         self._directory.check_there()

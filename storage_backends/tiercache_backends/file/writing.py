@@ -23,7 +23,7 @@ from tiercache.storage.env import Env
 from tiercache_backends.file.catalog import Catalog
 from tiercache_backends.file.claims import Claim, Claims, Removal, Suspect
 from tiercache_backends.file.io_engine import IoEngine
-from tiercache_backends.file.records import MAX_EXTENTS, NO_RECORDS, Extent, Places, Records
+from tiercache_backends.file.records import MAX_EXTENTS, NO_RECORDS, Places, Records
 from tiercache_backends.file.runs import IoBatch
 from tiercache_backends.file.slabs import Slabs
 from tiercache_backends.file.state import StoreState
@@ -50,10 +50,9 @@ class Remover:
     Thread safety: any thread may call.
     """
 
-    def __init__(self, path: str, catalog: Catalog, slabs: Slabs, state: StoreState) -> None:
+    def __init__(self, path: str, catalog: Catalog, state: StoreState) -> None:
         self._path = path
         self._catalog = catalog
-        self._slabs = slabs
         self._state = state
 
     def remove(self, removal: Removal, *, keep: bool = True, durable: bool = False) -> bool:
@@ -69,33 +68,18 @@ class Remover:
                 self.failed("remove", error)
                 (self._state.undo_removal if keep else self._state.abandon)(removal)
                 return False
-        self.test_blocks(self._state.finish_removal(removal))
+        self._state.finish_removal(removal)
         return True
 
-    def remove_damaged(self, damaged: Sequence[Suspect]) -> int:
+    def remove_damaged(self, damaged: Sequence[Suspect], *, keep_blocks: bool = False) -> int:
         """Remove damaged objects and return their number.
 
-        Their blocks are tested when the last reader has finished.
+        `keep_blocks`: nothing is stored in their blocks until the store is opened again, because the medium
+        refused to read them.
         """
-        removal = self._state.take_out_suspects(damaged)
+        removal = self._state.take_out_suspects(damaged, keep_blocks=keep_blocks)
         self.remove(removal, keep=False)
         return len(removal.objects)
-
-    def test_blocks(self, suspects: Sequence[Extent]) -> None:
-        """Test blocks that held a damaged object: free the good extents, retire the others.
-
-        A retired block stays unused until the store is opened again.
-        """
-        for extent in suspects:
-            if self._slabs.keeps_data(extent):
-                self._state.give(extent)
-            else:
-                _log.error(
-                    "%d blocks in %s do not keep their data and are retired",
-                    extent.blocks,
-                    self._slabs.locate(extent)[0],
-                )
-                self._state.retire(extent)
 
     def failed(self, call: str, error: OSError) -> Outcome:
         """Log and count a failure; return THROTTLED for a full disk or quota, otherwise ERROR.
@@ -278,17 +262,11 @@ class ObjectWriter:
         """Take objects out of the state if another set like this one would find too few free blocks.
 
         This set stores `written`. Its write of the catalog also removes the records of the objects taken out.
-        With blocks enough, room is made in the same way below the quota of their owner.
         """
         short = self._state.shortage(
             None if self._cramped else self._slabs.budget_blocks, _LOW_WATER, sum(c.blocks for c in written)
         )
-        if short > 0:
-            return self._state.evict(short, 1, _MAX_AHEAD)
-        removal = self._state.evict_near_quota(written, _MAX_AHEAD, _LOW_WATER)
-        if removal.objects:
-            self._state.count_for_quota(written, evicted=len(removal.objects))
-        return removal
+        return self._state.evict(short, 1, _MAX_AHEAD) if short > 0 else Removal()
 
     def _write(
         self, items: Sequence[SetItem], claims: Sequence[Claim], outcomes: list[Outcome]
@@ -337,10 +315,10 @@ class ObjectWriter:
         for position, error in batch.errors.items():
             claim = claims[position]
             outcomes[claim.index] = self._remover.failed("set", error)
-            # The medium refused to write these blocks. Test them before they are used again.
+            # The medium refused to write these blocks, so they are used no more.
             if error.errno == EIO:
                 extents, claim.extents = claim.extents, ()
-                self._remover.test_blocks(extents)
+                self._state.abandon_blocks(extents)
         writable = _with_stored_parents(claims, {claims[position].index for position in batch.errors})
         left = {claim.index for claim in writable}
         return writable, records[[claim.index in left for claim in claims]]
@@ -358,7 +336,7 @@ class ObjectWriter:
             self._state.undo_removal(removal)
             raise
         self._state.count("evicted", len(removal.objects))
-        self._remover.test_blocks(self._state.finish_removal(removal))
+        self._state.finish_removal(removal)
         for claim in written:
             outcomes[claim.index] = Outcome.STORED
 

@@ -48,18 +48,18 @@ def test_overlapping_and_misplaced_records_are_dropped(tmp_path: Path) -> None:
         for n in range(7):
             put(store, key(n), payload(n, 9000))
         records = catalog_of(store).load()
-        records["start"][1] = records["start"][0]
+        records["start"][0] = records["start"][1]
         records["start"][2] = 1 << 40
         records["blocks"][3] = 1
         records["pool"][4] = b"WHAT"
         catalog_of(store).apply(records[:5], removals=records["number"][:5].tolist())
     with opened(path) as store:
-        assert {e.key for e in store.scan_all()} == {key(0), key(5), key(6)}, (
-            "of two that name the same blocks the right one stays"
+        assert {e.key for e in store.scan_all()} == {key(1), key(5), key(6)}, (
+            "of two that name the same blocks the newer one stays"
         )
-        assert fetch(store, key(0), 9000) == payload(0, 9000)
+        assert fetch(store, key(1), 9000) == payload(1, 9000)
         assert fetch(store, key(5), 9000) == payload(5, 9000)
-        assert [put(store, key(n), payload(n, 9000)) for n in range(1, 5)] == [STORED] * 4
+        assert [put(store, key(n), payload(n, 9000)) for n in (0, 2, 3, 4)] == [STORED] * 4
         store.check_integrity()
     with opened(path) as store:
         assert store.usage().objects == 7, "what was dropped is gone from the catalog as well"

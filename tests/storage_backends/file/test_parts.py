@@ -177,5 +177,24 @@ def test_of_two_records_of_one_object_the_later_one_counts() -> None:
     for i, d in enumerate([digest(0), digest(1), digest(0)]):
         records[i]["number"], records[i]["digest"], records[i]["length"] = i + 1, np.void(d), 4096
         records[i]["start"], records[i]["blocks"] = i, 1
-    sound, unsound, gaps = sound_records(CatalogContents(records, {}), [Extent(0, 8)], 8, lambda _: True)
+    sound, unsound, gaps = sound_records(CatalogContents(records, {}), [Extent(0, 8)], 8)
     assert (sound.records["number"].tolist(), unsound, gaps) == ([2, 3], [1], [Extent(0, 1), Extent(3, 5)])
+
+
+@settings(max_examples=example_count(100), deadline=None)
+@given(places=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6)), min_size=1, max_size=12))
+def test_of_records_that_claim_the_same_blocks_the_newest_counts(places: list[tuple[int, int]]) -> None:
+    records = np.zeros(len(places), RECORD)
+    for i, (start, blocks) in enumerate(places):
+        records[i]["number"], records[i]["digest"] = i + 1, np.void(digest(i))
+        records[i]["start"], records[i]["blocks"], records[i]["length"] = start, blocks, blocks * 4096
+    owner = {block: i for i, (start, blocks) in enumerate(places) for block in range(start, start + blocks)}
+    lost = [
+        i + 1
+        for i, (start, blocks) in enumerate(places)
+        if any(owner[block] != i for block in range(start, start + blocks))
+    ]
+    _, unsound, gaps = sound_records(CatalogContents(records, {}), [Extent(0, 32)], 32)
+    assert unsound == lost
+    free = {block for gap in gaps for block in range(gap.start, gap.start + gap.blocks)}
+    assert free == set(range(32)) - {block for block, i in owner.items() if i + 1 not in lost}

@@ -14,7 +14,7 @@ from typing import Any
 
 import lmdb
 import pytest
-from tiercache_backends.lmdb import LmdbBackend
+from tiercache_backends.lmdb import LmdbBackend, check
 from tiercache_backends.lmdb.records import Record
 
 from tests.storage_backends.lmdb.hooks import (
@@ -90,11 +90,11 @@ def used_elsewhere(path: Path, *arguments: str) -> dict[str, Any] | None:
     "kind",
     [
         "objects leaf",
-        "parts overflow",
-        "free leaf",
         *(
             pytest.param(kind, marks=pytest.mark.slow)
             for kind in (
+                "parts overflow",
+                "free leaf",
                 "objects branch",
                 "parts leaf",
                 "parts branch",
@@ -116,17 +116,16 @@ def test_a_page_that_goes_bad_under_an_open_store_ends_at_most_one_process(tmp_p
 def test_a_start_after_a_death_examines_every_kind_of_page(tmp_path: Path) -> None:
     made = tmp_path / "made"
     assert used_elsewhere(made, "fill") is not None
-    (made / "state").write_text(json.dumps({"database": None}))
     kinds = page_kinds(str(made / "database" / "data.mdb"))
     assert len(kinds) >= 7
-    for kind, pages in (*kinds.items(), ("head", [0, 1])):
+    for kind, pages in (("none", []), *kinds.items(), ("head", [0, 1])):
         path = tmp_path / kind
-        shutil.copytree(made, path)
-        zero(str(path / "database" / "data.mdb"), pages[-1])
-        found = used_elsewhere(path, "use")
-        assert found is not None, kind
-        assert found["stored"] + found["there"] == 100, kind
-        assert found["counted"], kind
+        shutil.copytree(made / "database", path)
+        for page in pages[-1:]:
+            zero(str(path / "data.mdb"), page)
+        done = subprocess.run([sys.executable, "-P", check.__file__, str(path)], check=False, timeout=100)
+        # A payload is not examined: its checksum is, when it is read.
+        assert (done.returncode == 0) == (kind in ("none", "parts overflow")), kind
 
 
 def test_a_store_that_met_damage_answers_errors_until_it_is_opened_again(tmp_path: Path) -> None:
