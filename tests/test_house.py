@@ -219,7 +219,7 @@ BUDGET = {
     "tiercache.policy": 940,
     "tiercache.metrics": 750,
     "tiercache.wire": 750,
-    "tiercache_backends.file": 4_780,
+    "tiercache_backends.file": 4_640,
     "tiercache_backends.lmdb": 3_100,
     "tiercache_backends.chain": 3_510,
     "tiercache_backends.s3": 2_760,
