@@ -27,34 +27,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from tiercache import errors
-from tiercache.cli.readiness import require_disk, require_memory, require_place
+from tiercache.cli.readiness import require_disk, require_place
 from tiercache.cli.terminal import Exit, Output, OutputOption, UnreachableError, document, line, records
 from tiercache.config import parse_size
 from tiercache.errors import ConfigError, MissingExtraError, StorageError, TierCacheError
 from tiercache.storage.registry import capabilities_of, check_backend, open_backend, spec_of
 from tiercache_lab import children
 
-_COLUMNS: Final = (
-    "chat, turn",
-    "from",
-    "restored",
-    "computed",
-    "1st token",
-    "recompute",
-    "gain",
-    "diff",
-    "uncut",
-    "answer",
-)
-_WIDE_COLUMNS: Final = 95
-"""Minimum terminal width in characters for all columns.
-
-On a narrower terminal, the columns `computed` and `uncut` are left out.
-"""
+_COLUMNS: Final = ("chat, turn", "from", "restored", "1st token", "recompute", "gain", "diff", "answer")
 _LEGEND: Final = (
-    "restored, computed: tokens of the prompt. recompute: a prefill in one pass after a warm-up (median of"
-    " 5). diff: largest logit difference from a recompute with the same cuts (the same passes). uncut: the"
-    " same from a recompute in one pass, which rounds differently. cold: the page cache was dropped."
+    "restored: tokens of the prompt. recompute: a prefill in one pass after a warm-up (median of 5). diff:"
+    " largest logit difference from a recompute with the same cuts (the same passes). cold: the page cache"
+    " was dropped."
 )
 SERVER: Final = "tiercache_lab.demo.serving"
 """Module that each server process runs."""
@@ -77,8 +61,6 @@ class DemoResult:
     """Events `row`, one for each request."""
     tiers: list[str] = field(default_factory=list)
     """Names of the tiers below the host, the fastest first."""
-    notes: list[tuple[int, str]] = field(default_factory=list)
-    """Changes of the tiers, each with the number of rows before it."""
     figures: dict[str, float] = field(default_factory=dict)
     """Values of the event `summary`."""
 
@@ -142,16 +124,6 @@ def demo(
             help="Directory of the store, which is kept. Default: a temporary directory, which is removed.",
         ),
     ] = None,
-    device_bytes: Annotated[
-        str,
-        typer.Option(
-            help="Size of the device pools, such as 16MiB; auto: about one conversation, or two if the model"
-            " has no states."
-        ),
-    ] = "auto",
-    host_bytes: Annotated[
-        str, typer.Option(help="Size of the host arena; auto: about two conversations.")
-    ] = "auto",
     disk_bytes: Annotated[str, typer.Option(help="Capacity of the store on disk.")] = "1GiB",
     turns: Annotated[
         int,
@@ -184,9 +156,6 @@ def demo(
                 " tiers, the fastest first. Default: two stores on disk."
             )
         ),
-    ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Also write rows and summary to this file.")
     ] = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
@@ -221,57 +190,36 @@ def demo(
         raise ConfigError(
             f"--model {model} is not a directory; give one made by `save_pretrained` or by a download"
         )
-    if json_file is not None and (json_file.is_dir() or not json_file.parent.is_dir()):
-        raise ConfigError(
-            f"--json {json_file} is a directory, or its directory does not exist; name a file in an existing"
-            " directory"
-        )
     urls = storage or []
     shared = bool(urls) and _require_answer(urls)
-    sizes = {
-        "device_bytes": _size(device_bytes),
-        "host_bytes": _size(host_bytes),
-        "disk_bytes": parse_size(disk_bytes),
-    }
+    capacity = parse_size(disk_bytes)
     if directory is not None:
         require_place(directory, "--directory")
     # The directory that `_directory` will make has no name yet; no other process has one with this name.
     place = directory or Path(tempfile.gettempdir()) / f"tiercache-demo-{os.getpid()}"
-    _require_room(sizes, device, place)
-    with _directory(directory) as where:
-        plan = sizes | {
-            "directory": str(where), "model": model, "turns": turns, "conversations": conversations,
-            "context": context, "storage": urls,
-            "device": device, "shared": shared,
+    list(require_disk(place, "--disk-bytes", capacity))
+    check_backend({"type": "file", "path": os.path.abspath(place / "store"), "capacity": capacity})
+    result = DemoResult("storage" if urls else "disk")
+    first, second = "serving, then kill -9", "second process"
+    if shared:
+        first, second = "first worker", "second worker"
+    with _directory(directory) as where, _progress(console) as progress, ExitStack() as others:
+        plan = {
+            "directory": str(where), "model": model, "disk_bytes": capacity, "turns": turns,
+            "conversations": conversations, "context": context, "storage": urls, "device": device,
+            "shared": shared,
         }  # fmt: skip
-        result = DemoResult("storage" if urls else "disk")
-        with _progress(console) as progress, ExitStack() as others:
-            _run(
-                plan | {"phase": "serve"},
-                "first worker" if shared else "serving, then kill -9",
-                result,
-                progress,
-                others,
-            )
-            _run(
-                plan | {"phase": "restart"},
-                "second worker" if shared else "second process",
-                result,
-                progress,
-                others,
-            )
+        _run(plan | {"phase": "serve"}, first, result, progress, others)
+        _run(plan | {"phase": "restart"}, second, result, progress, others)
     if output is Output.TABLE:
-        console.print(_table(result, console.width, "second process" if shared else "after kill -9"))
+        console.print(_table(result, "second process" if shared else "after kill -9"))
         console.print(_LEGEND, style="dim")
         _print_verdict(console, result)
-    report = {"rows": result.rows, "summary": result.summary()}
-    if output is Output.JSON:
-        document(report)
-    elif output is Output.JSONL:
+    elif output is Output.JSON:
+        document({"rows": result.rows, "summary": result.summary()})
+    else:
         records(result.rows, output)
-        line({"summary": report["summary"]})
-    if json_file is not None:
-        json_file.write_text(json.dumps(report, indent=1) + "\n")
+        line({"summary": result.summary()})
     if result.faults():
         raise typer.Exit(Exit.CORRUPT if result.wrong else Exit.NO)
 
@@ -285,21 +233,6 @@ def _require_device(name: str) -> None:
         raise ConfigError(f"--device {name} is not known; use cpu, cuda, or cuda:N for one of several")
     if name != "cpu" and find_spec("cupy") is None:
         raise MissingExtraError(f"--device {name}", "cuda", ModuleNotFoundError(name="cupy"))
-
-
-def _require_room(sizes: dict[str, int], device: str, directory: Path) -> None:
-    """Raise ConfigError if the sizes are too large for this machine, or too small for a store on disk."""
-    pools = [("--device-bytes", sizes["device_bytes"])] if device == "cpu" else []
-    list(require_memory(("--host-bytes", sizes["host_bytes"]), *pools))
-    list(require_disk(directory, "--disk-bytes", sizes["disk_bytes"]))
-    check_backend(
-        {"type": "file", "path": os.path.abspath(directory / "store"), "capacity": sizes["disk_bytes"]}
-    )
-
-
-def _size(text: str) -> int:
-    """Return `text` as bytes; 0 stands for "auto"."""
-    return 0 if text == "auto" else parse_size(text)
 
 
 @contextmanager
@@ -386,8 +319,6 @@ def _follow(events: Iterable[str], result: DemoResult, progress: Progress, task:
             progress.update(
                 task, advance=1, doing=f"from {event['tier']}" if event["tokens_restored"] else "a miss"
             )
-        elif kind == "note":
-            result.notes.append((len(result.rows), event["text"]))
         elif kind == "step":
             progress.update(task, advance=1, doing=event["what"])
         elif kind == "summary":
@@ -412,7 +343,7 @@ def _failure(stderr: str, code: int) -> TierCacheError:
     return TierCacheError(f"the serving process ended with code {code}: {last}")
 
 
-def _table(result: DemoResult, width: int, second: str) -> Table:
+def _table(result: DemoResult, second: str) -> Table:
     table = Table(
         title="Source of each prompt, and the check of its answer",
         title_style="bold",
@@ -420,48 +351,27 @@ def _table(result: DemoResult, width: int, second: str) -> Table:
         padding=(0, 1, 0, 0),
         pad_edge=False,
     )
-    columns = [
-        n for n, name in enumerate(_COLUMNS) if width >= _WIDE_COLUMNS or name not in ("computed", "uncut")
-    ]
-    for name in (_COLUMNS[n] for n in columns):
-        table.add_column(
-            name, justify="left" if name in ("chat, turn", "from", "answer") else "right", no_wrap=True
-        )
+    for name in _COLUMNS:
+        left = name in ("chat, turn", "from", "answer")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
     phase = ""
-    for number, row in enumerate(result.rows):
-        for text in (text for at, text in result.notes if at == number):
-            table.add_row(f"[dim]{text}")
+    for row in result.rows:
         title = {"serve": "first process", "restart": second}.get(row["phase"], "timed")
         if title != phase:
             phase = title
             table.add_section()
             table.add_row(f"[bold]{title}")
-        cells = _cells(row)
-        table.add_row(*(cells[n] for n in columns))
+        table.add_row(
+            TIMED.get(row["phase"]) or f"{row['conversation']}, {row['turn']}",
+            row["tier"],
+            str(row["tokens_restored"]),
+            f"{row['ttft_ms']:.0f} ms",
+            f"{row['ttft_recompute_ms']:.0f} ms",
+            f"{row['ttft_recompute_ms'] / row['ttft_ms']:.1f} x",
+            f"{row['max_logit_diff']:g}",
+            "[green]same[/]" if row["same_text"] and row["same_bytes"] else "[red]DIFFERS[/]",
+        )
     return table
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    return [
-        TIMED.get(row["phase"]) or f"{row['conversation']}, {row['turn']}",
-        row["tier"],
-        str(row["tokens_restored"]),
-        str(row["tokens_prompt"] - row["tokens_restored"]),
-        f"{row['ttft_ms']:.0f} ms",
-        f"{row['ttft_recompute_ms']:.0f} ms",
-        f"{row['ttft_recompute_ms'] / row['ttft_ms']:.1f} x",
-        f"{row['max_logit_diff']:g}",
-        f"{row['max_logit_diff_uncut']:.0e}",
-        "[green]same[/]" if row["same_text"] and row["same_bytes"] else "[red]DIFFERS[/]",
-    ]
-
-
-def _cold_speedup(figures: dict[str, float]) -> str:
-    return (
-        f", {figures['speedup_disk_cold']:.1f} x with the page cache dropped"
-        if "speedup_disk_cold" in figures
-        else ""
-    )
 
 
 def _print_verdict(console: Console, result: DemoResult) -> None:
@@ -472,10 +382,12 @@ def _print_verdict(console: Console, result: DemoResult) -> None:
         " what the first had stored."
     )
     if figures:
+        cold = figures.get("speedup_disk_cold")
         console.print(
             f"First token at {result.rows[-1]['tokens_prompt']} tokens: {figures['speedup_host']:.1f} x"
             f" faster from host, {figures[f'speedup_{result.store}']:.1f} x from"
-            f" {result.store}{_cold_speedup(figures)}. Restored at {figures['restore_gbps']:.2f} GB/s."
+            f" {result.store}{f', {cold:.1f} x with the page cache dropped' if cold else ''}."
+            f" Restored at {figures['restore_gbps']:.2f} GB/s."
         )
     faults = result.faults()
     if faults:

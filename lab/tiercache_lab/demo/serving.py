@@ -5,7 +5,6 @@ The process reads a `DemoPlan` as JSON from standard input. It writes events as 
 - `start`, with the number of steps that will follow, and the names of the tiers of the store
 - `step`, the end of a step without a row
 - `row`, the figures of one request
-- `note`, a sentence about a change of the tiers
 - `settled`: all committed objects are stored, so that the process may be killed
 - `summary`, the speeds of restores
 """
@@ -69,10 +68,6 @@ class DemoPlan:
     """Directory of the file store and of the records of runs."""
     model: str = ""
     """Directory of the model; empty for the small hybrid model."""
-    device_bytes: int = 0
-    """Bytes of the device pools; 0 for a default that is so small that requests need the lower tiers too."""
-    host_bytes: int = 0
-    """Bytes of the host arena; 0 for a default that is so small that requests need the lowest tier too."""
     disk_bytes: int = 1 << 30
     """Capacity of the larger file tier."""
     turns: int = 4
@@ -218,11 +213,9 @@ class Session:
             away = not self._plan.storage and conversation == self._plan.conversations // 2
             if away:
                 retier(sections[1:]).left.result()
-                emit("note", text=f"tier {FAST} is taken away")
             self._turn("restart", conversation, self._plan.turns)
             if away:
                 retier(sections).left.result()
-                emit("note", text=f"tier {FAST} is back")
         self._turn("restart", self._plan.conversations - 1, self._plan.turns + 1)
         self._worker.close()
         self._measure()
@@ -242,14 +235,7 @@ class Session:
             file.write(json.dumps({"conversation": conversation, "run": verdict.run.to_json()}) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        self._emit_row(
-            phase, conversation, turn, generation, self._bytes(generation), generation.ttft_seconds,
-            recompute, self._answered(generation, before),
-            max_logit_diff=verdict.max_logit_diff,
-            max_logit_diff_uncut=verdict.max_logit_diff_uncut,
-            same_text=verdict.same_text,
-            same_bytes=verdict.same_bytes,
-        )  # fmt: skip
+        self._emit_row(phase, conversation, turn, generation, recompute, before, [verdict])
 
     def _measure(self) -> None:
         """Time restores of `context` tokens from the host and from the lowest tier, and emit the summary.
@@ -299,23 +285,14 @@ class Session:
         median = sorted(restores, key=lambda g: g.ttft_seconds)[REPEATS // 2]
         recompute = statistics.median(recomputes)
         verdicts = [filled, *(self._audit.check(g, uncut) for g in restores)]
-        self._emit_row(
-            phase, -1, 0, median, self._bytes(median), median.ttft_seconds, recompute,
-            self._answered(median, before),
-            max_logit_diff=max(v.max_logit_diff for v in verdicts),
-            max_logit_diff_uncut=max(v.max_logit_diff_uncut for v in verdicts),
-            same_text=all(v.same_text for v in verdicts),
-            same_bytes=all(v.same_bytes for v in verdicts),
-        )  # fmt: skip
-        if phase == "speed-host":
-            return {"speedup_host": recompute / median.ttft_seconds}
-        if phase == "speed-disk-cold":
-            return {"speedup_disk_cold": recompute / median.ttft_seconds}
-        nbytes = self._bytes(median)
-        return {
-            f"speedup_{self._plan.store}": recompute / median.ttft_seconds,
-            "restore_gbps": nbytes / statistics.median(g.restore_seconds for g in restores) / 1e9,
+        self._emit_row(phase, -1, 0, median, recompute, before, verdicts)
+        figures = {
+            f"speedup_{phase.removeprefix('speed-').replace('-', '_')}": recompute / median.ttft_seconds
         }
+        if phase == f"speed-{self._plan.store}":
+            seconds = statistics.median(g.restore_seconds for g in restores)
+            figures["restore_gbps"] = self._bytes(median) / seconds / 1e9
+        return figures
 
     def _emit_row(
         self,
@@ -323,19 +300,19 @@ class Session:
         conversation: int,
         turn: int,
         g: Generation,
-        nbytes: int,
-        ttft: float,
         recompute: float,
-        tier: str,
-        **checks: Any,
+        before: Mapping[str, int],
+        verdicts: Sequence[AuditVerdict],
     ) -> None:
-        """Write one row of the table."""
+        """Write one row of the table. `before`: what `_tiers` returned before the request."""
         emit(
-            "row", phase=phase, conversation=conversation, turn=turn,
-            tier=tier,
-            tokens_prompt=g.prompt_tokens, tokens_restored=g.restored, bytes_restored=nbytes,
+            "row", phase=phase, conversation=conversation, turn=turn, tier=self._answered(g, before),
+            tokens_prompt=g.prompt_tokens, tokens_restored=g.restored, bytes_restored=self._bytes(g),
             restore_ms=g.restore_seconds * 1e3,
-            ttft_ms=ttft * 1e3, ttft_recompute_ms=recompute * 1e3, reason=str(g.reason), **checks,
+            ttft_ms=g.ttft_seconds * 1e3, ttft_recompute_ms=recompute * 1e3, reason=str(g.reason),
+            max_logit_diff=max(v.max_logit_diff for v in verdicts),
+            max_logit_diff_uncut=max(v.max_logit_diff_uncut for v in verdicts),
+            same_text=all(v.same_text for v in verdicts), same_bytes=all(v.same_bytes for v in verdicts),
         )  # fmt: skip
 
     def _bytes(self, generation: Generation) -> int:
@@ -354,10 +331,7 @@ class Session:
         return list(self._tiers()) or [self._plan.store]
 
     def _answered(self, generation: Generation, before: Mapping[str, int]) -> str:
-        """Return the name of the slowest tier from which a request was restored.
-
-        `before`: what `_tiers` returned before the request.
-        """
+        """Return the name of the slowest tier from which a request was restored."""
         if generation.tier in TIER_NAMES:
             return TIER_NAMES[generation.tier]
         read = [name for name, count in self._tiers().items() if count > before.get(name, 0)]
@@ -419,31 +393,15 @@ class Session:
                 )
 
     def _small_pools(self) -> tuple[int, int]:
-        """Return the bytes of the device pools and of the host arena.
+        """Return the bytes of the device pools and of the host arena: room for about two conversations.
 
-        These are the sizes of the plan. If a size is 0, a default is used: room for about two conversations.
         If a model has states, they take half of the bytes on the device, and the rest has room for the pages
-        of only about one conversation. Raises ConfigError for sizes that do not hold one conversation.
+        of only about one conversation.
         """
-        geometries = ModelRunner(self._model, PAGE_SIZE).layout.geometries
-        page, state = _object_bytes(geometries)
+        page, state = _object_bytes(ModelRunner(self._model, PAGE_SIZE).layout.geometries)
         pages = -(-self._longest() // PAGE_SIZE)
-        min_device = max(2 * pages * page, pages * page + 8 * state) if state else pages * page
         # On the host a request needs room for all objects that it restores, and for its last write-through.
-        min_host = pages * page + 4 * state
-        device = self._plan.device_bytes or max(2 * pages * page, min_device)
-        host = self._plan.host_bytes or 2 * min_host
-        if device < min_device:
-            raise ConfigError(
-                f"--device-bytes {device} is too small for one conversation of {pages} pages; give at least"
-                f" {min_device}"
-            )
-        if host < min_host:
-            raise ConfigError(
-                f"--host-bytes {host} is too small for one conversation of {pages} pages; give at least"
-                f" {min_host}"
-            )
-        return device, host
+        return max(2 * pages * page, pages * page + 8 * state), 2 * (pages * page + 4 * state)
 
     def _ample_pools(self) -> tuple[int, int]:
         """Return sizes of the pools with which a restore of the timed prompt needs no evictions."""
@@ -452,7 +410,7 @@ class Session:
             (self._plan.context // PAGE_SIZE + 2 if p is PoolName.KV else 12) * g.padded_nbytes
             for p, g in geometries.items()
         )
-        return max(2 * needed, self._plan.device_bytes), max(2 * needed, self._plan.host_bytes)
+        return 2 * needed, 2 * needed
 
     def _audit_slots(self) -> tuple[int, int]:
         """Return upper bounds on the pages and states of all audited runs."""

@@ -36,7 +36,7 @@ _CONFIG: Final = {
     },
     "legend": {"labelColor": "var(--ink)", "labelFontSize": 11, "symbolOpacity": 1},
 }  # fmt: skip
-_COLOURS: Final = {"policy": 8, "bound": 3, "tier": 5}
+_COLOURS: Final = {"policy": 8, "bound": 3}
 """Number of colours of each kind in colours.css."""
 _SHAPES: Final = (
     "circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "triangle-left", "triangle-right"
@@ -78,7 +78,7 @@ def by_capacity(title: str, note: str, points: Sequence[Point], axis: Mapping[st
             "y": _names(series), "x": _quantity(axis, zero=True), **_appearance(series, "color", legend=None),
         }  # fmt: skip
         bars = {"mark": {"type": "bar"}, "encoding": encoding, "height": {"step": _ROW}}
-        return drawn(title, f"{note} At {capacities[0]}.", counted(len(rows), "bar"), rows, bars)
+        return _drawn(title, f"{note} At {capacities[0]}.", counted(len(rows), "bar"), rows, bars)
     x = {
         "field": "capacity", "type": "ordinal", "sort": capacities,
         "axis": {"title": "capacity", "labelAngle": 0},
@@ -94,34 +94,13 @@ def by_capacity(title: str, note: str, points: Sequence[Point], axis: Mapping[st
         },
     ]
     body = {"layer": layers, "encoding": {"x": x, "y": _quantity(axis)}, "height": _HEIGHT}
-    return drawn(title, note, counted(len(series), "line"), rows, body)
+    return _drawn(title, note, counted(len(series), "line"), rows, body)
 
 
-def stacked(title: str, note: str, bars: Mapping[str, Mapping[str, float]]) -> Chart:
-    """Draw one bar of fractions per policy or bound, stacked from named parts."""
-    parts = list(dict.fromkeys(clean(part) for values in bars.values() for part in values))
-    rows = [
-        {"name": clean(name), "part": clean(part), "order": parts.index(clean(part)), "value": value}
-        for name, values in bars.items()
-        for part, value in values.items()
-    ]
-    encoding = {
-        "y": _names([(name, False) for name in bars]),
-        "x": _quantity(PERCENT, zero=True),
-        "order": {"field": "order"},
-        "color": {
-            "field": "part", "type": "nominal", "legend": _LEGEND,
-            "scale": {"domain": parts, "range": [colour("tier", index) for index in range(len(parts))]},
-        },
-    }  # fmt: skip
-    body = {"mark": {"type": "bar"}, "encoding": encoding, "height": {"step": _ROW}}
-    return drawn(title, note, counted(len(bars), "bar"), rows, body)
-
-
-def drawn(
+def _drawn(
     title: str, note: str, described: str, rows: Sequence[Mapping[str, Any]], body: Mapping[str, Any]
 ) -> Chart:
-    """Draw a Vega-Lite specification, whose `body` may replace the usual width.
+    """Draw a Vega-Lite specification.
 
     `rows` are its data, and `described` is the drawing for readers who do not see it.
     """
@@ -140,16 +119,6 @@ def drawn(
     inner = f"<title>{html.escape(title)}</title><desc>{html.escape(about)}</desc>"
     # Vega escapes all texts in the drawing.
     return Chart(title, note, Markup(f'{start} role="img">{inner}{rest}'))  # noqa: S704
-
-
-def colour(kind: str, index: int) -> str:
-    """Return the CSS variable of a colour; an index beyond the last colour of a kind begins again."""
-    return f"var(--{kind}{index % _COLOURS[kind]})"
-
-
-def dashes(index: int) -> list[int]:
-    """Return the lengths of the dashes and gaps of a bound's line."""
-    return list(_DASHES[index % len(_DASHES)])
 
 
 def _quantity(axis: Mapping[str, Any], *, zero: bool = False) -> dict[str, Any]:
@@ -172,8 +141,9 @@ def _appearance(
     for _, is_bound in series:
         number = numbers[is_bound]
         numbers[is_bound] += 1
-        ranges["color"].append(colour("bound" if is_bound else "policy", number))
-        ranges["strokeDash"].append(dashes(number) if is_bound else [1, 0])
+        kind = "bound" if is_bound else "policy"
+        ranges["color"].append(f"var(--{kind}{number % _COLOURS[kind]})")
+        ranges["strokeDash"].append(list(_DASHES[number % len(_DASHES)]) if is_bound else [1, 0])
         # There are as many markers as colours. Each further round over the colours starts one marker later.
         ranges["shape"].append(_SHAPES[(number + number // len(_SHAPES)) % len(_SHAPES)])
     domain = [_label(*one) for one in series]

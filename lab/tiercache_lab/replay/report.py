@@ -17,10 +17,10 @@ from markupsafe import Markup
 
 from tiercache.cli.terminal import clean
 from tiercache.errors import InputError
-from tiercache_lab.replay.charts import PERCENT, Chart, Point, by_capacity, stacked
+from tiercache_lab.replay.charts import PERCENT, Chart, Point, by_capacity
 from tiercache_lab.replay.figures import counted, finite, percent, size
 from tiercache_lab.replay.results import Result
-from tiercache_lab.replay.tables import LEVEL, Grid, Group, grids, groups, has_tiers, legend
+from tiercache_lab.replay.tables import LEVEL, Grid, Group, grids, groups, legend
 
 _TITLE: Final = "Replay: policies and capacities"
 
@@ -132,20 +132,11 @@ def _charts(found: Sequence[Result], made: Sequence[Group], flat: Sequence[Resul
             ("Time to first token, p95", late, milliseconds, lambda run: run.ttft_ms_p95),
             ("Goodput", good, per_second, lambda run: run.serving.goodput if run.serving else None),
         ]
-    drawings = [
+    return [
         by_capacity(title, note, points, axis)
         for title, note, axis, value in asked
         if (points := list(_points_of(many, flat, value)))
     ]
-    if has_tiers(found):
-        group = many[(len(many) - 1) // 2]
-        bars = {run.policy: {name: run.served_by(name) for name in run.tiers} for run in group.runs}
-        note = (
-            "Share of all prompt tokens that were restored. All restored tokens of a request count for the"
-            " slowest tier from which the request read."
-        )
-        drawings.append(stacked("Tokens served by tier", note, bars))
-    return drawings
 
 
 def _points_of(

@@ -26,6 +26,8 @@ from tiercache_lab.replay.sources import WorkloadSource
 
 CAPACITIES: Final = (0.05, 0.1, 0.2)
 """Default capacities, as fractions of the infinite cache's peak in bytes."""
+READING: Final = "reading"
+"""Label of the stage in which the source is read."""
 
 
 def possible(policy: str, profile: ModelProfile) -> bool:
@@ -178,7 +180,7 @@ class Study:
         self._stage = stage
         self._source = question.source
         self._recorder = Recorder()
-        self.need: Final = measure(self._source, stage(Stage("reading", len(self._source))))
+        self.need: Final = measure(self._source, stage(Stage(READING, len(self._source))))
         """Memory that the requests of the source need."""
 
     def infinite(self, step: Callable[[], object] = lambda: None) -> Result:

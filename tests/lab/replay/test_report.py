@@ -138,7 +138,7 @@ def test_names_are_shown_as_they_are_and_never_as_markup() -> None:
     assert any(shown in text for text in read.inside["p"])
     assert shown in read.inside["td"]
     # In charts: in the legends, and at the bars.
-    assert sum(text.startswith(shown[:8]) for text in read.inside["text"]) >= 5
+    assert sum(text.startswith(shown[:8]) for text in read.inside["text"]) >= 3
 
 
 def test_a_verdict_says_who_wins_and_by_how_much() -> None:
@@ -187,7 +187,7 @@ def test_colours_stand_out_in_light_and_in_dark() -> None:
     light, dark = stylesheet().split("@media")
     for part in (light, dark):
         colours = dict(re.findall(r"--([a-z]+\d?): (#[0-9a-f]{6})", part))
-        assert len(colours) == 22
+        assert len(colours) == 17
         for ground in ("page", "card"):
             for name, colour in colours.items():
                 if name not in ("page", "card", "rule"):

@@ -164,11 +164,7 @@ def replay(
     output: OutputOption = Output.TABLE,
     report: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE.html",
-            help="Write charts and tables to this file, for a browser. With --plan also"
-            " FILE.svg: the drawing alone.",
-        ),
+        typer.Option(metavar="FILE.html", help="Write charts and tables to this file, for a browser."),
     ] = None,
     listing: Annotated[
         bool,
@@ -215,7 +211,7 @@ def replay(
         tiercache replay multi-turn --policy hvd,lru --machine h100 --rate 4
         --slo-ttft 2s
 
-    Ask how much memory is worth buying, as a sentence, a table and a picture:
+    Ask how much memory is worth buying, as a sentence and a table:
 
         tiercache replay trace.jsonl --plan --report plan.html
 
@@ -237,7 +233,6 @@ def replay(
     from tiercache_lab.replay.machines import ReplayMachine, machine_named
     from tiercache_lab.replay.study import Question, study
     from tiercache_lab.replay.verb import asking, show
-    from tiercache_lab.replay.verb.show import watching
 
     if report is not None:
         asking.check_report(report)
@@ -268,13 +263,13 @@ def replay(
     found: list[Result] = []
     code = Exit.DONE
     try:
-        with watching(question.stages, len(question.source), as_json=output is not Output.TABLE) as watch:
-            for result in study(question, watch.stage):
+        with show.watching(
+            question.stages, len(question.source), as_json=output is not Output.TABLE
+        ) as watch:
+            for result in study(question, watch):
                 found.append(result)
                 if output is Output.JSONL:
                     line(show.record(result))
-                else:
-                    watch.found(result)
     except KeyboardInterrupt:
         code = Exit.INTERRUPTED
         typer.echo(f"interrupted after {counted(len(found), 'result')}", err=True)

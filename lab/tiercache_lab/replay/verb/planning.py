@@ -1,8 +1,7 @@
-"""`tiercache replay --plan` on the terminal: the search, and its answer as text, table and JSON."""
+"""`tiercache replay --plan` on the terminal: the runs, and their answer as text, table and JSON."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Final
 
@@ -11,15 +10,21 @@ import typer
 from tiercache.cli.terminal import Exit, Output, console, line, records
 from tiercache.errors import ConfigError
 from tiercache_lab.replay.figures import counted
-from tiercache_lab.replay.plan.answer import explanations, facts, grid, picture, plan_page, rows_of, sentences
-from tiercache_lab.replay.plan.search import Search, SizePlan
-from tiercache_lab.replay.report import write_whole
+from tiercache_lab.replay.plan import (
+    DISK_RUNS,
+    EXPLANATIONS,
+    HOST_RUNS,
+    Search,
+    SizePlan,
+    facts,
+    grid,
+    sentences,
+)
+from tiercache_lab.replay.report import facts as about_run
+from tiercache_lab.replay.report import page, write_whole
 from tiercache_lab.replay.study import Question
 from tiercache_lab.replay.verb import asking, show
-from tiercache_lab.replay.verb.show import watching
 
-SVG: Final = ".svg"
-"""Suffix of a report that is only the drawing."""
 _POLICY: Final = "hvd"
 """Policy that plans use unless another is named, as controllers do."""
 
@@ -41,15 +46,13 @@ def check_sizes(**given: object) -> None:
 
 def run(question: Question, output: Output, report: Path | None) -> Exit:
     """Search, show what is found, and write the report; return the exit code."""
-    as_json, code = output is not Output.TABLE, Exit.DONE
+    code, runs = Exit.DONE, 0
     search: Search | None = None
-    runs = 0
+    # 2: a stage for reading, and one for the infinite cache
+    stages = 2 + HOST_RUNS + DISK_RUNS
     try:
-        # 20: a stage for reading, one for the infinite cache, and the most runs of a search
-        with watching(20, len(question.source), as_json=as_json) as watch:
-            search = Search(
-                question, watch.stage, lambda seconds, runs: _tell(seconds, runs, as_json=as_json)
-            )
+        with show.watching(stages, len(question.source), as_json=output is not Output.TABLE) as watch:
+            search = Search(question, watch)
             for result in search.results():
                 runs += 1
                 if output is Output.JSONL:
@@ -64,20 +67,26 @@ def run(question: Question, output: Output, report: Path | None) -> Exit:
     if output is Output.JSONL:
         line(answer)
     elif output is Output.JSON:
-        records([*map(show.record, rows_of(plan)), answer], output)
+        records([*map(show.record, plan.runs), answer], output)
     else:
-        show_plan(plan, question, asking.about(question.source))
+        _show(plan, question)
     if report is not None:
-        notes = [f"The policy is {question.policies[0]}.", *asking.notes(question)]
+        notes = [f"The policy is {question.policies[0]}.", *asking.notes(question), *EXPLANATIONS]
         notes += ["The search was interrupted, so runs are missing."] if code else []
-        write_whole(report, picture(plan) if report.suffix == SVG else plan_page(plan, notes))
+        write_whole(
+            report,
+            page(
+                "How much memory saves how much", about=about_run(plan.unlimited),
+                sentences=list(sentences(plan)), drawings=[], tables=[grid(plan)], notes=notes,
+            ),
+        )  # fmt: skip
         typer.echo(f"report: {report}", err=True)
     return code
 
 
-def show_plan(plan: SizePlan, question: Question, about: str = "") -> None:
-    """Print the answer, and the runs as a table with bars. `about` may be empty."""
-    to, one = console(), plan.unlimited
+def _show(plan: SizePlan, question: Question) -> None:
+    """Print the answer, and the runs as a table."""
+    to, one, about = console(), plan.unlimited, asking.about(question.source)
     to.print(
         f"[bold]{one.source}[/]: {one.requests:,} requests, {one.profile}, seed {one.seed}, policy"
         f" {question.policies[0]}\n",
@@ -85,15 +94,7 @@ def show_plan(plan: SizePlan, question: Question, about: str = "") -> None:
     )
     for number, sentence in enumerate(sentences(plan)):
         to.print(sentence, style="bold" if not number else "", markup=False, soft_wrap=True)
-    if plan.curve.top > 0:
-        to.print()
-        show.print_grid(to, grid(plan))
-        to.print()
-    show.dim(to, [*explanations(), *([about] if about else [])])
-
-
-def _tell(seconds: float, runs: int, *, as_json: bool) -> None:
-    if as_json and not sys.stderr.isatty():
-        return
-    length = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
-    typer.echo(f"at most {runs} runs, about {length}; --limit N replays fewer requests", err=True)
+    to.print()
+    show.print_grid(to, grid(plan))
+    to.print()
+    show.dim(to, [*EXPLANATIONS, *([about] if about else [])])

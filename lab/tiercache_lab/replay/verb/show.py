@@ -14,14 +14,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from tiercache.cli.terminal import console
-from tiercache_lab.replay.figures import percent
 from tiercache_lab.replay.results import Result
-from tiercache_lab.replay.study import Stage
+from tiercache_lab.replay.study import READING, Stage
 from tiercache_lab.replay.tables import Grid, Style, grids, legend
 
 _GAP: Final = "  "
 """Space between two columns."""
-_LEFT: Final = ("policy", "tier", "share")
+_LEFT: Final = ("policy", "tier")
 """Columns that are aligned left."""
 _OPTIONAL_COLUMNS: Final = ("written", "p95", "evicted", "per read")
 """Columns that are left out one after the other, in this order, until the table fits the terminal."""
@@ -84,48 +83,25 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class Watch:
-    """Receiver of a study's stages and results; without `bar` and `log` it prints nothing.
-
-    Thread safety: one thread.
-    """
-
-    def __init__(self, log: Console | None = None, bar: Progress | None = None, total: int = 0) -> None:
-        self._log, self._bar = log, bar
-        self._task = bar.add_task("", total=total) if bar else None
-
-    def stage(self, stage: Stage) -> Callable[[], object]:
-        """Begin a stage and return a function that the caller calls after each request."""
-        bar, task = self._bar, self._task
-        if bar is None or task is None:
-            return lambda: None
-        bar.update(task, description=stage.label)
-        return lambda: bar.advance(task)
-
-    def found(self, result: Result) -> None:
-        """Show a finished result on a line of its own, if there is no bar."""
-        if self._log is None:
-            return
-        is_fraction = result.capacity is not None and result.policy != "infinite"
-        at = f" at {result.capacity * 100:g} %" if is_fraction and result.capacity is not None else ""
-        self._log.print(
-            f"{result.policy}{at}: hit rate {percent(result.token_hit_rate)},"
-            f" {percent(result.flops_saved)} of FLOPs saved, in {result.seconds:.1f} s",
-            markup=False, soft_wrap=True,
-        )  # fmt: skip
-
-
 @contextmanager
-def watching(stages: int, requests: int, *, as_json: bool) -> Iterator[Watch]:
-    """Yield the Watch that suits the output.
+def watching(
+    stages: int, requests: int, *, as_json: bool
+) -> Iterator[Callable[[Stage], Callable[[], object]]]:
+    """Yield a function that begins a stage, and returns one that is to be called after each request.
 
-    - If stderr is a terminal, the Watch shows a bar over all stages. But if stdout is a terminal, too, and
-      gets JSON, the Watch prints nothing, because the rows of JSON would appear in the bar.
-    - If stderr is not a terminal, the Watch prints one line per result, or nothing if stdout gets JSON.
+    - If stderr is a terminal, they show a bar over all stages. But if stdout is a terminal, too, and gets
+      JSON, they print nothing, because the rows of JSON would appear in the bar.
+    - If stderr is not a terminal, each run is a line there, or nothing if stdout gets JSON.
     """
     console = Console(stderr=True, highlight=False, emoji=False)
     if not console.is_terminal or (as_json and sys.stdout.isatty()):
-        yield Watch() if as_json else Watch(console)
+
+        def told(stage: Stage) -> Callable[[], object]:
+            if not as_json and stage.label != READING:
+                console.print(stage.label, markup=False, soft_wrap=True)
+            return lambda: None
+
+        yield told
         return
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
@@ -135,4 +111,10 @@ def watching(stages: int, requests: int, *, as_json: bool) -> Iterator[Watch]:
     with Progress(
         *columns, console=console, transient=True, redirect_stdout=False, refresh_per_second=4
     ) as progress:
-        yield Watch(bar=progress, total=stages * requests)
+        task = progress.add_task("", total=stages * requests)
+
+        def begun(stage: Stage) -> Callable[[], object]:
+            progress.update(task, description=stage.label)
+            return lambda: progress.advance(task)
+
+        yield begun
