@@ -87,7 +87,7 @@ WINGS = {
     ),
     "store wing": (
         "tiercache.storage", "tiercache_backends", "tiercache.wire", "tiercache.daemon", "tiercache.config",
-        "tiercache.integrations.announcements", "tiercache.integrations.parents",
+        "tiercache.integrations.announcements",
         "tiercache.integrations.settings",
         "tiercache.integrations.sglang", "tiercache.integrations.vllm",
     ),
@@ -206,7 +206,7 @@ def test_the_texts_stay_short():
 BUDGET = {
     "tiercache.daemon": 9_000,
     "tiercache.controller": 8_790,
-    "tiercache.integrations": 7_280,
+    "tiercache.integrations": 6_880,
     "tiercache.cli": 5_740,
     "tiercache.storage": 6_500,
     "tiercache.testing": 4_225,
@@ -258,7 +258,7 @@ def test_a_package_begins_with_its_principles(package):
     assert re.match(r"(?:\d\. [^\n]*\.(?:\n|$)){3,6}(?:\n|$)", rest)
 
 
-TEST_LINES = 82_600
+TEST_LINES = 82_500
 """Lines of the tests at most."""
 
 

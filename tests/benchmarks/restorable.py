@@ -49,7 +49,6 @@ from tests.benchmarks.conversations import (
 from tests.storage_backends.grpc.daemon import Daemon
 from tiercache.core import HitPolicy, Outcome, PoolName, PoolTransfer
 from tiercache.geometry import kv_geometry, state_geometry
-from tiercache.integrations.parents import PageOrder
 from tiercache.pools import HostArena, HostPool
 from tiercache.storage.base import NamespaceRecord, StorageBackend
 from tiercache.storage.hybrid import HybridStorage
@@ -77,11 +76,10 @@ _ASK_STATES: Final = PoolTransfer(PoolName.MAMBA, hit_policy=HitPolicy.TRAILING_
 class Plan:
     """One row: a history, given how many pages the capacity holds, and how it is written.
 
-    `tells`: what the writer says of a page's parent: "all", "calls" (of those within one call), "nothing",
-    "inferred" (as plug-ins do it: from queries of the whole prompt, and from the order of a call). `asks`: a
-    turn asks what can be restored, reads that and writes the rest; otherwise it writes its new pages, and
-    believes in what it wrote before. `states_first`: the states of a turn are written before its pages.
-    `share`: the target; 0 where none can be named.
+    `tells`: what the writer says of a page's parent: "all", "calls" (of those within one call), "nothing".
+    `asks`: a turn asks what can be restored, reads that and writes the rest; otherwise it writes its new
+    pages, and believes in what it wrote before. `states_first`: the states of a turn are written before its
+    pages. `share`: the target; 0 where none can be named.
     """
 
     name: str
@@ -140,10 +138,10 @@ PLANS: Final = [
     Plan("3x10x150.states-first", lambda _: rounds(3, 10, 150), asks=False, states_first=True),
     *(
         plan
-        for tells, share in (("nothing", 0.0), ("calls", 0.0), ("inferred", 0.8))
+        for tells in ("nothing", "calls")
         for plan in (
-            Plan(f"3x10x150.{tells}", lambda _: rounds(3, 10, 150), tells, asks=False, share=share),
-            Plan(f"zipf.{tells}", lambda _: clients(200, 300, 7), tells, share=share),
+            Plan(f"3x10x150.{tells}", lambda _: rounds(3, 10, 150), tells, asks=False, share=0.0),
+            Plan(f"zipf.{tells}", lambda _: clients(200, 300, 7), tells, share=0.0),
         )
     ),
     Plan("tenants", lambda _: tenants()),
@@ -165,7 +163,6 @@ class Writer:
             HostPool(state_geometry([(0, "ssm", (state_bytes // 4,), "float32")], 16), self._arena),
         ]
         self._pages, self._states = self._pools[0].alloc(BATCH), self._pools[1].alloc(STATES)
-        self._inferred = PageOrder()
         self._tenants: dict[int, HybridStorage] = {}
         self.outcomes: Counter[Outcome] = Counter()
 
@@ -174,7 +171,6 @@ class Writer:
         conversation = turn.conversation
         storage = self._storage(conversation)
         keys = conversation.upto(turn.last)
-        self._inferred.note(keys)  # the query that came before
         first = self._restored(storage, conversation, keys) if self._plan.asks else turn.first
         depths = conversation.states(first, turn.last)
         if self._plan.states_first:
@@ -217,8 +213,6 @@ class Writer:
         whole = PoolTransfer(PoolName.KV, part, self._pages[: len(part)])
         if tells == "nothing":
             return whole
-        if tells == "inferred":
-            return replace(whole, parents=[parent or b"" for parent in self._inferred.parents(part)])
         before = keys[start - 1] if start and tells == "all" else b""
         parents = [before, *part[:-1]]
         return replace(whole, parents=parents, depths=range(start + 1, stop + 1) if tells == "all" else ())

@@ -195,17 +195,17 @@ def page(pool: Any, index: int) -> bytes:
     )
 
 
-def extra_config(url: str, *, v1: int = 1, **settings: Any) -> dict[str, Any]:
+def extra_config(url: str, **settings: Any) -> dict[str, Any]:
     """Make the value that an operator passes as --hicache-storage-backend-extra-config."""
     return {
         "backend_name": "tiercache", "module_path": "tiercache.integrations.sglang",
-        "class_name": "TierCacheStorage", "interface_v1": v1,
+        "class_name": "TierCacheStorage", "interface_v1": 1,
         "storage": url, "revision": "r1",
     } | settings  # fmt: skip
 
 
 def backend(
-    url: str, kv: Any, mamba: Any = None, *, v1: int = 1, rank: int = 0, size: int = 1, mla: bool = False,
+    url: str, kv: Any, mamba: Any = None, *, rank: int = 0, size: int = 1, mla: bool = False,
     model: str = MODEL,
     metrics: bool = False, more: dict[Any, Any] | None = None, stage: tuple[int, int] = (0, 1),
     context: tuple[int, int] = (0, 1),
@@ -216,7 +216,7 @@ def backend(
         tp_rank=rank, tp_size=size, pp_rank=stage[0], pp_size=stage[1], attn_cp_rank=context[0],
         attn_cp_size=context[1],
         is_mla_model=mla, enable_storage_metrics=metrics,
-        is_page_first_layout=True, model_name=model, extra_config=extra_config(url, v1=v1, **settings),
+        is_page_first_layout=True, model_name=model, extra_config=extra_config(url, **settings),
     )  # fmt: skip
     made = StorageBackendFactory.create_backend("dynamic", config, kv)
     try:

@@ -38,24 +38,16 @@ from tiercache.storage.registry import open_backend
 from tiercache.testing.faults import FaultEnv
 
 
-@pytest.mark.parametrize("v1", [0, 1])
 @pytest.mark.parametrize("layout", rig.KV_LAYOUTS)
 @pytest.mark.parametrize("dtype", rig.DTYPES)
-def test_pages_come_back_into_other_slots(url: str, v1: int, layout: str, dtype: str) -> None:
+def test_pages_come_back_into_other_slots(url: str, layout: str, dtype: str) -> None:
     kv = kv_pool(layout, getattr(torch, dtype))
-    store = backend(url, kv, v1=v1)
+    store = backend(url, kv)
     names = keys("a", "b", "c")
     expected = [page(kv, i) for i in (1, 2, 3)]
     untouched = page(kv, 11)
-    if v1:
-        assert store.batch_set_v1(names, rows(1, 2, 3)) == [True] * 3
-        assert store.batch_get_v1([*names, *keys("d")], rows(7, 5, 9, 11)) == [True, True, True, False]
-    else:
-        assert store.batch_set(names, [kv.get_data_page(i * PAGE, flat=True) for i in (1, 2, 3)])
-        found = store.batch_get([*names, *keys("d")], [kv.get_dummy_flat_data_page() for _ in range(4)])
-        assert found[3] is None
-        for slot, flat in zip((7, 5, 9), found, strict=False):
-            kv.set_from_flat_data_page(slot * PAGE, flat)
+    assert store.batch_set_v1(names, rows(1, 2, 3)) == [True] * 3
+    assert store.batch_get_v1([*names, *keys("d")], rows(7, 5, 9, 11)) == [True, True, True, False]
     assert [page(kv, i) for i in (7, 5, 9)] == expected
     assert page(kv, 11) == untouched
     assert store.batch_exists([*names, *keys("d")]) == 3
@@ -159,24 +151,18 @@ def test_states_and_pages_are_restorable_together(url: str) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("v1", [0, 1])
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
 def test_pages_of_latent_attention(
-    url: str, layout: str, dtype: str, v1: int, caplog: pytest.LogCaptureFixture
+    url: str, layout: str, dtype: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "tiercache")
     latent = rig.mla_pool(layout, getattr(torch, dtype))
-    store = backend(url, latent, v1=v1, mla=True)
+    store = backend(url, latent, mla=True)
     names, expected = keys(0, 1), [page(latent, i) for i in (3, 4)]
-    if v1:
-        assert "zero copy" in caplog.text
-        assert store.batch_set_v1(names, rows(3, 4)) == [True] * 2
-        assert store.batch_get_v1([*names, *keys("absent")], rows(9, 8, 7)) == [True, True, False]
-    else:
-        assert store.batch_set(names, [latent.get_data_page(i * PAGE, flat=True) for i in (3, 4)])
-        for slot, flat in zip((9, 8), store.batch_get(names, None), strict=True):
-            latent.set_from_flat_data_page(slot * PAGE, flat)
+    assert "zero copy" in caplog.text
+    assert store.batch_set_v1(names, rows(3, 4)) == [True] * 2
+    assert store.batch_get_v1([*names, *keys("absent")], rows(9, 8, 7)) == [True, True, False]
     assert [page(latent, 9), page(latent, 8)] == expected
     store.close()
 
@@ -470,50 +456,7 @@ def parents_in(store: Any) -> dict[bytes, bytes | None]:
     return {e.key.page_key: e.meta.parent for e in store_of(store).scan_all() if e.key.pool == "kv"}
 
 
-@pytest.mark.parametrize("v1", [0, 1])
-def test_pages_of_a_writer_that_tells_no_prefix_hang_on_those_that_queries_name_before_them(
-    shared: str, v1: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    kv = kv_pool()
-    store = backend(shared, kv, v1=v1)
-
-    def write(names: list[str], *at: int) -> None:
-        if v1:
-            assert store.batch_set_v1(names, rows(*at), HiCacheStorageExtraInfo()) == [True] * len(names)
-        else:
-            assert store.batch_set(names, [kv.get_data_page(i * kv.page_size, flat=True) for i in at])
-
-    one, other = keys(*range(8)), keys(*"abcd")
-    store.batch_exists(one[:3], HiCacheStorageExtraInfo(prefix_keys=None))
-    store.batch_exists_v2(other[:3], [], HiCacheStorageExtraInfo())
-    store.batch_exists_v2(one[5:7], [], HiCacheStorageExtraInfo(prefix_keys=one[:5]))
-    caplog.clear()
-    for names, *at in (
-        (one[:2], 0, 1),
-        (other[:2], 8, 9),
-        (one[2:4], 2, 3),
-        (other[2:], 10, 11),
-        (one[4:5], 4),
-        (one[5:], 5, 6, 7),
-    ):
-        write(names, *at)
-    first, then = page_keys_of(store, one), page_keys_of(store, other)
-    expected = dict(zip(first, [None, *first[:-1]], strict=True)) | dict(
-        zip(then, [None, *then[:-1]], strict=True)
-    )
-    assert parents_in(store) == expected | {first[4]: None}, (
-        "nobody said what comes before page 4: the write before it was a stranger's"
-    )
-    assert all(e.meta.depth is None for e in store_of(store).scan_all())
-    told = [r.getMessage() for r in caplog.records if "hicache_storage_pass_prefix_keys" in r.getMessage()]
-    assert len(told) == 1
-    assert ("interface_v1 to 1" in told[0]) == (not v1)
-    store.close()
-
-
-def test_where_the_prefix_is_told_nothing_is_concluded_and_depths_are_known(
-    shared: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_parents_and_depths_are_those_of_the_prefix_that_is_told(shared: str) -> None:
     store = backend(shared, kv_pool(), mamba_pool())
     names = keys(*range(5))
     store.batch_set_v1(names[:2], rows(0, 1), HiCacheStorageExtraInfo(prefix_keys=[]))
@@ -524,10 +467,8 @@ def test_where_the_prefix_is_told_nothing_is_concluded_and_depths_are_known(
     assert {e.key.page_key: (e.meta.parent, e.meta.depth) for e in entries} == {
         page: (parent, i + 1) for i, (page, parent) in enumerate(zip(pages[:4], [None, *pages], strict=False))
     }
-    assert "pass_prefix_keys" not in caplog.text
     store.batch_set_v1(names[4:], rows(4))
     assert parents_in(store)[pages[4]] is None
-    assert caplog.text.count("pass_prefix_keys") == 1
     store.close()
 
 

@@ -39,51 +39,33 @@ def test_what_was_written_is_found_and_fetched(group: Any, url: str, layout: str
     engine.detach()
 
 
-@pytest.mark.parametrize("layout", rig.KV_LAYOUTS)
-def test_a_model_without_states_may_pass_flat_pages(group: Any, url: str, layout: str) -> None:
-    kv = rig.kv_pool(layout)
-    made = rig.controller(kv, None, group)
-    rig.attach(made, url, v1=0)
-    key, hashes = rig.hashed(TOKENS)
-    expected = [rig.page(kv, i) for i in range(6)]
-    assert rig.write(made, TOKENS, hashes, range(6), {}).completed_tokens == len(TOKENS)
-    assert rig.store_of(made.storage_backend).usage().objects == 6
-    found = rig.query(made, key)
-    assert found.storage_hit_count == len(TOKENS)
-    assert rig.fetch(made, found, [20, 25, 22, 21, 24, 23])[0] == len(TOKENS)
-    assert [rig.page(kv, i) for i in (20, 25, 22, 21, 24, 23)] == expected
-    made.detach_storage_backend()
-
-
 UNTOLD = (
-    "this model has states or windows, and a full store can restore them only if SGLang says which pages come"
-    " before those that it writes; set interface_v1 to 1 and hicache_storage_pass_prefix_keys to true"
+    "a full store keeps what can be restored only if SGLang says which pages come before those that it"
+    " writes; set interface_v1 to 1 and hicache_storage_pass_prefix_keys to true"
 )
 
 
 @pytest.mark.parametrize(
-    ("v1", "more"), [(1, {}), (1, {"hicache_storage_pass_prefix_keys": False}), (0, PASSED)]
+    "wrong",
+    [{}, {"hicache_storage_pass_prefix_keys": False}, PASSED | {"interface_v1": 0}],
+    ids=["not said", "false", "flat pages"],
 )
-def test_a_model_with_states_is_not_kept_without_the_order_of_pages(
-    engine: rig.Engine, group: Any, url: str, v1: int, more: dict[str, bool]
+def test_nothing_is_kept_without_the_order_of_pages(
+    engine: rig.Engine, url: str, wrong: dict[str, Any]
 ) -> None:
-    with rig.started_with(**rig.extra_config(url, v1=v1), **more), pytest.raises(ValueError) as caught:
-        engine.attach(url, v1=v1)
-    assert str(caught.value) == f"hicache-storage-backend-extra-config: {UNTOLD}"
+    settings = rig.extra_config(url) | wrong
+    with rig.started_with(**settings), pytest.raises(ValueError) as caught:
+        engine.attach(url, interface_v1=settings["interface_v1"])
+    assert str(caught.value).endswith(f"hicache-storage-backend-extra-config: {UNTOLD}")
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("tiercache")]
-    engine.made.detach_storage_backend()  # SGLang keeps a backend that refuses at the end of the attach
+    engine.detach()  # SGLang keeps a backend that refuses at the end of the attach
     with rig.started_with(**rig.extra_config(url), **PASSED):
         engine.attach(url)
     engine.write()
     assert engine.hit() == len(TOKENS)
-    engine.detach()
-    without = rig.controller(rig.kv_pool(), None, group)
-    with rig.started_with(**rig.extra_config(url, v1=v1), **more):
-        rig.attach(without, url, v1=v1)
-    without.detach_storage_backend()
 
 
-def test_attached_later_nothing_of_a_model_with_states_is_stored_without_the_order_of_pages(
+def test_attached_later_nothing_is_stored_without_the_order_of_pages(
     engine: rig.Engine, url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine.attach(url)  # by a request: what it says of prefixes, the plug-in cannot see

@@ -45,7 +45,7 @@ def test_a_restart_finds_everything_and_another_identity_nothing(shared: str) ->
     for pool, changes in [
         (kv, {"revision": "r2"}), (kv, {"tenant": "other"}), (kv, {"quantization": "fp8"}),
         (kv, {"model": "some/other"}),
-        (kv, {"rank": 1, "size": 2}), (kv, {"rank": 0, "size": 2}), (kv, {"v1": 0}), (tagged, {}),
+        (kv, {"rank": 1, "size": 2}), (kv, {"rank": 0, "size": 2}), (tagged, {}),
         (kv_pool("layer_first"), {}), (kv_pool("page_head"), {}), (kv_pool(dtype=torch.float16), {}),
         (kv_pool(layers=2), {}),
         (kv_pool(heads=4), {}), (kv_pool(dtype=torch.float8_e4m3fn), {}),

@@ -27,7 +27,6 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from tiercache.core import HitPolicy, ObjectKey, ObjectMeta, Outcome, PoolName
 from tiercache.errors import ConfigError, RefusedError, StorageError, UnavailableError
-from tiercache.integrations.parents import Once, PageOrder
 from tiercache.integrations.settings import settings_of
 from tiercache.integrations.sglang.events import PagePublisher, event_settings
 from tiercache.integrations.sglang.pools import HostPages, PageKeys, flat_bytes, is_trailing, kind_of
@@ -55,16 +54,9 @@ _KV: Final = PoolName.KV.value
 _DELETE_AT_ONCE: Final = 1024
 """Maximum number of objects that one `delete` call of `clear` removes."""
 
-_ORDER_UNKNOWN: Final = (
-    "tiercache: SGLang does not say which pages come before those that it writes. Queries show this for some"
-    " pages only, so a full store evicts pages that restores would need; in %s set"
-    " %shicache_storage_pass_prefix_keys to true"
-)
-
-_PREFIXES_NEEDED: Final = (
-    f"{_PLACE}: this model has states or windows, and a full store can restore them only if SGLang says"
-    " which pages come before those that it writes; set interface_v1 to 1 and"
-    " hicache_storage_pass_prefix_keys to true"
+_ORDER_NEEDED: Final = (
+    f"{_PLACE}: a full store keeps what can be restored only if SGLang says which pages come before those"
+    " that it writes; set interface_v1 to 1 and hicache_storage_pass_prefix_keys to true"
 )
 
 _P = ParamSpec("_P")
@@ -118,9 +110,9 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
         extra = storage_config.extra_config or {}
+        if not extra.get("interface_v1"):
+            raise ConfigError(_ORDER_NEEDED)
         self._config = storage_config
-        self._flat_kv = not extra.get("interface_v1")
-        """Whether SGLang passes pages of the KV as flat pages."""
         self._settings = settings_of(
             _PLACE, {key: value for key, value in extra.items() if key not in _OF_SGLANG and key != "events"}
         )
@@ -135,8 +127,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         self._pools: dict[str, HostPages] = {}
         self._refused_pools: dict[str, str] = {}
         """Reasons why pools cannot be kept, by name."""
-        self._page_order = PageOrder()
-        self._order_warning = Once()
+        self._order_warned = False
         self._traffic = Traffic(sampled=storage_config.enable_storage_metrics)
         self._closing = Lock()
         self._closed = False
@@ -212,8 +203,8 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
     def on_host_pools_registered(self) -> None:
         """End the attach; if nothing could ever be restored, close the store and raise ConfigError.
 
-        A restore needs the objects of all pools. For a model with states it also needs the order of pages,
-        without which a full store evicts pages that the states need.
+        A restore needs the objects of all pools, and a full store the order of pages, without which it evicts
+        pages that others need.
         """
         if self._refused_pools:
             self.close()
@@ -221,9 +212,9 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             raise ConfigError(
                 f"tiercache cannot keep this model, because prefixes need all of its pools: {pools}"
             )
-        if self._record.states and (self._flat_kv or self._server.tells_prefixes is False):
+        if self._server.tells_prefixes is False:
             self.close()
-            raise ConfigError(_PREFIXES_NEEDED)
+            raise ConfigError(_ORDER_NEEDED)
 
     def _register(self, name: str, pool: Any) -> None:
         if (
@@ -233,8 +224,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             and isinstance(pool, MHATokenToKVPoolHost)
         ):
             raise ValueError("its heads differ from rank to rank, and SGLang lets one rank write for all")
-        flat = name == _KV and self._flat_kv
-        made = HostPages(name, pool, self._namespace, self._server, self._shard(name, pool), flat=flat)
+        made = HostPages(name, pool, self._namespace, self._server, self._shard(name, pool))
         self._pools[name] = made
         if is_trailing(name):
             self._needs_states()
@@ -276,9 +266,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
     @_never_raises(lambda *_, **__: 0)
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """Return the number of leading pages of `keys` whose KV is stored."""
-        page_keys = self._keys.keys_of(keys)
-        self._note(page_keys, extra_info)
-        queries = {_KV: PoolQuery(self._pools[_KV].objects(page_keys))}
+        queries = {_KV: PoolQuery(self._pools[_KV].objects(self._keys.keys_of(keys)))}
         there = self._ask(wanted_objects(queries))
         return 0 if there is None else answer(queries, len(keys), there, _KV).kv_run_pages
 
@@ -300,7 +288,6 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         """
         transfers = pool_transfers or []
         page_keys = self._keys.keys_of(keys)
-        self._note(page_keys, extra_info)
         queries = {_KV: PoolQuery(self._objects(_KV, page_keys))}
         for transfer in transfers:
             queries[str(transfer.name)] = self._query(transfer, page_keys)
@@ -338,7 +325,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Read KV pages into the anchor pool; return for each page whether it arrived."""
-        return self._get(self._pools[_KV], keys, host_indices)
+        return self._get(self._pools[_KV], keys, host_indices, extra_info)
 
     @_never_raises(_none_of)
     def batch_set_v1(
@@ -352,52 +339,31 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """Read objects into sidecar pools; return for each pool and object whether it arrived."""
-        return {t.name: self._sidecar(t, self._get) for t in transfers}
+        return {t.name: self._sidecar(t, self._get, extra_info) for t in transfers}
 
     @_never_raises(_none_of_each)
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Store objects of sidecar pools; return for each pool and object whether it is stored now.
+        """Store objects of sidecar pools; return for each pool and object whether it is stored now."""
+        return {t.name: self._sidecar(t, self._set, extra_info) for t in transfers}
 
-        A pool may share its indices with the KV. SGLang writes the objects of such a pool in one call, before
-        the KV of the same pages. This call shows which page follows which, so the order is noted.
-        """
-        for t in transfers:
-            if getattr(t, "indices_from_pool", None) == _KV and t.keys:
-                self._note(self._keys.keys_of(t.keys), None)
-        return {t.name: self._sidecar(t, functools.partial(self._set, extra=extra_info)) for t in transfers}
+    # SGLang calls these four without interface_v1 only, which is refused.
 
-    @_never_raises(lambda keys, *_, **__: [None] * len(keys))
-    def batch_get(
-        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
-    ) -> list[torch.Tensor | None]:
-        """Read flat KV pages into `target_locations`, or into new pages.
+    def batch_get(self, keys: list[str], *_: Any, **__: Any) -> list[None]:
+        """Return None for each page."""
+        return [None] * len(keys)
 
-        Returns None for each page that could not be read.
-        """
-        pool = self._pools[_KV]
-        targets = target_locations or [pool.pool.get_dummy_flat_data_page() for _ in keys]
-        arrived = self._read(pool, keys, [[flat_bytes(target)] for target in targets])
-        return [target if there else None for target, there in zip(targets, arrived, strict=True)]
+    def get(self, key: str, *_: Any, **__: Any) -> None:
+        """Return None."""
 
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
-        """Read one flat KV page; return None if it is not there."""
-        [found] = self.batch_get([key], None if target_location is None else [target_location])
-        return found  # type: ignore[no-any-return]  # torch is Any here
+    def batch_set(self, keys: list[str], *_: Any, **__: Any) -> bool:
+        """Return False."""
+        return False
 
-    @_never_raises(lambda *_, **__: False)
-    def batch_set(
-        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
-    ) -> bool:
-        """Store flat KV pages; return whether all of them are stored now."""
-        return all(
-            self._write(self._pools[_KV], keys, [[flat_bytes(value.contiguous())] for value in values])
-        )
-
-    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """Store one flat KV page; return whether it is stored now."""
-        return self.batch_set([key], [value])
+    def set(self, key: str, *_: Any, **__: Any) -> bool:
+        """Return False."""
+        return False
 
     # The rest.
 
@@ -440,7 +406,10 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             self._store.close()
 
     def _sidecar(
-        self, transfer: PoolTransfer, work: Callable[[HostPages, list[str], torch.Tensor], list[bool]]
+        self,
+        transfer: PoolTransfer,
+        work: Callable[[HostPages, list[str], torch.Tensor, HiCacheStorageExtraInfo | None], list[bool]],
+        extra: HiCacheStorageExtraInfo | None,
     ) -> list[bool]:
         """Run `work` on one pool; if the pool fails, or is not kept, return False for each of its objects."""
         keys, pool = list(transfer.keys or ()), self._pools.get(str(transfer.name))
@@ -449,17 +418,24 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         if pool is None:
             return [False] * len(keys)
         try:
-            return work(pool, keys, transfer.host_indices)
+            return work(pool, keys, transfer.host_indices, extra)
         except Exception:  # noqa: BLE001  the other pools are still served
             _log.exception("tiercache: pool %s failed", transfer.name)
             return [False] * len(keys)
 
-    def _get(self, pool: HostPages, keys: Sequence[str], indices: torch.Tensor) -> list[bool]:
+    def _get(
+        self,
+        pool: HostPages,
+        keys: Sequence[str],
+        indices: torch.Tensor,
+        extra: HiCacheStorageExtraInfo | None,
+    ) -> list[bool]:
         pages = pool.pages(indices, len(keys))
+        before = extra.prefix_keys if extra is not None else None
         if pool.zero_copy:
-            return self._read(pool, keys, pool.buffers(indices, len(keys)))
+            return self._read(pool, keys, pool.buffers(indices, len(keys)), before)
         flats = [pool.pool.get_dummy_flat_data_page() for _ in keys]
-        arrived = self._read(pool, keys, [[flat_bytes(flat)] for flat in flats])
+        arrived = self._read(pool, keys, [[flat_bytes(flat)] for flat in flats], before)
         for page, flat, there in zip(pages, flats, arrived, strict=True):
             if there:
                 pool.pool.set_from_flat_data_page(page, flat)
@@ -470,7 +446,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         pool: HostPages,
         keys: Sequence[str],
         indices: torch.Tensor,
-        extra: HiCacheStorageExtraInfo | None = None,
+        extra: HiCacheStorageExtraInfo | None,
     ) -> list[bool]:
         pages = pool.pages(indices, len(keys))
         before = extra.prefix_keys if extra is not None else None
@@ -498,16 +474,22 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             self._events.gone([key for key, found in zip(keys, there, strict=True) if not found], asked)
         return there
 
-    def _read(self, pool: HostPages, keys: Sequence[str], buffers: Sequence[list[memoryview]]) -> list[bool]:
-        objects = pool.objects(self._keys.keys_of(keys))
+    def _read(
+        self,
+        pool: HostPages,
+        keys: Sequence[str],
+        buffers: Sequence[list[memoryview]],
+        before: Sequence[str] | None,
+    ) -> list[bool]:
+        page_keys = self._keys.keys_of(keys)
+        objects = pool.objects(page_keys)
         start = time.perf_counter()
         asked = 0 if self._events is None else self._events.age
         outcomes = self._store.get(
             [GetItem(key, views, pool.nbytes) for key, views in zip(objects, buffers, strict=True)]
         )
         if self._events is not None:
-            parents = [self._page_order.before(key.page_key) for key in objects]
-            self._events.note(objects, outcomes, parents, asked)
+            self._events.note(objects, outcomes, self._parents(pool, page_keys, before), asked)
         arrived = [outcome is Outcome.HIT for outcome in outcomes]
         there = sum(arrived)
         self._traffic.read(pool.name, len(keys), there, there * pool.nbytes, time.perf_counter() - start)
@@ -518,7 +500,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         pool: HostPages,
         keys: Sequence[str],
         buffers: Sequence[list[memoryview]],
-        before: Sequence[str] | None = None,
+        before: Sequence[str] | None,
         chosen: Sequence[int] | None = None,
     ) -> list[bool]:
         """Store the pages of all `keys`, or only the pages at the positions `chosen` in `keys`.
@@ -527,17 +509,14 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
 
         `buffers`: the memory of each page to store. `before`: SGLang's names of all pages before `keys` in
         the sequence, or None if SGLang does not pass them.
-
-        A KV page depends on the page before it. An object of any other pool depends on its own page.
         """
-        if before is None and self._record.states and not self._server.tells_prefixes:
-            if self._order_warning.first():
-                _log.error("tiercache: nothing is stored: %s", _PREFIXES_NEEDED)
+        if before is None and not self._server.tells_prefixes:
+            if not self._order_warned:
+                self._order_warned = True
+                _log.error("tiercache: nothing is stored: %s", _ORDER_NEEDED)
             return [False] * len(buffers)
         page_keys = self._keys.keys_of(keys)
-        parents: Sequence[bytes | None] = page_keys
-        if pool.name == _KV:
-            parents = self._parents(page_keys, before)
+        parents = self._parents(pool, page_keys, before)
         # Depth of the page keys[0], in pages; the first page of a sequence has depth 1.
         first = len(before) + 1 if before is not None and pool.name == _KV else None
         objects = pool.objects(page_keys)
@@ -555,20 +534,15 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         self._traffic.wrote(pool.name, len(items), stored, stored * pool.nbytes, time.perf_counter() - start)
         return kept
 
-    def _parents(self, page_keys: Sequence[bytes], before: Sequence[str] | None) -> list[bytes | None]:
-        """Return the page before each page of a write.
+    def _parents(
+        self, pool: HostPages, page_keys: Sequence[bytes], before: Sequence[str] | None
+    ) -> Sequence[bytes | None]:
+        """Return the page on which each object of a call depends.
 
-        The entry is None for the first page of a sequence, and if the page before is not known.
+        A KV page depends on the page before it, which is None for the first page of a sequence. An object of
+        any other pool depends on its own page.
         """
-        if before is None:
-            if self._order_warning.first():
-                _log.warning(_ORDER_UNKNOWN, _PLACE, "" if not self._flat_kv else "interface_v1 to 1 and ")
-            return self._page_order.parents(page_keys)
-        last = self._keys.keys_of(before[-1:])
-        self._page_order.note([*last, *page_keys])
-        return [last[0] if last else None, *page_keys[:-1]]
-
-    def _note(self, page_keys: Sequence[bytes], extra: HiCacheStorageExtraInfo | None) -> None:
-        """Record the order of the pages in a call. They come after `extra.prefix_keys` in one sequence."""
-        before = extra.prefix_keys if extra is not None else None
-        self._page_order.note([*self._keys.keys_of((before or [])[-1:]), *page_keys])
+        if pool.name != _KV:
+            return page_keys
+        last = self._keys.keys_of(before[-1:]) if before else [None]
+        return [*last, *page_keys[:-1]]

@@ -118,21 +118,19 @@ def is_trailing(name: Any) -> bool:
 class HostPages:
     """Pages of one host pool.
 
-    `flat`: SGLang passes the pages as flat pages. Construction raises ValueError for a pool that cannot be
-    kept, and any exception that the pool itself raises.
+    Construction raises ValueError for a pool that cannot be kept, and any exception that the pool itself
+    raises.
 
     Thread safety: any thread may call, for pages that no other thread uses.
     """
 
-    def __init__(
-        self, name: str, pool: Any, namespace: bytes, server: Server, shard: Shard, *, flat: bool = False
-    ) -> None:
+    def __init__(self, name: str, pool: Any, namespace: bytes, server: Server, shard: Shard) -> None:
         kind = kind_of(name)
         if kind is None:
             raise ValueError("its kind is not known")
         self.name, self.kind, self.pool = name, kind, pool
         self.page_size = int(getattr(pool, "page_size", 1) or 1)
-        self._regions = [] if flat else _regions_of(pool)
+        self._regions = _regions_of(pool)
         self._starts = [start for start, _ in self._regions]  # addresses, in rising order for `bisect`
         sizes = self._part_sizes()
         self.zero_copy = sizes is not None

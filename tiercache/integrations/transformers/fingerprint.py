@@ -24,6 +24,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tiercache.errors import UnsupportedModelError
+from tiercache.integrations.transformers.runner import first_line
 
 UNREAD: Final = 1 << 20
 """Size in bytes up to which the content of a tensor is always read.
@@ -31,7 +32,7 @@ UNREAD: Final = 1 << 20
 With `contents=False`, larger tensors are not read; the caller has named the weights in the identity instead.
 """
 CHUNK: Final = 4 << 20
-"""Maximum bytes of a tensor that one step hashes."""
+"""Maximum bytes of a tensor that are copied to the host at a time, to be hashed."""
 
 _NOT_COMPUTED: Final = frozenset({
     # notes of saving, loading and generating
@@ -86,14 +87,14 @@ class Facts:
     """
 
     def __init__(
-        self, root: object, *, contents: bool = True, known: Mapping[int, tuple[str, ...]] | None = None
+        self, root: object, *, contents: bool = True, known: Mapping[int, str] | None = None
     ) -> None:
         self.values: dict[str, str] = {}
         """A short text for each path; the text of a tensor holds a digest of its content."""
         self.tensors: dict[str, torch.Tensor] = {}
         """The tensors by path."""
-        self.digests: dict[int, tuple[str, ...]] = {}
-        """Digests of each tensor's `chunks`, by the tensor's `id`.
+        self.digests: dict[int, str] = {}
+        """Digest of the content of each tensor that was read, by the tensor's `id`.
 
         An `id` stays valid, because `tensors` keeps the tensor alive.
         """
@@ -297,42 +298,32 @@ class Facts:
         if not self._contents and tensor.numel() * tensor.element_size() > UNREAD:
             self.values[path] = about
         else:
-            self.digests[id(tensor)] = digests = self._known.get(id(tensor)) or content_of(tensor, path)
-            self.values[path] = f"{about} {blake3(' '.join(digests).encode()).hexdigest()}"
+            self.digests[id(tensor)] = digest = self._known.get(id(tensor)) or _content_of(tensor, path)
+            self.values[path] = f"{about} {digest}"
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
             self.values[path] += f" {_name(type(tensor))}"
             self._items(path, getattr(tensor, "__dict__", {}))
 
 
-def content_of(tensor: torch.Tensor, path: str) -> tuple[str, ...]:
-    """Return the hexadecimal digests of a tensor's `chunks`.
+def _content_of(tensor: torch.Tensor, path: str) -> str:
+    """Return the hexadecimal digest of a tensor's elements in order, read `CHUNK` bytes at a time.
 
     Raises UnsupportedModelError for a tensor that cannot be read.
     """
+    hasher = blake3(max_threads=blake3.AUTO)
     try:
-        return tuple(digest_of(chunk) for chunk in chunks(tensor))
+        flat = tensor.detach().reshape(-1)
+        step = max(1, CHUNK // max(1, flat.element_size()))
+        for first in range(0, flat.numel(), step):
+            raw: Any = flat[first : first + step].cpu().contiguous().view(torch.uint8).numpy()
+            hasher.update(raw)
     except (RuntimeError, TypeError, NotImplementedError) as error:
-        first = str(error).strip().partition("\n")[0]
         raise UnsupportedModelError(
-            f"{path} is a {type(tensor).__name__} on {tensor.device} whose content cannot be read ({first}),"
-            " so the cache could not be bound to it; load the weights into memory, unpacked"
+            f"{path} is a {type(tensor).__name__} on {tensor.device} whose content cannot be read"
+            f" ({first_line(error)}), so the cache could not be bound to it; load the weights into memory,"
+            " unpacked"
         ) from error
-
-
-def chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Iterate over a tensor's elements in order, at most `CHUNK` bytes at a time.
-
-    The chunks are views if the tensor is contiguous.
-    """
-    flat = tensor.detach().reshape(-1)
-    step = max(1, CHUNK // max(1, flat.element_size()))
-    return (flat[n : n + step] for n in range(0, flat.numel(), step))
-
-
-def digest_of(chunk: torch.Tensor) -> str:
-    """Return the hexadecimal digest of the bytes of a one-dimensional tensor."""
-    raw: Any = chunk.cpu().contiguous().view(torch.uint8).numpy()
-    return blake3(raw, max_threads=blake3.AUTO).hexdigest()
+    return hasher.hexdigest()
 
 
 def _key_text(key: Any) -> str:

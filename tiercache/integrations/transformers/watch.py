@@ -5,21 +5,19 @@ modules. It compares:
 
 - the objects in every attribute,
 - the version and the address of every tensor,
-- a sample of each tensor's bytes,
-- the next few MiB of the weights; over many checks, all weights are read in turn.
+- a sample of each tensor's bytes.
 
 If one of these differs, all values are compared before the model counts as changed, because a model may write
 a value that is equal to the old one.
 
 Torch does not count writes through `.data` or NumPy. If such a write changes only a few elements of a large
-tensor, a check detects the change only when this part of the weights has its turn. Reading all weights before
-every request would cost about as much as generating a token.
+tensor, and none that is sampled, it is not detected. Reading all weights before every request would cost
+about as much as generating a token.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -34,7 +32,7 @@ from transformers import PreTrainedModel
 
 from tiercache.core import PoolName
 from tiercache.errors import ConfigError, UnsupportedModelError
-from tiercache.integrations.transformers.fingerprint import CHUNK, Facts, chunks, content_of, digest_of
+from tiercache.integrations.transformers.fingerprint import Facts
 from tiercache.integrations.transformers.runner import ModelRunner
 from tiercache.keys import Identity
 
@@ -59,8 +57,6 @@ class Watch:
         self._device = torch.device(model.device)
         self._contents = contents
         self._numerics = numerics(self._device)
-        self._turn = 0  # index in `_turns` of the chunk that was read last
-        self._suspect = False  # whether a chunk differed and no full read has explained it yet
         self._accept(Facts(model, contents=contents))
 
     def settle(self) -> None:
@@ -70,14 +66,11 @@ class Watch:
         forward changed a fact that was there before, because the new value could depend on the length of the
         sequence.
         """
-        before, now = self._facts.values, self._walk()
-        changed = [
-            path for path, value in before.items() if now.values.get(path) != value
-        ] or self._rewritten(now)
-        if changed:
+        now = self._walk()
+        if changed := self._changed(now, self._facts.values):
             raise UnsupportedModelError(
-                f"{type(self._model).__name__} keeps something outside its cache: its {changed[0]} changed"
-                " while it computed; only models whose forward leaves them as they were are served"
+                f"{type(self._model).__name__} keeps something outside its cache: its {changed} changed while"
+                " it computed; only models whose forward leaves them as they were are served"
             )
         self._accept(now)
 
@@ -86,10 +79,6 @@ class Watch:
 
         A change that was undone before the check does not count.
         """
-        # From cheap to expensive:
-        # 1. the numeric settings: a difference is an error at once;
-        # 2. objects, versions and samples: after a difference, collect and compare the facts;
-        # 3. the next chunks of the weights: after a difference, also read all content again.
         now = numerics(self._device)
         if now != self._numerics:
             name = next(name for name in now | self._numerics if now.get(name) != self._numerics.get(name))
@@ -98,27 +87,16 @@ class Watch:
                 f" {now.get(name, 'not set')}, which may change what the model computes; set it back, or make"
                 " a new worker"
             )
-        if not (self._same_objects() and self._same_tensors() and self._same_samples()):
-            self._look_again(self._walk())
-        if self._suspect or not self._same_chunks():
-            # Stay suspect until a full read finds no change. The chunk that differs has had its turn, so the
-            # next check would not reach it again.
-            self._suspect = True
-            self._look_again(Facts(self._model, contents=self._contents))
-
-    def _look_again(self, facts: Facts) -> None:
-        """Accept new `facts` that equal those accepted before; raise ConfigError if they differ."""
-        before, values = self._facts.values, facts.values
-        changed = sorted(
-            path for path in before | values if before.get(path) != values.get(path)
-        ) or self._rewritten(facts)
+        if self._same_objects() and self._same_versions() and self._same_samples():
+            return
+        facts = self._walk()
+        changed = self._changed(facts, self._facts.values | facts.values)
         if not changed and not self._contents and not self._same_samples():
-            changed = ["large weights"]
+            changed = "large weights"
         if changed:
             raise ConfigError(
-                f"the model's {changed[0]} is not what it was when this worker was made, and the cache is"
-                " bound to what it was; set it back, or make a new worker, which takes an identity of"
-                " its own"
+                f"the model's {changed} is not what it was when this worker was made, and the cache is bound"
+                " to what it was; set it back, or make a new worker, which takes an identity of its own"
             )
         self._accept(facts)
 
@@ -138,25 +116,26 @@ class Watch:
         if self._same_samples():
             known = {
                 id(tensor): self._facts.digests[id(tensor)]
-                for (_, tensor), seen in zip(self._tensors, self._versions, strict=True)
+                for tensor, seen in zip(self._facts.tensors.values(), self._versions, strict=True)
                 if id(tensor) in self._facts.digests and seen[0] >= 0 and seen == _version(tensor)
             }
         return Facts(self._model, contents=self._contents, known=known)
 
+    def _changed(self, now: Facts, paths: Mapping[str, str]) -> str:
+        """Return one of `paths` at which the facts differ now, or that of an unread tensor; empty if none."""
+        before, values = self._facts.values, now.values
+        if differ := sorted(path for path in paths if before.get(path) != values.get(path)):
+            return differ[0]
+        # Of a tensor without a digest, a new version or address is all that is known.
+        versions = dict(zip(self._facts.tensors, self._versions, strict=True))
+        unread = (path for path, tensor in now.tensors.items() if id(tensor) not in now.digests)
+        return next((path for path in unread if versions.get(path) != _version(now.tensors[path])), "")
+
     def _accept(self, facts: Facts) -> None:
-        # _turns: a pair (tensor, index of a chunk in the tensor) for each chunk, in the order in which
-        # `_same_chunks` reads them
         self._facts = facts
-        self._tensors = [(path, tensor) for path, tensor in facts.tensors.items()]
         self._versions = [_version(tensor) for tensor in facts.tensors.values()]
         self._views = list(_views(facts.tensors))
         self._samples = self._sampled()
-        self._turns = [
-            (tensor, n)
-            for tensor in facts.tensors.values()
-            for n in range(len(facts.digests.get(id(tensor), ())))
-        ]
-        self._suspect = False
 
     def _same_objects(self) -> bool:
         """Return whether every attribute and every item is still the same object."""
@@ -178,21 +157,8 @@ class Watch:
             getattr(kind, "forward", None) is forward for kind, forward in self._facts.classes.items()
         ) and all(table.get(name) is found for table, name, found in self._facts.lookups)
 
-    def _same_tensors(self) -> bool:
-        """Return whether every tensor is at its former address with its former content.
-
-        A tensor that was written is read again; equal content counts as no change.
-        """
-        for n, (path, tensor) in enumerate(self._tensors):
-            if (now := _version(tensor)) == self._versions[n]:
-                continue
-            # A new address means that the tensor's memory was replaced, a new version that it was written.
-            if now[1] != self._versions[n][1] or self._facts.digests.get(id(tensor)) != content_of(
-                tensor, path
-            ):
-                return False
-            self._versions[n] = now
-        return True
+    def _same_versions(self) -> bool:
+        return [_version(tensor) for tensor in self._facts.tensors.values()] == self._versions
 
     def _same_samples(self) -> bool:
         now = self._sampled()
@@ -203,32 +169,6 @@ class Watch:
         for view in self._views:
             by_device.setdefault(view.device, []).append(view)
         return {device: torch.cat(views) for device, views in by_device.items()}
-
-    def _same_chunks(self) -> bool:
-        """Return whether the next chunks in turn have their former content.
-
-        Reads `CHUNK` bytes, and the rest of the chunk in which this number is reached.
-        """
-        left = CHUNK
-        for _ in self._turns:
-            self._turn = (self._turn + 1) % len(self._turns)
-            tensor, n = self._turns[self._turn]
-            chunk = next(itertools.islice(chunks(tensor), n, None))
-            if digest_of(chunk) != self._facts.digests[id(tensor)][n]:
-                return False
-            left -= chunk.numel() * chunk.element_size()
-            if left <= 0:
-                break
-        return True
-
-    def _rewritten(self, facts: Facts) -> list[str]:
-        """Return the paths of the tensors without digests that were written or replaced."""
-        versions = {path: version for (path, _), version in zip(self._tensors, self._versions, strict=True)}
-        return [
-            p
-            for p, tensor in facts.tensors.items()
-            if id(tensor) not in facts.digests and versions.get(p) != _version(tensor)
-        ]
 
 
 def _version(tensor: torch.Tensor) -> tuple[int, int]:
