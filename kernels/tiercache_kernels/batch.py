@@ -30,11 +30,6 @@ _SYMBOL: Final = "cuMemcpyBatchAsync"
 _SUCCESS: Final = 0
 _SOURCE_ORDER_STREAM: Final = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 _PREFER_OVERLAP: Final = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
-_DEFAULT_STREAMS: Final = {
-    0: "the legacy default stream",
-    1: "the legacy default stream",
-    2: "the per-thread default stream",
-}
 _NO_INDEX: Final = ctypes.c_size_t(-1).value  # SIZE_MAX: the error belongs to no copy
 
 
@@ -111,53 +106,21 @@ class BatchCopy:
     ) -> None:
         """Queue copies of `lengths[i]` bytes from `sources[i]` to `destinations[i]` in the raw `stream`.
 
-        The columns have shape [n] and may be changed after the call. Contiguous columns are passed without
-        a copy, `MAX_COPIES` entries at a time. The order in which the driver makes the copies is undefined.
+        The columns are contiguous, have shape [n], and may be changed after the call. The order in which the
+        driver makes the copies is undefined.
 
-        The caller guarantees that every length is at least 1, that host memory is pinned, that all memory
-        stays mapped until the stream has made these copies, and that no destination overlaps another source
-        or destination.
-        Raises ValueError for columns that differ in shape, and for a default stream, which the driver does
-        not accept here. Raises `CudaError` if the driver refuses the call; some copies may then be queued.
-        """
-        if stream in _DEFAULT_STREAMS:
-            raise ValueError(
-                f"batched copies cannot be queued in {_DEFAULT_STREAMS[stream]} ({stream}); give them a"
-                " stream of their own"
-            )
-        if not sources.shape == destinations.shape == lengths.shape == (len(lengths),):
-            raise ValueError(
-                f"columns of shapes {sources.shape}, {destinations.shape}, {lengths.shape}; they must be [n],"
-                " all three"
-            )
-        if not len(lengths):
-            return
-        # `ascontiguousarray` may make copies. These names keep the copies alive until the driver has read
-        # them.
-        froms, tos = np.ascontiguousarray(sources, np.uint64), np.ascontiguousarray(destinations, np.uint64)
-        sizes = np.ascontiguousarray(lengths, np.int64)
-        for first in range(0, len(sizes), MAX_COPIES):
-            rows = slice(first, first + MAX_COPIES)
-            self._queue(tos[rows], froms[rows], sizes[rows], stream, first)
-
-    def _queue(
-        self,
-        tos: npt.NDArray[np.uint64],
-        froms: npt.NDArray[np.uint64],
-        sizes: npt.NDArray[np.int64],
-        stream: int,
-        first: int,
-    ) -> None:
-        """Make one call of the driver.
-
-        `first` is the number of copies in earlier calls. The index in a CudaError counts these copies too.
+        The caller guarantees that there are at most `MAX_COPIES` copies, that every length is at least 1,
+        that host memory is pinned, that all memory stays mapped until the stream has made these copies, that
+        no destination overlaps another source or destination, and that the stream is no default stream, which
+        the driver does not accept here. Raises `CudaError` if the driver refuses the call; some copies may
+        then be queued.
         """
         failed = ctypes.c_size_t(_NO_INDEX)
         code = self._copy(
-            tos.ctypes.data,
-            froms.ctypes.data,
-            sizes.ctypes.data,
-            len(sizes),
+            destinations.ctypes.data,
+            sources.ctypes.data,
+            lengths.ctypes.data,
+            len(lengths),
             ctypes.addressof(self._attributes),
             ctypes.addressof(self._from_first),
             1,  # one set of attributes, for all copies
@@ -165,12 +128,8 @@ class BatchCopy:
             stream,
         )
         if code != _SUCCESS:
-            raise CudaError(
-                _SYMBOL,
-                code,
-                error_name(self._driver, code),
-                None if failed.value == _NO_INDEX else first + failed.value,
-            )
+            index = None if failed.value == _NO_INDEX else failed.value
+            raise CudaError(_SYMBOL, code, error_name(self._driver, code), index)
 
 
 def _driver_version(driver: ctypes.CDLL, library: str) -> int:

@@ -20,6 +20,7 @@ _SYMBOLS: Final = (
     "cuDevicePrimaryCtxRetain",
     "cuCtxPushCurrent_v2",
     "cuCtxPopCurrent_v2",
+    "cuThreadExchangeStreamCaptureMode",
 )
 
 
@@ -145,12 +146,7 @@ class DeviceContext:
         return self._exchange(_RELAXED)
 
     def _exchange(self, mode: int) -> int:
-        """Set the thread's capture mode and return the previous one.
-
-        A driver without `cuThreadExchangeStreamCaptureMode` (CUDA 10.0) has no modes. With such a driver,
-        nothing is set, and `mode` is returned.
-        """
+        """Set the thread's capture mode and return the previous one."""
         value = ctypes.c_int(mode)
-        if hasattr(self._driver, "cuThreadExchangeStreamCaptureMode"):
-            self._driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(value))
+        self._driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(value))
         return value.value

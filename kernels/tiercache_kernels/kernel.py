@@ -131,11 +131,8 @@ class CopyKernel:
 
         The caller guarantees that the table and all segments stay mapped until the stream has made these
         copies, and that no destination overlaps another segment. The call allocates nothing and waits for
-        nothing. Raises ValueError if `blocks` is less than 1, and CuPy's CUDADriverError if the launch is
-        refused.
+        nothing. Raises CuPy's CUDADriverError if the launch is refused.
         """
-        if blocks < 1:
-            raise ValueError(f"a grid of at most {blocks} blocks copies nothing; give 1 or more")
         if chunks == 0:
             return
         # CuPy takes an argument's width from the dtype of a NumPy scalar, but from the value of a Python int.

@@ -60,11 +60,6 @@ def test_no_chunks_make_no_launch(cupy: CuPy) -> None:
     assert not cupy.launched
 
 
-def test_a_grid_without_blocks_is_refused(cupy: CuPy) -> None:
-    with pytest.raises(ValueError, match="at most 0 blocks"):
-        CopyKernel().launch(TABLE, 1, 1, 0, STREAM)
-
-
 def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(Unavailable, match="needs CuPy"):

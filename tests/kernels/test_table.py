@@ -1,15 +1,11 @@
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiercache_kernels.kernel import CHUNK_BYTES, COLUMNS, ROW_BYTES, THREADS, fill_table, source
+from tiercache_kernels.kernel import CHUNK_BYTES, COLUMNS, THREADS, fill_table, source
 from tiercache_kernels.reference import copy_table
-
-from tests.kernels.toolkit import SOURCES
 
 LENGTHS = st.one_of(
     st.integers(1, 40),
@@ -63,11 +59,6 @@ def test_the_chunks_of_any_rows_cover_their_segments_once(lengths: list[int], da
     assert all(0 < parts[-1] <= CHUNK_BYTES for parts in found.values())
 
 
-def test_no_segments_make_an_end_row_only() -> None:
-    table, chunks = filled([])
-    assert (table.tolist(), chunks) == ([[0, 0, 0, 0]], 0)
-
-
 @pytest.mark.parametrize("shapes", [(4, 4, 4), (5, 3, 4), (5, 4, 3), (6, 4, 4)])
 def test_shapes_that_do_not_match_are_refused(shapes: tuple[int, int, int]) -> None:
     rows, sources, lengths = shapes
@@ -78,10 +69,6 @@ def test_shapes_that_do_not_match_are_refused(shapes: tuple[int, int, int]) -> N
             np.zeros(4, np.uint64),
             np.ones(lengths, np.int64),
         )
-
-
-def test_a_row_is_as_long_as_it_says() -> None:
-    assert np.zeros((1, COLUMNS), np.uint64).nbytes == ROW_BYTES
 
 
 def test_the_twin_copies_any_rows_of_a_table() -> None:
@@ -108,10 +95,3 @@ def test_the_kernel_s_source_has_the_same_numbers_and_nothing_to_include() -> No
     assert "#include" not in text
     assert "#pragma once" not in text
     assert text.count('extern "C" __global__') == 1
-
-
-def test_all_sources_are_inlined() -> None:
-    text = source()
-    for path in SOURCES.iterdir():
-        kept = re.sub(r'#include ".*"\n|#pragma once\n', "", path.read_text("utf-8"))
-        assert all(line in text for line in kept.splitlines()), path.name

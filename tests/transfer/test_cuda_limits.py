@@ -19,7 +19,6 @@ from tiercache.errors import ConfigError
 from tiercache.pools import DevicePool, HostArena, HostPool, state_geometry_of
 from tiercache.transfer.cuda import Method
 from tiercache.transfer.cuda.copying import MAX_QUEUED
-from tiercache.transfer.cuda.device import MAX_COPIES
 from tiercache.transfer.descriptors import Copies
 
 ALL = list(range(SLOTS))
@@ -230,7 +229,3 @@ class TestAllocationsSideBySide:
             )
             == 2
         )
-
-
-def test_a_batch_is_as_long_as_is_said() -> None:
-    assert MAX_COPIES == 4096

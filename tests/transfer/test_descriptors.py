@@ -131,14 +131,6 @@ def test_adjacent_objects_become_one_copy() -> None:
     )
 
 
-def test_layers_are_never_merged() -> None:
-    found = build_descriptors(
-        table([(0, 16, 8, 0), (8, 16, 8, 1)]), np.array([0]), np.array([[0]]), 16, 1 << 20
-    )
-    assert found.length.tolist() == [8, 8]
-    assert list(found.by_layer()) == [(0, slice(0, 1)), (1, slice(1, 2))]
-
-
 def test_pools_are_joined_by_layer() -> None:
     one = build_descriptors(
         table([(0, 8, 8, 0), (100, 8, 8, 4)]), np.array([0]), np.array([[0]]), 16, 1 << 20
