@@ -104,11 +104,11 @@ def test_one_place_needs_it(needed):
 CUPBOARD = 120
 """Lines below which a module with one importer is a part of it that lies in another file."""
 CUPBOARDS = frozenset({
-    "tiercache_backends.chain.scans", "tiercache_backends.grpc.inquiries",
-    "tiercache_backends.lmdb.check", "tiercache_backends.s3.namespaces", "tiercache_kernels.reference",
-    "tiercache_lab.bench.raw", "tiercache_lab.demo.small", "tiercache_lab.prove.show",
-    "tiercache_lab.replay.failures", "tiercache_lab.replay.sources.shared",
-    "tiercache_lab.replay.verb.listing", "tiercache_lab.replay.verb.planning",
+    "tiercache_backends.chain.scans", "tiercache_backends.grpc.inquiries", "tiercache_backends.lmdb.check",
+    "tiercache_backends.s3.namespaces", "tiercache_kernels.reference", "tiercache_lab.bench.raw",
+    "tiercache_lab.demo.small", "tiercache_lab.prove.show", "tiercache_lab.replay.failures",
+    "tiercache_lab.replay.sources.shared", "tiercache_lab.replay.verb.listing",
+    "tiercache_lab.replay.verb.planning",
 })  # fmt: skip
 """Modules that are still cupboards, or are one for a reason."""
 
@@ -248,7 +248,7 @@ def test_everything_has_a_caller_in_the_product():
 METHODS = 30
 LARGE = {
     "StoreState": 49, "Admission": 41, "Residents": 38, "HybridIndex": 37, "RestorablePages": 34,
-    "MemoryBackend": 34, "HybridCacheController": 33, "GrpcBackend": 33, "TierCacheStorage": 32,
+    "MemoryBackend": 34, "HybridCacheController": 33, "GrpcBackend": 32, "TierCacheStorage": 31,
 }  # fmt: skip
 """Classes of more methods, and how many they may have."""
 ARGUMENTS = 10

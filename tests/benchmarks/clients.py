@@ -1,9 +1,8 @@
 """Many clients of one daemon at once: `python -m tests.benchmarks.clients [CLIENTS] [SECONDS] [WAY]`.
 
-WAY is `mixed` (half of them share memory with it, half talk TCP), `data` (all over TCP, on data
-connections) or `stream` (all over TCP, by gRPC). Each stores and reads batches of its own and of the others,
-and checks every byte that it reads. One JSON line: how many calls, what went wrong (nothing may), the
-latencies, and what the daemon's memory did.
+WAY is `mixed` (half of them share memory with it, half talk TCP) or `data` (all over TCP). Each stores and
+reads batches of its own and of the others, and checks every byte that it reads. One JSON line: how many
+calls, what went wrong (nothing may), the latencies, and what the daemon's memory did.
 """
 
 from __future__ import annotations
@@ -131,7 +130,7 @@ def main(clients: int, seconds: float, way: str) -> None:
         stack.callback(daemon.terminate)
         assert daemon.stderr is not None
         address = next(line.split()[1] for line in daemon.stderr if line.startswith("on 127.0.0.1:"))
-        urls = [f"grpc://{address}?plane={'stream' if way == 'stream' else 'auto'}"] * clients
+        urls = [f"grpc://{address}"] * clients
         if way == "mixed":
             urls[1::2] = [f"grpc://{directory}/run"] * (clients // 2)
         threading.Thread(target=daemon.stderr.read, daemon=True).start()

@@ -1,11 +1,11 @@
 """Restores and write-through of a controller, beside each of their legs alone, a JSON line a row.
 
-    python -m tests.benchmarks.restore [--tokens 2048,8192,32768] [--store file,lmdb,shared,stream,tcp]
+    python -m tests.benchmarks.restore [--tokens 2048,8192,32768] [--store file,lmdb,shared,tcp]
         [--rounds 5] [--directory DIRECTORY]
 
 A prompt has the bytes of Qwen3-Next: pages of 64 tokens (1.5 MiB) and one state at its end (73.7 MiB). Device
-pools are in CPU memory. `shared` and `stream` are the two planes of a daemon on a unix socket, `tcp` is a
-daemon on loopback; each serves a `file` store.
+pools are in CPU memory. `shared` is a daemon on a unix socket, with the memory attached, `tcp` is a daemon
+on loopback; each serves a `file` store.
 
     restore   whole: from `lookup` until every layer is in its device slots
               legs:  `get` (the store's batch_get_v2 in one call), `load` (host to device),
@@ -73,7 +73,7 @@ STATE = state_geometry(
     PAGE,
 )
 GEOMETRIES = {KV: PAGES, MAMBA: STATE}
-STORES = ("file", "lmdb", "shared", "stream", "tcp")
+STORES = ("file", "lmdb", "shared", "tcp")
 TARGETS = {"restore": 0.85, "write": 0.8}
 LAPSE_S = 120.0
 
@@ -428,7 +428,7 @@ def urls_of(store: str, directory: Path, capacity: int, stack: ExitStack) -> tup
     address = start_daemon(directory, sockets, capacity, stack)
     if store == "tcp":
         return storage_url("grpc", address=address), storage_url("grpc", sockets)
-    return storage_url("grpc", sockets, plane=store), ""
+    return storage_url("grpc", sockets), ""
 
 
 def rows_of(store: str, tokens: int, rounds: int, directory: Path) -> Iterator[dict[str, object]]:

@@ -90,7 +90,7 @@ def rig(name: str, base: Path) -> Iterator[Client]:
     sockets = Path(tempfile.mkdtemp(dir=scratch()))
     chained = name in ("near chain", "hasty chain")
     with Daemon("unix", sockets, STORES[name].format(*[base] * 2)) as daemon:
-        given = {"timeout": "1s", "transfer_timeout": PATIENCE, "breaker_pause": "100ms", "staging": "1MiB"}
+        given = {"timeout": "1s", "transfer_timeout": PATIENCE, "breaker_pause": "100ms"}
         if name == "hasty chain":  # the chain gives up before its tier does
             given["transfer_timeout"] = "5s"
         remote = open_backend(section("unix", str(sockets), type="grpc", breaker_failures="100", **given))

@@ -39,7 +39,7 @@ from tiercache_backends.grpc.backend import GrpcBackend
 from tiercache_backends.grpc.settings import read_settings
 import grpc, grpc._channel, grpc._cython.cygrpc, lmdb, numpy
 os.setgroups([]); os.setgid({uid}); os.setuid({uid})
-with GrpcBackend(read_settings(dict(path={path!r}, plane={plane!r}))) as store:
+with GrpcBackend(read_settings(dict(path={path!r}))) as store:
     print(set_one(store), get_one(store))
     try:
         print(store.ping().principal)
@@ -93,19 +93,18 @@ def run(script: str, **values: object) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("plane", ["auto", "stream"])
-def test_a_user_who_is_a_principal_is_served(daemon: Daemon, plane: str) -> None:
-    [outcomes, principal] = run(AS_USER, uid=GUEST, path=str(sockets(daemon)), plane=plane)
+def test_a_user_who_is_a_principal_is_served(daemon: Daemon) -> None:
+    [outcomes, principal] = run(AS_USER, uid=GUEST, path=str(sockets(daemon)))
     assert outcomes.split() in (["stored", "hit"], ["hit", "hit"])
     assert principal == "guest"
 
 
 def test_the_daemons_own_user_is_served_as_before(daemon: Daemon) -> None:
-    assert run(AS_USER, uid=os.getuid(), path=str(sockets(daemon)), plane="auto")[1] == "owner"
+    assert run(AS_USER, uid=os.getuid(), path=str(sockets(daemon)))[1] == "owner"
 
 
 def test_a_user_who_is_none_is_refused(daemon: Daemon) -> None:
-    [outcomes, said] = run(AS_USER, uid=STRANGER, path=str(sockets(daemon)), plane="auto")
+    [outcomes, said] = run(AS_USER, uid=STRANGER, path=str(sockets(daemon)))
     assert outcomes.split() == ["refused", "refused"]
     assert said.startswith("RefusedError")
     assert f"uid = {STRANGER}" in said

@@ -37,7 +37,7 @@ def test_inputs_like_sound_ones_give_a_value_or_a_documented_error(name: str) ->
 
 
 FOUND = {
-    "not UTF-8": ("storage URL", b"grpc:///run/x\xa520y?plane=shared"),
+    "not UTF-8": ("storage URL", b"grpc:///run/x\xa520y?timeout=2s"),
     "deep format": ("store format", b"[" * 4096),
     "nested cursor": ("scan cursor", b"\xdc\x0f\x00" * 1300),
     "nested namespace": ("namespace record", b"\xdc\x0f\x00" * 1300),

@@ -46,7 +46,7 @@ def _url(found: bytes) -> None:
 def _urls() -> Sequence[bytes]:
     return [
         b"file:///var/lib/tiercache?capacity=200GiB&tier_name=ssd&tier_write=write_back&tier_promote=always",
-        b"grpc://node7:7070?tls=true&timeout=2s", b"grpc:///run/x%20y?plane=shared",
+        b"grpc://node7:7070?tls=true&timeout=2s", b"grpc:///run/x%20y?timeout=2s",
         b"s3://bucket/prefix?endpoint=http://127.0.0.1:9000&region=eu&deadline=2s&pack=1MiB",
         b"mooncake://127.0.0.1:50051?segment=1GiB&replicas=2&state_replicas=3&protocol=tcp", b"memory://",
     ]  # fmt: skip

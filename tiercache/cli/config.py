@@ -293,7 +293,7 @@ def _summary(settings: Settings) -> Iterator[tuple[str, str]]:
     else:
         yield from (("tier", url) for url in settings.storage)
     if settings.unix:
-        yield "unix", f"{settings.socket_directory}/grpc.sock and attach.sock"
+        yield "unix", f"{settings.socket_directory}/grpc.sock, attach.sock, data.sock"
     for address in settings.addresses:
         yield "tcp", f"{address}, {_protection(settings)}"
     if settings.http.listen:

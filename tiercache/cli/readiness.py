@@ -246,7 +246,7 @@ def check_ports(settings: Settings) -> None:
     with ExitStack() as taken:
         for address in settings.addresses:
             _bind(address, "", taken)
-        if settings.data and settings.data_port:
+        if settings.data_port:
             for address in {address.host: address for address in settings.addresses}.values():
                 _bind(replace(address, port=settings.data_port), "data_port: ", taken)
         if settings.http.address is not None:

@@ -274,18 +274,13 @@ class Settings(BaseModel):
     host_bytes: Annotated[int, size(32 * _MIB)] = 512 * _MIB
     """Memory that clients can make the daemon hold: half for payloads, half for messages."""
     sockets: File | None = None
-    """Directory of the unix sockets, grpc.sock and attach.sock. Default: DIR/run."""
+    """Directory of the unix sockets, grpc.sock, attach.sock and data.sock. Default: DIR/run."""
     unix: Flag = True
     """Serve the unix sockets."""
     listen: Annotated[tuple[Annotated[str, LISTEN], ...], LIST] = ()
     """TCP addresses as host:port; port 0 stands for any free port."""
-    data: Flag = True
-    """Let clients of the TCP addresses open connections for payload beside gRPC.
-
-    They are several times faster. Without them, all payload travels in messages of gRPC.
-    """
     data_port: Annotated[int, whole(0, 65535)] = 0
-    """Port of these connections on the hosts of `listen`; 0 stands for any free port.
+    """Port of the connections for payload on the hosts of `listen`; 0 stands for any free port.
 
     Clients are told the port. A firewall between them and the daemon must let it through.
     """

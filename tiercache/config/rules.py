@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tiercache.config.models import Principal, Settings
     from tiercache.config.urls import Address
 
-SOCKETS: Final = ("grpc.sock", "attach.sock")
+SOCKETS: Final = ("grpc.sock", "attach.sock", "data.sock")
 _NAMESPACE_DIGITS: Final = (64, 96)
 """Hex digits of a model's namespace, without and with the mark of a tenant."""
 _KEY_BYTES: Final = 256
@@ -303,7 +303,7 @@ def _addresses(settings: Settings) -> None:
     addresses = [*settings.addresses]
     if settings.http.address:
         addresses.append(settings.http.address)
-    if settings.data and settings.data_port:
+    if settings.data_port:
         hosts = {address.host: address for address in settings.addresses}
         addresses += [replace(address, port=settings.data_port) for address in hosts.values()]
     # Port 0 stands for any free port, so an address with it may be repeated.

@@ -23,7 +23,7 @@ from tiercache.daemon.payload.port import DataPort, DataSessions
 from tiercache.daemon.service import Service, Standard
 from tiercache.daemon.sockets import PLAIN_SOCKET, TLS_SOCKET, prepare, remove
 from tiercache.errors import StorageError
-from tiercache.wire.methods import ATTACH_SOCKET, GRPC_SOCKET
+from tiercache.wire.methods import ATTACH_SOCKET, DATA_SOCKET, GRPC_SOCKET
 from tiercache.wire.v1 import storage_pb2 as pb
 
 _HANDSHAKE_MS: Final = 5_000
@@ -75,14 +75,15 @@ class Listeners:
         backend = str(directory / (TLS_SOCKET if TLS_SOCKET in private else PLAIN_SOCKET))
         serving = [self._listen(address, backend) for address in self._settings.addresses]
         if self._settings.unix:
-            attachments.listen(str(directory / ATTACH_SOCKET), 0o666 if others else 0o600)
+            mode = 0o666 if others else 0o600
+            attachments.listen(str(directory / ATTACH_SOCKET), mode)
+            port.listen_local(str(directory / DATA_SOCKET), mode)
             if others:
                 self._gate.listen_local(
                     str(directory / GRPC_SOCKET), 0o666, access.uids, str(directory / PLAIN_SOCKET)
                 )
             serving.append(f"unix sockets in {directory}")
-        if self._settings.data:
-            sessions.ports = self._listen_data(port)
+        sessions.ports = self._listen_data(port)
         await standard.report_serving()
         await server.start()
         self._gate.start()

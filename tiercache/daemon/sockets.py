@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from tiercache.errors import ConfigError, StorageError, TierCacheError
-from tiercache.wire.methods import ATTACH_SOCKET, GRPC_SOCKET
+from tiercache.wire.methods import ATTACH_SOCKET, DATA_SOCKET, GRPC_SOCKET
 
 PLAIN_SOCKET: Final = "plain.sock"
 """Name of the unix socket on which gRPC listens without TLS; only the gate connects to it."""
 TLS_SOCKET: Final = "tls.sock"
 """Name of the unix socket on which gRPC listens with TLS; only the gate connects to it."""
-SOCKETS: Final = (GRPC_SOCKET, ATTACH_SOCKET, PLAIN_SOCKET, TLS_SOCKET)
+SOCKETS: Final = (GRPC_SOCKET, ATTACH_SOCKET, DATA_SOCKET, PLAIN_SOCKET, TLS_SOCKET)
 """Names of all sockets that a daemon may have in its directory."""
 EXHAUSTED: Final = (EMFILE, ENFILE, ENOBUFS, ENOMEM)
 """Errors of accept(2) when descriptors or memory ran out; the connection stays in the backlog."""
@@ -52,11 +52,13 @@ def peer_of(connection: socket.socket) -> Peer:
 
 
 def origin_of(connection: socket.socket, address: tuple[str, int]) -> bytes:
-    """Return the key under which TCP connections from this address are counted together; raises OSError.
+    """Return the key under which connections from this address are counted together; raises OSError.
 
-    For IPv4 the key is the whole address. For IPv6 it is the first 64 bits, because one machine may use every
-    address with the same first 64 bits.
+    On a unix socket it is the user id at the other end. For IPv4 it is the whole address. For IPv6 it is the
+    first 64 bits, because one machine may use every address with the same first 64 bits.
     """
+    if connection.family == socket.AF_UNIX:
+        return b"uid %d" % peer_of(connection).uid
     packed = socket.inet_pton(connection.family, address[0].partition("%")[0])
     # IPv6   | 8 bytes: the key | 8 bytes                        |
     # IPv4 on a dual-stack listener (::ffff:a.b.c.d)

@@ -28,6 +28,8 @@ FRAME_BYTES: Final = 16
 """Bytes of a frame before its header."""
 VECTOR: Final = 64
 """Maximum number of buffers of one call of the kernel."""
+SEND_BYTES: Final = 1 << 20
+"""Size in bytes of the send buffers of a unix socket with payload; the system may lower it."""
 METHODS: Final = frozenset({"Exists", "Get", "Set"})
 """Names of the calls that data connections carry."""
 _FRAME: Final = struct.Struct("<B3xIQ")

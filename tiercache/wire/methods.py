@@ -20,6 +20,8 @@ GRPC_SOCKET: Final = "grpc.sock"
 """Name of the gRPC socket in a daemon's socket directory."""
 ATTACH_SOCKET: Final = "attach.sock"
 """Name of the attach socket in a daemon's socket directory."""
+DATA_SOCKET: Final = "data.sock"
+"""Name of the socket for data connections in a daemon's socket directory."""
 
 
 class Method(NamedTuple):

@@ -1,7 +1,6 @@
 """The cases of `bench rpc`, which measures a daemon over TCP and through shared memory.
 
-Data connections and payload in messages of gRPC are compared with plain sockets (`raw`), shared memory with
-the same store in this process.
+Data connections are compared with plain sockets (`raw`), shared memory with the same store in this process.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ _MAX_OBJECTS: Final = 128
 """Maximum number of objects of a batch."""
 _EXISTS_KEYS: Final = 1600
 """Number of keys of one call of `exists`."""
-_LAYOUTS: Final = 4
+_LAYOUTS: Final = 3
 """Number of copies of the objects on disk.
 
-One copy each is stored on data connections, by gRPC, through shared memory, and in this process.
+One copy each is stored on data connections, through shared memory, and in this process.
 """
 _SPARE: Final = 128 << 20
 """Bytes that the stores may need in addition to their objects."""
@@ -43,9 +42,8 @@ _FROM: Final = 1 << 20
 
 
 FOOTER: Final = (
-    "data, tcp: by data connections and by gRPC, compared with plain sockets that move the same bytes, and"
-    " neither check nor store them. shared: the daemon fills a memfd; compared with the same file store in"
-    " this process."
+    "data: by data connections, compared with plain sockets that move the same bytes, and neither check nor"
+    " store them. shared: the daemon fills a memfd; compared with the same file store in this process."
 )
 """Comparisons behind the rows."""
 
@@ -96,8 +94,7 @@ class _SizeBench:
 
         store = root / "daemon/store"
         self._data = subject(storage_url("grpc", address=address), store)
-        self._tcp = subject(storage_url("grpc", address=address, plane="stream"), store)
-        self._shared = subject(storage_url("grpc", sockets, plane="shared"), store)
+        self._shared = subject(storage_url("grpc", sockets), store)
         self._local = subject(storage_url("file", root / "local", capacity=capacity), root / "local")
         server = _process(children.command("tiercache_lab.bench.raw"), stack)
         assert server.stdout is not None
@@ -106,52 +103,47 @@ class _SizeBench:
     def rows(self) -> Iterator[Row]:
         """Yield the rows of all cases. Sets run first, and gets read the objects of the sets."""
         count, rounds = self._buffers.count, self._repeats + 1
-        new = [[batch_keys(count) for _ in range(rounds)] for _ in range(4)]
+        new = [[batch_keys(count) for _ in range(rounds)] for _ in range(3)]
         whole = self._buffers.arena.hold()[: self._buffers.nbytes]
         self._say("set")
         found = medians(
             [
-                Side("data", lambda n: self._data.put(new[3][n])),
+                Side("data", lambda n: self._data.put(new[0][n])),
                 Side("sockets", lambda _: self._sockets.call(whole, memoryview(bytearray(1)))),
-                Side("tcp", lambda n: self._tcp.put(new[0][n])),
                 Side("shared", lambda n: self._shared.put(new[1][n])),
                 Side("local", lambda n: self._local.put(new[2][n])),
             ],
             self._repeats,
         )
         yield self._row("data set", found["data"], "plain sockets", found["sockets"])
-        yield self._row("tcp set", found["tcp"], "plain sockets", found["sockets"])
         yield self._row("shared set", found["shared"], "in process", found["local"])
-        # The daemon's store has the batches of tcp and shared, and the local store has a batch of its own.
+        # The daemon's store has the batches of data and shared, and the local store has a batch of its own.
         # Each store reads its batches once before any get is timed.
         for subject in (self._shared, self._local):
             warm(subject.path)
-            for keys in (new[0][0], new[1][0], new[2][0], new[3][0]):
+            for keys in (new[0][0], new[1][0], new[2][0]):
                 if subject.store.exists(keys)[0]:
                     subject.get(keys)
         self._say("get")
-        for subject, keys in ((self._tcp, new[0][0]), (self._data, new[3][0])):
-            self._buffers.wipe()
-            subject.get(keys)
-            self._buffers.check()
+        self._buffers.wipe()
+        self._data.get(new[0][0])
+        self._buffers.check()
         found = medians(
             [
-                Side("data", lambda _: self._data.get(new[3][0])),
+                Side("data", lambda _: self._data.get(new[0][0])),
                 Side("sockets", lambda _: self._sockets.call(whole[:0], whole)),
-                Side("tcp", lambda _: self._tcp.get(new[0][0])),
                 Side("shared", lambda _: self._shared.get(new[1][0])),
                 Side("local", lambda _: self._local.get(new[2][0])),
             ],
             self._repeats,
         )
         yield self._row("data get warm", found["data"], "plain sockets", found["sockets"], "data")
-        yield self._row("tcp get warm", found["tcp"], "plain sockets", found["sockets"])
         yield self._row("shared get warm", found["shared"], "in process", found["local"], "shared")
         yield from self._exists([key for batch in new[1] for key in batch])
 
     def _exists(self, known: list[ObjectKey]) -> Iterator[Row]:
         keys = (known * (_EXISTS_KEYS // len(known) + 1))[:_EXISTS_KEYS]
-        ways = {"data": self._data, "tcp": self._tcp, "shared": self._shared}
+        ways = {"data": self._data, "shared": self._shared}
         sides = [Side(name, lambda _, way=way: way.store.exists(keys)) for name, way in ways.items()]  # type: ignore[misc]
         for name, seconds in medians(sides, self._repeats).items():
             yield speed(f"rpc {name} exists", self._size, len(keys), seconds)

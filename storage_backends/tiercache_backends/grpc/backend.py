@@ -44,9 +44,8 @@ from tiercache_backends.grpc.connection import Connection
 from tiercache_backends.grpc.connection_manager import ConnectionManager
 from tiercache_backends.grpc.failures import CallError, Kind
 from tiercache_backends.grpc.inquiries import DaemonReport, joined, read_history, read_report
+from tiercache_backends.grpc.payload import Payload
 from tiercache_backends.grpc.settings import GrpcSettings, read_settings
-from tiercache_backends.grpc.shared import SharedPlane
-from tiercache_backends.grpc.stream import StreamPlane
 
 _log = logging.getLogger(__name__)
 
@@ -101,8 +100,7 @@ class GrpcBackend(StorageBackend):
         self._refused: set[bytes] = set()
         """Namespaces whose refusal by the daemon was logged."""
         self._manager = ConnectionManager(settings, self._prepare, self._adopt_capabilities)
-        self._stream = StreamPlane(self._manager, settings.transfer_timeout)
-        self._shared = SharedPlane(self._manager, settings, self._stream) if settings.shared else None
+        self._payload = Payload(self._manager, settings)
         self._manager.start()
 
     @classmethod
@@ -119,18 +117,15 @@ class GrpcBackend(StorageBackend):
 
     def get(self, items: Sequence[GetItem]) -> list[Outcome]:
         with self._gate:
-            plane = self._shared or self._stream
-            return decide(items, self._unreadable, plane.get)
+            return decide(items, self._unreadable, self._payload.get)
 
     def peek(self, items: Sequence[GetItem]) -> list[Outcome]:
         with self._gate:
-            plane = self._shared or self._stream
-            return decide(items, self._unreadable, partial(plane.get, peek=True))
+            return decide(items, self._unreadable, partial(self._payload.get, peek=True))
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
         with self._gate:
-            plane = self._shared or self._stream
-            return decide(items, self._unwritable, lambda sound: store_once(sound, plane.set))
+            return decide(items, self._unwritable, lambda sound: store_once(sound, self._payload.set))
 
     def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
         with self._gate:
@@ -160,7 +155,7 @@ class GrpcBackend(StorageBackend):
                 if len(keys[i].digest) == DIGEST_BYTES
             ]
             try:
-                self._stream.advise([key for key, _ in sound], [value for _, value in sound], worker)
+                self._payload.advise([key for key, _ in sound], [value for _, value in sound], worker)
             except CallError as error:
                 _log.debug("values were not taken: %s", error.text)
 
@@ -213,7 +208,7 @@ class GrpcBackend(StorageBackend):
                 reply.payload_bytes,
                 reply.used_bytes,
                 reply.capacity_bytes,
-                {**messages.joined(reply.texts, reply.numbers), **self._data_plane()},
+                messages.joined(reply.texts, reply.numbers),
                 [TierReport(**messages.read_tier(tier)) for tier in reply.tiers],
             )
 
@@ -285,13 +280,12 @@ class GrpcBackend(StorageBackend):
         )  # fmt: skip
 
     def close(self) -> None:
-        if self._gate.close() and self._manager.close() and self._shared is not None:
-            self._shared.close()
+        if self._gate.close():
+            self._manager.close()
 
     def attach(self, memory: SharedMemory) -> None:
         with self._gate:
-            if self._shared is not None:
-                self._shared.attach(memory)
+            self._payload.attach(memory)
 
     # --- items
     # --------------------------------------------------------------------------------------------------------
@@ -342,14 +336,6 @@ class GrpcBackend(StorageBackend):
             changes=name in CHANGES,
         )  # fmt: skip
 
-    def _data_plane(self) -> dict[str, str | int]:
-        """Return how payload travels from and to another host; nothing on the same host."""
-        connection = self._manager.peek()
-        if connection is None or connection.data is None:
-            return {}
-        plane = connection.data
-        return {"data_plane": f"closed: {plane.why}" if plane.why else "open", "data_losses": plane.losses}
-
     def _unreadable_reply(self, error: WireError) -> StorageError:
         return StorageError(f"{self._settings}: {error}; is the daemon another version?")
 
@@ -358,8 +344,7 @@ class GrpcBackend(StorageBackend):
 
         The manager calls this method for each new connection, and after each check of the current one.
         """
-        if self._shared is not None:
-            self._shared.prepare(connection)
+        self._payload.prepare(connection)
         for record in list(self._namespaces.values()):
             try:
                 self._register(connection, record, self._settings.timeout)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from threading import Lock
 from typing import Any, Final, Self
 
@@ -18,7 +18,7 @@ from tiercache.errors import ConfigError
 from tiercache.storage.base import NamespaceRecord
 from tiercache.wire.methods import ATTACH_SOCKET, METHODS, SESSION_METADATA
 from tiercache.wire.v1 import storage_pb2 as pb
-from tiercache_backends.grpc.data import DataPlane
+from tiercache_backends.grpc.data import DataPool
 from tiercache_backends.grpc.failures import CallError, Kind, classify
 from tiercache_backends.grpc.session import Session
 from tiercache_backends.grpc.settings import GrpcSettings
@@ -46,7 +46,8 @@ class Connection:
     def __init__(self, settings: GrpcSettings) -> None:
         """Make a connection without opening it; callers use `open` instead."""
         self.session: Session | None = None
-        self.data: DataPlane | None = None
+        self._data: DataPool | None = None
+        self._expired = False
         self.regions: dict[int, int] = {}
         """Region numbers that the daemon gave to attached memory, by the `id` of the SharedMemory object."""
         self.registered: dict[bytes, NamespaceRecord] = {}
@@ -79,9 +80,8 @@ class Connection:
                 made._metadata = settings.metadata()
             made._connect()
             made.hello = made.greet(deadline - time.monotonic())
-            if settings.data:
-                made.data = DataPlane(settings, made.greet)
-                made.data.start(made.hello, (deadline - time.monotonic()) / 2)
+            if made.hello.data.connections:
+                made._data = DataPool(settings, made.hello.data)
         except ConfigError as error:
             made.close()
             raise CallError(Kind.REFUSED, str(error)) from error
@@ -92,8 +92,22 @@ class Connection:
 
     @property
     def over(self) -> bool:
-        """Whether the connection has a session, and the session has ended."""
-        return self.session is not None and self.session.over
+        """Whether the daemon does not know this client by this connection any more."""
+        return self._expired or (self.session is not None and self.session.over)
+
+    def expire(self) -> None:
+        """Let another connection replace this one, because the daemon has forgotten the client."""
+        self._expired = True
+        if self.session is not None:
+            self.session.end()
+
+    def pool(self) -> DataPool:
+        """Return the data connections; raises CallError if the daemon offers none."""
+        if self._data is None:
+            raise CallError(
+                Kind.IMPOSSIBLE, f"{self._settings} offers no data connections; it may be another version"
+            )
+        return self._data
 
     def greet(self, seconds: float) -> pb.HelloReply:
         """Ask the daemon for its identity and limits.
@@ -115,38 +129,17 @@ class Connection:
     def call(self, name: str, request: Any, seconds: float) -> Any:
         """Return the reply to one call.
 
-        `request`: a message, or an iterator of messages. Raises CallError if the call fails or takes more
-        than `seconds`.
+        Raises CallError if the call fails or takes more than `seconds`.
         """
-        if name == "Exists" and self.data is not None:
+        if name == "Exists" and self._data is not None:
             deadline = time.monotonic() + seconds
-            reply = self.data.attempt(lambda data: data.exists(request, deadline), deadline)
-            if reply is not None:
-                return reply
-            seconds = deadline - time.monotonic()
+            return self._data.perform(lambda data: data.exists(request, deadline), deadline)
         try:
             return self._calls[name](request, timeout=max(0.0, seconds), metadata=self._metadata)
         except grpc.RpcError as error:
             raise self._classify(error) from error
         except ValueError as error:  # another thread closed the channel
             raise self._channel_closed(error) from error
-
-    def stream(self, name: str, request: Any, seconds: float) -> Iterator[bytes]:
-        """Yield the messages of a call's reply, unread.
-
-        If the iterator is closed early, the call is cancelled. Raises CallError if the call fails or takes
-        more than `seconds`.
-        """
-        try:
-            call = self._calls[name](request, timeout=max(0.0, seconds), metadata=self._metadata)
-        except ValueError as error:
-            raise self._channel_closed(error) from error
-        try:
-            yield from call
-        except grpc.RpcError as error:
-            raise self._classify(error) from error
-        finally:
-            call.cancel()
 
     def begin(self) -> None:
         """Count one more call on this connection; not allowed after `retire`."""
@@ -174,8 +167,8 @@ class Connection:
 
         If `AbandonedCalls` still waits for the daemon to close the session, `close` leaves the session open.
         """
-        if self.data is not None:
-            self.data.close()
+        if self._data is not None:
+            self._data.close()
         if self._channel is not None:
             self._channel.close()
         if self.session is not None and not self.session.watched:
@@ -205,14 +198,10 @@ class Connection:
         else:
             self._channel = grpc.secure_channel(settings.target, credentials, options)
         for method in METHODS.values():
-            kind = {
-                "": self._channel.unary_unary,
-                "request": self._channel.stream_unary,
-                "reply": self._channel.unary_stream,
-            }[method.streams]
-            # A reply with payload is read in two steps, because its header is bounded more tightly.
-            unpack = None if method.streams == "reply" else method.reply.FromString
-            self._calls[method.name] = kind(method.path, method.request.SerializeToString, unpack)
+            if not method.streams:  # payload in messages is for clients of other languages
+                self._calls[method.name] = self._channel.unary_unary(
+                    method.path, method.request.SerializeToString, method.reply.FromString
+                )
 
     def _classify(self, error: grpc.RpcError) -> CallError:
         return classify(error, str(self._settings), session=self.session is not None)

@@ -115,9 +115,9 @@ class ConnectionManager:
             try:
                 result = self._run(connection, work, deadline)
             except CallError as error:
-                if error.kind is not Kind.SESSION_ENDED or connection.session is None:
+                if error.kind is not Kind.SESSION_ENDED:
                     raise
-                connection.session.end()
+                connection.expire()
                 result = self._run(self._acquire(deadline), work, deadline)
         except CallError as error:
             self._record_end(error)

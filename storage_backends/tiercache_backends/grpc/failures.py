@@ -90,12 +90,11 @@ def classify(error: grpc.RpcError, what: str, *, session: bool) -> CallError:
 def error_of_status(number: int, text: str, what: str) -> CallError:
     """Return the CallError for a status code of gRPC that came by another way than gRPC.
 
-    `what`: the daemon's name in the message. A caller that the daemon does not know any more is REFUSED.
+    `what`: the daemon's name in the message.
     """
     code = next((code for code in StatusCode if code.value[0] == number), StatusCode.UNKNOWN)
-    kind = _KINDS.get(code, Kind.INVALID)
-    kind = Kind.REFUSED if kind is Kind.SESSION_ENDED else kind
-    return CallError(kind, f"{what}: {_sentence(code, ' '.join(text.split())[:500])}", untouched=True)
+    said = _sentence(code, " ".join(text.split())[:500])
+    return CallError(_KINDS.get(code, Kind.INVALID), f"{what}: {said}", untouched=True)
 
 
 def _sentence(code: StatusCode, details: str) -> str:

@@ -1,4 +1,4 @@
-"""The client's end of the attach socket, and its own memory that the daemon has mapped.
+"""The client's end of the attach socket.
 
 One connection to the socket is one session with the daemon on this host. During a session the client attaches
 memory: it sends memfds, which the daemon maps. When a call gets no answer, the client ends the session, and
@@ -11,7 +11,6 @@ import os
 import select
 import socket
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from threading import Lock, Thread
@@ -20,53 +19,9 @@ from typing import Final, TypeVar
 from google.protobuf.message import Message
 
 from tiercache.errors import WireError
-from tiercache.memory import Region, create_memfd
-from tiercache.storage.attached import FreeRanges
 from tiercache.wire import attachment
 from tiercache.wire.v1 import attach_pb2 as pb
 from tiercache_backends.grpc.failures import CallError, Kind
-
-_NAME: Final = "tiercache-staging"
-
-
-class Staging:
-    """Memory (a memfd) that client and daemon can both map, for payloads outside attached memory.
-
-    Thread safety: any thread may call.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        """Create the memfd and touch all of its pages; raise OSError where there is not enough memory."""
-        self.fd: Final = create_memfd(_NAME, nbytes)
-        try:
-            self._region = Region(self.fd, nbytes)
-            self._region.populate()
-        except BaseException:
-            os.close(self.fd)
-            raise
-        self._close = weakref.finalize(self, os.close, self.fd)
-        self.free: Final = FreeRanges(nbytes)
-        """Ranges that no call has; each comes back when the daemon certainly does not use it any more."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self._region.nbytes
-
-    @property
-    def address(self) -> int:
-        """Address of the first byte in this process."""
-        return self._region.address
-
-    def view(self, offset: int, size: int) -> memoryview:
-        """Return a view of `size` bytes at `offset`."""
-        return self._region.view[offset : offset + size]
-
-    def close(self) -> None:
-        """Release the memory; it is unmapped when the last view of it is gone."""
-        self._region.close()
-        self._close()
-
 
 _POLL_MS: Final = 200
 """Maximum number of milliseconds until the thread of `AbandonedCalls` notices an added session."""

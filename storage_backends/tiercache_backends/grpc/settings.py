@@ -16,9 +16,8 @@ import grpc
 
 from tiercache.config.files import read_certificates, read_secret, read_token
 from tiercache.config.urls import SERVED, parse_address, storage_url, unix_target
-from tiercache.core import BLOCK_ALIGN
 from tiercache.errors import ConfigError
-from tiercache.settings import FLAG, PATH, Kind, Named, duration, matching, one_of, read_section, size, whole
+from tiercache.settings import FLAG, PATH, Kind, Named, duration, matching, read_section, whole
 from tiercache.wire.methods import ATTACH_SOCKET, GRPC_SOCKET
 
 KIND: Final = "grpc"
@@ -74,24 +73,10 @@ class GrpcSettings:
     """Name that the daemon's certificate must have; if empty, the host in `address`."""
     token_file: Annotated[str, PATH] = ""
     """File with the token that identifies the client."""
-    plane: Annotated[str, one_of("auto", "stream", "shared")] = "auto"
-    """Way of payloads: `shared` memory, `stream` (messages), or `auto`: the fastest that there is."""
-    staging: Annotated[int, size(multiple=BLOCK_ALIGN)] = 64 << 20
-    """Bytes of the client's own shared memory, for payloads whose buffers are not in attached memory."""
     breaker_failures: Annotated[int, whole(1, 1000, "failures")] = 3
     """Number of calls in a row without an answer after which the breaker opens and calls fail at once."""
     breaker_pause: Annotated[float, _SECONDS] = 1.0
     """Seconds until an open breaker lets the client try again."""
-
-    @property
-    def data(self) -> bool:
-        """Whether payloads travel on data connections where the daemon offers them."""
-        return bool(self.address) and self.plane != "stream"
-
-    @property
-    def shared(self) -> bool:
-        """Whether payloads go through shared memory."""
-        return bool(self.directory) and self.plane != "stream"
 
     @property
     def target(self) -> str:
@@ -161,11 +146,6 @@ def read_settings(section: Mapping[str, Any]) -> GrpcSettings:
     if bool(settings.address) == bool(settings.directory):
         raise ConfigError(
             f"{owner} needs an address or a directory of sockets, and not both, as in {_EXAMPLE}"
-        )
-    if settings.address and settings.plane == "shared":
-        raise ConfigError(
-            f"{settings} cannot share memory with another host; remove plane=shared, or name a"
-            " directory of sockets"
         )
     _check_tls(settings, [name for name in chosen if name != "tls" or settings.tls])
     if settings.directory:

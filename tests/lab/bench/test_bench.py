@@ -280,13 +280,10 @@ def test_a_daemon_is_measured_beside_its_limits(tmp_path):
     rows = rows_of(call("bench", "rpc", *options, ok=None))
     assert [(row["name"], row["limit"]) for row in rows] == [
         ("rpc data set", "plain sockets"),
-        ("rpc tcp set", "plain sockets"),
         ("rpc shared set", "in process"),
         ("rpc data get warm", "plain sockets"),
-        ("rpc tcp get warm", "plain sockets"),
         ("rpc shared get warm", "in process"),
         ("rpc data exists", None),
-        ("rpc tcp exists", None),
         ("rpc shared exists", None),
     ]
     assert all(row["seconds"] > 0 and (row["ratio"] is None or row["ratio"] > 0) for row in rows)

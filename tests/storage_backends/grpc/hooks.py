@@ -53,8 +53,6 @@ class ServedHooks(BackendConformance):
     """Through a daemon. A subclass names the way there and has the inner store's hooks as its next base."""
 
     transport: ClassVar[str]
-    plane: ClassVar[str] = "auto"
-    staging: ClassVar[str] = "2MiB"
 
     def open_store(self, path: Path, capacity: int | None = None) -> StorageBackend:
         marker = marker_of(path)
@@ -63,12 +61,7 @@ class ServedHooks(BackendConformance):
         node = StorageServer(daemon_settings(self.transport), super().open_store(path, capacity))
         node.start()
         where = str(node.settings.socket_directory) if self.transport == "unix" else node.addresses[0]
-        given = section(
-            self.transport,
-            where,
-            plane=self.plane,
-            **({"staging": self.staging} if self.transport == "unix" else {}),
-        )
+        given = section(self.transport, where)
         marker.parent.mkdir(parents=True, exist_ok=True)
         marker.write_text(json.dumps(given))
         return Client(read_settings(given), node, path)
@@ -114,10 +107,6 @@ class ServedHooks(BackendConformance):
 
 class UnixMemory(ServedHooks, MemoryHooks):
     transport = "unix"
-
-
-class UnixStreamMemory(UnixMemory):
-    plane = "stream"
 
 
 class TcpMemory(ServedHooks, MemoryHooks):

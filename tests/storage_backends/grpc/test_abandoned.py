@@ -24,12 +24,12 @@ from tests.campaign.late import STORES
 from tests.storage_backends.chain.stores import chain_over
 from tests.storage_backends.grpc.daemon import Daemon
 from tests.storage_backends.grpc.nodes import scratch, section
-from tests.storage_backends.grpc.test_planes import connection_of, shared_of, staging_of
+from tests.storage_backends.grpc.test_planes import connection_of
 from tests.waiting import until
 from tiercache.core import Outcome
 from tiercache.pools import HostArena
 from tiercache.storage.base import GetItem, SetItem
-from tiercache.testing.objects import content, fetch, key, payload, put, to_get, to_set
+from tiercache.testing.objects import fetch, key, payload, put, to_get, to_set
 
 BLOCK = 4096
 SIZE = 4 * BLOCK
@@ -60,13 +60,7 @@ def arena() -> Iterator[HostArena]:
 
 
 def client_of(daemon: Daemon, **more: Any) -> GrpcBackend:
-    given = {
-        "timeout": "500ms",
-        "transfer_timeout": "500ms",
-        "breaker_pause": "100ms",
-        "staging": "1MiB",
-        **more,
-    }
+    given = {"timeout": "500ms", "transfer_timeout": "500ms", "breaker_pause": "100ms", **more}
     return GrpcBackend(read_settings(section("unix", daemon.where, **given)))
 
 
@@ -278,26 +272,6 @@ def test_the_death_of_the_daemon_ends_the_quarantine(daemon: Daemon, arena: Host
         hits_come_back(client, GetItem(key("old"), views(arena, fresh.tolist()), SIZE))
 
 
-def test_staging_memory_is_kept_from_the_next_call(daemon: Daemon) -> None:
-    with client_of(daemon, staging="64KiB", breaker_failures="100") as client:
-        staging = staging_of(client)
-        # On a busy machine a set may miss its deadline of half a second, and keep staging memory for a while.
-        for name in ("old", "other"):
-            until(lambda name=name: put(client, key(name), payload(name, SIZE)) in (STORED, HIT))
-        until(lambda: staging.free.nbytes == 64 << 10)
-        daemon.slow(60)
-        item = to_get(key("old"), SIZE)
-        before = content(item)
-        assert client.get([item]) == [UNAVAILABLE]
-        assert content(item) == before, "nothing reaches the caller's buffers afterwards"
-        assert staging.free.nbytes == (64 << 10) - SIZE
-        daemon.slow(0)
-        hits_come_back(client, other := to_get(key("other"), SIZE))
-        assert content(other) == payload("other", SIZE)
-        until(lambda: staging.free.nbytes == 64 << 10)
-        assert content(item) == before
-
-
 def test_others_on_the_session_get_their_answers(daemon: Daemon, arena: HostArena) -> None:
     """One call stops waiting, which ends the session; another that waits longer on it still gets its own."""
     from concurrent.futures import ThreadPoolExecutor
@@ -309,9 +283,9 @@ def test_others_on_the_session_get_their_answers(daemon: Daemon, arena: HostAren
         patient = pool.submit(client.get, [GetItem(key("old"), views(arena, [0, 1, 2, 3]), SIZE)])
         until(daemon.entered)
         # All calls of a client have the same deadline, so a call that gives up earlier is put in by hand.
-        session, shared = connection_of(client).session, shared_of(client)
+        session, abandoned = connection_of(client).session, client._payload.abandoned  # private: likewise
         assert session is not None
-        shared.abandoned.add(session, [])
+        abandoned.add(session, [])
         assert patient.result() == [HIT]
         assert b"".join(views(arena, [0, 1, 2, 3])) == OLD
-        until(lambda: not len(shared.abandoned))
+        until(lambda: not len(abandoned))

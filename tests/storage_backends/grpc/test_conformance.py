@@ -15,14 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.examples import example_count
-from tests.storage_backends.grpc.hooks import (
-    TcpMemory,
-    TlsMemory,
-    UnixChain,
-    UnixFile,
-    UnixMemory,
-    UnixStreamMemory,
-)
+from tests.storage_backends.grpc.hooks import TcpMemory, TlsMemory, UnixChain, UnixFile, UnixMemory
 from tiercache.testing.conformance import BackendConformance
 from tiercache.testing.conformance.eviction import Coldest, Eviction
 from tiercache.testing.conformance.restorable import Restorable
@@ -43,12 +36,7 @@ def another_way(suite: type[BackendConformance]) -> type[BackendConformance]:
     return pytest.mark.slow(suite)
 
 
-class TestUnixShared(UnixMemory):
-    pass
-
-
-@another_way
-class TestUnixStream(UnixStreamMemory):
+class TestUnix(UnixMemory):
     pass
 
 

@@ -20,7 +20,6 @@ from tests.examples import slow_after
 from tests.storage_backends.grpc.daemon import Daemon
 from tests.storage_backends.grpc.hooks import answers, open_client
 from tests.storage_backends.grpc.nodes import daemon_settings, scratch, section
-from tests.storage_backends.grpc.stalling import Proxy
 from tests.storage_backends.grpc.test_planes import connection_of
 from tests.waiting import until
 from tiercache.core import Outcome
@@ -31,7 +30,7 @@ from tiercache.testing.objects import NAMESPACE, OTHER_NAMESPACE, fetch, key, pa
 
 SIZE = 20_000
 HIT, MISS, STORED, UNAVAILABLE = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.UNAVAILABLE
-QUICK = {"timeout": "500ms", "transfer_timeout": "700ms", "breaker_pause": "200ms", "staging": "1MiB"}
+QUICK = {"timeout": "500ms", "transfer_timeout": "700ms", "breaker_pause": "200ms"}
 DEADLINE = 30.0
 """Far more than the two timeouts together, also on a busy machine, and far less than a call that hangs."""
 
@@ -47,8 +46,7 @@ def daemon(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Daemon]:
 
 
 def client_of(daemon: Daemon, **more: Any) -> GrpcBackend:
-    plane = {} if daemon.transport == "unix" else {"staging": "0"}
-    return GrpcBackend(read_settings(section(daemon.transport, daemon.where, **{**QUICK, **plane, **more})))
+    return GrpcBackend(read_settings(section(daemon.transport, daemon.where, **{**QUICK, **more})))
 
 
 def timed(call: Callable[[], Any]) -> Any:
@@ -148,11 +146,7 @@ def test_a_restart_between_two_calls_is_noticed(transport: str) -> None:
     """Nothing failed in between; what a daemon must know is told to the new one all the same."""
     where = directory()
     with StorageServer(daemon_settings(transport, where), MemoryBackend()) as node:
-        client = (
-            open_client(transport, node, **QUICK)
-            if transport == "unix"
-            else open_client(transport, node, timeout="500ms")
-        )
+        client = open_client(transport, node, **QUICK)
         address = node.addresses
         client.register_namespace(NamespaceRecord(NAMESPACE, {"model": "m"}))
         assert len(client.namespaces()) == 1
@@ -165,20 +159,6 @@ def test_a_restart_between_two_calls_is_noticed(transport: str) -> None:
     ):
         until(lambda: answers(client))
         until(lambda: client.exists([]) == [] and answers(client) and len(client.namespaces()) == 1)
-
-
-def test_a_connection_into_a_black_hole() -> None:
-    with StorageServer(daemon_settings("tcp"), MemoryBackend()) as node:
-        proxy = Proxy(node.addresses[0])
-        with GrpcBackend(
-            read_settings(section("tcp", proxy.address, **{**QUICK, "plane": "stream"}))
-        ) as client:
-            put(client, key("a"), payload("a", SIZE))
-            proxy.hole()
-            is_away(client)
-            proxy.pass_on()
-            comes_back(client)
-        proxy.close()
 
 
 def test_many_threads_through_an_outage(daemon: Daemon) -> None:

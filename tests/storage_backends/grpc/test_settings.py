@@ -29,33 +29,13 @@ def read(url: str) -> Any:
 
 def test_a_host_and_a_directory() -> None:
     tcp, unix = read("grpc://cache.example:7070"), read("grpc:///run/tiercache/")
-    assert (tcp.target, tcp.transport, tcp.shared, str(tcp)) == (
-        "cache.example:7070",
-        "tcp",
-        False,
-        "grpc://cache.example:7070",
-    )
-    assert (unix.target, unix.transport, unix.shared) == ("unix:/run/tiercache/grpc.sock", "unix", True)
-    assert (unix.timeout, unix.transfer_timeout, unix.staging, unix.breaker_failures, unix.breaker_pause) == (
-        2,
-        10,
-        64 << 20,
-        3,
-        1,
-    )
-    assert not read("grpc:///run/tiercache?plane=stream").shared
+    assert (tcp.target, tcp.transport, str(tcp)) == ("cache.example:7070", "tcp", "grpc://cache.example:7070")
+    assert (unix.target, unix.transport) == ("unix:/run/tiercache/grpc.sock", "unix")
+    assert (unix.timeout, unix.transfer_timeout, unix.breaker_failures, unix.breaker_pause) == (2, 10, 3, 1)
     assert read("grpc://[::1]:7070?tls=true").transport == "tls"
-    values = read(
-        "grpc:///run/t?timeout=250ms&transfer_timeout=30s&staging=1MiB"
-        "&breaker_failures=5&breaker_pause=2s&plane=shared"
-    )
-    assert (
-        values.timeout,
-        values.transfer_timeout,
-        values.staging,
-        values.breaker_failures,
-        values.breaker_pause,
-    ) == (0.25, 30, 1 << 20, 5, 2)
+    values = read("grpc:///run/t?timeout=250ms&transfer_timeout=30s&breaker_failures=5&breaker_pause=2s")
+    given = (values.timeout, values.transfer_timeout, values.breaker_failures, values.breaker_pause)
+    assert given == (0.25, 30, 5, 2)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +46,6 @@ def test_a_host_and_a_directory() -> None:
         ("grpc://host", "host:port"),
         ("grpc://host:0", "port 0"),
         ("grpc://host:7070/path", "not both"),
-        ("grpc://host:7070?plane=shared", "share memory"),
         ("grpc:///run?tls=true", "is for TCP"),
         ("grpc://h:1?tls=false&server_name=x", "contradicts"),
         ("grpc://h:1?certificate=/c.pem", "pair"),
@@ -116,9 +95,7 @@ def test_it_opens_without_a_daemon_and_answers_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    store = GrpcBackend.from_config(
-        section("unix", str(tmp_path), timeout="20s", staging="0"), StoreContext(Env())
-    )
+    store = GrpcBackend.from_config(section("unix", str(tmp_path), timeout="20s"), StoreContext(Env()))
     started = time.monotonic()
     item, before = to_get(key("a"), 5000), b"\xaa" * 5000
     assert store.capabilities == Capabilities(persistent=False, shared=True, bounded=False)

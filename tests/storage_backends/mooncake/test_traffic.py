@@ -13,7 +13,8 @@ from tiercache_backends.mooncake.settings import read_settings
 from tiercache_backends.mooncake.traffic import Codes, Part, PartMover, PlacedItem
 
 from tests.storage_backends.mooncake.rig import Pool
-from tiercache.core import Outcome
+from tiercache.core import BLOCK_ALIGN, Outcome
+from tiercache.storage.attached import FreeRanges
 from tiercache.storage.base import GetItem
 from tiercache.testing.objects import key, to_get
 
@@ -59,3 +60,17 @@ def test_an_exception_on_the_way_leaks_no_staging_memory(pool: Pool, where: str)
         assert link.ask(Patience(5.0), "test", lambda client: client.exist(["tc1/traffic/0"])) == [0]
     finally:
         link.close()
+
+
+def test_staging_gives_every_byte_once() -> None:
+    staging = FreeRanges(16 * BLOCK_ALIGN)
+    taken = [staging.take(size) for size in (1, BLOCK_ALIGN, BLOCK_ALIGN + 1, 8 * BLOCK_ALIGN)]
+    assert taken == [0, BLOCK_ALIGN, 2 * BLOCK_ALIGN, 4 * BLOCK_ALIGN]
+    assert staging.take(5 * BLOCK_ALIGN) is None
+    staging.give(BLOCK_ALIGN, BLOCK_ALIGN)
+    staging.give(4 * BLOCK_ALIGN, 8 * BLOCK_ALIGN)
+    assert staging.take(9 * BLOCK_ALIGN) == 4 * BLOCK_ALIGN
+    staging.give(4 * BLOCK_ALIGN, 9 * BLOCK_ALIGN)
+    staging.give(0, 1)
+    staging.give(2 * BLOCK_ALIGN, BLOCK_ALIGN + 1)
+    assert staging.take(16 * BLOCK_ALIGN) == 0

@@ -154,6 +154,7 @@ class Attachments:
         finally:
             if session is not None:
                 session.ended = True
+                session.when_ended()
                 # A store call under way cannot be cancelled. Until it is done, the memory must stay mapped,
                 # and the connection must stay open: closing it tells the client that nothing touches the
                 # memory any more. Therefore even the daemon's shutdown, which cancels this task, must not end

@@ -37,7 +37,7 @@ from tiercache.daemon.call_log import CallLog
 from tiercache.daemon.certificates import Certificates
 from tiercache.daemon.gate import Gate
 from tiercache.daemon.payload.data import DataCall
-from tiercache.daemon.sockets import listen_tcp
+from tiercache.daemon.sockets import listen_tcp, listen_unix, peer_of
 from tiercache.daemon.store_threads import fulfil
 from tiercache.errors import WireError
 from tiercache.wire import data, messages
@@ -76,13 +76,13 @@ _LATE: Final = data.pack(
 
 
 class DataSession:
-    """Session of one client, from its Hello to the end of its connection to gRPC.
+    """Right of one client to open data connections, from its Hello to the end of what proves who it is.
 
     Thread safety: the event loop's thread.
     """
 
-    def __init__(self, peer: str, caller: Caller) -> None:
-        self.peer: Final = peer
+    def __init__(self, key: str, caller: Caller) -> None:
+        self.key: Final = key
         self.caller = caller
         self.token: Final = secrets.token_bytes(_TOKEN_BYTES)
         self.over = False
@@ -92,7 +92,7 @@ class DataSession:
 
 
 class DataSessions:
-    """All sessions, by the names of their connections to gRPC, and by token.
+    """All sessions, by token and by what ends them: a connection to gRPC, or a session of the attach socket.
 
     Thread safety: the event loop's thread.
     """
@@ -101,52 +101,62 @@ class DataSessions:
         self._access = access
         self._gate = gate
         self._max_connections = min(MAX_CONNECTIONS, max_connections)
-        self._by_peer: dict[str, DataSession] = {}
+        self._by_key: dict[str, DataSession] = {}
         self._by_token: dict[bytes, DataSession] = {}
         self.draining = False
         """Whether a session that ends leaves its data connections to `port.DataPort.drain`."""
         self.ports: dict[int, int] = {}
-        """Ports for data connections, by the ports on which their clients reach gRPC; empty while there are
-        none."""
+        """Ports for data connections, by the ports on which their clients reach gRPC."""
 
     def __len__(self) -> int:
-        return len(self._by_peer)
+        return len(self._by_key)
 
     @property
     def connections(self) -> int:
         """Number of data connections of all sessions; any thread may read this."""
-        return sum(len(session.ends) for session in list(self._by_peer.values()))
+        return sum(len(session.ends) for session in list(self._by_key.values()))
 
     def offer(self, caller: Caller, peer: str) -> pb.DataPort | None:
-        """Return what a caller needs to open data connections; None if there are none for its connection."""
+        """Return what a caller needs to open data connections; None if its connection has ended."""
+        local = caller.session
+        key = peer if local is None else local.token.hex()
         client = self._gate.find(peer)
-        port = None if client is None else self.ports.get(client.port)
-        if port is None:
+        if client is None if local is None else local.ended:
             return None
-        session = self._by_peer.get(peer)
+        session = self._by_key.get(key)
         if session is None or session.caller.permissions is not caller.permissions:
-            self.end(peer)
-            session = self._by_peer[peer] = DataSession(peer, caller)
+            self.end(key)
+            session = self._by_key[key] = DataSession(key, caller)
             self._by_token[session.token] = session
+            if local is not None:
+                local.when_ended = partial(self.end, key)
             # The gate forgets a connection before it calls `end`. So a session of a connection that ended
             # meanwhile is either seen here, or by an `end` that is still to come.
-            if self._gate.find(peer) is None:
-                self.end(peer)
+            elif self._gate.find(peer) is None:
+                self.end(key)
                 return None
         session.caller = caller
+        port = 0 if client is None or local is not None else self.ports[client.port]
         return pb.DataPort(port=port, token=session.token, connections=self._max_connections)
 
-    def admit(self, opening: data_pb2.DataOpen, names: Sequence[bytes]) -> DataSession:
+    def admit(self, opening: data_pb2.DataOpen, names: Sequence[bytes], uid: int | None) -> DataSession:
         """Return the session whose token a new connection brings; raises Refusal.
 
-        `names`: the subject alternative names of the connection's certificate. The credentials must be those
-        of the session's principal, so that a token alone, if another principal got it, opens nothing.
+        `names`: the subject alternative names of the connection's certificate; `uid`: the user at the other
+        end of a unix socket. The credentials must be those of the session's principal, so that a token alone,
+        if another principal got it, opens nothing.
         """
         session = self._by_token.get(opening.token)
         if session is None:
             raise Refusal(StatusCode.UNAUTHENTICATED, "there is no such session, or it has ended; say Hello")
-        identity: Mapping[str, Sequence[bytes]] = {"x509_subject_alternative_name": names}
-        if self._access.authenticate(opening.authorization, identity) is not session.caller.permissions:
+        local = session.caller.session
+        if local is not None:
+            is_same = uid == local.uid
+        else:
+            identity: Mapping[str, Sequence[bytes]] = {"x509_subject_alternative_name": names}
+            found = self._access.authenticate(opening.authorization, identity)
+            is_same = uid is None and found is session.caller.permissions
+        if not is_same:
             raise Refusal(StatusCode.UNAUTHENTICATED, "the session belongs to another principal; say Hello")
         if len(session.ends) >= self._max_connections:
             raise Refusal(
@@ -158,13 +168,13 @@ class DataSessions:
 
     def end_all_of(self, principals: AbstractSet[Permissions]) -> None:
         """End the sessions of these principals; their clients come again with what is valid now."""
-        for session in list(self._by_peer.values()):
+        for session in list(self._by_key.values()):
             if session.caller.permissions in principals:
-                self.end(session.peer)
+                self.end(session.key)
 
-    def end(self, peer: str) -> None:
-        """End the session of a connection to gRPC, if it has one, and all of its data connections."""
-        session = self._by_peer.pop(peer, None)
+    def end(self, key: str) -> None:
+        """End the session of a connection, if it has one, and all of its data connections."""
+        session = self._by_key.pop(key, None)
         if session is not None:
             session.over = True
             del self._by_token[session.token]
@@ -178,9 +188,13 @@ class _Connection(AcceptedConnection):
     Thread safety: the event loop's thread; `in_store` and `is_busy` that of the connection.
     """
 
-    def __init__(self, number: int, origin: bytes, channel: FrameSocket, *, trusted: bool) -> None:
+    def __init__(
+        self, number: int, origin: bytes, channel: FrameSocket, uid: int | None, *, trusted: bool
+    ) -> None:
         super().__init__(number, origin, time.monotonic(), tls=False, trusted=trusted)
         self.channel: Final = channel
+        self.uid: Final = uid
+        """User at the other end of a unix socket; None over TCP."""
         self.is_busy = False
         """Whether a call is under way."""
         self._is_served = False
@@ -269,12 +283,16 @@ class DataPort:
         self._acceptor = Acceptor(admission, self._make, self._serve, calls.refused_connection)
         self._draining = False
         self._loop: Final = asyncio.get_running_loop()
+        self._look()
+
+    def listen_local(self, path: str, mode: int) -> None:
+        """Listen on a unix socket at `path` with this file mode; raises OSError."""
+        self._acceptor.listen(listen_unix(path, mode, socket.SOCK_STREAM))
 
     def listen(self, host: str, port: int) -> int:
         """Listen on a TCP address and return its port; raises OSError."""
         listener = listen_tcp(host, port)
         self._acceptor.listen(listener)
-        self._look()
         return int(listener.getsockname()[1])
 
     async def drain(self, seconds: float) -> None:
@@ -291,9 +309,16 @@ class DataPort:
             self._loop.call_later(_LOOK_SECONDS, self._look)
 
     def _make(self, number: int, origin: bytes, client: socket.socket) -> _Connection:
-        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        uid = peer_of(client).uid if client.family == socket.AF_UNIX else None
+        if uid is None:
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        else:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, data.SEND_BYTES)
         mutual = self._certificates is not None and self._certificates.mutual
-        return _Connection(number, origin, FrameSocket(client, "the client", self._idle), trusted=mutual)
+        return _Connection(
+            number, origin, FrameSocket(client, "the client", self._idle), uid,
+            trusted=mutual and uid is None,
+        )  # fmt: skip
 
     async def _serve(self, connection: _Connection) -> None:
         await connection.run(partial(self._converse, connection))
@@ -302,7 +327,7 @@ class DataPort:
         """Open a connection and serve its calls, in its thread."""
         with suppress(OSError):  # the client has gone, or is slow
             try:
-                opening = self._greet(connection.channel)
+                opening = self._greet(connection)
                 session = self._in_loop(partial(self._open, connection, opening))
             except (Refusal, WireError) as error:
                 self._calls.refused(error)
@@ -321,10 +346,10 @@ class DataPort:
             except (Refusal, WireError) as error:
                 self._calls.refused(error)
 
-    def _greet(self, channel: FrameSocket) -> data_pb2.DataOpen:
+    def _greet(self, connection: _Connection) -> data_pb2.DataOpen:
         """Make the handshake and return what the client brings."""
-        until = time.monotonic() + _SETTLING_SECONDS
-        if self._certificates is not None:
+        channel, until = connection.channel, time.monotonic() + _SETTLING_SECONDS
+        if self._certificates is not None and connection.uid is None:
             channel.secure(self._certificates.context, until)
         frame = channel.frame(until, _OPEN_BYTES)
         if frame.kind is not FrameKind.OPEN:
@@ -338,7 +363,7 @@ class DataPort:
         """Return the session whose token a client brings."""
         if connection.number not in self._acceptor.admission.connections:
             raise ConnectionAbortedError("the connection was ended meanwhile")
-        session = self._sessions.admit(opening, connection.channel.names)
+        session = self._sessions.admit(opening, connection.channel.names, connection.uid)
         self._acceptor.admission.settle(connection)
         connection.known = True
         self._acceptor.open_next()

@@ -192,6 +192,8 @@ class AttachSession:
         """The client; `attachments` sets this before the session can be found."""
         self.ended = False
         """Whether no call may begin any more."""
+        self.when_ended: Callable[[], None] = lambda: None
+        """Function to call when that has become so."""
         self._regions: dict[int, Mapping] = {}
         self._under_way = 0
         self._unused = Event()
