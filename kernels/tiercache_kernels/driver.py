@@ -126,17 +126,6 @@ class DeviceContext:
         self._call("cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(_SAME_ADDRESS), self._device)
         return bool(value.value)
 
-    def mapped_address(self, address: int) -> int:
-        """Return the address that the device has for page-locked memory at the host address `address`.
-
-        The calling thread must have called `enter`.
-        """
-        found = ctypes.c_uint64()
-        self._call(
-            "cuMemHostGetDevicePointer_v2", ctypes.byref(found), ctypes.c_void_p(address), ctypes.c_uint(0)
-        )
-        return found.value
-
     def _call(self, symbol: str, *arguments: object) -> None:
         code = self._driver[symbol](*arguments)
         if code != _SUCCESS:

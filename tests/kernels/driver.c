@@ -82,7 +82,6 @@ CUresult CUDAAPI cuMemcpyBatchAsync(CUdeviceptr *dsts, CUdeviceptr *srcs, size_t
 #ifndef SAME_ADDRESS
 #define SAME_ADDRESS 1 /* does a device know registered memory by the host's address? */
 #endif
-#define MAPPED_AT ((uintptr_t)1 << 60) /* by which it knows it else */
 
 static _Thread_local CUstreamCaptureMode capture_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
 static _Thread_local int stack[DEEPEST]; /* devices whose contexts the thread has made current */
@@ -155,14 +154,6 @@ CUresult CUDAAPI cuCtxPopCurrent_v2(CUcontext *context) {
     heard();
     if (!depth) return CUDA_ERROR_INVALID_CONTEXT;
     *context = (CUcontext)(uintptr_t)(stack[--depth] + 1);
-    return CUDA_SUCCESS;
-}
-
-CUresult CUDAAPI cuMemHostGetDevicePointer_v2(CUdeviceptr *pointer, void *memory, unsigned int flags) {
-    heard();
-    if (!depth) return CUDA_ERROR_INVALID_CONTEXT;
-    if (flags) return CUDA_ERROR_INVALID_VALUE;
-    *pointer = (CUdeviceptr)(uintptr_t)memory + (SAME_ADDRESS ? 0 : MAPPED_AT);
     return CUDA_SUCCESS;
 }
 

@@ -46,10 +46,6 @@ _ROOM: Final = 1024
 """Largest number of pieces of work that may wait in a stream; a driver would block the caller that queues one
 more.
 """
-_MAPPED_AT: Final = 1 << 60
-"""Offset in bytes from the host's address of page-locked memory to the device's, on a device that does not
-use the host's addresses.
-"""
 _PATIENCE_S: Final = 60.0
 """Seconds that a stream or a thread waits for an event.
 
@@ -156,7 +152,6 @@ class SimulatedDevice(CudaDevice):
     within a batch. `seconds` gives the duration of a transfer from its method, its bytes and its number of
     copies. `unavailable` maps each method that the device lacks to the reason. `driver` is shared with other
     devices.
-    `same_addresses` says whether the device addresses page-locked memory by the host's addresses.
 
     Thread safety: as `CudaDevice`, and it is checked.
     """
@@ -171,7 +166,6 @@ class SimulatedDevice(CudaDevice):
         unavailable: dict[Method, str] | None = None,
         name: str = "Simulated",
         driver: SimulatedDriver | None = None,
-        same_addresses: bool = True,
     ) -> None:
         self.ordinal = ordinal
         self.card = Card(name, f"0000:{ordinal:02x}:00.0", 13000, 13000, 132)
@@ -185,8 +179,7 @@ class SimulatedDevice(CudaDevice):
         self._streams: dict[int, _Stream] = {}
         self._events: dict[int, _Event] = {}
         self._changed = threading.Condition()
-        self._apart = 0 if same_addresses else _MAPPED_AT
-        self.memory = MemoryMap(self._apart)
+        self.memory = MemoryMap()
         self._random = random.Random(seed)
         self._jitter, self.seconds = jitter, seconds
         self._handles = count(1 << 40)
@@ -339,14 +332,13 @@ class SimulatedDevice(CudaDevice):
         self.memory.keep(array.ctypes.data, MemoryPiece(nbytes, "page-locked"), array)
         return array
 
-    def lock(self, address: int, nbytes: int) -> int:
+    def lock(self, address: int, nbytes: int) -> None:
         self._enter("lock")
         if address % mmap.PAGESIZE or nbytes % mmap.PAGESIZE:
             raise SimulatedError("only whole pages can be page-locked")
         if self.memory.overlaps(address, nbytes):
             raise SimulatedError("memory was page-locked twice")
         self.memory.keep(address, MemoryPiece(nbytes, "locked"))
-        return address + self._apart
 
     def unlock(self, address: int) -> None:
         self._enter("unlock")
@@ -374,10 +366,10 @@ class SimulatedDevice(CudaDevice):
             raise SimulatedError(
                 f"a kernel of {blocks} blocks was launched over {rows} rows and {chunks} chunks"
             )
-        self.memory.host_address(table, 32 * (rows + 1))
+        self.memory.check(table, 32 * (rows + 1))
 
         def kernel() -> None:
-            self.memory.host_address(table, 32 * (rows + 1))
+            self.memory.check(table, 32 * (rows + 1))
             found = np.frombuffer(ctypes.string_at(table, 32 * (rows + 1)), np.uint64).reshape(-1, 4).tolist()
             if found[-1][3] - found[0][3] != chunks or any(
                 below[3] - row[3] != -(-row[2] // _CHUNK) for row, below in pairwise(found)
@@ -389,18 +381,19 @@ class SimulatedDevice(CudaDevice):
 
     def _queue(self, method: Method, copies: list[tuple[int, int, int]], stream: int) -> None:
         for source, destination, nbytes in copies:
-            self.memory.host_address(source, nbytes)
-            self.memory.host_address(destination, nbytes)
+            self.memory.check(source, nbytes)
+            self.memory.check(destination, nbytes)
         self._stream(stream).put(lambda: self._move(method, copies))
 
     def _move(self, method: Method, copies: list[tuple[int, int, int]]) -> None:
         nbytes = sum(length for _, _, length in copies)
         if pause := self._random.random() * self._jitter + self.seconds(method, nbytes, len(copies)):
             time.sleep(pause)
-        find = self.memory.host_address
         # Checked again: the memory must stay valid until the copy runs.
         for source, destination, length in copies:
-            ctypes.memmove(find(destination, length), find(source, length), length)
+            self.memory.check(source, length)
+            self.memory.check(destination, length)
+            ctypes.memmove(destination, source, length)
         self.moved[method] += nbytes
 
     def _record(self, event: int, stream: int) -> None:

@@ -32,22 +32,17 @@ class MemoryPiece:
 class MemoryMap:
     """Pieces of memory that a simulated device may use, by address.
 
-    `apart`: offset in bytes from the host's address of memory that was page-locked to the device's.
-
     Thread safety: any thread.
     """
 
-    def __init__(self, apart: int) -> None:
-        self._apart = apart
+    def __init__(self) -> None:
         self._pieces: dict[int, MemoryPiece] = {}
         self._mapping = threading.Lock()
         # Filled by finalizers, which run on any thread and at any time, even within a loop over `_pieces`;
         # emptied under `_mapping`.
         self._dead: deque[tuple[int, str]] = deque()
-        self._ends: list[tuple[int, int, int]] | None = None
-        """Begin and end of every piece by the device's addresses, sorted, and their offset from the host's;
-        None if out of date.
-        """
+        self._ends: list[tuple[int, int]] | None = None
+        """Begin and end of every piece, sorted; None if out of date."""
 
     def keep(self, address: int, piece: MemoryPiece, owner: Any = None) -> None:
         """Add a piece, until it is dropped or `owner` is gone."""
@@ -64,14 +59,14 @@ class MemoryMap:
             del table[address]
 
     def overlaps(self, address: int, nbytes: int) -> bool:
-        """Whether a range of the host's addresses has bytes in common with a piece."""
+        """Whether a range has bytes in common with a piece."""
         with self._table() as table:
             return any(
                 start < address + nbytes and address < start + piece.nbytes for start, piece in table.items()
             )
 
     def pieces(self, kind: str) -> list[tuple[int, int]]:
-        """Return begin and end of every piece of a kind, by the host's addresses."""
+        """Return begin and end of every piece of a kind,."""
         with self._table() as table:
             return [(start, start + piece.nbytes) for start, piece in table.items() if piece.kind == kind]
 
@@ -80,23 +75,18 @@ class MemoryMap:
         with self._table() as table:
             return Counter(piece.kind for piece in table.values())
 
-    def host_address(self, address: int, nbytes: int) -> int:
-        """Return the host's address of a range; raise SimulatedError unless it lies in one piece."""
+    def check(self, address: int, nbytes: int) -> None:
+        """Raise SimulatedError unless a range lies in one piece."""
         with self._mapping:
             if self._dead or self._ends is None:
                 self._bury()
-                self._ends = sorted(self._seen(start, piece) for start, piece in self._pieces.items())
-            at = bisect_right(self._ends, (address, _BEYOND, 0)) - 1
-            start, end, apart = self._ends[at] if at >= 0 else (0, 0, 0)
+                self._ends = sorted((start, start + piece.nbytes) for start, piece in self._pieces.items())
+            at = bisect_right(self._ends, (address, _BEYOND)) - 1
+            start, end = self._ends[at] if at >= 0 else (0, 0)
         if nbytes < 1 or not start <= address < address + nbytes <= end:
             raise SimulatedError(
                 f"{nbytes} bytes at {address:#x} are not within one piece of device or page-locked memory"
             )
-        return address - apart
-
-    def _seen(self, start: int, piece: MemoryPiece) -> tuple[int, int, int]:
-        apart = self._apart if piece.kind == "locked" else 0
-        return start + apart, start + apart + piece.nbytes, apart
 
     @contextmanager
     def _table(self) -> Iterator[dict[int, MemoryPiece]]:

@@ -126,26 +126,6 @@ class TestManyCopies:
 
 
 class TestRegisteredMemory:
-    def test_a_device_that_has_it_at_another_address(self) -> None:
-        """Its own address is used for all of it, and by every method; the simulated device takes no other."""
-        machine = Simulated(same_addresses=False, jitter=0.0005)
-        for method in (None, *Method):
-            rig = rig_on(machine)
-            with rig.engine(method=method, piece_bytes=8192) as engine:
-                assert machine.device.unavailable == {}
-                handles = rig.host.alloc(3).tolist()
-                stored = engine.store(rig.units([0, 2, 4], handles))
-                assert stored.wait(30)
-                assert stored.error is None
-                assert [rig.held(h) for h in handles] == [rig.kind.slot(s) for s in (0, 2, 4)]
-                loaded = engine.load(rig.units(handles, [5, 3, 1]))
-                assert loaded.wait(30)
-                assert loaded.error is None
-                rig.kind.move([0, 2, 4], [5, 3, 1])
-                assert rig.kind.agrees()
-            rig.arena.close()
-        assert machine.device.leftovers == {}
-
     @pytest.mark.parametrize("fault", ["registered", "boundary"])
     def test_a_batch_that_fails_only_there_is_not_used(self, fault: str) -> None:
         class Picky(SimulatedDevice):

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Final, Self, TypeAlias
 
 import numpy as np
@@ -296,9 +295,6 @@ class LockedArena:
     The memory is locked in pieces of `period` bytes: as many whole blocks as fit in `piece_bytes`, at least
     one. The driver treats two pieces as unrelated memory, so no copy may cross from one piece into the next.
 
-    Most devices use the host's addresses for the pieces, but some have addresses of their own.
-    `device_addresses` translates the host's addresses into those of the device.
-
     Raises ConfigError, with nothing locked, if the driver refuses.
 
     Thread safety: one thread at a time, with the device current.
@@ -309,36 +305,19 @@ class LockedArena:
         self._device = device
         self._region = arena.hold()
         self._pieces: list[int] = []
-        self._origin = arena.address
-        shifts: list[int] = []
         started = time.monotonic()
         try:
             # The last piece may be shorter: arena [0, 10) with period 4 has pieces [0, 4), [4, 8), [8, 10).
             for start in range(0, arena.nbytes, self.period):
-                on_device = device.lock(arena.address + start, min(self.period, arena.nbytes - start))
+                device.lock(arena.address + start, min(self.period, arena.nbytes - start))
                 self._pieces.append(arena.address + start)
-                shifts.append(on_device - self._pieces[-1])
         except RuntimeError as error:
             self.unlock()
             raise ConfigError(
                 f"{arena.nbytes >> 20} MiB of host memory could not be page-locked for the device ({error});"
                 " make the host arena smaller"
             ) from error
-        self._shifts = np.array(shifts, np.int64)
-        """Device's address of each piece minus the host's address, in bytes; shape [pieces]."""
         self.report = f"{arena.nbytes >> 20} MiB page-locked in {time.monotonic() - started:.2f} s"
-
-    def device_addresses(self, descriptors: Descriptors) -> Descriptors:
-        """Return the same copies with the device's addresses of host memory.
-
-        The caller guarantees that no copy crosses the end of a piece.
-        """
-        if not self._shifts.any():
-            return descriptors
-        host = descriptors.host.astype(np.int64)
-        return replace(
-            descriptors, host=(host + self._shifts[(host - self._origin) // self.period]).astype(np.uint64)
-        )
 
     def unlock(self) -> None:
         """Unlock the memory and release the arena's mapping. A second call does nothing."""

@@ -121,11 +121,8 @@ class CudaDevice(Protocol):
         The memory is freed with the array, so the caller keeps the array while any copy uses the memory.
         """
 
-    def lock(self, address: int, nbytes: int) -> int:
-        """Page-lock memory of this process for all devices, and return this device's address of the memory.
-
-        Every copy by this device must use the returned address.
-        """
+    def lock(self, address: int, nbytes: int) -> None:
+        """Page-lock memory of this process for all devices, which use the host's addresses of it."""
 
     def unlock(self, address: int) -> None:
         """Undo `lock`. `address` is the address that was passed to `lock`."""

@@ -58,7 +58,7 @@ class CupyDevice(CudaDevice):
             count = self._cupy.cuda.runtime.getDeviceCount()
             if ordinal < count:
                 self._context = DeviceContext.load(ordinal, library)
-                self._same_addresses = self._context.reads_host_addresses()
+                is_able = self._context.reads_host_addresses()
         except RuntimeError as error:
             raise ConfigError(
                 f"device cuda:{ordinal} cannot be used: {error}; `nvidia-smi` should list it"
@@ -66,6 +66,11 @@ class CupyDevice(CudaDevice):
         if ordinal >= count:
             raise ConfigError(
                 f"there is no device cuda:{ordinal}, this process sees {count}; see CUDA_VISIBLE_DEVICES"
+            )
+        if not is_able:
+            raise ConfigError(
+                f"device cuda:{ordinal} has page-locked memory at addresses of its own, which the transfer"
+                " engine does not know; use another device"
             )
         with self.current():
             self._runtime.free(0)  # initializes CUDA's runtime in the context
@@ -148,15 +153,8 @@ class CupyDevice(CudaDevice):
         weakref.finalize(memory, self._free_host, address).atexit = False
         return memory
 
-    def lock(self, address: int, nbytes: int) -> int:
+    def lock(self, address: int, nbytes: int) -> None:
         self._runtime.hostRegister(address, nbytes, _REGISTERED)
-        if self._same_addresses:
-            return address
-        try:
-            return self._context.mapped_address(address)
-        except BaseException:
-            self.unlock(address)
-            raise
 
     def unlock(self, address: int) -> None:
         self._runtime.hostUnregister(address)

@@ -243,7 +243,7 @@ class Lane:
         try:
             self._enter()
             self._pass_fences(job, resources)
-            descriptors = self._memory.device_addresses(job.descriptors(self._memory.period))
+            descriptors = job.descriptors(self._memory.period)
             copies = descriptors.copies(to_host=job.to_host)
             groups = [
                 (layers, rows, self._choose(copies[rows])) for layers, rows in self._groups(job, descriptors)

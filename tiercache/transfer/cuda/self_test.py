@@ -129,9 +129,7 @@ class _SelfTest:
     def _copy(self, method: Method, host: npt.NDArray[np.uint64], *, to_host: bool) -> None:
         lengths, layers = np.array(_TEST_LENGTHS), np.zeros(len(_TEST_LENGTHS), np.int64)
         whole = Descriptors(_places(_GAP_DEVICE, self._address), host, lengths, layers)
-        copies = self._locked.device_addresses(whole.cut(self._arena.address, self._locked.period)).copies(
-            to_host=to_host
-        )
+        copies = whole.cut(self._arena.address, self._locked.period).copies(to_host=to_host)
         rows = slice(0, len(copies))
         self._resources.queue(
             copies, [(rows, method)], bus_blocks(self._device.card.multiprocessors), self.stream
