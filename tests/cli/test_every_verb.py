@@ -153,7 +153,7 @@ def engine() -> Iterator[Engine]:
 @pytest.mark.parametrize("output", FORMATS)
 def test_prove(here: Path, engine: Engine, output: str) -> None:
     arguments = ("prove", engine.url, "--settle", 0, "--tokens", 400, "-o", output)
-    assert len(read(call(*arguments).out, output)) == {"table": 0, "json": 1, "jsonl": 2}[output]
+    assert len(read(call(*arguments).out, output)) == (output != "table")
     read(call(*arguments, "--save", "proof #1.json").out, output)
     read(call(*arguments, "--after", "proof #1.json", ok=None).out, output)
 

@@ -7,6 +7,6 @@ Principles:
 3. The same prompt must give the same text: a hit with another one is worse than a miss.
 
 Order of reading: `command` (the options), `run` (the order of the requests, and the one that is saved),
-`verdict` (the meaning of the answers), `server` (HTTP with limits), `completion` (one streamed answer),
-`engines` (differences between SGLang and vLLM), `show` (the output).
+`verdict` (the meaning of the answers, and the output), `server` (HTTP with limits), `completion` (one
+streamed answer), `engines` (differences between SGLang and vLLM).
 """

@@ -15,8 +15,7 @@ from tiercache.errors import ConfigError
 from tiercache_lab.prove.engines import EngineChoice, find
 from tiercache_lab.prove.run import MAX_ANSWER, MAX_TOKENS, MIN_TOKENS, ProveRun, Saved, check_place, load
 from tiercache_lab.prove.server import Server
-from tiercache_lab.prove.show import show, write
-from tiercache_lab.prove.verdict import EXITS, heading
+from tiercache_lab.prove.verdict import EXITS, heading, show
 
 
 def prove(
@@ -67,9 +66,6 @@ def prove(
     timeout: Annotated[
         float, typer.Option(min=0.1, max=3600, help="Seconds after which a request is given up.")
     ] = 120,
-    repeat: Annotated[
-        int, typer.Option(min=1, max=100, help="Number of rounds, each with a new prompt.")
-    ] = 1,
     seed: Annotated[
         int | None,
         typer.Option(
@@ -110,18 +106,13 @@ def prove(
     different text, 7 unknown.
 
     JSON fields: verdict (hit, miss, unknown, wrong), exit_code, sentence, url,
-    engine, model, rounds (verdict, seed, restored_tokens, same_text,
-    gain; first, again and control with text, first_token_s, prompt_tokens,
-    cached_tokens, sources, null where not reported), notes, look_at. With jsonl
-    one line for each round, and a last line with the other fields in summary.
+    engine, model, seed, restored_tokens, same_text, gain; first, again and
+    control with text, first_token_s, prompt_tokens, cached_tokens, sources (null
+    where not reported); notes, look_at.
     """
     if save is not None and after is not None:
         raise ConfigError(
             "--save is for the run before the restart, --after for the run after it; give one of them"
-        )
-    if repeat > 1 and (save is not None or after is not None):
-        raise ConfigError(
-            "--repeat cannot be combined with --save or --after, which are for one prompt; omit it"
         )
     if math.isnan(settle) or math.isnan(timeout):
         raise ConfigError("--settle and --timeout are seconds; give numbers")
@@ -144,20 +135,13 @@ def prove(
             if save is not None:
                 saved = run.save(start, save)
             else:
-                report = (
-                    run.after(before)
-                    if before is not None
-                    else run.rounds(range(start, start + repeat), settle)
-                )
+                report = run.after(before) if before is not None else run.prove(start, settle)
     except KeyboardInterrupt:
         raise typer.Exit(Exit.INTERRUPTED) from None
     if save is not None:
         _show_saved(run, saved, save, output)
         return
-    if output is Output.TABLE:
-        show(report)
-    else:
-        write(report, output)
+    show(report, output)
     raise typer.Exit(EXITS[report.verdict])
 
 

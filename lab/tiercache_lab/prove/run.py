@@ -7,18 +7,19 @@ import random
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Final, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from tiercache.cli.terminal import clean
 from tiercache.errors import ConfigError
-from tiercache_lab.prove.completion import Answer, Sources, ask
+from tiercache_lab.prove.completion import Answer, ask
 from tiercache_lab.prove.engines import EngineSubject, empty
 from tiercache_lab.prove.server import MAX_BYTES, Server
-from tiercache_lab.prove.verdict import Report, Round
+from tiercache_lab.prove.verdict import Report
 
-FORMAT: Final = 1
 MIN_TOKENS: Final = 64
 """Minimum length of a prompt in tokens."""
 MAX_TOKENS: Final = 1_000_000
@@ -31,19 +32,20 @@ MAX_ANSWER: Final = 1024
 class Saved:
     """Prompt that was sent, the options of the request, and the answer."""
 
+    format: Literal[1]
     url: str
     model: str
     engine: str
     seed: int
-    tokens: int
-    max_tokens: int
+    tokens: Annotated[int, Field(ge=MIN_TOKENS, le=MAX_TOKENS)]
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_ANSWER)]
     prompt: str
     first: Answer
 
     def save(self, path: Path) -> None:
         """Write the request to a file as JSON; raises ConfigError if it cannot be written."""
         try:
-            path.write_text(json.dumps({"format": FORMAT} | asdict(self), indent=1) + "\n")
+            path.write_text(json.dumps(asdict(self), indent=1) + "\n")
         except OSError as error:
             raise ConfigError(
                 f"--save {path} cannot be written: {error.strerror}; name a file in a directory of your own"
@@ -64,43 +66,15 @@ def load(path: Path) -> Saved:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise ConfigError(f"{shown} is too large for a file of --save; name the file that --save wrote")
-        record = json.loads(path.read_bytes())
+        return TypeAdapter(Saved).validate_json(path.read_bytes(), strict=True)
     except OSError as error:
         raise ConfigError(
             f"{shown} cannot be read: {error.strerror}; name the file that --save wrote"
         ) from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{shown} is not a file of --save; name the file that --save wrote") from error
-    try:
-        return _saved(record)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except ValidationError as error:
         raise ConfigError(
             f"{shown} is not a file of --save of this version; name another file, or save again"
         ) from error
-
-
-def _saved(record: dict[str, Any]) -> Saved:
-    if record.pop("format") != FORMAT:
-        raise ValueError
-    first = record.pop("first")
-    sources = first.pop("sources")
-    saved = Saved(**record, first=Answer(**first, sources=sources and Sources(**sources)))
-    texts = (saved.url, saved.model, saved.engine, saved.prompt, saved.first.text)
-    numbers = (
-        saved.seed,
-        saved.tokens,
-        saved.max_tokens,
-        saved.first.prompt_tokens or 0,
-        saved.first.cached_tokens or 0,
-    )
-    times = isinstance(saved.first.first_token_s, float)
-    if not (
-        all(type(text) is str for text in texts) and all(type(number) is int for number in numbers) and times
-    ):
-        raise TypeError
-    if not (MIN_TOKENS <= saved.tokens <= MAX_TOKENS and 1 <= saved.max_tokens <= MAX_ANSWER):
-        raise ValueError
-    return saved
 
 
 _RESTARTED: Final = (
@@ -130,28 +104,25 @@ class ProveRun:
                 " tokens of this model; give fewer"
             )
 
-    def rounds(self, seeds: range, settle: float) -> Report:
-        """Run one complete round for each seed: a new prompt, the same prompt again, another new prompt.
+    def prove(self, seed: int, settle: float) -> Report:
+        """Send a new prompt, the same prompt again with empty caches, and another new prompt.
 
-        `settle` is the time to wait, in seconds, until the engine has written a prompt to storage.
+        `settle` is the time to wait, in seconds, until the engine has written the prompt to storage.
         """
-        found, notes = [], dict[str, None]()
-        words = self._fitting_words()
-        for seed in seeds:
-            prompt = draw(str(seed), words)
-            first = self._ask("a new prompt", prompt)
-            self.say(f"waiting {settle:g} s for the prompt to be stored")
-            time.sleep(settle)
-            self.say("emptying the engine's own caches")
-            notes |= dict.fromkeys(filter(None, [empty(self.server, self.subject.engine)]))
-            found.append(self._judge(seed, prompt, first))
-        return Report(self.server.url, self.subject, found, list(notes))
+        prompt = draw(str(seed), self._fitting_words())
+        first = self._ask("a new prompt", prompt)
+        self.say(f"waiting {settle:g} s for the prompt to be stored")
+        time.sleep(settle)
+        self.say("emptying the engine's own caches")
+        note = empty(self.server, self.subject.engine)
+        return self._judge(seed, prompt, first, note)
 
     def save(self, seed: int, path: Path) -> Saved:
         """Send the first request, and save the prompt and its answer for `after`."""
         prompt, model = draw(str(seed), self._fitting_words()), self.subject.model.name
         first = self._ask("a new prompt", prompt)
         saved = Saved(
+            1,
             self.server.url,
             model,
             self.subject.engine.value,
@@ -175,14 +146,15 @@ class ProveRun:
                 " --model, or use --save again"
             )
         found = self._judge(before.seed, before.prompt, before.first)
-        return Report(self.server.url, self.subject, [found], [] if found.again.sources else [_RESTARTED])
+        return found if found.again.sources else replace(found, notes=[_RESTARTED])
 
-    def _judge(self, seed: int, prompt: str, first: Answer) -> Round:
+    def _judge(self, seed: int, prompt: str, first: Answer, note: str = "") -> Report:
         again = self._ask("the same prompt again", prompt)
         # The control must be a new prompt, so it is drawn at random. With a seed that was used before, a
         # prompt drawn from the seed would not be new.
         control = self._ask("another new prompt", draw(secrets.token_hex(16), len(prompt.split()) - _FRAME))
-        return Round(seed, first, again, control)
+        notes = [note] if note else []
+        return Report(self.server.url, self.subject, seed, first, again, control, notes)
 
     def _fitting_words(self) -> int:
         """Return the number of words for which the server counts about `tokens` tokens in a prompt.

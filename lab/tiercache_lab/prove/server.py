@@ -129,23 +129,20 @@ class Server:
         try:
             with self._client.stream(method, url, content=body, headers=self._keys[admin]) as response:
                 yield response.status_code, self._parts(response, url, deadline)
-        except httpx.ConnectTimeout as error:
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.InvalidURL, UnicodeError) as error:
             raise UnreachableError(
-                f"{url} cannot be reached within {self.timeout_s:g} s; check that the server runs, and the"
-                " network"
+                f"no server answers at {url} ({_cause(error)}); start the engine there, or give its URL"
             ) from error
         except (httpx.TimeoutException, TimeoutError) as error:
             raise CannotTellError(
                 f"{url} took longer than {self.timeout_s:g} s; see the server's log, or give a higher"
                 " --timeout"
             ) from error
-        except (httpx.ProtocolError, httpx.DecodingError) as error:
+        except (httpx.TransportError, httpx.DecodingError) as error:
             raise CannotTellError(
                 f"{url} closed the connection or does not speak HTTP ({type(error).__name__}); see the"
                 " server's log, or give another URL"
             ) from error
-        except (httpx.NetworkError, httpx.InvalidURL, UnicodeError) as error:
-            raise _unreachable(url, error) from error
 
     def _parts(self, response: httpx.Response, url: str, deadline: float) -> Iterator[bytes]:
         total = 0
@@ -161,20 +158,12 @@ class Server:
             yield part
 
 
-def _unreachable(url: str, error: Exception) -> UnreachableError:
-    """Return the error for a failed connection, with the reason from the operating system or from TLS."""
-    cause: BaseException = error
+def _cause(error: BaseException) -> str:
+    """Return the reason of the operating system, or of TLS, for a failed connection."""
     # The errors of httpx have no cause, but their context leads to the error of the socket.
-    while inner := cause.__cause__ or cause.__context__:
-        cause = inner
-    if isinstance(cause, ssl.SSLError):
-        return UnreachableError(
-            f"{url} cannot be reached by TLS: {cause.reason}; set SSL_CERT_FILE to use other certificates"
-        )
-    if isinstance(cause, ConnectionRefusedError):
-        return UnreachableError(f"no server answers at {url}; start the engine there, or give its URL")
-    said = getattr(cause, "strerror", None) or cause
-    return UnreachableError(f"{url} cannot be reached: {said}; check that the server runs")
+    while inner := error.__cause__ or error.__context__:
+        error = inner
+    return str(getattr(error, "reason", None) or getattr(error, "strerror", None) or error)
 
 
 def _split(parts: Iterator[bytes], url: str) -> Iterator[str]:

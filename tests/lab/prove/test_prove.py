@@ -68,15 +68,11 @@ def refused(engine: Engine, *arguments: object, ok: int = Exit.UNKNOWN) -> str:
 
 def test_a_hit(engine: Engine) -> None:
     found = proved(engine)
-    [only] = found["rounds"]
-    assert (found["verdict"], found["engine"], found["model"], found["url"]) == (
-        "hit",
-        engine.kind,
-        "qwen3-next",
-        engine.url,
-    )
+    only = found
+    told = (found["verdict"], found["engine"], found["model"], found["url"])
+    assert told == ("hit", engine.kind, "qwen3-next", engine.url)
     assert (notes(found), found["look_at"]) == ([], [])
-    assert (only["restored_tokens"], only["same_text"], only["verdict"]) == (400, True, "hit")
+    assert (only["restored_tokens"], only["same_text"]) == (400, True)
     assert [only[name]["cached_tokens"] for name in ("first", "again", "control")] == [0, 400, 0]
     assert only["again"]["sources"] == (
         {"device": 0, "host": 0, "storage": 400} if engine.kind == "sglang" else None
@@ -104,7 +100,7 @@ def test_a_hit(engine: Engine) -> None:
 
 def test_a_server_that_counts_too_little_gets_no_longer_prompt(engine: Engine) -> None:
     engine.tokens_each = 0.01
-    [only] = proved(engine, "--tokens", 3000)["rounds"]
+    only = proved(engine, "--tokens", 3000)
     assert only["first"]["prompt_tokens"] == 30
     assert max(len(request["prompt"].split()) for request in engine.asked) == 3000
 
@@ -112,7 +108,7 @@ def test_a_server_that_counts_too_little_gets_no_longer_prompt(engine: Engine) -
 @pytest.mark.parametrize("each", [2, 3])
 def test_the_prompt_has_the_length_that_the_server_counts(engine: Engine, each: int) -> None:
     engine.tokens_each = each
-    [only] = proved(engine, "--tokens", 3000)["rounds"]
+    only = proved(engine, "--tokens", 3000)
     assert 2970 <= only["first"]["prompt_tokens"] <= 3000
     assert 2970 <= only["control"]["prompt_tokens"] <= 3000
 
@@ -120,8 +116,8 @@ def test_the_prompt_has_the_length_that_the_server_counts(engine: Engine, each: 
 def test_what_a_hit_gains(sglang: Engine) -> None:
     sglang.computing = 0.1
     found = proved(sglang)
-    assert found["rounds"][0]["gain"] > 1
-    assert found["rounds"][0]["control"]["first_token_s"] >= 0.1
+    assert found["gain"] > 1
+    assert found["control"]["first_token_s"] >= 0.1
     assert found["notes"] == []
     sglang.computing, sglang.restoring = 0, 0.1
     found = proved(sglang)
@@ -143,12 +139,8 @@ def test_the_url_may_end_as_clients_want_it(sglang: Engine) -> None:
 
 
 def test_another_model_and_one_line(sglang: Engine) -> None:
-    [found, last] = prove(sglang, "--model", "an-adapter", "-o", "jsonl").lines
-    assert (found["verdict"], last["summary"]["verdict"], last["summary"]["model"]) == (
-        "hit",
-        "hit",
-        "an-adapter",
-    )
+    [found] = prove(sglang, "--model", "an-adapter", "-o", "jsonl").lines
+    assert (found["verdict"], found["model"]) == ("hit", "an-adapter")
     assert {request["model"] for request in sglang.asked} == {"an-adapter"}
 
 
@@ -190,13 +182,12 @@ def test_figures_that_cannot_be_are_not_believed(engine: Engine) -> None:
 def test_a_server_that_reports_nothing(engine: Engine, stores: bool) -> None:
     engine.reports, engine.details, engine.stores = False, False, stores
     found = proved(engine, ok=Exit.UNKNOWN)
-    [only] = found["rounds"]
-    assert (found["verdict"], only["restored_tokens"], only["again"]["cached_tokens"]) == (
+    assert (found["verdict"], found["restored_tokens"], found["again"]["cached_tokens"]) == (
         "unknown",
         None,
         None,
     )
-    assert only["again"]["first_token_s"] > 0
+    assert found["again"]["first_token_s"] > 0
     flag = "--enable-cache-report" if engine.kind == "sglang" else "--enable-prompt-tokens-details"
     assert f"start it with {flag}" in found["sentence"]
     assert "not reported" in prove(engine, ok=Exit.UNKNOWN).out
@@ -204,29 +195,16 @@ def test_a_server_that_reports_nothing(engine: Engine, stores: bool) -> None:
 
 def test_sglang_says_without_the_flag_where_tokens_lay(sglang: Engine) -> None:
     sglang.reports = False
-    assert proved(sglang)["rounds"][0]["again"]["cached_tokens"] == 400
+    assert proved(sglang)["again"]["cached_tokens"] == 400
 
 
 def test_another_text_is_wrong(engine: Engine) -> None:
     engine.wrong = 1
     out = prove(engine, ok=Exit.CORRUPT).out
     assert "WRONG: 400 of 400 tokens were restored and the text differs from character" in out
-    assert "--repeat 5" in out
+    assert "repeat on a server without other load" in out
     assert "differs: ..." in out
     assert "nonsense" in out
-
-
-def test_one_wrong_text_among_many(engine: Engine) -> None:
-    engine.wrong = 1
-    found = proved(engine, "--repeat", 3, "--seed", 40, ok=Exit.CORRUPT)
-    assert found["sentence"].startswith("1 of 3 rounds: ")
-    assert [(item["verdict"], item["seed"]) for item in found["rounds"]] == [
-        ("wrong", 40),
-        ("hit", 41),
-        ("hit", 42),
-    ]
-    assert len({request["prompt"] for request in engine.asked}) == 7  # one shows how the server counts
-    assert len(engine.resets_seen) == 3
 
 
 def test_a_seed_that_was_used_is_noticed(engine: Engine) -> None:
@@ -395,17 +373,17 @@ def test_an_answer_without_a_text(sglang: Engine) -> None:
 def test_nobody_there() -> None:
     with Server(("127.0.0.1", 0), Handler) as server:
         url = f"http://127.0.0.1:{server.server_port}"
-    assert f"no server answers at {url}/v1/models; start the engine there" in refused(
-        Engine("vllm", url=url), ok=Exit.UNREACHABLE
-    )
-    assert "cannot be reached" in refused(
-        Engine("vllm", url=f"http://{'a' * 64}.invalid"), ok=Exit.UNREACHABLE
-    )
+    said = refused(Engine("vllm", url=url), ok=Exit.UNREACHABLE)
+    assert f"no server answers at {url}/v1/models (Connection refused); start the engine there" in said
+    nowhere = Engine("vllm", url=f"http://{'a' * 64}.invalid")
+    assert "no server answers at" in refused(nowhere, ok=Exit.UNREACHABLE)
 
 
 def test_http_where_tls_is_expected(sglang: Engine) -> None:
     sglang.url = sglang.url.replace("http", "https")
-    assert "cannot be reached by TLS" in refused(sglang, ok=Exit.UNREACHABLE)
+    said = refused(sglang, ok=Exit.UNREACHABLE)
+    assert "no server answers" in said
+    assert "WRONG_VERSION_NUMBER" in said or "record layer failure" in said.lower()
 
 
 def test_a_prompt_that_does_not_fit(sglang: Engine) -> None:
@@ -425,7 +403,7 @@ def test_over_a_restart(engine: Engine, tmp_path) -> None:
     assert json.loads(path.read_text())["prompt"] == draw("3", 384) == engine.asked[1]["prompt"]
     engine.restart()
     found = proved(engine, "--after", path)
-    assert (found["verdict"], found["rounds"][0]["seed"]) == ("hit", 3)
+    assert (found["verdict"], found["seed"]) == ("hit", 3)
     assert engine.resets_seen == []
     assert [request["max_tokens"] for request in engine.asked] == [8, 8, 8, 8]
     assert engine.asked[1] == engine.asked[2] != engine.asked[3]
@@ -471,7 +449,7 @@ def test_a_file_of_another_model_is_refused_and_of_another_url_is_not(engine: En
     [
         {"format": 2}, {"tokens": 10**12}, {"tokens": "many"}, {"max_tokens": 0}, {"prompt": None},
         {"first": None}, {"first": {}},
-        {"seed": 1.5}, {"extra": 1},
+        {"seed": 1.5},
     ],
 )  # fmt: skip
 def test_a_changed_file_is_refused(sglang: Engine, tmp_path, change: dict[str, Any]) -> None:
@@ -525,7 +503,6 @@ def test_urls_that_are_none(url: str, sentence: str) -> None:
     ("arguments", "sentence"),
     [
         (("--save", "a", "--after", "b"), "give one of them"),
-        (("--save", "a", "--repeat", "2"), "omit it"),
         (("--timeout", "nan"), "--timeout"),
         (("--tokens", "8"), "invalid value for '--tokens'"),
         (("--engine", "other"), "'other' is not one of"),
