@@ -5,7 +5,7 @@
 
 A refresh lists the names of the last minutes, which is one request, and goes on with the sweep that is under
 way. The first sweep begins when the store is opened, another one after each twelfth refresh. No refresh
-begins a request after its deadline: the rest is left to the next one.
+begins a page of names after its deadline: the rest is left to the next one.
 
     recent   the names of the last minutes: what all writers have written since the last listing
     sweep    all names, in parts, one after the other: also what is gone, and what skewed clocks have written
@@ -41,30 +41,6 @@ _log = logging.getLogger(__name__)
 
 _SKEW: Final = 600_000
 """Milliseconds by which the clock of a writer may lag: packs of an older name are found by a sweep only."""
-_HEADS: Final = 1024
-"""Number of new names that one part of the work reads."""
-
-
-class Portion:
-    """Part of the work that is done in one go: until a time, and so many new names.
-
-    Thread safety: one thread at a time.
-    """
-
-    def __init__(self, until: float) -> None:
-        self._until = until
-        self._heads = _HEADS
-
-    @property
-    def is_spent(self) -> bool:
-        """Whether the rest is to be left for the next portion."""
-        return self._heads <= 0 or time.monotonic() >= self._until
-
-    def take(self, names: int) -> int:
-        """Reserve the reading of `names` heads; return how many of them this portion may still read."""
-        share = max(0, min(names, self._heads))
-        self._heads -= share
-        return share
 
 
 class _Sweep:
@@ -100,21 +76,22 @@ class BucketListing:
         self._sweep: _Sweep | None = None
         self._warned = False
 
-    def recent(self, portion: Portion) -> bool:
+    def recent(self, until: float) -> bool:
         """Take in what was written in the last minutes; return whether that is all. Raises RequestError."""
         after = make_name(max(0, self._newest - _SKEW), "0" * 16, 0, None)
-        pages = self._client.pages(FOLDER, after)
-        return all(self._take_in(page, portion) == len(page) for page in pages)
+        for page in self._client.pages(FOLDER, after):
+            self._take_in(page)
+            if time.monotonic() >= until:
+                return False
+        return True
 
-    def sweep(self, portion: Portion) -> bool:
+    def sweep(self, until: float) -> bool:
         """Go on with the sweep, or begin one; return whether it is over. Raises RequestError."""
         sweep = self._sweep = self._sweep or _Sweep(self._directory)
         for page in self._client.pages(FOLDER, sweep.after):
-            done = self._take_in(page, portion)
-            listed = {entry.name for entry in page[:done]}
-            if done:
-                self._directory.forget(sweep.pass_over(page[done - 1].name, listed))
-            if done < len(page) or portion.is_spent:
+            self._take_in(page)
+            self._directory.forget(sweep.pass_over(page[-1].name, {entry.name for entry in page}))
+            if time.monotonic() >= until:
                 return False
         self._directory.forget(sweep.pass_over(None, set()))
         self._sweep = None
@@ -123,18 +100,12 @@ class BucketListing:
         self._directory.forget(needless)
         return True
 
-    def _take_in(self, page: Sequence[Listed], portion: Portion) -> int:
-        """Take in the new names of a page; return how many names of it are dealt with."""
+    def _take_in(self, page: Sequence[Listed]) -> None:
+        """Take in the new names of a page, those that are names of packs and tombstones."""
         new = self._directory.unknown([entry.name for entry in page])
-        fresh = [
-            (name, entry.size) for entry in page if entry.name in new and (name := parse_name(entry.name))
-        ]
-        share = portion.take(len(fresh))
-        self._load(fresh[:share])
-        if share == len(fresh):
-            return len(page)
-        left = fresh[share][0].text
-        return next(at for at, entry in enumerate(page) if entry.name == left)
+        self._load(
+            [(name, entry.size) for entry in page if entry.name in new and (name := parse_name(entry.name))]
+        )
 
     def _load(self, names: Sequence[tuple[PackName, int]]) -> None:
         """Read the heads of new packs, and new tombstones, many at a time."""
@@ -211,8 +182,8 @@ class Refresher:
         self._closing = False
         # Refreshes and sweeps are numbered from 1.
         self._begun = self._ended = self._sweeps_begun = self._sweeps_ended = 0
-        self._awaited = self._sweep_awaited = 0
-        """The refresh and the sweep for whose ends calls wait."""
+        self._awaited, self._sweep_awaited = 0, 1
+        """The refresh and the sweep for whose ends calls wait; everything is to be listed once."""
         self._since_sweep = 0
         self._more = False
         """Whether the last refresh left new names to the next."""
@@ -286,7 +257,7 @@ class Refresher:
 
     def _pause(self) -> float:
         """Return the seconds until the next refresh, as it looks now."""
-        behind = self._more or self._sweeps_ended < max(1, self._sweep_awaited)
+        behind = self._more or self._sweeps_ended < self._sweep_awaited
         if self._begun < self._awaited or (behind and self._failure is None):
             return 0.0
         return max(0.0, self._due - self._clock()) if behind or self._asked else inf
@@ -301,18 +272,16 @@ class Refresher:
                 self._begun += 1
                 self._asked = False
                 sweep = self._sweeps_begun > self._sweeps_ended
-                if not sweep and (
-                    self._since_sweep >= _SWEEP or self._sweeps_ended < max(1, self._sweep_awaited)
-                ):
+                if not sweep and (self._since_sweep >= _SWEEP or self._sweeps_ended < self._sweep_awaited):
                     self._sweeps_begun += 1
                     sweep = True
             failure = None
             swept = more = False
             try:
                 self._client.check()
-                portion = Portion(self._client.deadline())
-                more = self.is_complete and not self._listing.recent(portion)
-                swept = sweep and not portion.is_spent and self._listing.sweep(portion)
+                until = self._client.deadline()
+                more = self.is_complete and not self._listing.recent(until)
+                swept = sweep and time.monotonic() < until and self._listing.sweep(until)
             except RequestError as error:
                 failure = error
             with self._changed:

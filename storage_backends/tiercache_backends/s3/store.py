@@ -188,14 +188,6 @@ class S3Backend(StorageBackend):
             self._refresher.close()
             self._service.close()
 
-    def sync(self, *, removals: bool = False) -> None:
-        """Wait until what others had written before this call is known; with `removals`, also what is gone.
-
-        Raises StorageError if the service cannot be asked, or the answer takes longer than a deadline.
-        """
-        with self._gate:
-            self._refresher.sync(sweep=removals)
-
     def check_integrity(self) -> None:
         """Raise AssertionError unless all counts add up; call it only while no other call is running."""
         self._directory.check_integrity()
@@ -222,25 +214,12 @@ class S3Backend(StorageBackend):
             else:
                 wanted.append(WantedObject(i, item, place))
         outcomes |= self._reader.read(wanted)
-        outcomes |= self._reader.read(self._elsewhere(wanted, outcomes))
         corrupt = {
             one.item.key.digest: one.place.pack for one in wanted if outcomes[one.index] is Outcome.CORRUPT
         }
         if corrupt:
             self._drop(corrupt)
         return [outcomes[i] for i in range(len(items))]
-
-    def _elsewhere(
-        self, wanted: Sequence[WantedObject], outcomes: Mapping[int, Outcome]
-    ) -> list[WantedObject]:
-        """Return the items whose pack is gone, and of which another pack has a copy."""
-        missed = [one for one in wanted if outcomes[one.index] is Outcome.MISS]
-        places = self._directory.find([one.item.key for one in missed]) if missed else []
-        return [
-            WantedObject(one.index, one.item, place)
-            for one, place in zip(missed, places, strict=True)
-            if place is not None and place.entry.meta.length == one.item.length
-        ]
 
     def _missed(self, objects: int) -> None:
         """Cause a refresh if a call has missed objects; raise RequestError if the last one failed."""

@@ -32,27 +32,33 @@ def open_s3(
     return kind(read_settings(section), env)
 
 
+def know(store: S3Backend) -> None:
+    """Wait until a store knows what others have written and removed."""
+    with store._gate:  # private: no call of a store waits for a sweep
+        store._refresher.sync(sweep=True)  # private: as above
+
+
 class PromptS3(S3Backend):
     """A store that knows at each call what other processes did before it."""
 
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        self.sync(removals=True)
+        know(self)
         return super().exists(keys)
 
     def get(self, items: Sequence[GetItem]) -> list[Outcome]:
-        self.sync(removals=True)
+        know(self)
         return super().get(items)
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
-        self.sync(removals=True)
+        know(self)
         return super().set(items)
 
     def describe(self, keys: Sequence[ObjectKey]) -> list[ScanEntry | None]:
-        self.sync(removals=True)
+        know(self)
         return super().describe(keys)
 
     def usage(self) -> Usage:
-        self.sync(removals=True)
+        know(self)
         return super().usage()
 
 
@@ -100,7 +106,7 @@ def place(store: StorageBackend, k: ObjectKey) -> ObjectPlace:
     """The place at which the store has an object."""
     [found] = s3_of(store)._directory.find([k])  # private: no call says where the bytes are
     if found is None:  # another process has stored it
-        s3_of(store).sync()
+        know(s3_of(store))
         assert store.exists([k]) == [True]
         return place(store, k)
     return found

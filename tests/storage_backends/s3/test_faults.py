@@ -16,7 +16,7 @@ import obstore
 import pytest
 from tiercache_backends.s3 import S3Backend
 
-from tests.storage_backends.s3.hooks import open_s3, prefix_of
+from tests.storage_backends.s3.hooks import know, open_s3, prefix_of
 from tests.storage_backends.s3.proxy import Exchange, Proxy
 from tests.storage_backends.s3.server import SECRET, bucket, needs_weed
 from tests.storage_backends.s3.test_packs import gets, run
@@ -244,7 +244,7 @@ def test_one_refusal_is_no_reason_to_refuse(store: S3Backend, proxy: Proxy, tmp_
     assert put(store, key("b"), payload("b", SIZE)) is STORED
     assert seen == ["PUT"]
     seen = spoiled(proxy, lambda e: e.is_list, 1, 403, "SignatureDoesNotMatch")
-    store.sync(removals=True)
+    know(store)
     assert seen == ["GET"]
     assert store.exists([key("a"), key("b"), key("x")]) == [True, True, False]
     spoiled(proxy, lambda e: e.is_list, 1, 403, "AccessDenied")

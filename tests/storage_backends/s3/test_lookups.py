@@ -7,10 +7,10 @@ from threading import Event
 
 import obstore
 import pytest
-from tiercache_backends.s3 import directory, refreshing, service
+from tiercache_backends.s3 import directory, service
 from tiercache_backends.s3.pack import make_name, tombstone
 
-from tests.storage_backends.s3.hooks import open_s3, prefix_of
+from tests.storage_backends.s3.hooks import know, open_s3, prefix_of
 from tests.storage_backends.s3.proxy import Exchange, Proxy
 from tests.storage_backends.s3.server import bucket, needs_weed
 from tests.waiting import until
@@ -32,7 +32,7 @@ def gets(*numbers: int) -> list[GetItem]:
 def test_a_cold_start_misses_what_it_does_not_know_yet(
     tmp_path: Path, proxy: Proxy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refreshing, "_HEADS", 1)  # private: the real bound would need thousands of packs
+    monkeypatch.setattr(service, "_LIST_CHUNK", 1)  # private: the real pages would need thousands of packs
     with open_s3(tmp_path) as writer:
         for n in range(20):
             put(writer, key(n), payload(n, SIZE))
@@ -113,23 +113,28 @@ def test_listings_that_fail_are_an_answer_to_misses_only(tmp_path: Path, proxy: 
 def test_a_sweep_in_small_parts_finds_what_is_there_and_what_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refreshing, "_HEADS", 3)  # private: the real bounds would need thousands of packs
-    monkeypatch.setattr(service, "_LIST_CHUNK", 2)  # private: as above
+    monkeypatch.setattr(service, "_LIST_CHUNK", 2)  # private: the real pages would need thousands of packs
     everything = [key(n) for n in range(11)]
     with open_s3(tmp_path) as writer:
         for n in range(10):
             put(writer, key(n), payload(n, SIZE))
-        with open_s3(tmp_path) as store:
+        with open_s3(tmp_path, refresh="1h") as store:
+            listing = store._refresher._listing  # private: a part of a sweep that has no time left
+
+            def swept() -> int:
+                """Sweep in parts; return their number."""
+                return next(n for n in range(1, 100) if listing.sweep(0.0))
+
             assert store.exists(everything) == [True] * 10 + [False]
             packs = sorted(
                 entry["path"] for page in obstore.list(bucket(), folder(tmp_path)) for entry in page
             )
             obstore.delete(bucket(), [packs[n] for n in (0, 3, 4, 9)])
             put(writer, key(10), payload(10, SIZE))
-            store.sync(removals=True)
+            assert swept() >= 3
             assert store.exists(everything) == [n not in (0, 3, 4, 9) for n in range(11)]
             assert writer.delete([key(1), key(5)]) == [True, True]
-            store.sync(removals=True)
+            assert swept() >= 3
             assert store.exists(everything) == [n not in (0, 1, 3, 4, 5, 9) for n in range(11)]
             store.check_integrity()
 
@@ -145,7 +150,7 @@ def test_garbage_is_remembered_up_to_a_bound_and_said_once(
         obstore.put(bucket(), f"{folder(tmp_path)}/no name of ours {n}", data)
     with open_s3(tmp_path) as store:
         put(store, key(0), payload(0, SIZE))
-        store.sync(removals=True)
+        know(store)
         assert store.usage().used_bytes < SIZE + 3 * 100 + 300
         assert fetch(store, key(0), SIZE) == payload(0, SIZE)
         store.check_integrity()
@@ -158,7 +163,7 @@ def test_what_tombstones_say_is_bounded(tmp_path: Path) -> None:
             put(store, key(n), payload(n, SIZE))
             dead = {make_name(n, "0" * 16, n, 60): set(range(400))}
             obstore.put(bucket(), f"{folder(tmp_path)}/{make_name(n, '1' * 16, n, None)}", tombstone(dead))
-        store.sync(removals=True)
+        know(store)
         assert store.usage().details["not_indexed"] == 4
         assert store.exists([key(n) for n in range(6)]) == [True] * 6
         store.check_integrity()
