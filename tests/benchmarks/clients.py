@@ -2,13 +2,12 @@
 
 WAY is `mixed` (half of them share memory with it, half talk TCP) or `data` (all over TCP). Each stores and
 reads batches of its own and of the others, and checks every byte that it reads. One JSON line: how many
-calls, what went wrong (nothing may), the latencies, and what the daemon's memory did.
+calls, what went wrong (nothing may), the latencies.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import statistics
 import subprocess
@@ -27,6 +26,7 @@ from tiercache.pools import HostArena
 from tiercache.storage.base import GetItem, SetItem, StorageBackend
 from tiercache.storage.registry import open_backend
 from tiercache.testing.objects import key, payload, to_set
+from tiercache_lab.bench.rpc import start_daemon
 
 PROCESSES = 8
 OBJECTS = 8
@@ -92,8 +92,7 @@ def batch(
 def worker(urls: list[str], first: int, seconds: float) -> None:
     """A process with several clients: prints what they saw."""
     results: list[tuple[Counter[str], dict[str, list[float]]]] = []
-    began: list[float] = []
-    started = threading.Barrier(len(urls), lambda: began.append(time.process_time()))
+    started = threading.Barrier(len(urls))
 
     def run(url: str, who: int) -> None:
         results.append(client(url, who, seconds, started))
@@ -105,83 +104,40 @@ def worker(urls: list[str], first: int, seconds: float) -> None:
         thread.join()
     seen = sum((r[0] for r in results), Counter())
     times = {kind: [t for r in results for t in r[1][kind]] for kind in ("exists", "get", "set")}
-    used = time.process_time() - began[0]
-    print(json.dumps({"seen": seen, "times": times, "ended": len(results), "cpu": used}))
+    print(json.dumps({"seen": seen, "times": times, "ended": len(results)}))
 
 
 def main(clients: int, seconds: float, way: str) -> None:
-    with tempfile.TemporaryDirectory(prefix=".benchmark-", dir=".") as temporary, ExitStack() as stack:
-        directory = Path(temporary).absolute() / "d"
-        command = [
-            sys.executable,
-            "-m",
-            "tiercache.cli",
-            "serve",
-            "--directory",
-            str(directory),
-            "--disk-bytes",
-            "512MiB",
-            "--listen",
-            "127.0.0.1:0",
-        ]
-        daemon = stack.enter_context(
-            subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        )
-        stack.callback(daemon.terminate)
-        assert daemon.stderr is not None
-        address = next(line.split()[1] for line in daemon.stderr if line.startswith("on 127.0.0.1:"))
+    with tempfile.TemporaryDirectory(prefix="tiercache-") as sockets, ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".benchmark-", dir=".")))
+        address = start_daemon(directory.absolute() / "d", sockets, 512 << 20, stack)
         urls = [f"grpc://{address}"] * clients
         if way == "mixed":
-            urls[1::2] = [f"grpc://{directory}/run"] * (clients // 2)
-        threading.Thread(target=daemon.stderr.read, daemon=True).start()
+            urls[1::2] = [f"grpc://{sockets}"] * (clients // 2)
         shares = [urls[n::PROCESSES] for n in range(min(PROCESSES, clients))]
-        before, used = memory_of(daemon.pid), seconds_of(daemon.pid)
-        # a pipe that nobody reads would fill up
-        outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in shares]
         workers = [
             subprocess.Popen(
                 [sys.executable, "-m", "tests.benchmarks.clients", json.dumps([share, n * 1000, seconds])],
-                stdout=output,
+                stdout=subprocess.PIPE,
             )
-            for n, (share, output) in enumerate(zip(shares, outputs, strict=True))
+            for n, share in enumerate(shares)
         ]
-        samples = []
-        while any(w.poll() is None for w in workers):
-            time.sleep(1)
-            samples.append(memory_of(daemon.pid))
-            if len(samples) > 3 * seconds + 60:
-                break
         seen: Counter[str] = Counter()
         times: dict[str, list[float]] = {"exists": [], "get": [], "set": []}
-        ended, spent = 0, 0.0
-        for worker_process, output in zip(workers, outputs, strict=True):
-            worker_process.wait(60)
-            output.seek(0)
-            report = json.load(output)
+        ended = 0
+        for process in workers:
+            report = json.loads(process.communicate(timeout=3 * seconds + 120)[0])
             seen.update(report["seen"])
             ended += report["ended"]
-            spent += report["cpu"]
             for kind, values in report["times"].items():
                 times[kind] += values
-        calls = sum(map(len, times.values()))
-        daemon_seconds = seconds_of(daemon.pid) - used
-        half = samples[len(samples) // 4 : -5] or samples
-        print(
-            json.dumps(
-                {
-                    "name": "clients", "way": way, "clients": clients, "ended": ended, "seconds": seconds,
-                    "seen": dict(sorted(seen.items())),
-                    "calls_per_second": round(calls / seconds),
-                    "cpu_ms_per_call": {
-                        "daemon": round(daemon_seconds / calls * 1e3, 3),
-                        "clients": round(spent / calls * 1e3, 3),
-                    },
-                    "ms": {kind: quantiles(values) for kind, values in times.items() if len(values) > 100},
-                    "daemon_private_mb": {"before": before, "a quarter in": half[0], "at the end": half[-1],
-                     "most": max(samples)},
-                }
-            )
-        )  # fmt: skip
+        row = {
+            "name": "clients", "way": way, "clients": clients, "ended": ended, "seconds": seconds,
+            "seen": dict(sorted(seen.items())),
+            "calls_per_second": round(sum(map(len, times.values())) / seconds),
+            "ms": {kind: quantiles(values) for kind, values in times.items() if len(values) > 100},
+        }  # fmt: skip
+        print(json.dumps(row))
 
 
 def quantiles(values: list[float]) -> dict[str, float]:
@@ -192,20 +148,6 @@ def quantiles(values: list[float]) -> dict[str, float]:
         "p99.9": round(cuts[998] * 1e3, 2),
         "max": round(max(values) * 1e3, 2),
     }
-
-
-def seconds_of(pid: int) -> float:
-    """Processor seconds that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def memory_of(pid: int) -> float:
-    """Private anonymous megabytes of a process."""
-    fields = dict(
-        line.split(":", 1) for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    )
-    return int(fields["Anonymous"].split()[0]) / 1000
 
 
 if __name__ == "__main__":

@@ -3,10 +3,8 @@
 The caches are those of transformers models that read this project's own pages, as bytes of UTF-8:
 
 - `small`: the model of `tiercache demo`, with random weights under which its states remember;
-- `trained`: the same model, trained here on the same pages for TRAINING seconds of CPU time. No weights of
-  any published model can be had without a download;
 - others: one attention layer and one recurrent layer of a published model's width, with the random weights of
-  transformers' own initialisation. These are not trained either.
+  transformers' own initialisation. No model is trained: no published weights come without a download.
 
 Models compute in float32, and the caches are rounded to the other dtypes. An object is a page of PAGE tokens
 (K and V of each layer, `[heads, tokens, dim]`) or a state at one depth. A row is JSON: `ratio`, and `encode`
@@ -26,18 +24,17 @@ import torch
 from tiercache_backends.s3.compression import Codec, decode, encode
 from transformers import AutoModelForCausalLM, NemotronHConfig, PreTrainedModel, Qwen3NextConfig
 
-from tiercache_lab.demo.small import build_small_hybrid, small_hybrid_config
+from tiercache_lab.demo.small import build_small_hybrid
 
 PAGE = 64
 TOKENS = 2048
 DEPTHS = (512, 1024, 2048)
-TRAINING = 240.0
 KV = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8_e4m3": torch.float8_e4m3fn,
       "fp8_e5m2": torch.float8_e5m2}  # fmt: skip
 STATES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PAGES = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
-HELD_OUT = "stores.md"
-"""Page that no model is trained on, and every model reads."""
+READ = "stores.md"
+"""Page that every model reads."""
 
 
 def tokens_of(path: Path) -> torch.Tensor:
@@ -74,33 +71,8 @@ def from_config(config: Any) -> PreTrainedModel:
     return model
 
 
-def trained() -> PreTrainedModel:
-    """Train the small model from transformers' own initialisation; print its loss on the page held out."""
-    model = from_config(small_hybrid_config())
-    text = torch.cat([tokens_of(path) for path in PAGES if path.name != HELD_OUT])
-    unseen = tokens_of(next(path for path in PAGES if path.name == HELD_OUT))[None, :TOKENS]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    rng = torch.Generator().manual_seed(0)
-    start, steps = time.process_time(), 0
-    while time.process_time() - start < TRAINING:
-        places = torch.randint(0, len(text) - 257, (4,), generator=rng)
-        batch = torch.stack([text[place : place + 256] for place in places])
-        loss = model(batch, labels=batch).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        steps += 1
-    with torch.no_grad():
-        held_out = model(unseen, labels=unseen).loss
-    row = {"benchmark": "compression.training", "steps": steps, "loss": round(float(held_out), 2)}
-    print(json.dumps(row), flush=True)
-    return model
-
-
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "small": build_small_hybrid,
-    "trained": trained,
     "qwen3_next": qwen3_next,
     "nemotron_h": nemotron_h,
 }
@@ -108,7 +80,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 def caches(model: PreTrainedModel) -> Iterator[tuple[str, str, list[bytes]]]:
     """Yield pool, dtype and objects of each pool that the model's cache fills."""
-    text = tokens_of(next(path for path in PAGES if path.name == HELD_OUT))[:TOKENS]
+    text = tokens_of(next(path for path in PAGES if path.name == READ))[:TOKENS]
     model.train(False)
     states: dict[str, list[list[torch.Tensor]]] = {"state": [], "conv": []}
     with torch.no_grad():

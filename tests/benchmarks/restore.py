@@ -15,23 +15,21 @@ on loopback; each serves a `file` store.
 
 The sides of a row take turns on the same memory, and every byte that came back is compared. `ratio` is the
 time of the slower leg (of a write: of `set`) in that of the whole, `both_ratio` that of `both`. Figures are
-medians; `cpu_ms` is the processor time of this process, without that of a daemon.
+medians.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from threading import Thread
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 from blake3 import blake3
@@ -76,13 +74,6 @@ GEOMETRIES = {KV: PAGES, MAMBA: STATE}
 STORES = ("file", "lmdb", "shared", "tcp")
 TARGETS = {"restore": 0.85, "write": 0.8}
 LAPSE_S = 120.0
-
-
-class Time(NamedTuple):
-    """Medians of one side, in seconds."""
-
-    wall: float
-    cpu: float
 
 
 class Bed:
@@ -346,7 +337,7 @@ class Bed:
         assert all(set(each) == {wanted} for each in outcomes.values()), f"not all are {wanted}: {outcomes}"
 
 
-def restores(bed: Bed, files: Path, rounds: int, *, cold: bool) -> dict[str, Time]:
+def restores(bed: Bed, files: Path, rounds: int, *, cold: bool) -> dict[str, float]:
     """Compare a restore with its legs; the page cache has the files of the store, or has not if `cold`."""
 
     def prepare(_: int) -> None:
@@ -373,10 +364,10 @@ def restores(bed: Bed, files: Path, rounds: int, *, cold: bool) -> dict[str, Tim
         Side("get", bed.get, prepare_get, bed.give_host),
         Side("load", bed.load, prepare_load, bed.end_load),
     ]
-    return measure(sides, rounds)
+    return medians(sides, rounds)
 
 
-def writes(bed: Bed, rounds: int) -> dict[str, Time]:
+def writes(bed: Bed, rounds: int) -> dict[str, float]:
     """Compare a write-through with its legs."""
 
     def prepare_copy(n: int) -> None:
@@ -391,7 +382,7 @@ def writes(bed: Bed, rounds: int) -> dict[str, Time]:
         prepare_set(n)
         bed.begin_both_writes()
 
-    return measure(
+    return medians(
         [
             Side("whole", bed.write, bed.begin_write, bed.end_write),
             Side("both", bed.both_writes, prepare_both, bed.end_both_writes),
@@ -402,33 +393,14 @@ def writes(bed: Bed, rounds: int) -> dict[str, Time]:
     )
 
 
-def measure(sides: Sequence[Side], rounds: int) -> dict[str, Time]:
-    """Return the medians of all sides, which take turns."""
-    cpu: dict[str, list[float]] = {side.name: [] for side in sides}
-
-    def with_cpu(side: Side) -> Side:
-        def run(n: int) -> None:
-            started = time.process_time()
-            side.run(n)
-            if n:
-                cpu[side.name].append(time.process_time() - started)
-
-        return replace(side, run=run)
-
-    wall = medians([with_cpu(side) for side in sides], rounds)
-    return {name: Time(wall[name], statistics.median(times)) for name, times in cpu.items()}
-
-
 def urls_of(store: str, directory: Path, capacity: int, stack: ExitStack) -> tuple[str, str]:
     """Return the URLs of a new store (see `Bed`); starts a daemon where there is to be one."""
     if store in ("file", "lmdb"):
-        return storage_url(store, directory / "store", capacity=capacity, durability="process"), ""
+        return storage_url(store, directory / "store", capacity=capacity), ""
     # The path of a unix socket may have some 100 bytes only.
     sockets = stack.enter_context(tempfile.TemporaryDirectory(prefix="tiercache-bench-"))
-    address = start_daemon(directory, sockets, capacity, stack)
-    if store == "tcp":
-        return storage_url("grpc", address=address), storage_url("grpc", sockets)
-    return storage_url("grpc", sockets), ""
+    address, unix = start_daemon(directory, sockets, capacity, stack), storage_url("grpc", sockets)
+    return (storage_url("grpc", address=address), unix) if store == "data" else (unix, "")
 
 
 def rows_of(store: str, tokens: int, rounds: int, directory: Path) -> Iterator[dict[str, object]]:
@@ -444,20 +416,18 @@ def rows_of(store: str, tokens: int, rounds: int, directory: Path) -> Iterator[d
 
 
 def row_of(
-    what: str, store: str, cache: str, tokens: int, nbytes: int, times: Mapping[str, Time]
+    what: str, store: str, cache: str, tokens: int, nbytes: int, times: Mapping[str, float]
 ) -> dict[str, object]:
     """Return a row of the report."""
-    wall = {name: each.wall for name, each in times.items()}
-    limit = max(wall["get"], wall["load"]) if what == "restore" else wall["set"]
+    limit = max(times["get"], times["load"]) if what == "restore" else times["set"]
     row: dict[str, object] = {
         "benchmark": f"restore.{what}", "store": f"{store} {cache}".strip(), "tokens": tokens,
         "mib": nbytes >> 20,
-        "gb_s": round(nbytes / wall["whole"] / 1e9, 2),
-        "ms": {name: round(seconds * 1e3, 1) for name, seconds in wall.items()},
-        "cpu_ms": {name: round(each.cpu * 1e3, 1) for name, each in times.items()},
-        "ratio": round(limit / wall["whole"], 2), "target": TARGETS[what],
+        "gb_s": round(nbytes / times["whole"] / 1e9, 2),
+        "ms": {name: round(seconds * 1e3, 1) for name, seconds in times.items()},
+        "ratio": round(limit / times["whole"], 2), "target": TARGETS[what],
     }  # fmt: skip
-    return row | {"both_ratio": round(wall["both"] / wall["whole"], 2)}
+    return row | {"both_ratio": round(times["both"] / times["whole"], 2)}
 
 
 def main() -> None:

@@ -16,8 +16,8 @@ from tests.benchmarks.policies import PARTS, SEEDS, commands, interval, tables
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = (
-    "tests.benchmarks.hosts", "tests.benchmarks.policies", "tests.benchmarks.restorable",
-    "tests.benchmarks.restore", "tests.campaign", "tests.fuzz.guided",
+    "tests.benchmarks.hosts", "tests.benchmarks.policies", "tests.benchmarks.restore", "tests.campaign",
+    "tests.fuzz.guided",
 )  # fmt: skip
 """Commands with help; that of tests.benchmarks.sglang needs SGLang."""
 

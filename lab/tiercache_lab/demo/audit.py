@@ -53,9 +53,10 @@ class AuditedRun:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> AuditedRun:
         """Make a run from the values of `to_json`."""
-        return cls(
-            **{name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
-        )
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
+        }
+        return cls(**values)
 
 
 @dataclass(frozen=True, slots=True)
