@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from random import Random
-from threading import Event, Thread, main_thread
+from threading import Thread
 
 import pytest
 from hypothesis import given, settings
@@ -202,28 +200,6 @@ def test_a_gate_waits_for_calls_inside() -> None:
     closing.join(30)
     assert not closing.is_alive()
     assert not gate.close(), "only the first caller releases"
-
-
-def test_a_gate_opens_again_if_the_wait_to_be_alone_is_interrupted() -> None:
-    gate = CallGate("it")
-    go = Event()
-
-    def call() -> None:
-        with gate:
-            entered.set()
-            while not gate._alone:  # private: nothing else tells that the other thread waits
-                time.sleep(0.001)
-            signal.pthread_kill(main_thread().ident or 0, signal.SIGINT)
-            go.wait(60)
-
-    entered, inside = Event(), Thread(target=call)
-    inside.start()
-    entered.wait(60)
-    with pytest.raises(KeyboardInterrupt), gate.alone():
-        pytest.fail("a call is inside")
-    go.set()
-    inside.join(60)
-    assert gate.close(), "nobody is waited for"
 
 
 @settings(max_examples=example_count(100), deadline=None)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from threading import Condition
 from typing import Final
 
@@ -29,7 +28,6 @@ class CallGate:
         self._pid = getpid()
         self._condition = Condition()
         self._inside = 0
-        self._alone = False
         self._closed = False
 
     def __enter__(self) -> None:
@@ -41,8 +39,6 @@ class CallGate:
                 f"{self._name} was opened before this process was forked; open it again in this process"
             )
         with self._condition:
-            if self._alone:
-                self._condition.wait_for(lambda: not self._alone)
             if self._closed:
                 raise ClosedError(f"{self._name} is closed; open it again before you use it")
             self._inside += 1
@@ -50,27 +46,7 @@ class CallGate:
     def __exit__(self, *exc: object) -> None:
         with self._condition:
             self._inside -= 1
-            if (self._closed or self._alone) and not self._inside:
-                self._condition.notify_all()
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Wait for the calls inside, and let no other in during a `with` block; they wait for its end.
-
-        The caller is outside. Raises ClosedError if the store is closed.
-        """
-        with self._condition:
-            self._condition.wait_for(lambda: not self._alone)
-            if self._closed:
-                raise ClosedError(f"{self._name} is closed; open it again before you use it")
-            self._alone = True
-        try:
-            with self._condition:
-                self._condition.wait_for(lambda: not self._inside)
-            yield
-        finally:
-            with self._condition:
-                self._alone = False
+            if self._closed and not self._inside:
                 self._condition.notify_all()
 
     def close(self) -> bool:
@@ -83,5 +59,5 @@ class CallGate:
         with self._condition:
             first = not self._closed
             self._closed = True
-            self._condition.wait_for(lambda: not (self._inside or self._alone))
+            self._condition.wait_for(lambda: not self._inside)
         return first

@@ -246,8 +246,6 @@ class Residents:
 
     def find_many(self, digests: Sequence[bytes]) -> list[int]:
         """Return the row of each digest, or NONE; much faster than `find` for many digests."""
-        if len(digests) < _FEW:
-            return [self.find(digest) for digest in digests]
         found: list[int] = self.rows_of_all(digests).tolist()
         return found
 
@@ -434,26 +432,21 @@ class Residents:
             for row, value, worker in zip(rows, values, workers, strict=True):
                 self.hint(row, value, worker)
             return
-        at = np.array(rows, np.int64)
-        nodes = self.columns["page"][at]
-        self.pages.values.begin(self.clock)
-        self.pages.values.give(
-            nodes, self.columns["attached"][at] != 0, np.array(values, np.float64), workers[0]
-        )
-        self.pages.note_evictables(nodes.tolist())
+        self._give(np.array(rows, np.int64), np.array(values, np.float64), workers[0])
 
     def advise(self, digests: Sequence[bytes], values: Sequence[float], worker: int) -> None:
         """Take values for these objects from `worker`; unknown objects and impossible values are ignored."""
         possible, which = usable_hints(values, worker, len(digests))
         asked = digests if len(which) == len(digests) else [digests[i] for i in which.tolist()]
-        rows = np.asarray(self.find_many(asked), np.int64)
+        rows = self.rows_of_all(asked)
         there = rows >= 0
-        rows = rows[there]
-        if not len(rows):
-            return
-        self.pages.values.begin(self.clock)
+        if there.any():
+            self._give(rows[there], possible[there], worker)
+
+    def _give(self, rows: Ints, values: npt.NDArray[np.float64], worker: int) -> None:
         nodes = self.columns["page"][rows]
-        self.pages.values.give(nodes, self.columns["attached"][rows] != 0, possible[there], worker)
+        self.pages.values.begin(self.clock)
+        self.pages.values.give(nodes, self.columns["attached"][rows] != 0, values, worker)
         self.pages.note_evictables(nodes.tolist())
 
     def valued(self, row: int, meta: ObjectMeta) -> ObjectMeta:
@@ -477,13 +470,10 @@ class Residents:
 
         A page that could be restored in the past does not wait; any other page waits while it is young.
         """
-        return self.pages.is_useless(node) and (
-            bool(self.pages.flags[node] & SERVED) or not self.is_young(node)
+        pages = self.pages
+        return pages.is_useless(node) and (
+            bool(pages.flags[node] & SERVED) or self.is_overdue(pages.number[node], kv=pages.kv[node] > 0)
         )
-
-    def is_young(self, node: int) -> bool:
-        """Return whether the page may still wait for an object that makes it useful."""
-        return not self.is_overdue(self.pages.number[node], kv=self.pages.kv[node] > 0)
 
     def is_overdue(self, number: int, *, kv: bool) -> bool:
         """Return whether an object with this number has waited too long for the object that makes it useful.
