@@ -97,7 +97,7 @@ def test_show_tells_where_each_value_comes_from(node):
     assert rows["host_bytes"][1:3] == ["1GiB", "file"]
     assert rows["limits.idle"][1:3] == ["5s", "file"]
     assert rows["limits.call"][1:3] == ["1min", "default"]
-    assert rows["limits.client_bytes"][1:3] == ["256MiB", "default"]
+    assert rows["limits.object_bytes"][1:3] == ["256MiB", "default"]
     assert "SIGTERM" in done.out
 
 

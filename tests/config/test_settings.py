@@ -18,11 +18,12 @@ from pydantic import ValidationError
 
 from tests.examples import example_count
 from tiercache.config.document import description, document, every_setting, leaves
-from tiercache.config.files import check_certificates, check_files, read_salt, read_secret, read_token
+from tiercache.config.files import check_files, read_salt, read_secret, read_token
 from tiercache.config.loading import find_file, load, resolve
 from tiercache.config.models import Settings
 from tiercache.config.rules import warnings
 from tiercache.config.urls import parse_address
+from tiercache.daemon.certificates import check_certificates
 from tiercache.errors import ConfigError
 from tiercache.text import exact_duration, exact_size, parse_duration, parse_size
 
@@ -323,18 +324,10 @@ PRINCIPALS = '[[principals]]\nname = "a"\n{}\n[[principals]]\nname = "b"\n{}\n'
         (f'directory = "/{"ü" * 45}a"', "would have 108 bytes"),
         ('storage = "memory://"\ndisk_bytes = "64GiB"', "storage and disk_bytes cannot both be given"),
         ('storage = ["memory://"]\ndisk_bytes = "64GiB"', "storage and disk_bytes cannot both be given"),
-        ('limits.object_bytes = "32MiB"\nlimits.client_bytes = "16MiB"',
-         "limits.object_bytes (32MiB) is more than limits.client_bytes"),
-        ('limits.object_bytes = "32MiB"\nlimits.principal_bytes = "16MiB"',
-         "(32MiB) is more than limits.principal_bytes (16MiB)"),
         ('limits.object_bytes = "512MiB"',
          "limits.object_bytes (512MiB) is more than half of host_bytes (256MiB)"),
-        ('limits.client_bytes = "512MiB"',
-         "limits.client_bytes (512MiB) is more than half of host_bytes (256MiB)"),
-        ('limits.client_bytes = "64MiB"\nlimits.principal_bytes = "32MiB"',
-         "(64MiB) is more than limits.principal_bytes (32MiB)"),
-        ('limits.client_bytes = "1MiB"',
-         "limits.message_bytes (4MiB) is more than limits.client_bytes"),
+        ('host_bytes = "32MiB"\nlimits.message_bytes = "16MiB"',
+         "limits.message_bytes (16MiB) is more than one client may hold (8MiB"),
     ],
 )  # fmt: skip
 def test_settings_that_do_not_fit_together(loaded, text, sentence):

@@ -146,7 +146,8 @@ def test_a_daemon_in_a_browser(page: Page, tmp_path: Path) -> None:
         page.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
         until(lambda: not re.search(moment, page.ask(TEXT)))
         board = node._board  # private: a daemon with TLS has an address that no browser trusts
-        board._certificates = SimpleNamespace(end=time.time() + 13 * 86400)  # private: see above
+        ending = SimpleNamespace(end=time.time() + 13 * 86400)
+        board._certificates = SimpleNamespace(now=ending)  # private: see above
         shown(page, "the certificate ends in 12")
         assert "certificate until 20" in page.ask(TEXT)
         assert page.ask("typeof window.bad") == "undefined"

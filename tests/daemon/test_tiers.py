@@ -303,26 +303,6 @@ def client_of(node: StorageServer) -> GrpcBackend:
     return GrpcBackend(read_settings({"path": str(node.settings.socket_directory), "timeout": "20s"}))
 
 
-@pytest.mark.parametrize("count", slow_after(1, [2, 3]))
-def test_daemons_are_no_tiers_of_each_other(count: int) -> None:
-    """Each has the one before it as a tier, and the first may not have the last."""
-    with ExitStack() as stack:
-        nodes = [stack.enter_context(StorageServer(tiered("memory://"))) for _ in range(count + 1)]
-        urls = [f"grpc://{node.settings.socket_directory}" for node in nodes]
-
-        def add(node: StorageServer, tier: str) -> None:
-            node.reload(node.settings.model_copy(update={"storage": ("memory://", tier)}))
-
-        for other, before in zip(nodes[1:-1], urls, strict=False):
-            add(other, before)
-        with pytest.raises(ConfigError, match="has this daemon as a tier") as caught:
-            add(nodes[0], urls[count - 1])
-        assert "\n" not in str(caught.value)
-        add(nodes[0], urls[-1])
-        with client_of(nodes[0]) as client:
-            assert [tier.name for tier in client.usage().tiers] == ["memory", "grpc"], "one apart is no ring"
-
-
 def test_a_daemon_of_one_store_gets_tiers_at_its_next_start(tmp_path: Path) -> None:
     with StorageServer(daemon_settings("unix", storage="memory://")) as node:
         more = node.settings.model_copy(update={"storage": ("memory://", url(tmp_path, "a"))})

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Final
 
 from tiercache.cli.store.target import LOCAL, listener
 from tiercache.cli.terminal import clean
-from tiercache.config.files import check_certificates, check_files
+from tiercache.config.files import check_files
 from tiercache.config.rules import SOCKETS, warnings
 from tiercache.config.urls import section_of
+from tiercache.daemon.certificates import check_certificates
 from tiercache.errors import ConfigError, StorageError
 from tiercache.memory import read_memory
 from tiercache.storage.registry import capabilities_of, check_backend, check_shares

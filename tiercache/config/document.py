@@ -58,8 +58,7 @@ def effective(settings: Settings) -> dict[str, Any]:
     """Return the settings as `document` does, and also the defaults that follow from other settings."""
     values = settings.model_dump(mode="json")
     values["sockets"] = str(settings.socket_directory)
-    for name in ("client_bytes", "principal_bytes", "object_bytes"):
-        values["limits"][name] = exact_size(getattr(settings, name))
+    values["limits"]["object_bytes"] = exact_size(settings.object_bytes)
     return _contents(settings, values)
 
 

@@ -6,9 +6,7 @@ Error messages name the file and never repeat its contents.
 from __future__ import annotations
 
 import os
-import ssl
 import stat
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -47,58 +45,6 @@ def check_files(settings: Settings) -> None:
     for name in ("certificate", "client_ca"):
         if path := getattr(settings.tls, name):
             read_certificates(path, f"tls.{name}")
-
-
-def check_certificates(settings: Settings) -> None:
-    """Raise ConfigError unless the TLS files hold certificates, and that of the daemon is valid now."""
-    tls = settings.tls
-    if tls is None or tls.certificate is None:
-        return
-    assert tls.key is not None
-    certificate_end(tls.certificate, tls.key)
-    try:
-        if tls.client_ca:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(tls.client_ca)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"tls.client_ca: {tls.client_ca} holds no certificate in PEM ({_reason(error)}); give the CA's"
-            " certificate"
-        ) from error
-
-
-def certificate_end(certificate: Path, key: Path) -> float:
-    """Return when a certificate ends, in seconds since 1970.
-
-    Raises ConfigError for one that is not valid now, and for files that are no certificate with its key.
-    """
-    # Python's ssl shows the fields of a certificate only to the other end of a handshake. These two ends are
-    # in memory, and the client trusts this one certificate.
-    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    client.check_hostname = False
-    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    try:
-        # With an empty password, OpenSSL does not ask for a password at the terminal.
-        server.load_cert_chain(certificate, key, password="")
-        client.load_verify_locations(certificate)
-        caller = client.wrap_bio(to_client, to_server)
-        answerer = server.wrap_bio(to_server, to_client, server_side=True)
-        for end in (caller, answerer, caller):
-            with suppress(ssl.SSLWantReadError):
-                end.do_handshake()
-        shown = caller.getpeercert()
-    except ssl.SSLCertVerificationError as error:
-        raise ConfigError(
-            f"tls.certificate: no client would accept {certificate} now: {error.verify_message}; give one"
-            " that is valid, and look at the clock"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"tls.certificate: {certificate} and {key} are not a certificate and its"
-            f" unencrypted key in PEM ({_reason(error)}); give the two files of one pair"
-        ) from error
-    assert shown is not None
-    return float(ssl.cert_time_to_seconds(str(shown["notAfter"])))
 
 
 def read_certificates(path: Path, what: str) -> bytes:
@@ -214,7 +160,3 @@ def _require_distinct(secrets: dict[str, bytes], what: str, so: str) -> None:
                 " of them"
             )
         seen[secret] = name
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "reason", None) or getattr(error, "strerror", None) or type(error).__name__

@@ -150,16 +150,6 @@ class Limits(_Table):
     """Maximum number of calls under way, of all clients."""
     streams_per_client: Count = 32
     """Maximum number of calls under way, of one client."""
-    client_bytes: ObjectBytes | None = None
-    """Maximum payload of one client's calls under way.
-
-    Default: an eighth of host_bytes, or object_bytes if that is more.
-    """
-    principal_bytes: ObjectBytes | None = None
-    """Maximum payload of the calls under way of all clients of one principal.
-
-    Default: half of host_bytes, or a quarter if there are several principals.
-    """
     keys_per_batch: Count = 4096
     """Maximum number of keys in one call."""
     message_bytes: Annotated[int, size(3 * _MIB // 2, _MESSAGE_LIMIT)] = 4 * _MIB
@@ -354,19 +344,15 @@ class Settings(BaseModel):
     @property
     def object_bytes(self) -> int:
         """Maximum size of an object in bytes: the setting, or its default."""
-        given = [size for size in (self.limits.client_bytes, self.limits.principal_bytes) if size is not None]
-        return self.limits.object_bytes or min(_OBJECT_BYTES, self.payload_bytes // 2, *given)
+        return self.limits.object_bytes or min(_OBJECT_BYTES, self.payload_bytes // 2)
 
     @property
     def client_bytes(self) -> int:
-        """Maximum payload bytes of one client's calls under way: the setting, or its default."""
-        # Without room for the largest object, a client could not move that object at all.
-        return self.limits.client_bytes or min(
-            max(self.payload_bytes // 4, self.object_bytes), self.principal_bytes
-        )
+        """Maximum payload bytes of one client's calls under way: an eighth of host_bytes, or one object."""
+        return max(self.payload_bytes // 4, self.object_bytes)
 
     @property
     def principal_bytes(self) -> int:
-        """Maximum payload bytes of the calls under way of one principal: the setting, or its default."""
+        """Maximum payload bytes of the calls under way of one principal: half if there are several."""
         share = self.payload_bytes // 2 if len(self.principals) > 1 else self.payload_bytes
-        return self.limits.principal_bytes or max(share, self.object_bytes)
+        return max(share, self.object_bytes)

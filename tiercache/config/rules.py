@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -211,21 +210,11 @@ def _storage(settings: Settings) -> None:
 
 def _sizes(settings: Settings) -> None:
     limits = settings.limits
-    # (name, size in effect, size that the user has given or None). The sizes in effect must ascend.
-    sizes = [
-        ("limits.object_bytes", settings.object_bytes, limits.object_bytes),
-        ("limits.client_bytes", settings.client_bytes, limits.client_bytes),
-        ("limits.principal_bytes", settings.principal_bytes, limits.principal_bytes),
-        ("half of host_bytes", settings.payload_bytes, settings.payload_bytes),
-    ]
-    for (small, size, given), (large, bound, bounding) in combinations(sizes, 2):
-        # A default is derived from the given settings, so a contradiction is possible only between two given
-        # settings.
-        if given is not None and bounding is not None and size > bound:
-            raise ConfigError(
-                f"{small} ({exact_size(size)}) is more than {large} ({exact_size(bound)}); lower the first or"
-                " raise the second"
-            )
+    if settings.object_bytes > settings.payload_bytes:
+        raise ConfigError(
+            f"limits.object_bytes ({exact_size(settings.object_bytes)}) is more than half of host_bytes"
+            f" ({exact_size(settings.payload_bytes)}); lower the first or raise the second"
+        )
     if limits.keys_per_batch * _KEY_BYTES > limits.message_bytes:
         raise ConfigError(
             f"limits.keys_per_batch ({limits.keys_per_batch}) can make replies larger than"
@@ -233,8 +222,9 @@ def _sizes(settings: Settings) -> None:
         )
     if limits.message_bytes > settings.client_bytes:
         raise ConfigError(
-            f"limits.message_bytes ({exact_size(limits.message_bytes)}) is more than"
-            f" limits.client_bytes ({exact_size(settings.client_bytes)}); lower the first or raise the second"
+            f"limits.message_bytes ({exact_size(limits.message_bytes)}) is more than one client may hold"
+            f" ({exact_size(settings.client_bytes)}, an eighth of host_bytes); lower the first or raise"
+            " host_bytes"
         )
 
 

@@ -150,7 +150,7 @@ class Listeners:
 
     def _listen(self, address: Address, backend: str) -> str:
         tls = self._certificates is not None
-        mutual = self._certificates is not None and self._certificates.mutual
+        mutual = self._certificates is not None and self._certificates.now.mutual
         try:
             port = self._gate.listen(address.host, address.port, backend, tls=tls, mutual=mutual)
         except OSError as error:

@@ -216,7 +216,7 @@ class NodeMetrics(Families):
         )
         told: dict[str, Callable[[], float | None]] = {
             "node_workers_busy": lambda: budgets.workers.held,
-            "node_certificate_expires_seconds": lambda: None if certificates is None else certificates.end,
+            "node_certificate_expires_seconds": lambda: certificates.now.end if certificates else None,
             "node_sessions": lambda: len(attachments),
             "node_attached_bytes": lambda: attachments.attached,
             "node_data_connections": lambda: sessions.connections,

@@ -15,15 +15,14 @@ from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
-from threading import Event, Lock, Thread
+from threading import Lock, Thread
 from typing import Any, Final
 
 from grpc import StatusCode
 
-from tiercache.config.files import check_certificates, check_files
+from tiercache.config.files import check_files
 from tiercache.config.models import Settings, Tenant
 from tiercache.config.urls import section_of
-from tiercache.core import DIGEST_BYTES, ObjectKey, PoolName
 from tiercache.daemon.access import Access, Refusal, read_tokens
 from tiercache.daemon.call import Call
 from tiercache.daemon.call_log import CallLog
@@ -112,11 +111,11 @@ class Reload:
         certificates: Certificates | None,
         calls: CallLog,
         metrics: NodeMetrics,
-        ring: Ring,
+        instance: bytes,
     ) -> None:
         self._first: Final = settings
         self._tiers: Sequence[str] = settings.store_urls
-        self._ring: Final = ring
+        self._instance: Final = instance.hex()
         self._access = access
         self._shares = shares
         self._sessions = sessions
@@ -131,7 +130,6 @@ class Reload:
         with nothing changed. `drop`: see `StorageBackend.retier`.
         """
         check_files(settings)
-        check_certificates(settings)
         first, names = self._first, set(Settings.model_fields) - {"principals", "tls", "log"}
         waiting = {name for name in names if getattr(settings, name) != getattr(first, name)}
         if _salts(settings) == _salts(first):  # quotas and guarantees change at once
@@ -153,7 +151,7 @@ class Reload:
         files = None if settings.tls is None else CertificateFiles.read(settings.tls)
         for url in tiers or ():
             if url not in self._tiers:
-                self._ring.check(url)
+                _check_other(url, self._instance)
         changed = self._shares.take(None if "tenants" in waiting else settings.tenants, tiers, drop)
         self._tiers = tiers or self._tiers
         reloaded = Reloaded(changed, sorted(waiting))
@@ -174,54 +172,13 @@ class Reload:
         return reloaded, apply
 
 
-class Ring:
-    """Check that a daemon does not become a tier of itself: its calls would go round for ever.
-
-    Thread safety: `notice` any thread, `check` one at a time.
-    """
-
-    def __init__(self, instance: bytes) -> None:
-        """`instance` are the random bytes by which clients know this daemon."""
-        self._instance: Final = instance
-        self._question = b""
-        """Layout digest in the keys of the present question; see `_comes_back`."""
-        self._came_back: Final = Event()
-
-    def notice(self, keys: Sequence[ObjectKey]) -> None:
-        """Note that a client asks for these keys; it may be a tier, with the question of `_comes_back`."""
-        if self._question and any(key.layout == self._question for key in keys):
-            self._came_back.set()
-
-    def check(self, url: str) -> None:
-        """Raise ConfigError if a tier is this daemon, or has it as a tier."""
-        own = {name: value for name, value in section_of(url).items() if not name.startswith(PREFIX)}
-        if own.get("type") != "grpc":
-            return
+def _check_other(url: str, instance: str) -> None:
+    """Raise ConfigError if a tier is this daemon, whose calls would go round for ever."""
+    own = {name: value for name, value in section_of(url).items() if not name.startswith(PREFIX)}
+    if own.get("type") == "grpc":
         with suppress(StorageError), open_backend(own) as store:
-            if getattr(store, "ping")().instance == self._instance.hex():  # noqa: B009  not of the contract
+            if getattr(store, "ping")().instance == instance:  # noqa: B009  not of the contract
                 raise ConfigError("this tier would be the daemon itself; name another daemon")
-            if self._comes_back(store):
-                raise ConfigError(
-                    "the daemon of this tier has this daemon as a tier, perhaps through others, so calls"
-                    " would go round for ever; remove this daemon from its tiers first"
-                )
-
-    def _comes_back(self, store: StorageBackend) -> bool:
-        """Ask a store for an object that nobody has; return whether the question comes back to this daemon.
-
-            1. this daemon asks the store      2. that daemon asks its own tiers, this daemon among them
-
-        A daemon may rename the page of a key for its tiers, but never the layout.
-        """
-        layout, page = secrets.token_bytes(DIGEST_BYTES // 2), secrets.token_bytes(DIGEST_BYTES // 2)
-        self._came_back.clear()
-        self._question = layout
-        try:
-            with suppress(StorageError):
-                store.exists([ObjectKey(PoolName.KV, layout + page)])
-        finally:
-            self._question = b""
-        return self._came_back.is_set()
 
 
 class ReloadCalls:

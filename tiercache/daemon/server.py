@@ -30,7 +30,7 @@ from tiercache.daemon.payload.port import DataPort, DataSessions
 from tiercache.daemon.payload.shared import SharedCalls
 from tiercache.daemon.payload.streams import StreamCalls
 from tiercache.daemon.process import Notifier, limit_malloc, raise_descriptor_limit, trim_malloc_periodically
-from tiercache.daemon.reload import Reload, ReloadCalls, Reloaded, Ring, TenantShares
+from tiercache.daemon.reload import Reload, ReloadCalls, Reloaded, TenantShares
 from tiercache.daemon.removals import DaemonStore
 from tiercache.daemon.service import Handler, Service
 from tiercache.daemon.sockets import make_way
@@ -293,18 +293,15 @@ class StorageServer:
         ends.callback(gate.close)
         sessions = DataSessions(access, gate, settings.limits.streams_per_client)
         metrics.watch(settings, budgets, attachments, sessions, figures, certificates, account.hits)
-        ring = Ring(self.instance)
-        self._reload = Reload(settings, access, shares, sessions, certificates, calls, metrics, ring)
+        self._reload = Reload(settings, access, shares, sessions, certificates, calls, metrics, self.instance)
 
         limits, idle = limits_message(settings), settings.limits.idle
         inquiries = Inquiries(threads, access, store, account, board, limits.keys)
-        objects = StoreCalls(
-            threads, calls, sessions, limits, instance=self.instance, kind=kind, notice=ring.notice
-        )
+        objects = StoreCalls(threads, calls, sessions, limits, instance=self.instance, kind=kind)
         shared = SharedCalls(threads, limits, metrics)
         blocks = BlockPool(arena)
         streams = StreamCalls(threads, blocks, limits, metrics)
-        data = DataCalls(threads, blocks, limits, metrics, ring.notice)
+        data = DataCalls(threads, blocks, limits, metrics)
         handlers: dict[str, Handler] = {
             "Hello": objects.hello, "Exists": objects.exists, "Delete": objects.delete,
             "Describe": objects.describe, "Scan": objects.scan, "Advise": objects.advise,

@@ -291,7 +291,7 @@ class StatusBoard:
             "lookups": lookups_of(samples) if whole else None,
             "history": history_of(samples, _POINTS) if whole else None,
             "limits": self._limits() if whole else [],
-            "certificate_expires": self._certificates.end if whole and self._certificates else None,
+            "certificate_expires": self._certificates.now.end if whole and self._certificates else None,
             "principals": self._principals(callers),
             "tenants": [
                 {"name": name, **asdict(use)} for name, use in sorted(tenants.items()) if name != COMMON

@@ -44,16 +44,14 @@ class StoreCalls:
         *,
         instance: bytes,
         kind: str,
-        notice: Callable[[Sequence[ObjectKey]], None],
     ) -> None:
-        """Answer for the daemon `instance`, whose store is of this `kind`; `notice` learns keys in use."""
+        """Answer for the daemon `instance`, whose store is of this `kind`."""
         self._threads: Final = threads
         self._calls: Final = calls
         self._sessions: Final = sessions
         self._limits: Final = limits
         self._instance: Final = instance
         self._kind: Final = kind
-        self._notice: Final = notice
 
     async def hello(self, call: Call) -> None:
         """Serve Hello."""
@@ -194,9 +192,7 @@ class StoreCalls:
 
     async def _keys(self, call: Call, kind: type[Any]) -> list[ObjectKey]:
         request = await call.request(kind)
-        keys = read_keys(request.keys, self._limits.keys)
-        self._notice(keys)
-        return keys
+        return read_keys(request.keys, self._limits.keys)
 
 
 def _register(store: StorageBackend, record: NamespaceRecord) -> None:

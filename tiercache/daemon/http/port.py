@@ -109,7 +109,7 @@ class HttpPort:
         with suppress(OSError):  # the client disconnected
             tls: dict[str, Any] = {}
             if self._certificates is not None:
-                tls = {"ssl": self._certificates.http_context, "ssl_shutdown_timeout": _SHUTDOWN_SECONDS}
+                tls = {"ssl": self._certificates.now.http_context, "ssl_shutdown_timeout": _SHUTDOWN_SECONDS}
             connection.transport, tracked = await self._loop.connect_accepted_socket(
                 lambda: _Tracked(self._protocol()), connection.client, **tls
             )

@@ -20,7 +20,7 @@ from typing import Final, TypeVar, TypeVarTuple
 from google.protobuf.message import Message
 from grpc import StatusCode
 
-from tiercache.core import ObjectKey, Outcome
+from tiercache.core import Outcome
 from tiercache.daemon.access import Caller
 from tiercache.daemon.budget import BlockPool, Lease
 from tiercache.daemon.call import check_weight, read_keys, read_wanted
@@ -129,25 +129,15 @@ class DataCalls:
     Thread safety: any thread.
     """
 
-    def __init__(
-        self,
-        threads: Threads,
-        blocks: BlockPool,
-        limits: pb.Limits,
-        metrics: NodeMetrics,
-        notice: Callable[[Sequence[ObjectKey]], None],
-    ) -> None:
-        """`notice` learns keys in use."""
+    def __init__(self, threads: Threads, blocks: BlockPool, limits: pb.Limits, metrics: NodeMetrics) -> None:
         self._threads: Final = threads
         self._blocks: Final = blocks
         self._limits: Final = limits
         self._metrics: Final = metrics
-        self._notice: Final = notice
 
     def exists(self, call: DataCall) -> None:
         """Serve Exists."""
         keys = read_keys(call.request(pb.ExistsRequest).keys, self._limits.keys)
-        self._notice(keys)
         answers = call.ask(self._threads, call.caller.permissions.store.exists, keys)
         self._metrics.count_exists(keys, answers)
         call.reply(pb.BitmapReply(bits=messages.bits(answers)))

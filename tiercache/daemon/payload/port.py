@@ -314,7 +314,7 @@ class DataPort:
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         else:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, data.SEND_BYTES)
-        mutual = self._certificates is not None and self._certificates.mutual
+        mutual = self._certificates is not None and self._certificates.now.mutual
         return _Connection(
             number, origin, FrameSocket(client, "the client", self._idle), uid,
             trusted=mutual and uid is None,
@@ -350,7 +350,7 @@ class DataPort:
         """Make the handshake and return what the client brings."""
         channel, until = connection.channel, time.monotonic() + _SETTLING_SECONDS
         if self._certificates is not None and connection.uid is None:
-            channel.secure(self._certificates.context, until)
+            channel.secure(self._certificates.now.context, until)
         frame = channel.frame(until, _OPEN_BYTES)
         if frame.kind is not FrameKind.OPEN:
             raise Refusal(StatusCode.UNAUTHENTICATED, "the first frame of a data connection must open it")

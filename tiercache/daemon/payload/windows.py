@@ -109,7 +109,7 @@ def windows_to_read(wanted: Wanted, max_bytes: int) -> Iterator[Wanted]:
         if size > max_bytes:
             raise LimitError(
                 f"an object of {wanted.lengths[at]} bytes is more than this client may hold ({max_bytes});"
-                " raise limits.client_bytes"
+                " raise host_bytes"
             )
         if at > start and (held + size > room or at - start == WINDOW_OBJECTS):
             yield Wanted(start, wanted.keys[start:at], wanted.lengths[start:at])
