@@ -106,9 +106,8 @@ CUPBOARD = 120
 CUPBOARDS = frozenset({
     "tiercache_backends.chain.scans", "tiercache_backends.grpc.inquiries", "tiercache_backends.lmdb.check",
     "tiercache_backends.s3.namespaces", "tiercache_kernels.reference", "tiercache_lab.bench.raw",
-    "tiercache_lab.demo.small", "tiercache_lab.prove.show", "tiercache_lab.replay.failures",
-    "tiercache_lab.replay.sources.shared", "tiercache_lab.replay.verb.listing",
-    "tiercache_lab.replay.verb.planning",
+    "tiercache_lab.demo.small", "tiercache_lab.replay.failures", "tiercache_lab.replay.sources.shared",
+    "tiercache_lab.replay.verb.listing", "tiercache_lab.replay.verb.planning",
 })  # fmt: skip
 """Modules that are still cupboards, or are one for a reason."""
 
@@ -274,7 +273,7 @@ def test_no_constructor_has_too_many_arguments():
 
 BARE_VERBS = ("take", "add", "of", "follow", "left", "end", "begin", "most", "least")
 BARE = {
-    "tiercache.daemon": 25, "tiercache.controller": 22, "tiercache.storage": 13, "tiercache.index": 7,
+    "tiercache.daemon": 24, "tiercache.controller": 22, "tiercache.storage": 13, "tiercache.index": 7,
     "tiercache_backends.mooncake": 7, "tiercache_backends.chain": 7, "tiercache.integrations": 6,
     "tiercache_backends.s3": 6, "tiercache_lab.replay": 5, "tiercache.cli": 3, "tiercache.testing": 3,
     "tiercache_backends.grpc": 3, "tiercache_backends.lmdb": 3, "tiercache.policy": 2, "tiercache.events": 2,

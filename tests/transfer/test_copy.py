@@ -29,7 +29,7 @@ def rig() -> Iterator[Rig]:
 
 
 def layer(rig: Rig, number: int, slot: int) -> bytes:
-    """What the tensors of a layer hold in a slot now."""
+    """Return the contents of a slot in the tensors of a layer."""
     tensors = [tensor for (n, _), tensor in rig.kind.tensors.items() if n == number]
     return b"".join(rig.rows(rig.machine.content(tensor), slot) for tensor in tensors)
 

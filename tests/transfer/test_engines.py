@@ -1,4 +1,4 @@
-"""What every transfer engine does: the CUDA one on a simulated device, and the one of the CPU."""
+"""Promises of every transfer engine: the CUDA one on a simulated device, and the one of the CPU."""
 
 from __future__ import annotations
 
