@@ -20,12 +20,13 @@ from tiercache.core import ObjectKey
 from tiercache.storage.base import SetItem
 from tiercache.storage.vectors import take, total
 from tiercache_backends.s3.compression import Codec, decode, encode
-from tiercache_backends.s3.service import WireSpeed
 
 TRIAL: Final = 64
 """Objects of a pool that are measured for a choice. They are stored as the choice before says, first RAW."""
 REVIEW: Final = 1 << 14
 """Objects after which a pool is measured again."""
+_WIRE: Final = 0.25e9
+"""Bytes a second between a host and its service that `auto` assumes: 2 Gbit/s."""
 _MIN_GAIN: Final = 0.05
 """Part of the time (`auto`) or of the bytes (`smallest`) that a codec must save to be chosen."""
 _SLICE: Final = 64 << 10
@@ -63,7 +64,7 @@ class CodecChoices:
     `mode`: `auto` compresses where a write and a read together get faster, `smallest` wherever bytes are
     saved, and `none` nowhere. A choice is made for each pool name and layout, kept in memory, and made anew
     by the next process. With `auto`, a codec that shrinks bytes by `r`, encodes `e` and decodes `d` bytes a
-    second costs, for each byte that is written once and read once over a wire of `w` bytes a second,
+    second costs, for each byte that is written once and read once over a wire of `w` (_WIRE) bytes a second,
 
         2 / (r w) + 1 / e + 1 / d        where it is 2 / w without a codec,
 
@@ -74,11 +75,8 @@ class CodecChoices:
     Thread safety: any thread. No lock is held while bytes are encoded.
     """
 
-    def __init__(
-        self, mode: str, wire: WireSpeed, threads: int = 1, clock: Callable[[], float] = time.thread_time
-    ) -> None:
+    def __init__(self, mode: str, threads: int = 1, clock: Callable[[], float] = time.thread_time) -> None:
         self._mode = mode
-        self._wire = wire
         self._cores = max(1, min(threads, len(os.sched_getaffinity(0)) // 2))
         self._clock = clock
         self._lock = threading.Lock()
@@ -157,16 +155,15 @@ class CodecChoices:
                 pool.trials = {}
 
     def _best(self, trials: Mapping[Codec, _Trial]) -> Codec:
-        wire = self._wire.speed
-        costs = {codec: self._cost(sums, wire) for codec, sums in trials.items()}
+        costs = {codec: self._cost(sums) for codec, sums in trials.items()}
         best = min(costs, key=lambda codec: costs[codec])
-        return best if costs[best] <= (1 - _MIN_GAIN) * self._cost(_Trial(1, 1), wire) else Codec.RAW
+        return best if costs[best] <= (1 - _MIN_GAIN) * self._cost(_Trial(1, 1)) else Codec.RAW
 
-    def _cost(self, sums: _Trial, wire: float) -> float:
+    def _cost(self, sums: _Trial) -> float:
         share = sums.stored / sums.plain
         if self._mode == "smallest":
             return share
-        return 2 * share / wire + (sums.encoding + sums.decoding) / sums.plain / self._cores
+        return 2 * share / _WIRE + (sums.encoding + sums.decoding) / sums.plain / self._cores
 
 
 def _sample(buffers: Sequence[memoryview], length: int) -> bytearray:

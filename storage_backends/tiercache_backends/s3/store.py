@@ -73,7 +73,7 @@ class S3Backend(StorageBackend):
         self._directory = BucketDirectory(settings.objects)
         listing = BucketListing(self._service, self._directory)
         self._refresher = Refresher(settings, self._service, listing, env.monotonic)
-        self._choices = CodecChoices(settings.compression, self._service.wire, THREADS)
+        self._choices = CodecChoices(settings.compression, THREADS)
         self._reader = PackReader(self._service, lambda name: self._directory.forget([name]))
         self._writer = PackWriter(self._service, self._directory, self._choices, settings.pack, env.time_ns)
         self._namespaces = Namespaces(self._service)

@@ -13,7 +13,6 @@ from tiercache_backends.mooncake.header import HEADER_BYTES, write_header
 from tiercache_backends.mooncake.settings import read_settings
 from tiercache_backends.mooncake.store import MooncakeBackend
 
-from tests.cli.store.test_samples import call
 from tests.storage_backends.mooncake.hooks import Vandal
 from tests.storage_backends.mooncake.rig import Pool
 from tiercache.core import Outcome
@@ -168,13 +167,3 @@ def test_a_client_serves_the_next_store_unless_it_lends_memory(pool: Pool) -> No
         assert store.usage().capacity_bytes > capacity
     with open_in(pool, "fourth") as store:
         assert store.usage().capacity_bytes == capacity
-
-
-def test_doctor_says_that_the_pool_answers(pool: Pool) -> None:
-    checks = {
-        check["name"]: check
-        for check in call("doctor", "-s", pool.url("doctor"), "-o", "json", ok=None).document
-    }
-    assert checks["mooncake settings"]["level"] == "ok"
-    assert checks["mooncake pool"]["level"] == "ok"
-    assert checks["mooncake pool"]["found"].startswith("0 objects")

@@ -41,7 +41,7 @@ def test_a_verb_that_needs_a_list_is_refused_in_one_sentence(pool: Pool, verb: t
     assert ADVICE in done.error
 
 
-def test_status_and_doctor_say_what_is_not_known(pool: Pool, tmp_path: Path) -> None:
+def test_status_and_verify_say_what_is_not_known(pool: Pool, tmp_path: Path) -> None:
     url = unlisted(pool, "figures")
     found = call("status", "-s", url, "-o", "json").document
     assert ADVICE in found["unlisted"]
@@ -57,13 +57,6 @@ def test_status_and_doctor_say_what_is_not_known(pool: Pool, tmp_path: Path) -> 
     shown = call("status", "-s", above, "-s", url).out
     [row] = [line.split() for line in shown.splitlines() if line.strip().startswith("mooncake ")]
     assert row[3:5] == ["-", "-"]
-    [pooled] = [
-        check
-        for check in call("doctor", "-s", url, "-o", "json", ok=None).document
-        if "pool" in check["name"]
-    ]
-    assert pooled["level"] == "ok"
-    assert ADVICE in pooled["found"]
     assert "tier mooncake cannot list" in call("verify", "-s", above, "-s", url, ok=1).error
 
 
