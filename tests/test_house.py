@@ -206,7 +206,7 @@ def test_the_texts_stay_short():
 BUDGET = {
     "tiercache.daemon": 9_200,
     "tiercache.controller": 8_790,
-    "tiercache.integrations": 6_880,
+    "tiercache.integrations": 6_750,
     "tiercache.cli": 5_740,
     "tiercache.storage": 6_500,
     "tiercache.testing": 4_225,

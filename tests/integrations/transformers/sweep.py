@@ -212,7 +212,7 @@ def _converse(model: PreTrainedModel) -> tuple[str, str]:
         _check(worker, audit, second)
         limit = worker.limit
         assert second.restored >= 5 * PAGE or (limit is not None and limit < len(again)), second.restored
-        return f"by {worker.probe.tail_mode}", worker.probe.reach.why if limit is not None else ""
+        return f"by {worker.probe.tail_mode}", worker.probe.why if limit is not None else ""
 
 
 def _check(worker: Worker, audit: Audit, generation: Any) -> None:

@@ -123,12 +123,12 @@ def _window(tokens: int, kind: type[DynamicSlidingWindowLayer] = DynamicSlidingW
 @pytest.mark.parametrize(
     ("layer", "sentence"),
     [
-        (Secretive(), "layer 1 keeps its cache in a Secretive, whose content is unknown"),
+        (Secretive(), "layer 1 keeps its cache in a Secretive, whose content is not known"),
         (
             StaticLayer(max_cache_len=64),
-            "layer 1 keeps its cache in a StaticLayer, which is allocated at a fixed length",
+            "layer 1 keeps its cache in a StaticLayer, whose content is not known",
         ),
-        (_window(4, Compressing), "layer 1 keeps its cache in a Compressing, which may keep more than its"),
+        (_window(4, Compressing), "layer 1 keeps its cache in a Compressing, whose content is not known"),
         (_window(3), r"holds keys of shape \(1, 2, 3, 8\) after 4 tokens .* to keep its window of 8 tokens"),
         (_attention(3), r"layer 1 \(DynamicLayer\) holds keys of shape \(1, 2, 3, 8\) after 4 tokens"),
     ],

@@ -5,7 +5,6 @@ tolerance.
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +17,6 @@ from tests.examples import slow_after
 from tests.integrations.transformers.models import EACH, FAMILIES, PAGE, build, loaded, prompt, wrongs
 from tiercache.errors import InputError, SlotError, TokenError
 from tiercache.integrations.transformers import ModelRunner, PoolTensors, TailMode, differences
-from tiercache.integrations.transformers import runner as runner_module
 
 TOKENS = prompt(6 * PAGE + 5, seed=11)
 
@@ -270,18 +268,3 @@ def test_differences_are_found_by_bits_and_by_flags() -> None:
     held: Any = other.layers[2]
     held.has_previous_state = {0: False}
     assert differences(layout, cache, other) == ("layer 1 recurrent_0", "layer 2 has_previous_state")
-
-
-def test_advice_to_install_cuda_kernels_is_dropped_on_a_cpu_only() -> None:
-    logger = logging.getLogger("transformers.integrations.hub_kernels")
-    advice = logging.LogRecord(
-        "x", logging.WARNING, "", 0, "`f` is falling back to its reference PyTorch implementation", None, None
-    )
-    other = logging.LogRecord("x", logging.WARNING, "", 0, "something else", None, None)
-    # private: a model gives this advice only where its kernels are missing
-    with runner_module._quiet(torch.device("cpu")):
-        assert not logger.filter(advice)
-        assert logger.filter(other)
-    assert logger.filter(advice)
-    with runner_module._quiet(torch.device("cuda")):  # private: as above
-        assert logger.filter(advice)

@@ -20,9 +20,8 @@ from tests.integrity import check_controller
 from tiercache.controller import ControllerOptions
 from tiercache.core import PoolName, Tier
 from tiercache.errors import ConfigError, SlotError, UnsupportedModelError
-from tiercache.integrations.transformers import ModelRunner, differences, load
+from tiercache.integrations.transformers import ModelRunner, ProbeReport, differences, load
 from tiercache.integrations.transformers.arguments import split_device_bytes
-from tiercache.integrations.transformers.reach import Reach
 from tiercache.integrations.transformers.worker import Worker
 from tiercache_lab.demo.audit import Audit
 
@@ -230,7 +229,7 @@ def test_a_model_whose_window_hardly_matters_cannot_be_judged() -> None:
         load(model, PAGE)
 
 
-def _with_notes(window: int, depth: int) -> Reach | UnsupportedModelError:
+def _with_notes(window: int, depth: int) -> ProbeReport | UnsupportedModelError:
     """The verdict on a model whose windowed layer notes something that a restored one lacks, and that
     counts at one depth only.
     """
@@ -249,7 +248,7 @@ def _with_notes(window: int, depth: int) -> Reach | UnsupportedModelError:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DynamicSlidingWindowLayer, "update", update)
         try:
-            return load(model, PAGE)[1].reach
+            return load(model, PAGE)[1]
         except UnsupportedModelError as error:
             return error
 
@@ -260,8 +259,12 @@ def _with_notes(window: int, depth: int) -> Reach | UnsupportedModelError:
         3,
         [
             (41, 32, None),  # before the window is full
-            (41, 48, 41),  # when it has forgotten; below, the model is served
-            (577, 576, 577),  # longer than the usual prompts, so that `reach` must find it: when it is full,
+            (41, 48, None),  # when it has forgotten
+            (
+                577,
+                576,
+                577,
+            ),  # longer than the usual prompts, so that the search must find it: when it is full,
             (577, 560, 577),  # before,
             (577, 592, 577),  # and when it has forgotten
         ],
@@ -293,8 +296,8 @@ def test_the_prompts_fill_the_window_and_what_an_indexer_selects(name: str, leng
 def test_a_window_that_is_not_reached_limits_the_cache() -> None:
     model = build("gemma3", sliding_window=4096, max_position_embeddings=1 << 17)
     _, report = load(model, PAGE, seconds=0)
-    assert report.reach.limit == report.tokens
-    assert "sliding_window 4096: not reached" in report.reach.why
+    assert report.limit == report.tokens
+    assert "sliding_window 4096: not reached" in report.why
 
 
 # --- models that take no positions

@@ -6,9 +6,8 @@ Everything here belongs to one thread, the one that computes, unless a class say
 from tiercache.integrations.transformers.device import PoolTensors, differences
 from tiercache.integrations.transformers.layout import CacheLayout, inspect_cache
 from tiercache.integrations.transformers.probe import load, probe
-from tiercache.integrations.transformers.reach import TailMode
 from tiercache.integrations.transformers.requests.request import Generation, Request, Sampling
-from tiercache.integrations.transformers.runner import ModelRunner
+from tiercache.integrations.transformers.runner import ModelRunner, TailMode
 from tiercache.integrations.transformers.trial import ProbeReport
 from tiercache.integrations.transformers.worker import Worker
 

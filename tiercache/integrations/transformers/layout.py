@@ -289,7 +289,10 @@ def _layer(n: int, layer: Any, tokens: int, positions: int | None) -> LayerLayou
     Raises UnsupportedModelError for a class not in `SERVED` and for tensors of unexpected shape.
     """
     if type(layer) not in SERVED:
-        raise UnsupportedModelError(f"layer {n} keeps its cache in a {type(layer).__name__}, {_why(layer)}")
+        raise UnsupportedModelError(
+            f"layer {n} keeps its cache in a {type(layer).__name__}, whose content is not known; only"
+            " transformers' own dynamic layers are served"
+        )
     window = layer.sliding_window if isinstance(layer, WINDOWED) else None
     if window is not None and positions is not None and window > positions:
         window = None
@@ -308,20 +311,6 @@ def _layer(n: int, layer: Any, tokens: int, positions: int | None) -> LayerLayou
         states=tuple(_states(n, layer)) if recurrent else (),
         has_previous=tuple(bool(layer.has_previous_state[i]) for i in states),
     )  # fmt: skip
-
-
-def _why(layer: Any) -> str:
-    """Return why a layer of an unserved class cannot be served, judged by its attributes."""
-    if getattr(layer, "is_sliding", False):
-        return "which may keep more than its sliding window, such as a compressed past"
-    if hasattr(layer, "max_cache_len"):
-        return "which is allocated at a fixed length; only caches that grow are served"
-    if hasattr(layer, "_quantize"):
-        return (
-            "which keeps its keys quantised, with a part in full precision; only unquantised caches are"
-            " served"
-        )
-    return "whose content is unknown; the classes served are " + ", ".join(c.__name__ for c in SERVED)
 
 
 def _attention(n: int, layer: Any, tokens: int, window: int | None) -> tuple[TensorLayout, TensorLayout]:

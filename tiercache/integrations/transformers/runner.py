@@ -8,9 +8,8 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import StrEnum
 from typing import Any, Final
 
 import numpy as np
@@ -29,7 +28,6 @@ from tiercache.integrations.transformers.layout import (
     inspect_cache,
     refuse_impossible_windows,
 )
-from tiercache.integrations.transformers.reach import TailMode, positions_of
 from tiercache.integrations.transformers.stream import to_device
 
 TINY: Final = 16
@@ -39,8 +37,19 @@ These are more tokens than any convolution keeps, so all tensors have their usua
 """
 
 
+POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len")
+"""Names under which configurations give the number of positions, in order of precedence."""
 ARGUMENTS: Final = ("past_key_values", "cache_params")
 """Names under which models take their cache, in order of precedence; the output has the same name."""
+
+
+class TailMode(StrEnum):
+    """The way in which tokens are fed once the cache is not empty."""
+
+    CHUNK = "chunk"
+    """Any number of tokens per forward."""
+    TOKEN = "token"  # noqa: S105  (a mode of feeding)
+    """One token per forward, for models that drop their recurrent state when they are given more."""
 
 
 def no_wait(layer: int) -> None:
@@ -282,7 +291,7 @@ class ModelRunner:
             arguments["logits_to_keep"] = keep
         if "return_dict" in self._takes:
             arguments["return_dict"] = True
-        with torch.inference_mode(), _quiet(ids.device):
+        with torch.inference_mode():
             try:
                 return self.model(input_ids=ids[None], **arguments)
             except (torch.OutOfMemoryError, TierCacheError):
@@ -353,20 +362,38 @@ def _parameters(model: PreTrainedModel) -> frozenset[str]:
     return frozenset(inspect.signature(model.forward).parameters)
 
 
-@contextmanager
-def _quiet(where: torch.device) -> Iterator[None]:
-    """Suppress the advice to install CUDA kernels while the model runs on a CPU.
+def positions_of(config: Any) -> int | None:
+    """Return how many positions a model has; None if its configuration does not say.
 
-    These kernels do not exist for CPUs; on a GPU the advice is right.
+    If its rotary embeddings are scaled linearly, the number in the configuration is multiplied by the factor
+    of that scaling.
     """
-    logger = logging.getLogger("transformers.integrations.hub_kernels")
-    if where.type == "cpu":
-        logger.addFilter(_not_a_fallback)
-    try:
-        yield
-    finally:
-        logger.removeFilter(_not_a_fallback)
+    text = config.get_text_config(decoder=True)
+    named = (getattr(text, name, None) for name in POSITIONS)
+    positions = next(filter(is_length, named), None)
+    if positions is None:
+        return None
+    factors = [rope.get("factor") or 1.0 for rope in ropes_of(config) if rope.get("rope_type") == "linear"]
+    return int(positions * max([1.0, *factors]))
 
 
-def _not_a_fallback(record: logging.LogRecord) -> bool:
-    return "falling back to its reference PyTorch implementation" not in record.getMessage()
+def ropes_of(config: Any) -> list[Mapping[str, Any]]:
+    """Return the parameters of every rotary embedding that the configuration describes."""
+    return [mapping for _, mapping in mappings("", config.to_dict()) if "rope_type" in mapping]
+
+
+def mappings(path: str, value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield a mapping and the mappings inside it, each with its path.
+
+    The configurations of other models (`..._config`) are left out.
+    """
+    if isinstance(value, Mapping):
+        yield path, value
+        for name, item in value.items():
+            if not str(name).endswith("_config") or str(name) == "text_config":
+                yield from mappings(f"{path}{name}.", item)
+
+
+def is_length(value: object) -> bool:
+    """Return whether a value of a configuration may be a length in tokens."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 31

@@ -22,7 +22,6 @@ refused. (For a model without states and windows, the KV is replaced.)
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,8 +37,7 @@ from tiercache.core import PoolName
 from tiercache.errors import UnsupportedModelError
 from tiercache.integrations.transformers.device import differences
 from tiercache.integrations.transformers.layout import TensorLayout
-from tiercache.integrations.transformers.reach import UNBOUNDED, Reach, TailMode
-from tiercache.integrations.transformers.runner import ModelRunner
+from tiercache.integrations.transformers.runner import ModelRunner, TailMode
 from tiercache.integrations.transformers.stream import rounds_parts
 
 JITTERS: Final = 16
@@ -69,7 +67,7 @@ class CutCheck(NamedTuple):
 class ProbeReport:
     """The findings of the probe.
 
-    The jitter, the tolerance, the errors of the checks and the reactions are absolute differences of logits.
+    The tolerance, the errors of the checks and the reactions are absolute differences of logits.
     """
 
     tail_mode: TailMode
@@ -77,7 +75,6 @@ class ProbeReport:
     """Length of the prompts."""
     scale: float
     """Largest magnitude of a logit."""
-    jitter: float
     tolerance: float
     checks: tuple[CutCheck, ...]
     reactions: Mapping[str, float]
@@ -87,10 +84,10 @@ class ProbeReport:
     """
     chunk_fault: str
     """The reason why chunks are not used; empty in CHUNK mode."""
-    seconds: float
-    """Time that the probe took."""
-    reach: Reach = UNBOUNDED
-    """The result of longer prompts."""
+    limit: int | None = None
+    """Tokens of the longest sequence that is restored and kept; None for no limit."""
+    why: str = ""
+    """The reason for the limit."""
 
     @property
     def max_error(self) -> float:
@@ -112,11 +109,10 @@ class Trial:
     """
 
     def __init__(self, runner: ModelRunner, tokens: int, *, first_position: int = 0) -> None:
-        self._started = time.monotonic()
         self._runner, self._model, self._layout = runner, runner.model, runner.layout
         self._page_size = runner.page_size
         self._runners = {mode: runner.like(mode, first_position) for mode in TailMode}
-        self._chunk = (tokens - 13) // 2  # the model's chunk, if `probe._usual_tokens` chose the length
+        self._chunk = (tokens - 13) // 2  # the model's chunk, if `probe` chose the length
         self._name = type(self._model).__name__
         rng = np.random.default_rng(SEED)
         self._prompt, self._other = rng.integers(0, runner.vocab_size, (2, tokens))
@@ -127,7 +123,7 @@ class Trial:
 
         Raises UnsupportedModelError if the model fails them even when it is fed token by token.
         """
-        tolerance, jitter = self._tolerance()
+        tolerance = self._tolerance()
         self._compare_without_cache(tolerance)
         token_checks = self._cut_checks(TailMode.TOKEN)
         if fault := self._fault(TailMode.TOKEN, token_checks, tolerance):
@@ -139,15 +135,7 @@ class Trial:
         fault = self._fault(TailMode.CHUNK, chunk_checks, tolerance)
         mode = TailMode.TOKEN if fault else TailMode.CHUNK
         return ProbeReport(
-            mode,
-            self._n,
-            self._scale,
-            jitter,
-            tolerance,
-            (*token_checks, *chunk_checks),
-            reactions,
-            fault,
-            time.monotonic() - self._started,
+            mode, self._n, self._scale, tolerance, (*token_checks, *chunk_checks), reactions, fault
         )
 
     @cached_property
@@ -205,17 +193,17 @@ class Trial:
         """Feed the last `SHORT` tokens after `cache`, and return their logits."""
         return self._run(cache, self._prompt[-SHORT:], self._n - SHORT, mode)
 
-    def _tolerance(self) -> tuple[float, float]:
-        """Measure and return the tolerance and the jitter (see the docstring of the module).
+    def _tolerance(self) -> float:
+        """Measure and return the tolerance (see the docstring of the module).
 
         The tolerance is at least 2 eps of the largest logit.
         """
         base = self._tail(copy.deepcopy(self._cache), TailMode.TOKEN)
         rng = torch.Generator().manual_seed(SEED)
-        jitters = [_gap(self._tail(self._noisy(rng), TailMode.TOKEN), base) for _ in range(3)]
-        jitter, eps = median(jitters), torch.finfo(self._model.dtype).eps
+        jitter = median(_gap(self._tail(self._noisy(rng), TailMode.TOKEN), base) for _ in range(3))
+        eps = torch.finfo(self._model.dtype).eps
         rounds_once = eps > torch.finfo(torch.float32).eps and not rounds_parts(self._model.device)
-        return max((JITTERS_NARROW if rounds_once else JITTERS) * jitter, 2 * eps * self._scale), jitter
+        return max((JITTERS_NARROW if rounds_once else JITTERS) * jitter, 2 * eps * self._scale)
 
     def _compare_without_cache(self, tolerance: float) -> None:
         """Raise UnsupportedModelError if the logits without a cache or positions differ too much."""
@@ -235,7 +223,7 @@ class Trial:
         if any(window <= self._n < 3 * window for window in self._layout.windows):
             for depth in self._depths():
                 self._round_trip(depth)
-        tolerance, _ = self._tolerance()
+        tolerance = self._tolerance()
         error = self._cut_error(mode, cuts)
         if error <= tolerance:
             return ""

@@ -138,7 +138,7 @@ class Worker:
         """
         self.runner, self.probe = load(model, page_size)
         self.watch.settle()
-        self.limit = self.probe.reach.limit
+        self.limit = self.probe.limit
         """Tokens of the longest sequence that is restored and kept; None for no limit.
 
         Longer sequences are computed without the cache.
