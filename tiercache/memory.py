@@ -38,8 +38,6 @@ class MemoryReadings:
     """Limit of the cgroup with the least free memory, among those that contain this process."""
     usage: int | None = None
     """Usage of the cgroup to which `limit` belongs, without page cache that the kernel can reclaim."""
-    huge_free: int = 0
-    """Free and unreserved part of the huge page pool, which MemAvailable does not count."""
     total: int | None = None
     """MemTotal of /proc/meminfo."""
     tightest: int | None = None
@@ -79,22 +77,14 @@ def read_memory(root: Path = Path("/")) -> MemoryReadings:
     groups = list(_cgroups(root))
     fullest = min(groups, key=lambda group: group.limit - group.usage, default=None)
     tightest = min(groups, key=lambda group: group.limit, default=None)
-    huge_pages = max(0, info.get("HugePages_Free", 0) - info.get("HugePages_Rsvd", 0))
     return MemoryReadings(
         available=info["MemAvailable"] * 1024 if "MemAvailable" in info else None,
         limit=fullest.limit if fullest else None,
         usage=fullest.usage if fullest else None,
-        huge_free=huge_pages * info.get("Hugepagesize", 0) * 1024,
         total=info["MemTotal"] * 1024 if "MemTotal" in info else None,
         tightest=tightest.limit if tightest else None,
         tightest_group=tightest.name if tightest else "",
     )
-
-
-def huge_page_bytes() -> int:
-    """Return the size of a huge page in bytes; 2 MiB where the kernel does not report it."""
-    found = re.search(r"^Hugepagesize:\s+(\d+)", kernel_text(Path("/proc/meminfo")), re.MULTILINE)
-    return int(found[1]) * 1024 if found else 2 << 20
 
 
 def kernel_text(path: Path) -> str:
@@ -150,7 +140,7 @@ def _group_at(path: Path, limit_file: str, usage_file: str, cache_key: str) -> I
 # shared regions
 
 
-def create_memfd(name: str, nbytes: int, flags: int = 0) -> int:
+def create_memfd(name: str, nbytes: int) -> int:
     """Create a memfd of `nbytes` bytes, sealed against resizing. Raises OSError.
 
     The memfd has no memory until a mapping of it is written to; `populate` allocates all of it at once.
@@ -158,7 +148,7 @@ def create_memfd(name: str, nbytes: int, flags: int = 0) -> int:
     F_SEAL_SEAL is not set, so that seals can be added. A daemon that maps the memfd adds F_SEAL_FUTURE_WRITE
     and F_SEAL_SEAL; then no process can punch holes into the memfd.
     """
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)

@@ -14,7 +14,7 @@ import re
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
@@ -22,15 +22,7 @@ import numpy as np
 
 from tiercache.core import BLOCK_ALIGN, Locations
 from tiercache.errors import ClosedError, ConfigError, SlotError
-from tiercache.memory import (
-    MemoryReadings,
-    address_of,
-    create_memfd,
-    huge_page_bytes,
-    kernel_text,
-    populate,
-    read_memory,
-)
+from tiercache.memory import MemoryReadings, address_of, create_memfd, kernel_text, populate, read_memory
 from tiercache.pools.blocks import BlockArena, check_block_bytes
 from tiercache.text import readable_size
 
@@ -57,11 +49,11 @@ def plan_size(nbytes: int | Literal["auto"], readings: MemoryReadings) -> SizePl
     """Return the size for a number of bytes, or for `auto`: half of the usable memory, with `_RESERVE` free.
 
     Raises ConfigError for `auto` if the usable memory is not known or too small, and for a number that
-    exceeds both the usable memory and the free huge pages.
+    exceeds it.
     """
     usable = readings.usable
     if nbytes != "auto":
-        if usable is not None and nbytes > max(usable, readings.huge_free):
+        if usable is not None and nbytes > usable:
             raise ConfigError(
                 f"an arena of {readable_size(nbytes)} ({nbytes} bytes) is wanted and only"
                 f" {readable_size(usable)} ({usable} bytes) is available; ask for less"
@@ -89,7 +81,7 @@ class HostArena(BlockArena):
     bytes through `fd`. The memfd has no name in /dev/shm.
 
     `nbytes` is rounded down to whole blocks; for "auto" see `plan_size`. The constructor faults the region in
-    with a thread per CPU, 16 at most. With `huge_pages` it uses huge pages where the system has them.
+    with a thread per CPU, 16 at most. With `huge_pages` it asks for transparent huge pages.
     `report` describes the result in words. `readings` replaces the memory readings of the system. Raises
     ConfigError for a size that is not possible.
 
@@ -106,8 +98,6 @@ class HostArena(BlockArena):
     ) -> None:
         check_block_bytes(block_bytes)
         readings = readings or read_memory()
-        if not huge_pages:
-            readings = replace(readings, huge_free=0)
         plan = plan_size(nbytes, readings)
         blocks = plan.nbytes // block_bytes
         if blocks < 1:
@@ -116,12 +106,11 @@ class HostArena(BlockArena):
                 f" {readable_size(block_bytes)}; make it larger"
             )
         super().__init__(blocks, block_bytes)
-        region = _map(blocks * block_bytes, readings, huge_pages)
-        self.fd = region.fd
-        self._close_fd = weakref.finalize(self, os.close, region.fd)
-        self._map: mmap.mmap | None = region.map
-        self._view = memoryview(region.map)[: blocks * block_bytes]
-        self.address = address_of(region.map)
+        self.fd, region, pages = _map(blocks * block_bytes, huge_pages)
+        self._close_fd = weakref.finalize(self, os.close, self.fd)
+        self._map: mmap.mmap | None = region
+        self._view = memoryview(region)
+        self.address = address_of(region)
         started = time.monotonic()
         try:
             workers, method = _touch(self.address, self._view)
@@ -130,7 +119,7 @@ class HostArena(BlockArena):
             raise
         self.report = (
             f"host arena: {readable_size(self.nbytes)} in {blocks} blocks of {readable_size(block_bytes)},"
-            f" {plan.reason}; {region.pages}; ready in {time.monotonic() - started:.2f} s with {workers}"
+            f" {plan.reason}; {pages}; ready in {time.monotonic() - started:.2f} s with {workers}"
             f" threads ({method})"
         )
 
@@ -169,42 +158,9 @@ class HostArena(BlockArena):
             raise ClosedError("the host arena was closed")
 
 
-@dataclass(frozen=True, slots=True)
-class _Region:
-    fd: int
-    map: mmap.mmap
-    pages: str
-
-
-def _map(nbytes: int, readings: MemoryReadings, huge_pages: bool) -> _Region:
-    """Create a sealed memfd and map it.
-
-    Reserved huge pages are tried first, then transparent huge pages, then ordinary pages.
-    """
-    if not huge_pages:
-        return _map_memfd(nbytes, 0, "huge pages off")
-    if nbytes <= readings.huge_free:
-        # Other processes may have taken huge pages since the reading. mmap reserves all pages, so it fails
-        # here if some are missing. Without the reservation, a later access would kill the process.
-        with contextlib.suppress(OSError):
-            return _map_memfd(
-                -(-nbytes // huge_page_bytes()) * huge_page_bytes(), os.MFD_HUGETLB, "reserved huge pages"
-            )
-        plan_size(nbytes, replace(readings, huge_free=0))  # ConfigError if ordinary memory is too small
-    region = _map_memfd(nbytes, 0, "")
-    setting = kernel_text(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled"))
-    if re.search(r"\[(always|within_size|advise|force)\]", setting):
-        # madvise is only a request: where no huge page is free, the kernel uses ordinary pages.
-        with contextlib.suppress(OSError):
-            region.map.madvise(mmap.MADV_HUGEPAGE)
-            return _Region(region.fd, region.map, "transparent huge pages asked for")
-    mode = re.search(r"\[(\w+)\]", setting)
-    why = f"{readable_size(readings.huge_free)} reserved, shmem_enabled={mode[1] if mode else 'unknown'}"
-    return _Region(region.fd, region.map, f"ordinary pages because huge ones are not available ({why})")
-
-
-def _map_memfd(nbytes: int, flags: int, pages: str) -> _Region:
-    fd = create_memfd("tiercache-arena", nbytes, flags)
+def _map(nbytes: int, huge_pages: bool) -> tuple[int, mmap.mmap, str]:
+    """Create a sealed memfd and map it; return both, and which pages it has in words."""
+    fd = create_memfd("tiercache-arena", nbytes)
     try:
         region = mmap.mmap(fd, nbytes)
     except BaseException:
@@ -212,7 +168,16 @@ def _map_memfd(nbytes: int, flags: int, pages: str) -> _Region:
         raise
     with contextlib.suppress(OSError):
         region.madvise(mmap.MADV_DONTDUMP)  # a core dump of a server should not carry its cache
-    return _Region(fd, region, pages)
+    if not huge_pages:
+        return fd, region, "huge pages off"
+    setting = kernel_text(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled"))
+    mode = re.search(r"\[(\w+)\]", setting)
+    if mode and mode[1] in ("always", "within_size", "advise", "force"):
+        # madvise is only a request: where no huge page is free, the kernel uses ordinary pages.
+        with contextlib.suppress(OSError):
+            region.madvise(mmap.MADV_HUGEPAGE)
+            return fd, region, "huge pages asked for"
+    return fd, region, f"ordinary pages (shmem_enabled={mode[1] if mode else 'unknown'})"
 
 
 def _touch(address: int, view: memoryview) -> tuple[int, str]:

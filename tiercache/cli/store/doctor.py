@@ -245,9 +245,8 @@ def _huge_pages() -> Finding:
         next((word[1:-1] for word in kernel_text(folder / name).split() if word.startswith("[")), "unknown")
         for name in ("enabled", "shmem_enabled")
     )
-    reserved = kernel_text(Path("/proc/sys/vm/nr_hugepages")) or "0"
-    good = reserved != "0" or shmem in ("always", "within_size", "advise", "force")
-    return ok_or(Level.WARN, good, f"{reserved} reserved; transparent: {mode}, for shared memory: {shmem}")
+    good = shmem in ("always", "within_size", "advise", "force")
+    return ok_or(Level.WARN, good, f"transparent: {mode}, for shared memory: {shmem}")
 
 
 @MACHINE.add("NUMA", "start each worker on the node of its GPU: numactl --cpunodebind=N --membind=N")
