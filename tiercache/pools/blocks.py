@@ -119,18 +119,13 @@ class Quarantine:
             self._allocator.free(slots)
             return
         array = as_locations(slots, self._allocator.capacity, self._noun)
-        spent = self._withheld[array] | ~self._allocator.allocated(array)
-        if spent.any():
-            raise SlotError(f"{self._noun} {array[spent][0]} is free already; give each back once")
+        spent = array[self._withheld[array]]
+        if len(spent):
+            raise SlotError(f"{self._noun} {spent[0]} is free already; give each back once")
+        self._allocator.free(array)
         with self._lock:
             isolated = self._counts[array] > 0
-        held_back = array[isolated]
-        if len(np.unique(held_back)) != len(held_back):
-            raise SlotError(
-                f"one call gives back {len(array)} {self._noun}s and names one twice; give each back once"
-            )
-        self._allocator.free(array[~isolated])
-        self._mark(held_back, True)
+        self._withdraw(array[isolated])
 
     def check_integrity(self) -> None:
         """Check that no slot under quarantine is free, and that every withheld slot is under quarantine.
