@@ -11,7 +11,7 @@ import pytest
 
 from tiercache.storage.base import StorageBackend
 from tiercache.testing.conformance.hooks import CORRUPT, ERROR, HIT, MISS, STORED, THROTTLED, BackendHooks
-from tiercache.testing.objects import chain, content, fetch, key, payload, put, to_get, to_set
+from tiercache.testing.objects import content, fetch, key, payload, put, to_get, to_set
 
 
 class Damage(BackendHooks):
@@ -50,24 +50,6 @@ class Damage(BackendHooks):
         store.get(items)
         assert fetch(store, key(2), 5000) is CORRUPT
         assert self.usage(store).details["corrupt"] == 3
-
-    def test_a_corrupt_object_can_be_deleted(self, store: StorageBackend) -> None:
-        put(store, key("a"), payload("a", 9000))
-        self.corrupt(store, key("a"))
-        assert store.delete([key("a")]) == [True]
-        assert put(store, key("a"), payload("a", 9000)) is STORED
-        assert fetch(store, key("a"), 9000) == payload("a", 9000)
-
-    def test_a_corrupt_page_costs_no_other(self, store: StorageBackend) -> None:
-        pages = chain("s", 4)
-        for k, parent in pages:
-            put(store, k, payload(k, 5000), parent)
-        self.corrupt(store, pages[1][0])
-        assert [fetch(store, k, 5000) for k, _ in pages] == [
-            CORRUPT if n == 1 else payload(k, 5000) for n, (k, _) in enumerate(pages)
-        ]
-        assert put(store, pages[1][0], payload("anew", 5000), pages[1][1]) is STORED
-        assert store.exists([k for k, _ in pages]) == [True] * 4
 
     def test_swapped_objects_are_corrupt(self, store: StorageBackend) -> None:
         for name in ("a", "b"):
@@ -132,21 +114,3 @@ class Damage(BackendHooks):
         self.free_disk(full)
         assert full.set(items) == [STORED, HIT, STORED, HIT]
         assert fetch(full, key(7), 9000) == payload(7, 9000)
-
-    def test_a_deletion_is_done_or_is_refused(self, full: StorageBackend) -> None:
-        [gone] = full.delete([key(1)])
-        assert full.exists([key(1)]) == [not gone]
-        assert fetch(full, key(1), 9000) == (MISS if gone else payload(1, 9000))
-        self.free_disk(full)
-        assert full.delete([key(1)]) == [not gone]
-        assert put(full, key(1), payload("anew", 9000)) is STORED
-
-    def test_a_corrupt_object_is_out_of_sight_even_then(self, full: StorageBackend) -> None:
-        assert fetch(full, key(0), 9000) is CORRUPT
-        assert fetch(full, key(0), 9000) is MISS
-        assert full.exists([key(0)]) == [False]
-        assert self.usage(full).objects == len(list(full.scan_all())) == 4
-        assert put(full, key(0), payload(0, 9000)) is THROTTLED
-        self.free_disk(full)
-        assert put(full, key(0), payload(0, 9000)) is STORED
-        assert fetch(full, key(0), 9000) == payload(0, 9000)

@@ -160,20 +160,6 @@ class Eviction(BackendHooks):
         assert bounded.exists([item.key for item in items]) == [True] * stored + [False] * (120 - stored)
         assert self.usage(bounded).used_bytes <= self.small
 
-    def test_a_sequence_longer_than_the_store_stops_growing(self, bounded: StorageBackend) -> None:
-        """The next page could only replace a page on which it depends, and would then be useless."""
-        stored: list[ObjectKey] = []
-        for k, parent in chain("long", 200):
-            answer = put(bounded, k, payload(k, SIZE), parent)
-            if answer is not STORED:
-                break
-            stored.append(k)
-        assert answer is THROTTLED
-        assert put(bounded, k, payload(k, SIZE), parent) is THROTTLED
-        assert [fetch(bounded, k, SIZE) for k in stored] == [payload(k, SIZE) for k in stored]
-        assert len(stored) * SIZE > self.third, "the sequence used the whole store"
-        assert put(bounded, key("other"), payload("other", SIZE)) is STORED, "others may evict its end"
-
     @pytest.mark.parametrize("size", [100, SIZE])
     def test_space_comes_back(self, bounded: StorageBackend, size: int) -> None:
         """Deleted objects leave room for new objects, so that no other object is evicted."""

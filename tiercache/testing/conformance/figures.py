@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from tiercache.core import ObjectKey, ObjectMeta, PoolName
 from tiercache.storage.base import NamespaceRecord, SetItem, StorageBackend
-from tiercache.testing.conformance.hooks import CORRUPT, HIT, SIZES, STORED, BackendHooks
+from tiercache.testing.conformance.hooks import HIT, STORED, BackendHooks
 from tiercache.testing.objects import (
     NAMESPACE,
     OTHER_NAMESPACE,
@@ -102,20 +102,6 @@ class Figures(BackendHooks):
             found = store.scan(None, cursor)
             assert {entry.key for entry in found.entries} <= {item.key for item in items}
 
-    def test_usage_is_the_sum(self, store: StorageBackend) -> None:
-        for n, size in enumerate(SIZES):
-            put(store, key(n), payload(n, size))
-            put(store, key(n), payload("again", size))
-        store.delete([key(0), key(0)])
-        fetch(store, key(1), 17)
-        usage = self.usage(store)
-        assert (usage.objects, usage.payload_bytes) == (len(SIZES) - 1, sum(SIZES[1:]))
-        assert usage.used_bytes >= usage.payload_bytes
-        assert usage.payload_bytes == sum(entry.meta.length for entry in store.scan_all())
-        store.delete([key(n) for n in range(len(SIZES))])
-        assert (self.usage(store).objects, self.usage(store).payload_bytes) == (0, 0)
-        assert self.usage(store).used_bytes <= usage.used_bytes
-
     def test_namespaces_are_remembered(self, store: StorageBackend) -> None:
         records = [
             NamespaceRecord(NAMESPACE, {"model": "m", "page_size": 64}),
@@ -183,19 +169,6 @@ class Figures(BackendHooks):
         [entry] = store.describe([key("a")])
         assert entry is not None
         assert entry.stored_at is None or before < entry.stored_at < time.time() + CLOCKS
-
-    def test_what_is_gone_is_not_described(self, store: StorageBackend) -> None:
-        for name in ("a", "b", "c"):
-            put(store, key(name), payload(name, 5000))
-        store.delete([key("a")])
-        self.corrupt(store, key("b"))
-        assert fetch(store, key("b"), 5000) is CORRUPT
-        found = store.describe([key(name) for name in ("a", "b", "c")])
-        assert [entry is not None for entry in found] == [False, False, True]
-        assert put(store, key("a"), payload("other", 70_000)) is STORED
-        [entry] = store.describe([key("a")])
-        assert entry is not None
-        assert (entry.key, entry.meta.length) == (key("a"), 70_000)
 
     def test_the_digest_alone_names_what_is_described(self, store: StorageBackend) -> None:
         put(store, key("a"), payload("a", 5000))

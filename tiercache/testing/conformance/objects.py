@@ -96,33 +96,6 @@ class Objects(BackendHooks):
         assert store.get([item]) == [HIT]
         assert content(item) == data
 
-    def test_setting_again_keeps_the_first(self, store: StorageBackend) -> None:
-        put(store, key("a"), payload("first", 5000))
-        assert put(store, key("a"), payload("other", 5000)) is HIT
-        assert put(store, key("a"), payload("longer", 9000)) is HIT
-        assert fetch(store, key("a"), 5000) == payload("first", 5000)
-        assert self.usage(store).payload_bytes == 5000
-
-    def test_a_deleted_object_can_be_another_one(self, store: StorageBackend) -> None:
-        put(store, key("a"), payload("first", 5000))
-        assert store.delete([key("a")]) == [True]
-        assert store.exists([key("a")]) == [False]
-        assert fetch(store, key("a"), 5000) is MISS
-        assert put(store, key("a"), payload("second", 70_000)) is STORED
-        assert fetch(store, key("a"), 70_000) == payload("second", 70_000)
-
-    def test_pools_of_one_page_are_different_objects(self, store: StorageBackend) -> None:
-        page, state = key("p", PoolName.KV), key("p", PoolName.MAMBA)
-        put(store, page, payload("kv", 5000))
-        assert store.exists([page, state]) == [True, False]
-        put(store, state, payload("state", 9000))
-        assert (fetch(store, page, 5000), fetch(store, state, 9000)) == (
-            payload("kv", 5000),
-            payload("state", 9000),
-        )
-        assert store.delete([page]) == [True]
-        assert fetch(store, state, 9000) == payload("state", 9000)
-
     def test_the_digest_alone_names_an_object(self, store: StorageBackend) -> None:
         other = ObjectKey(PoolName.SWA, key("a").digest)
         put(store, key("a"), payload("a", 5000))
@@ -164,53 +137,6 @@ class Objects(BackendHooks):
         assert target == payload("a", 5000)
         put(store, key("b"), payload("b", 5000))
         assert fetch(store, key("b"), 5000) == payload("b", 5000)
-
-    def test_a_batch_answers_in_input_order(self, store: StorageBackend) -> None:
-        names = ["a", "b", "c", "d", "e"]
-        sizes = dict(zip(names, SIZES, strict=False))
-        assert store.set([to_set(key(n), payload(n, sizes[n])) for n in ("a", "c", "e")]) == [STORED] * 3
-        assert store.set([to_set(key(n), payload(n, sizes[n])) for n in names]) == [
-            HIT,
-            STORED,
-            HIT,
-            STORED,
-            HIT,
-        ]
-        assert store.delete([key("d"), key("x"), key("b"), key("d")]) == [True, False, True, False]
-        assert store.exists([key(n) for n in names]) == [True, False, True, False, True]
-        items = [to_get(key(n), sizes[n]) for n in reversed(names)]
-        assert store.get(items) == [HIT, MISS, HIT, MISS, HIT]
-        assert [content(i) for i in items[::2]] == [payload(n, sizes[n]) for n in ("e", "c", "a")]
-
-    def test_empty_batches(self, store: StorageBackend) -> None:
-        put(store, key("a"), payload("a", 10))
-        assert (store.exists([]), store.get([]), store.set([]), store.delete([])) == ([], [], [], [])
-        assert self.usage(store).objects == 1
-
-    def test_duplicates_in_a_batch(self, store: StorageBackend) -> None:
-        data = payload("a", 5000)
-        assert store.set([to_set(key("a"), data), to_set(key("b"), data), to_set(key("a"), data)]) == [
-            STORED,
-            STORED,
-            HIT,
-        ]
-        items = [
-            to_get(key("a"), 5000),
-            to_get(key("x"), 5000),
-            to_get(key("a"), 5000),
-            to_get(key("x"), 5000),
-        ]
-        assert store.get(items) == [HIT, MISS, HIT, MISS]
-        assert {content(i) for i in items[::2]} == {data}
-        assert store.exists([key("a"), key("x"), key("a"), key("x")]) == [True, False, True, False]
-        assert store.delete([key("a"), key("x"), key("a"), key("b"), key("b")]) == [
-            True,
-            False,
-            False,
-            True,
-            False,
-        ]
-        assert self.usage(store).objects == 0
 
     def test_the_first_of_two_different_duplicates_is_kept(self, store: StorageBackend) -> None:
         assert store.set([to_set(key("a"), payload(n, 5000 + n)) for n in range(3)]) == [STORED, HIT, HIT]

@@ -111,17 +111,6 @@ class Persistence(BackendHooks):
             }
 
     @pytest.mark.parametrize("how", ENDS)
-    def test_again_and_again(self, store: StorageBackend, tmp_path: Path, how: str) -> None:
-        self.need(store, "persistent")
-        for turn in range(4):
-            store = self.reopened(store, tmp_path / "store", how)
-            assert put(store, key(turn), payload(turn, 9000)) is STORED
-            assert self.usage(store).objects == turn + 1
-            self.check(store)
-        assert all(fetch(store, key(turn), 9000) == payload(turn, 9000) for turn in range(4))
-        store.close()
-
-    @pytest.mark.parametrize("how", ENDS)
     def test_damage_done_while_it_was_closed_is_found(
         self, store: StorageBackend, tmp_path: Path, how: str
     ) -> None:
