@@ -49,7 +49,6 @@ TestEveryWrapper = pytest.mark.slow(wrapped(MemoryHooks, every_wrapper))
 STORES = {
     "memory": (MemoryHooks, 40, 30),
     "file": (FileHooks, 25, 25),
-    "wrapped memory": (wrapped(MemoryHooks, every_wrapper), 10, 10),
     "faulty memory": (wrapped(MemoryHooks, faulty, faults=OFTEN.outcomes), 30, 20),
     "metered, faulty file": (
         wrapped(FileHooks, lambda inner: Metered(faulty(inner)), faults=OFTEN.outcomes),

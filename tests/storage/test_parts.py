@@ -41,12 +41,6 @@ def test_sizes(text: str | int, value: int) -> None:
     assert parse_size(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "1 XB", "1e9", "64 GiB!", -1, True, None, "0x10"])
-def test_bad_sizes(text: str) -> None:
-    with pytest.raises(ConfigError):
-        parse_size(text)
-
-
 @pytest.mark.parametrize(
     ("text", "value"),
     [("250ms", 0.25), ("2s", 2.0), ("1.5h", 5400.0), ("3", 3.0), (0.5, 0.5), ("10us", 1e-5)],
