@@ -205,12 +205,12 @@ def test_the_texts_stay_short():
 
 BUDGET = {
     "tiercache.daemon": 9_200,
-    "tiercache.controller": 8_790,
+    "tiercache.controller": 8_540,
     "tiercache.integrations": 6_750,
     "tiercache.cli": 5_740,
     "tiercache.storage": 6_500,
     "tiercache.testing": 4_225,
-    "tiercache.index": 3_320,
+    "tiercache.index": 3_290,
     "tiercache.transfer": 2_550,
     "tiercache.config": 1_700,
     "tiercache.models": 1_350,
@@ -258,7 +258,7 @@ def test_a_package_begins_with_its_principles(package):
     assert re.match(r"(?:\d\. [^\n]*\.(?:\n|$)){3,6}(?:\n|$)", rest)
 
 
-TEST_LINES = 81_300
+TEST_LINES = 80_100
 """Lines of the tests at most."""
 
 

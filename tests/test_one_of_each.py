@@ -104,9 +104,10 @@ def test_one_place_needs_it(needed):
 CUPBOARD = 120
 """Lines below which a module with one importer is a part of it that lies in another file."""
 CUPBOARDS = frozenset({
-    "tiercache_backends.chain.scans", "tiercache_backends.grpc.inquiries", "tiercache_backends.lmdb.check",
-    "tiercache_backends.s3.namespaces", "tiercache_kernels.reference", "tiercache_lab.bench.raw",
-    "tiercache_lab.demo.small", "tiercache_lab.replay.failures", "tiercache_lab.replay.sources.shared",
+    "tiercache.testing.conformance.damage", "tiercache_backends.chain.scans",
+    "tiercache_backends.grpc.inquiries", "tiercache_backends.lmdb.check", "tiercache_backends.s3.namespaces",
+    "tiercache_kernels.reference", "tiercache_lab.bench.raw", "tiercache_lab.demo.small",
+    "tiercache_lab.replay.failures", "tiercache_lab.replay.sources.shared",
     "tiercache_lab.replay.verb.listing", "tiercache_lab.replay.verb.planning",
 })  # fmt: skip
 """Modules that are still cupboards, or are one for a reason."""
@@ -138,7 +139,7 @@ def test_no_small_module_has_only_one_importer():
 
 
 SINGLE = frozenset({
-    "CudaDevice", "Customer", "DeviceTensor", "Fence", "Prompt", "RankGroup", "SharedMemory", "_Tracked",
+    "CudaDevice", "Customer", "DeviceTensor", "Fence", "RankGroup", "SharedMemory", "_Tracked",
 })  # fmt: skip
 """Abstract classes and protocols that have one implementation, or none."""
 OUTSIDE = frozenset({"Units", "Source"})
@@ -246,8 +247,8 @@ def test_everything_has_a_caller_in_the_product():
 
 METHODS = 30
 LARGE = {
-    "StoreState": 49, "Admission": 41, "Residents": 38, "HybridIndex": 37, "RestorablePages": 34,
-    "MemoryBackend": 34, "HybridCacheController": 33, "GrpcBackend": 32, "TierCacheStorage": 31,
+    "StoreState": 49, "Admission": 42, "Residents": 38, "RestorablePages": 34, "MemoryBackend": 34,
+    "HybridIndex": 32, "HybridCacheController": 32, "GrpcBackend": 32, "TierCacheStorage": 31,
 }  # fmt: skip
 """Classes of more methods, and how many they may have."""
 ARGUMENTS = 10
@@ -275,8 +276,8 @@ BARE_VERBS = ("take", "add", "of", "follow", "left", "end", "begin", "most", "le
 BARE = {
     "tiercache.daemon": 24, "tiercache.controller": 22, "tiercache.storage": 13, "tiercache.index": 7,
     "tiercache_backends.mooncake": 7, "tiercache_backends.chain": 7, "tiercache.integrations": 6,
-    "tiercache_backends.s3": 6, "tiercache_lab.replay": 5, "tiercache.cli": 3, "tiercache.testing": 3,
-    "tiercache_backends.grpc": 3, "tiercache_backends.lmdb": 3, "tiercache.policy": 2, "tiercache.events": 2,
+    "tiercache_lab.replay": 5, "tiercache.cli": 3, "tiercache.testing": 3, "tiercache_backends.grpc": 3,
+    "tiercache_backends.lmdb": 3, "tiercache_backends.s3": 3, "tiercache.policy": 2, "tiercache.events": 2,
     "tiercache_backends.local": 2, "tiercache.metrics": 1, "tiercache.transfer": 1, "tiercache.pools": 1,
     "tiercache_backends.file": 1, "tiercache_lab.policies": 1,
 }  # fmt: skip

@@ -115,14 +115,6 @@ def test_pages_without_kv():
 
 def test_pages_for_states_alone():
     engine = Engine(kv=False)
-    admission = engine.controller.admit(engine.controller.lookup(prompt(1, 2)), states=2)
-    admission.start()
-    before = engine.pools[MAMBA].available
-    for pages in ({KV: np.arange(2)}, {MAMBA: np.arange(2)}):
-        with pytest.raises(SlotError, match="none, only states; leave"):
-            engine.controller.commit(admission, prompt(1, 2), pages=pages)
-    assert engine.pools[MAMBA].available == before
-    engine.check()
     with pytest.raises(InputError, match="this index has only states"):
         engine.context.index.insert(np.arange(8, dtype=np.uint64), {KV: np.arange(2)})
     engine.check()
@@ -299,18 +291,6 @@ def test_a_state_where_no_page_ends(engine, running, depth):
     admission, tokens = running
     with pytest.raises(InputError, match="cannot be committed"):
         engine.controller.commit(admission, tokens, {depth: admission.take_states()})
-
-
-def test_pages_that_are_not_the_admissions(engine, running):
-    admission, tokens = running
-    table = admission.pages[KV].copy()
-    table[-1] += 1
-    for pages in ({KV: table}, {KV: table[:1]}):
-        with pytest.raises(SlotError, match="its own table"):
-            engine.controller.commit(admission, tokens, pages=pages)
-    with pytest.raises(SlotError, match="the page pools of this controller are kv; leave mamba out"):
-        engine.controller.commit(admission, tokens, pages={MAMBA: table})
-    engine.controller.commit(admission, tokens, pages=admission.pages)
 
 
 def test_tokens_that_do_not_start_with_the_prompt(engine, running):

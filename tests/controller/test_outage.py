@@ -7,10 +7,9 @@ import pytest
 from tiercache_backends.memory import MemoryBackend
 
 from tests.controller.harness import KV, MAMBA, Engine, P, prompt
-from tests.integrity import owned
 from tiercache.controller import Status
 from tiercache.core import Outcome, Reason, Tier
-from tiercache.errors import PoolFullError, StorageError
+from tiercache.errors import StorageError
 from tiercache.storage.registry import open_backend
 from tiercache.testing.faulty import Outage
 
@@ -212,45 +211,3 @@ def test_a_query_that_raises_costs_the_query():
     assert engine.serve(prompt(1, 2, 3, 4)) == 3 * P
     land(engine)
     land(other)
-
-
-def test_an_arena_in_quarantine_stops_write_through_and_loses_no_block(store):
-    engine = Engine(store)
-    served(engine, 1, 2, 3)
-    lift = engine.arena.quarantine([(0, engine.arena.nbytes)])
-    engine.check()
-    engine.serve([*prompt(6, 7), 5])
-    land(engine)
-    assert engine.metrics.total("write_through_skipped_total", reason="host_full") > 0
-    evict(engine)
-    assert engine.arena.available == 0
-    assert engine.serve(prompt(1, 2, 3, 4)) == 0, "there is no room for what storage has"
-    assert engine.metrics.value("restore_failures_total", "busy") == 1
-    land(engine)  # else what that request writes may find room after the quarantine, and holds it for a while
-    lift()
-    evict(engine)
-    assert engine.arena.available == engine.arena.blocks
-    assert engine.serve(prompt(1, 2, 3, 4)) == 3 * P
-    land(engine)
-
-
-def test_half_an_allocation_is_no_leak(store):
-    """An allocation of pages and a state that fails at the state gives its pages back.
-
-    There is room for the pages alone. What is evicted to make room for the state goes into quarantine.
-    """
-    engine = Engine(store, blocks=20)
-    served(engine, 1, 2, 3)
-    # Private: through the public calls, the pages and the state of one write cannot be made to differ.
-    context, free = engine.context, engine.arena.available
-    used = np.concatenate(
-        [context.host[p].blocks(owned(context.index, Tier.HOST, p)).reshape(-1) for p in (KV, MAMBA)]
-    )
-    lift = engine.arena.quarantine([(int(block) * 4096, 4096) for block in used])
-    with pytest.raises(PoolFullError, match="in quarantine"):
-        context.allocator.take_host({KV: free - 1, MAMBA: 1})
-    assert engine.arena.available == free
-    engine.check()
-    lift()
-    assert engine.arena.available > free
-    engine.check()

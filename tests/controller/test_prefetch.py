@@ -2,11 +2,8 @@
 
 import threading
 
-import pytest
-
 from tests.controller.harness import KV, MAMBA, Engine, P, prompt
 from tests.controller.test_interleavings import Gated, ask, evict, fetching, shut, until, wind_up
-from tests.integrity import no_pin_is_left
 from tiercache.controller import ControllerOptions, Status
 from tiercache.controller.operations import Fetch
 from tiercache.core import Reason, Tier
@@ -158,39 +155,3 @@ def test_what_nobody_waits_for_is_cancelled_and_can_be_fetched_again(monkeypatch
     gate.set()
     assert engine.restore(two, FIRST) == 3 * P
     wind_up(engine, one, two)
-
-
-@pytest.mark.parametrize("step", ["query", "queued", "reading", "landed"])
-@pytest.mark.parametrize("end", ["release", "start", "close"])
-def test_an_abort_at_any_step_leaks_nothing(step, end):
-    engine, store = engine_with()
-    asked, gate = threading.Event(), None
-    if step == "query":
-        ask_store = store.exists
-        store.exists = lambda keys: asked.wait(30) and ask_store(keys)
-    elif step != "landed":
-        gate = shut(store)
-    admission = ask(engine, FIRST, states=2)
-    if step in ("queued", "reading"):
-        until(engine, lambda: admission.poll() and fetching(admission))
-    elif step == "landed":
-        until(engine, lambda: admission.poll() and not engine.context.in_flight.count("fetch"))
-    if end == "start":
-        admission.start()
-        engine.check()
-    if end == "release":
-        engine.controller.release(admission)
-        engine.check()
-    elif end == "start":
-        engine.controller.release(admission)
-    asked.set()
-    if gate:
-        gate.set()
-    if end == "close":
-        assert engine.controller.close()
-        return
-    engine.settle()
-    evict(engine)
-    assert engine.arena.available == engine.arena.blocks
-    assert no_pin_is_left(engine.controller)
-    assert engine.context.in_flight.fetching.held == 0

@@ -191,34 +191,6 @@ def test_a_hung_store_ends_a_prefetch_after_its_deadline():
         store.open = threading.Event()
 
 
-@pytest.mark.parametrize("step", ["query", "reading", "waiting"])
-@pytest.mark.parametrize("end", ["cancel", "close"])
-def test_the_end_of_a_prefetch_at_any_step_leaks_nothing(step, end):
-    store, asked = Gated(), threading.Event()
-    engine = engine_over(store, FIRST, [*prompt(7, 8), 5])
-    gate = shut(store)
-    if step == "query":
-        ask_store = store.exists
-        store.exists = lambda keys: asked.wait(30) and ask_store(keys)
-    first = ticket = engine.controller.prefetch([*prompt(7, 8), 5] if step == "waiting" else FIRST)
-    if step == "waiting":
-        ticket = engine.controller.prefetch(FIRST)
-    elif step == "reading":
-        until(engine, lambda: engine.context.in_flight.count("fetch"))
-    if end == "cancel":
-        ticket.cancel()
-        assert ticket.done
-        engine.check()
-        asked.set()
-        gate.set()
-        finish(engine, first)
-        nothing_left(engine)
-    else:
-        threading.Timer(0.05, lambda: (asked.set(), gate.set())).start()
-        assert engine.controller.close()
-        assert ticket.done
-
-
 def test_a_flush_does_not_wait_for_prefetches():
     store = Gated()
     engine = engine_over(store, FIRST, [*prompt(7, 8), 5])

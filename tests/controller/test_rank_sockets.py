@@ -1,5 +1,6 @@
 """Messages between ranks over real sockets: strangers, broken connections, a leader that starts again."""
 
+import asyncio
 import queue
 import socket
 import time
@@ -100,8 +101,8 @@ def test_strangers_are_dropped_and_cost_little(member, caplog):
 
 def test_a_rank_with_a_wrong_key_neither_spins_nor_fills_the_log(member, monkeypatch, caplog):
     tried = []
-    connect = socket.create_connection
-    monkeypatch.setattr(socket, "create_connection", lambda *a, **k: tried.append(a) or connect(*a, **k))
+    connect = asyncio.open_connection
+    monkeypatch.setattr(asyncio, "open_connection", lambda *a, **k: tried.append(a) or connect(*a, **k))
     leader = member(0)
     member(1, 2, leader.group.address, key=bytes(KEY_BYTES))
     time.sleep(1.0)
@@ -116,7 +117,7 @@ def test_a_rank_connects_while_strangers_hold_all_places(member, monkeypatch):
     leader = member(0)
     crowd = [socket.create_connection(leader.group.address, timeout=10) for _ in range(64)]
     # private: nothing else shows that they are in
-    while len(leader.group._connections) < len(crowd):
+    while len(leader.group._strangers) < len(crowd):
         time.sleep(0.01)
     follower, end = member(1, 2, leader.group.address), time.monotonic() + 20
     while leader.inbox.empty():
@@ -158,9 +159,8 @@ def test_send_never_waits_for_a_rank_that_does_not_read(member):
         for _ in range(100):
             leader.group.send(1, bytes(MAX_MESSAGE_BYTES))
         # private: nothing else shows that what cannot be sent is bounded
-        [connection] = leader.group._connections
-        # private: as above
-        assert len(connection._unsent) <= (16 << 20) + MAX_MESSAGE_BYTES + 4
+        [writer] = leader.group._writers.values()
+        assert writer.transport.get_write_buffer_size() <= (16 << 20) + MAX_MESSAGE_BYTES + 4
 
 
 def test_bad_arguments_are_refused():

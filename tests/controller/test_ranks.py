@@ -239,24 +239,6 @@ def test_a_follower_begins_at_the_leaders_depth_only(crew):
     other.release(second)
 
 
-def test_a_fork_waits_until_all_ranks_have_loaded_its_source(crew):
-    ranks, _ = filled(crew)
-    leader, other = (engine.controller for engine in ranks.engines)
-    first, second = (each.admit(each.lookup(PROMPT), states=1) for each in (leader, other))
-    while first.poll().status is Status.PENDING:
-        second.poll()
-    with pytest.raises(AdmissionError, match="before all ranks have everything of its source"):
-        leader.fork(first)
-    second.follow(first.depth, first.attempt)
-    while not (first.confirmed and second.confirmed):
-        first.poll(), second.poll()
-    forks = [leader.fork(first), other.fork(second)]
-    assert [fork.depth for fork in forks] == [5 * P] * 2
-    for each, requests in zip((leader, other), zip((first, second), forks, strict=True), strict=True):
-        for request in requests:
-            each.release(request)
-
-
 def test_a_follower_that_has_given_up_says_so(crew):
     ranks, _ = filled(crew, deadline=0.3)
     other = ranks.engines[1].controller

@@ -14,7 +14,6 @@ from tiercache.storage.registry import open_backend
 
 FIRST = [*prompt(1, 2, 3), 5]
 OTHER = [*prompt(7, 8, 9), 5]
-STATE_BLOCKS = 3
 
 
 def engine_with(clock=None, *, blocks=64, share=0.5, policy="hvd", hybrid=True, storage=False, **sizes):

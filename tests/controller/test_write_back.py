@@ -27,7 +27,7 @@ def engine_over(store, *, chance=0.0, policy=None, hybrid=True, **extra):
     options = ControllerOptions(restore_deadline=10.0, write=WRITE_BACK, write_chance=chance)
     engine = Engine(store, blocks=BLOCKS, hybrid=hybrid, options=options, **extra)
     if policy is not None:
-        engine.context.index._appraiser._policy = policy  # private: the harness makes its own controller
+        engine.context.index.appraiser._policy = policy  # private: the harness makes its own controller
     return engine
 
 

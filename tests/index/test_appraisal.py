@@ -5,6 +5,7 @@ import pytest
 
 from tests.index.harness import KV, MAMBA, Harness
 from tests.index.model import PAGE
+from tests.index.states import ONE, span_of
 from tiercache.index import appraisal
 from tiercache.models.profile import profile_named
 from tiercache.policy import POLICIES, Costs, policy_named
@@ -22,12 +23,12 @@ def lose(one, path):
     one.index.evict_device({KV: len(path), MAMBA: 1})
     span = one.span(path)
     with one.index.pinned(span.node):
-        one.index.forget_state_stored(span.node, MAMBA)
+        one.index.forget_stored(span_of(span.node), MAMBA, ONE)
         one.index.forget_stored(span, KV, np.ones(len(path), np.bool_))
 
 
 def reported(one):
-    return {value.node.end for value in one.index.changed_values()}
+    return {value.node.end for value in one.index.appraiser.changed(1.0)}
 
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "clairvoyant"])
@@ -39,7 +40,7 @@ def test_values_are_finite_and_not_negative(policy):
         one.store(path, state=True)
         if n % 3:
             one.index.touch(one.match(path))
-    values = one.index.values_of([node for node in one.index.nodes() if node.parent is not None])
+    values = one.index.appraiser.of([node for node in one.index.nodes() if node.parent is not None], 1.0)
     assert len(values) == 20
     assert all(0 <= value.page <= value.state < np.inf for value in values)
 
@@ -47,7 +48,7 @@ def test_values_are_finite_and_not_negative(policy):
 def test_a_state_alone_is_worth_its_unit_by_fewer_bytes():
     one = harness()
     one.insert((1, 2, 3), 3)
-    [value] = one.index.values_of([one.match((1, 2, 3)).node])
+    [value] = one.index.appraiser.of([one.match((1, 2, 3)).node], 1.0)
     assert value.state * BYTES[MAMBA] == pytest.approx(value.page * (3 * BYTES[KV] + BYTES[MAMBA]))
 
 
@@ -55,10 +56,10 @@ def test_what_is_copied_elsewhere_is_worth_what_the_store_would_lose():
     """On the host a unit that storage has is cheap to lose. In storage it is not."""
     one = harness()
     one.insert((1, 2, 3), 3)
-    [before] = one.index.values_of([one.match((1, 2, 3)).node])
+    [before] = one.index.appraiser.of([one.match((1, 2, 3)).node], 1.0)
     one.copy_to_host((1, 2, 3))
     one.store((1, 2, 3), state=True)
-    [after] = one.index.values_of([one.match((1, 2, 3)).node])
+    [after] = one.index.appraiser.of([one.match((1, 2, 3)).node], 1.0)
     assert after == before
 
 
@@ -78,9 +79,9 @@ def test_a_value_is_reported_again_when_it_has_changed():
     assert reported(one) == set()
     for n in range(20, 60):  # it grows older, and nothing else happens to it
         one.insert((n,), 1)
-    [old] = [value for value in one.index.changed_values() if value.node.end == 3]
+    [old] = [value for value in one.index.appraiser.changed(1.0) if value.node.end == 3]
     one.index.touch(one.match((1, 2, 3)))
-    [used] = [value for value in one.index.changed_values() if value.node.end == 3]
+    [used] = [value for value in one.index.appraiser.changed(1.0) if value.node.end == 3]
     assert used.page > old.page
 
 
@@ -105,11 +106,11 @@ def test_every_node_comes_up_in_a_round(monkeypatch):
     for n in range(40):
         one.insert((n,), 1)
         one.store((n,), state=True)
-    assert len(one.index.changed_values()) == 40
+    assert len(one.index.appraiser.changed(1.0)) == 40
     one.index._columns.now += 2 * 40  # private: as if other requests had come
     seen = set()
     for _ in range(3):
-        found = one.index.changed_values()
+        found = one.index.appraiser.changed(1.0)
         assert len(found) <= 16
         seen |= {id(value.node) for value in found}
     assert len(seen) == 40
@@ -119,7 +120,7 @@ def test_without_states():
     one = Harness(policy=policy_named("hvd", Costs(profile_named("llama-3.1-8b"))), object_bytes=BYTES)
     one.insert((1, 2, 3))
     one.store((1, 2, 3))
-    [value] = one.index.changed_values()
+    [value] = one.index.appraiser.changed(1.0)
     assert value.page > 0
     assert value.state == 0
 

@@ -58,7 +58,7 @@ def test_a_path_whose_stored_state_is_gone_is_remembered(below: bool):
         insert(index, (1, 2, 3, 6), {4: {MAMBA: 1}})
     index.residency.mark_stored(span_of(node), MAMBA, ONE)
     index.evict_device({MAMBA: index.evictable(0)[MAMBA] if below else 1})
-    index.forget_state_stored(node, MAMBA)
+    index.forget_stored(span_of(node), MAMBA, ONE)
     assert plan(index) == FORK
 
 

@@ -10,24 +10,13 @@ random. Sizes are small, and no test waits on a clock.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 from random import Random
-from typing import ClassVar, Final
+from typing import Final
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
 
-from tests.examples import example_count
 from tests.integrity import check_index, owned
 from tests.policy.rig import BLOCKS, EXTREMES, HUGE, KV, SETUPS, STATE, Rig, hostile, random_units, ranked
 from tiercache.core import Tier
@@ -45,9 +34,6 @@ class PolicyConformance:
 
     Thread safety: pytest makes one instance per test.
     """
-
-    examples: ClassVar[int] = 15
-    """Number of random histories for each kind of index."""
 
     def make(self) -> Policy:
         """Make a new policy that has learned nothing yet."""
@@ -197,17 +183,6 @@ class PolicyConformance:
         assert first == second
         assert len(first) > 500
 
-    @pytest.mark.hypothesis
-    def test_random_histories(self, states: bool) -> None:
-        machine = type("M", (PolicyMachine,), {"suite": type(self), "states": states})
-        limits = settings(
-            max_examples=example_count(self.examples),
-            stateful_step_count=25,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-        )
-        run_state_machine_as_test(machine, settings=limits)
-
     # -- histories ---------------------------------------------------------------------------------
 
     def _filled(self, *, states: bool) -> Rig:
@@ -265,89 +240,3 @@ class PolicyConformance:
 
 def _order(eviction: Eviction) -> list[int]:
     return [location for freed in eviction.freed.values() for location in freed.tolist()]
-
-
-# -- random histories
-# --------------------------------------------------------------------------------------------------
-
-_PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=5).map(tuple)
-_NEAR = st.sampled_from([(Tier.DEVICE,), (Tier.HOST,), (Tier.DEVICE, Tier.HOST)])
-_SHARES = st.sampled_from([0.0, 0.1, 0.4, 1.0])
-
-
-class PolicyMachine(RuleBasedStateMachine):
-    """State machine of {request, touch, match, copy, store, pin, unpin, evict} on a small tree; checks
-    integrity after every step.
-    """
-
-    suite: ClassVar[type[PolicyConformance]]
-    states: ClassVar[bool]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rig = Rig(self.suite().make(), states=self.states)
-
-    @rule(path=_PATHS, depths=st.sets(st.integers(1, 5), max_size=3))
-    def request(self, path: Sequence[int], depths: set[int]) -> None:
-        """Make a request, which inserts pages and states."""
-        self.rig.request(path, sorted(depths))
-
-    @rule(path=_PATHS, times=st.sampled_from([1, 1, LEARN_EVERY]))
-    def touch(self, path: Sequence[int], times: int) -> None:
-        """Touch a path, sometimes often enough that the policy learns."""
-        for _ in range(times):
-            self.rig.touch(path)
-
-    @rule(path=_PATHS)
-    def match(self, path: Sequence[int]) -> None:
-        """Match a path, and check that this changes nothing."""
-        before = self.rig.snapshot()
-        self.rig.match(path)
-        assert self.rig.snapshot() == before
-
-    @rule(path=_PATHS)
-    def copy(self, path: Sequence[int]) -> None:
-        """Write a path through to the host."""
-        self.rig.copy(path)
-
-    @rule(path=_PATHS)
-    def store(self, path: Sequence[int]) -> None:
-        """Write a path through to the store."""
-        self.rig.store(path)
-
-    @rule(path=_PATHS, tiers=_NEAR)
-    def pin(self, path: Sequence[int], tiers: Sequence[Tier]) -> None:
-        """Pin a path, unless three are pinned already."""
-        if len(self.rig.held) < 3:
-            self.rig.pin(path, *tiers)
-
-    @precondition(lambda self: self.rig.held)
-    @rule(which=st.integers(0, 2))
-    def unpin(self, which: int) -> None:
-        """Release one pin."""
-        self.rig.unpin(which)
-
-    @rule(pages=_SHARES, states=_SHARES)
-    def evict_device(self, pages: float, states: float) -> None:
-        """Evict a share of the evictable pages and states from the device."""
-        there = self.rig.index.evictable(Tier.DEVICE)
-        self.rig.evict_device(round(there[KV] * pages), round(there.get(STATE, 0) * states))
-
-    @rule(share=_SHARES)
-    def evict_host(self, share: float) -> None:
-        """Evict a share of the evictable blocks from the host."""
-        self.rig.evict_host(round(self.rig.host_blocks() * share))
-
-    @invariant()
-    def integrity(self) -> None:
-        """Check that everything that can be recomputed agrees with the index."""
-        check_index(self.rig.index)
-
-    def teardown(self) -> None:
-        """Release all pins, and check that everything can be evicted."""
-        while self.rig.held:
-            self.rig.unpin()
-        there = self.rig.index.evictable(Tier.DEVICE)
-        self.rig.evict_device(there[KV], there.get(STATE, 0))
-        self.rig.evict_host(self.rig.host_blocks())
-        assert not self.rig.left()

@@ -122,7 +122,6 @@ class Process:
             (2, self.start_early),
             (5, self.compute_some),
             (3, self.let_go),
-            (3, self.fork),
             (4, self.park),
             (4, self.resume),
             (1, self.give_up_parked),
@@ -224,24 +223,6 @@ class Process:
             self._release(request)
 
     # -- continuations
-
-    def fork(self) -> None:
-        """Begin another continuation of an open request, with a longer answer."""
-        request = self._one()
-        if not request or request.done is None or len(self._opened) > 3:
-            return
-        tokens = np.array([*request.tokens.tolist(), *prompt(*[3] * self._draw.randrange(3))], np.uint64)
-        states = 2 if self._plan.hybrid else 0
-        try:
-            with no_time(self._world, "fork"):
-                admission = self._controller.fork(request.admission, tokens=len(tokens), states=states)
-        except PoolFullError:
-            return
-        made = Open(admission, tokens)
-        made.done = admission.depth
-        self._opened.append(made)
-        self._engine.verify(admission, tokens, admission.depth // P)
-        self._life.count("forks")
 
     def serve_and_park(self) -> None:
         """Compute a new request, and park it."""

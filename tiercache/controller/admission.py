@@ -86,7 +86,7 @@ class Admission:
         self.live_states: Mapping[PoolName, int] = {}
         """Slot by state pool of a live state that the request began with, as if from `take_states`.
 
-        A fork has one if its source gave one, and a resumed request has the one with which it was parked.
+        A resumed request has the one with which it was parked.
         """
         self._last_match = lookup.match
         self._depth = 0
@@ -433,13 +433,8 @@ class Admission:
         # Each round of the loop tries the deepest depth that storage could restore. A depth for which the
         # host has no room is not tried again, so the loop ends.
         while not freeze and (target := self._prefetch.target(match)):
-            step = self._prefetch.begin(target, to_device=True)
-            self._load_ahead(everything=step is not Step.BEGUN)
-            if step is not Step.NO_ROOM or self._restore.is_loading_ahead:
+            if self._fetch(target):
                 return
-            if not self._let_host_evict():
-                self._prefetch.give_up()
-                self._fail(Reason.BUSY)
             match = self._match()
         self._cut_short = waiting or (freeze and self._prefetch.target(match) > 0)
         # Record the first of these reasons that explains why the depth is not deeper.
@@ -460,6 +455,17 @@ class Admission:
         self._prefetch.close()
         self._settled = True
         self._settle()
+
+    def _fetch(self, target: int) -> bool:
+        """Fetch for a depth, and return whether the request waits for that; if not, there was no room."""
+        step = self._prefetch.begin(target, to_device=True)
+        self._load_ahead(everything=step is not Step.BEGUN)
+        if step is not Step.NO_ROOM or self._restore.is_loading_ahead:
+            return True
+        if not self._let_host_evict():
+            self._prefetch.give_up()
+            self._fail(Reason.BUSY)
+        return False
 
     def _settle(self) -> None:
         """Freeze the deepest depth that device and host can restore.

@@ -76,10 +76,13 @@ class _Part(NamedTuple):
     """Objects of one pool on one edge that the index notes as stored."""
 
     span: Span
-    """Extent of the edge when storage was asked. The edge may be split before the answer."""
+    """Extent of the edge when storage was asked, or its last page for a state.
+
+    The edge may be split before the answer.
+    """
     pool: PoolName
-    mask: Mask | None
-    """Mask of the edge's pages that are noted as stored; None for the state at the edge's end."""
+    mask: Mask
+    """Mask of the span's objects that are noted as stored."""
     keys: list[bytes]
     """Page key of each object."""
 
@@ -97,7 +100,8 @@ def _noted_objects(context: ControllerContext, node: Node) -> list[_Part]:
     for number, pool in enumerate(index.state_pools):
         if node.state(Tier.STORAGE, number) != ABSENT:
             keys = keys or index.page_keys(node, span.end, span.start)
-            parts.append(_Part(span, pool, None, keys[-1:]))
+            last = Span(node, node.end - 1, node.end)
+            parts.append(_Part(last, pool, np.ones(1, np.bool_), keys[-1:]))
     return parts
 
 
@@ -153,14 +157,10 @@ class _Check:
     def _forget_missing(self, part: _Part, there: list[bool]) -> None:
         if all(there):
             return
-        index = self._context.index
         self._context.metrics.increment("forgotten_objects_total", part.pool, by=there.count(False))
-        if part.mask is None:
-            index.forget_state_stored(part.span.node, part.pool)
-        else:
-            gone = part.mask.copy()
-            gone[part.mask] = ~np.array(there)
-            index.forget_stored(part.span, part.pool, gone)
+        gone = part.mask.copy()
+        gone[part.mask] = ~np.array(there)
+        self._context.index.forget_stored(part.span, part.pool, gone)
 
     def _lose(self, reason: Reason, begun: bool) -> None:
         self._end()

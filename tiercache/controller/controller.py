@@ -12,7 +12,7 @@ from typing import Any, Self
 from tiercache.controller.admission import Admission
 from tiercache.controller.beliefs import Beliefs
 from tiercache.controller.context import ControllerContext, split_pools
-from tiercache.controller.continuation.continued import ResumedAdmission, fork_admission
+from tiercache.controller.continuation.continued import ResumedAdmission
 from tiercache.controller.continuation.parked import Parked, Parking
 from tiercache.controller.lookup import Lookup, Preview, look_up, own_tokens, preview
 from tiercache.controller.options import WRITE_BACK, ControllerOptions
@@ -268,54 +268,6 @@ class HybridCacheController:
         self._admissions.add(admission)
         return admission
 
-    def fork(
-        self,
-        admission: Admission,
-        *,
-        tokens: int | None = None,
-        states: int = 0,
-        written: int = 0,
-        live: Mapping[PoolName, int] | None = None,
-        stream: int = 0,
-    ) -> Admission:
-        """Begin another continuation of a started request's sequence, with slots of its own.
-
-        The committed pages are shared: the index has them, and the fork pins them for itself. So the two
-        requests are released independently and in any order, with `release`. For everything behind these
-        pages, the fork has slots of its own, also for the page in which the prompt ends. It is ready at once,
-        at the depth of the shared pages (`Admission.depth`), and its commits begin with the same tokens. If
-        the source's restore still loads layers, the fork waits for them with `wait_layer` too.
-
-        - `tokens` is the number of tokens to reserve slots for; it defaults to the source's sequence (the
-          prompt, or what it has committed if that is longer). `states` is the number of state slots.
-        - `written` is the number of tokens whose KV is in the source's slots. What of their pages is not
-          shared, a last page that is not full included, is copied into the fork's slots. By default nothing
-          is copied: an engine that keeps the tail of the sequence elsewhere copies it there.
-        - `live` is the source's live state, in slots from its `take_states`. It is copied into one of the
-          fork's states, which `Admission.live_states` names. If the device has the state at the depth of the
-          shared pages, `Admission.restored_states` has it, and `Admission.fork_states` makes a copy to write
-          to.
-
-        Copies go from device slot to device slot. On a CUDA device they are queued in `stream`; elsewhere
-        they are over when the method returns. A stream that did not compute the source must wait for it
-        first.
-
-        Raises PoolFullError, InputError, SlotError or TransferError, with nothing changed; in a group of
-        ranks, AdmissionError before the source is `confirmed`.
-        """
-        self._enter()
-        self._require_mine(admission)
-        if self._session is not None and not admission.confirmed:
-            raise AdmissionError(
-                "a fork is not possible before all ranks have everything of its source on the device; poll"
-                " the source on all ranks until the leader's `confirmed`"
-            )
-        fork = fork_admission(
-            self._context, admission, tokens=tokens, states=states, written=written, live=live, stream=stream
-        )
-        self._admissions.add(fork)
-        return fork
-
     def park(
         self,
         admission: Admission,
@@ -438,7 +390,6 @@ class HybridCacheController:
         tokens: Any,
         states: Mapping[int, Mapping[PoolName, int]] | None = None,
         *,
-        pages: Mapping[PoolName, Locations] | None = None,
         fence: Fence | None = None,
     ) -> Mapping[PoolName, Locations]:
         """Hand the whole pages of `tokens`, and the states at some depths, to the cache.
@@ -446,9 +397,8 @@ class HybridCacheController:
         Write-through starts in the background; with write-back, the copy to the host.
 
         `tokens` are all tokens of the sequence whose KV is in the slots. `states` gives, by depth in tokens,
-        the slot of each state pool; these slots come from `Admission.take_states`. If the caller passes its
-        slot table as `pages`, this table is compared with the admission's. The device passes `fence` when it
-        has finished writing and reading these slots; None means that the device has finished already.
+        the slot of each state pool; these slots come from `Admission.take_states`. The device passes `fence`
+        when it has finished writing and reading these slots; None means that the device has finished already.
 
         Returns the slot table to use from now on. For a page that the cache has already, the table names the
         cache's slot, and the request's slot is freed after the fence.
@@ -464,7 +414,7 @@ class HybridCacheController:
         sequence, by_depth = as_tokens(tokens), {}
         full = len(sequence) // self.page_size
         admission.check_sequence(sequence)
-        admission.slots.check_table(pages, full)
+        admission.slots.check_pages(full)
         for depth, slots in (states or {}).items():
             if depth % self.page_size or not 0 < depth <= len(sequence):
                 raise InputError(

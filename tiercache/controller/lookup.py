@@ -189,7 +189,7 @@ def _drop_notes(context: ControllerContext, node: Node, depth: int, result: Pool
             believed = node.state(Tier.STORAGE, index.state_pools.index(pool)) != ABSENT
             lost = int(believed and node.pages > 0 and len(here) == node.pages and not here[-1])
             if lost:
-                index.forget_state_stored(node, pool)
+                index.forget_stored(Span(node, node.end - 1, node.end), pool, np.ones(1, np.bool_))
         else:
             gone = node.where[Tier.STORAGE, index.page_pools.index(pool)] >= 0
             gone[: len(here)] &= ~here

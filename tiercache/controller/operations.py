@@ -138,20 +138,16 @@ class Operation:
         self.done = False
         self.runs = runs
         self._context = context
-        self._pins = list(pins)
+        self.pins = list(pins)
+        """Pins that the operation holds in the index."""
         context.in_flight.begin(self)
 
     def _finish(self) -> None:
         self.done = True
-        for pin in self._pins:
+        for pin in self.pins:
             pin.release()
-        self._pins.clear()
+        self.pins.clear()
         self._context.in_flight.end(self)
-
-    @property
-    def pins(self) -> list[Pin]:
-        """Pins that the operation holds in the index."""
-        return self._pins
 
     def _reserve(self) -> None:
         for run in self.runs:

@@ -224,25 +224,13 @@ class RequestSlots:
                     )
                 seen.add((pool, slot))
 
-    def check_table(self, pages: Mapping[PoolName, Locations] | None, full: int) -> None:
-        """Raise SlotError unless `pages` agree with the first `full` pages of the table."""
+    def check_pages(self, full: int) -> None:
+        """Raise SlotError unless the table has `full` pages."""
         if full > self._total:
             raise SlotError(
                 f"the tokens fill more than the {self._total} pages of this admission; extend it before"
                 " computing them"
             )
-        for pool, slots in (pages or {}).items():
-            expected = self.table.get(pool)
-            if expected is None:
-                raise SlotError(
-                    f"slots came for pages of pool {pool}, and the page pools of this controller are"
-                    f" {', '.join(self.table) or 'none, only states'}; leave {pool} out of `pages`"
-                )
-            if len(slots) < full or not np.array_equal(expected[:full], slots[:full]):
-                raise SlotError(
-                    f"the slots given for pool {pool} are not this admission's; commit the slots of its own"
-                    " table"
-                )
 
     def apply_insert(self, inserted: Inserted, fence: Fence | None) -> None:
         """Update the slots after a commit.

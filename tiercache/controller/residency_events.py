@@ -97,7 +97,7 @@ class ResidencyEvents(EventSource):
             # Nothing was told of a node without keys.
             if node.is_removed or not (pages.any() or (states and max(map(max, states[:2])) >= 0)):
                 return None
-            keys = self._index.keys_of(node)
+            keys = self._index.page_keys(node, node.end, node.start)
         above = node.parent
         parent = above.keys[-1] if above is not None and above.keys else None
         return _Posted(keys, parent, node.start, pages, states and [list(tier) for tier in states[:2]])

@@ -34,7 +34,7 @@ class Values:
     def of(self, nodes: Iterable[Node]) -> Advice:
         """Return the present values of the pages and states of these nodes, for a write."""
         found: Advice = {}
-        for one in self._context.index.values_of(list(nodes), self._rate):
+        for one in self._context.index.appraiser.of(list(nodes), self._rate):
             keys = self._context.index.page_keys(one.node, one.node.end, one.node.start)
             for pool in self._context.index.page_pools:
                 _add(found, pool, keys, one.page)
@@ -52,7 +52,7 @@ class Values:
         if now > self._last[1]:
             self._rate = _DECAY * self._rate + (1 - _DECAY) * ticks / (now - self._last[1])
         self._last = (context.index.now, now)
-        advice = self._changed(context.index.changed_values(self._rate))
+        advice = self._changed(context.index.appraiser.changed(self._rate))
         if advice:
             self._telling = True
             call = StoreCall(

@@ -83,19 +83,14 @@ class WriteBack:
         if not self._wanted and context.allocator.taken_blocks - self._looked_at >= ahead // _STEPS:
             self._looked_at = context.allocator.taken_blocks
             found = self._evicted_next(ahead)
-            likely = context.index.chance(found, self._residence()) >= context.options.write_chance
+            likely = context.index.appraiser.chance(found, self._residence()) >= context.options.write_chance
             self._wanted.extend(compress(found, likely.tolist()))
         self._begin()
 
     def want_all(self) -> None:
-        """Let `follow` write everything on the host that can be restored.
-
-        What the host would evict last comes first, and before it what is pinned.
-        """
+        """Let `follow` write everything on the host that can be restored."""
         if self._context.storage is not None:
-            rank = {node: n for n, (node, _) in enumerate(self._context.index.coldest_on_host())}
-            wanted = sorted(self._restorable(), key=lambda node: rank.get(node, len(rank)), reverse=True)
-            self._wanted = deque(wanted)
+            self._wanted = deque(self._restorable())
             self._spent = self._needed = 0
 
     def _begin(self) -> None:

@@ -138,8 +138,8 @@ class Write(Operation):
         host_pins: Iterable[Pin],
         host_only: bool = False,
     ) -> None:
-        super().__init__(context, runs, host_pins)
         self._device_pins = list(device_pins)
+        super().__init__(context, runs, [*host_pins, *self._device_pins])
         self._blocks = sum(run.blocks(context) for run in (*runs, *held))
         self._share = context.in_flight.copying if host_only else context.in_flight.writing
         self._share.take(self._blocks)
@@ -175,10 +175,6 @@ class Write(Operation):
                 ticket = Ticket()
                 ticket.finish(TransferError(f"the copy could not begin: {error}"))
             ticket.add_done_callback(partial(self._background_copied, piece))
-
-    @property
-    def pins(self) -> list[Pin]:  # noqa: D102
-        return [*self._pins, *self._device_pins]
 
     def _background_copied(self, piece: Piece, ticket: Ticket) -> None:
         # A thread of the transfer engine runs this method. The storage write is submitted here, because the
@@ -230,6 +226,7 @@ class Write(Operation):
         if not self._copying:
             for pin in self._device_pins:
                 pin.release()
+                self.pins.remove(pin)
             self._device_pins.clear()
             self._strand_if_lost()
         self._settle()

@@ -26,7 +26,7 @@ from tiercache.core import (
     reusable_pages,
 )
 from tiercache.errors import ConfigError, InputError
-from tiercache.index.appraisal import Appraisal, Appraiser
+from tiercache.index.appraisal import Appraiser
 from tiercache.index.base import (
     Eviction,
     Inserted,
@@ -45,7 +45,6 @@ from tiercache.index.node import ALIVE, IN_STORAGE, Digests, Node, Prefixes
 from tiercache.index.radix_tree import Pin, RadixTree
 from tiercache.index.residency import Residency, adopt_pages, adopt_states, check_pages, check_states
 from tiercache.policy import LEARN_EVERY, CheckpointKind, Ending, Lru, Policy, Reuse, UnitKind
-from tiercache.policy.base import Ranks
 
 MAX_STORED_PAGES: Final = 1 << 20
 """Maximum number of pages in the index that only the store has.
@@ -115,7 +114,8 @@ class HybridIndex:
         A state is named as a span of one page, the last page of its node.
         """
         page_bytes, state_bytes = sum(nbytes[: len(page_pools)]), sum(nbytes[len(page_pools) :])
-        self._appraiser = Appraiser(self._columns, policy, page_bytes, state_bytes)
+        self.appraiser = Appraiser(self._columns, policy, page_bytes, state_bytes)
+        """Values of the objects of nodes, by which stores rank."""
         self._evictor = Evictor(self._tree, self._columns, self._ghosts, policy, self._queues)
         self._located: tuple[tuple[Node, int, int, int], PathLocations] | None = None
         """Last answer of `locations`, and what it depends on."""
@@ -210,10 +210,6 @@ class HybridIndex:
         """
         self._tree.counters.changed = {}
         return self._tree.counters.changed
-
-    def keys_of(self, node: Node) -> list[bytes]:
-        """Return the page keys of the node's edge, which the node then keeps."""
-        return self._tree.page_keys(node, node.end, node.start)
 
     def page_keys(self, where: Node | Match, depth: int, start: int = 0) -> list[bytes]:
         """Return the keys of pages [start, depth) of the path to `where`.
@@ -463,31 +459,6 @@ class HybridIndex:
         if is_lost and mask.all():
             for digests in pages:
                 self._ghosts.note_pages(digests)
-
-    def forget_state_stored(self, node: Node, pool: PoolName) -> None:
-        """Record that the state at the node's end turned out not to be in the store."""
-        self.forget_stored(Span(node, node.end - 1, node.end), pool, np.ones(1, np.bool_))
-
-    # -- values
-    # ------------------------------------------------------------------------------------------------------
-
-    def values_of(self, nodes: Sequence[Node], rate: float = 1.0) -> list[Appraisal]:
-        """Return the values of the objects of these nodes for a store.
-
-        `rate` is the number of ticks of the index's clock in a second.
-        """
-        return self._appraiser.of(nodes, rate)
-
-    def changed_values(self, rate: float = 1.0) -> list[Appraisal]:
-        """Return values of stored objects that have changed since they were last returned, not all at once.
-
-        A round over all nodes takes several calls; nodes that changed since the last call come first.
-        """
-        return self._appraiser.changed(rate)
-
-    def chance(self, nodes: Sequence[Node], ticks: float) -> Ranks:
-        """Return the probability that a hit ends at each of these nodes within `ticks` ticks of `now`."""
-        return self._appraiser.chance(nodes, ticks)
 
     # -- evicting
     # --------------------------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""Continuations: requests that go on from where another one is, or from where they were themselves."""
+"""Continuations: requests that are parked, and go on where they were."""

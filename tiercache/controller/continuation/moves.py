@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import compress
 
+import numpy as np
+
 from tiercache.controller.context import ControllerContext
 from tiercache.controller.continuation.holds import HostHold, HostHolds, Parcel, Places, counts
 from tiercache.controller.store_calls import StoreCall
@@ -37,8 +39,8 @@ TAKEN = (Outcome.STORED, Outcome.HIT)
 class ParkCopy:
     """Copy of a request's own objects from device to host.
 
-    The request's slots, and the pins that keep the pages that the index has on the device, are let go when
-    the copy has landed.
+    The copied slots, and the pins that keep the pages that the index has on the device, are let go when the
+    copy has landed. The request's other slots are given back at once.
     """
 
     kind = "park"
@@ -56,7 +58,12 @@ class ParkCopy:
     ) -> None:
         """Begin the copy, after `fence` has passed. `over` is called with whether everything has arrived."""
         self.done = False
-        self.pins, self.slots = list(pins), dict(slots)
+        copied = {each.pool: each.sources for each in units}
+        unused = {pool: np.setdiff1d(at, copied.get(pool, at[:0])) for pool, at in slots.items()}
+        context.device_work.retire(unused, fence)
+        self.slots = {pool: np.setdiff1d(at, unused[pool]) for pool, at in slots.items()}
+        """Slots that the copy may still read, by pool."""
+        self.pins = list(pins)
         self._context, self._hold, self._fence, self._over = context, hold, fence, over
         context.in_flight.begin(self)
         hold.use()

@@ -69,21 +69,18 @@ class MessageKind(enum.IntEnum):
     HELLO = 1
     """Follower to leader: who it is, and what it has been made with."""
     WELCOME = 2
-    """Leader to follower: all ranks fit together. The follower answers with JOINED."""
-    JOINED = 3
-    BEGIN = 4
-    """Leader to follower: all ranks have joined."""
-    REFUSED = 5
+    """Leader to follower: all ranks are there, and fit together."""
+    REFUSED = 3
     """Leader to follower: the ranks do not fit together."""
-    VOTE = 6
+    VOTE = 4
     """Follower to leader: what it can restore."""
-    TARGET = 7
+    TARGET = 5
     """Leader to follower: what all ranks can restore, of which the deepest depth is to be fetched."""
-    DECIDED = 8
+    DECIDED = 6
     """Leader to follower: the depth at which all ranks begin the request."""
-    AGAIN = 9
+    AGAIN = 7
     """Leader to follower: a load has failed on some rank, and all vote again."""
-    LOADED = 10
+    LOADED = 8
     """Follower to leader: everything is on the device."""
 
 

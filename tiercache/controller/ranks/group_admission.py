@@ -11,7 +11,6 @@ from tiercache.controller.admission import Admission, Poll, Status
 from tiercache.controller.context import ControllerContext
 from tiercache.controller.depths import near_depth, near_depths
 from tiercache.controller.lookup import Lookup
-from tiercache.controller.prefetch import Step
 from tiercache.controller.ranks.session import Agreement
 from tiercache.core import Reason, Tier
 from tiercache.errors import AdmissionError, InputError, PoolFullError, RankError, TransferError
@@ -186,13 +185,8 @@ class GroupAdmission(Admission):
         target = 0 if allowed is None else allowed.bit_length()
         near, possible = self._depths(match, freeze)
         while target and possible & ~near & 1 << target - 1:
-            step = self._prefetch.begin(target, to_device=True)
-            self._load_ahead(everything=step is not Step.BEGUN)
-            if step is not Step.NO_ROOM or self._restore.is_loading_ahead:
+            if self._fetch(target):
                 return
-            if not self._let_host_evict():
-                self._prefetch.give_up()
-                self._fail(Reason.BUSY)
             match = self._match()
             near, possible = self._depths(match, freeze)
         if allowed is not None:

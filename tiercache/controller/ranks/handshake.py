@@ -3,11 +3,9 @@
     follower                     leader
     HELLO(nonce, facts)  ---->            until all ranks have said HELLO
                          <----   WELCOME  or REFUSED, with the sentence that every rank raises
-    JOINED               ---->            until all have joined
-                         <----   BEGIN
 
 A follower repeats what has not been answered. A rank that was started again has a new nonce, which takes the
-place of the old one.
+place of the old one, until all ranks were there.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ class Handshake:
     def __init__(self, group: RankGroup, facts: RankFacts) -> None:
         """Prepare the handshake of this rank. Nothing is sent before `advance`."""
         self.over = threading.Event()
-        """Set when all ranks have joined, or when `trouble` says why they cannot."""
+        """Set when all ranks were there, or when `trouble` says why they do not fit together."""
         self.trouble = ""
         self.writes: list[str] = []
         """Pools of which this rank writes objects to storage."""
@@ -51,10 +49,8 @@ class Handshake:
         self._facts = facts
         self._nonce = self.session
         self._lock = threading.Lock()
-        self._is_welcome = False
         self._ranks = {LEADER: facts}
         self._nonces: dict[int, bytes] = {}
-        self._joined: set[int] = set()
 
     @property
     def missing(self) -> list[int]:
@@ -62,7 +58,7 @@ class Handshake:
         if self._group.rank != LEADER:
             return [LEADER]
         with self._lock:
-            return [rank for rank in range(1, self._group.size) if rank not in self._joined]
+            return [rank for rank in range(1, self._group.size) if rank not in self._ranks]
 
     def give_up(self) -> None:
         """Look for trouble among the ranks that have come. The leader does so at its deadline."""
@@ -76,10 +72,7 @@ class Handshake:
             with self._lock:
                 self._welcome()
         elif not self.over.is_set():
-            if self._is_welcome:
-                self._send(LEADER, MessageKind.JOINED, self._nonce)
-            else:
-                self._send(LEADER, MessageKind.HELLO, self._nonce, *self._facts.fields())
+            self._send(LEADER, MessageKind.HELLO, self._nonce, *self._facts.fields())
 
     def handle(self, message: Message) -> None:
         """Handle one message of the handshake. Raises WireError for one that cannot be read."""
@@ -91,35 +84,31 @@ class Handshake:
 
     def _lead(self, message: Message) -> None:
         rank = message.sender
-        if rank < 1 or not message.fields:
+        if rank < 1 or not message.fields or message.kind is not MessageKind.HELLO:
             return
         nonce = message.fields[0]
-        if message.kind is MessageKind.HELLO:
-            if self.over.is_set():
-                # A rank that comes late hears the trouble too. One that comes again waits for a new session.
-                if self.trouble and self._nonces.setdefault(rank, nonce) == nonce:
-                    self._send(rank, MessageKind.REFUSED, nonce, self.trouble)
-                return
+        if not self.over.is_set():
             self._ranks[rank] = RankFacts.of(message.fields[1:])
-            if self._nonces.get(rank) != nonce:
-                self._nonces[rank] = nonce
-                self._joined.discard(rank)
+            self._nonces[rank] = nonce
             self._welcome()
-        elif message.kind is MessageKind.JOINED and self._nonces.get(rank) == nonce:
-            self._joined.add(rank)
-            if len(self._joined) == self._group.size - 1:
-                self.over.set()
-                for other in self._joined:
-                    self._send(other, MessageKind.BEGIN, self._nonces[other])
+        # A rank that comes late hears the trouble too. One that comes again waits for a new session.
+        elif self.trouble and self._nonces.setdefault(rank, nonce) == nonce:
+            self._send(rank, MessageKind.REFUSED, nonce, self.trouble)
+        elif rank in self._nonces and self._nonces[rank] == nonce:  # the answer was lost
+            self._answer(rank)
 
     def _welcome(self) -> None:
         is_complete = len(self._ranks) == self._group.size
         self._refuse(find_difference(self._ranks) if is_complete else sizes_differ(self._ranks))
-        if is_complete and not self.trouble:
+        if is_complete and not self.over.is_set():
             self.writes = writers(self._ranks, LEADER)
-            for rank, nonce in self._nonces.items():
-                if rank not in self._joined:
-                    self._send(rank, MessageKind.WELCOME, nonce, self.session, writers(self._ranks, rank))
+            self.over.set()
+            for rank in self._nonces:
+                self._answer(rank)
+
+    def _answer(self, rank: int) -> None:
+        pools = writers(self._ranks, rank)
+        self._send(rank, MessageKind.WELCOME, self._nonces[rank], self.session, pools)
 
     def _refuse(self, trouble: str) -> None:
         if trouble and not self.over.is_set():
@@ -132,14 +121,12 @@ class Handshake:
         if message.sender != LEADER or not message.fields or message.fields[0] != self._nonce:
             return
         try:
-            if message.kind is MessageKind.WELCOME and not self._is_welcome:
+            if message.kind is MessageKind.WELCOME and not self.over.is_set():
                 _, session, pools = message.fields
-                self.session, self.writes, self._is_welcome = bytes(session), list(pools), True
-                self._send(LEADER, MessageKind.JOINED, self._nonce)
+                self.session, self.writes = bytes(session), list(pools)
+                self.over.set()
             elif message.kind is MessageKind.REFUSED:
                 self.trouble = str(message.fields[1])
-                self.over.set()
-            elif message.kind is MessageKind.BEGIN and self._is_welcome:
                 self.over.set()
         except (ValueError, TypeError, IndexError) as error:
             raise WireError(f"rank 0 sent a {message.kind.name} that cannot be read: {error}") from None

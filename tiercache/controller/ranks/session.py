@@ -28,13 +28,7 @@ from tiercache.errors import RankError, WireError
 _log = logging.getLogger(__name__)
 _LEADER_SHARE: Final = 0.9
 """Share of the deadline for which the leader waits for the others."""
-_HANDSHAKE: Final = {
-    MessageKind.HELLO,
-    MessageKind.WELCOME,
-    MessageKind.JOINED,
-    MessageKind.BEGIN,
-    MessageKind.REFUSED,
-}
+_HANDSHAKE: Final = {MessageKind.HELLO, MessageKind.WELCOME, MessageKind.REFUSED}
 
 
 class Agreement:
