@@ -6,53 +6,22 @@ uses. The real torchvision needs a version of torch of its own.
 
 from __future__ import annotations
 
-import enum
 import importlib.util
 import sys
 from collections.abc import Iterator
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-
-class InterpolationMode(enum.Enum):
-    """Names that configs of vision models refer to."""
-
-    NEAREST = "nearest"
-    NEAREST_EXACT = "nearest-exact"
-    BILINEAR = "bilinear"
-    BICUBIC = "bicubic"
-    BOX = "box"
-    HAMMING = "hamming"
-    LANCZOS = "lanczos"
-
-
-def _nothing(name: str) -> object:
-    """Functions that are imported by name and never called."""
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return None
-
-
-def _stub(name: str) -> ModuleType:
-    module = ModuleType(name)
-    module.__spec__ = ModuleSpec(name, None, is_package=True)
-    module.__path__ = []
-    module.__version__ = "0"
-    module.__getattr__ = _nothing
-    sys.modules[name] = module
-    parent, _, last = name.rpartition(".")
-    if parent:
-        setattr(sys.modules[parent], last, module)
-    return module
-
+STAND_IN = Path(__file__).parents[2] / "servers/sglang/stand_ins/torchvision/__init__.py"
 
 if importlib.util.find_spec("sglang") is not None and importlib.util.find_spec("torchvision") is None:
-    for part in ("", ".transforms", ".transforms.functional", ".transforms.v2", ".transforms.v2.functional"):
-        _stub("torchvision" + part).InterpolationMode = InterpolationMode  # type: ignore[attr-defined]
+    spec = importlib.util.spec_from_file_location("torchvision", STAND_IN)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules["torchvision"] = stand_in = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(stand_in)
 
 
 @pytest.fixture

@@ -154,10 +154,6 @@ def overwrite(parts: list[torch.Tensor], by: list[torch.Tensor]) -> None:
         mine.copy_(theirs)
 
 
-# --- objects that are gone
-# -----------------------------------------------------------------------------------------------------------
-
-
 LENGTHS = (1, 2, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE)
 
 
@@ -226,13 +222,6 @@ def test_the_audit_refuses_what_it_cannot_judge() -> None:
             audit.check(worker.serve(LONG[2], 1, audit=True))
 
 
-def test_no_new_tokens_is_refused() -> None:
-    with serving("llama") as worker:
-        with pytest.raises(InputError, match="at least one"):
-            worker.serve([1], 0)
-        check_controller(worker.controller)
-
-
 @pytest.mark.parametrize(
     "tokens", [[], [3, 256], [-1], LONG[1] + [1 << 40]], ids=["empty", "outside", "negative", "far outside"]
 )
@@ -244,10 +233,6 @@ def test_bad_tokens_change_nothing(tokens: list[int], tmp_path: Path) -> None:
         assert worker.controller.metrics.total("lookups_total", tier="device") == 2, "one request, two pools"
         check_controller(worker.controller)
         assert worker.serve(LONG[1], 1).restored == 6 * PAGE
-
-
-# --- failures below
-# ------------------------------------------------------------------------------------------------------------
 
 
 # --- whose bytes these are

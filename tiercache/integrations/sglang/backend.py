@@ -492,7 +492,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             self._events.note(objects, outcomes, self._parents(pool, page_keys, before), asked)
         arrived = [outcome is Outcome.HIT for outcome in outcomes]
         there = sum(arrived)
-        self._traffic.read(pool.name, len(keys), there, there * pool.nbytes, time.perf_counter() - start)
+        self._traffic.read(pool.name, len(keys), there, pool.nbytes, time.perf_counter() - start)
         return arrived
 
     def _write(
@@ -531,7 +531,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             self._events.note([item.key for item in items], outcomes, [item.meta.parent for item in items])
         kept = [outcome is Outcome.STORED or outcome is Outcome.HIT for outcome in outcomes]
         stored = outcomes.count(Outcome.STORED)
-        self._traffic.wrote(pool.name, len(items), stored, stored * pool.nbytes, time.perf_counter() - start)
+        self._traffic.wrote(pool.name, len(items), stored, pool.nbytes, time.perf_counter() - start)
         return kept
 
     def _parents(

@@ -7,7 +7,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Sequence
 from threading import Lock
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from blake3 import blake3
@@ -75,19 +75,11 @@ class Server:
         return [*self._platform, self._stages, self._model, self._draft if draft else None]
 
 
-class TrafficSample(NamedTuple):
-    """Sample of one read or write that moved at least one page."""
-
-    pages: int
-    """Number of pages that were moved."""
-    gb_per_s: float
-    """Speed in units of 10^9 bytes per second."""
-
-
 class Traffic:
     """Totals of the pages read and written, for each pool.
 
-    `sampled`: keep a sample of each call that moved pages, until the next `take_samples`.
+    `sampled`: keep a sample of each call that moved pages, until the next `take_samples`: number of pages,
+    and their speed in units of 10^9 bytes per second.
 
     Thread safety: any thread may call.
     """
@@ -96,24 +88,18 @@ class Traffic:
         self._sampled = sampled
         self._lock = Lock()
         self._totals: Counter[tuple[str, str]] = Counter()
-        self._reads: deque[TrafficSample] = deque(maxlen=_KEPT)
-        self._writes: deque[TrafficSample] = deque(maxlen=_KEPT)
+        self._reads: deque[tuple[int, float]] = deque(maxlen=_KEPT)
+        self._writes: deque[tuple[int, float]] = deque(maxlen=_KEPT)
 
     def read(self, pool: str, wanted: int, arrived: int, nbytes: int, seconds: float) -> None:
-        """Count a read of `wanted` pages, of which `arrived` pages were found.
-
-        `nbytes`: bytes of the pages that were found. `seconds`: duration of the read.
-        """
+        """Count a read of `wanted` pages, of which `arrived` pages of `nbytes` bytes each were found."""
         with self._lock:
             self._totals[pool, "wanted"] += wanted
             self._totals[pool, "arrived"] += arrived
             self._note(self._reads, arrived, nbytes, seconds)
 
     def wrote(self, pool: str, given: int, stored: int, nbytes: int, seconds: float) -> None:
-        """Count a write of `given` pages, of which `stored` pages were new and were stored.
-
-        `nbytes`: bytes of the pages that were stored. `seconds`: duration of the write.
-        """
+        """Count a write of `given` pages, of which `stored` pages of `nbytes` bytes each were new."""
         with self._lock:
             self._totals[pool, "given"] += given
             self._totals[pool, "stored"] += stored
@@ -139,15 +125,15 @@ class Traffic:
             self._reads.clear()
             self._writes.clear()
         return StorageMetrics(
-            prefetch_pgs=[c.pages for c in reads],
-            backup_pgs=[c.pages for c in writes],
-            prefetch_bandwidth=[c.gb_per_s for c in reads],
-            backup_bandwidth=[c.gb_per_s for c in writes],
+            prefetch_pgs=[pages for pages, _ in reads],
+            backup_pgs=[pages for pages, _ in writes],
+            prefetch_bandwidth=[speed for _, speed in reads],
+            backup_bandwidth=[speed for _, speed in writes],
         )
 
-    def _note(self, calls: deque[TrafficSample], pages: int, nbytes: int, seconds: float) -> None:
+    def _note(self, calls: deque[tuple[int, float]], pages: int, nbytes: int, seconds: float) -> None:
         if self._sampled and pages:
-            calls.append(TrafficSample(pages, nbytes / 1e9 / max(seconds, 1e-9)))
+            calls.append((pages, pages * nbytes / 1e9 / max(seconds, 1e-9)))
 
 
 def _tells_prefixes() -> bool | None:

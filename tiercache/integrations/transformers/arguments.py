@@ -85,17 +85,9 @@ def chunk_of(value: Any, page_size: int) -> int | None:
 
     Raises InputError unless the limit is a positive multiple of the page size.
     """
-    if value is None:
-        return None
-    try:
-        limit = operator.index(value)
-    except TypeError:
-        limit = 0
-    if limit < 1 or limit % page_size or isinstance(value, bool):
-        raise InputError(
-            f"chunk_limit is {value!r}; give a multiple of the page size of {page_size} tokens, at least one"
-            " page, or None for no limit"
-        )
+    limit = None if value is None else count_of("chunk_limit", value)
+    if limit is not None and limit % page_size:
+        raise InputError(f"chunk_limit is {limit}; give a multiple of the page size of {page_size} tokens")
     return limit
 
 

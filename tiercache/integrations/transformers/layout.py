@@ -248,21 +248,6 @@ class CacheLayout:
         into[:, held.shape[1] :].zero_()
 
 
-def refuse_impossible_windows(cache: DynamicCache) -> None:
-    """Raise UnsupportedModelError if a layer of a new cache has a window of fewer than two tokens.
-
-    Transformers keeps W - 1 tokens of a window; with W = 1 it would keep all (`[-W + 1:]` of its
-    `DynamicSlidingWindowLayer`).
-    """
-    for n, layer in enumerate(cache.layers):
-        window = getattr(layer, "sliding_window", None)
-        if window is not None and (type(window) is not int or window < 2):
-            raise UnsupportedModelError(
-                f"layer {n} has a sliding window or chunks of {window!r} tokens; set sliding_window or"
-                " attention_chunk_size of its configuration to a whole number from 2"
-            )
-
-
 def inspect_cache(cache: object, page_size: int, tokens: int, *, positions: int | None = None) -> CacheLayout:
     """Return the layout of `cache`, which holds exactly `tokens` tokens of one sequence.
 

@@ -21,13 +21,7 @@ from tiercache.core import TokenArray, as_tokens
 from tiercache.errors import InputError, TierCacheError, TokenError, UnsupportedModelError
 from tiercache.integrations.transformers import device
 from tiercache.integrations.transformers.device import PoolTensors, Slots
-from tiercache.integrations.transformers.layout import (
-    CacheLayout,
-    StateCache,
-    StateSlots,
-    inspect_cache,
-    refuse_impossible_windows,
-)
+from tiercache.integrations.transformers.layout import CacheLayout, StateCache, StateSlots, inspect_cache
 from tiercache.integrations.transformers.stream import to_device
 
 TINY: Final = 16
@@ -88,11 +82,13 @@ class ModelRunner:
         self.positions = positions_of(model.config)
         """Maximum number of tokens of a sequence; None for a model without a limit."""
         self._takes = _parameters(model)
-        self._vocab_size = _vocabulary(model)
+        self.vocab_size = _vocabulary(model)
+        """Number of token ids; the ids are 0 to `vocab_size` - 1."""
         self._counts = False
         """Whether the cache must count its tokens, because no layer does."""
         self._argument = next((name for name in ARGUMENTS if name in self._takes), "")
-        self._layout = self._inspect()
+        self.layout = self._inspect()
+        """The layout of the model's cache."""
 
     @property
     def takes_positions(self) -> bool:
@@ -104,16 +100,6 @@ class ModelRunner:
         other = copy.copy(self)
         other.tail_mode, other.first_position = tail_mode, first_position
         return other
-
-    @property
-    def layout(self) -> CacheLayout:
-        """The layout of the model's cache."""
-        return self._layout
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of token ids; the ids are 0 to `vocab_size` - 1."""
-        return self._vocab_size
 
     def new_cache(self) -> DynamicCache:
         """Return an empty cache for one sequence."""
@@ -140,7 +126,7 @@ class ModelRunner:
             raise TokenError(
                 f"{keep} rows of logits were asked for, of {len(ids)} tokens; feed at least one token"
             )
-        if start != (held := self._layout.length(cache)):
+        if start != (held := self.layout.length(cache)):
             raise TokenError(
                 f"the cache holds {held} tokens, so the next position is {held}, not {start}; pass"
                 f" start={held}"
@@ -192,7 +178,7 @@ class ModelRunner:
 
     def allocate_pools(self, page_slots: int, state_slots: int) -> PoolTensors:
         """Return zeroed device pools for this model; see `PoolTensors`."""
-        return device.allocate_pools(self._layout, page_slots, state_slots)
+        return device.allocate_pools(self.layout, page_slots, state_slots)
 
     def export_pages(self, cache: DynamicCache, pool: PoolTensors, first_page: int, slots: Slots) -> None:
         """Copy `len(slots)` pages of the cache, from page `first_page` on; see `device.export_pages`."""
@@ -327,7 +313,6 @@ class ModelRunner:
             raise UnsupportedModelError(
                 f"{self._name} cannot have a DynamicCache: {first_line(error)}"
             ) from error
-        refuse_impossible_windows(cache)
         out = self._call(cache, ids, 0, 1)
         if getattr(out, "logits", None) is None:
             raise UnsupportedModelError(
