@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
 import shutil
 import signal
-import struct
 import subprocess
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
-
-import numpy as np
 
 PROGRAM: Final = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 MISSING: Final = "no Chromium here; on Debian it is the package `chromium`"
@@ -84,22 +79,6 @@ class Page:
     def press(self, key: str, code: int) -> None:
         for kind in ("rawKeyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
-
-    def picture(self, selector: str = "", height: int | None = None) -> bytes:
-        """A PNG of an element, or of the whole page down to `height`."""
-        box = "document.documentElement.getBoundingClientRect()"
-        box = f"document.querySelector({json.dumps(selector)}).getBoundingClientRect()" if selector else box
-        clip = self.ask(
-            "(b => ({x: b.left + scrollX, y: b.top + scrollY, width: b.width, height: b.height, scale:"
-            f" 1}}))({box})"
-        )
-        clip["height"] = min(clip["height"], height or clip["height"])
-        return base64.b64decode(
-            self.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)["data"]
-        )
-
-    def pdf(self) -> bytes:
-        return base64.b64decode(self.call("Page.printToPDF", landscape=True, printBackground=True)["data"])
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """One command of the DevTools protocol, and its answer."""
@@ -192,32 +171,3 @@ def contrast(one: Any, other: Any) -> float:
 
     low, high = sorted((light(one), light(other)))
     return (high + 0.05) / (low + 0.05)
-
-
-def pixels(png: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The picture as rows of pixels of red, green and blue."""
-    width, height, depth, kind = struct.unpack(">IIBB", png[16:26])
-    assert (depth, kind) in {(8, 2), (8, 6)}
-    channels = 3 if kind == 2 else 4
-    packed, place = b"", 8
-    while place < len(png):
-        (length,) = struct.unpack(">I", png[place : place + 4])
-        if png[place + 4 : place + 8] == b"IDAT":
-            packed += png[place + 8 : place + 8 + length]
-        place += length + 12
-    lines = np.frombuffer(zlib.decompress(packed), np.uint8).reshape(height, 1 + width * channels)
-    made = np.zeros((height + 1, width + 1, channels), np.int64)
-    for row in range(height):
-        filtered, line = lines[row, 0], lines[row, 1:].reshape(width, channels)
-        for column in range(width):
-            left, above, corner = made[row + 1, column], made[row, column + 1], made[row, column]
-            made[row + 1, column + 1] = (line[column] + _foreseen(int(filtered), left, above, corner)) & 255
-    return made[1:, 1:, :3].astype(np.uint8)
-
-
-def _foreseen(kind: int, left: Any, above: Any, corner: Any) -> Any:
-    if kind == 4:
-        guess = left + above - corner
-        far = np.stack([abs(guess - left), abs(guess - above), abs(guess - corner)])
-        return np.choose(far.argmin(0), [left, above, corner])
-    return (0, left, above, (left + above) // 2)[kind]

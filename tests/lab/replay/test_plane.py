@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from tiercache.core import CacheTransferUnits, PoolName
-from tiercache.errors import ConfigError, PoolFullError, SlotError
+from tiercache.errors import PoolFullError, SlotError
 from tiercache.policy import PROFILES, profile_named
-from tiercache.pools import HostPool
-from tiercache_lab.replay.plane import Inline, NullArena, NullEngine, block_bytes, device_pool, geometries
+from tiercache_lab.replay.plane import Inline, NullArena, NullEngine, block_bytes, geometries
 
 HYBRID = profile_named("qwen3-next-80b-a3b")
 ATTENTION = profile_named("llama-3.1-8b")
@@ -51,28 +50,6 @@ def test_an_arena_keeps_books_and_one_block() -> None:
             arena.view(outside)
 
 
-def test_an_arena_may_have_nothing() -> None:
-    arena = NullArena(8191, 8192)
-    assert (arena.blocks, arena.available) == (0, 0)
-    with pytest.raises(PoolFullError):
-        arena.alloc(1)
-    with pytest.raises(ConfigError):
-        NullArena(8192, 1000)
-
-
-def test_a_terabyte_of_host_takes_no_memory() -> None:
-    geometry = geometries(HYBRID, 64)
-    block = block_bytes(geometry)
-    arena = NullArena(1 << 40, block)
-    pool = HostPool(geometry[PoolName.MAMBA], arena)
-    handles = pool.alloc(3)
-    taken = arena.blocks - arena.available
-    assert taken == 3 * pool.blocks_per_object == 3 * -(-HYBRID.state_bytes // block)
-    assert sum(buffer.nbytes for buffer in pool.buffers(int(handles[1]))) >= HYBRID.state_bytes
-    pool.free(handles)
-    assert (arena.available, arena.peak) == (arena.blocks, taken)
-
-
 def test_an_engine_counts_bytes_by_direction_and_is_done_at_once() -> None:
     sizes = {name: one.nbytes for name, one in geometries(HYBRID, 64).items()}
     engine = NullEngine(sizes)
@@ -86,16 +63,6 @@ def test_an_engine_counts_bytes_by_direction_and_is_done_at_once() -> None:
     assert loaded.done
     assert engine.stored_bytes == 3 * sizes[PoolName.KV] + sizes[PoolName.MAMBA]
     assert engine.loaded_bytes == 5 * sizes[PoolName.KV]
-
-
-def test_a_device_pool_has_slots_and_no_tensors() -> None:
-    pool = device_pool(geometries(ATTENTION, 16)[PoolName.KV], 7)
-    assert (pool.capacity, pool.available) == (7, 7)
-    slots = pool.alloc(7)
-    with pytest.raises(PoolFullError):
-        pool.alloc(1)
-    pool.free(slots)
-    assert pool.available == 7
 
 
 def test_inline_jobs_run_in_the_order_of_the_calls() -> None:

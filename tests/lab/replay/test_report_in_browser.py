@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
 import pytest
 
-from tests.lab.replay.browser import MISSING, PROGRAM, Page, chromium, contrast, pixels
+from tests.lab.replay.browser import MISSING, PROGRAM, Page, chromium
 from tests.lab.replay.report_samples import hostile, result, study
 from tiercache_lab.replay.report import render
 
@@ -121,19 +120,6 @@ def test_nothing_is_missing_pale_crowded_or_too_wide(
     assert [asked for asked in page.asked if not asked.startswith("data:")] == [reports(name).as_uri()]
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_the_picture_is_light_or_dark(page: Page, reports: Callable[[str], Path], dark: bool) -> None:
-    page.open(reports("alone"), width=420, dark=dark)
-    colours = pixels(page.picture("h1")).reshape(-1, 3)
-    brightness, ground = colours.sum(1), colours[0]
-    assert (ground.mean() < 60) == dark
-    text = [colours[brightness.argmin()], colours[brightness.argmax()]]
-    assert max(contrast(ground, colour) for colour in text) >= 12
-    page.open(reports("study"), width=420, dark=dark)
-    line = page.ask("getComputedStyle(document.querySelector('svg .mark-line path')).stroke")
-    assert contrast(re.findall(r"\d+", line), ground) >= 3
-
-
 def test_the_keyboard_and_assistive_technology_get_names(page: Page, reports: Callable[[str], Path]) -> None:
     page.open(reports("study"))
     page.press("Tab", 9)
@@ -144,10 +130,3 @@ def test_the_keyboard_and_assistive_technology_get_names(page: Page, reports: Ca
     described = [node for node in nodes if node["role"]["value"] == "image"]
     assert len(described) == page.ask("document.querySelectorAll('svg').length")
     assert all("the figures are in the table below" in node["description"]["value"] for node in described)
-
-
-def test_a_report_can_be_printed(page: Page, reports: Callable[[str], Path]) -> None:
-    page.open(reports("study"), width=1050, dark=True, media="print")
-    assert page.ask("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    assert page.ask(PALE)["pale"] == []
-    assert page.pdf().count(b"/Type /Page\n") in range(2, 9)

@@ -14,7 +14,7 @@ from tests.lab.replay.requests import common, opened, peak_memory, same, starts_
 from tiercache.core import TokenArray, reusable_pages
 from tiercache.errors import ConfigError
 from tiercache_lab.replay.base import Request
-from tiercache_lab.replay.sources import SOURCES, Layout, Span, open_source
+from tiercache_lab.replay.sources import SOURCES, Span, open_source
 from tiercache_lab.replay.sources.streams import VOCABULARY, tokens
 
 REUSE = {
@@ -283,46 +283,6 @@ def test_the_imitated_trace_shares_whole_blocks_only():
     for a, b in shared[:300]:
         assert common(a, b) % 512 < 3, "but for a token or two that are equal by chance"
     assert max(len(prompts) for prompts in by_start.values()) <= 15
-
-
-# --- the two seed benchmarks
-
-
-def test_seed_20457_page_by_page():
-    source = opened("seed-20457")
-    assert (len(source), source.concurrency, source.page_size) == (120, 10, 64)
-    assert source.layout == Layout(device_states=50, host_ratio=2.0, file_storage=True)
-    cache = InfiniteCache(64)
-    pages = hits = 0
-    for number, request in enumerate(source):
-        assert (request.session, request.round) == (number % 10, number // 10)
-        assert len(request.prompt) == (8 * request.round + 4) * 64
-        assert len(request.output) == 256
-        hit = cache.hit(request)
-        assert hit == max(0, 8 * request.round - 1) * 64
-        pages += len(request.prompt) // 64
-        hits += hit // 64
-    assert (pages, hits) == (10 * 576, 10 * 517)
-    assert round(hits / pages, 6) == source.published["token_hit_rate_infinite"] == 0.897569
-    assert source.published["token_hit_rate_without_state_offload"] == 0.547049
-
-
-def test_seed_11214():
-    source = opened("seed-11214")
-    assert (len(source), source.concurrency) == (500, 5)
-    groups = defaultdict(list)
-    for request in source:
-        assert (len(request.prompt), len(request.output)) == (10_240 + 256, 128)
-        groups[request.prompt[:10_240].tobytes()].append(request)
-    assert sorted(map(len, groups.values())) == [10] * 50
-    assert all(
-        10_240 <= common(a.prompt, b.prompt) < 10_243
-        for members in groups.values()
-        for a, b in pairwise(members)
-    )
-    assert source.published["requests_per_second"] / source.published[
-        "requests_per_second_without_cache"
-    ] == pytest.approx(1.34, abs=0.01)
 
 
 # --- specs

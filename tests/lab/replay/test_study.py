@@ -190,17 +190,6 @@ def test_prompts_that_many_share_stay_where_there_is_room_for_little_else(policy
     assert lru.flops_saved < 0.7 * infinite.flops_saved
 
 
-@pytest.mark.parametrize("policies", ["lru", "gdsf", "hvd"])
-def test_a_model_without_states(policies: str) -> None:
-    infinite, one = found(asked(CHATS, policies, profile=ATTENTION, capacities=(0.4,)))
-    assert 0 < one.token_hit_rate < infinite.token_hit_rate
-
-
-def test_the_benchmark_of_a_model_without_states() -> None:
-    results = found(asked("seed-20457", "lru", profile=ATTENTION))
-    assert {one.token_hit_rate for one in results} == {517 / 576}
-
-
 @pytest.mark.parametrize(
     "question",
     [

@@ -150,7 +150,7 @@ def test_requests_queue_at_a_machine(replay: Command, tmp_path: Path) -> None:
         "Goodput",
         "Time to first token, p95",
         "2 places, 3 per second",
-        "of at most 500ms",
+        "at most 500ms to the first token",
     ):
         assert words in page
     plain = replay(*SERVED, "--machine", "h100", "--no-bounds").out
@@ -570,27 +570,6 @@ def test_ctrl_c_keeps_what_was_found(tmp_path: Path) -> None:
     assert re.search(r"^ +lru +[\d.]+ %", out, re.MULTILINE)
     assert "hvd" not in out
     assert "The replay was interrupted, so results are missing." in report.read_text()
-
-
-def test_help_teaches(replay: Command) -> None:
-    done = replay("--help")
-    assert done.code == 0
-    said = " ".join(done.out.split())
-    for example in ("tiercache replay trace.jsonl --report replay.html", "tiercache replay seed-20457"):
-        assert example in said
-    for option in (
-        "--seed",
-        "--limit",
-        "--policy",
-        "--profile",
-        "--capacity",
-        "--device-bytes",
-        "--host-bytes",
-        "--disk-bytes",
-        "--report",
-    ):
-        assert option in said
-    assert max(map(len, done.out.splitlines())) <= 80
 
 
 def test_a_list_of_the_generators_and_policies(replay: Command) -> None:

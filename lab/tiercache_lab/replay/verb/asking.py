@@ -211,21 +211,11 @@ def _times(machine: ReplayMachine, queueing: Queueing | None) -> Iterator[str]:
     if queueing is None:
         return
     rate = f", {queueing.rate:g} per second" if queueing.rate is not None else ""
-    how = "its pause after the previous one of its session" if queueing.closed else "at its own time"
-    yield (
-        f"Requests queue for {machine.batch} places{rate}; each comes {how}. They share the bandwidths, and"
-        " one engine computes their prefills one after the other."
-    )
-    limits = [
-        f"{name} of at most {exact_duration(limit)}"
-        for name, limit in (
-            ("a time to first token", queueing.objective.ttft),
-            ("a time per further token", queueing.objective.tpot),
-        )
-        if limit is not None
-    ]
+    yield f"Requests queue for {machine.batch} places{rate}."
+    times = {"to the first token": queueing.objective.ttft, "per further token": queueing.objective.tpot}
+    limits = [f"{exact_duration(limit)} {name}" for name, limit in times.items() if limit is not None]
     if limits:
-        yield f"Goodput counts the requests with {' and '.join(limits)}."
+        yield f"Goodput counts the requests with at most {' and '.join(limits)}."
 
 
 def _described(tier: StorageTier, machine: ReplayMachine) -> str:
