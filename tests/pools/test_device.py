@@ -87,14 +87,10 @@ def test_slots_may_lie_apart() -> None:
     assert pool.segments.length.tolist() == [24, 24]
 
 
-def test_a_limit_leaves_padding_alone() -> None:
+def test_tokens_fill_whole_pages() -> None:
     tensors = {(0, "latent"): torch.zeros((SLOTS * PAGE + 3, 8))}
-    geometry = mla_geometry([0], 8, "float32", PAGE)
     with pytest.raises(GeometryError, match="23 tokens, which is not a multiple of the page size 4"):
-        DevicePool.from_tensors(geometry, tensors)
-    assert DevicePool.from_tensors(geometry, tensors, slots=SLOTS).capacity == SLOTS
-    with pytest.raises(GeometryError, match="has 5 slots where 6 are expected"):
-        DevicePool.from_tensors(geometry, tensors, slots=SLOTS + 1)
+        DevicePool.from_tensors(mla_geometry([0], 8, "float32", PAGE), tensors)
 
 
 def test_packed_four_bit_elements() -> None:

@@ -64,9 +64,6 @@ class Runtime:
     def driverGetVersion(self) -> int:  # noqa: N802
         return 13000
 
-    def runtimeGetVersion(self) -> int:  # noqa: N802
-        return 13000
-
     def free(self, address: int) -> None:
         if address:
             self._ask("release", address)

@@ -168,7 +168,7 @@ class SimulatedDevice(CudaDevice):
         driver: SimulatedDriver | None = None,
     ) -> None:
         self.ordinal = ordinal
-        self.card = Card(name, f"0000:{ordinal:02x}:00.0", 13000, 13000, 132)
+        self.card = Card(name, f"0000:{ordinal:02x}:00.0", 13000, 132)
         self.driver = driver or SimulatedDriver()
         self.unavailable = dict(unavailable or {})
         self.calls: Counter[str] = Counter()

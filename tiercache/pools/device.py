@@ -148,25 +148,22 @@ class DevicePool:
         self._tensors = dict(tensors)
 
     @classmethod
-    def from_tensors(cls, geometry: Geometry, tensors: Tensors, *, slots: int | None = None) -> Self:
+    def from_tensors(cls, geometry: Geometry, tensors: Tensors) -> Self:
         """Create a pool over `tensors`, one for each segment of `geometry`, without copying them.
 
-        `slots` limits the pool to the first `slots` slots of each tensor. Without this limit, all tensors
-        must have the same number of slots.
-
-        Raises GeometryError if a tensor is missing, is unknown, has another shape, dtype or device, or has a
-        slot whose bytes are not contiguous. The message names the layer and the tensor.
+        Raises GeometryError if a tensor is missing, is unknown, has another shape, dtype, device or number of
+        slots, or has a slot whose bytes are not contiguous. The message names the layer and the tensor.
         """
         _check_names(geometry, tensors)
         ordered = [tensors[s.layer, s.name] for s in geometry.segments]
         rows = [
-            _layout(segment, tensor, geometry.page_size, slots)
+            _layout(segment, tensor, geometry.page_size)
             for segment, tensor in zip(geometry.segments, ordered, strict=True)
         ]
-        capacity = slots if slots is not None else rows[0][0]
+        capacity = rows[0][0]
         device = str(ordered[0].device)
         for segment, tensor, (count, _) in zip(geometry.segments, ordered, rows, strict=True):
-            if count < capacity or (slots is None and count != capacity):
+            if count != capacity:
                 raise GeometryError(
                     f"{_label(segment)} has {count} slots where {capacity} are expected; give all tensors of"
                     " a pool the same number"
@@ -249,7 +246,7 @@ def _check_names(geometry: Geometry, tensors: Tensors) -> None:
         )
 
 
-def _layout(segment: Segment, tensor: DeviceTensor, page_size: int, slots: int | None) -> tuple[int, int]:
+def _layout(segment: Segment, tensor: DeviceTensor, page_size: int) -> tuple[int, int]:
     """Return (slots, bytes from one slot to the next) of a tensor in slot form or token form."""
     if not all(callable(getattr(tensor, name, None)) for name in ("data_ptr", "stride", "element_size")):
         raise GeometryError(
@@ -269,7 +266,7 @@ def _layout(segment: Segment, tensor: DeviceTensor, page_size: int, slots: int |
     else:
         forms = f"[slots, {_join(segment.shape)}] or [slots * {page_size}, {_join(segment.shape[1:])}]"
         raise GeometryError(f"{_label(segment)} has shape {shape}; expected {forms}")
-    if shape[0] % tokens and slots is None:
+    if shape[0] % tokens:
         raise GeometryError(
             f"{_label(segment)} has {shape[0]} tokens, which is not a multiple of the page size {page_size}"
         )

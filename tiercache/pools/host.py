@@ -39,11 +39,6 @@ class HostPool:
         return self.geometry.pool
 
     @property
-    def memory(self) -> BlockArena:
-        """Arena in which the buffers of all objects lie."""
-        return self.arena
-
-    @property
     def available(self) -> int:
         """Number of objects that fit now, if no other pool takes blocks."""
         return self.arena.available // self.blocks_per_object

@@ -232,7 +232,7 @@ class HybridStorage:
         if len(kinds) == len(HitPolicy) and not self.namespace.states:
             self.namespace = replace(self.namespace, states=True)
             self.backend.register_namespace(self.namespace)
-        self.backend.attach(pool.memory)
+        self.backend.attach(pool.arena)
 
     def register_speed(self, flops_per_second: int) -> bool:
         """Add the speed of this worker's prefill to its record; return whether the store took it."""
@@ -430,7 +430,7 @@ def _check_apart(parts: Sequence[_Part]) -> None:
     """
     seen: dict[int, set[int]] = {}
     for part in parts:
-        taken, handles = seen.setdefault(id(part.pool.pool.memory), set()), part.handles
+        taken, handles = seen.setdefault(id(part.pool.pool.arena), set()), part.handles
         if len(set(handles)) < len(handles) or not taken.isdisjoint(handles):
             twice = next(h for i, h in enumerate(handles) if h in taken or h in handles[:i])
             raise InputError(

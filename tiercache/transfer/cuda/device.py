@@ -44,8 +44,6 @@ class Card:
     """Address on the PCI bus."""
     driver: int
     """CUDA version of the driver, 13000 for 13.0."""
-    runtime: int
-    """Version of CUDA's runtime, 13000 for 13.0."""
     multiprocessors: int
     """Number of multiprocessors."""
 

@@ -176,7 +176,6 @@ class CupyDevice(CudaDevice):
             name=properties["name"].decode(errors="replace"),
             bus=self._runtime.deviceGetPCIBusId(self.ordinal),
             driver=self._runtime.driverGetVersion(),
-            runtime=self._runtime.runtimeGetVersion(),
             multiprocessors=properties["multiProcessorCount"],
         )
 
