@@ -20,6 +20,7 @@ from tiercache_backends.file.records import RECORD, RECORD_BYTES
 
 from tests.campaign.model import Model, Op, Version, perform
 from tests.campaign.stores import Subject
+from tests.storage.backends import locate
 from tests.storage_backends.lmdb.hooks import page_kinds
 from tiercache.core import Outcome
 from tiercache.testing.objects import key
@@ -76,7 +77,7 @@ def template(kind: str, directory: Path) -> Template:
             assert set(answers) == {Outcome.STORED}, answers
         store.flush()
         for name in range(NAMES):
-            for path, offset, length in getattr(store, "locate", lambda _: ())(key(name)):
+            for path, offset, length in locate(store, key(name)) if kind == "file" else ():
                 slabs[os.path.basename(path)].append((name, offset + length))
         shutil.copytree(subject.path, directory / "running")
     shutil.copytree(subject.path, directory / "closed")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.daemon.hosts import secret, until
+from tests.storage.backends import locate
 from tests.storage_backends.chain.hooks import add, remove, replace_tier
 from tests.storage_backends.grpc.nodes import daemon_settings, section
 from tiercache.config.models import EventsSettings
@@ -152,7 +153,7 @@ def test_a_store_s_evictions_deletions_and_damage_are_told_apart(kind: str, tmp_
         put(store, 1, 2, 3)
         assert store.delete([key(2), key(7)]) == [True, False]
         if kind == "file":
-            [(name, offset, _), *_] = store.inner.locate(key(3))
+            [(name, offset, _), *_] = locate(store.inner, key(3))
             with open(name, "r+b") as file:
                 file.seek(offset)
                 file.write(b"\x5a" * 64)

@@ -15,7 +15,7 @@ from typing import Any
 from tiercache_backends.file import FileBackend
 from tiercache_backends.memory import MemoryBackend
 
-from tiercache.core import ObjectKey, ObjectMeta
+from tiercache.core import BLOCK_ALIGN, ObjectKey, ObjectMeta
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.wrappers import unwrap
 from tiercache.testing.conformance import BackendConformance
@@ -104,7 +104,7 @@ class FileHooks(LocalHooks):
         self.overwrite(store, k, bytes(data))
 
     def truncate(self, store: StorageBackend, k: ObjectKey) -> None:
-        places = file_of(store).locate(k)
+        places = locate(store, k)
         path, offset, size = places[len(places) // 2]
         os.truncate(path, offset + size // 4)
 
@@ -125,18 +125,29 @@ class FileHooks(LocalHooks):
 
     def bytes_of(self, store: StorageBackend, k: ObjectKey) -> bytes:
         found = b""
-        for path, offset, size in file_of(store).locate(k):
+        for path, offset, size in locate(store, k):
             fd = os.open(path, os.O_RDONLY)
             found += os.pread(fd, size, offset)
             os.close(fd)
         return found
 
     def overwrite(self, store: StorageBackend, k: ObjectKey, data: bytes) -> None:
-        for path, offset, size in file_of(store).locate(k):
+        for path, offset, size in locate(store, k):
             fd = os.open(path, os.O_WRONLY)
             os.pwrite(fd, data[:size], offset)
             os.close(fd)
             data = data[size:]
+
+
+def locate(store: StorageBackend, k: ObjectKey) -> list[tuple[str, int, int]]:
+    """Return where an object of a `file` store lies, as (file, offset, bytes) in payload order."""
+    slabs, objects = file_of(store)._slabs, file_of(store)._state._objects  # private: no call says it
+    row = objects.find(k.digest)
+    extents = objects.extents(row) if row >= 0 else ()
+    return [
+        (slabs.path(extent.start // slabs.slab_blocks), slabs.offset(extent), extent.blocks * BLOCK_ALIGN)
+        for extent in extents
+    ]
 
 
 def file_of(store: StorageBackend) -> FileBackend:

@@ -15,7 +15,7 @@ import pytest
 from tiercache_backends.file import FileBackend
 from tiercache_backends.lmdb import LmdbBackend
 
-from tests.storage.backends import copy_tree
+from tests.storage.backends import copy_tree, locate
 from tiercache.core import Outcome
 from tiercache.errors import ClosedError, ConfigError, StorageError, StoreLockedError
 from tiercache.storage.base import NamespaceRecord
@@ -50,7 +50,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
         store.delete([key(("gone", n)) for n in range(100)])
         big = payload("big", 9 << 20)
         assert put(store, key("big"), big) is STORED
-        assert len(store.locate(key("big"))) > 1, "it has further extents"
+        assert len(locate(store, key("big"))) > 1, "it has further extents"
     return path
 
 
@@ -139,15 +139,15 @@ def test_looking_writes_nothing(path: Path, damage: str) -> None:
     before = snapshot(path)
     with opened(path, None) as store:
         entries = list(store.scan_all())
-        if damage not in ("no catalog", "garbage"):
+        if damage in ("cut", "no slab", "no slabs"):
+            assert store.usage().details["catalog_damaged"] == 1, "it names objects that are not there"
+        elif damage not in ("no catalog", "garbage"):
             assert len(entries) >= COUNT - 22, "what is readable is shown"
         found = [fetch(store, entry.key, entry.meta.length) for entry in entries[:50]]
         assert fetch(store, entries[0].key, entries[0].meta.length) == found[0] if entries else True, (
             "a get drops nothing"
         )
-        if damage in ("no slab", "no slabs"):
-            assert set(map(type, found)) == {Outcome}
-            assert set(found) == {CORRUPT}
+        assert all(isinstance(got, bytes) for got in found)
         assert put(store, key("new"), b"new") is THROTTLED
         if entries:
             assert put(store, entries[0].key, b"x") is HIT

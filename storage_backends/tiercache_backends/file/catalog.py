@@ -225,10 +225,6 @@ class Catalog:
             self._unsaved.clear()
             self._appended(parts, removals)
 
-    def load(self) -> Records:
-        """Return the records of all objects."""
-        return self.page(b"", self._end)
-
     def page(self, cursor: bytes, count: int) -> Records:
         """Return at most `count` records of objects after `cursor`, oldest first.
 

@@ -271,10 +271,6 @@ class Slabs:
         for fd in [slab.fd for slab in self._slabs] if fds is None else fds:
             self._env.fdatasync(fd)
 
-    def locate(self, extent: Extent) -> tuple[str, int]:
-        """Return the file path and the byte offset of an extent."""
-        return self.path(extent.start // self.slab_blocks), self.offset(extent)
-
     def path(self, index: int) -> str:
         """Return the file path of slab `index`."""
         return _path(self._directory, index)

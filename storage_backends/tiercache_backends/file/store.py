@@ -21,7 +21,7 @@ from typing import Any, Final, Self
 from tiercache.core import BLOCK_ALIGN, ObjectKey, Outcome
 from tiercache.errors import StorageError
 from tiercache.events.base import ChangeNote
-from tiercache.settings import one_of, whole
+from tiercache.settings import one_of
 from tiercache.storage.base import (
     Capabilities,
     GetItem,
@@ -79,9 +79,7 @@ _ROUND_SHARE: Final = 16
 What is written counts as restorable or not from then on, which decides what the rest of the set may evict.
 """
 _IO_THREADS: Final = 8
-"""Default of `io_threads`."""
-_KINDS: Final = {"io": one_of("auto", "buffered"), "io_threads": whole(1, 64, "threads")}
-"""Settings that only this store has."""
+"""Calls that go to the device at once."""
 
 
 class FileBackend(StorageBackend):
@@ -93,7 +91,7 @@ class FileBackend(StorageBackend):
       each object is intact or fails its checksum. With "power", acknowledged objects also survive a power
       cut, at the price of one data sync per set.
     - `io`: with "auto", blocks that are not in the page cache may be read and written with O_DIRECT, on
-      `io_threads` threads (see `io_engine`). With "buffered", O_DIRECT is never used.
+      several threads (see `io_engine`). With "buffered", O_DIRECT is never used.
     - `mac_key`: if it contains a key, a MAC is stored with every object.
     - `access`: "read" is the default if `capacity` is None, otherwise "write". With "write" the store may be
       changed. With "read" nothing is written: a set answers HIT for an object that is stored and THROTTLED
@@ -112,7 +110,6 @@ class FileBackend(StorageBackend):
         env: Env | None = None,
         *,
         io: str = "auto",
-        io_threads: int = _IO_THREADS,
         mac_key: MacKey | None = None,
         access: str = "",
     ) -> None:
@@ -138,7 +135,7 @@ class FileBackend(StorageBackend):
         with ExitStack() as undo:
             undo.callback(self._directory.release)
             try:
-                self._open(undo, capacity, durability, io, io_threads)
+                self._open(undo, capacity, durability, io)
             except OSError as error:
                 if isinstance(error, StorageError):
                     raise
@@ -180,7 +177,13 @@ class FileBackend(StorageBackend):
 
     @staticmethod
     def _settings(section: Mapping[str, Any], context: StoreContext) -> dict[str, Any]:
-        return local_settings("file", section, context, "file:///var/lib/tiercache?capacity=200GiB", **_KINDS)
+        return local_settings(
+            "file",
+            section,
+            context,
+            "file:///var/lib/tiercache?capacity=200GiB",
+            io=one_of("auto", "buffered"),
+        )
 
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
         with self._gate:
@@ -345,19 +348,6 @@ class FileBackend(StorageBackend):
             self._catalog.close()
             self._directory.release()
 
-    def locate(self, key: ObjectKey) -> list[tuple[str, int, int]]:
-        """Return where an object lies, as (file, offset, bytes) in payload order.
-
-        Returns an empty list if the object is not stored. The `inspect` verb and tests use this.
-        """
-        with self._gate:
-            pins = self._state.pin([key.digest])
-            try:
-                extents = pins.places.extents(0) if pins.rows else ()
-                return [(*self._slabs.locate(extent), extent.blocks * BLOCK_ALIGN) for extent in extents]
-            finally:
-                self._state.unpin(pins)
-
     def check_integrity(self) -> None:
         """Raise AssertionError unless all counts add up; call it only while no other call is running."""
         self._state.check_integrity()
@@ -378,7 +368,7 @@ class FileBackend(StorageBackend):
             FOOTPRINT.of(meta.length),
         )
 
-    def _open(self, undo: ExitStack, capacity: int | None, durability: str, io: str, io_threads: int) -> None:
+    def _open(self, undo: ExitStack, capacity: int | None, durability: str, io: str) -> None:
         directory = self._directory
         fresh = {
             "block": BLOCK_ALIGN,
@@ -403,7 +393,7 @@ class FileBackend(StorageBackend):
                 " empty store"
             )
         if not self._read_only:
-            directory.make_part(directory.at("slabs"), make=True)
+            directory.make_part(directory.at("slabs"))
         directory.make_part(directory.database)
         store = bytes.fromhex(settled["store"])
         log = find_log(self._env, directory, store, read_only=self._read_only)
@@ -439,7 +429,7 @@ class FileBackend(StorageBackend):
             read_only=self._read_only,
         )
         undo.callback(self._slabs.close)
-        self._io = IoEngine(self._env, self._slabs, io_threads, direct=self._direct)
+        self._io = IoEngine(self._env, self._slabs, _IO_THREADS, direct=self._direct)
         undo.callback(self._io.close)
         with_macs = self._mac_key.fingerprint is not None
         self._state = StoreState(slab_blocks, with_macs=with_macs, clock=self._env.monotonic)

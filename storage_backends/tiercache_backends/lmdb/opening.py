@@ -228,7 +228,7 @@ def _put_aside(directory: StoreDirectory) -> None:
             f"{directory.database} is damaged and open in another process; close it there first, and the"
             " next to open it puts it aside and starts empty"
         )
-    directory.set_aside(make=True)
+    directory.set_aside()
     directory.remember(database=None, suspect=False)
 
 

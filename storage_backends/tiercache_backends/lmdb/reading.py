@@ -29,6 +29,8 @@ _SMALL_BYTES: Final = 64 << 10
 
 Nothing is gained with larger objects. No transaction reads more than 4 MiB in this way.
 """
+_CACHED_BYTES: Final = 256 << 10
+"""Number of bytes that are copied before they are checked. The processor's cache still holds all of them."""
 _GIL_BYTES: Final = 32 << 10
 """Size of a copy in bytes below which the GIL is kept, because releasing the GIL costs more than the copy."""
 
@@ -163,7 +165,9 @@ class Reader:
             if record.length == length and usable(buffers, length, writable=True):
                 # Check what is in the buffers, and not the map, because the caller will use the former.
                 copier = _Copier(buffers, (verifier := self._mac_key.verifier(key, length)).add)
-                if _walk(cursor, record.number, length, copier.put) and verifier.matches(record.checksums):
+                whole = _walk(cursor, record.number, length, copier.put)
+                copier.end()
+                if whole and verifier.matches(record.checksums):
                     return Outcome.HIT
             # A mismatch has two possible causes: another process wrote to the caller's (shared) buffers
             # during the copy, or the stored bytes are damaged. Only damage is a reason to drop the object. So
@@ -185,7 +189,7 @@ class Reader:
 
 
 class _Copier:
-    """Copier of pieces into buffers, in order, each of which it passes to `verify` while it is cached.
+    """Copier of pieces into buffers, in order, which passes them to `verify` while they are cached.
 
     Thread safety: one thread uses it.
     """
@@ -194,6 +198,7 @@ class _Copier:
         self._buffers = buffers
         self._verify = verify
         self._filled = 0
+        self._verified = 0
 
     def put(self, piece: memoryview) -> None:
         """Copy the next piece."""
@@ -205,7 +210,13 @@ class _Copier:
             np.copyto(np.frombuffer(view, np.uint8), source[at : at + view.nbytes])
             at += view.nbytes
         self._filled += at
-        self._verify(views)
+        if self._filled - self._verified >= _CACHED_BYTES:
+            self.end()
+
+    def end(self) -> None:
+        """Pass the bytes that were filled since the last call to `verify`."""
+        self._verify(take(self._buffers, self._verified, self._filled))
+        self._verified = self._filled
 
 
 def _walk(cursor: Any, number: int, length: int, use: Callable[[memoryview], None]) -> bool:

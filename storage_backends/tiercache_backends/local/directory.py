@@ -121,10 +121,7 @@ class StoreDirectory:
                 " user's"
             ) from error
         if names and "LOCK" not in names and not self._must_exist:
-            raise ConfigError(
-                f"{self.path} is not empty and holds no tiercache store; give the store an empty directory of"
-                " its own"
-            )
+            raise ConfigError(self._foreign())
         if isinstance(found.get("kind"), str):
             self._check_format(found)
 
@@ -145,10 +142,7 @@ class StoreDirectory:
             self._make(self.path, parents=True)
             names = self._env.listdir(self.path)
             if "LOCK" not in names and names:
-                raise StorageError(
-                    f"{self.path} is not empty and holds no tiercache store; give the store an empty"
-                    " directory of its own"
-                )
+                raise StorageError(self._foreign())
             self._lock.take(shared=shared)
         except OSError as error:
             self._lock.release()
@@ -162,7 +156,7 @@ class StoreDirectory:
     def settle_format(self, fresh: Mapping[str, Any]) -> dict[str, Any]:
         """Return the stored format; for a new store or an older version, store and return `fresh`.
 
-        An environment of an older version is put aside; with `must_exist`, StoreFormatError is raised
+        What an older version stored is put aside; with `must_exist`, StoreFormatError is raised
         instead. StoreFormatError is also raised for a newer version, for another kind of store, and for a
         format file that is unreadable or incomplete.
         """
@@ -210,7 +204,7 @@ class StoreDirectory:
         return self._lock.sole
 
     def admit_others(self) -> None:
-        """Let other processes open a shared store, now that the environment is open."""
+        """Let other processes open a shared store, now that its database is open."""
         self._lock.admit_others()
 
     def check_there(self) -> None:
@@ -222,17 +216,11 @@ class StoreDirectory:
         with suppress(FileNotFoundError):
             self._env.unlink(path)
 
-    def set_aside(self, *, make: bool = False) -> None:
-        """Move a useless environment aside, where it can be examined, and create an empty one.
+    def set_aside(self) -> None:
+        """Move what is useless aside, where it can be examined, and make an empty directory for new contents.
 
-        Environments that were put aside earlier are kept. With `must_exist`, raises StorageError, unless
-        `make` is set.
+        What was put aside earlier is kept.
         """
-        if self._must_exist and not make:
-            raise StorageError(
-                f"{self.database} is damaged beyond reading; open the store for writing, which starts with an"
-                " empty one"
-            )
         if self._env.listdir(self.database):
             aside = next(name for name in map(self._aside, count()) if self.stat(name) is None)
             self._env.rename(self.database, self.at(aside))
@@ -241,7 +229,7 @@ class StoreDirectory:
         sync_directory(self._env, self.path)
 
     def asides(self) -> list[str]:
-        """Return the paths of the environments that were put aside, oldest first."""
+        """Return the paths of what was put aside, oldest first."""
         found: list[str] = []
         while self.stat(name := self._aside(len(found))) is not None:
             found.append(self.at(name))
@@ -266,21 +254,19 @@ class StoreDirectory:
                 raise
             self.remove(self.at("state"))
 
-    def make_part(self, path: str, *, make: bool = False) -> None:
+    def make_part(self, path: str) -> None:
         """Create a directory of the store if it is missing, and set its mode to 0700.
 
-        With `must_exist`, a missing directory raises StorageError, unless `make` is set. With `read_only`
-        nothing is created or changed.
+        With `read_only` nothing is created or changed, and a missing directory raises StorageError.
         """
-        if self._must_exist and not make and not is_there(self._env, path):
+        if not self._read_only:
+            self._make(path)
+            self._env.chmod(path, 0o700)
+        elif not is_there(self._env, path):
             raise StorageError(
                 f"{path} is missing, so nothing was stored in {self.path} yet, or it was removed; nothing can"
                 " be shown"
             )
-        if self._read_only:
-            return
-        self._make(path)
-        self._env.chmod(path, 0o700)
 
     def is_last(self) -> bool:
         """Return whether this owner alone has the store open. If so, no other can open it until `release`."""
@@ -293,7 +279,7 @@ class StoreDirectory:
     def foreign_bytes(self, own: Iterable[str] = ()) -> int:
         """Return the disk bytes of foreign files in the directory, which also count towards the capacity.
 
-        All names are foreign except the files of this class, the environment, and the names in `own`.
+        All names are foreign except the files of this class, the database, and the names in `own`.
         """
         ours = {"LOCK", "OPENING", "format", "state", os.path.basename(self.database), *own}
         return sum(
@@ -339,6 +325,12 @@ class StoreDirectory:
             raise StorageError(
                 f"{path} is not a directory; remove it, or give the store a directory of its own"
             )
+
+    def _foreign(self) -> str:
+        return (
+            f"{self.path} is not empty and holds no tiercache store; give the store an empty directory of its"
+            " own"
+        )
 
     def _check_format(self, found: Mapping[str, Any]) -> None:
         if found["kind"] != self._kind:

@@ -18,6 +18,7 @@ from unittest.mock import patch
 import pytest
 
 from tests.examples import slow_after
+from tests.storage.backends import locate
 from tiercache.cli.app import main
 from tiercache.core import ObjectKey, Outcome, PoolName, as_tokens
 from tiercache.errors import ConfigError
@@ -144,7 +145,7 @@ def content_of(kind: str, path: Path) -> dict[bytes, tuple[object, bytes]]:
 def spoil(path: Path, key: ObjectKey) -> None:
     """Overwrite an object of a `file` store behind its back."""
     with open_store("file", path) as store:
-        [(name, offset, _), *_] = store.locate(key)
+        [(name, offset, _), *_] = locate(store, key)
     with open(name, "r+b") as file:
         file.seek(offset)
         file.write(b"\x5a" * 64)

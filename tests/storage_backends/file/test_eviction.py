@@ -112,14 +112,9 @@ def test_suffixes_go_first(tmp_path: Path) -> None:
     ("setting", "said"),
     [
         ("io=fast", "'fast' is not possible; use auto or buffered"),
-        ("io_threads=0", "'0' is not possible; use a whole number of threads from 1 to 64"),
-        ("io_threads=many", "threads from 1 to 64"),
         ("durability=none", "use process or power"),
         ("mac_key=secret", "this is not an absolute path"),
-        (
-            "cap=1",
-            ("has no setting 'cap'; it has access, capacity, durability, io, io_threads, mac_key, path"),
-        ),
+        ("cap=1", ("has no setting 'cap'; it has access, capacity, durability, io, mac_key, path")),
     ],
 )
 def test_bad_settings_are_named(tmp_path: Path, setting: str, said: str) -> None:

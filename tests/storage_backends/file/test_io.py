@@ -13,6 +13,7 @@ import pytest
 from tiercache_backends.file import FileBackend, io_engine
 from tiercache_backends.file.io_engine import TRIAL_BYTES, WritePathSelector
 
+from tests.storage.backends import locate
 from tests.storage_backends.file.store import is_log
 from tiercache.core import ObjectMeta, Outcome
 from tiercache.storage import GetItem, SetItem, open_backend
@@ -176,7 +177,7 @@ def test_the_first_large_batch_lies_in_two_slabs_and_a_small_one_in_one(real_dis
                 for name in names
             ]
             assert store.set(sets) == [STORED] * count
-            assert len({path for name in names for path, _, _ in store.locate(key(name))}) == slabs
+            assert len({path for name in names for path, _, _ in locate(store, key(name))}) == slabs
 
 
 def test_the_slower_way_is_tried_with_the_beginning_of_a_batch(real_disk: Path) -> None:
@@ -230,7 +231,7 @@ def test_neighbours_move_in_one_call(tmp_path: Path) -> None:
 def test_a_call_that_ends_early_hurts_one_object_of_a_joined_call(tmp_path: Path) -> None:
     with FileBackend(str(tmp_path / "s"), CAPACITY, io="buffered") as store:
         assert outcomes(store.set([to_set(key(n), payload(n, 5000)) for n in range(32)])) == {STORED: 32}
-        path, offset, _ = max(place for n in range(32) for place in store.locate(key(n)))
+        path, offset, _ = max(place for n in range(32) for place in locate(store, key(n)))
         os.truncate(path, offset + 4096)
         items = [to_get(key(n), 5000) for n in range(32)]
         assert outcomes(store.get(items)) == {HIT: 31, CORRUPT: 1}
@@ -241,7 +242,7 @@ def test_asking_the_page_cache_brings_nothing_into_it(real_disk: Path) -> None:
     env = FaultEnv()
     with FileBackend(str(real_disk), CAPACITY, env=env) as store:
         put_aligned(store, "a", 1 << 20)
-        [(path, offset, _)] = store.locate(key("a"))
+        [(path, offset, _)] = locate(store, key("a"))
         drop_caches(real_disk)
         with Path(path).open("r+b") as file:
             for _ in range(3):
@@ -269,7 +270,7 @@ def test_a_bad_block_hurts_one_object_of_a_joined_call(tmp_path: Path) -> None:
 
     with FileBackend(str(tmp_path / "s"), CAPACITY, env=env, io="buffered") as store:
         store.set([to_set(key(n), payload(n, 8192)) for n in range(16)])
-        assert [offset for n in range(16) for _, offset, _ in store.locate(key(n))] == [
+        assert [offset for n in range(16) for _, offset, _ in locate(store, key(n))] == [
             8192 * n for n in range(16)
         ]
         env.add("preadv", bad, times=10**6)

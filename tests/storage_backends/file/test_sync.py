@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tiercache_backends.file import FileBackend
 
+from tests.storage.backends import locate
 from tiercache.core import Outcome
 from tiercache.errors import StorageError
 from tiercache.testing.faults import FaultEnv
@@ -27,7 +28,7 @@ def test_after_a_failed_flush_the_next_one_looks_at_the_medium(tmp_path: Path) -
         with pytest.raises(StorageError, match="cannot be flushed"):
             store.flush()
         # What a failed write-back leaves: the medium has other bytes than the page cache had.
-        [(path, offset, _)] = store.locate(key("lost"))
+        [(path, offset, _)] = locate(store, key("lost"))
         with Path(path).open("r+b") as file:
             file.seek(offset)
             file.write(b"stale")
