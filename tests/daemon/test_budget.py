@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -123,3 +124,27 @@ def test_a_waiter_that_gives_up_as_it_is_served_gives_back() -> None:
         assert waiter.cancelled()
 
     run(scenario)
+
+
+def test_what_a_thread_gives_back_goes_to_those_who_wait() -> None:
+    """A waiter that was cancelled as a thread gave it units gives them back."""
+
+    async def main() -> None:
+        total = Budget(2)
+        part = Budget(2, total)
+        assert part.try_take(2)
+        waiting = [asyncio.create_task(part.take(1)) for _ in range(3)]
+        await asyncio.sleep(0)
+        await asyncio.to_thread(part.give, 1)
+        assert total.held == 2, "the first waiter has it, before anybody else"
+        waiting[1].cancel()
+        giving = Thread(target=part.give, args=(1,))
+        giving.start()
+        giving.join()
+        for task in (waiting[0], waiting[2]):
+            await asyncio.wait_for(task, 30)
+        assert total.held == 2
+        part.give(2)
+        assert total.held == 0
+
+    asyncio.run(main())

@@ -123,14 +123,3 @@ def test_strangers_of_a_hundred_addresses_delay_no_newcomer_for_long(
         grown = place.daemon.figures().memory - before
     print(f"{port}, {first}: {', '.join(f'{wait:.2f}' for wait in found)} s; {grown / MIB:+.1f} MiB")
     assert max(found) < 30
-
-
-@pytest.mark.stress
-@pytest.mark.parametrize("place", ["plain", "tls"], indirect=True)
-@pytest.mark.parametrize("first", FIRST)
-@pytest.mark.parametrize("port", PORTS)
-def test_strangers_of_the_newcomer_s_own_address(place: Place, port: str, first: str) -> None:
-    """Behind one NAT a newcomer waits its turn: longer, but not for ever."""
-    with half_open(place.ports[port], *FIRST[first], addresses=0):
-        time.sleep(1)
-        print(f"{port}, {first}: {', '.join(f'{wait:.2f}' for wait in waits(place, port, 4))} s")

@@ -62,11 +62,7 @@ def test_bytes_cross_the_bridge_and_are_counted(hosts: Hosts) -> None:
     assert 1 << 20 < received < 1.1 * (1 << 20)
 
 
-def test_each_host_has_its_own_loopback(hosts: Hosts) -> None:
-    assert fetched(hosts, 1, "127.0.0.1") == "ConnectionRefusedError"
-
-
-@pytest.mark.parametrize("line", [(0.02, 0.0), (0.0, 0.1), (0.005, 0.05)])
+@pytest.mark.parametrize("line", [(0.005, 0.05)])
 def test_everything_arrives_over_a_slow_or_a_lossy_line(hosts: Hosts, line: tuple[float, float]) -> None:
     hosts.shape(*line)
     try:
@@ -92,9 +88,8 @@ def retransmitted(host: Host) -> int:
 
 
 @pytest.mark.parametrize("how", ["silence", "unplug"])
-@pytest.mark.parametrize("delay", [0.0, 0.001])
-def test_nothing_crosses_a_partition_until_it_heals(hosts: Hosts, how: str, delay: float) -> None:
-    hosts.shape(delay)
+def test_nothing_crosses_a_partition_until_it_heals(hosts: Hosts, how: str) -> None:
+    hosts.shape(0.001)
     try:
         getattr(hosts, how)(hosts[1])
         assert fetched(hosts, 1, seconds=0.3) == "TimeoutError"

@@ -27,16 +27,7 @@ from threading import Event, Lock, Thread
 from typing import Final, NamedTuple
 
 from tiercache.daemon.admission import Admission, ConnectionState, OpeningCounter
-from tiercache.daemon.sockets import (
-    EXHAUSTED,
-    PIPE_BYTES,
-    Flow,
-    listen_tcp,
-    listen_unix,
-    origin_of,
-    peer_of,
-    widen,
-)
+from tiercache.daemon.sockets import EXHAUSTED, FLOW_BYTES, Flow, listen_tcp, listen_unix, origin_of, peer_of
 
 _TICK_SECONDS: Final = 0.1
 """Seconds between two rounds of the work that depends on time: timeouts, paused listeners, throttled
@@ -45,9 +36,7 @@ connections.
 _DELIVERY_SECONDS: Final = 2.0
 """Seconds, at most, in which clients can receive the last bytes of gRPC after the gate is told to close."""
 _SEND_BYTES: Final = 1 << 20
-"""Size in bytes of the send buffer at either end of a connection to gRPC; the system may lower it.
-
-With smaller buffers both ends wait for each other."""
+"""Size in bytes of the send buffer of a connection to gRPC; the system may lower it."""
 _OPENING_EACH: Final = 16
 """Number of connections that may be opening at once for each that may be wide.
 
@@ -160,7 +149,7 @@ class Gate:
         self._names: dict[str, _Connection] = {}
         self._numbers = 0
         self._wakeup, self._alarm = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._scratch: Final = memoryview(bytearray(PIPE_BYTES))
+        self._scratch: Final = memoryview(bytearray(FLOW_BYTES))
         self._newly_known: set[_Connection] = set()
         """Connections on which a caller was recognised since the gate's thread last looked."""
         self._lock: Final = Lock()
@@ -307,7 +296,6 @@ class Gate:
                     self._settle(connection)
                 self._admission.release(connection)
                 self._try_to_advance(connection)
-                widen(f"\0{self._prefix}/{connection.number}".encode(), _SEND_BYTES)
 
     def _add(self, listener: _Listener) -> None:
         self._listeners[listener.socket.fileno()] = listener
@@ -355,15 +343,11 @@ class Gate:
             backend.connect(connection.listener.backend)
             backend.setblocking(False)
             backend.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
-            connection.up = Flow(connection.client, backend)
-            try:
-                connection.down = Flow(backend, connection.client, self._scratch)
-            except OSError:
-                connection.up.close()
-                raise
         except OSError:
             backend.close()
             raise
+        connection.up = Flow(connection.client, backend, self._scratch)
+        connection.down = Flow(backend, connection.client, self._scratch)
         connection.backend = backend
         connection.since = time.monotonic()
         connection.opening = OpeningCounter(tls=connection.tls, max_streams=self._max_streams)
@@ -381,7 +365,7 @@ class Gate:
                 self._advance_up(connection)
         except BrokenPipeError:
             # gRPC can answer and close between the two moves, as at the end of a drain: its last bytes are
-            # still in the socket or the pipe, and go to the client.
+            # still in the socket, and go to the client.
             connection.unheard = True
         if connection.down.over or (connection.up.over and connection.opening is None):
             with suppress(OSError):  # a close with bytes unread would reset the connection: the client
@@ -449,7 +433,7 @@ class Gate:
         """
         assert connection.backend is not None
         up, down, opening = connection.up, connection.down, connection.opening
-        # An empty pipe waits for bytes from its source; a pipe that holds bytes waits for its sink.
+        # A flow waits for bytes from its source or, while it holds some, for its sink.
         if connection.unheard:
             reads = writes = False
         else:
@@ -513,8 +497,6 @@ class Gate:
         if connection.backend is not None:
             self._by_descriptor.pop(connection.backend.fileno(), None)
             connection.backend.close()
-            connection.up.close()
-            connection.down.close()
 
 
 def _origin(

@@ -133,18 +133,17 @@ class GrpcBackend(StorageBackend):
 
     def describe(self, keys: Sequence[ObjectKey]) -> list[ScanEntry | None]:
         def work(part: Sequence[ObjectKey]) -> list[ScanEntry | None]:
-            reply = self._ask("Describe", pb.DescribeRequest(keys=messages.keys(part)))
-            present = messages.read_bits(reply.present, len(part))
-            entries = iter(_entries(messages.read_keys(reply.keys, len(part)), reply))
-            if sum(present) != len(reply.metas):
-                raise WireError(f"{sum(present)} objects are present, but {len(reply.metas)} are described")
-            return [next(entries) if is_there else None for is_there in present]
+            def read(reply: pb.DescribeReply) -> list[ScanEntry | None]:
+                present = messages.read_bits(reply.present, len(part))
+                entries = iter(_entries(messages.read_keys(reply.keys, len(part)), reply))
+                if sum(present) != len(reply.metas):
+                    raise WireError(f"{sum(present)} objects are present, {len(reply.metas)} are described")
+                return [next(entries) if is_there else None for is_there in present]
+
+            return self._ask("Describe", pb.DescribeRequest(keys=messages.keys(part)), read)
 
         with self._gate:
-            try:
-                return self._by_key(keys, work, None)
-            except WireError as error:
-                raise self._unreadable_reply(error) from error
+            return self._by_key(keys, work, None)
 
     def advise(self, keys: Sequence[ObjectKey], values: Sequence[float], worker: int = 0) -> None:
         with self._gate:
@@ -161,17 +160,14 @@ class GrpcBackend(StorageBackend):
 
     def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
         with self._gate:
-            request = pb.ScanRequest(namespace=namespace, cursor=cursor)
-            reply = self._manager.ask(
-                lambda connection, left: connection.call("Scan", request, left),
-                "scan",
+            return self._ask(
+                "Scan",
+                pb.ScanRequest(namespace=namespace, cursor=cursor),
+                lambda reply: ScanPage(
+                    _entries(messages.read_keys(reply.keys, len(reply.keys.pool_of)), reply), reply.cursor
+                ),
                 impossible=UnlistedError,
             )
-            try:
-                keys = messages.read_keys(reply.keys, len(reply.keys.pool_of))
-                return ScanPage(_entries(keys, reply), reply.cursor)
-            except WireError as error:
-                raise self._unreadable_reply(error) from error
 
     def register_namespace(self, record: NamespaceRecord) -> None:
         with self._gate:
@@ -190,15 +186,16 @@ class GrpcBackend(StorageBackend):
 
     def namespaces(self) -> list[NamespaceRecord]:
         with self._gate:
-            try:
-                return [
+            return self._ask(
+                "Namespaces",
+                pb.NamespacesRequest(),
+                lambda reply: [
                     NamespaceRecord(
                         found.namespace, messages.read_mapping(found.texts, found.numbers), found.states
                     )
-                    for found in self._ask("Namespaces", pb.NamespacesRequest()).namespaces
-                ]
-            except WireError as error:
-                raise self._unreadable_reply(error) from error
+                    for found in reply.namespaces
+                ],
+            )
 
     def usage(self) -> Usage:
         with self._gate:
@@ -214,19 +211,22 @@ class GrpcBackend(StorageBackend):
 
     def flush(self) -> None:
         with self._gate:
-            self._ask("Flush", pb.FlushRequest(), self._settings.transfer_timeout + FLUSH_SECONDS)
+            self._ask("Flush", pb.FlushRequest(), seconds=self._settings.transfer_timeout + FLUSH_SECONDS)
 
     def status(self) -> dict[str, Any]:
         """Return the status document of the daemon (docs/status.md); raise StorageError without an answer."""
-        with self._gate:
-            reply = self._ask("Status", pb.StatusRequest())
+
+        def read(reply: pb.StatusReply) -> dict[str, Any]:
             try:
                 found = json.loads(reply.document)
             except (ValueError, RecursionError) as error:
-                raise self._unreadable_reply(WireError(f"the status is no JSON: {error}")) from error
+                raise WireError(f"the status is no JSON: {error}") from error
             if not isinstance(found, dict):
-                raise self._unreadable_reply(WireError("the status is no JSON object"))
+                raise WireError("the status is no JSON object")
             return found
+
+        with self._gate:
+            return self._ask("Status", pb.StatusRequest(), read)
 
     def history(self, keys: Sequence[ObjectKey], pages: Sequence[bytes]) -> History:
         with self._gate:
@@ -235,11 +235,8 @@ class GrpcBackend(StorageBackend):
             for at in range(0, max(len(keys), len(pages), 1), step):
                 some, others = keys[at : at + step], pages[at : at + step]
                 request = pb.HistoryRequest(keys=messages.keys(some), pages=b"".join(others))
-                reply = self._ask("History", request, self._settings.transfer_timeout)
-                try:
-                    parts.append((at, read_history(reply, len(some), len(others))))
-                except WireError as error:
-                    raise self._unreadable_reply(error) from error
+                read = partial(read_history, keys=len(some), pages=len(others))
+                parts.append((at, self._ask("History", request, read, self._settings.transfer_timeout)))
             return joined(parts)
 
     def report(self, since: float) -> DaemonReport:
@@ -249,8 +246,7 @@ class GrpcBackend(StorageBackend):
         """
         with self._gate:
             request = pb.ReportRequest(since=since)
-            reply = self._ask("Report", request, self._settings.transfer_timeout)
-            return read_report(reply)
+            return self._ask("Report", request, read_report, self._settings.transfer_timeout)
 
     def reload(self, drop: Sequence[str] = ()) -> tuple[list[str], list[str]]:
         """Let the daemon take over what its file has now; see `StorageBackend.retier` for `drop`.
@@ -303,13 +299,10 @@ class GrpcBackend(StorageBackend):
 
     def _flags(self, keys: Sequence[ObjectKey], name: str, kind: type[Any]) -> list[bool]:
         def work(part: Sequence[ObjectKey]) -> list[bool]:
-            reply = self._ask(name, kind(keys=messages.keys(part)))
-            return messages.read_bits(reply.bits, len(part))
+            request = kind(keys=messages.keys(part))
+            return self._ask(name, request, lambda reply: messages.read_bits(reply.bits, len(part)))
 
-        try:
-            return self._by_key(keys, work, False)
-        except WireError as error:
-            raise self._unreadable_reply(error) from error
+        return self._by_key(keys, work, False)
 
     def _by_key(
         self, keys: Sequence[ObjectKey], work: Callable[[Sequence[ObjectKey]], list[T]], otherwise: T
@@ -329,15 +322,24 @@ class GrpcBackend(StorageBackend):
     # --- calls
     # --------------------------------------------------------------------------------------------------------
 
-    def _ask(self, name: str, request: Any, seconds: float | None = None) -> Any:
-        words = re.sub("(?<!^)(?=[A-Z])", " ", name).lower()  # "set quota" for SetQuota
-        return self._manager.ask(
-            lambda connection, left: connection.call(name, request, left), words, seconds,
+    def _ask(
+        self,
+        name: str,
+        request: Any,
+        read: Callable[[Any], T] = lambda reply: reply,
+        seconds: float | None = None,
+        impossible: type[StorageError] = StorageError,
+    ) -> T:
+        """Return what `read` makes of the reply to a call; see `ConnectionManager.ask` for its errors."""
+        words = re.sub("(?<!^)(?=[A-Z])", " ", name).lower()
+        reply = self._manager.ask(
+            lambda connection, left: connection.call(name, request, left), words, seconds, impossible,
             changes=name in CHANGES,
         )  # fmt: skip
-
-    def _unreadable_reply(self, error: WireError) -> StorageError:
-        return StorageError(f"{self._settings}: {error}; is the daemon another version?")
+        try:
+            return read(reply)
+        except WireError as error:
+            raise StorageError(f"{self._settings}: {error}; is the daemon another version?") from error
 
     def _prepare(self, connection: Connection) -> None:
         """Attach the memories and register the namespaces that the connection does not have yet.

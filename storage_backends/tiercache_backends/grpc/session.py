@@ -8,7 +8,6 @@ memory: it sends memfds, which the daemon maps. When a call gets no answer, the 
 from __future__ import annotations
 
 import os
-import select
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -22,9 +21,6 @@ from tiercache.errors import WireError
 from tiercache.wire import attachment
 from tiercache.wire.v1 import attach_pb2 as pb
 from tiercache_backends.grpc.failures import CallError, Kind
-
-_POLL_MS: Final = 200
-"""Maximum number of milliseconds until the thread of `AbandonedCalls` notices an added session."""
 
 M = TypeVar("M", bound=Message)
 
@@ -74,6 +70,8 @@ class Session:
         Raises WireError with the reason if the daemon refuses, CallError if the daemon does not answer.
         """
         with self._lock:
+            if self.over:
+                raise CallError(Kind.UNREACHABLE, f"{self._path}: the session has ended")
             try:
                 self.socket.settimeout(_seconds_left(deadline))
                 attachment.send(self.socket, pb.Request(attach=pb.Attach(bytes=nbytes)), fd)
@@ -94,24 +92,15 @@ class Session:
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
 
-    def closed_by_daemon(self) -> bool:
-        """Return, without waiting, whether the daemon has closed its end or died; if so, close the socket."""
-        if self.socket.fileno() < 0:
-            return True
-        if not self._lock.acquire(blocking=False):
-            return False  # another thread is in `attach`, and reads the socket; ask again later
-        try:
-            self.socket.settimeout(0)
+    def wait_closed(self) -> None:
+        """Wait until the daemon has closed its end or died, and close the socket."""
+        with self._lock:  # an `attach` that has begun reads its answer; no other begins any more
+            self.over = True
+        with suppress(OSError):
+            self.socket.settimeout(None)
             while self.socket.recv(attachment.PACKET_BYTES):
                 pass  # a late answer; an empty packet means that the daemon has closed its end
-        except ConnectionError:
-            pass  # the daemon's process has ended
-        except OSError:  # nothing has arrived, or the call failed, so the daemon may still be connected
-            return False
-        finally:
-            self._lock.release()
         self.socket.close()
-        return True
 
     def close(self) -> None:
         """Close the socket; the daemon sees the end of the connection."""
@@ -129,8 +118,8 @@ class Session:
 class AbandonedCalls:
     """Calls for which the client no longer waits, and whose memory the daemon may still touch.
 
-    A daemon that has closed its end of the session, or has died, no longer touches the memory. A thread waits
-    until the daemon does either. The thread runs only while there is a session to wait for.
+    A daemon that has closed its end of the session, or has died, no longer touches the memory. A thread for
+    each such session waits until the daemon does either.
 
     Without a quarantine, a late read could damage another object:
 
@@ -146,10 +135,8 @@ class AbandonedCalls:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._pending: list[tuple[Session, Sequence[Callable[[], None]]]] = []
+        self._pending: dict[Session, list[Callable[[], None]]] = {}
         """Sessions that the daemon has not closed yet, each with the functions to call when it is closed."""
-        self._watching = False
-        """Whether the thread runs and will see what is added to `_pending`."""
 
     def __len__(self) -> int:
         with self._lock:
@@ -157,42 +144,20 @@ class AbandonedCalls:
 
     def add(self, session: Session, releases: Sequence[Callable[[], None]]) -> None:
         """End the session; call each of `releases` when the daemon no longer touches the session's memory."""
+        session.watched = True
+        session.end()
         with self._lock:
-            session.watched = True
-            session.end()
-            self._pending.append((session, releases))
-            if not self._watching:
-                self._watching = True
-                try:
-                    Thread(target=self._watch, name="tiercache-grpc-abandoned", daemon=True).start()
-                except RuntimeError:  # no thread could be started; the next `add` tries again
-                    self._watching = False
+            is_new = session not in self._pending
+            self._pending.setdefault(session, []).extend(releases)
+        if is_new:
+            Thread(target=self._wait, args=(session,), name="tiercache-grpc-abandoned", daemon=True).start()
 
-    def _watch(self) -> None:
-        while sessions := self._sessions():
-            poll = select.poll()
-            for session in sessions:
-                if session.socket.fileno() >= 0:
-                    poll.register(session.socket, select.POLLIN)
-            # Wait until a daemon closes its end, but not longer than `_POLL_MS`, because `add` may have added
-            # a session that this poll does not know.
-            poll.poll(_POLL_MS)
-            closed = {session for session in sessions if session.closed_by_daemon()}
-            with self._lock:
-                over = [releases for session, releases in self._pending if session in closed]
-                self._pending = [entry for entry in self._pending if entry[0] not in closed]
-            for releases in over:
-                for release in releases:
-                    release()
-
-    def _sessions(self) -> set[Session]:
-        # `add` takes the same lock. Without it: (1) This thread finds no session. (2) `add` adds a session,
-        # and starts no thread because this thread still runs. (3) This thread ends, and no thread
-        # watches the session.
+    def _wait(self, session: Session) -> None:
+        session.wait_closed()
         with self._lock:
-            found = {session for session, _ in self._pending}
-            self._watching = bool(found)
-        return found
+            releases = self._pending.pop(session)
+        for release in releases:
+            release()
 
 
 def _seconds_left(deadline: float) -> float:

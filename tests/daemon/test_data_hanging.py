@@ -1,8 +1,7 @@
-"""Calls of data connections in threads: a store that hangs, clients that are slow, and what stays held."""
+"""Calls of data connections whose store hangs, and what stays held."""
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import tempfile
 import time
@@ -15,12 +14,11 @@ import pytest
 from tiercache_backends.memory import MemoryBackend
 
 from tests.daemon.hosts import Client, key, until
-from tests.daemon.test_data import answer, call, ended, failure, get, messages_of, put
+from tests.daemon.test_data import answer, call, ended, failure, get, put
 from tests.daemon.test_data_histories import AUTHORIZATION, HELD, samples
 from tests.storage_backends.grpc.nodes import daemon_settings, scratch
 from tiercache.core import ObjectKey, Outcome
 from tiercache.daemon import StorageServer
-from tiercache.daemon.budget import Budget
 from tiercache.daemon.http import routes
 from tiercache.storage.base import GetItem
 from tiercache.testing.objects import payload
@@ -129,23 +127,6 @@ def test_a_client_that_goes_while_its_read_hangs(node: Node) -> None:
     until(lambda: samples(node.server, "tiercache_node_data_connections ") == {0.0}, 60)
 
 
-def test_a_payload_that_comes_in_parts_and_the_calls_behind_it(node: Node) -> None:
-    node.store.go_on.set()
-    sock, data = node.open(), payload("parts", SIZE)
-    whole = call("Set", put({key("parts"): SIZE}), SIZE, 60) + data + asks("parts") + asks("nothing")
-    at = 0
-    for pause, size in ((0.0, 7), (0.05, 400), (0.05, 50_000), (0.6, 20_000), (0.0, len(whole))):
-        time.sleep(pause)  # less, and more, than a thread waits
-        sock.sendall(whole[at : at + size])
-        at += size
-    assert answer(sock) == (FrameKind.REPLY, messages_of([2]), b"")
-    for bits in (b"\1", b"\0"):
-        assert answer(sock) == (FrameKind.REPLY, pb.BitmapReply(bits=bits).SerializeToString(), b"")
-    sock.sendall(call("Get", get([key("parts")], SIZE), seconds=60))
-    assert (answer(sock) or ((), b"", b""))[2] == data
-    node.settled()
-
-
 def test_a_drain_lets_a_read_end(node: Node) -> None:
     node.store.go_on.set()
     sock, data = node.open(), payload("there", SIZE)
@@ -162,27 +143,3 @@ def test_a_drain_lets_a_read_end(node: Node) -> None:
     assert ended(sock)
     stopping.join(60)
     assert not stopping.is_alive()
-
-
-def test_what_a_thread_gives_back_goes_to_those_who_wait() -> None:
-    """A waiter that was cancelled as a thread gave it units gives them back."""
-
-    async def main() -> None:
-        total = Budget(2)
-        part = Budget(2, total)
-        assert part.try_take(2)
-        waiting = [asyncio.create_task(part.take(1)) for _ in range(3)]
-        await asyncio.sleep(0)
-        await asyncio.to_thread(part.give, 1)
-        assert total.held == 2, "the first waiter has it, before anybody else"
-        waiting[1].cancel()
-        giving = Thread(target=part.give, args=(1,))
-        giving.start()
-        giving.join()
-        for task in (waiting[0], waiting[2]):
-            await asyncio.wait_for(task, 30)
-        assert total.held == 2
-        part.give(2)
-        assert total.held == 0
-
-    asyncio.run(main())
