@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Final, Self, TypeVar, cast
 
-from tiercache_backends.chain.batches import GetBatch, Offers, SetBatch
+from tiercache_backends.chain.batches import Offers, SetBatch, read_batch
 from tiercache_backends.chain.figures import Figures
 from tiercache_backends.chain.lineup import Lineup
 from tiercache_backends.chain.movement import Digests, Job, Mover
@@ -115,7 +115,7 @@ class NullChain(StorageBackend):
         return found
 
     def get(self, items: Sequence[GetItem]) -> list[Outcome]:
-        outcomes = GetBatch(self._lineup, self._offers, items, set()).read()
+        outcomes = read_batch(self._lineup, self._offers, items, set())
         self._move()
         return outcomes
 
@@ -199,10 +199,9 @@ class _NullTier:
         """Return that no call was given up, so that all buffers are free."""
         return [False] * len(items)
 
-    def begin_get(self, items: Sequence[GetItem], *, is_use: bool = True) -> Callable[[], list[Outcome]]:
-        """Read objects; return a function that returns the outcomes."""
-        outcomes = self.store.get(items) if is_use else self.store.peek(items)
-        return lambda: outcomes
+    def get(self, items: Sequence[GetItem], *, is_use: bool = True) -> list[Outcome]:
+        """Read objects."""
+        return self.store.get(items) if is_use else self.store.peek(items)
 
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
         """Return which objects the tier has."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from threading import Lock
-from typing import Final, Generic, TypeVar
+from typing import Final
 
 from tiercache.core import ObjectKey, Outcome
 from tiercache.errors import StorageError
@@ -80,116 +80,65 @@ class Offers:
         return count
 
 
-Item = TypeVar("Item", GetItem, SetItem)
-
-
-class _Batch(Generic[Item]):
-    """Items of one call, and their outcomes.
-
-    `deleted` is the watch of the call: what was deleted meanwhile goes to no other tier.
-
-    Thread safety: one thread.
-    """
-
-    def __init__(self, lineup: Lineup, offers: Offers, items: Sequence[Item], deleted: Digests) -> None:
-        self._lineup: Final = lineup
-        self._offers: Final = offers
-        self._items: Final[Sequence[Item]] = items
-        self._deleted: Final = deleted
-        self._outcomes: Final = [Outcome.ERROR] * len(items)
-
-
-class GetBatch(_Batch[GetItem]):
-    """Objects of one get, each of which the first tier answers that has it.
+def read_batch(
+    lineup: Lineup, offers: Offers, items: Sequence[GetItem], deleted: Digests, *, is_use: bool = True
+) -> list[Outcome]:
+    """Read objects, each from the first tier that has it; return their outcomes.
 
     Unless the get `is_use` of the objects, it does not count as a read, and no object goes to other tiers.
-
-    Thread safety: one thread.
+    `deleted` is the watch of the call: what was deleted meanwhile goes to no other tier.
     """
-
-    def __init__(
-        self,
-        lineup: Lineup,
-        offers: Offers,
-        items: Sequence[GetItem],
-        deleted: Digests,
-        *,
-        is_use: bool = True,
-    ) -> None:
-        super().__init__(lineup, offers, items, deleted)
-        self._is_use: Final = is_use
-
-    def read(self) -> list[Outcome]:
-        """Read all objects; return their outcomes."""
-        tiers = self._lineup.readable()
-        sound = [i for i, item in enumerate(self._items) if usable(item.buffers, item.length, writable=True)]
-        for i in sound:
-            self._outcomes[i] = Outcome.UNAVAILABLE
-        sound = self._free(tiers[0], sound) if tiers else []
-        for i in sound:
-            self._outcomes[i] = Outcome.MISS
-        if sound:
-            self._read(tiers, sound)
-        return self._outcomes
-
-    def _free(self, tier: Tier, wanted: Sequence[int]) -> list[int]:
-        """Return those of the objects to whose buffers no call may still write that was given up.
-
-            1. get: tier 1 does not answer in time, and its store puts the buffers under quarantine
-            2. get: tier 2 answers HIT, and the caller uses the bytes
-            3. tier 1 wakes up, and writes into the buffers
-
-        Therefore no other tier is asked in step 2, nor in a later get with these buffers.
-        """
-        held = tier.withheld([self._items[i] for i in wanted])
-        return [i for i, is_held in zip(wanted, held, strict=True) if not is_held]
-
-    def _read(self, tiers: Sequence[Tier], wanted: Sequence[int]) -> None:
-        """Read the objects `wanted` from the first of `tiers` that has them, and set their outcomes.
-
-        The first tier reads what it has, while the tiers below read the rest:
-
-            wanted          0 1 2 3 4 5
-            first tier      0 1     4        (begun)
-            tiers below         2 3   5      (at the same time)
-            tiers below       1              (afterwards: the first tier found 1 corrupt)
-        """
-        tier, below = tiers[0], tiers[1:]
-        here, elsewhere = wanted, []
-        if below and len(wanted) > 1 and not tier.is_busy:
-            try:
-                held = tier.exists([self._items[i].key for i in wanted])
-            except StorageError:
-                held = [False] * len(wanted)
-            here = [i for i, there in zip(wanted, held, strict=True) if there]
-            elsewhere = [i for i, there in zip(wanted, held, strict=True) if not there]
-        pending = tier.begin_get([self._items[i] for i in here], is_use=self._is_use) if here else None
-        try:
-            if elsewhere:
-                self._read(below, elsewhere)
-        finally:
-            # Wait in any case: the call uses the caller's buffers.
-            answers = pending() if pending is not None else []
-        if pending is None:
-            return
+    outcomes = [Outcome.ERROR] * len(items)
+    tiers = lineup.readable()
+    left = [i for i, item in enumerate(items) if usable(item.buffers, item.length, writable=True)]
+    for i in left:
+        outcomes[i] = Outcome.UNAVAILABLE
+    left = _free(tiers[0], items, left) if tiers else []
+    for i in left:
+        outcomes[i] = Outcome.MISS
+    for tier in tiers:
+        if not left:
+            break
+        hits: list[int] = []
         missed: list[int] = []
-        for i, outcome in zip(here, answers, strict=True):
-            if outcome is Outcome.HIT or self._outcomes[i] is Outcome.MISS:
-                self._outcomes[i] = outcome
-            if outcome is not Outcome.HIT:
-                missed.append(i)
-        if self._is_use:
-            hits = [self._items[i] for i in here if self._outcomes[i] is Outcome.HIT]
-            self._offers.read(self._lineup, tier, hits, self._deleted)
-        if below and (missed := self._free(tier, missed)):
-            self._read(below, missed)
+        answers = tier.get([items[i] for i in left], is_use=is_use)
+        for i, outcome in zip(left, answers, strict=True):
+            if outcome is Outcome.HIT or outcomes[i] is Outcome.MISS:
+                outcomes[i] = outcome
+            (hits if outcome is Outcome.HIT else missed).append(i)
+        if is_use:
+            offers.read(lineup, tier, [items[i] for i in hits], deleted)
+        left = _free(tier, items, missed)
+    return outcomes
 
 
-class SetBatch(_Batch[SetItem]):
+def _free(tier: Tier, items: Sequence[GetItem], wanted: Sequence[int]) -> list[int]:
+    """Return those of the objects to whose buffers no call may still write that was given up.
+
+        1. get: tier 1 does not answer in time, and its store puts the buffers under quarantine
+        2. get: tier 2 answers HIT, and the caller uses the bytes
+        3. tier 1 wakes up, and writes into the buffers
+
+    Therefore no other tier is asked in step 2, nor in a later get with these buffers.
+    """
+    held = tier.withheld([items[i] for i in wanted])
+    return [i for i, is_held in zip(wanted, held, strict=True) if not is_held]
+
+
+class SetBatch:
     """Objects of one set, each of which goes to the first tier that takes it.
 
+    `deleted` is the watch of the call, as for `read_batch`.
+
     Thread safety: one thread.
     """
+
+    def __init__(self, lineup: Lineup, offers: Offers, items: Sequence[SetItem], deleted: Digests) -> None:
+        self._lineup: Final = lineup
+        self._offers: Final = offers
+        self._items: Final = items
+        self._deleted: Final = deleted
+        self._outcomes: Final = [Outcome.ERROR] * len(items)
 
     def store(self) -> list[Outcome]:
         """Store all objects; return their outcomes."""

@@ -406,7 +406,7 @@ class Mover:
         found = [Outcome.HIT] * len(part)
         if reads:
             items = [GetItem(part[n][0].key, [views[n]], lengths[n]) for n in reads]
-            answers = source.begin_get(items, is_use=False, owned=True)()
+            answers = source.get(items, is_use=False, owned=True)
             for n, outcome in zip(reads, answers, strict=True):
                 found[n] = outcome
         copies = [

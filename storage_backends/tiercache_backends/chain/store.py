@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
 
 from tiercache.core import ObjectKey, Outcome
 from tiercache.errors import StorageError, UnavailableError
@@ -30,7 +31,7 @@ from tiercache.storage.history import History, TierHistory
 from tiercache.storage.registry import capabilities_of
 from tiercache.storage.shares import Shares
 from tiercache.storage.tiers import ObservedTier, TierChange
-from tiercache_backends.chain.batches import GetBatch, Offers, SetBatch
+from tiercache_backends.chain.batches import Offers, SetBatch, read_batch
 from tiercache_backends.chain.changes import Changes, tier_of
 from tiercache_backends.chain.lineup import Lineup, Lineups
 from tiercache_backends.chain.movement import Deletions, Digests
@@ -38,6 +39,8 @@ from tiercache_backends.chain.scans import Cursor, ScansUnderWay
 from tiercache_backends.chain.settings import TierSettings, parse_tiers
 from tiercache_backends.chain.shares import ChainShares, check_tiers
 from tiercache_backends.chain.tier import Tier, check_stores
+
+T = TypeVar("T")
 
 KIND: Final = "chain"
 _COPIES_S: Final = FLUSH_SECONDS / 3
@@ -150,11 +153,11 @@ class TierChain(StorageBackend):
 
     def get(self, items: Sequence[GetItem]) -> list[Outcome]:
         with self._lineups.bound() as lineup, self._deletions.watch() as deleted:
-            return GetBatch(lineup, self._offers, items, deleted).read()
+            return read_batch(lineup, self._offers, items, deleted)
 
     def peek(self, items: Sequence[GetItem]) -> list[Outcome]:
         with self._lineups.bound() as lineup, self._deletions.watch() as deleted:
-            return GetBatch(lineup, self._offers, items, deleted, is_use=False).read()
+            return read_batch(lineup, self._offers, items, deleted, is_use=False)
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
         with self._lineups.bound() as lineup, self._deletions.watch() as deleted:
@@ -165,22 +168,11 @@ class TierChain(StorageBackend):
 
     def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
         with self._lineups.bound() as lineup:
-            found = [False] * len(keys)
-            for tier in _answering(lineup):
-                left = [i for i, there in enumerate(found) if not there]
-                for i, there in zip(left, _or(tier.exists, [keys[i] for i in left], False), strict=True):
-                    found[i] = there
-            return found
+            return _asked(lineup, keys, Tier.exists, False)
 
     def describe(self, keys: Sequence[ObjectKey]) -> list[ScanEntry | None]:
         with self._lineups.bound() as lineup:
-            found: list[ScanEntry | None] = [None] * len(keys)
-            for tier in _answering(lineup):
-                left = [i for i, entry in enumerate(found) if entry is None]
-                asked = [keys[i] for i in left]
-                for i, entry in zip(left, _or(tier.describe, asked, None), strict=True):
-                    found[i] = entry
-            return found
+            return _asked(lineup, keys, Tier.describe, None)
 
     def history(self, keys: Sequence[ObjectKey], pages: Sequence[bytes]) -> History:
         with self._lineups.bound() as lineup:
@@ -371,12 +363,16 @@ def _tiers_of(section: Mapping[str, Any]) -> list[TierSettings]:
     return parse_tiers(values.get("tiers"))
 
 
-def _or(ask: Any, keys: Sequence[ObjectKey], otherwise: Any) -> list[Any]:
-    """Return what `ask` answers for keys, or `otherwise` for each if the tier cannot be asked."""
-    try:
-        found: list[Any] = ask(keys)
-    except StorageError:
-        return [otherwise] * len(keys)
+def _asked(
+    lineup: Lineup, keys: Sequence[ObjectKey], ask: Callable[[Tier, list[ObjectKey]], list[T]], nothing: T
+) -> list[T]:
+    """Return for each key what the first tier answers that has the object, or `nothing`."""
+    found = [nothing] * len(keys)
+    for tier in _answering(lineup):
+        left = [i for i, one in enumerate(found) if not one]
+        with suppress(StorageError):
+            for i, one in zip(left, ask(tier, [keys[i] for i in left]), strict=True):
+                found[i] = one
     return found
 
 

@@ -73,18 +73,15 @@ class Tier(MonitoredStore):
         """Whether so many bytes are under way that gets and sets are THROTTLED."""
         return self._in_flight.is_full
 
-    def begin_get(
-        self, items: Sequence[GetItem], *, is_use: bool = True, owned: bool = False
-    ) -> Callable[[], list[Outcome]]:
-        """Begin a get, or a peek if it is no use of the objects; what is returned waits for the outcomes.
+    def get(self, items: Sequence[GetItem], *, is_use: bool = True, owned: bool = False) -> list[Outcome]:
+        """Read objects; THROTTLED for all if the tier is busy, UNAVAILABLE if it is out or does not answer.
 
-        They are THROTTLED if the tier is busy, UNAVAILABLE if it is out or does not answer.
-        `owned`: the get is for a copy of the chain's own, and waits while the tier is busy. The caller does
-        not use the buffers again if the outcomes are UNAVAILABLE.
+        If the get is no use of the objects, it is a peek. `owned`: it is for a copy of the chain's own, and
+        waits while the tier is busy. The caller does not use the buffers again if that is UNAVAILABLE.
         """
         nbytes = sum(item.length for item in items)
         if not self._in_flight.enter(nbytes, self.settings.deadline if owned else 0.0):
-            return lambda: [Outcome.UNAVAILABLE if owned else Outcome.THROTTLED] * len(items)
+            return [Outcome.UNAVAILABLE if owned else Outcome.THROTTLED] * len(items)
         with self._in_flight.undone(nbytes):
             loan = None if owned else LentGets(items, self._memories, self._private)
         lent = items if loan is None else loan.items
@@ -96,23 +93,16 @@ class Tier(MonitoredStore):
                 None if loan is None else loan.give_up,
                 self._leave(nbytes),
             )
-        except UnavailableError:
-            return lambda: [Outcome.UNAVAILABLE] * len(items)
-
-        def end() -> list[Outcome]:
-            try:
-                outcomes = self._end(call)
-            except StorageError:
-                return [Outcome.UNAVAILABLE] * len(items)
-            if loan is not None:
-                loan.collect(outcomes)
-            self._judge(outcomes)
-            if is_use:
-                hits = zip(items, outcomes, strict=True)
-                self.figures.note_read([item.length for item, out in hits if out is Outcome.HIT])
-            return outcomes
-
-        return end
+            outcomes = self._end(call)
+        except StorageError:
+            return [Outcome.UNAVAILABLE] * len(items)
+        if loan is not None:
+            loan.collect(outcomes)
+        self._judge(outcomes)
+        if is_use:
+            hits = zip(items, outcomes, strict=True)
+            self.figures.note_read([item.length for item, out in hits if out is Outcome.HIT])
+        return outcomes
 
     def set(
         self, items: Sequence[SetItem], deleted: AbstractSet[bytes], *, owned: bool = False

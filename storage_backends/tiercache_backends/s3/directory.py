@@ -335,7 +335,8 @@ class BucketDirectory:
                 for pack, number in objects[digest]:
                     pack.dead.add(number)
                     dead.setdefault(pack.name, set()).add(number)
-            whole = [pack for name in dead if (pack := self._packs.get(name)) and not pack.live]
+            known = [self._packs[name] for name in dead if name in self._packs]
+            whole = [pack for pack in known if not pack.live]
             for pack in whole:
                 pack.condemned = True
                 del dead[pack.name]

@@ -14,7 +14,6 @@ from tests.storage_backends.chain.stores import Hanging, chain_over, health, hel
 from tests.waiting import until
 from tiercache.core import Outcome
 from tiercache.errors import UnavailableError
-from tiercache.storage import open_backend
 from tiercache.storage.guard import Guard, NoThreadError
 from tiercache.testing.objects import fetch, key, payload, put, to_set
 
@@ -176,8 +175,3 @@ def test_a_call_whose_time_is_over_before_it_begins_is_not_made():
         late.result()
     assert (made, guard.hung, guard.lost) == ([], 0, 0)
     guard.close()
-
-
-def test_the_setting_of_a_url_reaches_its_tier(tmp_path):
-    with open_backend([f"file://{tmp_path}/a?capacity=16MiB&tier_in_flight=3MiB", "memory://"]) as chain:
-        assert [tier.settings.in_flight for tier in chain.tiers] == [3 << 20, 512 << 20]

@@ -1,18 +1,10 @@
-"""A real S3 service: SeaweedFS on loopback, one for all processes of a test run.
-
-The first process that needs it starts a keeper (this module), which starts `weed`. Each process of the run
-holds a connection to the keeper. When the last of these is gone, however its process ended, the keeper kills
-`weed`, removes its files and ends.
-
-    python -m tests.storage_backends.s3.server DIRECTORY
-"""
+"""A real S3 service: SeaweedFS on loopback, one for each process of a test run, with which it ends."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import ctypes
-import fcntl
 import functools
 import json
 import os
@@ -53,17 +45,26 @@ needs_weed = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 @functools.cache
 def endpoint() -> str:
-    """The service's URL; starts the service if this run has none yet."""
+    """The service's URL; starts the service if this process has none yet."""
     if VARIABLE in os.environ:
         return os.environ[VARIABLE]
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or str(os.getpid())
-    directory = Path(tempfile.gettempdir()) / f"tiercache-s3-{os.getuid()}-{run[:16]}"
-    directory.mkdir(mode=0o700, exist_ok=True)
-    with open(directory / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        atexit.register(_keeper(directory).close)  # which holds the connection until this process ends
-    os.environ[VARIABLE] = (directory / "endpoint").read_text()
-    return os.environ[VARIABLE]
+    directory = Path(tempfile.mkdtemp(prefix="tiercache-s3-"))
+    for _ in range(5):  # another process may take a port between the search for it and its use
+        process, url = _weed(directory)
+        if takes_objects(url, process):
+            break
+        _end(process)
+    else:
+        raise AssertionError("the service does not start")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    atexit.register(_end, process)
+    os.environ[VARIABLE] = url
+    return url
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
 
 
 def bucket(url: str | None = None, **more: Any) -> S3Store:
@@ -78,28 +79,6 @@ def bucket(url: str | None = None, **more: Any) -> S3Store:
         secret_access_key=SECRET,
         **more,
     )
-
-
-def _keeper(directory: Path) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX)
-    try:
-        connection.connect(str(directory / "keeper"))
-        return connection
-    except OSError:
-        pass
-    (directory / "keeper").unlink(missing_ok=True)
-    process = subprocess.Popen(
-        [sys.executable, "-m", __name__, str(directory)],
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-        cwd=Path(__file__).parents[3],
-    )
-    assert process.stdout is not None
-    with process.stdout as output:
-        assert output.readline() == b"ready\n", "the service does not start"
-    process.returncode = 0  # it may outlive this process, so nobody waits for it
-    connection.connect(str(directory / "keeper"))
-    return connection
 
 
 def free_ports(count: int) -> list[int]:
@@ -161,7 +140,7 @@ def _weed(directory: Path) -> tuple[subprocess.Popen[bytes], str]:
     ports = free_ports(4)
     parent = os.getpid()
 
-    def die_with_the_keeper() -> None:
+    def die_with_this_process() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
@@ -171,53 +150,7 @@ def _weed(directory: Path) -> tuple[subprocess.Popen[bytes], str]:
             command(directory, ports),
             stdout=log,
             stderr=log,
-            preexec_fn=die_with_the_keeper,
+            preexec_fn=die_with_this_process,
             env=environment(),
         )
     return process, f"http://127.0.0.1:{ports[-1]}"
-
-
-def main(directory: Path) -> None:
-    """Keep `weed` while anyone is connected."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(directory / "keeper"))
-    listener.listen(64)
-    process, url = _weed(directory)
-    try:
-        for _ in range(5):
-            if takes_objects(url, process):
-                break
-            # Another process may take a port between the search for it and its use.
-            process.kill()
-            process.wait()
-            process, url = _weed(directory)
-        (directory / "endpoint").write_text(url)
-        sys.stdout.write("ready\n")
-        sys.stdout.flush()
-        sys.stdout.close()
-        listener.settimeout(60)
-        connections = [listener.accept()[0]]
-        listener.settimeout(0.5)
-        while connections and process.poll() is None:
-            with contextlib.suppress(TimeoutError):
-                connections.append(listener.accept()[0])
-            connections = [one for one in connections if not _is_gone(one)]
-    finally:
-        process.kill()
-        process.wait()
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-def _is_gone(connection: socket.socket) -> bool:
-    connection.setblocking(False)
-    try:
-        return connection.recv(1) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
