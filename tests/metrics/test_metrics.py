@@ -107,7 +107,7 @@ def test_every_label_set_is_there_at_0_and_joint_labels_only_in_their_combinatio
 def test_what_others_count_is_asked_at_each_scrape_and_may_be_missing() -> None:
     families = Families(ROWS)
     values: list[float | None] = [7, None]
-    families.tell("level", {(): lambda: values.pop(0)})
+    families.tell("level", lambda: {(): values.pop(0)})
     assert families.total("level") == 7
     assert "level" not in generate_latest(families.registry).decode()
 

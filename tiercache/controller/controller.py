@@ -654,7 +654,7 @@ class HybridCacheController:
             stored.warn_of_silence()
         publisher = EventPublisher(settings, sources)
         for name in publisher.figures():
-            context.metrics.tell(name, {(): partial(publisher.figure, name)})
+            context.metrics.tell(name, partial(publisher.figure, name))
         return publisher
 
     def _follow_session(self, session: RankSession) -> None:

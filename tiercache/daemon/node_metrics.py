@@ -50,29 +50,8 @@ _REFRESH_SECONDS: Final = 5.0
 _WAIT_SECONDS: Final = 0.25
 """Seconds that a scrape waits for new figures of the store before it uses the previous ones."""
 
-_TIER_FIGURES: Final[dict[str, Callable[[TierReport], float | None]]] = {
-    "node_tier_objects": lambda tier: None if tier.health == OUT else tier.objects,
-    "node_tier_used_bytes": lambda tier: None if tier.health == OUT else tier.used_bytes,
-    "node_tier_capacity_bytes": lambda tier: None if tier.health == OUT else tier.capacity_bytes,
-    "node_tier_read_objects_total": lambda tier: tier.read_objects,
-    "node_tier_read_bytes_total": lambda tier: tier.read_bytes,
-    "node_tier_written_objects_total": lambda tier: tier.written_objects,
-    "node_tier_written_bytes_total": lambda tier: tier.written_bytes,
-    "node_tier_waiting_objects": lambda tier: tier.waiting,
-    "node_tier_dropped_objects_total": lambda tier: tier.dropped,
-    "node_tier_lost_calls_total": lambda tier: tier.lost_calls,
-    "node_tier_last_read_seconds": lambda tier: tier.last_read or 0.0,
-}
-"""Metrics of one tier of a chain, by name."""
-
-_TENANT_FIGURES: Final[dict[str, Callable[[OwnerUse], float | None]]] = {
-    "node_tenant_used_bytes": lambda use: use.used_bytes,
-    "node_tenant_quota_bytes": lambda use: use.quota_bytes,
-    "node_tenant_guarantee_bytes": lambda use: use.guarantee_bytes,
-    "node_tenant_evicted_objects_total": lambda use: use.evicted_objects,
-    "node_tenant_throttled_objects_total": lambda use: use.throttled_objects,
-}
-"""Metrics of one tenant, by name."""
+_ABSENT_IF_OUT: Final = {"objects", "used_bytes", "capacity_bytes"}
+"""Figures that are not known of a tier that does not answer."""
 
 Direction = Literal["in", "out"]
 Plane = Literal["stream", "data", "shared"]
@@ -211,9 +190,7 @@ class NodeMetrics(Families):
         held = dict(zip(BUDGETS, (budgets.payload, budgets.transfers, budgets.requests), strict=True))
         for name, budget in held.items():
             self.gauge("node_held_limit_bytes", name).set(budget.limit)
-        self.tell(
-            "node_held_bytes", {(name,): partial(getattr, budget, "held") for name, budget in held.items()}
-        )
+        self.tell("node_held_bytes", lambda: {(name,): budget.held for name, budget in held.items()})
         told: dict[str, Callable[[], float | None]] = {
             "node_workers_busy": lambda: budgets.workers.held,
             "node_certificate_expires_seconds": lambda: certificates.now.end if certificates else None,
@@ -234,15 +211,22 @@ class NodeMetrics(Families):
             "node_resident_bytes": resident_bytes,
         }
         for name, read in told.items():
-            self.tell(name, {(): read})
-        for name, figure in _TIER_FIGURES.items():
-            self.tell_all(name, partial(_by_tier, figures, figure))
+            self.tell(name, partial(_alone, read))
+        self.tell("node_tier_health", partial(_healths, figures))
+        # The other rows of tiers and tenants are named after the figures of `TierReport` and `OwnerUse`.
+        for name in self.rows.keys() - {"node_tier_health"}:
+            figure = name.removesuffix("_total").removesuffix("_seconds")
+            if name.startswith("node_tier_"):
+                self.tell(name, partial(_by_tier, figures, figure.removeprefix("node_tier_")))
+            elif name.startswith("node_tenant_"):
+                tenants = sorted(settings.tenants)
+                self.tell(name, partial(_by_tenant, figures, tenants, figure.removeprefix("node_tenant_")))
         known = dict.fromkeys(["", *settings.tenants], Hits())
 
         def seconds(figure: str) -> dict[tuple[str, ...], float | None]:
             return {(name,): getattr(one, figure) for name, one in {**known, **hits()}.items()}
 
-        self.tell_all(
+        self.tell(
             "node_tokens_total",
             lambda: {
                 (name, how): getattr(one, f"{how}_tokens")
@@ -250,16 +234,13 @@ class NodeMetrics(Families):
                 for how in ("asked", "restored")
             },
         )
-        self.tell_all("node_prefill_seconds_total", partial(seconds, "prefill_seconds"))
-        self.tell_all("node_read_seconds_total", partial(seconds, "read_seconds"))
-        self.tell_all("node_tier_health", partial(_healths, figures))
-        for name, of_tenant in _TENANT_FIGURES.items():
-            self.tell_all(name, partial(_by_tenant, figures, sorted(settings.tenants), of_tenant))
+        for figure in ("prefill_seconds", "read_seconds"):
+            self.tell(f"node_{figure}_total", partial(seconds, figure))
 
     def watch_events(self, publisher: EventPublisher) -> None:
         """Let later scrapes read the counters of a publisher of KV events."""
         for name in publisher.figures():
-            self.tell(f"node_{name}", {(): partial(publisher.figure, name)})
+            self.tell(f"node_{name}", partial(publisher.figure, name))
 
     def _lookup_counters(
         self, operation: str, outcome: Outcome
@@ -352,17 +333,24 @@ class UsageFigures:
                 self._changed.notify_all()
 
 
-def _by_tier(
-    figures: UsageFigures, figure: Callable[[TierReport], float | None]
-) -> dict[tuple[str, ...], float | None]:
-    return {(tier.name,): figure(tier) for tier in figures.latest().tiers}
+def _alone(read: Callable[[], float | None]) -> dict[tuple[str, ...], float | None]:
+    """Return the value of a row without labels."""
+    return {(): read()}
+
+
+def _by_tier(figures: UsageFigures, figure: str) -> dict[tuple[str, ...], float | None]:
+    def value(tier: TierReport) -> float | None:
+        is_known = tier.health != OUT or figure not in _ABSENT_IF_OUT
+        return getattr(tier, figure) or 0.0 if is_known else None
+
+    return {(tier.name,): value(tier) for tier in figures.latest().tiers}
 
 
 def _by_tenant(
-    figures: UsageFigures, tenants: Sequence[str], figure: Callable[[OwnerUse], float | None]
+    figures: UsageFigures, tenants: Sequence[str], figure: str
 ) -> dict[tuple[str, ...], float | None]:
     owners = figures.latest().owners
-    return {(name,): figure(owners.get(name, OwnerUse())) for name in tenants}
+    return {(name,): getattr(owners.get(name, OwnerUse()), figure) for name in tenants}
 
 
 def _healths(figures: UsageFigures) -> dict[tuple[str, ...], float | None]:

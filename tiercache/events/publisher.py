@@ -130,9 +130,9 @@ class EventPublisher:
             "events_malformed_total": self.malformed,
         }
 
-    def figure(self, name: str) -> int:
-        """Return one of the `figures`."""
-        return self.figures()[name]
+    def figure(self, name: str) -> dict[tuple[str, ...], float | None]:
+        """Return one of the `figures`, as `Families.tell` takes it."""
+        return {(): self.figures()[name]}
 
     def wake(self) -> None:
         """Let the publisher ask its sources soon. This takes less than a microsecond while it is busy."""

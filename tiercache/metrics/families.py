@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric as Exposed
 
-Read = Callable[[], float | None]
-"""Function that returns the current value of a label set; None if the value is unknown."""
-
-
 ReadAll = Callable[[], Mapping[tuple[str, ...], float | None]]
 """Function that returns the current values of all label sets of a row."""
 
@@ -91,16 +87,8 @@ class Families:
             {name: (value,) for name, value in known.items()},
         )
 
-    def tell(self, name: str, read: Mapping[tuple[str, ...], Read]) -> None:
-        """Take the values of a row from functions from now on, one function for each label set.
-
-        Every scrape calls the functions, in the scraper's thread. If a function returns None, its label set
-        is left out.
-        """
-        self.tell_all(name, lambda: {labels: one() for labels, one in read.items()})
-
-    def tell_all(self, name: str, read: ReadAll) -> None:
-        """Take the label sets and values of a row from one function from now on.
+    def tell(self, name: str, read: ReadAll) -> None:
+        """Take the label sets and values of a row from a function from now on.
 
         Every scrape calls the function, in the scraper's thread. A label set whose value is None is left out.
         """
