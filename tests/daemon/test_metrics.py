@@ -164,6 +164,8 @@ def test_every_label_set_is_at_0_from_the_start(tmp_path: Path) -> None:
         for row in TABLE:
             if row.name.startswith(("node_", "store_")) and row.kind.__name__ == "Counter":
                 for labels in label_sets(row, known):
+                    if labels[1:] == ("namespaces", "returned"):
+                        continue  # the account has read the records
                     if row.name not in {"node_disk_written_bytes_total", *NOT_OF_EVERY_STORE}:
                         assert scrape(row.name, **dict(zip(row.label_names, labels, strict=True))) == 0, (
                             row.name,

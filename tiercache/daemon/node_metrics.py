@@ -216,6 +216,7 @@ class NodeMetrics(Families):
         # The other rows of tiers and tenants are named after the figures of `TierReport` and `OwnerUse`.
         for name in self.rows.keys() - {"node_tier_health"}:
             figure = name.removesuffix("_total").removesuffix("_seconds")
+            figure = figure.replace("waiting_objects", "waiting").replace("dropped_objects", "dropped")
             if name.startswith("node_tier_"):
                 self.tell(name, partial(_by_tier, figures, figure.removeprefix("node_tier_")))
             elif name.startswith("node_tenant_"):
