@@ -13,7 +13,7 @@ from tiercache_backends.memory import FOOTPRINT
 
 from tests.events.rig import item
 from tests.examples import slow_after
-from tests.storage_backends.chain.hooks import add, remove, replace_tier
+from tests.storage_backends.chain.hooks import add, remove
 from tiercache.core import PoolName
 from tiercache.errors import StorageError
 from tiercache.events import EventKind, KVEvent, Medium, Place
@@ -45,12 +45,12 @@ class History:
         self.snapshot: Iterator[Sequence[KVEvent]] | None = None
         self.after: list[Sequence[KVEvent]] = []
 
-    def file(self, name: str, capacity: str = "4MiB") -> str:
-        return f"file://{self.directory}/{name}?capacity={capacity}&tier_name={name}"
+    def file(self, name: str) -> str:
+        return f"file://{self.directory}/{name}?capacity=4MiB&tier_name={name}"
 
     def run(self) -> None:
         rules = [self.put] * 5 + [self.delete, self.publish, self.publish, self.ask, self.answer]
-        rules += [self.change_tiers, self.open_anew] if self.kind == "chain" else []
+        rules += [self.change_tiers] if self.kind == "chain" else []
         try:
             for _ in range(STEPS):
                 self.draw.choice(rules)()
@@ -112,12 +112,6 @@ class History:
             add(self.store, self.file(name), 0)
         else:
             remove(self.store, name, drop=True)
-
-    def open_anew(self) -> None:
-        """Open the store of a tier anew, with what it has."""
-        name = self.draw.choice("abc")
-        if name in [tier.name for tier in self.store.tiers]:
-            replace_tier(self.store, name, self.file(name, self.draw.choice(["4MiB", "5MiB"])))
 
     def settle(self) -> None:
         """Read to the end, and compare; copies between tiers may still be under way."""
