@@ -10,7 +10,7 @@ import pytest
 
 from tests.daemon.hosts import secret, until
 from tests.storage.backends import locate
-from tests.storage_backends.chain.hooks import add, remove, replace_tier
+from tests.storage_backends.chain.hooks import add, remove
 from tests.storage_backends.grpc.nodes import daemon_settings, section
 from tiercache.config.models import EventsSettings
 from tiercache.core import ObjectKey, Outcome, PoolName
@@ -192,12 +192,6 @@ def test_a_chain_says_which_tier_lost_what_and_follows_its_changes(tmp_path: Pat
             ("ssd", Cause.DELETED),
             ("third", Cause.DELETED),
         }
-        before = store.history([], []).tiers[-1].since
-        replace_tier(chain, "third", f"file://{tmp_path / 'third'}?capacity=9MiB&tier_name=third")
-        assert store.history([], []).tiers[-1].since != before, "the new store is followed anew"
-        put_down(store, 12)
-        store.delete([key(12)])
-        assert ("third", Cause.DELETED) in {(r.tier, r.cause) for r in store.history([], [page(12)]).removals}
         left = time.time()
         remove(chain, "third", drop=True)
         assert all((tier.since or 0) >= left for tier in store.history([], []).tiers), (

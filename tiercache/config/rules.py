@@ -91,7 +91,7 @@ def check_verbs(value: frozenset[Verb]) -> frozenset[Verb]:
     return value
 
 
-def _storage(value: Any) -> str | tuple[str, ...]:
+def _store_urls(value: Any) -> str | tuple[str, ...]:
     """Return the URL of a store, or the URLs of the tiers of a chain."""
     if not isinstance(value, list | tuple):
         return _url(value)
@@ -127,7 +127,7 @@ NAME: Final = matching(
     "is not a name; use up to 64 letters, digits and ._@- and start with a letter or digit",
 )
 SUBJECT: Final = Kind(_subject)
-STORAGE: Final = Kind(_storage)
+STORAGE: Final = Kind(_store_urls)
 LISTEN: Final = Kind(_listen)
 LISTEN_OR_NONE: Final = Kind(lambda value: "" if value == "" else _listen(value))
 HOST: Final = Kind(_host)
