@@ -264,14 +264,6 @@ class PoolTransfer:
 
 
 @dataclass(frozen=True, slots=True)
-class StorageExtra:
-    """Further arguments of a storage call."""
-
-    prefix_keys: Sequence[bytes] = ()
-    """Keys of the pages that come before the call's own pages, in sequence order."""
-
-
-@dataclass(frozen=True, slots=True)
 class PoolTransferResult:
     """Answer of `batch_exists_v2`, in pages from the sequence start.
 

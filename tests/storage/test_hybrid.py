@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tiercache_backends.memory import MemoryBackend
 
 from tests.examples import example_count
-from tiercache.core import HitPolicy, ObjectKey, Outcome, PoolName, PoolTransfer, Reason, StorageExtra
+from tiercache.core import HitPolicy, ObjectKey, Outcome, PoolName, PoolTransfer, Reason
 from tiercache.errors import InputError, SlotError
 from tiercache.geometry import Geometry, kv_geometry, state_geometry
 from tiercache.keys import Shard
@@ -122,9 +122,9 @@ def test_the_worked_example() -> None:
 def test_pages_of_the_prefix_count_as_present_and_its_states_are_looked_up() -> None:
     hybrid, _ = storage(kv_pool(), state_pool())
     hybrid.batch_set_v2([kv(4, 5), states(2, 5)])
-    result = hybrid.batch_exists_v2(pages(4, 5, 6), [ASK_STATES], StorageExtra(pages(0, 1, 2, 3)))
+    result = hybrid.batch_exists_v2(pages(*range(7)), [ASK_STATES], known=4)
     assert result.restorable_prefix_pages == (3, 6)
-    assert hybrid.batch_exists_v2(pages(4, 5, 6), [], StorageExtra(pages(0, 1, 2, 3))).kv_hit_pages == 6
+    assert hybrid.batch_exists_v2(pages(*range(7)), [], known=4).kv_hit_pages == 6
 
 
 def test_without_keys_nothing_is_restorable() -> None:
@@ -159,7 +159,7 @@ def test_exists_agrees_with_brute_force(
         PoolTransfer(name, hit_policy=policy, trailing=trailing)
         for name, (policy, trailing, _) in pools.items()
     ]
-    result = hybrid.batch_exists_v2(pages(*range(prefix, n)), asked, StorageExtra(pages(*range(prefix))))
+    result = hybrid.batch_exists_v2(pages(*range(n)), asked, known=prefix)
 
     def restores(name: PoolName, p: int) -> bool:
         policy, trailing, stored = pools[name]
@@ -226,9 +226,7 @@ def test_states_alone_need_no_pages() -> None:
     assert hybrid.batch_set_v2([replace(states(1, 4), depths=[2, 5])]) == {MAMBA: [Outcome.STORED] * 2}
     assert [(i.meta.parent, i.meta.depth) for i in backend.sets] == [(None, 2), (None, 5)]
     for prefix in (0, 3):
-        result = hybrid.batch_exists_v2(
-            pages(*range(prefix, 6)), [ASK_STATES], StorageExtra(pages(*range(prefix)))
-        )
+        result = hybrid.batch_exists_v2(pages(*range(6)), [ASK_STATES], known=prefix)
         assert (result.restorable_prefix_pages, result.kv_run_pages) == ((2, 5), 6)
     assert backend.exists_calls == 2
     windows = PoolTransfer(MAMBA, hit_policy=HitPolicy.TRAILING_PAGES, trailing=2)
@@ -287,6 +285,9 @@ def test_bad_input_is_refused_before_anything_is_touched() -> None:
     hybrid, backend = storage(kv_pool())
     with pytest.raises(InputError, match="register_pool"):
         hybrid.batch_exists_v2(pages(0), [ASK_STATES])
+    for known in (-1, 2):
+        with pytest.raises(InputError, match=f"{known} of 1 pages cannot be known"):
+            hybrid.batch_exists_v2(pages(0), [], known)
     with pytest.raises(InputError, match="without keys"):
         hybrid.batch_exists_v2(pages(0), [kv(0)])
     with pytest.raises(InputError, match="another geometry"):
@@ -350,13 +351,7 @@ def test_a_transfer_that_cannot_be_is_refused_before_anything_is_touched(wrong: 
     if "trailing" in wrong or "hit_policy" in wrong:
         calls.append(lambda: hybrid.batch_exists_v2(pages(0), [replace(PoolTransfer(KV), **wrong)]))
     if "keys" in wrong:
-        extra = StorageExtra(wrong["keys"])
-        calls += [
-            lambda: hybrid.batch_exists_v2(wrong["keys"], []),
-            lambda: hybrid.batch_exists_v2(pages(0), [], extra),
-            lambda: hybrid.batch_get_v2([kv(0)], extra),
-            lambda: hybrid.batch_set_v2([kv(0)], extra),
-        ]
+        calls.append(lambda: hybrid.batch_exists_v2(wrong["keys"], []))
     for call in calls:
         with pytest.raises(InputError) as caught:
             call()
@@ -377,8 +372,6 @@ def test_calls_take_lists_of_transfers(transfers: Any) -> None:
     ):
         with pytest.raises(InputError, match="list of PoolTransfer"):
             call()
-    with pytest.raises(InputError, match="StorageExtra"):
-        hybrid.batch_get_v2([], pages(0))  # type: ignore[arg-type]
 
 
 def test_what_is_right_is_taken_in_every_form() -> None:
@@ -401,7 +394,7 @@ def test_what_is_right_is_taken_in_every_form() -> None:
     for trailing in (1, 2**31, np.int64(1), np.uint64(2)):
         asked = PoolTransfer(MAMBA, hit_policy=HitPolicy.TRAILING_PAGES, trailing=trailing)
         assert hybrid.batch_exists_v2(keys, [asked]).kv_run_pages == 2
-    named = hybrid.batch_exists_v2(keys[1:], [PoolTransfer("kv")], StorageExtra(keys[:1]))
+    named = hybrid.batch_exists_v2(keys, [PoolTransfer("kv")], known=1)
     assert (named.kv_hit_pages, named.extra_pool_hit_pages) == (2, {})
 
 

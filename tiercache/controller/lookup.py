@@ -17,7 +17,6 @@ from tiercache.core import (
     PoolTransfer,
     PoolTransferResult,
     Reason,
-    StorageExtra,
     Tier,
     TokenArray,
     as_tokens,
@@ -88,9 +87,8 @@ class StorageQuery:
             PoolTransfer(pool, hit_policy=geometry.hit_policy, trailing=geometry.trailing)
             for pool, geometry in geometries.items()
         ]
-        near, far = StorageExtra(keys[: self._near_pages]), keys[self._near_pages :]
         result = context.call_storage(
-            lambda storage: storage.batch_exists_v2(far, transfers, near), None, "asking storage"
+            lambda storage: storage.batch_exists_v2(keys, transfers, self._near_pages), None, "asking storage"
         )
         return result, Reason.IO_ERROR if result is None else result.reason
 

@@ -24,7 +24,6 @@ from tiercache.core import (
     PoolTransfer,
     PoolTransferResult,
     Reason,
-    StorageExtra,
     restorable_prefixes,
 )
 from tiercache.errors import InputError, RefusedError, StorageError, UnavailableError
@@ -287,22 +286,22 @@ class HybridStorage:
             return False
 
     def batch_exists_v2(
-        self, keys: Sequence[bytes], transfers: Sequence[PoolTransfer], extra: StorageExtra | None = None
+        self, keys: Sequence[bytes], transfers: Sequence[PoolTransfer], known: int = 0
     ) -> PoolTransferResult:
         """Return the depths at which everything that a restore needs is stored.
 
-        `keys` are the page keys that follow `extra.prefix_keys` (the prefix). Each transfer names a pool and
-        its hit policy, and has no keys. The anchor pool is looked up even if no transfer names it, but only
-        for `keys`: the pages of the prefix count as stored. The other pools are looked up in the prefix as
-        well, because a restore may end there. Where no page pool is registered, every page counts as stored.
+        `keys` are the page keys of a sequence. Each transfer names a pool and its hit policy, and has no
+        keys. The anchor pool is looked up even if no transfer names it, but only after the first `known`
+        pages, which count as stored. The other pools are looked up there as well, because a restore may end
+        there. Where no page pool is registered, every page counts as stored.
 
         This makes one call of the backend; if the store could not be asked, `reason` says why. Raises
         InputError.
         """
-        check_transfers(transfers, extra)
+        check_transfers(transfers)
         check_keys(keys)
-        prefix = (extra or StorageExtra()).prefix_keys
-        sequence = [*prefix, *keys]
+        if not 0 <= known <= len(keys):
+            raise InputError(f"{known} of {len(keys)} pages cannot be known; give how many the caller has")
         asked = {self._registered(t.pool).name: t for t in transfers}
         if len(asked) < len(transfers) or any(t.keys for t in transfers):
             raise InputError(
@@ -313,22 +312,20 @@ class HybridStorage:
             asked.setdefault(ANCHOR, PoolTransfer(ANCHOR))
         queries: dict[PoolName, PoolQuery] = {}
         for name, transfer in asked.items():
-            known = len(prefix) if name is anchor else 0
-            wanted = self._registered(name).keys(sequence[known:])
-            queries[name] = PoolQuery(wanted, transfer.hit_policy, transfer.trailing, known)
+            start = known if name is anchor else 0
+            wanted = self._registered(name).keys(keys[start:])
+            queries[name] = PoolQuery(wanted, transfer.hit_policy, transfer.trailing, start)
         there, reason = self._exists(wanted_objects(queries))
-        return replace(answer(queries, len(sequence), there, anchor), reason=reason)
+        return replace(answer(queries, len(keys), there, anchor), reason=reason)
 
-    def batch_get_v2(
-        self, transfers: Sequence[PoolTransfer], extra: StorageExtra | None = None
-    ) -> dict[PoolName, list[Outcome]]:
+    def batch_get_v2(self, transfers: Sequence[PoolTransfer]) -> dict[PoolName, list[Outcome]]:
         """Read objects into host handles, all pools in one call of the backend.
 
         Returns for each pool the outcomes in the order of its keys. If two transfers name the same pool, the
         outcomes of the second follow the outcomes of the first. Raises InputError or SlotError before any
         buffer changes.
         """
-        parts = self._checked(transfers, extra)
+        parts = self._checked(transfers)
         _check_apart(parts)
         items: list[GetItem] = []
         for part in parts:
@@ -339,16 +336,14 @@ class HybridStorage:
             result.setdefault(part.pool.name, []).extend(next(outcomes) for _ in part.buffers)
         return result
 
-    def batch_set_v2(
-        self, transfers: Sequence[PoolTransfer], extra: StorageExtra | None = None
-    ) -> dict[PoolName, list[Outcome]]:
+    def batch_set_v2(self, transfers: Sequence[PoolTransfer]) -> dict[PoolName, list[Outcome]]:
         """Write host objects: first pages, then states, so that no state is stored before its KV.
 
         An object of a trailing pool is THROTTLED, and not written, if a page that the object needs failed in
         this call. Returns the outcomes in the same form as `batch_get_v2`. Raises InputError or SlotError
         before anything is read or written.
         """
-        parts = self._checked(transfers, extra)
+        parts = self._checked(transfers)
         pages = [part for part in parts if not part.attached]
         attached = [part for part in parts if part.attached]
         stored = self._set(pages, [[False] * len(part.buffers) for part in pages])
@@ -404,12 +399,12 @@ class HybridStorage:
                 f"pool {name} is not registered (registered: {known}); call register_pool first"
             ) from None
 
-    def _checked(self, transfers: Sequence[PoolTransfer], extra: StorageExtra | None) -> list[_Part]:
+    def _checked(self, transfers: Sequence[PoolTransfer]) -> list[_Part]:
         """Return every transfer with the buffers of its objects.
 
         Raises InputError or SlotError if anything in the call is wrong.
         """
-        check_transfers(transfers, extra)
+        check_transfers(transfers)
         return [self._part(transfer) for transfer in transfers]
 
     def _part(self, transfer: PoolTransfer) -> _Part:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from tiercache.core import HitPolicy, PoolTransfer, StorageExtra, check_trailing
+from tiercache.core import HitPolicy, PoolTransfer, check_trailing
 from tiercache.errors import InputError
 from tiercache.keys import KEY_BYTES
 from tiercache.text import shown
@@ -20,14 +20,10 @@ _DEPTHS: Final = 2**32
 """All depths are below this limit, because stores keep a depth in 32 bits."""
 
 
-def check_transfers(transfers: Any, extra: Any) -> None:
+def check_transfers(transfers: Any) -> None:
     """Check the arguments of a call as far as that is possible without the pools."""
     if not isinstance(transfers, list | tuple) or not all(isinstance(t, PoolTransfer) for t in transfers):
         raise InputError("a storage call takes a list of PoolTransfer, one or more per pool")
-    if not (extra is None or isinstance(extra, StorageExtra)):
-        raise InputError(f"the extra of a storage call is a StorageExtra or None, not {shown(extra)}")
-    if extra is not None:
-        check_keys(extra.prefix_keys, "prefix keys")
     for transfer in transfers:
         _check_column(transfer.keys, f"keys of pool {transfer.pool}")
         if not isinstance(transfer.hit_policy, HitPolicy):
@@ -38,9 +34,9 @@ def check_transfers(transfers: Any, extra: Any) -> None:
         check_trailing(transfer.trailing, transfer.pool)
 
 
-def check_keys(keys: Any, what: str = "page keys") -> None:
+def check_keys(keys: Any) -> None:
     """Check that page keys are a list of byte strings of 32 bytes each."""
-    _check_column(keys, what)
+    _check_column(keys, "page keys")
     for key in _outside(keys, {bytes}, lambda: set(map(len, keys)) <= {KEY_BYTES}):
         if not isinstance(key, bytes) or len(key) != KEY_BYTES:
             raise InputError(
