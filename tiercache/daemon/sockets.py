@@ -222,5 +222,5 @@ class Flow:
         with suppress(BlockingIOError):
             sent = self._sink.send(data) if data else 0
         self._rest = bytes(data[sent:])
-        if self.over:
+        if self.ended and not self._rest:
             self._sink.shutdown(socket.SHUT_WR)

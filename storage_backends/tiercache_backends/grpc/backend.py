@@ -199,7 +199,7 @@ class GrpcBackend(StorageBackend):
 
     def usage(self) -> Usage:
         with self._gate:
-            reply = self._ask("Usage", pb.UsageRequest())
+            reply: pb.UsageReply = self._ask("Usage", pb.UsageRequest())
             return Usage(
                 reply.objects,
                 reply.payload_bytes,
@@ -255,7 +255,7 @@ class GrpcBackend(StorageBackend):
         for a file that is not possible, RefusedError for a caller who may not, or another StorageError.
         """
         with self._gate:
-            reply = self._ask("Reload", pb.ReloadRequest(drop=drop))
+            reply: pb.ReloadReply = self._ask("Reload", pb.ReloadRequest(drop=drop))
             while not reply.over:
                 reply = self._ask("Reload", pb.ReloadRequest(number=reply.number))
         if reply.error:

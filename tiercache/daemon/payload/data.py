@@ -192,21 +192,26 @@ class DataCalls:
             raise WireError(f"objects of {due} bytes came with a payload of {call.unread} bytes")
         outcomes: list[Outcome] = []
         storing: Future[list[Outcome]] | None = None
+
+        def finish_storing() -> None:
+            nonlocal storing
+            if storing is not None:
+                stored, storing = call.result(storing), None
+                outcomes.extend(stored)
+
         for number, window in enumerate(windows, 1):
             lengths = [meta.length for _, meta in window]
             lease = Lease.try_take(self._blocks, budgets.payload, lengths)
             if lease is None:  # while this call waits for blocks, it holds none
-                outcomes += [] if storing is None else call.result(storing)
-                storing = None
+                finish_storing()
                 lease = call.lease(self._blocks, lengths)
             try:
                 call.fill(room_in(lease, window))
                 self._metrics.count_payload(permissions.name, "data", "in", sum(lengths))
-                outcomes += [] if storing is None else call.result(storing)
+                finish_storing()
             except BaseException:
                 lease.release()
                 raise
-            storing = None
             if number < len(windows):
                 storing = self._threads.aside(
                     budgets.workers, store_window, permissions.store, window, lease, self._metrics

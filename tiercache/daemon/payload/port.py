@@ -207,13 +207,17 @@ class _Connection(AcceptedConnection):
         loop = asyncio.get_running_loop()
         ended = loop.create_future()
 
+        def tell() -> None:
+            if not ended.done():
+                ended.set_result(None)
+
         def serve() -> None:
             try:
                 work()
             finally:
                 self.channel.close()
                 with suppress(RuntimeError):  # the event loop has ended
-                    loop.call_soon_threadsafe(lambda: ended.done() or ended.set_result(None))
+                    loop.call_soon_threadsafe(tell)
 
         self._is_served = True
         Thread(target=serve, name="tiercache-data", daemon=True).start()
