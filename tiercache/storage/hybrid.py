@@ -1,7 +1,7 @@
 """Storage calls of controllers, in terms of pools and pages (version 2 of these calls).
 
-The backend knows only single objects. This module makes object keys from page keys. Only this module applies
-the hit policies of pools to a backend's answers (`core.restorable_prefixes`).
+The backend knows only single objects. This module makes object keys from page keys. The hit policies of pools
+are applied to a backend's answers in `transfers.answer`, and nowhere else.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
-from typing import Any, Final, NamedTuple
-
-import numpy as np
+from typing import Final
 
 from tiercache.core import (
     HitPolicy,
@@ -20,31 +18,27 @@ from tiercache.core import (
     ObjectMeta,
     Outcome,
     PoolName,
-    PoolPresence,
     PoolTransfer,
     PoolTransferResult,
     Reason,
-    restorable_prefixes,
 )
 from tiercache.errors import InputError, RefusedError, StorageError, UnavailableError
 from tiercache.keys import Shard, layout_digest, object_keys
 from tiercache.pools import HostPool
 from tiercache.storage.base import SPEED_FIELD, GetItem, NamespaceRecord, SetItem, StorageBackend
 from tiercache.storage.transfers import (
+    ANCHOR,
+    PoolQuery,
+    answer,
     check_keys,
     check_transfers,
     depths_of,
     handles_of,
     parents_of,
     values_of,
+    wanted_objects,
 )
 from tiercache.storage.vectors import take, zero_tail
-
-ANCHOR: Final = PoolName.KV
-"""Pool that limits every restore: no depth beyond its leading run of stored pages can be restored.
-
-See `core.restorable_prefixes`. Where only states are registered, the sequence itself takes its place.
-"""
 
 _UNANSWERED: Final = frozenset({Reason.UNAVAILABLE, Reason.REFUSED, Reason.TIMEOUT})
 
@@ -55,49 +49,6 @@ def is_outage(reason: Reason) -> bool:
     Such a miss does not tell whether the store has the object.
     """
     return reason in _UNANSWERED
-
-
-class PoolQuery(NamedTuple):
-    """Query for the objects of one pool along a sequence of pages, with the pool's hit policy.
-
-    Example of two queries for pages 1 to 5:
-
-        anchor     known = 2 | k3   k4   k5      the caller already holds pages 1 and 2
-        states     k1   k2   k3   k4   k5        known = 0: a restore may also end on page 1 or 2
-    """
-
-    keys: Sequence[ObjectKey] | None
-    """Objects of the pages after the first `known`, one per page; None if no page has an object."""
-    hit_policy: HitPolicy = HitPolicy.ALL_PAGES
-    trailing: int = 1
-    """Number of last pages that a prefix needs (for TRAILING_PAGES)."""
-    known: int = 0
-    """Number of pages at the start that count as stored without a lookup."""
-
-
-def wanted_objects(queries: Mapping[Any, PoolQuery]) -> list[ObjectKey]:
-    """Return the objects of all queries, in the order in which `answer` expects the store's answers."""
-    return [key for query in queries.values() for key in query.keys or ()]
-
-
-def answer(
-    queries: Mapping[Any, PoolQuery], pages: int, there: Sequence[bool], anchor: Any = ANCHOR
-) -> PoolTransferResult:
-    """Return the depths at which a sequence of `pages` pages can be restored, and which objects are stored.
-
-    `there` tells for each object of `wanted_objects` whether the store has the object. `anchor` is the pool
-    that limits every restore (see `ANCHOR`); None if there are states alone.
-    """
-    answers = iter(there)
-    presence: dict[Any, PoolPresence] = {}
-    for name, query in queries.items():
-        found = np.zeros(pages, np.bool_)
-        if query.keys is not None:
-            found[: query.known] = True
-            found[query.known :] = [next(answers) for _ in query.keys]
-        presence[name] = PoolPresence(query.hit_policy, found, query.trailing)
-    present = {name: pool.present for name, pool in presence.items()}
-    return replace(restorable_prefixes(presence, anchor), present=present)
 
 
 @dataclass(frozen=True, slots=True)

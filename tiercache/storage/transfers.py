@@ -1,23 +1,83 @@
-"""Checks of the arguments of a storage v2 call, made before anything is read or written.
+"""Arguments and answers of storage v2 calls: what a lookup asks and means, and checks of what callers give.
 
-Every function here raises InputError for an invalid argument.
+The checks are made before anything is read or written; they raise InputError for an invalid argument.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import inf
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from tiercache.core import HitPolicy, PoolTransfer, check_trailing
+from tiercache.core import (
+    HitPolicy,
+    ObjectKey,
+    PoolName,
+    PoolPresence,
+    PoolTransfer,
+    PoolTransferResult,
+    check_trailing,
+    restorable_prefixes,
+)
 from tiercache.errors import InputError
 from tiercache.keys import KEY_BYTES
 from tiercache.text import shown
 
 _DEPTHS: Final = 2**32
 """All depths are below this limit, because stores keep a depth in 32 bits."""
+
+
+ANCHOR: Final = PoolName.KV
+"""Pool that limits every restore: no depth beyond its leading run of stored pages can be restored.
+
+See `core.restorable_prefixes`. Where only states are registered, the sequence itself takes its place.
+"""
+
+
+class PoolQuery(NamedTuple):
+    """Query for the objects of one pool along a sequence of pages, with the pool's hit policy.
+
+    Example of two queries for pages 1 to 5:
+
+        anchor     known = 2 | k3   k4   k5      the caller already holds pages 1 and 2
+        states     k1   k2   k3   k4   k5        known = 0: a restore may also end on page 1 or 2
+    """
+
+    keys: Sequence[ObjectKey] | None
+    """Objects of the pages after the first `known`, one per page; None if no page has an object."""
+    hit_policy: HitPolicy = HitPolicy.ALL_PAGES
+    trailing: int = 1
+    """Number of last pages that a prefix needs (for TRAILING_PAGES)."""
+    known: int = 0
+    """Number of pages at the start that count as stored without a lookup."""
+
+
+def wanted_objects(queries: Mapping[Any, PoolQuery]) -> list[ObjectKey]:
+    """Return the objects of all queries, in the order in which `answer` expects the store's answers."""
+    return [key for query in queries.values() for key in query.keys or ()]
+
+
+def answer(
+    queries: Mapping[Any, PoolQuery], pages: int, there: Sequence[bool], anchor: Any = ANCHOR
+) -> PoolTransferResult:
+    """Return the depths at which a sequence of `pages` pages can be restored, and which objects are stored.
+
+    `there` tells for each object of `wanted_objects` whether the store has the object. `anchor` is the pool
+    that limits every restore (see `ANCHOR`); None if there are states alone.
+    """
+    answers = iter(there)
+    presence: dict[Any, PoolPresence] = {}
+    for name, query in queries.items():
+        found = np.zeros(pages, np.bool_)
+        if query.keys is not None:
+            found[: query.known] = True
+            found[query.known :] = [next(answers) for _ in query.keys]
+        presence[name] = PoolPresence(query.hit_policy, found, query.trailing)
+    present = {name: pool.present for name, pool in presence.items()}
+    return replace(restorable_prefixes(presence, anchor), present=present)
 
 
 def check_transfers(transfers: Any) -> None:

@@ -33,7 +33,7 @@ from tiercache.integrations.sglang.pools import HostPages, PageKeys, flat_bytes,
 from tiercache.integrations.sglang.server import Server, Traffic
 from tiercache.keys import Shard, namespace_of
 from tiercache.storage.base import GetItem, SetItem, StorageBackend
-from tiercache.storage.hybrid import PoolQuery, answer, wanted_objects
+from tiercache.storage.transfers import PoolQuery, answer, wanted_objects
 
 _log = logging.getLogger(__name__)
 
