@@ -54,7 +54,6 @@ _KINDS: Final = {
 _TRAILING: Final = frozenset({"mamba", "swa", "auxiliary_swa", "draft_swa"})
 """Names of trailing pools: a prefix needs only their last pages."""
 
-_HEX: Final = 2 * KEY_BYTES
 _BUFFERS: Final = (
     "kv_buffer", "k_buffer", "v_buffer", "temporal_buffer", "conv_buffer", "index_k_buffer",
     "index_k_scale_buffer",
@@ -79,28 +78,23 @@ class PageKeys:
     """
 
     def __init__(self, namespace: bytes) -> None:
-        self._namespace = namespace
         self._mask = np.frombuffer(sglang_mask(namespace), np.uint64)
 
     def keys_of(self, hashes: Sequence[str]) -> list[bytes]:
         """Return the page keys, 32 bytes each, for SGLang's names of pages.
 
-        For a name that is not 64 hex digits, the key is a digest of namespace and name.
+        Raises ValueError for a name that is not 64 hex digits.
         """
-        # Convert all names in one step. If one of them is not 64 hex digits, convert each name by itself.
-        raw = _bytes_of("".join(hashes))
-        if len(raw) == len(hashes) * KEY_BYTES and set(map(len, hashes)) == {_HEX}:
-            mixed = np.frombuffer(raw, np.uint64).reshape(-1, len(self._mask)) ^ self._mask
-            return list(unpack(f"{KEY_BYTES}s" * len(hashes), mixed.data))
-        if len(hashes) > 1:
-            return [key for one in hashes for key in self.keys_of([one])]
-        return [blake3(self._namespace + one.encode()).digest() for one in hashes]
+        if not hashes:
+            return []
+        raw = bytes.fromhex("".join(hashes))
+        if len(raw) != len(hashes) * KEY_BYTES or any(len(name) != 2 * KEY_BYTES for name in hashes):
+            raise ValueError("SGLang names a page by something else than a SHA-256 in hex")
+        mixed = np.frombuffer(raw, np.uint64).reshape(-1, len(self._mask)) ^ self._mask
+        return list(unpack(f"{KEY_BYTES}s" * len(hashes), mixed.data))
 
     def sha_of(self, page_key: bytes) -> bytes:
-        """Return the SHA-256, 32 bytes, that SGLang gave to the page with this key.
-
-        For a page whose name is not 64 hex digits, the result is no name of a page.
-        """
+        """Return the SHA-256, 32 bytes, that SGLang gave to the page with this key."""
         mixed: bytes = (np.frombuffer(page_key, np.uint64) ^ self._mask).tobytes()
         return mixed
 
@@ -269,11 +263,3 @@ def flat_bytes(tensor: torch.Tensor) -> memoryview:
     if not tensor.is_contiguous():
         raise ValueError("the tensor is not contiguous")
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
-
-
-def _bytes_of(text: str) -> bytes:
-    """Return the bytes that hex digits stand for; empty if the text is not hex."""
-    try:
-        return bytes.fromhex(text)
-    except ValueError:
-        return b""
