@@ -32,8 +32,7 @@ BATCH = 512
 STORES: dict[str, tuple[str, ...]] = {
     "memory": ("memory://?capacity=16MiB",),
     "file": ("file://{}/a?capacity=32MiB",),
-    "lmdb": ("lmdb://{}/a?capacity=32MiB",),
-    "chain": ("memory://?capacity=16MiB", "file://{}/a?capacity=32MiB", "lmdb://{}/b?capacity=32MiB"),
+    "chain": ("memory://?capacity=16MiB", "file://{}/a?capacity=32MiB"),
 }
 
 
@@ -81,7 +80,7 @@ def figures(kind: str, count: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "count", [16_384, pytest.param(200_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
+    "count", [16_384, pytest.param(50_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
 )
 @pytest.mark.parametrize("kind", slow_after(2, STORES))
 def test_a_flood_of_one_byte_objects_takes_what_its_tenant_has(kind: str, count: int) -> None:
