@@ -25,7 +25,7 @@ HIT, MISS, STORED, CORRUPT, THROTTLED, ERROR = (
 )
 
 
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EROFS])
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
 def test_commits_that_fail_lose_nothing(tmp_path: Path, error: int) -> None:
     env = LaterEnv()
     expected = THROTTLED if error == errno.ENOSPC else ERROR
@@ -119,7 +119,7 @@ class SmallDiskEnv(LaterEnv):
         return os.statvfs_result((4096, 4096, 1 << 20, self.free // 4096, self.free // 4096, 0, 0, 0, 0, 255))
 
 
-@pytest.mark.parametrize("size", [12_000, 60_000, 900_000])
+@pytest.mark.parametrize("size", [12_000, 900_000])
 def test_a_disk_that_is_smaller_than_the_capacity_replaces(tmp_path: Path, size: int) -> None:
     disk = 8 << 20
     env = SmallDiskEnv()

@@ -54,8 +54,7 @@ def test_random_histories(machine: type[RuleBasedStateMachine], examples: int) -
 
 
 @pytest.mark.parametrize(
-    ("size", "step", "batch", "batches"),
-    [(30_000, 997, 1, 120), (500, 0, 96, 110), (1_500_000, 0, 1, 12), (2000, 7919, 3, 40)],
+    ("size", "step", "batch", "batches"), [(500, 0, 96, 110), (1_500_000, 0, 1, 12), (2000, 7919, 3, 40)]
 )
 def test_everything_in_the_directory_counts_at_every_instant(
     tmp_path: Path, size: int, step: int, batch: int, batches: int
@@ -77,7 +76,7 @@ def test_everything_in_the_directory_counts_at_every_instant(
         assert int(usage.details["map_pages_used"]) <= int(usage.details["map_pages_limit"])
 
 
-@pytest.mark.parametrize(("size", "batch"), [(4096, 32), (24_000, 8), (256 << 10, 1), (700_001, 1)])
+@pytest.mark.parametrize(("size", "batch"), [(24_000, 8), (700_001, 1)])
 def test_nothing_is_evicted_while_a_tenth_is_free(tmp_path: Path, size: int, batch: int) -> None:
     with opened(tmp_path / "s") as store:
         least = 1.0
