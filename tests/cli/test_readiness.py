@@ -53,7 +53,6 @@ def both(file: Path, code: int) -> str:
         ),
         ('storage = "file://{}/s"', "storage: type 'file' needs 'capacity'"),
         ('storage = "lmdb://{}/s?capacity=64MiB&policy=lru"', "storage: type 'lmdb' has no setting 'policy'"),
-        ('storage = "file://{}/s?capacity=64MiB&policy=best"', "there is no eviction policy 'best'"),
         ('storage = "file://{}/s?capacity=1KiB"', "a store cannot work in a capacity of 1024 bytes"),
         ('storage = "file://{}/s?capacity=64MiB&access=read"', "access=read changes nothing"),
         ('storage = "file://{}/s?capacity=64MiB&mac_key={}/none"', "none"),

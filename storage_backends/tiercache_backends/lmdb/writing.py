@@ -4,7 +4,7 @@ A transaction evicts for its chunk and stores it (`_Attempt`). Other processes w
 each looks up again which objects are stored. If LMDB finds no free pages, or the disk is full, the chunk goes
 through the `_PLANS`:
 
-    long pieces            usually
+    long pieces            usually; once more in a transaction that only stores
     pieces of one page     a map that was once full has few long runs of adjacent free pages
     lower limits           more is evicted, so that more pages are free, for one object at a time
 
@@ -72,7 +72,12 @@ class Plan(NamedTuple):
     """By how many times the reserve the limit on the pages in use is lowered."""
 
 
-_PLANS: Final = Plan(PART_PAGES, apart=False), Plan(1), *(Plan(1, step=step) for step in range(1, 6))
+_PLANS: Final = (
+    Plan(PART_PAGES, apart=False),
+    Plan(PART_PAGES),
+    Plan(1),
+    *(Plan(1, step=step) for step in range(1, 6)),
+)
 """Plans that a set tries in turn."""
 
 
@@ -228,7 +233,8 @@ class BatchWriter:
         """Prepare for the next plan, because this one found no free pages; raise `error` if that is vain."""
         if not is_full(error):
             raise error
-        if not isinstance(error, MapFullError):
+        # The first time nothing is evicted for it: others may have filled the disk for a moment only.
+        if plan.apart and not isinstance(error, MapFullError):
             self.environment.note_full()
         self.environment.clear_readers()
         # A slow reader keeps LMDB from reusing pages. The pages of further evictions could not be reused

@@ -21,15 +21,13 @@ from pathlib import Path
 
 import pytest
 from tiercache_backends.chain import TierChain
-from tiercache_backends.lmdb import LmdbBackend
 
+from tests.campaign.stores import check_integrity
 from tests.storage_backends.chain.hooks import add, chain_of, remove, replace_tier
 from tests.storage_backends.chain.test_processes import is_ahead
-from tests.storage_backends.lmdb.hooks import check_integrity
 from tiercache.core import Outcome
 from tiercache.errors import UnavailableError
 from tiercache.storage import open_backend
-from tiercache.storage.wrappers import unwrap
 from tiercache.testing.objects import content, fetch, key, payload, to_get, to_set
 
 SIZE = 9_000
@@ -213,8 +211,7 @@ class Account:
                     found.add(n)
             usage = store.usage()
             assert usage.used_bytes <= usage.capacity_bytes
-            inner = unwrap(store)
-            check_integrity(store) if isinstance(inner, LmdbBackend) else inner.check_integrity()
+            check_integrity(store)
         assert not self.stored - found, f"{len(self.stored - found)} of {len(self.stored)} are lost"
         assert not self.deleted & found, "what was deleted is back"
         kept = "kept&access=write"
