@@ -11,10 +11,11 @@ import torch
 
 from tests.examples import slow_after
 from tests.integrations.transformers.models import PAGE, build, loaded, prompt
-from tests.integrations.transformers.serving import context_of, evict, serving
+from tests.integrations.transformers.serving import evict, serving
 from tests.integrity import check_controller
 from tiercache.core import PoolName, Reason, Tier, as_tokens
 from tiercache.errors import InputError, PoolFullError, TierCacheError, TokenError
+from tiercache.integrations.transformers.arguments import count_of, size_of
 from tiercache.integrations.transformers.worker import Worker
 from tiercache.keys import Identity
 from tiercache.pools import DevicePool
@@ -70,11 +71,9 @@ def test_a_prefix_is_prefetched_pinned_and_hinted_at(tmp_path: Path) -> None:
 
 
 def test_sizes_of_every_kind_are_one_size() -> None:
-    pages = set()
-    for size in (4 << 20, "4MiB", "4194304", np.int64(4 << 20), np.uint32(4 << 20)):
-        with Worker(build("llama"), device_bytes=size, host_bytes=size, page_size=np.int32(PAGE)) as worker:
-            pages.add((worker.tensors.page_slots, context_of(worker).arena.nbytes))
-    assert len(pages) == 1
+    sizes = (4 << 20, "4MiB", "4194304", np.int64(4 << 20), np.uint32(4 << 20))
+    assert {size_of("device_bytes", size) for size in sizes} == {4 << 20}
+    assert count_of("page_size", np.int32(PAGE)) == PAGE
 
 
 @pytest.mark.parametrize(

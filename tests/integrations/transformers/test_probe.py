@@ -49,7 +49,7 @@ def test_the_verdict_on_each_family(name: str) -> None:
     assert bool(report.chunk_fault) == (report.tail_mode is TailMode.TOKEN)
 
 
-@pytest.mark.parametrize("name", slow_after(2, ["qwen3_next", "llama", "jamba", "bamba", "falcon_h1"]))
+@pytest.mark.parametrize("name", slow_after(1, ["bamba", "qwen3_next", "llama", "jamba", "falcon_h1"]))
 def test_the_verdict_is_the_same_in_bfloat16(name: str) -> None:
     _, report = load(build(name).bfloat16(), PAGE)
     assert report.tail_mode == FAMILIES[name].mode
@@ -189,6 +189,7 @@ def test_the_demonstration_model_is_served_in_chunks() -> None:
     assert runner.layout.state_geometries[PoolName.MAMBA].nbytes == 663552
 
 
+@pytest.mark.slow
 def test_equal_seeds_give_equal_models() -> None:
     first, same, other = (build_small_hybrid(seed).state_dict() for seed in (1, 1, 2))
     assert all(torch.equal(first[key], same[key]) for key in first)
