@@ -83,12 +83,11 @@ def flood(view: StorageBackend, count: int) -> int:
     return stored
 
 
-@pytest.mark.parametrize("count", [4_000, pytest.param(60_000, marks=pytest.mark.slow)])
-def test_a_flood_of_namespaces_harms_its_tenant_alone(start: Callable[[], Access], count: int) -> None:
+def test_a_flood_of_namespaces_harms_its_tenant_alone(start: Callable[[], Access]) -> None:
     access = start()
     ash, birch, operator = (view_of(access, name) for name in NAMES)
     assert put(birch, key(0), b"birch") is put(ash, key(0), b"ash") is STORED
-    assert flood(ash, count) == MAX_NAMESPACES - 1
+    assert flood(ash, 4_000) == MAX_NAMESPACES - 1
     for n in range(1, 4):
         assert birch.set([to_set(key(n), b"birch", namespace=b"%d" % n)]) == [STORED]
         assert operator.set([to_set(key(n), b"operator", namespace=b"%d" % n)]) == [STORED]

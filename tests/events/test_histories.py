@@ -139,7 +139,7 @@ class History:
         3,
         [
             ("memory", range(12)), ("file", range(6)), ("chain", range(4)),
-            ("memory", range(12, 100)), ("file", range(6, 30)), ("chain", range(4, 24)),
+            ("memory", range(12, 50)), ("file", range(6, 18)), ("chain", range(4, 14)),
         ],
     ),
 )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from threading import Lock
 from typing import Final
 
@@ -112,22 +112,11 @@ class Inquiries:
             rows=_rows(rows),
             begun=begun,
             stored=[
-                pb.StoredBytes(tenant=name, objects=held.objects, bytes=held.nbytes)
-                for name, held in sorted((stored or {}).items())
+                pb.StoredBytes(tenant=name, objects=objects, bytes=nbytes)
+                for name, (objects, nbytes) in sorted((stored or {}).items())
                 if tenant in (None, name)
             ],
         )
-
-
-@dataclass(slots=True)
-class Holding:
-    """Objects and bytes that one tenant has in the store.
-
-    Thread safety: that of the owner.
-    """
-
-    objects: int = 0
-    nbytes: int = 0
 
 
 class StoredByTenant:
@@ -141,9 +130,9 @@ class StoredByTenant:
         self._access: Final = access
         self._lock: Final = Lock()
         self._counted_at = float("-inf")
-        self._latest: Mapping[str, Holding] | None = None
+        self._latest: Mapping[str, tuple[int, int]] | None = None
 
-    def latest(self) -> Mapping[str, Holding] | None:
+    def latest(self) -> Mapping[str, tuple[int, int]] | None:
         """Return what each tenant has; None if the store cannot be counted, or not in a short time."""
         with self._lock:
             if time.monotonic() - self._counted_at > _FRESH_S:
@@ -151,20 +140,16 @@ class StoredByTenant:
                 self._counted_at = time.monotonic()
             return self._latest
 
-    def _count(self) -> Mapping[str, Holding] | None:
-        tenants: dict[bytes, str] = {}
-        found = {tenant: Holding() for tenant in self._access.tenants.values()}
+    def _count(self) -> Mapping[str, tuple[int, int]] | None:
+        found = dict.fromkeys(self._access.tenants.values(), (0, 0))
         cursor, until = b"", time.monotonic() + _SCAN_S
         try:
             while True:
                 page = self._store.scan(None, cursor)
                 for _, meta, *_ in page.entries:
-                    tenant = tenants.get(meta.namespace)
-                    if tenant is None:
-                        tenant = tenants[meta.namespace] = self._access.tenant_of(meta.namespace)
-                    held = found.setdefault(tenant, Holding())
-                    held.objects += 1
-                    held.nbytes += meta.length
+                    tenant = self._access.tenant_of(meta.namespace)
+                    objects, nbytes = found.get(tenant, (0, 0))
+                    found[tenant] = objects + 1, nbytes + meta.length
                 cursor = page.cursor
                 if not cursor:
                     return found
