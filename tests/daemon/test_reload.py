@@ -319,8 +319,8 @@ class Rotated:
 def test_certificates_and_tokens_rotate_under_load(tmp_path: Path) -> None:
     """Ten thousand gets without an error, while the certificate and the tokens change twenty times.
 
-    Four clients use data connections, four gRPC's messages, each on a new connection every fifty calls; one
-    more asks the HTTPS port. A broken certificate in between changes nothing.
+    Each client is on new connections every fifty calls; one more asks the HTTPS port. A broken certificate in
+    between changes nothing.
     """
     rounds, clients, per_round = 20, 8, 65
     rotated = Rotated(tmp_path)
@@ -338,7 +338,7 @@ def test_certificates_and_tokens_rotate_under_load(tmp_path: Path) -> None:
                     # The rotation happens while these calls are made; the next connection has the new token.
                     where = {
                         "address": f"127.0.0.1:{daemon.ports[0]}", "ca": str(rotated.ca), "timeout": "60s",
-                        "token_file": str(rotated.token()), "plane": ("auto", "stream")[number % 2],
+                        "token_file": str(rotated.token()),
                     }  # fmt: skip
                     gate.wait()
                     with closing(GrpcBackend(read_settings(where))) as store:
