@@ -7,6 +7,9 @@ was given, of which the gate sees the end:
     2. Data connections bring the token, and the credentials of worker-1 once more: `admit`.
     3. Connection 7 ends. The gate calls `end`: the token is worth nothing, and the data connections end.
 
+On this host the token lives as long as the session of the attach socket, and the credentials are the user id
+at the other end of the unix socket.
+
 Until a connection has brought a valid token it can use very little, by the rules that `admission` has for
 connections to gRPC: few are opening at once, each for a few seconds, all share one rate, and if there is no
 room, the oldest of the origin that has most of them is closed in favour of a new one.
