@@ -272,7 +272,6 @@ def test_tokens_and_flops_of_what_was_read(kind: str, tmp_path: Path) -> None:
         assert (row["unpriced_tokens"], row["read_objects"], row["read_bytes"]) == (0, 8, 8000)
         assert (row["found_objects"], row["absent_objects"], row["missed_objects"]) == (10, 1, 1)
         assert (row["written_objects"], row["written_bytes"]) == (10, 10_000)
-        assert store.report(0).stored == {"": (10, 10_000)}
         store.peek([to_get(key, 1000) for key in keys])
         assert the_row(store)["read_objects"] == 8, "a look is no read"
     written = settings.account_file.read_text().splitlines()
@@ -363,8 +362,6 @@ def test_tenants_are_counted_apart_and_see_themselves_only(tmp_path: Path) -> No
             with client(node, tmp_path, name) as store:
                 answer = store.report(0)
                 seen[name] = {row["tenant"]: row["restored_tokens"] for row in answer.rows}
-                assert answer.stored.keys() == ({"red", "blue", ""} if name == "chief" else seen[name].keys())
-                assert {held[0] for held in answer.stored.values()} <= {3, 5, 7}
         assert seen == {
             "red": {"red": 12}, "blue": {"blue": 20}, "plain": {"": 28},
             "chief": {"": 28, "blue": 20, "red": 12},

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from threading import Lock
 from typing import Final
 
 from grpc import StatusCode
 
 from tiercache.core import ObjectKey, PoolName
-from tiercache.daemon.access import Access, LimitError, Permissions, Refusal
+from tiercache.daemon.access import LimitError, Permissions, Refusal
 from tiercache.daemon.call import Call, read_keys
 from tiercache.daemon.removals import MAX_FOUND
 from tiercache.daemon.status import StatusBoard
 from tiercache.daemon.store_threads import Threads
-from tiercache.daemon.tenants.account import HOUR_S, Account, Rows
+from tiercache.daemon.tenants.account import HOUR_S, Account
 from tiercache.errors import StorageError, WireError
-from tiercache.storage.base import StorageBackend
 from tiercache.storage.history import Cause, History
 from tiercache.wire import messages
 from tiercache.wire.v1 import storage_pb2 as pb
@@ -26,10 +23,6 @@ from tiercache.wire.v1 import storage_pb2 as pb
 _PAGE_BYTES: Final = 32
 _MAX_ROWS: Final = 20_000
 """Maximum number of rows of one reply."""
-_SCAN_S: Final = 5.0
-"""Seconds that counting all stored bytes may take; after that they are not known."""
-_FRESH_S: Final = 60.0
-"""Seconds for which the stored bytes are not counted again."""
 _CAUSES: Final = {
     Cause.EVICTED: pb.REMOVAL_CAUSE_EVICTED,
     Cause.DELETED: pb.REMOVAL_CAUSE_DELETED,
@@ -43,21 +36,12 @@ class Inquiries:
     Thread safety: the event loop's thread; what they read is read in store threads.
     """
 
-    def __init__(
-        self,
-        threads: Threads,
-        access: Access,
-        store: StorageBackend,
-        account: Account,
-        board: StatusBoard,
-        max_keys: int,
-    ) -> None:
-        """Ask the store, the account and the board; a call may have `max_keys` keys and as many pages."""
+    def __init__(self, threads: Threads, account: Account, board: StatusBoard, max_keys: int) -> None:
+        """Ask the account and the board; a call may have `max_keys` keys and as many pages."""
         self._board: Final = board
         self._threads: Final = threads
         self._account: Final = account
         self._max_keys: Final = max_keys
-        self._stored: Final = StoredByTenant(store, access)
 
     async def status(self, call: Call) -> None:
         """Serve Status."""
@@ -107,56 +91,10 @@ class Inquiries:
                 f"{len(rows)} rows of hours and tenants are beyond the limit of {_MAX_ROWS}; ask for a"
                 " shorter time"
             )
-        stored = self._stored.latest()
-        return pb.ReportReply(
-            rows=_rows(rows),
-            begun=begun,
-            stored=[
-                pb.StoredBytes(tenant=name, objects=objects, bytes=nbytes)
-                for name, (objects, nbytes) in sorted((stored or {}).items())
-                if tenant in (None, name)
-            ],
-        )
-
-
-class StoredByTenant:
-    """Stored objects and payload bytes by tenant, counted by a scan that is not repeated at once.
-
-    Thread safety: any thread; one scans at a time, and the others wait for it.
-    """
-
-    def __init__(self, store: StorageBackend, access: Access) -> None:
-        self._store: Final = store
-        self._access: Final = access
-        self._lock: Final = Lock()
-        self._counted_at = float("-inf")
-        self._latest: Mapping[str, tuple[int, int]] | None = None
-
-    def latest(self) -> Mapping[str, tuple[int, int]] | None:
-        """Return what each tenant has; None if the store cannot be counted, or not in a short time."""
-        with self._lock:
-            if time.monotonic() - self._counted_at > _FRESH_S:
-                self._latest = self._count()
-                self._counted_at = time.monotonic()
-            return self._latest
-
-    def _count(self) -> Mapping[str, tuple[int, int]] | None:
-        found = dict.fromkeys(self._access.tenants.values(), (0, 0))
-        cursor, until = b"", time.monotonic() + _SCAN_S
-        try:
-            while True:
-                page = self._store.scan(None, cursor)
-                for _, meta, *_ in page.entries:
-                    tenant = self._access.tenant_of(meta.namespace)
-                    objects, nbytes = found.get(tenant, (0, 0))
-                    found[tenant] = objects + 1, nbytes + meta.length
-                cursor = page.cursor
-                if not cursor:
-                    return found
-                if time.monotonic() > until:
-                    return None
-        except StorageError:
-            return None
+        found = [
+            pb.AccountRow(hour=hour, tenant=name, **asdict(counts)) for (hour, name), counts in rows.items()
+        ]
+        return pb.ReportReply(rows=found, begun=begun)
 
 
 def _history_for(permissions: Permissions, keys: Sequence[ObjectKey], pages: Sequence[bytes]) -> History:
@@ -195,9 +133,3 @@ def _encoded(found: History) -> pb.HistoryReply:
         times=[removal.at for removal in removals],
         forgotten=found.forgotten or 0.0,
     )
-
-
-def _rows(rows: Rows) -> list[pb.AccountRow]:
-    return [
-        pb.AccountRow(hour=hour, tenant=tenant, **asdict(counts)) for (hour, tenant), counts in rows.items()
-    ]

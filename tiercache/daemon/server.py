@@ -296,7 +296,7 @@ class StorageServer:
         self._reload = Reload(settings, access, shares, sessions, certificates, calls, metrics, self.instance)
 
         limits, idle = limits_message(settings), settings.limits.idle
-        inquiries = Inquiries(threads, access, store, account, board, limits.keys)
+        inquiries = Inquiries(threads, account, board, limits.keys)
         objects = StoreCalls(threads, calls, sessions, limits, instance=self.instance, kind=kind)
         shared = SharedCalls(threads, limits, metrics)
         blocks = BlockPool(arena)

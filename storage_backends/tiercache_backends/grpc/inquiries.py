@@ -24,8 +24,6 @@ class DaemonReport:
 
     rows: Sequence[Mapping[str, Any]]
     """Rows by hour and tenant, in this order, with the fields of AccountRow on the wire."""
-    stored: Mapping[str, tuple[int, int]]
-    """Objects and payload bytes that each tenant has now; empty if they are not known."""
     begun: float
     """Begin of the first hour of the account, in seconds since 1970; 0 if it has no rows."""
 
@@ -34,7 +32,7 @@ def read_report(reply: pb.ReportReply) -> DaemonReport:
     """Decode an account."""
     names = [found.name for found in pb.AccountRow.DESCRIPTOR.fields]
     rows = [{name: getattr(row, name) for name in names} for row in reply.rows]
-    return DaemonReport(rows, {held.tenant: (held.objects, held.bytes) for held in reply.stored}, reply.begun)
+    return DaemonReport(rows, reply.begun)
 
 
 def read_history(reply: pb.HistoryReply, keys: int, pages: int) -> History:

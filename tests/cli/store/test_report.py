@@ -50,7 +50,6 @@ def test_days_hours_and_tenants(node: StorageServer) -> None:
         ("", 40, 40_000)
     ]
     assert today["account_begins"] == HOUR - 240 * HOUR_S
-    assert today["stored"] == [{"tenant": "", "objects": 10, "bytes": 10_000}]
     hours = call("report", "-s", url(node), "--since", "3d", "--by", "hour", "-o", "jsonl").lines
     assert [(row["tenant"], row["read_objects"]) for row in hours] == [("red", 5), ("red", 6), ("", 10)]
     assert [row["begins"] for row in hours[:2]] == [HOUR - 30 * HOUR_S, HOUR - 29 * HOUR_S]
@@ -73,9 +72,6 @@ def test_tables_say_what_is_unknown_and_escape_what_comes_from_others(node: Stor
     assert "(no tenant)" in text
     assert "\x1b[31m" not in text
     assert "account begins at" in text
-    assert "stored now: (no tenant) 9.8 KiB in 10 objects" in text
-    nothing = call("report", "-s", url(node), "--since", "30d", "--tenant", "red", "-o", "json").document
-    assert nothing["stored"] is None
     assert flops_text(0) == "0 FLOP"
     assert flops_text(1.234e24) == "1.23e+03 ZFLOP"
 

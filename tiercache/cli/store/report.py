@@ -57,9 +57,8 @@ def report(
 
         tiercache report --since 2026-11-20 --by hour --tenant red -o jsonl
 
-    JSON: since, account_begins, stored (tenant, objects, bytes: now; null if
-    they are not known) and rows (jsonl: one line each): begins (seconds since
-    1970), tenant ("" for none), written_objects, written_bytes, read_objects,
+    JSON: since, account_begins and rows (jsonl: one line each): begins
+    (seconds since 1970), tenant ("" for none), written_objects, written_bytes, read_objects,
     read_bytes, missed_objects (asked for by a read, and not there),
     found_objects and absent_objects (of lookups), restored_tokens,
     unpriced_tokens (restored, but the FLOPs are not known), saved_flops (of
@@ -74,8 +73,7 @@ def report(
     target = resolve_daemon(store, "only a running daemon keeps an account")
     with opened(target) as found:
         answer = getattr(found, "report")(begin)  # noqa: B009  only a daemon's store has it
-    stored: Mapping[str, tuple[int, int]] = answer.stored
-    names = {*stored, *(row["tenant"] for row in answer.rows)}
+    names = {row["tenant"] for row in answer.rows}
     if tenant is not None and tenant not in names:
         known = ", ".join(sorted(clean(name) for name in names if name)) or "none"
         raise ConfigError(
@@ -83,17 +81,13 @@ def report(
             f" {known}"
         )
     rows = _summed([row for row in answer.rows if tenant in (None, row["tenant"])], by)
-    held = {name: what for name, what in stored.items() if tenant in (None, name)}
     if output is Output.TABLE:
-        _print(rows, held, begin, answer.begun, by)
+        _print(rows, begin, answer.begun, by)
     elif output is Output.JSONL:
         for row in rows:
             line(row)
     else:
-        now = [{"tenant": name, "objects": n, "bytes": size} for name, (n, size) in sorted(held.items())]
-        document({
-            "since": begin, "account_begins": answer.begun or None, "stored": now or None, "rows": rows,
-        })  # fmt: skip
+        document({"since": begin, "account_begins": answer.begun or None, "rows": rows})
 
 
 def _begin(text: str, now: float) -> float:
@@ -142,13 +136,7 @@ def _day(hour: int) -> float:
         return float(hour)
 
 
-def _print(
-    rows: Sequence[Mapping[str, Any]],
-    stored: Mapping[str, tuple[int, int]],
-    begin: float,
-    begun: float,
-    by: By,
-) -> None:
+def _print(rows: Sequence[Mapping[str, Any]], begin: float, begun: float, by: By) -> None:
     to = console()
     columns = (
         "begins", "tenant", "written", "read", "objects", "missed", "tokens", "hit rate", "saved",
@@ -184,14 +172,6 @@ def _print(
         )
     if begun > begin + _HOUR_S:
         to.print(f"[dim]the account begins at {_when(begun, By.HOUR)}[/]")
-    if stored:
-        shown = ", ".join(
-            f"{safe(name or _COMMON)} {readable_size(size)} in {count:,} objects"
-            for name, (count, size) in sorted(stored.items())
-        )
-        to.print(f"stored now: {shown}", soft_wrap=True)
-    else:
-        to.print("stored now: not known, because the objects could not be counted")
 
 
 def _saved(row: Mapping[str, Any]) -> str:

@@ -413,14 +413,12 @@ class ReportRequest(_message.Message):
     def __init__(self, since: _Optional[float] = ...) -> None: ...
 
 class ReportReply(_message.Message):
-    __slots__ = ("rows", "stored", "begun")
+    __slots__ = ("rows", "begun")
     ROWS_FIELD_NUMBER: _ClassVar[int]
-    STORED_FIELD_NUMBER: _ClassVar[int]
     BEGUN_FIELD_NUMBER: _ClassVar[int]
     rows: _containers.RepeatedCompositeFieldContainer[AccountRow]
-    stored: _containers.RepeatedCompositeFieldContainer[StoredBytes]
     begun: float
-    def __init__(self, rows: _Optional[_Iterable[_Union[AccountRow, _Mapping]]] = ..., stored: _Optional[_Iterable[_Union[StoredBytes, _Mapping]]] = ..., begun: _Optional[float] = ...) -> None: ...
+    def __init__(self, rows: _Optional[_Iterable[_Union[AccountRow, _Mapping]]] = ..., begun: _Optional[float] = ...) -> None: ...
 
 class AccountRow(_message.Message):
     __slots__ = ("hour", "tenant", "written_objects", "written_bytes", "read_objects", "read_bytes", "missed_objects", "found_objects", "absent_objects", "restored_tokens", "unpriced_tokens", "saved_flops", "asked_tokens", "unsized_objects", "timed_tokens", "prefill_seconds", "read_seconds")
@@ -459,16 +457,6 @@ class AccountRow(_message.Message):
     prefill_seconds: float
     read_seconds: float
     def __init__(self, hour: _Optional[int] = ..., tenant: _Optional[str] = ..., written_objects: _Optional[int] = ..., written_bytes: _Optional[int] = ..., read_objects: _Optional[int] = ..., read_bytes: _Optional[int] = ..., missed_objects: _Optional[int] = ..., found_objects: _Optional[int] = ..., absent_objects: _Optional[int] = ..., restored_tokens: _Optional[int] = ..., unpriced_tokens: _Optional[int] = ..., saved_flops: _Optional[float] = ..., asked_tokens: _Optional[int] = ..., unsized_objects: _Optional[int] = ..., timed_tokens: _Optional[int] = ..., prefill_seconds: _Optional[float] = ..., read_seconds: _Optional[float] = ...) -> None: ...
-
-class StoredBytes(_message.Message):
-    __slots__ = ("tenant", "objects", "bytes")
-    TENANT_FIELD_NUMBER: _ClassVar[int]
-    OBJECTS_FIELD_NUMBER: _ClassVar[int]
-    BYTES_FIELD_NUMBER: _ClassVar[int]
-    tenant: str
-    objects: int
-    bytes: int
-    def __init__(self, tenant: _Optional[str] = ..., objects: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class UsageRequest(_message.Message):
     __slots__ = ()
