@@ -36,7 +36,6 @@ _DISTRIBUTIONS = {
     "google": "protobuf",
     "grpc": "grpcio",
     "grpc_health": "grpcio-health-checking",
-    "grpc_reflection": "grpcio-reflection",
     "mooncake": "mooncake-transfer-engine-non-cuda",
     "zmq": "pyzmq",
 }

@@ -20,7 +20,7 @@ from tiercache.daemon.certificates import Certificates
 from tiercache.daemon.gate import Gate
 from tiercache.daemon.payload.attachments import Attachments
 from tiercache.daemon.payload.port import DataPort, DataSessions
-from tiercache.daemon.service import Service, Standard
+from tiercache.daemon.service import HealthService, Service
 from tiercache.daemon.sockets import PLAIN_SOCKET, TLS_SOCKET, prepare, remove
 from tiercache.errors import StorageError
 from tiercache.wire.methods import ATTACH_SOCKET, DATA_SOCKET, GRPC_SOCKET
@@ -67,8 +67,8 @@ class Listeners:
         `ends` gets callbacks that drain and close everything.
         """
         server = grpc.aio.server(options=_options(self._settings))
-        standard = Standard(service.admit)
-        server.add_generic_rpc_handlers((service.handler(), *standard.handlers()))
+        health = HealthService(service.admit)
+        server.add_generic_rpc_handlers((service.handler(), health.handler()))
         others = has_other_users(self._settings)
         directory = self._socket_directory(ends, others=others)
         private = self._bind(server, directory, others=others)
@@ -84,13 +84,13 @@ class Listeners:
                 )
             serving.append(f"unix sockets in {directory}")
         sessions.ports = self._listen_data(port)
-        await standard.report_serving()
+        await health.report_serving()
         await server.start()
         self._gate.start()
 
         async def drain() -> None:
             self._gate.stop_accepting()
-            await standard.report_shutdown()
+            await health.report_shutdown()
             await asyncio.gather(port.drain(self._settings.drain), server.stop(self._settings.drain))
 
         ends.push_async_callback(drain)

@@ -17,8 +17,6 @@ import grpc
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2
 from grpc_health.v1._async import HealthServicer
-from grpc_reflection.v1alpha import reflection_pb2
-from grpc_reflection.v1alpha._async import ReflectionServicer
 
 from tiercache.daemon.access import Access, Caller, Refusal
 from tiercache.daemon.call import Call, request_bytes, without_abort_traceback
@@ -35,7 +33,6 @@ _log = logging.getLogger(__name__)
 _UNTOUCHED = ((UNTOUCHED_METADATA, "1"),)
 """Trailing metadata of a refusal. It promises that the call does not touch attached memory, now or later."""
 _HEALTH: Final = "grpc.health.v1.Health"
-_REFLECTION: Final = "grpc.reflection.v1alpha.ServerReflection"
 _CHECK_SECONDS: Final = 5.0
 """Seconds that sending the answer to a `Check` may take."""
 
@@ -162,12 +159,6 @@ class Service:
 
     async def _serve(self, method: Method, context: Any) -> None:
         caller = self._identify(context)
-
-        def make() -> Call:
-            return Call(
-                caller, context, self._idle, self._limits.message_bytes, request_bytes(self._limits.keys)
-            )
-
         with self._admitted(method, caller, context.time_remaining()) as seconds:
             call = Call(
                 caller, context, self._idle, self._limits.message_bytes, request_bytes(self._limits.keys)
@@ -213,12 +204,12 @@ class Service:
             caller.budgets.streams.give(1)
 
 
-class Standard:
-    """Health and reflection services of one server.
+class HealthService:
+    """Health service of one server.
 
     `Check` answers every client, because a load balancer has no credentials. It reports the health of the
     whole daemon and does not read the request, so that an unknown client cannot make the daemon hold memory
-    or wait. `Watch` and reflection are for known callers.
+    or wait. `Watch` is for known callers.
 
     Thread safety: the event loop's thread.
     """
@@ -227,7 +218,6 @@ class Standard:
         """Serve calls that `admit`, which takes gRPC's context of a call, does not abort."""
         self._admit = admit
         self._health = HealthServicer()
-        self._reflection = ReflectionServicer([SERVICE, _HEALTH, _REFLECTION])
 
     async def report_serving(self) -> None:
         """Report that the service is healthy."""
@@ -238,29 +228,14 @@ class Standard:
         """Report that the service is not healthy; it cannot be reported as healthy again."""
         await self._health.enter_graceful_shutdown()
 
-    def handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
-        """Return the handlers to add to gRPC's server."""
-        health = {"Check": self._check, "Watch": self._watch}
-        request, reply = (
-            health_pb2.HealthCheckRequest.FromString,
-            health_pb2.HealthCheckResponse.SerializeToString,
-        )
-        asked, told = (
-            reflection_pb2.ServerReflectionRequest.FromString,
-            reflection_pb2.ServerReflectionResponse.SerializeToString,
-        )
-        return (
-            grpc.method_handlers_generic_handler(
-                _HEALTH,
-                {
-                    name: grpc.stream_stream_rpc_method_handler(call, request, reply)
-                    for name, call in health.items()
-                },
-            ),
-            grpc.method_handlers_generic_handler(
-                _REFLECTION,
-                {"ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(self._reflect, asked, told)},
-            ),
+    def handler(self) -> grpc.GenericRpcHandler:
+        """Return the handler to add to gRPC's server."""
+        read = health_pb2.HealthCheckRequest.FromString
+        write = health_pb2.HealthCheckResponse.SerializeToString
+        calls = {"Check": self._check, "Watch": self._watch}
+        return grpc.method_handlers_generic_handler(
+            _HEALTH,
+            {name: grpc.stream_stream_rpc_method_handler(call, read, write) for name, call in calls.items()},
         )
 
     async def _check(self, _: Any, context: Any) -> None:
@@ -271,9 +246,3 @@ class Standard:
         with without_abort_traceback():
             await self._admit(context)
             await self._health.Watch(await context.read(), context)
-
-    async def _reflect(self, requests: Any, context: Any) -> None:
-        with without_abort_traceback():
-            await self._admit(context)
-            async for reply in self._reflection.ServerReflectionInfo(requests, context):
-                await context.write(reply)
