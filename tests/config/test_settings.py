@@ -320,7 +320,7 @@ PRINCIPALS = '[[principals]]\nname = "a"\n{}\n[[principals]]\nname = "b"\n{}\n'
         ('insecure_bind = true\nhttp.listen = "0.0.0.0:1"',
          "http.listen: other machines can reach 0.0.0.0:1"),
         (f'sockets = "/{"s" * 95}"',
-         "would have 108 bytes, and the path of a unix socket has at most 107; set sockets to"),
+         "would have 108 bytes, and the path of a unix socket has at most 107; use a directory"),
         (f'directory = "/{"ü" * 45}a"', "would have 108 bytes"),
         ('storage = "memory://"\ndisk_bytes = "64GiB"', "storage and disk_bytes cannot both be given"),
         ('storage = ["memory://"]\ndisk_bytes = "64GiB"', "storage and disk_bytes cannot both be given"),

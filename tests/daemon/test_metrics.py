@@ -20,10 +20,11 @@ from tiercache_backends.memory import MemoryBackend
 from tests.daemon.hosts import until
 from tests.daemon.web import ask
 from tiercache.config.models import Settings
+from tiercache.config.rules import is_exposed
 from tiercache.core import ObjectKey, Outcome, PoolName
 from tiercache.daemon import StorageServer
 from tiercache.daemon.http import routes
-from tiercache.daemon.node_metrics import UsageFigures, exposed
+from tiercache.daemon.node_metrics import UsageFigures
 from tiercache.errors import StorageError
 from tiercache.memory import Region, create_memfd
 from tiercache.metrics import NODE, TABLE
@@ -574,11 +575,10 @@ def test_where_metrics_are_served(tmp_path: Path) -> None:
 def test_who_can_call_without_saying_who_it_is(tmp_path: Path) -> None:
     token = secret(tmp_path, "reader")
     exposed_to = {"listen": ["0.0.0.0:0"], "insecure_bind": True}
-    assert not exposed(settings_of(tmp_path))
-    assert exposed(settings_of(tmp_path, **exposed_to))
-    assert not exposed(
-        settings_of(tmp_path, **exposed_to, principals=[{"name": "reader", "token_file": token}])
-    )
+    assert not is_exposed(settings_of(tmp_path))
+    assert is_exposed(settings_of(tmp_path, **exposed_to))
+    reader = {"name": "reader", "token_file": token}
+    assert not is_exposed(settings_of(tmp_path, **exposed_to, principals=[reader]))
     with serving(tmp_path, **exposed_to) as (node, _):
         assert Scrape(node.http_address)("node_insecure_bind") == 1
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Final
 from tiercache.cli.store.target import LOCAL, listener
 from tiercache.cli.terminal import clean
 from tiercache.config.files import check_files
-from tiercache.config.rules import SOCKETS, warnings
-from tiercache.config.urls import section_of
+from tiercache.config.rules import warnings
+from tiercache.config.urls import SOCKETS, section_of
 from tiercache.daemon.certificates import check_certificates
 from tiercache.errors import ConfigError, StorageError
 from tiercache.memory import read_memory

@@ -64,7 +64,7 @@ def resolve(file: Path | None = None, overrides: Mapping[str, Any] | None = None
         # A misspelt setting says more than that the right one is missing.
         found = error.errors(include_url=False, include_input=False)
         mistake = min(found, key=lambda one: one["type"] == "missing")
-        raise _sentence(_Names(places[0], flags), mistake) from None
+        raise _sentence(places[0], flags, mistake) from None
     try:
         return Loaded(settings.check(), file, values)
     except ConfigError as error:
@@ -130,31 +130,21 @@ def _gives(values: Any, key: Sequence[str | int]) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """Names of settings in messages: as a key of the file, or as a flag if that has given the value."""
-
-    place: str
-    flags: Mapping[str, Any]
-
-    def of(self, key: Key) -> str:
-        """Return the name of a setting, with the file's name before a key of it."""
-        if _gives(self.flags, key):
-            return f"--{'-'.join(_clean(str(part)) for part in key).replace('_', '-')}"
-        return f"{self.place}: {_clean(dotted(key))}"
-
-
-def _sentence(names: _Names, mistake: Mapping[str, Any]) -> ConfigError:
+def _sentence(place: str, flags: Mapping[str, Any], mistake: Mapping[str, Any]) -> ConfigError:
+    """Return the error for a mistake in a flag, or else in the file or the defaults (`place`)."""
     kind = mistake["type"]
     key: Key = tuple(part for part in mistake["loc"] if part != "[key]")
+    name = f"{place}: {_clean(dotted(key))}"
+    if _gives(flags, key):
+        name = f"--{'-'.join(_clean(str(part)) for part in key).replace('_', '-')}"
     if kind == "extra_forbidden":
-        return ConfigError(f"{names.of(key)} is not a setting{_suggestion(key)}")
+        return ConfigError(f"{name} is not a setting{_suggestion(key)}")
     if kind == "missing":
-        return ConfigError(f"{names.of(key)} is missing; add it")
+        return ConfigError(f"{name} is missing; add it")
     if kind in ("model_type", "model_attributes_type", "dict_type"):
-        return ConfigError(f"{names.of(key)} is not a table; give its settings one by one")
+        return ConfigError(f"{name} is not a table; give its settings one by one")
     reason = mistake.get("ctx", {}).get("error") or mistake["msg"]
-    return ConfigError(f"{names.of(key)}: {_clean(str(reason))}")
+    return ConfigError(f"{name}: {_clean(str(reason))}")
 
 
 def _suggestion(key: Key) -> str:

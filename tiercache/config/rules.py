@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from tiercache.config.urls import parse_address, section_of, unix_target
+from tiercache.config.urls import check_sockets, parse_address, section_of
 from tiercache.core import Verb
 from tiercache.errors import ConfigError
 from tiercache.settings import LINE, PATH, Kind, matching
@@ -24,13 +24,10 @@ if TYPE_CHECKING:
     from tiercache.config.models import Principal, Settings
     from tiercache.config.urls import Address
 
-SOCKETS: Final = ("grpc.sock", "attach.sock", "data.sock")
 _NAMESPACE_DIGITS: Final = (64, 96)
 """Hex digits of a model's namespace, without and with the mark of a tenant."""
 _KEY_BYTES: Final = 256
 """Maximum size in bytes of one object's description in a message."""
-_SOCKET_PATH: Final = 107
-"""Bytes of `sun_path` (unix(7)) without the terminating zero."""
 _NAMESPACE: Final = re.compile(r"(?:[0-9a-f]{2}){1,64}")
 """Pattern of a namespace, written as the hex digits of its 1 to 64 bytes.
 
@@ -153,7 +150,7 @@ def warnings(settings: Settings) -> Iterator[str]:
     """Yield warnings about settings that are valid, but perhaps not intended."""
     tcp = settings.addresses
     exposed = [address for address in tcp if not address.loopback]
-    if exposed and not _authenticated(settings):
+    if is_exposed(settings):
         yield f"every client that reaches {_listed(exposed)} may read and change the cache (insecure_bind)"
     elif exposed and _tokens(settings) and not settings.tls:
         yield f"tokens travel unencrypted to {_listed(exposed)} (insecure_bind)"
@@ -329,17 +326,9 @@ def _exposure(settings: Settings) -> None:
 def _sockets(settings: Settings) -> None:
     if settings.unix:
         try:
-            unix_target(settings.socket_directory)
+            check_sockets(settings.socket_directory)
         except ConfigError as error:
             raise ConfigError(f"sockets: {error}") from error
-    longest = max(len(os.fsencode(settings.socket_directory / name)) for name in SOCKETS)
-    if settings.unix and longest > _SOCKET_PATH:
-        raise ConfigError(
-            f"sockets: a path in {settings.socket_directory} would have {longest} bytes, and the path"
-            " of a unix"
-            f" socket has at most {_SOCKET_PATH}; set sockets to a directory with a shorter path, such as"
-            " /run/tiercache"
-        )
 
 
 def _http(settings: Settings) -> None:
@@ -359,6 +348,11 @@ def _events(settings: Settings) -> None:
         _ = settings.events.publisher
     except ConfigError as error:
         raise ConfigError(f"events: {error}") from error
+
+
+def is_exposed(settings: Settings) -> bool:
+    """Return whether a client on another machine can call without credentials."""
+    return not _authenticated(settings) and any(not address.loopback for address in settings.addresses)
 
 
 def _tokens(settings: Settings) -> bool:

@@ -22,6 +22,9 @@ from tiercache.errors import ConfigError
 from tiercache.settings import Kind
 from tiercache.text import shown
 
+SOCKETS: Final = ("grpc.sock", "attach.sock", "data.sock")
+_SOCKET_PATH: Final = 107
+"""Bytes of `sun_path` (unix(7)) without the terminating zero."""
 _FORM: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/?#]*)([^?#]*)(?:\?([^#]*))?(#.*)?", re.DOTALL)
 _LONE_PERCENT: Final = re.compile(r"%(?![0-9A-Fa-f]{2})")
 
@@ -75,6 +78,17 @@ def section_of(url: str) -> dict[str, Any]:
             raise ConfigError(f"storage {_without_query(url)} gives {name!r} twice; keep one")
         section[name] = _unescaped(value, url)
     return section
+
+
+def check_sockets(directory: str | os.PathLike[str]) -> None:
+    """Raise ConfigError if a daemon's sockets in this directory would have paths that are not possible."""
+    unix_target(directory)
+    longest = max(len(os.fsencode(os.path.join(directory, name))) for name in SOCKETS)
+    if longest > _SOCKET_PATH:
+        raise ConfigError(
+            f"a path in {os.fspath(directory)} would have {longest} bytes, and the path of a unix socket has"
+            f" at most {_SOCKET_PATH}; use a directory with a shorter path, such as /run/tiercache"
+        )
 
 
 def unix_target(path: str | os.PathLike[str]) -> str:

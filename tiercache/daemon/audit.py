@@ -38,14 +38,7 @@ class AuditLog:
     """
 
     def __init__(
-        self,
-        path: Path,
-        *,
-        max_bytes: int,
-        kept: int,
-        required: bool,
-        count_lost: Callable[[], object],
-        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+        self, path: Path, *, max_bytes: int, kept: int, required: bool, count_lost: Callable[[], object]
     ) -> None:
         """Write to `path`, and keep `kept` files of at most `max_bytes` beside it, one at least."""
         self.path: Final = path
@@ -53,7 +46,6 @@ class AuditLog:
         self._max_bytes = max_bytes
         self._kept = kept
         self._count_lost = count_lost
-        self._clock = clock
         self._waiting: Queue[tuple[bytes, Future[bool]] | None] = Queue(_MAX_WAITING)
         self._is_failing = False
         # A daemon thread: a disk that hangs must not keep the process from its end.
@@ -62,7 +54,7 @@ class AuditLog:
 
     def record(self, event: str, fields: Mapping[str, Any]) -> Future[bool]:
         """Write a record soon; the future says whether it is on the disk, and never raises."""
-        told = {"time": self._clock().isoformat(timespec="milliseconds"), "event": event, **fields}
+        told = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **fields}
         line = json.dumps(told, ensure_ascii=True, default=str).encode() + b"\n"
         written: Future[bool] = Future()
         try:

@@ -510,8 +510,8 @@ def _origin(
     if uids is None:
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return origin_of(client, address), f"{address[0]}:{address[1]}"
-    peer = peer_of(client)
-    return b"uid %d" % peer.uid if peer.uid in uids else None, f"pid {peer.pid}, uid {peer.uid}"
+    pid, uid = peer_of(client)
+    return b"uid %d" % uid if uid in uids else None, f"pid {pid}, uid {uid}"
 
 
 def _receive(connection: _Connection, max_bytes: int, flags: int = 0) -> bytes:

@@ -19,9 +19,8 @@ from pathlib import Path
 from threading import Condition, Thread
 from typing import TYPE_CHECKING, Final, Literal
 
-from prometheus_client import CollectorRegistry
-
 import tiercache
+from tiercache.config.rules import is_exposed
 from tiercache.core import ObjectKey, Outcome, PoolName, Tier
 from tiercache.errors import TierCacheError
 from tiercache.events.publisher import EventPublisher
@@ -66,9 +65,9 @@ class NodeMetrics(Families):
     Thread safety: any thread.
     """
 
-    def __init__(self, principals: Iterable[str] = (), registry: CollectorRegistry | None = None) -> None:
+    def __init__(self, principals: Iterable[str] = ()) -> None:
         """Make all counters; `principals` are the names of all principals that may call the server."""
-        super().__init__(NODE, registry, version=[tiercache.__version__])
+        super().__init__(NODE, version=[tiercache.__version__])
         self.gauge("node_build_info", tiercache.__version__).set(1)
         self._seconds: Final = {method: self.histogram("node_call_seconds", method) for method in METHODS}
         self._under_way: Final = {method: self.gauge("node_calls_under_way", method) for method in METHODS}
@@ -184,7 +183,7 @@ class NodeMetrics(Families):
     ) -> None:
         """Let later scrapes read these objects. Call this when the server begins to serve."""
         self.gauge("node_start_time_seconds").set(time.time())
-        self.gauge("node_insecure_bind").set(exposed(settings))
+        self.gauge("node_insecure_bind").set(is_exposed(settings))
         self.gauge("node_calls_limit").set(budgets.streams.limit)
         self.gauge("node_workers").set(budgets.workers.limit)
         held = dict(zip(BUDGETS, (budgets.payload, budgets.transfers, budgets.requests), strict=True))
@@ -357,14 +356,6 @@ def _by_tenant(
 def _healths(figures: UsageFigures) -> dict[tuple[str, ...], float | None]:
     tiers = figures.latest().tiers
     return {(tier.name, health): float(tier.health == health) for tier in tiers for health in HEALTHS}
-
-
-def exposed(settings: Settings) -> bool:
-    """Return whether a client on another machine can call without credentials."""
-    known = any(principal.token_file is not None for principal in settings.principals) or (
-        settings.tls and settings.tls.client_ca
-    )
-    return not known and any(not address.loopback for address in settings.addresses)
 
 
 def disk_written_bytes() -> int | None:

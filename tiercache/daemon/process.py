@@ -8,7 +8,6 @@ import gc
 import os
 import resource
 import socket
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import Final
 
@@ -85,12 +84,12 @@ class Notifier:
     Thread safety: any thread.
     """
 
-    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
-        path = environment.get("NOTIFY_SOCKET", "")
+    def __init__(self) -> None:
+        path = os.environ.get("NOTIFY_SOCKET", "")
         # "@" stands for the zero byte with which an abstract address begins.
         self._address = "\0" + path[1:] if path.startswith("@") else path
-        watchdog = environment.get("WATCHDOG_USEC", "")
-        mine = environment.get("WATCHDOG_PID", "") in ("", str(os.getpid()))
+        watchdog = os.environ.get("WATCHDOG_USEC", "")
+        mine = os.environ.get("WATCHDOG_PID", "") in ("", str(os.getpid()))
         self.watchdog = int(watchdog) / 1e6 if self._address and mine and watchdog.isdigit() else 0.0
         """Seconds within which the service manager expects the next `WATCHDOG=1`; 0 if it expects none."""
 

@@ -9,7 +9,7 @@ import struct
 from contextlib import suppress
 from errno import EMFILE, ENFILE, ENOBUFS, ENOMEM
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from tiercache.errors import ConfigError, StorageError, TierCacheError
 from tiercache.wire.methods import ATTACH_SOCKET, DATA_SOCKET, GRPC_SOCKET
@@ -29,19 +29,14 @@ FLOW_BYTES: Final = 32 << 10
 """Maximum bytes that one direction of a connection holds in this process."""
 
 
-class Peer(NamedTuple):
-    """Process at the other end of a unix socket."""
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Return the process id and the user id at the other end of a connected unix socket; raises OSError.
 
-    pid: int
-    """Process id; 0 for a process in another PID namespace."""
-    uid: int
-    gid: int
-
-
-def peer_of(connection: socket.socket) -> Peer:
-    """Return the process at the other end of a connected unix socket; raises OSError if that fails."""
+    The process id is 0 for a process in another PID namespace.
+    """
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return Peer(*_CREDENTIALS.unpack(found))
+    pid, uid, _ = _CREDENTIALS.unpack(found)
+    return pid, uid
 
 
 def origin_of(connection: socket.socket, address: tuple[str, int]) -> bytes:
@@ -51,7 +46,7 @@ def origin_of(connection: socket.socket, address: tuple[str, int]) -> bytes:
     first 64 bits, because one machine may use every address with the same first 64 bits.
     """
     if connection.family == socket.AF_UNIX:
-        return b"uid %d" % peer_of(connection).uid
+        return b"uid %d" % peer_of(connection)[1]
     packed = socket.inet_pton(connection.family, address[0].partition("%")[0])
     # IPv6   | 8 bytes: the key | 8 bytes                        |
     # IPv4 on a dual-stack listener (::ffff:a.b.c.d)

@@ -199,12 +199,10 @@ class StatusBoard:
         access: Access,
         certificates: Certificates | None = None,
         hits: Callable[[], Mapping[str, Hits]] = dict,
-        every: float = _SAMPLE_SECONDS,
     ) -> None:
         """Read the figures of these parts; `kind` is the type of the store.
 
         `hits` returns the prompt tokens of each tenant since the start.
-        `every`: seconds between two samples.
         """
         self._kind: Final = kind
         self._instance: Final = instance.hex()
@@ -212,9 +210,8 @@ class StatusBoard:
         self._figures: Final = figures
         self._budgets: Final = budgets
         self._hits: Final = hits
-        self._every: Final = every
         self._access: Final = access
-        self._samples: Final = SampleRing(every=every)
+        self._samples: Final = SampleRing()
         self._journal: Final = calls.journal
         self._host: Final = socket.gethostname()
         self._started: Final = time.time()
@@ -227,7 +224,7 @@ class StatusBoard:
         """Take samples until cancelled."""
         while True:
             await asyncio.to_thread(self.sample)
-            await asyncio.sleep(self._every)
+            await asyncio.sleep(_SAMPLE_SECONDS)
 
     def sample(self) -> None:
         """Take one sample."""

@@ -5,7 +5,6 @@ Settings name the files with credentials; every new connection reads these files
 
 from __future__ import annotations
 
-import os
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,17 +14,15 @@ from typing import Annotated, Any, Final
 import grpc
 
 from tiercache.config.files import read_certificates, read_secret, read_token
-from tiercache.config.urls import SERVED, parse_address, storage_url, unix_target
+from tiercache.config.urls import SERVED, check_sockets, parse_address, storage_url, unix_target
 from tiercache.errors import ConfigError
 from tiercache.settings import FLAG, PATH, Kind, Named, duration, matching, read_section, whole
-from tiercache.wire.methods import ATTACH_SOCKET, GRPC_SOCKET
+from tiercache.wire.methods import GRPC_SOCKET
 
 KIND: Final = "grpc"
 _EXAMPLE: Final = (
     "grpc://cache.example:7070?token_file=/etc/tiercache/token&tls=true or grpc:///var/lib/tiercache/run"
 )
-_SOCKET_PATH: Final = 107
-"""Maximum bytes of a unix socket's path (`sun_path` without its terminating zero)."""
 _SECONDS: Final = duration(0.01, 3600)
 _ADDRESS: Final = Kind(lambda value: str(SERVED.parse(value)))
 _HOST: Final = matching("[ -~]{1,253}", "is not a host's name; write it without a port")
@@ -176,9 +173,4 @@ def _check_directory(settings: GrpcSettings) -> None:
         raise ConfigError(
             f"{settings}: a token is for TCP; on the unix sockets the daemon knows this process's user"
         )
-    unix_target(settings.directory)
-    longest = f"{settings.directory}/{ATTACH_SOCKET}"
-    if len(os.fsencode(longest)) > _SOCKET_PATH:
-        raise ConfigError(
-            f"{longest} is longer than the {_SOCKET_PATH} bytes of a socket's path; use a shorter directory"
-        )
+    check_sockets(settings.directory)

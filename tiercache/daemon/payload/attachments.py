@@ -118,7 +118,7 @@ class Attachments:
     async def _serve(self, connection: socket.socket) -> None:
         session: AttachSession | None = None
         try:
-            pid, uid, _ = peer_of(connection)
+            pid, uid = peer_of(connection)
             client = f"pid {pid}, uid {uid}"
             permissions = self._access.permissions_of_uid(uid)
             if permissions is None:

@@ -316,7 +316,7 @@ class DataPort:
             self._loop.call_later(_LOOK_SECONDS, self._look)
 
     def _make(self, number: int, origin: bytes, client: socket.socket) -> _Connection:
-        uid = peer_of(client).uid if client.family == socket.AF_UNIX else None
+        uid = peer_of(client)[1] if client.family == socket.AF_UNIX else None
         if uid is None:
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         else:
