@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.examples import example_count
+from tests.storage_backends.grpc.nodes import issue
 from tiercache.config.document import description, document, every_setting, leaves
 from tiercache.config.files import check_files, read_salt, read_secret, read_token
 from tiercache.config.loading import find_file, load, resolve
@@ -493,33 +494,14 @@ def test_a_credential_of_systemd_is_as_closed_as_a_secret(tmp_path, monkeypatch)
     assert "mode 0440" in refused(read_secret, path, 1, 100, "x")
 
 
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with the openssl command")
 def test_certificates_are_certificates(tmp_path, loaded):
     for name in ("a", "b"):
-        command = [
-            "openssl",
-            "req",
-            "-x509",
-            "-newkey",
-            "ec",
-            "-pkeyopt",
-            "ec_paramgen_curve:P-256",
-            "-nodes",
-            "-subj",
-            f"/CN={name}",
-        ]
-        try:
-            subprocess.run(
-                [*command, "-keyout", tmp_path / f"{name}.key", "-out", tmp_path / f"{name}.crt"],
-                check=True,
-                capture_output=True,
-            )
-        except FileNotFoundError:
-            pytest.skip("openssl makes the certificates")
-    text = 'tls = {{certificate = "{0}/a.crt", key = "{0}/{1}.key", client_ca = "{0}/{2}"}}'
-    check_certificates(loaded(text.format(tmp_path, "a", "b.crt")))
-    assert "not a certificate and its unencrypted key" in refused(
-        check_certificates, loaded(text.format(tmp_path, "b", "b.crt"))
-    )
+        issue(tmp_path, name)
+    text = 'tls = {{certificate = "{0}/a.pem", key = "{0}/{1}.key", client_ca = "{0}/{2}"}}'
+    check_certificates(loaded(text.format(tmp_path, "a", "ca.pem")))
+    said = refused(check_certificates, loaded(text.format(tmp_path, "b", "ca.pem")))
+    assert "not a certificate and its unencrypted key" in said
     assert "tls.client_ca" in refused(check_certificates, loaded(text.format(tmp_path, "a", "a.key")))
     check_certificates(Settings())
 

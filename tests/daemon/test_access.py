@@ -33,11 +33,12 @@ from tests.daemon.hosts import (
     serving,
     set_messages,
 )
+from tests.storage_backends.grpc.nodes import issue
 from tiercache.config.models import Settings
 from tiercache.core import ObjectKey
 from tiercache.daemon import StorageServer
 from tiercache.daemon.tenants.store import NameCipher
-from tiercache.wire import attachment, messages
+from tiercache.wire import messages
 from tiercache.wire.methods import METHODS
 from tiercache.wire.v1 import attach_pb2
 from tiercache.wire.v1 import storage_pb2 as pb
@@ -326,47 +327,15 @@ def test_another_user_gets_no_session(daemon: Daemon) -> None:
     assert "65534" in session.refusal
 
 
-def test_a_token_is_no_session_and_a_session_no_token(daemon: Daemon) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
-        sock.connect(daemon.attach)
-        session, _ = attachment.receive(sock, attach_pb2.Session)
-        assert session is not None
-        with Client(
-            f"127.0.0.1:{daemon.ports[0]}", [("authorization", f"Bearer {session.token.hex()}")]
-        ) as caller:
-            assert caller.refused("Hello") is grpc.StatusCode.UNAUTHENTICATED
-
-
-def openssl(directory: Path, *arguments: str) -> None:
-    subprocess.run(["openssl", *arguments], cwd=directory, check=True, capture_output=True)
-
-
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two authorities, and what they signed: the daemon's, workers', one that has expired."""
     directory = tmp_path_factory.mktemp("tls")
-    for ca in ("ca", "evil"):
-        openssl(directory, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
-         "-subj", f"/CN={ca}",
-                "-days", "30", "-keyout", f"{ca}.key", "-out", f"{ca}.pem")  # fmt: skip
-
-    def issue(name: str, san: str, ca: str = "ca", *dates: str) -> None:
-        openssl(directory, "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj",
-         f"/CN={name}",
-                "-keyout", f"{name}.key", "-out", f"{name}.csr")  # fmt: skip
-        (directory / f"{name}.ext").write_text(f"subjectAltName={san}\n")
-        openssl(directory, "x509", "-req", "-in", f"{name}.csr", "-CA", f"{ca}.pem", "-CAkey", f"{ca}.key",
-         "-CAcreateserial",
-                "-extfile", f"{name}.ext", "-out", f"{name}.pem", *(dates or ("-days", "10")))  # fmt: skip
-        (directory / f"{name}.key").chmod(0o600)
-
-    issue("server", "DNS:localhost")
-    issue("worker", "DNS:worker.example")
-    issue("unknown", "DNS:unknown.example")
-    issue("impostor", "DNS:worker.example", "evil")
-    # Signed for a moment that is over: openssl x509 has no -not_after before 3.4, so by a negative number of
-    # days.
-    issue("expired", "DNS:worker.example", "ca", "-days", "-1")
+    issue(directory, "server", san="DNS:localhost")
+    issue(directory, "worker", san="DNS:worker.example")
+    issue(directory, "unknown", san="DNS:unknown.example")
+    issue(directory, "impostor", san="DNS:worker.example", ca="evil")
+    issue(directory, "expired", san="DNS:worker.example", days=-1)
     return directory
 
 

@@ -9,7 +9,7 @@ from tiercache_backends.grpc import GrpcBackend
 from tiercache_backends.grpc.settings import read_settings
 from tiercache_backends.memory import FOOTPRINT
 
-from tests.events.rig import ANY, NAMESPACE, Follower, item, store_pages
+from tests.events.rig import ANY, NAMESPACE, Follower, item, store_pages, truth
 from tests.storage_backends.chain.hooks import add, remove
 from tests.storage_backends.grpc.nodes import daemon_settings
 from tiercache.config.models import EventsSettings
@@ -67,10 +67,6 @@ def test_a_subscriber_follows_all_tiers_through_their_changes(tmp_path):
                 late.until(lambda: late.map.places() == contents(chain))
 
 
-def held(store) -> set[Resident]:
-    return {Resident(e.key.pool, e.key.layout, e.key.page_key) for e in store.scan_all()}
-
-
 @pytest.mark.parametrize("kind", ["memory", "file", "lmdb"])
 def test_a_store_alone_is_told_under_its_kind(tmp_path, kind):
     place = f"?capacity={32 * FOOTPRINT.of(64)}" if kind == "memory" else f"{tmp_path}/a?capacity=4MiB"
@@ -80,8 +76,8 @@ def test_a_store_alone_is_told_under_its_kind(tmp_path, kind):
         with Follower(node.publisher) as follower:
             for chain in range(60):
                 store.set([item(n, chain, nbytes=nbytes) for n in (1, 2, 3, 4, 5)])
-            assert 0 < len(held(store)) < 300
-            follower.until(lambda: [*follower.map.places().values()] == [held(store)])
+            assert 0 < len(truth(store)) < 300
+            follower.until(lambda: [*follower.map.places().values()] == [truth(store)])
             [place] = follower.map.places()
             assert kind in place.tier.lower()
         assert node.publisher.figures()["events_snapshots_total"] == 1

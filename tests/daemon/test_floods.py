@@ -2,7 +2,7 @@
 bounded, and clients go on.
 
 See `attacks` for the floods, and `attacks.attack` for what is asserted of each. `pytest -m stress
-tests/daemon/test_floods.py` keeps them up for a minute also in TLS, and before the settings are acknowledged.
+tests/daemon/test_floods.py` keeps them up for a minute, in clear and in TLS.
 """
 
 from __future__ import annotations
@@ -204,12 +204,9 @@ def test_headers_of_a_client_that_has_not_acknowledged_yet_are_served(daemon: Da
         conn.sock.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", ["plain", pytest.param("tls", marks=pytest.mark.stress)], indirect=True)
-@pytest.mark.parametrize(
-    "acknowledge",
-    [pytest.param(False, id="before", marks=pytest.mark.stress), pytest.param(True, id="after")],
-)
+@pytest.mark.stress
+@pytest.mark.parametrize("transport", ["plain", "tls"], indirect=True)
+@pytest.mark.parametrize("acknowledge", [False, True], ids=["before", "after"])
 def test_a_minute_of_floods(
     daemon: Daemon,
     request: pytest.FixtureRequest,

@@ -4,9 +4,7 @@ INTERNAL, never a hang.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.daemon.hosts import MIB, Daemon, Worker, attach_socket, get_request, key, set_messages
+from tests.daemon.hosts import MIB, Daemon, Worker, get_request, key, set_messages
 from tests.daemon.test_attach import Region, places
 from tests.examples import example_count
 from tiercache.config.loading import load
@@ -24,10 +22,9 @@ from tiercache.daemon import StorageServer
 from tiercache.errors import WireError
 from tiercache.storage.checksum import checksum
 from tiercache.storage.registry import open_backend
-from tiercache.wire import attachment, messages
+from tiercache.wire import messages
 from tiercache.wire.messages import read_message
 from tiercache.wire.methods import METHODS
-from tiercache.wire.v1 import attach_pb2
 from tiercache.wire.v1 import storage_pb2 as pb
 
 DOCUMENTED = {
@@ -203,18 +200,6 @@ def test_headers_and_payload_in_any_order(
         "Set",
         [pb.SetRequest(header=header, payload=payload).SerializeToString() for header, payload in stream],
     )
-
-
-@settings(FUZZ, max_examples=example_count(60))
-@given(st.lists(st.binary(max_size=300), max_size=3), st.integers(0, 3))
-def test_packets_of_the_attach_socket(worker: Worker, packets: list[bytes], fds: int) -> None:
-    directory = Path(worker.sock.getpeername()).parents[1]
-    with attach_socket(Daemon(None, directory, [], directory)) as sock, suppress(OSError):
-        attachment.receive(sock, attach_pb2.Session)
-        for packet in packets:
-            socket.send_fds(sock, [packet], [worker.sock.fileno()] * fds)
-            if packet:
-                sock.recv(4096)
 
 
 @pytest.mark.parametrize("field", [b"\x12\0", b"\x22\0", b"\x9a\x01\0", b"\x08\x01"])

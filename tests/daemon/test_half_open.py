@@ -106,11 +106,19 @@ def waits(place: Place, port: str, times: int) -> list[float]:
     return found
 
 
-CASES = [(port, first) for first in FIRST for port in PORTS]
+PLAIN = (
+    ("grpc", "nothing"), ("data", "nothing"), ("http", "nothing"), ("grpc", "a preface"),
+    ("grpc", "a trickled preface"), ("data", "half a preface"), ("http", "half a request"),
+    ("http", "a trickled request"),
+)  # fmt: skip
+IN_TLS = (
+    ("grpc", "a hello"),
+    *((port, f"{how} hello") for port in PORTS for how in ("half a", "a trickled")),
+)
+CASES = [*(("plain", *case) for case in PLAIN), *(("tls", *case) for case in IN_TLS)]
 
 
-@pytest.mark.parametrize("place", slow_after(1, ["plain", "tls"]), indirect=True)
-@pytest.mark.parametrize(("port", "first"), slow_after(3, CASES))
+@pytest.mark.parametrize(("place", "port", "first"), slow_after(3, CASES), indirect=["place"])
 def test_strangers_of_a_hundred_addresses_delay_no_newcomer_for_long(
     place: Place, port: str, first: str
 ) -> None:

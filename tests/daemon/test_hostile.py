@@ -587,10 +587,10 @@ def _gone(client: Client) -> bool:
 
 
 @pytest.mark.slow
-def test_a_minute_of_everything(
+def test_everything_at_once(
     daemon: Daemon, request: pytest.FixtureRequest, mallory: Callable[[], Client], tmp_path: Path
 ) -> None:
-    """All kinds together, in one crowd, for a minute.
+    """All kinds together, in one crowd, for a quarter of a minute.
 
     What they store fairly, 16 times the capacity, may push out what others have just stored.
     """
@@ -598,7 +598,7 @@ def test_a_minute_of_everything(
     wanted = pb.GetRequest(
         keys=messages.keys([key(n % 6, "big") for n in range(48)]), lengths=[MIB] * 48
     ).SerializeToString()
-    end = time.monotonic() + 60
+    end = time.monotonic() + 15
 
     def hit(number: int) -> None:
         rng = random.Random(number)

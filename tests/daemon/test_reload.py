@@ -23,8 +23,7 @@ from tiercache_backends.grpc.settings import read_settings
 
 from tests.daemon import web
 from tests.daemon.hosts import GUARD, Client, Worker, secret, serving, set_messages, until
-from tests.daemon.test_access import openssl
-from tests.storage_backends.grpc.nodes import daemon_settings
+from tests.storage_backends.grpc.nodes import daemon_settings, issue
 from tiercache.config.models import Settings
 from tiercache.core import Outcome
 from tiercache.daemon import StorageServer
@@ -111,20 +110,6 @@ def test_what_needs_a_restart_is_named(node: StorageServer, tmp_path: Path) -> N
     ]
 
 
-def issue(directory: Path, name: str, *dates: str) -> None:
-    """A certificate of 127.0.0.1 from the directory's own authority, for two days or between two dates."""
-    if not (directory / "ca.pem").exists():
-        openssl(directory, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes",
-                "-subj", "/CN=ca", "-days", "2", "-keyout", "ca.key", "-out", "ca.pem")  # fmt: skip
-        (directory / "ext").write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
-    openssl(directory, "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj",
-            f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr")  # fmt: skip
-    openssl(directory, "x509", "-req", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key",
-            "-CAcreateserial", *(dates or ("-days", "2")), "-extfile", "ext",
-            "-out", f"{name}.pem")  # fmt: skip
-    (directory / f"{name}.key").chmod(0o600)
-
-
 def shown(address: str, ca: Path) -> str:
     """The common name of the certificate that a new connection is shown."""
     context = ssl.create_default_context(cafile=str(ca))
@@ -184,7 +169,7 @@ def broken(how: str, key_file: Path, certificate: Path) -> str:
             shutil.copy(key_file.with_name("two.key"), key_file)
             return "not a certificate and its"
         case "expired":
-            issue(key_file.parent, "old", "-days", "-1")
+            issue(key_file.parent, "old", days=-1)
             for made, used in (("old.key", key_file), ("old.pem", certificate)):
                 shutil.copy(key_file.with_name(made), used)
             return "no client would accept .*expired"
@@ -248,7 +233,7 @@ def test_a_broken_pair_changes_nothing_and_the_end_of_the_good_one_is_told(tmp_p
             assert shown(node.addresses[0], ca) == "one", how
             assert ends() == {good}
             install()
-        issue(tmp_path, "long", "-days", "90")
+        issue(tmp_path, "long", days=90)
         shutil.copy(tmp_path / "long.key", key_file)
         shutil.copy(tmp_path / "long.pem", certificate)
         assert node.reload(first).at_next_start == []

@@ -248,7 +248,7 @@ def test_a_daemon_that_is_killed_while_a_tier_leaves_has_the_list_of_its_file(
 ) -> None:
     """A tier that was to leave keeps what was not yet copied in its files, and the others have theirs."""
     a, b = url(tmp_path, "a", "256MiB"), url(tmp_path, "b", "256MiB", ALONE)
-    node, last, count = Node(tmp_path), range(9000, 9010), 1500
+    node, last, count = Node(tmp_path), range(9000, 9010), 600
     with _killed(tmp_path, node.body(b)) as daemon, open_backend(node.where) as store:
         fill(store, last)
         node.write(a, b)

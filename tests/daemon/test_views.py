@@ -122,29 +122,6 @@ def test_a_veil_hides_every_bit() -> None:
     assert max(flips) < 166, "some half of 256 bits change"
 
 
-def test_tenants_never_meet() -> None:
-    store = MemoryBackend()
-    one, other = veiled(store, "one"), veiled(store, "other", OTHER_VEIL)
-    for view in (one, other, store):
-        view.register_namespace(NamespaceRecord(NAMESPACE, {"model": "m", "tenant": "what the caller says"}))
-    assert put(one, key(1), payload(1, 100)) is Outcome.STORED
-    assert put(other, key(1), payload(2, 100)) is Outcome.STORED
-    assert fetch(one, key(1), 100) == payload(1, 100)
-    assert fetch(other, key(1), 100) == payload(2, 100)
-    assert fetch(store, key(1), 100) is Outcome.MISS, "under its own name it is not there"
-    assert put(one, key(2), b"x") is Outcome.STORED
-    assert other.exists([key(2)]) == [False]
-    assert other.describe([key(2)]) == [None]
-    assert other.delete([key(2)]) == [False]
-    assert [e.key for e in one.scan_all()] == sorted([key(1), key(2)], key=lambda k: VEIL.hide(k.page_key))
-    assert [e.key for e in other.scan_all()] == [key(1)]
-    assert list(other.scan_all(OTHER_NAMESPACE)) == []
-    assert {e.key for e in one.scan_all(NAMESPACE)} == {key(1), key(2)}
-    [record] = one.namespaces()
-    assert (record.namespace, record.identity["tenant"], record.identity["model"]) == (NAMESPACE, "one", "m")
-    assert len(store.namespaces()) == 3
-
-
 def test_a_false_checksum_is_found_before_it_is_stored() -> None:
     store = veiled(MemoryBackend())
     item = to_set(key(1), b"abc")

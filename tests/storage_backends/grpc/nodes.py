@@ -53,6 +53,27 @@ def make_certificate(directory: Path, name: str = "localhost") -> tuple[Path, Pa
     return key, certificate
 
 
+def issue(
+    directory: Path, name: str, *, san: str = "IP:127.0.0.1,DNS:localhost", ca: str = "ca", days: int = 2
+) -> None:
+    """Make NAME.key and NAME.pem of the authority `ca` of a directory, which is made if need be.
+
+    A certificate of a negative number of days is over.
+    """
+    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+
+    def openssl(*words: str) -> None:
+        subprocess.run(["openssl", *words], cwd=directory, check=True, capture_output=True)
+
+    if not (directory / f"{ca}.pem").exists():
+        openssl("req", "-x509", *key, "-subj", f"/CN={ca}", "-keyout", f"{ca}.key", "-out", f"{ca}.pem")
+    (directory / f"{name}.ext").write_text(f"subjectAltName={san}\n")
+    openssl("req", *key, "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr")
+    signer = ("-CA", f"{ca}.pem", "-CAkey", f"{ca}.key", "-CAcreateserial", "-days", str(days))
+    openssl("x509", "-req", "-in", f"{name}.csr", *signer, "-extfile", f"{name}.ext", "-out", f"{name}.pem")
+    (directory / f"{name}.key").chmod(0o600)
+
+
 def daemon_settings(transport: str, sockets: Path | None = None, **more: Any) -> DaemonSettings:
     """A daemon on unix sockets, TCP or TLS."""
     run = sockets or Path(tempfile.mkdtemp(dir=scratch()))

@@ -51,7 +51,7 @@ def test_a_host_and_a_directory() -> None:
         ("grpc://h:1?certificate=/c.pem", "pair"),
         ("grpc://h:1?ca=/nowhere/ca.pem", "does not exist"),
         ("grpc://localhost:1?token_file=/nowhere/token", "does not exist"),
-        ("grpc:///" + 100 * "d", "longer than"),
+        ("grpc:///" + 100 * "d", "would have 113 bytes"),
         ("grpc://h:1?speed=high", "no setting 'speed'"),
     ],
 )
