@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tiercache_backends.chain.health import Health
 from tiercache_backends.memory import MemoryBackend
 
-from tests.daemon.hosts import until
+from tests.daemon.hosts import Client, status, until
 from tests.daemon.web import ask
 from tiercache.config.models import Settings
 from tiercache.config.rules import is_exposed
@@ -41,6 +41,8 @@ from tiercache.wire.v1 import attach_pb2
 from tiercache.wire.v1 import storage_pb2 as pb
 
 SIZE = 5000
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
 TOKENS = {"reader": "reader-" + "r" * 24, "writer": "writer-" + "w" * 24}
 
 
@@ -85,63 +87,37 @@ def settings_of(path: Path, **more: Any) -> Settings:
 @contextmanager
 def serving(
     path: Path, store: StorageBackend | None = None, **more: Any
-) -> Iterator[tuple[StorageServer, grpc.Channel]]:
+) -> Iterator[tuple[StorageServer, Client]]:
     with StorageServer(settings_of(path, **more), store or MemoryBackend()) as node:
         target = f"unix:{path}/run/{GRPC_SOCKET}" if more.get("unix") else node.addresses[0]
-        with grpc.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
-            yield node, channel
+        with Client(target) as client:
+            yield node, client
 
 
-def call(
-    channel: grpc.Channel,
-    name: str,
-    request: Any,
-    *,
-    token: str = "",
-    session: bytes = b"",
-    timeout: float | None = 20,
-) -> Any:
-    """One call; streams of bytes where the method has some."""
-    method = METHODS[name]
-    metadata: list[tuple[str, str | bytes]] = [("authorization", f"Bearer {token}")] if token else []
-    if session:
-        metadata.append((SESSION_METADATA, session))
-    if method.streams == "reply":
-        return list(
-            channel.unary_stream(method.path, request.__class__.SerializeToString)(request, timeout, metadata)
-        )
-    if method.streams == "request":
-        return channel.stream_unary(method.path, None, method.reply.FromString)(
-            iter(request), timeout, metadata
-        )
-    serialize = bytes if isinstance(request, bytes) else request.__class__.SerializeToString
-    return channel.unary_unary(method.path, serialize, method.reply.FromString)(request, timeout, metadata)
-
-
-def stored(items: list[SetItem]) -> list[bytes]:
-    """The messages of a Set."""
+def store(client: Client, items: list[SetItem], metadata: Any = None) -> list[int]:
+    """Set items, and return their outcomes."""
     header = pb.SetHeader(
         keys=messages.keys([item.key for item in items]), metas=[messages.meta(item.meta) for item in items]
     )
     views = [buffer[: item.meta.length] for item in items for buffer in item.buffers]
-    return [
+    requests = [
         pb.SetRequest(header=None if number else header, payload=payload).SerializeToString()
         for number, payload in enumerate(parts(views, 1 << 20))
     ]
+    [reply] = client.stream("Set", iter(requests), metadata=metadata)
+    return list(pb.OutcomesReply.FromString(reply).outcomes)
 
 
 def exists(keys: list[ObjectKey]) -> pb.ExistsRequest:
     return pb.ExistsRequest(keys=messages.keys(keys))
 
 
-def get(keys: list[ObjectKey], length: int = SIZE) -> pb.GetRequest:
-    return pb.GetRequest(keys=messages.keys(keys), lengths=[length] * len(keys))
+def get(keys: list[ObjectKey], length: int = SIZE) -> bytes:
+    return pb.GetRequest(keys=messages.keys(keys), lengths=[length] * len(keys)).SerializeToString()
 
 
-def refused(code: grpc.StatusCode, *arguments: Any, **named: Any) -> None:
-    with pytest.raises(grpc.RpcError) as told:
-        call(*arguments, **named)
-    assert told.value.code() is code, told.value
+def bearer(name: str) -> list[tuple[str, str]]:
+    return [("authorization", f"Bearer {TOKENS[name]}")]
 
 
 def ended(node: StorageServer, calls: int) -> Scrape:
@@ -198,32 +174,21 @@ def test_figures_add_up_after_known_calls(tmp_path: Path) -> None:
     ]
     damaged = to_set(key("bad"), payload("bad", SIZE))
     damaged.buffers[0][0] ^= 1
-    with serving(tmp_path) as (node, channel):
-        call(channel, "Hello", pb.HelloRequest())
-        assert len(call(channel, "Set", stored([*items, damaged])).outcomes) == 5
-        call(
-            channel,
-            "Exists",
-            exists([key(0), key(1), key("x"), key(9, PoolName.MAMBA), key("y", PoolName.MAMBA)]),
-        )
-        frames = call(channel, "Get", get([key(0), key(2), key("x")]))
+    with serving(tmp_path) as (node, client):
+        client.call("Hello", b"")
+        assert len(store(client, [*items, damaged])) == 5
+        asked = [key(0), key(1), key("x"), key(9, PoolName.MAMBA), key("y", PoolName.MAMBA)]
+        client.call("Exists", exists(asked))
+        frames = client.stream("Get", iter([get([key(0), key(2), key("x")])]))
         assert sum(len(pb.GetReply.FromString(frame).payload) for frame in frames) == 2 * SIZE
-        refused(grpc.StatusCode.INVALID_ARGUMENT, channel, "Exists", exists([key(0)]), timeout=None)
-        refused(grpc.StatusCode.INVALID_ARGUMENT, channel, "Exists", b"\xff\xff\xff")
-        refused(grpc.StatusCode.INVALID_ARGUMENT, channel, "Exists", exists([key(n) for n in range(4097)]))
-        refused(grpc.StatusCode.INVALID_ARGUMENT, channel, "Get", get([key(0)], 1 << 40))
-        refused(
-            grpc.StatusCode.PERMISSION_DENIED,
-            channel,
-            "Delete",
-            pb.DeleteRequest(keys=messages.keys([key(0)])),
-        )
-        refused(
-            grpc.StatusCode.FAILED_PRECONDITION,
-            channel,
-            "GetInto",
-            pb.GetIntoRequest(keys=messages.keys([key(0)]), lengths=[SIZE]),
-        )
+        assert client.refused("Exists", exists([key(0)]), timeout=None) is INVALID
+        assert client.refused("Exists", b"\xff\xff\xff") is INVALID
+        assert client.refused("Exists", exists([key(n) for n in range(4097)])) is INVALID
+        assert client.refused("Get", get([key(0)], 1 << 40)) is INVALID
+        keys = messages.keys([key(0)])
+        assert client.refused("Delete", pb.DeleteRequest(keys=keys)) is grpc.StatusCode.PERMISSION_DENIED
+        into = pb.GetIntoRequest(keys=keys, lengths=[SIZE])
+        assert client.refused("GetInto", into) is grpc.StatusCode.FAILED_PRECONDITION
         scrape = ended(node, 10)
     assert {method: scrape("node_calls_total",
       method=method) for method in METHODS if scrape("node_calls_total", method=method)} == {
@@ -279,16 +244,16 @@ def test_callers_are_told_apart_and_no_label_is_theirs_to_choose(tmp_path: Path)
         {"name": "reader", "token_file": secret(tmp_path, "reader"), "verbs": ["read"]},
         {"name": "writer", "token_file": secret(tmp_path, "writer")},
     ]
-    with serving(tmp_path, principals=principals) as (node, channel):
+    with serving(tmp_path, principals=principals) as (node, client):
         before = Scrape(node.http_address).samples.keys()
         for _ in range(3):
-            call(channel, "Exists", exists([key(0)]), token=TOKENS["reader"])
-        call(channel, "Set", stored([to_set(key(0), payload(0, SIZE))]), token=TOKENS["writer"])
-        refused(grpc.StatusCode.PERMISSION_DENIED, channel, "Set", [], token=TOKENS["reader"])
-        refused(grpc.StatusCode.UNAUTHENTICATED, channel, "Exists", exists([key(0)]), token="guessed-" * 4)
-        refused(grpc.StatusCode.UNAUTHENTICATED, channel, "Hello", pb.HelloRequest())
-        with pytest.raises(grpc.RpcError, match="UNIMPLEMENTED"):
-            channel.unary_unary("/tiercache.wire.v1.Storage/Nonsense")(b"", timeout=30)
+            client.call("Exists", exists([key(0)]), metadata=bearer("reader"))
+        store(client, [to_set(key(0), payload(0, SIZE))], bearer("writer"))
+        assert client.refused("Set", metadata=bearer("reader")) is grpc.StatusCode.PERMISSION_DENIED
+        guessed = [("authorization", "Bearer " + "guessed-" * 4)]
+        assert client.refused("Exists", exists([key(0)]), metadata=guessed) is UNAUTHENTICATED
+        assert client.refused("Hello") is UNAUTHENTICATED
+        assert client.refused("/tiercache.wire.v1.Storage/Nonsense") is grpc.StatusCode.UNIMPLEMENTED
         scrape = ended(node, 7)
     assert scrape.samples.keys() == before
     assert scrape("node_principal_calls_total", principal="reader") == 4
@@ -300,10 +265,10 @@ def test_callers_are_told_apart_and_no_label_is_theirs_to_choose(tmp_path: Path)
 
 
 def test_sessions_and_shared_memory(tmp_path: Path) -> None:
-    store = MemoryBackend()
-    put(store, key(0), payload(0, SIZE))
+    inner = MemoryBackend()
+    put(inner, key(0), payload(0, SIZE))
     with (
-        serving(tmp_path, store, unix=True, listen=[]) as (node, channel),
+        serving(tmp_path, inner, unix=True, listen=[]) as (node, client),
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as attach,
     ):
         attach.settimeout(30)
@@ -328,16 +293,15 @@ def test_sessions_and_shared_memory(tmp_path: Path) -> None:
             return pb.Places(counts=[1], regions=[answer.region], offsets=[at], sizes=[8192])
 
         into = pb.GetIntoRequest(keys=messages.keys([key(0)]), lengths=[SIZE], places=places(0))
-        assert call(channel, "GetInto", into, session=session.token).outcomes == [
-            messages.NUMBER_OF[Outcome.HIT]
-        ]
+        known = [(SESSION_METADATA, session.token)]
+        assert client.call("GetInto", into, metadata=known).outcomes == [messages.NUMBER_OF[Outcome.HIT]]
         assert bytes(mine.view[:SIZE]) == payload(0, SIZE)
         meta = messages.meta(to_set(key(1), payload(1, SIZE)).meta)
         mine.view[8192 : 8192 + SIZE] = payload(1, SIZE)
         request = pb.SetFromRequest(keys=messages.keys([key(1)]), metas=[meta], places=places(8192))
         for _ in range(2):  # the second time it is there already, and nothing is moved
-            call(channel, "SetFrom", request, session=session.token)
-        refused(grpc.StatusCode.UNAUTHENTICATED, channel, "GetInto", into, session=b"x" * 32)
+            client.call("SetFrom", request, metadata=known)
+        assert client.refused("GetInto", into, metadata=[(SESSION_METADATA, b"x" * 32)]) is UNAUTHENTICATED
         scrape = ended(node, 4)
         assert scrape("node_payload_bytes_total", plane="shared", direction="in") == SIZE
         assert scrape("node_payload_bytes_total", plane="shared", direction="out") == SIZE
@@ -351,16 +315,11 @@ def test_sessions_and_shared_memory(tmp_path: Path) -> None:
 
 def test_a_client_that_leaves_and_one_that_stands_still(tmp_path: Path) -> None:
     go_on = threading.Event()
-    store = Latency(MemoryBackend(), {"exists": 1}, lambda _: waits(go_on))
-    with serving(tmp_path, store, limits={"idle": 0.3, "streams": 4, "streams_per_client": 4}) as (
-        node,
-        channel,
-    ):
-        method = METHODS["Exists"]
-        ask_exists = channel.unary_unary(
-            method.path, method.request.SerializeToString, method.reply.FromString
-        )
-        waiting = [ask_exists.future(exists([key(0)]), 30) for _ in range(3)]
+    slow = Latency(MemoryBackend(), {"exists": 1}, lambda _: waits(go_on))
+    limits = {"idle": 0.3, "streams": 4, "streams_per_client": 4}
+    with serving(tmp_path, slow, limits=limits) as (node, client):
+        request = exists([key(0)]).SerializeToString()
+        waiting = [client.stream("Exists", iter([request])) for _ in range(3)]
         until(lambda: Scrape(node.http_address)("store_calls_under_way") == 3)
         scrape = Scrape(node.http_address)
         assert scrape("node_calls_under_way", method="Exists") == scrape("node_calls_under_way") == 3
@@ -369,14 +328,14 @@ def test_a_client_that_leaves_and_one_that_stands_still(tmp_path: Path) -> None:
         until(lambda: Scrape(node.http_address)("node_calls_total", method="Exists", code="CANCELLED") == 1)
         go_on.set()
         for late in waiting[1:]:
-            late.result(30)
+            assert len(list(late)) == 1
 
         def nothing() -> Iterator[bytes]:
             go_on.wait(30)
             time.sleep(2)
             yield from ()
 
-        refused(grpc.StatusCode.DEADLINE_EXCEEDED, channel, "Set", nothing())
+        assert status(client.stream("Set", nothing())) is grpc.StatusCode.DEADLINE_EXCEEDED
         scrape = ended(node, 4)
         assert scrape("node_refused_total", reason="idle") == scrape("node_refused_total") == 1
         assert scrape("node_calls_total", method="Set", code="DEADLINE_EXCEEDED") == 1
@@ -385,16 +344,14 @@ def test_a_client_that_leaves_and_one_that_stands_still(tmp_path: Path) -> None:
 
 def test_too_many_calls_are_busy(tmp_path: Path) -> None:
     go_on = threading.Event()
-    store = Latency(MemoryBackend(), {"flush": 1}, lambda _: waits(go_on))
-    with serving(tmp_path, store, limits={"streams": 2, "streams_per_client": 8}) as (node, channel):
-        method = METHODS["Flush"]
-        flush = channel.unary_unary(method.path, method.request.SerializeToString, method.reply.FromString)
-        waiting = [flush.future(pb.FlushRequest(), 30) for _ in range(2)]
+    slow = Latency(MemoryBackend(), {"flush": 1}, lambda _: waits(go_on))
+    with serving(tmp_path, slow, limits={"streams": 2, "streams_per_client": 8}) as (node, client):
+        waiting = [client.stream("Flush", iter([b""])) for _ in range(2)]
         until(lambda: Scrape(node.http_address)("store_calls_under_way") == 2)
-        refused(grpc.StatusCode.RESOURCE_EXHAUSTED, channel, "Hello", pb.HelloRequest())
+        assert client.refused("Hello") is grpc.StatusCode.RESOURCE_EXHAUSTED
         go_on.set()
         for late in waiting:
-            late.result(30)
+            assert len(list(late)) == 1
         assert ended(node, 3)("node_refused_total", reason="busy") == 1
 
 
@@ -476,7 +433,7 @@ def test_a_store_that_hangs_holds_up_no_scrape(tmp_path: Path, monkeypatch: pyte
             go_on.wait(60)
         return Usage(len(asked), 0, 0, 0)
 
-    with serving(tmp_path, Told(MemoryBackend(), tell)) as (node, channel):
+    with serving(tmp_path, Told(MemoryBackend(), tell)) as (node, client):
         until(lambda: Scrape(node.http_address)("node_store_objects") >= 2)
         hangs.set()
         before = Scrape(node.http_address)("node_store_objects")
@@ -485,7 +442,7 @@ def test_a_store_that_hangs_holds_up_no_scrape(tmp_path: Path, monkeypatch: pyte
         start = time.monotonic()
         for _ in range(10):
             scrape = Scrape(node.http_address)
-            call(channel, "Hello", pb.HelloRequest())
+            client.call("Hello", b"")
         assert time.monotonic() - start < 30
         assert scrape("node_store_objects") in (before, before + 1)
         assert scrape("node_store_figures_age_seconds") > 0

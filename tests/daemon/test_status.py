@@ -15,8 +15,7 @@ import pytest
 from tiercache_backends.memory import MemoryBackend
 
 from tests.daemon.hosts import secret, until
-from tests.daemon.test_metrics import SIZE, Told, call, exists, get, serving
-from tests.daemon.test_metrics import stored as set_messages
+from tests.daemon.test_metrics import SIZE, Told, exists, get, serving, store
 from tiercache.config.models import Settings
 from tiercache.daemon import status as status_module
 from tiercache.daemon.access import Access, Budgets
@@ -44,13 +43,13 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_figures_of_calls(tmp_path: Path) -> None:
-    with serving(tmp_path) as (node, channel):
+    with serving(tmp_path) as (node, client):
         board = node._board  # private: the document itself, before it is JSON
         assert board is not None
         stored, absent = [key(1), key(2)], [key(3)]
-        call(channel, "Set", set_messages([to_set(k, payload(k, SIZE)) for k in stored]))
-        call(channel, "Exists", exists(stored + absent))
-        call(channel, "Get", get(stored + absent))
+        store(client, [to_set(k, payload(k, SIZE)) for k in stored])
+        client.call("Exists", exists(stored + absent))
+        assert list(client.stream("Get", iter([get(stored + absent)])))
         until(lambda: board.document(None)["history"]["read"][-1:] > [0.0])
         found = board.document(None)
         looked = found["lookups"]

@@ -4,6 +4,7 @@ back by themselves.
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import threading
 import time
@@ -115,15 +116,21 @@ def test_a_daemon_that_is_stopped_and_goes_on(daemon: Daemon) -> None:
         comes_back(client)
 
 
-def test_a_worker_starts_before_its_daemon(tmp_path: Path) -> None:
+def test_a_worker_starts_before_its_daemon(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
     where = directory()
     with GrpcBackend(read_settings(section("unix", str(where), **QUICK))) as client:
+        assert client.capabilities == Capabilities(persistent=False, shared=True, bounded=False)
         client.register_namespace(NamespaceRecord(NAMESPACE, {"model": "m"}))
-        assert client.get([to_get(key("a"), 10)]) == [UNAVAILABLE]
+        item, before = to_get(key("a"), SIZE), b"\xaa" * SIZE
+        is_away(client)
+        assert client.get([item]) == [UNAVAILABLE]
+        assert b"".join(item.buffers) == before
+        assert len(caplog.records) == 1, "told once"
         with StorageServer(daemon_settings("unix", where), MemoryBackend(1 << 20)):
             until(lambda: put(client, key("a"), payload("a", SIZE)) in (STORED, HIT))
             assert client.capabilities == Capabilities(shared=True, bounded=True)
-            assert [record.namespace for record in client.namespaces()] == [NAMESPACE]
+            assert {record.namespace for record in client.namespaces()} == {NAMESPACE, OTHER_NAMESPACE}
 
 
 def test_a_daemon_that_starts_anew_learns_again_that_there_are_states() -> None:

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiercache_backends.grpc import GrpcBackend
 from tiercache_backends.grpc.settings import read_settings
 
-from tests.storage_backends.grpc.nodes import certificates, section, token_file
+from tests.storage_backends.grpc.nodes import certificates, token_file
 from tiercache.config.urls import section_of
-from tiercache.core import Outcome
-from tiercache.errors import ClosedError, ConfigError, UnavailableError
-from tiercache.storage.base import Capabilities, NamespaceRecord, StoreContext
-from tiercache.storage.env import Env
-from tiercache.testing.objects import NAMESPACE, key, payload, to_get, to_set
+from tiercache.errors import ConfigError
 
 
 def read(url: str) -> Any:
@@ -89,36 +82,3 @@ def test_certificates(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("nothing")
     with pytest.raises(ConfigError, match="holds no certificate"):
         read(f"grpc://h:1?ca={tmp_path}/empty")
-
-
-def test_it_opens_without_a_daemon_and_answers_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING)
-    store = GrpcBackend.from_config(section("unix", str(tmp_path), timeout="20s"), StoreContext(Env()))
-    started = time.monotonic()
-    item, before = to_get(key("a"), 5000), b"\xaa" * 5000
-    assert store.capabilities == Capabilities(persistent=False, shared=True, bounded=False)
-    for _ in range(20):
-        assert store.get([item, to_get(key("b"), 1)]) == [Outcome.UNAVAILABLE] * 2
-        assert store.set([to_set(key("a"), payload("a", 5000))]) == [Outcome.UNAVAILABLE]
-        store.register_namespace(NamespaceRecord(NAMESPACE, {"model": "m"}))
-    assert b"".join(item.buffers) == before
-    for ask in (
-        store.flush,
-        store.scan,
-        lambda: store.describe([key("a")]),
-        lambda: store.exists([key("a")]),
-        lambda: store.delete([key("a")]),
-        store.namespaces,
-        store.usage,
-        store.ping,
-    ):
-        with pytest.raises(UnavailableError, match=str(tmp_path)):
-            ask()
-    assert time.monotonic() - started < 15, "nobody waits for what is known to be away"
-    assert len(caplog.records) == 1, "told once"
-    store.close()
-    store.close()
-    with pytest.raises(ClosedError):
-        store.exists([])
