@@ -14,7 +14,7 @@ import zmq
 from tiercache_backends.memory import FOOTPRINT, MemoryBackend
 
 from tests.events.rig import ANY, LAYOUTS, NAMESPACE, Follower, item, page, published, store_pages, truth
-from tiercache.core import Outcome, PoolName
+from tiercache.core import PoolName
 from tiercache.errors import ConfigError, StorageError
 from tiercache.events import EventKind, EventLog, KVEvent, Medium, ObjectGroup, Place
 from tiercache.events.base import EventSource
@@ -25,34 +25,6 @@ from tiercache.storage.store_events import StoreEvents
 
 TAKEN = FOOTPRINT.of(64)
 """Bytes that a page of these tests takes."""
-
-
-def test_a_subscriber_knows_what_was_there_and_what_comes_and_goes():
-    with MemoryBackend(TAKEN * 40) as store:
-        store_pages(store, 10)
-        with published(store) as publisher, Follower(publisher) as follower:
-            follower.until(lambda: follower.held() == truth(store) != set())
-            assert follower.count(BatchOrigin.REPLAY) >= 2
-            assert store.set([item(10, pool=PoolName.MAMBA)]) == [Outcome.STORED]
-            for chain in range(1, 9):
-                store_pages(store, 10, chain)  # more than fits, so others are evicted
-            follower.until(lambda: follower.held() == truth(store))
-            store.delete([item(1, 8).key])
-            follower.until(lambda: follower.held() == truth(store))
-            assert follower.subscriber.gaps == 0
-            assert follower.count(BatchOrigin.LIVE) > 0
-
-
-def test_a_late_subscriber_begins_with_a_snapshot_and_another_follows_beside_it():
-    with MemoryBackend(TAKEN * 40) as store, published(store) as publisher, Follower(publisher) as early:
-        early.read()
-        store_pages(store, 20)
-        with Follower(publisher) as late:
-            late.read()
-            store_pages(store, 30, 1)
-            for follower in (early, late):
-                follower.until(lambda follower=follower: follower.held() == truth(store))
-        assert publisher.snapshots == 2
 
 
 def test_lost_messages_are_healed_by_a_replay():

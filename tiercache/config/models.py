@@ -241,16 +241,8 @@ class EventsSettings(_Table):
         return EventSettings(**self.model_dump())
 
 
-class Settings(BaseModel):
+class Settings(_Table, title="tiercache"):
     """All settings of the daemon, immutable. `load` makes them from a file and flags."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        use_attribute_docstrings=True,
-        hide_input_in_errors=True,
-        title="tiercache",
-    )
 
     directory: File = Path("/var/lib/tiercache")
     """Directory of the store (DIR/store) and of the unix sockets (DIR/run)."""

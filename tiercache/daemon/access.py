@@ -245,8 +245,6 @@ class Access:
 
         self._permit = permit
         self._granted: dict[str, _Granted] = {}
-        self.removed: Mapping[str, str] = {}
-        """Tenants, by name, of the principals that reloads have removed. Any thread may ask."""
         self._owner = permit(OWNER, "", Verb, ("*",))
         self._install(read_tokens(settings.principals))
         open_to_all = not (self._by_token or self._by_san)
@@ -261,10 +259,6 @@ class Access:
         """
         before = self._granted
         self._install(principals)
-        gone = {name: granted.permissions.tenant for name, granted in before.items()}
-        self.removed = {
-            name: tenant for name, tenant in {**self.removed, **gone}.items() if name not in self._granted
-        }
         for name, granted in before.items():
             now = self._granted.get(name)
             granted.permissions.is_revoked = now is None or now.permissions is not granted.permissions

@@ -262,7 +262,7 @@ class StatusBoard:
             ready = Readiness(ready.ready, [], "ready" if ready.ready else "not ready")
         samples = self._samples.within(self._counters(usage))
         hits, tenants = hits_of(samples), usage.owners
-        callers = {**self._access.removed, **self._access.tenants}
+        callers = self._access.tenants
         if reader is not None and not whole:
             alone = reader.store.is_narrow  # as in `Inquiries.report`
             hits = {name: one for name, one in hits.items() if name == reader.tenant and not alone}
@@ -338,7 +338,7 @@ class StatusBoard:
             {
                 "name": name, "tenant": tenant, "calls": round(calls.get((name,), 0)),
                 "read_bytes": round(moved.get((name, "out"), 0)),
-                "written_bytes": round(moved.get((name, "in"), 0)), "removed": name in self._access.removed,
+                "written_bytes": round(moved.get((name, "in"), 0)),
             }
             for name, tenant in tenants.items()
         ]  # fmt: skip

@@ -435,7 +435,7 @@ def _traffic(status: Fields) -> Iterator[RenderableType]:
     principals = table(("principal", "tenant", "calls", "read", "written"), left=("principal", "tenant"))
     for row in sorted(status["principals"], key=lambda row: -row["calls"]):
         principals.add_row(
-            safe(row["name"] + " (removed)" * row["removed"]), safe(row["tenant"] or "-"),
+            safe(row["name"]), safe(row["tenant"] or "-"),
             f"{row['calls']:,}", readable_size(row["read_bytes"]), readable_size(row["written_bytes"]),
         )  # fmt: skip
     yield principals

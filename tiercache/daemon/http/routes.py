@@ -166,9 +166,7 @@ class _Routes:
         return web.Response(body=body, headers={"Content-Type": _CONTENT_TYPE})
 
     async def page(self, request: web.Request) -> web.Response:
-        """Answer with the page, or with the document if the reader asks for JSON."""
-        if "application/json" in request.headers.get("Accept", ""):
-            return await self.status(request)
+        """Answer with the page, which shows the document."""
         self._readers.identify(request)  # so that a browser asks for the token
         return web.Response(
             body=PAGE, content_type="text/html", charset="utf-8", headers={"Content-Security-Policy": POLICY}
