@@ -21,7 +21,6 @@ from tiercache.daemon.budget import BLOCK_BYTES, MESSAGE_COPIES, BlockPool, Budg
 from tiercache.daemon.call_log import CallLog
 from tiercache.daemon.certificates import CertificateFiles, Certificates
 from tiercache.daemon.gate import Gate
-from tiercache.daemon.inquiries import Inquiries
 from tiercache.daemon.listeners import SETTLING_SECONDS, Listeners, has_other_users, limits_message
 from tiercache.daemon.node_metrics import NodeMetrics, UsageFigures
 from tiercache.daemon.payload.attachments import Attachments
@@ -296,8 +295,9 @@ class StorageServer:
         self._reload = Reload(settings, access, shares, sessions, certificates, calls, metrics, self.instance)
 
         limits, idle = limits_message(settings), settings.limits.idle
-        inquiries = Inquiries(threads, account, board, limits.keys)
-        objects = StoreCalls(threads, calls, sessions, limits, instance=self.instance, kind=kind)
+        objects = StoreCalls(
+            threads, calls, sessions, account, board, limits, instance=self.instance, kind=kind
+        )
         shared = SharedCalls(threads, limits, metrics)
         blocks = BlockPool(arena)
         streams = StreamCalls(threads, blocks, limits, metrics)
@@ -308,7 +308,7 @@ class StorageServer:
             "Register": objects.register, "Namespaces": objects.namespaces, "Usage": objects.usage,
             "Flush": objects.flush,
             "Get": streams.get, "Set": streams.set, "GetInto": shared.get_into, "SetFrom": shared.set_from,
-            "Status": inquiries.status, "History": inquiries.history, "Report": inquiries.report,
+            "Status": objects.status, "History": objects.history, "Report": objects.report,
             "Reload": ReloadCalls(self._reread, calls).serve,
         }  # fmt: skip
         service = Service(

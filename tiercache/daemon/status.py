@@ -264,7 +264,7 @@ class StatusBoard:
         hits, tenants = hits_of(samples), usage.owners
         callers = self._access.tenants
         if reader is not None and not whole:
-            alone = reader.store.is_narrow  # as in `Inquiries.report`
+            alone = reader.store.is_narrow  # as in `StoreCalls.report`
             hits = {name: one for name, one in hits.items() if name == reader.tenant and not alone}
             tenants = {name: use for name, use in tenants.items() if name == reader.tenant}
             callers = {
