@@ -37,7 +37,7 @@ First look at `node_refused_total` (refusals that clients have caused), then at 
 `node_calls_total`: INTERNAL is a failure of the store or a bug, UNAVAILABLE a shutdown, DEADLINE_EXCEEDED
 without an `idle` refusal a slow server. Then compare held bytes and busy workers with their limits: at a
 limit calls wait, and `node_call_seconds` grows while `store_seconds` does not. Figures of the store are
-fetched at a scrape, at most every 5 s; without an answer the last ones stay, and
+fetched every 5 s; without an answer the last ones stay, and
 `node_store_figures_age_seconds` grows. `node_lookups_total` counts objects: those that clients looked for
 (`exists`) and then fetched (`get`). A miss of `get` was lost between the two.""",
         NODE,

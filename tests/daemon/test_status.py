@@ -76,8 +76,8 @@ def test_figures_of_calls(tmp_path: Path) -> None:
 def board_of(
     usage: Callable[[], Usage], hits: Callable[[], dict[str, Hits]] = dict, **settings: Any
 ) -> Iterator[StatusBoard]:
-    """A board of a store whose usage is told by a function, asked at every question."""
-    figures = UsageFigures(Told(MemoryBackend(), usage), every=0.0, patience=30.0)
+    """A board of a store whose usage is told by a function, asked all the time."""
+    figures = UsageFigures(Told(MemoryBackend(), usage), every=0.01)
     budgets = Budgets(*(Budget(10) for _ in range(5)))
     access = Access(Settings(**settings), MemoryBackend(), budgets)
     calls = CallLog(NodeMetrics(list(access.tenants)))

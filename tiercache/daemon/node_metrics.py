@@ -16,13 +16,12 @@ from functools import partial
 from itertools import compress
 from operator import not_
 from pathlib import Path
-from threading import Condition, Thread
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Final, Literal
 
 import tiercache
 from tiercache.config.rules import is_exposed
 from tiercache.core import ObjectKey, Outcome, PoolName, Tier
-from tiercache.errors import TierCacheError
 from tiercache.events.publisher import EventPublisher
 from tiercache.metrics import HIT, MISS, NODE, Families
 from tiercache.metrics.instruments import Counter
@@ -45,9 +44,7 @@ assert tuple(SERVED) == METHODS, "the table of metrics must list every call"
 
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 _REFRESH_SECONDS: Final = 5.0
-"""Minimum seconds between two `usage` calls of the store."""
-_WAIT_SECONDS: Final = 0.25
-"""Seconds that a scrape waits for new figures of the store before it uses the previous ones."""
+"""Seconds from one `usage` call of the store to the next."""
 
 _ABSENT_IF_OUT: Final = {"objects", "used_bytes", "capacity_bytes"}
 """Figures that are not known of a tier that does not answer."""
@@ -261,34 +258,24 @@ class NodeMetrics(Families):
 
 
 class UsageFigures:
-    """The newest usage figures of a store, fetched in the background on demand.
+    """The newest usage figures of a store, which a thread fetches every few seconds.
 
-    Only one call of the store is under way at a time, and two calls begin at least `every` seconds apart. A
-    reader waits at most `patience` seconds for new figures. A store that hangs blocks only one background
-    thread: readers get the last figures, whose age grows.
+    If the store hangs, readers get the last figures, whose age grows.
 
     Thread safety: any thread.
     """
 
-    def __init__(
-        self, store: StorageBackend, every: float = _REFRESH_SECONDS, patience: float = _WAIT_SECONDS
-    ) -> None:
+    def __init__(self, store: StorageBackend, every: float = _REFRESH_SECONDS) -> None:
         self._store: Final = store
         self._every: Final = every
-        self._patience: Final = patience
-        self._changed: Final = Condition()
-        self._usage = Usage(0, 0, 0, 0)
-        self._fetched_at = self._asked_at = time.monotonic()
-        self._under_way = False
-        self._closed = False
-        self._start_fetch()
+        self._closing: Final = Event()
+        self._newest = Usage(0, 0, 0, 0), time.monotonic()
+        self._thread: Final = Thread(target=self._run, name="tiercache-figures", daemon=True)
+        self._thread.start()
 
     def latest(self) -> Usage:
         """Return the newest figures; all are 0 until the store has answered once."""
-        with self._changed:
-            if time.monotonic() - self._asked_at >= self._every and self._start_fetch():
-                self._changed.wait_for(lambda: not self._under_way, self._patience)
-            return self._usage
+        return self._newest[0]
 
     def detail(self, name: str) -> int | None:
         """Return the number called `name` from the store's details; None if the store does not give it."""
@@ -298,39 +285,22 @@ class UsageFigures:
     @property
     def age(self) -> float:
         """Seconds since the newest figures arrived, or since construction if none have arrived."""
-        self.latest()
-        return time.monotonic() - self._fetched_at
+        return time.monotonic() - self._newest[1]
 
     def close(self, seconds: float) -> bool:
         """Stop fetching; return False if a pending call of the store does not end within `seconds`."""
-        with self._changed:
-            self._closed = True
-            return self._changed.wait_for(lambda: not self._under_way, seconds)
+        self._closing.set()
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
-    def _start_fetch(self) -> bool:
-        """Start a fetch and return True; return False if one is under way, or after `close`.
-
-        The caller must hold the lock; only the constructor need not.
-        """
-        if self._under_way or self._closed:
-            return False
-        self._under_way = True
-        self._asked_at = time.monotonic()
-        Thread(target=self._fetch, name="tiercache-figures", daemon=True).start()
-        return True
-
-    def _fetch(self) -> None:
-        usage = None
-        try:
-            usage = self._store.usage()
-        except (TierCacheError, OSError) as error:
-            _log.warning("the usage figures of the store could not be read: %s", error)
-        finally:
-            with self._changed:
-                if usage is not None:
-                    self._usage, self._fetched_at = usage, time.monotonic()
-                self._under_way = False
-                self._changed.notify_all()
+    def _run(self) -> None:
+        while True:
+            try:
+                self._newest = self._store.usage(), time.monotonic()
+            except Exception as error:  # noqa: BLE001  a bug in a store costs these figures, not all later ones
+                _log.warning("the usage figures of the store could not be read: %s", error)
+            if self._closing.wait(self._every):
+                return
 
 
 def _alone(read: Callable[[], float | None]) -> dict[tuple[str, ...], float | None]:
