@@ -8,8 +8,6 @@ import json
 import os
 import signal
 import stat
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -83,31 +81,6 @@ def test_a_link_is_not_followed(tmp_path: Path, opened: Callable[..., AuditLog])
     assert not opened(lost=lost).record("e", {}).result(30)
     assert (tmp_path / "victim").read_text() == "mine"
     assert len(lost) == 1
-
-
-def test_a_full_disk_keeps_what_was_whole(tmp_path: Path) -> None:
-    """The limit of a file's size cuts the second record in its middle; there is room again later."""
-    path = tmp_path / "audit.jsonl"
-    script = f"""
-import resource, signal
-from pathlib import Path
-from tiercache.daemon.audit import AuditLog
-from tiercache.daemon.budget import Budget
-from tiercache.daemon.call_log import CallLog
-from tiercache.daemon.store_threads import Threads
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-lost = []
-path = Path({str(path)!r})
-log = AuditLog(path, max_bytes=1 << 20, kept=1, required=False, count_lost=lambda: lost.append(1))
-assert log.record("first", {{}}).result(30)
-resource.setrlimit(resource.RLIMIT_FSIZE, (150, resource.RLIM_INFINITY))
-assert not log.record("second", {{"text": "x" * 200}}).result(30)
-resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-assert log.record("third", {{}}).result(30)
-assert len(lost) == 1
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
-    assert [record["event"] for record in records(path)] == ["first", "third"]
 
 
 def test_changes_wait_for_their_record_only_where_it_is_required(
