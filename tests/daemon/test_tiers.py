@@ -11,13 +11,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from tiercache_backends.grpc import GrpcBackend
 from tiercache_backends.grpc.settings import read_settings
 
 from tests.cli.store.test_samples import call
-from tests.daemon.hosts import GUARD, Daemon, Worker, secret, serving, until
+from tests.daemon.hosts import GUARD, Daemon, secret, serving, until
 from tests.examples import slow_after
 from tests.storage_backends.grpc.nodes import daemon_settings
 from tiercache.cli.terminal import Exit
@@ -29,7 +28,6 @@ from tiercache.storage.registry import open_backend
 from tiercache.storage.tiers import LEAVING
 from tiercache.testing.conformance.threads import run_all
 from tiercache.testing.objects import fetch, key, payload, put
-from tiercache.wire.v1 import storage_pb2 as pb
 
 SIZE = 20_000
 ALONE = "&tier_write=write_through_selective&tier_promote=never"
@@ -311,9 +309,3 @@ def test_a_daemon_of_one_store_gets_tiers_at_its_next_start(tmp_path: Path) -> N
             node.reload(more, ["a"])
         with client_of(node) as client, pytest.raises(Exception, match="not started from a file"):
             client.reload()
-
-
-def test_a_reload_of_which_the_daemon_knows_nothing(settled: tuple[Node, Any, Daemon]) -> None:
-    with Worker(settled[2]) as client:
-        refused = client.refused("Reload", pb.ReloadRequest(number=7))
-        assert refused is grpc.StatusCode.FAILED_PRECONDITION

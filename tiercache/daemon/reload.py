@@ -7,14 +7,13 @@ SIGHUP, Reload ──▶ read the file ──▶ check all ──▶ tiers and q
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
-import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock, Thread
 from typing import Any, Final
 
@@ -29,6 +28,7 @@ from tiercache.daemon.call_log import CallLog
 from tiercache.daemon.certificates import CertificateFiles, Certificates
 from tiercache.daemon.node_metrics import NodeMetrics
 from tiercache.daemon.payload.port import DataSessions
+from tiercache.daemon.store_threads import fulfil
 from tiercache.errors import ConfigError, InputError, RefusedError, StorageError, TierCacheError
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.registry import open_backend
@@ -37,12 +37,8 @@ from tiercache.storage.tiers import PREFIX
 from tiercache.storage.wrappers import unwrap
 from tiercache.wire.v1 import storage_pb2 as pb
 
-_log = logging.getLogger(__name__)
-
-_WAIT_S: Final = 1.0
-"""Seconds that a call waits for the end of a reload."""
-_KEPT: Final = 16
-"""Number of reloads whose end is remembered."""
+_MAX_RUNNING: Final = 16
+"""Maximum number of reloads that are under way; they wait for each other."""
 _MAX_DROPPED: Final = 64
 """Maximum number of tiers that a reload may drop."""
 
@@ -193,7 +189,7 @@ class ReloadCalls:
         """Let `reload` take over what the daemon's file has now; None if there is no file."""
         self._reload: Final = reload
         self._calls: Final = calls
-        self._running: Final[dict[int, Future[Reloaded | TierCacheError]]] = {}
+        self._running: list[Future[pb.ReloadReply]] = []
 
     async def serve(self, call: Call) -> None:
         """Serve Reload."""
@@ -205,62 +201,36 @@ class ReloadCalls:
                 " and without a list of namespaces",
             )
         request = await call.request(pb.ReloadRequest)
-        number = request.number or await self._begin(request.drop[:_MAX_DROPPED])
-        running = self._running.get(number)
-        if running is None:
-            raise Refusal(
-                StatusCode.FAILED_PRECONDITION,
-                f"this daemon knows nothing of reload {number:x}; it was restarted, or made {_KEPT} since",
-            )
-        await asyncio.wait([asyncio.wrap_future(running)], timeout=_WAIT_S)
-        await call.send(_reply(number, running).SerializeToString())
-
-    async def _begin(self, drop: Sequence[str]) -> int:
-        reload = self._reload
-        if reload is None:
+        if self._reload is None:
             raise Refusal(
                 StatusCode.FAILED_PRECONDITION,
                 "this daemon was not started from a file that it could read again",
             )
-        if len(self._running) >= _KEPT:
-            over = (number for number, other in self._running.items() if other.done())
-            if (oldest := next(over, None)) is None:
-                raise Refusal(
-                    StatusCode.RESOURCE_EXHAUSTED, f"{_KEPT} reloads are under way; wait for their end"
-                )
-            del self._running[oldest]
+        self._running = [other for other in self._running if not other.done()]
+        if len(self._running) >= _MAX_RUNNING:
+            raise Refusal(
+                StatusCode.RESOURCE_EXHAUSTED, f"{_MAX_RUNNING} reloads are under way; wait for their end"
+            )
+        drop = request.drop[:_MAX_DROPPED]
         await self._calls.begin("reload", drop=", ".join(drop))
-        number = secrets.randbits(63) | 1  # so that a client notices a restart of the daemon
-        running = self._running[number] = Future[Reloaded | TierCacheError]()
-        running.set_running_or_notify_cancel()
-        context = copy_context()
-
-        def run() -> None:
-            try:
-                running.set_result(context.run(reload, drop))
-            except TierCacheError as error:
-                running.set_result(error)
-            except Exception:  # noqa: BLE001
-                # A bug in a store fails this reload and is logged. It never ends the daemon.
-                _log.exception("a reload failed")
-                running.set_result(
-                    StorageError("the reload failed inside the daemon; its log has the details")
-                )
-
-        Thread(target=run, name="tiercache-reload", daemon=True).start()
-        return number
+        made: Future[pb.ReloadReply] = Future()
+        self._running.append(made)
+        work = partial(copy_context().run, _reply, partial(self._reload, drop))
+        # On a thread of its own: files that cannot be read must not keep the daemon from its end.
+        Thread(target=fulfil, args=(made, work), name="tiercache-reload", daemon=True).start()
+        reply = await asyncio.shield(asyncio.wrap_future(made))
+        await call.send(reply.SerializeToString())
 
 
-def _reply(number: int, running: Future[Reloaded | TierCacheError]) -> pb.ReloadReply:
-    """Return what has become of a reload."""
-    if not running.done():
-        return pb.ReloadReply(number=number)
-    found = running.result()
-    if isinstance(found, TierCacheError):
-        error = pb.RELOAD_ERROR_CONFIG if isinstance(found, InputError) else pb.RELOAD_ERROR_STORAGE
-        error = pb.RELOAD_ERROR_REFUSED if isinstance(found, RefusedError) else error
-        return pb.ReloadReply(number=number, over=True, error=error, why=str(found))
-    return pb.ReloadReply(number=number, over=True, changed=found.changed, at_next_start=found.at_next_start)
+def _reply(reload: Callable[[], Reloaded]) -> pb.ReloadReply:
+    """Reload, and return what has become of it."""
+    try:
+        found = reload()
+    except TierCacheError as error:
+        kind = pb.RELOAD_ERROR_CONFIG if isinstance(error, InputError) else pb.RELOAD_ERROR_STORAGE
+        kind = pb.RELOAD_ERROR_REFUSED if isinstance(error, RefusedError) else kind
+        return pb.ReloadReply(error=kind, why=str(error))
+    return pb.ReloadReply(changed=found.changed, at_next_start=found.at_next_start)
 
 
 def _salts(settings: Settings) -> dict[str, Any]:

@@ -81,8 +81,8 @@ class GrpcBackend(StorageBackend):
     the daemon does not answer, and REFUSED if the daemon does not serve this client.
 
     Every call returns within its deadline. A call without payload has `timeout` seconds, a call with payload
-    `transfer_timeout` seconds for each 128 MiB (CALL_BYTES), a flush FLUSH_SECONDS more. `settings` explains
-    the section of the configuration.
+    `transfer_timeout` seconds for each 128 MiB (CALL_BYTES), a flush or a reload FLUSH_SECONDS more.
+    `settings` explains the section of the configuration.
 
     A process that was forked after the backend was opened must open its own: connections are the parent's.
 
@@ -255,9 +255,8 @@ class GrpcBackend(StorageBackend):
         for a file that is not possible, RefusedError for a caller who may not, or another StorageError.
         """
         with self._gate:
-            reply: pb.ReloadReply = self._ask("Reload", pb.ReloadRequest(drop=drop))
-            while not reply.over:
-                reply = self._ask("Reload", pb.ReloadRequest(number=reply.number))
+            seconds = self._settings.transfer_timeout + FLUSH_SECONDS
+            reply: pb.ReloadReply = self._ask("Reload", pb.ReloadRequest(drop=drop), seconds=seconds)
         if reply.error:
             kinds = {pb.RELOAD_ERROR_CONFIG: ConfigError, pb.RELOAD_ERROR_REFUSED: RefusedError}
             raise kinds.get(reply.error, StorageError)(reply.why)

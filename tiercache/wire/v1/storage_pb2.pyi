@@ -551,28 +551,22 @@ class TierReport(_message.Message):
     def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., health: _Optional[str] = ..., why: _Optional[str] = ..., objects: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., read_objects: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_objects: _Optional[int] = ..., written_bytes: _Optional[int] = ..., waiting: _Optional[int] = ..., dropped: _Optional[int] = ..., lost_calls: _Optional[int] = ..., last_read: _Optional[float] = ..., texts: _Optional[_Mapping[str, str]] = ..., numbers: _Optional[_Mapping[str, int]] = ..., url: _Optional[str] = ...) -> None: ...
 
 class ReloadRequest(_message.Message):
-    __slots__ = ("number", "drop")
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("drop",)
     DROP_FIELD_NUMBER: _ClassVar[int]
-    number: int
     drop: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, number: _Optional[int] = ..., drop: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, drop: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ReloadReply(_message.Message):
-    __slots__ = ("number", "over", "error", "why", "changed", "at_next_start")
-    NUMBER_FIELD_NUMBER: _ClassVar[int]
-    OVER_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("error", "why", "changed", "at_next_start")
     ERROR_FIELD_NUMBER: _ClassVar[int]
     WHY_FIELD_NUMBER: _ClassVar[int]
     CHANGED_FIELD_NUMBER: _ClassVar[int]
     AT_NEXT_START_FIELD_NUMBER: _ClassVar[int]
-    number: int
-    over: bool
     error: ReloadError
     why: str
     changed: _containers.RepeatedScalarFieldContainer[str]
     at_next_start: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, number: _Optional[int] = ..., over: _Optional[bool] = ..., error: _Optional[_Union[ReloadError, str]] = ..., why: _Optional[str] = ..., changed: _Optional[_Iterable[str]] = ..., at_next_start: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, error: _Optional[_Union[ReloadError, str]] = ..., why: _Optional[str] = ..., changed: _Optional[_Iterable[str]] = ..., at_next_start: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class FlushRequest(_message.Message):
     __slots__ = ()
