@@ -13,7 +13,7 @@ from typing import Any
 import msgpack
 import numpy as np
 from blake3 import blake3
-from tiercache_backends.grpc.inquiries import read_history, read_report
+from tiercache_backends.grpc.backend import read_history, read_report
 
 from tests.fuzz.base import MIB, Target, promised
 from tiercache.controller.continuation.parked import ParkingTicket

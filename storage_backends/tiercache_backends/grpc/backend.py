@@ -10,7 +10,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
 from typing import Any, Final, Self, TypeVar
@@ -33,7 +33,7 @@ from tiercache.storage.base import (
     storable,
 )
 from tiercache.storage.gate import CallGate
-from tiercache.storage.history import History
+from tiercache.storage.history import Cause, History, PastRemoval, TierHistory
 from tiercache.storage.values import usable_hints
 from tiercache.storage.vectors import usable
 from tiercache.storage.wrappers import decide, store_once
@@ -43,7 +43,6 @@ from tiercache.wire.v1 import storage_pb2 as pb
 from tiercache_backends.grpc.connection import Connection
 from tiercache_backends.grpc.connection_manager import ConnectionManager
 from tiercache_backends.grpc.failures import CallError, Kind
-from tiercache_backends.grpc.inquiries import DaemonReport, joined, read_history, read_report
 from tiercache_backends.grpc.payload import Payload
 from tiercache_backends.grpc.settings import GrpcSettings, read_settings
 
@@ -51,6 +50,11 @@ _log = logging.getLogger(__name__)
 
 _UNCONNECTED: Final = Capabilities(shared=True)
 """Capabilities of the backend until the first connection."""
+_CAUSES: Final[dict[int, Cause]] = {
+    pb.REMOVAL_CAUSE_EVICTED: Cause.EVICTED,
+    pb.REMOVAL_CAUSE_DELETED: Cause.DELETED,
+    pb.REMOVAL_CAUSE_CORRUPT: Cause.CORRUPT,
+}
 T = TypeVar("T")
 
 
@@ -72,6 +76,16 @@ class Pong:
     """`unix`, `tcp` or `tls`."""
     store: str
     """Type of the daemon's own store, to show to a user."""
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonReport:
+    """Account of a daemon, as far as the caller may know it."""
+
+    rows: Sequence[Mapping[str, Any]]
+    """Rows by hour and tenant, in this order, with the fields of AccountRow on the wire."""
+    begun: float
+    """Begin of the first hour of the account, in seconds since 1970; 0 if it has no rows."""
 
 
 class GrpcBackend(StorageBackend):
@@ -237,7 +251,7 @@ class GrpcBackend(StorageBackend):
                 request = pb.HistoryRequest(keys=messages.keys(some), pages=b"".join(others))
                 read = partial(read_history, keys=len(some), pages=len(others))
                 parts.append((at, self._ask("History", request, read, self._settings.transfer_timeout)))
-            return joined(parts)
+            return _joined(parts)
 
     def report(self, since: float) -> DaemonReport:
         """Return the account of the daemon, as far as this client may know it.
@@ -383,3 +397,57 @@ def _entries(keys: Sequence[ObjectKey], reply: pb.DescribeReply | pb.ScanReply) 
             keys, metas, times, messages.read_tiers(reply.tiers, len(keys)), strict=True
         )
     ]
+
+
+def read_report(reply: pb.ReportReply) -> DaemonReport:
+    """Decode an account."""
+    names = [found.name for found in pb.AccountRow.DESCRIPTOR.fields]
+    rows = [{name: getattr(row, name) for name in names} for row in reply.rows]
+    return DaemonReport(rows, reply.begun)
+
+
+def read_history(reply: pb.HistoryReply, keys: int, pages: int) -> History:
+    """Decode the history of `keys` objects and `pages` pages; raises WireError."""
+    tiers = [
+        TierHistory(
+            tier.name,
+            [] if tier.why else messages.read_bits(tier.present, keys),
+            tier.since or None,
+            tier.why,
+        )
+        for tier in reply.tiers
+    ]
+    columns = (reply.pages, reply.layout_of, reply.tier_of, reply.causes, reply.times)
+    if len({len(column) for column in columns}) > 1:
+        raise WireError("the removals of a history are not of one number")
+    removals = []
+    for page, layout, tier, cause, at in zip(*columns, strict=True):
+        if page >= pages or layout >= len(reply.layouts) or tier > len(tiers):
+            raise WireError("a removal of a history names a page, a layout or a tier that is not there")
+        name = tiers[tier - 1].name if tier else ""
+        removals.append(PastRemoval(page, reply.layouts[layout], name, _CAUSES.get(cause, Cause.EVICTED), at))
+    return History(tiers, removals, reply.forgotten or None)
+
+
+def _joined(parts: Sequence[tuple[int, History]]) -> History:
+    """Return one history of several that were asked for one after the other.
+
+    Each comes with the position of its first page. What several tiers answer is joined by their names; a tier
+    that one of them could not ask has not answered.
+    """
+    tiers: dict[str, TierHistory] = {}
+    for _, part in parts:
+        for tier in part.tiers:
+            before = tiers.get(tier.name)
+            if before is None:
+                tiers[tier.name] = tier
+            elif before.why or tier.why:
+                tiers[tier.name] = replace(before, present=[], why=before.why or tier.why)
+            else:
+                tiers[tier.name] = replace(before, present=[*before.present, *tier.present])
+    removals = [
+        removal._replace(page=removal.page + first) for first, part in parts for removal in part.removals
+    ]
+    forgotten = [part.forgotten for _, part in parts if part.forgotten is not None]
+    removals.sort(key=lambda removal: -removal.at)
+    return History(list(tiers.values()), removals, max(forgotten, default=None))
