@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from tiercache.core import PoolName
-from tiercache.errors import InputError, StorageError, WireError
+from tiercache.errors import StorageError, WireError
 from tiercache.events import EventKind, EventLog, KVEvent, Medium, ObjectGroup, Place, runs_of
 from tiercache.events.base import StoredObject
 from tiercache.events.encoding import decode_batch, encode_batch, namespace_label
@@ -70,11 +70,6 @@ def test_a_log_keeps_a_bounded_number_of_keys_and_always_the_last_batch():
     assert log.next - log.oldest == 1
     log.publish([removed(2)])
     assert log.next - log.oldest == 2
-
-
-def test_a_log_needs_room_for_a_batch():
-    with pytest.raises(InputError, match="keep one at least"):
-        EventLog(0)
 
 
 def test_objects_of_which_each_follows_the_other_share_an_event():

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from tiercache.errors import InputError, StorageError
+from tiercache.errors import StorageError
 from tiercache.events.base import EventKind, EventSource, KVEvent
 
 MAX_BATCHES: Final = 10_000
@@ -36,16 +36,14 @@ class EventBatch:
 class EventLog:
     """The last batches of KV events, numbered one by one.
 
-    `batches` is the maximum number of batches that are kept; of their keys at most `KEYS_PER_BATCH` for each.
-    Numbers begin with the time of day, so that a reader of an earlier log of the same publisher sees a gap,
-    and not numbers that it takes for known ones.
+    `batches` is the maximum number of batches that are kept, one at least; of their keys at most
+    `KEYS_PER_BATCH` for each. Numbers begin with the time of day, so that a reader of an earlier log of the
+    same publisher sees a gap, and not numbers that it takes for known ones.
 
     Thread safety: one thread.
     """
 
     def __init__(self, batches: int = MAX_BATCHES, clock: Callable[[], float] = time.time) -> None:
-        if batches < 1:
-            raise InputError(f"a log of {batches} batches is not possible; keep one at least")
         self._kept: deque[EventBatch] = deque()
         self._max_batches = batches
         self._keys = 0
