@@ -365,7 +365,6 @@ def test_settings_that_do_not_fit_together(loaded, text, sentence):
          "principal a is recognised by a uid"),
         (MTLS + '[[principals]]\nname = "a"\nsan = "a"',
          "principal a is recognised by a certificate, and no TCP address"),
-        (f'unix = false\nlisten = ["127.0.0.1:1"]\nsockets = "/{"s" * 200}"\n' + TOKEN, None),
         (f'sockets = "/{"s" * 94}"', None),
         ('storage = "memory://"', None),
     ],

@@ -256,7 +256,10 @@ class Settings(_Table, title="tiercache"):
     host_bytes: Annotated[int, size(32 * _MIB)] = 512 * _MIB
     """Memory that clients can make the daemon hold: half for payloads, half for messages."""
     sockets: File | None = None
-    """Directory of the unix sockets, grpc.sock, attach.sock and data.sock. Default: DIR/run."""
+    """Directory of the unix sockets, grpc.sock, attach.sock and data.sock, and of those inside the daemon.
+
+    Default: DIR/run.
+    """
     unix: Flag = True
     """Serve the unix sockets."""
     listen: Annotated[tuple[Annotated[str, LISTEN], ...], LIST] = ()

@@ -324,11 +324,10 @@ def _exposure(settings: Settings) -> None:
 
 
 def _sockets(settings: Settings) -> None:
-    if settings.unix:
-        try:
-            check_sockets(settings.socket_directory)
-        except ConfigError as error:
-            raise ConfigError(f"sockets: {error}") from error
+    try:  # also without `unix`: those of gRPC lie there too
+        check_sockets(settings.socket_directory)
+    except ConfigError as error:
+        raise ConfigError(f"sockets: {error}") from error
 
 
 def _http(settings: Settings) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any, Final
 
 import grpc
@@ -70,7 +68,9 @@ class Listeners:
         health = HealthService(service.admit)
         server.add_generic_rpc_handlers((service.handler(), health.handler()))
         others = has_other_users(self._settings)
-        directory = self._socket_directory(ends, others=others)
+        directory = self._settings.socket_directory
+        prepare(directory, others=others)
+        ends.callback(remove, directory)
         private = self._bind(server, directory, others=others)
         backend = str(directory / (TLS_SOCKET if TLS_SOCKET in private else PLAIN_SOCKET))
         serving = [self._listen(address, backend) for address in self._settings.addresses]
@@ -95,27 +95,6 @@ class Listeners:
 
         ends.push_async_callback(drain)
         return serving
-
-    def _socket_directory(self, ends: AsyncExitStack, *, others: bool) -> Path:
-        """Make the directory of the sockets and return its path.
-
-        The directory is temporary if only the gate connects to the sockets. Raises StorageError, and
-        ConfigError for a directory that cannot be taken over.
-        """
-        if not self._settings.unix:
-            try:
-                # No TemporaryDirectory: a forked process that ends would remove the directory of its parent.
-                made = Path(mkdtemp(prefix="tiercache-"))
-            except OSError as error:
-                raise StorageError(
-                    f"a directory for sockets cannot be made ({error}); set TMPDIR to one that can be written"
-                ) from error
-            ends.callback(shutil.rmtree, made, ignore_errors=True)
-            return made
-        directory = self._settings.socket_directory
-        prepare(directory, others=others)
-        ends.callback(remove, directory)
-        return directory
 
     def _bind(self, server: Any, directory: Path, *, others: bool) -> list[str]:
         """Bind the unix sockets on which gRPC itself listens, and return their names; raises StorageError.
