@@ -104,10 +104,9 @@ def test_one_place_needs_it(needed):
 CUPBOARD = 120
 """Lines below which a module with one importer is a part of it that lies in another file."""
 CUPBOARDS = frozenset({
-    "tiercache.testing.conformance.damage", "tiercache_backends.chain.scans",
-    "tiercache_backends.grpc.inquiries", "tiercache_backends.lmdb.check", "tiercache_backends.s3.namespaces",
-    "tiercache_kernels.reference", "tiercache_lab.bench.raw", "tiercache_lab.demo.small",
-    "tiercache_lab.replay.failures", "tiercache_lab.replay.sources.shared",
+    "tiercache.testing.conformance.damage", "tiercache_backends.chain.scans", "tiercache_backends.lmdb.check",
+    "tiercache_backends.s3.namespaces", "tiercache_kernels.reference", "tiercache_lab.bench.raw",
+    "tiercache_lab.demo.small", "tiercache_lab.replay.failures", "tiercache_lab.replay.sources.shared",
     "tiercache_lab.replay.verb.listing", "tiercache_lab.replay.verb.planning",
 })  # fmt: skip
 """Modules that are still cupboards, or are one for a reason."""

@@ -297,7 +297,7 @@ class UsageFigures:
         while True:
             try:
                 self._newest = self._store.usage(), time.monotonic()
-            except Exception as error:  # noqa: BLE001  a bug in a store costs these figures, not all later ones
+            except Exception as error:  # noqa: BLE001  a bug in a store must not end this
                 _log.warning("the usage figures of the store could not be read: %s", error)
             if self._closing.wait(self._every):
                 return
