@@ -13,11 +13,11 @@ from random import Random
 from tests.campaign.model import History, Model, Op, Verdict, Version, judge, perform
 from tests.campaign.report import Row, Run
 from tests.campaign.stores import Subject, check_integrity
+from tests.crash import CrashEnv
 from tests.storage_backends.local.files import disk_bytes
 from tiercache.core import Outcome
 from tiercache.errors import StorageError
 from tiercache.storage.base import StorageBackend
-from tiercache.testing.crash import CrashEnv
 from tiercache.testing.objects import key
 
 SMALL = 4 << 20

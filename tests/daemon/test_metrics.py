@@ -19,6 +19,7 @@ from tiercache_backends.memory import MemoryBackend
 
 from tests.daemon.hosts import Client, status, until
 from tests.daemon.web import ask
+from tests.storage.late import Late
 from tiercache.config.models import Settings
 from tiercache.config.rules import is_exposed
 from tiercache.core import ObjectKey, Outcome, PoolName
@@ -33,7 +34,6 @@ from tiercache.metrics.table import HEALTHS
 from tiercache.storage.base import SetItem, StorageBackend, TierReport, Usage
 from tiercache.storage.vectors import parts
 from tiercache.storage.wrappers import Wrapper
-from tiercache.testing.faulty import Latency
 from tiercache.testing.objects import key, payload, put, to_set
 from tiercache.wire import attachment, messages
 from tiercache.wire.methods import ATTACH_SOCKET, GRPC_SOCKET, METHODS, SESSION_METADATA
@@ -315,7 +315,7 @@ def test_sessions_and_shared_memory(tmp_path: Path) -> None:
 
 def test_a_client_that_leaves_and_one_that_stands_still(tmp_path: Path) -> None:
     go_on = threading.Event()
-    slow = Latency(MemoryBackend(), {"exists": 1}, lambda _: waits(go_on))
+    slow = Late(MemoryBackend(), {"exists"}, lambda: waits(go_on))
     limits = {"idle": 0.3, "streams": 4, "streams_per_client": 4}
     with serving(tmp_path, slow, limits=limits) as (node, client):
         request = exists([key(0)]).SerializeToString()
@@ -344,7 +344,7 @@ def test_a_client_that_leaves_and_one_that_stands_still(tmp_path: Path) -> None:
 
 def test_too_many_calls_are_busy(tmp_path: Path) -> None:
     go_on = threading.Event()
-    slow = Latency(MemoryBackend(), {"flush": 1}, lambda _: waits(go_on))
+    slow = Late(MemoryBackend(), {"flush"}, lambda: waits(go_on))
     with serving(tmp_path, slow, limits={"streams": 2, "streams_per_client": 8}) as (node, client):
         waiting = [client.stream("Flush", iter([b""])) for _ in range(2)]
         until(lambda: Scrape(node.http_address)("store_calls_under_way") == 2)

@@ -15,6 +15,7 @@ from typing import Any
 from tiercache_backends.file import FileBackend
 from tiercache_backends.memory import MemoryBackend
 
+from tests.storage.restorable import Restorable
 from tiercache.core import BLOCK_ALIGN, ObjectKey, ObjectMeta
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.wrappers import unwrap
@@ -31,7 +32,7 @@ class AgingEnv(FaultEnv):
         return super().monotonic() + self.later
 
 
-class MemoryHooks(BackendConformance):
+class MemoryHooks(BackendConformance, Restorable):
     small = 2 << 20
     obeys_values = True
 
@@ -72,7 +73,7 @@ class MemoryHooks(BackendConformance):
         return found
 
 
-class LocalHooks(BackendConformance):
+class LocalHooks(BackendConformance, Restorable):
     """Conformance hooks of a store in a directory, opened with the faults in `env`."""
 
     env: AgingEnv

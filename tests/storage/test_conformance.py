@@ -21,7 +21,7 @@ from tiercache.errors import StorageError
 from tiercache.storage.base import NamespaceRecord, StorageBackend
 from tiercache.storage.wrappers import Metered
 from tiercache.testing.conformance import BackendConformance
-from tiercache.testing.faulty import Faulty, Latency, Outage, Rates
+from tiercache.testing.faulty import Faulty, Outage, Rates
 from tiercache.testing.objects import NAMESPACE, OTHER_NAMESPACE, key, payload, put, to_set
 from tiercache.testing.stateful import BackendMachine, EvictingMachine
 
@@ -42,7 +42,7 @@ class TestFile(FileHooks):
 
 def every_wrapper(inner: StorageBackend) -> StorageBackend:
     """Put all wrappers around a store, none of which does any harm."""
-    return Metered(Latency(Outage(Faulty(inner, Rates())), 1, sleep=lambda _: None))
+    return Metered(Outage(Faulty(inner, Rates())))
 
 
 TestEveryWrapper = pytest.mark.slow(wrapped(MemoryHooks, every_wrapper))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tiercache.testing.crash import SECTOR, CrashEnv
+from tests.crash import SECTOR, CrashEnv
 
 OLD, NEW = b"o" * (8 * SECTOR), b"n" * (8 * SECTOR)
 SEEDS = range(60)

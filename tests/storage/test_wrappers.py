@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from tiercache_backends.memory import MemoryBackend
 
 from tests.storage.backends import FileHooks
+from tests.storage.late import Late
 from tiercache.core import Outcome
 from tiercache.errors import ClosedError, ConfigError, UnavailableError
 from tiercache.metrics.table import OPERATIONS
@@ -21,7 +22,7 @@ from tiercache.pools import HostArena
 from tiercache.storage.base import NamespaceRecord, SharedMemory, StorageBackend, StoreContext
 from tiercache.storage.env import Env
 from tiercache.storage.wrappers import Metered, StoreMetrics, Wrapper, unwrap
-from tiercache.testing.faulty import Faulty, Latency, Outage, Rates
+from tiercache.testing.faulty import Faulty, Outage, Rates
 from tiercache.testing.objects import NAMESPACE, content, fetch, key, payload, put, to_get, to_set
 
 HIT, MISS, STORED = Outcome.HIT, Outcome.MISS, Outcome.STORED
@@ -71,7 +72,7 @@ def test_wrappers_nest_and_have_the_capabilities_of_the_store_inside(tmp_path: P
         inner.usage()
 
 
-@pytest.mark.parametrize("kind", [Metered, Faulty, Latency, Outage])
+@pytest.mark.parametrize("kind", [Metered, Faulty, Outage])
 def test_a_wrapper_has_no_section(kind: type[Wrapper]) -> None:
     with pytest.raises(ConfigError, match=f"{kind.__name__} is put around a store in code"):
         kind.from_config({}, StoreContext(Env()))
@@ -89,7 +90,7 @@ def test_wrappers_pass_on_outages_and_memory() -> None:
     inner = Watching()
     cut = Outage(inner)
     arena = HostArena(4096, 4096, huge_pages=False)
-    with Metered(Faulty(Latency(cut, 0.0), Rates())) as store:
+    with Metered(Faulty(cut, Rates())) as store:
         store.attach(arena)
         assert inner.attached == [arena]
         cut.begin()
@@ -102,13 +103,13 @@ def test_wrappers_pass_on_outages_and_memory() -> None:
 def test_a_wrapper_closes_behind_the_calls_inside_it() -> None:
     reached, go_on = Event(), Event()
 
-    def sleep(_seconds: float) -> None:
+    def wait() -> None:
         reached.set()
         assert go_on.wait(30)
 
     inner = MemoryBackend()
     put(inner, key("a"), payload("a", 5000))
-    store = Metered(Latency(inner, {"get": 1}, sleep))
+    store = Metered(Late(inner, {"get"}, wait))
     with ThreadPoolExecutor(2) as pool:
         reading = pool.submit(fetch, store, key("a"), 5000)
         assert reached.wait(30)
@@ -204,19 +205,8 @@ def test_two_stores_share_a_registry_and_every_label_set_is_there_from_the_start
     )
 
 
-# --- latency and faults
+# --- faults
 # ------------------------------------------------------------------------------------------------------------
-
-
-def test_latency_waits_once_per_call_and_operation() -> None:
-    slept: list[float] = []
-    call_everything(Latency(MemoryBackend(), 0.5, slept.append))
-    assert slept == [0.5] * len(OPERATIONS)
-    slept.clear()
-    call_everything(Latency(MemoryBackend(), {"get": 2.0, "flush": 0.25}, slept.append))
-    assert slept == [2.0, 0.25]
-    with pytest.raises(ValueError, match="'read' is not an operation"):
-        Latency(MemoryBackend(), {"read": 1.0})
 
 
 def test_faults_come_at_their_rates_and_are_the_same_for_a_seed() -> None:

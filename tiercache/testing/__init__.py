@@ -12,6 +12,5 @@ The package needs pytest and hypothesis. Import its modules by name:
     stateful                state machines that compare a store with a model
     objects                 keys, payloads and items for tests
     faults                  disk calls that fail on demand (FaultEnv)
-    crash                   the data that a power cut leaves (CrashEnv)
-    faulty                  stores that misbehave on purpose: Faulty, Outage, Latency
+    faulty                  stores that misbehave on purpose: Faulty, Outage
 """

@@ -2,15 +2,13 @@
 
 Faulty     often fails, but never returns wrong data; a seed chooses the items that fail
 Outage     cannot be reached for a while
-Latency    answers late
 """
 
 # ruff: noqa: D102 (the contract documents these methods)
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, fields
 from random import Random
@@ -19,7 +17,6 @@ from typing import Final, ParamSpec, TypeVar
 
 from tiercache.core import ObjectKey, Outcome
 from tiercache.errors import UnavailableError
-from tiercache.metrics.table import OPERATIONS
 from tiercache.storage.base import GetItem, NamespaceRecord, SetItem, StorageBackend, storable
 from tiercache.storage.vectors import take, usable
 from tiercache.storage.wrappers import Wrapper, decide
@@ -169,44 +166,6 @@ class Outage(Wrapper):
             return call(*arguments, **named)
 
         return super()._perform(operation, reached)
-
-
-class Latency(Wrapper):
-    """A wrapper of `inner` that delays each call by `seconds`.
-
-    `seconds` is one number for all operations, or a mapping by operation. Operations that the mapping does
-    not name are not delayed. `sleep` gets the seconds; a test may pass a function that only records them. A
-    call that sleeps counts as inside the store, so `close` waits for that call. Raises ValueError for an
-    operation that does not exist.
-
-    Thread safety: as `Wrapper`; every thread that makes a call also calls `sleep`.
-    """
-
-    def __init__(
-        self,
-        inner: StorageBackend,
-        seconds: float | Mapping[str, float],
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        super().__init__(inner)
-        self._seconds: Final = (
-            dict(seconds) if isinstance(seconds, Mapping) else dict.fromkeys(OPERATIONS, seconds)
-        )
-        self._sleep: Final = sleep
-        for operation in self._seconds:
-            if operation not in OPERATIONS:
-                raise ValueError(
-                    f"{operation!r} is not an operation of a store; use one of {', '.join(OPERATIONS)}"
-                )
-
-    def _perform(self, operation: str, call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        def late() -> T:
-            self._sleep(self._seconds[operation])
-            return call(*arguments, **named)
-
-        if operation in self._seconds:
-            return super()._perform(operation, late)
-        return super()._perform(operation, call, *arguments, **named)
 
 
 def _either(call: Callable[[A], T], argument: A, otherwise: T) -> T:

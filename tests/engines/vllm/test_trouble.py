@@ -17,13 +17,14 @@ from vllm.v1.kv_offload.tiering.base import JobResult
 import tiercache.integrations.settings as settings
 from tests.engines.damage import flip, truncate
 from tests.engines.vllm.rig import HIT, MISS, RETRY, ROW, ROWS, Engine, content, job, key, keys, outcome
+from tests.storage.late import Late
 from tiercache.errors import StorageError
 from tiercache.integrations.vllm import tier as tier_module
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.registry import open_backend
 from tiercache.storage.wrappers import Wrapper
 from tiercache.testing.faults import FaultEnv
-from tiercache.testing.faulty import Faulty, Latency, Rates
+from tiercache.testing.faulty import Faulty, Rates
 
 
 class Held(Wrapper):
@@ -163,7 +164,7 @@ def test_a_store_that_does_not_answer_lookups_has_nothing(
 
 
 def test_a_slow_store_is_only_late(tier: dict[str, object], inside: Callable[..., None]) -> None:
-    inside(lambda store: Latency(store, {"exists": 0.1, "get": 0.1, "set": 0.1}))
+    inside(lambda store: Late(store, {"exists", "get", "set"}, lambda: time.sleep(0.1)))
     with Engine(tier) as engine:
         engine.store("a")
         engine.evict()
@@ -447,7 +448,7 @@ def test_jobs_that_make_no_sense_fail_and_spare_the_rows(
 def test_results_say_how_much_moved_and_how_long_it_took(
     tier: dict[str, object], inside: Callable[..., None]
 ) -> None:
-    inside(lambda store: Latency(store, {"set": 0.05, "get": 0.05}))
+    inside(lambda store: Late(store, {"set", "get"}, lambda: time.sleep(0.05)))
     with Engine(tier) as engine:
         for load in (False, True):
             made = job(load, keys("a", "b"), [1, 2], load=load)

@@ -13,6 +13,7 @@ from tiercache_backends.chain import TierChain
 from tiercache_backends.chain.settings import TierSettings, WritePolicy
 from tiercache_backends.chain.tier import Tier
 
+from tests.storage.restorable import Restorable
 from tiercache.core import ObjectKey, ObjectMeta
 from tiercache.storage.base import Capabilities, StorageBackend, TierReport, Usage
 from tiercache.storage.env import Env
@@ -58,7 +59,7 @@ def tier_of(
     return Tier(TierSettings(**settings), store, capabilities, env or Env())
 
 
-class ChainHooks(BackendConformance):
+class ChainHooks(BackendConformance, Restorable):
     """Conformance hooks of a chain of the stores of `parts`, the last of them with half of the capacity.
 
     `sick`: positions of tiers whose store cannot be opened.

@@ -7,10 +7,10 @@ import threading
 from tiercache_backends.chain import TierChain
 from tiercache_backends.memory import MemoryBackend
 
+from tests.storage.late import Late
 from tests.storage_backends.chain.hooks import QuickClock, tier_of
 from tiercache.core import Outcome
 from tiercache.errors import RefusedError, UnavailableError
-from tiercache.testing.faulty import Latency
 from tiercache.testing.objects import key
 
 HIT, MISS, STORED, UNAVAILABLE = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.UNAVAILABLE
@@ -18,20 +18,20 @@ SIZE = 5000
 BLOCK = 4096
 
 
-class Hanging(Latency):
+class Hanging(Late):
     """A store whose calls of these operations hang until `release`, once `hang` was called."""
 
     def __init__(self, inner, *operations):
         self.free, self.entered = threading.Event(), threading.Event()
         self.free.set()
-        super().__init__(inner, dict.fromkeys(operations, 1.0), sleep=self.wait)
+        super().__init__(inner, operations, self.stop)
         self.release = self.free.set
 
     def hang(self):
         self.entered.clear()
         self.free.clear()
 
-    def wait(self, _):
+    def stop(self):
         self.entered.set()
         self.free.wait(60)
 

@@ -29,12 +29,12 @@ from tiercache_backends.file.records import (
 )
 from tiercache_backends.local.directory import StoreDirectory
 
+from tests.crash import CrashEnv
 from tests.storage.backends import copy_tree
 from tests.storage_backends.file.store import catalog_of, is_log
 from tiercache.core import Outcome
 from tiercache.storage.base import NamespaceRecord
 from tiercache.storage.env import Env
-from tiercache.testing.crash import CrashEnv
 from tiercache.testing.faults import Call, FaultEnv
 from tiercache.testing.objects import fetch, key, payload, put, to_set
 

@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.examples import example_count
+from tests.storage.restorable import Restorable
 from tests.storage_backends.grpc.hooks import TcpMemory, TlsMemory, UnixChain, UnixFile, UnixMemory
 from tiercache.testing.conformance import BackendConformance
 from tiercache.testing.conformance.eviction import Coldest, Eviction
-from tiercache.testing.conformance.restorable import Restorable
 from tiercache.testing.conformance.values import Values
 from tiercache.testing.stateful import BackendMachine, EvictingMachine
 

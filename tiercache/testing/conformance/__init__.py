@@ -14,7 +14,7 @@ are small, and no test sleeps. `hooks` has all hooks; each of the other modules 
 import pytest
 
 _THEMES = (
-    "damage", "eviction", "figures", "objects", "persistence", "restorable", "shares", "threads",
+    "damage", "eviction", "figures", "objects", "persistence", "shares", "threads",
     "values", "watching",
 )  # fmt: skip
 pytest.register_assert_rewrite(*(f"{__name__}.{theme}" for theme in _THEMES))
@@ -25,7 +25,6 @@ from tiercache.testing.conformance.figures import Figures
 from tiercache.testing.conformance.hooks import BackendHooks
 from tiercache.testing.conformance.objects import Objects
 from tiercache.testing.conformance.persistence import Persistence
-from tiercache.testing.conformance.restorable import Restorable
 from tiercache.testing.conformance.shares import SharesTests
 from tiercache.testing.conformance.threads import Threads
 from tiercache.testing.conformance.values import Values
@@ -41,7 +40,6 @@ class BackendConformance(
     Coldest,
     Threads,
     Eviction,
-    Restorable,
     Values,
     SharesTests,
     Persistence,

@@ -1,9 +1,7 @@
-"""Tests of bounded stores: the objects that are kept can be restored.
+"""Tests of the stores that evict by `EvictionOrder`: the objects that are kept can be restored.
 
 Objects that no restore could use are refused, or evicted first.
 """
-
-# ruff: noqa: D102 (a test is named for what it checks)
 
 from __future__ import annotations
 
@@ -27,10 +25,7 @@ EVERY = 5
 
 
 class Restorable(BackendHooks):
-    """Tests of restorability in bounded stores.
-
-    Thread safety: as `BackendHooks`.
-    """
+    """A theme beside those of the conformance suite, for stores whose `usage` has the bytes by their use."""
 
     def test_a_conversation_larger_than_the_store_keeps_its_beginning(self, bounded: StorageBackend) -> None:
         turns = 2 * self.small // _nbytes(1)
@@ -148,27 +143,6 @@ class Restorable(BackendHooks):
         for name in range(2 * self.small // STATE):
             assert bounded.set([_state_alone(("more", name), depth=name + 1)]) == [STORED]
         assert self._restorable_share(bounded) == 1
-
-    def test_what_it_holds_is_told_by_what_it_is_good_for(self, bounded: StorageBackend) -> None:
-        items = [
-            to_set(k, payload(k, PAGE), parent=parent, depth=n + 1)
-            for n, (k, parent) in enumerate(chain("a", 4))
-        ]
-        assert set(bounded.set(items)) == {STORED}
-        assert self._worth(bounded) == (4 * PAGE, 0, 0), "the namespace is not known to need states"
-        bounded.register_namespace(NamespaceRecord(NAMESPACE, {}, states=True))
-        assert self._worth(bounded) == (0, 4 * PAGE, 0)
-        state = state_of(("a", 1))
-        put(bounded, state, payload(state, STATE), state.page_key)
-        assert self._worth(bounded) == (2 * PAGE + STATE, 2 * PAGE, 0)
-        bounded.delete([items[0].key])
-        assert self._worth(bounded) == (0, 0, 4)
-        assert bounded.set(items[:1]) == [STORED]
-        assert self._worth(bounded) == (2 * PAGE + STATE, 2 * PAGE, 0)
-        bounded.delete([state])
-        assert self._worth(bounded) == (0, 4 * PAGE, 0)
-        bounded.delete([item.key for item in items])
-        assert self._worth(bounded) == (0, 0, 0)
 
     def test_a_page_behind_one_that_is_not_stored_waits_for_it(self, bounded: StorageBackend) -> None:
         first, second, third = [to_set(k, payload(k, PAGE), parent=parent) for k, parent in chain("s", 3)]
