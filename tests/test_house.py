@@ -208,7 +208,7 @@ BUDGET = {
     "tiercache.controller": 8_540,
     "tiercache.integrations": 6_750,
     "tiercache.cli": 5_740,
-    "tiercache.storage": 6_500,
+    "tiercache.storage": 6_260,
     "tiercache.testing": 3_300,
     "tiercache.index": 3_290,
     "tiercache.transfer": 2_550,

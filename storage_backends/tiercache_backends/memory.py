@@ -224,11 +224,6 @@ class MemoryBackend(StorageBackend):
             self._objects = {}
             self._residents = Residents()
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless all counts add up; call it only while no other call is running."""
-        assert self._used == sum(self.footprint.of(item.meta.length) for item in self._objects.values())
-        self._residents.check_integrity()
-
     def _entry(self, found: StoredObject) -> ScanEntry:
         return ScanEntry(found.key, self._residents.valued(found.row, found.meta), found.stored_at)
 

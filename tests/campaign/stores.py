@@ -12,6 +12,7 @@ from pathlib import Path
 from tiercache_backends.lmdb import LmdbBackend
 
 from tests.campaign.model import Verdict
+from tests.storage.integrity import check_tables
 from tests.storage_backends.lmdb.hooks import check_integrity as check_lmdb
 from tiercache.config.urls import section_of
 from tiercache.storage.base import StorageBackend, StoreContext
@@ -96,7 +97,7 @@ def check_integrity(store: StorageBackend) -> None:
     if isinstance(unwrap(store), LmdbBackend):
         check_lmdb(store)
     else:
-        getattr(store, "check_integrity", lambda: None)()
+        check_tables(store)
 
 
 def descriptors() -> int:

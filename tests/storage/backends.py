@@ -15,6 +15,7 @@ from typing import Any
 from tiercache_backends.file import FileBackend
 from tiercache_backends.memory import MemoryBackend
 
+from tests.storage.integrity import check_tables
 from tests.storage.restorable import Restorable
 from tiercache.core import BLOCK_ALIGN, ObjectKey, ObjectMeta
 from tiercache.storage.base import StorageBackend
@@ -61,9 +62,7 @@ class MemoryHooks(BackendConformance, Restorable):
         x.payload, y.payload = y.payload, x.payload
 
     def check(self, store: StorageBackend) -> None:
-        memory = unwrap(store)
-        assert isinstance(memory, MemoryBackend)
-        memory.check_integrity()
+        check_tables(store)
 
     def object_of(self, store: StorageBackend, k: ObjectKey) -> Any:
         memory = unwrap(store)
@@ -115,7 +114,7 @@ class FileHooks(LocalHooks):
         self.overwrite(store, b, x)
 
     def check(self, store: StorageBackend) -> None:
-        file_of(store).check_integrity()
+        check_tables(store)
 
     def fill_disk(self, store: StorageBackend) -> None:
         for call in ("fallocate", "pwritev", "commit"):

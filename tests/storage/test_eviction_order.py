@@ -18,6 +18,7 @@ from hypothesis.stateful import (
 )
 
 from tests.examples import example_count
+from tests.storage.integrity import check_residents, nodes_of
 from tests.storage.resident_model import (
     HYBRID,
     KV,
@@ -232,7 +233,7 @@ class ResidentsMachine(RuleBasedStateMachine):
         if not self.watched:
             return
         residents, model = self.residents, self.model
-        residents.check_integrity()
+        check_residents(residents)
         assert len(residents) == len(model)
         keys = [digest(name, layout) for name in range(MOST) for layout in range(4)]
         there = [layout in model.at(name).lengths for name in range(MOST) for layout in range(4)]
@@ -260,13 +261,13 @@ class ResidentsMachine(RuleBasedStateMachine):
             self.residents.pins[row] = 0
         for page in self.model.pages.values():
             page.pins = 0
-        self.residents.check_integrity()
+        check_residents(self.residents)
         self.order.evict(Watcher(self, None, True))
-        self.residents.check_integrity()
+        check_residents(self.residents)
         assert len(self.residents) == self.residents.payload == self.residents.pages.unproven_bytes == 0, (
             "with nothing held everything can go"
         )
-        assert list(self.residents.pages.nodes()) == []
+        assert list(nodes_of(self.residents.pages)) == []
 
 
 class Watcher(Everything):

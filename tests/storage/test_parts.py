@@ -20,6 +20,7 @@ from tiercache_backends.lmdb.environment import PageBudget
 from tiercache_backends.memory import MemoryBackend
 
 from tests.examples import example_count
+from tests.storage.integrity import check_extents
 from tiercache.config import parse_duration, parse_size
 from tiercache.core import Outcome, PoolName
 from tiercache.errors import ClosedError, ConfigError
@@ -213,7 +214,7 @@ def test_space_loses_and_doubles_no_block(slab: int, sizes: list[int], random: R
             if got is not None:
                 assert sum(e.blocks for e in got) == want
                 held.append(got)
-        space.check_integrity()
+        check_extents(space)
         blocks = [b for extents in held for e in extents for b in range(e.start, e.start + e.blocks)]
         assert len(blocks) == len(set(blocks)) == space.size - space.free
 

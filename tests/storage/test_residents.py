@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import example_count
+from tests.storage.integrity import check_residents, nodes_of
 from tests.storage.resident_model import HYBRID, KV, MORE_STATE, PLAIN, STATE, Everything, digest, put, remove
 from tiercache.storage.eviction import EvictionOrder
 from tiercache.storage.pages import column_of
@@ -34,7 +35,7 @@ def test_an_object_that_comes_back_is_what_it_was() -> None:
     ) == (HYBRID, 3, 1)
     assert residents.pages.worth() == Worth(1, 1, 0)
     remove(residents, kept)
-    residents.check_integrity()
+    check_residents(residents)
 
 
 @st.composite
@@ -138,14 +139,14 @@ def test_loading_all_at_once_is_adding_one_by_one(
             depth=depth,
         )
     for residents in (at_once, one_by_one):
-        residents.check_integrity()
+        check_residents(residents)
     assert seen(at_once) == seen(one_by_one)
     assert at_once.pages.worth() == one_by_one.pages.worth()
     keys = [digest(page, layout) for page, layout, _ in batch]
     assert all(at_once.find(d) == row >= 0 for d, row in zip(keys, at_once.find_many(keys), strict=True))
     for d in keys:
         remove(at_once, at_once.find(d))
-        at_once.check_integrity()
+        check_residents(at_once)
     assert len(at_once) == at_once.payload == 0
 
 
@@ -160,19 +161,19 @@ def test_circles_and_contradictions_are_harmless(
     for (page, layout, above), namespace_id, depth in zip(batch, namespace_ids, depths, strict=True):
         if not at_once:
             put(residents, page, above, layout=layout, namespace_id=namespace_id, depth=depth)
-    residents.check_integrity()
+    check_residents(residents)
     worth = residents.pages.worth()
     assert worth.restorable_bytes + worth.dead_bytes <= residents.payload
     for page, layout, _ in batch[:: data.draw(st.integers(1, 4))]:
         remove(residents, residents.find(digest(page, layout)))
-    residents.check_integrity()
+    check_residents(residents)
     order = EvictionOrder(residents)
     while residents:
         before = len(residents)
         order.evict(Everything(residents, 1))
         assert len(residents) < before, "everything can be given up"
-        residents.check_integrity()
-    assert list(residents.pages.nodes()) == []
+        check_residents(residents)
+    assert list(nodes_of(residents.pages)) == []
 
 
 def test_a_long_circle_is_cut_and_what_hangs_on_it_is_an_orphan() -> None:
@@ -181,7 +182,7 @@ def test_a_long_circle_is_cut_and_what_hangs_on_it_is_an_orphan() -> None:
         (51, KV, None),
     ]
     residents = loaded(batch, [PLAIN] * 42, [0] * 42)
-    residents.check_integrity()
+    check_residents(residents)
     assert residents.pages.worth().orphans == 41
     EvictionOrder(residents).evict(taker := Everything(residents, 41))
     assert digest(51) not in taker.gone

@@ -18,6 +18,7 @@ from hypothesis.stateful import (
 )
 
 from tests.examples import example_count
+from tests.storage.integrity import check_residents
 from tests.storage.resident_model import HYBRID, KV, PLAIN, STATE, Everything, digest, page_of, put, remove
 from tiercache.storage.eviction import EvictionOrder
 from tiercache.storage.residents import Residents
@@ -208,10 +209,10 @@ class ValuesMachine(RuleBasedStateMachine):
         del self.pages[name]
 
     def teardown(self) -> None:
-        self.residents.check_integrity()
+        check_residents(self.residents)
         self.order.evict(Everything(self.residents))
         assert len(self.residents) == 0
-        self.residents.check_integrity()
+        check_residents(self.residents)
 
 
 class Watcher(Everything):

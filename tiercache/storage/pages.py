@@ -15,7 +15,7 @@ namespace need no states, a stored page also counts itself in `live`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -252,28 +252,6 @@ class PageTable:
             + self._bucket_column.nbytes
             + sum(column.nbytes for column in self.columns.values())
         )
-
-    def nodes(self) -> Iterator[int]:
-        """Return an iterator over the nodes that are in use."""
-        free = set()
-        node = self._free
-        while node >= 0:
-            free.add(node)
-            node = self.chain[node]
-        return (node for node in range(self.used) if node not in free)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless every node is found by its key, is needed, and is counted right."""
-        children = np.zeros(len(self.columns["parent_node"]), np.int64)
-        for node in self.nodes():
-            assert self.find(self.key(node)) == node, "a page is found by its key"
-            assert self.first[node] >= 0 or self.children[node] or self.holds[node], (
-                "a page that nothing needs is freed"
-            )
-            assert self.parent_node[node] < 0 or self.kv[node], "only a page that is stored follows another"
-            if self.parent_node[node] >= 0:
-                children[self.parent_node[node]] += 1
-        assert (children == self.columns["children"])[list(self.nodes())].all(), "children are counted right"
 
     def _recount(self, stateless: Mask) -> bool:
         """Recompute `live` and `flags`; if there are circles, cut them instead and return False."""

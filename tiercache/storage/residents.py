@@ -11,7 +11,6 @@ parent of an attached object is its own page.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
@@ -23,7 +22,7 @@ from tiercache.core import DIGEST_BYTES, ObjectMeta
 from tiercache.events.base import ChangeNote
 from tiercache.storage.env import Env
 from tiercache.storage.layouts import LAYOUT_BYTES, Layouts
-from tiercache.storage.pages import BROKEN, NONE, SERVED, Ints, Words, column_of, grown, link_groups
+from tiercache.storage.pages import NONE, SERVED, Ints, Words, column_of, grown, link_groups
 from tiercache.storage.restorable import RestorablePages
 from tiercache.storage.shares import Footprint, Owners, Shares
 from tiercache.storage.values import usable_hints
@@ -515,48 +514,6 @@ class Residents:
     def memory_bytes(self) -> int:
         """Return the bytes of memory of all columns."""
         return self.pages.memory_bytes() + sum(column.nbytes for column in self.columns.values())
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless keys, links and sums agree with a fresh count."""
-        pages = self.pages
-        pages.check_integrity()
-        rows = self.residents().tolist()
-        assert len(rows) == self.count, "objects are counted right"
-        assert sum(self.length[row] for row in rows) == self.payload, "payload bytes are counted right"
-        self._check_owners(rows)
-        assert all(self.find(self.digest(row)) == row for row in rows), "an object is found by its key"
-        kv, states = Counter[int](), Counter[int]()
-        for row in rows:
-            (states if self.attached[row] else kv)[self.page[row]] += 1
-        assert all(
-            pages.kv[node] == kv[node] and pages.states[node] == states[node] for node in pages.nodes()
-        ), "objects by kind"
-        pages.recount_orphans()
-        nodes = [node for node in pages.nodes() if pages.first[node] >= 0]
-        assert all(
-            pages.nbytes[node] == sum(self.length[row] for row in self.rows_of(node)) for node in nodes
-        ), "bytes of a page"
-        before = [(pages.live[node], pages.flags[node] & BROKEN) for node in nodes]
-        unproven_bytes = pages.unproven_bytes
-        pages.recount_worth()
-        assert unproven_bytes == pages.unproven_bytes, "bytes that never helped are counted right"
-        assert before == [(pages.live[node], pages.flags[node] & BROKEN) for node in nodes], (
-            "what is live and what is broken"
-        )
-
-    def _check_owners(self, rows: Sequence[int]) -> None:
-        owners = self.owners
-        if owners.active:
-            used = Counter[int]()
-            for row in rows:
-                used[owners.of(self.namespace[row])] += self.footprint.of(self.length[row])
-            assert owners.used == [used[owner] for owner in range(len(owners.names))], (
-                "bytes of each owner are counted right"
-            )
-            leaving = np.flatnonzero(self.columns["state"][: self.used] == LEAVING)
-            assert sum(owners.extra) == int(self.footprint.of(self.columns["length"][leaving]).sum()), (
-                "what is leaving counts, and nothing else that is not found"
-            )
 
     def _hint_of(self, row: int) -> tuple[float, int]:
         """Return the rank that an object got by a hint (0: none), and the worker."""

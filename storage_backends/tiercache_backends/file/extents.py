@@ -13,9 +13,8 @@ maps the end of a free extent to its start, and `by_start` maps its start to its
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, islice
 from typing import Final
 
 from tiercache.core import BLOCK_ALIGN
@@ -142,27 +141,6 @@ class ExtentAllocator:
                 self._unlink(before, start - before)
                 start = before
             self._link(start, end - start)
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless free extents are disjoint, in one slab each, joined and counted."""
-        assert self.free == sum(self._by_start.values()) <= self.size, "free blocks are counted right"
-        assert self._by_end == {s + c: s for s, c in self._by_start.items()}, (
-            "both views name the same extents"
-        )
-        assert {s for b in self._bins for s in b} == set(self._by_start), "every free extent is in one bin"
-        ordered = sorted(self._by_start.items())
-        counts = Counter(dict.fromkeys(self._in_slab, 0))
-        for s, c in ordered:
-            counts[s // self.slab_blocks] += c
-        assert counts == self._in_slab, "free blocks are counted right in each slab"
-        for (start, count), (following, _) in pairwise(ordered):
-            assert start + count <= following, "free extents are disjoint"
-            assert start + count < following or following % self.slab_blocks == 0, (
-                "free neighbours are joined"
-            )
-        assert all(s // self.slab_blocks == (s + c - 1) // self.slab_blocks for s, c in ordered), (
-            "an extent lies in one slab"
-        )
 
     def _begin(self, min_blocks: int, max_blocks: int, avoid: int | None) -> Extent:
         """Take a free extent of `min_blocks` to `max_blocks` blocks; return an empty one if none is found.

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
 from threading import Event, Lock
 from typing import Final
 
@@ -523,25 +522,6 @@ class StoreState:
                 **self._objects.pages.worth()._asdict(),
                 **self._counts,
             }
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless free + used = capacity and no two objects share a block.
-
-        Call it while no other call is running.
-        """
-        with self._mutex:
-            self._allocator.check_integrity()
-            self._objects.check_integrity()
-            rows = self._objects.residents().tolist()
-            assert not self._busy, "no object is being stored or removed"
-            assert not self._leaving, "no removed object is being read"
-            assert not any(self._objects.pins[row] for row in rows), "no pin is held"
-            held = sorted(extent for row in rows for extent in self._objects.extents(row))
-            assert all(a.start + a.blocks <= b.start for a, b in pairwise(held)), (
-                "no two objects share a block"
-            )
-            used = sum(extent.blocks for extent in held) + self._abandoned
-            assert used + self._allocator.free == self._allocator.size, "free + used = capacity"
 
     def _pin_few(self, digests: Sequence[bytes], *, is_use: bool) -> Pins:
         """Do the same as `pin`, one object after another."""

@@ -348,10 +348,6 @@ class FileBackend(StorageBackend):
             self._catalog.close()
             self._directory.release()
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless all counts add up; call it only while no other call is running."""
-        self._state.check_integrity()
-
     def _wanted(self, index: int, item: SetItem) -> Claim:
         meta, digest = item.meta, item.key.digest
         namespace_id = self._catalog.id_of(meta.namespace)

@@ -365,19 +365,6 @@ class BucketDirectory:
         with self._mutex:
             self._counts["corrupt"] += objects
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless all counts add up; call it only while no other call is running."""
-        assert not self._writes, "nothing is being written"
-        assert self._used == sum(self._sizes.values())
-        assert self._useless | self._coming | self._packs.keys() <= self._sizes.keys()
-        live = dict.fromkeys(self._packs, 0)
-        for digest, place in self._objects.items():
-            assert place.entry.key.digest == digest, "a digest leads to its entry"
-            assert place.number not in place.pack.dead, "an object that is found is not dead"
-            live[place.pack.name] += 1
-        assert live == {name: pack.live for name, pack in self._packs.items()}, "live entries are counted"
-        assert self._payload == sum(place.entry.meta.length for place in self._objects.values())
-
     # --- under the mutex
     # --------------------------------------------------------------------------------------------------------
 

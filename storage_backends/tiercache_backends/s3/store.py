@@ -188,10 +188,6 @@ class S3Backend(StorageBackend):
             self._refresher.close()
             self._service.close()
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless all counts add up; call it only while no other call is running."""
-        self._directory.check_integrity()
-
     def _follow(self) -> None:
         """Let the directory learn what others have written and removed; it tells of that."""
         self._refresher.ask()

@@ -15,6 +15,7 @@ from tiercache_backends.file.records import RECORD, Extent, Records
 from tiercache_backends.file.state import StoreState
 
 from tests.examples import example_count
+from tests.storage.integrity import check_pages, check_state, nodes_of
 from tests.storage.resident_model import HYBRID, KV, LAYOUTS, MORE_KV, PLAIN, STATE
 from tests.storage.test_residents import seen
 from tiercache.core import Outcome
@@ -185,9 +186,9 @@ class Twins:
         tables = [state._objects for state in (self.batched, self.single)]  # private: columns to compare
         found = []
         for state, table in zip((self.batched, self.single), tables, strict=True):
-            state.check_integrity()
+            check_state(state)
             pages = table.pages
-            nodes = [node for node in pages.nodes() if pages.first[node] >= 0]
+            nodes = [node for node in nodes_of(pages) if pages.first[node] >= 0]
             hints = (
                 {
                     pages.key(n): (pages.rank[n], pages.rank[n] and pages.worker[n], pages.state_rank[n])
@@ -269,8 +270,8 @@ def test_pages_that_cannot_be_held_at_once_leave_nothing_behind() -> None:
     assert hold_new(pages, keys, [None] * 9, [0] * 9, PLAIN) is None
     assert hold_new(pages, [*keys[:4], keys[0]], [None] * 5, [0] * 5, PLAIN) is None
     assert hold_new(pages, keys[:4], [keys[3], *keys[:3]], [0] * 4, PLAIN) is None, "they follow in a circle"
-    pages.check_integrity()
-    assert list(pages.nodes()) == [other]
+    check_pages(pages)
+    assert list(nodes_of(pages)) == [other]
     pages.release(other)
     held = hold_new(pages, keys, [None, *keys[:-1]], [*range(1, 10)], PLAIN)
     assert held is not None
@@ -279,5 +280,5 @@ def test_pages_that_cannot_be_held_at_once_leave_nothing_behind() -> None:
     assert not any(pages.depth[node] or pages.coming[node] for node in held.values())
     for node in held.values():
         pages.release(node)
-    pages.check_integrity()
-    assert list(pages.nodes()) == []
+    check_pages(pages)
+    assert list(nodes_of(pages)) == []

@@ -9,6 +9,7 @@ from random import Random
 import pytest
 from tiercache_backends.file import FileBackend
 
+from tests.storage.integrity import check_tables
 from tests.storage_backends.file.store import at_log
 from tiercache.core import Outcome
 from tiercache.errors import ConfigError
@@ -40,7 +41,7 @@ def test_space_stays_usable_when_sizes_change(tmp_path: Path, first: int, second
         for n in [*random.sample(others, min(20, fitting)), *[n for n in names if n not in set(gone)][-20:]]:
             size = first if n[0] == "first" else second
             assert fetch(store, key(n), size) == payload(n, size)
-        store.check_integrity()
+        check_tables(store)
 
 
 def test_a_set_into_a_full_store_takes_one_transaction(tmp_path: Path) -> None:
@@ -153,6 +154,6 @@ def test_sequences_with_states_stay_within_the_cap(tmp_path: Path) -> None:
             batch.append(to_set(state, payload(state, 131072), parent=state.page_key, depth=4))
             assert outcomes(store.set(batch)) == {STORED: 5}
             assert store.usage().used_bytes <= cap
-        store.check_integrity()
+        check_tables(store)
         assert store.usage().details["orphans"] == 0
         assert 0 < store.usage().objects < 60 * 5

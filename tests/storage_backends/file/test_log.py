@@ -31,6 +31,7 @@ from tiercache_backends.local.directory import StoreDirectory
 
 from tests.crash import CrashEnv
 from tests.storage.backends import copy_tree
+from tests.storage.integrity import check_tables
 from tests.storage_backends.file.store import catalog_of, is_log
 from tiercache.core import Outcome
 from tiercache.storage.base import NamespaceRecord
@@ -297,7 +298,7 @@ def look(path: Path, must: set[object], may: set[object], names: Sequence[object
         hits = {name for name, got in found.items() if not isinstance(got, Outcome)}
         assert must <= hits, (why, must - hits)
         assert hits <= may, (why, hits - may)
-        store.check_integrity()
+        check_tables(store)
         assert put(store, key("after"), payload("after", SIZE)) is STORED
     shutil.rmtree(path)
 
@@ -390,7 +391,7 @@ def test_every_call_may_fail(full: Path, tmp_path: Path, error: int, durability:
                     act(store)
                 env.clear()
                 there = present(store, names)
-                store.check_integrity()
+                check_tables(store)
             look(path, there, there, names, (call, at))
 
 

@@ -14,6 +14,7 @@ from tiercache_backends.file.opening import sound_records
 from tiercache_backends.file.records import DEPTH_KNOWN, PARENT_KNOWN, RECORD, CatalogContents, Extent
 
 from tests.examples import example_count
+from tests.storage.integrity import check_extents, check_residents
 from tiercache.storage.checksum import Checksums
 from tiercache.testing.objects import page_key
 
@@ -62,7 +63,7 @@ def test_loading_a_catalog_is_storing_one_by_one(objects: dict[tuple[int, int], 
     at_once.load_catalog(CatalogContents(records, further))
     seen = []
     for table in (one_by_one, at_once):
-        table.check_integrity()
+        check_residents(table)
         rows = table.rows_of_all([digest(*place) for place in objects])
         facts = [
             (table.extents(row), table.blocks(row), table.digest(row), table.number[row], table.length[row])
@@ -82,7 +83,7 @@ def test_loading_a_catalog_is_storing_one_by_one(objects: dict[tuple[int, int], 
     for row in at_once.residents().tolist():
         at_once.leave(row)
         at_once.drop(row)
-    at_once.check_integrity()
+    check_residents(at_once)
     assert len(at_once) == at_once.payload == 0
     assert len(at_once._further) == 0  # private: what is kept of objects that are gone costs memory only
 
@@ -107,12 +108,12 @@ def test_space_places_batches_and_takes_all_back(seed: int) -> None:
         )
         assert any(not place for place in places) <= (sum(sizes) > before), "what is free can be had"
         held += [place for place in places if place]
-        space.check_integrity()
+        check_extents(space)
         blocks = [b for place in held for e in place for b in range(e.start, e.start + e.blocks)]
         assert len(blocks) == len(set(blocks)) == space.size - space.free
     for place in held:
         space.give(place)
-    space.check_integrity()
+    check_extents(space)
     assert space.free == 256
 
 
@@ -143,7 +144,7 @@ def test_a_large_batch_lies_in_two_slabs() -> None:
         len({place.start // space.slab_blocks for [place] in space.allocate_all(sizes)})
         for sizes in ([5] * 9, [4 * large])
     ] == [1, 1]
-    space.check_integrity()
+    check_extents(space)
 
 
 @settings(max_examples=example_count(100), deadline=None)
@@ -166,7 +167,7 @@ def test_large_batches_lose_and_double_no_block(seed: int) -> None:
         )
         assert any(not place for place in places) <= (sum(sizes) > before), "what is free can be had"
         held += [place for place in places if place]
-        space.check_integrity()
+        check_extents(space)
         extents = sorted(e for place in held for e in place)
         assert all(a.start + a.blocks <= b.start for a, b in pairwise(extents))
         assert sum(e.blocks for e in extents) == space.size - space.free

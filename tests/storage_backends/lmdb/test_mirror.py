@@ -9,6 +9,7 @@ from random import Random
 from tiercache_backends.lmdb import LmdbBackend
 from tiercache_backends.lmdb.mirror import Mirror
 
+from tests.storage.integrity import check_residents
 from tests.storage_backends.lmdb.hooks import LaterEnv, check_integrity, environment_of, file_limit, opened
 from tiercache.core import Outcome
 from tiercache.storage.restorable import Worth
@@ -19,7 +20,7 @@ STORED = Outcome.STORED
 
 def seen_by(mirror: Mirror) -> tuple[set[bytes], Worth]:
     residents = mirror.residents
-    residents.check_integrity()
+    check_residents(residents)
     return {residents.digest(row) for row in residents.residents().tolist()}, mirror.residents.pages.worth()
 
 

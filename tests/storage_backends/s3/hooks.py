@@ -11,6 +11,7 @@ from tiercache_backends.s3 import S3Backend
 from tiercache_backends.s3.directory import ObjectPlace
 from tiercache_backends.s3.settings import read_settings
 
+from tests.storage_backends.s3.integrity import check_directory
 from tests.storage_backends.s3.server import BUCKET, bucket, endpoint
 from tiercache.core import ObjectKey, Outcome
 from tiercache.storage.base import GetItem, ScanEntry, SetItem, StorageBackend, Usage
@@ -93,7 +94,7 @@ class S3Hooks(BackendConformance):
         obstore.put(bucket(), other, bytes(two))
 
     def check(self, store: StorageBackend) -> None:
-        s3_of(store).check_integrity()
+        check_directory(s3_of(store))
 
 
 def s3_of(store: StorageBackend) -> S3Backend:

@@ -16,6 +16,7 @@ import pytest
 from tiercache_backends.s3 import S3Backend
 
 from tests.storage_backends.s3.hooks import know, open_s3
+from tests.storage_backends.s3.integrity import check_directory
 from tests.storage_backends.s3.proxy import Exchange, Proxy
 from tests.storage_backends.s3.server import SECRET, needs_weed
 from tests.storage_backends.s3.test_packs import gets, run
@@ -35,7 +36,7 @@ def store(tmp_path: Path, proxy: Proxy) -> Iterator[S3Backend]:
     with open_s3(tmp_path, proxy.url, deadline="2s", refresh="1h") as opened:
         yield opened
         proxy.well()
-        opened.check_integrity()
+        check_directory(opened)
 
 
 def reads(exchange: Exchange) -> bool:

@@ -18,6 +18,7 @@ from tiercache_backends.s3.pack import (
 )
 
 from tests.storage_backends.s3.hooks import PromptS3, open_s3, place, s3_of
+from tests.storage_backends.s3.integrity import check_directory
 from tests.storage_backends.s3.proxy import Proxy
 from tests.storage_backends.s3.server import bucket, needs_weed
 from tests.waiting import until
@@ -61,7 +62,7 @@ def test_a_run_is_one_put_and_few_gets(tmp_path: Path, proxy: Proxy) -> None:
         far = [items[0], items[1], items[40]]
         assert store.get(gets(far)) == [HIT] * 3
         assert proxy.count("GET") == 3, "neighbours are joined, and objects far from each other are not"
-        s3_of(store).check_integrity()
+        check_directory(s3_of(store))
     proxy.log.clear()
     with open_s3(tmp_path, proxy.url, pack="64KiB") as again:
         assert proxy.count("GET") == 1, "the index of a pack is read with one request"
@@ -116,7 +117,7 @@ def test_what_was_removed_stays_removed_for_everyone(tmp_path: Path) -> None:
         names = [entry["path"] for page in obstore.list(bucket(), _folder(store)) for entry in page]
         assert len(names) == 1, "a pack without objects goes, and then its tombstone"
         for one in (store, other):
-            s3_of(one).check_integrity()
+            check_directory(s3_of(one))
 
 
 @needs_weed
@@ -133,7 +134,7 @@ def test_two_writers_of_one_object_leave_one_object(tmp_path: Path) -> None:
         until(lambda: fetch(store, key("a"), PAGE) == payload("a", PAGE))  # the copy takes its place
         assert store.delete([key("a")]) == [True]
         assert store.usage().objects == 0
-        s3_of(store).check_integrity()
+        check_directory(s3_of(store))
 
 
 @needs_weed
@@ -146,7 +147,7 @@ def test_a_pack_that_vanishes_is_a_miss(tmp_path: Path) -> None:
         assert store.get(gets(run("s", 3))) == [MISS] * 4
         assert store.usage().objects == 0
         assert set(store.set(run("s", 3))) == {STORED}
-        s3_of(store).check_integrity()
+        check_directory(s3_of(store))
 
 
 @needs_weed
