@@ -209,7 +209,7 @@ BUDGET = {
     "tiercache.integrations": 6_750,
     "tiercache.cli": 5_740,
     "tiercache.storage": 6_260,
-    "tiercache.testing": 3_300,
+    "tiercache.testing": 3_050,
     "tiercache.index": 3_290,
     "tiercache.transfer": 2_550,
     "tiercache.config": 1_700,

@@ -17,6 +17,7 @@ from tiercache_backends.memory import MemoryBackend
 
 from tests.storage.integrity import check_tables
 from tests.storage.restorable import Restorable
+from tests.storage.valued import Valued
 from tiercache.core import BLOCK_ALIGN, ObjectKey, ObjectMeta
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.wrappers import unwrap
@@ -33,7 +34,11 @@ class AgingEnv(FaultEnv):
         return super().monotonic() + self.later
 
 
-class MemoryHooks(BackendConformance, Restorable):
+class OwnConformance(BackendConformance, Restorable, Valued):
+    """The suite, and the themes of the stores that evict by `EvictionOrder`."""
+
+
+class MemoryHooks(OwnConformance):
     small = 2 << 20
     obeys_values = True
 
@@ -72,7 +77,7 @@ class MemoryHooks(BackendConformance, Restorable):
         return found
 
 
-class LocalHooks(BackendConformance, Restorable):
+class LocalHooks(OwnConformance):
     """Conformance hooks of a store in a directory, opened with the faults in `env`."""
 
     env: AgingEnv

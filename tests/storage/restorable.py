@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tiercache.core import ObjectKey, Outcome
-from tiercache.storage.base import NamespaceRecord, SetItem, StorageBackend
+from tiercache.storage.base import NamespaceRecord, SetItem, StorageBackend, TierReport, Usage
 from tiercache.testing.conformance.hooks import ERROR, HIT, STORED, THROTTLED, BackendHooks
 from tiercache.testing.objects import NAMESPACE, OTHER_NAMESPACE, chain, key, payload, put, state_of, to_set
 
@@ -24,7 +24,21 @@ EVERY = 5
 """Number of pages that each turn of a conversation adds. The turn also adds a state on the last page."""
 
 
-class Restorable(BackendHooks):
+class OwnHooks(BackendHooks):
+    """Hooks that only the stores of this repository need."""
+
+    obeys_values: bool = False
+    """Whether the store evicts by the values that callers give."""
+
+    def media(self, store: StorageBackend) -> Sequence[Usage | TierReport]:
+        """Return the usage of each medium of a store. Default: the store's own usage."""
+        return [store.usage()]
+
+    def pass_time(self, store: StorageBackend, seconds: float) -> None:
+        """Advance the monotonic clock of the store."""
+
+
+class Restorable(OwnHooks):
     """A theme beside those of the conformance suite, for stores whose `usage` has the bytes by their use."""
 
     def test_a_conversation_larger_than_the_store_keeps_its_beginning(self, bounded: StorageBackend) -> None:

@@ -13,11 +13,10 @@ from tiercache_backends.chain import TierChain
 from tiercache_backends.chain.settings import TierSettings, WritePolicy
 from tiercache_backends.chain.tier import Tier
 
-from tests.storage.restorable import Restorable
+from tests.storage.backends import OwnConformance
 from tiercache.core import ObjectKey, ObjectMeta
 from tiercache.storage.base import Capabilities, StorageBackend, TierReport, Usage
 from tiercache.storage.env import Env
-from tiercache.testing.conformance import BackendConformance
 
 
 class QuickClock(Env):
@@ -59,13 +58,13 @@ def tier_of(
     return Tier(TierSettings(**settings), store, capabilities, env or Env())
 
 
-class ChainHooks(BackendConformance, Restorable):
+class ChainHooks(OwnConformance):
     """Conformance hooks of a chain of the stores of `parts`, the last of them with half of the capacity.
 
     `sick`: positions of tiers whose store cannot be opened.
     """
 
-    parts: Sequence[type[BackendConformance]]
+    parts: Sequence[type[OwnConformance]]
     sick: Sequence[int] = ()
     settings: Sequence[dict[str, Any]] = ({}, {}, {})
 
@@ -91,7 +90,7 @@ class ChainHooks(BackendConformance, Restorable):
             settings["write"] = WritePolicy.SELECTIVE
         return tier_of(refuse if n in self.sick else open_store, opened.capabilities, **settings)
 
-    def each(self, store: StorageBackend, k: ObjectKey) -> list[tuple[BackendConformance, StorageBackend]]:
+    def each(self, store: StorageBackend, k: ObjectKey) -> list[tuple[OwnConformance, StorageBackend]]:
         """The tiers that have an object, with their hooks, when nothing is on its way."""
         chain = chain_of(store)
         chain.flush()

@@ -15,14 +15,13 @@ from typing import Any, ClassVar
 from tiercache_backends.grpc import GrpcBackend
 from tiercache_backends.grpc.settings import GrpcSettings, read_settings
 
-from tests.storage.backends import FileHooks, LocalHooks, MemoryHooks
+from tests.storage.backends import FileHooks, LocalHooks, MemoryHooks, OwnConformance
 from tests.storage_backends.chain.hooks import ChainHooks
 from tests.storage_backends.grpc.nodes import daemon_settings, section
 from tiercache.core import ObjectKey
 from tiercache.daemon import StorageServer
 from tiercache.errors import StorageError
 from tiercache.storage.base import StorageBackend
-from tiercache.testing.conformance import BackendConformance
 from tiercache.testing.objects import key
 
 
@@ -49,7 +48,7 @@ def marker_of(path: Path) -> Path:
     return path.with_name(path.name + ".served")
 
 
-class ServedHooks(BackendConformance):
+class ServedHooks(OwnConformance):
     """Through a daemon. A subclass names the way there and has the inner store's hooks as its next base."""
 
     transport: ClassVar[str]
@@ -125,7 +124,7 @@ class UnixChain(ServedHooks, ChainHooks):
     transport = "unix"
     parts = (MemoryHooks, FileHooks)
     small = 16 << 20
-    truncate = BackendConformance.truncate  # a chain has no medium of its own
+    truncate = OwnConformance.truncate  # a chain has no medium of its own
     test_two_processes_see_one_store = None  # the second process counts every copy
 
 

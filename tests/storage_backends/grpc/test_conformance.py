@@ -16,10 +16,10 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tests.examples import example_count
 from tests.storage.restorable import Restorable
+from tests.storage.valued import Valued
 from tests.storage_backends.grpc.hooks import TcpMemory, TlsMemory, UnixChain, UnixFile, UnixMemory
 from tiercache.testing.conformance import BackendConformance
 from tiercache.testing.conformance.eviction import Coldest, Eviction
-from tiercache.testing.conformance.values import Values
 from tiercache.testing.stateful import BackendMachine, EvictingMachine
 
 needs_openssl = pytest.mark.skipif(
@@ -29,7 +29,7 @@ needs_openssl = pytest.mark.skipif(
 
 def another_way(suite: type[BackendConformance]) -> type[BackendConformance]:
     """Take the themes of the store alone out of a suite, and mark it slow."""
-    for theme in (Coldest, Eviction, Restorable, Values):
+    for theme in (Coldest, Eviction, Restorable, Valued):
         for name in vars(theme):
             if name.startswith("test_"):
                 setattr(suite, name, None)

@@ -14,8 +14,7 @@ are small, and no test sleeps. `hooks` has all hooks; each of the other modules 
 import pytest
 
 _THEMES = (
-    "damage", "eviction", "figures", "objects", "persistence", "shares", "threads",
-    "values", "watching",
+    "damage", "eviction", "figures", "objects", "persistence", "shares", "threads", "watching",
 )  # fmt: skip
 pytest.register_assert_rewrite(*(f"{__name__}.{theme}" for theme in _THEMES))
 
@@ -27,7 +26,6 @@ from tiercache.testing.conformance.objects import Objects
 from tiercache.testing.conformance.persistence import Persistence
 from tiercache.testing.conformance.shares import SharesTests
 from tiercache.testing.conformance.threads import Threads
-from tiercache.testing.conformance.values import Values
 from tiercache.testing.conformance.watching import Watching
 
 __all__ = ["BackendConformance", "BackendHooks"]
@@ -40,7 +38,6 @@ class BackendConformance(
     Coldest,
     Threads,
     Eviction,
-    Values,
     SharesTests,
     Persistence,
     Watching,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import ClassVar
@@ -11,7 +11,7 @@ import pytest
 
 from tiercache.core import ObjectKey, ObjectMeta, Outcome
 from tiercache.errors import ClosedError
-from tiercache.storage.base import StorageBackend, TierReport, Usage
+from tiercache.storage.base import StorageBackend, Usage
 
 HIT, MISS, STORED = Outcome.HIT, Outcome.MISS, Outcome.STORED
 CORRUPT, THROTTLED, ERROR = Outcome.CORRUPT, Outcome.THROTTLED, Outcome.ERROR
@@ -35,9 +35,6 @@ class BackendHooks:
 
     copies: int = 1
     """Largest number of copies of an object that the store keeps, each of which takes capacity."""
-
-    obeys_values: bool = False
-    """Whether the store evicts by the values that callers give."""
 
     faults: ClassVar[AbstractSet[Outcome]] = frozenset()
     """Outcomes that any item may get at any time without a reason that a test could see.
@@ -73,10 +70,6 @@ class BackendHooks:
         """
         return store.usage()
 
-    def media(self, store: StorageBackend) -> Sequence[Usage | TierReport]:
-        """Return the usage of each medium of a store. Default: the store's own usage."""
-        return [store.usage()]
-
     def check(self, store: StorageBackend) -> None:
         """Raise AssertionError unless the store's own counts agree with each other."""
 
@@ -107,9 +100,6 @@ class BackendHooks:
 
     def free_disk(self, store: StorageBackend) -> None:
         """Undo `fill_disk`."""
-
-    def pass_time(self, store: StorageBackend, seconds: float) -> None:
-        """Advance the monotonic clock of the store. Without this hook, no test lets values age."""
 
     def scanned(self, meta: ObjectMeta) -> ObjectMeta:
         """Return the part of an object's `meta` that a scan returns. Default: all of it."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import replace
+from math import inf, nan
 
 import pytest
 
@@ -267,6 +268,21 @@ class Objects(BackendHooks):
         assert store.set(mixed) == [ERROR] * 6 + [STORED] + [ERROR] * (len(bad) - 6)
         assert [entry.key for entry in store.scan_all()] == [key("good")]
         assert self.usage(store).objects == 1
+
+    @pytest.mark.parametrize("value", [nan, inf, -inf, -1.0, -(10**400), 10**400])
+    def test_an_impossible_value_is_an_error(self, store: StorageBackend, value: float) -> None:
+        items = [
+            to_set(key("a"), payload("a", 100), value=1.0),
+            to_set(key("b"), payload("b", 100), value=value),
+            to_set(key("c"), payload("c", 100), value=1e308),
+            to_set(key("d"), payload("d", 100), value=0.0, worker=2**64 - 1),
+        ]
+        assert store.set(items) == [STORED, ERROR, STORED, STORED]
+        assert store.exists([item.key for item in items]) == [True, False, True, True]
+
+    @pytest.mark.parametrize("worker", [-1, 2**64])
+    def test_an_impossible_worker_is_an_error(self, store: StorageBackend, worker: int) -> None:
+        assert store.set([to_set(key("a"), payload("a", 100), value=1.0, worker=worker)]) == [ERROR]
 
     @pytest.mark.parametrize("late", [False, True])
     def test_objects_go_through_attached_memory_as_through_any(

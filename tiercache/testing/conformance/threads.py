@@ -183,6 +183,7 @@ class Threads(BackendHooks):
             store.namespaces,
             store.usage,
             store.flush,
+            lambda: store.advise([key("a")], [1.0]),
             lambda: store.register_namespace(NamespaceRecord(NAMESPACE, {})),
         ):
             with pytest.raises(ClosedError):

@@ -1,7 +1,5 @@
 """Tests of values: a full store evicts the objects of the lowest values first, and takes none below those."""
 
-# ruff: noqa: D102 (a test is named for what it checks)
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -11,25 +9,22 @@ from threading import Event
 
 import pytest
 
+from tests.storage.restorable import OwnHooks
 from tiercache.core import ObjectKey, PoolName
-from tiercache.errors import ClosedError
 from tiercache.storage.base import StorageBackend
-from tiercache.testing.conformance.hooks import ERROR, HIT, STORED, THROTTLED, BackendHooks
+from tiercache.testing.conformance.hooks import HIT, STORED, THROTTLED
 from tiercache.testing.conformance.threads import run_all
 from tiercache.testing.objects import OTHER_NAMESPACE, chain, fetch, key, payload, state_of, to_set
 
 SIZE = 60_000
 HIGH = 2.0**40
 """Value of objects that must not go."""
-ONE, OTHER = 1 << 63, 12345
-"""Numbers of two workers."""
+ONE = 1 << 63
+"""Number of a worker."""
 
 
-class Values(BackendHooks):
-    """Tests of `ObjectMeta.value` and of `advise`.
-
-    Thread safety: as `BackendHooks`.
-    """
+class Valued(OwnHooks):
+    """A theme beside those of the conformance suite: `ObjectMeta.value` and `advise`."""
 
     @pytest.fixture
     def ranked(self, bounded: StorageBackend) -> StorageBackend:
@@ -39,11 +34,6 @@ class Values(BackendHooks):
             pytest.skip("the store does not obey values")
         return bounded
 
-    def test_the_lowest_values_go_first(self, ranked: StorageBackend) -> None:
-        values = self._values(1)
-        _store(ranked, values)
-        _press(ranked, values)
-
     def test_values_change_up_and_down_and_reads_change_none(self, ranked: StorageBackend) -> None:
         values = self._values(2)
         _store(ranked, values)
@@ -51,15 +41,6 @@ class Values(BackendHooks):
         ranked.advise(list(changed), list(changed.values()), ONE)
         for k in sorted(changed, key=changed.__getitem__)[: len(changed) // 2]:
             fetch(ranked, k, SIZE)
-        _press(ranked, changed)
-
-    def test_values_change_while_the_store_evicts(self, ranked: StorageBackend) -> None:
-        values = self._values(4)
-        _store(ranked, values)
-        _press(ranked, values, share=0.2)
-        left = [k for k, there in zip(values, ranked.exists(list(values)), strict=True) if there]
-        changed = {k: 2.0**n for n, k in enumerate(reversed(left))}
-        ranked.advise(left, [changed[k] for k in left], ONE)
         _press(ranked, changed)
 
     def test_a_set_of_an_object_that_is_stored_changes_its_value(self, ranked: StorageBackend) -> None:
@@ -87,38 +68,12 @@ class Values(BackendHooks):
         assert self._first_to_go(ranked, [*dead, *live]) <= set(dead)
 
     def test_values_age(self, ranked: StorageBackend) -> None:
-        if not self.has("pass_time"):
-            ranked.close()
-            pytest.skip("the hooks cannot make time pass")
         old, new = key("old"), key("new")
         _store(ranked, {old: 8.0})
         self.pass_time(ranked, 2 * 3600)
         _store(ranked, {new: 4.0})
         self.pass_time(ranked, 3600)
         assert self._first_to_go(ranked, [old, new]) == {old}
-
-    def test_the_higher_value_of_two_workers_counts(self, ranked: StorageBackend) -> None:
-        first, second, low = key("first"), key("second"), key("low")
-        _store(ranked, {first: 16.0, second: 16.0, low: 1.0})
-        ranked.advise([first, second], [0.25, 0.25], OTHER)
-        assert self._first_to_go(ranked, [first, second, low]) == {low}
-        ranked.advise([second], [0.5], ONE)
-        assert self._first_to_go(ranked, [first, second]) == {second}
-
-    @pytest.mark.parametrize("value", [nan, inf, -inf, -1.0, -(10**400), 10**400])
-    def test_an_impossible_value_is_an_error(self, store: StorageBackend, value: float) -> None:
-        items = [
-            to_set(key("a"), payload("a", 100), value=1.0),
-            to_set(key("b"), payload("b", 100), value=value),
-            to_set(key("c"), payload("c", 100), value=1e308),
-            to_set(key("d"), payload("d", 100), value=0.0, worker=2**64 - 1),
-        ]
-        assert store.set(items) == [STORED, ERROR, STORED, STORED]
-        assert store.exists([item.key for item in items]) == [True, False, True, True]
-
-    @pytest.mark.parametrize("worker", [-1, 2**64])
-    def test_an_impossible_worker_is_an_error(self, store: StorageBackend, worker: int) -> None:
-        assert store.set([to_set(key("a"), payload("a", 100), value=1.0, worker=worker)]) == [ERROR]
 
     def test_bad_advice_is_ignored(self, ranked: StorageBackend) -> None:
         values = self._values(6)
@@ -133,11 +88,6 @@ class Values(BackendHooks):
         ranked.advise([key("unknown")], [1.0, 2.0], ONE)
         ranked.advise([], [])
         _press(ranked, values)
-
-    def test_advice_is_over_when_the_store_is_closed(self, store: StorageBackend) -> None:
-        store.close()
-        with pytest.raises(ClosedError):
-            store.advise([key("a")], [1.0])
 
     def test_objects_without_a_value_go_by_their_last_use(self, ranked: StorageBackend) -> None:
         plain = [key(("plain", n)) for n in range(self.third // SIZE)]
