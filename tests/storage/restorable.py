@@ -62,14 +62,6 @@ class Restorable(OwnHooks):
         assert 0 < _restorable(bounded, "first", turns) < depth
         assert self._restorable_share(bounded) >= 0.9
 
-    def test_many_conversations_leave_what_can_be_restored(self, bounded: StorageBackend) -> None:
-        conversations = 2 * self.small // _nbytes(6)
-        for turn in range(6):
-            for name in range(conversations):
-                bounded.set(_turn(name, turn))
-        assert self._restorable_share(bounded) >= 0.9
-        assert self.usage(bounded).payload_bytes > self.third
-
     @pytest.mark.parametrize("states_first", [True, False])
     def test_states_may_come_before_their_pages_or_after(
         self, bounded: StorageBackend, states_first: bool

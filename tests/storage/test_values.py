@@ -302,16 +302,6 @@ def test_thousands_of_values_that_change_are_obeyed_in_order() -> None:
     assert found == left
 
 
-def test_a_value_that_falls_is_obeyed_at_once() -> None:
-    residents, order, _ = filled(3000)
-    residents.advise([digest(n) for n in range(3000)], [2.0 ** (n / 10) for n in range(3000)], 1)
-    assert evicted(residents, order, 1) == [0]
-    residents.advise([digest(2999)], [0.0], 1)
-    assert evicted(residents, order, 2) == [2999, 1]
-    residents.advise([digest(2), digest(3)], [2.0**200, 2.0**100], 1)
-    assert evicted(residents, order, 1) == [4]
-
-
 def test_changing_values_for_ever_does_not_grow() -> None:
     residents, order, _ = filled(100)
     for n in range(200):

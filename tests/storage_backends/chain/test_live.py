@@ -164,15 +164,6 @@ def test_a_new_tier_s_records_go_to_the_others(tmp_path):
         assert [record.namespace for record in a.namespaces()] == [NAMESPACE]
 
 
-def test_contents_may_be_given_up(tmp_path):
-    last = url(tmp_path / "a", write="write_through_selective")
-    with opened("memory://?capacity=1MiB", last) as chain:
-        fill(chain, range(3))
-        move(chain, last, drop=["memory"])
-        assert names_of(chain) == ["file"]
-        assert list(chain.scan_all()) == []
-
-
 def test_a_persistent_tiers_objects_go_to_a_persistent_tier(tmp_path):
     with opened("memory://?capacity=8MiB", url(tmp_path / "a", name="a")) as chain:
         fill(chain, range(5))

@@ -228,18 +228,6 @@ def test_a_tier_below_one_that_evicts_nothing_is_refused(
     assert not list(tmp_path.iterdir()), "nothing was opened"
 
 
-def test_a_url_says_which_pools_are_written_back(tmp_path: Path) -> None:
-    back = f"file://{tmp_path}/s?capacity=64MiB&tier_write=kv:write_back,mamba:write_through"
-    with open_backend(["memory://?capacity=8MiB", back]) as store:
-        assert isinstance(store, TierChain)
-        store.set(turn("a"))
-        store.flush()
-        assert report(store, 1).objects == 1
-        for name in range(40):
-            store.set(turn(name))
-        until(lambda: report(store, 1).objects > 41)
-
-
 PROMOTING = {**BACK, "promote": Promotion.ALWAYS}
 OLD = key(("old", 0))
 """Object that only the lower tier has, after `fill`."""

@@ -66,36 +66,6 @@ class Eviction(BackendHooks):
         for k in kept:
             assert fetch(bounded, k, SIZE) == payload(k, SIZE)
 
-    def test_pages_and_states_are_evicted_jointly(self, bounded: StorageBackend) -> None:
-        """Sequences with some states are extended at random.
-
-        After every call, each stored object still has the page on which it depends.
-        """
-        random = Random(7)
-        stored: set[ObjectKey] = set()
-        depths = dict.fromkeys(range(20), 0)
-        for turn in range(150):
-            sequence = random.choice(list(depths))
-            depth = depths[sequence] = 1 + depths[sequence] % 8
-            pages = chain(sequence, depth)
-            items = [
-                to_set(k, payload(k, SIZE), parent=parent, depth=n + 1) for n, (k, parent) in enumerate(pages)
-            ]
-            states = [state_of((sequence, n)) for n in range(depth) if (sequence + n) % 3 == 0]
-            items += [to_set(k, payload(k, 2 * SIZE), parent=k.page_key) for k in states]
-            assert set(bounded.set(items)) <= {STORED, HIT}
-            stored |= {item.key for item in items}
-            assert all(bounded.exists([item.key for item in items])), "a call evicts none of its own objects"
-            usage = self.usage(bounded)
-            assert usage.used_bytes <= self.small
-            found = {entry.key: entry.meta for entry in bounded.scan_all()}
-            assert usage.payload_bytes == sum(meta.length for meta in found.values())
-            lost = [
-                k for k, meta in found.items() if meta.parent is not None and _page(meta.parent) not in found
-            ]
-            assert not lost, f"turn {turn}: {len(lost)} objects are left without their page"
-        assert len(found) < len(stored), "something was evicted"
-
     def test_a_state_goes_before_its_page_and_does_not_hold_deeper_pages_back(
         self, bounded: StorageBackend
     ) -> None:
@@ -299,9 +269,3 @@ def _said(store: StorageBackend, nbytes: int) -> Sequence[ScanEntry]:
         store.close()
         pytest.skip("the store cannot say what it will evict")
     return said
-
-
-def _page(page_key: bytes) -> ObjectKey:
-    """Return the KV object of the page with this key."""
-    k = key("any")
-    return k._replace(digest=k.layout + page_key)

@@ -59,7 +59,7 @@ class Persistence(BackendHooks):
     ) -> None:
         self.need(store, "persistent")
         records = [
-            NamespaceRecord(NAMESPACE, {"model": "m", "page_size": 64}),
+            NamespaceRecord(NAMESPACE, {"model": "m", "page_size": 64}, states=True),
             NamespaceRecord(OTHER_NAMESPACE, {}),
         ]
         for record in records:
@@ -83,32 +83,12 @@ class Persistence(BackendHooks):
                 assert fetch(again, key(n), size) == (MISS if n == 1 else payload(n, size))
             assert all(fetch(again, k, 5000) == payload(k, 5000) for k, _ in chain("s", 5))
             assert fetch(again, key("spoiled"), 5000) is MISS
-            assert {r.namespace: dict(r.identity) for r in again.namespaces()} == {
-                r.namespace: dict(r.identity) for r in records
-            }
+            known = {r.namespace: (dict(r.identity), r.states) for r in again.namespaces()}
+            assert known == {r.namespace: (dict(r.identity), r.states) for r in records}
             assert self.usage(again).payload_bytes == sum(SIZES) - SIZES[1] + 5 * 5000
             assert put(again, key("new"), payload("new", 5000)) is STORED
             assert put(again, key(1), payload("anew", 70_000)) is STORED
             self.check(again)
-
-    @pytest.mark.parametrize("how", ENDS)
-    def test_that_there_are_states_is_known_afterwards(
-        self, store: StorageBackend, tmp_path: Path, how: str
-    ) -> None:
-        self.need(store, "persistent")
-        for namespace, states in ((NAMESPACE, True), (OTHER_NAMESPACE, False)):
-            store.register_namespace(NamespaceRecord(namespace, {"model": "m"}, states))
-            store.set([to_set(key(namespace), payload(namespace, 100), namespace=namespace)])
-        with self.reopened(store, tmp_path / "store", how) as again:
-            for _ in range(2):
-                assert {r.namespace: r.states for r in again.namespaces()} == {
-                    NAMESPACE: True,
-                    OTHER_NAMESPACE: False,
-                }
-                again.register_namespace(NamespaceRecord(NAMESPACE, {"model": "m"}))
-            assert {e.key: e.meta.namespace for e in again.scan_all()} == {
-                key(n): n for n in (NAMESPACE, OTHER_NAMESPACE)
-            }
 
     @pytest.mark.parametrize("how", ENDS)
     def test_damage_done_while_it_was_closed_is_found(
