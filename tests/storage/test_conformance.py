@@ -84,14 +84,14 @@ def test_a_store_that_cannot_read_its_catalog_does_not_call_it_empty(
     store.close()
 
 
-def test_namespaces_of_an_earlier_release_have_no_states(tmp_path: Path) -> None:
+def test_a_namespace_whose_record_cannot_be_read_has_none(tmp_path: Path) -> None:
     hooks, folder = LmdbHooks, "database"
     names = {namespace: number for number, namespace in enumerate((NAMESPACE, OTHER_NAMESPACE, b"n"), 1)}
     with hooks().open_store(tmp_path / "s") as store:
         for namespace in names:
             store.register_namespace(NamespaceRecord(namespace, {"model": "m"}, states=True))
             store.set([to_set(key(namespace), payload(namespace, 100), namespace=namespace)])
-    values = {NAMESPACE: [1, {"model": "m"}], OTHER_NAMESPACE: [2, None], b"n": "damaged"}
+    values = {NAMESPACE: [1, {"model": "m"}, False], OTHER_NAMESPACE: [2, None, False], b"n": "damaged"}
     with (
         lmdb.open(str(tmp_path / "s" / folder), max_dbs=8) as environment,
         environment.begin(write=True) as txn,

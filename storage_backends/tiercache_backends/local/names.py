@@ -1,8 +1,6 @@
 """Table of the namespaces of a store on a disk, and the LMDB value of each.
 
 A value is msgpack [number, identity (without its salt) or nil, whether the namespace has states].
-
-Earlier releases wrote only the first two members. Such a namespace is read as one without states.
 """
 
 from __future__ import annotations
@@ -42,8 +40,9 @@ def pack_name(name: Name) -> bytes:
 def unpack_name(namespace: bytes, value: bytes) -> Name:
     """Return the name that an LMDB value describes; raise ValueError for a malformed value."""
     try:
-        found = msgpack.unpackb(value, max_array_len=3, max_map_len=_MAX_FIELDS, max_ext_len=0)
-        number, identity, states = (*found, False)[:3]
+        number, identity, states = msgpack.unpackb(
+            value, max_array_len=3, max_map_len=_MAX_FIELDS, max_ext_len=0
+        )
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise ValueError(f"the record of namespace {namespace.hex()} is not readable: {error}") from error
     if (
