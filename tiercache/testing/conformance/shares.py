@@ -5,17 +5,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from threading import Event
 
 import pytest
 
 from tiercache.core import ObjectKey, Outcome
 from tiercache.errors import ConfigError
 from tiercache.storage.base import NamespaceRecord, StorageBackend
-from tiercache.storage.shares import OwnerUse, Share, Shares
+from tiercache.storage.shares import Share, Shares
 from tiercache.testing.conformance.hooks import HIT, STORED, THROTTLED, BackendHooks
-from tiercache.testing.conformance.threads import run_all
 from tiercache.testing.objects import chain, key, payload, state_of, to_set
 
 SIZE = 40_900
@@ -56,50 +53,16 @@ class SharesTests(BackendHooks):
         item = to_set(key((owner, name)), payload(name, SIZE), namespace=owner)
         return store.set([item])[0]
 
-    def flood(self, store: StorageBackend, owner: bytes, value: float | None = None) -> None:
+    def flood(self, store: StorageBackend, owner: bytes) -> None:
         """Store more than the store has room for, in batches."""
         for first in range(0, self.small * 4 // 3 // SIZE, 16):
             names = [("flood", first + n) for n in range(16)]
-            items = [
-                to_set(key((owner, n)), payload(n, SIZE), namespace=owner, value=value, worker=1)
-                for n in names
-            ]
+            items = [to_set(key((owner, n)), payload(n, SIZE), namespace=owner) for n in names]
             assert store.set(items) == [STORED] * 16
-
-    def flood_tiny(self, store: StorageBackend, name: str, room: int) -> None:
-        """Store objects of one byte of ASH, until it has what is its own, and then a batch more."""
-        full = room * TAKEN * self.copies * 9 // 10
-        for first in range(0, 8192, 512):
-            was_full = store.usage().owners["ash"].used_bytes >= full
-            items = [(ASH, name, first + n) for n in range(512)]
-            store.set([to_set(key(item), b"x", namespace=ASH) for item in items])
-            if was_full:
-                return
-        assert store.usage().owners["ash"].used_bytes >= full
 
     def held(self, store: StorageBackend, owner: bytes, names: Sequence[int]) -> list[int]:
         found = store.exists([key((owner, name)) for name in names])
         return [name for name, there in zip(names, found, strict=True) if there]
-
-    def test_what_an_owner_has_is_counted(self, shared: StorageBackend) -> None:
-        self.put_all(shared, ASH, range(3))
-        self.put_all(shared, COMMON, range(2))
-        assert not shared.usage().owners
-        self.share(shared, ash=(None, 0), birch=(8, 4))
-        self.put_all(shared, BIRCH, range(4))
-        shared.delete([key((BIRCH, 0))])
-        owners, payload_bytes = shared.usage().owners, shared.usage().payload_bytes
-        total = sum(use.used_bytes for use in owners.values())
-        assert payload_bytes < total <= payload_bytes // SIZE * TAKEN
-        assert {name: use.used_bytes * 8 // total for name, use in owners.items()} == {
-            "": 2,
-            "ash": 3,
-            "birch": 3,
-        }
-        assert self.usage(shared).payload_bytes == 8 * SIZE
-        assert owners["birch"].quota_bytes == 8 * TAKEN * self.copies
-        assert owners["birch"].guarantee_bytes == 4 * TAKEN * self.copies
-        assert owners["ash"] == OwnerUse(used_bytes=owners["ash"].used_bytes)
 
     def test_a_quota_evicts_the_coldest_of_its_owner_only(self, shared: StorageBackend) -> None:
         self.share(shared, ash=(8, 0))
@@ -138,15 +101,6 @@ class SharesTests(BackendHooks):
         self.flood(shared, COMMON)
         assert self.held(shared, ASH, names) == list(names), "the coldest of all, and guaranteed"
 
-    def test_objects_of_one_byte_take_no_more_than_their_owner_has(self, shared: StorageBackend) -> None:
-        """Two tenants within their guarantees leave each other alone, whatever the sizes of their objects."""
-        room = self.small // 5 // TAKEN
-        self.share(shared, ash=(None, room), birch=(None, room))
-        self.flood_tiny(shared, "tiny", room)
-        assert self.put_all(shared, BIRCH, range(room)) == [STORED] * room
-        self.flood_tiny(shared, "more", room)
-        assert self.held(shared, BIRCH, range(room)) == list(range(room))
-
     def test_a_guarantee_ends_the_eviction_of_a_unit(self, shared: StorageBackend) -> None:
         """Without the state at its end no page of the sequence is of use, and five of its objects stay."""
         self.share(shared, ash=(None, 5))
@@ -162,22 +116,6 @@ class SharesTests(BackendHooks):
         self.flood(shared, BIRCH)
         self.flood(shared, COMMON)
         assert sum(shared.exists([item.key for item in items])) == 5
-
-    def test_an_owner_grows_up_to_its_guarantee(self, shared: StorageBackend) -> None:
-        """The owner replaces what others have beyond theirs, and not its own objects, which are colder."""
-        self.share(shared, ash=(None, 20), birch=(None, 0))
-        assert self.put_one(shared, ASH, 0) is STORED
-        self.flood(shared, BIRCH)
-        assert self.put_all(shared, ASH, range(1, 15)) == [STORED] * 14
-        assert self.held(shared, ASH, range(15)) == list(range(15))
-
-    def test_a_guarantee_counts_more_than_the_values_of_others(self, shared: StorageBackend) -> None:
-        self.share(shared, ash=(None, 20), birch=(None, 0))
-        self.flood(shared, BIRCH, value=1000.0)
-        for name in range(10):
-            item = to_set(key((ASH, name)), payload(name, SIZE), namespace=ASH, value=1.0, worker=2)
-            assert shared.set([item]) == [STORED]
-        assert self.held(shared, ASH, range(10)) == list(range(10))
 
     def test_a_smaller_quota_evicts(self, shared: StorageBackend) -> None:
         self.share(shared, ash=(None, 0))
@@ -198,43 +136,6 @@ class SharesTests(BackendHooks):
         with pytest.raises(ConfigError, match=r"tenant ash: the guarantee .* is more than the quota"):
             shared.share(Shares(owner_of, {"ash": Share(4, 5)}))
         assert shared.usage().owners["ash"].quota_bytes == 9 * TAKEN * self.copies
-
-    def test_a_store_counts_anew_after_it_was_opened_again(self, tmp_path: Path) -> None:
-        store = self.open_store(tmp_path / "store", self.small)
-        self.need(store, "shares")
-        self.need(store, "persistent")
-        self.share(store, ash=(10, 5))
-        self.put_all(store, ASH, range(30))
-        self.put_all(store, COMMON, range(30))
-        before = {name: use.used_bytes for name, use in store.usage().owners.items()}
-        store = self.kill(store, tmp_path / "store", self.small)
-        self.share(store, ash=(10, 5))
-        assert {name: use.used_bytes for name, use in store.usage().owners.items()} == before
-        assert self.put_all(store, ASH, range(100, 120)) == [STORED] * 20
-        assert store.usage().owners["ash"].used_bytes <= 10 * TAKEN * self.copies
-        self._finish(store)
-
-    def test_quotas_hold_while_threads_write(self, shared: StorageBackend) -> None:
-        self.share(shared, ash=(6, 3), birch=(9, 0))
-        done = Event()
-
-        def write(owner: bytes, turn: int) -> None:
-            for name in range(30):
-                assert self.put_one(shared, owner, (turn, name)) in (STORED, THROTTLED)
-
-        def work() -> None:
-            try:
-                run_all(*(lambda o=o, t=t: write(o, t) for o in (ASH, BIRCH, COMMON) for t in range(2)))
-            finally:
-                done.set()
-
-        def watch() -> None:
-            while not done.is_set():
-                owners = shared.usage().owners
-                assert owners["ash"].used_bytes <= 6 * TAKEN * self.copies
-                assert owners["birch"].used_bytes <= 9 * TAKEN * self.copies
-
-        run_all(work, watch)
 
     def test_a_store_that_keeps_no_shares_says_so(self, store: StorageBackend) -> None:
         if store.capabilities.shares:
