@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.examples import example_count
+from tests.pools.integrity import check_arena
 from tiercache import memory
 from tiercache.errors import ClosedError, ConfigError, PoolFullError, SlotError
 from tiercache.pools import HostArena, MemoryReadings, arena, plan_size, read_memory
@@ -36,7 +37,7 @@ def test_blocks_are_disjoint_writable_and_zero() -> None:
         view[:] = bytes([block]) * 8192
     whole = bytes(with_blocks.hold())
     assert all(whole[block * 8192 : (block + 1) * 8192] == bytes([block]) * 8192 for block in blocks.tolist())
-    with_blocks.check_integrity()
+    check_arena(with_blocks)
     with pytest.raises(PoolFullError):
         with_blocks.alloc(7)
     with pytest.raises(SlotError, match="arena block 10 is out of range"):
@@ -267,7 +268,7 @@ def test_quarantine_may_outlive_the_arena() -> None:
     lift()
     one.quarantine([(0, 1)])()
     one.free(blocks)
-    one.check_integrity()
+    check_arena(one)
 
 
 def test_quarantines_come_and_go_on_other_threads() -> None:
@@ -294,7 +295,7 @@ def test_quarantines_come_and_go_on_other_threads() -> None:
             watcher.result()
     one.free(sorted(held))
     assert (one.available, one.withheld) == (64, 0)
-    one.check_integrity()
+    check_arena(one)
     one.close()
 
 
@@ -380,7 +381,7 @@ class QuarantineMachine(RuleBasedStateMachine):
         isolated = set().union(*(blocks for blocks, _ in self.isolated))
         for block in range(BLOCKS):
             assert self.arena.is_quarantined([(block * BLOCK, 1)]) == (block in isolated)
-        self.arena.check_integrity()
+        check_arena(self.arena)
 
     @invariant()
     def used_blocks_are_used(self) -> None:

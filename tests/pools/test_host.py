@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import example_count
+from tests.pools.integrity import check_arena, check_pool
 from tiercache.core import PoolName
 from tiercache.errors import PoolFullError, SlotError
 from tiercache.geometry import kv_geometry, state_geometry
@@ -37,7 +38,7 @@ def test_an_object_is_a_list_of_blocks(arena: HostArena) -> None:
         buffer[:] = bytes([block]) * BLOCK
         assert arena.view(block)[0] == block
     assert (pool.used, pool.available, arena.available) == (2, 4, 20)
-    pool.check_integrity()
+    check_pool(pool)
 
 
 def test_pools_free_only_their_own(arena: HostArena) -> None:
@@ -86,9 +87,9 @@ def test_any_mix_fills_the_arena_to_the_last_block(data: st.DataObject, blocks: 
     taken = np.concatenate([pool.blocks(handles).reshape(-1) for pool, handles in held])
     assert sorted(taken.tolist()) == list(range(blocks))
     for pool in pools:
-        pool.check_integrity()
+        check_pool(pool)
     for pool, handles in held:
         pool.free(handles)
-    arena.check_integrity()
+    check_arena(arena)
     assert arena.available == blocks
     arena.close()

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.examples import example_count
+from tests.pools.integrity import check_slots
 from tiercache.errors import ConfigError, PoolFullError, SlotError
 from tiercache.pools import SlotAllocator
 
@@ -55,7 +56,7 @@ class Slots(RuleBasedStateMachine):
 
     @invariant()
     def agree(self) -> None:
-        self.allocator.check_integrity()
+        check_slots(self.allocator)
         assert self.allocator.used == len(self.held)
         assert self.allocator.available == self.allocator.capacity - len(self.held)
         mask = self.allocator.allocated(np.arange(self.allocator.capacity))
@@ -99,4 +100,4 @@ def test_a_broken_allocator_is_found() -> None:
     allocator.alloc(2)
     allocator._used[3] = True  # private: no call can break it
     with pytest.raises(AssertionError):
-        allocator.check_integrity()
+        check_slots(allocator)

@@ -127,25 +127,6 @@ class Quarantine:
             isolated = self._counts[array] > 0
         self._withdraw(array[isolated])
 
-    def check_integrity(self) -> None:
-        """Check that no slot under quarantine is free, and that every withheld slot is under quarantine.
-
-        Raises AssertionError otherwise.
-        """
-        self.apply_changes()
-        with self._lock:
-            counts = self._counts.copy()
-            assert not self._changes, f"the quarantine on {self._noun}s changed during the check"
-        assert (counts >= 0).all(), f"quarantine on a {self._noun} was lifted twice"
-        assert self._in_force or not counts.any(), f"a {self._noun} is under quarantine that nothing can lift"
-        assert self._held == int(np.count_nonzero(self._withheld)), (
-            f"{self._held} {self._noun}s are counted as withheld, which is not their number"
-        )
-        used = self._allocator.allocated(np.arange(len(counts)))
-        assert used[self._withheld].all(), f"a {self._noun} that is withheld is on the free stack"
-        assert (counts[self._withheld] > 0).all(), f"a {self._noun} is withheld without quarantine"
-        assert not counts[~used].any(), f"a {self._noun} under quarantine is on the free stack"
-
     def _change(self, slots: Locations, by: int) -> None:
         self._counts[slots] += by
         self._in_force += by
@@ -283,11 +264,3 @@ class BlockArena(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release the region. A second call does nothing."""
-
-    def check_integrity(self) -> None:
-        """Check that every block is either free, used or withheld; raise AssertionError otherwise.
-
-        Call it while no other thread begins or lifts a quarantine.
-        """
-        self.allocator.check_integrity()
-        self._quarantine.check_integrity()

@@ -91,18 +91,6 @@ class HostPool:
         view = self.arena.view
         return [[view(block) for block in blocks] for blocks in self.blocks(handles).tolist()]
 
-    def check_integrity(self) -> None:
-        """Check that the blocks of all objects are distinct and allocated; raise AssertionError otherwise."""
-        handles = np.flatnonzero(self._live)
-        taken = self._table[handles]
-        assert (taken[:, 0] == handles).all(), (
-            f"a {self.name} handle is not the number of its object's first block"
-        )
-        assert len(np.unique(taken)) == taken.size, f"two {self.name} objects share a block"
-        assert self.arena.allocator.allocated(taken.reshape(-1)).all(), (
-            f"a block of a {self.name} object is free"
-        )
-
     def _checked(self, handles: npt.ArrayLike) -> Locations:
         array = as_locations(handles, self.arena.blocks, f"{self.name} handle")
         unknown = ~self._live[array]

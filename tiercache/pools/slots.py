@@ -109,15 +109,3 @@ class SlotAllocator:
     def allocated(self, slots: npt.ArrayLike) -> npt.NDArray[np.bool_]:
         """Return which of `slots` are handed out: bool, shape [n]. Raises SlotError for one out of range."""
         return self._used[as_locations(slots, self.capacity, self._noun)]
-
-    def check_integrity(self) -> None:
-        """Check that every slot is either free or used; raise AssertionError otherwise."""
-        free = self._free[: self._available]
-        assert 0 <= self._available <= self.capacity, (
-            f"{self._available} of {self.capacity} {self._noun}s are free"
-        )
-        assert len(np.unique(free)) == len(free), f"a {self._noun} is on the free stack twice"
-        assert not self._used[free].any(), f"a {self._noun} is free and used"
-        assert int(np.count_nonzero(self._used)) + len(free) == self.capacity, (
-            f"a {self._noun} is neither free nor used"
-        )

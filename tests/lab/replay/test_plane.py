@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.pools.integrity import check_arena
 from tiercache.core import CacheTransferUnits, PoolName
 from tiercache.errors import PoolFullError, SlotError
 from tiercache.policy import PROFILES, profile_named
@@ -38,7 +39,7 @@ def test_an_arena_keeps_books_and_one_block() -> None:
     assert arena.peak == 6, "the peak is the most that was held at once"
     arena.alloc(2)
     assert (arena.available, arena.peak) == (3, 7)
-    arena.check_integrity()
+    check_arena(arena)
     with pytest.raises(SlotError):
         arena.free([9, 9])
     # Every block is the same piece of memory: what goes in at one comes out at any.

@@ -21,6 +21,7 @@ from tiercache_backends.grpc.settings import read_settings
 from tiercache_backends.memory import MemoryBackend
 
 from tests.campaign.late import STORES
+from tests.pools.integrity import check_arena
 from tests.storage_backends.chain.stores import chain_over
 from tests.storage_backends.grpc.daemon import Daemon
 from tests.storage_backends.grpc.nodes import scratch, section
@@ -111,7 +112,7 @@ def test_a_late_write_meets_nobody(daemon: Daemon, arena: HostArena, how: str) -
             "the late write came, before the blocks were free"
         )
         assert all(view == mine for view in views(arena, again.tolist()))
-        arena.check_integrity()
+        check_arena(arena)
         fresh = arena.alloc(4)
         hits_come_back(client, GetItem(key("old"), views(arena, fresh.tolist()), SIZE))
         assert b"".join(views(arena, fresh.tolist())) == OLD
