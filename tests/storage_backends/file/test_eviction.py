@@ -96,19 +96,6 @@ def test_what_can_be_restored_stays_while_there_is_room_for_what_comes(tmp_path:
     assert min(used) >= budget - 2, "a unit of 251 objects went, and nothing needed its room"
 
 
-def test_suffixes_go_first(tmp_path: Path) -> None:
-    with FileBackend(str(tmp_path / "s"), 8 << 20) as store:
-        parents: dict[bytes, bytes | None] = {}
-        for sequence in range(12):
-            for depth, (k, parent) in enumerate(chain(sequence, 20)):
-                parents[k.page_key] = parent
-                store.set([to_set(k, payload(k, 60_000), parent=parent, depth=20 - depth)])
-        kept = {e.key.page_key for e in store.scan_all()}
-        assert len(kept) < 240
-        assert all(parents[page] is None or parents[page] in kept for page in kept)
-        assert store.usage().details["orphans"] == 0
-
-
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
