@@ -58,17 +58,13 @@ class Written(NamedTuple):
     start: int
     """Number of the first sector of the range."""
     before: bytes
-    """Earlier content: whole sectors."""
     resize: int | None
     """None for a write. For bytes that were cut off, the index of the size change in `Unsynced.sizes`."""
 
 
 @dataclass(slots=True, eq=False)
 class Unsynced:
-    """Unsynced changes of a file, oldest first.
-
-    Thread safety: guarded by its CrashEnv.
-    """
+    """Unsynced changes of a file, oldest first."""
 
     writes: list[Written] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
@@ -110,22 +106,19 @@ class TreeEntry(NamedTuple):
     directory: bool
     unsynced: Unsynced | None = None
     read: Callable[[], bytes] = bytes
-    """Function that returns the current content of the file."""
 
 
 class Named(NamedTuple):
     """Change of a name in a directory."""
 
     kind: str
-    """Kind of the change: one of create, mkdir, unlink and rename."""
+    """One of create, mkdir, unlink and rename."""
     path: str
     target: str = ""
-    """New path, in a rename."""
     buried: TreeEntry | None = None
     """File that an unlink or a rename removed."""
 
     def touches(self, directory: str) -> bool:
-        """Return whether an entry of this directory changed."""
         return directory in (os.path.dirname(self.path), os.path.dirname(self.target))
 
 
@@ -134,8 +127,6 @@ class CrashEnv(FaultEnv):
 
     The rules of FaultEnv act first, and CrashEnv records only what is really written: a clone never has bytes
     that a rule has dropped.
-
-    Thread safety: as FaultEnv; calls that change the disk, and `clone`, run one at a time.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -198,7 +189,6 @@ class CrashEnv(FaultEnv):
             return len(self._names) + sum(len(f.writes) + len(f.sizes) for f in self._files.values())
 
     def perform(self, name: str, call: Call, arguments: tuple[Any, ...]) -> Any:
-        """Make one call as FaultEnv does, and record the changes that the real call makes."""
         return super().perform(name, partial(self._watch, name, call), arguments)
 
     def _watch(self, name: str, call: Call, *arguments: Any) -> Any:
