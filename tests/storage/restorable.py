@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tiercache.core import ObjectKey, Outcome
+from tiercache.core import Outcome
 from tiercache.storage.base import NamespaceRecord, SetItem, StorageBackend, TierReport, Usage
 from tiercache.testing.conformance.hooks import ERROR, HIT, STORED, THROTTLED, BackendHooks
-from tiercache.testing.objects import NAMESPACE, OTHER_NAMESPACE, chain, key, payload, put, state_of, to_set
+from tiercache.testing.objects import NAMESPACE, OTHER_NAMESPACE, chain, key, payload, state_of, to_set
 
 PAGE = 20_000
 """Bytes of a page."""
@@ -94,20 +94,6 @@ class Restorable(OwnHooks):
         assert set(bounded.set([state])) | set(bounded.set(pages)) == {STORED}
         assert bounded.set([to_set(state.key, payload(state.key, STATE), parent=state.meta.parent)]) == [HIT]
 
-    def test_what_is_dead_goes_before_what_can_be_restored(self, bounded: StorageBackend) -> None:
-        _converse(bounded, "old", 3)
-        dead = [item.key for item in _turn("dead", 0, every=20)[:-1]]
-        assert set(bounded.set(_turn("dead", 0, every=20)[:-1])) == {STORED}
-        left = len(dead)
-        for name in range(2 * self.small // _nbytes(1)):
-            assert set(_converse(bounded, ("new", name), 1)) == {STORED}
-            before, left = left, sum(bounded.exists(dead))
-            if left:
-                assert _restorable(bounded, "old", 3) == 3 * EVERY
-            elif before:
-                assert before < len(dead), "it was evicted in several steps"
-        assert not left
-
     def test_a_conversation_without_states_does_not_push_out_the_others(
         self, bounded: StorageBackend
     ) -> None:
@@ -181,20 +167,6 @@ class Restorable(OwnHooks):
         ]
         assert bounded.set(items) == [STORED, THROTTLED, THROTTLED, THROTTLED, STORED]
         assert self._worth(bounded) == (2 * PAGE, 0, 0)
-
-    def test_a_wrong_depth_is_an_error_and_costs_nothing(self, bounded: StorageBackend) -> None:
-        _fill(bounded, self.small)
-        pages = chain("s", 5)
-        assert set(bounded.set([_deep(pages, n, n + 1) for n in range(3)])) == {STORED}
-        before = {entry.key for entry in bounded.scan_all()}
-        wrong = [_deep(pages, 3, 3), _deep(pages, 3, 5), _deep(pages, 3, 1), _deep(pages, 3, 2**32 - 1)]
-        for item in wrong:
-            assert bounded.set([item]) == [ERROR]
-        state = state_of(("s", 2))
-        assert bounded.set([to_set(state, payload(state, STATE), parent=state.page_key, depth=2)]) == [ERROR]
-        assert {entry.key for entry in bounded.scan_all()} == before
-        assert bounded.set([_deep(pages, 3, 4), _deep(pages, 4, 9)]) == [STORED, ERROR]
-        assert bounded.set([_deep(pages, 4, None)]) == [STORED], "the depth may be left out"
 
     def test_pages_that_follow_each_other_in_a_circle_are_refused(
         self, bounded: StorageBackend, tmp_path: Path
@@ -275,12 +247,6 @@ def _restorable(store: StorageBackend, name: object, turns: int) -> int:
     return max((depth for depth, there in zip(depths, states, strict=True) if there), default=0)
 
 
-def _deep(pages: Sequence[tuple[ObjectKey, bytes | None]], n: int, depth: int | None) -> SetItem:
-    """Return the item of page number `n`, with the given depth."""
-    k, parent = pages[n]
-    return to_set(k, payload(k, PAGE), parent=parent, depth=depth)
-
-
 def _circle(name: object, size: int) -> list[SetItem]:
     """Return pages that form a circle: each names the next one as its parent."""
     keys = [key((name, n)) for n in range(size)]
@@ -290,12 +256,6 @@ def _circle(name: object, size: int) -> list[SetItem]:
 def _behind(item: SetItem, other: SetItem) -> SetItem:
     """Return an item for the same object with another page as its parent."""
     return to_set(item.key, payload(item.key, item.meta.length), parent=other.key.page_key)
-
-
-def _fill(store: StorageBackend, capacity: int) -> None:
-    """Store pages without parents: about `capacity` bytes, so that the store begins to evict."""
-    for n in range(capacity // PAGE):
-        put(store, key(("fill", n)), payload(n, PAGE))
 
 
 def _go_on(store: StorageBackend, items: Sequence[SetItem], capacity: int) -> None:

@@ -50,14 +50,6 @@ class Valued(OwnHooks):
         assert set(_store(ranked, changed)) == {HIT}
         _press(ranked, changed)
 
-    def test_a_superseded_state_goes_alone_and_before_live_kv(self, ranked: StorageBackend) -> None:
-        pages = chain("s", 6)
-        values = {k: 2.0**20 for k, _ in pages} | {state_of(("s", n)): 2.0**20 for n in (2, 5)}
-        _store(ranked, values, dict(pages))
-        ranked.advise([state_of(("s", 2))], [0.0], ONE)
-        gone = self._first_to_go(ranked, list(values))
-        assert gone == {state_of(("s", 2))}
-
     def test_dead_objects_go_before_any_value(self, ranked: StorageBackend) -> None:
         pages = chain("dead", 3)
         dead = {k: HIGH for k, _ in pages}
