@@ -26,7 +26,7 @@ def names(store: StorageBackend) -> dict[bytes, int]:
 def forget(store: StorageBackend) -> None:
     """Do as a set that must evict for the first time."""
     lmdb = lmdb_of(store)
-    lmdb.usage()
+    lmdb._mirror.read()  # private: as below
     lmdb._writer._forget_namespaces()  # private: a full store would take long to make here
 
 
