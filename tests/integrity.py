@@ -29,20 +29,22 @@ def check_controller(controller: HybridCacheController) -> None:
     quarantined = sum(context.allocator.blocks_of(p, n) for p, n in context.in_flight.quarantined.items())
     _check_in_flight(context, quarantined)
     retired = context.device_work.retired
+    operations = [*context.in_flight.operations.values(), *context.in_flight.stranded.values()]
+    left = [one.left_behind for one in operations if getattr(one, "left_behind", None)]
     pins = {
-        *(pin for admission in controller._admissions for pin in admission.pins),
-        *controller._prefetches.pins,
-        *controller._pins.pins,
-        *parking.pins,
-        *(pin for one in retired for pin in one.pins),
-        *(
-            pin
-            for operation in (*context.in_flight.operations.values(), *context.in_flight.stranded.values())
-            for pin in operation.pins
-        ),
+        *(pin for admission in controller._admissions for pin in (admission._pin, admission._prefetch.pin)),
+        *(ticket._prefetch.pin for ticket in controller._prefetches._tickets if ticket._prefetch),
+        *(pin for pinned in controller._pins._by_key.values() for pin in (pinned.path, pinned.state)),
+        *(pin for one in (*retired, *parking.holds._held) for pin in one.pins),
+        *(pin for one in operations for pin in getattr(one, "pins", ())),
+        *(pin for _, held, _ in left for pin in held),
     }
-    assert context.index._tree._pins == pins, "a pin has no owner"
-    private = [*(admission.slots.private() for admission in controller._admissions), *parking.slots]
+    assert context.index._tree._pins == pins - {None}, "a pin has no owner"
+    private = [
+        *(admission.slots.private() for admission in controller._admissions),
+        *(one.slots for one in operations if hasattr(one, "slots")),
+        *(slots for slots, _, _ in left),
+    ]
     for name, pool in context.device.items():
         held = np.concatenate(
             [
@@ -55,7 +57,7 @@ def check_controller(controller: HybridCacheController) -> None:
         assert len(held) == pool.capacity - pool.available, f"pool {name}: {len(held)} slots are held"
     blocks, arena = quarantined, context.arena
     for name in context.host:
-        parked = [held[name] for held in parking.holds.objects if name in held]
+        parked = [hold.own[name] for hold in parking.holds._held if name in hold.own]
         handles = np.concatenate([owned(context.index, Tier.HOST, name), *parked])
         assert len(np.unique(handles)) == len(handles), f"a host object of pool {name} is held twice"
         blocks += context.allocator.blocks_of(name, len(handles))

@@ -447,7 +447,8 @@ class Process:
         """Pins of prefixes cover at most half of the host's blocks, were all of their objects there."""
         context = self._engine.context
         # private: no public call says which nodes are pinned for a time
-        ends = {pin.node for pin in self._controller._pins.pins}
+        held = self._controller._pins._by_key.values()
+        ends = {pin.node for one in held for pin in (one.path, one.state) if pin is not None}
         nodes = {node for end in ends for node in end.path()}
         pages = sum(node.pages for node in nodes) * len(context.index.page_pools)
         unit, most = context.arena.block_bytes, context.arena.blocks // 2

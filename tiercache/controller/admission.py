@@ -134,11 +134,6 @@ class Admission:
             self._begin_shared(shared)
 
     @property
-    def pins(self) -> list[Pin]:
-        """Pins that the request holds in the index."""
-        return [self._pin] if self._prefetch.pin is None else [self._pin, self._prefetch.pin]
-
-    @property
     def pages(self) -> Mapping[PoolName, Locations]:
         """The slot table: per page pool, the device slot of every page of the request.
 

@@ -5,7 +5,6 @@ Such a note is only a *belief*, because a store evicts objects without telling t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -22,54 +21,6 @@ _PAUSE: Final = 0.05
 A check of 512 objects takes about 0.2 ms on the owner's thread (the engine's thread, which calls the
 controller). This is less than half a percent of the time of this thread.
 """
-
-
-class Beliefs:
-    """Checker that asks storage about objects that the index notes as stored, a few objects at a time.
-
-    The checker walks the radix tree in rounds, and each round checks every note once. If storage no longer
-    has an object, its note is dropped. Then the next commit writes the object again, no lookup waits for the
-    object, and no eviction on host or device relies on a copy in storage.
-    """
-
-    def __init__(self, context: ControllerContext) -> None:
-        self._context = context
-        self._next = 0.0
-        """Clock time in seconds before which no check begins."""
-        self._asking = False
-        """Whether a check is under way."""
-        self._stack: list[Node] = []
-        """Roots of the subtrees that this round has yet to visit."""
-
-    def check(self) -> None:
-        """Ask storage about the next few objects, unless the last check was a moment ago. Never waits."""
-        context, most = self._context, self._context.options.belief_checks
-        if not most or context.storage is None or self._asking or context.queries.is_suspended:
-            return
-        # A check that takes longer than the pause would be followed by the next one at once, for ever.
-        if context.is_draining or context.clock() < self._next:
-            return
-        self._next = context.clock() + _PAUSE
-        parts: list[_Part] = []
-        found = 0
-        self._stack = self._stack or context.index.roots()
-        # A check visits up to `most` nodes, and ends early once it has found `most` objects.
-        for _ in range(most):
-            if not self._stack or found >= most:
-                break
-            node = self._stack.pop()
-            if node.is_removed:  # its children have a new parent now, at which the next round finds them
-                continue
-            self._stack += node.children.values()
-            for part in _noted_objects(context, node):
-                parts.append(part)
-                found += len(part.keys)
-        if parts:
-            self._asking = True
-            _Check(context, parts, self._answered)
-
-    def _answered(self) -> None:
-        self._asking = False
 
 
 class _Part(NamedTuple):
@@ -105,41 +56,73 @@ def _noted_objects(context: ControllerContext, node: Node) -> list[_Part]:
     return parts
 
 
-class _Check:
-    """One query of storage about objects that are noted as stored.
+class Beliefs:
+    """Checker that asks storage about objects that the index notes as stored, a few objects at a time.
 
-    The query runs on a background thread. Until the answer comes, pins keep the edges of the objects in the
-    tree.
+    The checker walks the radix tree in rounds, and each round checks every note once. If storage no longer
+    has an object, its note is dropped. Then the next commit writes the object again, no lookup waits for the
+    object, and no eviction on host or device relies on a copy in storage.
+
+    One query is under way at most. Until the answer comes, pins keep the edges of its objects in the tree.
     """
 
     kind = "check"
 
-    def __init__(
-        self, context: ControllerContext, parts: Sequence[_Part], answered: Callable[[], None]
-    ) -> None:
-        self.done = False
-        self.pins: list[Pin] = [
-            context.index.pin(node) for node in dict.fromkeys(part.span.node for part in parts)
-        ]
+    def __init__(self, context: ControllerContext) -> None:
+        self.done = True
+        """Whether no query is under way."""
+        self.pins: list[Pin] = []
         self._context = context
-        self._parts = parts
-        self._answered = answered
+        self._parts: list[_Part] = []
+        """Objects that storage is asked about."""
+        self._next = 0.0
+        """Clock time in seconds before which no check begins."""
+        self._stack: list[Node] = []
+        """Roots of the subtrees that this round has yet to visit."""
+
+    def check(self) -> None:
+        """Ask storage about the next few objects, unless the last check was a moment ago. Never waits."""
+        context, most = self._context, self._context.options.belief_checks
+        if not most or context.storage is None or not self.done or context.queries.is_suspended:
+            return
+        # A check that takes longer than the pause would be followed by the next one at once, for ever.
+        if context.is_draining or context.clock() < self._next:
+            return
+        self._next = context.clock() + _PAUSE
+        self._parts = self._choose(most)
+        if not self._parts:
+            return
+        self.done = False
+        self.pins = [context.index.pin(node) for node in dict.fromkeys(p.span.node for p in self._parts)]
         wanted: dict[PoolName, list[bytes]] = {}
-        for part in parts:
+        for part in self._parts:
             wanted.setdefault(part.pool, []).extend(part.keys)
-        assert context.storage is not None
         pool, keys = next(iter(wanted.items()))
-        probe = partial(context.storage.probe, pool, keys[0], read=False)
         context.in_flight.begin(self)
         context.queries.submit(
             StoreCall(
                 partial(self._background_check, wanted),
                 landed=self._land,
-                lost=self._lose,
-                late=lambda _: None,
-                probe=probe,
+                lost=lambda reason, begun: self._end(),
+                probe=partial(context.storage.probe, pool, keys[0], read=False),
             )
         )
+
+    def _choose(self, most: int) -> list[_Part]:
+        """Return what is noted at up to `most` nodes; less, once `most` objects are found."""
+        self._stack = self._stack or self._context.index.roots()
+        parts: list[_Part] = []
+        found = 0
+        for _ in range(most):
+            if not self._stack or found >= most:
+                break
+            node = self._stack.pop()
+            if node.is_removed:  # its children have a new parent now, at which the next round finds them
+                continue
+            self._stack += node.children.values()
+            parts += (here := _noted_objects(self._context, node))
+            found += sum(len(part.keys) for part in here)
+        return parts
 
     def _background_check(
         self, wanted: dict[PoolName, list[bytes]]
@@ -162,13 +145,9 @@ class _Check:
         gone[part.mask] = ~np.array(there)
         self._context.index.forget_stored(part.span, part.pool, gone)
 
-    def _lose(self, reason: Reason, begun: bool) -> None:
-        self._end()
-
     def _end(self) -> None:
         self.done = True
         for pin in self.pins:
             pin.release()
-        self.pins.clear()
+        self.pins, self._parts = [], []
         self._context.in_flight.end(self)
-        self._answered()

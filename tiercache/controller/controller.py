@@ -491,9 +491,7 @@ class HybridCacheController:
 
         if (speed := self._context.speeds.prefill_flops_per_second) is not None:
             self._tells_speed = False
-            self._context.writes.submit(
-                StoreCall(partial(storage.register_speed, speed), bool, tell_again, lambda _: None)
-            )
+            self._context.writes.submit(StoreCall(partial(storage.register_speed, speed), bool, tell_again))
 
     def tick(self, wait: float = 0.0) -> bool:
         """Apply background events, after waiting up to `wait` seconds for an event.

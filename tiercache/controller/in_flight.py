@@ -9,13 +9,12 @@ from __future__ import annotations
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import numpy as np
 
 from tiercache.core import Locations, Mask, PoolName, Tier
-from tiercache.index import Pin
 from tiercache.metrics import Metrics
 
 
@@ -85,10 +84,6 @@ class InFlight(Protocol):
     """Kind of the operation in counts and metrics, such as `fetch`."""
     done: bool
     """Whether the operation has landed."""
-
-    @property
-    def pins(self) -> Sequence[Pin]:
-        """Pins that the operation holds in the index."""
 
 
 class BlockBudget:

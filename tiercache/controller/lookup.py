@@ -56,7 +56,6 @@ class StorageQuery:
     """Query about the pages of one prompt: one `batch_exists_v2` on a background thread."""
 
     kind = "query"
-    pins = ()
 
     def __init__(self, context: ControllerContext, tokens: TokenArray, extra: bytes, near_pages: int) -> None:
         self.done = False
@@ -74,9 +73,7 @@ class StorageQuery:
         probe = partial(context.storage.probe, context.pools[0], bytes(KEY_BYTES), read=False)
         context.in_flight.begin(self)
         context.queries.submit(
-            StoreCall(
-                self._background_query, landed=self._land, lost=self._lose, late=lambda _: None, probe=probe
-            )
+            StoreCall(self._background_query, landed=self._land, lost=self._lose, probe=probe)
         )
 
     def _background_query(self) -> tuple[PoolTransferResult | None, Reason]:

@@ -311,11 +311,6 @@ class PrefetchTicket:
         if not self.done:
             self._end(self._match(), "cut_short")
 
-    @property
-    def pins(self) -> list[Pin]:
-        """Pins that the prefetch holds in the index."""
-        return [] if self._prefetch is None or self._prefetch.pin is None else [self._prefetch.pin]
-
     def refuse(self) -> None:
         """End the prefetch before its begin, because too many others wait."""
         self.reason = Reason.BUSY
@@ -379,11 +374,6 @@ class PrefetchQueue:
     def __init__(self, context: ControllerContext) -> None:
         self._context = context
         self._tickets: deque[PrefetchTicket] = deque()
-
-    @property
-    def pins(self) -> list[Pin]:
-        """Pins that the prefetches hold in the index."""
-        return [pin for ticket in self._tickets for pin in ticket.pins]
 
     def add(self, tokens: TokenArray, extra: bytes) -> PrefetchTicket:
         """Queue a prefetch of the whole pages of `tokens`; return it, refused if too many are waiting."""

@@ -65,11 +65,6 @@ class PrefixPins:
         self._state_blocks = sum(cost(pool, 1) for pool in context.index.state_pools)
         self._most = int(context.arena.blocks * context.options.pin_share)
 
-    @property
-    def pins(self) -> list[Pin]:
-        """Pins that the pinned prefixes hold in the index."""
-        return [pin for held in self._by_key.values() for pin in (held.path, held.state) if pin is not None]
-
     def pin(self, tokens: TokenArray, ttl: float, extra: bytes) -> int:
         """Pin the whole pages of `tokens` for `ttl` seconds; return how many tokens they are.
 

@@ -56,7 +56,7 @@ class StoreCall:
 
     If `work` had begun, the store may still use the buffers of the call.
     """
-    late: Callable[[Any], object]
+    late: Callable[[Any], object] = lambda _: None
     """Callback with the result of `work`, when a lost call returns at last."""
     probe: Callable[[], bool] | None = None
     """Function that makes a small call of the same kind, and returns whether the call worked."""
@@ -261,7 +261,7 @@ class StoreCalls:
             call = self.waiting.popleft()
         else:
             assert self._probe is not None
-            call = StoreCall(self._probe, landed=bool, lost=lambda *_: None, late=lambda _: None)
+            call = StoreCall(self._probe, landed=bool, lost=lambda *_: None)
         call.is_trial = True
         with self._lock:
             self._queued.append(call)

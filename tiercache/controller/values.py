@@ -55,12 +55,7 @@ class Values:
         advice = self._changed(context.index.appraiser.changed(self._rate))
         if advice:
             self._telling = True
-            call = StoreCall(
-                partial(self._background_advise, advice),
-                landed=self._land,
-                lost=self._lose,
-                late=lambda _: None,
-            )
+            call = StoreCall(partial(self._background_advise, advice), landed=self._land, lost=self._lose)
             context.queries.submit(call)
 
     def _changed(self, appraisals: Iterable[Appraisal]) -> Advice:

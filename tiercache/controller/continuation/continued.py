@@ -88,7 +88,6 @@ class ResumedAdmission(Admission):
             return True
         if self._arrival is None:
             self._arrival = self._begin(parked)
-            self._parking.arrive(self._arrival)
         if stop:
             self._arrival.stop(reason)
         return self._arrival.done

@@ -62,16 +62,6 @@ class HostHolds:
         self.blocks = 0
         """Number of host blocks that count against the share."""
 
-    @property
-    def pins(self) -> list[Pin]:
-        """Pins that the holds have in the index."""
-        return [pin for hold in self._held for pin in hold.pins]
-
-    @property
-    def objects(self) -> list[Mapping[PoolName, Locations]]:
-        """Handles that the holds have for themselves, by pool."""
-        return [hold.own for hold in self._held]
-
     def take(self, need: Mapping[PoolName, int], pins: Sequence[Pin] = (), blocks: int = 0) -> HostHold:
         """Take host objects, with evictions if necessary; the hold then owns `pins` too.
 

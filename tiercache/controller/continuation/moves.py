@@ -99,7 +99,6 @@ class ParkWrite:
     """
 
     kind = "park"
-    pins = ()
 
     def __init__(
         self,
@@ -207,15 +206,12 @@ class ParkDeletion:
     """
 
     kind = "park"
-    pins = ()
 
     def __init__(self, context: ControllerContext, wanted: Mapping[PoolName, Sequence[bytes]]) -> None:
         self.done = False
         self._context, self._wanted = context, wanted
         context.in_flight.begin(self)
-        call = StoreCall(
-            self._background_forget, landed=self._land, lost=self._lose, late=lambda _: None, patient=True
-        )
+        call = StoreCall(self._background_forget, landed=self._land, lost=self._lose, patient=True)
         context.writes.submit(call)
 
     def _background_forget(self) -> bool:
@@ -253,7 +249,6 @@ class Arrival:
     """
 
     kind = "resume"
-    pins = ()
 
     def __init__(
         self,

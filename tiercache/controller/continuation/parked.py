@@ -26,7 +26,7 @@ from tiercache.controller.continuation.holds import (
     cut_parcels,
     spread,
 )
-from tiercache.controller.continuation.moves import Arrival, ParkCopy, ParkDeletion, ParkWrite
+from tiercache.controller.continuation.moves import ParkCopy, ParkDeletion, ParkWrite
 from tiercache.controller.retention import MAX_TTL, checked_seconds
 from tiercache.controller.values import Values
 from tiercache.core import CacheTransferUnits, Locations, Mask, PoolName, Tier, TokenArray
@@ -194,22 +194,8 @@ class Parking:
         """Parked requests that can be resumed, by their id."""
         self._next = math.inf
         """Earliest clock time in seconds at which one expires."""
-        self._copies: list[ParkCopy] = []
-        self._arrivals: list[Arrival] = []
         self.holds = HostHolds(context)
         self._most = int(context.arena.blocks * context.options.park_share)
-
-    @property
-    def slots(self) -> list[Mapping[PoolName, Locations]]:
-        """Device slots that no request has any more, and that copies still use."""
-        left = [one.left_behind for one in self._arrivals if one.left_behind is not None]
-        return [*(copy.slots for copy in self._copies), *(one[0] for one in left)]
-
-    @property
-    def pins(self) -> list[Any]:
-        """Pins in the index that are held for parked requests, and for copies of released ones."""
-        left = [one.left_behind for one in self._arrivals if one.left_behind is not None]
-        return [*self.holds.pins, *(pin for one in left for pin in one[1])]
 
     def park(
         self,
@@ -225,7 +211,6 @@ class Parking:
         context = self._context
         ttl = checked_seconds("ttl", ttl, MAX_TTL)
         self._check(admission, tokens, states, below)
-        self._forget_done()
         pages = -(-len(tokens) // context.page_size)
         node = admission.shared_node(len(tokens) // context.page_size)
         wanted = all_objects(context, pages)
@@ -260,9 +245,7 @@ class Parking:
             context.device_work.retire(slots, fence, pins)
             over(True)
         else:
-            self._copies.append(
-                ParkCopy(context, hold, units, slots=slots, pins=pins, fence=fence, over=over)
-            )
+            ParkCopy(context, hold, units, slots=slots, pins=pins, fence=fence, over=over)
         self._count("parked")
         return parked
 
@@ -295,11 +278,6 @@ class Parking:
         self._active.pop(parked.ticket.id, None)
         if parked.write is not None:
             parked.write.stop()
-
-    def arrive(self, arrival: Arrival) -> None:
-        """Watch over the copies of a resumed request."""
-        self._forget_done()
-        self._arrivals.append(arrival)
 
     def finish(self, parked: Parked, *, whole: bool) -> None:
         """Let go of the objects of a request that was resumed, or that turned out to be lost."""
@@ -385,7 +363,6 @@ class Parking:
 
     def _copied(self, parked: Parked, value: float | None, whole: bool) -> None:
         """Go on when everything is on the host, or a copy has failed."""
-        self._forget_done()
         if parked.status is not ParkedStatus.COPYING or parked.hold is None:
             return
         if not whole:
@@ -439,10 +416,6 @@ class Parking:
         if context.in_flight.count("park") < _MAX_DELETIONS:
             pages = dict.fromkeys(context.index.page_pools, parked.keys)
             ParkDeletion(context, pages | dict.fromkeys(context.index.state_pools, parked.keys[-1:]))
-
-    def _forget_done(self) -> None:
-        self._copies = [copy for copy in self._copies if not copy.done]
-        self._arrivals = [one for one in self._arrivals if not one.done]
 
     def _require_active(self, parked: Parked) -> None:
         if self._active.get(parked.ticket.id) is parked:

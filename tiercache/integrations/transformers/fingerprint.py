@@ -12,8 +12,9 @@ import functools
 import re
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from enum import Enum
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -78,9 +79,9 @@ _FUNCTIONS: Final = (
 
 
 class Facts:
-    """Facts of one object, by path, and a record of the containers (mappings, lists, sets) inside the object.
+    """Facts of one object, by path, and a record of the places inside the object that were read.
 
-    To check cheaply whether the facts still hold, compare each container with the items in the record.
+    To check cheaply whether the facts still hold, read each place again.
 
     `known` holds digests of tensors from an earlier walk, by the `id` of the tensor. `contents=False` leaves
     tensors of more than `UNREAD` bytes unread.
@@ -98,17 +99,13 @@ class Facts:
 
         An `id` stays valid, because `tensors` keeps the tensor alive.
         """
-        self.mappings: list[tuple[Mapping[Any, Any], tuple[Any, ...], tuple[Any, ...]]] = []
-        """Each mapping that was walked, its keys and its values at the time of the walk.
+        self.read: list[tuple[Callable[[], Collection[Any]], tuple[Any, ...]]] = []
+        """Each place that was read: a function that reads it again, and the objects that it had in order.
 
-        For the attributes of a module the keys are left out.
+        The places are lists, sets, keys and values of mappings, and names that were looked up. Of the
+        attributes of a module the keys are left out.
         """
-        self.sequences: list[tuple[Sequence[Any] | set[Any] | frozenset[Any], Any]] = []
-        """Each list and set that was walked, and its items at the time of the walk."""
-        self.classes: dict[type, Any] = {}
-        """The `forward` of each class of modules, at the time of the walk."""
-        self.lookups: list[tuple[Mapping[str, Any], str, Any]] = []
-        """Lookups by name in tables and modules: the table, the name looked up, and what was found."""
+        self._classes: set[type] = set()
         self._contents = contents
         self._known = known or {}
         self._seen: dict[int, str] = {}  # the first path of each walked object, by its `id`
@@ -160,11 +157,12 @@ class Facts:
         elif isinstance(value, torch.nn.Module):
             self._module(path, value)
         elif isinstance(value, Mapping):
-            self._mapping(path, value)
+            self.values[path] = f"mapping of {len(value)}"
+            self._items(path, value)
         elif isinstance(value, list | tuple):
             self.values[path] = f"sequence of {len(value)}"
             if isinstance(value, list):
-                self.sequences.append((value, tuple(value)))
+                self.read.append((partial(tuple, value), tuple(value)))
             for n, item in enumerate(value):
                 self._walk(f"{path}[{n}]", item)
         elif isinstance(value, set | frozenset):
@@ -173,7 +171,7 @@ class Facts:
                 if all(isinstance(item, _SCALARS) for item in value)
                 else "set"
             )
-            self.sequences.append((value, type(value)(value)))
+            self.read.append((partial(_is_equal, value, frozenset(value)), (True,)))
         elif isinstance(value, type):
             self.values[path] = _name(value)
         elif isinstance(value, _FUNCTIONS):
@@ -188,14 +186,10 @@ class Facts:
 
     def _class(self, kind: type) -> str:
         """Return the name of a class, and walk its forward, which a patch may have replaced."""
-        if kind not in self.classes:
-            self.classes[kind] = forward = getattr(kind, "forward", None)
-            self._walk(f"class {_name(kind)}.forward", forward)
+        if kind not in self._classes:
+            self._classes.add(kind)
+            self._walk(f"class {_name(kind)}.forward", self._look_up(partial(getattr, kind, "forward", None)))
         return _name(kind)
-
-    def _mapping(self, path: str, value: Mapping[Any, Any]) -> None:
-        self.values[path] = f"mapping of {len(value)}"
-        self._items(path, value)
 
     def _items(
         self,
@@ -205,7 +199,7 @@ class Facts:
         names: bool = True,
         without: re.Pattern[str] | None = None,
     ) -> None:
-        self.mappings.append((items, tuple(items) if names else (), tuple(items.values())))
+        self._read_mapping(items, names=names)
         for key, item in items.items():
             if key in _NOT_COMPUTED:
                 continue
@@ -219,9 +213,20 @@ class Facts:
 
     def _hooks(self, path: str, hooks: Mapping[Any, Any]) -> None:
         """Walk hooks by their order; their keys are numbers that differ between processes."""
-        self.mappings.append((hooks, tuple(hooks), tuple(hooks.values())))
+        self._read_mapping(hooks)
         for n, hook in enumerate(hooks.values()):
             self._walk(f"{path}[{n}]", hook)
+
+    def _read_mapping(self, items: Mapping[Any, Any], *, names: bool = True) -> None:
+        if names:
+            self.read.append((items.keys, tuple(items)))
+        self.read.append((items.values, tuple(items.values())))
+
+    def _look_up(self, look: Callable[[], Any]) -> Any:
+        """Return what a function finds by a name, which may stand for something else later."""
+        found = look()
+        self.read.append((lambda: (look(),), (found,)))
+        return found
 
     def _interfaces(self) -> None:
         """Walk the attention and mask functions that the configurations name.
@@ -238,9 +243,7 @@ class Facts:
             ("mask", ALL_MASK_ATTENTION_FUNCTIONS),
         ):
             for name in sorted(chosen):
-                function = functions.get(name)
-                self.lookups.append((functions, name, function))
-                self._walk(f"{table} function {name}", function)
+                self._walk(f"{table} function {name}", self._look_up(partial(functions.get, name)))
 
     def _function(self, path: str, value: Any) -> None:
         if isinstance(value, functools.partial):
@@ -267,9 +270,8 @@ class Facts:
         """Walk the numbers and texts that a function reads from its module by name."""
         table, code = getattr(function, "__globals__", {}), getattr(function, "__code__", None)
         for name in sorted(_names(code)) if isinstance(code, types.CodeType) else ():
-            if isinstance(held := table.get(name), int | float | complex | str | bytes):
-                self.lookups.append((table, name, held))
-                self._walk(f"{path}.{name}", held)
+            if isinstance(table.get(name), int | float | complex | str | bytes):
+                self._walk(f"{path}.{name}", self._look_up(partial(table.get, name)))
 
     def _other(self, path: str, value: Any) -> None:
         kind = type(value)
@@ -303,6 +305,10 @@ class Facts:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
             self.values[path] += f" {_name(type(tensor))}"
             self._items(path, getattr(tensor, "__dict__", {}))
+
+
+def _is_equal(held: Set[Any], before: Set[Any]) -> tuple[bool]:
+    return (held == before,)
 
 
 def _content_of(tensor: torch.Tensor, path: str) -> str:

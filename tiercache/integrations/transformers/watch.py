@@ -141,21 +141,10 @@ class Watch:
         """Return whether every attribute and every item is still the same object."""
         # This compares identities, not values, because it is fast. If an attribute was replaced by an equal
         # object, the result is False, and `check` compares the values next.
-        for mapping, keys, values in self._facts.mappings:
-            if (
-                len(mapping) != len(values)
-                or not all(map(is_, mapping.values(), values))
-                or not all(map(is_, keys, mapping))
-            ):
-                return False
-        for held, items in self._facts.sequences:
-            if len(held) != len(items) or (
-                held != items if isinstance(held, set) else not all(map(is_, held, items))
-            ):
-                return False
         return all(
-            getattr(kind, "forward", None) is forward for kind, forward in self._facts.classes.items()
-        ) and all(table.get(name) is found for table, name, found in self._facts.lookups)
+            len(now := read()) == len(before) and all(map(is_, now, before))
+            for read, before in self._facts.read
+        )
 
     def _same_versions(self) -> bool:
         return [_version(tensor) for tensor in self._facts.tensors.values()] == self._versions

@@ -14,9 +14,8 @@ from tiercache.controller import Admission, Lookup
 from tiercache.core import Reason
 from tiercache.errors import AdmissionError, ClosedError, PoolFullError
 from tiercache.integrations.transformers.requests.commits import CHECKPOINTS, DECODE_SNAPSHOTS
-from tiercache.integrations.transformers.requests.prefill import COPY_SECONDS
 from tiercache.integrations.transformers.requests.request import Checked, Generation
-from tiercache.integrations.transformers.requests.task import Task
+from tiercache.integrations.transformers.requests.task import COPY_SECONDS, Task
 from tiercache.transfer import Fence
 
 if TYPE_CHECKING:
