@@ -3,6 +3,7 @@ as if it had not happened.
 """
 
 import errno
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -23,7 +24,6 @@ from tiercache.errors import (
     TokenError,
 )
 from tiercache.geometry import kv_geometry
-from tiercache.keys import Identity
 from tiercache.pools import DevicePool, HostArena
 from tiercache.storage.registry import open_backend
 from tiercache.testing.faults import FaultEnv
@@ -84,33 +84,64 @@ def parts(geometries):
 
 
 # -- making a controller
-# -----------------------------------------------------------------------------------------------
 
 
 def test_a_page_size_of_zero():
     with pytest.raises(GeometryError):
         kv_geometry([0], kv_heads=1, head_dim=1, dtype="float32", page_size=0)
-    pools, arena = parts({KV: PAGES})
-    with pytest.raises(InputError):
-        HybridCacheController(replace(IDENTITY, page_size=0), pools, arena)
+    with pytest.raises(InputError, match="page size 0"):
+        replace(IDENTITY, page_size=0)
 
 
-def test_an_identity_with_another_page_size_than_the_pools():
-    pools, arena = parts({KV: PAGES, MAMBA: STATES})
-    with pytest.raises(GeometryError, match="pages of 4 tokens"):
-        HybridCacheController(Identity("test", "1", "float32", "float32", "float32", 2 * P), pools, arena)
+@pytest.mark.parametrize(
+    ("identity", "geometries", "sentence"),
+    [
+        (replace(IDENTITY, page_size=2 * P), {KV: PAGES, MAMBA: STATES}, "pages of 4 tokens"),
+        (IDENTITY, {}, "no pool is registered"),
+        (
+            IDENTITY,
+            {PoolName.INDEXER: replace(PAGES, pool=PoolName.INDEXER), MAMBA: STATES},
+            r"page pools \(indexer\), and none is named kv",
+        ),
+        (IDENTITY, {KV: PAGES, MAMBA: PAGES}, "by its own kind"),
+    ],
+)
+def test_pools_that_are_not_the_identity_s_or_not_enough(identity, geometries, sentence):
+    pools, arena = parts(geometries)
+    with pytest.raises(GeometryError, match=sentence):
+        HybridCacheController(identity, pools, arena)
 
 
-def test_no_pool_at_all():
-    with pytest.raises(GeometryError, match="no pool is registered"):
-        HybridCacheController(IDENTITY, {}, parts({KV: PAGES})[1])
+@pytest.mark.parametrize(
+    ("slots", "sentence"), [({0: 4}, "layer 2"), ({0: 4, 2: 6}, "slots")], ids=["layers", "slots"]
+)
+def test_a_pool_whose_layers_are_missing_or_differ(slots, sentence):
+    tensors = {
+        (s.layer, s.name): torch.zeros(slots[s.layer], *s.shape) for s in PAGES.segments if s.layer in slots
+    }
+    with pytest.raises(GeometryError, match=sentence):
+        DevicePool.from_tensors(PAGES, tensors)
 
 
-def test_pages_without_kv():
-    side = replace(PAGES, pool=PoolName.INDEXER)
-    pools, arena = parts({PoolName.INDEXER: side, MAMBA: STATES})
-    with pytest.raises(GeometryError, match=r"page pools \(indexer\), and none is named kv"):
-        HybridCacheController(IDENTITY, pools, arena)
+@pytest.mark.parametrize(
+    ("option", "values", "range_"),
+    [
+        ("read_threads", [0], "1 or more"),
+        ("write_threads", [0], "1 or more"),
+        ("write_retries", [-1, 9], "0 to 8"),
+        ("write", ["back"], "write_through or write_back"),
+        ("write_chance", [1.5, math.nan], "a probability from 0 to 1"),
+        ("pin_share", [-0.1, 1.0, math.nan], "a share from 0, and below 1"),
+        ("park_share", [-0.1, 1.0, math.nan], "a share from 0, and below 1"),
+        ("piece_bytes", [0], "a positive number of bytes"),
+        ("belief_checks", [-1], "a number of objects from 0"),
+        ("storage_deadline", [-1.0, math.inf], "a finite number of seconds"),
+    ],
+)
+def test_an_option_that_is_not_possible(option, values, range_):
+    for value in values:
+        with pytest.raises(ConfigError, match=f"^{option}=.* is not possible; use {range_}"):
+            ControllerOptions(**{option: value})
 
 
 def test_pages_for_states_alone():
@@ -120,49 +151,21 @@ def test_pages_for_states_alone():
     engine.check()
 
 
-def test_a_pool_under_the_name_of_another():
-    pools, arena = parts({KV: PAGES})
-    with pytest.raises(GeometryError, match="by its own kind"):
-        HybridCacheController(IDENTITY, {KV: pools[KV], MAMBA: pools[KV]}, arena)
-
-
-def test_a_pool_that_lacks_a_layer():
-    tensors = {(s.layer, s.name): torch.zeros(4, *s.shape) for s in PAGES.segments if s.layer == 0}
-    with pytest.raises(GeometryError, match="layer 2"):
-        DevicePool.from_tensors(PAGES, tensors)
-
-
-def test_a_pool_whose_layers_differ_in_slots():
-    tensors = {(s.layer, s.name): torch.zeros(4 + s.layer, *s.shape) for s in PAGES.segments}
-    with pytest.raises(GeometryError, match="slots"):
-        DevicePool.from_tensors(PAGES, tensors)
-
-
-@pytest.mark.parametrize("option", ["read_threads", "write_threads"])
-def test_no_threads_for_storage(option):
-    with pytest.raises(ConfigError, match=option):
-        ControllerOptions(**{option: 0})
-
-
 # -- prompts
-# -----------------------------------------------------------------------------------------------------------
-
-
-def test_an_empty_prompt(engine):
-    with pytest.raises(TokenError, match="empty"):
-        engine.controller.lookup([])
-
-
-@pytest.mark.parametrize("token", [-1, 2**64, 1.5, True, "a", None], ids=str)
-def test_a_token_that_is_none(engine, token):
-    with pytest.raises(TokenError):
-        engine.controller.lookup([1, 2, token])
 
 
 @pytest.mark.parametrize(
-    "tokens", [np.array([1, -1]), np.array([1.0]), np.array([[1]])], ids=["negative", "float", "matrix"]
+    "tokens",
+    [
+        [],
+        *([1, 2, token] for token in (-1, 2**64, 1.5, True, "a", None)),
+        np.array([1, -1]),
+        np.array([1.0]),
+        np.array([[1]]),
+    ],
+    ids=str,
 )
-def test_an_array_that_is_no_prompt(engine, tokens):
+def test_what_is_no_prompt(engine, tokens):
     with pytest.raises(TokenError):
         engine.controller.lookup(tokens)
 
@@ -182,17 +185,14 @@ def test_a_token_buffer_that_is_used_again(engine):
 
 
 # -- admissions
-# --------------------------------------------------------------------------------------------------------
 
 
-def test_fewer_tokens_than_the_prompt_has(engine):
+def test_fewer_than_there_are(engine, running):
+    lookup = engine.controller.lookup(FIRST)
     with pytest.raises(InputError, match="cannot hold the prompt"):
-        engine.controller.admit(engine.controller.lookup(FIRST), tokens=len(FIRST) - 1)
-
-
-def test_fewer_than_no_states(engine, running):
+        engine.controller.admit(lookup, tokens=len(FIRST) - 1)
     with pytest.raises(InputError, match="-1 states"):
-        engine.controller.admit(engine.controller.lookup(FIRST), states=-1)
+        engine.controller.admit(lookup, states=-1)
     with pytest.raises(InputError, match="-1 more states"):
         running[0].extend(99, states=-1)
 
@@ -205,17 +205,13 @@ def test_more_states_than_were_admitted(running):
         admission.take_states()
 
 
-def test_releasing_twice(engine, running):
-    engine.controller.release(running[0])
-    with pytest.raises(AdmissionError, match="released already"):
-        engine.controller.release(running[0])
-
-
-@pytest.mark.parametrize("call", ["poll", "start", "wait", "take_states"])
-def test_using_a_released_admission(engine, running, call):
-    engine.controller.release(running[0])
-    with pytest.raises(AdmissionError, match="released already"):
-        getattr(running[0], call)()
+def test_using_a_released_admission(engine, running):
+    admission = running[0]
+    engine.controller.release(admission)
+    again = lambda: engine.controller.release(admission)  # noqa: E731
+    for call in (again, admission.poll, admission.start, admission.wait, admission.take_states):
+        with pytest.raises(AdmissionError, match="released already"):
+            call()
 
 
 def test_releasing_the_admission_of_another_controller(engine):
@@ -253,14 +249,22 @@ def test_using_what_is_not_ready_yet(tmp_path):
 
 
 # -- commits
-# -----------------------------------------------------------------------------------------------------------
 
 
-def test_state_slots_that_were_never_taken(engine, running):
+def test_a_commit_that_does_not_fit(engine, running):
     admission, tokens = running
+    commit = engine.controller.commit
     for slot in (0, 11, 12, -1):
         with pytest.raises(SlotError, match="not this admission's"):
-            engine.controller.commit(admission, tokens, {4 * P: {MAMBA: slot}})
+            commit(admission, tokens, {4 * P: {MAMBA: slot}})
+    with pytest.raises(SlotError, match="a slot of each"):
+        commit(admission, tokens, {4 * P: {}})
+    slots = admission.take_states()
+    for depth in (4 * P - 1, 0, -P, 6 * P):
+        with pytest.raises(InputError, match="cannot be committed"):
+            commit(admission, tokens, {depth: slots})
+    with pytest.raises(InputError, match="begin as"):
+        commit(admission, tokens + np.uint64(1))
 
 
 def test_state_slots_of_another_admission(engine, running):
@@ -279,24 +283,6 @@ def test_a_state_slot_twice(engine, running):
     engine.controller.commit(admission, tokens, {4 * P: slots})
     with pytest.raises(SlotError, match="not this admission's"):
         engine.controller.commit(admission, tokens, {5 * P: slots})
-
-
-def test_a_state_of_no_pool(engine, running):
-    with pytest.raises(SlotError, match="a slot of each"):
-        engine.controller.commit(*running, {4 * P: {}})
-
-
-@pytest.mark.parametrize("depth", [4 * P - 1, 0, -P, 6 * P])
-def test_a_state_where_no_page_ends(engine, running, depth):
-    admission, tokens = running
-    with pytest.raises(InputError, match="cannot be committed"):
-        engine.controller.commit(admission, tokens, {depth: admission.take_states()})
-
-
-def test_tokens_that_do_not_start_with_the_prompt(engine, running):
-    admission, tokens = running
-    with pytest.raises(InputError, match="begin as"):
-        engine.controller.commit(admission, tokens + np.uint64(1))
 
 
 def test_tokens_that_do_not_start_with_what_was_committed_before(engine):
@@ -327,7 +313,6 @@ def test_more_tokens_than_were_reserved(engine, running):
 
 
 # -- the end
-# -----------------------------------------------------------------------------------------------------------
 
 
 def test_closing_twice_and_using_it_afterwards(engine, running):
@@ -351,7 +336,6 @@ def test_closing_twice_and_using_it_afterwards(engine, running):
 
 
 # -- a bad medium
-# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("call", ["pwritev", "fallocate"])
@@ -369,11 +353,7 @@ def test_a_full_disk(tmp_path, call):
     engine.serve(second)
     engine.controller.flush(20)
     assert full.fired
-    assert (
-        engine.metrics.total("storage_sets_total", outcome="throttled")
-        + engine.metrics.total("storage_sets_total", outcome="error")
-        > 0
-    )
+    assert sum(engine.metrics.total("storage_sets_total", outcome=o) for o in ("throttled", "error")) > 0
     env.clear()
     engine.controller.evict(Tier.DEVICE)
     assert engine.serve(second) == 5 * P

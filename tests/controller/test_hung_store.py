@@ -11,8 +11,6 @@ from tiercache_backends.memory import MemoryBackend
 from tests.controller.harness import Engine, Flaky, P, prompt
 from tiercache.controller import ControllerOptions
 from tiercache.core import Outcome, Reason, Tier
-from tiercache.storage.registry import open_backend
-from tiercache.testing.faults import FaultEnv
 
 DEADLINE = 0.4
 OPTIONS = ControllerOptions(restore_deadline=DEADLINE, storage_deadline=DEADLINE, close_deadline=1.0)
@@ -103,6 +101,7 @@ def test_a_read_that_hangs_costs_one_deadline_in_all(store, verb):
         engine.controller.release(admission)
     assert sorted(waits)[5] < DEADLINE, "after the first nobody waits for what is known to be out"
     assert engine.metrics.total("storage_hangs_total") >= 1
+    assert engine.metrics.value("lookups_total", "storage", "kv", "miss", "unavailable") >= 1
     assert free_blocks(engine) >= engine.arena.blocks * 3 // 4
     engine.check()
     assert engine.serve([*prompt(1, 21, 50), 5]) == 0
@@ -112,17 +111,6 @@ def test_a_read_that_hangs_costs_one_deadline_in_all(store, verb):
     engine.settle()
     assert free_blocks(engine) == engine.arena.blocks
     engine.check()
-
-
-@pytest.mark.parametrize("verb", ["get", "exists"])
-def test_a_request_during_a_hang_says_why_it_is_a_miss(store, verb):
-    stored(engine_on(store), (1, 2, 3), (4, 5, 6))
-    engine = engine_on(store)
-    store.hangs = {verb}
-    engine.serve([*prompt(1, 2, 3), 5])
-    until(engine, lambda: engine.metrics.total("storage_hangs_total"))
-    engine.serve([*prompt(4, 5, 6), 5])
-    assert engine.metrics.value("lookups_total", "storage", "kv", "miss", "unavailable") == 1
 
 
 def test_a_write_that_hangs_leaves_the_host_to_others(store):
@@ -177,32 +165,6 @@ def test_flush_and_close_have_their_deadlines(store):
     assert not engine.controller.close(deadline=0.5)
     assert not engine.controller.close(), "twice says what once said"
     assert time.monotonic() - started < 30
-
-
-def test_a_disk_that_hangs_for_a_while(tmp_path):
-    """The same through the real store: reads hang, then writes."""
-    env = FaultEnv()
-    engine = Engine(
-        open_backend(f"file://{tmp_path}/s?capacity=16MiB", env=env),
-        options=OPTIONS,
-        pages=40,
-        states=24,
-        blocks=64,
-    )
-    stored(engine, (1, 2, 3), (4, 5, 6))
-    hang = env.hang("preadv", times=1_000_000)
-    assert engine.serve([*prompt(1, 2, 3), 5]) == 0
-    until(engine, lambda: engine.metrics.total("storage_hangs_total"))
-    started = time.monotonic()
-    assert engine.serve([*prompt(4, 5, 6), 5]) == 0
-    assert time.monotonic() - started < DEADLINE
-    hang.release()
-    env.clear()
-    engine.controller.evict(Tier.DEVICE)
-    engine.controller.evict(Tier.HOST)
-    until(engine, lambda: engine.serve([*prompt(4, 5, 6), 5]) == 3 * P)
-    engine.settle()
-    engine.check()
 
 
 def test_a_store_that_fails_again_and_again_is_left_alone(store):

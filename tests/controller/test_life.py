@@ -6,9 +6,8 @@ import threading
 import numpy as np
 import pytest
 
-from tests.controller.harness import IDENTITY, KV, MAMBA, Engine, P, evict_checked, prompt
+from tests.controller.harness import IDENTITY, KV, MAMBA, Engine, Fence, P, evict_checked, prompt
 from tests.controller.test_interleavings import failing
-from tests.integrity import check_index
 from tiercache.controller import ControllerOptions, Poll, Status
 from tiercache.core import PoolName, Reason, Tier
 from tiercache.errors import AdmissionError, ClosedError, InputError, PoolFullError, TransferError
@@ -140,19 +139,6 @@ def test_a_store_that_hangs_never_holds_up_the_engine(tmp_path):
     assert engine.serve([*prompt(1, 2, 3, 4), 1]) == 4 * P
 
 
-def test_a_deadline_that_passes_before_anything_was_fetched_is_a_timeout(store):
-    now = [0.0]
-    engine = Engine(store, clock=lambda: now[0])
-    engine.serve([*prompt(1, 2, 3), 5])
-    engine.settle()
-    evict_checked(engine, Tier.DEVICE, Tier.HOST)
-    admission = engine.controller.admit(engine.controller.lookup(prompt(1, 2, 3, 4)), deadline=0.0)
-    now[0] = 1.0
-    assert admission.poll() == Poll(Status.FAILED, 0, Reason.TIMEOUT)
-    engine.controller.release(admission)
-    engine.check()
-
-
 def test_start_freezes_the_depth_and_late_arrivals_serve_the_next(tmp_path):
     env = FaultEnv()
     engine = Engine(open_backend(f"file://{tmp_path}/store?capacity=16MiB", env=env))
@@ -198,45 +184,27 @@ def test_requests_that_overlap_share_loads_and_fetches_and_drop_duplicates(store
     controller = engine.controller
     engine.serve([*prompt(1, 2, 3), 1])
     engine.settle()
-    for tiers in ([Tier.DEVICE, Tier.HOST], [Tier.DEVICE]):
-        evict_checked(engine, *tiers)
-        tokens = np.array(prompt(1, 2, 3, 4, 5))
-        admissions = [controller.admit(controller.lookup(tokens), states=2) for _ in range(3)]
-        for admission in admissions:
-            assert engine.restore(admission, tokens) == 3 * P
-        assert len({tuple(a.pages[KV][:3].tolist()) for a in admissions}) == 1
-        tables = []
-        for admission in admissions:
-            engine.compute(admission, tokens, 3 * P, 5 * P)
-            tables.append(
-                controller.commit(admission, tokens, {5 * P: engine.take_state(admission, tokens)})[
-                    KV
-                ].tolist()
-            )
-        assert tables[0] == tables[1] == tables[2]
-        for admission in admissions:
-            controller.release(admission)
-        engine.settle()
-        engine.check()
-        for key in list(store.scan_all()):
-            if key.meta.depth > 3:
-                store.delete([key.key])
-        check_index(engine.context.index)
-        break
+    evict_checked(engine, Tier.DEVICE, Tier.HOST)
+    tokens = np.array(prompt(1, 2, 3, 4, 5))
+    admissions = [controller.admit(controller.lookup(tokens), states=2) for _ in range(3)]
+    for admission in admissions:
+        assert engine.restore(admission, tokens) == 3 * P
+    assert len({tuple(a.pages[KV][:3].tolist()) for a in admissions}) == 1
+    tables = set()
+    for admission in admissions:
+        engine.compute(admission, tokens, 3 * P, 5 * P)
+        states = {5 * P: engine.take_state(admission, tokens)}
+        tables.add(tuple(controller.commit(admission, tokens, states)[KV].tolist()))
+    assert len(tables) == 1
+    for admission in admissions:
+        controller.release(admission)
+    engine.settle()
+    engine.check()
     assert engine.metrics.value("storage_gets_total", "kv", "hit") == 3
     assert engine.metrics.value("storage_sets_total", "kv", "stored") == 5
 
 
 def test_a_duplicate_slot_is_free_only_behind_the_fence(store):
-    class Fence:
-        passed = False
-
-        def query(self):
-            return self.passed
-
-        def synchronize(self):
-            return None
-
     engine = Engine(store)
     controller, fence, tokens = engine.controller, Fence(), np.array(prompt(1, 2))
     first, second = (controller.admit(controller.lookup(tokens), states=1) for _ in range(2))
@@ -249,7 +217,7 @@ def test_a_duplicate_slot_is_free_only_behind_the_fence(store):
     controller.tick()
     assert engine.pools[KV].available == available
     engine.check()
-    fence.passed = True
+    fence.open()
     controller.tick()
     assert engine.pools[KV].available == available + 2
     controller.release(first)
@@ -272,20 +240,6 @@ def test_admit_gets_everything_or_changes_nothing(store):
     controller.release(held)
     assert engine.serve(prompt(1, 2, 3)) == 2 * P
     assert engine.serve(prompt(4, 5, 6)) == 0
-
-
-def test_a_running_request_keeps_its_pages_while_others_press(store):
-    engine = Engine(store, pages=8, states=12)
-    controller, tokens = engine.controller, np.array(prompt(1, 2))
-    admission = controller.admit(controller.lookup(tokens), states=1)
-    engine.restore(admission, tokens)
-    engine.compute(admission, tokens, 0, 2 * P)
-    controller.commit(admission, tokens, {2 * P: engine.take_state(admission, tokens)})
-    for i in range(10, 20):
-        engine.serve(prompt(i, i + 100))
-        engine.verify(admission, tokens, 2)
-    controller.release(admission)
-    engine.check()
 
 
 def test_many_states_on_a_path_do_not_block_the_state_pool(store):

@@ -2,7 +2,6 @@
 
 import threading
 
-import pytest
 from tiercache_backends.memory import MemoryBackend
 from tiercache_kernels.reference import copy_segments
 
@@ -12,7 +11,6 @@ from tests.integrity import no_pin_is_left
 from tiercache.controller import ControllerOptions, Status
 from tiercache.controller.operations import Fetch
 from tiercache.core import Reason, as_tokens
-from tiercache.errors import ConfigError
 from tiercache.transfer import CopyEngine
 
 FIRST = [*prompt(1, 2, 3), 5]
@@ -121,11 +119,6 @@ def test_a_host_too_small_for_the_deepest_restore_takes_the_next():
     assert not armed
     assert admission.reason is Reason.BUSY
     wind_up(engine, admission)
-
-
-def test_a_piece_of_no_bytes_is_refused():
-    with pytest.raises(ConfigError, match="piece_bytes=0 is not possible"):
-        ControllerOptions(piece_bytes=0)
 
 
 def test_pages_loaded_ahead_make_room_when_the_rest_fails():

@@ -11,7 +11,7 @@ from tests.controller.test_overlap import all_is_free
 from tests.controller.test_prefetch import Clock
 from tiercache.controller import ControllerOptions, ParkedStatus, Status
 from tiercache.core import Reason, Tier, as_tokens
-from tiercache.errors import AdmissionError, ConfigError, InputError, PoolFullError, SlotError
+from tiercache.errors import AdmissionError, InputError, PoolFullError, SlotError
 from tiercache.transfer import CopyEngine
 
 EXACT = prompt(1, 2, 3)
@@ -328,12 +328,6 @@ def test_a_host_that_is_full_of_pins_refuses():
     held = engine.controller.park(admission, PROMPT, live, ttl=60)
     held.release()
     all_is_free(engine)
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.0, float("nan")])
-def test_a_share_that_is_not_possible(share):
-    with pytest.raises(ConfigError, match="park_share"):
-        ControllerOptions(park_share=share)
 
 
 def test_a_resume_with_too_few_slots_to_hold_it_is_refused():

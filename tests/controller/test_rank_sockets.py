@@ -128,13 +128,6 @@ def test_a_rank_connects_while_strangers_hold_all_places(member, monkeypatch):
         one.close()
 
 
-def test_a_message_that_is_too_long_ends_its_connection_and_the_rank_connects_again(member):
-    leader = member(0)
-    _, follower = connected(leader, member(1, 2, leader.group.address))
-    follower.group.send(0, bytes(MAX_MESSAGE_BYTES + 1))
-    connected(leader, follower)
-
-
 def test_ranks_connect_again_when_the_leader_starts_again_at_its_address(member):
     first = member(0)
     _, follower = connected(first, member(1, 2, first.group.address))

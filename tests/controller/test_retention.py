@@ -9,7 +9,7 @@ from tests.controller.test_prefetch import Clock
 from tests.integrity import no_pin_is_left
 from tiercache.controller import ControllerOptions
 from tiercache.core import Tier
-from tiercache.errors import AdmissionError, ClosedError, ConfigError, InputError
+from tiercache.errors import AdmissionError, ClosedError, InputError
 from tiercache.storage.registry import open_backend
 
 FIRST = [*prompt(1, 2, 3), 5]
@@ -206,12 +206,6 @@ def test_unknown_prefixes():
     assert not engine.controller.unpin(prompt(8, 9))
     assert engine.metrics.value("hints_total", "unknown") == 3
     nothing_left(engine)
-
-
-def test_an_impossible_share():
-    for share in (-0.1, 1.0, float("nan")):
-        with pytest.raises(ConfigError, match="pin_share"):
-            ControllerOptions(pin_share=share)
 
 
 @pytest.mark.parametrize("policy", ["hvd", "lru", "gdsf", "marconi"])

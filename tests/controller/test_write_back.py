@@ -8,7 +8,6 @@ from tiercache_backends.memory import MemoryBackend
 from tests.controller.harness import KV, Engine, P, prompt
 from tiercache.controller import WRITE_BACK, ControllerOptions
 from tiercache.core import Tier
-from tiercache.errors import ConfigError
 from tiercache.policy import Lru
 from tiercache.storage.registry import open_backend
 
@@ -128,16 +127,3 @@ def test_without_storage_nothing_changes():
     assert engine.serve([*prompt(300, 301, 302), 5, 6]) == 3 * P
     assert engine.settle()
     engine.check()
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"write": "back"}, "use write_through or write_back"),
-        ({"write_chance": 1.5}, "use a probability from 0 to 1"),
-        ({"write_chance": float("nan")}, "use a probability from 0 to 1"),
-    ],
-)
-def test_a_mistake_is_named(options, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        ControllerOptions(**options)

@@ -131,7 +131,7 @@ def test_a_page_size_that_is_not_the_identity_s_is_refused() -> None:
         ((["a"], 1), {}), (([None], 1), {}),
         ((torch.ones(2, 2, dtype=torch.int64), 1), {}), ((torch.ones(3), 1), {}),
         (({"input_ids": [1]}, 1), {}), ((b"text", 1), {}),
-        (([], 1), {}), (([1 << 70], 1), {}), ((np.array(["a"]), 1), {}),
+        (([], 1), {}), (([1 << 70], 1), {}), ((np.array(["a"]), 1), {}), (([3, 256], 1), {}), (([-1], 1), {}),
     ],
 )  # fmt: skip
 def test_a_request_that_makes_no_sense_is_refused_in_one_sentence(

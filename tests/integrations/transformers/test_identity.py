@@ -342,6 +342,18 @@ def test_a_global_that_a_hook_reads_is_watched(monkeypatch: pytest.MonkeyPatch) 
     watch.check()
 
 
+def test_tied_weights_in_bfloat16_keep_their_identity(tmp_path: Path) -> None:
+    # A cast rounds the frequencies of rotary embeddings as well, loading does not: the model to start from
+    # was loaded.
+    build("llama", tie_word_embeddings=True).to(torch.bfloat16).save_pretrained(tmp_path / "made")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "made", local_files_only=True)
+    assert model.dtype == torch.bfloat16
+    assert served_by_another(model, tmp_path) == 0
+    model.save_pretrained(tmp_path / "again")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "again", local_files_only=True)
+    assert served_by_another(model, tmp_path) == 6 * PAGE
+
+
 @pytest.mark.parametrize("name", slow_after(1, ["qwen3_next", "jamba", "falcon_h1", "zaya", "deepseek_v3"]))
 def test_an_identity_is_the_same_after_requests_and_after_saving_and_loading(
     name: str, tmp_path: Path

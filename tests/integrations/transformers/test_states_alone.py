@@ -98,31 +98,6 @@ def test_a_wrong_state_changes_the_logits(name: str, dtype: torch.dtype) -> None
     assert min(nothing, foreign) > report.tolerance
 
 
-def test_a_damaged_state_on_the_device_is_noticed_by_the_audit() -> None:
-    """Negative control of the tests above: they would see one wrong bit."""
-    with serving("mamba2") as worker:
-        audit = Audit(worker.runner, page_slots=1, state_slots=40)
-        first = worker.serve(prompt(2 * PAGE + 3, 1), 2, audit=True)
-        right(audit, worker, first)
-        worker.synchronize()
-        settle(worker)
-        for tensor in worker.tensors.states.values():
-            tensor.view(torch.uint8)[..., 0] ^= 1
-        verdict = audit.check(worker.serve(first.tokens, 2, audit=True))
-        assert not verdict.same_bytes
-
-
-def test_another_process_restores_what_this_one_left(tmp_path: Path) -> None:
-    with serving("mamba2", store(tmp_path)) as worker:
-        first = worker.serve(prompt(3 * PAGE + 3, 1), 2)
-        worker.synchronize()
-        assert worker.controller.flush()
-    with serving("mamba2", store(tmp_path)) as worker:
-        assert worker.serve(first.tokens, 2).restored == 3 * PAGE
-    with serving("mamba", store(tmp_path)) as worker:
-        assert worker.serve(first.tokens, 2).restored == 0
-
-
 def test_bytes_that_hold_no_request() -> None:
     layout = loaded("mamba2")[0].layout
     state = layout.state_geometries[PoolName.MAMBA].nbytes
@@ -161,11 +136,6 @@ def test_a_model_that_returns_another_cache_than_it_was_given() -> None:
     model.forward = other
     with pytest.raises(UnsupportedModelError, match="does not return the cache that it was given"):
         ModelRunner(model, PAGE)
-
-
-def test_recurrent_gemma_keeps_its_states_in_its_layers() -> None:
-    with pytest.raises(UnsupportedModelError, match="does not return the cache that it was given"):
-        ModelRunner(small("recurrent_gemma"), PAGE)
 
 
 def test_prompts_may_be_shorter_than_a_page() -> None:

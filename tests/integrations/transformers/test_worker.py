@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from tests.examples import slow_after
 from tests.integrations.transformers.models import EACH, FAMILIES, PAGE, USUAL, build, loaded, prompt
 from tests.integrations.transformers.serving import (
-    AMPLE,
     EVICTED,
     LONG,
     SYSTEM,
@@ -32,10 +31,9 @@ from tests.integrations.transformers.serving import (
 from tests.integrity import check_controller
 from tiercache.controller import ControllerOptions
 from tiercache.core import PoolName, Tier
-from tiercache.errors import InputError, TokenError
+from tiercache.errors import InputError
 from tiercache.integrations.transformers import ModelRunner
 from tiercache.integrations.transformers.watch import identity_of
-from tiercache.integrations.transformers.worker import Worker
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.registry import open_backend
 from tiercache_lab.demo.audit import Audit
@@ -222,76 +220,12 @@ def test_the_audit_refuses_what_it_cannot_judge() -> None:
             audit.check(worker.serve(LONG[2], 1, audit=True))
 
 
-@pytest.mark.parametrize(
-    "tokens", [[], [3, 256], [-1], LONG[1] + [1 << 40]], ids=["empty", "outside", "negative", "far outside"]
-)
-def test_bad_tokens_change_nothing(tokens: list[int], tmp_path: Path) -> None:
-    with serving("bamba", store(tmp_path)) as worker:
-        worker.serve(LONG[1], 1)
-        with pytest.raises(TokenError):
-            worker.serve(tokens, 4)
-        assert worker.controller.metrics.total("lookups_total", tier="device") == 2, "one request, two pools"
-        check_controller(worker.controller)
-        assert worker.serve(LONG[1], 1).restored == 6 * PAGE
-
-
 # --- whose bytes these are
 # -----------------------------------------------------------------------------------------------------------
 
 
 def digest(model: PreTrainedModel) -> str:
     return identity_of(model, ModelRunner(model, PAGE), PAGE).revision
-
-
-def test_two_models_on_one_directory_share_nothing(tmp_path: Path) -> None:
-    """Equal layouts; other weights, or only another constant in the configuration."""
-    for n, model in enumerate((build("llama"), build("llama", seed=1), build("llama", rms_norm_eps=1e-3))):
-        with Worker(
-            model, device_bytes=AMPLE, host_bytes=AMPLE, storage=store(tmp_path), page_size=PAGE
-        ) as worker:
-            audit = Audit(worker.runner, page_slots=64, state_slots=0)
-            for depth in (0, 6 * PAGE):
-                generation = worker.serve(LONG[1], 2, audit=True)
-                assert generation.restored == depth, n
-                right(audit, worker, generation)
-            settle(worker)
-    with store(tmp_path) as storage:
-        assert len(storage.namespaces()) == len({entry.meta.namespace for entry in storage.scan_all()}) == 3
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "options"),
-    slow_after(
-        1,
-        [
-            ("llama", torch.bfloat16, {"tie_word_embeddings": True}),
-            ("bamba", torch.float32, {}),
-            ("qwen3_next", torch.float32, {}),
-        ],
-    ),
-    ids=["llama, tied, bfloat16", "bamba", "qwen3_next"],
-)
-def test_a_model_that_was_saved_and_loaded_again_hits(
-    name: str, dtype: torch.dtype, options: dict[str, object], tmp_path: Path
-) -> None:
-    # A cast rounds the frequencies of rotary embeddings as well, loading does not: the model to start from
-    # was loaded.
-    build(name, **options).to(dtype).save_pretrained(tmp_path / "made")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "made", local_files_only=True)
-    for directory in (None, "here", "there"):
-        if directory:
-            model.save_pretrained(tmp_path / directory)
-            model = AutoModelForCausalLM.from_pretrained(tmp_path / directory, local_files_only=True)
-            assert model.dtype == dtype
-        with Worker(
-            model, device_bytes=AMPLE, host_bytes=AMPLE, storage=store(tmp_path), page_size=PAGE
-        ) as worker:
-            generation = worker.serve(LONG[1], 2, audit=True)
-            assert generation.tier is (Tier.STORAGE if directory else None)
-            if not directory:
-                first = generation
-            assert generation.answer.tolist() == first.answer.tolist()
-            settle(worker)
 
 
 def test_every_weight_counts() -> None:
