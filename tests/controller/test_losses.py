@@ -2,14 +2,13 @@
 
 import pytest
 from tiercache_backends.memory import MemoryBackend
-from tiercache_kernels.reference import copy_segments
 
 from tests.controller.harness import KV, MAMBA, Engine, Flaky, P, evict_checked, prompt
+from tests.controller.test_interleavings import failing
 from tiercache.controller import ControllerOptions
 from tiercache.core import Outcome, Tier
 from tiercache.storage.registry import open_backend
 from tiercache.testing.faults import FaultEnv
-from tiercache.transfer import CopyEngine
 
 
 @pytest.mark.parametrize("answer", [Outcome.ERROR, Outcome.THROTTLED])
@@ -130,23 +129,17 @@ def test_a_corrupt_object_is_never_served_and_is_stored_anew(tmp_path):
     engine.check()
 
 
-@pytest.mark.parametrize("failing", range(1, 5))
-def test_a_layer_that_fails_voids_the_restore(store, failing):
+@pytest.mark.parametrize("layer", range(1, 5))
+def test_a_layer_that_fails_voids_the_restore(store, layer):
     """The n-th layer of a load fails: nothing of it is published, the request recomputes, the next load
     works.
     """
     armed = []
-
-    def copier(*columns):
-        if armed and armed.pop() == "now":
-            raise OSError("a bad layer")
-        copy_segments(*columns)
-
-    engine = Engine(store, engine=lambda d, h: CopyEngine(d, h, copier=copier))
+    engine = Engine(store, engine=failing(armed))
     engine.serve([*prompt(1, 2, 3), 1])
     engine.settle()
     evict_checked(engine, Tier.DEVICE)
-    armed += ["now", *["later"] * (failing - 1)]
+    armed += [True, *[False] * (layer - 1)]
     assert engine.serve(prompt(1, 2, 3, 4)) == 0
     assert engine.metrics.value("restore_failures_total", "io_error") == 1
     engine.settle()

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from tests.controller.ranks_rig import Post, facts, greet, joined
 from tiercache.controller.ranks.ballots import MAX_BALLOTS
-from tiercache.controller.ranks.base import LEADER, Decision, Message, MessageKind, check_rank, unpack
+from tiercache.controller.ranks.base import LEADER, Decision, Message, MessageKind, unpack
 from tiercache.controller.ranks.session import RankSession
 from tiercache.core import Reason
-from tiercache.errors import InputError, RankError, WireError
+from tiercache.errors import RankError, WireError
 from tiercache.keys import Shard
 
 
@@ -389,10 +389,3 @@ def test_a_rank_that_does_not_come_is_named_and_one_that_comes_again_takes_its_p
     greet(post, [leader, *again])
     for session in (leader, *again):
         session.join(0.0)
-
-
-def test_impossible_groups_are_refused():
-    with pytest.raises(InputError, match="a group of 0 ranks"):
-        check_rank(0, 0)
-    with pytest.raises(InputError, match="rank 2 is outside the group of 2; ranks go from 0 to 1"):
-        check_rank(2, 2)

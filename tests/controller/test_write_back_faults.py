@@ -37,7 +37,9 @@ def restored(engine, names=NAMES):
 
 def kept_back(store, *, hybrid=True, storage_deadline=10.0):
     """An engine that writes nothing before a flush."""
-    options = ControllerOptions(write=WRITE_BACK, write_chance=1.0, storage_deadline=storage_deadline)
+    options = ControllerOptions(
+        write=WRITE_BACK, write_chance=1.0, storage_deadline=storage_deadline, write_retries=1
+    )
     engine = Engine(store, pages=24, blocks=BLOCKS, hybrid=hybrid, options=options)
     engine.context.index.appraiser._policy = Never()  # private: the harness makes its own controller
     return engine

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.index.harness import KV, MAMBA, Harness
-from tests.index.model import PAGE, tokens_of
+from tests.index.model import tokens_of
 from tiercache.errors import ConfigError
 from tiercache.index import CheckpointRules, Origin, checkpoint_depths, checkpoints_named, plan_prefill
 from tiercache.policy import CheckpointKind
@@ -172,13 +172,6 @@ def test_a_session_knows_its_length_even_when_its_states_were_lost():
 )
 def test_checkpoints(depth: int, path_depth: int, tokens: int, expected: tuple[int, ...]):
     assert tuple(checkpoint_depths(depth, path_depth, tokens, page_size=4)) == expected
-
-
-def test_the_branch_point_is_where_a_prompt_leaves_kv_that_has_no_state():
-    h = Harness(MAMBA)
-    h.insert((1, 2, 3, 4), 4)
-    match = h.match((1, 2, 9, 9))
-    assert tuple(checkpoint_depths(match.depth, match.path_depth, 4 * PAGE + 1, PAGE)) == (2, 4)
 
 
 @pytest.mark.parametrize(

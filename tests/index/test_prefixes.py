@@ -42,17 +42,6 @@ def test_a_digest_is_its_predecessor_s_times_the_base_plus_its_page(
     assert prefixes.of(sequence, before).dtype == np.uint64
 
 
-@settings(deadline=None)
-@given(sequence=tokens, size=st.integers(1, 5), cut=st.integers(0, 40), extra=st.binary(max_size=4))
-def test_going_on_from_a_digest_is_as_one_pass(sequence: np.ndarray, size: int, cut: int, extra: bytes):
-    prefixes = Prefixes(size)
-    whole = prefixes.of(sequence, prefixes.start(extra))
-    cut = min(cut, len(whole))
-    first = prefixes.of(sequence[: cut * size], prefixes.start(extra))
-    rest = prefixes.of(sequence[cut * size :], int(first[-1]) if cut else prefixes.start(extra))
-    assert np.concatenate([first, rest]).tolist() == whole.tolist()
-
-
 def test_digests_of_large_arrays():
     """A sequence long enough that the table of powers grows, in an object that knew few of them and in one
     that knew more.
@@ -95,9 +84,3 @@ def test_a_change_in_one_page_cannot_be_taken_back_in_the_next():
     plain = np.full(4, 2**63, np.uint64)
     other = plain + np.array([1, 0, -BASE % WORD, 0], np.uint64)
     assert (prefixes.of(other, 3) != prefixes.of(plain, 3)).all()
-
-
-def test_the_same_extra_starts_the_same_everywhere():
-    assert Prefixes.start(b"adapter") == Prefixes.start(b"adapter") != Prefixes.start(b"")
-    base = np.arange(8, dtype=np.uint64)
-    assert Prefixes(4).of(base, 5).tolist() == Prefixes(4).of(base, 5).tolist()

@@ -273,9 +273,3 @@ def test_what_was_taken_out_is_not_found_again_until_it_is_marked():
         rig.index._columns.sync()  # private: an eviction would do it, and take more than is asked here
     taken = [pop(rig, DEVICE_PAGES) for _ in range(3)]
     assert [victim and victim.node.end for victim in taken] == [2, 2, None]
-
-
-def test_an_empty_index_has_nothing_to_evict():
-    for policy in (Lru(), Unsteady()):
-        rig = Rig(policy)
-        assert [pop(rig, number) for number in range(4)] == [None] * 4

@@ -5,24 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.index.harness import KV, MAMBA, Harness
+from tests.index.harness import KV, Harness
 from tests.index.model import tokens_of
 from tests.integrity import check_index
 from tiercache.core import ABSENT, Locations, Tier
 from tiercache.errors import AdmissionError, InputError
 
 # -- pins --------------------------------------------------------------------------------------
-
-
-def test_a_merge_never_swallows_a_node_at_which_a_pin_ends():
-    h = Harness(MAMBA)
-    h.insert((1, 2, 3), 2, 3)
-    pin = h.index.pin(h.index.node_at(h.match((1, 2)), 2), Tier.HOST)
-    h.index.touch(h.match((1, 2, 3)))
-    assert h.evict(mamba=1) == {MAMBA: [10_002]}
-    assert h.edges == [(1, 2), (1, 2, 3)]
-    pin.release()
-    assert h.edges == [(1, 2, 3)]
 
 
 def test_a_pin_is_released_once():

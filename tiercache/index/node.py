@@ -9,6 +9,7 @@ complete state. A state is *complete* if every state pool has its part of the st
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Final, Self, TypeAlias
 
 import numpy as np
@@ -89,136 +90,104 @@ class Prefixes:
         self._inverses = np.cumprod(np.full(count, pow(BASE, -1, 2**64), np.uint64), dtype=np.uint64)
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Node:
     """Node of the tree: an edge of whole pages, their locations, and the state at its end.
 
     A root has no parent and no pages. A node that has pages and no parent was removed.
+
+    The counts of a new node are those of a node without objects. If the locations in `where` name objects,
+    the caller of the constructor calls `recount`.
     """
 
-    __slots__ = (
-        "announced_mask",
-        "checkpoint",
-        "children",
-        "complete_pages",
-        "created",
-        "digests",
-        "edge",
-        "end",
-        "ending",
-        "ends",
-        "expected",
-        "extra",
-        "hits",
-        "in_flight",
-        "keys",
-        "last_access",
-        "lineage",
-        "local_pages",
-        "nearest_state",
-        "new_pages",
-        "pages",
-        "pages_in_flight",
-        "parent",
-        "pins",
-        "resident",
-        "resident_mask",
-        "row",
-        "state_local",
-        "state_pins",
-        "state_pools",
-        "states",
-        "subtree_counts",
-        "where",
-    )
+    parent: Node | None
+    edge: bytes
+    """Tokens of the edge's pages as little-endian u64."""
+    digests: Digests
+    """One digest per page, of the path to the page's end (see `Prefixes`)."""
+    where: Locations
+    """Locations of the pages: `where[tier, page pool, page]` is ABSENT, pending or present.
 
-    def __init__(
-        self,
-        parent: Node | None,
-        edge: bytes,
-        digests: Digests,
-        where: Locations,
-        state_pools: int,
-        extra: bytes,
-    ) -> None:
-        self.parent = parent
-        self.edge = edge
-        """Tokens of the edge's pages as little-endian u64."""
-        self.digests = digests
-        """One digest per page, of the path to the page's end (see `Prefixes`)."""
-        self.where = where
-        """Locations of the pages: `where[tier, page pool, page]` is ABSENT, pending or present.
+    A present page of the storage tier has the location `STORED`.
+    """
+    state_pools: int
+    """Number of state pools."""
+    extra: bytes
+    """Bytes that separate sequences with equal tokens (see `keys.sequence_extra`)."""
+    pages: int = field(init=False)
+    """Number of pages of the edge."""
+    end: int = field(init=False)
+    """Depth of the edge's end, in pages."""
+    children: dict[bytes, Node] = field(init=False)
+    """Children by the bytes of their first page."""
+    keys: list[bytes] | None = field(init=False, default=None)
+    """Page keys of the edge; None before they are first needed."""
+    states: list[list[int]] | None = field(init=False, default=None)
+    """Locations of the state at the end: `states[tier][state pool]`, as in `where`.
 
-        A present page of the storage tier has the location `STORED`.
-        """
-        self.extra = extra
-        """Bytes that separate sequences with equal tokens (see `keys.sequence_extra`)."""
-        self.pages = int(where.shape[2])
-        """Number of pages of the edge."""
-        self.end: int = self.pages + (parent.end if parent else 0)
-        """Depth of the edge's end, in pages."""
-        self.children: dict[bytes, Node] = {}
-        """Children by the bytes of their first page."""
-        self.keys: list[bytes] | None = None
-        """Page keys of the edge; None before they are first needed."""
-        self.state_pools = state_pools
-        """Number of state pools."""
-        self.states: list[list[int]] | None = None
-        """Locations of the state at the end: `states[tier][state pool]`, as in `where`.
+    None if no state is present or pending.
+    """
+    # The next eight describe the node's units to policies; `Units` explains them.
+    last_access: int = field(init=False, default=0)
+    created: int = field(init=False, default=0)
+    hits: int = field(init=False, default=0)
+    expected: int = field(init=False, default=0)
+    checkpoint: CheckpointKind = field(init=False, default=CheckpointKind.NONE)
+    lineage: int = field(init=False, default=0)
+    ending: Ending = field(init=False, default=Ending.UNKNOWN)
+    new_pages: int = field(init=False, default=0)
+    """Number of pages on the path that no request had before the one that took the state.
 
-        None if no state is present or pending.
-        """
-        # The next eight describe the node's units to policies; `Units` explains them.
-        self.last_access = 0
-        self.created = 0
-        self.hits = 0
-        self.expected = 0
-        self.checkpoint = CheckpointKind.NONE
-        self.lineage = 0
-        self.ending = Ending.UNKNOWN
-        self.new_pages = 0
-        """Number of pages on the path that no request had before the one that took the state.
+    Policies read this number as `Units.grown`.
+    """
+    nearest_state: int = field(init=False)
+    """Depth of the nearest complete state above the node; 0 if there is none."""
+    row: int = field(init=False, default=-1)
+    """Row of the `EvictionColumns` that describes the node; -1 if there is none yet."""
+    pins: list[int] = field(init=False)
+    """By tier: number of pins that end on this node, and of its children that are pinned in this sense.
 
-        Policies read this number as `Units.grown`.
-        """
+    The node's pages are held while this is not 0.
+    """
+    state_pins: list[int] = field(init=False)
+    """By tier: number of pins that end on this node. They hold the node's state as well."""
+    ends: int = field(init=False, default=0)
+    """Number of pins that end here, in any tier or none. They keep the node from removal and merges."""
+    subtree_counts: list[int] = field(init=False)
+    """By bit: number of children with objects of the tier in their subtree.
+
+    For `ALIVE`: number of children with a complete state in their subtree.
+    """
+    announced_mask: int = field(init=False, default=0)
+    """Bits that the node announced to its parent."""
+    resident: list[list[int]] = field(init=False)
+    """Number of objects present, by tier and pool."""
+    complete_pages: int = field(init=False)
+    """Number of leading pages of the edge that every page pool has in some tier.
+
+    Without page pools these are all pages, because nothing of them is needed.
+    """
+    local_pages: int = field(init=False)
+    """Number of leading pages of the edge that every page pool has on the device or the host."""
+    pages_in_flight: int = field(init=False, default=0)
+    """Number of pending locations of pages."""
+    in_flight: int = field(init=False, default=0)
+    """Number of pending locations of pages and states."""
+    state_local: bool = field(init=False, default=False)
+    """Whether every state pool has a state here on the device or the host."""
+    resident_mask: int = field(init=False, default=0)
+    """Bits of the node itself: the tiers in which the node has objects, and `ALIVE`."""
+
+    def __post_init__(self) -> None:
+        parent, (_, pools, pages) = self.parent, self.where.shape
+        self.pages = int(pages)
+        self.end = self.pages + (parent.end if parent else 0)
+        self.children = {}
         self.nearest_state = 0 if parent is None else parent.restorable
-        """Depth of the nearest complete state above the node; 0 if there is none."""
-        self.row = -1
-        """Row of the `EvictionColumns` that describes the node; -1 if there is none yet."""
-        self.pins = [0] * len(Tier)
-        """By tier: number of pins that end on this node, and of its children that are pinned in this sense.
-
-        The node's pages are held while this is not 0.
-        """
-        self.state_pins = [0] * len(Tier)
-        """By tier: number of pins that end on this node. They hold the node's state as well."""
-        self.ends = 0
-        """Number of pins that end here, in any tier or none. They keep the node from removal and merges."""
+        self.pins, self.state_pins = [0] * len(Tier), [0] * len(Tier)
         self.subtree_counts = [0] * len(BITS)
-        """By bit: number of children with objects of the tier in their subtree.
-
-        For `ALIVE`: number of children with a complete state in their subtree.
-        """
-        self.announced_mask = 0
-        """Bits that the node announced to its parent."""
-        # The counts below begin as those of a node without objects. If the locations in `where` name objects,
-        # the caller of this constructor calls `recount`.
-        self.resident: list[list[int]] = [[0] * (where.shape[1] + state_pools) for _ in TIERS]
-        """Number of objects present, by tier and pool."""
-        self.complete_pages = 0 if where.shape[1] else self.pages
-        """Number of leading pages of the edge that every page pool has in some tier.
-
-        Without page pools these are all pages, because nothing of them is needed.
-        """
-        self.local_pages = self.complete_pages
-        """Number of leading pages of the edge that every page pool has on the device or the host."""
-        self.pages_in_flight = 0
-        """Number of pending locations of pages."""
-        self.in_flight = 0
-        """Number of pending locations of pages and states."""
-        self.state_local = False
-        """Whether every state pool has a state here on the device or the host."""
-        self.resident_mask = 0
-        """Bits of the node itself: the tiers in which the node has objects, and `ALIVE`."""
+        self.resident = [[0] * (pools + self.state_pools) for _ in TIERS]
+        self.complete_pages = self.local_pages = 0 if pools else self.pages
 
     @classmethod
     def root(cls, page_pools: int, state_pools: int, extra: bytes) -> Self:
