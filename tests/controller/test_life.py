@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from tests.controller.harness import IDENTITY, KV, MAMBA, Engine, Fence, P, evict_checked, prompt
-from tests.controller.test_interleavings import failing
 from tiercache.controller import ControllerOptions, Poll, Status
 from tiercache.core import PoolName, Reason, Tier
-from tiercache.errors import AdmissionError, ClosedError, InputError, PoolFullError, TransferError
+from tiercache.errors import ClosedError, InputError, PoolFullError
 from tiercache.keys import Shard
 from tiercache.storage.registry import open_backend
 from tiercache.testing.faults import FaultEnv
@@ -298,27 +297,3 @@ def test_a_forked_child_is_turned_away_and_harms_nobody(store):
     evict_checked(engine, Tier.DEVICE, Tier.HOST)
     assert engine.serve(tokens) == 3 * P
     assert controller.close()
-
-
-def test_a_restored_state_is_copied_before_it_is_written_to():
-    armed = []
-    engine = Engine(states=6, engine=failing(armed))
-    tokens = np.array([*prompt(1, 2, 3), 7], np.uint64)
-    assert engine.serve(tokens) == 0
-    admission = engine.controller.admit(engine.controller.lookup(tokens), states=1)
-    assert engine.restore(admission, tokens) == 3 * P
-    armed[:] = [True]
-    with pytest.raises(TransferError):
-        admission.fork_states()
-    mine = admission.fork_states()  # the slot was given back
-    assert mine != admission.restored_states
-    engine.verify_state(mine[MAMBA], tokens[: 3 * P])
-    with pytest.raises(PoolFullError):
-        admission.fork_states()
-    engine.controller.release(admission)
-    empty = engine.controller.admit(engine.controller.lookup([9]), states=1)
-    empty.wait()
-    with pytest.raises(AdmissionError, match="restored no state"):
-        empty.fork_states()
-    engine.controller.release(empty)
-    engine.check()

@@ -205,11 +205,6 @@ class Engine(LaneEngine):
         self._world = world
         self._stores, self._loads = (_Lane(world, group, faults) for _ in range(2))
 
-    def fork(self, units, *, stream=0):
-        """Copy from slots to slots at once."""
-        copies = self._sides.forks(units)
-        copy_segments(copies.source, copies.destination, copies.length)
-
     def _layer_ticket(self, layers: Iterable[int]) -> LayerTicket:
         return _Ticket(self._world, layers)
 

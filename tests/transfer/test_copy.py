@@ -14,7 +14,7 @@ from tiercache_kernels.reference import copy_segments
 from tests.transfer.machines import Simulated
 from tests.transfer.rigs import SLOTS, Rig, cpu_engine, on_cpu, pages, rig_on
 from tiercache.core import CacheTransferUnits, PoolName
-from tiercache.errors import ConfigError, GeometryError, SlotError, TransferError
+from tiercache.errors import ConfigError, GeometryError, TransferError
 from tiercache.pools import DevicePool, HostArena, HostPool, by_layer, page_geometry_of, state_geometry_of
 from tiercache.transfer import CopyEngine
 
@@ -125,19 +125,6 @@ def test_a_failure_in_the_middle_fails_the_ticket_only(rig: Rig) -> None:
         failed = engine.store(rig.units([0], rig.host.alloc(1).tolist()))
         assert failed.wait(30)
         assert "a store failed in layer 1: bad memory" in str(failed.error)
-
-
-def test_a_fork_is_done_when_it_returns(rig: Rig) -> None:
-    gate = Gate(at=1, error=OSError("bad memory"))
-    gate.go.set()
-    expected = [layer(rig, n, slot) for n in LAYERS for slot in (0, 3)]
-    with cpu_engine(rig, gate) as engine:
-        engine.fork(rig.units([0, 3], [4, 1]))
-        assert [layer(rig, n, slot) for n in LAYERS for slot in (4, 1)] == expected
-        with pytest.raises(TransferError, match="a fork failed: bad memory"):
-            engine.fork(rig.units([0], [2]))
-        with pytest.raises(SlotError):
-            engine.fork(rig.units([0], [SLOTS]))
 
 
 def test_pools_that_do_not_fit(rig: Rig) -> None:

@@ -100,13 +100,6 @@ def test_what_is_stored_is_loaded_into_other_slots(
         for name, kind in kinds.items():
             kind.move(sources[name], targets[name])
             assert kind.agrees()
-        left, right = rng.permutation(SLOTS)[:4].reshape(2, 2)
-        engine.fork(
-            [CacheTransferUnits(PoolName.MAMBA, left, right)],
-            stream=data.draw(st.sampled_from([0, machine.stream().handle])),
-        )
-        kinds[PoolName.MAMBA].move(left.tolist(), right.tolist())
-    assert kinds[PoolName.MAMBA].agrees()
     arena.close()
 
 
@@ -182,18 +175,6 @@ class TestRaces:
                 True
             ]
         arena.close()
-
-    def test_a_fork_keeps_its_place_in_the_stream(self, rig: Rig) -> None:
-        with rig.engine() as engine:
-            stream, key = rig.machine.stream(), (1, "k")
-            new = np.full(rig.kind.twin[key].nbytes // SLOTS, 7, np.uint8)
-            stream.sleep(0.1)
-            for turn in range(20):  # more than may be under way at once
-                stream.write(rig.kind.tensors[key], 2 * 16, new + turn)
-                engine.fork(rig.units([2], [4]), stream=stream.handle)
-                seen = stream.read(rig.kind.tensors[key])
-                stream.write(rig.kind.tensors[key], 2 * 16, new)
-            assert rig.rows(seen(), 4) == (new + 19).tobytes()
 
     def test_a_fence_of_the_host_comes_first_too(self, rig: Rig) -> None:
         fence = threading.Event()

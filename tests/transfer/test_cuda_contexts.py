@@ -64,7 +64,6 @@ def live(rig: Rig, make: Callable[[], CudaEngine], compute: SimulatedStream) -> 
     on_a_thread(wait)
     on_a_thread(lambda: engine.order([compute.event()], stream=compute.handle))
     on_a_thread(lambda: engine.order([compute.event()]))
-    on_a_thread(lambda: engine.fork(rig.units([0], [1]), stream=compute.handle))
     on_a_thread(engine.close)
     assert all(t.wait(30) and t.error is None for t in tickets)
 

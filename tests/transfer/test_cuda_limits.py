@@ -18,7 +18,6 @@ from tiercache.core import CacheTransferUnits, PoolName
 from tiercache.errors import ConfigError
 from tiercache.pools import DevicePool, HostArena, HostPool, state_geometry_of
 from tiercache.transfer.cuda import Method
-from tiercache.transfer.cuda.copying import MAX_QUEUED
 from tiercache.transfer.descriptors import Copies
 
 ALL = list(range(SLOTS))
@@ -101,28 +100,6 @@ class TestManyCopies:
             assert all(t.wait(30) and t.error is None for t in tickets)
         assert machine.device.leftovers.keys() <= OURS
         rig.arena.close()
-
-    def test_a_fork_of_many_single_copies(self) -> None:
-        machine = Simulated(unavailable={Method.KERNEL: "no compiler"})
-        shapes = {(layer, "ssm"): ((SLOTS, 4), "uint8") for layer in range(3 * MAX_QUEUED)}
-        kind = Kind.make(machine, np.random.default_rng(3), shapes, 64)
-        arena = HostArena(1 << 20, 4096)
-        rig = Rig(
-            machine,
-            kind,
-            DevicePool.from_tensors(kind.geometry, kind.tensors),
-            HostPool(kind.geometry, arena),
-            arena,
-        )
-        with rig.engine(method=Method.BATCH) as engine:
-            stream = machine.stream()
-            stream.sleep(0.1)
-            engine.fork(rig.units([0, 1], [2, 3]), stream=stream.handle)
-            stream.event().synchronize()
-        kind.move([0, 1], [2, 3])
-        assert kind.agrees()
-        assert machine.device.leftovers.keys() <= OURS
-        arena.close()
 
 
 class TestRegisteredMemory:

@@ -54,17 +54,13 @@ class TestFailure:
             rig.kind.move([0], [3])
             assert rig.kind.agrees()
 
-    def test_in_a_store_and_a_fork(self, simulated: tuple[Rig, SimulatedDevice]) -> None:
+    def test_in_a_store(self, simulated: tuple[Rig, SimulatedDevice]) -> None:
         rig, device = simulated
         with rig.engine(method=Method.BATCH) as engine:
             device.fail("copy_batch")
             ticket = engine.store(rig.units([0], rig.host.alloc(1).tolist()))
             assert ticket.wait(30)
             assert str(ticket.error) == "a store failed on its way: copy_batch was refused"
-            device.fail("copy_table")
-            with pytest.raises(TransferError, match="a fork failed: copy_table was refused"):
-                engine.fork(rig.units([0], [1]))
-            engine.fork(rig.units([0], [1]))
             rig.stored(engine, 1)
 
     def test_without_device_memory_for_a_larger_table(self) -> None:
@@ -109,8 +105,6 @@ class TestFailure:
             device.lose()
             assert all(t.wait(30) for t in tickets)
             assert all("the device is lost: an illegal address" in str(t.error) for t in tickets[:5])
-            with pytest.raises(TransferError, match="is lost"):
-                engine.fork(rig.units([0], [1]))
             late = engine.load(rig.units([handle], [1]))
             assert late.wait(30)
             assert late.error is not None
@@ -147,16 +141,15 @@ class TestTheEnd:
         before = set(threading.enumerate())
         engine = rig.engine(piece_bytes=8192)
         tickets = [engine.store(rig.units([slot], rig.host.alloc(1).tolist())) for slot in range(4)]
-        engine.fork(rig.units([0], [1]))
         assert device.leftovers["locked"] == 32
         engine.close()
         engine.close()
         assert all(t.done() and t.error is None for t in tickets)
         assert device.leftovers == {}
         assert {t for t in set(threading.enumerate()) - before if t.name.startswith("tiercache")} == set()
-        for call in (engine.store, engine.load, engine.fork):
+        for call in (engine.store, engine.load):
             with pytest.raises(ClosedError):
-                call(rig.units([0], [0]) if call == engine.fork else rig.units([], []))
+                call(rig.units([], []))
 
     def test_a_failed_start_leaves_nothing(self, simulated: tuple[Rig, SimulatedDevice]) -> None:
         rig, device = simulated

@@ -10,7 +10,6 @@ from tests.examples import example_count
 from tiercache.pools import SegmentTable
 from tiercache.pools.device import allocations
 from tiercache.transfer import Descriptors, build_descriptors, join_descriptors
-from tiercache.transfer.descriptors import join_copies, slot_copies
 
 
 def table(rows: list[tuple[int, int, int, int]]) -> SegmentTable:
@@ -168,13 +167,3 @@ def test_a_cut_moves_the_same_bytes_and_crosses_nothing(data: st.DataObject) -> 
         for a, n in zip(parts.host.tolist(), parts.length.tolist(), strict=True)
     )
     assert whole.cut(origin, 1 << 41) is whole
-
-
-def test_slots_to_slots() -> None:
-    segments = table([(1 << 46, 100, 64, 0), (1 << 47, 7, 7, 3)])
-    copies = slot_copies(segments, np.array([0, 5]), np.array([2, 1]))
-    assert copies.source.tolist() == [1 << 46, 1 << 47, (1 << 46) + 500, (1 << 47) + 35]
-    assert copies.destination.tolist() == [(1 << 46) + 200, (1 << 47) + 14, (1 << 46) + 100, (1 << 47) + 7]
-    assert copies.length.tolist() == [64, 7, 64, 7]
-    assert join_copies([copies, copies[1:2]]).length.tolist() == [64, 7, 64, 7, 7]
-    assert len(join_copies([])) == 0

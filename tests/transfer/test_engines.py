@@ -57,15 +57,12 @@ def test_a_fence_that_fails_fails_the_ticket(served: Served) -> None:
 def test_closing_finishes_what_was_asked_for(served: Served) -> None:
     rig, engine = served
     tickets = [engine.store(rig.units([slot], rig.host.alloc(1).tolist())) for slot in range(4)]
-    engine.fork(rig.units([0], [1]))
     engine.close()
     engine.close()
     assert all(t.done() and t.error is None for t in tickets)
     for call in (engine.store, engine.load):
         with pytest.raises(ClosedError):
             call(rig.units([], []))
-    with pytest.raises(ClosedError):
-        engine.fork(rig.units([0], [0]))
 
 
 def test_closing_gives_up_at_its_deadline(served: Served) -> None:

@@ -240,7 +240,6 @@ def test_an_engine_for_the_second_device_leaves_the_first_alone() -> None:
                 assert engine.store([CacheTransferUnits(PoolName.MAMBA, np.array([0]), handles)]).wait(30)
                 units = CacheTransferUnits(PoolName.MAMBA, handles, np.array([1]))
                 assert engine.load([units]).wait_layer(0, 30)
-                engine.fork([CacheTransferUnits(PoolName.MAMBA, np.array([0]), np.array([2]))])
 
         thread = threading.Thread(target=work)
         thread.start()

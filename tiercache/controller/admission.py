@@ -255,21 +255,6 @@ class Admission:
         self.require_started()
         return self.slots.take_states()
 
-    def fork_states(self, *, stream: int = 0) -> dict[PoolName, int]:
-        """Take one slot of each state pool, and copy the restored state into them; return the slots.
-
-        The caller writes to the copy. On a CUDA device, the copies are queued in `stream`. Raises
-        AdmissionError if no state was restored, PoolFullError if no slot is left, and TransferError, with the
-        slots given back, if the copy fails.
-        """
-        self.require_started()
-        if not self._restore.states:
-            raise AdmissionError(
-                "this admission has restored no state; compute from its start, or take empty slots with"
-                " take_states"
-            )
-        return self.slots.copy_states(self._restore.states, stream)
-
     def extend(self, tokens: int, states: int = 0) -> None:
         """Extend the slot table to `tokens` tokens, and reserve `states` more state slots.
 

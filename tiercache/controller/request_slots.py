@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from tiercache.controller.context import ControllerContext
-from tiercache.core import ABSENT, CacheTransferUnits, Locations, Mask, PoolName, leading, pending
+from tiercache.core import ABSENT, Locations, Mask, PoolName, leading, pending
 from tiercache.errors import PoolFullError, SlotError
 from tiercache.index import Inserted, PathLocations
 from tiercache.transfer import Fence
@@ -184,25 +184,6 @@ class RequestSlots:
         taken = {p: spare.pop() for p, spare in self._spare.items()}
         for pool, slot in taken.items():
             self._handed_out[pool].add(slot)
-        return taken
-
-    def copy_states(self, source: Mapping[PoolName, int], stream: int) -> dict[PoolName, int]:
-        """Hand out spare slots, with copies of the states in the slots of `source`; return the slots.
-
-        Raises PoolFullError if a pool has none left, and TransferError, with nothing handed out, if the copy
-        fails.
-        """
-        taken = self.take_states()
-        try:
-            self._context.engine.fork(
-                [CacheTransferUnits(p, np.array([source[p]]), np.array([at])) for p, at in taken.items()],
-                stream=stream,
-            )
-        except BaseException:
-            for pool, slot in taken.items():
-                self._handed_out[pool].discard(slot)
-                self._spare[pool].append(slot)
-            raise
         return taken
 
     def check_states(self, states: Iterable[Mapping[PoolName, int]]) -> None:

@@ -215,8 +215,7 @@ class TransferEngine(ABC):
     - raise errors of the arguments at the call, with nothing started: SlotError for an impossible slot or
       handle, ConfigError for a fence that cannot be waited for, and ClosedError after `close`.
 
-    Thread safety: `store`, `load` and `close` may be called from any thread; `fork` belongs to the thread
-    that computes.
+    Thread safety: `store`, `load` and `close` may be called from any thread.
     """
 
     @abstractmethod
@@ -226,17 +225,6 @@ class TransferEngine(ABC):
     @abstractmethod
     def load(self, units: Sequence[CacheTransferUnits], *, after: Sequence[Fence] = ()) -> LayerTicket:
         """Copy host handles (`sources`) to device slots (`destinations`), layer by layer."""
-
-    @abstractmethod
-    def fork(self, units: Sequence[CacheTransferUnits], *, stream: int = 0) -> None:
-        """Copy device slots (`sources`) to other slots of the same pools (`destinations`).
-
-        A request that continues a cached state writes to the copy, and the cached state stays as it is.
-
-        On a CUDA device the copies are queued in `stream`, a device's handle of a stream. On other devices
-        the copies are over when the method returns. Raises TransferError if a copy fails; the destinations
-        are undefined then.
-        """
 
     def check_fences(self, fences: Sequence[Fence]) -> None:
         """Raise ConfigError for a fence that cannot be waited for, or was never recorded.

@@ -22,14 +22,7 @@ from tiercache.errors import ClosedError, ConfigError, GeometryError, TransferEr
 from tiercache.pools.device import DevicePool
 from tiercache.pools.host import HostPool
 from tiercache.transfer.base import Fence, LayerTicket, Ticket, TransferEngine, checked_fences
-from tiercache.transfer.descriptors import (
-    Copies,
-    Descriptors,
-    build_descriptors,
-    join_copies,
-    join_descriptors,
-    slot_copies,
-)
+from tiercache.transfer.descriptors import Descriptors, build_descriptors, join_descriptors
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,27 +118,12 @@ class Sides:
             for u in units
         )
 
-    def forks(self, units: Sequence[CacheTransferUnits]) -> Copies:
-        """Return the copies from device slots to other device slots of the same pools."""
-        pools = [(self.device_pool(u.pool), u) for u in units]
-        return join_copies(
-            [
-                slot_copies(pool.segments, pool.checked(u.sources), pool.checked(u.destinations))
-                for pool, u in pools
-            ]
-        )
-
-    def device_pool(self, name: PoolName) -> DevicePool:
-        """Return the device pool of this name; raise ConfigError if it is not registered."""
+    def _part(self, name: PoolName, slots: Locations, handles: Locations) -> Part:
         if name not in self.device:
             raise ConfigError(
                 f"pool {name} is not registered with this transfer engine; pass it to the constructor"
             )
-        return self.device[name]
-
-    def _part(self, name: PoolName, slots: Locations, handles: Locations) -> Part:
-        device = self.device_pool(name)
-        host = self.host[name]
+        device, host = self.device[name], self.host[name]
         # Slots and handles are checked here, on the caller's thread, so that a wrong one raises in the call.
         # The slots are copied, because the caller may reuse its array.
         return Part(device, host, device.checked(slots).copy(), host.blocks(handles), host.arena.hold())
@@ -310,14 +288,6 @@ class CopyEngine(LaneEngine):
         self._copier = copier
         self._stores = _Worker("tiercache-store", copier)
         self._loads = _Worker("tiercache-load", copier)
-
-    def fork(self, units: Sequence[CacheTransferUnits], *, stream: int = 0) -> None:  # noqa: D102
-        self._require_open()
-        copies = self._sides.forks(units)
-        try:
-            self._copier(copies.source, copies.destination, copies.length)
-        except Exception as error:
-            raise TransferError(f"a fork failed: {str(error) or type(error).__name__}") from error
 
     def _layer_ticket(self, layers: Iterable[int]) -> LayerTicket:
         return LayerTicket(layers)

@@ -134,27 +134,6 @@ def build_descriptors(
     return _merge(*(_reordered(column, order) for column in (device, host, *per_piece)))
 
 
-def slot_copies(segments: SegmentTable, sources: Locations, destinations: Locations) -> Copies:
-    """Return the copies from slots `sources` to slots `destinations` of the same pool, both of shape [n].
-
-    Every segment of every object is one copy.
-    """
-    base, stride = segments.base.astype(np.int64), segments.stride
-    source, destination = (
-        (base + slots[:, None] * stride).reshape(-1).astype(np.uint64) for slots in (sources, destinations)
-    )
-    return Copies(source, destination, np.tile(segments.length, len(sources)))
-
-
-def join_copies(parts: Sequence[Copies]) -> Copies:
-    """Return several lists of copies as one."""
-    return Copies(
-        np.concatenate([np.empty(0, np.uint64), *(p.source for p in parts)]),
-        np.concatenate([np.empty(0, np.uint64), *(p.destination for p in parts)]),
-        np.concatenate([np.empty(0, np.int64), *(p.length for p in parts)]),
-    )
-
-
 def join_descriptors(parts: Sequence[Descriptors]) -> Descriptors:
     """Return the copies of several pools as one list, sorted by layer."""
     if len(parts) == 1:

@@ -110,9 +110,6 @@ class NullEngine(TransferEngine):
         ticket.finish()
         return ticket
 
-    def fork(self, units: Sequence[CacheTransferUnits], *, stream: int = 0) -> None:
-        pass
-
     def close(self, timeout: float = 30.0) -> None:
         pass
 

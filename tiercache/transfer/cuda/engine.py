@@ -5,35 +5,24 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Final
 
-from tiercache.core import CacheTransferUnits, PoolName
+from tiercache.core import PoolName
 from tiercache.errors import ConfigError, TierCacheError, TransferError
 from tiercache.pools.blocks import BlockArena
 from tiercache.pools.device import DevicePool
 from tiercache.pools.host import HostPool
 from tiercache.transfer.base import Fence, LayerTicket, event_of
 from tiercache.transfer.copy import LaneEngine, Sides
-from tiercache.transfer.cuda.copying import GROUP_BYTES, PIECE_BYTES, CopySet, LockedArena, best_method
-from tiercache.transfer.cuda.device import CudaDevice, Method
+from tiercache.transfer.cuda.copying import GROUP_BYTES, PIECE_BYTES, LockedArena, best_method
+from tiercache.transfer.cuda.device import CudaDevice
 from tiercache.transfer.cuda.hardware import CupyDevice
 from tiercache.transfer.cuda.lane import LOADS_IN_FLIGHT, STORES_IN_FLIGHT, Choose, CudaLayerTicket, Lane
 from tiercache.transfer.cuda.self_test import self_test
-from tiercache.transfer.descriptors import Copies
 
 _log = logging.getLogger(__name__)
-
-_IN_FLIGHT: Final = 8
-"""Maximum number of forks that may be on the device at once."""
-_FORK_BLOCKS: Final = 4
-"""Thread blocks per multiprocessor for a fork.
-
-A fork may fill the device, because the work behind the fork in the stream waits for it anyway.
-"""
 
 
 class CudaEngine(LaneEngine):
@@ -84,8 +73,6 @@ class CudaEngine(LaneEngine):
             self_test(self.device)
             self._locked = LockedArena(arena, self.device, piece_bytes)
             undo.callback(self._locked.unlock)
-            self._forks = _Forks(self.device)
-            undo.callback(self._forks.destroy)
             self._stores = self._lane("tiercache-store", STORES_IN_FLIGHT, urgent=False)
             undo.callback(self._stores.end)
             self._loads = self._lane("tiercache-load", LOADS_IN_FLIGHT, urgent=True)
@@ -94,17 +81,6 @@ class CudaEngine(LaneEngine):
         self.report = f"cuda:{ordinal}: {self.device.card}{missing}; {self._locked.report}"
         """Text for a log: the device, the unavailable methods and the page-locked memory."""
         _log.info("%s", self.report)
-
-    def fork(self, units: Sequence[CacheTransferUnits], *, stream: int = 0) -> None:  # noqa: D102
-        copies = self._sides.forks(units)
-        # While this lock is held, the last lane cannot release the resources that forks use.
-        with self._submitting:
-            self._require_open()
-            try:
-                with self.device.current():
-                    self._forks.queue(copies, stream)
-            except RuntimeError as error:
-                raise TransferError(f"a fork failed: {error}") from error
 
     def _layer_ticket(self, layers: Iterable[int]) -> LayerTicket:
         return CudaLayerTicket(layers, self.device)
@@ -142,57 +118,7 @@ class CudaEngine(LaneEngine):
             self._lanes_left -= 1
             if self._lanes_left:
                 return
-        self._forks.destroy()
         self._locked.unlock()
-
-
-class _Forks:
-    """Queue of copies within the device, in streams of the caller.
-
-    A fork must not be captured in a CUDA graph: a later launch of the graph would read the table of another
-    fork.
-
-    Thread safety: one thread at a time, with the device current.
-    """
-
-    def __init__(self, device: CudaDevice) -> None:
-        self._device = device
-        self._ring = deque(CopySet.make(device, _IN_FLIGHT))
-        self._used = 0
-
-    def queue(self, copies: Copies, stream: int) -> None:
-        """Queue the copies. If `_IN_FLIGHT` forks are on the device, wait until the oldest is over."""
-        if not len(copies):
-            return
-        # A set has one table of copies, and the device reads the table only when the fork's kernel starts:
-        #   1. fork 0 fills the table of set 0; its kernel waits in the stream behind the forward pass
-        #   2. forks 1 to 7 use sets 1 to 7
-        #   3. fork 8 takes set 0 again, and waits for fork 0. Without this wait, the kernel of fork 0 would
-        #      read the table of fork 8
-        resources = self._ring[0]
-        if self._used >= _IN_FLIGHT:
-            self._device.synchronize_event(resources.event(0))
-        self._ring.rotate(-1)
-        self._used += 1
-        # If the kernel is not available, use one memcpy per copy and not a batch: a batch is made by the copy
-        # engines, which are slow within a device.
-        rows, method = (
-            slice(0, len(copies)),
-            Method.MEMCPY if Method.KERNEL in self._device.unavailable else Method.KERNEL,
-        )
-        blocks = _FORK_BLOCKS * self._device.card.multiprocessors
-        try:
-            resources.queue(copies, [(rows, method)], blocks, stream).put(rows, method)
-        finally:
-            self._device.record(resources.event(0), stream)
-
-    def destroy(self) -> None:
-        """Wait until no fork is under way, then release all events and tables."""
-        with contextlib.suppress(RuntimeError):  # the device is lost
-            for resources in self._ring:
-                self._device.synchronize_event(resources.event(0))
-            for resources in self._ring:
-                resources.destroy()
 
 
 @contextlib.contextmanager
