@@ -89,18 +89,6 @@ class ProbeReport:
     why: str = ""
     """The reason for the limit."""
 
-    @property
-    def max_error(self) -> float:
-        """The largest difference between a cut and an uncut prefill.
-
-        In TOKEN mode only the checks in that mode count. In CHUNK mode all checks count.
-        """
-        return max(
-            check.error
-            for check in self.checks
-            if self.tail_mode is TailMode.CHUNK or check.mode is TailMode.TOKEN
-        )
-
 
 class Trial:
     """One run of the checks over two random prompts of `tokens` tokens.
