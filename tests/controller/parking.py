@@ -34,6 +34,14 @@ def verify(engine, admission, tokens=PROMPT):
     engine.verify_resumed(admission, as_tokens(tokens))
 
 
+def resume(engine, held):
+    """Resume a request, which is whole, and end it."""
+    admission = engine.controller.resume(held)
+    admission.wait()
+    verify(engine, admission)
+    engine.controller.release(admission)
+
+
 def scribble(engine):
     """Overwrite every free device slot, so that nothing is right by chance."""
     for name, pool in engine.pools.items():

@@ -5,7 +5,7 @@ import pytest
 from tiercache_backends.memory import MemoryBackend
 
 from tests.controller.harness import KV, MAMBA, Engine, Fence, P, evict_checked, prompt
-from tests.controller.parking import PROMPT, computed, go_on, parked, scribble, verify
+from tests.controller.parking import PROMPT, computed, go_on, parked, resume, scribble, verify
 from tests.controller.test_interleavings import ask, until
 from tests.controller.test_overlap import all_is_free
 from tests.controller.test_prefetch import Clock
@@ -67,10 +67,7 @@ def test_pages_that_the_host_has_already_are_not_copied_again():
     assert before - engine.arena.available == cost(KV, 1) + cost(MAMBA, 1), "the tail and the live state"
     assert engine.metrics.value("parked_bytes") == (4 * cost(KV, 1) + cost(MAMBA, 1)) * 4096
     empty(engine)
-    admission = engine.controller.resume(held)
-    admission.wait()
-    verify(engine, admission)
-    engine.controller.release(admission)
+    resume(engine, held)
     assert engine.metrics.value("parked_bytes") == 0
     all_is_free(engine)
 
@@ -110,10 +107,7 @@ def test_what_is_parked_is_offered_to_no_prompt_and_is_not_evicted():
         engine.serve(prompt(number, number + 100, number + 200))
     settled(engine)
     scribble(engine)
-    admission = engine.controller.resume(held)
-    admission.wait()
-    verify(engine, admission)
-    engine.controller.release(admission)
+    resume(engine, held)
     all_is_free(engine)
 
 
@@ -141,10 +135,7 @@ def test_a_resume_for_which_there_are_no_slots_changes_nothing():
         engine.controller.resume(held)
     engine.check()
     engine.controller.release(other)
-    admission = engine.controller.resume(held)
-    admission.wait()
-    verify(engine, admission)
-    engine.controller.release(admission)
+    resume(engine, held)
     all_is_free(engine)
 
 

@@ -10,7 +10,7 @@ from blake3 import blake3
 from tiercache_backends.memory import MemoryBackend
 
 from tests.controller.harness import IDENTITY, KV, MAMBA, Engine, Flaky, P, prompt
-from tests.controller.parking import PROMPT, go_on, parked, scribble, verify
+from tests.controller.parking import PROMPT, go_on, parked, resume, scribble, verify
 from tests.controller.test_interleavings import until
 from tests.controller.test_overlap import all_is_free
 from tests.controller.test_parking import KINDS, empty, options, settled
@@ -299,10 +299,7 @@ def test_what_storage_does_not_take_stays_on_the_host(fault, nth):
     settled(engine)
     assert held.status is ParkedStatus.ON_HOST
     empty(engine)
-    admission = engine.controller.resume(held)
-    admission.wait()
-    verify(engine, admission)
-    engine.controller.release(admission)
+    resume(engine, held)
     settled(engine)
     until(engine, lambda: not list(store.scan_all()))
     all_is_free(engine)
@@ -313,11 +310,7 @@ def test_a_resume_while_storage_is_written_comes_from_the_host():
     for _ in range(10):
         held = parked(engine, commit=False, below=True)
         until(engine, lambda held=held: held.status is not ParkedStatus.COPYING)
-        admission = engine.controller.resume(held)
-        admission.wait()
-        assert admission.resumed
-        verify(engine, admission)
-        engine.controller.release(admission)
+        resume(engine, held)
         engine.check()
     settled(engine)
     until(engine, lambda: not list(engine.context.storage.backend.scan_all()))
@@ -331,10 +324,7 @@ def test_close_leaves_alone_what_is_in_storage():
     assert engine.controller.close()
     assert other.status is ParkedStatus.RELEASED
     engine = Engine(store, blocks=60, options=options())
-    admission = engine.controller.resume(held.to_bytes())
-    admission.wait()
-    verify(engine, admission)
-    engine.controller.release(admission)
+    resume(engine, held.to_bytes())
     all_is_free(engine)
 
 

@@ -163,20 +163,28 @@ def test_a_full_host_while_parking_evicts_what_is_not_in_use():
     all_is_free(engine)
 
 
-def test_a_resume_that_fails_on_a_full_device_waits_for_slots():
-    """The request needs a slot more as an ordinary one, for the state that it restores."""
+@pytest.mark.parametrize("fails_at", ["park", "resume"])
+def test_a_request_that_is_lost_on_a_full_device_waits_for_slots(fails_at):
+    """It needs a slot more as an ordinary one, for the state that it restores."""
     copier = Copier()
     engine = Engine(
         Flaky(MemoryBackend()), pages=12, states=6, blocks=60, options=options(), engine=copier.engine
     )
     engine.serve(PROMPT)
     settled(engine)
+    if fails_at == "park":
+        copier.arm(0)
     held = parked(engine)
+    until(engine, lambda: held.status is not ParkedStatus.COPYING)
+    assert held.status is (ParkedStatus.LOST if fails_at == "park" else ParkedStatus.ON_HOST)
+    copier.armed.clear()
     empty(engine)
     other = engine.controller.admit(engine.controller.lookup([1, 2]), states=5)
     assert other.start().status is Status.READY
-    copier.arm(0)
+    if fails_at == "resume":
+        copier.arm(0)
     admission = engine.controller.resume(held)
+    assert admission.status is Status.PENDING
     with pytest.raises(PoolFullError):
         until(engine, lambda: admission.poll().status is not Status.PENDING)
     copier.armed.clear()
@@ -184,30 +192,6 @@ def test_a_resume_that_fails_on_a_full_device_waits_for_slots():
         with pytest.raises(PoolFullError):
             admission.poll()
         engine.check()
-    engine.controller.release(other)
-    assert not resumed_or_ordinary(engine, admission, Reason.IO_ERROR, near=3 * P)
-    all_is_free(engine)
-
-
-def test_a_lost_request_that_finds_no_slots_at_once_is_pending_and_leaks_nothing():
-    copier = Copier()
-    engine = Engine(
-        Flaky(MemoryBackend()), pages=12, states=6, blocks=60, options=options(), engine=copier.engine
-    )
-    engine.serve(PROMPT)
-    settled(engine)
-    copier.arm(0)
-    held = parked(engine)
-    until(engine, lambda: held.status is ParkedStatus.LOST)
-    copier.armed.clear()
-    empty(engine)
-    other = engine.controller.admit(engine.controller.lookup([1, 2]), states=5)
-    assert other.start().status is Status.READY
-    admission = engine.controller.resume(held)
-    assert admission.status is Status.PENDING
-    with pytest.raises(PoolFullError):
-        admission.poll()
-    engine.check()
     engine.controller.release(other)
     assert not resumed_or_ordinary(engine, admission, Reason.IO_ERROR, near=3 * P)
     all_is_free(engine)
