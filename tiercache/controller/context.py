@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeVar
@@ -16,8 +16,8 @@ from tiercache.controller.in_flight import EventQueue, InFlightTable
 from tiercache.controller.options import ControllerOptions
 from tiercache.controller.residency_events import ResidencyEvents
 from tiercache.controller.store_calls import StoreCalls
-from tiercache.core import HitPolicy, PoolName
-from tiercache.errors import ClosedError, GeometryError
+from tiercache.core import CacheTransferUnits, HitPolicy, PoolName
+from tiercache.errors import ClosedError, GeometryError, TransferError
 from tiercache.index import HybridIndex
 from tiercache.keys import Identity
 from tiercache.metrics import Metrics
@@ -25,10 +25,11 @@ from tiercache.policy import ModelProfile
 from tiercache.pools import BlockArena, DevicePool, HostPool
 from tiercache.storage.hybrid import HybridStorage
 from tiercache.threads import IoThreads
-from tiercache.transfer import TransferEngine
+from tiercache.transfer import Fence, LayerTicket, Ticket, TransferEngine
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
+AnyTicket = TypeVar("AnyTicket", bound=Ticket)
 _MIN_DEADLINE_S: Final = 1.0
 """Minimum time in seconds before a store call counts as hung.
 
@@ -144,6 +145,22 @@ class ControllerContext:
         if self.residency is not None:
             self.residency.post(self.clock())
 
+    # An engine may raise any exception when it is to begin a copy, which then counts as failed.
+
+    def begin_store(self, units: Sequence[CacheTransferUnits], after: Sequence[Fence]) -> Ticket:
+        """Begin a copy from device slots to host objects, which starts after these fences."""
+        try:
+            return self.engine.store(units, after=after)
+        except Exception as error:  # noqa: BLE001  see above
+            return _failed(Ticket(), error)
+
+    def begin_load(self, units: Sequence[CacheTransferUnits], after: Sequence[Fence]) -> LayerTicket:
+        """Begin a copy from host objects to device slots, which starts after these fences."""
+        try:
+            return self.engine.load(units, after=after)
+        except Exception as error:  # noqa: BLE001  see above
+            return _failed(LayerTicket(range(self.layers)), error)
+
     def call_storage(self, call: Callable[[HybridStorage], T], otherwise: T, doing: str) -> T:
         """Return what `call` returns for storage, on any thread; `otherwise` if it raises.
 
@@ -164,6 +181,11 @@ class ControllerContext:
         """
         self.metrics.increment("write_through_skipped_total", pool, reason, by=count)
         self.gave_up |= final and self.storage is not None
+
+
+def _failed(ticket: AnyTicket, error: Exception) -> AnyTicket:
+    ticket.finish(TransferError(f"the copy could not begin: {error}"))
+    return ticket
 
 
 def split_pools(

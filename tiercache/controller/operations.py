@@ -24,7 +24,6 @@ import numpy as np
 from tiercache.controller.context import ControllerContext
 from tiercache.controller.store_calls import StoreCall
 from tiercache.core import CacheTransferUnits, Locations, Mask, Outcome, PoolName, PoolTransfer, Reason, Tier
-from tiercache.errors import TransferError
 from tiercache.index import HybridIndex, Node, Pin, Span
 from tiercache.transfer import LayerTicket
 
@@ -186,12 +185,7 @@ class Load(Operation):
         after = context.device_work.fences((p.pool, p.destinations) for p in runs)
         self._waits = bool(after)
         self._begun = context.clock()
-        try:
-            self.ticket: LayerTicket = context.engine.load([p.units() for p in runs], after=after)
-        except Exception as error:  # noqa: BLE001
-            # an engine may raise any exception; the load then counts as failed
-            self.ticket = LayerTicket(range(context.layers))
-            self.ticket.finish(TransferError(f"the load could not begin: {error}"))
+        self.ticket = context.begin_load([p.units() for p in runs], after)
         self.ticket.add_done_callback(self._background_done)
 
     def _background_done(self, ticket: LayerTicket) -> None:

@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from tiercache.core import Reason
+from tiercache.core import Outcome, Reason
 from tiercache.storage.guard import Breaker, Verdict
 from tiercache.threads import IoThreads
 
 _log = logging.getLogger(__name__)
+TAKEN: Final = (Outcome.STORED, Outcome.HIT)
+"""Outcomes of a set that show that the object is in storage."""
 _MAX_FAILURES: Final = 5
 """Number of successive calls that must fail before calls are suspended. One hang suspends them at once.
 

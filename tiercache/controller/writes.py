@@ -15,7 +15,7 @@ import numpy as np
 
 from tiercache.controller.context import ControllerContext
 from tiercache.controller.operations import Operation, PageRun
-from tiercache.controller.store_calls import StoreCall
+from tiercache.controller.store_calls import TAKEN, StoreCall
 from tiercache.core import HitPolicy, Outcome, PoolName, PoolTransfer, Reason, Tier
 from tiercache.errors import TransferError
 from tiercache.index import Pin
@@ -93,8 +93,6 @@ def cut_pieces(
 
 
 _log = logging.getLogger(__name__)
-_TAKEN: Final = (Outcome.STORED, Outcome.HIT)
-"""Outcomes of a set that show that the object is in storage."""
 _FIRST_PAUSE_S: Final = 0.1
 """Seconds before the first retry of objects that a busy or failed store did not take."""
 _PAUSE_GROWTH: Final = 4
@@ -168,12 +166,7 @@ class Write(Operation):
         # Some pages may come from another request, whose work in another stream has not written them yet.
         after = context.device_work.fences((p.pool, p.sources) for p in runs)
         for piece in pieces:
-            try:
-                ticket = context.engine.store([p.units() for p in piece.copied], after=after)
-            except Exception as error:  # noqa: BLE001
-                # an engine may raise any exception; the copy then counts as failed
-                ticket = Ticket()
-                ticket.finish(TransferError(f"the copy could not begin: {error}"))
+            ticket = context.begin_store([p.units() for p in piece.copied], after)
             ticket.add_done_callback(partial(self._background_copied, piece))
 
     def _background_copied(self, piece: Piece, ticket: Ticket) -> None:
@@ -243,7 +236,7 @@ class Write(Operation):
                     pages = range(run.span.start, run.span.end)
                     self._chain.refused.difference_update(pages)
                     self._chain.refused.update(
-                        page for page, outcome in zip(pages, results, strict=True) if outcome not in _TAKEN
+                        page for page, outcome in zip(pages, results, strict=True) if outcome not in TAKEN
                     )
             answer.pieces.extend(pieces)
             answer.runs.extend(runs)
@@ -307,7 +300,7 @@ class Write(Operation):
                 for run, results in zip(runs, outcomes, strict=True)
                 if run.pool in self._context.elsewhere and not self._is_state(run)
                 for place, outcome in enumerate(results)
-                if outcome not in _TAKEN
+                if outcome not in TAKEN
             ),
             default=math.inf,
         )
@@ -404,7 +397,7 @@ class Write(Operation):
 
     def _note(self, run: PageRun, outcomes: Sequence[Outcome]) -> None:
         """Record the outcomes of one run in the index and the metrics; keep what storage did not take."""
-        for part, there in run.cut(np.array([o in _TAKEN for o in outcomes])):
+        for part, there in run.cut(np.array([o in TAKEN for o in outcomes])):
             if there:
                 self._mark_storing([part], False)
                 part.note_stored(self._context.index, True)

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.examples import slow_after
-from tests.integrations.transformers.models import EACH, FAMILIES, PAGE, REFUSED, build, loaded, prompt
+from tests.integrations.transformers.models import EACH, FAMILIES, PAGE, build, loaded, prompt
 from tiercache.core import PoolName
 from tiercache.errors import UnsupportedModelError
 from tiercache.integrations.transformers import ModelRunner, ProbeReport, TailMode, load, probe
@@ -60,12 +60,6 @@ def test_the_verdict_is_the_same_in_bfloat16(name: str) -> None:
     _, report = load(build(name).bfloat16(), PAGE)
     assert report.tail_mode == FAMILIES[name].mode
     assert max_error(report) <= report.tolerance
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_families_do_not_load(name: str) -> None:
-    with pytest.raises(UnsupportedModelError):
-        load(build(name), PAGE)
 
 
 def test_the_prompt_is_longer_than_the_models_own_chunks_and_pages() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from tiercache.controller.context import ControllerContext
 from tiercache.controller.continuation.holds import HostHold, HostHolds, Parcel, Places, counts
-from tiercache.controller.store_calls import StoreCall
+from tiercache.controller.store_calls import TAKEN, StoreCall
 from tiercache.core import (
     CacheTransferUnits,
     HitPolicy,
@@ -32,8 +32,6 @@ from tiercache.storage.hybrid import HybridStorage
 from tiercache.transfer import Fence, LayerTicket, Ticket
 
 _log = logging.getLogger(__name__)
-TAKEN = (Outcome.STORED, Outcome.HIT)
-"""Outcomes of a set that show that the object is in storage."""
 
 
 class ParkCopy:
@@ -68,12 +66,7 @@ class ParkCopy:
         context.in_flight.begin(self)
         hold.use()
         after = context.device_work.fences((each.pool, each.sources) for each in units)
-        try:
-            ticket = context.engine.store(units, after=[*after, *([] if fence is None else [fence])])
-        except Exception as error:  # noqa: BLE001
-            # an engine may raise any exception; the copy then counts as failed
-            ticket = Ticket()
-            ticket.finish(TransferError(f"the copy could not begin: {error}"))
+        ticket = context.begin_store(units, [*after, *([] if fence is None else [fence])])
         ticket.add_done_callback(self._background_copied)
 
     def _background_copied(self, ticket: Ticket) -> None:
@@ -399,12 +392,7 @@ class Arrival:
         self._under_way += 1
         device = parcel.pick(self._device, self._wanted)
         units = [CacheTransferUnits(pool, host[pool], at) for pool, at in device.items() if len(at)]
-        try:
-            ticket = self._context.engine.load(units, after=self._context.device_work.fences(device.items()))
-        except Exception as error:  # noqa: BLE001
-            # an engine may raise any exception; the load then counts as failed
-            ticket = LayerTicket(range(self._context.layers))
-            ticket.finish(TransferError(f"the load could not begin: {error}"))
+        ticket = self._context.begin_load(units, self._context.device_work.fences(device.items()))
         ticket.add_done_callback(partial(self._background_loaded, hold))
 
     def _background_loaded(self, hold: HostHold, ticket: LayerTicket) -> None:
