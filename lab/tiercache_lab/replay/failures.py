@@ -18,15 +18,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _FAILURES: Final = frozenset(
-    {
-        Reason.IDENTITY,
-        Reason.CHECKSUM,
-        Reason.TIMEOUT,
-        Reason.IO_ERROR,
-        Reason.QUOTA,
-        Reason.UNAVAILABLE,
-        Reason.REFUSED,
-    }
+    {Reason.CHECKSUM, Reason.TIMEOUT, Reason.IO_ERROR, Reason.UNAVAILABLE, Reason.REFUSED}
 )
 """Reasons of misses that the null stores never give."""
 _COUNTERS: Final = (
