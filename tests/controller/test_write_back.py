@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from tiercache_backends.memory import MemoryBackend
 
-from tests.controller.harness import KV, Engine, P, prompt
+from tests.controller.harness import KV, Engine, Flaky, P, evict_checked, prompt
+from tests.controller.test_hung_store import Hanging
+from tests.controller.test_prefetch import Clock
 from tiercache.controller import WRITE_BACK, ControllerOptions
 from tiercache.core import Tier
+from tiercache.errors import StorageError
 from tiercache.policy import Lru
 from tiercache.storage.registry import open_backend
+from tiercache.testing.faulty import Outage
 
 BLOCKS = 120
 """A session of three pages and a state takes some ten of them."""
@@ -127,3 +133,190 @@ def test_without_storage_nothing_changes():
     assert engine.serve([*prompt(300, 301, 302), 5, 6]) == 3 * P
     assert engine.settle()
     engine.check()
+
+
+# -- what `flush` and `close` say under faults is right, and nothing is lost that they stored
+
+
+NAMES = range(10, 80, 10)
+PAGES = 4
+
+
+def session(n, pages=PAGES):
+    return [*prompt(*range(n, n + pages)), 5]
+
+
+def serve_all(engine, pages=PAGES):
+    for n in NAMES:
+        engine.serve(session(n, pages))
+        land(engine)
+
+
+def restored(engine, names=NAMES):
+    """How many sessions are restored as a whole; the harness compares every byte."""
+    return [engine.serve([*session(n), 6]) for n in names].count(PAGES * P)
+
+
+def kept_back(store, *, hybrid=True, storage_deadline=10.0):
+    """An engine that writes nothing before a flush."""
+    options = ControllerOptions(
+        write=WRITE_BACK, write_chance=1.0, storage_deadline=storage_deadline, write_retries=1
+    )
+    engine = Engine(store, pages=24, blocks=BLOCKS, hybrid=hybrid, options=options)
+    engine.context.index.appraiser._policy = Never()  # private: the harness makes its own controller
+    return engine
+
+
+def flush(engine):
+    """Flush as soon as calls of the store go on."""
+    end = time.monotonic() + 60
+    while not engine.controller.flush(20):
+        engine.controller.tick(0.1)
+        assert time.monotonic() < end
+    engine.check()
+
+
+def unwritten(store, names=NAMES):
+    return len(names) * (PAGES + 1) - store.usage().objects
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+@pytest.mark.parametrize("pages", range(4, 9))
+def test_a_flush_writes_whole_units_though_writes_have_little_room(pages, hybrid):
+    store = MemoryBackend()
+    engine = kept_back(store, hybrid=hybrid)
+    serve_all(engine, pages)
+    assert store.usage().objects == 0
+    assert engine.settle()
+    assert store.usage().objects == len(NAMES) * (pages + hybrid)
+    engine.check()
+
+
+def test_a_flush_in_an_outage_says_what_is_not_stored_and_writes_it_afterwards():
+    store = Outage(MemoryBackend())
+    engine = kept_back(store)
+    serve_all(engine)
+    store.begin()
+    for _ in range(2):
+        with pytest.raises(StorageError, match="out of reach"):
+            engine.controller.flush()
+        assert engine.controller.unstored
+    store.end()
+    flush(engine)
+    assert not unwritten(store.inner)
+    evict_checked(engine, Tier.DEVICE, Tier.HOST)
+    assert restored(engine) == len(NAMES)
+
+
+def test_a_flush_writes_what_is_pinned():
+    store = MemoryBackend()
+    engine = kept_back(store)
+    serve_all(engine)
+    for n in (10, 20):
+        assert engine.controller.pin(session(n), 60)
+    land(engine)
+    assert engine.settle()
+    assert not unwritten(store)
+
+
+class HangsLater(Hanging):
+    """A store whose sets hang after some of them."""
+
+    at = 0
+
+    def _pass(self, verb):
+        if verb == "set" and self.calls.count("set") == self.at:
+            self.hangs.add("set")
+        super()._pass(verb)
+
+
+@pytest.fixture
+def hanging():
+    store = HangsLater()
+    yield store
+    store.release()
+
+
+def about_to_hang(store, sets):
+    """An engine that has kept everything on the host, over a store that hangs after `sets` more sets."""
+    engine = kept_back(store, storage_deadline=1.0)
+    serve_all(engine)
+    store.at = sets
+    return engine
+
+
+@pytest.mark.parametrize("sets", [0, 3])
+def test_a_flush_in_whose_middle_the_store_hangs_says_what_is_not_stored(hanging, caplog, sets):
+    engine = about_to_hang(hanging, sets)
+    assert not engine.controller.flush(0.3)
+    assert hanging.hangs
+    assert unwritten(hanging.inner)
+    assert "objects" in caplog.text
+    hanging.at = -1
+    hanging.release()
+    flush(engine)
+    assert not unwritten(hanging.inner)
+    evict_checked(engine, Tier.DEVICE, Tier.HOST)
+    assert restored(engine) == len(NAMES)
+
+
+@pytest.mark.parametrize("sets", [0, 3])
+def test_a_close_in_whose_middle_the_store_hangs_says_what_is_not_stored(hanging, caplog, sets):
+    engine = about_to_hang(hanging, sets)
+    assert not engine.controller.close(0.3)
+    assert unwritten(hanging.inner)
+    assert "objects" in caplog.text
+
+
+def test_write_back_goes_on_after_a_suspension_in_which_no_write_waits():
+    """The write that failed was given up, and only another write can show that the store is well again."""
+    clock, store = Clock(), Flaky(MemoryBackend())
+    options = ControllerOptions(write=WRITE_BACK, write_chance=0.0, write_retries=0)
+    engine = Engine(store, pages=24, blocks=BLOCKS, options=options, clock=clock)
+    store.sets = ["raise"] * 1000
+    while not engine.context.writes.is_suspended:
+        engine.serve(session(len(store.sets)))
+        engine.controller.flush(20)
+    store.sets.clear()
+    while engine.context.in_flight.operations:
+        clock.now += 100.0
+        engine.controller.tick(0.01)
+    engine.serve(session(7))
+    for _ in range(4):
+        engine.controller.flush(20)
+        clock.now += 100.0
+        engine.controller.tick(0.01)
+    assert not engine.context.writes.is_suspended
+    assert engine.controller.flush(20)
+
+
+def test_a_flush_ends_though_each_check_takes_longer_than_the_pause_behind_it():
+    class Slow(Flaky):
+        def exists(self, keys):
+            time.sleep(0.1)
+            return super().exists(keys)
+
+    engine = Engine(Slow(MemoryBackend()), pages=24, blocks=BLOCKS)
+    engine.serve(session(1))
+    engine.controller.flush(20)
+    engine.controller.tick(0.2)
+    assert engine.controller.flush(20)
+    assert not engine.context.in_flight.operations
+
+
+def test_a_unit_that_storage_loses_while_it_is_written_is_given_up():
+    """The pages of a unit that needs several writes are gone before its state is written."""
+
+    class Losing(Flaky):
+        def set(self, items):
+            outcomes = super().set(items)
+            self.delete([item.key for item in items])
+            return outcomes
+
+    options = ControllerOptions(write=WRITE_BACK, write_chance=0.0, in_flight_share=0.01, write_retries=0)
+    engine = Engine(Losing(MemoryBackend()), pages=24, blocks=BLOCKS, options=options)
+    engine.serve(session(1, 8))
+    land(engine)
+    assert not engine.controller.flush(60)
+    assert not engine.context.in_flight.operations
+    assert engine.controller._write_back.is_idle  # private: nothing tells whether a flush ended by its time
