@@ -1,5 +1,4 @@
-// The copy kernel. It copies the segments of a table: from device to host (gather), from host to device (scatter),
-// or within the device (fork).
+// The copy kernel. It copies the segments of a table: from device to host (gather), or from host to device (scatter).
 #include "copy_segments.cuh"
 
 // Any grid size is correct: block b of n copies the chunks b, b + n, b + 2n, ...
