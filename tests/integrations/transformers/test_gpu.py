@@ -117,13 +117,10 @@ def test_restored_equals_cold_without_a_controller(cuda: torch.device) -> None:
     with worker_on(cuda, "qwen3_next") as worker:
         runner, tokens = worker.runner, prompt(6 * PAGE + 5, seed=11)
     pool, cold = runner.allocate_pools(8, 3), runner.new_cache()
-
-    def export(depth: int) -> None:
-        if depth == 2 * PAGE:
-            runner.export_pages(cold, pool, 0, [6, 3])
-            runner.export_state(cold, pool, 1)
-
-    expected = runner.prefill(cold, tokens, 0, [2 * PAGE, 5 * PAGE], export)
+    runner.prefill(cold, tokens[: 2 * PAGE])
+    runner.export_pages(cold, pool, 0, [6, 3])
+    runner.export_state(cold, pool, 1)
+    expected = runner.prefill(cold, tokens, 2 * PAGE, [5 * PAGE])
     hot = runner.restore(pool, [6, 3], 1)
     assert torch.equal(runner.prefill(hot, tokens, 2 * PAGE, [5 * PAGE]), expected)
     assert differences(runner.layout, hot, cold) == ()

@@ -53,13 +53,11 @@ def test_restored_equals_cold_with_the_same_cuts(name: str) -> None:
     from slots.
     """
     runner, _ = loaded(name)
-    cuts, depth, slots = [2 * PAGE, 5 * PAGE], 2 * PAGE, [6, 3]
-    exported: list[tuple[PoolTensors, int | None]] = []
+    depth, slots = 2 * PAGE, [6, 3]
     cold = runner.new_cache()
-    cold_logits = runner.prefill(
-        cold, TOKENS, 0, cuts, lambda d: exported.append(export(runner, cold, slots)) if d == depth else None
-    )
-    pool, state_slot = exported[0]
+    runner.prefill(cold, TOKENS[:depth])
+    pool, state_slot = export(runner, cold, slots)
+    cold_logits = runner.prefill(cold, TOKENS, depth, [5 * PAGE])
     hot = runner.restore(pool, slots, state_slot)
     assert runner.layout.length(hot) == depth
     hot_logits = runner.prefill(hot, TOKENS, depth, [5 * PAGE])
@@ -153,11 +151,9 @@ def test_a_failed_wait_is_passed_on() -> None:
 def test_in_token_mode_only_the_first_cut_matters() -> None:
     runner, _ = loaded("jamba")
     assert runner.tail_mode is TailMode.TOKEN
-    depths: list[int] = []
     first = runner.prefill(runner.new_cache(), TOKENS, 0, [PAGE])
-    second = runner.prefill(runner.new_cache(), TOKENS, 0, [PAGE, 3 * PAGE, 4 * PAGE + 1], depths.append)
+    second = runner.prefill(runner.new_cache(), TOKENS, 0, [PAGE, 3 * PAGE, 4 * PAGE + 1])
     assert torch.equal(first, second)
-    assert depths == [PAGE, 3 * PAGE, 4 * PAGE + 1]
 
 
 def test_several_rows_of_logits_are_the_same_in_either_mode() -> None:
@@ -183,19 +179,6 @@ def test_repeated_prefills_are_bitwise_equal(name: str, count: int) -> None:
     runner, tokens = loaded(name)[0], prompt(150, 5)
     first, *others = (runner.prefill(runner.new_cache(), tokens, 0, [PAGE, 7 * PAGE]) for _ in range(3))
     assert all(torch.equal(first, other) for other in others)
-
-
-def test_a_cut_at_the_end_is_called_after_the_last_token() -> None:
-    runner, _ = loaded("bamba")
-    cache, seen = runner.new_cache(), []
-    runner.prefill(
-        cache,
-        TOKENS[: 2 * PAGE],
-        0,
-        [PAGE, 2 * PAGE],
-        lambda depth: seen.append((depth, runner.layout.length(cache))),
-    )
-    assert seen == [(PAGE, PAGE), (2 * PAGE, 2 * PAGE)]
 
 
 @pytest.mark.parametrize("cuts", [[0], [32, 16], [16, 16], [len(TOKENS) + 1]])

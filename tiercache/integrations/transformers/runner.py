@@ -50,10 +50,6 @@ def no_wait(layer: int) -> None:
     """Do nothing: a `wait_layer` for pools that are filled already."""
 
 
-def no_cut(depth: int) -> None:
-    """Do nothing: the default `on_cut`."""
-
-
 class ModelRunner:
     """Runner of one model at batch size 1, from token ids to logits; the caller chooses the next token.
 
@@ -137,21 +133,14 @@ class ModelRunner:
         return torch.cat(rows[-keep:])
 
     def prefill(
-        self,
-        cache: DynamicCache,
-        tokens: Any,
-        start: int = 0,
-        cuts: Sequence[int] = (),
-        on_cut: Callable[[int], None] = no_cut,
+        self, cache: DynamicCache, tokens: Any, start: int = 0, cuts: Sequence[int] = ()
     ) -> torch.Tensor:
         """Feed `tokens[start:]` in chunks that end at `cuts` and at the last token; return the last logits.
 
-        `tokens` is the *whole* sequence. `cuts` are depths in tokens, ascending. `on_cut(depth)` is called
-        when the cache holds exactly `depth` tokens, also for a cut at the end of the tokens. In TOKEN mode,
-        the first chunk of an empty cache is fed at once and all later tokens one by one, so only the first
-        cut affects the result. The logits are those of the last position, `[vocab]` float32. Raises
-        TokenError for cuts outside `(start, len(tokens)]` or out of order, and if `start` leaves no token to
-        feed.
+        `tokens` is the *whole* sequence. `cuts` are depths in tokens, ascending. In TOKEN mode, the first
+        chunk of an empty cache is fed at once and all later tokens one by one, so only the first cut affects
+        the result. The logits are those of the last position, `[vocab]` float32. Raises TokenError for cuts
+        outside `(start, len(tokens)]` or out of order, and if `start` leaves no token to feed.
         """
         # The ids stay on the host; each chunk is copied to the device, and no id is ever copied back.
         ids = self.checked(tokens)
@@ -172,8 +161,6 @@ class ModelRunner:
             bounds.append(len(ids))
         for begin, end in itertools.pairwise(bounds):
             logits = self.forward(cache, ids[begin:end], begin)
-            if end in cuts:
-                on_cut(end)
         return logits
 
     def allocate_pools(self, page_slots: int, state_slots: int) -> PoolTensors:
