@@ -1,18 +1,15 @@
-"""Every copy and every call of the store of a park and of a resume fails, hangs or is aborted in turn.
+"""Copies that fail, and a store that hangs or is suspended, while a request is parked or resumed.
 
 What is resumed is whole, and what cannot be resumed is an ordinary request; nothing leaks.
 """
 
-import itertools
-import threading
-
 import pytest
 from tiercache_backends.memory import MemoryBackend
-from tiercache_kernels.reference import copy_segments
 
 from tests.controller.harness import KV, Engine, Fence, Flaky, P
 from tests.controller.parking import PROMPT, go_on, parked, verify
-from tests.controller.test_interleavings import until
+from tests.controller.test_hung_store import Hanging
+from tests.controller.test_interleavings import failing, until
 from tests.controller.test_overlap import all_is_free
 from tests.controller.test_parking import empty, options, settled
 from tests.controller.test_prefetch import Clock
@@ -21,55 +18,6 @@ from tiercache.controller import ParkedStatus, Status
 from tiercache.core import Reason
 from tiercache.errors import PoolFullError
 from tiercache.transfer import CopyEngine
-
-
-class Copier:
-    """A copier of which the n-th copy after `arm` fails, or hangs until `gate` is open."""
-
-    def __init__(self):
-        self.armed = threading.Event()
-        self.gate = threading.Event()
-        self.seen = False
-
-    def arm(self, nth, hangs=False):
-        self.nth, self.hangs, self.count = nth, hangs, itertools.count()
-        self.armed.set()
-
-    def __call__(self, *columns):
-        if self.armed.is_set() and next(self.count) == self.nth:
-            self.seen = True
-            if not self.hangs:
-                raise OSError("a bad layer")
-            assert self.gate.wait(30)
-        copy_segments(*columns)
-
-    def engine(self, device, host):
-        return CopyEngine(device, host, copier=self)
-
-
-class Hanging(Flaky):
-    """A store of which the n-th get or set after `arm` hangs until `gate` is open."""
-
-    def __init__(self):
-        super().__init__(MemoryBackend())
-        self.gate, self.hung = threading.Event(), threading.Event()
-        self.count = {"get": itertools.repeat(-1), "set": itertools.repeat(-1)}
-
-    def arm(self, kind, nth):
-        self.nth, self.count[kind] = nth, itertools.count()
-
-    def get(self, items):
-        self._pass("get")
-        return super().get(items)
-
-    def set(self, items):
-        self._pass("set")
-        return super().set(items)
-
-    def _pass(self, kind):
-        if (count := next(self.count[kind])) >= 0 and count == self.nth:
-            self.hung.set()
-            assert self.gate.wait(30)
 
 
 def recover(engine, clock):
@@ -106,9 +54,9 @@ def resumed_or_ordinary(engine, admission, *reasons, near=0):
 def test_a_store_that_is_suspended_leaves_the_request_on_the_host():
     clock, store = Clock(), Hanging()
     engine = Engine(store, blocks=60, clock=clock, options=options(storage_deadline=5.0))
-    store.arm("set", 0)
+    store.hangs = {"set"}
     first = parked(engine, commit=False, below=True)
-    until(engine, store.hung.is_set)
+    until(engine, lambda: "set" in store.calls)
     clock.now += 6.0
     engine.controller.tick()
     assert engine.context.writes.is_suspended
@@ -116,7 +64,7 @@ def test_a_store_that_is_suspended_leaves_the_request_on_the_host():
     settled(engine)
     assert first.status is second.status is ParkedStatus.ON_HOST
     engine.check()
-    store.gate.set()
+    store.release()
     for held in (first, second):
         held.release()
     recover(engine, clock)
@@ -166,28 +114,28 @@ def test_a_full_host_while_parking_evicts_what_is_not_in_use():
 @pytest.mark.parametrize("fails_at", ["park", "resume"])
 def test_a_request_that_is_lost_on_a_full_device_waits_for_slots(fails_at):
     """It needs a slot more as an ordinary one, for the state that it restores."""
-    copier = Copier()
+    armed = []
     engine = Engine(
-        Flaky(MemoryBackend()), pages=12, states=6, blocks=60, options=options(), engine=copier.engine
+        Flaky(MemoryBackend()), pages=12, states=6, blocks=60, options=options(), engine=failing(armed)
     )
     engine.serve(PROMPT)
     settled(engine)
     if fails_at == "park":
-        copier.arm(0)
+        armed[:] = [True]
     held = parked(engine)
     until(engine, lambda: held.status is not ParkedStatus.COPYING)
     assert held.status is (ParkedStatus.LOST if fails_at == "park" else ParkedStatus.ON_HOST)
-    copier.armed.clear()
+    armed.clear()
     empty(engine)
     other = engine.controller.admit(engine.controller.lookup([1, 2]), states=5)
     assert other.start().status is Status.READY
     if fails_at == "resume":
-        copier.arm(0)
+        armed[:] = [True]
     admission = engine.controller.resume(held)
     assert admission.status is Status.PENDING
     with pytest.raises(PoolFullError):
         until(engine, lambda: admission.poll().status is not Status.PENDING)
-    copier.armed.clear()
+    armed.clear()
     for _ in range(3):
         with pytest.raises(PoolFullError):
             admission.poll()

@@ -71,7 +71,8 @@ class LateRunner(ModelRunner):
     """
 
     def __init__(self, like: ModelRunner, stream: SimulatedStream, pause: float) -> None:
-        super().__init__(like.model, like.page_size, tail_mode=like.tail_mode)
+        super().__init__(like.model, like.page_size)
+        self.tail_mode = like.tail_mode
         self.stream, self.pause = stream, pause
 
     def allocate_pools(self, page_slots: int, state_slots: int) -> PoolTensors:

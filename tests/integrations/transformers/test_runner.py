@@ -158,11 +158,8 @@ def test_in_token_mode_only_the_first_cut_matters() -> None:
 
 def test_several_rows_of_logits_are_the_same_in_either_mode() -> None:
     _, report = loaded("bamba")
-    by_token, by_chunk = (
-        ModelRunner(build("bamba"), PAGE, tail_mode=mode) for mode in (TailMode.TOKEN, TailMode.CHUNK)
-    )
     rows = []
-    for runner in (by_token, by_chunk):
+    for runner in map(ModelRunner(build("bamba"), PAGE).like, (TailMode.TOKEN, TailMode.CHUNK)):
         cache = runner.new_cache()
         runner.forward(cache, TOKENS[:PAGE], 0)
         rows.append(runner.logits(cache, TOKENS[PAGE : PAGE + 6], PAGE, keep=4))

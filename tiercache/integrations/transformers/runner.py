@@ -62,9 +62,7 @@ class ModelRunner:
     could not be saved and restored exactly. `probe.load` also checks this by running the model.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, page_size: int, *, tail_mode: TailMode = TailMode.CHUNK
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, page_size: int) -> None:
         if page_size < 1:
             raise InputError(
                 f"page size {page_size} is not possible; use a positive number of tokens, such as 64"
@@ -72,7 +70,7 @@ class ModelRunner:
         self.model: Any = model
         self.model.train(False)  # dropout would make every run return different bits
         self.page_size = page_size
-        self.tail_mode = tail_mode
+        self.tail_mode = TailMode.CHUNK
         self.first_position = 0
         """Position of a sequence's first token; only the probe sets another number than 0."""
         self.positions = positions_of(model.config)
