@@ -128,22 +128,20 @@ class ResidencyEvents(EventSource):
             state = posted.states is not None and posted.states[tier][pool - self._page_pools] >= 0
             held = [False] * (len(keys) - 1) + [state]
         place, group = Place(Medium.of(tier)), self._groups[pool]
-        events: list[KVEvent] = []
         gone = [key for key, here in zip(keys, held, strict=True) if not here and key in known]
         for key in gone:
             del known[key]
-        if gone:
-            events.append(KVEvent(EventKind.REMOVED, place, group, gone))
-        came = [i for i, here in enumerate(held) if here and keys[i] not in known]
-        for first, last in _runs(came):
-            run = list(keys[first:last])
-            parent = None
-            if pool < self._page_pools:
-                parent = keys[first - 1] if first else posted.parent
-            depth = posted.start + first + 1
-            known.update(zip(run, map(_Known, (parent, *run), range(depth, depth + len(run))), strict=True))
-            events.append(KVEvent(EventKind.STORED, place, group, run, parent, depth))
-        return events
+        removed = [KVEvent(EventKind.REMOVED, place, group, gone)] if gone else []
+        parents: list[bytes | None] = [posted.parent, *keys[:-1]]
+        if pool >= self._page_pools:  # a state has no parent
+            parents = [None] * len(keys)
+        came = [
+            (key, _Known(parents[i], posted.start + i + 1))
+            for i, (key, here) in enumerate(zip(keys, held, strict=True))
+            if here and key not in known
+        ]
+        known.update(came)
+        return removed + _stored(place, group, came)
 
     def snapshot(self) -> Iterator[Sequence[KVEvent]]:
         for tier in _TIERS:
@@ -155,27 +153,11 @@ class ResidencyEvents(EventSource):
 
 
 def _stored(place: Place, group: ObjectGroup, objects: Sequence[tuple[bytes, _Known]]) -> list[KVEvent]:
-    events: list[KVEvent] = []
-    run: list[bytes] = []
-    first = _Known(None, 0)
+    """Return one event for each run of objects, of which each is the parent of the next."""
+    runs: list[tuple[_Known, list[bytes]]] = []
     for key, known in objects:
-        if run and known.parent != run[-1]:
-            events.append(KVEvent(EventKind.STORED, place, group, run, first.parent, first.depth))
-            run = []
-        if not run:
-            first = known
-        run.append(key)
-    if run:
-        events.append(KVEvent(EventKind.STORED, place, group, run, first.parent, first.depth))
-    return events
-
-
-def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the first number of each run of neighbours, and the number behind its last."""
-    runs: list[tuple[int, int]] = []
-    for number in numbers:
-        if runs and runs[-1][1] == number:
-            runs[-1] = (runs[-1][0], number + 1)
+        if runs and known.parent == runs[-1][1][-1]:
+            runs[-1][1].append(key)
         else:
-            runs.append((number, number + 1))
-    return runs
+            runs.append((known, [key]))
+    return [KVEvent(EventKind.STORED, place, group, run, first.parent, first.depth) for first, run in runs]
