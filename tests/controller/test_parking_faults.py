@@ -113,7 +113,7 @@ def test_a_full_host_while_parking_evicts_what_is_not_in_use():
 
 @pytest.mark.parametrize("fails_at", ["park", "resume"])
 def test_a_request_that_is_lost_on_a_full_device_waits_for_slots(fails_at):
-    """It needs a slot more as an ordinary one, for the state that it restores."""
+    """The ordinary request needs a slot more, for the state that it restores."""
     armed = []
     engine = Engine(
         Flaky(MemoryBackend()), pages=12, states=6, blocks=60, options=options(), engine=failing(armed)
