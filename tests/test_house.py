@@ -258,7 +258,7 @@ def test_a_package_begins_with_its_principles(package):
     assert re.match(r"(?:\d\. [^\n]*\.(?:\n|$)){3,6}(?:\n|$)", rest)
 
 
-TEST_LINES = 78_500
+TEST_LINES = 79_000
 """Lines of the tests at most."""
 
 
