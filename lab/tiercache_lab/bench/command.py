@@ -147,8 +147,7 @@ def device(
     most: Annotated[
         str,
         typer.Option(
-            help="Maximum bytes of a group of objects. The command page-locks host memory of three times this"
-            " size."
+            help="Maximum bytes of a group of objects. The command page-locks host memory of twice this size."
         ),
     ] = "1GiB",
     repeat: Annotated[
@@ -166,8 +165,8 @@ def device(
     contiguous copy of the same number of bytes. It is measured with each method,
     with the method that the engine chooses, and through the transfer engine.
     The methods are batch (the driver's batched copies), memcpy (one call per copy)
-    and kernel (tiercache's kernel). All bytes are compared before anything is
-    timed.
+    and kernel (tiercache's kernel). A method that does not copy every byte in a
+    trial is left out and named.
 
         tiercache bench device -o json
     """

@@ -19,7 +19,7 @@ from tiercache.core import ObjectKey
 from tiercache.errors import StorageError
 from tiercache_lab.bench.baselines import DIRECT_THREADS, PIECE, Copier, Page, PageFiles, RawFile, pieces
 from tiercache_lab.bench.machine import Machine, drop, settle, warm
-from tiercache_lab.bench.plan import TINY, Case, Plan, files_target_of, target_of
+from tiercache_lab.bench.plan import TINY, Case, Plan
 from tiercache_lab.bench.rows import Row, size_text, speed
 from tiercache_lab.bench.subject import Buffers, Subject, batch_keys
 from tiercache_lab.bench.timing import Crew, Side, medians
@@ -242,13 +242,13 @@ class SizeBench:
         backend, buffers = self._plan.backend, self._buffers
         raw = {way: seconds for way, seconds in found.items() if way not in (STORE, FILES)}
         fastest = min(raw, key=lambda way: raw[way])
-        for name, limit, seconds, target in (
-            (case.words, fastest, raw[fastest], target_of(backend, case, buffers.size, buffers.count)),
-            (f"{case.words} / {FILES}", "file per page", found[FILES], files_target_of(backend, case)),
+        for name, limit, seconds in (
+            (case.words, fastest, raw[fastest]),
+            (f"{case.words} / {FILES}", "file per page", found[FILES]),
         ):
             yield speed(
                 f"{backend} {name}", buffers.size, buffers.count, found[STORE], buffers.nbytes,
-                limit, seconds, target,
+                limit, seconds,
             )  # fmt: skip
 
 
@@ -259,8 +259,7 @@ def _lookups(
 
     def measured(case: Case, objects: int, side: Side) -> Row:
         seconds = medians([side], plan.repeats)[side.name]
-        target = target_of(plan.backend, case, subject.size, objects)
-        return speed(f"{plan.backend} {case.words}", subject.size, objects, seconds, target=target)
+        return speed(f"{plan.backend} {case.words}", subject.size, objects, seconds)
 
     if Case.EXISTS in plan.cases:
         say(Case.EXISTS.words)

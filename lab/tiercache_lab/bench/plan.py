@@ -1,4 +1,4 @@
-"""The plan of `bench disk`: its options, checked before anything is written, its cases and their targets."""
+"""The plan of `bench disk`: its options, checked before anything is written, and its cases."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tiercache.config.urls import storage_url
 from tiercache.core import BLOCK_ALIGN
 from tiercache.errors import ConfigError
 from tiercache_lab.bench.machine import free_bytes
-from tiercache_lab.bench.rows import KIB, MIB, Target, Unit
+from tiercache_lab.bench.rows import MIB
 
 BACKENDS: Final = ("file", "lmdb")
 """Values of --backend."""
@@ -188,42 +188,3 @@ def _size(option: str, text: str) -> int:
 def _one_of(option: str, value: str, known: Iterable[str]) -> None:
     if value not in known:
         raise ConfigError(f"{option} {value!r} is not known; use {', '.join(known)}")
-
-
-# For each backend and case: the minimum object size in bytes, and the wanted ratio. For smaller objects the
-# time per object counts, and not the throughput.
-_RATIOS: Final = {
-    ("file", Case.SET_CACHED): (MIB, 0.7),
-    ("file", Case.SET_FRESH): (MIB, 0.7),
-    ("file", Case.GET_WARM): (MIB, 0.75),
-    ("file", Case.GET_COLD): (MIB, 0.9),
-    ("lmdb", Case.GET_WARM): (256 * KIB, 0.65),
-}
-_FILES_RATIOS: Final = {Case.SET_CACHED: 2.0, Case.SET_FRESH: 2.0, Case.GET_WARM: 1.2, Case.GET_COLD: 1.2}
-"""Minimum speeds of a `file` store, as multiples of the speed of one file per page."""
-_MICROSECONDS: Final = {("file", Case.SET_CACHED): 20.0, ("file", Case.GET_WARM): 10.0}
-"""Maximum microseconds per object, for batches of 128 objects of 16 KiB."""
-_EXISTS: Final = {"file": 1.0, "lmdb": 4.0}
-"""Maximum microseconds per key, for a call with 1,600 keys."""
-_MANY: Final = 1_000_000
-"""Minimum number of objects in a store whose opening has a target."""
-_OPEN_SECONDS: Final = 2.0
-"""Maximum seconds from the opening of a store with `_MANY` objects or more to the first hit."""
-
-
-def target_of(backend: str, case: Case, size: int, objects: int) -> Target | None:
-    """Return the target of a store compared with raw system calls, or None if there is no target."""
-    if case is Case.EXISTS:
-        return Target(_EXISTS[backend], Unit.MICROSECONDS)
-    if case is Case.OPEN:
-        return Target(_OPEN_SECONDS, Unit.SECONDS) if backend == "file" and objects >= _MANY else None
-    wanted = _MICROSECONDS.get((backend, case))
-    if wanted is not None and size == 16 * KIB and objects == BATCH:
-        return Target(wanted, Unit.MICROSECONDS)
-    min_bytes, ratio = _RATIOS.get((backend, case), (0, 0.0))
-    return Target(ratio, Unit.RATIO) if ratio and size >= min_bytes else None
-
-
-def files_target_of(backend: str, case: Case) -> Target | None:
-    """Return the target of a store compared with one file per page, or None if there is no target."""
-    return Target(_FILES_RATIOS[case], Unit.RATIO) if backend == "file" and case in _FILES_RATIOS else None

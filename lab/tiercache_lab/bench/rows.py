@@ -1,8 +1,7 @@
-"""Rows of all benchmarks, with the targets for their figures, as tables and as JSON."""
+"""Rows of all benchmarks, as tables and as JSON."""
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -16,25 +15,6 @@ KIB: Final = 1 << 10
 MIB: Final = 1 << 20
 
 
-class Unit(enum.StrEnum):
-    """Units of a target. The target of a ratio is a minimum; all other targets are maximums."""
-
-    RATIO = "x"
-    MICROSECONDS = "us"
-    SECONDS = "s"
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Minimum or maximum that the project sets for a row."""
-
-    bound: float
-    unit: Unit
-
-    def __str__(self) -> str:
-        return f"{'>=' if self.unit is Unit.RATIO else '<='} {self.bound:g} {self.unit}"
-
-
 @dataclass(frozen=True, slots=True)
 class Row:
     """Figures of one case. Rows whose figures have the same names stand in one table."""
@@ -42,27 +22,15 @@ class Row:
     name: str
     figures: Mapping[str, Any]
     """Texts and numbers by the names of the columns; None for what does not apply."""
-    target: Target | None = None
-    value: float = 0.0
-    """Figure that the target judges, in the target's unit."""
     section: object = None
     """Rows with the same value stand together in the table."""
-
-    @property
-    def met(self) -> bool | None:
-        """Whether the target is met; None if there is no target."""
-        if self.target is None:
-            return None
-        is_minimum = self.target.unit is Unit.RATIO
-        return self.value >= self.target.bound if is_minimum else self.value <= self.target.bound
 
     def record(self) -> dict[str, Any]:
         """Return the row as a JSON object."""
         figures = {
             name: digits(value) if isinstance(value, float) else value for name, value in self.figures.items()
         }
-        target = str(self.target) if self.target else None
-        return {"name": self.name, **figures, "target": target, "met": self.met}
+        return {"name": self.name, **figures}
 
 
 def speed(
@@ -73,23 +41,20 @@ def speed(
     payload: int = 0,
     limit: str = "",
     limit_seconds: float = 0.0,
-    target: Target | None = None,
 ) -> Row:
     """Return the row of a batch of `objects` of `size` bytes that took `seconds`, beside its limit.
 
     `payload` has the bytes that the batch moves; 0 where only the time per object counts. The limit is a way
     to move the same bytes without tiercache, which takes `limit_seconds`; empty if there is none.
     """
-    each = seconds / objects * 1e6
-    ratio = limit_seconds / seconds if limit else None
-    judged = {Unit.RATIO: ratio or 0.0, Unit.MICROSECONDS: each, Unit.SECONDS: seconds}
     figures = {
         "size": size, "objects": objects, "seconds": seconds,
         "gbps": payload / seconds / 1e9 if payload else None,
         "limit_gbps": payload / limit_seconds / 1e9 if limit and payload else None,
-        "ratio": ratio, "us_per_object": each, "limit": limit or None,
+        "ratio": limit_seconds / seconds if limit else None, "us_per_object": seconds / objects * 1e6,
+        "limit": limit or None,
     }  # fmt: skip
-    return Row(name, figures, target, judged[target.unit] if target else 0.0, section=size)
+    return Row(name, figures, section=size)
 
 
 def collect(found: Iterable[Row], output: Output) -> list[Row]:
@@ -115,13 +80,12 @@ def show(rows: Sequence[Row], sentences: Sequence[str], output: Output) -> None:
         return
     to = console()
     for columns, alike in groupby(rows, key=lambda row: (*row.figures,)):
-        shown, before = table(("case", *columns, "target", "met"), left=("case", "limit", "method")), None
+        shown, before = table(("case", *columns), left=("case", "limit", "method")), None
         shown.columns[0].no_wrap = True
         for row in alike:
             if before is not None and row.section != before.section:
                 shown.add_section()
-            met = {None: "", True: "[green]yes[/]", False: "[red]no[/]"}[row.met]
-            shown.add_row(safe(row.name), *map(_cell, row.figures.values()), safe(str(row.target or "")), met)
+            shown.add_row(safe(row.name), *map(_cell, row.figures.values()))
             before = row
         to.print(shown)
     for sentence in sentences:

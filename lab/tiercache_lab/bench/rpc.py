@@ -20,7 +20,7 @@ from tiercache_lab import children
 from tiercache_lab.bench.machine import warm
 from tiercache_lab.bench.plan import require_free
 from tiercache_lab.bench.raw import RawClient
-from tiercache_lab.bench.rows import Row, Target, Unit, speed
+from tiercache_lab.bench.rows import Row, speed
 from tiercache_lab.bench.subject import Buffers, Subject, batch_keys
 from tiercache_lab.bench.timing import Side, medians
 
@@ -35,12 +35,6 @@ One copy each is stored on data connections, through shared memory, and in this 
 """
 _SPARE: Final = 128 << 20
 """Bytes that the stores may need in addition to their objects."""
-_RATIOS: Final = {"data": 0.7, "shared": 0.8}
-"""Target for each transport that must be fast: minimum speed as a multiple of the limit's speed."""
-_FROM: Final = 1 << 20
-"""Minimum object size in bytes for which `_RATIOS` holds. For smaller objects the time per object counts."""
-
-
 FOOTER: Final = (
     "data: by data connections, compared with plain sockets that move the same bytes, and neither check nor"
     " store them. shared: the daemon fills a memfd; compared with the same file store in this process."
@@ -137,8 +131,8 @@ class _SizeBench:
             ],
             self._repeats,
         )
-        yield self._row("data get warm", found["data"], "plain sockets", found["sockets"], "data")
-        yield self._row("shared get warm", found["shared"], "in process", found["local"], "shared")
+        yield self._row("data get warm", found["data"], "plain sockets", found["sockets"])
+        yield self._row("shared get warm", found["shared"], "in process", found["local"])
         yield from self._exists([key for batch in new[1] for key in batch])
 
     def _exists(self, known: list[ObjectKey]) -> Iterator[Row]:
@@ -148,18 +142,9 @@ class _SizeBench:
         for name, seconds in medians(sides, self._repeats).items():
             yield speed(f"rpc {name} exists", self._size, len(keys), seconds)
 
-    def _row(self, case: str, seconds: float, limit: str, limit_seconds: float, ratio: str = "") -> Row:
-        target = Target(_RATIOS[ratio], Unit.RATIO) if ratio and self._size >= _FROM else None
-        return speed(
-            f"rpc {case}",
-            self._size,
-            self._buffers.count,
-            seconds,
-            self._buffers.nbytes,
-            limit,
-            limit_seconds,
-            target,
-        )
+    def _row(self, case: str, seconds: float, limit: str, limit_seconds: float) -> Row:
+        buffers = self._buffers
+        return speed(f"rpc {case}", self._size, buffers.count, seconds, buffers.nbytes, limit, limit_seconds)
 
 
 def _count(size: int, batch_bytes: int) -> int:

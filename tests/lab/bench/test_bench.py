@@ -19,8 +19,8 @@ from tests.cli.store.test_samples import call
 from tiercache.errors import StorageError
 from tiercache_lab.bench.baselines import Copier, Page, PageFiles, Piece, RawFile, pieces
 from tiercache_lab.bench.machine import machine
-from tiercache_lab.bench.plan import Case, files_target_of, plan, target_of
-from tiercache_lab.bench.rows import Target, Unit, size_text, speed
+from tiercache_lab.bench.plan import Case, plan
+from tiercache_lab.bench.rows import size_text, speed
 from tiercache_lab.bench.subject import Buffers
 from tiercache_lab.bench.timing import Crew, Side, medians
 
@@ -28,8 +28,7 @@ TIERCACHE = str(Path(sys.executable).parent / "tiercache")
 ONE = ("--bytes", "2MiB", "--size", "64KiB", "--repeat", "1")
 TINY = ("--bytes", "4MiB", "--size", "16KiB,64KiB", "--repeat", "1")
 FIELDS = [
-    "name", "size", "objects", "seconds", "gbps", "limit_gbps", "ratio", "us_per_object", "limit", "target",
-    "met",
+    "name", "size", "objects", "seconds", "gbps", "limit_gbps", "ratio", "us_per_object", "limit",
 ]  # fmt: skip
 BESIDE_FILES = {Case.SET_CACHED, Case.SET_FRESH, Case.GET_WARM, Case.GET_COLD}
 NAMES = {f"file {case.words}" for case in Case} | {f"file {case.words} / files" for case in BESIDE_FILES}
@@ -64,7 +63,6 @@ def test_json_has_every_case_of_every_size_and_leaves_nothing_behind(tmp_path):
         assert row["ratio"] == pytest.approx(row["gbps"] / row["limit_gbps"], rel=2e-3)
         assert row["gbps"] == pytest.approx(row["size"] / row["us_per_object"] / 1e3, rel=2e-3)
         assert row["limit"]
-    assert all((row["target"] is None) == (row["met"] is None) for row in rows)
     assert "O_DIRECT" in done.err
     assert list(tmp_path.iterdir()) == []
 
@@ -218,28 +216,15 @@ def test_files_give_back_what_they_were_given(tmp_path):
         files.get(batches[1])
 
 
-def test_a_row_is_judged_by_the_unit_of_its_target():
-    def met(seconds: float, objects: int, target: Target | None, limit: float = 0.0) -> bool | None:
-        return speed("x", 1 << 20, objects, seconds, 10**9, "preadv" if limit else "", limit, target).met
-
-    row = speed("x", 1 << 20, 128, 0.1, 10**9, "preadv", 0.08, Target(0.75, Unit.RATIO))
-    assert (row.figures["gbps"], row.figures["limit_gbps"], row.met) == (10.0, 12.5, True)
-    assert not met(0.1, 128, Target(0.75, Unit.RATIO), 0.07)
-    assert met(128 * 20e-6, 128, Target(20, Unit.MICROSECONDS))
-    assert not met(2.1, 10**6, Target(2, Unit.SECONDS))
-    assert met(1.0, 1, None) is None
-
-
-def test_targets_stand_where_the_project_has_some():
-    assert str(target_of("file", Case.SET_FRESH, 1 << 20, 128)) == ">= 0.7 x"
-    assert str(target_of("file", Case.SET_CACHED, 16 << 10, 128)) == "<= 20 us"
-    assert target_of("file", Case.SET_CACHED, 16 << 10, 64) is None
-    assert target_of("file", Case.GET_WARM, 256 << 10, 128) is None
-    assert str(target_of("lmdb", Case.GET_WARM, 256 << 10, 128)) == ">= 0.65 x"
-    assert str(target_of("file", Case.OPEN, 4096, 1_000_000)) == "<= 2 s"
-    assert target_of("file", Case.OPEN, 4096, 999_999) is None
-    assert str(files_target_of("file", Case.GET_COLD)) == ">= 1.2 x"
-    assert files_target_of("lmdb", Case.GET_COLD) is None
+def test_a_row_stands_beside_its_limit():
+    row = speed("x", 1 << 20, 128, 0.1, 10**9, "preadv", 0.08)
+    assert [row.figures[name] for name in ("gbps", "limit_gbps", "ratio", "limit")] == [
+        10,
+        12.5,
+        0.8,
+        "preadv",
+    ]
+    assert speed("x", 4096, 10, 1.0).figures["ratio"] is None
 
 
 def test_the_words_for_sizes_and_machines(tmp_path):

@@ -1,6 +1,4 @@
-"""`tiercache bench device` on a simulated device: the rows, the check of every byte, and that everything is
-given back.
-"""
+"""`tiercache bench device` on a simulated device: the rows, and that everything is given back."""
 
 from __future__ import annotations
 
@@ -103,7 +101,6 @@ def test_every_group_has_its_rows(device: SimulatedDevice) -> None:
         assert row["ratio"] == pytest.approx(row["gb_s"] / row["contiguous_gb_s"], rel=2e-3)
         chosen = row["method"] == "choice"
         assert [row[name] is not None for name in ("chosen", "engine_gb_s", "transfers")] == [chosen] * 3
-        assert (row["target"], row["met"]) == (None, None), "nothing is wanted of so few bytes"
     [state, _] = [
         row for row in rows if (row["kind"], row["objects"], row["method"]) == ("states", 1, "batch")
     ]
@@ -112,50 +109,10 @@ def test_every_group_has_its_rows(device: SimulatedDevice) -> None:
 
 
 class WrongBatches(SimulatedDevice):
-    """Leaves out the last copy of more than a few, as nothing before the bench would notice."""
-
-    wrong = True
+    """Leaves out the last copy of more than a few."""
 
     def copy_batch(self, copies: Copies, stream: int) -> None:
-        super().copy_batch(copies[:-1] if len(copies) > 12 and self.wrong else copies, stream)
-
-
-class TouchesMore(SimulatedDevice):
-    """Writes a byte behind each of many copies, but for the last, which nothing may lie behind."""
-
-    def copy_batch(self, copies: Copies, stream: int) -> None:
-        length = copies.length.copy()
-        if len(length) > 12:
-            length += 1
-            last = [copies.source.argmax(), copies.destination.argmax()]
-            length[last] = copies.length[last]
-        super().copy_batch(Copies(copies.source, copies.destination, length), stream)
-
-
-@pytest.mark.parametrize("kind", [WrongBatches, TouchesMore])
-def test_wrong_bytes_end_the_run(kind: type[SimulatedDevice]) -> None:
-    device = kind()
-    with pytest.raises(
-        TransferError, match=r"copies by batch: \d+ bytes were wrong after a store and a load of 40 objects"
-    ):
-        rows_of(device, (40,))
-    gc.collect()
-    assert device.leftovers == {}
-
-
-def test_what_the_engine_gets_wrong_ends_the_run() -> None:
-    """The copies of the methods are right, and those that the engine queues are not."""
-    # Without the kernel, the engine uses batches for these small copies too.
-    device = WrongBatches(unavailable={Method.KERNEL: "no CuPy"})
-    device.wrong = False
-
-    def say(doing: str) -> None:
-        device.wrong = doing.endswith("comparing what the engine copies")
-
-    with pytest.raises(TransferError, match="transfers by the engine: "):
-        rows_of(device, (40,), say)
-    gc.collect()
-    assert device.leftovers == {}
+        super().copy_batch(copies[:-1] if len(copies) > 3 else copies, stream)
 
 
 class BrokenKernel(SimulatedDevice):
@@ -163,15 +120,26 @@ class BrokenKernel(SimulatedDevice):
         raise RuntimeError("no kernels today")
 
 
-def test_a_method_that_does_not_work_is_left_out_and_named() -> None:
-    device = BrokenKernel()
-    assert {row["method"] for row in rows_of(device, (1,))} == {"batch", "memcpy", "choice"}
-    assert "No copies by kernel: no kernels today." in footer(DevicePlan(TINY, MIB, 5), device)
+@pytest.mark.parametrize(
+    ("kind", "method", "reason"),
+    [
+        (BrokenKernel, "kernel", "no kernels today"),
+        (WrongBatches, "batch", "of 4194304 bytes were wrong in a trial"),
+    ],
+)
+def test_a_method_that_does_not_work_is_left_out_and_named(
+    kind: type[SimulatedDevice], method: str, reason: str
+) -> None:
+    device = kind()
+    assert {row["method"] for row in rows_of(device, (1,))} == {*ALL} - {method}
+    [said] = [one for one in footer(DevicePlan(TINY, MIB, 5), device) if "No copies" in one]
+    assert said.startswith(f"No copies by {method}: ")
+    assert said.endswith(f"{reason}.")
     gc.collect()
     assert device.leftovers == {}
 
 
-@pytest.mark.parametrize("step", [1, 3, 10, 17])
+@pytest.mark.parametrize("step", [1, 3, 8])
 def test_an_interrupted_run_gives_everything_back(device: SimulatedDevice, step: int) -> None:
     told: list[str] = []
 
@@ -188,9 +156,9 @@ def test_an_interrupted_run_gives_everything_back(device: SimulatedDevice, step:
 @pytest.mark.parametrize(
     ("where", "refused", "at"),
     [
-        ("4 states: comparing what batch", "copy_batch", 3),  # with two layers of a load under way
-        ("4 states: comparing what kernel", "copy_table", 2),
-        ("4 states: comparing what the engine", "copy_table", 1),
+        ("4 states: host to device", "copy_batch", 3),  # with two layers of a load under way
+        ("4 states: host to device", "copy_table", 2),
+        ("4 states: device to host", "copy_table", 1),
     ],
 )
 def test_a_device_that_fails_ends_the_run_in_one_sentence(where: str, refused: str, at: int) -> None:
