@@ -2,31 +2,58 @@
 
 from __future__ import annotations
 
-import math
 import tomllib
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final, NoReturn
+from typing import Annotated, Any, Final
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
 
 from tiercache.errors import ConfigError
 from tiercache.policy import ModelProfile
 from tiercache.text import parse_size, shown
 
-_NONE: Final[Mapping[str, Speed]] = MappingProxyType({})
+_Seconds = Annotated[float, Strict(), Field(ge=0, le=3600)]
+_Rate = Annotated[float, Strict(), Field(gt=0, le=1e21)]
+"""FLOPs or bytes per second."""
+
+
+def _plain_bytes(value: object) -> object:
+    return float(parse_size(value.removesuffix("/s"))) if isinstance(value, str) else value
+
+
+_ByteRate = Annotated[_Rate, BeforeValidator(_plain_bytes)]
+"""Bytes per second, which a file may give as a text such as "6GB"."""
+_Tokens = Annotated[int, Strict(), Field(ge=1, le=2**22)]
+
+
+def _rising(points: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
+    for (tokens, before), (more, after) in pairwise(points):
+        if more <= tokens or after < before:
+            raise ConfigError(
+                f"the point [{more}, {after:g}] does not follow [{tokens}, {before:g}]; sort the points by"
+                " tokens, and let no longer pass take less time than a shorter one"
+            )
+    return points
+
+
+_Curve = Annotated[
+    tuple[tuple[_Tokens, _Seconds], ...], Field(min_length=1, max_length=1024), AfterValidator(_rising)
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
     """Speed of the loads from one tier."""
 
-    bandwidth: float
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    bandwidth: _ByteRate
     """Bytes per second, which all loads share."""
-    latency: float = 0.0
+    latency: _Seconds = 0.0
     """Seconds before the first byte of each request's load."""
 
 
@@ -34,42 +61,42 @@ class Speed:
 class ReplayMachine:
     """Speeds of the machine for which times are modelled."""
 
-    flops: float = 250e12
+    flops: _Rate = 250e12
     """FLOPs per second that a prefill reaches."""
-    host_bandwidth: float = 50e9
+    host_bandwidth: _ByteRate = 50e9
     """Bytes per second of loads from the host."""
-    disk_bandwidth: float = 6e9
+    disk_bandwidth: _ByteRate = 6e9
     """Bytes per second of loads from a storage tier that has no bandwidth of its own."""
-    cut_seconds: float = 0.002
+    cut_seconds: _Seconds = 0.002
     """Seconds that each cut of a prefill costs: it is one more forward pass, with its launches and its copy.
 
     A prefill is cut at every checkpoint before the prompt's end.
     """
-    host_latency: float = 0.0
+    host_latency: _Seconds = 0.0
     """Seconds before the first byte of a load from the host."""
-    disk_latency: float = 0.0
+    disk_latency: _Seconds = 0.0
     """The same for a storage tier that has no speed of its own."""
-    tiers: Mapping[str, Speed] = field(default_factory=lambda: _NONE)
+    tiers: dict[str, Speed] = field(default_factory=dict)
     """Speeds of storage tiers by name."""
-    request_seconds: float = 0.0
+    request_seconds: _Seconds = 0.0
     """Seconds of the engine that each request costs, whatever its length."""
-    pass_seconds: float = 0.0
+    pass_seconds: _Seconds = 0.0
     """Seconds that each forward pass of a prefill costs, whatever its length."""
-    curve: tuple[tuple[int, float], ...] = ()
+    curve: _Curve = ()
     """Tokens, and seconds of one forward pass that computes so many tokens of a new prompt; both ascending.
 
     With a curve, `flops` is only for the attention to earlier tokens, and for passes longer than the curve;
     `pass_seconds` is then part of the curve.
     """
-    chunk: int | None = None
+    chunk: _Tokens | None = None
     """Most tokens of one forward pass of a prefill; None for no limit."""
-    batch: int = 1
+    batch: Annotated[int, Strict(), Field(ge=1, le=4096)] = 1
     """Most requests that have a place at a time."""
-    decode_seconds: float = 0.0
+    decode_seconds: _Seconds = 0.0
     """Seconds of one token of decoding, whatever the number of requests that decode."""
-    decode_seconds_per_request: float = 0.0
+    decode_seconds_per_request: _Seconds = 0.0
     """Further seconds for each request that decodes."""
-    memory_bandwidth: float | None = None
+    memory_bandwidth: _ByteRate | None = None
     """Bytes per second at which decoding reads the active weights (2 bytes each) for every token.
 
     None: that time is part of `decode_seconds`.
@@ -123,10 +150,6 @@ class ReplayMachine:
 
 
 _MAX_FILE: Final = 2**16
-_MAX_POINTS: Final = 1024
-_MAX_SECONDS: Final = 3600.0
-_MAX_RATE: Final = 1e21
-"""Maximum number of FLOPs or bytes per second."""
 _SUFFIX: Final = ".toml"
 
 MACHINES: Final = tuple(
@@ -170,7 +193,7 @@ def _read(path: Path) -> bytes:
 
 def _parsed(text: bytes) -> dict[str, Any]:
     if len(text) > _MAX_FILE:
-        _refuse(f"the file is larger than {_MAX_FILE} bytes; is it the description of a machine?")
+        raise ConfigError(f"the file is larger than {_MAX_FILE} bytes; is it the description of a machine?")
     try:
         return tomllib.loads(text.decode())
     except (ValueError, RecursionError) as error:
@@ -178,120 +201,48 @@ def _parsed(text: bytes) -> dict[str, Any]:
 
 
 def _machine(row: dict[str, Any]) -> ReplayMachine:
-    given: dict[str, Any] = {}
-    known = ("about", *_TABLES, _TIER)
-    for table, value in row.items():
-        if table not in known:
-            _refuse(f"{shown(table)} is not known; use {', '.join(known)}")
-        if table == "about":
-            if not isinstance(value, str):
-                _refuse(f"about must be a text, not {shown(value)}")
-        elif not isinstance(value, dict):
-            _refuse(f"{table} must be a table, [{table}], not {shown(value)}")
-        elif table == _TIER:
-            given["tiers"] = {name: _speed(name, one) for name, one in value.items()}
-        else:
-            given |= _fields(f"[{table}]", _TABLES[table], value)
-    if given.get("curve") and given.get("pass_seconds"):
-        _refuse("[prefill] has a curve, whose seconds are those of whole passes; leave out pass_seconds")
-    return ReplayMachine(**given)
+    given: dict[str, Any] = {"tiers": row.pop("tier", {})}
+    row.pop("about", None)
+    places = {"tiers": "tier"}
+    for table, settings in row.items():
+        if table not in _TABLES:
+            raise ConfigError(f"{shown(table)} is not known; use about, {', '.join(_TABLES)}, tier")
+        if not isinstance(settings, dict):
+            raise ConfigError(f"{table} must be a table, [{table}], not {shown(settings)}")
+        for key, value in settings.items():
+            name = _TABLES[table].get(key)
+            if name is None:
+                raise ConfigError(
+                    f"[{table}] has no setting {shown(key)}; it has {', '.join(_TABLES[table])}"
+                )
+            given[name], places[name] = value, f"[{table}] {key}"
+    try:
+        machine = _CHECKED.validate_python(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name, *inner = map(str, first["loc"])
+        place = ".".join([places[name], *inner])
+        reason = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"{place}: {reason}, not {shown(first['input'])}") from error
+    if machine.curve and machine.pass_seconds:
+        raise ConfigError(
+            "[prefill] has a curve, whose seconds are those of whole passes; leave out pass_seconds"
+        )
+    return machine
 
 
-def _fields(place: str, keys: Mapping[str, _Field], table: Mapping[str, Any]) -> dict[str, Any]:
-    found = {}
-    for key, value in table.items():
-        if key not in keys:
-            _refuse(f"{place} has no setting {shown(key)}; it has {', '.join(keys)}")
-        name, parse = keys[key]
-        try:
-            found[name] = parse(value)
-        except ConfigError as error:
-            raise ConfigError(f"{place} {key}: {error}") from error
-    return found
-
-
-def _speed(name: str, table: object) -> Speed:
-    place = f"[{_TIER}.{name}]"
-    if not isinstance(table, dict):
-        _refuse(f"{place} must be a table with bandwidth and perhaps latency, not {shown(table)}")
-    found = _fields(place, {"bandwidth": ("bandwidth", _bytes), "latency": ("latency", _seconds)}, table)
-    if "bandwidth" not in found:
-        _refuse(f"{place} has no bandwidth; give bytes per second, such as 6GB")
-    return Speed(**found)
-
-
-def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not -math.inf < value < math.inf:
-        _refuse(f"{shown(value)} is not a number")
-    return float(value) if abs(value) < 1e300 else math.inf
-
-
-def _seconds(value: object) -> float:
-    seconds = _number(value)
-    if not 0 <= seconds <= _MAX_SECONDS:
-        _refuse(f"{shown(value)} is not possible; use seconds from 0 to {_MAX_SECONDS:g}")
-    return seconds
-
-
-def _rate(value: object) -> float:
-    rate = _number(value)
-    if not 0 < rate <= _MAX_RATE:
-        _refuse(f"{shown(value)} is not possible; use a number per second above 0, up to {_MAX_RATE:g}")
-    return rate
-
-
-def _bytes(value: object) -> float:
-    return _rate(parse_size(value.removesuffix("/s")) if isinstance(value, str) else value)
-
-
-def _whole(most: int) -> Callable[[object], int]:
-    def parse(value: object) -> int:
-        if type(value) is not int or not 1 <= value <= most:
-            _refuse(f"{shown(value)} is not possible; use a whole number from 1 to {most}")
-        return value
-
-    return parse
-
-
-def _curve(value: object) -> tuple[tuple[int, float], ...]:
-    if not isinstance(value, list) or not 1 <= len(value) <= _MAX_POINTS:
-        _refuse(f"{shown(value)} is not a list of 1 to {_MAX_POINTS} points; write [[tokens, seconds], ...]")
-    found = []
-    for point in value:
-        if not isinstance(point, list) or len(point) != 2:
-            _refuse(f"{shown(point)} is not a point; write [tokens, seconds]")
-        found.append((_whole(2**22)(point[0]), _seconds(point[1])))
-    for (tokens, before), (more, after) in pairwise(found):
-        if more <= tokens or after < before:
-            _refuse(
-                f"the point [{more}, {after:g}] does not follow [{tokens}, {before:g}]; sort the points by"
-                " tokens, and let no longer pass take less time than a shorter one"
-            )
-    return tuple(found)
-
-
-def _refuse(message: str) -> NoReturn:
-    raise ConfigError(message)
-
-
-_Field = tuple[str, Callable[[object], Any]]
-"""Field of `ReplayMachine`, and the function that checks a value for it."""
-_TIER: Final = "tier"
-_TABLES: Final[Mapping[str, Mapping[str, _Field]]] = {
+_CHECKED: Final = TypeAdapter(ReplayMachine)
+_TABLES: Final[Mapping[str, Mapping[str, str]]] = {
     "prefill": {
-        "flops": ("flops", _rate),
-        "curve": ("curve", _curve),
-        "pass_seconds": ("pass_seconds", _seconds),
-        "cut_seconds": ("cut_seconds", _seconds),
-        "request_seconds": ("request_seconds", _seconds),
-        "chunk": ("chunk", _whole(2**22)),
+        name: name for name in ("flops", "curve", "pass_seconds", "cut_seconds", "request_seconds", "chunk")
     },
     "decode": {
-        "seconds": ("decode_seconds", _seconds),
-        "seconds_per_request": ("decode_seconds_per_request", _seconds),
-        "memory_bandwidth": ("memory_bandwidth", _bytes),
+        "seconds": "decode_seconds",
+        "seconds_per_request": "decode_seconds_per_request",
+        "memory_bandwidth": "memory_bandwidth",
     },
-    "serving": {"batch": ("batch", _whole(4096))},
-    "host": {"bandwidth": ("host_bandwidth", _bytes), "latency": ("host_latency", _seconds)},
-    "storage": {"bandwidth": ("disk_bandwidth", _bytes), "latency": ("disk_latency", _seconds)},
+    "serving": {"batch": "batch"},
+    "host": {"bandwidth": "host_bandwidth", "latency": "host_latency"},
+    "storage": {"bandwidth": "disk_bandwidth", "latency": "disk_latency"},
 }
+"""Settings of each table of a file, and the field of `ReplayMachine` that each sets."""
