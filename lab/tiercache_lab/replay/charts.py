@@ -17,8 +17,6 @@ PERCENT: Final = {"format": "~%", "title": None, "tickCount": 5}
 """Axis of a fraction."""
 _WIDTH: Final = 300
 _HEIGHT: Final = 190
-_ROW: Final = 20
-"""Height of one bar and of the gap to the next bar, in units of the drawing."""
 _LONGEST_LABEL: Final = 84
 """Width at which a label is cut off, in units of the drawing."""
 # Vega measures texts with a font of its own. The padding leaves room for a wider font of the reader.
@@ -66,19 +64,13 @@ class Point:
 
 
 def by_capacity(title: str, note: str, points: Sequence[Point], axis: Mapping[str, Any]) -> Chart:
-    """Draw a line for each policy and bound over capacity; bars if there is only one capacity."""
+    """Draw a line for each policy and bound over capacity."""
     series = list(dict.fromkeys((point.name, point.is_bound) for point in points))
     capacities = list(dict.fromkeys(point.capacity for point in points))
     rows = [
         {"name": _label(point.name, point.is_bound), "capacity": point.capacity, "value": point.value}
         for point in points
     ]
-    if len(capacities) == 1:
-        encoding = {
-            "y": _names(series), "x": _quantity(axis, zero=True), **_appearance(series, "color", legend=None),
-        }  # fmt: skip
-        bars = {"mark": {"type": "bar"}, "encoding": encoding, "height": {"step": _ROW}}
-        return _drawn(title, f"{note} At {capacities[0]}.", counted(len(rows), "bar"), rows, bars)
     x = {
         "field": "capacity", "type": "ordinal", "sort": capacities,
         "axis": {"title": "capacity", "labelAngle": 0},
@@ -93,48 +85,27 @@ def by_capacity(title: str, note: str, points: Sequence[Point], axis: Mapping[st
             "encoding": _appearance(series, "color", "shape"),
         },
     ]
-    body = {"layer": layers, "encoding": {"x": x, "y": _quantity(axis)}, "height": _HEIGHT}
-    return _drawn(title, note, counted(len(series), "line"), rows, body)
-
-
-def _drawn(
-    title: str, note: str, described: str, rows: Sequence[Mapping[str, Any]], body: Mapping[str, Any]
-) -> Chart:
-    """Draw a Vega-Lite specification.
-
-    `rows` are its data, and `described` is the drawing for readers who do not see it.
-    """
+    y = {"field": "value", "type": "quantitative", "axis": axis, "scale": {"zero": False, "nice": True}}
     # Names of policies and sources appear only as data and in the domains of scales. Vega would interpret
     # names that appear as fields or expressions.
     spec = {
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
         "width": _WIDTH,
+        "height": _HEIGHT,
         "background": None,
-        "data": {"values": list(rows)},
+        "data": {"values": rows},
         "config": _CONFIG,
-        **body,
+        "layer": layers,
+        "encoding": {"x": x, "y": y},
     }
     start, rest = vl_convert.vegalite_to_svg(spec).split(">", 1)
-    about = f"{described}; the figures are in the table below."
+    about = f"{counted(len(series), 'line')}; the figures are in the table below."
     inner = f"<title>{html.escape(title)}</title><desc>{html.escape(about)}</desc>"
     # Vega escapes all texts in the drawing.
     return Chart(title, note, Markup(f'{start} role="img">{inner}{rest}'))  # noqa: S704
 
 
-def _quantity(axis: Mapping[str, Any], *, zero: bool = False) -> dict[str, Any]:
-    return {"field": "value", "type": "quantitative", "axis": axis, "scale": {"zero": zero, "nice": True}}
-
-
-def _names(series: Sequence[tuple[str, bool]]) -> dict[str, Any]:
-    return {
-        "field": "name", "type": "nominal", "sort": [_label(*one) for one in series],
-        "axis": {"title": None, "labelColor": "var(--ink)"},
-    }  # fmt: skip
-
-
-def _appearance(
-    series: Sequence[tuple[str, bool]], *channels: str, legend: Mapping[str, Any] | None = _LEGEND
-) -> dict[str, Any]:
+def _appearance(series: Sequence[tuple[str, bool]], *channels: str) -> dict[str, Any]:
     """Return the encodings `color`, `strokeDash` and `shape`, as far as they are among `channels`."""
     ranges: dict[str, list[Any]] = {"color": [], "strokeDash": [], "shape": []}
     numbers = {True: 0, False: 0}
@@ -149,7 +120,7 @@ def _appearance(
     domain = [_label(*one) for one in series]
     return {
         channel: {
-            "field": "name", "type": "nominal", "legend": legend,
+            "field": "name", "type": "nominal", "legend": _LEGEND,
             "scale": {"domain": domain, "range": ranges[channel]},
         }
         for channel in channels

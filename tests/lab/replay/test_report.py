@@ -120,15 +120,18 @@ def test_the_figures_of_the_report_are_those_of_the_rows() -> None:
 
 
 def test_charts_show_the_figures_and_name_the_table() -> None:
-    page = render([result(policy=name, flops_saved=rate) for name, rate in (("a", 0.25), ("b", 0.5))])
+    rates = {0.1: 0.25, 0.2: 0.5, 0.4: 1.0}
+    page = render([result(capacity=capacity, flops_saved=rate) for capacity, rate in rates.items()])
     drawing = page.partition("<svg")[2].partition("</svg>")[0]
-    # Bars from zero, one twice as long as the other.
-    lengths = re.findall(r'd="M0,[\d.]+h([\d.]+)v', drawing)
-    assert [round(float(length)) for length in lengths][-2:] == [150, 300]
+    # Three points of one line: the last step is twice as high as the first.
+    [line] = re.findall(r'd="M([\d.,L]+)" stroke=', drawing)
+    first, second, third = (float(point.partition(",")[2]) for point in line.split("L"))
+    assert second - third == pytest.approx(2 * (first - second))
     assert (
-        "<title>Saved prefill FLOPs</title><desc>2 bars; the figures are in the table below.</desc>"
+        "<title>Saved prefill FLOPs</title><desc>1 line; the figures are in the table below.</desc>"
         in drawing
     )
+    assert "<svg" not in render([result(), result(policy="hvd")]), "the table of one capacity says as much"
 
 
 def test_names_are_shown_as_they_are_and_never_as_markup() -> None:
