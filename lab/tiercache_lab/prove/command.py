@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tiercache.cli.terminal import Exit, Output, OutputOption, console, safe, whole
 from tiercache.errors import ConfigError
-from tiercache_lab.prove.engines import EngineChoice, find
+from tiercache_lab.prove.engines import Engine, find
 from tiercache_lab.prove.run import MAX_ANSWER, MAX_TOKENS, MIN_TOKENS, ProveRun, Saved, check_place, load
 from tiercache_lab.prove.server import Server
 from tiercache_lab.prove.verdict import EXITS, heading, show
@@ -29,8 +29,8 @@ def prove(
         str, typer.Option(help="Name of one of the server's models. Default: the first of them.")
     ] = "",
     engine: Annotated[
-        EngineChoice, typer.Option(help="Engine of the server; auto asks the server.")
-    ] = EngineChoice.AUTO,
+        Engine | None, typer.Option(help="Engine of the server. Default: the one that the server reports.")
+    ] = None,
     api_key: Annotated[
         str,
         typer.Option(

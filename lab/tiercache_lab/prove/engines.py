@@ -8,7 +8,9 @@ from __future__ import annotations
 import enum
 import time
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tiercache.cli.terminal import CannotTellError
 from tiercache.errors import ConfigError
@@ -25,14 +27,6 @@ Mooncake's connector deletes the objects of all servers."""
 class Engine(enum.StrEnum):
     """Supported engines; the values are the owners that they report for their models in /v1/models."""
 
-    SGLANG = "sglang"
-    VLLM = "vllm"
-
-
-class EngineChoice(enum.StrEnum):
-    """Values of the option `--engine`."""
-
-    AUTO = "auto"
     SGLANG = "sglang"
     VLLM = "vllm"
 
@@ -71,14 +65,17 @@ LOOK_AT: Final = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """Model of a server."""
+class _Listed(BaseModel):
+    id: Annotated[str, Field(min_length=1)]
+    owned_by: str | None = None
+    max_model_len: int | None = None
 
-    name: str
-    owner: str = ""
-    longest: int = 0
-    """Limit of prompt and answer in tokens; 0 if the server does not report one."""
+
+class _Models(BaseModel):
+    """Answer of /v1/models, as far as it is read here."""
+
+    model_config = ConfigDict(strict=True)
+    data: Annotated[list[_Listed], Field(min_length=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,24 +83,31 @@ class EngineSubject:
     """Engine and model that answer the requests."""
 
     engine: Engine
-    model: Model
+    model: str
+    longest: int = 0
+    """Limit of prompt and answer in tokens; 0 if the server does not report one."""
 
 
-def find(server: Server, choice: EngineChoice, name: str) -> EngineSubject:
-    """Return the engine and the model of a server.
+def find(server: Server, engine: Engine | None, name: str) -> EngineSubject:
+    """Return the engine of a server (default: the one that it reports) and the model (default: the first).
 
     Raises ConfigError if the server does not report its engine, and CannotTellError or RefusedError if the
     server does not list its models.
     """
-    offered = _models(server)
-    model = next((model for model in offered if model.name == name), None) if name else offered[0]
-    if model is None:
-        # The name may be an alias or an adapter that the list omits. The server will refuse a wrong name.
-        model = Model(name, offered[0].owner)
-    owner = model.owner if choice is EngineChoice.AUTO else choice.value
+    reply = server.get("/v1/models")
+    if reply.status != 200:
+        raise server.refusal(reply)
+    try:
+        offered = _Models.model_validate_json(reply.body).data
+    except ValidationError as error:
+        raise CannotTellError(f"{reply.url} offers no model; is that the URL of SGLang or vLLM?") from error
+    owner = engine or offered[0].owned_by
     if owner not in list(Engine):
         raise ConfigError(f"{server.url} does not report its engine; give --engine sglang or --engine vllm")
-    return EngineSubject(Engine(owner), model)
+    # The name may be an alias or an adapter that the list omits. The server will refuse a wrong name.
+    wanted = name or offered[0].id
+    longest = next((model.max_model_len for model in offered if model.id == wanted), None)
+    return EngineSubject(Engine(owner), wanted, longest or 0)
 
 
 def empty(server: Server, engine: Engine) -> str:
@@ -177,27 +181,6 @@ def _empty_vllm(server: Server) -> str:
 
 def _refused(said: Any) -> bool:
     return isinstance(said, dict) and said.get("success") is False
-
-
-def _models(server: Server) -> list[Model]:
-    reply = server.get("/v1/models")
-    if reply.status != 200:
-        raise server.refusal(reply)
-    found = reply.document()
-    data = found.get("data") if isinstance(found, dict) else None
-    models = [_model(entry) for entry in data if isinstance(entry, dict)] if isinstance(data, list) else []
-    if not models or not all(model.name for model in models):
-        raise CannotTellError(f"{reply.url} offers no model; is that the URL of SGLang or vLLM?")
-    return models
-
-
-def _model(entry: dict[str, Any]) -> Model:
-    name, owner, longest = (entry.get(key) for key in ("id", "owned_by", "max_model_len"))
-    return Model(
-        name if isinstance(name, str) else "",
-        owner if isinstance(owner, str) else "",
-        longest if type(longest) is int else 0,
-    )
 
 
 def _connector(server: Server) -> str:

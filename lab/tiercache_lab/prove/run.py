@@ -97,7 +97,7 @@ class ProveRun:
 
     def check_length(self) -> None:
         """Raise ConfigError if prompt and answer exceed the limit that the server reports for its model."""
-        longest = self.subject.model.longest
+        longest = self.subject.longest
         if longest and self.tokens + self.max_tokens > longest:
             raise ConfigError(
                 f"--tokens {self.tokens} and --max-tokens {self.max_tokens} do not fit into the {longest}"
@@ -119,19 +119,12 @@ class ProveRun:
 
     def save(self, seed: int, path: Path) -> Saved:
         """Send the first request, and save the prompt and its answer for `after`."""
-        prompt, model = draw(str(seed), self._fitting_words()), self.subject.model.name
+        prompt, subject = draw(str(seed), self._fitting_words()), self.subject
         first = self._ask("a new prompt", prompt)
         saved = Saved(
-            1,
-            self.server.url,
-            model,
-            self.subject.engine.value,
-            seed,
-            self.tokens,
-            self.max_tokens,
-            prompt,
-            first,
-        )
+            1, self.server.url, subject.model, subject.engine.value, seed, self.tokens, self.max_tokens,
+            prompt, first,
+        )  # fmt: skip
         saved.save(path)
         return saved
 
@@ -140,9 +133,9 @@ class ProveRun:
 
         Raises ConfigError if the file is about another model.
         """
-        if before.model != self.subject.model.name:
+        if before.model != self.subject.model:
             raise ConfigError(
-                f"--after is about model {clean(before.model)}, not {clean(self.subject.model.name)}; give"
+                f"--after is about model {clean(before.model)}, not {clean(self.subject.model)}; give"
                 " --model, or use --save again"
             )
         found = self._judge(before.seed, before.prompt, before.first)
@@ -170,7 +163,7 @@ class ProveRun:
 
     def _ask(self, what: str, prompt: str) -> Answer:
         self.say(what)
-        return ask(self.server, self.subject.engine, self.subject.model.name, prompt, self.max_tokens)
+        return ask(self.server, self.subject.engine, self.subject.model, prompt, self.max_tokens)
 
 
 _COMMON: Final = """

@@ -111,8 +111,8 @@ class Server:
         """Return a server's message with all keys replaced by ***."""
         for header in self._keys.values():
             key = header.get("Authorization", "").removeprefix("Bearer ")
-            if key:
-                text = text.replace(key, "***")
+            if key:  # as it is, and as it stands in JSON
+                text = text.replace(key, "***").replace(json.dumps(key)[1:-1], "***")
         return text
 
     def _whole(self, method: str, path: str, *, admin: bool) -> Reply:
@@ -234,18 +234,6 @@ def _header(key: str, option: str) -> dict[str, str]:
 
 
 def _said(body: bytes) -> str:
-    """Return a server's message about a refusal as one line, cut if it is long.
-
-    Engines send such a message as plain text, as {"error": {"message": ...}}, or under "message" or "detail".
-    """
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
-        found = body.decode(errors="replace")
-    for name in ("error", "message", "detail"):
-        if isinstance(found, dict) and name in found:
-            found = found[name]
-    if not isinstance(found, str):
-        found = json.dumps(found) if found else ""
-    text = " ".join(found.split())
+    """Return a server's message about a refusal as one line, cut if it is long."""
+    text = " ".join(body.decode(errors="replace").split())
     return text if len(text) <= _QUOTED else f"{text[:_QUOTED]}..."

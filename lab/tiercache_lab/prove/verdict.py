@@ -171,7 +171,7 @@ class Report:
 
 def heading(url: str, subject: EngineSubject) -> dict[str, Any]:
     """Return the URL, the engine and the model for JSON."""
-    return {"url": url, "engine": subject.engine.value, "model": subject.model.name}
+    return {"url": url, "engine": subject.engine.value, "model": subject.model}
 
 
 def show(report: Report, output: Output) -> None:
@@ -180,7 +180,7 @@ def show(report: Report, output: Output) -> None:
         whole(report.record(), output)
         return
     to, verdict, subject = console(), report.verdict, report.subject
-    to.print(f"{safe(report.url)}: {subject.engine.value}, model {safe(subject.model.name)}", soft_wrap=True)
+    to.print(f"{safe(report.url)}: {subject.engine.value}, model {safe(subject.model)}", soft_wrap=True)
     shown = table(("request", "prompt", "cached", "1st token", "text"), left=("request", "text"))
     start = 0 if report.same_text else max(0, report.differs_at - _BEFORE)
     again = "[green]the same[/]"

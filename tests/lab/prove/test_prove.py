@@ -268,7 +268,7 @@ def test_the_administrators_key(sglang: Engine) -> None:
 def test_a_server_that_repeats_the_key(sglang: Engine, of: str) -> None:
     error = json.dumps({"error": {"message": f"no\n {KEY} here"}}).encode()
     sglang.status, sglang.stream = (422, error) if of == "status" else (200, b"data: " + error + b"\n\n")
-    assert "no *** here" in refused(sglang, "--api-key", KEY)
+    assert "*** here" in refused(sglang, "--api-key", KEY)
 
 
 DATA = b'data: {"choices": [{"index": 0, "text": " a"}]}\n\n'
@@ -326,8 +326,7 @@ def test_a_stream_that_ends_without_its_end(sglang: Engine, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("status", "body", "sentence"),
     [
-        (400, b'{"object":"error","message":"too long"}', "answers 400: too long"),
-        (404, b'{"error":{"message":"no such model"}}', "answers 404: no such model"),
+        (404, b'{"error":\n"no such model"}', 'answers 404: {"error": "no such model"}'),
         (500, b"", "answers 500; is that the URL of an engine?"),
         (500, b"x" * 1000, "x..."),
         (503, b"\xff", "answers 503: "),
@@ -344,9 +343,7 @@ def test_other_statuses_are_one_sentence(sglang: Engine, status: int, body: byte
 )
 def test_a_list_of_models_that_is_none(sglang: Engine, models: bytes) -> None:
     sglang.models = models
-    said = refused(sglang)
-    assert "/v1/models" in said
-    assert "offers no model" in said or "not answer with JSON" in said
+    assert "/v1/models offers no model" in refused(sglang)
 
 
 @pytest.mark.parametrize("way", ["hang", "trickle"])
