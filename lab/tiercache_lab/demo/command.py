@@ -37,17 +37,11 @@ from tiercache_lab import children
 _COLUMNS: Final = ("chat, turn", "from", "restored", "1st token", "recompute", "gain", "diff", "answer")
 _LEGEND: Final = (
     "restored: tokens of the prompt. recompute: a prefill in one pass after a warm-up (median of 5). diff:"
-    " largest logit difference from a recompute with the same cuts (the same passes). cold: the page cache"
-    " was dropped."
+    " largest logit difference from a recompute with the same cuts (the same passes)."
 )
 SERVER: Final = "tiercache_lab.demo.serving"
 """Module that each server process runs."""
-TIMED: Final = {
-    "speed-host": "from host",
-    "speed-disk": "from disk",
-    "speed-disk-cold": "disk, cold",
-    "speed-storage": "from storage",
-}
+TIMED: Final = {"speed-host": "from host", "speed-disk": "from disk", "speed-storage": "from storage"}
 """Names, in the table, of the phases in which restores are timed."""
 
 
@@ -382,12 +376,10 @@ def _print_verdict(console: Console, result: DemoResult) -> None:
         " what the first had stored."
     )
     if figures:
-        cold = figures.get("speedup_disk_cold")
         console.print(
             f"First token at {result.rows[-1]['tokens_prompt']} tokens: {figures['speedup_host']:.1f} x"
             f" faster from host, {figures[f'speedup_{result.store}']:.1f} x from"
-            f" {result.store}{f', {cold:.1f} x with the page cache dropped' if cold else ''}."
-            f" Restored at {figures['restore_gbps']:.2f} GB/s."
+            f" {result.store}. Restored at {figures['restore_gbps']:.2f} GB/s."
         )
     faults = result.faults()
     if faults:

@@ -36,7 +36,6 @@ from tiercache.integrations.transformers.stream import TorchStream, compute_repe
 from tiercache.integrations.transformers.watch import identity_of
 from tiercache.integrations.transformers.worker import Worker
 from tiercache.storage.registry import open_backend, spec_of
-from tiercache_lab.bench.machine import drop
 from tiercache_lab.demo.audit import Audit, AuditedRun, AuditVerdict
 from tiercache_lab.demo.small import build_small_hybrid
 
@@ -255,14 +254,8 @@ class Session:
         self._worker.close()
 
     def _timed(self) -> dict[str, list[Tier]]:
-        """Return the phases of timed restores, each with the tiers that are emptied before every restore.
-
-        If the store belongs to another process, there is no cold phase, because this process cannot drop the
-        store's files from the page cache.
-        """
-        both = [Tier.DEVICE, Tier.HOST]
-        timed = {"speed-host": [Tier.DEVICE], f"speed-{self._plan.store}": both}
-        return timed if self._plan.storage else timed | {"speed-disk-cold": both}
+        """Return the phases of timed restores, each with the tiers that are emptied before every restore."""
+        return {"speed-host": [Tier.DEVICE], f"speed-{self._plan.store}": [Tier.DEVICE, Tier.HOST]}
 
     def _speed(
         self, phase: str, evict: list[Tier], prompt: TokenArray, filled: AuditVerdict
@@ -277,8 +270,6 @@ class Session:
             self._worker.synchronize()
             for tier in evict:
                 self._worker.controller.evict(tier)
-            if phase.endswith("cold"):
-                drop(Path(self._plan.directory))
             restores.append(self._worker.serve(prompt, 1, audit=True))
             seconds, uncut = timed([lambda: uncut_prefill(self._worker.runner, prompt)], self._worker.stream)
             recomputes.append(seconds)
@@ -286,9 +277,7 @@ class Session:
         recompute = statistics.median(recomputes)
         verdicts = [filled, *(self._audit.check(g, uncut) for g in restores)]
         self._emit_row(phase, -1, 0, median, recompute, before, verdicts)
-        figures = {
-            f"speedup_{phase.removeprefix('speed-').replace('-', '_')}": recompute / median.ttft_seconds
-        }
+        figures = {f"speedup_{phase.removeprefix('speed-')}": recompute / median.ttft_seconds}
         if phase == f"speed-{self._plan.store}":
             seconds = statistics.median(g.restore_seconds for g in restores)
             figures["restore_gbps"] = self._bytes(median) / seconds / 1e9

@@ -46,16 +46,12 @@ class Serving:
     objective: Objective
     wait_ms_mean: float
     """Mean time that a request waited for a place, in milliseconds."""
-    wait_ms_p95: float
-    """95th percentile of the same."""
     load_ms_mean: float
     """Mean time of a request's loads, in milliseconds."""
     prefill_ms_mean: float
     """Mean time from the end of the loads to the first token, in milliseconds; waits for the engine count."""
     tpot_ms_mean: float
     """Mean time per token after the first, in milliseconds, over the requests with more than one token."""
-    tpot_ms_p95: float
-    """95th percentile of the same."""
     arrived_per_second: float
     """Requests that arrived per second from the first arrival to the last."""
     served_per_second: float
@@ -64,8 +60,6 @@ class Serving:
     """Fraction of the requests that met the objective; None without an objective."""
     goodput: float | None
     """Requests per second that met the objective; None without an objective."""
-    running: float
-    """Mean number of requests that had a place."""
     busy: Mapping[str, float] = field(default_factory=dict)
     """Fraction of the time in which the engine computed, and in which each tier was read, by name."""
 

@@ -123,26 +123,19 @@ def serving(jobs: Sequence[Job], objective: Objective, busy: Mapping[str, float]
     return Serving(
         objective=objective,
         wait_ms_mean=_mean(begun - arrival),
-        wait_ms_p95=_p95(begun - arrival),
         load_ms_mean=_mean(loaded - begun),
         prefill_ms_mean=_mean(first - loaded),
         tpot_ms_mean=_mean(per_token),
-        tpot_ms_p95=_p95(per_token),
         arrived_per_second=_per(len(jobs) - 1, arriving),
         served_per_second=_per(len(jobs), span),
         within=met / len(jobs) if objective.is_given and len(jobs) else None,
         goodput=_per(met, span) if objective.is_given else None,
-        running=_per(float((ended - begun).sum()), span),
         busy={name: _per(seconds, span) for name, seconds in busy.items()},
     )
 
 
 def _mean(seconds: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> float:
     return float(seconds.mean()) * 1e3 if len(seconds) else 0.0
-
-
-def _p95(seconds: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> float:
-    return float(np.percentile(seconds, 95)) * 1e3 if len(seconds) else 0.0
 
 
 def _per(amount: float, seconds: float) -> float:

@@ -38,15 +38,12 @@ class Link(Generic[T]):
         self._count = 0
         self.busy = 0.0
         """Seconds in which at least one load was under way."""
-        self.nbytes = 0.0
-        """Bytes of all loads that have been added."""
 
     def add(self, now: float, nbytes: float, load: T) -> None:
         """Begin a load of `nbytes` bytes."""
         self._advance(now)
         heapq.heappush(self._loads, (self._served + nbytes, self._count, load))
         self._count += 1
-        self.nbytes += nbytes
 
     @property
     def next(self) -> float:
@@ -169,10 +166,6 @@ class QueueServer:
         self.now = 0.0
         self.busy = 0.0
         """Seconds in which the engine computed."""
-        self.held = 0.0
-        """Sum over all requests of the seconds for which each held a place."""
-        self.longest_queue = 0
-        """Most requests that waited for a place at any time."""
 
     def go(self) -> None:
         """Serve all requests."""
@@ -196,10 +189,6 @@ class QueueServer:
                 self._links[name].add(self.now, nbytes, job)
             else:
                 self._waiting += self._arrivals.take(self.now)
-                self.longest_queue = max(self.longest_queue, len(self._waiting) - self._free())
-
-    def _free(self) -> int:
-        return self._batch - self._running
 
     def _fill(self) -> None:
         """Give free places to the requests that have waited longest."""
@@ -268,7 +257,6 @@ class QueueServer:
     def _end(self, job: Job) -> None:
         job.ended = self.now
         self._running -= 1
-        self.held += job.ended - job.begun
         self._customer.ended(job)
 
     def _next_decoded(self) -> float:

@@ -19,7 +19,6 @@ from tiercache_lab.replay.sources.base import (
     Kind,
     Layout,
     Span,
-    Workload,
     WorkloadSource,
     options_of,
     parameters,
@@ -183,15 +182,8 @@ def _recorded(path: Path, query: str, seed: int, limit: int | None, *, closed: b
     asked = with_options(SESSIONS.workload, name, texts)  # a wrong parameter raises before the files are read
     assert isinstance(asked, Sessions)
     workload = replace(asked, closed=closed).dealt(read_sessions(path))
-    total = workload.count(seed)
-    return WorkloadSource(
-        name=_named(name, workload, texts),
-        workload=workload,
-        seed=seed,
-        count=total if limit is None else min(total, limit),
-        page_size=workload.page,
-        about=workload.about(),
-    )
+    kind = replace(SESSIONS, workload=workload, page_size=workload.page)
+    return replace(_source(name, kind, texts, seed, limit), about=workload.about())
 
 
 def _generated(name: str, query: str, seed: int, limit: int | None) -> WorkloadSource:
@@ -203,23 +195,17 @@ def _generated(name: str, query: str, seed: int, limit: int | None) -> WorkloadS
             f" {_names(fixed=False)}"
         )
     workload = with_options(kind.workload, name, texts) if texts else kind.workload
-    total = workload.count(seed)
-    return WorkloadSource(
-        name=_named(name, workload, texts),
-        workload=workload,
-        seed=seed,
-        count=total if limit is None else min(total, limit),
-        page_size=kind.page_size,
-        concurrency=kind.concurrency,
-        published=kind.published,
-        layout=kind.layout,
-    )
+    return _source(name, replace(kind, workload=workload), texts, seed, limit)
 
 
-def _named(name: str, workload: Workload, texts: Mapping[str, str]) -> str:
-    """Return the name of a source with the parameters that were given, in the order of the fields."""
+def _source(name: str, kind: Kind, texts: Mapping[str, str], seed: int, limit: int | None) -> WorkloadSource:
+    """Return the source of a kind, named with the parameters that were given in the order of the fields."""
+    workload, total = kind.workload, kind.workload.count(seed)
     given = "&".join(f"{o.name}={o.default}" for o in options_of(workload) if o.name in texts)
-    return f"{name}?{given}" if given else name
+    return WorkloadSource(
+        f"{name}?{given}" if given else name, workload, seed, total if limit is None else min(total, limit),
+        kind.page_size, kind.concurrency, kind.published, kind.layout,
+    )  # fmt: skip
 
 
 def _names(*, fixed: bool = True) -> str:
