@@ -23,6 +23,8 @@ HOST_RUNS: Final = 10
 """Maximum number of runs with the host alone."""
 DISK_RUNS: Final = 4
 """Maximum number of runs with a disk below the host."""
+STAGES: Final = 2 + HOST_RUNS + DISK_RUNS
+"""Maximum number of stages of a plan: the source is read, and the infinite cache runs before the others."""
 LITTLE: Final = 0.01
 """Gain, as a fraction of the prefill, that counts as nothing: one point."""
 NOTHING: Final = 0.001

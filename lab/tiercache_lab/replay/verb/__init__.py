@@ -1,5 +1,5 @@
 """`tiercache replay`: traffic through the real index, policies and controller, without a model.
 
-Reading order: `command` (options), `asking` (from options to the parameters of a study), `listing` (sources
-that can be replayed), `show` (progress and results), `planning` (`--plan`).
+Reading order: `command` (options), `asking` (from options to the parameters of a study), `show` (progress,
+results, and the sources that can be replayed).
 """

@@ -35,6 +35,7 @@ _OF_A_CHAIN: Final = frozenset({"write", "write_after", "promote", "read_only"})
 """Settings of `--tier` that a tier of a chain has as well."""
 ALL: Final = "all"
 NONE: Final = "none"
+_PLAN_POLICY: Final = "hvd"
 
 
 def source(
@@ -54,9 +55,24 @@ def about(source: Source) -> str:
     return source.about if isinstance(source, WorkloadSource) else ""
 
 
-def policies(names: str, profile: ModelProfile) -> Sequence[str]:
-    """Return the policies that `names` lists; "all" stands for the main ones that suit the model."""
-    return [name for name in MAIN if possible(name, profile)] if names == ALL else _parts(names)
+def policies(names: str, profile: ModelProfile, *, plan: bool) -> Sequence[str]:
+    """Return the policies that `names` lists; "all" stands for the main ones that suit the model.
+
+    A plan runs one policy; for it, "all" stands for that which controllers use. Raises ConfigError for more.
+    """
+    if names == ALL:
+        return [_PLAN_POLICY] if plan else [name for name in MAIN if possible(name, profile)]
+    named = _parts(names)
+    if plan and len(named) > 1:
+        raise ConfigError(f"--plan runs one policy, and --policy names {len(named)}; name one of them")
+    return named
+
+
+def check_plan(**given: object) -> None:
+    """Raise ConfigError if an option gives a size, or how a tier behaves, which a plan decides itself."""
+    wrong = [f"--{name.replace('_', '-')}" for name, value in given.items() if value]
+    if wrong:
+        raise ConfigError(f"--plan finds the sizes of host and disk itself; leave out {', '.join(wrong)}")
 
 
 def check_writes(write: str, chance: float, tiers: Tiers | None) -> None:

@@ -220,30 +220,23 @@ def replay(
         tiercache replay seed-20457
     """
     # These modules take long to import, and --help needs none of them.
-    if listing:
-        from tiercache_lab.replay.verb import listing as sources
-
-        if output is Output.TABLE:
-            sources.show_sources()
-        else:
-            records(sources.source_records(), output)
-        return
     from tiercache.policy import DEFAULT_PROFILE, profile_named
     from tiercache_lab.replay.figures import counted
     from tiercache_lab.replay.machines import ReplayMachine, machine_named
+    from tiercache_lab.replay.plan import STAGES, Search
     from tiercache_lab.replay.study import Question, study
     from tiercache_lab.replay.verb import asking, show
 
+    if listing:
+        show.show_sources()
+        return
     if report is not None:
         asking.check_report(report)
     if plan:
-        from tiercache_lab.replay.verb import planning
-
-        planning.check_sizes(
+        asking.check_plan(
             capacity=capacity, device_bytes=device_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes,
             tier=tier, write=write is WriteMode.BACK,
         )  # fmt: skip
-        policy = planning.policy_of(policy)
     model = profile_named(profile or DEFAULT_PROFILE)
     tiers = asking.tiers(device_bytes, host_bytes, disk_bytes, tier or [])
     asking.check_writes(write, write_chance, tiers)
@@ -252,35 +245,34 @@ def replay(
     )
     question = Question(
         asking.source(source, seed, limit, closed=bool(queueing and queueing.closed), page=page),
-        asking.policies(policy, model), model, asking.capacities(capacity), tiers,
+        asking.policies(policy, model, plan=plan), model, asking.capacities(capacity), tiers,
         asking.checkpoints(checkpoints), machine_named(machine) if machine else ReplayMachine(),
         seed=seed, write=str(write), write_chance=write_chance, queueing=queueing, bounds=bounds,
     )  # fmt: skip
     if output is not Output.TABLE and (about := asking.about(question.source)):
         typer.echo(about, err=True)
-    if plan:
-        raise typer.Exit(planning.run(question, output, report))
     found: list[Result] = []
-    code = Exit.DONE
+    search: Search | None = None
+    code, stages = Exit.DONE, STAGES if plan else question.stages
     try:
-        with show.watching(
-            question.stages, len(question.source), as_json=output is not Output.TABLE
-        ) as watch:
-            for result in study(question, watch):
+        with show.watching(stages, len(question.source), as_json=output is not Output.TABLE) as watch:
+            search = Search(question, watch) if plan else None
+            for result in search.results() if search else study(question, watch):
                 found.append(result)
                 if output is Output.JSONL:
                     line(show.record(result))
     except KeyboardInterrupt:
         code = Exit.INTERRUPTED
-        typer.echo(f"interrupted after {counted(len(found), 'result')}", err=True)
-    if output is Output.JSON:
-        records((show.record(one) for one in found), output)
-    if found and output is Output.TABLE:
-        show.show_results(found, asking.about(question.source))
+        typer.echo(f"interrupted after {counted(len(found), 'run')}", err=True)
+    answer = search.plan if search else None
+    if output is Output.TABLE:
+        show.show_results(found, question, answer)
+    else:
+        last = [show.answer_record(answer)] if answer else []
+        records(last if output is Output.JSONL else [*map(show.record, found), *last], output)
     if found and report is not None:
-        from tiercache_lab.replay.report import render, write_whole
+        from tiercache_lab.replay.report import write_whole
 
-        missing = ["The replay was interrupted, so results are missing."] if code else []
-        write_whole(report, render(found, notes=[*asking.notes(question), *missing]))
+        write_whole(report, show.page_of(found, question, answer, is_whole=not code))
         typer.echo(f"report: {report}", err=True)
     raise typer.Exit(code)

@@ -1,10 +1,10 @@
-"""Results of a replay on a terminal and as JSON, and the progress of a running study on stderr."""
+"""What a replay prints: its progress, results, reports and answers of plans, and the sources there are."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -13,10 +13,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from tiercache.cli.terminal import console
+from tiercache.cli.terminal import console, table
+from tiercache.policy import PROFILES
+from tiercache_lab.policies import MAIN, RIVALS, VARIANTS
+from tiercache_lab.replay import plan
+from tiercache_lab.replay.machines import MACHINES
+from tiercache_lab.replay.plan import SizePlan
 from tiercache_lab.replay.results import Result
-from tiercache_lab.replay.study import READING, Stage
+from tiercache_lab.replay.sources import SESSIONS, SOURCES
+from tiercache_lab.replay.study import READING, Question, Stage
 from tiercache_lab.replay.tables import Grid, Style, grids, legend
+from tiercache_lab.replay.verb import asking
 
 _GAP: Final = "  "
 """Space between two columns."""
@@ -27,17 +34,72 @@ _OPTIONAL_COLUMNS: Final = ("written", "p95", "evicted", "per read")
 _STYLES: Final = {Style.PLAIN: "", Style.BEST: "bold green", Style.BOUND: "dim"}
 
 
-def show_results(found: Sequence[Result], about: str = "") -> None:
-    """Print the results; `about` is a sentence on how the source was replayed, which may be empty."""
-    to, first = console(), found[0]
-    to.print(f"[bold]{first.source}[/]: {first.requests:,} requests, {first.profile}, seed {first.seed}\n")
-    for grid in grids(found):
-        print_grid(to, grid)
+def show_results(found: Sequence[Result], question: Question, answer: SizePlan | None) -> None:
+    """Print results, or the answer of a plan with all its runs."""
+    if not found:
+        return
+    to, first, about = console(), found[0], asking.about(question.source)
+    policy = f", policy {question.policies[0]}" if answer else ""
+    to.print(
+        f"[bold]{first.source}[/]: {first.requests:,} requests, {first.profile}, seed {first.seed}{policy}\n",
+        soft_wrap=True,
+    )
+    for number, sentence in enumerate(plan.sentences(answer) if answer else ()):
+        to.print(sentence, style="" if number else "bold", markup=False, soft_wrap=True)
+    for table_ in [plan.grid(answer)] if answer else grids(found):
+        if answer:
+            to.print()
+        _print_grid(to, table_)
         to.print()
-    dim(to, [*([about] if about else []), *legend(found)])
+    explained = [*plan.EXPLANATIONS, about] if answer else [about, *legend(found)]
+    for sentence in filter(None, explained):
+        to.print(sentence, style="dim", markup=False)
 
 
-def print_grid(to: Console, grid: Grid) -> None:
+def page_of(found: Sequence[Result], question: Question, answer: SizePlan | None, *, is_whole: bool) -> str:
+    """Return the report on results, or on the answer of a plan; unless `is_whole`, some are missing."""
+    from tiercache_lab.replay import report  # the engine of its charts takes long to import
+
+    missing = [] if is_whole else ["The replay was interrupted, so results are missing."]
+    notes = [*asking.notes(question), *missing]
+    if answer is None:
+        return report.render(found, notes=notes)
+    return report.page(
+        "How much memory saves how much", about=report.facts(answer.unlimited),
+        sentences=list(plan.sentences(answer)), drawings=[], tables=[plan.grid(answer)],
+        notes=[f"The policy is {question.policies[0]}.", *notes, *plan.EXPLANATIONS],
+    )  # fmt: skip
+
+
+def show_sources() -> None:
+    """Print the generators and recorded sessions with their parameters, and all other names."""
+    shown = table(
+        ("generator", "parameter", "default", "from", "to", "what it is"),
+        left=("generator", "parameter", "what it is"),
+    )
+    for name, kind in (*SOURCES.items(), ("DIR", SESSIONS)):
+        shown.add_section()
+        shown.add_row(f"[bold]{name}", *[""] * 4, Text(kind.summary, style="italic"))
+        for option in kind.options:
+            low, high = _bound(option.low), _bound(option.high)
+            shown.add_row("", option.name, str(option.default), low, high, Text(option.about))
+    to = console()
+    to.print(shown)
+    for line in (
+        "Write parameters after the name or the path: 'shared-prefix?groups=32&question=64-128'. A length is"
+        " a number or a range.",
+        f"Policies: all: {', '.join(MAIN)}. By name only: {', '.join((*RIVALS, *VARIANTS))}.",
+        f"Profiles: {', '.join(PROFILES)}.",
+        f"Machines: {', '.join(MACHINES)}.",
+    ):
+        to.print(line, style="dim")
+
+
+def _bound(value: float) -> str:
+    return f"{int(value):,}" if value == int(value) else f"{value:g}"
+
+
+def _print_grid(to: Console, grid: Grid) -> None:
     """Print groups under one header. Each column is as wide as its widest cell in all groups."""
     lines = grid.lines
     widths = {
@@ -56,12 +118,6 @@ def print_grid(to: Console, grid: Grid) -> None:
             to.print(_aligned(line.cells, widths), style=_STYLES[line.style], soft_wrap=True)
 
 
-def dim(to: Console, sentences: Iterable[str]) -> None:
-    """Print sentences that explain what stands above them."""
-    for sentence in sentences:
-        to.print(sentence, style="dim", markup=False)
-
-
 def _aligned(cells: dict[str, str], widths: dict[str, int]) -> Text:
     texts = []
     for name, width in widths.items():
@@ -73,6 +129,11 @@ def _aligned(cells: dict[str, str], widths: dict[str, int]) -> Text:
 def record(result: Result) -> dict[str, Any]:
     """Return a result as a dictionary for JSON; numbers that are not finite become None."""
     return {name: _finite(value) for name, value in result.row().items()}
+
+
+def answer_record(answer: SizePlan) -> dict[str, Any]:
+    """Return the answer of a plan as a dictionary for JSON."""
+    return {"plan": plan.facts(answer)}
 
 
 def _finite(value: Any) -> Any:
