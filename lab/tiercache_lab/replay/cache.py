@@ -24,12 +24,11 @@ from tiercache.policy import Costs, ModelProfile, Policy, policy_named
 from tiercache_lab.replay.base import Request, Source, Tiers
 from tiercache_lab.replay.chain import NullChain, chain_settings
 from tiercache_lab.replay.clairvoyant import Clairvoyant, Recorder
-from tiercache_lab.replay.failures import Witness, check_counters
 from tiercache_lab.replay.machines import ReplayMachine
 from tiercache_lab.replay.needs import Need, device_slots, infinite
 from tiercache_lab.replay.plane import Inline, NullArena, NullEngine, block_bytes, device_pool, geometries
 from tiercache_lab.replay.results import TierUse
-from tiercache_lab.replay.store import NullStore
+from tiercache_lab.replay.store import NullStore, Witness, check_counters
 
 
 @dataclass(frozen=True, slots=True)
