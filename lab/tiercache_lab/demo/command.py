@@ -21,14 +21,22 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from tiercache import errors
 from tiercache.cli.readiness import require_disk, require_place
-from tiercache.cli.terminal import Exit, Output, OutputOption, UnreachableError, document, line, records
+from tiercache.cli.terminal import (
+    Exit,
+    Output,
+    OutputOption,
+    UnreachableError,
+    document,
+    line,
+    records,
+    table,
+)
 from tiercache.config import parse_size
 from tiercache.errors import ConfigError, MissingExtraError, StorageError, TierCacheError
 from tiercache.storage.registry import capabilities_of, check_backend, open_backend, spec_of
@@ -206,6 +214,7 @@ def demo(
         _run(plan | {"phase": "serve"}, first, result, progress, others)
         _run(plan | {"phase": "restart"}, second, result, progress, others)
     if output is Output.TABLE:
+        console.print("Source of each prompt, and the check of its answer", style="bold")
         console.print(_table(result, "second process" if shared else "after kill -9"))
         console.print(_LEGEND, style="dim")
         _print_verdict(console, result)
@@ -338,24 +347,15 @@ def _failure(stderr: str, code: int) -> TierCacheError:
 
 
 def _table(result: DemoResult, second: str) -> Table:
-    table = Table(
-        title="Source of each prompt, and the check of its answer",
-        title_style="bold",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-    for name in _COLUMNS:
-        left = name in ("chat, turn", "from", "answer")
-        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    shown = table(_COLUMNS, left=("chat, turn", "from", "answer"))
     phase = ""
     for row in result.rows:
         title = {"serve": "first process", "restart": second}.get(row["phase"], "timed")
         if title != phase:
             phase = title
-            table.add_section()
-            table.add_row(f"[bold]{title}")
-        table.add_row(
+            shown.add_section()
+            shown.add_row(f"[bold]{title}")
+        shown.add_row(
             TIMED.get(row["phase"]) or f"{row['conversation']}, {row['turn']}",
             row["tier"],
             str(row["tokens_restored"]),
@@ -365,7 +365,7 @@ def _table(result: DemoResult, second: str) -> Table:
             f"{row['max_logit_diff']:g}",
             "[green]same[/]" if row["same_text"] and row["same_bytes"] else "[red]DIFFERS[/]",
         )
-    return table
+    return shown
 
 
 def _print_verdict(console: Console, result: DemoResult) -> None:

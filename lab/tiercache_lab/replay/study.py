@@ -154,21 +154,11 @@ class Stage:
     """Number of requests that the stage processes."""
 
 
-def study(
-    question: Question, stage: Callable[[Stage], Callable[[], object]] = lambda _: lambda: None
-) -> Iterator[Result]:
-    """Yield each result as soon as it is known; the first is that of the infinite cache.
-
-    `stage` is called at the start of each stage and returns a function. This function is called after each
-    request of the stage.
-    """
-    return Study(question, stage).results()
-
-
 class Study:
     """Runs of one question, all with the same source and the same parameters.
 
-    Making one reads the source. `stage` is as in `study`.
+    Making one reads the source. `stage` is called at the start of each stage and returns a function, which is
+    called after each request of the stage.
 
     Thread safety: one thread.
     """
@@ -192,7 +182,7 @@ class Study:
         return replace(free, capacity=1.0, capacity_bytes=footprint, is_bound=True, tiers=filled)
 
     def results(self) -> Iterator[Result]:
-        """Yield the results of the question; see `study`."""
+        """Yield each result as soon as it is known; the first is that of the infinite cache."""
         question = self._question
         if question.tiers is not None:
             # If the device is too small, this raises ConfigError before the long run of the infinite cache.
@@ -239,7 +229,7 @@ class Study:
             pages = max(need.pages + need.longest, (need.longest + 1) * self._source.concurrency)
             device = layout.device_states * question.profile.state_bytes + pages * page
             unlimited = infinite(self._source, need, question.profile, question.checkpoints)
-            disk = (StorageTier("disk", unlimited.host_bytes),) if layout.file_storage else ()
+            disk = (StorageTier("disk", unlimited.host_bytes),)
             return [(None, Tiers(int(device * layout.host_ratio), device, disk, layout.device_states))]
         return [
             (capacity, Tiers(int(footprint * capacity))) for capacity in question.capacities or CAPACITIES
@@ -250,15 +240,9 @@ class Study:
     ) -> Run | QueuedRun:
         question = question or self._question
         setup = Setup(
-            policy,
-            question.profile,
-            tiers,
-            question.checkpoints,
-            question.machine,
-            question.seed,
-            question.write,
-            question.write_chance,
-        )
+            policy, question.profile, tiers, question.checkpoints, question.machine, question.seed,
+            question.write, question.write_chance,
+        )  # fmt: skip
         if question.queueing is not None:
             return QueuedRun(self._source, self.need, setup, question.queueing)
         return Run(self._source, self.need, setup)
@@ -287,26 +271,14 @@ class Study:
         run = self._prepare(tiers, policy)
         run.go(step)
         mean, p95 = run.tally.ttft_ms()
+        tally = run.tally
         return Result(
-            source=self._source.name,
-            policy=label,
-            capacity=capacity,
-            capacity_bytes=tiers.nbytes,
-            token_hit_rate=run.tally.token_hit_rate,
-            flops_saved=run.tally.flops_saved,
-            ttft_ms_mean=mean,
-            ttft_ms_p95=p95,
-            peak_bytes=run.peak_bytes,
-            working_bytes=run.working_bytes,
-            requests=run.tally.requests,
-            seconds=time.perf_counter() - started,
-            seed=question.seed,
-            profile=question.profile.name,
-            write=question.write,
-            write_chance=question.write_chance,
-            cuts=run.tally.cuts,
-            ttft_ms_p50=run.tally.ttft_ms_p50,
-            serving=run.serving() if isinstance(run, QueuedRun) else None,
-            tiers=run.uses(),
+            source=self._source.name, policy=label, capacity=capacity, capacity_bytes=tiers.nbytes,
+            token_hit_rate=tally.token_hit_rate, flops_saved=tally.flops_saved, ttft_ms_mean=mean,
+            ttft_ms_p95=p95, peak_bytes=run.peak_bytes, working_bytes=run.working_bytes,
+            requests=tally.requests, seconds=time.perf_counter() - started, seed=question.seed,
+            profile=question.profile.name, write=question.write, write_chance=question.write_chance,
+            cuts=tally.cuts, ttft_ms_p50=tally.ttft_ms_p50,
+            serving=run.serving() if isinstance(run, QueuedRun) else None, tiers=run.uses(),
             published=self._source.published if isinstance(self._source, WorkloadSource) else {},
-        )
+        )  # fmt: skip

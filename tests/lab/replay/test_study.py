@@ -17,7 +17,7 @@ from tiercache_lab.policies import MAIN
 from tiercache_lab.replay.base import StorageTier, Tiers
 from tiercache_lab.replay.results import WITHOUT_OFFLOAD, Result
 from tiercache_lab.replay.sources import open_source
-from tiercache_lab.replay.study import Question, Stage, study
+from tiercache_lab.replay.study import Question, Stage, Study
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,7 @@ def asked(
 
 
 def found(question: Question) -> list[Result]:
-    results = list(study(question))
+    results = list(Study(question).results())
     for one in results:
         assert 0 <= one.flops_saved <= 1
         assert 0 <= one.token_hit_rate <= 1
@@ -69,7 +69,7 @@ def found(question: Question) -> list[Result]:
 
 def test_fractions_are_of_the_same_bytes_whatever_the_checkpoints_are() -> None:
     rules, every, ends = (
-        list(study(asked(CHATS, "hvd", capacities=(0.2,), checkpoints=checkpoints)))
+        list(Study(asked(CHATS, "hvd", capacities=(0.2,), checkpoints=checkpoints)).results())
         for checkpoints in ("rules", "every:64", CheckpointRules(branch=False, prompt_end=False))
     )
     assert every[0].peak_bytes > rules[0].peak_bytes > ends[0].peak_bytes, "those of the infinite caches"
@@ -216,7 +216,7 @@ def test_stages_are_told_and_counted(question: Callable[[], Question]) -> None:
 
         return step
 
-    results = list(study(asking, begin))
+    results = list(Study(asking, begin).results())
     assert len(stages) == asking.stages
     assert {stage.requests for stage in stages} == {len(asking.source)}
     assert [stage.label for stage in stages][:2] == ["reading", "infinite"]
@@ -231,7 +231,7 @@ def test_a_label_says_the_capacity_as_it_was_given() -> None:
         labels.append(stage.label)
         return lambda: None
 
-    list(study(asked(CHATS, "lru", limit=2, capacities=(0.025, 1.0)), begin))
+    list(Study(asked(CHATS, "lru", limit=2, capacities=(0.025, 1.0)), begin).results())
     assert labels == ["reading", "infinite", "lru at 2.5 %", "lru at 100 %"]
 
 
@@ -243,5 +243,5 @@ def test_a_device_that_is_too_small_is_refused_before_anything_has_run() -> None
         return lambda: None
 
     with pytest.raises(ConfigError, match="does not hold the requests that run at once"):
-        list(study(asked(CHATS, "lru", tiers=Tiers(500_000, 100_000)), begin))
+        list(Study(asked(CHATS, "lru", tiers=Tiers(500_000, 100_000)), begin).results())
     assert [stage.label for stage in stages] == ["reading"]

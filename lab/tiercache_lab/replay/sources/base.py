@@ -174,9 +174,7 @@ class Layout:
     device_states: int
     """Number of state slots of the device."""
     host_ratio: float
-    """Bytes of the host divided by bytes of the device."""
-    file_storage: bool
-    """Whether there is a file store below the host."""
+    """Bytes of the host divided by bytes of the device; below the host there is an unlimited file store."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ SOURCES: Final[Mapping[str, Kind]] = MappingProxyType(
                     "token_hit_rate_infinite": 0.897569,
                 }
             ),
-            layout=Layout(device_states=50, host_ratio=2.0, file_storage=True),
+            layout=Layout(device_states=50, host_ratio=2.0),
         ),
         "seed-11214": Kind(
             "the shared-prefix benchmark of SGLang's pull request 11214: 50 groups x 10, system prompts of"

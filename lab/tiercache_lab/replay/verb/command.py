@@ -224,7 +224,7 @@ def replay(
     from tiercache_lab.replay.figures import counted
     from tiercache_lab.replay.machines import ReplayMachine, machine_named
     from tiercache_lab.replay.plan import STAGES, Search
-    from tiercache_lab.replay.study import Question, study
+    from tiercache_lab.replay.study import Question, Study
     from tiercache_lab.replay.verb import asking, show
 
     if listing:
@@ -252,19 +252,19 @@ def replay(
     if output is not Output.TABLE and (about := asking.about(question.source)):
         typer.echo(about, err=True)
     found: list[Result] = []
-    search: Search | None = None
+    study: Search | Study | None = None
     code, stages = Exit.DONE, STAGES if plan else question.stages
     try:
         with show.watching(stages, len(question.source), as_json=output is not Output.TABLE) as watch:
-            search = Search(question, watch) if plan else None
-            for result in search.results() if search else study(question, watch):
+            study = Search(question, watch) if plan else Study(question, watch)
+            for result in study.results():
                 found.append(result)
                 if output is Output.JSONL:
                     line(show.record(result))
     except KeyboardInterrupt:
         code = Exit.INTERRUPTED
         typer.echo(f"interrupted after {counted(len(found), 'run')}", err=True)
-    answer = search.plan if search else None
+    answer = study.plan if isinstance(study, Search) else None
     if output is Output.TABLE:
         show.show_results(found, question, answer)
     else:
