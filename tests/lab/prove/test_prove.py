@@ -278,25 +278,15 @@ DATA = b'data: {"choices": [{"index": 0, "text": " a"}]}\n\n'
     ("stream", "sentence"),
     [
         (b"data: {not json\n\n", "malformed stream"),
-        (b"data: [1, 2]\n\n", "malformed stream"),
         (b"data: \xff\xfe\n\n", "malformed stream (not UTF-8)"),
         (b"<html>hello</html>\n", "malformed stream"),
-        (b'{"choices": [{"text": "not a stream"}]}', "malformed stream"),
         (b"data: " + b"[" * 100_000 + b"\n\n", "malformed stream"),
-        (b'data: {"choices": 7}\n\n', "malformed stream"),
-        (b'data: {"choices": [7]}\n\n', "malformed stream"),
         (b'data: {"choices": [{"text": 7}]}\n\n', "malformed stream"),
-        (DATA + b'data: {"usage": []}\n\ndata: [DONE]\n\n', "malformed stream"),
         (DATA + b'data: {"usage": {"prompt_tokens": "many"}}\n\ndata: [DONE]\n\n', "malformed stream"),
         (
             DATA + b'data: {"usage": {"prompt_tokens_details": {"cached_tokens": -1}}}\n\ndata: [DONE]\n\n',
             "malformed stream",
         ),
-        (
-            DATA + b'data: {"usage": {"prompt_tokens_details": {"cached_tokens": true}}}\n\ndata: [DONE]\n\n',
-            "malformed stream",
-        ),
-        (DATA + b'data: {"sglext": {"cached_tokens_details": [1]}}\n\ndata: [DONE]\n\n', "malformed stream"),
         (
             b'data: {"error": {"message": "CUDA out of memory"}}\n\n',
             "ends its answer with an error: CUDA out of memory",
@@ -338,9 +328,7 @@ def test_other_statuses_are_one_sentence(sglang: Engine, status: int, body: byte
     assert sentence in refused(sglang)
 
 
-@pytest.mark.parametrize(
-    "models", [b"", b"[]", b'{"data": []}', b'{"data": [{"id": 7}]}', b'{"data": 3}', b"<html>"]
-)
+@pytest.mark.parametrize("models", [b"<html>", b'{"data": []}', b'{"data": [{"id": 7}]}'])
 def test_a_list_of_models_that_is_none(sglang: Engine, models: bytes) -> None:
     sglang.models = models
     assert "/v1/models offers no model" in refused(sglang)
@@ -360,11 +348,6 @@ def test_bytes_are_bounded(sglang: Engine, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(server_module, "MAX_BYTES", 1 << 20)
     sglang.stream = b"data: " + b"x" * (2 << 20)
     assert "answers with more than 1 MiB" in refused(sglang)
-
-
-def test_an_answer_without_a_text(sglang: Engine) -> None:
-    sglang.silent = True
-    assert "answers without a text" in refused(sglang)
 
 
 def test_nobody_there() -> None:
@@ -444,9 +427,7 @@ def test_a_file_of_another_model_is_refused_and_of_another_url_is_not(engine: En
 @pytest.mark.parametrize(
     "change",
     [
-        {"format": 2}, {"tokens": 10**12}, {"tokens": "many"}, {"max_tokens": 0}, {"prompt": None},
-        {"first": None}, {"first": {}},
-        {"seed": 1.5},
+        {"format": 2}, {"tokens": 10**12}, {"max_tokens": 0}, {"prompt": None}, {"first": {}},
     ],
 )  # fmt: skip
 def test_a_changed_file_is_refused(sglang: Engine, tmp_path, change: dict[str, Any]) -> None:
@@ -457,7 +438,7 @@ def test_a_changed_file_is_refused(sglang: Engine, tmp_path, change: dict[str, A
     assert len(sglang.asked) == 2
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff", b"7", b"[]", b"null", b"{}", b"[" * 100_000])
+@pytest.mark.parametrize("content", [b"", b"\xff", b"{}", b"[" * 100_000])
 def test_a_file_that_is_something_else_is_refused(tmp_path, content: bytes) -> None:
     path = tmp_path / "proof.json"
     path.write_bytes(content)
@@ -484,8 +465,6 @@ def test_files_that_cannot_be(sglang: Engine, tmp_path) -> None:
         ("127.0.0.1:30000", "is not the URL of an engine"),
         ("ftp://host", "is not the URL of an engine"),
         ("http://", "is not the URL of an engine"),
-        ("http://host:0", "is not the URL of an engine"),
-        ("http://host/?a=b", "is not the URL of an engine"),
         ("http://host\x1bc/", "is not the URL of an engine"),
         ("http://host:port", "no valid host and port"),
         ("http://[::1", "no valid host and port"),
@@ -523,15 +502,3 @@ def test_prompts() -> None:
     assert 480 <= len(words) <= 520
     assert words[-6:] == words[:6]  # it ends within a repetition of its beginning
     assert len(set(WORDS)) == len(WORDS) >= 120
-
-
-def test_help_teaches() -> None:
-    said = " ".join(call("prove", "--help").out.split())
-    for words in (
-        "tiercache prove http://127.0.0.1:30000", "--save proof.json", "--after proof.json",
-        "--enable-cache-report",
-        "--enable-prompt-tokens-details", "VLLM_SERVER_DEV_MODE=1", "4 a different text", "OPENAI_API_KEY",
-        "JSON fields",
-    ):  # fmt: skip
-        assert words in said
-    assert "prove" in call("--help").out

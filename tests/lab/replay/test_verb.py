@@ -88,14 +88,8 @@ def trace(tmp_path: Path) -> Path:
     rows = []
     for number in range(6):
         document = [100 * (number % 2) + block for block in range(4)]
-        rows.append(
-            {
-                "timestamp": 1000 * number,
-                "input_length": 4 * 512 + 200,
-                "output_length": 20,
-                "hash_ids": [*document, 900 + number],
-            }
-        )
+        ids = [*document, 900 + number]
+        rows.append({"timestamp": 1000 * number, "input_length": 2248, "output_length": 20, "hash_ids": ids})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -166,7 +160,6 @@ def test_pages_of_another_size(replay: Command) -> None:
         (("--slo-ttft", "2s"), "--slo-ttft is for requests that queue"),
         (("--slo-tpot", "2s"), "--slo-tpot is for requests that queue"),
         (("--machine", "h100", "--rate", "0"), "--rate 0 is not possible"),
-        (("--machine", "h100", "--rate", "nan"), "--rate nan is not possible"),
         (("--machine", "h100", "--slo-ttft", "0"), "a time to the first token of 0 s is no objective"),
         (("--machine", "h100", "--slo-tpot", "soon"), "--slo-tpot: 'soon' is not a duration"),
         (
@@ -227,20 +220,8 @@ def test_a_table_marks_the_best_and_names_every_tier(replay: Command) -> None:
     done = replay(chats, *QUICK, "--policy", "lru,gdsf,hvd", "--capacity", "0.1,0.5")
     assert done.code == 0, done.err
     head = next(line for line in done.out.splitlines() if "hit rate" in line)
-    assert head.split() == [
-        "policy",
-        "hit",
-        "rate",
-        "FLOPs",
-        "TTFT",
-        "p95",
-        "read",
-        "written",
-        "per",
-        "read",
-        "evicted",
-        "peak",
-    ]
+    columns = "policy hit rate FLOPs TTFT p95 read written per read evicted peak"
+    assert head.split() == columns.split()
     groups = re.split(r"^(?:without a limit|\d+ % of that), [\d.]+ [KMGT]iB$", done.out, flags=re.MULTILINE)
     assert len(groups) == 4
     for group in groups[2:]:
@@ -254,18 +235,8 @@ def test_a_table_marks_the_best_and_names_every_tier(replay: Command) -> None:
             name for name, (_, rate) in saved.items() if best - rate < 0.11
         }
     assert re.findall(r"^hvd at .*$", done.err, re.MULTILINE) == ["hvd at 10 %", "hvd at 50 %"], "each stage"
-    done = replay(
-        chats,
-        *QUICK,
-        "--policy",
-        "lru,hvd",
-        "--host-bytes",
-        "3GiB",
-        "--disk-bytes",
-        "20GiB",
-        "--device-bytes",
-        "3GiB",
-    )
+    sizes = ("--host-bytes", "3GiB", "--disk-bytes", "20GiB", "--device-bytes", "3GiB")
+    done = replay(chats, *QUICK, "--policy", "lru,hvd", *sizes)
     assert "device 3.00 GiB, host 3.00 GiB, disk 20.0 GiB" in done.out
     for tier in ("device", "host", "disk"):
         assert len(re.findall(rf"^(?:lru|hvd)? +{tier} +[\d.]+ % +", done.out, re.MULTILINE)) == 2
@@ -308,8 +279,6 @@ def test_storage_tiers_are_compared_with_one_pool_and_with_lru(replay: Command, 
         (("--tier", "a"), "--tier 'a' has no capacity; write it like"),
         (("--tier", "?capacity=1GiB"), "has no name; write it like"),
         (("--tier", "a?capacity=0"), "tier 'a' has no bytes"),
-        (("--tier", "a?capacity=-1"), "--tier a, capacity: '-1' is not a size"),
-        (("--tier", "a?capacity=1GiB&bandwidth=-6GB"), "--tier a, bandwidth: '-6GB' is not a size"),
         (("--tier", "a?capacity=1GiB&bandwidth=0"), "a bandwidth of 0 bytes per second is not possible"),
         (("--tier", "a?capacity=1GiB&speed=1"), "--tier a has no setting 'speed'; it has bandwidth,"),
         (
@@ -318,7 +287,6 @@ def test_storage_tiers_are_compared_with_one_pool_and_with_lru(replay: Command, 
         ),
         (("--tier", "a?capacity=1GiB&write=write_back"), "nothing can be written back to it"),
         (("--tier", "a?capacity=1GiB", "--tier", "a?capacity=2GiB"), "two tiers are named 'a'"),
-        (("--tier", "host?capacity=1GiB"), "two tiers are named 'host'"),
         (("--tier", "a b?capacity=1GiB"), "'a b' is no name"),
         (("--tier", "a?capacity=1&read_only=yes", "--tier", "b?capacity=1&write=write_back"), "is read-only"),
         ([part for n in range(9) for part in ("--tier", f"t{n}?capacity=1")], "9 tiers are more than the 8"),
@@ -461,10 +429,7 @@ def test_a_model_without_states_gets_the_policies_that_it_has_a_use_for(
     ("arguments", "sentence"),
     [
         ([], "no source is named; give a trace file or a generator"),
-        (["bogus"], "'bogus' is neither a file nor a generator"),
         (["agent?bogus=1"], "agent has no parameter 'bogus'"),
-        (["agent?live=0"], "live must be a whole number from 1"),
-        (["seed-20457?clients=2"], "has no parameters"),
         (["agent", "extra"], "unexpected extra argument"),
         (["agent", "--policy", "bogus"], "there is no eviction policy 'bogus'; use lru"),
         (["agent", "--policy", ","], "no policy is named"),
@@ -475,14 +440,9 @@ def test_a_model_without_states_gets_the_policies_that_it_has_a_use_for(
         ),
         (["agent", "--profile", "bogus"], "there is no model profile and no file 'bogus'"),
         (["agent", "--profile", "{trace}"], "is not JSON"),
-        (["agent", "-o", "xml"], "'xml' is not one of"),
-        (["agent", "--write", "nonsense"], "'nonsense' is not one of 'write_through', 'write_back'"),
         (["agent", "--write", "write_back"], "needs a storage tier to write to; add --disk-bytes or --tier"),
         (["agent", "--write-chance", "2"], "--write-chance 2 is not a probability; use a number from 0 to 1"),
-        (["agent", "--write-chance", "-0.1"], "--write-chance -0.1 is not a probability"),
         (["agent", "--write-chance", "nan"], "--write-chance nan is not a probability"),
-        (["agent", "--write-chance", "often"], "invalid value for '--write-chance'"),
-        (["agent", "--capacity", "0"], "a capacity of 0 is out of range"),
         (
             ["agent", "--capacity", "0.1,10"],
             "a capacity of 10 is out of range; use a fraction, such as 0.1, of the bytes",
@@ -492,7 +452,6 @@ def test_a_model_without_states_gets_the_policies_that_it_has_a_use_for(
         (["agent", "--capacity", ","], "--capacity ',' contains no number"),
         (["agent", "--capacity", "0.1", "--host-bytes", "1GiB"], "give only one of them"),
         (["agent", "--host-bytes", "1GiG"], "--host-bytes: '1GiG' is not a size"),
-        (["agent", "--device-bytes", "-1"], "--device-bytes: '-1' is not a size"),
         (["agent", "--disk-bytes", "1GiB"], "through the host, which has 0 bytes"),
         (["agent", "--host-bytes", "0"], "tiers of 0 bytes cannot cache anything"),
         (
@@ -500,10 +459,7 @@ def test_a_model_without_states_gets_the_policies_that_it_has_a_use_for(
             "a device of 1048576 bytes does not hold the requests that run at once",
         ),
         (["agent", "--limit", "-1"], "the limit must be a whole number of requests, at least 1, not -1"),
-        (["agent", "--limit", "0"], "the limit must be"),
-        (["agent", "--limit", "x"], "invalid value for '--limit'"),
         (["agent", "--seed", "-1"], "the seed must be"),
-        (["agent", "--seed", str(2**63)], "the seed must be"),
         (
             ["agent", "--checkpoints", "branch,middle"],
             "--checkpoints 'middle' is not known; use branch, prompt, end, ghost or none, or a policy:"
@@ -520,16 +476,14 @@ def test_a_model_without_states_gets_the_policies_that_it_has_a_use_for(
         (["agent", "--report", "/proc/x.html"], "--report /proc/x.html: its directory cannot be written to"),
         (["agent", "--report", "/tmp"], "--report /tmp is a directory"),
         (["{broken}"], "broken.jsonl, line 2: not JSON"),
-        (["{empty}"], "has no requests"),
     ],
 )
 def test_a_mistake_gets_one_sentence(
     replay: Command, trace: Path, tmp_path: Path, arguments: list[str], sentence: str
 ) -> None:
-    broken, empty = tmp_path / "broken.jsonl", tmp_path / "empty.jsonl"
+    broken = tmp_path / "broken.jsonl"
     broken.write_text(trace.read_text().splitlines()[0] + "\n{broken\n")
-    empty.touch()
-    done = replay(*(one.format(trace=trace, broken=broken, empty=empty) for one in arguments))
+    done = replay(*(one.format(trace=trace, broken=broken) for one in arguments))
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith("tiercache: ")
     assert done.err.count("\n") == 1
@@ -538,17 +492,8 @@ def test_a_mistake_gets_one_sentence(
 
 def test_ctrl_c_keeps_what_was_found(tmp_path: Path) -> None:
     report = tmp_path / "replay.html"
-    command = [
-        sys.executable,
-        "-m",
-        "tiercache.cli",
-        "replay",
-        "sharegpt?chats=250",
-        "--policy",
-        "lru,hvd",
-        "--report",
-        str(report),
-    ]
+    command = [sys.executable, "-m", "tiercache.cli", "replay", "sharegpt?chats=250"]
+    command += ["--policy", "lru,hvd", "--report", str(report)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
         assert run.stderr is not None
         while not run.stderr.readline().startswith("lru at 10 %"):
