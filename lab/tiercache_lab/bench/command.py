@@ -32,11 +32,6 @@ Repeat = Annotated[
 ]
 
 
-@bench.callback()
-def _group() -> None:
-    """Measure this machine, and compare most figures with its speed without tiercache."""
-
-
 @bench.command()
 def disk(
     backend: Annotated[str, typer.Option(help="Store to measure: file or lmdb.")] = "file",

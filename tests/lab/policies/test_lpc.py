@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.policy.rig import HUGE, PlainUnits, random_units, reuse_of, units
-from tiercache.policy import CheckpointKind, policy_named
+from tiercache.policy import CheckpointKind
 from tiercache_lab.policies.lpc import Lpc
 
 pytestmark = pytest.mark.slow
@@ -93,7 +93,3 @@ def test_what_waits_for_an_answer_is_bounded_and_units_without_a_name_are_no_exa
     policy = Lpc()
     policy.learn(units(5, now=100), units(5, now=100))
     assert not len(policy._digests)  # private: as above
-
-
-def test_it_is_made_by_name():
-    assert isinstance(policy_named("lpc"), Lpc)

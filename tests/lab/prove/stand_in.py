@@ -41,7 +41,6 @@ class Engine:
     hang: bool = False
     trickle: bool = False
     always_cached: int = 0
-    silent: bool = False
     computing: float = 0
     restoring: float = 0
     device: set[str] = field(default_factory=set)
@@ -76,7 +75,7 @@ class Engine:
         if where and self.wrong:
             self.wrong -= 1
             words[-1] = "nonsense"
-        for n in () if self.silent else range(0, len(words), 8):
+        for n in range(0, len(words), 8):
             yield {"choices": [{"index": 0, "text": f" {' '.join(words[n : n + 8])}", "finish_reason": None}]}
         if self.kind == "sglang" and self.details and request.get("return_cached_tokens_details") and cached:
             yield {

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from tiercache.config import parse_duration, parse_size
 from tiercache.controller import WRITE_BACK
@@ -26,6 +26,8 @@ from tiercache_lab.replay.results import Objective
 from tiercache_lab.replay.sources import WorkloadSource, open_source
 from tiercache_lab.replay.sources.base import parameters
 from tiercache_lab.replay.study import Question, possible
+
+T = TypeVar("T")
 
 _CHECKPOINTS: Final = {"branch": "branch", "prompt": "prompt_end", "end": "request_end", "ghost": "ghost"}
 """Names of checkpoints in `--checkpoints`, and the field of CheckpointRules that each name sets."""
@@ -85,12 +87,16 @@ def check_writes(write: str, chance: float, tiers: Tiers | None) -> None:
 
 def capacities(text: str) -> tuple[float, ...]:
     """Return the fractions that `--capacity` lists."""
-    if text and not _parts(text):
+    try:
+        found = tuple(map(float, _parts(text)))
+    except ValueError:
+        found = ()
+    if text and not found:
         raise ConfigError(
-            f"--capacity {shown(text)} contains no number; use fractions of the bytes that an infinite"
+            f"--capacity {shown(text)} is not a list of numbers; use fractions of the bytes that an infinite"
             " cache would hold, such as 0.05,0.1"
         )
-    return tuple(number_of("--capacity", part, "a fraction, such as 0.1") for part in _parts(text))
+    return found
 
 
 def tiers(device: str, host: str, disk: str, specs: Sequence[str]) -> Tiers | None:
@@ -248,24 +254,15 @@ def _parts(text: str) -> list[str]:
 
 def size_of(option: str, text: str) -> int:
     """Return a size in bytes."""
-    try:
-        return parse_size(text)
-    except ConfigError as error:
-        raise ConfigError(f"{option}: {error}") from error
-
-
-def number_of(option: str, text: str, wanted: str) -> float:
-    """Return a number; `wanted` describes it in the error message."""
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"{option}: {shown(text)} is not a number; use {wanted}") from None
+    return _parsed(option, parse_size, text)
 
 
 def _duration(option: str, text: str) -> float | None:
-    if not text:
-        return None
+    return _parsed(option, parse_duration, text) if text else None
+
+
+def _parsed(option: str, parse: Callable[[str], T], text: str) -> T:
     try:
-        return parse_duration(text)
+        return parse(text)
     except ConfigError as error:
         raise ConfigError(f"{option}: {error}") from error
