@@ -1,7 +1,7 @@
 """Sources of replayed requests: generators with seeds, and recorded traces.
 
 Reading order: `base` (workloads with their parameters, and the source that replays a workload), `streams`
-(tokens computed from a name); the workloads `conversations`, `agents`, `documents`, `shared`; the files
+(tokens computed from a name); the workloads `conversations`, `agents`, `documents`; the files
 `mooncake` and `sessions`, with `fields`; `catalogue` (all generators by name).
 """
 

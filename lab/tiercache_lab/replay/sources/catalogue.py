@@ -1,34 +1,78 @@
-"""All generators by name, and the function that opens sources.
+"""All generators by name, the mixture of all kinds, and the function that opens sources.
 
 The name of a source is a generator with parameters, such as "agent?sessions=24", or the path of a trace.
 """
 
 from __future__ import annotations
 
+import heapq
 import os
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
 from tiercache.errors import ConfigError
 from tiercache.text import shown
+from tiercache_lab.replay.base import Request
 from tiercache_lab.replay.sources.agents import Agents
 from tiercache_lab.replay.sources.base import (
     Kind,
     Layout,
     Span,
+    Workload,
     WorkloadSource,
     options_of,
     parameters,
     with_options,
 )
-from tiercache_lab.replay.sources.conversations import Chats, MultiTurn, RoundRobin
+from tiercache_lab.replay.sources.conversations import Chats, MultiTurn, RoundRobin, SharedPrefix
 from tiercache_lab.replay.sources.documents import Documents
 from tiercache_lab.replay.sources.mooncake import BLOCK, read_trace
 from tiercache_lab.replay.sources.sessions import SUFFIX, Sessions, read_sessions
-from tiercache_lab.replay.sources.shared import Mixed, SharedPrefix
+
+_SECONDS: Final = 1200
+"""Approximate duration in seconds of each of the mixed workloads."""
+
+_LIVE: Final = 20
+"""Maximum number of conversations at once."""
+_AGENTS: Final = 6
+"""Maximum number of agent sessions at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed(Workload):
+    """Mixture of four workloads: groups with system prompts, conversations, agents and short chats.
+
+    The requests of these parts are merged by arrival time. All parts have about the same duration.
+    """
+
+    def count(self, seed: int) -> int:
+        """Return the number of requests of all parts."""
+        return sum(part.count(seed) for part in self._parts())
+
+    def generate(self, seed: int) -> Iterator[Request]:
+        """Yield the requests of all parts in order of arrival, with session numbers that are unique."""
+        parts = self._parts()
+        renumbered = [_renumber(part.generate(seed), number, len(parts)) for number, part in enumerate(parts)]
+        return heapq.merge(*renumbered, key=lambda request: request.arrival)
+
+    def _parts(self) -> tuple[Workload, ...]:
+        # Each part takes about `_SECONDS`: 20 groups of 32 requests, 60 conversations of 12 rounds, 26
+        # sessions of agents with about 28 turns, and 900 chats.
+        return (
+            SharedPrefix(groups=20, prompts=32, rate=20 * 32 / _SECONDS),
+            MultiTurn(conversations=60, live=_LIVE, pause=_SECONDS * _LIVE / (60 * 12)),
+            Agents(sessions=26, live=_AGENTS, pause=_SECONDS * _AGENTS / (26 * 28)),
+            Chats(chats=900, rate=900 / _SECONDS),
+        )
+
+
+def _renumber(requests: Iterator[Request], part: int, parts: int) -> Iterator[Request]:
+    """Return the requests of one part with new session numbers, which the other parts do not use."""
+    return (replace(request, session=request.session * parts + part) for request in requests)
+
 
 SOURCES: Final[Mapping[str, Kind]] = MappingProxyType(
     {

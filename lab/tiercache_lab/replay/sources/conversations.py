@@ -1,4 +1,4 @@
-"""Workloads of conversations and short chats, and the pauses between the turns of sessions."""
+"""Workloads of conversations, short chats and groups with a common prompt, and the pauses between turns."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from tiercache.core import TokenArray
 from tiercache_lab.replay.base import Request
@@ -220,3 +221,56 @@ class Chats(Workload):
             yield Request(said[:-answer], said[-answer:], now, chat.number, chat.rounds)
             chat.length += question + answer
             chat.rounds += 1
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix(Workload):
+    """`groups` x `prompts` requests, each with the system prompt of a group and a question of its own.
+
+    If `zipf` is 0, each group has exactly `prompts` requests, in random order. Otherwise the group of each
+    request is drawn at random, and the n-th most popular group has the weight n ** -zipf.
+    """
+
+    groups: int = field(default=64, metadata=bounds(1, 65_536, "groups, each with a system prompt"))
+    prompts: int = field(
+        default=32, metadata=bounds(1, 65_536, "requests per group, on average where zipf is not 0")
+    )
+    zipf: float = field(
+        default=0.0, metadata=bounds(0, 4, "exponent of the groups' popularity; 0: all alike")
+    )
+    system: Span = field(
+        default=Span(1024, 10_240), metadata=bounds(1, 2**20, "tokens of a system prompt, uniform")
+    )
+    question: Span = field(default=Span(64, 512), metadata=bounds(1, 2**20, "tokens of a question, uniform"))
+    answer: Span = field(default=Span(64, 512), metadata=bounds(1, 2**20, "tokens of an answer, uniform"))
+    rate: float = field(default=2.0, metadata=bounds(0.001, 1e6, "requests per second"))
+
+    def __post_init__(self) -> None:
+        check_size(self.groups * self.prompts, self.system.high + self.question.high)
+
+    def count(self, seed: int) -> int:
+        """Return the number of requests: `groups` x `prompts`."""
+        return self.groups * self.prompts
+
+    def generate(self, seed: int) -> Iterator[Request]:
+        """Yield the requests in order of arrival; each is a session of its own."""
+        total = self.groups * self.prompts
+        lengths = self.system.uniform(rng_of(seed, "groups", "system"), self.groups)
+        rng = rng_of(seed, "groups", "requests")
+        order = self._order(rng, total)
+        questions = self.question.uniform(rng, total)
+        answers = self.answer.uniform(rng, total)
+        times = poisson(self.rate, rng_of(seed, "groups", "times"))
+        for number, now in zip(range(total), times, strict=False):
+            group = int(order[number])
+            system = tokens(key_of(seed, "groups", "system", group), int(lengths[group]))
+            question = tokens(key_of(seed, "groups", "question", number), int(questions[number]))
+            answer = tokens(key_of(seed, "groups", "answer", number), int(answers[number]))
+            yield Request(join(system, question), answer, now, number)
+
+    def _order(self, rng: np.random.Generator, total: int) -> npt.NDArray[np.int64]:
+        """Return the group of each request."""
+        if not self.zipf:
+            return rng.permutation(np.repeat(np.arange(self.groups), self.prompts))
+        weights = np.arange(1, self.groups + 1) ** -self.zipf
+        return rng.choice(self.groups, total, p=weights / weights.sum())
