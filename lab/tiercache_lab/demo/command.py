@@ -45,11 +45,17 @@ from tiercache_lab import children
 _COLUMNS: Final = ("chat, turn", "from", "restored", "1st token", "recompute", "gain", "diff", "answer")
 _LEGEND: Final = (
     "restored: tokens of the prompt. recompute: a prefill in one pass after a warm-up (median of 5). diff:"
-    " largest logit difference from a recompute with the same cuts (the same passes)."
+    " largest logit difference from a recompute with the same cuts (the same passes). cold: the page cache"
+    " was dropped."
 )
 SERVER: Final = "tiercache_lab.demo.serving"
 """Module that each server process runs."""
-TIMED: Final = {"speed-host": "from host", "speed-disk": "from disk", "speed-storage": "from storage"}
+TIMED: Final = {
+    "speed-host": "from host",
+    "speed-disk": "from disk",
+    "speed-disk-cold": "disk, cold",
+    "speed-storage": "from storage",
+}
 """Names, in the table, of the phases in which restores are timed."""
 
 
@@ -155,7 +161,7 @@ def demo(
         typer.Option(
             help=(
                 "URL of a store, such as grpc:///var/lib/tiercache/run. Repeat the option for a chain of"
-                " tiers, the fastest first. Default: two stores on disk."
+                " tiers, the fastest first. Default: a store on disk."
             )
         ),
     ] = None,
@@ -163,8 +169,7 @@ def demo(
 ) -> None:
     """Serve conversations, kill the process, continue them in a second process, and check every answer.
 
-    Pages and states go through device, host and two stores on disk: a fast one that is too small for all, and
-    a larger one. In the middle of the second process, the fast one is taken away and comes back.
+    Pages and states go through device, host and a store on disk.
 
     Every answer is recomputed from its tokens with the same cuts (the same forward passes). Restored bytes,
     logits and text must be bitwise equal. Exit code 4: an answer differs. Exit code 6: from one of the tiers
@@ -376,10 +381,12 @@ def _print_verdict(console: Console, result: DemoResult) -> None:
         " what the first had stored."
     )
     if figures:
+        cold = figures.get("speedup_disk_cold")
         console.print(
             f"First token at {result.rows[-1]['tokens_prompt']} tokens: {figures['speedup_host']:.1f} x"
             f" faster from host, {figures[f'speedup_{result.store}']:.1f} x from"
-            f" {result.store}. Restored at {figures['restore_gbps']:.2f} GB/s."
+            f" {result.store}{f', {cold:.1f} x with the page cache dropped' if cold else ''}."
+            f" Restored at {figures['restore_gbps']:.2f} GB/s."
         )
     faults = result.faults()
     if faults:

@@ -36,6 +36,7 @@ from tiercache.integrations.transformers.stream import TorchStream, compute_repe
 from tiercache.integrations.transformers.watch import identity_of
 from tiercache.integrations.transformers.worker import Worker
 from tiercache.storage.registry import open_backend, spec_of
+from tiercache_lab.bench.machine import drop
 from tiercache_lab.demo.audit import Audit, AuditedRun, AuditVerdict
 from tiercache_lab.demo.small import build_small_hybrid
 
@@ -51,10 +52,6 @@ REPEATS: Final = 5
 """Number of runs of each measurement, whose median is shown."""
 TIER_NAMES: Final = {None: "none", Tier.DEVICE: "device", Tier.HOST: "host"}
 """Names of tiers in rows. Those below the host are named by the chain, or else by `DemoPlan.store`."""
-FAST: Final = "fast"
-"""Name of the smaller file tier, which is taken away for a while."""
-_MIN_FAST: Final = 8 << 20
-"""Minimum capacity in bytes of the smaller file tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +65,7 @@ class DemoPlan:
     model: str = ""
     """Directory of the model; empty for the small hybrid model."""
     disk_bytes: int = 1 << 30
-    """Capacity of the larger file tier."""
+    """Capacity of the file store."""
     turns: int = 4
     """Number of turns of each conversation in the first process."""
     conversations: int = 4
@@ -76,7 +73,7 @@ class DemoPlan:
     context: int = 4096
     """Tokens of the prompt whose restore is timed."""
     storage: Sequence[str] = ()
-    """URL of the store; several are a chain of tiers, none a chain of two file stores in `directory`."""
+    """URL of the store; several are a chain of tiers, none is a file store in `directory`."""
     shared: bool = False
     """Whether both processes may have the store open at once.
 
@@ -207,14 +204,8 @@ class Session:
             self._talk.ask(record["conversation"])
             self._talk.add_answer(record["conversation"], run.tokens[run.prompt_tokens :])
             emit("step", what="recompute what the first process computed")
-        sections, retier = self._sections(), self._store.retier
         for conversation in range(self._plan.conversations):
-            away = not self._plan.storage and conversation == self._plan.conversations // 2
-            if away:
-                retier(sections[1:]).left.result()
             self._turn("restart", conversation, self._plan.turns)
-            if away:
-                retier(sections).left.result()
         self._turn("restart", self._plan.conversations - 1, self._plan.turns + 1)
         self._worker.close()
         self._measure()
@@ -254,8 +245,14 @@ class Session:
         self._worker.close()
 
     def _timed(self) -> dict[str, list[Tier]]:
-        """Return the phases of timed restores, each with the tiers that are emptied before every restore."""
-        return {"speed-host": [Tier.DEVICE], f"speed-{self._plan.store}": [Tier.DEVICE, Tier.HOST]}
+        """Return the phases of timed restores, each with the tiers that are emptied before every restore.
+
+        If the store belongs to another process, there is no cold phase, because this process cannot drop the
+        store's files from the page cache.
+        """
+        both = [Tier.DEVICE, Tier.HOST]
+        timed = {"speed-host": [Tier.DEVICE], f"speed-{self._plan.store}": both}
+        return timed if self._plan.storage else timed | {"speed-disk-cold": both}
 
     def _speed(
         self, phase: str, evict: list[Tier], prompt: TokenArray, filled: AuditVerdict
@@ -270,6 +267,8 @@ class Session:
             self._worker.synchronize()
             for tier in evict:
                 self._worker.controller.evict(tier)
+            if phase.endswith("cold"):
+                drop(Path(self._plan.directory))
             restores.append(self._worker.serve(prompt, 1, audit=True))
             seconds, uncut = timed([lambda: uncut_prefill(self._worker.runner, prompt)], self._worker.stream)
             recomputes.append(seconds)
@@ -277,7 +276,8 @@ class Session:
         recompute = statistics.median(recomputes)
         verdicts = [filled, *(self._audit.check(g, uncut) for g in restores)]
         self._emit_row(phase, -1, 0, median, recompute, before, verdicts)
-        figures = {f"speedup_{phase.removeprefix('speed-')}": recompute / median.ttft_seconds}
+        name = phase.removeprefix("speed-").replace("-", "_")
+        figures = {f"speedup_{name}": recompute / median.ttft_seconds}
         if phase == f"speed-{self._plan.store}":
             seconds = statistics.median(g.restore_seconds for g in restores)
             figures["restore_gbps"] = self._bytes(median) / seconds / 1e9
@@ -326,29 +326,10 @@ class Session:
         read = [name for name, count in self._tiers().items() if count > before.get(name, 0)]
         return read[-1] if read else self._plan.store
 
-    def _sections(self) -> list[dict[str, Any]]:
-        """Return the two file tiers of the default store; the first is too small for all conversations."""
-        root = Path(self._plan.directory).absolute()
-        fast = max(_MIN_FAST, min(self._fast_bytes(), self._plan.disk_bytes // 2))
-        return [
-            {"type": "file", "path": str(root / FAST), "capacity": fast, "tier_name": FAST},
-            {
-                "type": "file",
-                "path": str(root / "store"),
-                "capacity": self._plan.disk_bytes,
-                "tier_name": self._plan.store,
-            },
-        ]
-
-    def _fast_bytes(self) -> int:
-        """Return room for two conversations, and for the timed prompt."""
-        geometries = ModelRunner(self._model, PAGE_SIZE).layout.geometries
-        page, states = _object_bytes(geometries)
-        longest = max(2 * self._longest(), self._plan.context)
-        return 3 * (longest // PAGE_SIZE * page + 8 * states) // 2
-
     def _open(self, device_bytes: int, host_bytes: int) -> Worker:
-        self._store = open_backend(spec_of(self._plan.storage) if self._plan.storage else self._sections())
+        path = Path(self._plan.directory).absolute() / "store"
+        own = {"type": "file", "path": str(path), "capacity": self._plan.disk_bytes}
+        self._store = open_backend(spec_of(self._plan.storage) if self._plan.storage else own)
         return Worker(
             self._model, device_bytes=device_bytes, host_bytes=host_bytes, storage=self._store,
             page_size=PAGE_SIZE,

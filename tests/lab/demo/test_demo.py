@@ -42,16 +42,14 @@ def test_the_demo_restores_from_every_tier_and_over_a_kill(tmp_path):
     assert all(row.keys() >= ROW for row in rows)
     assert summary.keys() >= SUMMARY
     assert summary["wrong_outputs"] == 0
-    assert all(summary["hits_by_tier"][tier] > 0 for tier in ("device", "host", "fast", "disk"))
+    assert all(summary["hits_by_tier"][tier] > 0 for tier in ("device", "host", "disk"))
     assert {row["max_logit_diff"] for row in rows} == {0.0}
     assert all(row["same_text"] for row in rows)
     restarted = [row for row in rows if row["phase"] == "restart"]
-    assert [row["tier"] in ("fast", "disk") for row in restarted] == [True, True, True, False]
-    assert (restarted[1]["tier"], restarted[3]["tier"]) == ("disk", "device"), (
-        "every conversation once, the second without the fast tier, and the last one once more"
-    )
+    assert [row["tier"] == "disk" for row in restarted] == [True, True, True, False]
+    assert restarted[3]["tier"] == "device", "every conversation once, and the last one once more"
     assert all(row["tokens_restored"] > 0 and row["bytes_restored"] > 0 for row in restarted)
-    assert [row["tier"] for row in rows if row["phase"].startswith("speed")] == ["host", "fast"]
+    assert [row["tier"] for row in rows if row["phase"].startswith("speed")] == ["host", "disk", "disk"]
 
 
 @pytest.mark.slow

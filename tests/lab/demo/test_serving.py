@@ -101,7 +101,7 @@ def test_one_conversation_of_one_turn_needs_every_tier(name: str, times: int, tm
             for event in events(replace(plan, phase=phase))
             if event["event"] == "row"
         ]
-        assert [row["tier"] for row in rows] == ["none", "disk", "device", "host", "fast"]
+        assert [row["tier"] for row in rows] == ["none", "disk", "device", "host", "disk", "disk"]
         assert all(row["same_text"] and row["same_bytes"] and row["max_logit_diff"] == 0.0 for row in rows)
 
 
