@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiercache.cli.app import main
+from tests.cli.store.test_samples import call
 from tiercache.policy import profile_named
 from tiercache_lab.replay.plan import Curve, Search, SizePlan, disk_of, host_of, rounded, sentences
 from tiercache_lab.replay.sources import open_source
@@ -22,7 +20,6 @@ from tiercache_lab.replay.study import Question
 
 GIB = 1 << 30
 SMALL = "multi-turn?conversations=5&rounds=3&live=3&user=64-300&answer=64-200"
-Command = Callable[..., tuple[int, str, str]]
 
 
 def step(size: float) -> float:
@@ -107,18 +104,10 @@ def test_rounded_sizes_have_two_digits_and_are_near(nbytes: int) -> None:
     assert math.isclose(found, nbytes, rel_tol=0.06, abs_tol=1)
 
 
-@pytest.fixture
-def replay(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+def replay(*arguments: object) -> tuple[int, str, str]:
     """The console script, in this process: its exit code, stdout and stderr."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["tiercache", "replay", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            main()
-        told = capsys.readouterr()
-        return int(end.value.code or 0), told.out, told.err
-
-    return run
+    done = call("replay", *arguments, ok=None)
+    return done.code, done.out, done.err
 
 
 def planned(spec: str, profile: str = "qwen3-next-80b-a3b", limit: int | None = None) -> SizePlan:
@@ -133,7 +122,7 @@ def rows_of(out: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.splitlines()]
 
 
-def test_the_answer_is_what_the_runs_say(replay: Command) -> None:
+def test_the_answer_is_what_the_runs_say() -> None:
     """Each figure of the answer is that of a run, and a replay with these sizes gives it again."""
     code, out, err = replay(SMALL, "--plan", "-o", "jsonl")
     assert code == 0, err
@@ -159,7 +148,7 @@ def test_the_answer_is_what_the_runs_say(replay: Command) -> None:
     assert re.match(r"[\d.]+ [KMG]iB of host memory save [\d.]+ % of the prefill", plan["sentences"][0])
 
 
-def test_the_terminal_has_the_answer_first_and_the_page_has_the_same(replay: Command, tmp_path: Path) -> None:
+def test_the_terminal_has_the_answer_first_and_the_page_has_the_same(tmp_path: Path) -> None:
     path = tmp_path / "plan.html"
     code, out, err = replay(SMALL, "--limit", 9, "--plan", "--report", path)
     assert code == 0, err
@@ -210,14 +199,14 @@ def test_disks_are_run_where_the_host_leaves_something_to_save() -> None:
         (("--policy", "lru,hvd"), "--plan runs one policy, and --policy names 2; name one of them"),
     ],
 )
-def test_mistakes_are_one_sentence(replay: Command, options: tuple[str, ...], message: str) -> None:
+def test_mistakes_are_one_sentence(options: tuple[str, ...], message: str) -> None:
     code, out, err = replay(SMALL, "--plan", *options)
     assert (code, out) == (2, "")
     assert message in err
     assert len(err.strip().splitlines()) == 1
 
 
-def test_what_is_known_is_shown_after_an_interrupt(replay: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_known_is_shown_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Search.results
 
     def cut(self: Search) -> Any:

@@ -9,15 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cli.store.test_samples import Done, call
 from tests.examples import slow_after
-from tiercache.cli.app import main
 from tiercache.controller import WRITE_BACK, WRITE_CHANCE
 from tiercache.policy import PROFILES, profile_named
 from tiercache_lab.policies import MAIN, RIVALS, VARIANTS
@@ -38,37 +37,9 @@ THEN = [
 QUICK = ("--limit", "40", "--no-bounds")
 
 
-@dataclass(frozen=True)
-class Done:
-    """Result of a command: its exit code and its output."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        assert self.code == 0, self.err
-        return [json.loads(line) for line in self.out.splitlines()]
-
-
-Command = Callable[..., Done]
-
-
-@pytest.fixture
-def replay(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
+def replay(*arguments: object) -> Done:
     """The console script, in this process."""
-    before = signal.getsignal(signal.SIGTERM)
-
-    def run(*arguments: object) -> Done:
-        monkeypatch.setattr(sys, "argv", ["tiercache", "replay", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert isinstance(ended.value.code, int)
-        return Done(ended.value.code, *capsys.readouterr())
-
-    yield run
-    signal.signal(signal.SIGTERM, before)
+    return call("replay", *arguments, ok=None)
 
 
 def process(*arguments: object, columns: int = 80) -> Done:
@@ -77,7 +48,6 @@ def process(*arguments: object, columns: int = 80) -> Done:
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=200, env=os.environ | {"COLUMNS": str(columns)}
     )
-    assert "Traceback" not in done.stderr, done.stderr
     return Done(done.returncode, done.stdout, done.stderr)
 
 
@@ -97,12 +67,12 @@ def trace(tmp_path: Path) -> Path:
 def test_json_rows_have_these_keys_and_nothing_else_is_on_stdout(trace: Path) -> None:
     done = process(trace, "-o", "jsonl", "--policy", "lru,hvd", "--capacity", "0.3,0.6")
     assert done.err == ""
-    names = [(row["policy"], row["capacity"]) for row in done.rows]
+    names = [(row["policy"], row["capacity"]) for row in done.lines]
     assert names == [
         ("infinite", 1.0), ("lru", 0.3), ("lru", 0.6), ("hvd", 0.3), ("hvd", 0.6),
         ("clairvoyant", 0.3), ("clairvoyant", 0.6),
     ]  # fmt: skip
-    for row in done.rows:
+    for row in done.lines:
         assert list(row) == FIRST + THEN
         assert row["source"] == "little"
         assert row["peak_bytes"] <= row["capacity_bytes"]
@@ -110,18 +80,18 @@ def test_json_rows_have_these_keys_and_nothing_else_is_on_stdout(trace: Path) ->
         assert row["is_bound"] == (row["policy"] not in MAIN)
     # The first question about each document computes it, the others find a state at its end, where a page
     # ends too.
-    assert done.rows[0]["token_hit_rate"] == pytest.approx(4 * 2048 / (6 * 2248))
+    assert done.lines[0]["token_hit_rate"] == pytest.approx(4 * 2048 / (6 * 2248))
 
 
 SERVED = ("multi-turn?conversations=6&rounds=4&live=3&pause=2", "--policy", "lru,hvd", "--capacity", "0.2")
 
 
 @pytest.mark.slow
-def test_requests_queue_at_a_machine(replay: Command, tmp_path: Path) -> None:
+def test_requests_queue_at_a_machine(tmp_path: Path) -> None:
     machine = tmp_path / "small.toml"
     machine.write_text("[prefill]\nflops = 20e12\n[serving]\nbatch = 2\n")
     options = ("--machine", machine, "--rate", "3", "--slo-ttft", "500ms", "--slo-tpot", "1s")
-    rows = {row["policy"]: row for row in replay(*SERVED, *options, "-o", "jsonl").rows}
+    rows = {row["policy"]: row for row in replay(*SERVED, *options, "-o", "jsonl").lines}
     assert list(rows) == ["infinite", "lru", "hvd", "no cache"]
     for row in rows.values():
         queue = row["serving"]
@@ -146,9 +116,9 @@ def test_requests_queue_at_a_machine(replay: Command, tmp_path: Path) -> None:
     assert "engine" in plain
 
 
-def test_pages_of_another_size(replay: Command) -> None:
-    rows = replay(*SERVED, "--page", "32", "--no-bounds", "-o", "jsonl").rows
-    plain = replay(*SERVED, "--no-bounds", "-o", "jsonl").rows
+def test_pages_of_another_size() -> None:
+    rows = replay(*SERVED, "--page", "32", "--no-bounds", "-o", "jsonl").lines
+    plain = replay(*SERVED, "--no-bounds", "-o", "jsonl").lines
     assert rows[0]["token_hit_rate"] > plain[0]["token_hit_rate"], "less is lost at the ends of pages"
 
 
@@ -168,14 +138,14 @@ def test_pages_of_another_size(replay: Command) -> None:
         ),
     ],
 )
-def test_options_of_a_queue_that_are_wrong(replay: Command, options: tuple[str, ...], message: str) -> None:
+def test_options_of_a_queue_that_are_wrong(options: tuple[str, ...], message: str) -> None:
     done = replay(*SERVED, *options)
     assert done.code == 2
     assert done.out == ""
     assert message in " ".join(done.err.split())
 
 
-def test_the_same_again_but_for_the_seconds(replay: Command, trace: Path) -> None:
+def test_the_same_again_but_for_the_seconds(trace: Path) -> None:
     def text(*arguments: object) -> str:
         done = replay(*arguments, "-o", "jsonl")
         assert done.code == 0, done.err
@@ -191,10 +161,10 @@ def test_the_same_again_but_for_the_seconds(replay: Command, trace: Path) -> Non
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_every_generator_is_replayed(replay: Command, name: str) -> None:
+def test_every_generator_is_replayed(name: str) -> None:
     rows = replay(
         name, "--limit", 20, "--no-bounds", "--policy", "hvd", "--capacity", "0.3", "-o", "jsonl"
-    ).rows
+    ).lines
     assert [row["policy"] for row in rows] == ["infinite", "hvd"]
     assert {row["requests"] for row in rows} == {20}
     assert rows[1]["token_hit_rate"] <= rows[0]["token_hit_rate"] <= 1
@@ -203,7 +173,7 @@ def test_every_generator_is_replayed(replay: Command, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_benchmark_stands_beside_what_was_published(replay: Command) -> None:
+def test_a_benchmark_stands_beside_what_was_published() -> None:
     done = replay("seed-20457", "--no-bounds", "--policy", "lru")
     assert done.code == 0, done.err
     assert done.out.startswith("seed-20457: 120 requests, qwen3-next-80b-a3b, seed 0\n")
@@ -215,7 +185,7 @@ def test_a_benchmark_stands_beside_what_was_published(replay: Command) -> None:
     assert "requests per second 3.54, requests per second without cache 2.64" in " ".join(done.out.split())
 
 
-def test_a_table_marks_the_best_and_names_every_tier(replay: Command) -> None:
+def test_a_table_marks_the_best_and_names_every_tier() -> None:
     chats = "multi-turn?conversations=10&rounds=4"
     done = replay(chats, *QUICK, "--policy", "lru,gdsf,hvd", "--capacity", "0.1,0.5")
     assert done.code == 0, done.err
@@ -246,7 +216,7 @@ TIERS = ("--tier", "nvme?capacity=1GiB&bandwidth=6GB/s", "--tier", "far?capacity
 
 
 @pytest.mark.slow
-def test_storage_tiers_are_compared_with_one_pool_and_with_lru(replay: Command, tmp_path: Path) -> None:
+def test_storage_tiers_are_compared_with_one_pool_and_with_lru(tmp_path: Path) -> None:
     chats, path = "multi-turn?conversations=10&rounds=4", tmp_path / "replay.html"
     asked = (chats, "--limit", 40, "--policy", "hvd", "--host-bytes", "1GiB", *TIERS)
     done = replay(*asked, "--report", path)
@@ -258,7 +228,7 @@ def test_storage_tiers_are_compared_with_one_pool_and_with_lru(replay: Command, 
     page = path.read_text()
     assert "nvme: 1GiB at 6 GB/s; far: 8GiB at 6 GB/s, write write_back" in page
     assert "per read" in page
-    rows = {row["policy"]: row for row in replay(*asked, "-o", "jsonl").rows}
+    rows = {row["policy"]: row for row in replay(*asked, "-o", "jsonl").lines}
     assert [*rows] == [
         "infinite", "hvd", "lru in every tier", "hvd in one pool", "clairvoyant"
     ]  # fmt: skip
@@ -294,16 +264,14 @@ def test_storage_tiers_are_compared_with_one_pool_and_with_lru(replay: Command, 
         (("--tier", "a?capacity=1GiB", "--capacity", "0.1"), "give only one of them"),
     ],
 )
-def test_a_tier_that_is_not_possible_is_refused_at_once(
-    replay: Command, arguments: tuple[str, ...], message: str
-) -> None:
+def test_a_tier_that_is_not_possible_is_refused_at_once(arguments: tuple[str, ...], message: str) -> None:
     done = replay("multi-turn", "--host-bytes", "1GiB", *arguments)
     assert (done.code, done.out) == (2, "")
     assert re.search(message, done.err), done.err
     assert done.err.count("\n") == 1
 
 
-def test_storage_tiers_need_a_host(replay: Command) -> None:
+def test_storage_tiers_need_a_host() -> None:
     done = replay("multi-turn", *TIERS)
     assert (done.code, done.out) == (2, "")
     assert "through the host, which has 0 bytes" in done.err
@@ -338,7 +306,7 @@ def test_a_table_fits_its_terminal(columns: int) -> None:
     assert "\x1b[2m" in shown.decode(), "bounds are dim"
 
 
-def test_a_report_names_every_policy(replay: Command, tmp_path: Path, trace: Path) -> None:
+def test_a_report_names_every_policy(tmp_path: Path, trace: Path) -> None:
     path = tmp_path / "replay.html"
     done = replay(trace, "--report", path, "--capacity", "0.3", "--checkpoints", "every:512")
     assert done.code == 0, done.err
@@ -351,11 +319,13 @@ def test_a_report_names_every_policy(replay: Command, tmp_path: Path, trace: Pat
     assert sorted(tmp_path.iterdir()) == sorted([path, trace])
 
 
-def test_options_change_what_is_found(replay: Command) -> None:
+def test_options_change_what_is_found() -> None:
     source = "agent?sessions=2&live=2&turns=12&system=300-400&observation=300"
 
     def row(*arguments: object) -> dict[str, Any]:
-        rows = replay(source, "--limit", 16, "--no-bounds", "--policy", "lru", "-o", "jsonl", *arguments).rows
+        rows = replay(
+            source, "--limit", 16, "--no-bounds", "--policy", "lru", "-o", "jsonl", *arguments
+        ).lines
         assert len(rows) == 2
         return rows[1]
 
@@ -379,12 +349,12 @@ def test_options_change_what_is_found(replay: Command) -> None:
 
 
 @pytest.mark.slow
-def test_the_host_writes_at_once_or_what_it_is_about_to_evict(replay: Command, tmp_path: Path) -> None:
+def test_the_host_writes_at_once_or_what_it_is_about_to_evict(tmp_path: Path) -> None:
     chats = ("multi-turn?conversations=10&rounds=4", *QUICK, "--policy", "hvd", "--host-bytes", "1GiB")
     disk = ("--disk-bytes", "8GiB")
 
     def written(*arguments: object) -> int:
-        row = replay(*chats, *disk, "-o", "jsonl", *arguments).rows[1]
+        row = replay(*chats, *disk, "-o", "jsonl", *arguments).lines[1]
         assert row["write"] == ("write_back" if "write_back" in arguments else "write_through")
         assert row["write_chance"] == (float(str(arguments[-1])) if len(arguments) > 2 else WRITE_CHANCE)
         return int(row["tiers"]["disk"]["written_bytes"])
@@ -408,10 +378,8 @@ def test_the_host_writes_at_once_or_what_it_is_about_to_evict(replay: Command, t
     assert f"{said} 0.3." in " ".join(notes(replace(question, write=WRITE_BACK, write_chance=0.3)))
 
 
-def test_a_model_without_states_gets_the_policies_that_it_has_a_use_for(
-    replay: Command, trace: Path, tmp_path: Path
-) -> None:
-    rows = replay(trace, "--profile", "llama-3.1-8b", "--capacity", "0.5", "--no-bounds", "-o", "jsonl").rows
+def test_a_model_without_states_gets_the_policies_that_it_has_a_use_for(trace: Path, tmp_path: Path) -> None:
+    rows = replay(trace, "--profile", "llama-3.1-8b", "--capacity", "0.5", "--no-bounds", "-o", "jsonl").lines
     assert {"lru", "gdsf", "hvd"} <= {row["policy"] for row in rows}
     assert {"seglen", "marconi"}.isdisjoint(row["policy"] for row in rows)
     # Without states, pages alone decide, from the second question on.
@@ -421,7 +389,7 @@ def test_a_model_without_states_gets_the_policies_that_it_has_a_use_for(
         "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 4,
     }))  # fmt: skip
-    rows = replay(trace, "--profile", config, "--policy", "lru", "--no-bounds", "-o", "jsonl").rows
+    rows = replay(trace, "--profile", config, "--policy", "lru", "--no-bounds", "-o", "jsonl").lines
     assert {row["profile"] for row in rows} == {tmp_path.name}
 
 
@@ -479,7 +447,7 @@ def test_a_model_without_states_gets_the_policies_that_it_has_a_use_for(
     ],
 )
 def test_a_mistake_gets_one_sentence(
-    replay: Command, trace: Path, tmp_path: Path, arguments: list[str], sentence: str
+    trace: Path, tmp_path: Path, arguments: list[str], sentence: str
 ) -> None:
     broken = tmp_path / "broken.jsonl"
     broken.write_text(trace.read_text().splitlines()[0] + "\n{broken\n")
@@ -510,7 +478,7 @@ def test_ctrl_c_keeps_what_was_found(tmp_path: Path) -> None:
     assert "The replay was interrupted, so results are missing." in report.read_text()
 
 
-def test_a_list_of_the_generators_and_policies(replay: Command) -> None:
+def test_a_list_of_the_generators_and_policies() -> None:
     said = replay("--list").out
     for name in (*MAIN, *RIVALS, *VARIANTS, *PROFILES, *MACHINES):
         assert name in said
