@@ -34,7 +34,7 @@ _FILL: Final = 4096
 """Maximum number of tiny objects in one set."""
 _MIN_REPEATS: Final = 5
 """Number of repeats below which the footer warns that medians are not reliable."""
-_KEYS: Final = 1600
+KEYS: Final = 1600
 """Number of keys of one call of `exists`. A long prompt has about as many pages and states."""
 
 
@@ -263,8 +263,8 @@ def _lookups(
 
     if Case.EXISTS in plan.cases:
         say(Case.EXISTS.words)
-        asked = [known[i % len(known)] for i in range(_KEYS)]
-        yield measured(Case.EXISTS, _KEYS, Side(STORE, lambda _: _all_there(subject.store.exists(asked))))
+        asked = [known[i % len(known)] for i in range(KEYS)]
+        yield measured(Case.EXISTS, KEYS, Side(STORE, lambda _: _all_there(subject.store.exists(asked))))
     if Case.OPEN in plan.cases:
         say(Case.OPEN.words)
 
@@ -286,7 +286,7 @@ def _many(plan: Plan, root: Path, say: Callable[[str], None]) -> Iterator[Row]:
             keys = batch_keys(buffers.count)
             subject.put(keys)
             # Keep every n-th key: enough keys for one call of `exists`, spread over the whole store.
-            known += keys[:: max(1, plan.objects // _KEYS)]
+            known += keys[:: max(1, plan.objects // KEYS)]
         yield from _lookups(plan, subject, known, say)
 
 

@@ -17,17 +17,14 @@ from tiercache.config.urls import storage_url
 from tiercache.core import ObjectKey
 from tiercache.errors import StorageError
 from tiercache_lab import children
+from tiercache_lab.bench.disk import KEYS
 from tiercache_lab.bench.machine import warm
-from tiercache_lab.bench.plan import require_free
+from tiercache_lab.bench.plan import BATCH, require_free
 from tiercache_lab.bench.raw import RawClient
 from tiercache_lab.bench.rows import Row, speed
 from tiercache_lab.bench.subject import Buffers, Subject, batch_keys
 from tiercache_lab.bench.timing import Side, medians
 
-_MAX_OBJECTS: Final = 128
-"""Maximum number of objects of a batch."""
-_EXISTS_KEYS: Final = 1600
-"""Number of keys of one call of `exists`."""
 _LAYOUTS: Final = 3
 """Number of copies of the objects on disk.
 
@@ -136,7 +133,7 @@ class _SizeBench:
         yield from self._exists([key for batch in new[1] for key in batch])
 
     def _exists(self, known: list[ObjectKey]) -> Iterator[Row]:
-        keys = (known * (_EXISTS_KEYS // len(known) + 1))[:_EXISTS_KEYS]
+        keys = (known * (KEYS // len(known) + 1))[:KEYS]
         ways = {"data": self._data, "shared": self._shared}
         sides = [Side(name, lambda _, way=way: way.store.exists(keys)) for name, way in ways.items()]  # type: ignore[misc]
         for name, seconds in medians(sides, self._repeats).items():
@@ -149,7 +146,7 @@ class _SizeBench:
 
 def _count(size: int, batch_bytes: int) -> int:
     """Return the number of objects in one batch, for objects of `size` bytes."""
-    return max(1, min(_MAX_OBJECTS, batch_bytes // size))
+    return max(1, min(BATCH, batch_bytes // size))
 
 
 def start_daemon(directory: Path, sockets: str, capacity: int, stack: ExitStack) -> str:

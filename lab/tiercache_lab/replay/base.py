@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Final, Protocol
+from typing import Protocol
 
 from tiercache.core import Tier, TokenArray
 from tiercache.errors import ConfigError
@@ -53,9 +52,6 @@ class Source(Protocol):
     def __iter__(self) -> Iterator[Request]: ...
 
 
-_NOTHING: Final[Mapping[str, str]] = MappingProxyType({})
-
-
 @dataclass(frozen=True, slots=True)
 class StorageTier:
     """Tier of the store below the host.
@@ -68,7 +64,7 @@ class StorageTier:
     """Payload bytes."""
     bandwidth: float | None = None
     """Bytes per second of loads; None: as in `ReplayMachine.storage`."""
-    settings: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
+    settings: Mapping[str, str] = field(default_factory=dict)
     """Settings of a chain's tier as in its URL, without the prefix `tier_`, such as `write`."""
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from tiercache.errors import ConfigError
@@ -149,8 +149,7 @@ class Result:
 
     def row(self) -> dict[str, Any]:
         """Return this result as plain JSON values."""
-        published = dict(self.published)  # `asdict` cannot copy a mapping proxy
-        row = asdict(replace(self, published=published))
+        row = asdict(self)
         for name, use in self.tiers.items():
             row["tiers"][name]["written_per_read"] = use.written_per_read
         return row

@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
-from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -143,8 +142,6 @@ MAX_REQUESTS: Final = 2**20
 MAX_TOKENS: Final = 2**22
 """Maximum number of tokens of one prompt, and also of one output."""
 
-NOTHING: Final[Mapping[str, float]] = MappingProxyType({})
-
 
 class Workload(ABC):
     """Generator of requests: a frozen dataclass whose fields are the parameters.
@@ -187,7 +184,7 @@ class Kind:
     concurrency: int = 1
     fixed: bool = False
     """Whether the workload has no parameters, because it repeats a published benchmark."""
-    published: Mapping[str, float] = field(default_factory=lambda: NOTHING)
+    published: Mapping[str, float] = field(default_factory=dict)
     """Figures that were published for this workload, by name."""
     layout: Layout | None = None
     """Tiers with which these figures were measured, if known."""
@@ -208,7 +205,7 @@ class WorkloadSource:
     count: int
     page_size: int = 64
     concurrency: int = 1
-    published: Mapping[str, float] = field(default_factory=lambda: NOTHING)
+    published: Mapping[str, float] = field(default_factory=dict)
     layout: Layout | None = None
     about: str = ""
     """Sentence on how the source is replayed, for readers of the results; may be empty."""

@@ -107,13 +107,11 @@ SOURCES: Final[Mapping[str, Kind]] = MappingProxyType(
             RoundRobin(clients=10, rounds=12, question=256, answer=256),
             concurrency=10,
             fixed=True,
-            published=MappingProxyType(
-                {
-                    "token_hit_rate": 0.898,
-                    "token_hit_rate_without_state_offload": 0.547049,
-                    "token_hit_rate_infinite": 0.897569,
-                }
-            ),
+            published={
+                "token_hit_rate": 0.898,
+                "token_hit_rate_without_state_offload": 0.547049,
+                "token_hit_rate_infinite": 0.897569,
+            },
             layout=Layout(device_states=50, host_ratio=2.0),
         ),
         "seed-11214": Kind(
@@ -128,14 +126,12 @@ SOURCES: Final[Mapping[str, Kind]] = MappingProxyType(
             ),
             concurrency=5,
             fixed=True,
-            published=MappingProxyType(
-                {
-                    "requests_per_second": 3.54,
-                    "requests_per_second_without_cache": 2.64,
-                    "ttft_ms_mean": 507.0,
-                    "ttft_ms_mean_without_cache": 891.0,
-                }
-            ),
+            published={
+                "requests_per_second": 3.54,
+                "requests_per_second_without_cache": 2.64,
+                "ttft_ms_mean": 507.0,
+                "ttft_ms_mean_without_cache": 891.0,
+            },
         ),
     }
 )
