@@ -61,18 +61,12 @@ class Option:
     """Meaning of the parameter, with its unit."""
 
 
-class _Bounds(NamedTuple):
-    low: int | float
-    high: int | float
-    about: str
-
-
 def bounds(low: int | float, high: int | float, about: str) -> Mapping[str, Any]:
     """Return the metadata of a dataclass field that is a parameter of its workload.
 
     The parameter has the type of the field's default: int, float or Span.
     """
-    return {_METADATA: _Bounds(low, high, about)}
+    return {_METADATA: (low, high, about)}
 
 
 def options_of(workload: Any) -> tuple[Option, ...]:

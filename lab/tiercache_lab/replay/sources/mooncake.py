@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import BinaryIO, Final, NamedTuple
+from typing import BinaryIO, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -97,15 +97,7 @@ _MAX_IDS: Final = 2**24
 """Maximum number of ids of all requests together. They take 128 MiB and stand for 2**33 tokens."""
 
 _GZIP: Final = b"\x1f\x8b"
-
-
-class _Fields(NamedTuple):
-    """Fields of a line, checked."""
-
-    timestamp: int | float
-    input_length: int
-    output_length: int
-    hash_ids: list[int]
+_FIELDS: Final = ("timestamp", "input_length", "output_length", "hash_ids")
 
 
 def read_trace(path: Path, limit: int | None = None) -> RecordedTrace:
@@ -125,23 +117,23 @@ def read_trace(path: Path, limit: int | None = None) -> RecordedTrace:
         with path.open("rb") as file:
             for number, line in _lines(file, path):
                 try:
-                    row = _parse(line)
-                    if times and row.timestamp < times[-1]:
+                    time, prompt, output, found = _parse(line)
+                    if times and time < times[-1]:
                         refuse(
-                            f"timestamp {row.timestamp:.15g} comes after {times[-1]:.15g} in the file; sort"
+                            f"timestamp {time:.15g} comes after {times[-1]:.15g} in the file; sort"
                             " the file by timestamp"
                         )
-                    if len(times) == MAX_REQUESTS or len(ids) + len(row.hash_ids) > _MAX_IDS:
+                    if len(times) == MAX_REQUESTS or len(ids) + len(found) > _MAX_IDS:
                         refuse(
                             f"a trace has at most {MAX_REQUESTS:,} requests and {_MAX_IDS:,} hash_ids; replay"
                             " it with a limit"
                         )
                 except InputError as error:
                     raise InputError(f"{path}, line {number}: {error}") from error
-                times.append(row.timestamp)
-                inputs.append(row.input_length)
-                outputs.append(row.output_length)
-                ids.extend(row.hash_ids)
+                times.append(time)
+                inputs.append(prompt)
+                outputs.append(output)
+                ids.extend(found)
                 offsets.append(len(ids))
                 if len(times) == limit:
                     break
@@ -187,12 +179,12 @@ def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
             yield number, line
 
 
-def _parse(line: bytes) -> _Fields:
-    """Parse and check one line.
+def _parse(line: bytes) -> tuple[int | float, int, int, list[int]]:
+    """Return timestamp, lengths of prompt and output, and ids of one line, checked.
 
     Raises InputError without the number of the line; the caller adds this number.
     """
-    row = parse_object(line, "a trace has one JSON object a line", _Fields._fields)
+    row = parse_object(line, "a trace has one JSON object a line", _FIELDS)
     time = duration(row, "timestamp", "milliseconds")
     prompt, output = whole(row, "input_length", 1, MAX_TOKENS), whole(row, "output_length", 0, MAX_TOKENS)
     ids = block_ids(row, "hash_ids", 64)
@@ -201,4 +193,4 @@ def _parse(line: bytes) -> _Fields:
         refuse(
             f"{len(ids)} hash_ids for input_length {prompt}, which takes {blocks} blocks of {BLOCK} tokens"
         )
-    return _Fields(time, prompt, output, ids)
+    return time, prompt, output, ids
