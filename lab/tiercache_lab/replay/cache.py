@@ -123,16 +123,6 @@ class SimulatedCache:
         """The controller, for callers that inspect it."""
 
     @property
-    def stores(self) -> tuple[NullStore, ...]:
-        """Stores of the storage tiers, in the order of the tiers."""
-        return self._store.stores if self._store else ()
-
-    @property
-    def under_way(self) -> tuple[Request, ...]:
-        """Requests that have begun but not ended, the oldest first."""
-        return tuple(one.request for one in self.running)
-
-    @property
     def peak_bytes(self) -> int:
         """Sum of the peaks of all tiers that are caches, in bytes.
 

@@ -297,7 +297,7 @@ def test_so_many_at_once_and_sessions_never_overlap(concurrency: int) -> None:
         nonlocal most, begun
         begun += 1
         # With one at a time a request has ended when the next is asked for.
-        now = run.under_way
+        now = [one.request for one in run.running]
         assert len(now) <= concurrency
         assert len({request.session for request in now}) == len(now)
         assert concurrency == 1 or now[-1] is requests[begun - 1]
@@ -306,7 +306,7 @@ def test_so_many_at_once_and_sessions_never_overlap(concurrency: int) -> None:
 
     run.go(step)
     assert most == (0 if concurrency == 1 else concurrency)
-    assert run.under_way == ()
+    assert run.running == []
 
 
 @pytest.mark.parametrize("policy", ["lru", "gdsf", "hvd"])

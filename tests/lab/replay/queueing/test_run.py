@@ -38,7 +38,7 @@ def queued(
     run = QueuedRun(source, need, Setup(policy, HYBRID, tiers, machine=machine), queueing or Queueing())
     run.go(lambda: steps.append(check_controller(run.controller)))
     assert len(steps) == run.tally.requests == len(source)
-    assert run.under_way == ()
+    assert run.running == []
     return run
 
 
