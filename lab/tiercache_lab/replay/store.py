@@ -8,14 +8,12 @@ a smaller cache. `Witness` and `check_counters` find it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final, ParamSpec, Self, TypeVar
+from typing import Final, ParamSpec, TypeVar
 
 from tiercache_backends.memory import MemoryBackend, StoredObject
 
 from tiercache.core import Outcome, Reason
-from tiercache.errors import ConfigError
 from tiercache.metrics import Metrics
-from tiercache.storage import StoreContext
 from tiercache.storage.base import GetItem, SetItem, StorageBackend
 from tiercache.storage.env import Env
 from tiercache.storage.shares import Footprint
@@ -66,11 +64,6 @@ class NullStore(MemoryBackend):
     def __init__(self, capacity: int, clock: Callable[[], float] = lambda: 0.0) -> None:
         super().__init__(capacity, ReplayClock(clock))
         self.peak = self.read_bytes = self.written_bytes = 0
-
-    @classmethod
-    def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:
-        """Raise ConfigError, because only a replay makes null stores."""
-        raise ConfigError("a null store can only be made by a replay")
 
     @property
     def evicted(self) -> int:

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
-
 from tests.storage.integrity import check_tables
 from tiercache.core import ObjectKey, ObjectMeta, Outcome, PoolName
-from tiercache.errors import ConfigError
-from tiercache.storage import StoreContext
 from tiercache.storage.base import GetItem, SetItem
-from tiercache.storage.env import Env
 from tiercache.testing.objects import NAMESPACE, key, page_key
 from tiercache_lab.replay.store import NullStore
 
@@ -60,8 +55,3 @@ def test_payload_bytes_alone_count() -> None:
     assert store.set([item((5, 1, PoolName.KV), CAPACITY + 1)]) == [Outcome.THROTTLED]
     assert store.evicted == 1, "an object that does not fit at all evicts nothing"
     check_tables(store)
-
-
-def test_nobody_configures_a_null_store() -> None:
-    with pytest.raises(ConfigError, match="made by a replay"):
-        NullStore.from_config({}, StoreContext(Env()))
