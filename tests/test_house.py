@@ -226,7 +226,7 @@ BUDGET = {
     "tiercache_backends.grpc": 2_300,
     "tiercache_backends.mooncake": 2_000,
     "tiercache_backends.local": 820,
-    "tiercache_lab.replay": 6_350,
+    "tiercache_lab.replay": 5_950,
     "tiercache_lab.bench": 2_300,
     "tiercache_lab.prove": 1_400,
     "tiercache_lab.demo": 1_400,

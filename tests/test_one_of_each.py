@@ -106,8 +106,7 @@ CUPBOARD = 120
 CUPBOARDS = frozenset({
     "tiercache.testing.conformance.damage", "tiercache_backends.chain.scans", "tiercache_backends.lmdb.check",
     "tiercache_backends.s3.namespaces", "tiercache_kernels.reference", "tiercache_lab.bench.raw",
-    "tiercache_lab.demo.small", "tiercache_lab.replay.failures", "tiercache_lab.replay.sources.shared",
-    "tiercache_lab.replay.verb.listing", "tiercache_lab.replay.verb.planning",
+    "tiercache_lab.demo.small",
 })  # fmt: skip
 """Modules that are still cupboards, or are one for a reason."""
 

@@ -1,4 +1,4 @@
-"""What a replay prints: its progress, results, reports and answers of plans, and the sources there are."""
+"""Output of a replay: its progress, results, reports and answers of plans, and the list of sources."""
 
 from __future__ import annotations
 
