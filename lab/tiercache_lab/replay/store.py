@@ -22,10 +22,9 @@ from tiercache.storage.wrappers import Wrapper
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_FAILURES: Final = frozenset({
-    Reason.CHECKSUM, Reason.TIMEOUT, Reason.IO_ERROR, Reason.QUOTA, Reason.UNAVAILABLE,
-    Reason.REFUSED,
-})  # fmt: skip
+_FAILURES: Final = frozenset(
+    {Reason.CHECKSUM, Reason.TIMEOUT, Reason.IO_ERROR, Reason.UNAVAILABLE, Reason.REFUSED}
+)
 """Reasons of misses that the null stores never give."""
 _COUNTERS: Final = (
     "storage_sets_total", "storage_gets_total", "restore_failures_total", "lookups_total",
