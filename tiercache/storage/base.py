@@ -564,7 +564,7 @@ class StorageBackend(ABC):
         decides. If all can be done, then in this order:
 
         1. new tiers are opened and examined;
-        2. settings change; `write`, `write_after`, `promote` and `read_only` at once, for
+        2. settings change; `write`, `write_after`, `promote`, `read_only` and `write_per_day` at once, for
            others the tier is closed and opened again, and what only it has is a miss meanwhile;
         3. `shares` are kept from now on, if they are given; see `StorageBackend.share`;
         4. the tiers are exchanged for those of the list in one step, without those that are named in `drop`;

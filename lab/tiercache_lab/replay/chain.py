@@ -1,8 +1,9 @@
 """The storage tiers of a replay: null stores, between which the decisions of a real chain move objects.
 
-The order in which tiers are asked, the write policies, the filter of promotions and the watermark of
-write-back are those of `tiercache_backends.chain`. Its threads, deadlines and examinations are not: every
-copy that is decided is made before the call ends, so that a replay gives the same figures each time.
+The order in which tiers are asked, the write policies, the filter of promotions, the watermark of write-back
+and the budgets of writes are those of `tiercache_backends.chain`. Its threads, deadlines and examinations are
+not: every copy that is decided is made before the call ends, so that a replay gives the same figures each
+time. An object for which a tier has no budget is dropped, and no later comparison of the tiers finds it.
 """
 
 # ruff: noqa: D102 (the contract documents these methods)
@@ -183,12 +184,12 @@ class _NullTier:
         self.name: Final = settings.name
         self.settings: Final = settings
         self.store: Final = store
-        self.figures: Final = Figures(env)
+        self.figures: Final = Figures(env, settings.write_per_day)
 
     @property
     def is_writable(self) -> bool:
         """Whether the tier takes new objects."""
-        return not self.settings.read_only
+        return not self.settings.read_only and self.figures.has_budget()
 
     def call(self, operation: str, work: Callable[[NullStore], T]) -> T:
         """Make a call of the store."""
@@ -211,7 +212,7 @@ class _NullTier:
         self.store.advise(keys, values, worker)
 
     def set(self, items: Sequence[SetItem], deleted: Digests) -> list[Outcome]:
-        """Store objects; nothing is deleted meanwhile."""
+        """Store objects, and charge the budget for those that are new; nothing is deleted meanwhile."""
         outcomes = self.store.set(items)
         stored = zip(items, outcomes, strict=True)
         self.figures.note_written([item.meta.length for item, out in stored if out is Outcome.STORED])

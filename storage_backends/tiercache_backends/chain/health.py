@@ -88,7 +88,7 @@ class MonitoredStore:
         """Progress of a tier that leaves the chain, and takes no new objects; empty if it stays."""
         self.name: Final = settings.name
         self.kind: Final = str(settings.section.get("type", ""))
-        self.figures: Final = Figures(env)
+        self.figures: Final = Figures(env, settings.write_per_day)
         self._declared: Final = capabilities
         self._open: Final = open_store
         self._env: Final = env
@@ -138,7 +138,7 @@ class MonitoredStore:
     @property
     def is_writable(self) -> bool:
         """Whether the tier takes new objects."""
-        return self.health is Health.SERVING
+        return self.health is Health.SERVING and self.figures.has_budget()
 
     @property
     def why(self) -> str:
@@ -182,6 +182,7 @@ class MonitoredStore:
     def configure(self, settings: TierSettings) -> None:
         """Change settings that can change while the tier serves, and examine it."""
         self.settings = settings
+        self.figures.limit(settings.write_per_day)
         if self.is_readable:
             try:
                 self._end(self._begin_examination())

@@ -28,7 +28,7 @@ from tiercache.settings import (
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.registry import backend_type, capabilities_of
 from tiercache.storage.tiers import PREFIX, free_name
-from tiercache.text import shown
+from tiercache.text import exact_size, shown
 
 CANARY: Final = b"tiercache canary"
 """Namespace of the objects by which stores are examined, and begin of their layout digest.
@@ -36,7 +36,7 @@ CANARY: Final = b"tiercache canary"
 An object of it is left by a process that died.
 """
 _MAX_TIERS: Final = 8
-_WRITES: Final = frozenset({"write", "write_after"})
+_WRITES: Final = frozenset({"write", "write_after", "write_per_day"})
 """Settings that a tier has no use for if nothing is written to it."""
 
 
@@ -84,10 +84,20 @@ def _policies_text(policies: Mapping[str, WritePolicy]) -> str:
     return ",".join(pools + [str(rest)] * (not pools or rest is not WritePolicy.THROUGH))
 
 
+def _read_per_day(value: Any) -> int | None:
+    if value == "unlimited":
+        return None
+    nbytes = int(size().parse(value))
+    if not nbytes:
+        raise ConfigError("a budget of 0 bytes a day allows no write; give more, or set tier_read_only=yes")
+    return nbytes
+
+
 _NAME: Final = matching(
     "[A-Za-z0-9][A-Za-z0-9._-]{0,31}", "is no name; use 1 to 32 letters, digits, dots, dashes or underscores"
 )
 _POLICIES: Final = Kind(_read_policies, _policies_text)
+_PER_DAY: Final = Kind(_read_per_day, lambda nbytes: exact_size(nbytes) if nbytes else "unlimited")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +126,8 @@ class TierSettings:
     """Number of calls that run at the same time."""
     in_flight: Annotated[int, size(1 << 20)] = 512 << 20
     """Maximum bytes of the gets and sets that are under way at the same time."""
+    write_per_day: Annotated[int | None, _PER_DAY, LIVE] = None
+    """Maximum bytes written in a day, for the endurance of a disk; None: no limit."""
 
     def write_policy(self, pool: PoolName) -> WritePolicy:
         """Return the write policy of a pool."""

@@ -32,7 +32,6 @@ from tiercache.daemon import StorageServer
 from tiercache.keys import object_key
 from tiercache.storage import open_backend
 from tiercache.storage.base import NamespaceRecord
-from tiercache.testing.faults import FaultEnv
 from tiercache.testing.objects import fetch, key, payload, put
 
 PAGES = len(keys_of(PROMPT))
@@ -136,13 +135,10 @@ def test_flush_deletes_every_copy_and_copies_nothing(chain: list[str], tmp_path:
 
 
 def test_what_is_deleted_counts_as_deleted_though_copies_of_other_objects_wait(tmp_path: Path) -> None:
-    far = f"file://{tmp_path}/far?capacity=16MiB&tier_name=far"
-    settings, env = daemon_settings("unix"), FaultEnv()
-    with (
-        open_backend([f"lmdb://{tmp_path}/near?capacity=16MiB", far], env=env) as store,
-        StorageServer(settings, store),
-    ):
-        env.fail("pwritev", times=1_000_000)  # of these two stores, only the one in files writes by it
+    urls = [f"file://{tmp_path}/near?capacity=16MiB", f"file://{tmp_path}/far?capacity=16MiB"]
+    urls[1] += "&tier_name=far&tier_write_per_day=24KiB"
+    settings = daemon_settings("unix")
+    with open_backend(urls) as store, StorageServer(settings, store):
         for n in range(20):
             put(store, key(n), payload(n, 5000))
         until(lambda: store.usage().tiers[1].dropped > 0)

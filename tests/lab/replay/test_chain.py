@@ -62,7 +62,7 @@ LINEUPS = [
     (tier("a", 700_000), tier("b", 1_500_000)),
     (tier("a", 700_000), tier("b", 1_500_000, write="write_back")),
     (tier("a", 700_000), tier("b", 1_500_000, write="write_through_selective", write_after="1")),
-    (tier("a", 500_000), tier("b", 900_000, promote="never"), tier("c", 1_500_000)),
+    (tier("a", 500_000, write_per_day="1GB"), tier("b", 900_000, promote="never"), tier("c", 1_500_000)),
 ]
 
 
@@ -141,6 +141,15 @@ def test_promotion_fills_the_tier_above() -> None:
         for promote in ("never", "second", "always")
     )
     assert never < second < always
+
+
+@pytest.mark.slow
+def test_a_budget_of_writes_is_obeyed_in_the_time_of_the_replay() -> None:
+    free, tight = (
+        uses([tier("a", 700_000), tier("b", 6_000_000, **settings)])["b"].written_bytes
+        for settings in ({}, {"write_per_day": "10MB"})
+    )
+    assert 0 < tight < free / 2
 
 
 @pytest.mark.slow

@@ -255,6 +255,7 @@ def test_storage_tiers_are_compared_with_one_pool_and_with_lru(tmp_path: Path) -
             ("--tier", "a?capacity=1GiB&write=never"),
             "tier 'a', setting 'tier_write': 'never' is not possible",
         ),
+        (("--tier", "a?capacity=1GiB&write_per_day=0"), "a budget of 0 bytes a day allows no write"),
         (("--tier", "a?capacity=1GiB&write=write_back"), "nothing can be written back to it"),
         (("--tier", "a?capacity=1GiB", "--tier", "a?capacity=2GiB"), "two tiers are named 'a'"),
         (("--tier", "a b?capacity=1GiB"), "'a b' is no name"),

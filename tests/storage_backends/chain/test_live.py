@@ -212,8 +212,11 @@ def test_settings_change(tmp_path):
             ("serving", 2),
             ("read-only", 1),
         ]
-        change()
+        change(write_per_day="1TiB")
         wait_for(lambda: chain.usage().tiers[1].objects == 2)
+        assert tier.settings.write_per_day == 1 << 40
+        change(write_per_day="unlimited")
+        assert tier.settings.write_per_day is None
         assert chain.tiers[1] is tier
 
 
@@ -259,6 +262,7 @@ C = "file://{0}/c?capacity=64MiB"
         ([A, B, "file://{0}/c?capacity=1KiB"], [], ConfigError, "1024"),
         ([A, B, "nothing://x"], [], ConfigError, "'nothing' is unknown"),
         ([A, B, "memory://?capacity=1MiB"], [], ConfigError, "'memory' is not persistent"),
+        ([A, B, C + "&tier_write_per_day=0"], [], ConfigError, "a budget of 0 bytes a day"),
         ([A, B, C + "&tier_promote=now"], [], ConfigError, "'file', setting 'tier_promote': 'now'"),
         ([A + "&tier_write=write_back", B], [], ConfigError, "'a' is the first, so nothing can be written"),
         ([B, A], [], ConfigError, "'b' is the first, so nothing can be written back"),

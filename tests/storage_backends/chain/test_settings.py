@@ -46,6 +46,7 @@ FILES = ["file:///tmp/a?capacity=16MiB", "file:///tmp/b?capacity=16MiB"]
             ["memory://", "memory://?tier_write=write_back&tier_read_only=yes"],
             "is read-only, so nothing can be written through or back to it",
         ),
+        (["memory://", "memory://?tier_write_per_day=0"], "a budget of 0 bytes a day allows no write"),
         ([{"type": "chain", "tiers": ["memory://"]}], "a tier cannot be a chain itself"),
         ([{"path": "/tmp/a"}], "has no type"),
         ([7], "7 is no tier"),
@@ -68,7 +69,7 @@ def test_a_wrong_tier_leaves_no_thread():
 
 EVERY = (
     "lmdb:///d?tier_name=d&tier_write=write_back&tier_write_after=3&tier_promote=never&tier_deadline=1s"
-    "&tier_threads=9&tier_in_flight=64MiB"
+    "&tier_threads=9&tier_in_flight=64MiB&tier_write_per_day=5GiB"
 )
 """Every setting of a tier, but `tier_read_only`, which excludes others."""
 

@@ -138,6 +138,19 @@ def test_a_read_only_tier_is_read_and_never_written():
     chain.close()
 
 
+def test_a_budget_of_bytes_a_day_ends_copies():
+    upper, lower = MemoryBackend(), MemoryBackend()
+    # An hour's share of this budget is two objects.
+    chain = chain_over(upper, lower, settings={1: {"write_per_day": 48 * SIZE}})
+    for n in range(20):
+        put(chain, key(n), payload(n, SIZE))
+        chain.flush()
+    assert lower.usage().objects <= 3
+    assert upper.usage().objects == 20
+    assert all(fetch(chain, key(n), SIZE) == payload(n, SIZE) for n in range(20))
+    chain.close()
+
+
 def test_a_tier_that_comes_back_gets_what_it_missed_and_loses_what_was_deleted():
     upper, kept = MemoryBackend(), MemoryBackend()
     away = Outage(kept)

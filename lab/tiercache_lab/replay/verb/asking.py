@@ -33,7 +33,7 @@ _CHECKPOINTS: Final = {"branch": "branch", "prompt": "prompt_end", "end": "reque
 """Names of checkpoints in `--checkpoints`, and the field of CheckpointRules that each name sets."""
 _OWN: Final = frozenset({"capacity", "bandwidth"})
 """Settings of `--tier` that belong to the replay."""
-_OF_A_CHAIN: Final = frozenset({"write", "write_after", "promote", "read_only"})
+_OF_A_CHAIN: Final = frozenset({"write", "write_after", "write_per_day", "promote", "read_only"})
 """Settings of `--tier` that a tier of a chain has as well."""
 ALL: Final = "all"
 NONE: Final = "none"

@@ -103,7 +103,7 @@ def replay(
         typer.Option(
             metavar="NAME?capacity=SIZE&...",
             help="A storage tier below the host, the fastest first; repeat it for more. Other settings:"
-            " bandwidth, and write, write_after, promote as in a chain of stores.",
+            " bandwidth, and write, write_after, write_per_day, promote as in a chain of stores.",
         ),
     ] = None,
     checkpoints: Annotated[
