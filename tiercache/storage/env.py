@@ -71,10 +71,6 @@ class Env:
         """Return once a file, or the entries of a directory, are on the medium."""
         os.fsync(fd)
 
-    def forget(self, fd: int, offset: int, length: int) -> None:
-        """Drop a range from the page cache, so that the next read comes from the medium."""
-        os.posix_fadvise(fd, offset, length, os.POSIX_FADV_DONTNEED)
-
     def cached(self, fd: int, offset: int, length: int) -> bool:
         """Return whether a range of whole 4 KiB pages is completely in the page cache now.
 

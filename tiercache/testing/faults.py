@@ -26,7 +26,7 @@ from tiercache.storage.env import Env
 from tiercache.storage.vectors import take, total
 
 CALLS: Final = (
-    "open", "close", "preadv", "pwritev", "fdatasync", "fsync", "forget", "cached", "fallocate", "ftruncate",
+    "open", "close", "preadv", "pwritev", "fdatasync", "fsync", "cached", "fallocate", "ftruncate",
     "unlink", "rename", "mkdir", "realpath",
     "chmod", "listdir", "lstat", "fstat", "statvfs", "try_lock", "try_share", "unlock", "commit", "run",
 )  # fmt: skip

@@ -143,8 +143,6 @@ class Catalog:
         """Position before which the log is not rewritten again."""
         self._lost = 0
         """Number of live records that a rewrite could not read, because the log was cut or has rotted."""
-        self._doubtful = False
-        """Whether a sync of the log failed, so that it must be rewritten to be durable."""
         self._size = 0
         """Length of the log's file, in records."""
         self._named: int = self._name_records()
@@ -311,12 +309,6 @@ class Catalog:
         with self._writer:
             return list(self._known.records.values())
 
-    @property
-    def newest(self) -> int:
-        """Number of the newest object."""
-        with self._writer:
-            return self._last
-
     def room(self) -> int:
         """Return how many records may be added before others must be removed; negative if there are too many.
 
@@ -337,15 +329,8 @@ class Catalog:
                     f"{self._lost} records were lost while the store was open; their objects will be missed"
                     " at the next start, so close the store and open it again",
                 )
-            # The kernel reports a failed write-back only once, and then treats the lost pages as clean.
-            if self._doubtful:
-                self._rewrite()
-            try:
-                self._settle()
-                self._env.fdatasync(self._fd)
-            except OSError:
-                self._doubtful = True
-                raise
+            self._settle()
+            self._env.fdatasync(self._fd)
 
     def check_there(self) -> None:
         """Raise OSError unless the log's path still names the open file."""
@@ -504,7 +489,6 @@ class Catalog:
             self._end, self._size, self._torn = end, 0, 0
             before, self._live = self._live, int(np.count_nonzero(self._alive))
         self._lost += before - self._live
-        self._doubtful = False
         self._unsaved.clear()
         self._rewrite_at = end + self._reserve // 2
         self._renamed = True

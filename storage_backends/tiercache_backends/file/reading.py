@@ -7,7 +7,7 @@ from errno import EIO
 from mmap import mmap
 from threading import Lock
 
-from tiercache.core import BLOCK_ALIGN, ObjectKey, Outcome, PoolName
+from tiercache.core import BLOCK_ALIGN, ObjectKey, Outcome
 from tiercache.storage.base import GetItem
 from tiercache.storage.checksum import Checksums, MacKey
 from tiercache.storage.vectors import usable
@@ -111,20 +111,6 @@ class ObjectReader:
                 verifier.add([room[:size]])
                 left -= size
         return verifier.matches(checksums)
-
-    def verify_since(self, number: int) -> None:
-        """Verify the objects stored after record `number`; remove those that did not reach the medium."""
-        for digest in self._state.digests_since(number):
-            pins = self._state.pin([digest])
-            try:
-                # Verification uses only the digest, not the pool, so any pool will do here.
-                key = ObjectKey(PoolName.KV, digest)
-                for position, length in enumerate(pins.lengths):
-                    for extent in pins.places.extents(position):
-                        self._slabs.forget(extent)
-                    self.read([GetItem(key, [memoryview(bytearray(length))], length)], pins)
-            finally:
-                self._state.unpin(pins)
 
     def _outcome(self, batch: IoBatch, position: int, pins: Pins) -> Outcome:
         """Return the outcome of one object of a batch that was read."""

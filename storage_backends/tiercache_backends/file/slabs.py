@@ -238,13 +238,6 @@ class Slabs:
         """Return the byte offset of a place in its slab's file."""
         return place.start % self.slab_blocks * BLOCK_ALIGN
 
-    def forget(self, extent: Extent) -> None:
-        """Drop these blocks from the page cache, so that the next read comes from the medium.
-
-        Raises OSError.
-        """
-        self._env.forget(self.slab(extent).fd, self.offset(extent), extent.blocks * BLOCK_ALIGN)
-
     @contextmanager
     def open_for_sync(self, extents: Iterable[Extent]) -> Iterator[list[int]]:
         """Open new descriptors of the files of these extents, for one call of `sync`. Raises OSError.

@@ -502,13 +502,6 @@ class StoreState:
         with self._mutex:
             self._counts[name] = self._counts.get(name, 0) + n
 
-    def digests_since(self, number: int) -> list[bytes]:
-        """Return the digests of the objects whose records are newer than record `number`."""
-        with self._mutex:
-            rows = self._objects.residents()
-            rows = rows[self._objects.columns["number"][rows] > number]
-            return [self._objects.digest(row) for row in rows.tolist()]
-
     def figures(self) -> dict[str, int]:
         """Return the figures for `usage`: counts of objects, bytes and blocks, `Worth`, and all counters."""
         with self._mutex:

@@ -16,6 +16,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from errno import EIO
 from typing import Any, Final, Self
 
 from tiercache.core import BLOCK_ALIGN, ObjectKey, Outcome
@@ -117,10 +118,8 @@ class FileBackend(StorageBackend):
         self._mac_key = mac_key or MacKey()
         self._read_only = opens_read_only(access, capacity)
         self._gate = CallGate(f"the store in {path}", self._env.getpid)
-        self._flushed = 0
-        """Number of the newest record at the last successful flush."""
         self._doubtful = False
-        """Whether a sync has failed since the last successful flush, so that objects may be lost."""
+        """Whether a flush has failed to sync, so that nobody knows what is on the medium."""
         self._directory = StoreDirectory(
             self._env,
             path,
@@ -464,18 +463,15 @@ class FileBackend(StorageBackend):
         self._directory.check_there()
         self._slabs.check_there()
         self._catalog.check_there()
-        newest = self._catalog.newest
+        # The kernel reports a failed write-back only once, and then treats the lost pages as clean.
+        if self._doubtful:
+            raise OSError(EIO, "an earlier flush failed; close the store and open it again")
         try:
             self._slabs.sync()
+            self._catalog.sync()
         except OSError:
             self._doubtful = True
             raise
-        if self._doubtful:
-            # The kernel reports a failed write-back only once, and then treats the lost pages as clean. So
-            # verify all objects that were stored since the last successful flush.
-            self._reader.verify_since(self._flushed)
-        self._catalog.sync()
-        self._doubtful, self._flushed = False, newest
 
 
 def _is_possible(settled: Mapping[str, Any]) -> bool:

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 from tiercache_backends.file import FileBackend
 
-from tests.storage.backends import locate
-from tests.storage.integrity import check_tables
 from tiercache.core import Outcome
 from tiercache.errors import StorageError
 from tiercache.testing.faults import FaultEnv
@@ -18,31 +16,17 @@ CAPACITY = 24 << 20
 HIT, MISS, STORED, CORRUPT = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.CORRUPT
 
 
-def test_after_a_failed_flush_the_next_one_looks_at_the_medium(tmp_path: Path) -> None:
+def test_after_a_failed_flush_no_other_succeeds_until_the_store_is_opened_again(tmp_path: Path) -> None:
     env = FaultEnv()
     with FileBackend(str(tmp_path / "s"), CAPACITY, env=env, io="buffered") as store:
-        put(store, key("before"), payload("before", 9000))
-        store.flush()
         put(store, key("kept"), payload("kept", 9000))
-        put(store, key("lost"), payload("lost", 9000))
         env.fail("fdatasync")
-        with pytest.raises(StorageError, match="cannot be flushed"):
-            store.flush()
-        # What a failed write-back leaves: the medium has other bytes than the page cache had.
-        [(path, offset, _)] = locate(store, key("lost"))
-        with Path(path).open("r+b") as file:
-            file.seek(offset)
-            file.write(b"stale")
-        env.clear()
+        for _ in range(2):
+            with pytest.raises(StorageError, match="cannot be flushed"):
+                store.flush()
+            assert fetch(store, key("kept"), 9000) == payload("kept", 9000), "what is there is verified"
+    with FileBackend(str(tmp_path / "s"), CAPACITY) as store:
         store.flush()
-        assert env.calls["forget"] >= 2
-        assert store.exists([key("before"), key("kept"), key("lost")]) == [True, True, False], (
-            "a flush promises only what is there"
-        )
-        env.clear()
-        store.flush()
-        assert env.calls["forget"] == 0
-        check_tables(store)
 
 
 def test_with_power_every_set_syncs_files_of_its_own(tmp_path: Path) -> None:
