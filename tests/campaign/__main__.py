@@ -21,20 +21,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from tests.campaign import (
-    clones,
-    full_disk,
-    fuzz,
-    gone,
-    growth,
-    hosts,
-    kill,
-    late,
-    opening,
-    power,
-    simulation,
-    soak,
-)
+from tests.campaign import clones, full_disk, fuzz, growth, kill, opening, power, simulation, soak
 from tests.campaign.report import Row, Run, progress, table
 from tests.campaign.stores import KINDS, available
 
@@ -54,14 +41,11 @@ CAMPAIGNS = {
     "kill": Campaign(kill.campaign, 500, 24),
     "open": Campaign(opening.campaign, 500, 22),
     "grow": Campaign(growth.campaign, 60, 4),
-    "gone": Campaign(gone.campaign, 6, 1),
     "clones": Campaign(clones.campaign, 100, 8),
     "power": Campaign(power.campaign, 50, 4),
     "enospc": Campaign(full_disk.campaign, 10, 1),
-    "late": Campaign(late.campaign, 1000, 10, OWN),
     "soak": Campaign(soak.campaign, 120, 15),
     "simulate": Campaign(simulation.campaign, 10_000, 50, OWN),
-    "hosts": Campaign(hosts.campaign, 6, 1, OWN),
     "fuzz": Campaign(fuzz.campaign, 600, 5, OWN),
 }
 """Trials are those of `kill` and `open` in all, and of `power` in its first two rows; soak: seconds;

@@ -30,8 +30,8 @@ from tiercache.testing.objects import fetch, key
 
 LIFE_SECONDS = 60
 """A process that nobody kills ends by itself."""
-ACT = "from tests.campaign import actors, gone; actors.act()"
-"""Code of a nursery; the modules make their jobs known."""
+ACT = "from tests.campaign import actors; actors.act()"
+"""Code of a nursery."""
 
 
 @dataclass(frozen=True)

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import signal
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from tests.campaign import gone, growth
+from tests.campaign import growth
 from tests.campaign.__main__ import CAMPAIGNS, main
 from tests.campaign.actors import Part
 from tests.campaign.damage import DAMAGES, NAMES, Template, template
-from tests.campaign.model import Ledger, Model, Version
+from tests.campaign.model import Model
 from tests.campaign.stores import KINDS, available
 from tests.campaign.victims import Nursery, spread
-from tiercache.core import Outcome
 from tiercache.testing.objects import key
 
 
@@ -113,38 +110,3 @@ def test_kills_are_spread_over_all_calls(calls: int, count: int) -> None:
     assert len(chosen) == min(calls, count)
     assert chosen == sorted(set(chosen))
     assert set(chosen) <= set(range(1, calls + 1))
-
-
-def test_a_ledger_tells_what_was_said_while_something_was_gone(tmp_path: Path) -> None:
-    path = str(tmp_path / "ledger")
-    ledger = Ledger(path)
-    for lines in (
-        ["set", [[1, 1]]], ["done", [Outcome.STORED]], ["gone", True], ["set", [[2, 2], [3, 2]]],
-        ["done", [Outcome.STORED, Outcome.ERROR]],
-        ["flush", []], ["done", [True]], ["flush", []], ["gone", False], ["set", [[4, 3]]],
-        ["done", [Outcome.STORED]], ["again", True],
-        ["evicted", 5], ["bad", "a complaint"],
-    ):  # fmt: skip
-        ledger.note(*lines)
-    stored, figures = gone.since(path)
-    assert stored == {Version(2, 2)}
-    assert figures == {"stored while gone": 1, "flushed while gone": 1, "works again": 1, "evicted": 5}
-    model = Model()
-    assert Ledger.replay(path, model) == ["a complaint"]
-    assert model.certain() == {Version(1, 1), Version(2, 2), Version(4, 3)}
-
-
-@pytest.mark.parametrize("name", [name for name in gone.AWAY if name not in (*gone.ON_AN_IMAGE, *gone.BELOW)])
-def test_what_goes_away_comes_back(made: Template, name: str, tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    shutil.copytree(made.running, path)
-    before = contents(path)
-    back = gone.AWAY[name](path, Random(0))
-    mode = path.stat().st_mode & 0o777 if path.exists() else None
-    assert (
-        mode == 0 if name == "chmod 000" else mode is None if name == "removed" else contents(path) != before
-    )
-    back()
-    if name in ("replaced", "chmod 000"):
-        assert contents(path) == before
-    assert os.path.isdir(path) == (name != "removed")

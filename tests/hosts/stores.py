@@ -153,11 +153,6 @@ def has_own_tier(kind: str) -> bool:
     return kind.startswith("file+")
 
 
-def needs_store(kind: str) -> bool:
-    """Return whether a worker can only start while the shared store answers."""
-    return kind == "s3"
-
-
 def storage_of(kind: str, store: SharedStore, own: Path) -> list[str]:
     """Return the storage of a worker, with `own` as the directory of its file tier if the kind has one."""
     above = [f"file://{own}?capacity={OWN_BYTES}"] if has_own_tier(kind) else []

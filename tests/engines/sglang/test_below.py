@@ -1,6 +1,6 @@
-"""A disk above a store that hosts share, below SGLang's controller: a pool of Mooncake's, and a bucket.
+"""A disk above a pool of Mooncake's, below SGLang's controller.
 
-Needs the environment of `make test-engines`; the pool also needs root.
+Needs the environment of `make test-engines`, and root.
 """
 
 from __future__ import annotations
@@ -8,25 +8,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.engines.below import (
-    DiskOver,
-    DiskOverBucket,
     DiskOverPool,
     pool,  # noqa: F401
-    service,  # noqa: F401
-    until,
 )
 from tests.engines.sglang import rig
 from tests.storage_backends.mooncake.rig import Pool
-from tests.storage_backends.s3.proxy import Proxy
 
 
 class Engine(rig.Engine):
     """SGLang's controller over a chain, whose disk can be lost."""
 
-    def __init__(self, chain: DiskOver, group: Any) -> None:
+    def __init__(self, chain: DiskOverPool, group: Any) -> None:
         super().__init__(group)
         self.chain = chain
 
@@ -66,28 +59,4 @@ def test_the_pool_serves_without_the_disk_and_a_lost_provider_is_a_miss(
     assert engine.restored() == (0, 0)
     # The master may still name what the providers had, so that a write of the same pages finds them stored.
     engine.uses_the_disk(1000)
-    engine.detach()
-
-
-def test_the_bucket_serves_without_the_disk_and_its_outage_is_a_miss(
-    group: Any,
-    tmp_path: Path,
-    service: Proxy,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    chain = DiskOverBucket(tmp_path / "ssd", service, monkeypatch)
-    engine = Engine(chain, group)
-    engine.fill()
-    chain.lose_service()
-    assert engine.restored() == (0, 0)
-    engine.uses_the_disk(1000)
-    chain.service_is_back()
-    until(lambda: engine.restored() == (6, 1))
-    chain.credentials("wrong")
-    engine.restart()
-    assert "finds the signature wrong" in chain.why(engine.store)
-    assert engine.restored() == (0, 0)
-    engine.uses_the_disk(2000)
-    chain.credentials()
-    until(lambda: engine.restored() == (6, 1))
     engine.detach()

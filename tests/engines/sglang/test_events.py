@@ -142,18 +142,6 @@ def test_hashes_are_those_of_sglangs_own_events(url: str) -> None:
         router.until(dict(zip(hashes, [event.parent_block_hash, *hashes], strict=False)))
 
 
-def test_evictions_of_a_full_store_are_told() -> None:
-    kv = rig.kv_pool()
-    page_bytes = len(rig.page(kv, 0))
-    with told(f"memory://?capacity={page_bytes * 8}", kv) as (made, router):
-        for i in range(40):
-            write(made, rig.keys(i))
-        there = [name for name in rig.keys(*range(40)) if made.exists(name)]
-        assert 0 < len(there) <= 8
-        router.probes.clear()
-        router.until({hash_str_to_int64(name): None for name in there})
-
-
 def test_a_server_that_starts_again_tells_what_is_there(url: str) -> None:
     names, kv = rig.keys(*range(5)), rig.kv_pool()
     made = rig.backend(url, kv)

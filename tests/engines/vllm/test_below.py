@@ -1,31 +1,24 @@
-"""A disk above a store that hosts share, below vLLM's manager: a pool of Mooncake's, and a bucket.
+"""A disk above a pool of Mooncake's, below vLLM's manager.
 
-Needs the environment of `make test-engines`; the pool also needs root.
+Needs the environment of `make test-engines`, and root.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.engines.below import (
-    DiskOver,
-    DiskOverBucket,
     DiskOverPool,
     pool,  # noqa: F401
-    service,  # noqa: F401
-    until,
 )
 from tests.engines.vllm.rig import Engine
 from tests.storage_backends.mooncake.rig import Pool
-from tests.storage_backends.s3.proxy import Proxy
 from tiercache.storage.base import StorageBackend
 
 NAMES = [f"block {i}" for i in range(8)]
 
 
-def fill(chain: DiskOver) -> dict[str, object]:
+def fill(chain: DiskOverPool) -> dict[str, object]:
     """Store blocks until they are below, and let another engine find them there; return its settings."""
     tier = {"storage": chain.urls, "revision": "r1"}
     with Engine(tier) as engine:
@@ -51,12 +44,6 @@ def uses_the_disk(engine: Engine, name: str) -> None:
     assert engine.found(name) == [True]
 
 
-def finds_all(engine: Engine) -> bool:
-    """Whether every block is found again."""
-    engine.evict()
-    return engine.found(*NAMES) == [True] * len(NAMES)
-
-
 def test_the_pool_serves_without_the_disk_and_a_lost_provider_is_a_miss(
     tmp_path: Path,
     pool: Pool,  # noqa: F811
@@ -69,26 +56,3 @@ def test_the_pool_serves_without_the_disk_and_a_lost_provider_is_a_miss(
         chain.lose_provider()
         assert engine.found(*NAMES) == [False] * len(NAMES)
         uses_the_disk(engine, "on the disk")
-
-
-def test_the_bucket_serves_without_the_disk_and_its_outage_is_a_miss(
-    tmp_path: Path,
-    service: Proxy,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    chain = DiskOverBucket(tmp_path / "ssd", service, monkeypatch)
-    tier = fill(chain)
-    with Engine(tier) as engine:
-        chain.lose_service()
-        assert engine.found(*NAMES) == [False] * len(NAMES)
-        uses_the_disk(engine, "on the disk")
-        chain.service_is_back()
-        until(lambda: finds_all(engine))
-    chain.lose_disk()
-    chain.credentials("wrong")
-    with Engine(tier) as engine:
-        assert "finds the signature wrong" in chain.why(store_of(engine))
-        assert engine.found(*NAMES) == [False] * len(NAMES)
-        uses_the_disk(engine, "on the disk")
-        chain.credentials()
-        until(lambda: finds_all(engine))

@@ -15,7 +15,7 @@ import pytest
 from vllm.v1.kv_offload.tiering.base import JobResult
 
 import tiercache.integrations.settings as settings
-from tests.engines.damage import flip, truncate
+from tests.engines.damage import flip
 from tests.engines.vllm.rig import HIT, MISS, RETRY, ROW, ROWS, Engine, content, job, key, keys, outcome
 from tests.storage.late import Late
 from tiercache.errors import StorageError
@@ -108,22 +108,6 @@ def test_a_load_brings_what_is_sound_and_the_rest_is_stored_anew(
         assert engine.found("a", "b", "c") == [True, True, True]
 
 
-def test_a_file_that_is_cut_off_costs_what_lay_there(tier: dict[str, object], tmp_path: Path) -> None:
-    with Engine(tier) as engine:
-        for name in "abc":
-            engine.store(name)
-        truncate(tmp_path / "store", content("c")[:512])  # the last one in its file
-        engine.evict()
-        assert engine.found("a", "b", "c")[2] is False, (
-            "the others were read in the same run, which came short"
-        )
-        engine.evict()
-        assert engine.found("a", "b", "c") == [True, True, False]
-        engine.store("c")
-        engine.evict()
-        assert engine.found("a", "b", "c") == [True, True, True]
-
-
 def test_lookups_do_not_wait_for_the_store_and_loads_do_not_wait_for_stores(
     tier: dict[str, object], held: list[Held]
 ) -> None:
@@ -161,16 +145,6 @@ def test_a_store_that_does_not_answer_lookups_has_nothing(
         assert engine.answers(keys("a"), context)[-1] == [MISS]
         held[0].go.set()
         engine.settle(lambda: engine.manager.lookup(key("a"), context) is HIT)
-
-
-def test_a_slow_store_is_only_late(tier: dict[str, object], inside: Callable[..., None]) -> None:
-    inside(lambda store: Late(store, {"exists", "get", "set"}, lambda: time.sleep(0.1)))
-    with Engine(tier) as engine:
-        engine.store("a")
-        engine.evict()
-        started = time.monotonic()
-        assert engine.found("a") == [True]
-        assert time.monotonic() - started > 0.2
 
 
 @pytest.mark.parametrize("call", ["pwritev", "preadv", "commit", "fallocate"])
@@ -456,13 +430,6 @@ def test_results_say_how_much_moved_and_how_long_it_took(
             result = outcome(engine.tier, load)
             assert (result.success, result.successful_keys, result.transfer_bytes) == (True, None, 2 * ROW)
             assert 0.05 <= result.transfer_time < 5
-
-
-def test_a_store_that_holds_an_object_already_is_a_success(tier: dict[str, object]) -> None:
-    with Engine(tier) as engine:
-        for number in range(2):
-            engine.tier.submit_store(job(number, keys("a"), [0]))
-            assert outcome(engine.tier, number).success
 
 
 def outcome_is(engine: Engine, number: int) -> tuple[bool, object]:

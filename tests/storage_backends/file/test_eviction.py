@@ -123,24 +123,3 @@ def test_a_store_of_an_older_format_starts_empty(tmp_path: Path, caplog: pytest.
     assert "has format 1" in caplog.text
     with FileBackend(str(path), CAPACITY) as store:
         assert fetch(store, key("a"), 9000) == payload("a", 9000)
-
-
-def test_sequences_with_states_stay_within_the_cap(tmp_path: Path) -> None:
-    """Sequences of four pages with a state each, several times what fits: the cap holds and no page outlives
-    what it depends on.
-    """
-    cap = 8 << 20
-    with FileBackend(str(tmp_path / "s"), cap) as store:
-        for sequence in range(60):
-            pages = chain(sequence, 4)
-            state = state_of((sequence, 3))
-            batch = [
-                to_set(page, payload(page, 65536), parent=parent, depth=depth)
-                for depth, (page, parent) in enumerate(pages, 1)
-            ]
-            batch.append(to_set(state, payload(state, 131072), parent=state.page_key, depth=4))
-            assert outcomes(store.set(batch)) == {STORED: 5}
-            assert store.usage().used_bytes <= cap
-        check_tables(store)
-        assert store.usage().details["orphans"] == 0
-        assert 0 < store.usage().objects < 60 * 5

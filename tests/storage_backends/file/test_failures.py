@@ -15,42 +15,10 @@ from tests.storage_backends.file.store import CAPACITY, at_log, fail_log, opened
 from tests.storage_backends.local.files import disk_bytes
 from tiercache.core import Outcome
 from tiercache.testing.faults import FaultEnv
-from tiercache.testing.objects import content, fetch, key, payload, put, to_get, to_set
+from tiercache.testing.objects import content, fetch, key, payload, put, to_get
 
 HIT, MISS, STORED = Outcome.HIT, Outcome.MISS, Outcome.STORED
 CORRUPT, THROTTLED, ERROR = Outcome.CORRUPT, Outcome.THROTTLED, Outcome.ERROR
-
-
-@pytest.mark.parametrize("durability", ["process", "power"])
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EROFS])
-def test_a_set_that_fails_at_any_step_loses_nothing(tmp_path: Path, error: int, durability: str) -> None:
-    env = FaultEnv()
-    with opened(tmp_path / "s", env=env, durability=durability) as store:
-        put(store, key("old"), payload("old", 30_000))
-        batch = [to_set(key(n), payload(n, 400_000)) for n in range(3)]
-        env.clear()
-        assert store.set(batch) == [STORED] * 3
-        calls = {name: count for name, count in env.calls.items() if name not in ("open", "close")}
-        assert {"pwritev", "fstat", "fallocate"} <= set(calls)
-        assert ("fdatasync" in calls) == (durability == "power")
-        store.delete([key(n) for n in range(3)])
-        for name, count in calls.items():
-            for at in range(1, count + 1):
-                env.clear()
-                env.fail(name, at=at, error=error)
-                answers = store.set(batch)
-                assert set(answers) <= (
-                    {STORED, THROTTLED} if error == errno.ENOSPC else {STORED, ERROR, THROTTLED}
-                )
-                env.clear()
-                for n, answer in enumerate(answers):
-                    assert fetch(store, key(n), 400_000) == (
-                        payload(n, 400_000) if answer is STORED else MISS
-                    )
-                assert fetch(store, key("old"), 30_000) == payload("old", 30_000)
-                check_tables(store)
-                assert set(store.set(batch)) <= {STORED, HIT}, "and the next set works"
-                store.delete([key(n) for n in range(3)])
 
 
 def test_a_full_disk_throttles_and_keeps_the_cap(tmp_path: Path) -> None:

@@ -35,6 +35,12 @@ from tiercache.testing.objects import fetch, key, payload, put, to_get, to_set
 BLOCK = 4096
 SIZE = 4 * BLOCK
 OLD = payload("old", SIZE)
+STORES = {
+    "memory": "memory://?capacity=128MiB",
+    "file": "file://{}/file?capacity=128MiB",
+    "lmdb": "lmdb://{}/lmdb?capacity=128MiB",
+    "chain": "memory://?capacity=32MiB&tier_name=near,file://{}/far?capacity=128MiB&tier_name=far",
+}
 HIT, STORED, UNAVAILABLE = Outcome.HIT, Outcome.STORED, Outcome.UNAVAILABLE
 
 
@@ -191,7 +197,7 @@ def test_a_late_read_of_blocks_that_are_written_again_costs_a_miss(
     tmp_path: Path, arena: HostArena, store: str
 ) -> None:
     """The caller keeps its blocks, and puts something else there as soon as its set has answered."""
-    sockets, url = Path(tempfile.mkdtemp(dir=scratch())), STORES[store].format(*[tmp_path] * 2)
+    sockets, url = Path(tempfile.mkdtemp(dir=scratch())), STORES[store].format(tmp_path)
     with Daemon("unix", sockets, url) as daemon, client_of(daemon) as client:
         client.attach(arena)
         place = views(arena, arena.alloc(4).tolist())
