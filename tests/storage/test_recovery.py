@@ -316,13 +316,3 @@ def test_a_capacity_beyond_the_machine_is_refused_before_anything_is_made(tmp_pa
         with pytest.raises(ConfigError, match="more than can be mapped"):
             opened(tmp_path / "s", capacity)
     assert not (tmp_path / "s").exists()
-
-
-def test_a_directory_with_impossible_sizes_and_nothing_in_it_opens_again(tmp_path: Path) -> None:
-    path = tmp_path / "s"
-    opened(path).close()
-    shutil.rmtree(path / "slabs")
-    settled = json.loads((path / "format").read_text())
-    (path / "format").write_text(json.dumps(settled | {"slab_blocks": 2**42}))
-    with opened(path) as store:
-        assert put(store, key("a"), b"a") is STORED

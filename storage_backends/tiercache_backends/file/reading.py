@@ -15,7 +15,6 @@ from tiercache_backends.file.claims import Pins, Suspect
 from tiercache_backends.file.io_engine import IoEngine
 from tiercache_backends.file.records import Extent, Places
 from tiercache_backends.file.runs import IoBatch, pieces_of
-from tiercache_backends.file.slabs import Slabs
 from tiercache_backends.file.state import StoreState
 from tiercache_backends.file.writing import Remover
 
@@ -27,16 +26,8 @@ class ObjectReader:
     """
 
     def __init__(
-        self,
-        slabs: Slabs,
-        io: IoEngine,
-        state: StoreState,
-        remover: Remover,
-        mac_key: MacKey,
-        *,
-        read_only: bool,
+        self, io: IoEngine, state: StoreState, remover: Remover, mac_key: MacKey, *, read_only: bool
     ) -> None:
-        self._slabs = slabs
         self._io = io
         self._state = state
         self._remover = remover

@@ -372,14 +372,6 @@ class FileBackend(StorageBackend):
             "store": (store_id(self._env, directory.database) or os.urandom(ID_BYTES)).hex(),
         }
         settled = directory.settle_format(fresh)
-        # Impossible sizes mean that the format is damaged. Without slabs there is nothing to lose: write the
-        # format anew.
-        if (
-            not _is_possible(settled)
-            and capacity is not None
-            and not blocks_there(self._env, directory.at("slabs"), 1)
-        ):
-            settled = directory.reset_format(fresh)
         self._mac_key.match(settled["mac"], directory.path)
         slab_blocks = settled["slab_blocks"]
         if not _is_possible(settled):
@@ -433,7 +425,7 @@ class FileBackend(StorageBackend):
                 self._state.require_states(self._catalog.id_of(record.namespace))
         self._remover = Remover(directory.path, self._catalog, self._state)
         self._reader = ObjectReader(
-            self._slabs, self._io, self._state, self._remover, self._mac_key, read_only=self._read_only
+            self._io, self._state, self._remover, self._mac_key, read_only=self._read_only
         )
         self._writer = ObjectWriter(
             self._env,

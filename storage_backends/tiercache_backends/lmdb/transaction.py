@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from errno import EIO
 from itertools import chain, count, islice
@@ -158,17 +158,6 @@ class Transaction:
             if kept.states:
                 self._txn.put(NAMED, tick_key(self.tick()), db=self._environment.facts)
 
-    def forget_namespaces(self, used: Collection[int]) -> None:
-        """Forget the namespaces that have no record and whose numbers are not among `used`."""
-        names = names_in(self._environment, self._txn)
-        # The largest number stays, so that no later namespace gets a number that mirrors know. A name that
-        # cannot be read may have it.
-        if len(names) == self._txn.stat(self._environment.names)["entries"]:
-            last = max((name.number for name in names.values()), default=0)
-            for namespace, name in names.items():
-                if name.record is None and name.number not in used and name.number != last:
-                    self._txn.delete(namespace, db=self._environment.names)
-
     def has_states(self, namespace: bytes) -> bool:
         """Return whether a prefix of this namespace needs states."""
         known = name_in(self._environment, self._txn, namespace)
@@ -245,8 +234,7 @@ def names_in(environment: Environment, txn: Any) -> dict[bytes, Name]:
 
 def free_number(environment: Environment, txn: Any) -> int:
     """Return a number that no namespace has."""
-    # Namespaces are numbered in order, from 1, and the last one is never forgotten. The count of entries
-    # includes names that cannot be read; none is forgotten while there are any.
+    # Namespaces are numbered in order, from 1. The count of entries includes names that cannot be read.
     known = max((name.number for name in names_in(environment, txn).values()), default=0)
     return max(known, int(txn.stat(environment.names)["entries"])) + 1
 

@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Self, TypeVar
 
-import numpy as np
-
 from tiercache.core import Outcome
 from tiercache.storage.base import SetItem, checksum_of
 from tiercache.storage.checksum import Checksums, MacKey
@@ -152,20 +150,6 @@ class BatchWriter:
             pass
         return batch.outcomes
 
-    def _forget_namespaces(self) -> None:
-        """Forget the namespaces that have neither a record nor an object; the mirror has been read."""
-
-        def work(txn: Any) -> None:
-            if self.mirror.keep_up(txn):
-                residents = self.mirror.residents
-                used = np.unique(residents.columns["namespace"][residents.residents()])
-                Transaction(self.environment, txn).forget_namespaces(used.tolist())
-
-        try:
-            self._write(work)
-        except OSError as error:
-            self.errors.failed("forgetting namespaces", error)
-
     def _sweep(self) -> bool:
         """Evict the rest of a unit (pages of one conversation) that earlier transactions evicted in part.
 
@@ -252,7 +236,6 @@ class BatchWriter:
                 attempt = self._write(lambda txn: _Attempt(self, txn, chunk, batch, plan).run())
             except MirrorBehindError:
                 self.mirror.read()
-                self._forget_namespaces()
                 continue
             attempt.committed()
             self._used = attempt.used
