@@ -139,6 +139,16 @@ class Claims:
     """Set when the batch is published."""
 
 
+class Shortage(NamedTuple):
+    """What must be freed before claims can be written."""
+
+    blocks: int = 0
+    objects: int = 0
+    """Number of objects whose records must go from the catalog."""
+    nbytes: int = 0
+    """Bytes of the owner's quota, as `records.FOOTPRINT` counts them."""
+
+
 @dataclass(slots=True)
 class Removed:
     """Object that is being removed."""

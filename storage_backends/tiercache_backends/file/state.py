@@ -40,7 +40,7 @@ from tiercache.storage.eviction import EvictionOrder
 from tiercache.storage.residents import RESIDENT, parents_first
 from tiercache.storage.restorable import Admissibility
 from tiercache.storage.shares import OwnerUse, Shares, Writer
-from tiercache_backends.file.claims import Claim, Claims, Pins, Removal, Removed, Suspect
+from tiercache_backends.file.claims import Claim, Claims, Pins, Removal, Removed, Shortage, Suspect
 from tiercache_backends.file.extents import ExtentAllocator
 from tiercache_backends.file.objects import ObjectTable, expected_all, hold_new
 from tiercache_backends.file.records import FOOTPRINT, CatalogContents, Extent, Places, Records
@@ -256,26 +256,33 @@ class StoreState:
                 groups.setdefault(owners.of(claim.namespace_id), []).append(claim)
             return list(groups.values())
 
-    def charge(self, claims: Sequence[Claim]) -> int:
-        """Count the bytes of one owner's claims before they are written, in order, up to its quota.
+    def reserve(self, claims: Sequence[Claim], room: int) -> Shortage:
+        """Reserve quota and blocks for one owner's claims, in order, as far as they reach; return what lacks.
 
-        Returns how many bytes the quota lacks for the remaining claims. A claim that is larger than the whole
-        quota is not counted, because no eviction makes room for it.
+        `room`: number of records that fit into the catalog; the claims beyond get nothing. A claim keeps what
+        it got in an earlier call. A claim that is larger than the whole quota gets nothing, and nothing lacks
+        for it, because no eviction makes room for it.
         """
+        some, nbytes = claims[: max(0, room)], 0
         with self._mutex:
             owners = self._objects.owners
-            if not owners.active or not claims:
-                return 0
-            owner = owners.of(claims[0].namespace_id)
-            left = 0
-            for claim in claims:
-                if claim.is_charged or claim.taken > owners.quotas[owner]:
-                    continue
-                if left or claim.taken > owners.room(owner):
-                    left += claim.taken
-                else:
-                    self._charge(claim)
-            return int(left - owners.room(owner)) if left else 0
+            if owners.active and some:
+                owner = owners.of(some[0].namespace_id)
+                for claim in some:
+                    if claim.is_charged or claim.taken > owners.quotas[owner]:
+                        continue
+                    if nbytes or claim.taken > owners.room(owner):
+                        nbytes += claim.taken
+                    else:
+                        self._charge(claim)
+                nbytes = int(nbytes - owners.room(owner)) if nbytes else 0
+            without = [c for c in some if not c.extents and (c.is_charged or not owners.active)]
+            for claim, extents in zip(
+                without, self._allocator.allocate_all([claim.blocks for claim in without]), strict=True
+            ):
+                claim.extents = extents
+            blocks = sum(claim.blocks for claim in without if not claim.extents) - self._allocator.free
+        return Shortage(max(0, blocks), len(claims) - len(some), nbytes)
 
     def count_for_quota(self, claims: Sequence[Claim], *, evicted: int = 0, throttled: int = 0) -> None:
         """Count objects of the owner of these claims that were evicted or THROTTLED because of its quota."""
@@ -315,21 +322,6 @@ class StoreState:
         with self._mutex:
             for node in nodes:
                 self._objects.pages.release(node)
-
-    def allocate(self, claims: Sequence[Claim]) -> int:
-        """Give blocks to claims without blocks, in order, until too few are free.
-
-        Returns how many blocks the remaining claims need beyond the free ones.
-        """
-        with self._mutex:
-            # A claim that got its extents in an earlier round keeps them.
-            shared = self._objects.owners.active
-            without = [claim for claim in claims if not claim.extents and (claim.is_charged or not shared)]
-            for claim, extents in zip(
-                without, self._allocator.allocate_all([claim.blocks for claim in without]), strict=True
-            ):
-                claim.extents = extents
-            return max(0, sum(claim.blocks for claim in without if not claim.extents) - self._allocator.free)
 
     def publish(self, claims: Claims, stored: Sequence[Claim], records: Records) -> None:
         """End a batch: the objects of the claims `stored` become resident, as their records describe them.
@@ -380,26 +372,24 @@ class StoreState:
             wanted = min(size // share, most)
             return wanted - self._allocator.free - max(0, size - self._allocator.size)
 
-    def evict(
-        self, blocks: int, objects: int, max_objects: int, claims: Sequence[Claim] = (), own_bytes: int = 0
-    ) -> Removal:
-        """Take out objects in eviction order until `blocks` blocks and `objects` objects are taken out.
+    def evict(self, lack: Shortage, max_objects: int, claims: Sequence[Claim] = ()) -> Removal:
+        """Take out objects in eviction order until what lacks is taken out.
 
         Stops earlier after `max_objects` objects, or when nothing is left to evict.
 
         `claims`: the writes that need the room. They are promising if a restore can use at least one of the
         new objects as soon as this object is stored. Unpromising writes may evict less, and writes of low
-        value too (see `EvictionOrder.evict`). They all have one owner, if the store has shares.
-
-        `own_bytes`: bytes that objects take of that owner's share (`FOOTPRINT`), to take out of what it has
-        and of nothing else; 0: take out what is in turn.
+        value too (see `EvictionOrder.evict`). They all have one owner, if the store has shares. While its
+        quota lacks bytes, only its own objects are taken out.
         """
         removal, residents = Removal(), self._objects
+        for_quota = lack.nbytes > 0
+        blocks, objects = (0, 0) if for_quota else lack[:2]
         with self._mutex:
             promising = any(
                 residents.pages.is_promising(c.node, c.namespace_id, attached=not c.is_page) for c in claims
             )
-            taker = _Evicting(self, removal, blocks, objects, max_objects, own_bytes)
+            taker = _Evicting(self, removal, blocks, objects, max_objects, lack.nbytes)
             # Only the units that are worth less than every one of the new objects make room for all of them.
             ranks = [rank for claim in claims if (rank := self._rank(claim)) is not None]
             lowest = min(ranks, default=None)
@@ -408,7 +398,7 @@ class StoreState:
                 self._write_parents(),
                 promising=promising,
                 rank=lowest,
-                writer=self._writer(claims, for_quota=own_bytes > 0),
+                writer=self._writer(claims, for_quota=for_quota),
             )
         return removal
 

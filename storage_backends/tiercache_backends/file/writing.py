@@ -21,7 +21,7 @@ from tiercache.storage.base import SetItem
 from tiercache.storage.checksum import MacKey
 from tiercache.storage.env import Env
 from tiercache_backends.file.catalog import Catalog
-from tiercache_backends.file.claims import Claim, Claims, Removal, Suspect
+from tiercache_backends.file.claims import Claim, Claims, Removal, Shortage, Suspect
 from tiercache_backends.file.io_engine import IoEngine
 from tiercache_backends.file.records import MAX_EXTENTS, NO_RECORDS, Places, Records
 from tiercache_backends.file.runs import IoBatch
@@ -142,85 +142,76 @@ class ObjectWriter:
         self._sweep()
 
     def _reserve(self, claims: Sequence[Claim]) -> None:
-        """Allocate blocks for the claims: grow the slabs first, then evict.
+        """Reserve a record, quota and blocks for the claims of one owner: grow the slabs first, then evict.
 
         A claim without room keeps its empty `extents`.
         """
-        fitting = self._worthy([c for c in claims if c.blocks <= self._slabs.budget_blocks])
-        # First make room in the catalog, then in the slabs.
-        if (short := len(fitting) - self._catalog.room()) > 0:
-            self._evict(0, short, fitting)
-            fitting = fitting[: max(0, self._catalog.room())]
-        fitting = self._charge(fitting)
-        blocks = sum(c.blocks for c in fitting)
+        left = self._worthy([c for c in claims if c.blocks <= self._slabs.budget_blocks])
         while True:
-            if self._state.needs_second_slab(blocks):
+            if self._state.needs_second_slab(sum(c.blocks for c in left if not c.extents)):
                 self._grow()
-            missing = self._state.allocate(fitting)
-            # First try to grow: growing is cheaper than evicting, and loses no stored object. Stop when both
-            # fail. Other calls may take the new blocks first, so allocate again in a loop.
-            if not missing:
+            lack = self._state.reserve(left, room := self._catalog.room())
+            if not any(lack):
                 break
-            if self._grow() or self._evict(missing, 1, [c for c in fitting if not c.extents]):
+            # First try to grow: growing is cheaper than evicting, and loses no stored object. Other calls may
+            # take the new room first, so reserve again in a loop.
+            if (lack.blocks and self._grow()) or self._evict(lack, left):
                 continue
             # The next unit is worth more than at least one of the objects. Go on with the other objects.
-            left = self._worthy(fitting)
-            if len(left) == len(fitting):
-                break
-            fitting = left
+            before, left = left, self._worthy(left, for_quota=lack.nbytes > 0)
+            if len(left) == len(before):
+                if not lack.nbytes:
+                    break
+                left = self._within_quota(left)
+        if self._state.is_shared:
+            self._within_quota(left[: max(0, room)])
 
-    def _charge(self, claims: list[Claim]) -> list[Claim]:
-        """Count the bytes of one owner's claims within its quota, and evict its own objects where it must.
+    def _within_quota(self, claims: Sequence[Claim]) -> list[Claim]:
+        """Return the claims whose bytes the quota of their owner has room for, and count the others."""
+        within = [claim for claim in claims if claim.is_charged]
+        if len(within) < len(claims):
+            self._state.count_for_quota(claims, throttled=len(claims) - len(within))
+        return within
 
-        Returns the claims that are within the quota.
+    def _evict(self, lack: Shortage, claims: Sequence[Claim]) -> bool:
+        """Evict what the claims lack, in a separate write of the catalog.
+
+        Less is evicted if one write may not remove more, or nothing is left to evict. Returns False if no
+        object was removed.
         """
-        while missing := self._state.charge(claims):
-            if self._evict_own(missing, [claim for claim in claims if not claim.is_charged]):
-                continue
-            # As in `_reserve`: go on without the objects that are not worth what must be evicted for them.
-            valued = [c for c in claims if c.value is not None and not c.is_charged]
-            refused = self._state.not_worth(valued, for_quota=True)
-            if not refused:
-                break
-            self._state.count("not_worth", len(refused))
-            claims = _with_stored_parents(claims, {c.index for c in refused})
-        beyond = {claim.index for claim in claims if not claim.is_charged}
-        if not beyond or not self._state.is_shared:
-            return claims
-        self._state.count_for_quota(claims, throttled=len(beyond))
-        return _with_stored_parents(claims, beyond)
-
-    def _evict_own(self, nbytes: int, claims: Sequence[Claim]) -> bool:
-        """Evict objects of the claims' owner because of its quota; return False if none was removed."""
-        removal = self._state.evict(0, 0, BATCH, claims, own_bytes=nbytes)
+        waiting = [c for c in claims if not (c.is_charged if lack.nbytes else c.extents)]
+        removal = self._state.evict(lack, BATCH, waiting)
         if not self._remove_evicted(removal):
             return False
-        self._state.count_for_quota(claims, evicted=len(removal.objects))
+        if lack.nbytes:
+            self._state.count_for_quota(claims, evicted=len(removal.objects))
         return True
+
+    def _worthy(self, claims: Sequence[Claim], *, for_quota: bool = False) -> list[Claim]:
+        """Return the claims without those that are not worth what must be evicted for them.
+
+        Nothing is left out while there is room, also for the blocks that are kept free for later sets.
+        `for_quota`: there is no room in the quota of their owner.
+        """
+        waiting = [c for c in claims if not (c.is_charged if for_quota else c.extents)]
+        valued = [c for c in waiting if c.value is not None]
+        if not valued or (
+            not for_quota
+            and self._state.shortage(None if self._cramped else self._slabs.budget_blocks, _LOW_WATER)
+            + sum(c.blocks for c in waiting)
+            <= 0
+        ):
+            return list(claims)
+        refused = self._state.not_worth(valued, for_quota=for_quota)
+        if not refused:
+            return list(claims)
+        self._state.count("not_worth", len(refused))
+        return _with_stored_parents(claims, {c.index for c in refused})
 
     def trim(self) -> None:
         """Evict what owners have beyond their quotas, as far as no call uses it."""
         while self._remove_evicted(self._state.evict_beyond(BATCH)):
             pass
-
-    def _worthy(self, claims: Sequence[Claim]) -> list[Claim]:
-        """Return the claims without those that are not worth what must be evicted for them.
-
-        Nothing is left out while there is room, also for the blocks that are kept free for later sets.
-        """
-        valued = [c for c in claims if c.value is not None and not c.extents]
-        if (
-            not valued
-            or self._state.shortage(None if self._cramped else self._slabs.budget_blocks, _LOW_WATER)
-            + sum(c.blocks for c in claims if not c.extents)
-            <= 0
-        ):
-            return list(claims)
-        refused = self._state.not_worth(valued)
-        if not refused:
-            return list(claims)
-        self._state.count("not_worth", len(refused))
-        return _with_stored_parents(claims, {c.index for c in refused})
 
     def _grow(self) -> bool:
         """Preallocate a new slab or the missing end of a slab; return False if budget or disk is used up."""
@@ -237,14 +228,6 @@ class ObjectWriter:
             self._cramped = False
             self._state.grow(extent)
             return True
-
-    def _evict(self, blocks: int, objects: int, claims: Sequence[Claim]) -> bool:
-        """Evict in a separate write of the catalog until `blocks` blocks and `objects` objects are taken out.
-
-        Fewer are taken out if one write may not remove more, or nothing is left to evict. Returns False
-        if no object was removed.
-        """
-        return self._remove_evicted(self._state.evict(blocks, objects, BATCH, claims))
 
     def _sweep(self) -> None:
         """Remove the objects that the last eviction made useless, but that its write did not remove."""
@@ -266,7 +249,7 @@ class ObjectWriter:
         short = self._state.shortage(
             None if self._cramped else self._slabs.budget_blocks, _LOW_WATER, sum(c.blocks for c in written)
         )
-        return self._state.evict(short, 1, _MAX_AHEAD) if short > 0 else Removal()
+        return self._state.evict(Shortage(short, 1), _MAX_AHEAD) if short > 0 else Removal()
 
     def _write(
         self, items: Sequence[SetItem], claims: Sequence[Claim], outcomes: list[Outcome]

@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiercache_backends.file.claims import Claim, Claims
+from tiercache_backends.file.claims import Claim, Claims, Shortage
 from tiercache_backends.file.objects import expected_all, hold_new
 from tiercache_backends.file.records import RECORD, Extent, Records
 from tiercache_backends.file.state import StoreState
@@ -94,12 +94,12 @@ class Twins:
                 c.page for c in stored if c.is_page
             } and one.is_page):  # fmt: skip
                 stored.append(one)
-        self.batched.allocate(stored)
+        self.batched.reserve(stored, len(stored))
         records = self.records(stored)
         self.batched.publish(batch, stored, records)
         for at, one in enumerate(stored):
             claims, record = alone[one.index], records[at : at + 1].copy()
-            self.single.allocate(claims.fresh)
+            self.single.reserve(claims.fresh, 1)
             record["start"] = claims.fresh[0].extents[0].start
             self.single.publish(claims, claims.fresh, record)
         left = {one.index for one in batch.fresh} - {one.index for one in stored}
@@ -113,7 +113,7 @@ class Twins:
         """Store a batch in the state that gets batches."""
         claims = self.batched.claim(batch, 4096)
         assert [one.index for one in claims.fresh] == [one.index for one in batch]
-        self.batched.allocate(claims.fresh)
+        self.batched.reserve(claims.fresh, len(claims.fresh))
         self.batched.publish(claims, claims.fresh, self.records(claims.fresh))
         self.batched.release_nodes(claims.held.values())
 
@@ -135,7 +135,7 @@ class Twins:
         """Evict some objects from both states. Among objects that came together, the order is free."""
         count = self.random.randrange(1, 9)
         self.single.figures()  # an eviction counts the orphans first, and so does this
-        removal = self.batched.evict(0, count, count)
+        removal = self.batched.evict(Shortage(objects=count), count)
         self.single.finish_removal(self.single.take_out(removal.digests))
         self.batched.finish_removal(removal)
 
