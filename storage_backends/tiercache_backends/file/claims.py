@@ -14,15 +14,6 @@ from tiercache_backends.file.records import Extent, Places
 T = TypeVar("T")
 
 
-class Suspect(NamedTuple):
-    """Pinned object whose bytes are damaged or cannot be read."""
-
-    row: int
-    """Row of the object in the table of objects."""
-    number: int
-    """Number of the object's catalog record."""
-
-
 class Pins(NamedTuple):
     """Hold on objects for one reader: their blocks are not freed until `StoreState.unpin`.
 
@@ -33,8 +24,6 @@ class Pins(NamedTuple):
     """Index of the item in the call."""
     rows: list[int]
     """Row of the object in the table of objects."""
-    numbers: list[int]
-    """Number of the object's catalog record."""
     lengths: list[int]
     """Payload bytes."""
     places: Places
@@ -43,10 +32,6 @@ class Pins(NamedTuple):
     """MACs; zeros if the store keeps none."""
     reused: list[bool]
     """Whether the object was read before, since the store was opened."""
-
-    def suspect(self, position: int) -> Suspect:
-        """Return the object at a position as damaged."""
-        return Suspect(self.rows[position], self.numbers[position])
 
     def only(self, positions: Sequence[int]) -> Pins:
         """Return the entries at these positions."""
@@ -59,7 +44,6 @@ class Pins(NamedTuple):
         return Pins(
             chosen(self.items),
             chosen(self.rows),
-            chosen(self.numbers),
             chosen(self.lengths),
             Places(chosen(starts), chosen(blocks), left),
             chosen(self.checksums),

@@ -11,7 +11,7 @@ from tiercache.core import BLOCK_ALIGN, ObjectKey, Outcome
 from tiercache.storage.base import GetItem
 from tiercache.storage.checksum import Checksums, MacKey
 from tiercache.storage.vectors import usable
-from tiercache_backends.file.claims import Pins, Suspect
+from tiercache_backends.file.claims import Pins
 from tiercache_backends.file.io_engine import IoEngine
 from tiercache_backends.file.records import Extent, Places
 from tiercache_backends.file.runs import IoBatch, pieces_of
@@ -65,20 +65,20 @@ class ObjectReader:
             for index in pins.items:
                 outcomes[index] = Outcome.HIT
             return outcomes
-        corrupt: list[Suspect] = []
-        unreadable: list[Suspect] = []
+        corrupt: list[int] = []
+        unreadable: list[int] = []
         for position, index in enumerate(pins.items):
             outcomes[index] = outcome = self._outcome(batch, position, pins)
             if outcome is Outcome.CORRUPT:
-                corrupt.append(pins.suspect(position))
+                corrupt.append(position)
             elif position in batch.errors and batch.errors[position].errno == EIO:
                 # If the object stayed, the next set of the same key would answer HIT and write nothing.
-                unreadable.append(pins.suspect(position))
+                unreadable.append(position)
         if self._read_only:
             self._state.count("corrupt", len(corrupt))
         elif corrupt or unreadable:
-            self._state.count("corrupt", self._remover.remove_damaged(corrupt))
-            self._remover.remove_damaged(unreadable, keep_blocks=True)
+            self._state.count("corrupt", self._remover.remove_damaged(pins, corrupt))
+            self._remover.remove_damaged(pins, unreadable, keep_blocks=True)
         return outcomes
 
     def is_sound(

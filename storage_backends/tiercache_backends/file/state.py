@@ -40,7 +40,7 @@ from tiercache.storage.eviction import EvictionOrder
 from tiercache.storage.residents import RESIDENT, parents_first
 from tiercache.storage.restorable import Admissibility
 from tiercache.storage.shares import OwnerUse, Shares, Writer
-from tiercache_backends.file.claims import Claim, Claims, Pins, Removal, Removed, Shortage, Suspect
+from tiercache_backends.file.claims import Claim, Claims, Pins, Removal, Removed, Shortage
 from tiercache_backends.file.extents import ExtentAllocator
 from tiercache_backends.file.objects import ObjectTable, expected_all, hold_new
 from tiercache_backends.file.records import FOOTPRINT, CatalogContents, Extent, Places, Records
@@ -101,15 +101,6 @@ class StoreState:
         with self._mutex:
             return [self._objects.number[row] if row >= 0 else 0 for row in self._objects.find_many(digests)]
 
-    def current(self, keys: Sequence[tuple[int, bytes]]) -> list[bool]:
-        """Return which (number, digest) pairs of catalog records describe an object that can be read."""
-        with self._mutex:
-            rows = self._objects.find_many([digest for _, digest in keys])
-            return [
-                row >= 0 and self._objects.number[row] == number
-                for row, (number, _) in zip(rows, keys, strict=True)
-            ]
-
     def pin(self, digests: Sequence[bytes], *, is_use: bool = True) -> Pins:
         """Hold the blocks of these objects until `unpin`; record a use of each if `is_use`.
 
@@ -129,7 +120,6 @@ class StoreState:
             pins = Pins(
                 items.tolist(),
                 rows.tolist(),
-                columns["number"][rows].tolist(),
                 columns["length"][rows].tolist(),
                 objects.places(rows),
                 *objects.checksums(rows),
@@ -430,15 +420,15 @@ class StoreState:
                     self._leave(removal, row)
         return removal
 
-    def take_out_suspects(self, damaged: Iterable[Suspect], *, keep_blocks: bool) -> Removal:
-        """Take out pinned objects that are damaged; skip those that are taken out already.
+    def take_out_damaged(self, pins: Pins, positions: Iterable[int], *, keep_blocks: bool) -> Removal:
+        """Take out the damaged ones of pinned objects; skip those that are taken out already.
 
         `keep_blocks`: see `Removed`.
         """
         removal = Removal()
         with self._mutex:
-            for row, number in damaged:
-                if self._objects.number[row] == number and self._objects.state[row] == RESIDENT:
+            for row in map(pins.rows.__getitem__, positions):
+                if self._objects.state[row] == RESIDENT:
                     self._leave(removal, row, keep_blocks=keep_blocks)
         return removal
 
@@ -520,7 +510,6 @@ class StoreState:
         return Pins(
             [item for _, item in found],
             rows,
-            [objects.number[row] for row in rows],
             [objects.length[row] for row in rows],
             Places.of([objects.extents(row) for row in rows]),
             *objects.checksums(rows),

@@ -260,10 +260,13 @@ class FileBackend(StorageBackend):
                 raise StorageError(
                     f"the store in {self._directory.path} cannot be scanned: {error}"
                 ) from error
-            found = [(int(record["number"]), self._catalog.entry(record)) for record in records]
-            current = self._state.current([(number, entry.key.digest) for number, entry in found])
-            listed = [entry for (_, entry), there in zip(found, current, strict=True) if there]
-            entries = [entry for entry in listed if namespace in (None, entry.meta.namespace)]
+            found = [self._catalog.entry(record) for record in records]
+            current = self._state.numbers([entry.key.digest for entry in found])
+            entries = [
+                entry
+                for entry, number, now in zip(found, records["number"].tolist(), current, strict=True)
+                if number == now and namespace in (None, entry.meta.namespace)
+            ]
             return ScanPage(
                 entries, int(records[-1]["number"]).to_bytes(8) if len(records) == _SCAN_PAGE else b""
             )

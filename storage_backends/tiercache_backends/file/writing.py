@@ -21,7 +21,7 @@ from tiercache.storage.base import SetItem
 from tiercache.storage.checksum import MacKey
 from tiercache.storage.env import Env
 from tiercache_backends.file.catalog import Catalog
-from tiercache_backends.file.claims import Claim, Claims, Removal, Shortage, Suspect
+from tiercache_backends.file.claims import Claim, Claims, Pins, Removal, Shortage
 from tiercache_backends.file.io_engine import IoEngine
 from tiercache_backends.file.records import MAX_EXTENTS, NO_RECORDS, Places, Records
 from tiercache_backends.file.runs import IoBatch
@@ -71,13 +71,13 @@ class Remover:
         self._state.finish_removal(removal)
         return True
 
-    def remove_damaged(self, damaged: Sequence[Suspect], *, keep_blocks: bool = False) -> int:
-        """Remove damaged objects and return their number.
+    def remove_damaged(self, pins: Pins, positions: Sequence[int], *, keep_blocks: bool = False) -> int:
+        """Remove the damaged ones of pinned objects and return their number.
 
         `keep_blocks`: nothing is stored in their blocks until the store is opened again, because the medium
         refused to read them.
         """
-        removal = self._state.take_out_suspects(damaged, keep_blocks=keep_blocks)
+        removal = self._state.take_out_damaged(pins, positions, keep_blocks=keep_blocks)
         self.remove(removal, keep=False)
         return len(removal.objects)
 
