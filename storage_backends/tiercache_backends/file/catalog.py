@@ -35,7 +35,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from errno import EIO, ENOSPC, EROFS, ESTALE
+from errno import EIO, ENOSPC, EROFS
 from threading import Lock
 from typing import Any, Final
 
@@ -64,7 +64,7 @@ from tiercache_backends.file.records import (
     pack_value,
     sound,
 )
-from tiercache_backends.local.directory import StoreDirectory, sync_directory
+from tiercache_backends.local.directory import StoreDirectory, check_named, sync_directory
 from tiercache_backends.local.names import Name, pack_name
 
 _log = logging.getLogger(__name__)
@@ -335,11 +335,7 @@ class Catalog:
     def check_there(self) -> None:
         """Raise OSError unless the log's path still names the open file."""
         with self._index:
-            named, held = self._env.lstat(self._path), self._env.fstat(self._fd)
-        if (named.st_dev, named.st_ino) != (held.st_dev, held.st_ino):
-            raise OSError(
-                ESTALE, f"{self._path} was replaced while it was open; close the store and open it again"
-            )
+            check_named(self._env, self._path, self._fd)
 
     def close(self) -> None:
         """Close the log. A second call does nothing."""

@@ -17,14 +17,14 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from errno import EDQUOT, ENOSPC, ESTALE
+from errno import EDQUOT, ENOSPC
 from typing import Final, Protocol
 
 from tiercache.core import BLOCK_ALIGN
 from tiercache.errors import ConfigError
 from tiercache.storage.env import Env, close_quietly
 from tiercache_backends.file.records import Extent
-from tiercache_backends.local.directory import StoreDirectory, sync_directory
+from tiercache_backends.local.directory import StoreDirectory, check_named, sync_directory
 
 MIN_CAPACITY: Final = 4 << 20
 """Smallest capacity of a store, in bytes."""
@@ -191,13 +191,7 @@ class Slabs:
     def check_there(self) -> None:
         """Raise OSError unless the path of every slab still names the open file."""
         for index, slab in enumerate(self._slabs):
-            # If another file has this name now, bytes written to the open file would be lost.
-            named, held = self._env.lstat(self.path(index)), self._env.fstat(slab.fd)
-            if (named.st_dev, named.st_ino) != (held.st_dev, held.st_ino):
-                raise OSError(
-                    ESTALE,
-                    f"{self.path(index)} was replaced while it was open; close the store and open it again",
-                )
+            check_named(self._env, self.path(index), slab.fd)
 
     def trim(self) -> None:
         """Cut off the parts of slabs beyond the budget and after the last whole block.

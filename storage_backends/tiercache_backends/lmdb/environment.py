@@ -1,6 +1,7 @@
 """The LMDB environment of a store: its transactions, the lock of its writers, its limits, and its failures.
 
-A process has at most one open environment per directory. Failures of LMDB become OSErrors here.
+A process has at most one open environment per directory; LMDB's binding refuses another. Failures of LMDB
+become OSErrors here.
 
 In these files "page" means an LMDB page where limits are concerned. LMDB never overwrites a page: a
 transaction copies each page that it changes, and gives up the old copy. Two transactions later LMDB can use
@@ -21,16 +22,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from errno import EAGAIN, EDQUOT, EFBIG, EIO, ENOSPC, ESTALE
+from errno import EAGAIN, EDQUOT, EFBIG, EIO, ENOSPC
 from threading import Lock
 from typing import Any, Final, TypeVar
 
 import lmdb
 
 from tiercache.core import Outcome
-from tiercache.errors import ClosedError, StorageError
+from tiercache.errors import ClosedError
 from tiercache.storage.env import Env, close_quietly
-from tiercache_backends.local.directory import is_full
+from tiercache_backends.local.directory import check_named, is_full
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -60,12 +61,6 @@ _DAMAGE: Final = (
 """Exceptions for a damaged page or an entry of a wrong length, and for later calls in the transaction."""
 _FULL_BYTES: Final = 64 << 10
 """Number of free bytes of a file system below which a short write is attributed to a full disk."""
-_open: Final[set[tuple[int, int, int]]] = set()
-"""Process id, device and inode of each environment that is open in this process.
-
-LMDB's own locks do not work between two openers of one environment in the same process.
-"""
-_open_lock: Final = Lock()
 BATCH_BYTES: Final = 8 << 20
 """Maximum bytes that one transaction changes, unless a single object needs more."""
 _BATCH_OBJECTS: Final = 256
@@ -258,21 +253,7 @@ class Environment:
         """Number of LMDB pages, from the file's start, that `keep_ahead` has allocated on the disk."""
         self._grow_at = 0.0
         """Time at which a full disk is tried again, in seconds of the monotonic clock."""
-        found = env.lstat(path)
-        self._identity = self._pid, found.st_dev, found.st_ino
-        with _open_lock:
-            if self._identity in _open:
-                raise StorageError(
-                    f"{path} is open in this process already; use that store from all threads, or close it"
-                    " first"
-                )
-            _open.add(self._identity)
-        try:
-            self._open(map_bytes, last_sync=last_sync, lock=not (read_only and alone))
-        except BaseException:
-            with _open_lock:
-                _open.discard(self._identity)
-            raise
+        self._open(map_bytes, last_sync=last_sync, lock=not (read_only and alone))
 
     def _open(self, map_bytes: int, *, last_sync: bool, lock: bool) -> None:
         with self._as_os_error():
@@ -301,7 +282,7 @@ class Environment:
             self.page_bytes: int = self._lmdb.stat()["psize"]
             self._map_is(int(self._lmdb.info()["map_size"]))
         except BaseException:  # whatever it is, nothing stays open, and it is raised again
-            self._close_files()
+            self.close()
             raise
 
     def _map_is(self, map_bytes: int) -> None:
@@ -455,19 +436,10 @@ class Environment:
 
     def check_there(self) -> None:
         """Raise OSError unless the file is still at the path where it was opened."""
-        named, held = self._env.lstat(self._data), self._env.fstat(self._fd)
-        if (named.st_dev, named.st_ino) != (held.st_dev, held.st_ino):
-            raise OSError(
-                ESTALE, f"{self._data} was replaced while it was open; close the store and open it again"
-            )
+        check_named(self._env, self._data, self._fd)
 
     def close(self) -> None:
         """Close the environment."""
-        self._close_files()
-        with _open_lock:
-            _open.discard(self._identity)
-
-    def _close_files(self) -> None:
         if self._fd >= 0:
             close_quietly(self._env, self._fd)
         self._lmdb.close()

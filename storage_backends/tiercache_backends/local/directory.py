@@ -15,7 +15,7 @@ import os
 import stat
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from errno import EACCES, EDQUOT, EFBIG, ELOOP, ENAMETOOLONG, ENOSPC, ENOTDIR, EPERM
+from errno import EACCES, EDQUOT, EFBIG, ELOOP, ENAMETOOLONG, ENOSPC, ENOTDIR, EPERM, ESTALE
 from itertools import count
 from typing import Any, Final
 
@@ -51,6 +51,13 @@ def sync_directory(env: Env, path: str) -> None:
         env.fsync(fd)
     finally:
         close_quietly(env, fd)
+
+
+def check_named(env: Env, path: str, fd: int) -> None:
+    """Raise OSError unless a path still names an open file: what is written to another file would be lost."""
+    named, held = env.lstat(path), env.fstat(fd)
+    if (named.st_dev, named.st_ino) != (held.st_dev, held.st_ino):
+        raise OSError(ESTALE, f"{path} was replaced while it was open; close the store and open it again")
 
 
 def tree_bytes(env: Env, path: str) -> int:
