@@ -150,7 +150,11 @@ def locate(store: StorageBackend, k: ObjectKey) -> list[tuple[str, int, int]]:
     row = objects.find(k.digest)
     extents = objects.extents(row) if row >= 0 else ()
     return [
-        (slabs.path(extent.start // slabs.slab_blocks), slabs.offset(extent), extent.blocks * BLOCK_ALIGN)
+        (
+            slabs.path(extent.start // slabs.slab_blocks),
+            slabs.at(extent.start)[1],
+            extent.blocks * BLOCK_ALIGN,
+        )
         for extent in extents
     ]
 

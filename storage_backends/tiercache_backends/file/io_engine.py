@@ -240,7 +240,7 @@ class IoEngine:
         self, call: Callable[[Env, int, Sequence[memoryview], int], int], run: Run, *, direct: bool
     ) -> int:
         """Move a run, with `direct` past the page cache where its buffers are aligned; return the bytes."""
-        slab, offset = self._slabs.slab(run), self._slabs.offset(run)
+        slab, offset = self._slabs.at(run.start)
         if direct and slab.direct is not None and not any(view.nbytes % _SECTOR for view in run.views):
             try:
                 return call(self._env, slab.direct, run.views, offset)
@@ -257,10 +257,9 @@ class IoEngine:
         """
         if not self._direct:
             return True
+        slab, offset = self._slabs.at(run.start)
         try:
-            return self._env.cached(
-                self._slabs.slab(run).fd, self._slabs.offset(run), run.blocks * BLOCK_ALIGN
-            )
+            return self._env.cached(slab.fd, offset, run.blocks * BLOCK_ALIGN)
         except OSError:
             return True
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from errno import EDQUOT, ENOSPC
-from typing import Final, Protocol
+from typing import Final
 
 from tiercache.core import BLOCK_ALIGN
 from tiercache.errors import ConfigError
@@ -123,14 +123,6 @@ def _catalog_bytes(capacity: int, log_bytes: int) -> int:
     )
 
 
-class Placed(Protocol):
-    """Interface of a range that begins at a block."""
-
-    @property
-    def start(self) -> int:
-        """Number of the first block."""
-
-
 @dataclass(slots=True)
 class Slab:
     """Open slab file.
@@ -224,13 +216,10 @@ class Slabs:
             raise
         return self._extend(len(self._slabs) - 1)
 
-    def slab(self, place: Placed) -> Slab:
-        """Return the slab in which a place lies."""
-        return self._slabs[place.start // self.slab_blocks]
-
-    def offset(self, place: Placed) -> int:
-        """Return the byte offset of a place in its slab's file."""
-        return place.start % self.slab_blocks * BLOCK_ALIGN
+    def at(self, block: int) -> tuple[Slab, int]:
+        """Return the slab in which a block lies, and the byte offset of the block in the slab's file."""
+        index, before = divmod(block, self.slab_blocks)
+        return self._slabs[index], before * BLOCK_ALIGN
 
     @contextmanager
     def open_for_sync(self, extents: Iterable[Extent]) -> Iterator[list[int]]:
