@@ -135,10 +135,10 @@ class Trials:
         except StorageError:
             assert self.operation.act in (None, do_flush), "only opening and flush may raise"
             assert self.operation.act or descriptors() <= before, "a failed opening leaves nothing open"
-            if self.store is not None:  # a flush that failed may succeed only after another opening
-                self.store.close()
-                self.store = None
         self.env.rules.clear()
+        if self.operation.act is do_flush and self.store is not None:
+            self.store.close()  # after a flush that failed, none succeeds until the store is opened again
+            self.store = None
         if self.operation.act is do_close:
             self.store = None
         return rule is not None and rule.fired > 0

@@ -40,9 +40,8 @@ def pack_name(name: Name) -> bytes:
 def unpack_name(namespace: bytes, value: bytes) -> Name:
     """Return the name that an LMDB value describes; raise ValueError for a malformed value."""
     try:
-        number, identity, states = msgpack.unpackb(
-            value, max_array_len=3, max_map_len=_MAX_FIELDS, max_ext_len=0
-        )
+        found = msgpack.unpackb(value, max_array_len=3, max_map_len=_MAX_FIELDS, max_ext_len=0)
+        number, identity, states = found
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise ValueError(f"the record of namespace {namespace.hex()} is not readable: {error}") from error
     if (

@@ -19,10 +19,8 @@ from tiercache.testing.faults import Effect, FaultEnv
 CAPACITY = 16 << 20
 
 
-def opened(
-    path: Path, capacity: int = CAPACITY, env: Env | None = None, durability: str = "process"
-) -> FileBackend:
-    return FileBackend(str(path), capacity, durability, env)
+def opened(path: Path, capacity: int = CAPACITY, env: Env | None = None) -> FileBackend:
+    return FileBackend(str(path), capacity, env=env)
 
 
 def catalog_of(store: FileBackend) -> Catalog:
