@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.storage.backends import copy_tree
 from tests.storage.integrity import check_tables
 from tests.storage_backends.file.store import CAPACITY, catalog_of, opened
 from tests.storage_backends.local.files import DAMAGE, damage, disk_bytes

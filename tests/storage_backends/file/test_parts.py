@@ -6,6 +6,7 @@ from itertools import pairwise
 from random import Random
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiercache_backends.file.extents import APART_BLOCKS, ExtentAllocator
@@ -14,7 +15,6 @@ from tiercache_backends.file.opening import sound_records
 from tiercache_backends.file.records import DEPTH_KNOWN, PARENT_KNOWN, RECORD, CatalogContents, Extent
 
 from tests.examples import example_count
-from tests.storage.integrity import check_extents, check_residents
 from tiercache.storage.checksum import Checksums
 from tiercache.testing.objects import page_key
 
@@ -63,7 +63,7 @@ def test_loading_a_catalog_is_storing_one_by_one(objects: dict[tuple[int, int], 
     at_once.load_catalog(CatalogContents(records, further))
     seen = []
     for table in (one_by_one, at_once):
-        check_residents(table)
+        table.check_integrity()
         rows = table.rows_of_all([digest(*place) for place in objects])
         facts = [
             (table.extents(row), table.blocks(row), table.digest(row), table.number[row], table.length[row])
@@ -83,38 +83,52 @@ def test_loading_a_catalog_is_storing_one_by_one(objects: dict[tuple[int, int], 
     for row in at_once.residents().tolist():
         at_once.leave(row)
         at_once.drop(row)
-    check_residents(at_once)
+    at_once.check_integrity()
     assert len(at_once) == at_once.payload == 0
     assert len(at_once._further) == 0  # private: what is kept of objects that are gone costs memory only
 
 
+@pytest.mark.parametrize(
+    ("slab", "lengths", "sizes"),
+    [
+        (64, (64,), (1, 1, 3, 17, 70)),
+        (
+            APART_BLOCKS // 2,
+            (APART_BLOCKS // 2, APART_BLOCKS // 6),
+            (1, 17, APART_BLOCKS // 6, APART_BLOCKS // 2 + 5),
+        ),
+    ],
+)
 @settings(max_examples=example_count(100), deadline=None)
 @given(seed=st.integers(0, 10_000))
-def test_space_places_batches_and_takes_all_back(seed: int) -> None:
+def test_space_places_batches_and_takes_all_back(
+    slab: int, lengths: tuple[int, ...], sizes: tuple[int, ...], seed: int
+) -> None:
     random = Random(seed)
-    space = ExtentAllocator(64)
-    for n in range(4):
-        space.grow(Extent(n * 64, 64))
+    space = ExtentAllocator(slab)
+    for n in range(5):
+        space.grow(Extent(n * slab, random.choice(lengths)))
     held: list[tuple[Extent, ...]] = []
     for _ in range(30):
         if held and random.random() < 0.5:
             space.give(held.pop(random.randrange(len(held))))
             continue
-        sizes = [random.choice([1, 1, 3, 17, 70]) for _ in range(random.randrange(1, 9))]
+        wanted = [random.choice(sizes) for _ in range(random.randrange(1, 10))]
         before = space.free
-        places = space.allocate_all(sizes)
+        places = space.allocate_all(wanted)
         assert all(
-            sum(e.blocks for e in place) in (0, size) for place, size in zip(places, sizes, strict=True)
+            sum(e.blocks for e in place) in (0, size) for place, size in zip(places, wanted, strict=True)
         )
-        assert any(not place for place in places) <= (sum(sizes) > before), "what is free can be had"
+        assert any(not place for place in places) <= (sum(wanted) > before), "what is free can be had"
         held += [place for place in places if place]
-        check_extents(space)
-        blocks = [b for place in held for e in place for b in range(e.start, e.start + e.blocks)]
-        assert len(blocks) == len(set(blocks)) == space.size - space.free
+        space.check_integrity()
+        extents = sorted(e for place in held for e in place)
+        assert all(a.start + a.blocks <= b.start for a, b in pairwise(extents)), "no block is had twice"
+        assert sum(e.blocks for e in extents) == space.size - space.free
     for place in held:
         space.give(place)
-    check_extents(space)
-    assert space.free == 256
+    space.check_integrity()
+    assert space.free == space.size
 
 
 def test_a_batch_lies_side_by_side() -> None:
@@ -144,33 +158,7 @@ def test_a_large_batch_lies_in_two_slabs() -> None:
         len({place.start // space.slab_blocks for [place] in space.allocate_all(sizes)})
         for sizes in ([5] * 9, [4 * large])
     ] == [1, 1]
-    check_extents(space)
-
-
-@settings(max_examples=example_count(100), deadline=None)
-@given(seed=st.integers(0, 10_000))
-def test_large_batches_lose_and_double_no_block(seed: int) -> None:
-    random, slab = Random(seed), APART_BLOCKS // 2
-    space = ExtentAllocator(slab)
-    for n in range(6):
-        space.grow(Extent(n * slab, random.choice([slab, slab // 3])))
-    held: list[tuple[Extent, ...]] = []
-    for _ in range(20):
-        if held and random.random() < 0.5:
-            space.give(held.pop(random.randrange(len(held))))
-            continue
-        sizes = [random.choice([1, 17, slab // 3, slab + 5]) for _ in range(random.randrange(1, 12))]
-        before = space.free
-        places = space.allocate_all(sizes)
-        assert all(
-            sum(e.blocks for e in place) in (0, size) for place, size in zip(places, sizes, strict=True)
-        )
-        assert any(not place for place in places) <= (sum(sizes) > before), "what is free can be had"
-        held += [place for place in places if place]
-        check_extents(space)
-        extents = sorted(e for place in held for e in place)
-        assert all(a.start + a.blocks <= b.start for a, b in pairwise(extents))
-        assert sum(e.blocks for e in extents) == space.size - space.free
+    space.check_integrity()
 
 
 def test_of_two_records_of_one_object_the_later_one_counts() -> None:
