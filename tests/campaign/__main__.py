@@ -3,7 +3,7 @@
     python -m tests.campaign [--backend file,lmdb] [--only kill,open,...] [--quick] [--seed N] [-o FILE.json]
 
 Crashes, power cuts and full disks are repeated until the counts are convincing; one table at the end sums
-them up. Exit status: 1 if something was wrong, lost or failed. `power`, `enospc` and a part of `gone` mount
+them up. Exit status: 1 if something was wrong, lost or failed. `power` and `enospc` mount
 file systems, which requires root; without it they report that they were skipped.
 """
 

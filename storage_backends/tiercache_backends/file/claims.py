@@ -124,7 +124,7 @@ class Claims:
 
 
 class Shortage(NamedTuple):
-    """What must be freed before claims can be written."""
+    """Amounts that must be freed before claims can be written."""
 
     blocks: int = 0
     objects: int = 0

@@ -15,6 +15,7 @@ from tiercache_backends.file.opening import sound_records
 from tiercache_backends.file.records import DEPTH_KNOWN, PARENT_KNOWN, RECORD, CatalogContents, Extent
 
 from tests.examples import example_count
+from tests.storage.integrity import check_extents, check_residents
 from tiercache.storage.checksum import Checksums
 from tiercache.testing.objects import page_key
 
@@ -63,7 +64,7 @@ def test_loading_a_catalog_is_storing_one_by_one(objects: dict[tuple[int, int], 
     at_once.load_catalog(CatalogContents(records, further))
     seen = []
     for table in (one_by_one, at_once):
-        table.check_integrity()
+        check_residents(table)
         rows = table.rows_of_all([digest(*place) for place in objects])
         facts = [
             (table.extents(row), table.blocks(row), table.digest(row), table.number[row], table.length[row])
@@ -83,7 +84,7 @@ def test_loading_a_catalog_is_storing_one_by_one(objects: dict[tuple[int, int], 
     for row in at_once.residents().tolist():
         at_once.leave(row)
         at_once.drop(row)
-    at_once.check_integrity()
+    check_residents(at_once)
     assert len(at_once) == at_once.payload == 0
     assert len(at_once._further) == 0  # private: what is kept of objects that are gone costs memory only
 
@@ -121,13 +122,13 @@ def test_space_places_batches_and_takes_all_back(
         )
         assert any(not place for place in places) <= (sum(wanted) > before), "what is free can be had"
         held += [place for place in places if place]
-        space.check_integrity()
+        check_extents(space)
         extents = sorted(e for place in held for e in place)
         assert all(a.start + a.blocks <= b.start for a, b in pairwise(extents)), "no block is had twice"
         assert sum(e.blocks for e in extents) == space.size - space.free
     for place in held:
         space.give(place)
-    space.check_integrity()
+    check_extents(space)
     assert space.free == space.size
 
 
@@ -158,7 +159,7 @@ def test_a_large_batch_lies_in_two_slabs() -> None:
         len({place.start // space.slab_blocks for [place] in space.allocate_all(sizes)})
         for sizes in ([5] * 9, [4 * large])
     ] == [1, 1]
-    space.check_integrity()
+    check_extents(space)
 
 
 def test_of_two_records_of_one_object_the_later_one_counts() -> None:

@@ -20,7 +20,6 @@ from tiercache_backends.grpc import GrpcBackend
 from tiercache_backends.grpc.settings import read_settings
 from tiercache_backends.memory import MemoryBackend
 
-from tests.campaign.late import STORES
 from tests.pools.integrity import check_arena
 from tests.storage_backends.chain.stores import chain_over
 from tests.storage_backends.grpc.daemon import Daemon

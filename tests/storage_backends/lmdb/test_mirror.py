@@ -66,7 +66,7 @@ def test_a_process_reads_everything_again_when_others_removed_most_of_it(tmp_pat
         other = Mirror(environment_of(store))
         other.read()
         names = [key(("n", n)) for n in range(256)]
-        for _ in range(20):
+        for _ in range(18):
             assert set(store.set([to_set(k, b"x") for k in names])) == {STORED}
             assert environment_of(store).read(other.keep_up)
             assert all(store.delete(names))
