@@ -182,10 +182,9 @@ def test_the_demo(here: Path) -> None:
 
     save(here / "model", "llama")
     quick = ("--model", "model", "--turns", "1", "--conversations", "1", "--context", "256")
-    rows = read(run("demo", "-d", "demo", *quick, "-o", "jsonl", "--json", "report #1.json"), "jsonl")
-    report = json.loads(Path("report #1.json").read_text())
-    assert report["summary"]["wrong_outputs"] == 0
-    assert rows == [*report["rows"], {"summary": report["summary"]}]
+    *rows, last = read(run("demo", "-d", "demo", *quick, "-o", "jsonl"), "jsonl")
+    assert rows
+    assert last["summary"]["wrong_outputs"] == 0
 
 
 @pytest.mark.stress

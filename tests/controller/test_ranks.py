@@ -307,6 +307,7 @@ def run(size, folder):
 @pytest.mark.parametrize("size", slow_after(1, [2, 4]))
 def test_ranks_of_one_model_restore_the_same_bits_whatever_one_of_them_lacks(size, tmp_path):
     logs = run(size, tmp_path)
+    others = []  # depths of the two pairs of ranks; who comes second finds what the first has written
     for log in logs:
         refused, *rest = log
         assert "rank 1 has another namespace than rank 0" in refused["error"]
@@ -323,5 +324,7 @@ def test_ranks_of_one_model_restore_the_same_bits_whatever_one_of_them_lacks(siz
         assert served["holes"] == [[3]]
         assert served["slow"] == [[0]]
         assert served["again"] == [[5]]
-        assert served.get("other size", [[0]]) == [[0]]
+        others += served.get("other size", [])
         assert {"step": "closed", "quiet": True} in rest
+    first, second = sorted(others)[:2], sorted(others)[2:]
+    assert size == 2 or (first == [[0], [0]] and second[0] == second[1])

@@ -71,6 +71,9 @@ def test_tasks_in_turns_equal_their_recompute(name: str, tmp_path: Path) -> None
         others = [begin(worker, tokens, PAGE + 4) for tokens in (LONG[2], prompt(3 * PAGE, 4))]
         while not hang.reached.wait(0.01):
             assert not waits.step(wait=False)
+        for task in others:  # each asks storage once whether it has anything
+            while not task.step(wait=False):
+                time.sleep(0.01)
         for _ in range(5):
             assert [task.step(wait=False) for task in (waits, *others)] == [False, True, True]
         others[1].close()
