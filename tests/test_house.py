@@ -204,40 +204,40 @@ def test_the_texts_stay_short():
 
 
 BUDGET = {
-    "tiercache.daemon": 8_900,
-    "tiercache.controller": 8_540,
-    "tiercache.integrations": 6_750,
-    "tiercache.cli": 5_740,
-    "tiercache.storage": 6_260,
-    "tiercache.testing": 3_050,
-    "tiercache.index": 3_290,
-    "tiercache.transfer": 2_250,
-    "tiercache.config": 1_700,
-    "tiercache.models": 1_350,
-    "tiercache.events": 1_150,
-    "tiercache.pools": 1_200,
-    "tiercache.policy": 940,
+    "tiercache.daemon": 8_700,
+    "tiercache.controller": 8_350,
+    "tiercache.integrations": 6_550,
+    "tiercache.cli": 5_650,
+    "tiercache.storage": 6_300,
+    "tiercache.testing": 2_900,
+    "tiercache.index": 3_250,
+    "tiercache.transfer": 2_200,
+    "tiercache.config": 1_450,
+    "tiercache.models": 1_200,
+    "tiercache.events": 1_100,
+    "tiercache.pools": 1_100,
+    "tiercache.policy": 900,
     "tiercache.metrics": 750,
-    "tiercache.wire": 750,
-    "tiercache_backends.file": 4_640,
+    "tiercache.wire": 800,
+    "tiercache_backends.file": 4_450,
     "tiercache_backends.lmdb": 3_100,
-    "tiercache_backends.chain": 3_510,
-    "tiercache_backends.s3": 2_760,
-    "tiercache_backends.grpc": 2_300,
-    "tiercache_backends.mooncake": 2_000,
-    "tiercache_backends.local": 820,
-    "tiercache_lab.replay": 5_950,
-    "tiercache_lab.bench": 2_300,
-    "tiercache_lab.prove": 1_400,
-    "tiercache_lab.demo": 1_400,
-    "tiercache_lab.policies": 670,
-    "": 2_900,
+    "tiercache_backends.chain": 3_450,
+    "tiercache_backends.s3": 2_650,
+    "tiercache_backends.grpc": 2_200,
+    "tiercache_backends.mooncake": 2_050,
+    "tiercache_backends.local": 850,
+    "tiercache_lab.replay": 6_000,
+    "tiercache_lab.bench": 2_100,
+    "tiercache_lab.prove": 1_200,
+    "tiercache_lab.demo": 1_250,
+    "tiercache_lab.policies": 650,
+    "": 2_750,
 }  # fmt: skip
 """Lines of each package at most; "" is what lies outside them. Whoever raises a row lowers another one.
 
 The aims are 70,000 lines and 340 files for the product's wheel, 10,000 lines for the lab, 75,000 for tests.
 """
-FILES = 352
+FILES = 320
 """Modules of the product's wheel at most."""
 
 
@@ -258,7 +258,7 @@ def test_a_package_begins_with_its_principles(package):
     assert re.match(r"(?:\d\. [^\n]*\.(?:\n|$)){3,6}(?:\n|$)", rest)
 
 
-TEST_LINES = 79_000
+TEST_LINES = 77_300
 """Lines of the tests at most."""
 
 

@@ -67,7 +67,7 @@ def test_a_subscriber_follows_all_tiers_through_their_changes(tmp_path):
                 late.until(lambda: late.map.places() == contents(chain))
 
 
-@pytest.mark.parametrize("kind", ["memory", "file"])
+@pytest.mark.parametrize("kind", ["memory", "file", "lmdb"])
 def test_a_store_alone_is_told_under_its_kind(tmp_path, kind):
     place = f"?capacity={32 * FOOTPRINT.of(64)}" if kind == "memory" else f"{tmp_path}/a?capacity=4MiB"
     store = open_backend(f"{kind}://{place}")

@@ -144,7 +144,7 @@ def test_what_is_asked_in_parts_is_one_answer() -> None:
         assert grpc.history([], [page(39)] * 20).removals[0].page == 0
 
 
-@pytest.mark.parametrize("kind", ["memory", "file"])
+@pytest.mark.parametrize("kind", ["memory", "file", "lmdb"])
 def test_a_store_s_evictions_deletions_and_damage_are_told_apart(kind: str, tmp_path: Path) -> None:
     where = "" if kind == "memory" else tmp_path / "s"
     url = f"{kind}://{where}?capacity={'300KiB' if kind == 'memory' else '4MiB'}"

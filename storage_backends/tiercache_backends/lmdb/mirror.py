@@ -2,27 +2,30 @@
 
 Only the records in LMDB are authoritative, and other processes change them. The mirror reads all records
 once, when the store must first evict or report its worth (how many bytes are restorable). After that the
-mirror reads only what was stored or used since. Each of these changes takes the next tick, which is the key
-of the object in the database `ages`:
+mirror reads only the changes. Every change takes the next tick, so the changes that the mirror does not know
+yet have ticks from `_seen` on:
 
-    ticks   oldest in `ages` ....... | ........................... |
-                                     |<- read by the next keep_up >|
-                                   _seen                       next_tick
+    database `ages`      objects that were stored or used
+    log in `facts`       objects that were removed; the log keeps only the latest removals
 
-What this process removes it notes itself. What other processes have removed, an eviction finds when its turn
-comes, and passes over. If more than half of what the mirror has is gone, it reads all records again.
+    ticks   | log of removals ........................... |
+                         |<- read by the next `keep_up` ->|
+                       _seen                          next_tick
+
+If the log has already lost removals since `_seen`, the mirror reads all records again.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from threading import RLock
 from typing import Any, Final
 
 import numpy as np
 
+from tiercache.events.base import ChangeNote
 from tiercache.storage.eviction import EvictionOrder
 from tiercache.storage.pages import column_of
 from tiercache.storage.residents import ObjectColumns, Residents
@@ -33,7 +36,9 @@ from tiercache_backends.lmdb.records import (
     NAMED,
     Record,
     StoreTotals,
+    log_start,
     place_of,
+    removals,
     tick_key,
     tick_of,
 )
@@ -42,9 +47,7 @@ from tiercache_backends.lmdb.transaction import Transaction, names_in
 _OBJECTS_PER_TRANSACTION: Final = 4096
 """Maximum number of records that one transaction reads when all records are read."""
 _MAX_NOTED: Final = 1 << 16
-"""Maximum number of uses, and of removals, that wait for `keep_up`; beyond it, the oldest are dropped."""
-_MAX_STALE: Final = 4096
-"""Objects that the mirror may have beyond twice those that are stored."""
+"""Maximum number of uses that wait for `keep_up`; if there are more, the oldest uses are dropped."""
 
 
 class Mirror:
@@ -56,7 +59,7 @@ class Mirror:
         2. an `Eviction` through `order`     takes objects out
         3. `committed` or `rolled_back`      makes step 2 final, or undoes it
 
-    Thread safety: the thread that holds `lock` may call; `note`, `removed` and `is_read` need no lock.
+    Thread safety: the thread that holds `lock` may call; `note`, `is_read` and `is_watched` need no lock.
     """
 
     def __init__(self, environment: Environment) -> None:
@@ -64,8 +67,6 @@ class Mirror:
         self.lock: Final = RLock()
         self._noted: deque[tuple[bytes, bool]] = deque(maxlen=_MAX_NOTED)
         """Places of objects that were used, each with `brought` (see `note`)."""
-        self._gone: deque[tuple[bytes, int]] = deque(maxlen=_MAX_NOTED)
-        """Places and numbers of objects that this process has removed."""
         self._use(Residents(), 0)
 
     def _use(self, residents: Residents, seen: int) -> None:
@@ -84,10 +85,25 @@ class Mirror:
         if self.is_read:
             self._noted.extend((place, brought) for place in places)
 
-    def removed(self, place: bytes, number: int) -> None:
-        """Record, without a lock, that this process has removed an object; the next `keep_up` forgets it."""
-        if self.is_read:
-            self._gone.append((place, number))
+    def watch(self, watcher: ChangeNote | None) -> None:
+        """Tell `watcher` of objects that come and go from now on; see `StorageBackend.watch`.
+
+        An eviction is told before its commit, and taken back if that fails.
+        """
+        self.refresh()
+        self.residents.note = watcher
+
+    def hidden(self, damaged: Mapping[bytes, int]) -> tuple[int, int]:
+        """Return how many of these objects, numbers by place, are stored, and their bytes."""
+        residents = self.residents
+        found = [(residents.find(place_of(place)), number) for place, number in damaged.items()]
+        rows = [row for row, number in found if row >= 0 and residents.number[row] == number]
+        return len(rows), sum(residents.length[row] for row in rows)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether anybody is told of changes."""
+        return self.residents.note is not None
 
     @property
     def is_read(self) -> bool:
@@ -104,7 +120,13 @@ class Mirror:
     def read(self) -> None:
         """Read all records; the caller has no transaction open. Raises OSError, with nothing changed."""
         with self.lock:
+            note, known = self.residents.note, self._digests()
             self._use(*self._all())
+            self.residents.note = note
+            if note is not None:
+                now = self._digests()
+                note(list(known - now), False)
+                note(list(now - known), True)
 
     def _all(self) -> tuple[Residents, int]:
         """Return a table of all records, and the first tick of a change that it may not have."""
@@ -151,16 +173,10 @@ class Mirror:
         In a write transaction, call this method before any change.
         """
         objects, facts = self._environment.objects, self._environment.facts
-        totals = StoreTotals.unpack(txn.get(FACTS, db=facts))
-        next_tick, known = totals.next_tick, self.residents.count
-        # The mirror was never read, or the store's ticks began anew, or most of what the mirror has is gone.
-        if not self._seen or next_tick < self._seen or known > 2 * totals.objects + _MAX_STALE:
+        next_tick = StoreTotals.unpack(txn.get(FACTS, db=facts)).next_tick
+        # The mirror was never read, or the store's ticks began anew, or the log has lost removals.
+        if not self._seen or next_tick < self._seen or log_start(txn, facts) > self._seen:
             return False
-        for _ in range(len(self._gone)):
-            place, number = self._gone.popleft()
-            # The place may have another object by now.
-            if (row := self.residents.find(place_of(place))) >= 0 and self.residents.number[row] == number:
-                self.forget(row)
         for _ in range(len(self._noted)):
             place, brought = self._noted.popleft()
             if (row := self.residents.find(place_of(place))) >= 0:
@@ -169,8 +185,15 @@ class Mirror:
             if tick_of(txn.get(NAMED, tick_key(0), db=facts)) >= self._seen:
                 for namespace_id in self._facts(txn)[1]:
                     self.residents.pages.require_states(namespace_id)
-            for tick, place in self._changes(txn):
+            for tick, place, number in sorted([*removals(txn, facts, self._seen), *self._changes(txn)]):
                 row = self.residents.find(place_of(place))
+                # A place can be used again: object 3 is removed at tick 7, object 8 is stored there at tick
+                # 9. If the mirror has object 8 already, the removal must not forget it. Numbers rise, so
+                # compare them.
+                if number:
+                    if row >= 0 and self.residents.number[row] <= number:
+                        self.forget(row)
+                    continue
                 value = txn.get(place, db=objects)
                 if value is None or (record := Record.unpack(value)).tick != tick:
                     continue  # the entry in `ages` is outdated: the object is gone, or has a newer tick
@@ -226,18 +249,26 @@ class Mirror:
         if parent is not None:
             pages.release(parent)
 
+    def _digests(self) -> set[bytes]:
+        """Return the digests of all objects if somebody watches, else nothing."""
+        rows = self.residents.residents().tolist() if self.is_watched else []
+        return {self.residents.digest(row) for row in rows}
+
     def _facts(self, txn: Any) -> tuple[int, list[int]]:
         """Return the next tick, and the numbers of the namespaces with states."""
         facts = StoreTotals.unpack(txn.get(FACTS, db=self._environment.facts))
         names = names_in(self._environment, txn).values()
         return facts.next_tick, [name.number for name in names if name.states]
 
-    def _changes(self, txn: Any) -> Iterator[tuple[int, bytes]]:
-        """Yield tick and place of every object stored or used since the last `keep_up`."""
+    def _changes(self, txn: Any) -> Iterator[tuple[int, bytes, int]]:
+        """Yield (tick, place, 0) of every object stored or used since the last `keep_up`.
+
+        The triples of `removals` have the object's number instead of 0.
+        """
         with txn.cursor(self._environment.ages) as walk:
             found = walk.set_range(tick_key(self._seen))
             while found:
-                yield tick_of(walk.key()), bytes(walk.value())
+                yield tick_of(walk.key()), bytes(walk.value()), 0
                 found = walk.next()
 
 

@@ -1,8 +1,8 @@
 """The format of an `lmdb` store's environment, byte by byte.
 
 This is version 2. Integers are little-endian in a `record` and in the values of the keys "facts" and "size".
-All other integers are big-endian: those in keys, because LMDB sorts keys as bytes, and that in the value of
-the key "named".
+All other integers are big-endian: those in keys, because LMDB sorts keys as bytes, and those in the values of
+the keys "gone", "kept" and "named".
 
     DIR/LOCK, OPENING, format           see local/directory.py
     DIR/state                           {"capacity": bytes, if known,
@@ -20,12 +20,15 @@ the key "named".
                                                         identity lacks its secret salt, and may be nil
     facts:      "facts"                             ->  the six fields of StoreTotals, in order: u64 each
                 "size"                              ->  capacity, map bytes: u64 each
+                "gone", u64 tick                    ->  place, u64 number of the object removed at that tick;
+                                                        only the latest removals are kept
+                "kept"                              ->  u64: the first tick from which all removals are kept
                 "named"                             ->  u64: the latest tick at which a namespace was recorded
                                                         as having states
 
     place  = page key (32 bytes), layout digest (32 bytes): the object key's digest with its halves exchanged.
              Because a place begins with the page key, LMDB sorts the objects of a page next to each other.
-    tick   = a counter that stands for time: every object that is stored or used takes the next tick
+    tick   = a counter that stands for time: every change takes the next tick
     record = u64 number     larger than the numbers of all earlier objects; never used again
              u64 tick       of the last use; the object's key in `ages`
              u64 length     payload bytes
@@ -55,9 +58,9 @@ become a piece of their own (`rest`), which LMDB stores in a leaf of its tree, b
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from tiercache.core import ObjectKey, ObjectMeta, PoolName
 from tiercache.storage.checksum import Checksums
@@ -93,6 +96,8 @@ _DEPTH_KNOWN: Final = 2
 
 FACTS: Final = b"facts"
 SIZE: Final = b"size"
+_GONE: Final = b"gone"
+_KEPT: Final = b"kept"
 NAMED: Final = b"named"
 
 
@@ -112,6 +117,48 @@ def tick_key(tick: int) -> bytes:
 def tick_of(key: bytes) -> int:
     """Return the tick in a key of `ages`, the inverse of `tick_key`."""
     return int(_TICK.unpack(key)[0])
+
+
+def gone_key(tick: int) -> bytes:
+    """Return the key in `facts` under which the removal at `tick` is logged."""
+    return _GONE + _TICK.pack(tick)
+
+
+def gone_value(place: bytes, number: int) -> bytes:
+    """Return the value that is logged for the removal of an object."""
+    return place + number.to_bytes(8)
+
+
+def removals(txn: Any, facts: Any, since: int = 0) -> Iterator[tuple[int, bytes, int]]:
+    """Yield tick, place and number of every logged removal from tick `since` on."""
+    with txn.cursor(facts) as walk:
+        found = walk.set_range(gone_key(since))
+        while found and bytes(walk.key()).startswith(_GONE):
+            value = bytes(walk.value())
+            yield (
+                tick_of(bytes(walk.key())[len(_GONE) :]),
+                value[: 2 * HALF],
+                int.from_bytes(value[2 * HALF :]),
+            )
+            found = walk.next()
+
+
+def log_start(txn: Any, facts: Any) -> int:
+    """Return the first tick from which all removals are in the log."""
+    return int.from_bytes(txn.get(_KEPT, b"", db=facts))
+
+
+def forget_removals(txn: Any, facts: Any, before: int) -> None:
+    """Delete the logged removals before a tick."""
+    old = []  # collected first: a deletion during the walk would move the cursor
+    for tick, _, _ in removals(txn, facts):
+        if tick >= before:
+            break
+        old.append(tick)
+    for tick in old:
+        txn.delete(gone_key(tick), db=facts)
+    if old:
+        txn.put(_KEPT, before.to_bytes(8), db=facts)
 
 
 def proof_of(value: bytes | memoryview) -> tuple[int, int, bytes, bytes]:

@@ -15,12 +15,13 @@ aside, and the store starts empty (`opening.py`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Final, Self
 
 from tiercache.core import DIGEST_BYTES, ObjectKey, Outcome
-from tiercache.errors import StorageError
+from tiercache.errors import ClosedError, StorageError
+from tiercache.events.base import ChangeNote
 from tiercache.storage.base import (
     Capabilities,
     GetItem,
@@ -37,6 +38,7 @@ from tiercache.storage.base import (
 from tiercache.storage.checksum import MacKey
 from tiercache.storage.env import Env
 from tiercache.storage.gate import CallGate
+from tiercache.storage.watching import Following
 from tiercache_backends.lmdb.environment import ErrorCounters
 from tiercache_backends.lmdb.mirror import Mirror
 from tiercache_backends.lmdb.opening import KIND, SMALLEST_CAPACITY, VERSION, open_environment
@@ -50,6 +52,8 @@ from tiercache_backends.local.settings import check_capacity, local_settings, op
 _EXAMPLE: Final = "lmdb:///var/lib/tiercache-lmdb?capacity=8GiB"
 _ENTRIES_PER_TRANSACTION: Final = 1024
 """Maximum entries of the database `objects` that one transaction of `scan` or `describe` looks at."""
+_FOLLOW_S: Final = 0.05
+"""Seconds after which a store that is watched looks for changes again, also for those of other processes."""
 
 
 class LmdbBackend(StorageBackend):
@@ -93,9 +97,10 @@ class LmdbBackend(StorageBackend):
         )
         self._environment = self._store.environment
         self._errors = ErrorCounters(path)
-        self._mirror = Mirror(self._environment)
-        self._pending = Pending(self._environment, self._errors, self._mirror.removed)
+        self._pending = Pending(self._environment, self._errors)
         self._reader = Reader(self._environment, mac_key, self._pending, self._errors)
+        self._mirror = Mirror(self._environment)
+        self._following = Following("lmdb-changes", _FOLLOW_S, self._follow)
         self._writer = BatchWriter(self._environment, self._mirror, self._pending, self._errors, mac_key)
 
     @classmethod
@@ -209,6 +214,13 @@ class LmdbBackend(StorageBackend):
         with self._gate:  # values are ignored
             pass
 
+    def watch(self, note: ChangeNote | None) -> bool:
+        with self._gate:
+            with self._readable("reading all records"), self._mirror.lock:
+                self._mirror.watch(note)
+            self._following.start()
+            return True
+
     def register_namespace(self, record: NamespaceRecord) -> None:
         with self._gate:
             if record.is_possible and not self._read_only:
@@ -221,13 +233,16 @@ class LmdbBackend(StorageBackend):
 
     def usage(self) -> Usage:
         with self._gate, self._readable("counting what is used"):
-            facts, hidden, pages = self._environment.read(self._totals)
+            facts, pages = self._environment.read(self._totals)
             disk = self._store.disk_bytes()
             # Do not count free LMDB pages of the file: LMDB uses them before it lets the file grow.
             used = disk - max(0, self._store.data_bytes() - pages * self._environment.page_bytes)
             with self._mirror.lock:
                 self._mirror.refresh()
-                worth = self._mirror.residents.pages.worth()
+                hidden, hidden_bytes = self._mirror.hidden(self._pending.damaged())
+                residents = self._mirror.residents
+                objects, payload = residents.count - hidden, residents.payload - hidden_bytes
+                worth = residents.pages.worth()
             budget = self._environment.budget
             figures = {
                 **worth._asdict(),
@@ -242,13 +257,7 @@ class LmdbBackend(StorageBackend):
                 "disk_is_short": int(budget.is_short),
                 "recency_waiting": self._pending.waiting(),
             }
-            return Usage(
-                facts.objects - len(hidden),
-                facts.payload_bytes - sum(record.length for record in hidden),
-                used,
-                self._store.capacity,
-                figures,
-            )
+            return Usage(objects, payload, used, self._store.capacity, figures)
 
     def flush(self) -> None:
         with self._gate:
@@ -264,9 +273,16 @@ class LmdbBackend(StorageBackend):
 
     def close(self) -> None:
         if self._gate.close():
+            self._following.close()
             if self._environment.is_ours() and not self._read_only:
                 self._pending.flush()
             self._store.close()
+
+    def _follow(self) -> None:
+        """Let the mirror tell of what has changed, if anybody watches."""
+        with suppress(ClosedError), self._gate, self._mirror.lock:
+            if self._mirror.is_watched:
+                self._mirror.refresh()
 
     @contextmanager
     def _readable(self, what: str) -> Iterator[None]:
@@ -284,11 +300,10 @@ class LmdbBackend(StorageBackend):
         except OSError as error:
             self._errors.failed("syncing a deletion", error)
 
-    def _totals(self, txn: Any) -> tuple[StoreTotals, list[Record], int]:
-        """Return the totals, the records of damaged objects among them, and the LMDB pages in use."""
-        environment = self._environment
-        totals = StoreTotals.unpack(txn.get(FACTS, db=environment.facts))
-        return totals, self._pending.hidden(txn), environment.used_pages(txn)
+    def _totals(self, txn: Any) -> tuple[StoreTotals, int]:
+        return StoreTotals.unpack(txn.get(FACTS, db=self._environment.facts)), self._environment.used_pages(
+            txn
+        )
 
     def _scan_batch(self, namespace: bytes | None, cursor: bytes, txn: Any) -> ScanPage:
         names = self._names(txn)

@@ -18,6 +18,9 @@ from tiercache_backends.lmdb.records import (
     NAMED,
     Record,
     StoreTotals,
+    forget_removals,
+    gone_key,
+    gone_value,
     part_key,
     piece_sizes,
     tick_key,
@@ -34,6 +37,13 @@ LMDB pages that the change would write.
 """
 _MIN_YOUNG: Final = 16
 """Minimum number of the newest ticks that count as young."""
+_MAX_LOGGED: Final = 8192
+"""Maximum number of the newest ticks for which removals are logged."""
+_MIN_LOGGED: Final = 256
+"""Minimum number of the newest ticks for which removals are logged.
+
+Between the minimum and the maximum, this number equals the number of LMDB pages of the map.
+"""
 _MAX_WAITING: Final = 4096
 """Maximum number of objects whose recency, or whose removal as damaged, waits for another write.
 
@@ -56,6 +66,7 @@ class Transaction:
         self.totals = StoreTotals.unpack(txn.get(FACTS, db=environment.facts))
         self._young_from: int | None = None
         """First tick that counts as young; None until `_is_young` needs it."""
+        self._has_removed = False
         self._namespaces: dict[bytes, int] = {}
 
     def find(self, place: bytes) -> Record | None:
@@ -66,8 +77,7 @@ class Transaction:
     def tick(self) -> int:
         """Take the next tick, which is newer than all earlier ticks.
 
-        Every object that is stored or used takes a tick, in the order of transactions. Mirrors rely on that
-        order.
+        Every change takes a tick, in the order of transactions. Mirrors rely on that order.
         """
         tick = self.totals.next_tick
         self.totals = self.totals._replace(next_tick=tick + 1)
@@ -122,7 +132,7 @@ class Transaction:
         )
 
     def remove(self, place: bytes, record: Record) -> None:
-        """Delete an object with all of its entries."""
+        """Delete an object with all of its entries, and log the removal."""
         first = part_key(record.number, 0)
         with self._txn.cursor(self._environment.parts) as cursor:
             found = cursor.set_range(first)
@@ -133,6 +143,8 @@ class Transaction:
                 found = bool(cursor.key())
         self._txn.delete(place, db=self._environment.objects)
         self._forget_age(place, record.tick)
+        self._txn.put(gone_key(self.tick()), gone_value(place, record.number), db=self._environment.facts)
+        self._has_removed = True
         facts = self.totals
         self.totals = facts._replace(
             objects=max(0, facts.objects - 1), payload_bytes=max(0, facts.payload_bytes - record.length)
@@ -179,7 +191,11 @@ class Transaction:
         self.totals = self.totals._replace(evicted=self.totals.evicted + objects)
 
     def save(self) -> None:
-        """Write the totals."""
+        """Write the totals, and if this transaction removed objects, shorten the log of removals."""
+        if self._has_removed:
+            pages = self._environment.budget.map_pages
+            kept = max(_MIN_LOGGED, min(_MAX_LOGGED, pages))
+            forget_removals(self._txn, self._environment.facts, self.totals.next_tick - kept)
         self._txn.put(FACTS, self.totals.pack(), db=self._environment.facts)
 
     def _put(self, place: bytes, record: Record) -> None:
@@ -274,13 +290,9 @@ class Pending:
     Thread safety: any thread may call.
     """
 
-    def __init__(
-        self, environment: Environment, errors: ErrorCounters, removed: Callable[[bytes, int], None]
-    ) -> None:
+    def __init__(self, environment: Environment, errors: ErrorCounters) -> None:
         self._environment = environment
         self._errors = errors
-        self._removed = removed
-        """Called with place and number of each object that was removed, after the commit."""
         self._mutex = Lock()
         self._touched: dict[bytes, None] = {}
         """Places of objects whose recency waits to be written, the earliest use first."""
@@ -328,13 +340,10 @@ class Pending:
         """Return whether any object is known to be damaged."""
         return bool(self._damaged)
 
-    def hidden(self, txn: Any) -> list[Record]:
-        """Return the records of the damaged objects that are still stored."""
+    def damaged(self) -> dict[bytes, int]:
+        """Return the numbers of the damaged objects that are still stored, by place."""
         with self._mutex:
-            damaged = dict(self._damaged)
-        stored = {place: txn.get(place, db=self._environment.objects) for place in damaged}
-        records = [(place, Record.unpack(value)) for place, value in stored.items() if value is not None]
-        return [record for place, record in records if record.number == damaged[place]]
+            return dict(self._damaged)
 
     def waiting(self) -> int:
         """Return the number of objects whose recency is not written yet."""
@@ -389,8 +398,6 @@ class Pending:
                 for place, number in dropped.items():
                     if self._damaged.get(place) == number:
                         del self._damaged[place]
-            for place, number in dropped.items():
-                self._removed(place, number)
 
         return committed
 
@@ -407,23 +414,21 @@ class Pending:
     def _change(self, places: Sequence[bytes]) -> list[bytes]:
         """Make waiting changes and remove these objects, in one transaction; return the places removed."""
 
-        def work(txn: Any) -> tuple[dict[bytes, int], Callable[[], None]]:
+        def work(txn: Any) -> tuple[list[bytes], Callable[[], None]]:
             transaction = Transaction(self._environment, txn)
             before = transaction.totals
             # Damaged objects go first. They count as absent, so their deletion is answered False.
             committed = self.apply(transaction)
-            gone: dict[bytes, int] = {}
+            gone: list[bytes] = []
             for place in places:
                 record = transaction.find(place)
                 if record is not None and not self.is_damaged(place, record.number):
                     transaction.remove(place, record)
-                    gone[place] = record.number
+                    gone.append(place)
             if transaction.totals != before:
                 transaction.save()
             return gone, committed
 
         removed, committed = self._environment.write(work)
         committed()
-        for place, number in removed.items():
-            self._removed(place, number)
-        return list(removed)
+        return removed

@@ -390,7 +390,6 @@ class _Attempt:
             return False
         if self._pending.is_damaged(new.place, record.number):
             self._transaction.remove(new.place, record)
-            self._mirror.removed(new.place, record.number)
             return False
         self._transaction.touch(new.place)
         return True

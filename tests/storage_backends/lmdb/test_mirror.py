@@ -41,7 +41,7 @@ def live(store: LmdbBackend, dice: Random, turns: int) -> None:
             store.delete([dice.choice(pages)[0]])
 
 
-def test_a_process_keeps_up_with_what_others_store(tmp_path: Path) -> None:
+def test_a_process_keeps_up_with_what_others_do(tmp_path: Path) -> None:
     """The second mirror stands for another process: it sees nothing but the database."""
     dice = Random(3)
     with opened(tmp_path / "s", 8 << 20) as store:
@@ -49,31 +49,37 @@ def test_a_process_keeps_up_with_what_others_store(tmp_path: Path) -> None:
         other.read()
         for _ in range(12):
             live(store, dice, 15)
-            assert environment_of(store).read(other.keep_up)
-            details = store.usage().details
+            assert environment_of(store).read(other.keep_up), "the log reaches back far enough"
             fresh = Mirror(environment_of(store))
             fresh.read()
-            found, worth = seen_by(store._mirror)  # private: the mirror of the process that removes
-            assert (found, worth) == seen_by(fresh)
-            assert found == {entry.key.digest for entry in store.scan_all()} <= seen_by(other)[0]
-            assert worth == (details["restorable_bytes"], details["dead_bytes"], details["orphans"])
-        assert details["evicted"] != 0
+            expected = {entry.key.digest for entry in store.scan_all()}, fresh.residents.pages.worth()
+            assert seen_by(other) == seen_by(fresh) == expected
+            details = store.usage().details
+            assert expected[1] == (details["restorable_bytes"], details["dead_bytes"], details["orphans"])
+        assert store.usage().details["evicted"] != 0
 
 
-def test_a_process_reads_everything_again_when_others_removed_most_of_it(tmp_path: Path) -> None:
+def test_a_process_that_falls_behind_reads_everything_again(tmp_path: Path) -> None:
     with opened(tmp_path / "s", 8 << 20) as store:
-        store.set([to_set(key("kept"), b"x")])
+        kept = key("kept")
+        store.set([to_set(kept, b"x"), to_set(key("gone"), b"x")])
         other = Mirror(environment_of(store))
         other.read()
+        told: list[tuple[set[bytes], bool]] = []
+        other.watch(lambda digests, stored: told.append((set(digests), stored)))
         names = [key(("n", n)) for n in range(256)]
         for _ in range(18):
             assert set(store.set([to_set(k, b"x") for k in names])) == {STORED}
-            assert environment_of(store).read(other.keep_up)
             assert all(store.delete(names))
-            names = [key((k.digest, "next")) for k in names]
-        assert not environment_of(store).read(other.keep_up), "what is gone does not pile up"
-        other.refresh()
-        assert seen_by(other)[0] == {key("kept").digest}
+        store.set([to_set(key("left"), b"x")])
+        store.delete([key("gone")])
+        assert not environment_of(store).read(other.keep_up), "what it missed is not told any more"
+        other.read()
+        assert seen_by(other)[0] == {kept.digest, key("left").digest}
+        assert told == [({key("gone").digest}, False), ({key("left").digest}, True)]
+        store.delete([kept])
+        assert environment_of(store).read(other.keep_up)
+        assert told[2:] == [({kept.digest}, False)], "what was read again is watched too"
 
 
 def test_a_mirror_follows_a_transaction_that_fails(tmp_path: Path) -> None:

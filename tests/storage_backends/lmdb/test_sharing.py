@@ -21,6 +21,7 @@ from tests.storage_backends.lmdb.sharer import size_of
 from tests.storage_backends.local.files import disk_bytes
 from tiercache.core import Outcome
 from tiercache.errors import ClosedError, ConfigError, StorageError
+from tiercache.testing.conformance.watching import StoreFollower
 from tiercache.testing.faults import FaultEnv
 from tiercache.testing.objects import chain, fetch, key, outcomes, payload, put
 
@@ -230,3 +231,18 @@ def test_a_shared_store_keeps_its_capacity(tmp_path: Path) -> None:
         with opened(tmp_path / "s") as store:
             assert put(store, key("a"), b"x") is STORED
     opened(tmp_path / "s", CAPACITY * 2).close()
+
+
+def test_what_another_process_stores_evicts_and_deletes_is_told(tmp_path: Path) -> None:
+    with opened(tmp_path / "s") as store, sharer(tmp_path / "s", "load", "told") as other:
+        told = StoreFollower(store)
+        for n in range(25):
+            say(other, "go")
+            put(store, key(("mine", n)), payload(n, 100_000))
+            hear(other, "round")
+            if n % 10 == 0:
+                told.await_truth()
+        say(other, "")
+        hear(other, "done")
+        told.await_truth()
+        assert told.removed, "nothing was evicted or deleted"

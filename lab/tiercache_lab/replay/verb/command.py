@@ -228,7 +228,10 @@ def replay(
     from tiercache_lab.replay.verb import asking, show
 
     if listing:
-        show.show_sources()
+        if output is Output.TABLE:
+            show.show_sources()
+        else:
+            records(show.source_records(), output)
         return
     if report is not None:
         asking.check_report(report)

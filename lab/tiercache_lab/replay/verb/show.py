@@ -71,6 +71,22 @@ def page_of(found: Sequence[Result], question: Question, answer: SizePlan | None
     )  # fmt: skip
 
 
+def source_records() -> Iterator[dict[str, Any]]:
+    """Yield the generators and recorded sessions with their parameters, as JSON has them."""
+    for name, kind in (*SOURCES.items(), ("DIR", SESSIONS)):
+        parameters = [
+            {
+                "name": option.name,
+                "default": str(option.default) if isinstance(option.default, tuple) else option.default,
+                "low": option.low,
+                "high": option.high,
+                "about": option.about,
+            }
+            for option in kind.options
+        ]
+        yield {"name": name, "summary": kind.summary, "parameters": parameters}
+
+
 def show_sources() -> None:
     """Print the generators and recorded sessions with their parameters, and all other names."""
     shown = table(
