@@ -112,7 +112,7 @@ def test_a_change_in_one_process_costs_the_other_nothing(tmp_path):
         store(chain, more)
         assert peer.set(later, SIZE) == [STORED] * 10
         assert peer.get([*ours, *more, *theirs, *later], SIZE) == [HIT] * 40
-        assert peer.delete(ours[:1]) == [True]
+        assert peer.ask("delete", ours[:1]) == [True]
         # The peer copies what it stores, so that this process finds that in the tier that it has kept.
         until(lambda: all(chain.exists([key(n) for n in [*theirs, *later]])))
         assert chain.exists([key(ours[0])]) == [False]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import replace
+from itertools import product
 from math import inf, nan
 
 import pytest
@@ -68,27 +69,24 @@ class Objects(BackendHooks):
         usage = self.usage(store)
         assert (usage.objects, usage.payload_bytes) == (0, 0)
 
-    @pytest.mark.parametrize("size", SIZES)
-    @pytest.mark.parametrize(("pieces", "slack"), [(1, 0), (7, 0), (1, 4096), (5, 10_000)])
-    def test_what_is_stored_comes_back(
-        self, store: StorageBackend, size: int, pieces: int, slack: int
-    ) -> None:
-        data = payload("a", size)
-        assert store.set([to_set(key("a"), data, pieces=pieces, slack=slack)]) == [STORED]
-        assert store.exists([key("a")]) == [True]
-        item = to_get(key("a"), size, pieces=pieces + 2, slack=slack)
-        assert store.get([item]) == [HIT]
-        assert content(item) == data
-
-    @pytest.mark.parametrize("size", SIZES)
-    def test_a_set_without_a_checksum_gets_the_one_of_its_bytes(
-        self, store: StorageBackend, size: int
-    ) -> None:
-        item = to_set(key("a"), payload("a", size), pieces=3, slack=100)
-        assert store.set([item._replace(meta=replace(item.meta, checksum=b""))]) == [STORED]
-        assert fetch(store, key("a"), size) == payload("a", size)
-        [entry] = store.scan_all()
-        assert self.scanned(entry.meta) == self.scanned(item.meta)
+    def test_what_is_stored_comes_back(self, store: StorageBackend) -> None:
+        """The object has a checksum or none, few buffers or many, and bytes behind it or none."""
+        shapes = ((1, 0, True), (7, 0, True), (1, 4096, True), (5, 10_000, True), (3, 100, False))
+        for size, (pieces, slack, summed) in product(SIZES, shapes):
+            name = (size, pieces, slack)
+            data = payload(name, size)
+            item = to_set(key(name), data, pieces=pieces, slack=slack)
+            if not summed:
+                item = item._replace(meta=replace(item.meta, checksum=b""))
+            assert store.set([item]) == [STORED]
+            assert store.exists([key(name)]) == [True]
+            wanted = to_get(key(name), size, pieces=pieces + 2, slack=slack)
+            assert (store.get([wanted]), name) == ([HIT], name)
+            assert content(wanted) == data
+            [entry] = store.describe([key(name)])
+            assert entry is not None
+            whole = to_set(key(name), data).meta
+            assert self.scanned(entry.meta) == self.scanned(whole), "a set without a checksum gets one"
 
     def test_more_buffers_than_one_vectored_call_takes(self, store: StorageBackend) -> None:
         data = payload("many", 20_000)
@@ -180,46 +178,43 @@ class Objects(BackendHooks):
         assert store.get(mixed) == [HIT, ERROR, HIT, ERROR, HIT, MISS, HIT, CORRUPT]
         assert [content(item) for item in good] == [payload(n, 5000) for n in range(4)]
 
-    @pytest.mark.parametrize("digest", [b"", b"short", bytes(63), bytes(65), bytes(700)])
-    def test_a_key_that_cannot_be_is_not_there(self, store: StorageBackend, digest: bytes) -> None:
-        odd = ObjectKey(PoolName.KV, digest)
+    def test_a_key_that_cannot_be_is_not_there(self, store: StorageBackend) -> None:
         put(store, key("a"), payload("a", 5000))
-        item = to_get(odd, 5000)
-        assert store.set([to_set(odd, payload("x", 5000)), to_set(key("b"), payload("b", 5000))]) == [
-            ERROR,
-            STORED,
-        ]
-        assert store.exists([odd, key("a"), odd]) == [False, True, False]
-        first, second = store.get([item, to_get(key("a"), 5000)])
-        assert (first in (MISS, ERROR), second) == (True, HIT)
-        assert content(item) == b"\xaa" * 5000
-        assert store.delete([odd, key("a"), odd]) == [False, True, False]
+        for digest in (b"", b"short", bytes(63), bytes(65), bytes(700)):
+            odd, name = ObjectKey(PoolName.KV, digest), (digest, "b")
+            item = to_get(odd, 5000)
+            assert store.set([to_set(odd, payload("x", 5000)), to_set(key(name), payload(name, 5000))]) == [
+                ERROR,
+                STORED,
+            ]
+            assert store.exists([odd, key("a"), odd]) == [False, True, False]
+            first, second = store.get([item, to_get(key("a"), 5000)])
+            assert (first in (MISS, ERROR), second) == (True, HIT)
+            assert content(item) == b"\xaa" * 5000
+            assert store.delete([odd, key(name), odd]) == [False, True, False]
         assert self.usage(store).objects == 1
 
-    @pytest.mark.parametrize("size", [4999, 5001, 1, 100_000])
-    def test_a_get_of_another_length_is_refused(self, store: StorageBackend, size: int) -> None:
+    def test_a_get_that_cannot_be_is_refused(self, store: StorageBackend) -> None:
+        """The length is another, or the memory is too small or of another kind; no buffer is changed."""
         put(store, key("a"), payload("a", SIZE))
-        wrong, right = to_get(key("a"), size, pieces=3), to_get(key("a"), SIZE)
-        assert store.get([wrong, right]) == [ERROR, HIT]
-        assert content(wrong) == b"\xaa" * size
-        assert fetch(store, key("a"), SIZE) == payload("a", SIZE), "the object is as sound as before"
-
-    @pytest.mark.parametrize("length", [0, -1])
-    def test_a_get_of_nothing_is_refused(self, store: StorageBackend, length: int) -> None:
-        put(store, key("a"), payload("a", SIZE))
-        item = to_get(key("a"), SIZE)._replace(length=length)
-        assert store.get([item]) == [ERROR]
-        assert b"".join(item.buffers) == b"\xaa" * SIZE
-
-    def test_buffers_that_are_too_small_or_read_only_are_refused(self, store: StorageBackend) -> None:
-        put(store, key("a"), payload("a", SIZE))
-        short = to_get(key("a"), 4999)._replace(length=SIZE)
-        none = to_get(key("a"), SIZE)._replace(buffers=[])
-        half = bytearray(b"\xaa" * 2500)
-        frozen = GetItem(key("a"), [memoryview(half), memoryview(bytes(2500))], SIZE)
-        assert store.get([short, none, frozen, to_get(key("a"), SIZE)]) == [ERROR, ERROR, ERROR, HIT]
-        assert b"".join(short.buffers) == b"\xaa" * 4999
-        assert half == b"\xaa" * 2500
+        fit, half = to_get(key("a"), SIZE), bytearray(b"\xaa" * 2500)
+        wrong = [
+            *(to_get(key("a"), size, pieces=3) for size in (SIZE - 1, SIZE + 1, 1, 100_000)),
+            *(to_get(key("a"), SIZE)._replace(length=length) for length in (0, -1)),
+            to_get(key("a"), SIZE - 1)._replace(length=SIZE),
+            fit._replace(buffers=[]),
+            fit._replace(buffers=[memoryview(half), memoryview(bytes(2500))]),  # the second is read-only
+        ]
+        for kind in ODD:
+            data, first = bytearray(b"\xaa" * (2 * SIZE)), memoryview(bytearray(b"\xaa" * 1000))
+            odd = odd_view(kind, data)
+            wrong += [GetItem(key("a"), buffers, SIZE) for buffers in ([first, odd], [odd])]
+        for item in wrong:
+            right = to_get(key("a"), SIZE)
+            assert store.get([item, right]) == [ERROR, HIT], item
+            assert content(right) == payload("a", SIZE)
+            writable = [bytes(view.obj) for view in item.buffers if not view.readonly]
+            assert set(b"".join(writable)) <= {0xAA}
 
     def test_an_absent_object_leaves_the_buffers_alone(self, store: StorageBackend) -> None:
         put(store, key("a"), payload("a", SIZE))
@@ -227,25 +222,6 @@ class Objects(BackendHooks):
         items = [to_get(key(n), SIZE, pieces=3, slack=96) for n in ("a", "never")]
         assert store.get(items) == [MISS, MISS]
         assert {b"".join(item.buffers) for item in items} == {b"\xaa" * (SIZE + 96)}
-
-    @pytest.mark.parametrize("kind", ODD)
-    def test_a_get_into_an_odd_view_is_refused(self, store: StorageBackend, kind: str) -> None:
-        put(store, key("a"), payload("a", SIZE))
-        data, first = bytearray(b"\xaa" * (2 * SIZE)), bytearray(b"\xaa" * 1000)
-        odd = GetItem(key("a"), [memoryview(first), odd_view(kind, data)], SIZE)
-        right = to_get(key("a"), SIZE)
-        assert store.get([odd, odd._replace(buffers=odd.buffers[1:]), right]) == [ERROR, ERROR, HIT]
-        assert first == b"\xaa" * 1000
-        assert data == b"\xaa" * (2 * SIZE)
-        assert content(right) == payload("a", SIZE)
-
-    @pytest.mark.parametrize("kind", ODD)
-    def test_a_set_from_an_odd_view_is_refused(self, store: StorageBackend, kind: str) -> None:
-        good = to_set(key("good"), payload("good", SIZE))
-        data = bytearray(payload("odd", 2 * SIZE))
-        odd = to_set(key("odd"), payload("odd", SIZE))._replace(buffers=[odd_view(kind, data)])
-        assert store.set([odd, good]) == [ERROR, STORED]
-        assert store.exists([key("odd"), key("good")]) == [False, True]
 
     def test_a_malformed_set_is_an_error_and_hurts_nobody(self, store: StorageBackend) -> None:
         good = to_set(key("good"), payload("good", SIZE))
@@ -262,6 +238,15 @@ class Objects(BackendHooks):
             good._replace(key=key("10"), meta=replace(good.meta, depth=-1)),
             good._replace(key=key("11"), meta=replace(good.meta, depth=2**32)),
             good._replace(key=key("12"), buffers=[]),
+            *(good._replace(key=key(kind), buffers=[odd_view(kind, bytearray(2 * SIZE))]) for kind in ODD),
+            *(
+                good._replace(key=key(value), meta=replace(good.meta, value=value))
+                for value in (nan, inf, -inf, -1.0, -(10**400), 10**400)
+            ),
+            *(
+                good._replace(key=key(worker), meta=replace(good.meta, value=1.0, worker=worker))
+                for worker in (-2, 2**64)
+            ),
             good._replace(key=ObjectKey(PoolName.KV, b"short")),
         ]
         mixed = [*bad[:6], good, *bad[6:]]
@@ -269,20 +254,13 @@ class Objects(BackendHooks):
         assert [entry.key for entry in store.scan_all()] == [key("good")]
         assert self.usage(store).objects == 1
 
-    @pytest.mark.parametrize("value", [nan, inf, -inf, -1.0, -(10**400), 10**400])
-    def test_an_impossible_value_is_an_error(self, store: StorageBackend, value: float) -> None:
+    def test_values_and_workers_may_have_their_limits(self, store: StorageBackend) -> None:
+        limits = ((1.0, 0), (1e308, 0), (0.0, 2**64 - 1))
         items = [
-            to_set(key("a"), payload("a", 100), value=1.0),
-            to_set(key("b"), payload("b", 100), value=value),
-            to_set(key("c"), payload("c", 100), value=1e308),
-            to_set(key("d"), payload("d", 100), value=0.0, worker=2**64 - 1),
+            to_set(key(n), payload(n, 100), value=value, worker=worker)
+            for n, (value, worker) in enumerate(limits)
         ]
-        assert store.set(items) == [STORED, ERROR, STORED, STORED]
-        assert store.exists([item.key for item in items]) == [True, False, True, True]
-
-    @pytest.mark.parametrize("worker", [-1, 2**64])
-    def test_an_impossible_worker_is_an_error(self, store: StorageBackend, worker: int) -> None:
-        assert store.set([to_set(key("a"), payload("a", 100), value=1.0, worker=worker)]) == [ERROR]
+        assert store.set(items) == [STORED] * 3
 
     @pytest.mark.parametrize("late", [False, True])
     def test_objects_go_through_attached_memory_as_through_any(

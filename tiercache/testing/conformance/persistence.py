@@ -131,7 +131,7 @@ class Persistence(BackendHooks):
         put(store, key("mine"), payload("mine", SIZE))
         store.register_namespace(NamespaceRecord(NAMESPACE, {"model": "m"}))
         with Peer(type(self), tmp_path / "store") as peer:
-            assert peer.exists(["mine", "theirs"]) == [True, False]
+            assert peer.ask("exists", ["mine", "theirs"]) == [True, False]
             assert peer.get(["mine", "theirs"], SIZE) == [HIT, MISS]
             assert peer.set(["mine", "theirs"], SIZE) == [HIT, STORED]
             assert store.exists([key("mine"), key("theirs")]) == [True, True]
@@ -142,13 +142,13 @@ class Persistence(BackendHooks):
                 True,
                 False,
             ]
-            assert self.usage(store).objects == peer.objects() == 2
+            assert [self.usage(store).objects] == peer.ask("objects") == [2]
             assert store.delete([key("theirs")]) == [True]
-            assert peer.exists(["theirs"]) == [False]
-            assert peer.delete(["mine"]) == [True]
+            assert peer.ask("exists", ["theirs"]) == [False]
+            assert peer.ask("delete", ["mine"]) == [True]
             assert fetch(store, key("mine"), SIZE) is MISS
-            assert self.usage(store).objects == peer.objects() == 0
-            assert peer.namespaces() == 1
+            assert [self.usage(store).objects] == peer.ask("objects") == [0]
+            assert peer.ask("namespaces") == [1]
         assert put(store, key("after"), payload("after", SIZE)) is STORED, (
             "the end of one process does not affect the other"
         )
@@ -212,36 +212,26 @@ class Peer:
         theirs.close()
         assert self._pipe.recv() == "ready"
 
-    def exists(self, names: Sequence[str]) -> list[bool]:
-        """Return the answers of the store's `exists`."""
-        return self._ask("exists", names)
+    def ask(self, do: str, names: Sequence[str] = (), size: int = 0) -> list[Any]:
+        """Return the answers of `exists`, `get`, `set` or `delete`; a count for `objects` or `namespaces`."""
+        self._pipe.send((do, names, size))
+        answers: list[Any] = self._pipe.recv()
+        return answers
 
     def get(self, names: Sequence[str], size: int) -> list[Outcome]:
         """Return the answers of the store's `get`.
 
         The second process ends if it gets a HIT with bytes other than the payload of the name.
         """
-        return self._ask("get", names, size)
+        return self.ask("get", names, size)
 
     def set(self, names: Sequence[str], size: int) -> list[Outcome]:
         """Return the answers of the store's `set`."""
-        return self._ask("set", names, size)
+        return self.ask("set", names, size)
 
     def begin_set(self, names: Sequence[str], size: int) -> None:
         """Start a set without waiting for its answers; only `kill` may follow."""
         self._pipe.send(("set", names, size))
-
-    def delete(self, names: Sequence[str]) -> list[bool]:
-        """Return the answers of the store's `delete`."""
-        return self._ask("delete", names)
-
-    def objects(self) -> int:
-        """Return the number of objects that the process's store counts."""
-        return int(self._ask("objects")[0])
-
-    def namespaces(self) -> int:
-        """Return the number of namespaces that the process's store remembers."""
-        return int(self._ask("namespaces")[0])
 
     def kill(self) -> None:
         """Kill the process, without a chance to clean up."""
@@ -255,11 +245,6 @@ class Peer:
         self._pipe.close()  # the process then closes the store and ends
         self._process.join(60)
         assert self._process.exitcode in (0, -9), f"the other process ended with {self._process.exitcode}"
-
-    def _ask(self, do: str, names: Sequence[str] = (), size: int = 0) -> list[Any]:
-        self._pipe.send((do, names, size))
-        answers: list[Any] = self._pipe.recv()
-        return answers
 
 
 def _serve(supplier: type[BackendHooks], path: Path, pipe: Connection) -> None:
