@@ -204,7 +204,7 @@ def test_a_file_that_cannot_be_read(tmp_path, content, sentence):
         ('[[principals]]\nname = "a"\ntoken_file = "hunter2"',
          "principals[0].token_file: this is not an absolute path"),
         ('[[principals]]\nname = "a"\nuid = 1\nverbs = ["delete"]',
-         "principals[0].verbs[0]: 'delete' is not a verb; use read, write"),
+         "principals[0].verbs[0]: 'delete' is not possible; use read, write"),
         ('http.hosts = ["cache:9464"]', "http.hosts[0]: 'cache:9464' is not the name of a host"),
         ('http.hosts = ["a b"]', "http.hosts[0]: 'a b' is not the name of a host"),
         ('[[principals]]\nname = "a"\nuid = 1\nverbs = []',

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.text import Text
 
-from tiercache.cli.terminal import Output, OutputOption, clean, console, document, line, records, say, table
+from tiercache.cli.terminal import Output, OutputOption, clean, console, records, say, table
 from tiercache.errors import ConfigError, RefusedError, StorageError
 
 if TYPE_CHECKING:
@@ -120,19 +120,16 @@ def check(
         error.args = (f"{printable(found)}: {error}",)
         raise
     serves = [{"what": title, "how": text} for title, text in _summary(settings)]
-    if output is Output.JSON:
-        document({"file": str(found), "serves": serves, "warnings": warned})
-    elif output is Output.JSONL:
-        records(
-            [*serves, *({"warning": warning} for warning in warned), {"summary": {"file": str(found)}}],
-            output,
-        )
-    else:
+    if output is Output.TABLE:
         typer.echo(f"{printable(found)}: fine")
         for one in serves:
             typer.echo(f"  {one['what']:<9}{one['how']}")
         for warning in warned:
             typer.echo(f"warning: {warning}")
+        return
+    summary = {"summary": {"file": str(found)}}
+    whole = {"file": str(found), "serves": serves, "warnings": warned}
+    records([*serves, *({"warning": warning} for warning in warned), summary], output, whole)
 
 
 @config.command()
@@ -163,15 +160,17 @@ def show(
         import tomli_w
 
         typer.echo(tomli_w.dumps(as_file(loaded.settings)))
-    elif output is Output.JSON:
-        origins = {dotted(key): origin for key, _, origin in found}
-        document({"file": loaded.file and str(loaded.file), "settings": said, "origins": origins})
-    elif output is Output.JSONL:
-        for key, value, origin in found:
-            line({"setting": dotted(key), "value": value, "origin": origin, "description": description(key)})
-    else:
-        cells = ((dotted(key), _cell(value), origin, description(key)) for key, value, origin in found)
-        _print(("setting", "value", "from", "what it is"), cells)
+        return
+    rows = [
+        {"setting": dotted(key), "value": value, "origin": origin, "description": description(key)}
+        for key, value, origin in found
+    ]
+    if output is Output.TABLE:
+        _print(("setting", "value", "from", "what it is"), rows)
+        return
+    origins = {dotted(key): origin for key, _, origin in found}
+    file_name = loaded.file and str(loaded.file)
+    records(rows, output, {"file": file_name, "settings": said, "origins": origins})
 
 
 @config.command()
@@ -185,16 +184,13 @@ def schema(output: OutputOption = Output.TABLE) -> None:
     """
     from tiercache.config.document import every_setting
 
-    found = list(every_setting())
+    rows = [
+        {"setting": name, "default": default, "description": said} for name, default, said in every_setting()
+    ]
     if output is Output.TABLE:
-        rows = ((name, "" if default is None else _cell(default), said) for name, default, said in found)
         _print(("setting", "default", "what it is"), rows)
-        return
-    listed = [{"setting": name, "default": default, "description": said} for name, default, said in found]
-    if output is Output.JSON:
-        document({"settings": listed})
     else:
-        records(listed, output)
+        records(rows, output, {"settings": rows})
 
 
 @config.command()
@@ -252,16 +248,13 @@ def apply(
     with opened(target, tells=False) as daemon:
         changed, waiting = getattr(daemon, "reload")(drop or ())  # noqa: B009  not of the contract
         _wait_for_leaving(daemon)
-    if output is Output.JSON:
-        document({"changed": changed, "at_next_start": waiting})
-    elif output is Output.JSONL:
-        records(
-            [*({"changed": one} for one in changed), *({"at_next_start": one} for one in waiting)], output
-        )
-    else:
-        typer.echo(f"applied: {clean(', '.join(changed)) or 'no tier and no quota has changed'}")
-        if waiting:
-            say(f"changed, but only from the next start on: {clean(', '.join(waiting))}")
+    if output is not Output.TABLE:
+        rows = [*({"changed": one} for one in changed), *({"at_next_start": one} for one in waiting)]
+        records(rows, output, {"changed": changed, "at_next_start": waiting})
+        return
+    typer.echo(f"applied: {clean(', '.join(changed)) or 'no tier and no quota has changed'}")
+    if waiting:
+        say(f"changed, but only from the next start on: {clean(', '.join(waiting))}")
 
 
 def _wait_for_leaving(store: StorageBackend) -> None:
@@ -346,10 +339,10 @@ def _principal_text(principal: Principal) -> str:
     )
 
 
-def _print(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def _print(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
     shown = table(columns, left=columns)
     for row in rows:
-        *cells, description = row
+        *cells, description = map(_cell, row.values())
         shown.add_row(
             *(Text(cell, "dim" if cell == "default" else "") for cell in cells), Text(description, "dim")
         )
@@ -357,6 +350,8 @@ def _print(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def _cell(value: Any) -> str:
+    if value is None:
+        return ""
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)

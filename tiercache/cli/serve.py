@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from tiercache.cli.terminal import Exit, Output, OutputOption, document, records
+from tiercache.cli.terminal import Exit, Output, OutputOption, records
 from tiercache.errors import StorageError, TierCacheError
 
 if TYPE_CHECKING:
@@ -191,7 +191,8 @@ def serve(
     node.start()
     for line in node.describe():
         say(line)
-    _report(node, output)
+    if output is not Output.TABLE:
+        _report(node, output)
     reloading, is_outdated = Thread(), False
     while not ends:
         with suppress(Empty):
@@ -211,10 +212,7 @@ def serve(
 
 
 def _report(node: StorageServer, output: Output) -> None:
-    """Print the addresses of the server as JSON; in the format table, print nothing.
-
-    The process that started the server reads this output.
-    """
+    """Print the addresses of the server as JSON, for the process that started it."""
     settings = node.settings
     places = [("unix", str(settings.socket_directory))] if settings.unix else []
     places += [("tcp", address) for address in node.addresses]
@@ -224,10 +222,7 @@ def _report(node: StorageServer, output: Output) -> None:
         places += [place for place in addresses if place[1]]
     rows = [{"transport": transport, "address": address} for transport, address in places]
     summary = {"pid": os.getpid(), "store": settings.store_url}
-    if output is Output.JSON:
-        document({"places": rows, **summary})
-    elif output is Output.JSONL:
-        records([*rows, {"summary": summary}], output)
+    records([*rows, {"summary": summary}], output, {"places": rows, **summary})
 
 
 def start_logging(level: str, style: str, stream: TextIO | None = None) -> None:

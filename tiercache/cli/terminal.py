@@ -175,10 +175,13 @@ def complain(text: str) -> None:
     shown.print(f"[red]tiercache:[/] {safe(text)}", soft_wrap=True)
 
 
-def records(found: Iterable[Mapping[str, Any]], output: Output) -> None:
-    """Print rows as JSON: one document with all rows, or one line per row as rows arrive."""
+def records(found: Iterable[Mapping[str, Any]], output: Output, whole: Any = None) -> None:
+    """Print rows as JSON: one document, which is `whole` or a list of the rows, or a line for each row.
+
+    A line is printed when its row arrives.
+    """
     if output is Output.JSON:
-        document(list(found))
+        document(list(found) if whole is None else whole)
     else:
         for record in found:
             line(record)

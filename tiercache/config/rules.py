@@ -6,7 +6,6 @@ This module opens no file and resolves no host name.
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from tiercache.config.urls import check_sockets, parse_address, section_of
 from tiercache.core import Verb
 from tiercache.errors import ConfigError
-from tiercache.settings import LINE, PATH, Kind, matching
+from tiercache.settings import LINE, PATH, Kind, matching, one_of
 from tiercache.text import exact_size, shown
 
 if TYPE_CHECKING:
@@ -28,12 +27,6 @@ _NAMESPACE_DIGITS: Final = (64, 96)
 """Hex digits of a model's namespace, without and with the mark of a tenant."""
 _KEY_BYTES: Final = 256
 """Maximum size in bytes of one object's description in a message."""
-_NAMESPACE: Final = re.compile(r"(?:[0-9a-f]{2}){1,64}")
-"""Pattern of a namespace, written as the hex digits of its 1 to 64 bytes.
-
-The usual namespace has 32 bytes: the digest of a model's identity. If the caller belongs to a tenant, the
-daemon appends 16 bytes that mark the namespace as this tenant's.
-"""
 
 
 def _file(value: Any) -> str:
@@ -58,26 +51,11 @@ def _subject(value: Any) -> str:
     return text
 
 
-def _namespace(value: Any) -> str:
-    text = value.lower() if isinstance(value, str) else ""
-    if text != "*" and not _NAMESPACE.fullmatch(text):
-        raise ConfigError(
-            f"{shown(value)} is not a namespace; write all its hex digits, as `tiercache ls -o json` prints"
-            ' them, or "*" for all'
-        )
-    return text
-
-
 def check_namespaces(value: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the namespaces of a principal; raises ConfigError if they contradict each other."""
+    """Return the namespaces of a principal in lower case; raises ConfigError for a contradiction."""
+    value = tuple(text.lower() for text in value)
     if not value or ("*" in value and len(value) > 1) or len(set(value)) < len(value):
         raise ConfigError('give one or more different namespaces, or only "*" for all')
-    return value
-
-
-def _verb(value: Any) -> Any:
-    if value not in tuple(Verb):
-        raise ConfigError(f"{shown(value)} is not a verb; use {', '.join(Verb)}")
     return value
 
 
@@ -128,8 +106,16 @@ STORAGE: Final = Kind(_store_urls)
 LISTEN: Final = Kind(_listen)
 LISTEN_OR_NONE: Final = Kind(lambda value: "" if value == "" else _listen(value))
 HOST: Final = Kind(_host)
-NAMESPACE: Final = Kind(_namespace)
-VERB: Final = Kind(_verb)
+NAMESPACE: Final = matching(
+    r"\*|(?:[0-9a-fA-F]{2}){1,64}",
+    'is not a namespace; write all its hex digits, as `tiercache ls -o json` prints them, or "*" for all',
+)
+"""Kind of a namespace, written as the hex digits of its 1 to 64 bytes.
+
+The usual namespace has 32 bytes: the digest of a model's identity. If the caller belongs to a tenant, the
+daemon appends 16 bytes that mark the namespace as this tenant's.
+"""
+VERB: Final = one_of(*Verb)
 VERBS: Final = Kind(_list, lambda verbs: [verb for verb in Verb if verb in verbs])
 
 

@@ -31,10 +31,9 @@ from tests.cli.store.test_samples import (
     store_sequence,
 )
 from tests.examples import slow_after
-from tiercache.cli.store import batches
-from tiercache.cli.store.batches import remove as remove_in_order
+from tiercache.cli.store import verify
+from tiercache.cli.store.flush import remove as remove_in_order
 from tiercache.cli.store.forest import Forest
-from tiercache.cli.store.target import Target
 from tiercache.core import Outcome
 from tiercache.keys import namespace_of
 from tiercache.storage.env import Env
@@ -60,7 +59,7 @@ def test_verify_reads_everything(kind, tmp_path, monkeypatch):
     assert call("verify", "-s", path, "--pool", "mamba", "-o", "json").document["summary"]["ok"] == 4
     assert call("verify", "-s", path, "--namespace", "other", "-o", "json").document["summary"]["ok"] == 3
     # Batches of a few objects, and objects larger than a batch.
-    monkeypatch.setattr(batches, "BATCH_BYTES", 8192)
+    monkeypatch.setattr(verify, "BATCH_BYTES", 8192)
     assert call("verify", "-s", path, "-o", "json").document["summary"]["ok"] == EVERYTHING
 
 
@@ -217,7 +216,7 @@ def test_deletion_that_stops_anywhere_leaves_no_orphans(tmp_path):
     with open_store("file", path) as store:
         forest = Forest(store.scan_all())
         entries = [entry for page in forest.pages.values() for entry in page.entries]
-        for _ in remove_in_order(Target("s", "file", {}), store, forest.removal_order(entries), 1):
+        for _ in remove_in_order(store, forest.removal_order(entries), 1):
             assert store.usage().details["orphans"] == 0
         assert store.usage().objects == 0
 

@@ -17,7 +17,7 @@ from tiercache_backends.memory import MemoryBackend
 from tests.cli.store.test_samples import KINDS, PROMPT, call, keys_of, make_store, store_sequence
 from tiercache.cli.store import target as targets
 from tiercache.cli.terminal import clean
-from tiercache.errors import UnavailableError
+from tiercache.errors import RefusedError, UnavailableError
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -113,6 +113,9 @@ class Daemon(MemoryBackend):
     def check(self) -> None:
         if self.down:
             raise UnavailableError("connection refused")
+
+    def status(self):
+        raise RefusedError("no document here")
 
     def usage(self):
         self.check()

@@ -37,10 +37,9 @@ from tiercache.cli.terminal import (
     OutputOption,
     console,
     count_text,
-    document,
-    line,
     ranges,
     ranges_text,
+    records,
     safe,
 )
 from tiercache.core import HitPolicy, TokenArray
@@ -167,19 +166,15 @@ def _page_size(names: Namespaces, namespace: bytes) -> int:
 
 
 def _write(found: Sequence[Explanation], names: Namespaces, prompt: TokenArray, output: Output) -> None:
-    records = [_record(one, found[0], names) for one in found]
-    if output is Output.JSONL:
-        for record in records:
-            line(record)
-        return
-    document(
-        {
-            "tokens": len(prompt),
-            "looked_at": [names.named(name) for name in sorted(names.records) if _page_size(names, name)],
-            "hidden_namespaces": _hidden(names),
-            "namespaces": records,
-        }
-    )
+    rows = [_record(one, found[0], names) for one in found]
+    looked = [names.named(name) for name in sorted(names.records) if _page_size(names, name)]
+    whole = {
+        "tokens": len(prompt),
+        "looked_at": looked,
+        "hidden_namespaces": _hidden(names),
+        "namespaces": rows,
+    }
+    records(rows, output, whole)
 
 
 def _hidden(names: Namespaces) -> int:

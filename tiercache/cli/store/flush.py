@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 
-from tiercache.cli.store.batches import check_removable, remove
 from tiercache.cli.store.forest import Forest
 from tiercache.cli.store.objects import object_record
 from tiercache.cli.store.selection import (
@@ -27,7 +26,7 @@ from tiercache.cli.store.selection import (
     make_filter,
     one_key,
 )
-from tiercache.cli.store.target import Target, opened, resolve_all
+from tiercache.cli.store.target import Target, check_removable, opened, resolve_all
 from tiercache.cli.terminal import (
     Exit,
     Output,
@@ -35,16 +34,18 @@ from tiercache.cli.terminal import (
     clean,
     console,
     count_text,
-    document,
     line,
     progress,
+    records,
     safe,
     table,
-    whole,
 )
-from tiercache.errors import ConfigError, StorageError
+from tiercache.errors import ConfigError, RefusedError, StorageError, UnavailableError
 from tiercache.storage.base import ScanEntry, StorageBackend
 from tiercache.text import readable_size
+
+_DELETED_OBJECTS: Final = 256
+"""Maximum number of objects of one `delete` call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +138,7 @@ def flush(
         opened(target, change=True) as found,
         progress("deleting", sum(entry.meta.length for entry in plan.to_delete)) as advance,
     ):
-        for removed in remove(target, found, plan.to_delete):
+        for removed in remove(found, plan.to_delete):
             left = {entry.key.digest for entry in removed.failed}
             deleted += (entry for entry in removed.entries if entry.key.digest not in left)
             failed += removed.failed
@@ -173,7 +174,7 @@ def _clear_all(target: Target, where: str, yes: bool, output: Output) -> None:
         "dry_run": False, "objects": count, "bytes": None, "deleted": count, "failed": 0, "kept": 0,
         "groups": [], "tiers": {},
     }  # fmt: skip
-    whole({"summary": summary} if output is Output.JSONL else summary, output)
+    records([{"summary": summary}], output, summary)
 
 
 def _way_to_clear(target: Target, store: StorageBackend) -> Callable[[], int]:
@@ -184,11 +185,44 @@ def _way_to_clear(target: Target, store: StorageBackend) -> Callable[[], int]:
     entries = _plan(store, make_filter(time.time()), "", "", "").to_delete
 
     def delete() -> int:
-        batches = list(remove(target, store, entries))
+        batches = list(remove(store, entries))
         _check_deleted(sum(len(batch.failed) for batch in batches), target.name)
         return len(entries)
 
     return delete
+
+
+class Removed(NamedTuple):
+    """Batch of objects for which `delete` was called."""
+
+    entries: Sequence[ScanEntry]
+    """All objects of the batch."""
+    failed: Sequence[ScanEntry]
+    """Objects of the batch that are still stored."""
+
+
+def remove(
+    store: StorageBackend, ordered: Sequence[ScanEntry], at_once: int = _DELETED_OBJECTS
+) -> Iterator[Removed]:
+    """Delete objects in the given order, `at_once` objects per call, and yield each batch when it is done.
+
+    The store is flushed at the end, so that the deletion is durable. What is deleted stays deleted if the
+    store cannot say that, such as a chain in which copies of other objects wait.
+    """
+    for start in range(0, len(ordered), at_once):
+        batch = ordered[start : start + at_once]
+        answers = store.delete([entry.key for entry in batch])
+        # If `delete` did not remove an object, the object may have been gone before, which is no failure.
+        doubtful = [entry for entry, gone in zip(batch, answers, strict=True) if not gone]
+        there = store.exists([entry.key for entry in doubtful]) if doubtful else []
+        yield Removed(batch, [entry for entry, still in zip(doubtful, there, strict=True) if still])
+    if ordered:
+        try:
+            store.flush()
+        except (UnavailableError, RefusedError):
+            raise
+        except StorageError as error:
+            typer.echo(f"deleted, but a power cut could undo it: {clean(str(error))}", err=True)
 
 
 def _check_deleted(failed: int, name: str) -> None:
@@ -264,14 +298,12 @@ def _report(
         "groups": _groups(gone, plan.names),
         "tiers": dict(Counter(entry.tier for entry in gone if entry.tier)),
     }
-    if output is Output.JSON:
-        document(summary)
-    elif output is Output.JSONL:
-        if dry_run:
-            _lines(plan.to_delete, {entry.key.digest for entry in plan.to_delete})
-        line({"summary": summary})
-    else:
+    if output is Output.TABLE:
         _print(plan, gone, summary)
+        return
+    if dry_run and output is Output.JSONL:
+        _lines(plan.to_delete, {entry.key.digest for entry in plan.to_delete})
+    records([{"summary": summary}], output, summary)
 
 
 def _print(plan: Plan, gone: Sequence[ScanEntry], summary: dict[str, Any]) -> None:

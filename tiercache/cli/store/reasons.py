@@ -264,7 +264,12 @@ def explain_path(path: PromptPath, history: History, *, states: bool) -> Explana
                 if (one.layout == layout if layout else one.layout not in known)
             ]
             pool = "states" if lacking is None else str(lacking.pool)
-            gaps.append(Gap(depth, depth, pool, layout, None, (), lost))
+            first = depth
+            if gaps and (gaps[-1].last, gaps[-1].layout) == (depth - 1, layout):
+                # The depth before this one lacks a state of the same layout.
+                before = gaps.pop()
+                first, lost = before.first, [*lost, *before.removed]
+            gaps.append(Gap(first, depth, pool, layout, None, (), lost))
     if run < limit:
         layout = b"" if kv is None else kv.layout
         lost = [
@@ -276,26 +281,11 @@ def explain_path(path: PromptPath, history: History, *, states: bool) -> Explana
         gaps.append(
             Gap(run + 1, limit, str(PoolName.KV), layout, run + 1, [int(page) for page in there], lost)
         )
-    return Explanation(path, history, depths, _joined(gaps))
+    return Explanation(path, history, depths, gaps)
 
 
 def _run(kv: Layout) -> int:
     return int(np.logical_and.accumulate(kv.presence.present).sum())
-
-
-def _joined(gaps: Sequence[Gap]) -> list[Gap]:
-    """Join neighbours that lack states of the same layout."""
-    found: list[Gap] = []
-    for gap in gaps:
-        before = found[-1] if found else None
-        alike = before is not None and before.missing is None and gap.missing is None
-        if before is not None and alike and (before.last, before.layout) == (gap.first - 1, gap.layout):
-            found[-1] = Gap(
-                before.first, gap.last, gap.pool, gap.layout, None, (), [*gap.removed, *before.removed]
-            )
-        else:
-            found.append(gap)
-    return found
 
 
 def sentence(gap: Gap, found: Explanation, now: float) -> str:

@@ -13,7 +13,7 @@ import typer
 
 from tiercache.cli.store.selection import StoreOption
 from tiercache.cli.store.target import opened, resolve_daemon
-from tiercache.cli.terminal import Output, OutputOption, clean, console, document, line, safe, table
+from tiercache.cli.terminal import Output, OutputOption, clean, console, records, safe, table
 from tiercache.config import parse_duration
 from tiercache.errors import ConfigError
 from tiercache.storage.hits import Hits
@@ -83,11 +83,8 @@ def report(
     rows = _summed([row for row in answer.rows if tenant in (None, row["tenant"])], by)
     if output is Output.TABLE:
         _print(rows, begin, answer.begun, by)
-    elif output is Output.JSONL:
-        for row in rows:
-            line(row)
     else:
-        document({"since": begin, "account_begins": answer.begun or None, "rows": rows})
+        records(rows, output, {"since": begin, "account_begins": answer.begun or None, "rows": rows})
 
 
 def _begin(text: str, now: float) -> float:

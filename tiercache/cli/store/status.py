@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Final, cast
@@ -165,20 +165,19 @@ def ping(
     target = resolve_daemon(store, "only a daemon answers")
     times: list[float] = []
     with opened(target) as found:
-        call = _ping_of(found, target)
         for n in range(count):
             if n:
                 time.sleep(_PAUSE if count <= 100 else 0)
-            pong = call()
-            times.append(float(pong.seconds))
+            seconds, daemon = _ping(found)
+            times.append(seconds)
             if output is Output.JSONL:
-                line({"seconds": times[-1], **_pong(pong)})
+                line({"seconds": seconds, **daemon})
     record = {
         "count": count,
         "min_seconds": min(times),
         "median_seconds": statistics.median(times),
         "max_seconds": max(times),
-        **_pong(pong),
+        **daemon,
     }
     if output is Output.JSON:
         document(record)
@@ -193,20 +192,15 @@ def ping(
         )
 
 
-def _ping_of(store: StorageBackend, target: Target) -> Callable[[], Any]:
-    call = getattr(store, "ping", None)
-    if not callable(call):
-        raise ConfigError(f"{target.name} is not a daemon; ping measures daemons, such as grpc://host:port")
-    return cast("Callable[[], Any]", call)
-
-
-def _pong(pong: Any) -> dict[str, Any]:
-    found = {name: getattr(pong, name, "") for name in _PING_FIELDS}
-    return found | {"verbs": list(found["verbs"])}
+def _ping(store: StorageBackend) -> tuple[float, dict[str, Any]]:
+    """Return the seconds of a round trip to a daemon, and what the daemon says of itself."""
+    pong = getattr(store, "ping")()  # noqa: B009  only a daemon's store has it
+    found = {name: getattr(pong, name) for name in _PING_FIELDS}
+    return float(pong.seconds), found | {"verbs": list(pong.verbs)}
 
 
 def _describe(target: Target, store: StorageBackend) -> dict[str, Any]:
-    daemon = _pong(_ping_of(store, target)()) if target.live else None
+    daemon = _ping(store)[1] if target.live else None
     status = _document(store) if target.live else None
     try:
         usage = store.usage()
@@ -239,11 +233,9 @@ def _describe(target: Target, store: StorageBackend) -> dict[str, Any]:
 
 def _document(store: StorageBackend) -> Fields | None:
     """Return the status document of a daemon; None if it has none for this caller."""
-    call = cast("Callable[[], Fields] | None", getattr(store, "status", None))
-    try:
-        return None if call is None else call()
-    except RefusedError:
-        return None
+    with suppress(RefusedError):
+        return cast("Fields", getattr(store, "status")())  # noqa: B009  only a daemon's store has it
+    return None
 
 
 def picture(record: Fields, *, live: bool = False, note: str = "") -> RenderableType:

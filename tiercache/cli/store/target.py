@@ -212,25 +212,24 @@ def check_answered(target: Target, outcomes: Iterable[Outcome]) -> None:
         raise UnreachableError(f"{target.name} does not answer; check that the daemon runs, and its address")
 
 
-def check_allowed(target: Target, store: StorageBackend, what: str, calls: Sequence[str]) -> None:
-    """Raise RefusedError if the caller lacks a verb that one of these wire calls needs.
+def check_removable(target: Target, store: StorageBackend) -> None:
+    """Raise RefusedError if a daemon would refuse any of the calls that delete objects.
 
-    Call this before the first of the calls. `what` is the purpose of the calls in the error's message.
+    Call this before the first of them.
     """
-    ping = getattr(store, "ping", None) if target.live else None
-    if not callable(ping):
+    if not target.live:
         return
     # Import here, because the module needs protobuf. This optional package is installed wherever a daemon can
     # be called.
     from tiercache.wire.methods import METHODS
 
-    found = ping()
-    verbs = [METHODS[name].verb for name in calls]
+    found = getattr(store, "ping")()  # noqa: B009  only a daemon's store has it
+    verbs = [METHODS[name].verb for name in ("Exists", "Delete", "Flush")]
     wanted = {str(verb) for verb in verbs if verb is not None}
     if missing := sorted(wanted - set(found.verbs)):
         raise RefusedError(
-            f"{target.name}: {what} needs the verbs {', '.join(sorted(wanted))}, and {found.principal} lacks"
-            f" {' and '.join(missing)}; nothing was changed, and the operator can add the verbs"
+            f"{target.name}: to delete needs the verbs {', '.join(sorted(wanted))}, and {found.principal}"
+            f" lacks {' and '.join(missing)}; nothing was changed, and the operator can add the verbs"
         )
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from mmap import mmap
 from typing import Annotated, Any, Final
 
 import typer
 
-from tiercache.cli.store.batches import Checked, ObjectReader, check_removable
 from tiercache.cli.store.objects import object_record
 from tiercache.cli.store.selection import (
     Filter,
@@ -23,7 +23,7 @@ from tiercache.cli.store.selection import (
     StoresOption,
     make_filter,
 )
-from tiercache.cli.store.target import Target, check_answered, opened, resolve_all
+from tiercache.cli.store.target import Target, check_answered, check_removable, opened, resolve_all
 from tiercache.cli.terminal import (
     SHORT,
     SHORTER,
@@ -33,17 +33,26 @@ from tiercache.cli.terminal import (
     clean,
     console,
     count_text,
-    document,
     line,
     progress,
+    records,
     say,
     working,
 )
-from tiercache.core import Outcome
+from tiercache.core import BLOCK_ALIGN, Outcome
 from tiercache.errors import ConfigError, RefusedError, StorageError, StoreDamagedError, UnlistedError
-from tiercache.storage.base import ScanEntry, StorageBackend
+from tiercache.storage.base import GetItem, ScanEntry, StorageBackend
+from tiercache.storage.vectors import batches
 from tiercache.text import readable_size
 
+BATCH_BYTES: Final = 64 << 20
+"""Maximum bytes of a batch; a larger object is a batch of its own."""
+_BATCH_OBJECTS: Final = 512
+"""Maximum number of objects of a batch."""
+_TRIES: Final = 20
+"""Maximum number of attempts to read a throttled object."""
+_PAUSE: Final = 0.1
+"""Seconds between two attempts, in which a busy daemon can make progress."""
 _RESULT_OF: Final = {
     Outcome.HIT: "ok",
     Outcome.CORRUPT: "corrupt",
@@ -234,11 +243,11 @@ def _check_objects(
     """Read objects and count them in `tally`; yield a record for each that is not ok at once."""
     with progress("checking", sum(entry.meta.length for entry in entries)) as advance:
         started = time.monotonic() - tally.seconds  # as if the tiers before this one were part of this run
-        for batch in ObjectReader(store).check(entries):
-            nbytes = sum(checked.entry.meta.length for checked in batch)
+        for batch, outcomes in _read_all(store, entries):
+            nbytes = sum(entry.meta.length for entry in batch)
             tally.nbytes, tally.seconds = tally.nbytes + nbytes, time.monotonic() - started
-            check_answered(target, [checked.outcome for checked in batch])
-            bad = [checked for checked in batch if checked.outcome is not Outcome.HIT]
+            check_answered(target, outcomes)
+            bad = [pair for pair in zip(batch, outcomes, strict=True) if pair[1] is not Outcome.HIT]
             tally.counts["ok"] += len(batch) - len(bad)
             for record in _bad_records(target, store, bad):
                 tally.counts[record["result"]] += 1
@@ -247,8 +256,52 @@ def _check_objects(
             advance(nbytes)
 
 
-def _bad_records(target: Target, store: StorageBackend, bad: Sequence[Checked]) -> Iterator[dict[str, Any]]:
-    there = store.exists([checked.entry.key for checked in bad]) if bad else []
+def _read_all(
+    store: StorageBackend, entries: Iterable[ScanEntry]
+) -> Iterator[tuple[list[ScanEntry], list[Outcome]]]:
+    """Read each object, and yield the outcomes of each batch; this is no use of the objects.
+
+    HIT: the object is intact. MISS: it was removed after the scan. ERROR, THROTTLED: it could not be read. A
+    store that was opened for change drops the objects that it finds corrupt.
+    """
+    buffer = memoryview(mmap(-1, BATCH_BYTES))
+    for batch in batches(entries, _padded, _BATCH_OBJECTS, BATCH_BYTES):
+        found = [Outcome.THROTTLED] * len(batch)
+        for tried in range(_TRIES):
+            again = [n for n, outcome in enumerate(found) if outcome is Outcome.THROTTLED]
+            if not again:
+                break
+            if tried:
+                time.sleep(_PAUSE)
+            for n, outcome in zip(again, _read(store, [batch[n] for n in again], buffer), strict=True):
+                found[n] = outcome
+        yield batch, found
+
+
+def _read(store: StorageBackend, batch: list[ScanEntry], buffer: memoryview) -> list[Outcome]:
+    try:
+        if _padded(batch[0]) > BATCH_BYTES:
+            buffer = memoryview(mmap(-1, _padded(batch[0])))
+    except (OSError, OverflowError, MemoryError):
+        # The batch is a single object, and its recorded length is more than this machine can map.
+        return [Outcome.ERROR] * len(batch)
+    items: list[GetItem] = []
+    start = 0
+    for entry in batch:
+        items.append(GetItem(entry.key, [buffer[start : start + _padded(entry)]], entry.meta.length))
+        start += _padded(entry)
+    return store.peek(items)
+
+
+def _padded(entry: ScanEntry) -> int:
+    """Return the size in bytes of an object's buffer: whole pages of 4 KiB, which O_DIRECT needs."""
+    return max(1, -(-entry.meta.length // BLOCK_ALIGN)) * BLOCK_ALIGN
+
+
+def _bad_records(
+    target: Target, store: StorageBackend, bad: Sequence[tuple[ScanEntry, Outcome]]
+) -> Iterator[dict[str, Any]]:
+    there = store.exists([entry.key for entry, _ in bad]) if bad else []
     for (entry, outcome), still in zip(bad, there, strict=True):
         action = "none" if outcome is not Outcome.CORRUPT else "listed" if still else "dropped"
         # A daemon goes on evicting while its objects are read; nobody evicts from a stopped store.
@@ -272,11 +325,8 @@ def _print(record: dict[str, Any]) -> None:
 
 
 def _finish(found: list[dict[str, Any]], summary: dict[str, Any], output: Output) -> None:
-    if output is Output.JSON:
-        document({"found": found, "summary": summary})
-        return
-    if output is Output.JSONL:
-        line({"summary": summary})
+    if output is not Output.TABLE:
+        records([{"summary": summary}], output, {"found": found, "summary": summary})
         return
     rate = f"{summary['bytes_per_second'] / 1e9:.2f} GB/s"
     parts = ", ".join(f"{summary[name]:,} {name}" for name in _RESULTS if summary[name] or name == "ok")
