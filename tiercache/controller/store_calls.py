@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Final
 
 from tiercache.core import Outcome, Reason
-from tiercache.storage.guard import Breaker, Verdict
+from tiercache.storage.guard import Breaker
 from tiercache.threads import IoThreads
 
 _log = logging.getLogger(__name__)
@@ -253,11 +253,7 @@ class StoreCalls:
         The trial is the first waiting call. If no call waits, it is the `probe` of the call that led to the
         suspension.
         """
-        if (
-            self.hung >= _MAX_HUNG
-            or not (self.waiting or self._probe)
-            or self._breaker.ask() is not Verdict.PROBE
-        ):
+        if self.hung >= _MAX_HUNG or not (self.waiting or self._probe) or not self._breaker.is_probe_due():
             return
         if self.waiting:
             call = self.waiting.popleft()

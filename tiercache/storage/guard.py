@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import enum
 import logging
 import random
 import threading
@@ -254,7 +253,7 @@ class Guard:
     def is_probe_due(self) -> bool:
         """Return whether the caller has to probe the store now, and report to `probed`."""
         may_probe = not self.is_left_out or self.hung < self._max_hung
-        return may_probe and self._breaker.ask() is Verdict.PROBE
+        return may_probe and self._breaker.is_probe_due()
 
     def probed(self, well: bool) -> None:
         """Report whether the probe under way succeeded; without one, this changes nothing."""
@@ -280,20 +279,6 @@ class Guard:
             _log.warning("%s is left out: %s", self._name, why)
         self.why = why
         self._breaker.trip()
-
-
-class Verdict(enum.Enum):
-    """Answer of a breaker to a call."""
-
-    PASS = enum.auto()
-    """The call may be made."""
-    FAIL = enum.auto()
-    """The call must fail at once."""
-    PROBE = enum.auto()
-    """The call must fail at once, and its caller must start a probe: a call that tests the store.
-
-    The caller reports the result of the probe to `probed`.
-    """
 
 
 class Breaker:
@@ -333,15 +318,16 @@ class Breaker:
         """Whether calls pass."""
         return self._until is None
 
-    def ask(self) -> Verdict:
-        """Return whether a call may be made. After a PROBE, calls get FAIL until `probed` is called."""
+    def is_probe_due(self) -> bool:
+        """Return whether the caller has to probe the store now, and report to `probed`.
+
+        After one True the breaker is half-open: the answer is False until `probed` is called.
+        """
         with self._lock:
-            if self._until is None:
-                return Verdict.PASS
-            if self._probing or self._clock() < self._until:
-                return Verdict.FAIL
+            if self._until is None or self._probing or self._clock() < self._until:
+                return False
             self._probing = True
-            return Verdict.PROBE
+            return True
 
     def succeeded(self) -> None:
         """Report that the store has answered a call."""

@@ -233,47 +233,15 @@ class Metered(Wrapper):
         }
         self._bytes: Final = {name: counter("store_bytes_total", store, name) for name in ("get", "set")}
 
-    def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        answers = super().exists(keys)
-        self._count("exists", [_found(there) for there in answers])
-        return answers
-
     def get(self, items: Sequence[GetItem]) -> list[Outcome]:
         answers = super().get(items)
-        self._count("get", answers)
-        self._moved(
-            "get",
-            sum(item.length for item, answer in zip(items, answers, strict=True) if answer is Outcome.HIT),
-        )
+        self._moved("get", [item.length for item in items], answers, Outcome.HIT)
         return answers
 
     def set(self, items: Sequence[SetItem]) -> list[Outcome]:
         answers = super().set(items)
-        self._count("set", answers)
-        self._moved(
-            "set",
-            sum(
-                item.meta.length
-                for item, answer in zip(items, answers, strict=True)
-                if answer is Outcome.STORED
-            ),
-        )
+        self._moved("set", [item.meta.length for item in items], answers, Outcome.STORED)
         return answers
-
-    def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        answers = super().delete(keys)
-        self._count("delete", [_found(gone) for gone in answers])
-        return answers
-
-    def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
-        page = super().scan(namespace, cursor)
-        self._count("scan", [Outcome.HIT] * len(page.entries))
-        return page
-
-    def describe(self, keys: Sequence[ObjectKey]) -> list[ScanEntry | None]:
-        entries = super().describe(keys)
-        self._count("describe", [_found(entry is not None) for entry in entries])
-        return entries
 
     def _perform(self, operation: str, call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         result = "raised"
@@ -282,21 +250,27 @@ class Metered(Wrapper):
         try:
             answer = super()._perform(operation, call, *arguments, **named)
             result = "returned"
-            return answer
         finally:
             self._seconds[operation].observe(self._env.monotonic() - start)
             self._under_way.dec()
             self._calls[result][operation].inc()
+        if counters := self._items.get(operation):
+            outcomes = _outcomes(answer)
+            for outcome, counter in counters:
+                if n := outcomes.count(outcome):
+                    counter.inc(n)
+        return answer
 
-    def _count(self, operation: str, answers: Sequence[Outcome]) -> None:
-        for outcome, counter in self._items[operation]:
-            if n := answers.count(outcome):
-                counter.inc(n)
-
-    def _moved(self, operation: str, nbytes: int) -> None:
+    def _moved(
+        self, operation: str, lengths: Sequence[int], answers: Sequence[Outcome], done: Outcome
+    ) -> None:
+        nbytes = sum(length for length, answer in zip(lengths, answers, strict=True) if answer is done)
         if nbytes:
             self._bytes[operation].inc(nbytes)
 
 
-def _found(there: bool) -> Outcome:
-    return Outcome.HIT if there else Outcome.MISS
+def _outcomes(answer: Any) -> Sequence[Outcome]:
+    """Return the outcome of each item in the answer of a call: what is True or an entry counts as a HIT."""
+    if isinstance(answer, ScanPage):
+        answer = answer.entries
+    return [one if isinstance(one, Outcome) else Outcome.HIT if one else Outcome.MISS for one in answer]

@@ -10,7 +10,7 @@ from threading import Condition, Thread
 from typing import Final, TypeVar
 
 from tiercache.errors import RefusedError, StorageError, UnansweredError, UnavailableError
-from tiercache.storage.guard import Breaker, Verdict
+from tiercache.storage.guard import Breaker
 from tiercache.wire.v1 import storage_pb2 as pb
 from tiercache_backends.grpc.connection import Connection
 from tiercache_backends.grpc.failures import CallError, Kind, advice
@@ -188,12 +188,11 @@ class ConnectionManager:
         Raises CallError.
         """
         with self._changed:
-            # An open breaker fails the call at once. A call that gets PROBE first starts the background
-            # thread, which reports to the breaker whether the daemon answers.
-            verdict = self._breaker.ask()
-            if verdict is Verdict.PROBE:
+            # An open breaker fails the call at once. The call that finds a probe due first starts the
+            # background thread, which reports to the breaker whether the daemon answers.
+            if self._breaker.is_probe_due():
                 self._start_opening(check=False)
-            if verdict is not Verdict.PASS:
+            if not self._breaker.closed:
                 raise self._failure.without_traceback()
             if not self._usable():
                 # If the daemon refused this client a short time ago, do not ask it again.
