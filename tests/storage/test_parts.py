@@ -1,4 +1,4 @@
-"""The small parts of stores: settings, vectors, checksums, free space, a failing disk."""
+"""The small parts of stores: settings, vectors, checksums, a failing disk."""
 
 from __future__ import annotations
 
@@ -7,20 +7,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from random import Random
 from threading import Thread
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiercache_backends.file import FileBackend
-from tiercache_backends.file.extents import ExtentAllocator
-from tiercache_backends.file.records import Extent
 from tiercache_backends.lmdb.environment import PageBudget
 from tiercache_backends.memory import MemoryBackend
 
-from tests.examples import example_count
-from tests.storage.integrity import check_extents
 from tiercache.config import parse_duration, parse_size
 from tiercache.core import Outcome, PoolName
 from tiercache.errors import ClosedError, ConfigError
@@ -195,28 +190,6 @@ def test_a_gate_waits_for_calls_inside() -> None:
     closing.join(30)
     assert not closing.is_alive()
     assert not gate.close(), "only the first caller releases"
-
-
-@settings(max_examples=example_count(100), deadline=None)
-@given(st.integers(1, 20), st.lists(st.integers(1, 30), max_size=5), st.randoms(use_true_random=False))
-def test_space_loses_and_doubles_no_block(slab: int, sizes: list[int], random: Random) -> None:
-    space = ExtentAllocator(slab)
-    for i, size in enumerate(sizes):
-        space.grow(Extent(i * slab, min(size, slab)))
-    held: list[tuple[Extent, ...]] = []
-    for _ in range(60):
-        if held and random.random() < 0.45:
-            space.give(held.pop(random.randrange(len(held))))
-        else:
-            want, free = random.randrange(1, 40), space.free
-            got = space.allocate(want)
-            assert (got is None) == (want > free), "what is free can be had"
-            if got is not None:
-                assert sum(e.blocks for e in got) == want
-                held.append(got)
-        check_extents(space)
-        blocks = [b for extents in held for e in extents for b in range(e.start, e.start + e.blocks)]
-        assert len(blocks) == len(set(blocks)) == space.size - space.free
 
 
 def test_faults_fire_on_their_call_and_are_the_same_for_a_seed(tmp_path: Path) -> None:

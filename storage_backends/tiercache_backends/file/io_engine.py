@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from errno import EINVAL
-from itertools import zip_longest
 from mmap import mmap
 from threading import Lock
 from typing import Final, TypeVar
@@ -116,11 +115,7 @@ class IoEngine:
             else:
                 uncached.append(share)
 
-        self._threads.map(
-            write,
-            self._alternating(shares_of(runs_of(batch, _ZEROS, self._slabs.slab_blocks))),
-            MEMORY_THREADS,
-        )
+        self._threads.map(write, shares_of(runs_of(batch, _ZEROS, self._slabs.slab_blocks)), MEMORY_THREADS)
         if uncached:
             self._write_uncached(uncached)
         batch.finish()
@@ -155,7 +150,7 @@ class IoEngine:
 
         A large batch is written in steps of `_STEP_BYTES`, because a way can become slow during the batch.
         """
-        waiting = deque(self._alternating(shares))
+        waiting = deque(shares)
         while waiting:
             first, rest = self._write_path.chooses_direct()
             if first != rest:
@@ -175,18 +170,6 @@ class IoEngine:
         else:
             self._threads.map(self._write_cached, shares, MEMORY_THREADS)
         self._write_path.record(direct, sum(map(_nbytes, shares)), self._env.monotonic() - started)
-
-    def _alternating(self, shares: Sequence[list[Run]]) -> list[list[Run]]:
-        """Return the shares in an order in which their slabs alternate.
-
-        Two threads that take neighbouring shares then write to two files. A file system admits one writer at
-        a time to a file.
-        """
-        by_slab: dict[int, list[list[Run]]] = {}
-        for share in shares:
-            by_slab.setdefault(share[0].start // self._slabs.slab_blocks, []).append(share)
-        turns = zip_longest(*by_slab.values())  # each turn has the next share of every slab, or None
-        return [share for turn in turns for share in turn if share is not None]
 
     def _write_cached(self, share: list[Run]) -> None:
         for run in share:

@@ -345,11 +345,6 @@ class StoreState:
             self._writing.pop(id(claims), None)
         claims.done.set()
 
-    def needs_second_slab(self, blocks: int) -> bool:
-        """Return whether a batch of `blocks` blocks should use two slabs, but no second slab has room."""
-        with self._mutex:
-            return self._allocator.needs_second_slab(blocks)
-
     def shortage(self, budget_blocks: int | None, share: int, most: int = sys.maxsize) -> int:
         """Return how many blocks must be freed so that 1/`share` of all blocks, or `most`, is available.
 

@@ -148,8 +148,6 @@ class ObjectWriter:
         """
         left = self._worthy([c for c in claims if c.blocks <= self._slabs.budget_blocks])
         while True:
-            if self._state.needs_second_slab(sum(c.blocks for c in left if not c.extents)):
-                self._grow()
             lack = self._state.reserve(left, room := self._catalog.room())
             if not any(lack):
                 break

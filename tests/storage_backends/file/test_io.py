@@ -169,18 +169,6 @@ def test_a_large_batch_is_written_in_steps(real_disk: Path, monkeypatch: pytest.
             assert get_aligned(store, name, 1 << 20) == payload(name, 1 << 20)
 
 
-def test_the_first_large_batch_lies_in_two_slabs_and_a_small_one_in_one(real_disk: Path) -> None:
-    for count, slabs in ((12, 2), (4, 1)):
-        with FileBackend(str(real_disk / str(count)), 1 << 30) as store:
-            names = [f"page-{i}" for i in range(count)]
-            sets = [
-                SetItem(key(name), [aligned(payload(name, 1 << 20))], ObjectMeta(NAMESPACE, 1 << 20, b""))
-                for name in names
-            ]
-            assert store.set(sets) == [STORED] * count
-            assert len({path for name in names for path, _, _ in locate(store, key(name))}) == slabs
-
-
 def test_the_slower_way_is_tried_with_the_beginning_of_a_batch(real_disk: Path) -> None:
     env = Doors()
     with FileBackend(str(real_disk), ROOMY, env=env) as store:
