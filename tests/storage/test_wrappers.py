@@ -17,11 +17,12 @@ from tests.storage.backends import FileHooks
 from tests.storage.late import Late
 from tiercache.core import Outcome
 from tiercache.errors import ClosedError, ConfigError, UnavailableError
-from tiercache.metrics.table import OPERATIONS
+from tiercache.metrics.families import Families
+from tiercache.metrics.table import OPERATIONS, STORE
 from tiercache.pools import HostArena
 from tiercache.storage.base import NamespaceRecord, SharedMemory, StorageBackend, StoreContext
 from tiercache.storage.env import Env
-from tiercache.storage.wrappers import Metered, StoreMetrics, Wrapper, unwrap
+from tiercache.storage.wrappers import Metered, Wrapper, unwrap
 from tiercache.testing.faulty import Faulty, Outage, Rates
 from tiercache.testing.objects import NAMESPACE, content, fetch, key, payload, put, to_get, to_set
 
@@ -134,7 +135,10 @@ def test_a_wrapper_closes_behind_the_calls_inside_it() -> None:
 
 def test_metered_counts_calls_items_bytes_and_answers() -> None:
     store = Metered(MemoryBackend(20_000), "near", env=SteppingEnv())
-    value = store.metrics.value
+
+    def value(name: str, **labels: str) -> float:
+        return store.metrics.total(f"store_{name}", **labels)
+
     good = to_set(key("a"), payload("a", 5000))
     assert store.set([good, good, good._replace(buffers=[]), to_set(key("big"), bytes(30_000))]) == [
         STORED,
@@ -179,7 +183,7 @@ def test_metered_counts_calls_items_bytes_and_answers() -> None:
 
 def test_two_stores_share_a_registry_and_every_label_set_is_there_from_the_start() -> None:
     registry = CollectorRegistry()
-    metrics = StoreMetrics(registry)
+    metrics = Families(STORE, registry)
     near, far = Metered(MemoryBackend(), "near", metrics), Metered(MemoryBackend(), "far", metrics)
     before = {
         (s.name, *sorted(s.labels.items()))
@@ -196,7 +200,7 @@ def test_two_stores_share_a_registry_and_every_label_set_is_there_from_the_start
         if not s.name.endswith("_created")
     }
     assert before == after
-    assert metrics.value("items_total", store="near", outcome="stored") == 1
+    assert metrics.total("store_items_total", store="near", outcome="stored") == 1
     assert (
         registry.get_sample_value("tiercache_store_bytes_total", {"store": "near", "operation": "set"}) == 3
     )

@@ -20,13 +20,14 @@ from typing import Final
 from tiercache.core import DIGEST_BYTES, ObjectKey, Outcome
 from tiercache.errors import ClosedError, StorageError
 from tiercache.events.base import ChangeNote
+from tiercache.metrics.families import Families
 from tiercache.storage.base import GetItem, StorageBackend
 from tiercache.storage.history import Cause, History, PastRemoval
 from tiercache.storage.layouts import LAYOUT_BYTES
 from tiercache.storage.store_events import observed_tiers
 from tiercache.storage.tiers import ObservedTier
 from tiercache.storage.watching import begin_watch, end_watch
-from tiercache.storage.wrappers import Metered, StoreMetrics, unwrap
+from tiercache.storage.wrappers import Metered, unwrap
 
 _log = logging.getLogger(__name__)
 
@@ -123,9 +124,7 @@ class DaemonStore(Metered):
     Thread safety: as `Wrapper`.
     """
 
-    def __init__(
-        self, inner: StorageBackend, kind: str = "store", metrics: StoreMetrics | None = None
-    ) -> None:
+    def __init__(self, inner: StorageBackend, kind: str = "store", metrics: Families | None = None) -> None:
         super().__init__(inner, kind, metrics)
         self.memory: Final = RemovalMemory()
         self._look_lock: Final = Lock()

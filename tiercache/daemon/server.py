@@ -39,12 +39,14 @@ from tiercache.daemon.store_threads import Threads, fulfil
 from tiercache.daemon.tenants.account import Account, PriceList
 from tiercache.errors import ConfigError, StorageError
 from tiercache.events.publisher import EventPublisher
+from tiercache.metrics.families import Families
+from tiercache.metrics.table import STORE
 from tiercache.pools import HostArena
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.registry import open_backend
 from tiercache.storage.store_events import StoreEvents
 from tiercache.storage.watching import Following
-from tiercache.storage.wrappers import StoreMetrics, unwrap
+from tiercache.storage.wrappers import unwrap
 
 _log = logging.getLogger(__name__)
 
@@ -268,7 +270,7 @@ class StorageServer:
         kind = _kind_of(settings) if self._opened else type(unwrap(self.store)).__name__
         metrics = NodeMetrics([*(principal.name for principal in settings.principals), OWNER, ANONYMOUS])
         calls = self._calls = self._call_log(metrics, ends)
-        store = DaemonStore(self.store, kind, StoreMetrics(metrics.registry))
+        store = DaemonStore(self.store, kind, Families(STORE, metrics.registry))
         threads, figures = Threads(_THREADS), UsageFigures(self.store)
         ends.push_async_callback(self._close_store, store, threads, figures)
         await self._publish(kind, metrics, ends)

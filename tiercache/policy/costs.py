@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
-from tiercache.errors import ConfigError
 from tiercache.models.profile import ModelProfile
 from tiercache.policy.base import Ranks, Units
 
-LOAD_FLOPS_PER_BYTE = 5_000.0
+LOAD_FLOPS_PER_BYTE: Final = 5_000.0
 """Cost of loading one byte, in FLOPs.
 
 A device that computes 250 TFLOP/s and loads 50 GB/s from the host computes 5,000 FLOPs while it loads a byte.
@@ -19,16 +19,9 @@ A device that computes 250 TFLOP/s and loads 50 GB/s from the host computes 5,00
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """A model profile, and the cost of a load compared with computation."""
+    """What it costs to bring a unit of this model back."""
 
     profile: ModelProfile
-    load_flops_per_byte: float = LOAD_FLOPS_PER_BYTE
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.load_flops_per_byte < float("inf"):
-            raise ConfigError(
-                f"load_flops_per_byte={self.load_flops_per_byte} is not possible; use a finite number from 0"
-            )
 
     def saved(self, units: Units) -> Ranks:
         """Return the FLOPs that a hit on each unit saves.
@@ -44,4 +37,4 @@ class Costs:
         """Return the cost of a miss of each unit, in FLOPs per byte that its eviction frees."""
         # If a lower tier has a copy, a miss costs a load. A load is proportional to the bytes that the
         # eviction frees, so its cost per byte is the same for all units.
-        return np.where(units.covered, self.load_flops_per_byte, self.saved(units) / units.nbytes)
+        return np.where(units.covered, LOAD_FLOPS_PER_BYTE, self.saved(units) / units.nbytes)

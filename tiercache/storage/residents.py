@@ -446,7 +446,7 @@ class Residents:
         nodes = self.columns["page"][rows]
         self.pages.values.begin(self.clock)
         self.pages.values.give(nodes, self.columns["attached"][rows] != 0, values, worker)
-        self.pages.note_evictables(nodes.tolist())
+        self.pages.note_evictable(*nodes.tolist())
 
     def valued(self, row: int, meta: ObjectMeta) -> ObjectMeta:
         """Return an object's metadata with the present value of its latest hint, if it has one."""

@@ -258,17 +258,13 @@ class RestorablePages(PageTable):
         self.recount(self.stateless())
         self.unproven_bytes = int(self.columns["nbytes"][self.columns["flags"] & SERVED == 0].sum())
 
-    def note_evictable(self, node: int) -> None:
-        """Record that a page may have become evictable: no page follows it, or no restore can use it."""
+    def note_evictable(self, *nodes: int) -> None:
+        """Record that pages may have become evictable, or that their ranks may have changed.
+
+        A page becomes evictable when no page follows it any more, or when no restore can use it any more.
+        """
         # Nothing is noted before the eviction order has asked for the first time, so that filling a store
         # costs nothing here.
-        if self._evictable is not None:
-            self._evictable.add(node)
-            if len(self._evictable) > _MAX_EVICTABLE:
-                self._evictable = None
-
-    def note_evictables(self, nodes: Iterable[int]) -> None:
-        """Record that these pages may have become evictable, or that their ranks may have changed."""
         if self._evictable is not None:
             self._evictable.update(nodes)
             if len(self._evictable) > _MAX_EVICTABLE:

@@ -9,7 +9,7 @@ call on; `Metered` counts calls and answers. More wrappers are in `tiercache.tes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final, ParamSpec, Self, TypeVar
+from typing import Any, ClassVar, Final, ParamSpec, Self, TypeVar
 
 from tiercache.core import ObjectKey, Outcome
 from tiercache.errors import ConfigError
@@ -32,9 +32,6 @@ from tiercache.storage.env import Env
 from tiercache.storage.gate import CallGate
 from tiercache.storage.history import History
 from tiercache.storage.shares import Shares
-
-if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -181,30 +178,11 @@ def store_once(
     return [answer(number, item.key.digest) for number, item in enumerate(items)]
 
 
-class StoreMetrics(Families):
-    """Metric families of stores (`metrics.table.STORE`), in which the label `store` names the store.
-
-    The families are registered in `registry` (None: in a registry of their own). Make only one `StoreMetrics`
-    per registry, and pass it to every `Metered` whose metrics belong in that registry.
-
-    Thread safety: as `Families`.
-    """
-
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        super().__init__(table.STORE, registry)
-
-    def value(self, name: str, **labels: str) -> float:
-        """Return the sum over all samples of `tiercache_store_<name>` that have these labels.
-
-        Meant for tests and status pages.
-        """
-        return self.total(f"store_{name}", **labels)
-
-
 class Metered(Wrapper):
     """Wrapper that counts the calls of `inner` in `metrics`, under the label `store`.
 
-    `metrics` is a new `StoreMetrics` by default. Times come from the clock of `env`.
+    `metrics` are the families of `metrics.table.STORE`, which several stores may share; by default they are
+    the store's own. Times come from the clock of `env`.
 
     Thread safety: as `Wrapper`.
     """
@@ -213,11 +191,11 @@ class Metered(Wrapper):
         self,
         inner: StorageBackend,
         store: str = "store",
-        metrics: StoreMetrics | None = None,
+        metrics: Families | None = None,
         env: Env | None = None,
     ) -> None:
         super().__init__(inner)
-        self.metrics: Final = metrics or StoreMetrics()
+        self.metrics: Final = metrics or Families(table.STORE)
         self._env: Final = env or Env()
         self.metrics.add(store=store)
         counter, histogram = self.metrics.counter, self.metrics.histogram

@@ -31,7 +31,7 @@ _SECTOR: Final = 512
 _STEP_BYTES: Final = 64 << 20
 """Number of bytes of a large batch that are written before the faster way to write is chosen again."""
 TRIAL_BYTES: Final = 8 << 20
-"""Number of bytes of a large batch that are written the slower way when that way is measured again."""
+"""Number of bytes of a batch that are written the slower way when that way is measured again."""
 _MIN_MEASURED_BYTES: Final = 4 << 20
 """Smallest write, in bytes, whose speed is recorded. Fixed costs dominate the time of smaller writes."""
 _TRY_EVERY: Final = 16
@@ -62,15 +62,15 @@ class WritePathSelector:
         self._turns = 0
         """Number of choices made."""
 
-    def chooses_direct(self) -> tuple[bool, bool]:
-        """Return two choices, True for O_DIRECT: for the first TRIAL_BYTES of a batch, and for its rest."""
+    def choose(self) -> tuple[bool, int]:
+        """Return the way for the next bytes, True for O_DIRECT, and how many bytes may go that way."""
         with self._mutex:
             self._turns += 1
             # At the start, measure the cache with the first batch, and O_DIRECT with the second.
             if len(self._rates) < 2:
-                return bool(self._rates), False
+                return (True, TRIAL_BYTES) if self._rates else (False, _STEP_BYTES)
             better = self._rates[True] > self._rates[False]
-            return (better if self._turns % _TRY_EVERY else not better), better
+            return (better, _STEP_BYTES) if self._turns % _TRY_EVERY else (not better, TRIAL_BYTES)
 
     def record(self, direct: bool, nbytes: int, seconds: float) -> None:
         """Record the speed of a write; a write of less than 4 MiB is ignored."""
@@ -148,18 +148,14 @@ class IoEngine:
     def _write_uncached(self, shares: Sequence[list[Run]]) -> None:
         """Write blocks that are not in the page cache, by the way that was faster in recent measurements.
 
-        A large batch is written in steps of `_STEP_BYTES`, because a way can become slow during the batch.
+        A large batch is written in steps, because a way can become slow during the batch.
         """
         waiting = deque(shares)
         while waiting:
-            first, rest = self._write_path.chooses_direct()
-            if first != rest:
-                self._write_one_way(_taken(waiting, TRIAL_BYTES), first)
-            self._write_one_way(_taken(waiting, _STEP_BYTES), rest)
+            direct, nbytes = self._write_path.choose()
+            self._write_one_way(_taken(waiting, nbytes), direct)
 
     def _write_one_way(self, shares: Sequence[list[Run]], direct: bool) -> None:
-        if not shares:
-            return
         started = self._env.monotonic()
         if direct:
             # Parallel calls write the runs of an object in any order. So first verify the objects that take

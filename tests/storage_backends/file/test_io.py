@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+from collections import Counter
 from mmap import mmap
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
-from tiercache_backends.file import FileBackend, io_engine
+from tiercache_backends.file import FileBackend
 from tiercache_backends.file.io_engine import TRIAL_BYTES, WritePathSelector
 
 from tests.storage.backends import locate
@@ -120,22 +121,20 @@ def test_the_page_cache_is_used_where_it_helps_and_left_alone_where_it_does_not(
         assert get_aligned(store, "c", size) == payload("c", size)
 
 
-def test_the_selector_of_both_ways_is_watched() -> None:
+def test_the_speed_of_both_ways_is_watched() -> None:
     selector = WritePathSelector()
-    assert selector.chooses_direct() == (False, False), "the way through the cache is tried first"
+    step = selector.choose()
+    assert step[1] > TRIAL_BYTES
+    assert not step[0], "the way through the cache is tried first"
     selector.record(False, 1 << 30, 1.0)
-    assert selector.chooses_direct() == (True, False), "then the other, with the beginning of a batch"
+    assert selector.choose() == (True, TRIAL_BYTES), "then the other, with the beginning of a batch"
     selector.record(True, 1 << 30, 0.5)
-    choices = [selector.chooses_direct() for _ in range(64)]
-    assert choices.count((False, True)) == 4, "the slower one is tried now and then"
-    assert choices.count((True, True)) == 60
+    choices = Counter(selector.choose() for _ in range(64))
+    assert choices == {(False, TRIAL_BYTES): 4, (True, step[1]): 60}, "the slower one is tried now and then"
     for _ in range(10):
         selector.record(True, 1 << 30, 100.0)
-    assert [selector.chooses_direct() for _ in range(64)].count((True, False)) == 4, "the disk became slow"
-    selector.record(False, 4096, 1000.0)
-    assert [selector.chooses_direct() for _ in range(64)].count((True, False)) == 4, (
-        "a small write says nothing"
-    )
+    selector.record(False, 4096, 1000.0)  # a small write says nothing
+    assert Counter(selector.choose() for _ in range(64)) == {(True, TRIAL_BYTES): 4, (False, step[1]): 60}
 
 
 def test_a_way_that_became_slow_is_left_at_once() -> None:
@@ -143,19 +142,17 @@ def test_a_way_that_became_slow_is_left_at_once() -> None:
     for _ in range(20):
         selector.record(False, 1 << 30, 0.2)
         selector.record(True, 1 << 30, 0.5)
-    assert selector.chooses_direct() == (False, False)
+    assert not selector.choose()[0]
     selector.record(False, 1 << 30, 3.0)
-    assert selector.chooses_direct() == (True, True)
+    assert selector.choose()[0]
 
 
 def test_a_large_batch_is_written_in_steps(real_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # private: steps are larger than the whole store of this test
-    monkeypatch.setattr(io_engine, "_STEP_BYTES", 4 << 20)
     env = Doors()
     with FileBackend(str(real_disk), ROOMY, env=env) as store:
         env.doors("")
-        ways = [(False, False), (True, True), (False, False)]
-        monkeypatch.setattr(selector_of(store), "chooses_direct", lambda: ways.pop(0))
+        ways = [(False, 4 << 20), (True, 4 << 20), (False, 4 << 20)]
+        monkeypatch.setattr(selector_of(store), "choose", lambda: ways.pop(0))
         names = [f"page-{i}" for i in range(12)]
         sets = [
             SetItem(key(name), [aligned(payload(name, 1 << 20))], ObjectMeta(NAMESPACE, 1 << 20, b""))
@@ -173,7 +170,7 @@ def test_the_slower_way_is_tried_with_the_beginning_of_a_batch(real_disk: Path) 
     env = Doors()
     with FileBackend(str(real_disk), ROOMY, env=env) as store:
         env.doors("")
-        selector_of(store).record(False, 1 << 30, 1.0)
+        selector_of(store).record(False, 1 << 40, 0.001)  # no disk is as fast
         names = [f"page-{i}" for i in range(12)]
         sets = [
             SetItem(key(name), [aligned(payload(name, 1 << 20))], ObjectMeta(NAMESPACE, 1 << 20, b""))
