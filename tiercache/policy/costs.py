@@ -19,7 +19,7 @@ A device that computes 250 TFLOP/s and loads 50 GB/s from the host computes 5,00
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What it costs to bring a unit of this model back."""
+    """Costs of bringing units of one model back."""
 
     profile: ModelProfile
 
