@@ -108,7 +108,7 @@ def test_three_tenants_that_flood_at_once(serve: Any, tmp_path: Path, storage: s
     client = serve(storage, ash={"guarantee": 4 * MIB}, birch={"quota": 3 * MIB, "guarantee": MIB})
     ash, names = client("ash"), list(range(30))
     assert [put(ash, name) for name in names] == [STORED] * 30  # 1.2 MB, twice in a chain
-    done = Event()
+    done, used = Event(), [0]
 
     def flood(name: str) -> None:
         with client(name) as store:
@@ -124,17 +124,19 @@ def test_three_tenants_that_flood_at_once(serve: Any, tmp_path: Path, storage: s
 
     def watch() -> None:
         while not done.is_set():
-            assert use_of(client, "birch").used_bytes <= 3 * MIB
+            used.append(use_of(client, "birch").used_bytes)
 
     run_all(work, watch)
     birch = use_of(client, "birch")
     assert held(ash, names) == 30, "what is guaranteed stays"
-    assert 0 < birch.used_bytes <= 3 * MIB
+    assert birch.used_bytes > 0
+    assert max(used) <= 3 * MIB
     assert birch.evicted_objects > 0
     assert use_of(client, "cedar").used_bytes > 0
     assert put(ash, "new") is STORED
     if not isinstance(storage, tuple):
-        assert birch.used_bytes > 2 * MIB, "no more was evicted than was needed"
+        # Others may evict what it has above its guarantee, when its own flood is over.
+        assert max(used) > 2 * MIB, "its quota evicts no more than it needs"
 
 
 class LateStore(MemoryBackend):

@@ -65,7 +65,7 @@ class Listeners:
         `ends` gets callbacks that drain and close everything.
         """
         server = grpc.aio.server(options=_options(self._settings))
-        health = HealthService(service.admit)
+        health = HealthService()
         server.add_generic_rpc_handlers((service.handler(), health.handler()))
         others = has_other_users(self._settings)
         directory = self._settings.socket_directory
@@ -84,13 +84,13 @@ class Listeners:
                 )
             serving.append(f"unix sockets in {directory}")
         sessions.ports = self._listen_data(port)
-        await health.report_serving()
+        health.is_serving = True
         await server.start()
         self._gate.start()
 
         async def drain() -> None:
             self._gate.stop_accepting()
-            await health.report_shutdown()
+            health.is_serving = False
             await asyncio.gather(port.drain(self._settings.drain), server.stop(self._settings.drain))
 
         ends.push_async_callback(drain)

@@ -16,7 +16,6 @@ from typing import Any, Final
 import grpc
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2
-from grpc_health.v1._async import HealthServicer
 
 from tiercache.daemon.access import Access, Caller, Refusal
 from tiercache.daemon.call import Call, request_bytes, without_abort_traceback
@@ -77,14 +76,6 @@ class Service:
             SERVICE,
             {name: grpc.stream_stream_rpc_method_handler(self._entrance(METHODS[name])) for name in METHODS},
         )
-
-    async def admit(self, context: Any) -> None:
-        """Abort a call of any service if its caller is not known."""
-        try:
-            self._identify(context)
-        except Refusal as refusal:
-            self._calls.refused(refusal)
-            await context.abort(refusal.code, refusal.message)
 
     def _entrance(self, method: Method) -> Callable[[Any, Any], Awaitable[None]]:
         async def serve(_: Any, context: Any) -> None:
@@ -205,44 +196,25 @@ class Service:
 
 
 class HealthService:
-    """Health service of one server.
+    """Health service of one server, whose one call, `Check`, answers every client.
 
-    `Check` answers every client, because a load balancer has no credentials. It reports the health of the
-    whole daemon and does not read the request, so that an unknown client cannot make the daemon hold memory
-    or wait. `Watch` is for known callers.
+    A load balancer has no credentials. `Check` reports the health of the whole daemon and does not read the
+    request, so that an unknown client cannot make the daemon hold memory or wait.
 
     Thread safety: the event loop's thread.
     """
 
-    def __init__(self, admit: Callable[[Any], Awaitable[None]]) -> None:
-        """Serve calls that `admit`, which takes gRPC's context of a call, does not abort."""
-        self._admit = admit
-        self._health = HealthServicer()
-
-    async def report_serving(self) -> None:
-        """Report that the service is healthy."""
-        for name in ("", SERVICE):
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-
-    async def report_shutdown(self) -> None:
-        """Report that the service is not healthy; it cannot be reported as healthy again."""
-        await self._health.enter_graceful_shutdown()
+    def __init__(self) -> None:
+        self.is_serving = False
+        """Whether the service is reported as healthy."""
 
     def handler(self) -> grpc.GenericRpcHandler:
         """Return the handler to add to gRPC's server."""
-        read = health_pb2.HealthCheckRequest.FromString
-        write = health_pb2.HealthCheckResponse.SerializeToString
-        calls = {"Check": self._check, "Watch": self._watch}
-        return grpc.method_handlers_generic_handler(
-            _HEALTH,
-            {name: grpc.stream_stream_rpc_method_handler(call, read, write) for name, call in calls.items()},
-        )
+        calls: dict[str, Any] = {"Check": grpc.stream_stream_rpc_method_handler(self._check)}
+        return grpc.method_handlers_generic_handler(_HEALTH, calls)
 
     async def _check(self, _: Any, context: Any) -> None:
+        reply = health_pb2.HealthCheckResponse
+        status = reply.SERVING if self.is_serving else reply.NOT_SERVING
         async with asyncio.timeout(_CHECK_SECONDS):
-            await context.write(await self._health.Check(health_pb2.HealthCheckRequest(), context))
-
-    async def _watch(self, _: Any, context: Any) -> None:
-        with without_abort_traceback():
-            await self._admit(context)
-            await self._health.Watch(await context.read(), context)
+            await context.write(reply(status=status).SerializeToString())

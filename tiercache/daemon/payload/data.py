@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Final, TypeVar, TypeVarTuple
 
@@ -60,9 +59,7 @@ class DataCall:
         payload: int,
         limits: pb.Limits,
         max_request: int,
-        in_store: Callable[[float], AbstractContextManager[None]],
     ) -> None:
-        """`in_store` makes the context in which the call may wait for the store until a time."""
         self.caller: Final = caller
         self.name: Final = called.method
         # `>=` is false for NaN, which nothing must ever wait for.
@@ -75,7 +72,6 @@ class DataCall:
         self._max_request = max_request
         self._channel = channel
         self._limits = limits
-        self._in_store = in_store
 
     def request(self, kind: type[M]) -> M:
         """Return the request; raises WireError if it cannot be read, or is too large."""
@@ -85,8 +81,7 @@ class DataCall:
 
     def ask(self, threads: Threads, work: Callable[[*A], T], *arguments: *A) -> T:
         """Run `work`, which calls the store, in this thread."""
-        with self._in_store(self.until):
-            return threads.call(self.caller.budgets.workers, self.until, work, *arguments)
+        return threads.call(self.caller.budgets.workers, self.until, work, *arguments)
 
     def result(self, future: Future[T]) -> T:
         """Wait for work that was begun beside this thread; raises TimeoutError at the deadline."""

@@ -21,12 +21,12 @@ import asyncio
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
-from threading import Lock, Thread
+from threading import Thread
 from typing import Final, TypeVar
 
 from google.protobuf.message import DecodeError
@@ -63,19 +63,7 @@ _CALL_BYTES: Final = 64
 """Bytes of a call's header besides its request."""
 _SET_BYTES: Final = 128 << 20
 """Maximum payload of one call, in addition to the size of the largest object."""
-_LOOK_SECONDS: Final = 0.25
-"""Seconds between two looks for calls that hang in the store."""
-_LATE_SECONDS: Final = 0.01
-"""Seconds in which the answer to such a call must have left: it is small, and nothing is before it."""
 T = TypeVar("T")
-
-_LATE: Final = data.pack(
-    FrameKind.FAILED,
-    data_pb2.DataFailure(
-        code=StatusCode.DEADLINE_EXCEEDED.value[0],
-        text="the store has not answered within the call's deadline",
-    ).SerializeToString(),
-)
 
 
 class DataSession:
@@ -188,7 +176,7 @@ class DataSessions:
 class _Connection(AcceptedConnection):
     """A data connection, and the thread that serves it.
 
-    Thread safety: the event loop's thread; `in_store` and `is_busy` that of the connection.
+    Thread safety: the event loop's thread; `is_busy` that of the connection.
     """
 
     def __init__(
@@ -201,9 +189,6 @@ class _Connection(AcceptedConnection):
         self.is_busy = False
         """Whether a call is under way."""
         self._is_served = False
-        self._lock: Final = Lock()
-        self._until: float | None = None
-        """Deadline of a call that is in the store, under the lock."""
 
     async def run(self, work: Callable[[], None]) -> None:
         """Let a thread of its own serve the connection, and wait for its end."""
@@ -231,26 +216,6 @@ class _Connection(AcceptedConnection):
             self.channel.cut()  # the thread closes it, when no step uses it any more
         else:
             self.channel.close()
-
-    @contextmanager
-    def in_store(self, until: float) -> Iterator[None]:
-        """Wait for the store in this context; if that lasts longer than `until`, the connection has ended."""
-        with self._lock:
-            self._until = until
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._until = None
-
-    def tell_late(self, now: float) -> None:
-        """Answer a call that hangs in the store after its deadline, and end the connection."""
-        with self._lock:
-            if self._until is not None and self._until < now:
-                with suppress(OSError):
-                    self.channel.send([memoryview(_LATE)], now + _LATE_SECONDS)
-                self.channel.cut()
-                self._until = None
 
 
 class DataPort:
@@ -290,7 +255,6 @@ class DataPort:
         self._acceptor = Acceptor(admission, self._make, self._serve, calls.refused_connection)
         self._draining = False
         self._loop: Final = asyncio.get_running_loop()
-        self._look()
 
     def listen_local(self, path: str, mode: int) -> None:
         """Listen on a unix socket at `path` with this file mode; raises OSError."""
@@ -306,14 +270,6 @@ class DataPort:
         """Accept nothing more, let calls under way end within `seconds`, and close every connection."""
         self._draining = self._sessions.draining = True
         await self._acceptor.close(seconds, lambda connection: connection.is_busy)
-
-    def _look(self) -> None:
-        """Look for calls that hang in the store."""
-        now = time.monotonic()
-        for connection in self._acceptor.admission.connections.values():
-            connection.tell_late(now)
-        if not self._draining:
-            self._loop.call_later(_LOOK_SECONDS, self._look)
 
     def _make(self, number: int, origin: bytes, client: socket.socket) -> _Connection:
         uid = peer_of(client)[1] if client.family == socket.AF_UNIX else None
@@ -400,9 +356,7 @@ class DataPort:
                 raise WireError(f"data connections carry no calls of {called.method[:64]!r}")
             if frame.payload and called.method != "Set":
                 raise WireError(f"a call of {called.method} came with a payload of {frame.payload} bytes")
-            self._answer(
-                DataCall(caller, channel, called, frame.payload, self._limits, most, connection.in_store)
-            )
+            self._answer(DataCall(caller, channel, called, frame.payload, self._limits, most))
         finally:
             caller.budgets.requests.give(held)
 
