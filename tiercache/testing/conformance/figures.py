@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from tiercache.core import ObjectKey, ObjectMeta, PoolName
+from tiercache.core import ObjectKey, ObjectMeta
 from tiercache.storage.base import NamespaceRecord, SetItem, StorageBackend
 from tiercache.testing.conformance.hooks import HIT, STORED, BackendHooks
 from tiercache.testing.objects import (
@@ -36,18 +36,26 @@ class Figures(BackendHooks):
     Thread safety: as `BackendHooks`.
     """
 
-    def test_a_scan_names_everything_once(self, store: StorageBackend) -> None:
-        state = key("b", PoolName.MAMBA)
+    def test_scans_and_descriptions_name_everything(self, store: StorageBackend) -> None:
+        before = time.time() - CLOCKS
+        state = state_of("b")
         items = [
             to_set(key("parent"), payload("parent", 100), depth=6),
             to_set(key("a"), payload("a", 5000), parent=page_key("parent"), depth=7),
-            to_set(state, payload("b", 100), namespace=OTHER_NAMESPACE, parent=state.page_key),
+            to_set(key("b"), payload("b", 100), namespace=OTHER_NAMESPACE),
+            to_set(state, payload("state", 9000), namespace=OTHER_NAMESPACE, parent=state.page_key, depth=0),
         ]
-        store.set([*items, items[0]])
+        assert store.set([*items, items[0]]) == [STORED] * 4 + [HIT]
         assert _sorted(self._scan(store)) == _sorted(self._expected(items))
         assert sorted(e.key for e in store.scan_all(NAMESPACE)) == sorted([key("parent"), key("a")])
-        assert [e.key for e in store.scan_all(OTHER_NAMESPACE)] == [state]
+        assert sorted(e.key for e in store.scan_all(OTHER_NAMESPACE)) == sorted([key("b"), state])
         assert list(store.scan_all(bytes(32))) == []
+        scanned = {entry.key: entry for entry in store.scan_all()}
+        asked = [state, key("x"), key("a"), state, key("b"), key("x"), key("a")]
+        assert store.describe(asked) == [scanned.get(k) for k in asked], "in the order of the keys"
+        assert store.describe([]) == []
+        times = [entry.stored_at for entry in scanned.values() if entry.stored_at is not None]
+        assert all(before < at < time.time() + CLOCKS for at in times)
 
     def test_metadata_come_back_to_their_limits(self, store: StorageBackend) -> None:
         items = [to_set(key(n), payload(n, 100)) for n in range(6)]
@@ -64,7 +72,7 @@ class Figures(BackendHooks):
         assert store.set(items) == [STORED] * len(items)
         assert _sorted(self._scan(store)) == _sorted(self._expected(items))
 
-    def test_a_scan_of_a_namespace_goes_through_all_pages(self, store: StorageBackend) -> None:
+    def test_a_scan_of_a_namespace_and_a_big_batch_go_through_all_pages(self, store: StorageBackend) -> None:
         rare = range(0, 2600, 650)
         store.set(
             [
@@ -73,6 +81,9 @@ class Figures(BackendHooks):
             ]
         )
         assert {e.key for e in store.scan_all(OTHER_NAMESPACE)} == {key(n) for n in rare}
+        scanned = {entry.key: entry for entry in store.scan_all()}
+        asked = [key(n) for n in (*range(2700, -1, -1), *range(2600))]
+        assert store.describe(asked) == [scanned.get(k) for k in asked]
         assert len(list(store.scan_all(NAMESPACE))) == 2600 - len(rare)
 
     def test_objects_may_come_and_go_during_a_scan(self, store: StorageBackend) -> None:
@@ -146,47 +157,6 @@ class Figures(BackendHooks):
 
     def _expected(self, items: list[SetItem]) -> list[tuple[ObjectKey, ObjectMeta]]:
         return [(item.key, self.scanned(item.meta)) for item in items]
-
-    def test_it_says_what_a_scan_says_in_the_order_of_the_keys(self, store: StorageBackend) -> None:
-        state = state_of("b")
-        items = [
-            to_set(key("parent"), payload("parent", 100), depth=6),
-            to_set(key("a"), payload("a", 5000), parent=page_key("parent"), depth=7),
-            to_set(key("b"), payload("b", 100), namespace=OTHER_NAMESPACE),
-            to_set(state, payload("state", 9000), namespace=OTHER_NAMESPACE, parent=state.page_key, depth=0),
-        ]
-        assert store.set(items) == [STORED] * 4
-        scanned = {entry.key: entry for entry in store.scan_all()}
-        asked = [state, key("x"), key("a"), state, key("b"), key("x"), key("a")]
-        assert store.describe(asked) == [scanned.get(k) for k in asked]
-        assert all(self.scanned(scanned[item.key].meta) == self.scanned(item.meta) for item in items)
-        assert store.describe([]) == []
-
-    def test_it_says_when_an_object_was_stored(self, store: StorageBackend) -> None:
-        before = time.time() - CLOCKS
-        put(store, key("a"), payload("a", 5000))
-        put(store, key("a"), payload("a", 5000))
-        [entry] = store.describe([key("a")])
-        assert entry is not None
-        assert entry.stored_at is None or before < entry.stored_at < time.time() + CLOCKS
-
-    def test_the_digest_alone_names_what_is_described(self, store: StorageBackend) -> None:
-        put(store, key("a"), payload("a", 5000))
-        others = [
-            ObjectKey(PoolName.SWA, key("a").digest),
-            *(ObjectKey(PoolName.KV, bytes(n)) for n in (0, 5, 32, 63, 65, 700)),
-        ]
-        [found, *none] = store.describe(others)
-        assert found is not None
-        assert found.key == key("a")
-        assert none == [None] * 6
-
-    def test_a_big_batch_is_described(self, store: StorageBackend) -> None:
-        names = range(2500)
-        store.set([to_set(key(n), payload(n, 16)) for n in names])
-        scanned = {entry.key: entry for entry in store.scan_all()}
-        asked = [key(n) for n in (*range(2600, -1, -1), *names)]
-        assert store.describe(asked) == [scanned.get(k) for k in asked]
 
 
 def _states(store: StorageBackend) -> dict[bytes, bool]:

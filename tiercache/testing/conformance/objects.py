@@ -101,6 +101,11 @@ class Objects(BackendHooks):
         assert store.exists([other]) == [True]
         assert put(store, other, payload("b", 5000)) is HIT
         assert fetch(store, other, 5000) == payload("a", 5000)
+        no_keys = [ObjectKey(PoolName.KV, bytes(n)) for n in (0, 5, 32, 63, 65, 700)]
+        [found, *none] = store.describe([other, *no_keys])
+        assert found is not None
+        assert found.key == key("a")
+        assert none == [None] * 6
         assert store.delete([other]) == [True]
         assert store.exists([key("a")]) == [False]
 

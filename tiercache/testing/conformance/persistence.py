@@ -149,6 +149,12 @@ class Persistence(BackendHooks):
             assert fetch(store, key("mine"), SIZE) is MISS
             assert [self.usage(store).objects] == peer.ask("objects") == [0]
             assert peer.ask("namespaces") == [1]
+            assert peer.set(["a"], SIZE) == [STORED]
+            self.corrupt(store, key("a"))
+            assert peer.get(["a"], SIZE) == [CORRUPT]
+            assert fetch(store, key("a"), SIZE) is MISS, "what one finds corrupt is gone for both"
+            assert put(store, key("a"), payload("a", SIZE)) is STORED
+            assert peer.get(["a"], SIZE) == [HIT]
         assert put(store, key("after"), payload("after", SIZE)) is STORED, (
             "the end of one process does not affect the other"
         )
@@ -166,16 +172,6 @@ class Persistence(BackendHooks):
                 assert peer.get(names, SIZE) == [HIT] * 30
                 assert all(fetch(store, key(n), SIZE) == payload(n, SIZE) for n in names)
         self.check(store)
-
-    def test_what_one_finds_corrupt_is_gone_for_both(self, store: StorageBackend, tmp_path: Path) -> None:
-        self.need(store, "shared")
-        with Peer(type(self), tmp_path / "store") as peer:
-            assert peer.set(["a"], SIZE) == [STORED]
-            self.corrupt(store, key("a"))
-            assert peer.get(["a"], SIZE) == [CORRUPT]
-            assert fetch(store, key("a"), SIZE) is MISS
-            assert put(store, key("a"), payload("a", SIZE)) is STORED
-            assert peer.get(["a"], SIZE) == [HIT]
 
     def test_the_death_of_one_costs_the_other_nothing(self, store: StorageBackend, tmp_path: Path) -> None:
         self.need(store, "shared")
