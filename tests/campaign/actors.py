@@ -167,8 +167,7 @@ def use(store: StorageBackend, model: Model, op: Op, verdict: Verdict) -> None:
     model.end(op, answers)
     [version] = op.versions
     if answers != [Outcome.STORED] or fetch(store, key(version.name), len(version.data)) != version.data:
-        verdict.failed += 1
-        verdict.notes.append(f"it opens and a set is answered with {answers}")
+        verdict.count("failed", f"it opens and a set is answered with {answers}")
     store.flush()
 
 

@@ -99,7 +99,7 @@ class FullDisk:
         self.stranger.unlink(missing_ok=True)
         answers = [self._call(store, Op("set", [Version(n, self.model.turn + 1)])) for n in range(5)]
         if not all(answer in (Outcome.STORED, Outcome.HIT) for [answer] in answers):
-            self._failed(f"with room again, sets were answered with {answers}")
+            self.verdict.count("failed", f"with room again, sets were answered with {answers}")
         store.close()
 
     def _call(self, store: StorageBackend, op: Op) -> list[Outcome | bool]:
@@ -116,12 +116,12 @@ class FullDisk:
         self.figures["stored"] += answers.count(Outcome.STORED)
         self.figures["throttled"] += answers.count(Outcome.THROTTLED)
         if Outcome.ERROR in answers or Outcome.CORRUPT in answers:
-            self._failed(f"{op} was answered with {answers}")
+            self.verdict.count("failed", f"{op} was answered with {answers}")
         if op.kind == "delete":
             there = store.exists([key(v.name) for v in op.versions])
             self.figures["refused deletes"] += sum(there)
             if any(t and a for t, a in zip(there, answers, strict=True)):
-                self._wrong("a deleted object is there")
+                self.verdict.count("wrong", "a deleted object is there")
         return answers
 
     def _judge(self, store: StorageBackend) -> None:
@@ -143,7 +143,7 @@ class FullDisk:
         known = sorted(self.model.certain())[:10]
         answers = [self._call(store, Op("delete", [version]))[0] for version in known]
         if known and not any(answers):
-            self._failed("nothing can be deleted")
+            self.verdict.count("failed", "nothing can be deleted")
 
     def _meddle(self) -> None:
         if self.stranger.exists():
@@ -156,14 +156,6 @@ class FullDisk:
         with suppress(OSError), self.stranger.open("ab", buffering=0) as file:
             while file.write(bytes(1 << 16)):
                 pass
-
-    def _failed(self, note: str) -> None:
-        self.verdict.failed += 1
-        self.verdict.notes.append(note)
-
-    def _wrong(self, note: str) -> None:
-        self.verdict.wrong += 1
-        self.verdict.notes.append(note)
 
 
 if __name__ == "__main__":

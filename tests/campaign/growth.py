@@ -78,8 +78,7 @@ class Runs:
         verdict = self._nursery.looked(
             replace(look, store=_at(look, directory), model=model.to_json(), must=must)
         )
-        verdict.wrong += len(complaints)
-        verdict.notes += complaints
+        verdict.count("wrong", *complaints)
         return verdict
 
     def _begin(self, call: int, directory: Path) -> Part:

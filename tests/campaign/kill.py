@@ -84,8 +84,7 @@ class Cycles:
         else:
             self._figures["while opening"] += 1
         complaints = Ledger.replay(order.ledger, self._model)
-        verdict.wrong += len(complaints)
-        verdict.notes += complaints
+        verdict.count("wrong", *complaints)
         self._figures["unanswered"] += bool(self._model.unsure)
         self._figures["calls"] += Path(order.ledger).read_bytes().count(b'"done"')
         Path(order.ledger).unlink()

@@ -68,13 +68,15 @@ class Verdict:
 
     def add(self, other: Verdict) -> None:
         """Take in another's counts."""
-        self.wrong += other.wrong
-        self.lost += other.lost
-        self.torn += other.torn
-        self.failed += other.failed
-        self.present += other.present
+        for name in ("wrong", "lost", "torn", "failed", "present"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         self.recovery += other.recovery
         self.notes += other.notes
+
+    def count(self, name: str, *notes: str) -> None:
+        """Count what these notes say as `wrong`, `lost` or `failed`."""
+        setattr(self, name, getattr(self, name) + len(notes))
+        self.notes += notes
 
 
 class Model:
@@ -230,22 +232,17 @@ def judge(
             if same:
                 verdict.found[name] = same[-1].turn
             else:
-                verdict.wrong += 1
-                verdict.notes.append(
-                    f"{name} has bytes that nobody stored last; {model.allowed(name)} were allowed"
-                )
+                allowed = model.allowed(name)
+                verdict.count("wrong", f"{name} has bytes that nobody stored last; {allowed} were allowed")
         elif outcome is not Outcome.MISS:
-            verdict.wrong += 1
-            verdict.notes.append(f"{name} was listed and its get said {outcome}")
+            verdict.count("wrong", f"{name} was listed and its get said {outcome}")
     listed = {entry.key.digest for entry in entries}
     hidden = [n for n in range(names) if key(n).digest not in listed]
     if any(store.exists([key(n) for n in hidden])):
-        verdict.wrong += 1
-        verdict.notes.append("a scan left out what exists")
+        verdict.count("wrong", "a scan left out what exists")
     for version in sorted(set(must)):
         if verdict.found.get(version.name) != version.turn:
-            verdict.lost += 1
-            verdict.notes.append(f"{version.name} (set {version.turn}) was acknowledged and is lost")
+            verdict.count("lost", f"{version.name} (set {version.turn}) was acknowledged and is lost")
     return verdict
 
 

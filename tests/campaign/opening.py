@@ -100,8 +100,7 @@ class Openings:
         spoiled.undo()
         verdict = self._look(subject, self._must(spoiled, undisturbed))
         if not spoiled.kept():
-            verdict.lost += NAMES
-            verdict.notes.append("what was put aside is gone")
+            verdict.count("lost", "what was put aside is gone")
         return verdict
 
     def _must(self, spoiled: Spoiled, undisturbed: Undisturbed) -> set[Version]:

@@ -53,8 +53,7 @@ class Row:
             found.notes[:] = [f"{name}: {note}" for note in found.notes]
             self.verdict.add(found)
         except Exception:  # noqa: BLE001 (a campaign goes on, and says at the end what it met)
-            self.verdict.failed += 1
-            self.verdict.notes.append(f"{name}: {traceback.format_exc(limit=-6)}")
+            self.verdict.count("failed", f"{name}: {traceback.format_exc(limit=-6)}")
         self.seconds += time.perf_counter() - start
 
     def count(self, figures: Mapping[str, int]) -> None:

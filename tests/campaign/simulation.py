@@ -29,8 +29,7 @@ def campaign(run: Run) -> Iterator[Row]:
             for _ in run.over(jobs, f"{row.campaign} {row.backend}"):
                 found, notes = next(results)
                 counts.update(found)
-                row.verdict.failed += len(notes)
-                row.verdict.notes += notes
+                row.verdict.count("failed", *notes)
             row.seconds, row.figures = time.perf_counter() - began, dict(sorted(counts.items()))
             yield row
 

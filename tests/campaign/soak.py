@@ -142,8 +142,7 @@ class Soak:
 
     def _note(self, what: str, note: str) -> None:
         with self._mutex:
-            setattr(self.verdict, what, getattr(self.verdict, what) + 1)
-            self.verdict.notes.append(note)
+            self.verdict.count(what, note)
 
 
 def sample(seconds: float) -> Sample:

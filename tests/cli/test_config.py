@@ -71,6 +71,9 @@ def test_check_warns_and_is_content(node):
     done = config("check", node)
     assert done.code == 0
     assert "warning: tokens travel unencrypted to 0.0.0.0:1 (insecure_bind)" in done.out
+    done = config("check", node, TIERCACHE_LIMITS_IDLE="1s", TIERCACHE_PORT_7070_TCP="tcp://10.0.0.1:7070")
+    assert "warning: TIERCACHE_LIMITS_IDLE is not read; set limits.idle in the file" in done.out
+    assert "TIERCACHE_PORT" not in done.out, "Kubernetes sets it for a service of that name"
 
 
 def test_check_finds_its_file(node, tmp_path):

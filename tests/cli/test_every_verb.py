@@ -7,16 +7,15 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cli.serving import COMMAND, GUARD, serving
 from tests.cli.store.test_samples import ACME, call, identity, make_store, store_sequence
-from tests.cli.test_streams import EVERY, GUARD
+from tests.cli.test_streams import EVERY
 from tests.examples import slow_after
 from tests.lab.prove.stand_in import Engine, serve
 from tiercache.cli.terminal import Exit
@@ -25,7 +24,6 @@ from tiercache.storage import open_backend
 from tiercache.storage.base import NamespaceRecord
 
 NAME = "é #1 50%?"
-COMMAND = [sys.executable, "-m", "tiercache.cli"]
 FORMATS = ("table", "json", "jsonl")
 LOOKS = (
     ["status"], ["ls"], ["ls", "--namespaces"], ["verify"], ["flush", "--all", "--dry-run"],
@@ -87,31 +85,10 @@ def test_a_stopped_store(here: Path, kind: str, output: str) -> None:
     assert sorted(os.listdir(here)) == ["file store", "lmdb store", "node.toml", "prompt.json"]
 
 
-@contextmanager
-def daemon(*arguments: str) -> Iterator[dict[str, Any]]:
-    """A daemon of this directory; what it says of itself."""
-    with subprocess.Popen(
-        [*COMMAND, "serve", "--disk-bytes", "16MiB", "-o", "jsonl", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            places: dict[str, Any] = {}
-            for row in map(json.loads, process.stdout):
-                if "summary" in row:
-                    yield places | row["summary"]
-                    break
-                places[row["transport"]] = row["address"]
-        finally:
-            process.terminate()
-            assert process.wait(GUARD) == 0
-
-
 @pytest.mark.slow
 def test_a_daemon(here: Path) -> None:
-    with daemon("-d", "node", "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0") as said:
+    addresses = ("--listen", "127.0.0.1:0", "--http", "127.0.0.1:0")
+    with serving("-d", "node", "--disk-bytes", "16MiB", *addresses) as (process, said):
         assert (said["unix"], said["store"]) == (
             f"{here}/node/run",
             storage_url("file", "node/store", capacity=16 << 20),
@@ -125,6 +102,8 @@ def test_a_daemon(here: Path) -> None:
                 for verb in (*looks_at(target), ["ping"], ["report"]):
                     read(call(*verb, "-s", target, "-o", output).out, output)
         assert f"grpc://{said['tcp']}" in call("status", "-s", storage_url("grpc", address=said["tcp"])).out
+        process.terminate()
+        assert process.wait(GUARD) == 0
     assert json.loads(call("ls", "-s", "node", "-o", "json").out)
 
 
@@ -197,6 +176,6 @@ def test_all_defaults(here: Path, verb: list[str]) -> None:
 
 
 def test_no_verb_is_forgotten() -> None:
-    """All but "events" and "tier", which need daemons of their own: see their tests."""
+    """All but "events" and "serve", which need daemons of their own: see their tests."""
     source = Path(__file__).read_text()
     assert [name for name in EVERY if f'"{name}"' not in source] == []

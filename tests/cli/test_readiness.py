@@ -10,11 +10,11 @@ import socket
 import threading
 from errno import EIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.cli.store.test_samples import call
-from tests.cli.test_serve import serving
 from tiercache.cli import readiness
 from tiercache.cli.readiness import warnings_about as check
 from tiercache.config.loading import load
@@ -52,14 +52,11 @@ def both(file: Path, code: int) -> str:
             "storage: type 'file' has no setting 'colour'; it has access, capacity",
         ),
         ('storage = "file://{}/s"', "storage: type 'file' needs 'capacity'"),
-        ('storage = "lmdb://{}/s?capacity=64MiB&policy=lru"', "storage: type 'lmdb' has no setting 'policy'"),
         ('storage = "file://{}/s?capacity=1KiB"', "a store cannot work in a capacity of 1024 bytes"),
         ('storage = "file://{}/s?capacity=64MiB&access=read"', "access=read changes nothing"),
         ('storage = "file://{}/s?capacity=64MiB&mac_key={}/none"', "none"),
-        ('storage = "memory://?size=1GiB"', "type 'memory' has no setting 'size'"),
         ('storage = "memory://?capacity=900TiB"', "cannot be allocated: the memory of this machine"),
         ('storage = "grpc://?timeout=2s"', "needs an address or a directory of sockets"),
-        ('storage = "grpc://localhost:1?patience=2s"', "has no setting 'patience'"),
         ('storage = "lmbd://{}/s"', "storage: type 'lmbd' is unknown"),
         (
             'storage = ["memory://?tier_name=a", "file://{}/s?capacity=64MiB&tier_name=a"]',
@@ -88,12 +85,9 @@ def both(file: Path, code: int) -> str:
         ),
         ('storage = ["memory://", "lmdb://{}/s?capacity=200TiB"]', "storage: capacity 200TiB does not fit"),
         ('directory = "{}/file/x"\n' + DISK, "file is not one; name another path"),
-        ('directory = "{}/file"\n' + DISK, "file is not one; name another path"),
         ('directory = "{}/d"\nsockets = "{}/file/run"\n' + DISK, "sockets: "),
         ('directory = "{}/taken"\n' + DISK, "taken/store is not empty and holds no tiercache store"),
         ('directory = "{}/d"\ndisk_bytes = "900PiB"', "disk_bytes 900PiB does not fit: the disk of "),
-        ('directory = "{}/d"\ndisk_bytes = "200TiB"', "disk_bytes 200TiB does not fit: the disk of "),
-        ('storage = "lmdb://{}/s?capacity=200TiB"', "storage: capacity 200TiB does not fit: the disk of "),
         ('directory = "{}/d"\nhost_bytes = "800TiB"\n' + DISK, "host_bytes 800TiB cannot be allocated: "),
         (
             'directory = "{}/d"\nlisten = ["localhost:0"]\n[tls]\ncertificate = "{}/file"\nkey = "{}/secret"',
@@ -124,56 +118,21 @@ def test_a_port_in_use_is_exit_code_1(tmp_path: Path, where: str) -> None:
     assert call("config", "check", file).out.startswith(f"{file}: fine")
 
 
-def test_addresses_that_are_in_each_other_s_way(tmp_path: Path) -> None:
+def checked(tmp_path: Path, **settings: Any) -> list[str]:
+    """The warnings about a daemon of a small store, with more settings."""
+    small = {"directory": f"{tmp_path}/d", "disk_bytes": "16MiB"}
+    return check(load(None, small | settings))
+
+
+def test_addresses_that_cannot_be_served(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = found.getsockname()[1]
     with pytest.raises(StorageError, match="Address already in use"):
-        check(
-            load(
-                None,
-                {
-                    "directory": f"{tmp_path}/d",
-                    "disk_bytes": "16MiB",
-                    "listen": [f"127.0.0.1:{port}", f"localhost:{port}"],
-                },
-            )
-        )
-
-
-def test_an_address_of_another_machine(tmp_path: Path) -> None:
+        checked(tmp_path, listen=[f"127.0.0.1:{port}", f"localhost:{port}"])
     with pytest.raises(StorageError, match="is the port in use, or the address not of this machine"):
-        check(
-            load(
-                None,
-                {
-                    "directory": f"{tmp_path}/d",
-                    "disk_bytes": "16MiB",
-                    "listen": ["192.0.2.1:7070"],
-                    "insecure_bind": True,
-                },
-            )
-        )
+        checked(tmp_path, listen=["192.0.2.1:7070"], insecure_bind=True)
     with pytest.raises(StorageError, match=r"the host nowhere\.invalid is unknown"):
-        check(
-            load(
-                None,
-                {
-                    "directory": f"{tmp_path}/d",
-                    "disk_bytes": "16MiB",
-                    "listen": ["nowhere.invalid:7070"],
-                    "insecure_bind": True,
-                },
-            )
-        )
-
-
-def test_what_a_daemon_serves_already(tmp_path: Path) -> None:
-    with serving(tmp_path / "d") as process:
-        file = tmp_path / "node.toml"
-        file.write_text(f'directory = "{tmp_path}/d"\n{DISK}')
-        said = call("config", "check", file, ok=1).error
-        assert f"another daemon serves {tmp_path}/d/run (process {process.pid})" in said
-        assert call("config", "check", "--no-ports", file).out.startswith(f"{file}: fine")
+        checked(tmp_path, listen=["nowhere.invalid:7070"], insecure_bind=True)
 
 
 def test_a_store_of_another_kind(tmp_path: Path) -> None:
@@ -183,14 +142,13 @@ def test_a_store_of_another_kind(tmp_path: Path) -> None:
 
 
 def test_a_directory_of_others(tmp_path: Path) -> None:
-    settings = load(None, {"directory": f"{tmp_path}/closed/d", "disk_bytes": "16MiB"})
     (tmp_path / "closed").mkdir(mode=0o500)
     me = os.geteuid()
     try:
         if me == 0:
             os.seteuid(65534)  # root may write everywhere
         with pytest.raises(ConfigError, match=r"directory: .* cannot be made in .* by this user"):
-            check(settings)
+            checked(tmp_path, directory=f"{tmp_path}/closed/d")
     finally:
         os.seteuid(me)
 
@@ -198,7 +156,7 @@ def test_a_directory_of_others(tmp_path: Path) -> None:
 def test_more_than_is_free_is_a_warning(tmp_path: Path) -> None:
     disk = os.statvfs(tmp_path)
     size, free = disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
-    said = check(load(None, {"directory": f"{tmp_path}/d", "disk_bytes": (size + free) // 2}))
+    said = checked(tmp_path, disk_bytes=(size + free) // 2)
     assert [line for line in said if "disk_bytes is" in line]
     assert read_memory().available < read_memory().ceiling
 
@@ -223,17 +181,8 @@ def test_a_directory_opens_after_somebody_wanted_too_much(tmp_path: Path, kind: 
 
 def test_nothing_is_held_after_a_check(tmp_path: Path) -> None:
     threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
-    settings = load(
-        None,
-        {
-            "directory": f"{tmp_path}/d",
-            "disk_bytes": "16MiB",
-            "listen": ["127.0.0.1:0"],
-            "http": {"listen": "127.0.0.1:0"},
-        },
-    )
     for _ in range(3):
-        check(settings)
+        checked(tmp_path, listen=["127.0.0.1:0"], http={"listen": "127.0.0.1:0"})
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, descriptors)
     assert tree(tmp_path) == []
 

@@ -7,14 +7,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
+from tests.cli.serving import GUARD
 from tests.cli.store.test_samples import call
 from tiercache.cli import verbs
 
-GUARD = 120
 MODULES = {
     "greeting/__init__.py": "",
     "greeting/verbs.py": """\
@@ -49,8 +50,17 @@ def hello(name: Annotated[str, typer.Argument()]) -> None:
 }
 
 
-def installed(folder: Path, **verbs: str) -> Path:
-    """Install a package `greeting` with these verbs into a folder, as pip would."""
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Path]]:
+    """Install a package `greeting` with the given verbs into a folder, as pip would."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    yield lambda **verbs: written(tmp_path, verbs)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "greeting"]:
+        del sys.modules[name]
+
+
+def written(folder: Path, verbs: Mapping[str, str]) -> Path:
     for name, text in MODULES.items():
         path = folder / name
         path.parent.mkdir(exist_ok=True)
@@ -63,26 +73,18 @@ def installed(folder: Path, **verbs: str) -> Path:
     return folder
 
 
-def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    program = str(Path(sys.executable).parent / "tiercache")
-    variables = os.environ | {"PYTHONPATH": str(folder), "COLUMNS": "120"}
-    return subprocess.run([program, *words], capture_output=True, text=True, timeout=GUARD, env=variables)
-
-
-def test_a_package_adds_a_verb(tmp_path: Path) -> None:
-    folder = installed(tmp_path, hello="greeting.verbs:HELLO")
-    said = command(folder, "--help")
-    assert (said.returncode, said.stderr) == (0, "")
-    assert [line.split() for line in said.stdout.splitlines() if "hello" in line] == [
+def test_a_package_adds_a_verb(install: Callable[..., Path]) -> None:
+    install(hello="greeting.verbs:HELLO")
+    listed = call("--help")
+    assert [line.split() for line in listed.out.splitlines() if "hello" in line] == [
         ["hello", "Greet", "somebody."]
     ]
-    assert "imported" not in said.stdout  # what only the verb itself needs
-    done = command(folder, "hello", "you")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "imported\nhello you\n", "")
-    done = command(folder, "hello", "nobody")
-    assert (done.returncode, done.stderr) == (2, "tiercache: nobody cannot be greeted\n")
-    assert "Exit codes: " in command(folder, "hello", "--help").stdout
-    assert "did you mean 'hello'?" in command(folder, "hullo").stderr.lower()
+    assert "imported" not in listed.out + listed.err  # what only the verb itself needs
+    done = call("hello", "you")
+    assert (done.out, done.err) == ("imported\nhello you\n", "")
+    assert call("hello", "nobody", ok=2).err == "tiercache: nobody cannot be greeted\n"
+    assert "Exit codes: " in call("hello", "--help").out
+    assert "did you mean 'hello'?" in call("hullo", ok=2).err.lower()
 
 
 @pytest.mark.parametrize("name", verbs.LAB)
@@ -98,10 +100,10 @@ def test_a_verb_of_the_lab_says_where_it_is(name: str, monkeypatch: pytest.Monke
     )
 
 
-def test_a_package_cannot_replace_a_verb(tmp_path: Path) -> None:
-    folder = installed(tmp_path, status="greeting.verbs:STATUS")
-    assert "Greet" not in command(folder, "--help").stdout
-    assert "Greet" not in command(folder, "status", "--help").stdout
+def test_a_package_cannot_replace_a_verb(install: Callable[..., Path]) -> None:
+    install(status="greeting.verbs:STATUS")
+    assert "Greet" not in call("--help").out
+    assert "Greet" not in call("status", "--help").out
 
 
 @pytest.mark.parametrize(
@@ -117,51 +119,42 @@ def test_a_package_cannot_replace_a_verb(tmp_path: Path) -> None:
         ("greeting.verbs:TEXT", "is greeting.verbs:TEXT, which is not a Verb; fix its entry point"),
     ],
 )
-def test_a_broken_verb_breaks_no_other(tmp_path: Path, value: str, sentence: str) -> None:
-    folder = installed(tmp_path, broken=value, hello="greeting.verbs:HELLO")
-    called = command(folder, "broken")
-    assert (called.returncode, called.stdout) == (2, "")
-    listed = command(folder, "--help")
-    assert listed.returncode == 0
-    assert "hello" in listed.stdout
-    assert called.stderr == listed.stderr
-    assert called.stderr.startswith(f"tiercache: the verb 'broken' {sentence}")
-    assert called.stderr.count("\n") == 1
-    assert command(folder, "hello", "you").stderr == ""
-
-
-def test_a_verb_whose_package_lacks_another_says_which(tmp_path: Path) -> None:
-    done = command(installed(tmp_path, far="greeting.verbs:LACKING"), "far")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "tiercache: tiercache far needs a package that is not installed"
-        " (No module named 'a_package_that_nobody_has'); install it\n"
-    )
-
-
-def test_a_verb_of_a_package_of_another_version_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    done = command(installed(tmp_path, old="greeting.verbs:OLDER"), "old")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(
-        "tiercache: tiercache old cannot be imported: cannot import name 'WhatIsGone'"
-    )
-    assert done.stderr.count("\n") == 1
+def test_a_broken_verb_breaks_no_other(install: Callable[..., Path], value: str, sentence: str) -> None:
+    install(broken=value, hello="greeting.verbs:HELLO")
+    called, listed = call("broken", ok=2), call("--help")
+    assert called.out == ""
+    assert "hello" in listed.out
+    assert called.err == listed.err
+    assert called.err.startswith(f"tiercache: the verb 'broken' {sentence}")
+    assert called.err.count("\n") == 1
+    assert call("hello", "you").err == ""
 
 
 @pytest.mark.parametrize(
-    ("line", "completed"),
+    ("verb", "sentence"),
     [
-        ("tiercache hel", "hello\n"),
-        ("tiercache broken --hel", "--help\n"),
-        ("tiercache hello --hel", "--help\n"),
+        ("LACKING", "needs a package that is not installed (No module named 'a_package_that_nobody_has')"),
+        ("OLDER", "cannot be imported: cannot import name 'WhatIsGone'"),
     ],
 )
+def test_a_verb_whose_imports_fail_says_why(install: Callable[..., Path], verb: str, sentence: str) -> None:
+    install(far=f"greeting.verbs:{verb}")
+    done = call("far", ok=2)
+    assert done.out == ""
+    assert done.err.startswith(f"tiercache: tiercache far {sentence}")
+    assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "completed"), [("tiercache hel", "hello\n"), ("tiercache broken --hel", "--help\n")]
+)
 def test_a_broken_verb_does_not_speak_while_a_shell_completes(
-    tmp_path: Path, line: str, completed: str, monkeypatch: pytest.MonkeyPatch
+    install: Callable[..., Path], line: str, completed: str
 ) -> None:
-    folder = installed(tmp_path, broken="greeting.raising:HELLO", hello="greeting.verbs:HELLO")
-    monkeypatch.setenv("_TIERCACHE_COMPLETE", "complete_bash")
-    monkeypatch.setenv("COMP_WORDS", line)
-    monkeypatch.setenv("COMP_CWORD", str(line.count(" ")))
-    done = command(folder)
-    assert (done.stdout.replace("imported\n", ""), done.stderr) == (completed, "")
+    folder = install(broken="greeting.raising:HELLO", hello="greeting.verbs:HELLO")
+    words = {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" ")), "PYTHONPATH": str(folder)}
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "tiercache")], capture_output=True, text=True, timeout=GUARD,
+        env=os.environ | words | {"_TIERCACHE_COMPLETE": "complete_bash"},
+    )  # fmt: skip
+    assert (done.stdout, done.stderr) == (completed, "")

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from tiercache.cli.terminal import Output, OutputOption, UnreachableError, line, records, safe, say
+from tiercache.cli.terminal import Output, OutputOption, UnreachableError, records, safe, say
 from tiercache.errors import ConfigError
 from tiercache.events import KVEvent
 from tiercache.events.settings import check_endpoint
@@ -76,12 +76,7 @@ def _follow(subscriber: EventSubscriber, output: Output) -> None:
     try:
         while True:
             for batch in subscriber.read(_STEP_S):
-                for row in _rows([batch]):
-                    if output is Output.JSONL:
-                        line(row)
-                    else:
-                        sys.stdout.write(_text(row) + "\n")
-                sys.stdout.flush()
+                _show(_rows([batch]), output)
     except KeyboardInterrupt:
         say("")
 
@@ -92,6 +87,7 @@ def _show(rows: Iterator[dict[str, Any]], output: Output) -> None:
         return
     for row in rows:
         sys.stdout.write(_text(row) + "\n")
+    sys.stdout.flush()
 
 
 def _rows(batches: list[ReceivedBatch]) -> Iterator[dict[str, Any]]:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 from tiercache.cli.store.target import LOCAL, listener
 from tiercache.cli.terminal import clean
+from tiercache.config.document import every_setting
 from tiercache.config.files import check_files
 from tiercache.config.rules import warnings
 from tiercache.config.urls import SOCKETS, section_of
@@ -49,7 +50,7 @@ def warnings_about(settings: Settings, *, files: bool = True, ports: bool = True
     """
     checks: list[Callable[[Settings], Iterable[str] | None]] = [
         *([check_files, check_certificates] if files else []),
-        check_directories, check_sockets, check_store, warnings, check_memory, check_quotas,
+        check_directories, check_sockets, check_store, warnings, check_variables, check_memory, check_quotas,
         *([check_ports] if ports else []),
     ]  # fmt: skip
     return [warning for check in checks for warning in check(settings) or ()]
@@ -100,6 +101,14 @@ def require_disk(path: Path, name: str, capacity: int) -> Iterator[str]:
                 held += os.lstat(os.path.join(root, name)).st_blocks * 512
     if size and capacity > free + held:
         yield f"{name} is {exact_size(capacity)}, and {disk} only {readable_size(free + held)} for it now"
+
+
+def check_variables(_: Settings) -> Iterator[str]:
+    """Yield a warning for each variable that is named like a setting, because none is read."""
+    for name, _default, _description in every_setting():
+        variable = f"TIERCACHE_{name.upper().replace('.', '_')}"
+        if variable in os.environ:
+            yield f"{variable} is not read; set {name} in the file, or by a flag of `tiercache serve`"
 
 
 def check_memory(settings: Settings) -> Iterator[str]:

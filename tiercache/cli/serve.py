@@ -115,15 +115,13 @@ def serve(
     from tiercache.config.loading import find_file, load
     from tiercache.daemon.process import Notifier
 
-    given: dict[str, Any] = {
+    flags: dict[str, Any] = {
         "directory": None if directory is None else str(directory.absolute()),
         "storage": storage[0] if storage and len(storage) == 1 else storage or None,
         "disk_bytes": disk_bytes,
         "host_bytes": host_bytes, "listen": listen or None, "insecure_bind": insecure_bind,
-        "http": None if http is None else {"listen": http},
-        "log": {name: word for name, word in (("level", log_level), ("format", log_format)) if word} or None,
+        "http": {"listen": http}, "log": {"level": log_level, "format": log_format},
     }  # fmt: skip
-    flags = {name: value for name, value in given.items() if value is not None}
     settings = load(find_file(config), flags)
     if settings.http.address:
         # A missing extra is named before the store is opened.

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.serving import serving
 from tests.cli.store.test_samples import (
     ACME,
     KV,
@@ -201,40 +202,33 @@ def test_a_daemon_serves_a_chain_while_a_tier_is_out(tmp_path: Path) -> None:
     directory = tmp_path / "d"
     directory.mkdir(mode=0o700)
     urls = [f"file://{tmp_path}/{name}?capacity=16MiB&tier_name={name}" for name in ("well", "sick")]
-    command = [sys.executable, "-m", "tiercache.cli", "serve", "--directory", str(directory)]
-    command += [word for url in urls for word in ("--storage", url)]
-    with owned(tmp_path / "sick") as owner:
-        with subprocess.Popen([*command, "-o", "json"], stdout=subprocess.PIPE, text=True) as daemon:
-            try:
-                until(lambda: (directory / "run/attach.sock").exists() or daemon.poll() is not None)
-                assert daemon.poll() is None
-                with open_backend(f"grpc://{directory}/run") as store:
-                    assert put(store, key(1), payload(1, 5000)) is Outcome.STORED
-                    assert fetch(store, key(1), 5000) == payload(1, 5000)
-                    status = call("status", "-s", directory, "-o", "json").document
-                    assert [(t["name"], t["health"], t["objects"]) for t in status["tiers"]] == [
-                        ("well", "serving", 1),
-                        ("sick", "out", 0),
-                    ]
-                    assert status["tiers"][0]["read_objects"] == 1
-                    assert call("verify", "-s", directory, "-o", "json").document["summary"]["ok"] == 1
-                    assert store.usage().tiers[0].read_objects == 1, "to verify an object is no use of it"
-                    assert str(owner.pid) in status["tiers"][1]["why"]
-                    assert status["daemon"]["store"] == "chain"
-                    assert f"tier sick is out: {status['tiers'][1]['why']}" in call(
-                        "status", "-s", directory
-                    ).out  # fmt: skip
-                    listed = call("ls", "-s", directory, "-o", "jsonl")
-                    assert [row["tier"] for row in listed.lines] == ["well"]
-                    assert "tier sick is out" in listed.err
-                    owner.kill()
-                    until(lambda: store.usage().tiers[1].health == "serving")
-                    # What it has and what it missed: the owner's object, and ours.
-                    until(lambda: store.usage().tiers[1].objects == 2)
-                    assert {entry.tier for entry in store.scan_all()} == {"well", "sick"}
-                    assert call("ls", "-s", directory).err.startswith("2 objects")
-            finally:
-                daemon.terminate()
-                assert daemon.stdout is not None
-                said = json.loads(daemon.stdout.read())
+    tiers = [word for url in urls for word in ("--storage", url)]
+    with (
+        owned(tmp_path / "sick") as owner,
+        serving("--directory", directory, *tiers) as (_, said),
+        open_backend(f"grpc://{directory}/run") as store,
+    ):
         assert said["store"] == urls
+        assert put(store, key(1), payload(1, 5000)) is Outcome.STORED
+        assert fetch(store, key(1), 5000) == payload(1, 5000)
+        status = call("status", "-s", directory, "-o", "json").document
+        assert [(t["name"], t["health"], t["objects"]) for t in status["tiers"]] == [
+            ("well", "serving", 1),
+            ("sick", "out", 0),
+        ]
+        assert status["tiers"][0]["read_objects"] == 1
+        assert call("verify", "-s", directory, "-o", "json").document["summary"]["ok"] == 1
+        assert store.usage().tiers[0].read_objects == 1, "to verify an object is no use of it"
+        why = status["tiers"][1]["why"]
+        assert str(owner.pid) in why
+        assert status["daemon"]["store"] == "chain"
+        assert f"tier sick is out: {why}" in call("status", "-s", directory).out
+        listed = call("ls", "-s", directory, "-o", "jsonl")
+        assert [row["tier"] for row in listed.lines] == ["well"]
+        assert "tier sick is out" in listed.err
+        owner.kill()
+        until(lambda: store.usage().tiers[1].health == "serving")
+        # What it has and what it missed: the owner's object, and ours.
+        until(lambda: store.usage().tiers[1].objects == 2)
+        assert {entry.tier for entry in store.scan_all()} == {"well", "sick"}
+        assert call("ls", "-s", directory).err.startswith("2 objects")

@@ -16,7 +16,7 @@ from tiercache.cli.store import doctor
 from tiercache.cli.store.doctor import MACHINE, Level
 
 NAMES = {
-    "python", "packages", "kernel", "memfd", "memlock", "open files", "memory", "cgroup memory", "huge pages",
+    "packages", "kernel", "memfd", "memlock", "open files", "memory", "cgroup memory", "huge pages",
     "NUMA", "GPU",
     "engines", "file system", "disk space", "O_DIRECT", "page cache",
 }  # fmt: skip

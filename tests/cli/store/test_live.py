@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
+from tests.cli.serving import serving
 from tests.cli.store.test_samples import (
     ACME,
     FORK,
@@ -25,44 +24,22 @@ from tests.cli.store.test_samples import (
     store_sequence,
 )  # fmt: skip
 from tests.storage_backends.grpc.nodes import daemon_settings
-from tiercache.cli.store import target as targets
 from tiercache.daemon import StorageServer
-from tiercache.storage.base import NamespaceRecord, StoreContext
-from tiercache.storage.env import Env
+from tiercache.storage.base import NamespaceRecord
 from tiercache.storage.registry import open_backend
-
-grpc = pytest.importorskip("tiercache_backends.grpc")
-TIERCACHE = str(Path(sys.executable).parent / "tiercache")
-
-
-def open_any(section):
-    """Open a store like the registry, even if the installation is older than the `grpc` backend."""
-    if section["type"] != "grpc":
-        return open_backend(section)
-    return grpc.GrpcBackend.from_config(
-        {name: value for name, value in section.items() if name != "type"}, StoreContext(Env())
-    )
 
 
 @pytest.fixture
-def served(tmp_path, monkeypatch):
+def served(tmp_path):
     """The directory of a daemon that has two sequences, and its process."""
-    monkeypatch.setattr(targets, "open_backend", open_any)
     path = tmp_path / "d"
     path.mkdir(mode=0o700)
-    command = [TIERCACHE, "serve", "--directory", str(path), "--disk-bytes", "64MiB", "--host-bytes", "64MiB"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as daemon:
-        try:
-            while not (path / "run" / "attach.sock").exists():
-                assert daemon.poll() is None, daemon.stderr.read()
-            with open_any({"type": "grpc", "path": str(path / "run")}) as store:
-                store.register_namespace(NamespaceRecord(ACME, identity().public_record()))
-                store_sequence(store, PROMPT)
-                store_sequence(store, FORK)
-            yield path, daemon
-        finally:
-            daemon.kill()
-            daemon.wait(120)
+    with serving("--directory", path, "--disk-bytes", "64MiB", "--host-bytes", "64MiB") as (daemon, _):
+        with open_backend(f"grpc://{path}/run") as store:
+            store.register_namespace(NamespaceRecord(ACME, identity().public_record()))
+            store_sequence(store, PROMPT)
+            store_sequence(store, FORK)
+        yield path, daemon
 
 
 def test_every_verb_asks_the_daemon_and_the_store_that_it_leaves_when_it_is_killed(served, tmp_path):

@@ -68,27 +68,21 @@ def test_verify_says_what_happened_to_each_corrupt_object(tmp_path):
     pages = keys_of(PROMPT)
     for key in (kv(pages[6]), state(pages[4])):
         spoil(path, key)
-    call("verify", "-s", path, ok=4)
+    said = call("verify", "-s", path, ok=4).out
+    assert f"corrupt, still listed: page {pages[6].hex()[:12]} kv" in said
+    assert "2 corrupt" in said
     *found, last = call("verify", "-s", path, "-o", "jsonl", ok=4).lines
     assert {(o["result"], o["action"], o["page_key"]) for o in found} == {
         ("corrupt", "listed", pages[6].hex()),
         ("corrupt", "listed", pages[4].hex()),
     }, "the first run changed nothing"
     assert (last["summary"]["corrupt"], last["summary"]["ok"]) == (2, EVERYTHING - 2)
-    repaired = call("verify", "-s", path, "--repair", "-o", "json", ok=4).document
-    assert [(o["result"], o["action"]) for o in repaired["found"]] == [("corrupt", "dropped")] * 2
+    said = call("verify", "-s", path, "--repair", ok=4).out
+    assert all(
+        f"corrupt, dropped: page {pages[n].hex()[:12]} {pool}" in said
+        for n, pool in ((6, "kv"), (4, "mamba"))
+    )
     assert call("verify", "-s", path, "-o", "json").document["summary"]["ok"] == EVERYTHING - 2
-
-
-def test_verify_prints_corruption_in_words(tmp_path):
-    path = make_store("file", tmp_path / "s")
-    page = keys_of(PROMPT)[9]
-    spoil(path, kv(page))
-    done = call("verify", "-s", path, ok=4)
-    assert f"corrupt, still listed: page {page.hex()[:12]} kv" in done.out
-    assert f"corrupt, dropped: page {page.hex()[:12]} kv" in call("verify", "--repair", "-s", path, ok=4).out
-    call("verify", "-s", path)
-    assert "1 corrupt" in done.out
 
 
 @pytest.mark.parametrize("how", ["missing", "cut"])
@@ -113,6 +107,7 @@ def test_a_damaged_catalog_is_told_until_it_is_repaired(tmp_path):
     for _ in range(2):
         done = call("verify", "-s", path, "-o", "json", ok=4).document["summary"]
         assert (done["ok"], done["catalog"]) == (EVERYTHING, "damaged")
+        assert len(call("ls", "-s", path, "-o", "jsonl").lines) == EVERYTHING
     assert "the catalog was damaged" in call("verify", "--repair", "-s", path, ok=4).out
     assert call("verify", "-s", path, "-o", "json").document["summary"]["ok"] == EVERYTHING
 
@@ -229,25 +224,13 @@ def test_what_cannot_be_deleted_is_exit_code_1(tmp_path, monkeypatch):
     assert "23 objects could not be deleted" in done.error
 
 
-@pytest.mark.parametrize(("answer", "code", "left"), [("y", 0, 0), ("n", 6, EVERYTHING), ("", 6, EVERYTHING)])
-def test_flush_asks_on_a_terminal(tmp_path, answer, code, left):
+def test_flush_asks_on_a_terminal(tmp_path):
     path = make_store("file", tmp_path / "s")
-    leader, follower = pty.openpty()
-    with subprocess.Popen(
-        [TIERCACHE, "flush", "--all", "-s", str(path)],
-        stdin=follower,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as run:
-        os.close(follower)
-        os.write(leader, f"{answer}\n".encode())
-        out, said = run.communicate(timeout=120)
-    os.close(leader)
-    assert run.returncode == code, (out, said)
-    assert "23 objects, 63.0 KiB will be deleted" in said
-    assert "qwen3-next@r1, acme mamba: 4" in said
-    assert call("status", "-s", path, "-o", "json").document["objects"] == left
+    for answer, code, left in (("n", 6, EVERYTHING), ("", 6, EVERYTHING), ("y", 0, 0)):
+        said = call("flush", "--all", "-s", path, ok=code, text=f"{answer}\n", terminal=True).err
+        assert "23 objects, 63.0 KiB will be deleted" in said
+        assert "qwen3-next@r1, acme mamba: 4" in said
+        assert call("status", "-s", path, "-o", "json").document["objects"] == left
 
 
 @pytest.mark.parametrize("sent", slow_after(1, [signal.SIGINT, signal.SIGTERM]))

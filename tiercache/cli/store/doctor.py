@@ -54,7 +54,6 @@ _CUPY_PACKAGES: Final = ("cupy", "cupy-cuda13x", "cupy-cuda12x")
 """Packages that contain cupy, from source or for one version of CUDA."""
 _SEAL_FUTURE_WRITE: Final = 0x10
 """The seal F_SEAL_FUTURE_WRITE, for which Python's fcntl module has no name."""
-_MIN_PYTHON: Final = (3, 11)
 _MIN_KERNEL: Final = (5, 1)
 """The first Linux kernel with F_SEAL_FUTURE_WRITE: (major, minor)."""
 _CACHESTAT_KERNEL: Final = (6, 5)
@@ -140,19 +139,13 @@ def kernel_version() -> tuple[int, int]:
     return (int(major), int(minor[0])) if major.isdigit() and minor else (0, 0)
 
 
-@MACHINE.add("python", "use Python 3.11 or newer")
-def _python() -> Finding:
-    found = platform.python_version_tuple()
-    text = f"{platform.python_implementation()} {platform.python_version()}"
-    return ok_or(Level.FAIL, (int(found[0]), int(found[1])) >= _MIN_PYTHON, text)
-
-
 @MACHINE.add("packages")
 def _packages() -> Finding:
     there = {name: installed(name) for name in _PACKAGES}
     missing = [name for name, found in there.items() if not found]
     there |= {name: installed(name) for name in _OPTIONAL_PACKAGES}
-    text = ", ".join(f"{name} {found}" for name, found in there.items() if found)
+    python = f"{platform.python_implementation()} {platform.python_version()}"
+    text = ", ".join([python, *(f"{name} {found}" for name, found in there.items() if found)])
     again = f"install {' and '.join(missing)}, or {DISTRIBUTION} again from its checkout or wheel"
     return ok_or(Level.FAIL, not missing, text, again)
 

@@ -5,7 +5,7 @@ The verbs share these options, and the filter that they describe.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final
 
@@ -78,7 +78,8 @@ class Namespaces:
         found = [namespace for namespace in everything if self.fits(namespace, text)]
         if not found:
             raise ConfigError(
-                f"--namespace {clean(text)!r} matches no namespace here; {self._listed(everything)}"
+                f"--namespace {clean(text)!r} matches no namespace here; there are"
+                f" {_some(map(self.named, everything)) or 'none'}"
             )
         return found
 
@@ -89,7 +90,7 @@ class Namespaces:
         if len(exact or found) > 1:
             raise ConfigError(
                 f"--namespace {clean(text)!r} matches {len(found)} namespaces; give more digits or"
-                f" letters of one: {self._some(found)}"
+                f" letters of one: {_some(map(self.named, found))}"
             )
         return (exact or found)[0]
 
@@ -101,14 +102,12 @@ class Namespaces:
             "identity": dict(self.identity(namespace)),
         }
 
-    def _listed(self, namespaces: Sequence[bytes]) -> str:
-        return f"there are {self._some(namespaces)}" if namespaces else "the store has none"
 
-    def _some(self, namespaces: Sequence[bytes]) -> str:
-        listed = [self.named(namespace) for namespace in namespaces]
-        return "; ".join(listed[:_CANDIDATES]) + (
-            f"; and {len(listed) - _CANDIDATES} more" if len(listed) > _CANDIDATES else ""
-        )
+def _some(candidates: Iterable[str]) -> str:
+    """Return the first candidates as text, with the number of the others."""
+    listed = list(candidates)
+    more = len(listed) - _CANDIDATES
+    return "; ".join(listed[:_CANDIDATES]) + (f"; and {more} more" if more > 0 else "")
 
 
 def check_hex(text: str, option: str, max_digits: int) -> str:
@@ -134,11 +133,8 @@ def one_key(digits: str, keys: Iterable[bytes], option: str) -> bytes:
             f"{option} {digits} matches no stored page; `tiercache ls` shows the keys of stored pages"
         )
     if len(found) > 1:
-        shown = ", ".join(key.hex()[: max(16, len(digits) + 4)] for key in found[:_CANDIDATES])
-        more = f", and {len(found) - _CANDIDATES} more" if len(found) > _CANDIDATES else ""
-        raise ConfigError(
-            f"{option} {digits} matches {len(found)} pages; give more digits of one: {shown}{more}"
-        )
+        some = _some(key.hex()[: max(16, len(digits) + 4)] for key in found)
+        raise ConfigError(f"{option} {digits} matches {len(found)} pages; give more digits of one: {some}")
     return found[0]
 
 
