@@ -22,7 +22,7 @@ from tiercache_backends.mooncake.header import (
     read_header,
     write_header,
 )
-from tiercache_backends.s3 import choices, compression, pack
+from tiercache_backends.s3 import compression, pack
 from tiercache_backends.s3 import namespaces as bucket_names
 from tiercache_backends.s3.compression import Codec
 from xxhash import xxh3_128_digest
@@ -157,10 +157,8 @@ def _payload(found: bytes) -> None:
     if len(found) < 5:
         return
     length = int.from_bytes(found[1:5], "little") % 20_000
-    plain = choices.decode_stored(found[0] % 8, memoryview(found)[5:], length)
+    plain = compression.decode(found[0] % 8, memoryview(found)[5:], length)
     promised(plain is None or plain.nbytes == length, "a payload of another length")
-    halves = [memoryview(bytearray(length // 2)), memoryview(bytearray(length - length // 2))]
-    compression.decode(found[0] % 8, memoryview(found)[5:], halves, length)
 
 
 def _payload_seeds() -> list[bytes]:

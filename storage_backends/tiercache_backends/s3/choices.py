@@ -1,7 +1,6 @@
 """Forms in which objects lie in packs, by a codec for each pool.
 
-A codec is chosen by a measurement of the pool's first 64 objects, and of 64 more from time to time. Only this
-module encodes and decodes the bytes of objects.
+A codec is chosen by a measurement of the pool's first 64 objects, and of 64 more from time to time.
 """
 
 from __future__ import annotations
@@ -14,11 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-import numpy as np
-
 from tiercache.core import ObjectKey
-from tiercache.storage.base import SetItem
-from tiercache.storage.vectors import take, total
+from tiercache.storage.vectors import take
 from tiercache_backends.s3.compression import Codec, decode, encode
 
 TRIAL: Final = 64
@@ -58,6 +54,13 @@ class _Pool:
     stored: int = 0
 
 
+class Encoded(NamedTuple):
+    """Bytes of one object as they are stored."""
+
+    codec: Codec
+    pieces: Sequence[memoryview]
+
+
 class CodecChoices:
     """Encodes objects as their pools' choices say.
 
@@ -82,15 +85,11 @@ class CodecChoices:
         self._lock = threading.Lock()
         self._pools: OrderedDict[tuple[str, bytes], _Pool] = OrderedDict()
 
-    def encode(
-        self, key: ObjectKey, buffers: Sequence[memoryview], length: int
-    ) -> tuple[Codec, list[bytes] | None]:
-        """Return the codec of an object's entry, and the encoded bytes in pieces.
-
-        They are None for RAW: the entry then holds the payload itself.
-        """
+    def encode(self, key: ObjectKey, buffers: Sequence[memoryview], length: int) -> Encoded:
+        """Return the stored form of an object, by the codec of its pool."""
+        raw = Encoded(Codec.RAW, take(buffers, 0, length))
         if self._mode == "none":
-            return Codec.RAW, None
+            return raw
         pool, measure = self._noted(key)
         codec = pool.codec
         if measure:
@@ -99,7 +98,7 @@ class CodecChoices:
         with self._lock:
             pool.plain += length
             pool.stored += length if pieces is None else sum(map(len, pieces))
-        return (Codec.RAW, None) if pieces is None else (codec, pieces)
+        return raw if pieces is None else Encoded(codec, list(map(memoryview, pieces)))
 
     def report(self) -> Mapping[str, str]:
         """Return each pool's codec, and by what factor its objects have shrunk since the store was opened."""
@@ -129,7 +128,6 @@ class CodecChoices:
         sample = _sample(buffers, length)
         size = len(sample)
         source = [memoryview(sample)]
-        target = [memoryview(bytearray(size))]
         found = {}
         for codec in Codec:
             start = self._clock()
@@ -138,7 +136,7 @@ class CodecChoices:
             if pieces is not None:
                 whole = b"".join(pieces)
                 before = self._clock()
-                decode(codec, memoryview(whole), target, size)
+                decode(codec, memoryview(whole), size)
                 found[codec] = _Trial(size, len(whole), encoded - start, self._clock() - before)
             elif codec is not Codec.RAW:
                 found[codec] = _Trial(size, size, encoded - start)
@@ -176,38 +174,3 @@ def _sample(buffers: Sequence[memoryview], length: int) -> bytearray:
         for view in take(buffers, start, start + _SLICE):
             sample += view
     return sample
-
-
-CODECS: Final = frozenset(Codec)
-"""Codecs that this version reads; an object with another codec, of a later version, is a miss."""
-
-
-class Encoded(NamedTuple):
-    """Bytes of one object as they are stored."""
-
-    codec: int
-    pieces: Sequence[memoryview]
-
-    @property
-    def nbytes(self) -> int:
-        """Number of stored bytes."""
-        return total(self.pieces)
-
-
-def encode_item(item: SetItem, choices: CodecChoices) -> Encoded:
-    """Return the stored form of a well-formed item, by the codec of its pool."""
-    codec, pieces = choices.encode(item.key, item.buffers, item.meta.length)
-    if pieces is None:
-        return Encoded(Codec.RAW, take(item.buffers, 0, item.meta.length))
-    return Encoded(codec, [memoryview(piece) for piece in pieces])
-
-
-def decode_stored(codec: int, stored: memoryview, length: int) -> memoryview | None:
-    """Return the `length` bytes of an object from its stored form; None if they cannot be had from it.
-
-    The caller's buffers have room for `length` bytes; more is never allocated.
-    """
-    if codec == Codec.RAW:
-        return stored if stored.nbytes == length else None
-    payload = np.empty(length, np.uint8).data
-    return payload if decode(codec, stored, [payload], length) else None

@@ -118,40 +118,31 @@ def encode(codec: Codec, buffers: Sequence[memoryview], length: int) -> list[byt
     return pieces if pieces else None
 
 
-def decode(codec: int, data: memoryview, buffers: Sequence[memoryview], length: int) -> bool:
-    """Write the payload of `length` bytes into `buffers`, which have room for it, from its encoded form.
+def decode(codec: int, stored: memoryview, length: int) -> memoryview | None:
+    """Return the payload of `length` bytes from its encoded form, which is the payload itself for RAW.
 
-    `data` is a C-contiguous view of the encoded form's bytes. Returns False if it is no encoding of `length`
-    bytes by this codec; some bytes of the buffers may then be overwritten. A True does not mean that the
-    bytes are right: the caller verifies their checksum.
+    Returns None if `stored` is no encoding of `length` bytes by this codec. Anything else does not mean that
+    the bytes are right: the caller verifies their checksum. No more than `length` bytes are allocated.
     """
     if codec == Codec.RAW:
-        if data.nbytes != length:
-            return False
-        place = 0
-        for view in take(buffers, 0, length):
-            view[:] = data[place : place + view.nbytes]
-            place += view.nbytes
-        return True
+        return stored if stored.nbytes == length else None
     word = _WORDS.get(codec)
     if word is None:
-        return False
+        return None
+    payload = np.empty(length, np.uint8)
     place = 0
     for start in range(0, length, CHUNK):
-        stop = min(start + CHUNK, length)
-        place = _decode_chunk(data, place, word, take(buffers, start, stop), stop - start)
+        place = _decode_chunk(stored, place, word, payload[start : start + CHUNK])
         if place < 0:
-            return False
-    return place == data.nbytes
+            return None
+    return payload.data if place == stored.nbytes else None
 
 
-def _decode_chunk(
-    data: memoryview, place: int, word: np.dtype[Any], targets: Sequence[memoryview], length: int
-) -> int:
+def _decode_chunk(data: memoryview, place: int, word: np.dtype[Any], target: Bytes) -> int:
     """Decode the chunk at `place` of `data`; return where the next chunk begins, or -1 if it is damaged."""
     scratch = _scratch
     size = word.itemsize
-    count, rest = divmod(length, size)
+    count, rest = divmod(target.size, size)
     body = place + 4 * size
     if body > data.nbytes:
         return -1
@@ -172,14 +163,8 @@ def _decode_chunk(
         planes.append(plane)
     if body + rest > data.nbytes:
         return -1
-    direct = np.frombuffer(targets[0], np.uint8) if len(targets) == 1 else scratch.chunk[:length]
-    _join(planes, direct[: count * size], word, scratch)
-    direct[length - rest :] = np.frombuffer(data[body : body + rest], np.uint8)
-    if len(targets) > 1:
-        done = 0
-        for view in targets:
-            view[:] = direct[done : done + view.nbytes].data
-            done += view.nbytes
+    _join(planes, target[: count * size], word, scratch)
+    target[count * size :] = np.frombuffer(data[body : body + rest], np.uint8)
     return body + rest
 
 

@@ -180,11 +180,13 @@ class Refresher:
         self._thread = Thread(target=self._work, name="tiercache-s3-refresh", daemon=True)
         self._changed = Condition()  # guards the fields from here on
         self._closing = False
-        # Refreshes and sweeps are numbered from 1.
-        self._begun = self._ended = self._sweeps_begun = self._sweeps_ended = 0
-        self._awaited, self._sweep_awaited = 0, 1
-        """The refresh and the sweep for whose ends calls wait; everything is to be listed once."""
-        self._since_sweep = 0
+        self._begun = self._ended = self._awaited = 0
+        """Numbers, from 1 on, of the last refreshes that began, that ended, and for whose end calls wait."""
+        self.is_complete = False
+        """Whether everything in the bucket was listed once."""
+        self._sweeping = False
+        self._until_sweep = 0
+        """Number of refreshes before the one that begins another sweep."""
         self._more = False
         """Whether the last refresh left new names to the next."""
         self._asked = False
@@ -194,18 +196,13 @@ class Refresher:
         self.early = 0
         """Number of objects that were missed before everything in the bucket was listed once."""
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether everything in the bucket was listed once."""
-        return self._sweeps_ended > 0
-
     def start(self) -> None:
         """Begin the first sweep, and wait for its end, but not beyond a deadline.
 
         Raises RequestError if the service cannot be asked.
         """
         self._thread.start()
-        if not self._await(1, 1):
+        if not self._await(1):
             _log.warning(
                 "%s is still being listed; until that is over, objects in it may be misses", self._settings
             )
@@ -219,15 +216,15 @@ class Refresher:
             self._changed.notify_all()
             return None if self._failure is None else self._failure[1]
 
-    def sync(self, *, sweep: bool = False) -> None:
-        """Wait until what was written before this call is known; with `sweep`, also what was removed.
+    def sync(self) -> None:
+        """Wait until what was written before this call is known.
 
         Raises RequestError if the service cannot be asked, or the answer takes longer than a deadline.
         """
         self._client.check()
         with self._changed:
-            numbers = self._begun + 1, self._sweeps_begun + 1 if sweep else 1
-        if not self._await(*numbers):
+            following = self._begun + 1
+        if not self._await(following):
             raise UnreachableError(f"{self._client.where} is still being listed; wait, or raise deadline")
 
     def close(self) -> None:
@@ -238,16 +235,15 @@ class Refresher:
         if self._thread.ident is not None:
             self._thread.join(self._settings.deadline)
 
-    def _await(self, refresh: int, sweep: int) -> bool:
-        """Wait for the ends of a refresh and a sweep; return False if they take longer than a deadline."""
+    def _await(self, refresh: int) -> bool:
+        """Wait for the ends of a refresh and of the first sweep; return False after a deadline."""
 
         def ended() -> bool:
             failed = self._failure is not None and self._failure[0] >= refresh
-            return failed or (self._ended >= refresh and self._sweeps_ended >= sweep)
+            return failed or (self._ended >= refresh and self.is_complete)
 
         with self._changed:
             self._awaited = max(self._awaited, refresh)
-            self._sweep_awaited = max(self._sweep_awaited, sweep)
             self._changed.notify_all()
             if not self._changed.wait_for(ended, self._settings.deadline):
                 return False
@@ -257,7 +253,7 @@ class Refresher:
 
     def _pause(self) -> float:
         """Return the seconds until the next refresh, as it looks now."""
-        behind = self._more or self._sweeps_ended < self._sweep_awaited
+        behind = self._more or not self.is_complete
         if self._begun < self._awaited or (behind and self._failure is None):
             return 0.0
         return max(0.0, self._due - self._clock()) if behind or self._asked else inf
@@ -271,24 +267,23 @@ class Refresher:
                     return
                 self._begun += 1
                 self._asked = False
-                sweep = self._sweeps_begun > self._sweeps_ended
-                if not sweep and (self._since_sweep >= _SWEEP or self._sweeps_ended < self._sweep_awaited):
-                    self._sweeps_begun += 1
-                    sweep = True
+                if not self._sweeping:
+                    self._sweeping = not self._until_sweep
+                    self._until_sweep = self._until_sweep - 1 if self._until_sweep else _SWEEP
             failure = None
             swept = more = False
             try:
                 self._client.check()
                 until = self._client.deadline()
                 more = self.is_complete and not self._listing.recent(until)
-                swept = sweep and time.monotonic() < until and self._listing.sweep(until)
+                swept = self._sweeping and time.monotonic() < until and self._listing.sweep(until)
             except RequestError as error:
                 failure = error
             with self._changed:
                 self._ended = self._begun
                 self._more = more
-                self._since_sweep = 0 if swept else self._since_sweep + 1
-                self._sweeps_ended += swept
+                self._sweeping = self._sweeping and not swept
+                self.is_complete = self.is_complete or swept
                 self._failure = None if failure is None else (self._begun, failure)
                 pause = self._settings.refresh if failure is None else min(_PAUSE, self._settings.refresh)
                 self._due = self._clock() + pause

@@ -12,7 +12,8 @@ from tiercache.core import Outcome
 from tiercache.storage.base import GetItem, meta_of
 from tiercache.storage.checksum import checksum
 from tiercache.storage.vectors import batches, copy_out, total
-from tiercache_backends.s3.choices import CODECS, CodecChoices, decode_stored, encode_item
+from tiercache_backends.s3.choices import CodecChoices
+from tiercache_backends.s3.compression import Codec, decode
 from tiercache_backends.s3.directory import (
     BucketDirectory,
     ObjectPlace,
@@ -140,8 +141,9 @@ class PackWriter:
         """Return the head of a pack of these objects, and their stored bytes."""
         entries, pieces = [], list[memoryview]()
         for write in writes:
-            item, encoded = write.item, encode_item(write.item, self._choices)
-            entries.append(NewEntry(item.key, meta_of(item), encoded.codec, encoded.nbytes))
+            item = write.item
+            encoded = self._choices.encode(item.key, item.buffers, item.meta.length)
+            entries.append(NewEntry(item.key, meta_of(item), encoded.codec, total(encoded.pieces)))
             pieces += encoded.pieces
         return pack_head(entries), pieces
 
@@ -157,6 +159,8 @@ class PackWriter:
         return make_name(self._time_ns() // 1_000_000, self._writer, next(self._numbers), head)
 
 
+_CODECS: Final = frozenset(Codec)
+"""Codecs that this version reads; an object with another codec, of a later version, is a miss."""
 _GAP: Final = 64 << 10
 """Unwanted bytes between two objects that are read along: cheaper than a request of their own."""
 _RANGE: Final = 8 << 20
@@ -243,10 +247,10 @@ class PackReader:
 def _deliver(one: WantedObject, data: memoryview, start: int) -> Outcome:
     """Verify the stored bytes of an object and copy them into the buffers of its item."""
     entry, item = one.place.entry, one.item
-    if entry.codec not in CODECS:
+    if entry.codec not in _CODECS:
         return Outcome.MISS
     stored = data[entry.offset - start : entry.offset - start + entry.stored]
-    payload = decode_stored(entry.codec, stored, item.length) if stored.nbytes == entry.stored else None
+    payload = decode(entry.codec, stored, item.length) if stored.nbytes == entry.stored else None
     if payload is None or checksum(item.key, [payload], item.length) != entry.meta.checksum:
         return Outcome.CORRUPT
     copy_out(payload, item.buffers)

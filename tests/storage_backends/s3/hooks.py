@@ -36,7 +36,10 @@ def open_s3(
 def know(store: S3Backend) -> None:
     """Wait until a store knows what others have written and removed."""
     with store._gate:  # private: no call of a store waits for a sweep
-        store._refresher.sync(sweep=True)  # private: as above
+        refresher = store._refresher  # private: as above
+        refresher._until_sweep = 0  # private: as above
+        while not refresher._until_sweep:  # private: a sweep that is under way ends first
+            refresher.sync()
 
 
 class PromptS3(S3Backend):
