@@ -21,10 +21,10 @@ _NEEDED: Final = (
     "batch_get_into_multi_buffers",
     "batch_is_exist",
     "batch_put_from_multi_buffers",
+    "batch_remove",
     "get_into_ranges",
     "get_size",
     "register_buffer",
-    "remove",
     "remove_by_regex",
     "unregister_buffer",
 )
@@ -99,20 +99,10 @@ class MooncakeClient:
         self._raw: Final = self._module.MooncakeDistributedStore()
         _clients.add(self)
 
-    def setup(
-        self,
-        hostname: str,
-        metadata: str,
-        segment: int,
-        buffer: int,
-        protocol: str,
-        devices: str,
-        master: str,
-        tenant: str,
-    ) -> int:
+    def setup(self, spec: ClientSpec) -> int:
         """Connect to the master; return 0, or a code if that fails. May block for 90 s."""
-        more = {} if tenant == "default" else {"tenant_id": tenant}
-        return int(self._raw.setup(hostname, metadata, segment, buffer, protocol, devices, master, **more))
+        *places, tenant = spec
+        return int(self._raw.setup(*places, **({} if tenant == "default" else {"tenant_id": tenant})))
 
     def register(self, address: int, nbytes: int) -> int:
         """Register memory; return 0 if that succeeds."""
@@ -155,9 +145,7 @@ class MooncakeClient:
 
     def remove(self, names: Sequence[str]) -> list[int]:
         """Remove objects even if they have a lease; return 0 or a negative code for each."""
-        if hasattr(self._raw, "batch_remove"):
-            return list(self._raw.batch_remove(list(names), True))
-        return [int(self._raw.remove(name, True)) for name in names]
+        return list(self._raw.batch_remove(list(names), True))
 
     def remove_all_with(self, prefix: str) -> int:
         """Remove the objects whose names begin with `prefix`; return their number, or a negative code."""

@@ -15,7 +15,7 @@ from tiercache.core import Outcome
 from tiercache.errors import UnavailableError
 from tiercache.storage.base import SharedMemory
 from tiercache.storage.guard import GiveUp, Guard, PendingCall
-from tiercache_backends.mooncake.header import prefix_of
+from tiercache_backends.mooncake.header import HEADER_BYTES, prefix_of
 from tiercache_backends.mooncake.library import (
     FULL,
     ClientSpec,
@@ -161,6 +161,20 @@ class Link:
             if not pending.hangs:
                 self.staging.give(region)
 
+    def heads(self, patience: Patience, what: str, names: Sequence[str]) -> list[bytes | int]:
+        """Return the header of each object, or the code for which it could not be read."""
+
+        def work(client: MooncakeClient, region: Region) -> list[bytes | int]:
+            codes = client.heads(names, region.address, HEADER_BYTES)
+            return [
+                code if code < 0 else bytes(region.view[n * HEADER_BYTES : (n + 1) * HEADER_BYTES])
+                for n, code in enumerate(codes)
+            ]
+
+        found = self.ask_with(patience, what, len(names) * HEADER_BYTES, work)
+        patience.answered([head for head in found if isinstance(head, int)])
+        return found
+
     def _give_later(self, region: Region) -> Callable[[], None]:
         return lambda: self.staging.give(region)
 
@@ -236,7 +250,7 @@ class Link:
         client = idle_client(self._spec)
         if client is None:
             client = MooncakeClient()
-            if code := client.setup(*self._spec):
+            if code := client.setup(self._spec):
                 client.keep()
                 raise UnavailableError(
                     f"the master at {settings.address} was reached, but Mooncake could not be set up with"

@@ -15,7 +15,7 @@ import logging
 import re
 from collections.abc import Mapping
 from threading import Lock
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgpack
 from xxhash import xxh3_128_digest
@@ -132,15 +132,7 @@ def _unpacked(data: bytes) -> NamespaceRecord | None:
 
 _MAX_ANSWER: Final = 1 << 30
 """Maximum number of bytes of an answer: some seven million names."""
-_GAUGE: Final = re.compile(r"^(master_\w+)(?:\{\})? ([0-9.e+]+)$", re.MULTILINE)
-
-
-class PoolBytes(NamedTuple):
-    """Bytes of all hosts of the pool together, and the number of objects of all its users."""
-
-    used: int
-    capacity: int
-    objects: int
+_GAUGE: Final = re.compile(r"^master_(\w+)(?:\{\})? ([0-9.e+]+)$", re.MULTILINE)
 
 
 class Listing:
@@ -158,14 +150,9 @@ class Listing:
         """Return the names of all objects of the master; raises UnavailableError."""
         return self._ask("/get_all_keys").split("\n")
 
-    def pool(self) -> PoolBytes:
-        """Return the figures of the pool; raises UnavailableError."""
-        gauges = {name: int(float(value)) for name, value in _GAUGE.findall(self._ask("/metrics"))}
-        return PoolBytes(
-            gauges.get("master_allocated_bytes", 0),
-            gauges.get("master_total_capacity_bytes", 0),
-            gauges.get("master_key_count", 0),
-        )
+    def gauges(self) -> dict[str, int]:
+        """Return the figures of the whole pool, by their names in Mooncake; raises UnavailableError."""
+        return {name: int(float(value)) for name, value in _GAUGE.findall(self._ask("/metrics"))}
 
     def _ask(self, path: str) -> str:
         connection = http.client.HTTPConnection(

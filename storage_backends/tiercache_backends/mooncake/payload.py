@@ -7,11 +7,10 @@ once was the first, and a removal takes whatever is there. Between processes tha
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from threading import Condition, Lock
-from typing import Final
+from typing import Final, TypeVar
 
 from tiercache.core import Outcome
 from tiercache.errors import UnavailableError
@@ -40,6 +39,8 @@ from tiercache_backends.mooncake.memory import Region
 from tiercache_backends.mooncake.settings import MooncakeSettings
 from tiercache_backends.mooncake.traffic import Codes, Part, PartMover, PlacedItem, parts
 
+T = TypeVar("T")
+
 
 class NameClaims:
     """Names that threads of this process are changing.
@@ -51,19 +52,29 @@ class NameClaims:
         self._changed: Final = Condition()
         self._held: Final[set[str]] = set()
 
-    @contextmanager
-    def some(self, names: Sequence[str], seconds: float) -> Iterator[set[str]]:
-        """Claim those of these names that are free, for the `with` block; none if none is for so long."""
-        with self._changed:
-            self._changed.wait_for(lambda: any(name not in self._held for name in names), seconds)
-            mine = {name for name in names if name not in self._held}
-            self._held.update(mine)
-        try:
-            yield mine
-        finally:
+    def each(
+        self, names: Sequence[str], patience: Patience, work: Callable[[list[str]], Sequence[T]]
+    ) -> dict[str, T]:
+        """Call `work` with these names in parts, claimed meanwhile; return its answers by name.
+
+        Names that other threads hold for longer than there is patience have none.
+        """
+        answers: dict[str, T] = {}
+        while left := [name for name in names if name not in answers]:
             with self._changed:
-                self._held.difference_update(mine)
-                self._changed.notify_all()
+                while self._held.issuperset(left) and patience.left:
+                    self._changed.wait(patience.left)
+                mine = [name for name in left if name not in self._held]
+                self._held.update(mine)
+            if not mine:
+                break
+            try:
+                answers.update(zip(mine, work(mine), strict=True))
+            finally:
+                with self._changed:
+                    self._held.difference_update(mine)
+                    self._changed.notify_all()
+        return answers
 
 
 _THERE, _ANOTHER_S = 1, 2
@@ -211,9 +222,7 @@ class PoolReader:
             outcomes=outcomes,
         ).move(parts([one for one in wanted if outcomes[one[0]] is not Outcome.ERROR], self._link))
         for placed, code in odd:
-            with self._claims.some([placed.name], patience.left) as mine:
-                if mine:
-                    outcomes[placed.index] = self._look_again(patience, placed, code)
+            outcomes[placed.index] = self._claimed(patience, placed, code)
         return outcomes
 
     def _judge(
@@ -252,6 +261,11 @@ class PoolReader:
         found = payload_sum(header, one.name, one.length)
         return found is not None and found == checksum(one.item.key, payload, one.length)
 
+    def _claimed(self, patience: Patience, one: PlacedItem[GetItem], code: int) -> Outcome:
+        """Look again at an object that nobody here changes meanwhile."""
+        found = self._claims.each([one.name], patience, lambda _: [self._look_again(patience, one, code)])
+        return found.get(one.name, Outcome.UNAVAILABLE)
+
     def _look_again(self, patience: Patience, one: PlacedItem[GetItem], code: int) -> Outcome:
         """Return the outcome of an item whose bytes or whose number of bytes were wrong."""
         try:
@@ -264,7 +278,7 @@ class PoolReader:
                 self._link.guard.failed(f"a get failed with code {code}")
                 return Outcome.UNAVAILABLE
             if size > HEADER_BYTES:
-                header = self._link.ask_with(patience, "get", HEADER_BYTES, _head_of(one.name))
+                [header] = self._link.heads(patience, "get", [one.name])
                 if isinstance(header, int):
                     return outcome_of(header)
                 found = read_header(memoryview(header), one.name)
@@ -304,13 +318,3 @@ class PoolReader:
         with self._lock:
             self.corrupt += code == 0
         return Outcome.CORRUPT
-
-
-def _head_of(name: str) -> Callable[[MooncakeClient, Region], bytes | int]:
-    """Return the work that reads the header of one object; it returns a code if that fails."""
-
-    def work(client: MooncakeClient, region: Region) -> bytes | int:
-        code = client.heads([name], region.address, HEADER_BYTES)[0]
-        return bytes(region.view[:HEADER_BYTES]) if code == HEADER_BYTES else min(code, -1)
-
-    return work

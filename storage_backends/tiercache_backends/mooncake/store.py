@@ -5,11 +5,9 @@
 from __future__ import annotations
 
 import os
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from threading import Lock
 from typing import Any, Final, Self
 
 from tiercache.core import DIGEST_BYTES, ObjectKey, Outcome
@@ -34,7 +32,6 @@ from tiercache.storage.wrappers import decide, store_once
 from tiercache_backends.mooncake.header import HEADER_BYTES, ObjectNames, read_header
 from tiercache_backends.mooncake.library import INVALID, MooncakeClient, library, outcome_of
 from tiercache_backends.mooncake.link import Link, Patience
-from tiercache_backends.mooncake.memory import Region
 from tiercache_backends.mooncake.namespaces import Listing, NamespaceLog
 from tiercache_backends.mooncake.payload import NameClaims, PoolReader, PoolWriter
 from tiercache_backends.mooncake.settings import MooncakeSettings, read_settings
@@ -44,8 +41,6 @@ _NAMES: Final = 1024
 _HEADERS: Final = 128
 """Headers that are read at once."""
 _SCAN_PAGE: Final = 1024
-_SNAPSHOT_S: Final = 60.0
-"""Seconds for which the pages of a scan use the list of names with which it began."""
 
 
 class MooncakeBackend(StorageBackend):
@@ -75,8 +70,8 @@ class MooncakeBackend(StorageBackend):
         self._writer: Final = PoolWriter(self._link, settings, self._exist)
         self._namespaces: Final = NamespaceLog(self._link, settings.prefix)
         self._listing: Final = Listing(settings.http, settings.deadline) if settings.http else None
-        self._snapshot_lock: Final = Lock()
-        self._snapshot: tuple[float, list[bytes]] | None = None
+        self._listed: list[bytes] = []
+        """Digests of all objects, sorted, as the scan found them that began last."""
 
     @classmethod
     def capabilities_of(cls, section: Mapping[str, Any]) -> Capabilities:
@@ -116,17 +111,12 @@ class MooncakeBackend(StorageBackend):
         with self._gate:
             wanted = list(dict.fromkeys(key.digest for key in keys if len(key.digest) == DIGEST_BYTES))
             names = [self._names.of(digest) for digest in wanted]
-            codes: dict[str, int] = {}
             patience = self._link.patience()
-            while left := [name for name in names if name not in codes]:
-                with self._claims.some(left, patience.left) as mine:
-                    if not mine:
-                        raise UnavailableError(f"{self._settings}: other threads change these objects")
-                    chosen = [name for name in left if name in mine]
-                    found = self._by_names(
-                        patience, "delete", chosen, lambda client, part: client.remove(part)
-                    )
-                    codes.update(zip(chosen, found, strict=True))
+            codes = self._claims.each(
+                names, patience, lambda mine: self._by_names(patience, "delete", mine, MooncakeClient.remove)
+            )
+            if len(codes) < len(names):
+                raise UnavailableError(f"{self._settings}: other threads change these objects")
             failed = [code for code in codes.values() if code and outcome_of(code) is not Outcome.MISS]
             if failed:
                 raise self._unavailable(min(failed))
@@ -134,13 +124,15 @@ class MooncakeBackend(StorageBackend):
 
     def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
         with self._gate:
-            digests = self._digests(fresh=not cursor)
+            if not cursor or not self._listed:
+                self._listed = sorted(self._digests())
+            digests = self._listed
             start = bisect_right(digests, cursor) if cursor else 0
             page = digests[start : start + _SCAN_PAGE]
             entries = [entry for entry in self._describe(page) if entry is not None]
             more = start + _SCAN_PAGE < len(digests)
             if not more:
-                self._snapshot = None
+                self._listed = []
             return ScanPage(
                 [entry for entry in entries if namespace in (None, entry.meta.namespace)],
                 page[-1] if more else b"",
@@ -177,9 +169,10 @@ class MooncakeBackend(StorageBackend):
             }
             if self._listing is None:
                 return Usage(0, 0, 0, 0, {**details, "unlisted": self._cannot_list()})
-            objects, pool = len(self._digests(fresh=True)), self._listing.pool()
-            payload = max(0, pool.used * objects // max(1, pool.objects) - objects * HEADER_BYTES)
-            return Usage(objects, payload, pool.used, pool.capacity, details)
+            objects, gauges = len(self._digests()), self._listing.gauges()
+            used = gauges.get("allocated_bytes", 0)
+            payload = used * objects // max(1, gauges.get("key_count", 0)) - objects * HEADER_BYTES
+            return Usage(objects, max(0, payload), used, gauges.get("total_capacity_bytes", 0), details)
 
     def clear(self) -> int:
         """Remove all objects and records of namespaces of this store's prefix; return how many they were.
@@ -216,19 +209,16 @@ class MooncakeBackend(StorageBackend):
     def _set(self, items: Sequence[SetItem]) -> list[Outcome]:
         """Store well-formed items of different keys."""
         wanted = {self._names.of(item.key.digest): item for item in items}
-        answers: dict[str, Outcome] = {}
         patience = self._link.patience()
-        while left := [name for name in wanted if name not in answers]:
-            with self._claims.some(left, patience.left) as mine:
-                if not mine:
-                    answers.update(dict.fromkeys(left, Outcome.UNAVAILABLE))
-                chosen = [name for name in left if name in mine]
-                found = self._writer.set(patience, chosen, [wanted[name] for name in chosen])
-                answers.update(zip(chosen, found, strict=True))
-        return [answers[name] for name in wanted]
+        answers = self._claims.each(
+            list(wanted),
+            patience,
+            lambda mine: self._writer.set(patience, mine, [wanted[name] for name in mine]),
+        )
+        return [answers.get(name, Outcome.UNAVAILABLE) for name in wanted]
 
     def _exist(self, patience: Patience, names: Sequence[str]) -> list[int]:
-        return self._by_names(patience, "exists", names, lambda client, part: client.exist(part))
+        return self._by_names(patience, "exists", names, MooncakeClient.exist)
 
     def _by_names(
         self,
@@ -252,16 +242,7 @@ class MooncakeBackend(StorageBackend):
         for at in range(0, len(digests), _HEADERS):
             part = digests[at : at + _HEADERS]
             names = [self._names.of(digest) for digest in part]
-
-            def work(client: MooncakeClient, region: Region, names: list[str] = names) -> list[bytes | int]:
-                codes = client.heads(names, region.address, HEADER_BYTES)
-                return [
-                    code if code < 0 else bytes(region.view[n * HEADER_BYTES : (n + 1) * HEADER_BYTES])
-                    for n, code in enumerate(codes)
-                ]
-
-            heads = self._link.ask_with(patience, "describe", len(part) * HEADER_BYTES, work)
-            patience.answered([head for head in heads if isinstance(head, int)])
+            heads = self._link.heads(patience, "describe", names)
             for digest, name, head in zip(part, names, heads, strict=True):
                 # INVALID: an object of somebody else, shorter than a header.
                 if isinstance(head, int) and head != INVALID and outcome_of(head) is not Outcome.MISS:
@@ -270,17 +251,11 @@ class MooncakeBackend(StorageBackend):
                 found.append(None if header is None else header.entry(digest))
         return found
 
-    def _digests(self, *, fresh: bool) -> list[bytes]:
-        """Return the digests of all objects, sorted; those of the scan under way unless `fresh`."""
+    def _digests(self) -> list[bytes]:
+        """Return the digests of all objects."""
         if self._listing is None:
             raise UnlistedError(self._cannot_list())
-        with self._snapshot_lock:
-            if not fresh and self._snapshot and time.monotonic() - self._snapshot[0] < _SNAPSHOT_S:
-                return self._snapshot[1]
-        found = sorted(filter(None, map(self._names.digest, self._listing.names())))
-        with self._snapshot_lock:
-            self._snapshot = (time.monotonic(), found)
-        return found
+        return list(filter(None, map(self._names.digest, self._listing.names())))
 
     def _cannot_list(self) -> str:
         return (

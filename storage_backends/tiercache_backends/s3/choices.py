@@ -98,7 +98,7 @@ class CodecChoices:
         with self._lock:
             pool.plain += length
             pool.stored += length if pieces is None else sum(map(len, pieces))
-        return raw if pieces is None else Encoded(codec, list(map(memoryview, pieces)))
+        return raw if pieces is None else Encoded(codec, [memoryview(piece) for piece in pieces])
 
     def report(self) -> Mapping[str, str]:
         """Return each pool's codec, and by what factor its objects have shrunk since the store was opened."""

@@ -36,7 +36,7 @@ class Vandal:
         kept = idle_client(self.spec)
         self.client, self.memory = kept or MooncakeClient(), mapped(mmap(-1, ROOM))
         self.names = ObjectNames(settings.prefix)
-        assert kept or not self.client.setup(*self.spec)
+        assert kept or not self.client.setup(self.spec)
         assert not self.client.register(self.memory.address, ROOM)
 
     def read(self, k: ObjectKey) -> bytes:
