@@ -230,15 +230,3 @@ def read_section(table: type[T], owner: str, section: Mapping[str, Any], example
         if setting.is_required and name not in section:
             raise ConfigError(f"{owner} needs {name!r}" + (f", as in {example}" if example else ""))
     return table(**read_attributes(table, owner, section))
-
-
-def chosen_values(table: Any) -> dict[str, Any]:
-    """Return the settings of a table whose values are not the defaults, as `read_section` reads them."""
-    defaults = {field.name: field for field in dataclasses.fields(table)}
-    found: dict[str, Any] = {}
-    for name, setting in settings_in(type(table)).items():
-        value, field = getattr(table, setting.attribute), defaults[setting.attribute]
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        if value != default:
-            found[name] = setting.kind.text(value) if setting.kind.text else value
-    return found

@@ -335,22 +335,17 @@ class MemoryBackend(StorageBackend):
         """Evict the owner's objects until the new one is within the quota; return whether it is."""
         owners = self._residents.owners
         if owners.room(writer.owner) < writer.nbytes <= owners.quotas[writer.owner]:
-            before = self._evicted
             self._order.evict(
-                _EvictingOwn(self, writer), parents, promising=promising, rank=rank,
+                _Evicting(self, writer.nbytes, writer.owner), parents, promising=promising, rank=rank,
                 writer=writer._replace(for_quota=True),
             )  # fmt: skip
-            owners.evicted[writer.owner] += self._evicted - before
         return owners.room(writer.owner) >= writer.nbytes
 
     def _trim(self) -> None:
         """Evict what owners have beyond their quotas."""
         owners = self._residents.owners
         for owner in owners.beyond():
-            before = self._evicted
-            writer = Writer(owner, for_quota=True)
-            self._order.evict(_EvictingOwn(self, writer), writer=writer)
-            owners.evicted[owner] += self._evicted - before
+            self._order.evict(_Evicting(self, 0, owner), writer=Writer(owner, for_quota=True))
 
     def _namespace_id(self, namespace: bytes) -> int:
         if namespace not in self._namespace_ids:
@@ -377,40 +372,32 @@ def _capacity(section: Mapping[str, Any]) -> int:
 
 
 class _Evicting:
-    """One eviction that makes room for `nbytes` bytes in a store. See `eviction.Taker`.
+    """One eviction that makes room for `nbytes` bytes: in the quota of `owner` or, if None, in the store.
+
+    See `eviction.Taker`.
 
     Thread safety: used only under the mutex of the store.
     """
 
-    def __init__(self, store: MemoryBackend, nbytes: int) -> None:
+    def __init__(self, store: MemoryBackend, nbytes: int, owner: int | None = None) -> None:
         self._store = store
         self._nbytes = nbytes
+        self._owner = owner
 
     def take(self, rows: list[int]) -> None:
         """Drop the objects in these rows, and count them as evicted."""
         for row in rows:
             self._store._drop(self._store._objects[self._store._residents.digest(row)])
         self._store._evicted += len(rows)
+        if self._owner is not None:
+            self._store._residents.owners.evicted[self._owner] += len(rows)
 
     def enough(self) -> bool:
         """Return whether `nbytes` more bytes fit."""
+        if self._owner is not None:
+            return self._store._residents.owners.room(self._owner) >= self._nbytes
         return not self._store._capacity or self._store._used + self._nbytes <= self._store._capacity
 
     def full(self) -> bool:
         """Return False: one eviction may drop any number of objects."""
         return False
-
-
-class _EvictingOwn(_Evicting):
-    """One eviction that makes room below the quota of an owner.
-
-    Thread safety: used only under the mutex of the store.
-    """
-
-    def __init__(self, store: MemoryBackend, writer: Writer) -> None:
-        super().__init__(store, writer.nbytes)
-        self._owner = writer.owner
-
-    def enough(self) -> bool:
-        """Return whether `nbytes` more bytes are within the quota."""
-        return self._store._residents.owners.room(self._owner) >= self._nbytes

@@ -185,14 +185,13 @@ class StoreCalls:
                 f"the store holds objects that {permissions.name} cannot see; its totals need the verb admin",
             )
         usage = await self._ask(call, permissions.store.usage)
-        secret = {} if permissions.operates else {"url": ""}
         await _answer(
             call,
             pb.UsageReply(
                 objects=usage.objects, payload_bytes=usage.payload_bytes, used_bytes=usage.used_bytes,
                 capacity_bytes=usage.capacity_bytes,
                 texts=messages.texts(usage.details), numbers=messages.numbers(usage.details),
-                tiers=[messages.tier(asdict(tier) | secret) for tier in usage.tiers],
+                tiers=[messages.tier(asdict(tier)) for tier in usage.tiers],
             ),
         )  # fmt: skip
 

@@ -221,8 +221,6 @@ class TierReport:
     """Time of the last read that found an object here, in seconds since 1970; None before the first."""
     details: Mapping[str, str | int] = field(default_factory=dict)
     """Further figures of the tier's store."""
-    url: str = ""
-    """URL with which the tier can be opened again; a daemon tells it to its operators only."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ class NullChain(StorageBackend):
         self._offers: Final = Offers()
         # casts: the offers use of tiers and movers only what the null ones have.
         self._lineup: Final = Lineup(
-            cast(Sequence[Tier], self._tiers), cast(Mapping[Tier, Mover], self._movers), CallGate("replay"), 0
+            cast(Sequence[Tier], self._tiers), cast(Mapping[Tier, Mover], self._movers), CallGate("replay")
         )
         self._read = dict.fromkeys((tier.name for tier in self._tiers), 0)
 

@@ -16,9 +16,8 @@ Another list may come at any time. A tier that is leaving takes objects again if
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Event, Lock, Thread
@@ -294,9 +293,15 @@ class Changes:
     def _let_go(self, leaving: list[Tier], stop: Event) -> None:
         while leaving and not stop.is_set():
             for tier in list(leaving):
-                with _reasons_of(tier):
+                try:
                     self._empty(tier, stop)
                     leaving.remove(tier)
+                except ClosedError:
+                    pass  # another list has come, or the end of the chain
+                except StorageError as error:
+                    if not tier.leaving.startswith(STUCK):
+                        _log.warning("tier %s: %s: %s", tier.name, STUCK, error)
+                    tier.leaving = f"{STUCK}: {error}"
             stop.wait(_AGAIN_S if leaving else 0)
         if not leaving:
             self._gone.set_result(None)
@@ -314,19 +319,6 @@ class Changes:
             self._exchange(others, [tier])
             self._shares.follow(others)
             self._lineups.follow()
-
-
-@contextmanager
-def _reasons_of(tier: Tier) -> Iterator[None]:
-    """Show why a tier cannot leave, if it cannot."""
-    try:
-        yield
-    except ClosedError:
-        pass  # another list has come, or the end of the chain
-    except StorageError as error:
-        if not tier.leaving.startswith(STUCK):
-            _log.warning("tier %s: %s: %s", tier.name, STUCK, error)
-        tier.leaving = f"{STUCK}: {error}"
 
 
 def _same(settings: TierSettings, tiers: Sequence[Tier]) -> Tier | None:

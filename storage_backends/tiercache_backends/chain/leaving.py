@@ -10,7 +10,6 @@ from tiercache.storage.base import ScanEntry
 from tiercache.storage.tiers import LEAVING
 from tiercache.text import readable_size
 from tiercache_backends.chain.movement import Digests, Mover
-from tiercache_backends.chain.settings import CANARY
 from tiercache_backends.chain.tier import Tier
 
 _PASSES: Final = 5
@@ -98,8 +97,8 @@ class Leaving:
         while True:
             if self._is_given_up():
                 raise ClosedError("the tier need not leave any more, or the chain is being closed")
-            page = self._tier.call("scan", lambda store, at=cursor: store.scan(None, at))  # type: ignore[misc]
-            left = [entry for entry in page.entries if entry.meta.namespace != CANARY]
+            page = self._tier.scan(None, cursor)
+            left = list(page.entries)
             for keeper in self._keepers:
                 left = _missing(keeper, left)
             yield [entry for entry in left if entry.key.digest not in self._deleted]
@@ -147,10 +146,9 @@ class Leaving:
 def _missing(tier: Tier, entries: list[ScanEntry]) -> list[ScanEntry]:
     """Return the objects that a tier does not have; all of them if it cannot be asked."""
     try:
-        held = tier.exists([entry.key for entry in entries])
+        return tier.lacking(entries)
     except StorageError:
         return entries
-    return [entry for entry, there in zip(entries, held, strict=True) if not there]
 
 
 def _nbytes(entries: Sequence[ScanEntry]) -> int:

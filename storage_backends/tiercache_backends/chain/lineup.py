@@ -20,19 +20,15 @@ CHAIN: Final = "the chain of tiers"
 class Lineup:
     """Tiers of a chain at one time, the fastest first, with the mover of each.
 
-    `number` tells lineups with other tiers or another order apart. Each operation of the chain is inside the
-    `gate` of the lineup that it began with.
+    Each operation of the chain is inside the `gate` of the lineup that it began with.
 
     Thread safety: plain immutable data, and a gate.
     """
 
-    def __init__(
-        self, tiers: Sequence[Tier], movers: Mapping[Tier, Mover], gate: CallGate, number: int
-    ) -> None:
+    def __init__(self, tiers: Sequence[Tier], movers: Mapping[Tier, Mover], gate: CallGate) -> None:
         self.tiers: Final = tuple(tiers)
         self.movers: Final = movers
         self.gate: Final = gate
-        self.number: Final = number
 
     def above(self, tier: Tier) -> Sequence[Tier]:
         """Return the tiers above a tier, the first first; none if it is not in the lineup."""
@@ -61,7 +57,7 @@ class Lineups:
     def __init__(self, tiers: Sequence[Tier], deletions: Deletions, env: Env) -> None:
         self._deletions: Final = deletions
         self._env: Final = env
-        self.current = self._lineup(tiers, {}, 0)
+        self.current = self._lineup(tiers, {})
         """Lineup with which the next operation begins."""
         self.follow()
 
@@ -89,8 +85,7 @@ class Lineups:
         The movers of tiers that left have ended then. Those of new tiers have not begun; see `follow`.
         """
         was = self.current
-        number = was.number + (tuple(tiers) != was.tiers)
-        self.current = self._lineup(tiers, was.movers, number)
+        self.current = self._lineup(tiers, was.movers)
         was.gate.close()
         for tier in was.tiers:
             if tier not in self.current.tiers:
@@ -101,13 +96,9 @@ class Lineups:
         for mover in self.current.movers.values():
             mover.follow(self.current.tiers)
 
-    def _lineup(self, tiers: Sequence[Tier], movers: Mapping[Tier, Mover], number: int) -> Lineup:
-        return Lineup(
-            tiers,
-            {tier: movers.get(tier) or self._mover(tier) for tier in tiers},
-            CallGate(CHAIN, self._env.getpid),
-            number,
-        )
+    def _lineup(self, tiers: Sequence[Tier], movers: Mapping[Tier, Mover]) -> Lineup:
+        own = {tier: movers.get(tier) or self._mover(tier) for tier in tiers}
+        return Lineup(tiers, own, CallGate(CHAIN, self._env.getpid))
 
     def _mover(self, tier: Tier) -> Mover:
         return Mover(tier, partial(self._above, tier), partial(self._below, tier), self._deletions)

@@ -23,7 +23,7 @@ from tiercache.errors import StorageError, UnavailableError, UnlistedError
 from tiercache.storage.base import GetItem, ScanEntry, SetItem
 from tiercache.storage.residents import parents_first
 from tiercache.storage.vectors import batches, copy_in
-from tiercache_backends.chain.settings import CANARY, WritePolicy
+from tiercache_backends.chain.settings import WritePolicy
 from tiercache_backends.chain.write_back import ColdestWatch
 
 if TYPE_CHECKING:
@@ -484,17 +484,10 @@ class Mover:
         settings = self.target.settings
         with self._deletions.watch() as deleted:
             try:
-                page = source.call("scan", lambda store: store.scan(None, cursor))
+                page = source.scan(None, cursor)
             except UnlistedError:  # what earlier processes left in it does not count
                 self._lacks_some |= self._was_level or self.target.figures.dropped > 0
                 return b""
-            entries = [
-                entry
-                for entry in page.entries
-                if entry.meta.namespace != CANARY
-                and settings.write_policy(entry.key.pool) is WritePolicy.THROUGH
-            ]
-            held = self.target.exists([entry.key for entry in entries])
-            lacking = [entry for entry, there in zip(entries, held, strict=True) if not there]
-            self.offer_behind_parents(source, lacking, deleted)
+            entries = [e for e in page.entries if settings.write_policy(e.key.pool) is WritePolicy.THROUGH]
+            self.offer_behind_parents(source, self.target.lacking(entries), deleted)
         return page.cursor

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import secrets
-import struct
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from threading import Lock
-from typing import Final, NamedTuple, Self
+from typing import Final
 
-from tiercache.storage.base import ScanEntry
+from tiercache.errors import UnavailableError
+from tiercache.storage.base import ScanEntry, ScanPage
+from tiercache_backends.chain.tier import Tier
 
 _MAX_SCANS: Final = 64
 """Maximum number of scans under way; beyond it, the scan that was used longest ago is dropped."""
@@ -19,39 +21,27 @@ _MAX_REPORTED: Final = 1 << 20
 Beyond it, the scan that was used longest ago is dropped. A scan that is alone remembers no more then, and may
 name further objects twice.
 """
-_CURSOR: Final = struct.Struct("<4sIQBB")
 _MAGIC: Final = b"scan"
+_CURSOR_BYTES: Final = len(_MAGIC) + 8
 
 
-class Cursor(NamedTuple):
-    """Place at which a scan goes on."""
+@dataclass(slots=True)
+class _Scan:
+    """One scan under way."""
 
-    lineup: int
-    """Number of the lineup with which the scan began."""
-    scan: int
-    """Number of the scan in `ScansUnderWay`."""
-    tier: int
-    """Position of the tier that is scanned next."""
-    done: int = 0
-    """Set of bits: the positions of the tiers that were scanned to their end."""
-    inner: bytes = b""
-    """The tier's own cursor."""
-
-    def to_bytes(self) -> bytes:
-        """Return the cursor as bytes for the caller of a scan."""
-        return _CURSOR.pack(_MAGIC, self.lineup, self.scan, self.tier, self.done) + self.inner
-
-    @classmethod
-    def from_bytes(cls, cursor: bytes) -> Self | None:
-        """Return a cursor that `to_bytes` made, or None: a client of a daemon may pass any bytes."""
-        if len(cursor) < _CURSOR.size or not cursor.startswith(_MAGIC):
-            return None
-        _, lineup, scan, tier, done = _CURSOR.unpack_from(cursor)
-        return cls(lineup, scan, tier, done, cursor[_CURSOR.size :])
+    tiers: Sequence[Tier]
+    """Tiers of the chain when the scan began."""
+    tier: Tier
+    """Tier that is scanned now."""
+    cursor: bytes = b""
+    """Cursor in that tier; empty at its beginning."""
+    done: list[Tier] = field(default_factory=list)
+    reported: set[int] = field(default_factory=set)
+    """Objects that were reported, by the hash of their digests."""
 
 
-class ScansUnderWay:
-    """Memory of scans under way: which objects each has reported.
+class Scans:
+    """Scans under way. The cursor of each is a name that nobody can guess; every call with it goes on.
 
     A scan goes from tier to tier, and several tiers have the same object. What the other tiers have *now*
     does not tell whether the object was reported, because objects move while a scan goes on:
@@ -60,39 +50,58 @@ class ScansUnderWay:
         2. get: object 5 comes up from tier 2 to tier 1
         3. scan: finds object 5 in tier 2, and has to report it
 
-    Thread safety: any thread.
+    Thread safety: any thread; one at a time for each scan.
     """
 
-    def __init__(self, max_reported: int = _MAX_REPORTED) -> None:
-        self._max_reported: Final = max_reported
+    def __init__(self) -> None:
         self._lock: Final = Lock()
-        self._reported: OrderedDict[int, set[int]] = OrderedDict()
+        self._scans: OrderedDict[bytes, _Scan] = OrderedDict()
 
-    def begin(self) -> int:
-        """Return the number of a new scan, which nobody can guess."""
-        scan = secrets.randbits(63)
-        with self._lock:
-            self._reported[scan] = set()
-            if len(self._reported) > _MAX_SCANS:
-                self._reported.popitem(last=False)
-        return scan
+    def page(
+        self, tiers: Sequence[Tier], answering: Sequence[Tier], namespace: bytes | None, cursor: bytes
+    ) -> ScanPage:
+        """Return a part of the objects of a chain with these tiers; see `StorageBackend.scan`."""
+        if cursor and not (cursor.startswith(_MAGIC) and len(cursor) == _CURSOR_BYTES):
+            return ScanPage([], b"")  # a client of a daemon may pass any bytes
+        cursor = cursor or self._begin(_Scan(tiers, answering[0]))
+        scan = self._scans.get(cursor)
+        if scan is None:
+            raise UnavailableError("the scan was dropped for newer ones; begin again")
+        if scan.tiers != tiers:
+            raise UnavailableError("the tiers of the chain were changed during the scan; begin again")
+        tier = scan.tier
+        if not tier.is_readable:
+            raise UnavailableError(f"tier {tier.name!r} was left out during the scan; begin again")
+        page = tier.scan(namespace, scan.cursor)
+        found = self._unreported(cursor, scan, [entry._replace(tier=tier.name) for entry in page.entries])
+        scan.cursor = page.cursor
+        if not page.cursor:
+            scan.done.append(tier)
+            left = [other for other in tiers if other.is_readable and other not in scan.done]
+            if not left:
+                with self._lock:
+                    self._scans.pop(cursor, None)
+                return ScanPage(found, b"")
+            scan.tier = left[0]
+        return ScanPage(found, cursor)
 
-    def unreported(self, scan: int, entries: Sequence[ScanEntry]) -> list[ScanEntry] | None:
-        """Return the entries that a scan has not reported, and note them; None if the scan was dropped."""
+    def _begin(self, scan: _Scan) -> bytes:
+        cursor = _MAGIC + secrets.token_bytes(_CURSOR_BYTES - len(_MAGIC))
         with self._lock:
-            reported = self._reported.get(scan)
-            if reported is None:
-                return None
-            self._reported.move_to_end(scan)
-            new = [entry for entry in entries if hash(entry.key.digest) not in reported]
-            room = self._max_reported - sum(map(len, self._reported.values())) - len(new)
-            while room < 0 and len(self._reported) > 1:
-                room += len(self._reported.popitem(last=False)[1])
+            self._scans[cursor] = scan
+            if len(self._scans) > _MAX_SCANS:
+                self._scans.popitem(last=False)
+        return cursor
+
+    def _unreported(self, cursor: bytes, scan: _Scan, entries: Sequence[ScanEntry]) -> list[ScanEntry]:
+        """Return the entries that a scan has not reported, and note them."""
+        new = [entry for entry in entries if hash(entry.key.digest) not in scan.reported]
+        with self._lock:
+            if cursor in self._scans:
+                self._scans.move_to_end(cursor)
+            room = _MAX_REPORTED - sum(len(one.reported) for one in self._scans.values()) - len(new)
+            while room < 0 and len(self._scans) > 1:
+                room += len(self._scans.popitem(last=False)[1].reported)
             if room >= 0:
-                reported.update(hash(entry.key.digest) for entry in new)
+                scan.reported.update(hash(entry.key.digest) for entry in new)
         return new
-
-    def end(self, scan: int) -> None:
-        """Forget a scan."""
-        with self._lock:
-            self._reported.pop(scan, None)

@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Annotated, Any, Final
 
-from tiercache.config.urls import section_of, storage_url
+from tiercache.config.urls import section_of
 from tiercache.core import PoolName
 from tiercache.errors import ConfigError
 from tiercache.settings import (
     FLAG,
     LIVE,
     Kind,
-    chosen_values,
     duration,
     matching,
     one_of,
@@ -28,7 +27,7 @@ from tiercache.settings import (
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.registry import backend_type, capabilities_of
 from tiercache.storage.tiers import PREFIX, free_name
-from tiercache.text import exact_size, shown
+from tiercache.text import shown
 
 CANARY: Final = b"tiercache canary"
 """Namespace of the objects by which stores are examined, and begin of their layout digest.
@@ -78,12 +77,6 @@ def _read_policies(value: Any) -> dict[str, WritePolicy]:
     return {"": policies.pop("", WritePolicy.THROUGH)} | policies
 
 
-def _policies_text(policies: Mapping[str, WritePolicy]) -> str:
-    pools = [f"{pool}:{policy}" for pool, policy in policies.items() if pool]
-    rest = policies[""]
-    return ",".join(pools + [str(rest)] * (not pools or rest is not WritePolicy.THROUGH))
-
-
 def _read_per_day(value: Any) -> int | None:
     if value == "unlimited":
         return None
@@ -96,8 +89,8 @@ def _read_per_day(value: Any) -> int | None:
 _NAME: Final = matching(
     "[A-Za-z0-9][A-Za-z0-9._-]{0,31}", "is no name; use 1 to 32 letters, digits, dots, dashes or underscores"
 )
-_POLICIES: Final = Kind(_read_policies, _policies_text)
-_PER_DAY: Final = Kind(_read_per_day, lambda nbytes: exact_size(nbytes) if nbytes else "unlimited")
+_POLICIES: Final = Kind(_read_policies)
+_PER_DAY: Final = Kind(_read_per_day)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,27 +135,6 @@ class TierSettings:
     def writes_back(self) -> bool:
         """Whether any pool is written back."""
         return WritePolicy.BACK in self.write.values()
-
-    @property
-    def url(self) -> str:
-        """URL with which the same tier can be opened again."""
-        rest = {
-            name: value for name, value in self.section.items() if name not in ("type", "path", "address")
-        }
-        own = {"name": self.name} | chosen_values(self)
-        chosen = {
-            PREFIX + name: value
-            for name, value in own.items()
-            if not (self.read_only and name in _WRITES)  # nothing can be written
-        }
-        where = {name: self.section.get(name, "") for name in ("path", "address")}
-        texts = {name: _text(value) for name, value in (rest | chosen).items()}
-        return storage_url(self.section.get("type", ""), **where, **texts)
-
-
-def _text(value: Any) -> str:
-    """Return the value of a setting as a URL has it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 LIVE_SETTINGS: Final = frozenset(name for name, one in settings_in(TierSettings).items() if one.is_live)
@@ -213,7 +185,11 @@ def is_live_change(was: TierSettings, to: TierSettings) -> bool:
 
 def _of_store(tier: TierSettings) -> Mapping[str, str]:
     """Return the settings of a tier's store, without its place."""
-    return {name: _text(value) for name, value in tier.section.items() if name not in ("path", "address")}
+    return {
+        name: str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in tier.section.items()
+        if name not in ("path", "address")
+    }
 
 
 def _values(tier: str, own: Mapping[str, Any]) -> dict[str, Any]:

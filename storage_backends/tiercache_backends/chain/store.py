@@ -35,7 +35,7 @@ from tiercache_backends.chain.batches import Offers, SetBatch, read_batch
 from tiercache_backends.chain.changes import Changes, tier_of
 from tiercache_backends.chain.lineup import Lineup, Lineups
 from tiercache_backends.chain.movement import Deletions, Digests
-from tiercache_backends.chain.scans import Cursor, ScansUnderWay
+from tiercache_backends.chain.scans import Scans
 from tiercache_backends.chain.settings import TierSettings, parse_tiers
 from tiercache_backends.chain.shares import ChainShares, check_tiers
 from tiercache_backends.chain.tier import Tier, check_stores
@@ -75,7 +75,7 @@ class TierChain(StorageBackend):
         self._env: Final = env or Env()
         self._deletions: Final = Deletions()
         self._offers: Final = Offers()
-        self._scans: Final = ScansUnderWay()
+        self._scans: Final = Scans()
         try:
             for opened in [tier.begin_open() for tier in tiers]:
                 opened()
@@ -211,31 +211,7 @@ class TierChain(StorageBackend):
 
     def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
         with self._lineups.bound() as lineup:
-            first = lineup.tiers.index(_answering(lineup)[0])
-            at = Cursor.from_bytes(cursor)
-            if not cursor:
-                at = Cursor(lineup.number, self._scans.begin(), first)
-            if at is None:
-                return ScanPage([], b"")
-            if at.lineup != lineup.number or at.tier >= len(lineup.tiers):
-                raise UnavailableError("the tiers of the chain were changed during the scan; begin again")
-            tier = lineup.tiers[at.tier]
-            if not tier.is_readable:
-                raise UnavailableError(f"tier {tier.name!r} was left out during the scan; begin again")
-            page = tier.scan(namespace, at.inner)
-            found = self._scans.unreported(
-                at.scan, [entry._replace(tier=tier.name) for entry in page.entries]
-            )
-            if found is None:
-                raise UnavailableError("the scan was dropped for newer ones; begin again")
-            if page.cursor:
-                return ScanPage(found, at._replace(inner=page.cursor).to_bytes())
-            done = at.done | 1 << at.tier
-            left = [n for n, other in enumerate(lineup.tiers) if other.is_readable and not done >> n & 1]
-            if not left:
-                self._scans.end(at.scan)
-                return ScanPage(found, b"")
-            return ScanPage(found, at._replace(tier=left[0], done=done, inner=b"").to_bytes())
+            return self._scans.page(lineup.tiers, _answering(lineup), namespace, cursor)
 
     def register_namespace(self, record: NamespaceRecord) -> None:
         with self._lineups.bound() as lineup:

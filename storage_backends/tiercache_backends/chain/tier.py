@@ -168,6 +168,11 @@ class Tier(MonitoredStore):
             return []
         return self.call("exists", lambda store: _each(store.exists(keys), keys), len(keys) * KEY_BYTES)
 
+    def lacking(self, entries: Sequence[ScanEntry]) -> list[ScanEntry]:
+        """Return those of the objects that the tier lacks; raises StorageError if it cannot be asked."""
+        held = self.exists([entry.key for entry in entries])
+        return [entry for entry, there in zip(entries, held, strict=True) if not there]
+
     def describe(self, keys: Sequence[ObjectKey]) -> list[ScanEntry | None]:
         """Return the entries of objects in the tier; raises StorageError if it cannot be asked."""
         if not keys:
@@ -255,7 +260,6 @@ class Tier(MonitoredStore):
         return TierReport(
             name=self.name,
             kind=self.kind,
-            url=self.settings.url,
             health=str(self.health),
             why=self.why,
             objects=usage.objects,

@@ -95,21 +95,13 @@ class ColdestWatch:
             ahead = sum(entry.meta.length for entry in entries)
             # The answer may be short: little can be restored, or the store ended it early.
             step = _NEVER if coldest is None else max(min(ahead, spare) // _SHARE, min(step, _LEAST))
-        missing = self._missing(entries)
+        policy = self._target.settings.write_policy
+        wanted = [e for e in entries if policy(e.key.pool) is WritePolicy.BACK and e.meta.namespace != CANARY]
+        held = self._target.exists([entry.key for entry in wanted])
+        missing = [entry for entry, there in zip(wanted, held, strict=True) if not there]
         self._source, self._moved, self.step = source, moved, step
         self._looked_at = time.monotonic()
         return source, missing
-
-    def _missing(self, entries: Sequence[ScanEntry]) -> list[ScanEntry]:
-        """Return those of the objects that are written back and that the target lacks."""
-        settings = self._target.settings
-        wanted = [
-            entry
-            for entry in entries
-            if settings.write_policy(entry.key.pool) is WritePolicy.BACK and entry.meta.namespace != CANARY
-        ]
-        held = self._target.exists([entry.key for entry in wanted])
-        return [entry for entry, there in zip(wanted, held, strict=True) if not there]
 
 
 def _nearest(above: Sequence[Tier]) -> Tier | None:

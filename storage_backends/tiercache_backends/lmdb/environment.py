@@ -29,7 +29,6 @@ from typing import Any, Final, TypeVar
 import lmdb
 
 from tiercache.core import Outcome
-from tiercache.errors import ClosedError
 from tiercache.storage.env import Env, close_quietly
 from tiercache_backends.local.directory import check_named, is_full
 
@@ -216,8 +215,7 @@ class PageBudget:
 class Environment:
     """Open LMDB environment, whose failures are OSErrors.
 
-    In a forked child every transaction raises ClosedError. After damage was met, every transaction raises
-    DamagedError, so that nothing of the map is touched again.
+    After damage was met, every transaction raises DamagedError, so that nothing of the map is touched again.
 
     `map_bytes`: size of the map; 0 means the size that the last writer stored in the file. `last_sync`: each
     commit also syncs LMDB's head page, so that the last transaction survives a power cut. `read_only`: no
@@ -238,7 +236,6 @@ class Environment:
         alone: bool = False,
     ) -> None:
         self._env = env
-        self._pid = env.getpid()
         self._writer_lock = WriterLock(env, os.path.join(path, "WRITER"))
         self.read_only: Final = read_only
         self.path: Final = path
@@ -430,10 +427,6 @@ class Environment:
         finally:
             close_quietly(self._env, fd)
 
-    def is_ours(self) -> bool:
-        """Return whether this process opened the environment; False in a forked child."""
-        return self._env.getpid() == self._pid
-
     def check_there(self) -> None:
         """Raise OSError unless the file is still at the path where it was opened."""
         check_named(self._env, self._data, self._fd)
@@ -458,11 +451,6 @@ class Environment:
             return self._lmdb.begin(buffers=True)
 
     def _check_usable(self) -> None:
-        if self._env.getpid() != self._pid:
-            raise ClosedError(
-                f"the store in {self.path} was opened before this process was forked; open it again in this"
-                " process"
-            )
         if self.broken:
             raise DamagedError(
                 EIO, f"{self.path} must be closed, in all processes, and opened again: {self.broken}"

@@ -108,13 +108,8 @@ class Opened:
             directory.record_capacity(size.capacity)
 
     def close(self) -> None:
-        """Close the environment, note how it was left, and release the directory.
-
-        Does nothing in a forked child.
-        """
+        """Close the environment, note how it was left, and release the directory."""
         environment, directory = self.environment, self.directory
-        if not environment.is_ours():
-            return
         environment.close()
         try:
             if environment.is_damaged and not environment.read_only:

@@ -180,7 +180,10 @@ class LmdbBackend(StorageBackend):
             gone = self._pending.remove(list(places))
             # Without this sync, a power cut could undo the last transaction and bring deleted objects back.
             if gone and not self._power:
-                self._sync_deletions()
+                try:
+                    self._environment.sync()
+                except OSError as error:
+                    self._errors.failed("syncing a deletion", error)
             return first_of_each(keys, {place_of(place) for place in gone})
 
     def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
@@ -274,7 +277,7 @@ class LmdbBackend(StorageBackend):
     def close(self) -> None:
         if self._gate.close():
             self._following.close()
-            if self._environment.is_ours() and not self._read_only:
+            if not self._read_only:
                 self._pending.flush()
             self._store.close()
 
@@ -292,13 +295,6 @@ class LmdbBackend(StorageBackend):
         except OSError as error:
             self._errors.failed(what, error)
             raise StorageError(f"the store in {self._store.path} cannot be read: {error}") from error
-
-    def _sync_deletions(self) -> None:
-        """Write the last transaction to the medium, so that no power cut brings deleted objects back."""
-        try:
-            self._environment.sync()
-        except OSError as error:
-            self._errors.failed("syncing a deletion", error)
 
     def _totals(self, txn: Any) -> tuple[StoreTotals, int]:
         return StoreTotals.unpack(txn.get(FACTS, db=self._environment.facts)), self._environment.used_pages(

@@ -15,6 +15,7 @@ from tiercache_backends.chain.tier import Tier
 
 from tests.storage.backends import OwnConformance
 from tiercache.core import ObjectKey, ObjectMeta
+from tiercache.settings import settings_in
 from tiercache.storage.base import Capabilities, StorageBackend, TierReport, Usage
 from tiercache.storage.env import Env
 
@@ -145,9 +146,33 @@ class ChainHooks(OwnConformance):
         return self.parts[-1]().scanned(meta)
 
 
+def is_ahead(upper: StorageBackend, lower: StorageBackend) -> bool:
+    """Whether the lower tier has what the upper one evicts next, if that is nearly full.
+
+    The upper tier is looked at after every quarter of a fifth of its capacity, so a tenth is always copied in
+    the end.
+    """
+    usage = upper.usage()
+    if usage.used_bytes <= 0.86 * usage.capacity_bytes:
+        return True
+    coldest = upper.coldest(usage.capacity_bytes // 10)
+    assert coldest is not None
+    return all(lower.exists([entry.key for entry in coldest]))
+
+
 def listed(store: Any) -> dict[str, Any]:
-    """The tiers of a chain: a URL of each, by name, in order."""
-    return {tier.name: tier.settings.url for tier in chain_of(store).tiers if not tier.leaving}
+    """The tiers of a chain: a section of each that opens it again, by name, in order."""
+    return {tier.name: section(tier.settings) for tier in chain_of(store).tiers if not tier.leaving}
+
+
+def section(settings: TierSettings) -> dict[str, Any]:
+    """The section of a tier with these settings."""
+    own = {name: getattr(settings, name) for name in settings_in(TierSettings)}
+    own["write"] = ",".join(f"{pool}:{policy}" if pool else policy for pool, policy in own["write"].items())
+    own["write_per_day"] = own["write_per_day"] or "unlimited"
+    if settings.read_only:  # nothing can be written
+        own = {name: value for name, value in own.items() if not name.startswith("write")}
+    return {**settings.section, **{f"tier_{name}": value for name, value in own.items()}}
 
 
 def relist(store: Any, specs: Iterable[Any], drop: Collection[str] = ()) -> None:

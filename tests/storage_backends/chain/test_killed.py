@@ -23,8 +23,7 @@ import pytest
 from tiercache_backends.chain import TierChain
 
 from tests.campaign.stores import check_integrity
-from tests.storage_backends.chain.hooks import add, chain_of, remove, replace_tier
-from tests.storage_backends.chain.test_processes import is_ahead
+from tests.storage_backends.chain.hooks import add, chain_of, is_ahead, remove, replace_tier, store_of
 from tiercache.core import Outcome
 from tiercache.errors import UnavailableError
 from tiercache.storage import open_backend
@@ -106,7 +105,7 @@ class Life:
         while True:
             self.store()
             self.delete()
-            while not is_ahead(chain):
+            while not is_ahead(*map(store_of, chain.tiers)):
                 time.sleep(0.001)
 
     def promotion(self) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from tiercache_backends.chain.settings import Promotion, WritePolicy
 
-from tests.storage_backends.chain.hooks import add, listed, relist, remove, replace_tier
+from tests.storage_backends.chain.hooks import add, listed, relist, remove, replace_tier, section
 from tests.storage_backends.chain.test_live import has_all, names_of, opened
 from tiercache.core import Outcome
 from tiercache.errors import UnavailableError
@@ -164,7 +164,7 @@ class Storm:
         promote = self.random.choice(["second", "always", "never"])
         tier = self.random.choice(self.chain.tiers)
         settings = replace(tier.settings, write={"": WritePolicy(write)}, promote=Promotion(promote))
-        replace_tier(self.chain, tier.name, settings.url)
+        replace_tier(self.chain, tier.name, section(settings))
 
 
 def threads_of_chains() -> list[str]:

@@ -7,27 +7,25 @@ import time
 from contextlib import suppress
 
 import pytest
-from tiercache_backends.chain.scans import ScansUnderWay
+from tiercache_backends.chain import scans
 from tiercache_backends.file import FileBackend
 from tiercache_backends.memory import MemoryBackend
 
-from tests.storage_backends.chain.stores import Hanging, Refusing, chain_over, health, held
+from tests.storage_backends.chain.stores import Hanging, Refusing, health, held
 from tests.storage_backends.grpc.nodes import daemon_settings
 from tests.waiting import until
 from tiercache.core import Outcome
 from tiercache.daemon import StorageServer
 from tiercache.errors import ClosedError, RefusedError, StorageError, UnavailableError
-from tiercache.storage.base import ScanEntry
 from tiercache.storage.registry import open_backend
 from tiercache.testing.faulty import Outage
 from tiercache.testing.objects import fetch, key, payload, put, to_set
 
 HIT, MISS, STORED, UNAVAILABLE = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.UNAVAILABLE
 SIZE = 5000
-BLOCK = 4096
 
 
-def test_no_tier_answers():
+def test_no_tier_answers(chain_over):
     away = [Outage(MemoryBackend()) for _ in range(2)]
     chain = chain_over(*away)
     put(chain, key("a"), payload("a", SIZE))
@@ -50,10 +48,9 @@ def test_no_tier_answers():
     for each in away:
         each.end()
     until(lambda: fetch(chain, key("a"), SIZE) == payload("a", SIZE))
-    chain.close()
 
 
-def test_a_chain_does_not_work_in_a_forked_process():
+def test_a_chain_does_not_work_in_a_forked_process(chain_over):
     chain = chain_over(MemoryBackend(), MemoryBackend())
     child = os.fork()
     if not child:
@@ -67,19 +64,17 @@ def test_a_chain_does_not_work_in_a_forked_process():
         os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
     assert chain.exists([key("a")]) == [False]
-    chain.close()
 
 
-def test_a_refused_deletion_is_said_and_takes_no_tier_away():
+def test_a_refused_deletion_is_said_and_takes_no_tier_away(chain_over):
     chain = chain_over(Refusing(), MemoryBackend())
     put(chain, key("a"), payload("a", SIZE))
     with pytest.raises(RefusedError, match="keeps what it has"):
         chain.delete([key("a")])
     assert health(chain) == ["serving", "serving"]
-    chain.close()
 
 
-def test_a_flush_says_that_a_tier_with_new_objects_is_out():
+def test_a_flush_says_that_a_tier_with_new_objects_is_out(chain_over):
     away = Outage(MemoryBackend())
     chain = chain_over(away, MemoryBackend())
     put(chain, key("a"), payload("a", SIZE))
@@ -95,10 +90,9 @@ def test_a_flush_says_that_a_tier_with_new_objects_is_out():
     for _ in range(3):
         fetch(chain, key("a"), SIZE)
     chain.flush()
-    chain.close()
 
 
-def test_a_flush_means_every_tier_that_is_written_through(tmp_path):
+def test_a_flush_means_every_tier_that_is_written_through(chain_over, tmp_path):
     disk = Outage(FileBackend(str(tmp_path / "far"), 16 << 20))
     chain = chain_over(FileBackend(str(tmp_path / "near"), 16 << 20), disk)
     items = [to_set(key(n), payload(n, SIZE)) for n in range(300)]
@@ -117,7 +111,6 @@ def test_a_flush_means_every_tier_that_is_written_through(tmp_path):
         until(lambda: health(chain) == ["serving", "serving"])
         client.flush()
         assert held(disk, *range(300)) == [True] * 300
-    chain.close()
 
 
 def _asks(chain):
@@ -127,7 +120,7 @@ def _asks(chain):
     return "serving" in health(chain)
 
 
-def test_a_flush_counts_what_only_a_tier_has_that_is_out(tmp_path):
+def test_a_flush_counts_what_only_a_tier_has_that_is_out(chain_over, tmp_path):
     """The near tier is flushed and goes away before the far one, which was away, could copy from it."""
     near, far = (Outage(FileBackend(str(tmp_path / name), 16 << 20)) for name in ("near", "far"))
     chain = chain_over(near, far)
@@ -146,10 +139,9 @@ def test_a_flush_counts_what_only_a_tier_has_that_is_out(tmp_path):
     until(lambda: health(chain) == ["serving", "serving"])
     chain.flush()
     assert held(far, *range(20)) == [True] * 20
-    chain.close()
 
 
-def test_a_tier_that_hangs_in_a_flush_holds_nobody(tmp_path):
+def test_a_tier_that_hangs_in_a_flush_holds_nobody(chain_over, tmp_path):
     disk = Hanging(FileBackend(str(tmp_path / "far"), 16 << 20), "flush")
     chain = chain_over(MemoryBackend(), disk, settings={1: {"deadline": 0.3}})
     put(chain, key("a"), payload("a", SIZE))
@@ -161,10 +153,9 @@ def test_a_tier_that_hangs_in_a_flush_holds_nobody(tmp_path):
     disk.release()
     until(lambda: health(chain) == ["serving", "serving"])
     chain.flush()
-    chain.close()
 
 
-def test_a_scan_names_what_a_tier_has_that_comes_back_meanwhile():
+def test_a_scan_names_what_a_tier_has_that_comes_back_meanwhile(chain_over):
     away = Outage(MemoryBackend())
     chain = chain_over(away, MemoryBackend())
     names = range(3000)
@@ -181,10 +172,9 @@ def test_a_scan_names_what_a_tier_has_that_comes_back_meanwhile():
         page = chain.scan(cursor=page.cursor)
         found += page.entries
     assert {entry.key for entry in found} == {key(n) for n in names}
-    chain.close()
 
 
-def test_nothing_is_deleted_while_a_read_only_tier_is_out():
+def test_nothing_is_deleted_while_a_read_only_tier_is_out(chain_over):
     away = Outage(MemoryBackend())
     put(away, key("old"), payload("old", SIZE))
     chain = chain_over(MemoryBackend(), away, settings={1: {"read_only": True}})
@@ -194,10 +184,9 @@ def test_nothing_is_deleted_while_a_read_only_tier_is_out():
     with pytest.raises(UnavailableError):
         chain.delete([key("old")])
     away.end()
-    chain.close()
 
 
-def test_a_flush_does_not_fail_for_a_tier_that_has_copies_only():
+def test_a_flush_does_not_fail_for_a_tier_that_has_copies_only(chain_over):
     away = Outage(MemoryBackend())
     chain = chain_over(MemoryBackend(), away)
     put(chain, key("a"), payload("a", SIZE))
@@ -206,10 +195,9 @@ def test_a_flush_does_not_fail_for_a_tier_that_has_copies_only():
     until(lambda: fetch(chain, key("x"), SIZE) is MISS and health(chain) == ["serving", "out"])
     chain.flush()
     away.end()
-    chain.close()
 
 
-def test_scans_that_are_never_ended_take_bounded_memory():
+def test_scans_that_are_never_ended_take_bounded_memory(chain_over):
     chain = chain_over(MemoryBackend(), MemoryBackend())
     put(chain, key("a"), payload("a", SIZE))
     first = chain.scan()
@@ -219,18 +207,16 @@ def test_scans_that_are_never_ended_take_bounded_memory():
     with pytest.raises(UnavailableError, match="dropped for newer ones"):
         chain.scan(cursor=first.cursor)
     assert [entry.key for entry in chain.scan_all()] == [key("a")]
-    chain.close()
 
 
-def test_a_scan_that_is_alone_may_name_objects_twice_beyond_the_limit():
-    scans = ScansUnderWay(max_reported=10)
-    entries = [ScanEntry(key(n), to_set(key(n), b"x").meta) for n in range(8)]
-    scan = scans.begin()
-    assert scans.unreported(scan, entries) == entries
-    assert scans.unreported(scan, entries) == []
-    more = [ScanEntry(key(n), to_set(key(n), b"x").meta) for n in range(8, 16)]
-    for _ in range(2):
-        assert scans.unreported(scan, more) == more, "nothing is left out"
-    other = scans.begin()
-    assert scans.unreported(other, more) == more
-    assert scans.unreported(scan, entries) is None, "the older scan made room"
+def test_a_scan_that_is_alone_may_name_objects_twice_beyond_the_limit(chain_over, monkeypatch):
+    chain = chain_over(MemoryBackend(), MemoryBackend())
+    chain.set([to_set(key(n), b"x") for n in range(3)])
+    chain.flush()
+    for limit, named in ((2, 6), (4, 3)):
+        monkeypatch.setattr(scans, "_MAX_REPORTED", limit)  # private: a million objects
+        assert len(list(chain.scan_all())) == named, "nothing is left out"
+    older = chain.scan()
+    assert len(chain.scan().entries) == 3
+    with pytest.raises(UnavailableError, match="dropped for newer ones"):
+        chain.scan(cursor=older.cursor)

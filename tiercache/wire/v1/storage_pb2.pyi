@@ -495,7 +495,7 @@ class UsageReply(_message.Message):
     def __init__(self, objects: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., texts: _Optional[_Mapping[str, str]] = ..., numbers: _Optional[_Mapping[str, int]] = ..., tiers: _Optional[_Iterable[_Union[TierReport, _Mapping]]] = ...) -> None: ...
 
 class TierReport(_message.Message):
-    __slots__ = ("name", "kind", "health", "why", "objects", "payload_bytes", "used_bytes", "capacity_bytes", "read_objects", "read_bytes", "written_objects", "written_bytes", "waiting", "dropped", "lost_calls", "last_read", "texts", "numbers", "url")
+    __slots__ = ("name", "kind", "health", "why", "objects", "payload_bytes", "used_bytes", "capacity_bytes", "read_objects", "read_bytes", "written_objects", "written_bytes", "waiting", "dropped", "lost_calls", "last_read", "texts", "numbers")
     class TextsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -528,7 +528,6 @@ class TierReport(_message.Message):
     LAST_READ_FIELD_NUMBER: _ClassVar[int]
     TEXTS_FIELD_NUMBER: _ClassVar[int]
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
-    URL_FIELD_NUMBER: _ClassVar[int]
     name: str
     kind: str
     health: str
@@ -547,8 +546,7 @@ class TierReport(_message.Message):
     last_read: float
     texts: _containers.ScalarMap[str, str]
     numbers: _containers.ScalarMap[str, int]
-    url: str
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., health: _Optional[str] = ..., why: _Optional[str] = ..., objects: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., read_objects: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_objects: _Optional[int] = ..., written_bytes: _Optional[int] = ..., waiting: _Optional[int] = ..., dropped: _Optional[int] = ..., lost_calls: _Optional[int] = ..., last_read: _Optional[float] = ..., texts: _Optional[_Mapping[str, str]] = ..., numbers: _Optional[_Mapping[str, int]] = ..., url: _Optional[str] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., health: _Optional[str] = ..., why: _Optional[str] = ..., objects: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., read_objects: _Optional[int] = ..., read_bytes: _Optional[int] = ..., written_objects: _Optional[int] = ..., written_bytes: _Optional[int] = ..., waiting: _Optional[int] = ..., dropped: _Optional[int] = ..., lost_calls: _Optional[int] = ..., last_read: _Optional[float] = ..., texts: _Optional[_Mapping[str, str]] = ..., numbers: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class ReloadRequest(_message.Message):
     __slots__ = ("drop",)
