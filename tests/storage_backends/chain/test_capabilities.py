@@ -54,15 +54,6 @@ def test_settings_tell_what_a_store_is_capable_of(
     assert [getattr(able, name) for name in has + lacks] == [True] * len(has) + [False] * len(lacks)
 
 
-def test_nothing_is_written_back_from_a_store_that_evicts_nothing() -> None:
-    below = "file:///b?capacity=16MiB&tier_write=write_back"
-    with pytest.raises(ConfigError, match="above it has no capacity"):
-        parse_tiers(["memory://?capacity=0MiB", below])
-    with pytest.raises(ConfigError, match="cannot say what it"):
-        parse_tiers(["s3://bucket/a", below])
-    parse_tiers(["memory://?capacity=1GiB", below])
-
-
 def test_a_prefix_of_a_bucket_is_no_directory() -> None:
     parse_tiers(["file:///kv?capacity=16MiB", "s3://bucket/kv", "s3://other/kv", "s3://bucket/kv2"])
     with pytest.raises(ConfigError, match="both at bucket/kv"):

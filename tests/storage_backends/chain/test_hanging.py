@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from tiercache_backends.memory import MemoryBackend
 
-from tests.storage_backends.chain.stores import Hanging, chain_over, health, held
+from tests.storage_backends.chain.stores import Hanging, health, held
 from tests.waiting import until
 from tiercache.core import Outcome
 from tiercache.errors import ClosedError
@@ -21,7 +21,7 @@ SIZE = 5000
 BLOCK = 4096
 
 
-def test_a_get_that_hangs_withholds_the_blocks_until_it_returns():
+def test_a_get_that_hangs_withholds_the_blocks_until_it_returns(chain_over):
     slow, below = Hanging(MemoryBackend(), "get"), MemoryBackend()
     chain = chain_over(slow, below, settings={0: {"deadline": 0.2}})
     arena = HostArena(8 * BLOCK, BLOCK, huge_pages=False)
@@ -45,7 +45,7 @@ def test_a_get_that_hangs_withholds_the_blocks_until_it_returns():
     arena.close()
 
 
-def test_a_get_that_hangs_does_not_touch_other_memory_later():
+def test_a_get_that_hangs_does_not_touch_other_memory_later(chain_over):
     slow, below = Hanging(MemoryBackend(), "get"), MemoryBackend()
     chain = chain_over(slow, below, settings={0: {"deadline": 0.2}})
     put(chain, key("a"), payload("a", SIZE))
@@ -59,10 +59,9 @@ def test_a_get_that_hangs_does_not_touch_other_memory_later():
     slow.release()
     until(lambda: health(chain) == ["serving", "serving"])
     assert content(item) == b"\x11" * SIZE
-    chain.close()
 
 
-def test_a_set_that_hangs_stores_what_it_was_given():
+def test_a_set_that_hangs_stores_what_it_was_given(chain_over):
     first, below = MemoryBackend(), MemoryBackend()
     slow = Hanging(first, "set")
     chain = chain_over(slow, below, settings={0: {"deadline": 0.2}})
@@ -74,10 +73,9 @@ def test_a_set_that_hangs_stores_what_it_was_given():
     slow.release()
     until(lambda: held(first, "a") == [True])
     assert fetch(first, key("a"), SIZE) == payload("a", SIZE)
-    chain.close()
 
 
-def test_a_set_that_hangs_stores_nothing_else_from_attached_memory():
+def test_a_set_that_hangs_stores_nothing_else_from_attached_memory(chain_over):
     """The store reads the blocks when their owner has written something else there."""
     first, below = MemoryBackend(), MemoryBackend()
     slow = Hanging(first, "set")
@@ -99,21 +97,22 @@ def test_a_set_that_hangs_stores_nothing_else_from_attached_memory():
         views.clear()
 
 
-def test_a_deleted_object_does_not_come_back_with_a_set_that_hung():
+def test_a_deleted_object_does_not_come_back_with_a_set_that_hung(chain_over):
     first, below = MemoryBackend(), MemoryBackend()
     slow = Hanging(first, "set")
     chain = chain_over(slow, below, settings={0: {"deadline": 0.2}})
     slow.hang()
     assert put(chain, key("a"), payload("a", SIZE)) is STORED
     assert chain.delete([key("a")]) == [True]
+    assert not any(tier.tick() for tier in chain.tiers for _ in range(100))
+    assert health(chain) == ["out", "serving"], "until the set has returned"
     slow.release()
     until(lambda: health(chain) == ["serving", "serving"])
     until(lambda: held(first, "a") == [False])
     assert fetch(chain, key("a"), SIZE) is MISS
-    chain.close()
 
 
-def test_a_copy_that_hangs_does_not_bring_a_deleted_object_back():
+def test_a_copy_that_hangs_does_not_bring_a_deleted_object_back(chain_over):
     below = MemoryBackend()
     slow = Hanging(below, "set")
     chain = chain_over(MemoryBackend(), slow, settings={1: {"deadline": 0.3}})
@@ -124,10 +123,9 @@ def test_a_copy_that_hangs_does_not_bring_a_deleted_object_back():
     slow.release()
     until(lambda: health(chain) == ["serving", "serving"])
     until(lambda: held(below, "a") == [False])
-    chain.close()
 
 
-def test_closing_does_not_wait_for_what_hangs():
+def test_closing_does_not_wait_for_what_hangs(chain_over):
     slow = Hanging(MemoryBackend(), "get")
     chain = chain_over(MemoryBackend(), slow, settings={1: {"deadline": 0.2}})
     slow.hang()
@@ -138,7 +136,7 @@ def test_closing_does_not_wait_for_what_hangs():
     slow.release()
 
 
-def test_a_late_set_costs_no_object_that_it_does_not_have():
+def test_a_late_set_costs_no_object_that_it_does_not_have(chain_over):
     first = MemoryBackend()
     slow = Hanging(first, "set")
     chain = chain_over(slow, MemoryBackend(), settings={0: {"deadline": 0.2}})
@@ -152,16 +150,3 @@ def test_a_late_set_costs_no_object_that_it_does_not_have():
     assert fetch(chain, key("b"), SIZE) == payload("b", SIZE)
     assert put(chain, key("c"), payload("c", SIZE)) is STORED
     assert fetch(chain, key("c"), SIZE) == payload("c", SIZE)
-    chain.close()
-
-
-def test_a_tier_stays_out_until_a_set_that_hung_has_returned():
-    slow = Hanging(MemoryBackend(), "set")
-    chain = chain_over(slow, MemoryBackend(), settings={0: {"deadline": 0.2}})
-    slow.hang()
-    put(chain, key("a"), payload("a", SIZE))
-    assert not any(tier.tick() for tier in chain.tiers for _ in range(100))
-    assert health(chain) == ["out", "serving"]
-    slow.release()
-    until(lambda: health(chain) == ["serving", "serving"])
-    chain.close()

@@ -10,7 +10,7 @@ import pytest
 from tiercache_backends.chain.settings import Promotion, WritePolicy
 from tiercache_backends.memory import MemoryBackend
 
-from tests.storage_backends.chain.stores import Hanging, chain_over, health, held
+from tests.storage_backends.chain.stores import Hanging, health, held
 from tests.waiting import until
 from tiercache.core import Outcome
 from tiercache.errors import UnavailableError
@@ -41,7 +41,7 @@ class Callers:
         return self.outcomes
 
 
-def test_gets_go_on_to_the_next_tier_while_the_first_is_busy():
+def test_gets_go_on_to_the_next_tier_while_the_first_is_busy(chain_over):
     slow, below = Hanging(MemoryBackend(), "get"), MemoryBackend()
     for store, names in ((slow, "abc"), (below, "b")):
         for name in names:
@@ -59,10 +59,9 @@ def test_gets_go_on_to_the_next_tier_while_the_first_is_busy():
     assert callers.join() == [payload("a", SIZE)] * 2
     assert fetch(chain, key("c"), SIZE) == payload("c", SIZE)
     assert not chain.tiers[0].is_busy
-    chain.close()
 
 
-def test_sets_go_on_to_the_next_tier_while_the_first_is_busy():
+def test_sets_go_on_to_the_next_tier_while_the_first_is_busy(chain_over):
     first, below = MemoryBackend(), MemoryBackend()
     slow = Hanging(first, "set")
     chain = chain_over(slow, below, settings={0: TWO, 1: ALONE})
@@ -78,31 +77,15 @@ def test_sets_go_on_to_the_next_tier_while_the_first_is_busy():
         [True, True, False],
         [False, False, True],
     )
-    chain.close()
 
 
-def test_a_chain_whose_only_tier_is_busy_throttles():
-    slow = Hanging(MemoryBackend(), "set")
-    chain = chain_over(slow, settings={0: TWO})
-    slow.hang()
-    callers = Callers()
-    for name in "ab":
-        callers.start(put, chain, key(name), payload(name, SIZE))
-    until(lambda: chain.tiers[0].is_busy)
-    assert put(chain, key("c"), payload("c", SIZE)) is THROTTLED
-    slow.release()
-    assert callers.join() == [STORED] * 2
-    chain.close()
-
-
-def test_one_call_may_be_larger_than_what_may_be_under_way():
+def test_one_call_may_be_larger_than_what_may_be_under_way(chain_over):
     chain = chain_over(MemoryBackend(), settings={0: TWO})
     names = range(20)
     assert chain.set([to_set(key(n), payload(n, SIZE)) for n in names]) == [STORED] * 20
-    chain.close()
 
 
-def test_copies_wait_while_their_tier_is_busy():
+def test_copies_wait_while_their_tier_is_busy(chain_over):
     upper, inner = MemoryBackend(), MemoryBackend()
     slow = Hanging(inner, "get")
     chain = chain_over(upper, slow, settings={1: {**TWO, "threads": 4}})
@@ -121,10 +104,9 @@ def test_copies_wait_while_their_tier_is_busy():
     until(lambda: held(inner, "b") == [True])
     assert chain.usage().tiers[1].dropped == 0
     callers.join()
-    chain.close()
 
 
-def test_a_call_that_was_given_up_counts_until_it_has_returned():
+def test_a_call_that_was_given_up_counts_until_it_has_returned(chain_over):
     slow = Hanging(MemoryBackend(), "get")
     chain = chain_over(slow, MemoryBackend(), settings={0: {**TWO, "in_flight": SIZE, "deadline": 0.2}})
     put(chain, key("a"), payload("a", SIZE))
@@ -135,20 +117,6 @@ def test_a_call_that_was_given_up_counts_until_it_has_returned():
     slow.release()
     until(lambda: not chain.tiers[0].is_busy)
     until(lambda: health(chain) == ["serving", "serving"])
-    chain.close()
-
-
-def test_a_call_that_finds_no_thread_is_over_too():
-    over, free = threading.Event(), threading.Event()
-    calls = Guard("tier t", 1, 0.1)
-    hung = calls.begin("get", free.wait, 32 << 20)
-    waiting = calls.begin("get", lambda: None, over=over.set)
-    with pytest.raises(NoThreadError):
-        waiting.result()
-    free.set()
-    hung.result()
-    assert over.wait(30)
-    calls.close()
 
 
 def test_a_call_that_waited_for_one_that_hangs_gets_no_time_anew():

@@ -19,6 +19,8 @@ from tiercache.testing.faults import FaultEnv
 from tiercache.testing.objects import fetch, key, payload, put
 
 SIZE = 5000
+CALLS = ("listdir", "realpath", "lstat", "open")
+"""Calls that look at a disk."""
 
 
 class SickDisk(FaultEnv):
@@ -35,7 +37,7 @@ class SickDisk(FaultEnv):
     def hang_all(self):
         """Let every call hang that looks at the disk, as of a file server that is gone."""
         hang = self.hang("listdir", times=10**9)
-        for call in ("realpath", "lstat", "open"):
+        for call in CALLS[1:]:
             self.add(call, hang, times=10**9)
         return hang
 
@@ -51,13 +53,6 @@ def urls_of(path, kind="file", deadline="300ms"):
 def opened(path, env, **own) -> TierChain:
     (path / "sick").mkdir(exist_ok=True)
     return chain_of(open_backend(urls_of(path, **own), env=env))
-
-
-def comes_back(chain: TierChain) -> None:
-    """A sick tier is out, the chain serves without it, and it comes back when its disk is well."""
-    assert [tier.is_readable for tier in chain.tiers] == [False, True]
-    assert put(chain, key("a"), payload("a", SIZE)) is Outcome.STORED
-    assert fetch(chain, key("a"), SIZE) == payload("a", SIZE)
 
 
 def test_a_second_chain_over_the_same_directories_is_refused_or_waits(tmp_path):
@@ -83,26 +78,20 @@ def test_a_second_chain_over_the_same_directories_is_refused_or_waits(tmp_path):
     second.close()
 
 
-@pytest.mark.parametrize("kind", ["file", "lmdb"])
-def test_a_disk_that_does_not_answer_leaves_its_tier_out(tmp_path, kind):
+@pytest.mark.parametrize(("kind", "hangs"), [("file", True), ("lmdb", True), ("file", False)])
+def test_a_disk_that_does_not_answer_or_fails_leaves_its_tier_out(tmp_path, kind, hangs):
     env = SickDisk(tmp_path / "sick")
-    hang = env.hang_all()
-    chain = opened(tmp_path, env, kind=kind)
-    comes_back(chain)
-    hang.release()
-    until(lambda: chain.tiers[0].is_readable)
-    chain.close()
-
-
-def test_a_disk_that_fails_leaves_its_tier_out(tmp_path):
-    env = SickDisk(tmp_path / "sick")
-    for call in ("listdir", "realpath", "lstat", "open"):
+    hang = env.hang_all() if hangs else None
+    for call in () if hangs else CALLS:
         env.fail(call, times=10**9, error=errno.ESTALE)
-    chain = opened(tmp_path, env)
-    comes_back(chain)
-    env.clear()
-    until(lambda: chain.tiers[0].is_readable)
-    chain.close()
+    with opened(tmp_path, env, kind=kind) as chain:
+        assert [tier.is_readable for tier in chain.tiers] == [False, True]
+        assert put(chain, key("a"), payload("a", SIZE)) is Outcome.STORED
+        assert fetch(chain, key("a"), SIZE) == payload("a", SIZE)
+        env.clear()
+        if hang is not None:
+            hang.release()
+        until(lambda: chain.tiers[0].is_readable)
 
 
 def test_disks_that_do_not_answer_are_waited_for_together(tmp_path):
@@ -180,13 +169,6 @@ def test_a_directory_without_permission_refuses_the_chain(tmp_path):
     env.fail("listdir", error=errno.EACCES)
     with pytest.raises(ConfigError, match="name a directory of this user's"):
         opened(tmp_path, env)
-
-
-def test_two_tiers_at_one_place_under_two_names_are_refused(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").symlink_to(tmp_path / "a")
-    with pytest.raises(ConfigError, match=r"are both at .*/a"):
-        open_backend([f"file://{tmp_path}/{name}?capacity=16MiB" for name in "ab"])
 
 
 def test_a_plain_store_says_that_its_disk_fails(tmp_path):

@@ -13,7 +13,7 @@ from tiercache_backends.chain.tier import Tier
 from tiercache_backends.file import FileBackend
 from tiercache_backends.memory import MemoryBackend
 
-from tests.storage_backends.chain.stores import Broken, Forgetful, Hanging, Hiccup, chain_over, health, held
+from tests.storage_backends.chain.stores import Broken, Forgetful, Hanging, Hiccup, health, held
 from tests.waiting import until
 from tiercache.core import Outcome
 from tiercache.errors import RefusedError, StorageError, UnavailableError
@@ -25,10 +25,9 @@ from tiercache.testing.objects import NAMESPACE, fetch, key, payload, put, to_ge
 
 HIT, MISS, STORED, UNAVAILABLE = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.UNAVAILABLE
 SIZE = 5000
-BLOCK = 4096
 
 
-def test_a_store_that_breaks_its_contract_is_left_out():
+def test_a_store_that_breaks_its_contract_is_left_out(chain_over):
     broken, below = Broken(), MemoryBackend()
     chain = chain_over(broken, below)
     put(chain, key("a"), payload("a", SIZE))
@@ -40,40 +39,27 @@ def test_a_store_that_breaks_its_contract_is_left_out():
     assert (first.health, "a bug in a plug-in" in first.why) == ("out", True)
     broken.broken = False
     until(lambda: health(chain) == ["serving", "serving"])
-    chain.close()
 
 
-def test_a_store_that_forgets_is_never_served():
+def test_a_store_that_forgets_is_never_served(chain_over):
     chain = chain_over(Forgetful(), MemoryBackend())
     [first, second] = chain.usage().tiers
     assert (first.health, second.health) == ("out", "serving")
     assert "does not return what it has just stored" in first.why
     assert put(chain, key("a"), payload("a", SIZE)) is STORED
     assert fetch(chain, key("a"), SIZE) == payload("a", SIZE)
-    chain.close()
 
 
-def test_wrong_lengths_of_one_caller_do_not_take_a_tier_from_the_others():
+def test_wrong_lengths_of_one_caller_do_not_take_a_tier_from_the_others(chain_over):
     chain = chain_over(MemoryBackend(), MemoryBackend())
     put(chain, key("a"), payload("a", SIZE))
     chain.flush()
     for _ in range(20):
         assert chain.get([to_get(key("a"), SIZE - 1)]) == [Outcome.ERROR]
     assert health(chain) == ["serving", "serving"]
-    chain.close()
 
 
-def test_what_the_first_tier_does_not_take_goes_to_the_next():
-    small, large = MemoryBackend(4 * SIZE), MemoryBackend()
-    chain = chain_over(small, large)
-    big = payload("big", 10 * SIZE)
-    assert put(chain, key("big"), big) is STORED
-    assert (held(small, "big"), held(large, "big")) == ([False], [True])
-    assert fetch(chain, key("big"), 10 * SIZE) == big
-    chain.close()
-
-
-def test_a_disk_that_fails_costs_no_object_of_the_tier_below(tmp_path):
+def test_a_disk_that_fails_costs_no_object_of_the_tier_below(chain_over, tmp_path):
     env = FaultEnv()
     disk, below = FileBackend(str(tmp_path / "disk"), 16 << 20, env=env), MemoryBackend()
     chain = chain_over(disk, below)
@@ -94,11 +80,10 @@ def test_a_disk_that_fails_costs_no_object_of_the_tier_below(tmp_path):
     until(lambda: health(chain) == ["serving", "serving"])
     assert put(chain, key("d"), payload("d", SIZE)) is STORED
     assert held(disk, "d") == [True]
-    chain.close()
 
 
 @pytest.mark.parametrize(("promote", "reads"), [("second", 2), ("always", 1), ("never", None)])
-def test_an_object_of_a_lower_tier_comes_up_as_the_policy_says(promote, reads):
+def test_an_object_of_a_lower_tier_comes_up_as_the_policy_says(chain_over, promote, reads):
     upper, lower = MemoryBackend(), MemoryBackend()
     put(lower, key("a"), payload("a", SIZE))
     chain = chain_over(upper, lower, settings={1: {"promote": Promotion(promote)}})
@@ -106,10 +91,9 @@ def test_an_object_of_a_lower_tier_comes_up_as_the_policy_says(promote, reads):
         assert fetch(chain, key("a"), SIZE) == payload("a", SIZE)
         chain.flush()
         assert held(upper, "a") == [reads is not None and n >= reads]
-    chain.close()
 
 
-def test_write_through_selective_waits_for_reads():
+def test_write_through_selective_waits_for_reads(chain_over):
     upper, lower = MemoryBackend(), MemoryBackend()
     chain = chain_over(upper, lower, settings={1: {"write": WritePolicy.SELECTIVE, "write_after": 2}})
     for name in ("a", "b"):
@@ -119,10 +103,9 @@ def test_write_through_selective_waits_for_reads():
         chain.flush()
         assert held(lower, "a", "b") == [expected, False]
     assert chain.usage().tiers[1].written_bytes == SIZE
-    chain.close()
 
 
-def test_a_read_only_tier_is_read_and_never_written():
+def test_a_read_only_tier_is_read_and_never_written(chain_over):
     upper, archive = MemoryBackend(), MemoryBackend()
     put(archive, key("old"), payload("old", SIZE))
     chain = chain_over(upper, archive, settings={1: {"read_only": True}})
@@ -135,10 +118,9 @@ def test_a_read_only_tier_is_read_and_never_written():
     with pytest.raises(RefusedError, match="read-only and has 1 of these objects"):
         chain.delete([key("old")])
     assert chain.delete([key("new")]) == [True]
-    chain.close()
 
 
-def test_a_budget_of_bytes_a_day_ends_copies():
+def test_a_budget_of_bytes_a_day_ends_copies(chain_over):
     upper, lower = MemoryBackend(), MemoryBackend()
     # An hour's share of this budget is two objects.
     chain = chain_over(upper, lower, settings={1: {"write_per_day": 48 * SIZE}})
@@ -148,10 +130,9 @@ def test_a_budget_of_bytes_a_day_ends_copies():
     assert lower.usage().objects <= 3
     assert upper.usage().objects == 20
     assert all(fetch(chain, key(n), SIZE) == payload(n, SIZE) for n in range(20))
-    chain.close()
 
 
-def test_a_tier_that_comes_back_gets_what_it_missed_and_loses_what_was_deleted():
+def test_a_tier_that_comes_back_gets_what_it_missed_and_loses_what_was_deleted(chain_over):
     upper, kept = MemoryBackend(), MemoryBackend()
     away = Outage(kept)
     chain = chain_over(upper, away)
@@ -171,31 +152,17 @@ def test_a_tier_that_comes_back_gets_what_it_missed_and_loses_what_was_deleted()
     assert held(kept, "deleted") == [False]
     assert [record.states for record in kept.namespaces()] == [True]
     assert chain.usage().tiers[1].dropped > 0
-    chain.close()
 
 
-def test_what_waited_when_a_process_ended_is_copied_by_the_next(tmp_path):
-    urls = [f"file://{tmp_path}/{name}?capacity=16MiB" for name in ("upper", "lower")]
-    with open_backend(urls[0]) as alone:
-        for n in range(50):
-            put(alone, key(n), payload(n, SIZE))
-    chain = open_backend(urls)
-    until(lambda: chain.usage().tiers[1].objects == 50)
-    chain.close()
-    with open_backend(urls[1]) as alone:
-        assert all(fetch(alone, key(n), SIZE) == payload(n, SIZE) for n in range(50))
-
-
-def test_a_copy_whose_source_fails_for_a_moment_is_made_later():
+def test_a_copy_whose_source_fails_for_a_moment_is_made_later(chain_over):
     upper, lower = Hiccup(), MemoryBackend()
     chain = chain_over(upper, lower)
     upper.fails = 1
     put(chain, key("a"), payload("a", SIZE))
     until(lambda: held(lower, "a") == [True])
-    chain.close()
 
 
-def test_a_tier_that_is_busy_is_not_left_out():
+def test_a_tier_that_is_busy_is_not_left_out(chain_over):
     """A call that finds no thread says nothing of the store, and an examination waits for another time."""
     slow = Hanging(MemoryBackend(), "get")
     settings = {0: {"deadline": 0.1, "threads": 1}}
@@ -218,10 +185,9 @@ def test_a_tier_that_is_busy_is_not_left_out():
     reader.join()
     # On a busy machine the examination that follows may take longer than the deadline of 0.1 s at first.
     until(lambda: fetch(chain, key("a"), large) == payload("a", large))
-    chain.close()
 
 
-def test_what_only_a_tier_that_was_out_has_reaches_the_tier_below():
+def test_what_only_a_tier_that_was_out_has_reaches_the_tier_below(chain_over):
     outages = [Outage(MemoryBackend()) for _ in range(3)]
     chain = chain_over(*outages)
     top, middle, bottom = outages
@@ -239,10 +205,9 @@ def test_what_only_a_tier_that_was_out_has_reaches_the_tier_below():
     middle.end()
     until(lambda: held(bottom, *range(5)) == [True] * 5)
     top.end()
-    chain.close()
 
 
-def test_a_namespace_that_comes_during_an_examination_is_registered():
+def test_a_namespace_that_comes_during_an_examination_is_registered(chain_over):
     medium = MemoryBackend()
     away = Outage(medium)
     slow = Hanging(away, "set")
@@ -258,7 +223,6 @@ def test_a_namespace_that_comes_during_an_examination_is_registered():
     slow.release()
     until(lambda: health(chain) == ["serving", "serving"])
     assert [record.namespace for record in medium.namespaces()] == [NAMESPACE]
-    chain.close()
 
 
 def test_an_idle_chain_sleeps(monkeypatch):

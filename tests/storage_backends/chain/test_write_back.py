@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
@@ -13,11 +14,11 @@ from tiercache_backends.file import FileBackend
 from tiercache_backends.lmdb import LmdbBackend
 from tiercache_backends.memory import MemoryBackend
 
-from tests.storage_backends.chain.stores import Hanging, chain_over
+from tests.storage_backends.chain.hooks import is_ahead
+from tests.storage_backends.chain.stores import Hanging
 from tests.waiting import until
 from tiercache.core import ObjectKey, Outcome
-from tiercache.errors import ConfigError, UnavailableError
-from tiercache.storage import open_backend
+from tiercache.errors import UnavailableError
 from tiercache.storage.base import NamespaceRecord, SetItem, StorageBackend, TierReport
 from tiercache.testing.faulty import Outage
 from tiercache.testing.objects import NAMESPACE, chain, fetch, key, payload, state_of, to_set
@@ -25,11 +26,10 @@ from tiercache.testing.objects import NAMESPACE, chain, fetch, key, payload, sta
 STORED, HIT = Outcome.STORED, Outcome.HIT
 MIB = 1 << 20
 UPPER, LOWER = 8 * MIB, 64 * MIB
-SPARE = UPPER // 5
-"""Bytes of the upper tier that are copied ahead of their eviction."""
 PAGE, STATE, PAGES = 40_000, 60_000, 5
 BACK = {"write": WritePolicy.BACK}
 
+Make = Callable[..., TierChain]
 Opener = Callable[[Path], StorageBackend]
 UPPERS: dict[str, Opener] = {
     "memory": lambda path: MemoryBackend(UPPER),
@@ -52,19 +52,6 @@ def turn(name: object) -> list[SetItem]:
     return [*pages, to_set(state, payload(state, STATE), parent=state.page_key)]
 
 
-def is_ahead(upper: StorageBackend, lower: StorageBackend) -> bool:
-    """Whether the lower tier has what the upper one evicts next, if that is nearly full.
-
-    The upper tier is looked at after every quarter of `SPARE`, so half of it is always copied in the end.
-    """
-    usage = upper.usage()
-    if usage.used_bytes <= 0.86 * usage.capacity_bytes:
-        return True
-    coldest = upper.coldest(SPARE // 2)
-    assert coldest is not None
-    return all(lower.exists([entry.key for entry in coldest]))
-
-
 def report(store: TierChain, n: int) -> TierReport:
     return store.usage().tiers[n]
 
@@ -78,7 +65,7 @@ def missing(store: StorageBackend, items: Sequence[SetItem]) -> list[ObjectKey]:
     "kind",
     ["memory", pytest.param("file", marks=pytest.mark.slow), pytest.param("lmdb", marks=pytest.mark.slow)],
 )
-def test_nothing_that_can_be_restored_is_lost(tmp_path: Path, kind: str) -> None:
+def test_nothing_that_can_be_restored_is_lost(chain_over: Make, tmp_path: Path, kind: str) -> None:
     upper, lower = UPPERS[kind](tmp_path), lower_in(tmp_path)
     store = chain_over(upper, lower, settings={1: BACK})
     store.register_namespace(NamespaceRecord(NAMESPACE, {}, states=True))
@@ -95,10 +82,9 @@ def test_nothing_that_can_be_restored_is_lost(tmp_path: Path, kind: str) -> None
     for item in stored:
         assert fetch(store, item.key, item.meta.length) == payload(item.key, item.meta.length)
     assert report(store, 1).dropped == 0
-    store.close()
 
 
-def test_nothing_is_copied_while_the_upper_tier_has_room() -> None:
+def test_nothing_is_copied_while_the_upper_tier_has_room(chain_over: Make) -> None:
     """States are written through by the same mover, so it has had its chance to copy pages."""
     upper, lower = MemoryBackend(UPPER), MemoryBackend(LOWER)
     pools = {"write": {"": WritePolicy.THROUGH, "kv": WritePolicy.BACK}}
@@ -113,11 +99,10 @@ def test_nothing_is_copied_while_the_upper_tier_has_room() -> None:
         until(lambda: is_ahead(upper, lower))
     until(lambda: not missing(lower, turn(0)))
     assert missing(lower, turn(31)), "what is warm stays above"
-    store.close()
 
 
 @pytest.mark.parametrize("write", [WritePolicy.BACK, WritePolicy.THROUGH])
-def test_what_is_deleted_early_is_not_written(write: WritePolicy) -> None:
+def test_what_is_deleted_early_is_not_written(chain_over: Make, write: WritePolicy) -> None:
     upper, lower = MemoryBackend(UPPER), MemoryBackend(LOWER)
     store = chain_over(upper, lower, settings={1: {"write": write}})
     for name in range(60):
@@ -128,36 +113,9 @@ def test_what_is_deleted_early_is_not_written(write: WritePolicy) -> None:
     written = report(store, 1).written_bytes
     through = 60 * (PAGES * PAGE + STATE)
     assert written == (0 if write is WritePolicy.BACK else through)
-    store.close()
 
 
-def test_a_promoted_object_is_not_written_again(tmp_path: Path) -> None:
-    upper, lower = MemoryBackend(UPPER), lower_in(tmp_path)
-    store = chain_over(upper, lower, settings={1: {**BACK, "promote": Promotion.ALWAYS}})
-
-    items = turn("a")
-
-    def push_out(first: int) -> None:
-        for name in range(first, first + 100):
-            if len(missing(upper, items)) == len(items):
-                return
-            store.set(turn(name))
-            until(lambda: is_ahead(upper, lower))
-        pytest.fail("it was not evicted")
-
-    store.set(items)
-    push_out(0)
-    for item in items:
-        assert fetch(store, item.key, item.meta.length) == payload(item.key, item.meta.length)
-    until(lambda: not missing(upper, items))
-    push_out(100)
-    assert not missing(lower, items)
-    store.flush()
-    assert report(store, 1).written_objects == lower.usage().objects, "each object was written once"
-    store.close()
-
-
-def test_a_tier_that_comes_back_gets_what_is_cold_by_then() -> None:
+def test_a_tier_that_comes_back_gets_what_is_cold_by_then(chain_over: Make) -> None:
     upper, inner = MemoryBackend(UPPER), MemoryBackend(LOWER)
     lower = Outage(inner)
     store = chain_over(upper, lower, settings={1: BACK})
@@ -169,10 +127,9 @@ def test_a_tier_that_comes_back_gets_what_is_cold_by_then() -> None:
     lower.end()
     until(lambda: upper.usage().used_bytes > 0.8 * UPPER and is_ahead(upper, inner))
     assert inner.usage().objects < upper.usage().objects
-    store.close()
 
 
-def test_while_the_tier_above_is_out_the_next_one_is_watched() -> None:
+def test_while_the_tier_above_is_out_the_next_one_is_watched(chain_over: Make) -> None:
     upper, between, lower = MemoryBackend(UPPER), Outage(MemoryBackend(LOWER)), MemoryBackend(LOWER)
     store = chain_over(upper, between, lower, settings={1: BACK, 2: BACK})
     between.begin()
@@ -182,10 +139,9 @@ def test_while_the_tier_above_is_out_the_next_one_is_watched() -> None:
         until(lambda: is_ahead(upper, lower))
     assert not missing(store, [item for name in range(60) for item in turn(name)])
     assert lower.usage().objects
-    store.close()
 
 
-def test_what_is_evicted_before_it_is_copied_counts_as_dropped() -> None:
+def test_what_is_evicted_before_it_is_copied_counts_as_dropped(chain_over: Make) -> None:
     upper, inner = MemoryBackend(UPPER), MemoryBackend(LOWER)
     lower = Hanging(inner, "set")
     store = chain_over(upper, lower, settings={1: BACK})
@@ -206,26 +162,6 @@ def test_what_is_evicted_before_it_is_copied_counts_as_dropped() -> None:
     until(lambda: is_ahead(upper, inner))
     lost = store.exists([key(n) for n in names]).count(False)
     assert 0 < report(store, 1).dropped <= min(lost, known)
-    store.close()
-
-
-@pytest.mark.parametrize(
-    ("tiers", "why"),
-    [
-        (["memory://?capacity=8MiB&tier_read_only=yes", "B"], "'memory' above it is read-only and evicts"),
-        (["memory://", "B"], "'memory' above it has no capacity"),
-        (["memory://?capacity=0", "B"], "'memory' above it has no capacity"),
-        (["memory://?capacity=8MiB", "grpc://localhost:1", "B"], "'grpc' above it cannot say what"),
-        (["B"], "'file' is the first"),
-    ],
-)
-def test_a_tier_below_one_that_evicts_nothing_is_refused(
-    tmp_path: Path, tiers: Sequence[str], why: str
-) -> None:
-    back = f"file://{tmp_path}/s?capacity=64MiB&tier_write=kv:write_back,mamba:write_through"
-    with pytest.raises(ConfigError, match=why):
-        open_backend([back if url == "B" else url for url in tiers])
-    assert not list(tmp_path.iterdir()), "nothing was opened"
 
 
 PROMOTING = {**BACK, "promote": Promotion.ALWAYS}
@@ -247,10 +183,10 @@ class Mute(MemoryBackend):
         return super().coldest(nbytes)
 
 
-def fill(store: TierChain, upper: StorageBackend, lower: StorageBackend) -> None:
-    """Store turns until the first one is in the lower tier alone, and everything is copied that must be."""
+def fill(store: TierChain, upper: StorageBackend, lower: StorageBackend, first: int = 0) -> None:
+    """Store turns until the old one is in the lower tier alone, and everything is copied that must be."""
     store.set(turn("old"))
-    for name in count():
+    for name in count(first):
         if len(missing(upper, turn("old"))) == len(turn("old")):
             break
         store.set(turn(name))
@@ -264,7 +200,33 @@ def promoted(store: TierChain, upper: StorageBackend) -> bool:
     return upper.exists([OLD]) == [True]
 
 
-def test_a_tier_that_cannot_say_what_it_evicts_gets_no_promotions_and_is_not_asked_in_a_loop() -> None:
+class Counting(MemoryBackend):
+    """A store that counts how often each object is written to it."""
+
+    writes: Counter[ObjectKey]
+
+    def set(self, items):
+        self.writes.update(item.key for item in items)
+        return super().set(items)
+
+
+def test_a_promoted_object_is_not_written_again(chain_over: Make) -> None:
+    upper, lower = MemoryBackend(UPPER), Counting(LOWER)
+    lower.writes = Counter()
+    store = chain_over(upper, lower, settings={1: PROMOTING})
+    old = turn("old")
+    fill(store, upper, lower)
+    for item in old:
+        assert fetch(store, item.key, item.meta.length) == payload(item.key, item.meta.length)
+    until(lambda: not missing(upper, old))
+    fill(store, upper, lower, 1000)
+    assert not missing(lower, old)
+    assert set(lower.writes.values()) == {1}, "each object was written once"
+
+
+def test_a_tier_that_cannot_say_what_it_evicts_gets_no_promotions_and_is_not_asked_in_a_loop(
+    chain_over: Make,
+) -> None:
     upper, lower = Mute(UPPER), MemoryBackend(LOWER)
     store = chain_over(upper, lower, settings={1: PROMOTING})
     fill(store, upper, lower)
@@ -282,10 +244,9 @@ def test_a_tier_that_cannot_say_what_it_evicts_gets_no_promotions_and_is_not_ask
     assert [tier.health for tier in store.tiers] == ["serving", "serving"]
     upper.fault = None
     until(lambda: promoted(store, upper))
-    store.close()
 
 
-def test_nothing_is_promoted_while_copies_to_the_tier_below_do_not_end() -> None:
+def test_nothing_is_promoted_while_copies_to_the_tier_below_do_not_end(chain_over: Make) -> None:
     upper, inner = MemoryBackend(UPPER), MemoryBackend(LOWER)
     lower = Hanging(inner, "set")
     store = chain_over(upper, lower, settings={1: PROMOTING})
@@ -303,4 +264,3 @@ def test_nothing_is_promoted_while_copies_to_the_tier_below_do_not_end() -> None
     until(lambda: promoted(store, upper))
     until(lambda: is_ahead(upper, inner))
     assert not missing(store, [item for items in behind for item in items])
-    store.close()

@@ -125,14 +125,8 @@ def test_settings(tmp_path: Path) -> None:
     with open_backend(f"lmdb://{tmp_path}/s?capacity=16MiB&durability=power") as store:
         assert put(store, key("a"), b"x") is STORED
         store.flush()
-    for url, message in {
-        "lmdb://host/s?capacity=16MiB": "write three slashes",
-        "lmdb:///s": "needs 'capacity'",
-        "lmdb:///s?capacity=16MiB&durability=none": "use process or power",
-        "lmdb:///s?capacity=16MiB&color=red": "has no setting 'color'",
-    }.items():
-        with pytest.raises(ConfigError, match=message):
-            open_backend(url)
+    with pytest.raises(ConfigError, match="'lmdb' needs 'capacity'"):
+        open_backend("lmdb:///s")
 
 
 # --- eviction
