@@ -150,7 +150,8 @@ def test_prove(here: Path, engine: Engine, output: str) -> None:
 )
 def test_benches(here: Path, bench: str, output: str) -> None:
     small = {"disk": ["--bytes", "1MiB", "--case", "get-warm,exists"], "rpc": ["--batch", "1MiB"]}[bench]
-    rows = read(run("bench", bench, "--size", "64KiB", "--repeat", "1", *small, "-o", output), output)
+    words = ("bench", bench, "--size", "64KiB", "--repeat", "1", *small, "-o", output)
+    rows = read(call(*words).out, output)
     assert all("name" in row for row in (rows[0] if output == "json" else rows))
     assert sorted(os.listdir(here)) == ["file store", "lmdb store", "node.toml", "prompt.json"]
 

@@ -59,22 +59,6 @@ def both(file: Path, code: int) -> str:
         ('storage = "grpc://?timeout=2s"', "needs an address or a directory of sockets"),
         ('storage = "lmbd://{}/s"', "storage: type 'lmbd' is unknown"),
         (
-            'storage = ["memory://?tier_name=a", "file://{}/s?capacity=64MiB&tier_name=a"]',
-            "storage: two tiers are named 'a'; give each a tier_name of its own",
-        ),
-        (
-            'storage = ["file://{}/s?capacity=64MiB", "lmdb://{}/x/../s?capacity=64MiB"]',
-            "storage: tiers 'file' and 'lmdb' are both at ",
-        ),
-        (
-            'storage = ["memory://", "file://{}/s?capacity=64MiB&tier_write=write_behind"]',
-            "storage: tier 'file', setting 'tier_write': 'write_behind' is not possible; use write_through",
-        ),
-        (
-            'storage = ["memory://?tier_write=write_back", "file://{}/s?capacity=64MiB"]',
-            "storage: tier 'memory' is the first, so nothing can be written back to it",
-        ),
-        (
             'storage = ["memory://", "file://{}/s?capacity=64MiB&colour=red&tier_name=disk"]',
             "storage: tier 'disk': storage type 'file' has no setting 'colour'",
         ),

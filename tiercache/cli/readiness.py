@@ -15,8 +15,6 @@ from dataclasses import replace
 from errno import EADDRINUSE
 from functools import partial
 from pathlib import Path
-from queue import Empty, Queue
-from threading import Thread
 from typing import TYPE_CHECKING, Final
 
 from tiercache.cli.store.target import LOCAL, listener
@@ -28,6 +26,7 @@ from tiercache.config.urls import SOCKETS, section_of
 from tiercache.daemon.certificates import check_certificates
 from tiercache.errors import ConfigError, StorageError
 from tiercache.memory import read_memory
+from tiercache.storage.guard import Guard
 from tiercache.storage.registry import capabilities_of, check_backend, check_shares
 from tiercache.storage.shares import Shares, limits_of
 from tiercache.storage.tiers import is_read_only
@@ -176,24 +175,13 @@ def _directory(section: Mapping[str, str], setting: str) -> list[str]:
 
 def _tier(check: Callable[[], list[str]], path: str) -> list[str]:
     """Return the warnings of a tier's check; a disk that fails or hangs is one, as the chain serves on."""
-    answers: Queue[list[str] | Exception] = Queue()
-
-    def run() -> None:
-        try:
-            answers.put(check())
-        except Exception as error:  # noqa: BLE001  it is raised on the caller's thread
-            answers.put(error)
-
-    Thread(target=run, name="tiercache-readiness", daemon=True).start()
+    guard = Guard("readiness", 1, _TIER_S)
     try:
-        found = answers.get(timeout=_TIER_S)
-    except Empty:
-        found = TimeoutError(f"it has not answered for {_TIER_S:g} s")
-    if isinstance(found, OSError):
-        return [f"storage: {clean(path)} is left out until it answers ({found})"]
-    if isinstance(found, Exception):
-        raise found
-    return found
+        return guard.begin("a look at its disk", check).result()
+    except OSError as error:
+        return [f"storage: {clean(path)} is left out until it answers ({error})"]
+    finally:
+        guard.close()
 
 
 def check_sockets(settings: Settings) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import json
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -131,6 +132,14 @@ def safe(text: str) -> str:
     from rich.markup import escape
 
     return escape(clean(text))
+
+
+def time_text(at: float, form: str) -> str:
+    """Format a time in seconds since 1970 as local time, by a format of `time.strftime`."""
+    try:
+        return time.strftime(form, time.localtime(at))
+    except (ValueError, OverflowError, OSError):
+        return "an unknown time"
 
 
 def count_text(count: int, noun: str) -> str:

@@ -10,7 +10,6 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from tiercache.config.models import Settings
-from tiercache.text import exact_size
 
 Key = tuple[str | int, ...]
 """Path of a value: names of tables and positions in lists."""
@@ -51,28 +50,16 @@ def document(settings: Settings) -> dict[str, Any]:
 
     A TOML file with these values can be loaded again.
     """
-    return _contents(settings, settings.model_dump(mode="json"))
+    values = settings.model_dump(mode="json", exclude_none=True)
+    if settings.storage:
+        del values["disk_bytes"]  # for the default store only; a file with both settings is an error
+    return values
 
 
 def effective(settings: Settings) -> dict[str, Any]:
     """Return the settings as `document` does, and also the defaults that follow from other settings."""
-    values = settings.model_dump(mode="json")
-    values["sockets"] = str(settings.socket_directory)
-    values["limits"]["object_bytes"] = exact_size(settings.object_bytes)
-    return _contents(settings, values)
-
-
-def _contents(settings: Settings, values: dict[str, Any]) -> dict[str, Any]:
-    if settings.storage:
-        del values["disk_bytes"]  # for the default store only; a file with both settings is an error
-    contents: dict[str, Any] = _without_none(values)
-    return contents
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_none(item) for name, item in value.items() if item is not None}
-    return [_without_none(item) for item in value] if isinstance(value, list) else value
+    limits = settings.limits.model_copy(update={"object_bytes": settings.object_bytes})
+    return document(settings.model_copy(update={"sockets": settings.socket_directory, "limits": limits}))
 
 
 def leaves(values: Mapping[str, Any], key: Key = ()) -> Iterator[tuple[Key, Any]]:

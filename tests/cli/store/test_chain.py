@@ -188,11 +188,8 @@ def test_the_variable_names_one_store_or_a_list(
     assert "TIERCACHE_STORE is not JSON" in call("status", ok=2).error
 
 
-def test_what_is_no_chain(chain: list[str], tmp_path: Path) -> None:
+def test_what_is_no_chain(chain: list[str]) -> None:
     assert "are both at" in call("ls", *chain, *chain[-2:], ok=2).error
-    assert "two tiers are named 'fast'" in call(
-        "ls", *chain[:2], "-s", f"lmdb://{tmp_path}/b?tier_name=fast", ok=2
-    ).error  # fmt: skip
     assert "name it alone" in call("ls", *chain, "-s", "grpc://127.0.0.1:1", ok=2).error
     assert "memory:// is empty" in call("ls", "-s", "memory://", *chain, ok=2).error
 

@@ -16,7 +16,7 @@ from tiercache.cli.store import doctor
 from tiercache.cli.store.doctor import MACHINE, Level
 
 NAMES = {
-    "packages", "kernel", "memfd", "memlock", "open files", "memory", "cgroup memory", "huge pages",
+    "packages", "kernel", "memfd", "memlock", "open files", "memory", "huge pages",
     "NUMA", "GPU",
     "engines", "file system", "disk space", "O_DIRECT", "page cache",
 }  # fmt: skip
@@ -100,7 +100,7 @@ def test_a_machine_that_tells_nothing_gets_answers_all_the_same(monkeypatch, tmp
     found = {check.name: check for check in MACHINE.findings()}
     assert found["packages"].level is Level.FAIL
     assert found["engines"].found.startswith("none installed")
-    assert found["cgroup memory"].found == "no limit"
+    assert found["memory"].found == "0 B available of 0 B"
     assert doctor.file_system_of(tmp_path) == "unknown"
 
 

@@ -17,7 +17,8 @@ from tiercache_backends.memory import MemoryBackend
 from tests.cli.store.test_samples import KINDS, PROMPT, call, keys_of, make_store, store_sequence
 from tiercache.cli.store import target as targets
 from tiercache.cli.terminal import clean
-from tiercache.errors import RefusedError, UnavailableError
+from tiercache.errors import RefusedError
+from tiercache.testing.faulty import Outage
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -101,48 +102,20 @@ class Pong:
     )
 
 
-class Daemon(MemoryBackend):
-    """Double of the `grpc` backend with the part of it that the command uses; `down`: unreachable."""
-
-    down = False
+class Daemon(Outage):
+    """Double of the `grpc` backend with the part of it that the command uses."""
 
     def ping(self) -> Pong:
-        self.check()
-        return Pong()
-
-    def check(self) -> None:
-        if self.down:
-            raise UnavailableError("connection refused")
+        return self._perform("ping", Pong)
 
     def status(self):
         raise RefusedError("no document here")
-
-    def usage(self):
-        self.check()
-        return super().usage()
-
-    def scan(self, namespace=None, cursor=b""):
-        self.check()
-        return super().scan(namespace, cursor)
-
-    def exists(self, keys):
-        self.check()
-        return super().exists(keys)
-
-    def delete(self, keys):
-        self.check()
-        return super().delete(keys)
-
-    def get(self, items):
-        from tiercache.core import Outcome
-
-        return [Outcome.UNAVAILABLE] * len(items) if self.down else super().get(items)
 
 
 @pytest.fixture
 def daemon(monkeypatch):
     """A daemon behind every grpc URL; it says which sections it was opened with."""
-    made = Daemon()
+    made = Daemon(MemoryBackend())
     made.sections = []
     made.close = lambda: None
     store_sequence(made, PROMPT)
@@ -197,7 +170,7 @@ def test_ping_measures_and_names_the_daemon(daemon):
     ],
 )
 def test_a_daemon_that_does_not_answer_is_exit_code_3(daemon, verb):
-    daemon.down = True
+    daemon.begin()
     done = call(*verb, "-s", "grpc://host:1?token=secret", ok=3)
     assert "grpc://host:1 does not answer" in done.error
     assert "secret" not in done.err
@@ -206,8 +179,8 @@ def test_a_daemon_that_does_not_answer_is_exit_code_3(daemon, verb):
 
 def test_a_daemon_that_goes_away_meanwhile_is_exit_code_3(daemon, monkeypatch):
     def gone(store: Daemon, keys):
-        store.down = True
-        store.check()
+        store.begin()
+        store.exists(keys)
 
     monkeypatch.setattr(Daemon, "delete", gone)
     monkeypatch.setattr(Pong, "verbs", ("admin", "read", "write"))

@@ -211,24 +211,18 @@ def _open_files() -> Finding:
     return ok_or(level, soft >= _RECOMMENDED_FILES, f"{soft:,} (at most {hard:,})")
 
 
-@MACHINE.add("memory", "free some memory: the host arena is pinned at its full size")
+@MACHINE.add(
+    "memory",
+    "free some memory, or raise the container's: the host arena is pinned at its full size, and with the page"
+    " cache that it fills it counts towards the container's limit",
+)
 def _memory() -> Finding:
     found = read_memory()
-    free, total = found.available or 0, found.total or 0
-    text = f"{readable_size(free)} available of {readable_size(total)}"
-    return ok_or(Level.WARN, free >= _RECOMMENDED_MEMORY, text)
-
-
-@MACHINE.add(
-    "cgroup memory",
-    "raise the container's memory: the host arena and the page cache that it fills count towards it",
-)
-def _cgroup() -> Finding:
-    found = read_memory()
-    if found.tightest is None:
-        return Finding(Level.OK, "no limit")
-    figure = f"{readable_size(found.tightest)} ({found.tightest_group})"
-    return ok_or(Level.WARN, found.tightest >= _RECOMMENDED_MEMORY, figure)
+    usable = found.usable or 0
+    text = f"{readable_size(usable)} available of {readable_size(found.ceiling or 0)}"
+    if found.tightest is not None:
+        text += f", with the limit of {found.tightest_group}"
+    return ok_or(Level.WARN, usable >= _RECOMMENDED_MEMORY, text)
 
 
 @MACHINE.add("huge pages", "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled")

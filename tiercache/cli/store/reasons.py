@@ -11,7 +11,6 @@ The depths of a prompt are divided by what is missing first:
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
@@ -20,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from tiercache.cli.store.forest import Forest, is_attached
-from tiercache.cli.terminal import clean, count_text, ranges_text
+from tiercache.cli.terminal import clean, count_text, ranges_text, time_text
 from tiercache.core import (
     HitPolicy,
     ObjectKey,
@@ -336,11 +335,7 @@ def moment(at: float, now: float) -> str:
 
 def clock_text(at: float, now: float) -> str:
     """Return a time of day, with the date if it is not within a day of `now`."""
-    form = "%H:%M:%S" if abs(now - at) < _DAY_S else "%Y-%m-%d %H:%M:%S"
-    try:
-        return time.strftime(form, time.localtime(at))
-    except (OverflowError, ValueError, OSError):
-        return "an unknown time"
+    return time_text(at, "%H:%M:%S" if abs(now - at) < _DAY_S else "%Y-%m-%d %H:%M:%S")
 
 
 def differing(

@@ -13,7 +13,7 @@ import typer
 
 from tiercache.cli.store.selection import StoreOption
 from tiercache.cli.store.target import opened, resolve_daemon
-from tiercache.cli.terminal import Output, OutputOption, clean, console, records, safe, table
+from tiercache.cli.terminal import Output, OutputOption, clean, console, records, safe, table, time_text
 from tiercache.config import parse_duration
 from tiercache.errors import ConfigError
 from tiercache.storage.hits import Hits
@@ -189,7 +189,4 @@ def flops_text(flops: float) -> str:
 
 
 def _when(at: float, by: By) -> str:
-    try:
-        return time.strftime("%Y-%m-%d" if by is By.DAY else "%Y-%m-%d %H:%M", time.localtime(at))
-    except (ValueError, OverflowError, OSError):
-        return "an unknown time"
+    return time_text(at, "%Y-%m-%d" if by is By.DAY else "%Y-%m-%d %H:%M")
