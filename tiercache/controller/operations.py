@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Final
@@ -107,11 +107,14 @@ def gather_runs(
     sources: Locations,
     wanted: Mask,
     destinations: Locations | None = None,
+    *,
+    are_states: bool = False,
 ) -> list[PageRun]:
     """Return runs of neighbouring objects that are marked in `wanted`.
 
     `sources` and `wanted` have one entry for each page of the path to `node`, from page `start` on.
-    `destinations` has one entry for each wanted object. If it is None, the destinations are the sources.
+    `destinations` has one entry for each wanted object. If it is None, the destinations are the sources. With
+    `are_states`, each object is the state at the end of its page, and has a run of its own.
     """
     if not wanted.any():
         return []
@@ -120,7 +123,14 @@ def gather_runs(
         placed = sources.copy()
         placed[wanted] = destinations
     whole = PageRun(pool, Span(node, start, start + len(sources)), sources, placed)
-    return [run for run, there in whole.cut(wanted) if there]
+    runs = [run for run, there in whole.cut(wanted) if there]
+    if not are_states:
+        return runs
+    return [
+        replace(one, span=Span(node.covering(one.span.end), one.span.start, one.span.end))
+        for run in runs
+        for one in run.split(1)
+    ]
 
 
 class Operation:

@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import Final
 
@@ -16,37 +17,12 @@ from tiercache.controller.operations import PART_BYTES, PageRun, gather_runs
 from tiercache.controller.options import WRITE_BACK
 from tiercache.controller.values import Values
 from tiercache.controller.writes import Chain, UnitWrite, Write
-from tiercache.core import ABSENT, Locations, Mask, PoolName, Tier, TokenArray, pending
+from tiercache.core import ABSENT, Mask, PoolName, Tier, TokenArray, pending
 from tiercache.errors import PoolFullError
-from tiercache.index import Node, Span
+from tiercache.index import Node, PageLocations
 
 _MAX_WAITING: Final = 256
 """Maximum number of commits that wait for room. A waiting commit keeps its tokens, at 8 bytes per token."""
-
-
-@dataclass(frozen=True, slots=True)
-class _State:
-    """A state to copy to the host or to write to storage."""
-
-    pool: PoolName
-    node: Node
-    """Node at whose end the state is."""
-    location: int
-    """Present location: a handle if `held`, else a device slot."""
-    held: bool
-    """Whether the state is on the host already."""
-
-    @property
-    def page(self) -> int:
-        return self.node.end - 1
-
-    def run(self, handle: int) -> PageRun:
-        return PageRun(
-            self.pool,
-            Span(self.node, self.page, self.page + 1),
-            np.array([self.location]),
-            np.array([handle]),
-        )
 
 
 class _Plan:
@@ -81,94 +57,90 @@ class _Plan:
 
         Without `to_storage`, what is on the host needs no write.
         """
-        self._to_storage = to_storage and context.storage is not None
         self.at = at = min(at, 2 * depth)
         """First position for which no write has begun."""
         self.is_full = False
         """Whether the host had no room for the next objects."""
         self._context = context
         self._node = node
-        self._depth = depth
-        self.located = context.index.locations(node, depth).pages
-        self.copies: dict[PoolName, Mask] = {}
-        """Mask of the pages, by pool, that must first be copied from device to host."""
-        self.held: dict[PoolName, Mask] = {}
-        """Mask of the pages, by pool, that the host has and storage lacks."""
-        self.arriving: dict[PoolName, Mask] = {}
-        """Mask of the pages, by pool, that are on their way to the host but not to storage.
-
-        The plan ends before the first of these pages.
-        """
-        self._arriving_states: list[PoolName] = []
-        """Pool of each state that is on its way to the host but not to storage."""
         self._end = 2 * depth
         """Position at which the plan ends, exclusive."""
         self.gone: Counter[PoolName] = Counter()
         """Number of objects from position `at` on that no tier has, by pool."""
-        self.states: list[_State] = []
-        """States to copy or to write, in the order of positions."""
-        # What becomes of a page that storage lacks depends on where the page is:
-        #   on the device, not on the host        `copies`: copied to the host, then written to storage
-        #   on the host, no write is storing it   `held`: written to storage
-        #   on its way to the host only           `arriving`: the plan ends before this page, and goes on when
-        #                                         a fetch or a copy has brought the page to the host
+        self._located = self._locate(depth, state_depths)
+        """Locations of the objects by pool. A state has the entry of its last page."""
+        self._copies: dict[PoolName, Mask] = {}
+        """Mask of the objects, by pool, that must first be copied from device to host."""
+        self._held: dict[PoolName, Mask] = {}
+        """Mask of the objects, by pool, that the host has and storage lacks."""
+        self._arriving: dict[PoolName, Mask] = {}
+        """Mask of the objects, by pool, that are on their way to the host but not to storage.
+
+        The plan ends before the first of these.
+        """
+        # What becomes of an object that storage lacks depends on where it is:
+        #   on the device, not on the host        `_copies`: copied to the host, then written to storage
+        #   on the host, no write is storing it   `_held`: written to storage
+        #   on its way to the host only           `_arriving`: the plan ends before it, and goes on when
+        #                                         a fetch or a copy has brought it to the host
         #   in no tier                            `gone`: counted, and left out
-        # A page that another write is storing is in none of these masks.
-        for pool, where in self.located.items():
+        # An object that another write is storing is in none of these masks.
+        costs = np.zeros(2 * depth + 1, np.int64)
+        for pool, where in self._located.items():
             lacking = ~where.stored
             storing = context.in_flight.storing[pool]
             away = lacking & (where.host == ABSENT)
-            self.copies[pool] = away & (where.device >= 0)
-            self.held[pool] = held = lacking & (where.host >= 0) & self._to_storage
+            self._copies[pool] = away & (where.device >= 0)
+            self._held[pool] = held = (
+                lacking & (where.host >= 0) & (to_storage and context.storage is not None)
+            )
             held[held] = ~storing[where.host[held]]
-            self.arriving[pool] = arriving = lacking & (where.host < ABSENT)
+            self._arriving[pool] = arriving = lacking & (where.host < ABSENT)
             if arriving.any():
-                # A page whose handle is marked in `storing` is on its way to storage as well.
+                # An object whose handle is marked in `storing` is on its way to storage as well.
                 arriving[arriving] = ~storing[pending(where.host[arriving])]
                 if arriving.any():
-                    self._end = min(self._end, 2 * int(arriving.argmax()))
-            lost = away & (where.device == ABSENT)
-            self.gone[pool] = int(np.count_nonzero(lost[(at + 1) // 2 :]))
-        for end in sorted(state_depths):
-            if 2 * end - 1 < at:  # a write of this state's position has begun
-                continue
-            if end <= depth and (ending := context.index.node_at(node, end)).end == end:
-                self.states += self._states_of(ending)
-            else:
-                self.gone.update(context.index.state_pools)
-        self._costs = self._sum_up()
+                    self._end = min(self._end, 2 * int(arriving.argmax()) + self._is_state(pool))
+            self.gone[pool] += int(
+                np.count_nonzero((away & (where.device == ABSENT))[self._places(pool, at)])
+            )
+            here = costs[1 + self._is_state(pool) :: 2]
+            here += (self._copies[pool] | held) * context.allocator.blocks_of(pool, 1)
+        costs[: at + 1] = 0
+        self._costs = costs.cumsum()
 
-    def _states_of(self, node: Node) -> list[_State]:
-        """Return the states at the end of `node` that are to be written or copied.
+    def _locate(self, depth: int, state_depths: Iterable[int]) -> dict[PoolName, PageLocations]:
+        """Return where the pages and the states are; where there is no state to write, it counts as stored.
 
-        Notes states that are stored, arriving or gone.
+        A state whose depth is not on the path, or at which no node ends, is gone.
         """
-        found = []
-        context = self._context
-        for number, pool in enumerate(context.index.state_pools):
-            device, host = node.state(Tier.DEVICE, number), node.state(Tier.HOST, number)
-            if node.state(Tier.STORAGE, number) != ABSENT:
+        index = self._context.index
+        located = dict(index.locations(self._node, depth).pages)
+        for pool in index.state_pools:
+            absent = np.full(depth, ABSENT)
+            located[pool] = PageLocations(absent, absent.copy(), np.ones(depth, np.bool_))
+        for end in state_depths:
+            if 2 * end - 1 < self.at:  # a write of this state's position has begun
                 continue
-            if device >= 0 and host == ABSENT:
-                found.append(_State(pool, node, device, held=False))
-            elif host >= 0 and self._to_storage and not context.in_flight.storing[pool][host]:
-                found.append(_State(pool, node, host, held=True))
-            elif device == host == ABSENT:
-                self.gone[pool] += 1
-            elif host < ABSENT and not context.in_flight.storing[pool][pending(np.array([host]))[0]]:
-                self._arriving_states.append(pool)
-                self._end = min(self._end, 2 * node.end - 1)
-        return found
+            node = self._node.covering(end) if end <= depth else None
+            if node is None or node.end != end:
+                self.gone.update(index.state_pools)
+                continue
+            for number, pool in enumerate(index.state_pools):
+                at = located[pool]
+                at.device[end - 1], at.host[end - 1] = (
+                    node.state(tier, number) for tier in (Tier.DEVICE, Tier.HOST)
+                )
+                at.stored[end - 1] = node.state(Tier.STORAGE, number) != ABSENT
+        return located
 
-    def _sum_up(self) -> Locations:
-        """Return the host blocks of all objects before each position; shape [2 * depth + 1]."""
-        costs = np.zeros(2 * self._depth + 1, np.int64)
-        for pool in self.located:
-            costs[1::2] += (self.copies[pool] | self.held[pool]) * self._context.allocator.blocks_of(pool, 1)
-        for one in self.states:
-            costs[2 * one.page + 2] += self._context.allocator.blocks_of(one.pool, 1)
-        costs[: self.at + 1] = 0
-        return costs.cumsum()
+    def _is_state(self, pool: PoolName) -> bool:
+        return pool in self._context.index.state_pools
+
+    def _places(self, pool: PoolName, start: int, end: int | None = None) -> slice:
+        """Return the places in the columns of a pool that belong to positions [start, end)."""
+        more = not self._is_state(pool)
+        return slice((start + more) // 2, None if end is None else (end + more) // 2)
 
     @property
     def first_page(self) -> int:
@@ -196,14 +168,10 @@ class _Plan:
 
     def left(self) -> Counter[PoolName]:
         """Return the number of objects for which no write has begun, by pool."""
-        page = (self.at + 1) // 2
-        left = Counter(self._arriving_states)
-        left.update(one.pool for one in self.states if 2 * one.page + 1 >= self.at)
-        for pool in self.located:
-            left[pool] = int(
-                np.count_nonzero((self.copies[pool] | self.held[pool] | self.arriving[pool])[page:])
-            )
-        return +left
+        masks = {pool: self._copies[pool] | self._held[pool] | self._arriving[pool] for pool in self._located}
+        return +Counter(
+            {pool: int(np.count_nonzero(mask[self._places(pool, self.at)])) for pool, mask in masks.items()}
+        )
 
     def begin(self, chain: Chain, *, host_only: bool = False) -> bool:
         """Begin as many writes as there is room for, in order; return whether any began.
@@ -237,35 +205,28 @@ class _Plan:
                 limit = max(tried // 2, least)
                 continue
             begun, self.at, limit = True, end, part
-            if may_evict and self._reads_from((end + 1) // 2):
+            if may_evict and any(mask[self._places(pool, end)].any() for pool, mask in self._held.items()):
                 # A later write would read what may be gone from the host. The next plan looks again where
                 # everything is.
                 break
         return begun
-
-    def _reads_from(self, page: int) -> bool:
-        """Return whether writes from this page on read objects on the host."""
-        return any(self.held[pool][page:].any() for pool in self.located) or any(
-            one.held and one.page >= page for one in self.states
-        )
 
     def _begin(self, end: int, chain: Chain, *, host_only: bool) -> bool:
         """Begin one write of the positions [at, end).
 
         Returns whether objects of the path may have been evicted from the host to make room.
         """
-        context = self._context
-        # Page i has position 2i, so the positions [at, end) have the pages [start, stop).
-        start, stop = (self.at + 1) // 2, (end + 1) // 2
-        states = [one for one in self.states if self.at <= 2 * one.page + 1 < end]
-        need = Counter({pool: int(np.count_nonzero(self.copies[pool][start:stop])) for pool in self.located})
-        need.update(one.pool for one in states if not one.held)
-        if host_only and not need.total():
+        context, columns = self._context, {p: self._places(p, self.at, end) for p in self._located}
+        copies = {pool: mask[columns[pool]] for pool, mask in self._copies.items()}
+        held = {pool: mask[columns[pool]] for pool, mask in self._held.items()}
+        need = {pool: int(np.count_nonzero(mask)) for pool, mask in copies.items()}
+        if host_only and not any(need.values()):
             return False
-        nodes = {self._node, *(one.node for one in states)}
-        reads = not host_only and (
-            any(self.held[pool][start:stop].any() for pool in self.located) or any(one.held for one in states)
-        )
+        nodes = {self._node}
+        for pool in context.index.state_pools:
+            pages = np.flatnonzero(copies[pool] | held[pool]) + columns[pool].start
+            nodes.update(self._node.covering(page + 1) for page in pages.tolist())
+        reads = not host_only and any(mask.any() for mask in held.values())
         # While room is made on the host, pins keep the nodes in the tree. They keep their objects on the host
         # in two cases: this write reads objects of the path there, or it copies the path to the host only. In
         # all other cases objects of the path that are in storage already can make room for the next objects.
@@ -277,23 +238,16 @@ class _Plan:
             device_pins, host_pins = (
                 [context.index.pin(node, tier) for node in nodes] for tier in (Tier.DEVICE, Tier.HOST)
             )
-        copies, held = list[PageRun](), list[PageRun]()
-        here = slice(start, stop)
-        for pool, at in self.located.items():
-            copies += gather_runs(
-                pool, self._node, start, at.device[here], self.copies[pool][here], handles[pool]
-            )
-            held += gather_runs(pool, self._node, start, at.host[here], self.held[pool][here])
-        unused = {pool: iter(places.tolist()) for pool, places in handles.items()}
-        for one in states:
-            if one.held:
-                held.append(one.run(one.location))
-            else:
-                copies.append(one.run(next(unused[one.pool])))
+        copied, stored = list[PageRun](), list[PageRun]()
+        for pool, at in self._located.items():
+            here = columns[pool]
+            gather = partial(gather_runs, pool, self._node, here.start, are_states=self._is_state(pool))
+            copied += gather(at.device[here], copies[pool], handles[pool])
+            stored += gather(at.host[here], held[pool])
         Write(
             context,
-            copies,
-            [] if host_only else held,
+            copied,
+            [] if host_only else stored,
             chain,
             device_pins=device_pins,
             host_pins=host_pins,
