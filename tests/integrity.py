@@ -30,20 +30,17 @@ def check_controller(controller: HybridCacheController) -> None:
     _check_in_flight(context, quarantined)
     retired = context.device_work.retired
     operations = [*context.in_flight.operations.values(), *context.in_flight.stranded.values()]
-    left = [one.left_behind for one in operations if getattr(one, "left_behind", None)]
     pins = {
         *(pin for admission in controller._admissions for pin in (admission._pin, admission._prefetch.pin)),
         *(ticket._prefetch.pin for ticket in controller._prefetches._tickets if ticket._prefetch),
         *(pin for pinned in controller._pins._by_key.values() for pin in (pinned.path, pinned.state)),
         *(pin for one in (*retired, *parking.holds._held) for pin in one.pins),
         *(pin for one in operations for pin in getattr(one, "pins", ())),
-        *(pin for _, held, _ in left for pin in held),
     }
     assert context.index._tree._pins == pins - {None}, "a pin has no owner"
     private = [
         *(admission.slots.private() for admission in controller._admissions),
         *(one.slots for one in operations if hasattr(one, "slots")),
-        *(slots for slots, _, _ in left),
     ]
     for name, pool in context.device.items():
         held = np.concatenate(

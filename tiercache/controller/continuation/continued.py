@@ -6,7 +6,7 @@ import numpy as np
 
 from tiercache.controller.admission import Admission, Poll, Status
 from tiercache.controller.context import ControllerContext
-from tiercache.controller.continuation.holds import all_objects, cut_parcels
+from tiercache.controller.continuation.holds import all_objects
 from tiercache.controller.continuation.moves import Arrival
 from tiercache.controller.continuation.parked import Parked, ParkedStatus, Parking
 from tiercache.controller.lookup import Lookup, look_up
@@ -62,7 +62,8 @@ class ResumedAdmission(Admission):
         if self._parked is not None:
             parked, self._parked = self._parked, None
             if self._arrival is not None and not self._arrival.done:
-                self._arrival.leave_behind(*self.hand_over(), fence)
+                self._arrival.take_over(*self.hand_over(), fence)
+                self._arrival.stop(Reason.NONE)
             else:
                 super().close(fence)
             self._parking.finish(parked, whole=False)
@@ -100,10 +101,7 @@ class ResumedAdmission(Admission):
             wanted[pool] &= self.slots.own[pool][:pages]
         for pool, slot in self.live_states.items():
             device[pool] = np.full(pages, slot, np.int64)
-        parcels = cut_parcels(context, pages)
-        return Arrival(
-            context, self._parking.holds, parked.keys, parked.hold, parked.host, parcels, device, wanted
-        )
+        return Arrival(context, self._parking.holds, parked.keys, parked.hold, device, wanted)
 
     def _decide(self, parked: Parked) -> None:
         """Go on where the request was parked, or note why that is not possible."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from tiercache.controller.context import ControllerContext
 from tiercache.controller.operations import PART_BYTES
-from tiercache.core import ABSENT, Locations, Mask, PoolName
+from tiercache.core import Locations, Mask, PoolName
 from tiercache.index import Pin
 
 
@@ -20,12 +20,13 @@ class HostHold:
     closed and nothing uses them any more: a call that hangs may still read or write them.
     """
 
-    def __init__(
-        self, holds: HostHolds, own: Mapping[PoolName, Locations], pins: Sequence[Pin], blocks: int
-    ) -> None:
+    def __init__(self, holds: HostHolds, own: Mapping[PoolName, Locations], blocks: int) -> None:
         self.own = own
         """Handles, by pool, that nobody else has."""
-        self.pins = pins
+        self.places: Places = {}
+        """Handle of each object of a parked request, those of the index's pages included."""
+        self.pins: Sequence[Pin] = ()
+        """Pins of the index's pages among them."""
         self.blocks = blocks
         """Number of host blocks that count against the share of parked requests."""
         self._holds = holds
@@ -62,12 +63,12 @@ class HostHolds:
         self.blocks = 0
         """Number of host blocks that count against the share."""
 
-    def take(self, need: Mapping[PoolName, int], pins: Sequence[Pin] = (), blocks: int = 0) -> HostHold:
-        """Take host objects, with evictions if necessary; the hold then owns `pins` too.
+    def take(self, need: Mapping[PoolName, int], blocks: int = 0) -> HostHold:
+        """Take host objects, with evictions if necessary.
 
         Raises PoolFullError, with nothing taken, if there is no room.
         """
-        hold = HostHold(self, self._context.allocator.take_host(need), pins, blocks)
+        hold = HostHold(self, self._context.allocator.take_host(need), blocks)
         self._held.add(hold)
         self._count(blocks)
         return hold
@@ -126,17 +127,6 @@ def all_objects(context: ControllerContext, pages: int) -> dict[PoolName, Mask]:
         pool: np.ones(pages, np.bool_) if pool in context.index.page_pools else at_end.copy()
         for pool in context.pools
     }
-
-
-def spread(
-    pages: int, wanted: Mapping[PoolName, Mask], found: Mapping[PoolName, Locations]
-) -> dict[PoolName, Locations]:
-    """Return places with the locations `found` where `wanted` is set, in order, and absent elsewhere."""
-    places = {}
-    for pool, mask in wanted.items():
-        places[pool] = np.full(pages, ABSENT, np.int64)
-        places[pool][mask] = found[pool]
-    return places
 
 
 def counts(wanted: Mapping[PoolName, Mask]) -> dict[PoolName, int]:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import compress
 
-import numpy as np
-
 from tiercache.controller.context import ControllerContext
-from tiercache.controller.continuation.holds import HostHold, HostHolds, Parcel, Places, counts
+from tiercache.controller.continuation.holds import HostHold, HostHolds, Parcel, Places, counts, cut_parcels
 from tiercache.controller.store_calls import TAKEN, StoreCall
 from tiercache.core import (
     CacheTransferUnits,
@@ -28,42 +27,60 @@ from tiercache.core import (
 )
 from tiercache.errors import PoolFullError, RefusedError, TransferError
 from tiercache.index import Pin
-from tiercache.storage.hybrid import HybridStorage
 from tiercache.transfer import Fence, LayerTicket, Ticket
 
 _log = logging.getLogger(__name__)
 
 
-class ParkCopy:
-    """Copy of a request's own objects from device to host.
-
-    The copied slots, and the pins that keep the pages that the index has on the device, are let go when the
-    copy has landed. The request's other slots are given back at once.
-    """
+class _Move:
+    """Part of a parked request that is under way. `flush` and `close` wait for it."""
 
     kind = "park"
+
+    def __init__(self, context: ControllerContext) -> None:
+        self.done = False
+        self.slots: Mapping[PoolName, Locations] = {}
+        """Slots, by pool, that are freed at the end."""
+        self.pins: Sequence[Pin] = ()
+        """Pins that are released at the end."""
+        self._fence: Fence | None = None
+        self._context = context
+        context.in_flight.begin(self)
+
+    def take_over(
+        self, slots: Mapping[PoolName, Locations], pins: Sequence[Pin], fence: Fence | None
+    ) -> None:
+        """Let go of slots and pins of a request when this is over and the device has passed `fence`."""
+        self.slots, self.pins, self._fence = slots, pins, fence
+
+    def _end(self) -> None:
+        self.done = True
+        self._context.in_flight.end(self)
+        self._context.device_work.retire(self.slots, self._fence, self.pins)
+        self.slots, self.pins = {}, ()
+
+    def _count(self, metric: str, outcomes: Mapping[PoolName, Sequence[Outcome]]) -> list[Outcome]:
+        """Count the outcomes of a call, and return them."""
+        for pool, each in outcomes.items():
+            for outcome in each:
+                self._context.metrics.increment(metric, pool, outcome)
+        return [outcome for each in outcomes.values() for outcome in each]
+
+
+class ParkCopy(_Move):
+    """Copy of a request's own objects from device to host."""
 
     def __init__(
         self,
         context: ControllerContext,
         hold: HostHold,
         units: Sequence[CacheTransferUnits],
-        *,
-        slots: Mapping[PoolName, Locations],
-        pins: Sequence[Pin],
         fence: Fence | None,
         over: Callable[[bool], None],
     ) -> None:
         """Begin the copy, after `fence` has passed. `over` is called with whether everything has arrived."""
-        self.done = False
-        copied = {each.pool: each.sources for each in units}
-        unused = {pool: np.setdiff1d(at, copied.get(pool, at[:0])) for pool, at in slots.items()}
-        context.device_work.retire(unused, fence)
-        self.slots = {pool: np.setdiff1d(at, unused[pool]) for pool, at in slots.items()}
-        """Slots that the copy may still read, by pool."""
-        self.pins = list(pins)
-        self._context, self._hold, self._fence, self._over = context, hold, fence, over
-        context.in_flight.begin(self)
+        super().__init__(context)
+        self._hold, self._over = hold, over
         hold.use()
         after = context.device_work.fences((each.pool, each.sources) for each in units)
         ticket = context.begin_store(units, [*after, *([] if fence is None else [fence])])
@@ -75,30 +92,22 @@ class ParkCopy:
     def _land(self, error: TransferError | None) -> None:
         if error is not None:
             _log.warning("a copy of a parked request failed; it will be computed again: %s", error)
-        # A copy that failed before its fence does not show that the device has passed the fence.
-        self._context.device_work.retire(self.slots, self._fence, self.pins)
-        self.slots, self.pins = {}, []
         self._hold.leave()
-        self.done = True
-        self._context.in_flight.end(self)
+        self._end()
         self._over(error is None)
 
 
-class ParkWrite:
+class ParkWrite(_Move):
     """Write of a parked request from host to storage, one parcel after the other.
 
     It ends at the first parcel that storage does not take. A call that hangs keeps the host objects in use
     until it returns; `flush` and `close` do not wait for it.
     """
 
-    kind = "park"
-
     def __init__(
         self,
         context: ControllerContext,
         hold: HostHold,
-        parcels: Sequence[Parcel],
-        host: Places,
         keys: Sequence[bytes],
         value: float,
         over: Callable[[bool, bool], None],
@@ -107,12 +116,11 @@ class ParkWrite:
 
         After a call that hangs, `over` is called a second time when that call returns.
         """
-        self.done = False
-        self._context, self._hold, self._over = context, hold, over
+        super().__init__(context)
+        self._hold, self._over = hold, over
         self._was_offered = False
-        self._left = list(parcels)
-        self._host, self._keys, self._value = host, keys, value
-        context.in_flight.begin(self)
+        self._left = cut_parcels(context, len(keys))
+        self._keys, self._value = keys, value
         self._next()
 
     def stop(self) -> None:
@@ -121,7 +129,7 @@ class ParkWrite:
 
     def _next(self) -> None:
         if not self._left:
-            self._end(whole=True)
+            self._finish(whole=True)
             return
         self._hold.use()
         parcel, storage = self._left.pop(0), self._context.storage
@@ -147,7 +155,7 @@ class ParkWrite:
                 PoolTransfer(
                     pool,
                     keys=[keys[i] for i in pages],
-                    handles=self._host[pool][parcel.start : parcel.end],
+                    handles=self._hold.places[pool][parcel.start : parcel.end],
                     hit_policy=HitPolicy.TRAILING_PAGES if is_state else HitPolicy.ALL_PAGES,
                     depths=[i + 1 for i in pages],
                     parents=[keys[i - 1] if i else b"" for i in pages],
@@ -161,16 +169,13 @@ class ParkWrite:
         )
 
     def _land(self, outcomes: Mapping[PoolName, Sequence[Outcome]]) -> bool:
-        found = [outcome for each in outcomes.values() for outcome in each]
-        for pool, each in outcomes.items():
-            for outcome in each:
-                self._context.metrics.increment("storage_sets_total", pool, outcome)
+        found = self._count("storage_sets_total", outcomes)
         self._was_offered = True
         self._hold.leave()
         if all(outcome in TAKEN for outcome in found):
             self._next()
         else:
-            self._end(whole=False)
+            self._finish(whole=False)
         return any(outcome is not Outcome.ERROR for outcome in found)
 
     def _lose(self, reason: Reason, begun: bool) -> None:
@@ -180,32 +185,34 @@ class ParkWrite:
             self._over(False, True)
         else:
             self._hold.leave()
-            self._end(whole=False)
+            self._finish(whole=False)
 
     def _land_late(self, _: object) -> None:
         self._hold.leave()
-        self._end(whole=False)
+        self._finish(whole=False)
 
-    def _end(self, *, whole: bool) -> None:
-        self.done = True
-        self._context.in_flight.end(self)
+    def _finish(self, *, whole: bool) -> None:
+        self._end()
         self._over(whole, self._was_offered)
 
 
-class ParkDeletion:
+class ParkDeletion(_Move):
     """Deletion of a parked request from storage. While calls of storage are suspended, it waits.
 
     A daemon may refuse deletions to a worker. The objects then get the value 0, and are evicted first.
     """
 
-    kind = "park"
-
     def __init__(self, context: ControllerContext, wanted: Mapping[PoolName, Sequence[bytes]]) -> None:
-        self.done = False
-        self._context, self._wanted = context, wanted
-        context.in_flight.begin(self)
-        call = StoreCall(self._background_forget, landed=self._land, lost=self._lose, patient=True)
-        context.writes.submit(call)
+        super().__init__(context)
+        self._wanted = wanted
+        context.writes.submit(
+            StoreCall(
+                self._background_forget,
+                landed=self._land,
+                lost=lambda reason, begun: self._end(),
+                patient=True,
+            )
+        )
 
     def _background_forget(self) -> bool:
         storage = self._context.storage
@@ -215,26 +222,18 @@ class ParkDeletion:
         except Exception as error:  # noqa: BLE001
             # a refusal, an outage, or a store that breaks its contract: what is left is evicted in time
             _log.info("a parked request could not be deleted from storage: %s", error)
-            return isinstance(error, RefusedError) and self._background_devalue(storage)
-        return True
-
-    def _background_devalue(self, storage: HybridStorage) -> bool:
-        try:
-            storage.advise({pool: dict.fromkeys(keys, 0.0) for pool, keys in self._wanted.items()})
-        except Exception:  # noqa: BLE001  a hint that is lost
-            return False
+            if not isinstance(error, RefusedError):
+                return False
+            with suppress(Exception):  # a hint that is lost
+                storage.advise({pool: dict.fromkeys(keys, 0.0) for pool, keys in self._wanted.items()})
         return True
 
     def _land(self, well: bool) -> bool:
-        self.done = True
-        self._context.in_flight.end(self)
+        self._end()
         return well
 
-    def _lose(self, reason: Reason, begun: bool) -> None:
-        self._land(False)
 
-
-class Arrival:
+class Arrival(_Move):
     """Reads and loads that fill the slots of a resumed request.
 
     Objects come in parcels. Of those that are read from storage, as many are under way as there are read
@@ -249,54 +248,43 @@ class Arrival:
         holds: HostHolds,
         keys: Sequence[bytes],
         hold: HostHold | None,
-        host: Places,
-        parcels: Sequence[Parcel],
         device: Places,
         wanted: Mapping[PoolName, Mask],
     ) -> None:
         """Begin to fill the slots `device` where `wanted` says so.
 
-        `keys` are those of the request's pages in storage. `hold` and `host` are its objects on the host, if
-        it has all of them; otherwise `hold` is None.
+        `keys` are those of the request's pages in storage. `hold` has its objects on the host, and is None if
+        they are not there.
         """
-        self.done = False
+        super().__init__(context)
         self.reason = Reason.NONE
         """Why not everything has arrived; valid once `done`."""
         self.is_whole = False
         """Whether everything has arrived."""
-        self.left_behind: tuple[Mapping[PoolName, Locations], Sequence[Pin], Fence | None] | None = None
-        """Slots and pins of a request that was released while copies were under way, and its fence."""
-        self._context, self._holds, self._keys = context, holds, keys
+        self._holds, self._keys = holds, keys
         self._device, self._wanted = device, wanted
-        self._waiting = [parcel for parcel in parcels if any(m.any() for m in parcel.flags(wanted).values())]
-        self._reads: list[StoreCall] = []
+        self._waiting = [
+            parcel
+            for parcel in cut_parcels(context, len(keys))
+            if any(mask.any() for mask in parcel.flags(wanted).values())
+        ]
+        self._reads: dict[HostHold, StoreCall] = {}
         self._under_way = 0
         self._is_stopped = False
-        context.in_flight.begin(self)
         if hold is not None:
             waiting, self._waiting = self._waiting, []
             for parcel in waiting:
-                self._load(parcel, parcel.pick(host, wanted), hold)
+                self._load(parcel, parcel.pick(hold.places, wanted), hold)
         self._go_on()
 
     def stop(self, reason: Reason) -> None:
         """Begin nothing more; `reason` says why, unless something failed before."""
         if self.done:
             return
-        self._is_stopped = True
-        if self.reason is Reason.NONE:
-            self.reason = reason
-        self._waiting.clear()
-        for call in list(self._reads):
+        self._fail(reason)
+        for call in list(self._reads.values()):
             self._context.reads.cancel(call)
         self._go_on()
-
-    def leave_behind(
-        self, slots: Mapping[PoolName, Locations], pins: Sequence[Pin], fence: Fence | None
-    ) -> None:
-        """Free the slots, and release the pins, once no copy writes to the slots any more."""
-        self.left_behind = slots, pins, fence
-        self.stop(Reason.NONE)
 
     def _go_on(self) -> None:
         while self._waiting and self._under_way <= self._context.options.read_threads:
@@ -307,13 +295,8 @@ class Arrival:
                     self._waiting.insert(0, parcel)
                 break
         if not self._under_way and not self._waiting and not self.done:
-            self.done = True
             self.is_whole = not self._is_stopped
-            self._context.in_flight.end(self)
-            if self.left_behind is not None:
-                slots, pins, fence = self.left_behind
-                self.left_behind = None
-                self._context.device_work.retire(slots, fence, pins)
+            self._end()
 
     def _fail(self, reason: Reason) -> None:
         self._is_stopped = True
@@ -334,14 +317,13 @@ class Arrival:
         self._under_way += 1
         storage = self._context.storage
         assert storage is not None
-        call = StoreCall(
+        self._reads[hold] = call = StoreCall(
             partial(self._background_read, parcel, hold),
-            landed=lambda outcomes: self._land_read(call, parcel, hold, outcomes),
-            lost=lambda reason, begun: self._lose(call, hold, reason, begun),
+            landed=partial(self._land_read, parcel, hold),
+            lost=partial(self._lose, hold),
             late=lambda _: hold.leave(),
             probe=partial(storage.probe, parcel.pools[0], self._keys[parcel.start], read=True),
         )
-        self._reads.append(call)
         self._context.reads.submit(call)
         return True
 
@@ -358,14 +340,11 @@ class Arrival:
         )
 
     def _land_read(
-        self, call: StoreCall, parcel: Parcel, hold: HostHold, outcomes: Mapping[PoolName, Sequence[Outcome]]
+        self, parcel: Parcel, hold: HostHold, outcomes: Mapping[PoolName, Sequence[Outcome]]
     ) -> bool:
-        self._reads.remove(call)
+        del self._reads[hold]
         self._under_way -= 1
-        found = [outcome for each in outcomes.values() for outcome in each]
-        for pool, each in outcomes.items():
-            for outcome in each:
-                self._context.metrics.increment("storage_gets_total", pool, outcome)
+        found = self._count("storage_gets_total", outcomes)
         bad = next((outcome for outcome in found if outcome is not Outcome.HIT), None)
         if bad is not None:
             self._fail(bad.reason)
@@ -376,9 +355,8 @@ class Arrival:
         self._go_on()
         return any(outcome is not Outcome.ERROR for outcome in found)
 
-    def _lose(self, call: StoreCall, hold: HostHold, reason: Reason, begun: bool) -> None:
-        if call in self._reads:
-            self._reads.remove(call)
+    def _lose(self, hold: HostHold, reason: Reason, begun: bool) -> None:
+        del self._reads[hold]
         self._under_way -= 1
         self._fail(reason)  # NONE if the call was cancelled, after `stop`
         if not begun:

@@ -17,19 +17,11 @@ from blake3 import blake3
 
 from tiercache.controller.admission import Admission
 from tiercache.controller.context import ControllerContext
-from tiercache.controller.continuation.holds import (
-    HostHold,
-    HostHolds,
-    Places,
-    all_objects,
-    counts,
-    cut_parcels,
-    spread,
-)
+from tiercache.controller.continuation.holds import HostHold, HostHolds, all_objects, counts
 from tiercache.controller.continuation.moves import ParkCopy, ParkDeletion, ParkWrite
 from tiercache.controller.retention import MAX_TTL, checked_seconds
 from tiercache.controller.values import Values
-from tiercache.core import CacheTransferUnits, Locations, Mask, PoolName, Tier, TokenArray
+from tiercache.core import ABSENT, CacheTransferUnits, Locations, Mask, PoolName, Tier, TokenArray
 from tiercache.errors import AdmissionError, InputError
 from tiercache.index import Node
 from tiercache.keys import KEY_BYTES, parked_keys
@@ -153,8 +145,7 @@ class Parked:
         """Keys of its pages in storage."""
         self.ticket = ticket
         self.hold: HostHold | None = None
-        self.host: Places = {}
-        """Handles of its objects, while the host has them."""
+        """Its objects on the host, while the host has them."""
         self.write: ParkWrite | None = None
         self.was_offered = False
         """Whether some of its objects may be in storage."""
@@ -183,6 +174,12 @@ class Parked:
         Raises AdmissionError if it was resumed or released before, or has expired.
         """
         self._parking.release(self)
+
+    def leave_host(self) -> None:
+        """Let go of the objects on the host, if they are there."""
+        if self.hold is not None:
+            self.hold.close()
+            self.hold = None
 
 
 class Parking:
@@ -223,29 +220,28 @@ class Parking:
                 f" and may keep {self._most * unit}, and {MAX_PARKED} at a time; resume or release"
                 " others, or raise park_share"
             )
-        hold, host, copied = self._take_host(node, wanted, pages, blocks)
+        hold, copied = self._take_host(node, wanted, pages, blocks)
         device = self._device_places(admission, states, pages)
         name = secrets.token_bytes(ID_BYTES)
         extra = admission.lookup.extra
         ticket = ParkingTicket(context.namespace, name, tokens.copy(), extra, time.time() + ttl)
         keys = parked_keys(context.namespace, name, ticket.tokens, extra, pages)
         parked = Parked(self, ticket, keys, context.clock() + ttl)
-        parked.hold, parked.host = hold, host
+        parked.hold = hold
         self._active[name] = parked
         self._next = min(self._next, parked.expires)
         value = self._value(node, ttl) if below else None
-        slots, pins = admission.hand_over()
         units = [
-            CacheTransferUnits(pool, device[pool][mask], host[pool][mask])
+            CacheTransferUnits(pool, device[pool][mask], hold.places[pool][mask])
             for pool, mask in copied.items()
             if mask.any()
         ]
         over = partial(self._copied, parked, value)
         if not units:  # cannot happen with states; without, every page may be shared
-            context.device_work.retire(slots, fence, pins)
+            admission.close(fence)
             over(True)
         else:
-            ParkCopy(context, hold, units, slots=slots, pins=pins, fence=fence, over=over)
+            ParkCopy(context, hold, units, fence, over).take_over(*admission.hand_over(), fence)
         self._count("parked")
         return parked
 
@@ -324,8 +320,8 @@ class Parking:
 
     def _take_host(
         self, node: Node, wanted: Mapping[PoolName, Mask], pages: int, blocks: int
-    ) -> tuple[HostHold, Places, dict[PoolName, Mask]]:
-        """Take room on the host; return it with the place of every object, and which ones to copy there.
+    ) -> tuple[HostHold, dict[PoolName, Mask]]:
+        """Take room on the host; return it, and which objects to copy there.
 
         Pages that the index has on the host stay where they are, and are pinned.
         """
@@ -334,17 +330,16 @@ class Parking:
         copied = {pool: mask.copy() for pool, mask in wanted.items()}
         for pool, at in located.items():
             copied[pool][: node.end] = at.host < 0
-        pins = [index.pin(node, Tier.HOST)] if any((at.host >= 0).any() for at in located.values()) else []
-        try:
-            hold = self.holds.take(counts(copied), pins, blocks)
-        except BaseException:
-            for pin in pins:
-                pin.release()
-            raise
-        host = spread(pages, copied, hold.own)
+        with index.pinned(node, Tier.HOST):
+            hold = self.holds.take(counts(copied), blocks)
+            if any((at.host >= 0).any() for at in located.values()):
+                hold.pins = [index.pin(node, Tier.HOST)]
+        hold.places = {pool: np.full(pages, ABSENT) for pool in copied}
         for pool, at in located.items():
-            host[pool][: node.end] = np.where(at.host >= 0, at.host, host[pool][: node.end])
-        return hold, host, copied
+            hold.places[pool][: node.end] = at.host
+        for pool, mask in copied.items():
+            hold.places[pool][mask] = hold.own[pool]
+        return hold, copied
 
     def _device_places(
         self, admission: Admission, states: Mapping[PoolName, int] | None, pages: int
@@ -368,21 +363,12 @@ class Parking:
         if not whole:
             self._count("lost")
             parked.status = ParkedStatus.LOST
-            parked.hold.close()
-            parked.hold = None
+            parked.leave_host()
             return
         parked.status = ParkedStatus.ON_HOST
         if value is None or parked.ticket.id not in self._active:
             return
-        write = ParkWrite(
-            self._context,
-            parked.hold,
-            cut_parcels(self._context, len(parked.keys)),
-            parked.host,
-            parked.keys,
-            value,
-            partial(self._written, parked),
-        )
+        write = ParkWrite(self._context, parked.hold, parked.keys, value, partial(self._written, parked))
         parked.write = None if write.done else write
 
     def _written(self, parked: Parked, whole: bool, offered: bool) -> None:
@@ -394,15 +380,12 @@ class Parking:
         elif whole and parked.ticket.id in self._active and parked.hold is not None:
             self._count("stored")
             parked.status = ParkedStatus.STORED
-            parked.hold.close()
-            parked.hold, parked.host = None, {}
+            parked.leave_host()
 
     def _end(self, parked: Parked, status: ParkedStatus) -> None:
         self._active.pop(parked.ticket.id, None)
         parked.status = status
-        if parked.hold is not None:
-            parked.hold.close()
-            parked.hold, parked.host = None, {}
+        parked.leave_host()
         if parked.write is not None:
             parked.write.stop()  # its end deletes what it has written
         else:
