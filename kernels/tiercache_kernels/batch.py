@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tiercache_kernels.driver import CudaError, Unavailable, error_name
+from tiercache_kernels.driver import CudaError, Unavailable, error_name, load_driver
 
 MINIMUM_DRIVER: Final = 12080
 """Version of the oldest driver that has the call: 12080 stands for CUDA 12.8."""
@@ -83,10 +83,7 @@ class BatchCopy:
 
         Raises `Unavailable` if the driver is missing, is older than CUDA 12.8, or does not export the call.
         """
-        try:
-            driver = ctypes.CDLL(library)
-        except OSError as error:
-            raise Unavailable(f"no batched copies without the CUDA driver: {error}") from error
+        driver = load_driver(library, ["cuDriverGetVersion"])
         version = _driver_version(driver, library)
         if version < MINIMUM_DRIVER:
             raise Unavailable(
@@ -134,12 +131,7 @@ class BatchCopy:
 
 def _driver_version(driver: ctypes.CDLL, library: str) -> int:
     version = ctypes.c_int(0)
-    try:
-        code = driver.cuDriverGetVersion(ctypes.byref(version))
-    except AttributeError as error:
-        raise Unavailable(
-            f"no batched copies: {library} is not a CUDA driver, it does not export cuDriverGetVersion"
-        ) from error
+    code = driver.cuDriverGetVersion(ctypes.byref(version))
     if code != _SUCCESS:
         raise Unavailable(
             f"no batched copies: the CUDA driver {library} does not report its version"

@@ -8,6 +8,7 @@ RuntimeError
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Final
 
 _RELAXED: Final = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
@@ -58,6 +59,18 @@ def error_name(driver: ctypes.CDLL, code: int) -> str:
     return name.value.decode()
 
 
+def load_driver(library: str, symbols: Sequence[str]) -> ctypes.CDLL:
+    """Load the driver's library. Raises `Unavailable` if there is none, or if it lacks one of `symbols`."""
+    try:
+        driver = ctypes.CDLL(library)
+    except OSError as error:
+        raise Unavailable(f"the CUDA driver cannot be loaded: {error}") from error
+    for symbol in symbols:
+        if not hasattr(driver, symbol):
+            raise Unavailable(f"{library} is not a CUDA driver that can be used: it does not export {symbol}")
+    return driver
+
+
 class DeviceContext:
     """The primary context of device `ordinal`, which torch, CuPy and CUDA's runtime share.
 
@@ -93,16 +106,7 @@ class DeviceContext:
 
         Raises `Unavailable` if there is no such library, or if the library lacks a required call.
         """
-        try:
-            driver = ctypes.CDLL(library)
-        except OSError as error:
-            raise Unavailable(f"the CUDA driver cannot be loaded: {error}") from error
-        for symbol in _SYMBOLS:
-            if not hasattr(driver, symbol):
-                raise Unavailable(
-                    f"{library} is not a CUDA driver that can be used: it does not export {symbol}"
-                )
-        return cls(driver, ordinal)
+        return cls(load_driver(library, _SYMBOLS), ordinal)
 
     def enter(self) -> int:
         """Push the context onto the calling thread's stack; return the capture mode that `leave` restores."""

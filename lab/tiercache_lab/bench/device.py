@@ -25,7 +25,7 @@ from tiercache.models.profile import CONFIGS
 from tiercache.pools import DevicePool, HostArena, HostPool
 from tiercache.transfer.base import Ticket
 from tiercache.transfer.cuda import CudaDevice, CudaEngine, Method
-from tiercache.transfer.cuda.copying import CopySet, best_method, bus_blocks, layer_groups
+from tiercache.transfer.cuda.copying import CopySet, Pace, best_method, layer_groups
 from tiercache.transfer.cuda.self_test import self_test
 from tiercache.transfer.descriptors import Copies, build_descriptors
 from tiercache_lab.bench.rows import MIB, Row
@@ -209,17 +209,16 @@ class Ground:
                 f"{nbytes >> 20} MiB of device memory and as much host memory are not available"
                 f" ({error}); lower --most"
             ) from error
-        self._blocks = bus_blocks(device.card.multiprocessors)
-        self._resources = CopySet(device)
         self._stream = device.create_stream(urgent=False)
+        self._pace = Pace(device, self._stream)
+        self._resources = CopySet(device, self._pace)
         stack.callback(self._close_stream)
 
     def move(self, work: Work, methods: Sequence[Method]) -> None:
         """Queue each group of copies by its method, and wait until all copies are done."""
-        groups = list(zip(work.groups, methods, strict=True))
-        queue = self._resources.queue(work.copies, groups, self._blocks, self._stream)
-        for rows, method in groups:
-            queue.put(rows, method)
+        self._resources.begin(work.copies, methods)
+        for rows, method in zip(work.groups, methods, strict=True):
+            self._resources.put(rows, method)
         self.device.synchronize_stream(self._stream)
 
     def contiguous(self, direction: Direction, nbytes: int) -> None:
@@ -238,6 +237,7 @@ class Ground:
         self.settle()
         with suppress(RuntimeError):  # raised by a lost device, whose error was raised before
             self._resources.destroy()
+            self._pace.destroy()
             self.device.destroy_stream(self._stream)
 
     def _release(self) -> None:

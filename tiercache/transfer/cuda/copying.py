@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from typing import Final, Self, TypeAlias
+from collections.abc import Collection, Iterator, Sequence
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +39,6 @@ calls. While a stream waits for a fence, it does not finish any call.
 _STEP: Final = 64
 """Calls between two marks (events) of a `Pace`."""
 Table: TypeAlias = npt.NDArray[np.uint64]
-_NO_TABLE: Final[Table] = np.empty((0, ROW_BYTES // 8), np.uint64)
 _MIN_BLOCKS: Final = 4
 _SHARE: Final = 16
 """A device with N multiprocessors runs N / 16 thread blocks of the kernel, but at least `_MIN_BLOCKS`.
@@ -102,7 +100,7 @@ def layer_groups(descriptors: Descriptors, least: int = GROUP_BYTES) -> list[tup
 
 
 class Pace:
-    """Limit of `MAX_QUEUED` on the calls that wait in a stream.
+    """Limit of `MAX_QUEUED` on the calls that wait in `stream`.
 
     At the limit, a caller waits here until the stream has finished some calls. Without the limit, the caller
     would wait in the driver, and so would every other thread that calls the driver.
@@ -110,26 +108,28 @@ class Pace:
     Thread safety: one thread at a time, with the device current.
     """
 
-    def __init__(self, device: CudaDevice) -> None:
+    def __init__(self, device: CudaDevice, stream: int) -> None:
+        self.stream = stream
         self._device = device
         self._marks: deque[int] = deque()
         """Events, the oldest first. There are `_STEP` calls between an event and the next."""
         self._calls = 0
         """Number of calls since the last event."""
 
-    def step(self, stream: int) -> None:
-        """Wait for room for one more call in `stream`. Call this before each call that queues work there."""
+    def step(self) -> int:
+        """Wait for room for one more call, and return the stream. Call this before each call that queues."""
         if self._calls == _STEP:
-            self._mark(stream)
+            self._mark()
             self._calls = 0
         self._calls += 1
+        return self.stream
 
     def destroy(self) -> None:
-        """Release all events, once no work is in the streams. A second call does nothing."""
+        """Release all events, once no work is in the stream. A second call does nothing."""
         while self._marks:
             self._device.destroy_event(self._marks.pop())
 
-    def _mark(self, stream: int) -> None:
+    def _mark(self) -> None:
         # The marks are a ring of MAX_QUEUED / _STEP - 1 = 11 events. When all are in use, wait until the
         # stream has passed the oldest mark, and record that mark again. After this wait, at most MAX_QUEUED -
         # _STEP = 704 calls are still waiting in the stream:
@@ -139,142 +139,101 @@ class Pace:
         else:
             self._device.synchronize_event(self._marks[0])
             self._marks.rotate(-1)
-        self._device.record(self._marks[-1], stream)
+        self._device.record(self._marks[-1], self.stream)
 
 
 class CopySet:
-    """Device resources of one transfer: an event for each group, and the kernel's table.
+    """Queue of the copies of one transfer, with its device resources: an event for each group, and the table.
 
     The constructor makes what most transfers need. The set grows only for a transfer that needs more, because
     allocating or releasing memory may delay the device and every thread that queues work there.
 
-    `pace` limits the calls in the stream. All sets that use the same stream share one pace.
+    `pace` limits the calls in its stream. All sets that use the same stream share one pace.
 
     All work that was queued with the set must be over before another transfer uses the set.
 
     Thread safety: one thread at a time.
     """
 
-    def __init__(self, device: CudaDevice, pace: Pace | None = None) -> None:
-        self._device = device
-        self.pace = pace or Pace(device)
+    def __init__(self, device: CudaDevice, pace: Pace) -> None:
+        self._device, self._pace = device, pace
+        self._blocks = bus_blocks(device.card.multiprocessors)
+        self._copies: Copies | None = None
         self._events: list[int] = []
         self._tables: list[tuple[int, Table]] = []
         """Device address and host memory of each table. The last is in use; earlier tables were too small."""
         try:
-            self.event(0)
+            self._event(0)
             if Method.KERNEL not in device.unavailable:
                 self._grow(_MIN_ROWS)
         except BaseException:
             self.destroy()
             raise
 
-    @classmethod
-    def make(cls, device: CudaDevice, count: int) -> list[Self]:
-        """Make `count` sets that share one pace.
-
-        If a set cannot be made, the sets made before are destroyed, and the error is raised.
-        """
-        made: list[Self] = []
-        pace = Pace(device)
-        with ExitStack() as undo:
-            while len(made) < count:
-                made.append(cls(device, pace))
-                undo.callback(made[-1].destroy)
-            undo.pop_all()
-        return made
-
-    def event(self, number: int) -> int:
-        """Return the event of group `number`. The first call makes the event."""
-        while len(self._events) <= number:
-            self._events.append(self._device.create_event())
-        return self._events[number]
-
-    def queue(
-        self, copies: Copies, groups: Sequence[tuple[slice, Method]], blocks: int, stream: int
-    ) -> Queue:
-        """Return a queue for `groups` of `copies`.
+    def begin(self, copies: Copies, methods: Collection[Method]) -> None:
+        """Begin a transfer, whose groups use these methods.
 
         If the kernel copies any group, the upload of the table to the device is queued now.
         """
+        self._copies = copies
         # The table has the rows of all groups, so one upload serves all of them. The stream finishes the
         # upload before it starts the kernels that read the table.
-        if any(method is Method.KERNEL for _, method in groups):
-            self._upload(copies, stream)
-        address, table = self._tables[-1] if self._tables else (0, _NO_TABLE)
-        return Queue(self._device, copies, table, address, blocks, stream, self.pace)
+        if Method.KERNEL in methods:
+            self._upload(copies)
+
+    def put(self, rows: slice, method: Method) -> None:
+        """Queue the copies in `rows` by `method`."""
+        assert self._copies is not None, "a transfer has begun"
+        copies = self._copies[rows]
+        if not len(copies):
+            return
+        if method is Method.BATCH:
+            for piece in _pieces(copies):
+                self._device.copy_batch(piece, self._pace.step())
+        elif method is Method.KERNEL:
+            # Column 3 has the number of the row's first chunk (a piece that the kernel copies at a time), so
+            # the difference is the number of chunks in these rows.
+            address, table = self._tables[-1]
+            chunks = int(table[rows.stop, 3]) - int(table[rows.start, 3])
+            self._device.copy_table(
+                address + rows.start * ROW_BYTES, len(copies), chunks, self._blocks, self._pace.step()
+            )
+        else:
+            for source, destination, length in zip(
+                copies.source.tolist(), copies.destination.tolist(), copies.length.tolist(), strict=True
+            ):
+                self._device.copy(source, destination, length, self._pace.step())
+
+    def mark(self, number: int) -> int:
+        """Record the event of group `number` behind what is queued, and return it."""
+        event = self._event(number)
+        self._device.record(event, self._pace.step())
+        return event
 
     def destroy(self) -> None:
-        """Release all resources, and the events of the pace.
-
-        All work that was queued with this set, or with a set that shares its pace, must be over.
-        """
-        self.pace.destroy()
+        """Release all resources. All work that was queued with this set must be over."""
         while self._events:
             self._device.destroy_event(self._events.pop())
         while self._tables:
             self._device.release(self._tables.pop()[0])
 
-    def _upload(self, copies: Copies, stream: int) -> None:
+    def _event(self, number: int) -> int:
+        while len(self._events) <= number:
+            self._events.append(self._device.create_event())
+        return self._events[number]
+
+    def _upload(self, copies: Copies) -> None:
         rows = len(copies) + 1
         if not self._tables or rows > len(self._tables[-1][1]):
             # A table that is too small is kept until `destroy`: releasing memory may delay the device.
             self._grow(max(_MIN_ROWS, 2 * rows))
         address, table = self._tables[-1]
         fill_table(table[:rows], copies.source, copies.destination, copies.length)
-        self.pace.step(stream)
-        self._device.copy(table.ctypes.data, address, rows * ROW_BYTES, stream)
+        self._device.copy(table.ctypes.data, address, rows * ROW_BYTES, self._pace.step())
 
     def _grow(self, rows: int) -> None:
         table = self._device.allocate_host(rows * ROW_BYTES).view(np.uint64).reshape(rows, -1)
         self._tables.append((self._device.allocate(rows * ROW_BYTES), table))
-
-
-class Queue:
-    """List of copies that is queued group by group in one stream.
-
-    `table` has the same copies for the kernel, which finds them at `address` on the device and runs on up to
-    `blocks` thread blocks.
-
-    Thread safety: one thread at a time.
-    """
-
-    def __init__(
-        self,
-        device: CudaDevice,
-        copies: Copies,
-        table: Table,
-        address: int,
-        blocks: int,
-        stream: int,
-        pace: Pace,
-    ) -> None:
-        self._device, self._copies, self._stream, self._pace = device, copies, stream, pace
-        self._table, self._address, self._blocks = table, address, blocks
-
-    def put(self, rows: slice, method: Method) -> None:
-        """Queue the copies in `rows` by `method`."""
-        copies = self._copies[rows]
-        if not len(copies):
-            return
-        if method is Method.BATCH:
-            for piece in _pieces(copies):
-                self._pace.step(self._stream)
-                self._device.copy_batch(piece, self._stream)
-        elif method is Method.KERNEL:
-            # Column 3 has the number of the row's first chunk (a piece that the kernel copies at a time), so
-            # the difference is the number of chunks in these rows.
-            chunks = int(self._table[rows.stop, 3]) - int(self._table[rows.start, 3])
-            self._pace.step(self._stream)
-            self._device.copy_table(
-                self._address + rows.start * ROW_BYTES, len(copies), chunks, self._blocks, self._stream
-            )
-        else:
-            for source, destination, length in zip(
-                copies.source.tolist(), copies.destination.tolist(), copies.length.tolist(), strict=True
-            ):
-                self._pace.step(self._stream)
-                self._device.copy(source, destination, length, self._stream)
 
 
 def _pieces(copies: Copies) -> Iterator[Copies]:

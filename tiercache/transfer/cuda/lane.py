@@ -22,7 +22,7 @@ from typing import Final, TypeAlias
 from tiercache.errors import TransferError
 from tiercache.transfer.base import LayerTicket, event_of
 from tiercache.transfer.copy import Job, Waiting
-from tiercache.transfer.cuda.copying import GROUP_BYTES, CopySet, LockedArena, bus_blocks, layer_groups
+from tiercache.transfer.cuda.copying import GROUP_BYTES, CopySet, LockedArena, Pace, layer_groups
 from tiercache.transfer.cuda.device import CudaDevice, Method
 from tiercache.transfer.descriptors import Copies, Descriptors
 
@@ -163,15 +163,13 @@ class Lane:
         self._device, self._choose, self._memory, self._ended = device, choose, memory, ended
         self._here = threading.local()
         self._group_bytes = group_bytes
-        self._blocks = bus_blocks(device.card.multiprocessors)
         self._waiting = Waiting()
         self._flights: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
         self._resources: queue.SimpleQueue[CopySet] = queue.SimpleQueue()
-        self._in_flight = in_flight
-        for resources in CopySet.make(device, in_flight):
-            self._resources.put(resources)
+        self._pace = Pace(device, device.create_stream(urgent=urgent))
         try:
-            self._stream = device.create_stream(urgent=urgent)
+            for _ in range(in_flight):
+                self._resources.put(CopySet(device, self._pace))
         except BaseException:
             self._give_back()
             raise
@@ -242,22 +240,18 @@ class Lane:
         failure, step, last = None, "before its first layer", 0
         try:
             self._enter()
-            self._pass_fences(job, resources)
+            self._pass_fences(job)
             descriptors = job.descriptors(self._memory.period)
             copies = descriptors.copies(to_host=job.to_host)
             groups = [
                 (layers, rows, self._choose(copies[rows])) for layers, rows in self._groups(job, descriptors)
             ]
-            stream_queue = resources.queue(
-                copies, [(rows, method) for _, rows, method in groups], self._blocks, self._stream
-            )
+            resources.begin(copies, {method for _, _, method in groups})
             for number, (layers, rows, method) in enumerate(groups):
                 step = f"in layer {layers[0]}" if layers else "on its way"
                 self._waiting.check_abandoned()
-                stream_queue.put(rows, method)
-                last = resources.event(number)
-                resources.pace.step(self._stream)
-                self._device.record(last, self._stream)
+                resources.put(rows, method)
+                last = resources.mark(number)
                 if isinstance(job.ticket, CudaLayerTicket):
                     job.ticket.queued(layers, last)
         except Exception as error:  # noqa: BLE001
@@ -275,14 +269,13 @@ class Lane:
             return layer_groups(descriptors, self._group_bytes)
         return [((), slice(0, len(descriptors)))] if len(descriptors) else []
 
-    def _pass_fences(self, job: Job, resources: CopySet) -> None:
+    def _pass_fences(self, job: Job) -> None:
         for fence in job.after:
             event = event_of(fence)
             if event is None:
                 fence.synchronize()
             else:
-                resources.pace.step(self._stream)
-                self._device.wait_event(self._stream, event)
+                self._device.wait_event(self._pace.step(), event)
 
     def _finish_all(self) -> None:
         self._try_to_enter()
@@ -291,15 +284,17 @@ class Lane:
         try:
             self._enter()
             self._give_back()
-            self._device.destroy_stream(self._stream)
         except Exception as error:  # noqa: BLE001
             # after an error of the whole device, its resources are lost and cannot be released
             _log.warning("a stream could not be released: %s", error)
         self._ended()
 
     def _give_back(self) -> None:
-        for _ in range(self._in_flight):
+        """Release the stream and what was made for it, once no work is in it."""
+        while not self._resources.empty():
             self._resources.get().destroy()
+        self._pace.destroy()
+        self._device.destroy_stream(self._pace.stream)
 
     def _finish_one(self) -> bool:
         flight = self._flights.get()
@@ -317,7 +312,7 @@ class Lane:
             # fails too, the device is lost, and no copy is running.
             with contextlib.suppress(Exception):
                 self._enter()
-                self._device.synchronize_stream(self._stream)
+                self._device.synchronize_stream(self._pace.stream)
         flight.job.finish(error)
         # The resources are reused only after the ticket is done. Until then, threads that wait for a layer
         # use the events of these resources.

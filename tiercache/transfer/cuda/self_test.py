@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from tiercache.errors import ConfigError
 from tiercache.pools.arena import HostArena
-from tiercache.transfer.cuda.copying import CopySet, LockedArena, bus_blocks
+from tiercache.transfer.cuda.copying import CopySet, LockedArena, Pace
 from tiercache.transfer.cuda.device import CudaDevice, Method
 from tiercache.transfer.descriptors import Descriptors
 
@@ -84,7 +84,9 @@ class _SelfTest:
         stack.callback(device.destroy_stream, self.stream)
         self._address = device.allocate(_TEST_BYTES)
         stack.callback(device.release, self._address)
-        self._resources = CopySet(device)
+        pace = Pace(device, self.stream)
+        stack.callback(pace.destroy)
+        self._resources = CopySet(device, pace)
         stack.callback(self._resources.destroy)
         self._there = device.allocate_host(_TEST_BYTES)
         self._arena = stack.enter_context(closing(HostArena(2 * _TEST_BYTES, _BLOCK_BYTES, huge_pages=False)))
@@ -131,9 +133,8 @@ class _SelfTest:
         whole = Descriptors(_places(_GAP_DEVICE, self._address), host, lengths, layers)
         copies = whole.cut(self._arena.address, self._locked.period).copies(to_host=to_host)
         rows = slice(0, len(copies))
-        self._resources.queue(
-            copies, [(rows, method)], bus_blocks(self._device.card.multiprocessors), self.stream
-        ).put(rows, method)
+        self._resources.begin(copies, [method])
+        self._resources.put(rows, method)
         self._device.synchronize_stream(self.stream)
 
 
