@@ -205,13 +205,13 @@ def test_the_texts_stay_short():
 
 BUDGET = {
     "tiercache.daemon": 8_600,
-    "tiercache.controller": 8_350,
+    "tiercache.controller": 8_250,
     "tiercache.integrations": 6_550,
     "tiercache.cli": 5_550,
     "tiercache.storage": 6_200,
     "tiercache.testing": 2_850,
     "tiercache.index": 3_250,
-    "tiercache.transfer": 2_200,
+    "tiercache.transfer": 2_150,
     "tiercache.config": 1_450,
     "tiercache.models": 1_200,
     "tiercache.events": 1_100,
