@@ -24,7 +24,6 @@ from tiercache.settings import (
     PATH,
     Kind,
     Named,
-    chosen_values,
     duration,
     matching,
     one_of,
@@ -92,7 +91,6 @@ def test_what_is_not_possible_gets_one_sentence(kind: Kind, given: Any, sentence
 def test_a_section_is_read_into_a_table() -> None:
     made = read_section(Table, "the store", {"path": "/a", "room": "4KiB", "is_open": "yes"})
     assert made == Table(place="/a", room=4096, is_open=True)
-    assert chosen_values(made) == {"path": "/a", "room": "4KiB", "is_open": True}
     assert [name for name, one in settings_in(Table).items() if one.is_live] == ["room"]
     for section, sentence in (
         ({}, "the store needs 'path', as in x:///a"),
@@ -108,7 +106,9 @@ def test_every_default_is_written_so_that_it_reads_the_same(table: type, name: s
     setting = settings_in(table)[name]
     [field] = [one for one in dataclasses.fields(table) if one.name == setting.attribute]
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    if default not in (dataclasses.MISSING, None, ""):
+    if default not in (dataclasses.MISSING, None, "") and not isinstance(
+        default, dict
+    ):  # none writes policies
         assert setting.kind.parse(setting.kind.text(default) if setting.kind.text else default) == default
 
 
