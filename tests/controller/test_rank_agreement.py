@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.controller.ranks_rig import Post, facts, greet, joined
+from tests.examples import example_count
 from tiercache.controller.ranks.ballots import MAX_BALLOTS
 from tiercache.controller.ranks.base import LEADER, Decision, Message, MessageKind, unpack
 from tiercache.controller.ranks.session import RankSession
@@ -70,7 +71,7 @@ def common(has):
 
 
 @given(ranks())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=example_count(100), deadline=None)
 def test_the_deepest_depth_that_all_have_is_decided(has):
     post = Post(len(has))
     crew = [Rank(session, *each) for session, each in zip(joined(post), has, strict=True)]
@@ -83,7 +84,7 @@ def test_the_deepest_depth_that_all_have_is_decided(has):
 
 
 @given(ranks(), st.data())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.data_too_large])
+@settings(max_examples=example_count(150), deadline=None, suppress_health_check=[HealthCheck.data_too_large])
 def test_whatever_is_lost_all_can_begin_at_the_leaders_depth(has, data):
     post = Post(len(has))
     crew = [Rank(session, *each) for session, each in zip(joined(post), has, strict=True)]

@@ -15,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiercache_backends.s3.compression import CHUNK, Codec, decode, encode
 
+from tests.examples import example_count
+
 CODECS = [codec for codec in Codec if codec is not Codec.RAW]
 FLOATS = {"bf16": ("<u2", 7), "fp16": ("<u2", 10), "fp32": ("<u4", 23)}
 
@@ -59,7 +61,7 @@ def floats(dtype: str, count: int, seed: int) -> bytes:
     return bits.tobytes()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=example_count(60), deadline=None)
 @given(
     data=st.one_of(
         st.binary(max_size=300),
@@ -72,7 +74,7 @@ def test_any_bytes_come_back(data, cuts, codec):
     roundtrip(codec, data, cuts)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=example_count(20), deadline=None)
 @given(
     dtype=st.sampled_from(list(FLOATS)),
     count=st.integers(1000, 20_000),
