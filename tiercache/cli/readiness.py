@@ -55,28 +55,6 @@ def warnings_about(settings: Settings, *, files: bool = True, ports: bool = True
     return [warning for check in checks for warning in check(settings) or ()]
 
 
-def require_memory(*wanted: tuple[str, int]) -> Iterator[str]:
-    """Raise ConfigError if the sum of the named byte counts exceeds the memory of this machine.
-
-    Yields a warning if the sum exceeds the memory that is free now.
-    """
-    wanted = tuple((name, nbytes) for name, nbytes in wanted if nbytes)
-    found, total = read_memory(), sum(nbytes for _, nbytes in wanted)
-    if found.ceiling is not None and total > found.ceiling:
-        names = " and ".join(f"{name} {exact_size(nbytes)}" for name, nbytes in wanted)
-        whose = (
-            "the limit of this container" if found.ceiling == found.tightest else "the memory of this machine"
-        )
-        raise ConfigError(
-            f"{names} cannot be allocated: {whose} is {readable_size(found.ceiling)}; give less"
-        )
-    if found.available and total > found.available:
-        yield (
-            f"{readable_size(total)} of memory are needed, and {readable_size(found.available)} are free on"
-            " this machine now"
-        )
-
-
 def require_disk(path: Path, name: str, capacity: int) -> Iterator[str]:
     """Raise ConfigError if a capacity exceeds the size of the store's disk.
 
@@ -111,14 +89,28 @@ def check_variables(_: Settings) -> Iterator[str]:
 
 
 def check_memory(settings: Settings) -> Iterator[str]:
-    """Check that the memory of this machine holds what the settings ask for."""
+    """Yield a warning if the memory that is free now does not hold what the settings ask for.
+
+    Raises ConfigError if the memory of this machine never will.
+    """
     sections = map(section_of, settings.store_urls)
-    stored = [
-        ("storage: capacity", parse_size(section["capacity"]))
-        for section in sections
-        if section["type"] == "memory" and "capacity" in section
-    ]
-    return require_memory(("host_bytes", settings.host_bytes), *stored)
+    capacities = [section.get("capacity") for section in sections if section["type"] == "memory"]
+    stored = [("storage: capacity", parse_size(capacity)) for capacity in capacities if capacity]
+    wanted = [("host_bytes", settings.host_bytes), *stored]
+    found, total = read_memory(), sum(nbytes for _, nbytes in wanted)
+    if found.ceiling is not None and total > found.ceiling:
+        names = " and ".join(f"{name} {exact_size(nbytes)}" for name, nbytes in wanted if nbytes)
+        whose = (
+            "the limit of this container" if found.ceiling == found.tightest else "the memory of this machine"
+        )
+        raise ConfigError(
+            f"{names} cannot be allocated: {whose} is {readable_size(found.ceiling)}; give less"
+        )
+    if found.available and total > found.available:
+        yield (
+            f"{readable_size(total)} of memory are needed, and {readable_size(found.available)} are free on"
+            " this machine now"
+        )
 
 
 def check_directories(settings: Settings) -> Iterator[str]:
