@@ -276,7 +276,7 @@ BARE = {
     "tiercache_backends.mooncake": 7, "tiercache_backends.chain": 7, "tiercache.integrations": 6,
     "tiercache_lab.replay": 5, "tiercache.cli": 3, "tiercache.testing": 3, "tiercache_backends.grpc": 3,
     "tiercache_backends.lmdb": 3, "tiercache_backends.s3": 3, "tiercache.policy": 2, "tiercache.events": 2,
-    "tiercache_backends.local": 2, "tiercache.metrics": 1, "tiercache.transfer": 1, "tiercache.pools": 1,
+    "tiercache_backends.local": 2, "tiercache.metrics": 1, "tiercache.pools": 1,
     "tiercache_backends.file": 1, "tiercache_lab.policies": 1,
 }  # fmt: skip
 """Public functions and methods of each package that are called by such a verb alone, at most."""

@@ -216,7 +216,7 @@ class Ground:
 
     def move(self, work: Work, methods: Sequence[Method]) -> None:
         """Queue each group of copies by its method, and wait until all copies are done."""
-        self._resources.begin(work.copies, methods)
+        self._resources.begin_transfer(work.copies, methods)
         for rows, method in zip(work.groups, methods, strict=True):
             self._resources.put(rows, method)
         self.device.synchronize_stream(self._stream)

@@ -170,7 +170,7 @@ class CopySet:
             self.destroy()
             raise
 
-    def begin(self, copies: Copies, methods: Collection[Method]) -> None:
+    def begin_transfer(self, copies: Copies, methods: Collection[Method]) -> None:
         """Begin a transfer, whose groups use these methods.
 
         If the kernel copies any group, the upload of the table to the device is queued now.

@@ -74,7 +74,7 @@ class CudaEngine(LaneEngine):
             self._locked = LockedArena(arena, self.device, piece_bytes)
             undo.callback(self._locked.unlock)
             self._stores = self._lane("tiercache-store", STORES_IN_FLIGHT, urgent=False)
-            undo.callback(self._stores.end)
+            undo.callback(self._stores.end_threads)
             self._loads = self._lane("tiercache-load", LOADS_IN_FLIGHT, urgent=True)
             undo.pop_all()
         missing = "".join(f"; no {name}: {reason}" for name, reason in self.device.unavailable.items())

@@ -107,7 +107,7 @@ Choose: TypeAlias = Callable[[Copies], Method]
 """Function that returns the method for a group of copies."""
 
 _END_TIMEOUT_S: Final = 10.0
-"""Seconds that `Lane.end` waits for the threads."""
+"""Seconds that `Lane.end_threads` waits for the threads."""
 STORES_IN_FLIGHT: Final = 3
 """Maximum number of stores in the stream at once.
 
@@ -188,7 +188,7 @@ class Lane:
         """Let the threads end after the jobs that are waiting now. The last thread releases the stream."""
         self._waiting.stop()
 
-    def end(self) -> None:
+    def end_threads(self) -> None:
         """Stop a lane that got no jobs, and wait up to `_END_TIMEOUT_S` seconds for its threads."""
         self.stop()
         self.join(time.monotonic() + _END_TIMEOUT_S)
@@ -246,7 +246,7 @@ class Lane:
             groups = [
                 (layers, rows, self._choose(copies[rows])) for layers, rows in self._groups(job, descriptors)
             ]
-            resources.begin(copies, {method for _, _, method in groups})
+            resources.begin_transfer(copies, {method for _, _, method in groups})
             for number, (layers, rows, method) in enumerate(groups):
                 step = f"in layer {layers[0]}" if layers else "on its way"
                 self._waiting.check_abandoned()

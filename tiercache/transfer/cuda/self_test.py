@@ -133,7 +133,7 @@ class _SelfTest:
         whole = Descriptors(_places(_GAP_DEVICE, self._address), host, lengths, layers)
         copies = whole.cut(self._arena.address, self._locked.period).copies(to_host=to_host)
         rows = slice(0, len(copies))
-        self._resources.begin(copies, [method])
+        self._resources.begin_transfer(copies, [method])
         self._resources.put(rows, method)
         self._device.synchronize_stream(self.stream)
 
