@@ -11,7 +11,7 @@ from tests.storage.late import Late
 from tests.storage_backends.chain.hooks import QuickClock, tier_of
 from tiercache.core import Outcome
 from tiercache.errors import RefusedError, UnavailableError
-from tiercache.testing.objects import key
+from tiercache.testing.objects import fetch, key
 
 HIT, MISS, STORED, UNAVAILABLE = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.UNAVAILABLE
 SIZE = 5000
@@ -86,6 +86,13 @@ def chain_over(*stores, settings=None):
 
 def health(chain):
     return [tier.health for tier in chain.tiers]
+
+
+def lose(chain, away):
+    """Let a store go away, and its tier be found out by three calls that fail."""
+    away.begin()
+    for _ in range(3):
+        fetch(chain, key("lost"), SIZE)
 
 
 def held(store, *names):

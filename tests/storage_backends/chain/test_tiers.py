@@ -13,7 +13,7 @@ from tiercache_backends.chain.tier import Tier
 from tiercache_backends.file import FileBackend
 from tiercache_backends.memory import MemoryBackend
 
-from tests.storage_backends.chain.stores import Broken, Forgetful, Hanging, Hiccup, health, held
+from tests.storage_backends.chain.stores import Broken, Forgetful, Hanging, Hiccup, health, held, lose
 from tests.waiting import until
 from tiercache.core import Outcome
 from tiercache.errors import RefusedError, StorageError, UnavailableError
@@ -197,9 +197,7 @@ def test_what_only_a_tier_that_was_out_has_reaches_the_tier_below(chain_over):
         put(chain, key(n), payload(n, SIZE))
     assert held(middle, *range(5)) == [True] * 5
     until(lambda: health(chain) == ["out", "serving", "out"])
-    middle.begin()
-    for _ in range(3):
-        fetch(chain, key(0), SIZE)
+    lose(chain, middle)
     bottom.end()
     until(lambda: health(chain) == ["out", "out", "serving"])
     middle.end()
@@ -212,9 +210,7 @@ def test_a_namespace_that_comes_during_an_examination_is_registered(chain_over):
     away = Outage(medium)
     slow = Hanging(away, "set")
     chain = chain_over(slow, MemoryBackend())
-    away.begin()
-    for _ in range(3):
-        fetch(chain, key("a"), SIZE)
+    lose(chain, away)
     assert health(chain) == ["out", "serving"]
     slow.hang()
     away.end()

@@ -11,7 +11,7 @@ from tiercache_backends.chain import scans
 from tiercache_backends.file import FileBackend
 from tiercache_backends.memory import MemoryBackend
 
-from tests.storage_backends.chain.stores import Hanging, Refusing, health, held
+from tests.storage_backends.chain.stores import Hanging, Refusing, health, held, lose
 from tests.storage_backends.grpc.nodes import daemon_settings
 from tests.waiting import until
 from tiercache.core import Outcome
@@ -78,17 +78,13 @@ def test_a_flush_says_that_a_tier_with_new_objects_is_out(chain_over):
     away = Outage(MemoryBackend())
     chain = chain_over(away, MemoryBackend())
     put(chain, key("a"), payload("a", SIZE))
-    away.begin()
-    for _ in range(3):
-        fetch(chain, key("a"), SIZE)
+    lose(chain, away)
     with pytest.raises(StorageError, match="has not flushed 1 objects"):
         chain.flush()
     away.end()
     until(lambda: health(chain) == ["serving", "serving"])
     chain.flush()
-    away.begin()
-    for _ in range(3):
-        fetch(chain, key("a"), SIZE)
+    lose(chain, away)
     chain.flush()
 
 
@@ -161,9 +157,7 @@ def test_a_scan_names_what_a_tier_has_that_comes_back_meanwhile(chain_over):
     names = range(3000)
     chain.set([to_set(key(n), payload(n, 16)) for n in names])
     until(lambda: chain.usage().tiers[1].objects == len(names))
-    away.begin()
-    for _ in range(3):
-        fetch(chain, key(0), 16)
+    lose(chain, away)
     page = chain.scan()
     away.end()
     until(lambda: health(chain) == ["serving", "serving"])
@@ -178,9 +172,7 @@ def test_nothing_is_deleted_while_a_read_only_tier_is_out(chain_over):
     away = Outage(MemoryBackend())
     put(away, key("old"), payload("old", SIZE))
     chain = chain_over(MemoryBackend(), away, settings={1: {"read_only": True}})
-    away.begin()
-    for _ in range(3):
-        fetch(chain, key("old"), SIZE)
+    lose(chain, away)
     with pytest.raises(UnavailableError):
         chain.delete([key("old")])
     away.end()

@@ -11,15 +11,7 @@ from tiercache_backends.lmdb import LmdbBackend
 from tiercache_backends.lmdb.records import PART_PAGES, part_key
 from tiercache_backends.lmdb.transaction import Transaction
 
-from tests.storage_backends.lmdb.hooks import (
-    CAPACITY,
-    check_integrity,
-    data_file,
-    environment_of,
-    flip,
-    locate,
-    opened,
-)
+from tests.storage_backends.lmdb.hooks import CAPACITY, check_integrity, environment_of, opened
 from tiercache.core import ObjectKey, Outcome, PoolName
 from tiercache.storage.base import GetItem
 from tiercache.storage.checksum import NO_MAC, Checksums, MacKey
@@ -67,20 +59,6 @@ def test_every_item_of_a_batch_gets_its_own_answer(tmp_path: Path, secret: bytes
             if answer is HIT:
                 name = names[16] if item is wanted[17] else name
                 assert content(item) == payload(name, name[1])
-
-
-def test_one_damaged_object_of_a_batch_is_found_and_removed(tmp_path: Path) -> None:
-    with opened(tmp_path / "s") as store:
-        store.set([to_set(key(n), payload(n, 9000)) for n in range(50)])
-        for n, piece in ((7, 0), (31, -1)):
-            offset, size = locate(store, key(n))[piece]
-            flip(data_file(store), offset + size - 1, 64)
-        wanted = [to_get(key(n), 9000) for n in range(50)]
-        assert store.get(wanted) == [CORRUPT if n in (7, 31) else HIT for n in range(50)]
-        assert all(content(wanted[n]) == payload(n, 9000) for n in range(50) if n not in (7, 31))
-        assert store.exists([key(n) for n in range(50)]) == [n not in (7, 31) for n in range(50)]
-        assert store.get([to_get(key(n), 9000) for n in (6, 7, 8)]) == [HIT, MISS, HIT]
-        check_integrity(store)
 
 
 @pytest.mark.parametrize("part_pages", [1, 4, PART_PAGES])

@@ -19,7 +19,7 @@ from tests.storage_backends.local.files import disk_bytes
 from tiercache.core import Outcome
 from tiercache.errors import ConfigError
 from tiercache.storage.registry import open_backend
-from tiercache.testing.objects import fetch, key, outcomes, payload, put, to_get, to_set
+from tiercache.testing.objects import fetch, key, payload, put, to_get, to_set
 from tiercache.testing.stateful import BackendMachine, EvictingMachine
 
 HIT, STORED = Outcome.HIT, Outcome.STORED
@@ -54,7 +54,7 @@ def test_random_histories(machine: type[RuleBasedStateMachine], examples: int) -
 
 
 @pytest.mark.parametrize(
-    ("size", "step", "batch", "batches"), [(500, 0, 96, 110), (1_500_000, 0, 1, 12), (2000, 7919, 3, 40)]
+    ("size", "step", "batch", "batches"), [(500, 0, 96, 110), (1_500_000, 0, 1, 12), (100, 7919, 3, 100)]
 )
 def test_everything_in_the_directory_counts_at_every_instant(
     tmp_path: Path, size: int, step: int, batch: int, batches: int
@@ -92,14 +92,6 @@ def test_nothing_is_evicted_while_a_tenth_is_free(tmp_path: Path, size: int, bat
             before = usage.used_bytes
         assert room <= least < 1.0
         assert usage.details["full"] == 0
-        check_integrity(store)
-
-
-def test_a_store_that_is_mixed_for_long_keeps_taking_objects(tmp_path: Path) -> None:
-    with opened(tmp_path / "s", 8 << 20) as store:
-        sizes = [100, 3000, 70_000, 20_000, 300_000, 9000]
-        answers = [put(store, key(n), payload(n % 6, sizes[n * 7 % 6] + n % 11)) for n in range(500)]
-        assert outcomes(answers).get(STORED, 0) == 500, "scattered free pages are put to use"
         check_integrity(store)
 
 
