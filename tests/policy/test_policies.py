@@ -140,12 +140,6 @@ def test_the_device_evicts_what_the_host_has_before_what_costs_a_computation():
         assert rig.index.evictable(Tier.HOST)[STATE] == 2
 
 
-# -- seglen ------------------------------------------------------------------------------------
-
-
-# -- marconi -----------------------------------------------------------------------------------
-
-
 # -- units on which a hit is expected
 
 

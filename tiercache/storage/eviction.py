@@ -354,6 +354,11 @@ class EvictionOrder:
         """
         taker, writer, owners, residents = eviction.taker, eviction.writer, self._owners, self._residents
         assert taker is not None, "an eviction has a receiver"
+        node, pages = residents.page[rows[0]], residents.pages
+        above = pages.parent_node[node]
+        if above >= 0 and not pages.children[node] and self._values.given:
+            # Before the states go: with them goes their rank, which the page has if its KV has none.
+            self._values.inherit(above, node)
         if not owners.active:
             taker.take(rows)
             return len(rows)

@@ -97,18 +97,6 @@ def test_a_record_that_landed_and_reported_a_failure_does_not_count(tmp_path: Pa
         check_tables(store)
 
 
-def test_a_failed_delete_says_so(tmp_path: Path) -> None:
-    env = FaultEnv()
-    with opened(tmp_path / "s", env=env) as store:
-        put(store, key("a"), payload("a", 5000))
-        env.clear()
-        fail_log(env)
-        assert store.delete([key("a")]) == [False]
-        assert fetch(store, key("a"), 5000) == payload("a", 5000)
-        assert store.delete([key("a")]) == [True]
-        check_tables(store)
-
-
 def test_a_block_that_cannot_be_read_is_given_up(tmp_path: Path) -> None:
     env = FaultEnv()
     with opened(tmp_path / "s", env=env) as store:
