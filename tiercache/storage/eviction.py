@@ -141,7 +141,9 @@ class EvictionOrder:
 
     def restart(self) -> None:
         """Fill the queues anew at the next eviction; call this when the owners have changed."""
-        self._start_again()
+        self._residents.pages.columns["flags"] &= 0xFF ^ _QUEUED
+        self._lanes = [Lane(owner) for owner in range(len(self._owners.names))]
+        self._by_value = self._values.given
 
     def _offer(self, node: int) -> None:
         """Put a page into the queue to which it belongs, if it is a leaf or has a state to evict alone."""
@@ -257,7 +259,7 @@ class EvictionOrder:
             # objects are only stored and deleted would grow without limit.
             or len(self) > 3 * residents.count + _FRONT
         ):
-            self._start_again()
+            self.restart()
         self._catch_up()
 
     def _catch_up(self) -> None:
@@ -268,7 +270,7 @@ class EvictionOrder:
         """
         noted = self._residents.pages.take_evictable()
         if noted is None:
-            self._start_again()
+            self.restart()
         if self._lanes[0].horizon == -inf:
             self._scan(self._lanes)
         else:
@@ -550,11 +552,6 @@ class EvictionOrder:
         _, node = heappop(heap)
         self._residents.pages.flags[node] &= 0xFF ^ flag
         return node
-
-    def _start_again(self) -> None:
-        self._residents.pages.columns["flags"] &= 0xFF ^ _QUEUED
-        self._lanes = [Lane(owner) for owner in range(len(self._owners.names))]
-        self._by_value = self._values.given
 
 
 def _turns(

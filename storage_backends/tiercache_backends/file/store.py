@@ -14,8 +14,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from errno import EIO
 from typing import Any, Final, Self
 
@@ -253,13 +253,8 @@ class FileBackend(StorageBackend):
 
     def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
         with self._gate:
-            try:
+            with self._failing("scan", "scanned"):
                 records = self._catalog.page(cursor, _SCAN_PAGE)
-            except OSError as error:
-                self._remover.failed("scan", error)
-                raise StorageError(
-                    f"the store in {self._directory.path} cannot be scanned: {error}"
-                ) from error
             found = [self._catalog.entry(record) for record in records]
             current = self._state.numbers([entry.key.digest for entry in found])
             entries = [
@@ -280,13 +275,8 @@ class FileBackend(StorageBackend):
 
     def _entries(self, numbers: Sequence[int]) -> list[ScanEntry | None]:
         """Return the entry of the object of each record number, or None if there is no such record."""
-        try:
+        with self._failing("describe", "read"):
             records = self._catalog.find(sorted({*numbers} - {0}))
-        except OSError as error:
-            self._remover.failed("describe", error)
-            raise StorageError(
-                f"the catalog of the store in {self._directory.path} cannot be read: {error}"
-            ) from error
         entries = {int(record["number"]): self._catalog.entry(record) for record in records}
         return self._state.valued([entries.get(number) for number in numbers])
 
@@ -335,13 +325,19 @@ class FileBackend(StorageBackend):
         with self._gate:
             if self._read_only:
                 return
-            try:
-                self._flush()
-            except OSError as error:
-                self._remover.failed("flush", error)
-                raise StorageError(
-                    f"the store in {self._directory.path} cannot be flushed: {error}"
-                ) from error
+            with self._failing("flush", "flushed"):
+                self._directory.check_there()
+                self._slabs.check_there()
+                self._catalog.check_there()
+                # The kernel reports a failed write-back only once, and then treats the lost pages as clean.
+                if self._doubtful:
+                    raise OSError(EIO, "an earlier flush failed; close the store and open it again")
+                try:
+                    self._slabs.sync()
+                    self._catalog.sync()
+                except OSError:
+                    self._doubtful = True
+                    raise
 
     def close(self) -> None:
         if self._gate.close():
@@ -349,6 +345,15 @@ class FileBackend(StorageBackend):
             self._slabs.close()
             self._catalog.close()
             self._directory.release()
+
+    @contextmanager
+    def _failing(self, call: str, done: str) -> Iterator[None]:
+        """Count a failure of the disk in a `with` block, and raise StorageError instead."""
+        try:
+            yield
+        except OSError as error:
+            self._remover.failed(call, error)
+            raise StorageError(f"the store in {self._directory.path} cannot be {done}: {error}") from error
 
     def _wanted(self, index: int, item: SetItem) -> Claim:
         meta, digest = item.meta, item.key.digest
@@ -453,20 +458,6 @@ class FileBackend(StorageBackend):
         if not self._read_only:
             self._slabs.trim()
         directory.admit_others()
-
-    def _flush(self) -> None:
-        self._directory.check_there()
-        self._slabs.check_there()
-        self._catalog.check_there()
-        # The kernel reports a failed write-back only once, and then treats the lost pages as clean.
-        if self._doubtful:
-            raise OSError(EIO, "an earlier flush failed; close the store and open it again")
-        try:
-            self._slabs.sync()
-            self._catalog.sync()
-        except OSError:
-            self._doubtful = True
-            raise
 
 
 def _is_possible(settled: Mapping[str, Any]) -> bool:
