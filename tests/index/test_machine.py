@@ -404,19 +404,9 @@ class StatelessMachine(IndexMachine):
     state_pools = ()
 
 
-class OneStateMachine(IndexMachine):
-    page_pools = (KV,)
-    state_pools = (MAMBA,)
-
-
 class StatesAloneMachine(IndexMachine):
     page_pools = ()
     state_pools = (MAMBA, SWA)
-
-
-class OneStateAloneMachine(IndexMachine):
-    page_pools = ()
-    state_pools = (MAMBA,)
 
 
 limits = settings(
@@ -429,9 +419,5 @@ TestTwoStates = IndexMachine.TestCase
 TestTwoStates.settings = limits
 TestStateless = StatelessMachine.TestCase
 TestStateless.settings = limits
-TestOneState = OneStateMachine.TestCase
-TestOneState.settings = limits
 TestStatesAlone = StatesAloneMachine.TestCase
 TestStatesAlone.settings = limits
-TestOneStateAlone = OneStateAloneMachine.TestCase
-TestOneStateAlone.settings = limits

@@ -15,19 +15,8 @@ import numpy.typing as npt
 from tiercache.index.node import Digests
 from tiercache.policy import Reuse, UnitKind
 
-_COLUMNS: Final = (
-    "depth",
-    "replay",
-    "children",
-    "hits",
-    "checkpoint",
-    "lineage",
-    "grown",
-    "ending",
-    "last_access",
-    "digest",
-)
-"""Fields of `Reuse`, with the tick of the last access in place of the age."""
+_COLUMNS: Final = tuple("last_access" if name == "age" else name for name in Reuse._fields[:-1])
+"""Fields of `Reuse` but `evicted`, with the tick of the last access in place of the age."""
 _OWN: Final = _COLUMNS.index("last_access")
 """Number of fields before the age, which are copied as they are."""
 

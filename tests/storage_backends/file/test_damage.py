@@ -34,7 +34,8 @@ def test_a_damaged_catalog_costs_contents_and_nothing_else(
         assert disk_bytes(path) <= CAPACITY
         check_tables(store)
     if how not in ("truncated", "to a page", "garbage inside"):  # what is left of these ends earlier
-        assert "starts empty" in caplog.text
+        assert "was put aside as catalog.damaged; the store starts empty" in caplog.text
+        assert (path / "catalog.damaged" / "000001.log").exists()
     with opened(path) as store:
         assert fetch(store, key("new"), 5000) == payload("new", 5000)
         kept = [fetch(store, key(n), 5000) for n in range(300)]

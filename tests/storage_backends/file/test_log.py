@@ -395,20 +395,6 @@ def test_every_call_may_fail(full: Path, tmp_path: Path, error: int, durability:
             look(path, there, there, names, (call, at))
 
 
-def test_a_store_starts_empty_beside_what_it_cannot_read(tmp_path: Path, caplog: Any) -> None:
-    path = tmp_path / "s"
-    with opened(path) as store:
-        put(store, key("a"), payload("a", SIZE))
-    raw = (path / "catalog" / "000001.log").read_bytes()
-    (path / "catalog" / "000001.log").write_bytes(os.urandom(len(raw)))
-    with opened(path) as store:
-        assert "nothing in" in caplog.text
-        assert "was put aside as catalog.damaged; the store starts empty" in caplog.text
-        assert fetch(store, key("a"), SIZE) is MISS
-        assert put(store, key("a"), payload("a", SIZE)) is STORED
-    assert (path / "catalog.damaged" / "000001.log").exists()
-
-
 def test_a_lost_format_is_made_again_from_the_log(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with opened(path) as store:
