@@ -14,6 +14,7 @@ from tests.storage.integrity import check_tables
 from tests.storage_backends.file.store import CAPACITY, at_log, fail_log, opened
 from tests.storage_backends.local.files import disk_bytes
 from tiercache.core import Outcome
+from tiercache.errors import StorageError
 from tiercache.testing.faults import FaultEnv
 from tiercache.testing.objects import content, fetch, key, payload, put, to_get
 
@@ -207,3 +208,29 @@ def test_recency_survives_a_reopen(tmp_path: Path) -> None:
         item = to_get(key(179), 100_000)
         assert store.get([item]) == [HIT]
         assert content(item) == payload(179, 100_000)
+
+
+def test_after_a_failed_flush_no_other_succeeds_until_the_store_is_opened_again(tmp_path: Path) -> None:
+    env = FaultEnv()
+    with opened(tmp_path / "s", env=env) as store:
+        put(store, key("kept"), payload("kept", 9000))
+        env.fail("fdatasync")
+        for _ in range(2):
+            with pytest.raises(StorageError, match="cannot be flushed"):
+                store.flush()
+            assert fetch(store, key("kept"), 9000) == payload("kept", 9000), "what is there is verified"
+    with opened(tmp_path / "s") as store:
+        store.flush()
+
+
+def test_with_power_every_set_syncs_files_of_its_own(tmp_path: Path) -> None:
+    env = FaultEnv()
+    with FileBackend(str(tmp_path / "s"), CAPACITY, "power", env) as store:
+        put(store, key("a"), payload("a", 9000))
+        env.clear()
+        assert put(store, key("b"), payload("b", 9000)) is STORED
+        assert (env.calls["open"], env.calls["fdatasync"]) == (1, 2), "the slab's and the log's"
+        env.fail("fdatasync")
+        assert put(store, key("c"), payload("c", 9000)) is ERROR
+        assert fetch(store, key("c"), 9000) is MISS
+        assert int(store.usage().details["set_failures"]) == 1
