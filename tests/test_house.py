@@ -218,7 +218,7 @@ BUDGET = {
     "tiercache.pools": 1_100,
     "tiercache.policy": 900,
     "tiercache.metrics": 750,
-    "tiercache.wire": 800,
+    "tiercache.wire": 750,
     "tiercache_backends.file": 4_350,
     "tiercache_backends.lmdb": 3_050,
     "tiercache_backends.chain": 3_400,

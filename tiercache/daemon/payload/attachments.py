@@ -11,15 +11,17 @@ import asyncio
 import logging
 import os
 import socket
-from asyncio import CancelledError, Event, Task, get_running_loop
+import time
+from asyncio import CancelledError, Event, get_running_loop
 from contextlib import suppress
-from functools import partial
 from typing import Final
 
+from tiercache.daemon.acceptor import AcceptedConnection, Acceptor
 from tiercache.daemon.access import Access
+from tiercache.daemon.admission import Admission
 from tiercache.daemon.call_log import CallLog
 from tiercache.daemon.payload.shared import AttachSession, Inode, Mappings
-from tiercache.daemon.sockets import EXHAUSTED, listen_unix, peer_of
+from tiercache.daemon.sockets import listen_unix, peer_of
 from tiercache.errors import WireError
 from tiercache.memory import Region
 from tiercache.wire import attachment
@@ -27,8 +29,25 @@ from tiercache.wire.v1 import attach_pb2 as pb
 
 _log = logging.getLogger(__name__)
 
-_PAUSE_SECONDS: Final = 0.25
-"""Seconds to wait after descriptors or memory ran out, before connections are accepted again."""
+_MAX_OPENING: Final = 128
+"""Maximum number of connections at once of which it is not known yet whether they get a session."""
+_SETTLING_SECONDS: Final = 5.0
+"""Seconds after which such a connection is cut."""
+
+
+class _Connection(AcceptedConnection):
+    """A connection to the attach socket.
+
+    Thread safety: the event loop's thread.
+    """
+
+    def __init__(self, number: int, origin: bytes, client: socket.socket) -> None:
+        super().__init__(number, origin, time.monotonic(), tls=False, trusted=True)
+        client.setblocking(False)
+        self.client: Final = client
+
+    def close(self) -> None:
+        self.client.close()
 
 
 class Attachments:
@@ -45,8 +64,11 @@ class Attachments:
         self._max_bytes = max_bytes
         self._sessions: dict[bytes, AttachSession] = {}
         self._mappings = Mappings()
-        self._tasks: set[Task[None]] = set()
-        self._listener: socket.socket | None = None
+        admission: Admission[_Connection] = Admission(
+            max_connections=max_clients + 2 * _MAX_OPENING, max_opening=_MAX_OPENING,
+            settling=_SETTLING_SECONDS, now=time.monotonic(),
+        )  # fmt: skip
+        self._acceptor = Acceptor(admission, _Connection, self._serve, calls.refused_connection)
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -66,44 +88,12 @@ class Attachments:
 
     def listen(self, path: str, mode: int) -> None:
         """Open the attach socket at `path` with this file mode; raises OSError if that fails."""
-        self._listener = listen_unix(path, mode, socket.SOCK_SEQPACKET)
-        get_running_loop().add_reader(self._listener, self._accept)
+        self._acceptor.listen(listen_unix(path, mode, socket.SOCK_SEQPACKET))
 
     async def close(self) -> None:
         """End every session as soon as no call touches the memory of the session any more."""
-        if self._listener is not None:
-            get_running_loop().remove_reader(self._listener)
-            self._listener.close()
-            self._listener = None
-        for task in list(self._tasks):
-            task.cancel()
-        while self._tasks:
-            await asyncio.wait(set(self._tasks))
+        await self._acceptor.close()
         self._mappings.clear()
-
-    def _accept(self) -> None:
-        assert self._listener is not None
-        try:
-            connection, _ = self._listener.accept()
-        except OSError as error:
-            if error.errno in EXHAUSTED:
-                # Pause: the event loop would try again and again until a descriptor is free.
-                get_running_loop().remove_reader(self._listener)
-                get_running_loop().call_later(_PAUSE_SECONDS, self._resume)
-            return  # any other error means that the client has disconnected
-        connection.setblocking(False)
-        task = get_running_loop().create_task(self._serve(connection))
-        self._tasks.add(task)
-        task.add_done_callback(partial(self._end, connection))
-
-    def _end(self, connection: socket.socket, task: Task[None]) -> None:
-        # Not in `_serve`: a task that is cancelled before its first step runs nothing of it.
-        connection.close()
-        self._tasks.discard(task)
-
-    def _resume(self) -> None:
-        if self._listener is not None:
-            get_running_loop().add_reader(self._listener, self._accept)
 
     def _room_for(self, uid: int) -> bool:
         """Return whether this user may have one more session.
@@ -115,7 +105,8 @@ class Attachments:
             s.uid == uid for s in self._sessions.values()
         ) < max(1, limit)
 
-    async def _serve(self, connection: socket.socket) -> None:
+    async def _serve(self, accepted: _Connection) -> None:
+        connection = accepted.client
         session: AttachSession | None = None
         try:
             pid, uid = peer_of(connection)
@@ -143,6 +134,8 @@ class Attachments:
             session = AttachSession(uid, pid, self._mappings)
             session.caller = self._access.new_client(permissions, session, client)
             self._sessions[session.token] = session
+            accepted.known = True
+            self._acceptor.admission.settle(accepted)
             attachment.send(connection, pb.Session(token=session.token))
             await self._converse(connection, session)
         except ConnectionError:
