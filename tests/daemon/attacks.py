@@ -29,6 +29,13 @@ machine may be busy.
 """
 
 
+def rest(daemon: Daemon) -> None:
+    """Serve a client for a moment; what the daemon then holds is what attacks are compared with."""
+    with Good(lambda: Worker(daemon)):
+        time.sleep(0.3)
+    daemon.first = daemon.figures()
+
+
 @contextmanager
 def attack(
     daemon: Daemon,

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from tests.storage_backends.grpc.nodes import certificates
+from tests.storage_backends.grpc.nodes import certificates, secret
 from tiercache.core import ObjectKey, ObjectMeta, PoolName
 from tiercache.storage.vectors import parts
 from tiercache.wire import attachment, messages
@@ -154,12 +154,6 @@ class Daemon:
 def config(directory: Path, body: str) -> Path:
     path = directory / "tiercache.toml"
     path.write_text(body)
-    return path
-
-
-def secret(path: Path, text: str) -> Path:
-    path.touch(0o600)
-    path.write_text(text)
     return path
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -26,13 +27,18 @@ from tiercache.wire import messages
 from tiercache.wire.methods import METHODS
 from tiercache.wire.v1 import storage_pb2 as pb
 
+Start = Callable[..., asyncio.Future[Any]]
 
-def run(scenario: Callable[[Threads, Budget, list[str]], Awaitable[None]]) -> list[str]:
+
+def run(scenario: Callable[[Threads, Budget, Start, list[str]], Awaitable[None]]) -> list[str]:
+    """Return what a scenario says of work that it starts by `start`: whether it landed or was undone, too."""
     said: list[str] = []
 
     async def main() -> None:
         threads, workers = Threads(1), Budget(1)
-        await scenario(threads, workers, said)
+        landed, undo = (lambda: said.append("landed")), (lambda: said.append("undone"))
+        start = partial(threads.start, workers, landed=landed, undo=undo)
+        await scenario(threads, workers, start, said)
         assert await threads.close(10)
         await asyncio.sleep(0)
         assert workers.held == 0
@@ -41,45 +47,31 @@ def run(scenario: Callable[[Threads, Budget, list[str]], Awaitable[None]]) -> li
     return said
 
 
-def test_work_that_is_done_lands_once() -> None:
-    async def scenario(threads: Threads, workers: Budget, said: list[str]) -> None:
-        landed, undo = (lambda: said.append("landed")), (lambda: said.append("undone"))
-        assert await threads.start(workers, lambda a, b: a + b, 2, 3, landed=landed, undo=undo) == 5
+def test_work_that_is_done_lands_once_and_a_failure_that_nobody_fetches_is_not_complained_about() -> None:
+    async def scenario(_: Threads, __: Budget, start: Start, said: list[str]) -> None:
+        assert await start(lambda a, b: a + b, 2, 3) == 5
+        assert said == ["landed"]
+        await asyncio.wait([start(lambda: 1 // 0)])
 
-    assert run(scenario) == ["landed"]
+    assert run(scenario) == ["landed", "landed", "undone"]
 
 
-def test_work_that_was_cancelled_as_it_waited_for_a_thread() -> None:
-    async def scenario(threads: Threads, workers: Budget, said: list[str]) -> None:
+@pytest.mark.parametrize("has_got_one", [False, True])
+def test_work_that_is_cancelled_before_it_begins(has_got_one: bool) -> None:
+    """As it waits for a thread, or when it has just got one, and nobody knows."""
+
+    async def scenario(_: Threads, workers: Budget, start: Start, said: list[str]) -> None:
         await workers.take(1)
-        task = threads.start(
-            workers,
-            lambda: said.append("worked"),
-            landed=lambda: said.append("landed"),
-            undo=lambda: said.append("undone"),
-        )
+        future = start(lambda: said.append("worked"))
         await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        workers.give(1)
-
-    assert run(scenario) == ["landed", "undone"]
-
-
-def test_work_that_was_cancelled_when_it_had_just_got_a_thread() -> None:
-    async def scenario(threads: Threads, workers: Budget, said: list[str]) -> None:
-        await workers.take(1)
-        future = threads.start(
-            workers,
-            lambda: said.append("worked"),
-            landed=lambda: said.append("landed"),
-            undo=lambda: said.append("undone"),
-        )
-        await asyncio.sleep(0)  # now it waits
-        workers.give(1)
-        await asyncio.sleep(0)  # now it has the unit, and nobody knows
+        if has_got_one:
+            workers.give(1)
+            await asyncio.sleep(0)
         future.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await future
+        if not has_got_one:
+            workers.give(1)
 
     assert run(scenario) == ["landed", "undone"]
 
@@ -96,7 +88,7 @@ def test_work_of_many_callers_in_few_threads() -> None:
 
 
 def test_work_that_is_under_way_lands_when_it_has_ended() -> None:
-    async def scenario(threads: Threads, workers: Budget, said: list[str]) -> None:
+    async def scenario(_: Threads, workers: Budget, start: Start, said: list[str]) -> None:
         began, end = Event(), Event()
 
         def work() -> None:
@@ -104,28 +96,16 @@ def test_work_that_is_under_way_lands_when_it_has_ended() -> None:
             end.wait(30)
             said.append("worked")
 
-        task = threads.start(
-            workers, work, landed=lambda: said.append("landed"), undo=lambda: said.append("undone")
-        )
+        future = start(work)
         await asyncio.to_thread(began.wait, 30)
-        task.cancel()
+        future.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await task
+            await future
         assert said == []
         assert workers.held == 1, "its thread is busy"
         end.set()
 
     assert run(scenario) == ["worked", "landed", "undone"]
-
-
-def test_a_failure_that_nobody_fetches_is_not_complained_about() -> None:
-    async def scenario(threads: Threads, workers: Budget, said: list[str]) -> None:
-        task = threads.start(
-            workers, lambda: 1 // 0, landed=lambda: said.append("landed"), undo=lambda: said.append("undone")
-        )
-        await asyncio.wait([task])
-
-    assert run(scenario) == ["landed", "undone"]
 
 
 def status_of(serve: Callable[[Call], Awaitable[None]], *, pause: float = 0.0) -> str:

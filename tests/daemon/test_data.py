@@ -18,7 +18,7 @@ import grpc
 import pytest
 
 from tests.daemon import web
-from tests.daemon.attacks import P99, attack, client_hello, tls
+from tests.daemon.attacks import P99, attack, client_hello, rest, tls
 from tests.daemon.hosts import (
     MIB,
     NAMESPACE,
@@ -75,9 +75,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         with Worker(daemon) as client:
             client.set(BYTES)
             client.set({key(n, "fill"): os.urandom(64 << 10) for n in range(32)})
-        with Good(lambda: Worker(daemon)):
-            time.sleep(0.3)
-        daemon.first = daemon.figures()
+        rest(daemon)
         yield daemon
 
 
@@ -523,9 +521,7 @@ def test_strangers_in_tls(tmp_path: Path, request: pytest.FixtureRequest) -> Non
     client with a token is let in.
     """
     with serving(tmp_path, body_in(tmp_path, is_tls=True)) as daemon:
-        with Good(lambda: Worker(daemon)):
-            time.sleep(0.3)
-        daemon.first = daemon.figures()
+        rest(daemon)
         credentials = grpc.ssl_channel_credentials(certificates()[1].read_bytes())
         with attack(daemon, request), Remote(daemon, credentials=credentials) as client, ExitStack() as stack:
             for n in range(144):

@@ -10,15 +10,16 @@ from __future__ import annotations
 import shutil
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import product
 from threading import Event
 
 import grpc
 import pytest
 
-from tests.daemon.attacks import FLOODS, attack, client_hello, flood, stalled, tls
+from tests.daemon.attacks import FLOODS, attack, client_hello, flood, rest, stalled, tls
 from tests.daemon.hosts import (
     HOST_BYTES,
     MIB,
@@ -27,7 +28,6 @@ from tests.daemon.hosts import (
     Daemon,
     Good,
     Http2,
-    Worker,
     serving,
     until,
     with_mallory,
@@ -55,9 +55,7 @@ def daemon(transport: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     directory = tmp_path_factory.mktemp("f")
     body = with_mallory(directory, "[limits]\nclients = 64", "read write admin", is_tls=transport == "tls")
     with serving(directory, body) as daemon:
-        with Good(lambda: Worker(daemon)):
-            time.sleep(0.3)
-        daemon.first = daemon.figures()
+        rest(daemon)
         yield daemon
 
 
@@ -95,43 +93,39 @@ def over_tcp(daemon: Daemon) -> Callable[[], socket.socket]:
     return lambda: socket.create_connection(("127.0.0.1", daemon.ports[0]), timeout=1)
 
 
-@pytest.mark.parametrize("transport", ["plain"], indirect=True)
 @pytest.mark.parametrize(
-    "acknowledge", [pytest.param(False, id="before", marks=pytest.mark.slow), pytest.param(True, id="after")]
-)
+    ("transport", "acknowledge", "seconds"),
+    [
+        ("plain", True, 0.3),
+        pytest.param("plain", False, 0.3, marks=pytest.mark.slow),
+        *(pytest.param(*row, 44 / len(FLOODS), marks=pytest.mark.stress)
+          for row in product(["plain", "tls"], [False, True])),
+    ],
+    indirect=["transport"],
+)  # fmt: skip
 def test_floods(
     daemon: Daemon,
     request: pytest.FixtureRequest,
     connect: Callable[[], socket.socket],
     client: Callable[[], Client],
     acknowledge: bool,
-) -> None:
-    """Before the daemon's settings are acknowledged, and after, as one who keeps to the protocol so far.
-
-    In TLS, and for longer: below.
-    """
-    with (
-        attack(daemon, request, most=1.1 * HOST_BYTES if acknowledge else STRANGERS),
-        Good(client, name="remote"),
-    ):
-        one_by_one(daemon, connect, FLOODS, 0.3, acknowledge=acknowledge)
-    until(lambda: greeted(client))
-
-
-def one_by_one(
-    daemon: Daemon,
-    connect: Callable[[], socket.socket],
-    kinds: Collection[str],
     seconds: float,
-    *,
-    acknowledge: bool,
 ) -> None:
-    """Each kind for so long; what the daemon then holds is printed, so that the one that broke it can be
-    told.
+    """Each kind for so many seconds, and in a minute of them a thousand that stall.
+
+    Before the daemon's settings are acknowledged, and after, as one who keeps to the protocol so far. gRPC's
+    threads end when they were idle for 20 s. What the daemon holds after each kind is printed, so that the
+    one that broke it can be told.
     """
-    for kind in kinds:
-        flood(connect, kind, seconds, acknowledge=acknowledge)
-        print(f"{kind}: {daemon.figures().memory / MIB:.0f} MiB", end="; ")
+    is_long = seconds > 1
+    most = 1.1 * HOST_BYTES if acknowledge or is_long else STRANGERS
+    with attack(daemon, request, most=most, seconds=50 if is_long else 15), Good(client, name="remote"):
+        for kind in FLOODS:
+            flood(connect, kind, seconds, acknowledge=acknowledge)
+            print(f"{kind}: {daemon.figures().memory / MIB:.0f} MiB", end="; ")
+        if is_long:
+            stalled(over_tcp(daemon), 8.0, first=b"PRI * HTTP/2.0\r\n")
+    until(lambda: greeted(client))
 
 
 @pytest.mark.parametrize(
@@ -202,22 +196,3 @@ def test_headers_of_a_client_that_has_not_acknowledged_yet_are_served(daemon: Da
         while b"mallory" not in data:
             data += conn.sock.recv(4096)
         conn.sock.close()
-
-
-@pytest.mark.stress
-@pytest.mark.parametrize("transport", ["plain", "tls"], indirect=True)
-@pytest.mark.parametrize("acknowledge", [False, True], ids=["before", "after"])
-def test_a_minute_of_floods(
-    daemon: Daemon,
-    request: pytest.FixtureRequest,
-    connect: Callable[[], socket.socket],
-    client: Callable[[], Client],
-    acknowledge: bool,
-) -> None:
-    """One kind after the other, and in the end a thousand that stall. gRPC's threads end when they were idle
-    for 20 s.
-    """
-    with attack(daemon, request, seconds=50), Good(client, name="remote"):
-        one_by_one(daemon, connect, FLOODS, 44 / len(FLOODS), acknowledge=acknowledge)
-        stalled(over_tcp(daemon), 8.0, first=b"PRI * HTTP/2.0\r\n")
-    until(lambda: greeted(client))

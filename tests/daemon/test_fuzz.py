@@ -5,7 +5,6 @@ INTERNAL, never a hang.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -21,7 +20,6 @@ from tiercache.core import ObjectMeta
 from tiercache.daemon import StorageServer
 from tiercache.errors import WireError
 from tiercache.storage.checksum import checksum
-from tiercache.storage.registry import open_backend
 from tiercache.wire import messages
 from tiercache.wire.messages import read_message
 from tiercache.wire.methods import METHODS
@@ -208,18 +206,3 @@ def test_a_message_of_nothing_but_fields_is_refused_before_it_is_built(field: by
         read_message(field * (MIB // len(field)), pb.SetFromRequest, 4 * MIB)
     with pytest.raises(WireError, match="fields"):
         read_message(field * (MIB // len(field)), pb.UnreadHeader, 4 * MIB)
-
-
-@pytest.mark.parametrize("kind", ["memory", "file", "lmdb", "chain"])
-@settings(
-    max_examples=example_count(50), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(st.one_of(st.none(), st.binary(max_size=70)), st.binary(max_size=200))
-def test_any_cursor_is_a_cursor(tmp_path: Path, kind: str, namespace: bytes | None, cursor: bytes) -> None:
-    """Callers hand cursors in; a store makes nothing of those that it did not give out."""
-    if not hasattr(test_any_cursor_is_a_cursor, kind):
-        url = "memory://" if kind in ("memory", "chain") else f"{kind}://{tmp_path}/s?capacity=64MiB"
-        spec = [url, f"file://{tmp_path}/s?capacity=64MiB"] if kind == "chain" else url
-        setattr(test_any_cursor_is_a_cursor, kind, open_backend(spec))
-    store = getattr(test_any_cursor_is_a_cursor, kind)
-    assert not store.scan(namespace, cursor).entries

@@ -10,19 +10,17 @@ come back to what they were.
 from __future__ import annotations
 
 import os
-import random
 import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from tests.daemon.attacks import at_once, attack
+from tests.daemon.attacks import at_once, attack, rest
 from tests.daemon.hosts import (
     HOST_BYTES,
     MIB,
@@ -73,9 +71,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
             client.set({key(n, "fill"): os.urandom(64 << 10) for n in range(32)})
             with ThreadPoolExecutor(24) as pool:  # every thread that there will be
                 list(pool.map(lambda _: client.get(dict.fromkeys(BIG, MIB)), range(48)))
-        with Good(lambda: Worker(daemon)):
-            time.sleep(0.3)
-        daemon.first = daemon.figures()
+        rest(daemon)
         yield daemon
 
 
@@ -584,39 +580,3 @@ def _gone(client: Client) -> bool:
     except grpc.RpcError as error:
         return error.code() is grpc.StatusCode.UNAUTHENTICATED
     return False
-
-
-@pytest.mark.slow
-def test_everything_at_once(
-    daemon: Daemon, request: pytest.FixtureRequest, mallory: Callable[[], Client], tmp_path: Path
-) -> None:
-    """All kinds together, in one crowd, for a quarter of a minute.
-
-    What they store fairly, 16 times the capacity, may push out what others have just stored.
-    """
-    lies = [(name, raw(lie)) for name, several in LIES.items() for lie in several]
-    wanted = pb.GetRequest(
-        keys=messages.keys([key(n % 6, "big") for n in range(48)]), lengths=[MIB] * 48
-    ).SerializeToString()
-    end = time.monotonic() + 15
-
-    def hit(number: int) -> None:
-        rng = random.Random(number)
-        while time.monotonic() < end:
-            with suppress(grpc.RpcError, AssertionError, OSError), mallory() as client:
-                for _ in range(rng.randrange(1, 20)):
-                    name, lie = rng.choice(lies)
-                    client.refused(name, lie)
-                    calls = [client.stream("Get", iter([wanted]), 3) for _ in range(rng.randrange(4))]
-                    time.sleep(rng.random() * 0.2)
-                    for call in calls:
-                        call.cancel()
-                    list(
-                        client.stream(
-                            "Set", set_messages({key(n, f"m{number}"): bytes(MIB) for n in range(8)}), 5
-                        )
-                    )
-
-    with attack(daemon, request, crowded=True) as good:
-        at_once(16, hit)
-    assert good.lost < len(good.seconds) * 3 / 4  # by a fair order it is somewhat less than half

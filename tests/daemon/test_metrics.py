@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tiercache_backends.chain.health import Health
 from tiercache_backends.memory import MemoryBackend
 
-from tests.daemon.hosts import Client, status, until
+from tests.daemon.hosts import Client, secret, status, until
 from tests.daemon.web import ask
 from tests.storage.late import Late
 from tiercache.config.models import Settings
@@ -134,7 +134,7 @@ NOT_OF_EVERY_STORE = {
 
 
 def test_every_label_set_is_at_0_from_the_start(tmp_path: Path) -> None:
-    principals = [{"name": name, "token_file": secret(tmp_path, name)} for name in TOKENS]
+    principals = [{"name": name, "token_file": token(tmp_path, name)} for name in TOKENS]
     with serving(tmp_path, principals=principals) as (node, _):
         scrape = Scrape(node.http_address)
         known = {"principal": [*TOKENS, "owner", "anonymous"], "version": ["x"], "store": ["MemoryBackend"]}
@@ -241,8 +241,8 @@ def test_figures_add_up_after_known_calls(tmp_path: Path) -> None:
 
 def test_callers_are_told_apart_and_no_label_is_theirs_to_choose(tmp_path: Path) -> None:
     principals = [
-        {"name": "reader", "token_file": secret(tmp_path, "reader"), "verbs": ["read"]},
-        {"name": "writer", "token_file": secret(tmp_path, "writer")},
+        {"name": "reader", "token_file": token(tmp_path, "reader"), "verbs": ["read"]},
+        {"name": "writer", "token_file": token(tmp_path, "writer")},
     ]
     with serving(tmp_path, principals=principals) as (node, client):
         before = Scrape(node.http_address).samples.keys()
@@ -504,11 +504,10 @@ def test_a_port_in_use_stops_the_node_before_it_serves(tmp_path: Path) -> None:
 
 
 def test_who_can_call_without_saying_who_it_is(tmp_path: Path) -> None:
-    token = secret(tmp_path, "reader")
     exposed_to = {"listen": ["0.0.0.0:0"], "insecure_bind": True}
     assert not is_exposed(settings_of(tmp_path))
     assert is_exposed(settings_of(tmp_path, **exposed_to))
-    reader = {"name": "reader", "token_file": token}
+    reader = {"name": "reader", "token_file": token(tmp_path, "reader")}
     assert not is_exposed(settings_of(tmp_path, **exposed_to, principals=[reader]))
     with serving(tmp_path, **exposed_to) as (node, _):
         assert Scrape(node.http_address)("node_insecure_bind") == 1
@@ -518,8 +517,5 @@ def waits(event: threading.Event) -> None:
     assert event.wait(30)
 
 
-def secret(path: Path, name: str) -> Path:
-    file = path / f"{name}.token"
-    file.write_text(TOKENS[name] + "\n")
-    file.chmod(0o600)
-    return file
+def token(path: Path, name: str) -> Path:
+    return secret(path / f"{name}.token", TOKENS[name] + "\n")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.storage_backends.grpc.nodes import secret
 from tiercache.config.models import Settings
 from tiercache.core import Outcome
 from tiercache.daemon.access import Access, Budgets
@@ -39,22 +40,15 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[
     """Open a store as a daemon of two tenants does; the second call opens it again."""
     principals, tenants, stores = [], {}, []
     for name in NAMES:
-        token = tmp_path / f"{name}.token"
-        token.touch(0o600)
-        token.write_text(f"{name or 'operator':x<32}")
+        token = secret(tmp_path / f"{name}.token", f"{name or 'operator':x<32}")
         verbs = ("read", "write") if name else ("read", "write", "admin")
         principals.append({"name": name or "operator", "token_file": token, "verbs": verbs, "tenant": name})
         if name == "ash":
-            fenced = tmp_path / "fenced.token"
-            fenced.touch(0o600)
-            fenced.write_text(f"{'fenced':x<32}")
+            fenced = secret(tmp_path / "fenced.token", f"{'fenced':x<32}")
             spaces = ((b"mine" * 8).hex(),)
             principals.append({"name": "fenced", "token_file": fenced, "tenant": name, "namespaces": spaces})
         if name:
-            salt = tmp_path / f"{name}.salt"
-            salt.touch(0o600)
-            salt.write_text(name * 20)
-            tenants[name] = {"salt_file": salt}
+            tenants[name] = {"salt_file": secret(tmp_path / f"{name}.salt", name * 20)}
     settings = Settings(principals=principals, tenants=tenants)
 
     def begin() -> Access:

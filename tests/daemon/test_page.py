@@ -72,10 +72,7 @@ def daemon(path: Path, tell: Callable[[], Usage] = usage, **more: Any) -> Iterat
         {"name": name, "uid": 1_000_000 + n, "tenant": tenant}
         for n, (name, tenant) in enumerate([("sglang-0", "acme"), ("vllm-1", "acme"), ("batch", "globex")])
     ]
-    for tenant in ("acme", "globex"):
-        (path / tenant).touch(0o600)
-        (path / tenant).write_text(tenant * 8)
-    tenants = {tenant: {"salt_file": path / tenant} for tenant in ("acme", "globex")}
+    tenants = {tenant: {"salt_file": secret(path / tenant, tenant * 8)} for tenant in ("acme", "globex")}
     path.chmod(0o711)  # for the users of the principals
     settings = settings_of(path, principals=principals, tenants=tenants, **more)
     with StorageServer(settings, Told(MemoryBackend(), tell)) as node:

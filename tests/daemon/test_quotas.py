@@ -18,12 +18,13 @@ from tiercache_backends.memory import MemoryBackend
 from tests.cli.store.test_samples import call
 from tests.daemon.hosts import until
 from tests.examples import slow_after
-from tests.storage_backends.grpc.nodes import daemon_settings, scratch
+from tests.storage_backends.grpc.nodes import daemon_settings, scratch, secret
 from tiercache.cli.readiness import warnings_about as check
 from tiercache.cli.terminal import Exit, code_of
 from tiercache.config.models import Settings
 from tiercache.core import ObjectKey, Outcome
 from tiercache.daemon import StorageServer
+from tiercache.daemon.node_metrics import UsageFigures
 from tiercache.errors import ConfigError, UnansweredError, UnavailableError
 from tiercache.storage.shares import OwnerUse
 from tiercache.testing.conformance.threads import run_all
@@ -46,15 +47,11 @@ def settings_of(folder: Path, storage: Any = "", limits: dict[str, dict[str, Any
     """A daemon with three tenants on unix and TCP; `limits` by tenant."""
     tenants = {}
     for name in TENANTS:
-        salt = folder / f"{name}.salt"
-        salt.touch(0o600)
-        salt.write_text(name * 20)
+        salt = secret(folder / f"{name}.salt", name * 20)
         tenants[name] = {"salt_file": salt, **(limits or {}).get(name, {})}
     principals = []
     for name, rights in PRINCIPALS.items():
-        file = scratch() / f"{name}.quotas"
-        file.touch(0o600)
-        file.write_text(name.ljust(32, "x"))
+        file = secret(scratch() / f"{name}.quotas", name.ljust(32, "x"))
         principals.append({"name": name, "token_file": file, **rights})
     more = {"storage": storage} if storage else {"disk_bytes": 16 * MIB}
     return daemon_settings(
@@ -63,8 +60,9 @@ def settings_of(folder: Path, storage: Any = "", limits: dict[str, dict[str, Any
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Start a daemon, and return its clients by name."""
+def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Start a daemon, whose figures are seldom old, and return its clients by name."""
+    monkeypatch.setattr(UsageFigures.__init__, "__defaults__", (0.1,))
     ends: list[Any] = []
 
     def start(storage: Any = "", **limits: dict[str, Any]) -> Callable[[str], GrpcBackend]:

@@ -11,8 +11,9 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from tiercache.config.models import Settings
 from tiercache.core import Outcome
 from tiercache.daemon import StorageServer
 from tiercache.errors import ConfigError
+from tiercache.testing.conformance.threads import run_all
 from tiercache.testing.objects import fetch, key, payload, put
 from tiercache.wire.v1 import storage_pb2 as pb
 
@@ -122,33 +124,48 @@ def shown(address: str, ca: Path) -> str:
         return dict(pair for part in sock.getpeercert()["subject"] for pair in part)["commonName"]
 
 
-def test_new_connections_see_a_new_certificate_and_old_ones_go_on(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        issue(tmp_path, name)
-    key_file, certificate = tmp_path / "server.key", tmp_path / "server.pem"
+class Pair:
+    """The files of a daemon's certificate, into which one of several pairs is copied."""
 
-    def install(name: str) -> None:
-        shutil.copy(tmp_path / f"{name}.key", key_file)
-        shutil.copy(tmp_path / f"{name}.pem", certificate)
+    def __init__(self, here: Path) -> None:
+        self._here = here
+        self.key, self.certificate, self.ca = here / "server.key", here / "server.pem", here / "ca.pem"
+        self.settings = {"certificate": self.certificate, "key": self.key}
 
-    install("one")
-    tls = {"certificate": certificate, "key": key_file}
+    def install(self, name: str, days: int = 2) -> None:
+        if not (self._here / f"{name}.pem").exists():
+            issue(self._here, name, days=days)
+        if self.certificate.is_dir():
+            self.certificate.rmdir()
+        for file in (self.key, self.certificate):
+            shutil.copy(self._here / f"{name}{file.suffix}", file)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Pair:
+    pair = Pair(tmp_path)
+    for name in ("two", "one"):
+        pair.install(name)
+    return pair
+
+
+def test_new_connections_see_a_new_certificate_and_old_ones_go_on(tmp_path: Path, pair: Pair) -> None:
     who = principal(tmp_path, "a", "1", ("read", "write"))
-    ca = tmp_path / "ca.pem"
-    with StorageServer(settings(tmp_path, who, tls=tls)) as node:
-        addresses = (node.addresses[0], node.data_addresses[0])
+    http = {"listen": "127.0.0.1:0"}
+    with StorageServer(settings(tmp_path, who, tls=pair.settings, http=http)) as node:
+        addresses = (node.addresses[0], node.data_addresses[0], node.http_address)
         with Client(
             node.addresses[0],
             [("authorization", f"Bearer {'1' * 16}")],
-            grpc.ssl_channel_credentials(ca.read_bytes()),
+            grpc.ssl_channel_credentials(pair.ca.read_bytes()),
         ) as old:
             assert old.call("Hello", HELLO).principal == "a"
-            assert [shown(address, ca) for address in addresses] == ["one", "one"]
-            install("two")
+            assert [shown(address, pair.ca) for address in addresses] == ["one"] * 3
+            pair.install("two")
             assert node.reload(node.settings).at_next_start == []
-            assert [shown(address, ca) for address in addresses] == ["two", "two"]
+            assert [shown(address, pair.ca) for address in addresses] == ["two"] * 3
             assert old.call("Hello", HELLO).principal == "a"
-            assert node.reload(settings(tmp_path, who)).at_next_start == ["tls"]
+            assert node.reload(settings(tmp_path, who, http=http)).at_next_start == ["tls"]
 
 
 def broken(how: str, key_file: Path, certificate: Path) -> str:
@@ -190,25 +207,14 @@ WAYS = ("certificate cut off", "key cut off", "key of another", "expired", "key 
         "certificate gone", "certificate empty", "certificate a directory")  # fmt: skip
 
 
-def test_a_broken_pair_changes_nothing_and_the_end_of_the_good_one_is_told(tmp_path: Path) -> None:
+def test_a_broken_pair_changes_nothing_and_the_end_of_the_good_one_is_told(
+    tmp_path: Path, pair: Pair
+) -> None:
     """The old certificate, the old tokens and the old end stay, whatever is wrong with the new files."""
-    for name in ("one", "two"):
-        issue(tmp_path, name)
-    key_file, certificate = tmp_path / "server.key", tmp_path / "server.pem"
-    tls = {"certificate": certificate, "key": key_file}
-    ca = tmp_path / "ca.pem"
-
-    def install() -> None:
-        if certificate.is_dir():
-            certificate.rmdir()
-        shutil.copy(tmp_path / "one.key", key_file)
-        shutil.copy(tmp_path / "one.pem", certificate)
-
-    install()
-    http = {"listen": "127.0.0.1:0", "hosts": ["localhost"]}
-    first = settings(tmp_path, principal(tmp_path, "a", "1", ("admin",)), tls=tls, http=http)
-    other = settings(tmp_path, principal(tmp_path, "a", "2"), tls=tls, http=http)
-    context = ssl.create_default_context(cafile=str(ca))
+    more = {"tls": pair.settings, "http": {"listen": "127.0.0.1:0", "hosts": ["localhost"]}}
+    first = settings(tmp_path, principal(tmp_path, "a", "1", ("admin",)), **more)
+    other = settings(tmp_path, principal(tmp_path, "a", "2"), **more)
+    context = ssl.create_default_context(cafile=str(pair.ca))
     told = {"authorization": f"Bearer {'1' * 16}"}
     with StorageServer(first) as node:
 
@@ -222,15 +228,13 @@ def test_a_broken_pair_changes_nothing_and_the_end_of_the_good_one_is_told(tmp_p
         [good] = ends()
         assert abs(good - time.time() - 2 * 86400) < 3600
         for how in WAYS:
-            wanted = broken(how, key_file, certificate)
+            wanted = broken(how, pair.key, pair.certificate)
             with pytest.raises(ConfigError, match=wanted):
                 node.reload(other)
-            assert shown(node.addresses[0], ca) == "one", how
+            assert shown(node.addresses[0], pair.ca) == "one", how
             assert ends() == {good}
-            install()
-        issue(tmp_path, "long", days=90)
-        shutil.copy(tmp_path / "long.key", key_file)
-        shutil.copy(tmp_path / "long.pem", certificate)
+            pair.install("one")
+        pair.install("long", days=90)
         assert node.reload(first).at_next_start == []
         until(lambda: good not in ends())  # the port keeps answers for a moment
         [new] = ends()
@@ -243,143 +247,47 @@ def test_a_daemon_without_tls_tells_of_no_certificate(tmp_path: Path) -> None:
         assert json.loads(web.ask(node.http_address, "/status.json").text)["certificate_expires"] is None
 
 
-TLS = """
-directory = "{here}/d"
-disk_bytes = "64MiB"
-host_bytes = "64MiB"
-listen = ["127.0.0.1:0"]
-[http]
-listen = "127.0.0.1:0"
-[tls]
-certificate = "{here}/server.pem"
-key = "{here}/server.key"
-"""
-WORKER = """
-[[principals]]
-name = "{name}"
-token_file = "{file}"
-verbs = ["read", "write", "observe"]
-"""
-
-
-class Rotated:
-    """A daemon's certificate and tokens, two of which are valid at a time, and how they are changed."""
-
-    def __init__(self, here: Path) -> None:
-        self.here = here
-        self.ca = here / "ca.pem"
-        self.round = 0
-        self._write(0)
-
-    def token(self) -> Path:
-        """The file of the newest token."""
-        return self.here / f"token-{self.round}"
-
-    def body(self) -> str:
-        rows = [WORKER.format(name=f"w{n % 2}", file=self.here / f"token-{n}")
-                for n in (self.round, max(0, self.round - 1))]  # fmt: skip
-        return TLS.format(here=self.here) + "".join(dict.fromkeys(rows))
-
-    def advance(self) -> None:
-        """Put the next pair and the next token into place; the last but one token is no longer valid."""
-        self._write(self.round + 1)
-        self.round += 1  # last, because clients read the file that `token` names meanwhile
-        (self.here / "next").write_text(self.body())
-        (self.here / "next").rename(self.here / "tiercache.toml")
-
-    def _write(self, number: int) -> None:
-        secret(self.here / f"token-{number}", f"{number:02}" * 16)
-        issue(self.here, f"n{number}")
-        for end in ("key", "pem"):
-            shutil.copy(self.here / f"n{number}.{end}", self.here / "next")
-            (self.here / "next").rename(self.here / f"server.{end}")
-
-
 @pytest.mark.slow
-def test_certificates_and_tokens_rotate_under_load(tmp_path: Path) -> None:
-    """Ten thousand gets without an error, while the certificate and the tokens change twenty times.
-
-    Each client is on new connections every fifty calls; one more asks the HTTPS port. A broken certificate in
-    between changes nothing.
-    """
-    rounds, clients, per_round = 20, 8, 65
-    rotated = Rotated(tmp_path)
-    keys = [key(n) for n in range(clients)]
-    failures: list[BaseException] = []
-    asked = 0
-    over = threading.Event()
+def test_certificates_and_tokens_rotate_under_load(tmp_path: Path, pair: Pair) -> None:
+    """No call fails while the certificate and the tokens change, two of which are valid at a time."""
+    rounds, clients = 12, 4
     gate = threading.Barrier(clients + 1, timeout=600)
-    with serving(tmp_path, rotated.body()) as daemon:
-        [page] = re.findall(r"status on https://(\S+)/status", daemon.log.read_text())
 
-        def work(number: int) -> None:
+    def rights(turn: int) -> Settings:
+        valid = (
+            principal(tmp_path, f"w{n % 2}", f"{n:02}", ("read", "write")) for n in {turn, max(0, turn - 1)}
+        )
+        return settings(tmp_path, *valid, tls=pair.settings)
+
+    with StorageServer(rights(0)) as node:
+
+        def in_step(work: Callable[[int], None]) -> None:
             try:
-                for _ in range(rounds):
-                    # The rotation happens while these calls are made; the next connection has the new token.
+                for turn in range(rounds):
                     gate.wait()
-                    where = {
-                        "address": f"127.0.0.1:{daemon.ports[0]}", "ca": str(rotated.ca), "timeout": "60s",
-                        "token_file": str(rotated.token()),
-                    }  # fmt: skip
+                    work(turn)
                     gate.wait()
-                    with closing(GrpcBackend(read_settings(where))) as store:
-                        assert put(store, keys[number], payload(number, 9000)) in {
-                            Outcome.STORED,
-                            Outcome.HIT,
-                        }
-                        for _ in range(per_round):
-                            assert fetch(store, keys[number], 9000) == payload(number, 9000)
-            except BaseException as error:  # noqa: BLE001
-                failures.append(error)
+            except BaseException:
                 gate.abort()
+                raise
 
-        def ask() -> None:
-            nonlocal asked
-            context = ssl.create_default_context(cafile=str(rotated.ca))
-            try:
-                while not over.is_set():
-                    told = {"authorization": f"Bearer {rotated.token().read_text()}"}
-                    if web.ask(page, "/metrics", context=context, **told).status == 401:
-                        # The token is in its file a moment before the daemon knows it.
-                        over.wait(0.2)
-                        assert web.ask(page, "/readyz", context=context).status == 200
-                    asked += 1
-            except BaseException as error:  # noqa: BLE001
-                failures.append(error)
+        def use(number: int, turn: int) -> None:
+            where = {
+                "address": node.addresses[0], "ca": str(pair.ca), "timeout": "60s",
+                "token_file": str(tmp_path / f"w{turn % 2}-{turn:02}"),
+            }  # fmt: skip
+            with closing(GrpcBackend(read_settings(where))) as store:
+                assert put(store, key(number), payload(number, 9000)) in {Outcome.STORED, Outcome.HIT}
+                for _ in range(50):
+                    assert fetch(store, key(number), 9000) == payload(number, 9000)
 
-        def hang_up(words: str) -> None:
-            before = daemon.log.read_text().count(words)
-            daemon.process.send_signal(signal.SIGHUP)
-            until(lambda: daemon.log.read_text().count(words) > before)
+        def rotate(turn: int) -> None:
+            pair.install(f"n{turn}")
+            assert node.reload(rights(turn + 1)).at_next_start == []
 
-        threads = [threading.Thread(target=work, args=(n,)) for n in range(clients)]
-        threads.append(threading.Thread(target=ask))
-        for thread in threads:
-            thread.start()
-        for number in range(rounds):
-            gate.wait()
-            gate.wait()  # all know the newest token
-            if number == rounds // 2:
-                certificate = (tmp_path / "server.pem").read_bytes()
-                (tmp_path / "server.pem").write_bytes(certificate[:200])
-                hang_up("configuration: nothing was changed: tls.certificate")
-                (tmp_path / "server.pem").write_bytes(certificate)
-            rotated.advance()
-            hang_up("configuration: tiers, quotas")
-        for thread in threads[:-1]:
-            thread.join()
-        over.set()
-        threads[-1].join()
-        assert failures == []
-        assert asked > rounds
-        for port in (f"127.0.0.1:{daemon.ports[0]}", page):
-            assert shown(port, rotated.ca) == f"n{rounds}"
-        context = ssl.create_default_context(cafile=str(rotated.ca))
-        told = {"authorization": f"Bearer {rotated.token().read_text()}"}
-        metrics = web.ask(page, "/metrics", context=context, **told).text
-    assert sum(map(float, re.findall(r'(?m)^tiercache_node_calls_total\{.*code="OK",method="Get"\} (\S+)',
-                                     metrics))) >= 10_000  # fmt: skip
-    assert daemon.log.read_text().count("nothing was changed") == 1
+        workers = (partial(in_step, partial(use, number)) for number in range(clients))
+        run_all(*workers, partial(in_step, rotate))
+        assert shown(node.addresses[0], pair.ca) == f"n{rounds - 1}"
 
 
 HERE = 'directory = "{here}"\ndisk_bytes = "64MiB"\nhost_bytes = "64MiB"\ndrain = "{drain}"\n'

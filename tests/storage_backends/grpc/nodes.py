@@ -23,12 +23,16 @@ def scratch() -> Path:
     return made
 
 
+def secret(path: Path, text: str) -> Path:
+    """Write a file that its owner alone can read."""
+    path.touch(0o600)
+    path.write_text(text)
+    return path
+
+
 @cache
 def token_file() -> Path:
-    path = scratch() / "token"
-    path.write_text("0123456789abcdef" * 2)
-    path.chmod(0o600)
-    return path
+    return secret(scratch() / "token", "0123456789abcdef" * 2)
 
 
 @cache

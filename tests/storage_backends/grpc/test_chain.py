@@ -12,7 +12,7 @@ from tiercache_backends.grpc.settings import read_settings
 from tiercache_backends.memory import MemoryBackend
 
 from tests.storage_backends.chain.hooks import remove
-from tests.storage_backends.grpc.nodes import daemon_settings, scratch, section
+from tests.storage_backends.grpc.nodes import daemon_settings, scratch, secret, section
 from tiercache.core import Outcome
 from tiercache.daemon import StorageServer
 from tiercache.errors import RefusedError, StorageError, UnavailableError, UnlistedError
@@ -36,15 +36,12 @@ def node(tmp_path: Path) -> Iterator[StorageServer]:
             f"file://{tmp_path}/broken?capacity=64MiB&tier_name=broken",
         ]
     )
-    (tmp_path / "salt").touch(0o600)
-    (tmp_path / "salt").write_bytes(bytes(range(32)))
+    salt = secret(tmp_path / "salt", "s" * 32)
     principals = [
         {"name": name, "token_file": token_file(name), "verbs": verbs} for name, verbs in PRINCIPALS.items()
     ]
     principals[1]["tenant"] = "acme"
-    settings = daemon_settings(
-        "tcp", principals=principals, tenants={"acme": {"salt_file": tmp_path / "salt"}}
-    )
+    settings = daemon_settings("tcp", principals=principals, tenants={"acme": {"salt_file": salt}})
     with StorageServer(settings, chain) as served:
         yield served
     chain.close()
@@ -52,10 +49,7 @@ def node(tmp_path: Path) -> Iterator[StorageServer]:
 
 
 def token_file(name: str) -> Path:
-    path = scratch() / f"{name}.chain"
-    path.touch(0o600)
-    path.write_text(name.ljust(32, name[0]))
-    return path
+    return secret(scratch() / f"{name}.chain", name.ljust(32, name[0]))
 
 
 def client(node: StorageServer, name: str = "worker") -> GrpcBackend:

@@ -46,22 +46,21 @@ class TestTcp(TcpMemory):
 
 
 @another_way
-@needs_openssl
-class TestTls(TlsMemory):
-    pass
-
-
-@another_way
 class TestUnixChain(UnixChain):
     pass
 
 
 _QUICK = settings(deadline=None, stateful_step_count=20, suppress_health_check=list(HealthCheck))
-STORES = {"unix": (UnixMemory, 5), "tcp": (TcpMemory, 5), "unix file": (UnixFile, 2)}
+STORES = [
+    pytest.param(UnixMemory, 5, id="unix"),
+    pytest.param(TcpMemory, 5, id="tcp"),
+    pytest.param(TlsMemory, 5, id="tls", marks=[pytest.mark.slow, needs_openssl]),
+    pytest.param(UnixFile, 2, id="unix file"),
+]
 
 
 @pytest.mark.hypothesis
-@pytest.mark.parametrize(("hooks", "examples"), [pytest.param(*row, id=name) for name, row in STORES.items()])
+@pytest.mark.parametrize(("hooks", "examples"), STORES)
 @pytest.mark.parametrize("machine", [BackendMachine, EvictingMachine])
 def test_random_histories_match_a_dict(
     machine: type[BackendMachine], hooks: type[BackendConformance], examples: int

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import logging
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -216,47 +212,6 @@ def test_after_a_restart_of_the_daemon_payloads_take_the_way_through_a_socket(en
             assert b"".join(read)[:SIZE] == payload("a", SIZE)
             connection = connection_of(client)
             assert (id(arena) in connection.regions) == (turn == 0)
-
-
-def test_memory_that_cannot_be_mapped_for_writing_is_refused(
-    ends: ExitStack, caplog: pytest.LogCaptureFixture
-) -> None:
-    client = ends.enter_context(open_client("unix", started(ends)))
-    arena = arena_of(ends)
-    fcntl.fcntl(arena.fd, fcntl.F_ADD_SEALS, 0x10)
-    client.attach(arena)
-    assert "cannot be mapped for writing" in caplog.text
-    assert put(client, key("a"), payload("a", SIZE)) is STORED
-
-
-def mapped(name: str) -> set[str]:
-    """The inodes of the shared memories of this name that the process has mapped."""
-    return {
-        line.split()[4]
-        for line in Path("/proc/self/maps").read_text().splitlines()
-        if f"memfd:{name}" in line
-    }
-
-
-def test_a_worker_that_is_killed_leaves_nothing_with_the_node(ends: ExitStack) -> None:
-    node = started(ends)
-    # What a client of an earlier test had may stay until the next garbage collection: a failed call's
-    # traceback holds it.
-    before = mapped("tiercache-")
-    script = (
-        "import sys, time; from tiercache_backends.grpc import GrpcBackend; from"
-        " tiercache_backends.grpc.settings import read_settings;from tiercache.pools import HostArena; a ="
-        " HostArena(1 << 22, 4096, huge_pages=False);s = GrpcBackend(read_settings({'path':"
-        f" {str(node.settings.socket_directory)!r}}})); s.attach(a); s.exists([]);print('ready', flush=True);"
-        " time.sleep(60)"
-    )
-    worker = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
-    assert worker.stdout is not None
-    assert worker.stdout.readline() == b"ready\n"
-    assert len(mapped("tiercache-arena") - before) == 1
-    worker.kill()
-    worker.communicate()
-    until(lambda: mapped("tiercache-") <= before)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with the openssl command")

@@ -16,7 +16,7 @@ from tiercache_backends.grpc.settings import read_settings
 from tiercache_backends.memory import MemoryBackend
 
 from tests.daemon.hosts import NAMESPACE, key
-from tests.storage_backends.grpc.nodes import daemon_settings
+from tests.storage_backends.grpc.nodes import daemon_settings, secret
 from tiercache.core import ObjectMeta, Outcome
 from tiercache.daemon import StorageServer
 from tiercache.errors import RefusedError
@@ -34,10 +34,7 @@ def ends() -> Iterator[ExitStack]:
 
 
 def token(tmp_path: Path, name: str) -> Path:
-    path = tmp_path / f"{name}.token"
-    path.touch(0o600)
-    path.write_text(TOKENS[name])
-    return path
+    return secret(tmp_path / f"{name}.token", TOKENS[name])
 
 
 @pytest.fixture
