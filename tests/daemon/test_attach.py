@@ -191,13 +191,18 @@ def read_only() -> int:
         return os.open(f"/proc/self/fd/{region.fd}", os.O_RDONLY)
 
 
+def fallocate(fd: int, mode: int, offset: int, nbytes: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+    if libc.fallocate(fd, mode, offset, nbytes):
+        raise OSError(ctypes.get_errno(), "fallocate")
+
+
 def pages_beyond_the_end() -> int:
     """Make a memfd with as many pages as its size needs, all of them beyond its end."""
     fd = os.memfd_create("t", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, MIB)
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
-    assert libc.fallocate(fd, 1, MIB, MIB) == 0  # FALLOC_FL_KEEP_SIZE
+    fallocate(fd, 1, MIB, MIB)  # FALLOC_FL_KEEP_SIZE
     assert os.fstat(fd).st_blocks * 512 == os.fstat(fd).st_size == MIB
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     return fd
@@ -208,6 +213,14 @@ def sealed_against_writers() -> int:
     region.map.close()
     fcntl.fcntl(region.fd, fcntl.F_ADD_SEALS, SEALED | fcntl.F_SEAL_WRITE)
     return region.fd
+
+
+def a_terabyte() -> int:
+    """Make a memfd of this size, without pages."""
+    fd = os.memfd_create("hostile", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 1 << 40)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALED)
+    return fd
 
 
 NOT_MEMORY: dict[str, Callable[[], int]] = {
@@ -223,6 +236,7 @@ NOT_MEMORY: dict[str, Callable[[], int]] = {
     "pages beyond its end": pages_beyond_the_end,
     "untouched": lambda: os.dup(Region(MIB, touched=False).fd),
     "closed to writers": sealed_against_writers,
+    "a terabyte": a_terabyte,
 }
 
 
@@ -230,7 +244,7 @@ NOT_MEMORY: dict[str, Callable[[], int]] = {
 def test_what_is_no_sound_memory_is_refused(daemon: Daemon, kind: str) -> None:
     fd = NOT_MEMORY[kind]()
     with Worker(daemon) as client:
-        refused(client.attach(fd, MIB))
+        refused(client.attach(fd, 1 << 40 if kind == "a terabyte" else MIB))
         client.call("Hello", b"")
     os.close(fd)
 
@@ -252,15 +266,6 @@ def test_more_than_may_be_attached(daemon: Daemon) -> None:
     with Worker(daemon) as client, Region(40 * MIB) as one, Region(40 * MIB) as two:
         assert client.attach(one.fd, 40 * MIB).region
         assert "attached_bytes" in refused(client.attach(two.fd, 40 * MIB))
-
-
-def test_a_memfd_of_a_terabyte_without_pages(daemon: Daemon) -> None:
-    fd = os.memfd_create("hostile", os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, 1 << 40)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALED)
-    with Worker(daemon) as client:
-        refused(client.attach(fd, 1 << 40))
-    os.close(fd)
 
 
 def test_a_thousand_regions(daemon: Daemon) -> None:
@@ -297,17 +302,9 @@ def test_one_memory_in_many_sessions_at_once(daemon: Daemon) -> None:
 
 def punched(region: Region) -> None:
     with suppress(OSError):
-        fcntl_fallocate(region.fd, region.nbytes)
+        fallocate(region.fd, 3, 0, region.nbytes)  # KEEP_SIZE | PUNCH_HOLE
     with suppress(OSError):
         region.map.madvise(mmap.MADV_REMOVE, 0, region.nbytes)
-
-
-def fcntl_fallocate(fd: int, nbytes: int) -> None:
-    import ctypes
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.fallocate(fd, 3, ctypes.c_long(0), ctypes.c_long(nbytes)):  # KEEP_SIZE | PUNCH_HOLE
-        raise OSError(ctypes.get_errno(), "fallocate")
 
 
 def shrunk(region: Region) -> None:

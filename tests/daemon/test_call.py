@@ -58,7 +58,7 @@ def test_work_that_is_done_lands_once_and_a_failure_that_nobody_fetches_is_not_c
 
 @pytest.mark.parametrize("has_got_one", [False, True])
 def test_work_that_is_cancelled_before_it_begins(has_got_one: bool) -> None:
-    """As it waits for a thread, or when it has just got one, and nobody knows."""
+    """The work waits for a thread, or has just got one and nobody knows."""
 
     async def scenario(_: Threads, workers: Budget, start: Start, said: list[str]) -> None:
         await workers.take(1)

@@ -17,7 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tiercache_backends.chain.health import Health
 from tiercache_backends.memory import MemoryBackend
 
-from tests.daemon.hosts import Client, secret, status, until
+from tests.daemon.hosts import Client, Daemon, Worker, secret, status, until
+from tests.daemon.test_attach import Region, places
 from tests.daemon.web import ask
 from tests.storage.late import Late
 from tiercache.config.models import Settings
@@ -27,7 +28,6 @@ from tiercache.daemon import StorageServer
 from tiercache.daemon.http import routes
 from tiercache.daemon.node_metrics import UsageFigures
 from tiercache.errors import StorageError
-from tiercache.memory import Region, create_memfd
 from tiercache.metrics import NODE, TABLE
 from tiercache.metrics.families import label_sets
 from tiercache.metrics.table import HEALTHS
@@ -36,7 +36,7 @@ from tiercache.storage.vectors import parts
 from tiercache.storage.wrappers import Wrapper
 from tiercache.testing.objects import key, payload, put, to_set
 from tiercache.wire import attachment, messages
-from tiercache.wire.methods import ATTACH_SOCKET, GRPC_SOCKET, METHODS, SESSION_METADATA
+from tiercache.wire.methods import GRPC_SOCKET, METHODS, SESSION_METADATA
 from tiercache.wire.v1 import attach_pb2
 from tiercache.wire.v1 import storage_pb2 as pb
 
@@ -268,39 +268,30 @@ def test_sessions_and_shared_memory(tmp_path: Path) -> None:
     inner = MemoryBackend()
     put(inner, key(0), payload(0, SIZE))
     with (
-        serving(tmp_path, inner, unix=True, listen=[]) as (node, client),
-        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as attach,
+        serving(tmp_path, inner, unix=True, listen=[]) as (node, _),
+        Region(1 << 20) as mine,
+        Worker(Daemon(None, tmp_path, [], tmp_path)) as client,  # type: ignore[arg-type]
     ):
-        attach.settimeout(30)
-        attach.connect(str(tmp_path / "run" / ATTACH_SOCKET))
-        session = attachment.receive(attach, attach_pb2.Session)[0]
-        assert session is not None
-        fd = create_memfd("test", 1 << 20)
-        mine = Region(fd, 1 << 20)
-        mine.populate()
-        attachment.send(attach, attach_pb2.Request(attach=attach_pb2.Attach(bytes=1 << 20)), fd)
-        answer = attachment.receive(attach, attach_pb2.Answer)[0]
-        assert answer is not None
-        assert answer.region, answer
-        attachment.send(attach, attach_pb2.Request(attach=attach_pb2.Attach(bytes=77)))
-        attachment.receive(attach, attach_pb2.Answer)
+        region = client.attach(mine.fd, 1 << 20).region
+        assert region
+        attachment.send(client.sock, attach_pb2.Request(attach=attach_pb2.Attach(bytes=77)))
+        assert client.answer().refusal
         scrape = Scrape(node.http_address)
         assert scrape("node_sessions") == 1
         assert scrape("node_attached_bytes") == 1 << 20
         assert scrape("node_refused_total", reason="malformed") == 1
-
-        def places(at: int) -> pb.Places:
-            return pb.Places(counts=[1], regions=[answer.region], offsets=[at], sizes=[8192])
-
-        into = pb.GetIntoRequest(keys=messages.keys([key(0)]), lengths=[SIZE], places=places(0))
-        known = [(SESSION_METADATA, session.token)]
-        assert client.call("GetInto", into, metadata=known).outcomes == [messages.NUMBER_OF[Outcome.HIT]]
-        assert bytes(mine.view[:SIZE]) == payload(0, SIZE)
+        into = pb.GetIntoRequest(
+            keys=messages.keys([key(0)]), lengths=[SIZE], places=places([(region, 0, 8192)])
+        )
+        assert client.call("GetInto", into).outcomes == [messages.NUMBER_OF[Outcome.HIT]]
+        assert mine.map[:SIZE] == payload(0, SIZE)
         meta = messages.meta(to_set(key(1), payload(1, SIZE)).meta)
-        mine.view[8192 : 8192 + SIZE] = payload(1, SIZE)
-        request = pb.SetFromRequest(keys=messages.keys([key(1)]), metas=[meta], places=places(8192))
+        mine.map[8192 : 8192 + SIZE] = payload(1, SIZE)
+        request = pb.SetFromRequest(
+            keys=messages.keys([key(1)]), metas=[meta], places=places([(region, 8192, 8192)])
+        )
         for _ in range(2):  # the second time it is there already, and nothing is moved
-            client.call("SetFrom", request, metadata=known)
+            client.call("SetFrom", request)
         assert client.refused("GetInto", into, metadata=[(SESSION_METADATA, b"x" * 32)]) is UNAUTHENTICATED
         scrape = ended(node, 4)
         assert scrape("node_payload_bytes_total", plane="shared", direction="in") == SIZE
@@ -308,7 +299,7 @@ def test_sessions_and_shared_memory(tmp_path: Path) -> None:
         assert scrape("node_payload_bytes_total", plane="stream") == 0
         assert scrape("node_principal_bytes_total", principal="owner") == 2 * SIZE
         assert scrape("node_lookups_total", operation="get", result="hit") == 1
-        attach.close()
+        client.sock.close()
         until(lambda: Scrape(node.http_address)("node_sessions") == 0)
         assert Scrape(node.http_address)("node_attached_bytes") == 0
 
