@@ -100,4 +100,6 @@ def shown(value: object) -> str:
         text = " ".join(repr(value).split())
     except ValueError:  # an int with more digits than Python converts to text
         return "a number with thousands of digits"
+    except RecursionError:
+        return f"a {type(value).__name__} of thousands of levels"
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

@@ -363,7 +363,7 @@ def test_a_number_of_a_profile_is_finite_and_not_negative(field, value):
         ("llama-3.1-8b", {"hidden_size": 1e3}, "hidden_size is 1000.0; a whole number"),
         ("llama-3.1-8b", {"num_hidden_layers": "32"}, "num_hidden_layers is '32'; a whole number"),
         ("llama-3.1-8b", {"hidden_size": -4096}, "hidden_size is -4096; it must be from 1"),
-        ("llama-3.1-8b", {"hidden_size": 10**5000}, "hidden_size is an integer of 16610 bits"),
+        ("llama-3.1-8b", {"hidden_size": 10**5000}, "hidden_size is a number with thousands of digits"),
         ("llama-3.1-8b", {"hidden_size": True}, "hidden_size is True"),
         (
             "llama-3.1-8b",
@@ -402,7 +402,7 @@ def test_a_number_of_a_profile_is_finite_and_not_negative(field, value):
         ("jamba-1.5-mini", {"attn_layer_offset": 8}, "attn_layer_offset is 8; it must be from 0 to 7"),
         ("nemotron-h-8b", {"hybrid_override_pattern": "M-X"}, "holds 'X', a kind of layer"),
         ("nemotron-h-8b", {"hybrid_override_pattern": ""}, "is empty"),
-        ("nemotron-h-8b", {"intermediate_size": [1, 2]}, "intermediate_size is a list"),
+        ("nemotron-h-8b", {"intermediate_size": [1, 2]}, "intermediate_size is \\[1, 2\\]"),
         (
             "falcon-h1-7b",
             {"mamba_d_head": 64},
@@ -493,7 +493,7 @@ def test_a_name_that_is_neither_known_nor_a_file(tmp_path):
         (b"\xff\xfe\x00", "is not JSON"),
         (b"[" * 200_000, "is not JSON"),
         (b'{"hidden_size": ' + b"9" * 5000 + b"}", "is not JSON"),
-        (b"[]", "config of model tiny is a list; an object"),
+        (b"[]", "config of model tiny is \\[\\]; an object"),
         (b"null", "config of model tiny is None; an object"),
         (b"{}" + b" " * MAX_CONFIG_BYTES, "is larger than 1048576 bytes"),
         (b'{"model_type": "llama", "hidden_size": NaN}', "num_hidden_layers is missing"),

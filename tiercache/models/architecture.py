@@ -7,15 +7,16 @@ output head are left out: an embedding is a look-up, and prefill needs the head 
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final, NamedTuple
 
 from tiercache.errors import ConfigError
-from tiercache.models import layer_kinds, layers
-from tiercache.models.fields import Fields, shown
-from tiercache.models.layer_kinds import Kinds, LayerKind
-from tiercache.models.layers import Cost, FeedForward, Mixer
+from tiercache.models import layers
+from tiercache.models.fields import Fields
+from tiercache.models.layers import Cost, FeedForward, Mixer, layers_of
+from tiercache.text import shown
 
 WIDTHS: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of an element of KV, by the config's dtype."""
@@ -50,7 +51,7 @@ def cost_of(config: Mapping[str, Any], label: str = "model config") -> tuple[Cos
 def _sum_of_layers(fields: Fields, architecture: Architecture) -> Cost:
     architecture.check(fields)
     total = Cost()
-    for n, kind in enumerate(architecture.kinds(fields)):
+    for n, kind in enumerate(listed(fields) or architecture.kinds(fields)):
         if kind not in architecture.mixers:
             raise fields.error(f"layer {n} is {kind.value}, which this architecture does not have")
         total += architecture.mixers[kind](fields)
@@ -68,11 +69,140 @@ def _check_kimi(fields: Fields) -> None:
         raise fields.error(f"{unknown[0]} is set, and its effect on the layers is not known")
 
 
+class LayerKind(enum.Enum):
+    """Kind of a layer, by the way in which it mixes tokens. MLP and MOE layers do not mix tokens."""
+
+    FULL = "full attention"
+    SLIDING = "sliding-window attention"
+    RECURRENT = "recurrent"
+    CONV = "short convolution"
+    PARALLEL = "attention beside a recurrence"
+    MLP = "feed-forward only"
+    MOE = "experts only"
+
+
+Kinds = Callable[[Fields], list[LayerKind]]
+"""Function from a config's fields to the kinds of its layers.
+
+It raises ConfigError for fields that are missing, malformed or contradictory.
+"""
+
+NAMES: Final = {
+    "full_attention": LayerKind.FULL, "attention": LayerKind.FULL, "sliding_attention": LayerKind.SLIDING,
+    "linear_attention": LayerKind.RECURRENT, "mamba": LayerKind.RECURRENT, "conv": LayerKind.CONV,
+    "hybrid": LayerKind.PARALLEL, "mlp": LayerKind.MLP, "moe": LayerKind.MOE,
+}  # fmt: skip
+"""Kinds by the names that configs use in the lists `layer_types` and `layers_block_type`."""
+
+LETTERS: Final = {"M": LayerKind.RECURRENT, "*": LayerKind.FULL, "-": LayerKind.MLP, "E": LayerKind.MOE}
+"""Kinds by the letters of `hybrid_override_pattern`."""
+
+
+def listed(fields: Fields) -> list[LayerKind] | None:
+    """Return the kinds that the config lists layer by layer; None if it has no such list."""
+    for name in ("layer_types", "layers_block_type"):
+        if fields.has(name):
+            return _known(fields, name, fields.texts(name), NAMES)
+    return None
+
+
+def only_listed(fields: Fields) -> list[LayerKind]:
+    """Raise ConfigError, for models whose configs must list the kinds."""
+    raise fields.error("layer_types is missing, and without it the model's cost cannot be derived")
+
+
+def all_of(kind: LayerKind) -> Kinds:
+    """Return a function for models whose layers are all of one kind."""
+    return lambda fields: [kind] * layers_of(fields)
+
+
+def attention_only(fields: Fields, *, window_alone: bool = False) -> list[LayerKind]:
+    """Return full attention in all layers, for models without recurrences.
+
+    A config may have a `sliding_window` and no list. With `window_alone`, all layers then have the window,
+    unless `use_sliding_window` is false. Without `window_alone`, no layer has the window; but if
+    `use_sliding_window` is true, the missing list is an error.
+    """
+    if not fields.has("sliding_window") or not fields.flag("use_sliding_window", default=window_alone):
+        return [LayerKind.FULL] * layers_of(fields)
+    if not window_alone:
+        raise fields.error(
+            "layer_types is missing, and with use_sliding_window it must say which layers have the window"
+        )
+    return [LayerKind.SLIDING] * layers_of(fields)
+
+
+def every_nth(fields: Fields) -> list[LayerKind]:
+    """Return full attention in each `full_attention_interval`-th layer; the others are recurrent."""
+    interval = fields.count("full_attention_interval")
+    return _full_where(fields, lambda n: (n + 1) % interval == 0)
+
+
+def periodic(fields: Fields) -> list[LayerKind]:
+    """Return full attention in layer n if n modulo `attn_layer_period` is `attn_layer_offset`."""
+    period = fields.count("attn_layer_period")
+    offset = fields.count("attn_layer_offset", least=0, most=period - 1)
+    return _full_where(fields, lambda n: n % period == offset)
+
+
+def indexed(name: str, otherwise: LayerKind) -> Kinds:
+    """Return a function for configs whose field `name` has the indices, from 0, of layers with attention."""
+
+    def kinds(fields: Fields) -> list[LayerKind]:
+        full = set(fields.counts(name, most=layers_of(fields) - 1))
+        return _full_where(fields, full.__contains__, otherwise)
+
+    return kinds
+
+
+def partitioned(fields: Fields) -> list[LayerKind]:
+    """Return the kinds by `full_attn_layers` and `kda_layers` in `linear_attn_config`, counted from 1."""
+    total, lists = layers_of(fields), fields.inner("linear_attn_config")
+    full, linear = (lists.counts(name, least=1, most=total) for name in ("full_attn_layers", "kda_layers"))
+    if sorted(full + linear) != list(range(1, total + 1)):
+        raise lists.error(
+            f"full_attn_layers and kda_layers must together name each of the {total} layers once"
+        )
+    return _full_where(fields, lambda n: n + 1 in full)
+
+
+def lettered(fields: Fields) -> list[LayerKind]:
+    """Return the kinds by the letters of `hybrid_override_pattern`; `num_hidden_layers` may be missing."""
+    name = "hybrid_override_pattern"
+    return _known(fields, name, fields.text(name), LETTERS)
+
+
+def _full_where(
+    fields: Fields, is_full: Callable[[int], bool], otherwise: LayerKind = LayerKind.RECURRENT
+) -> list[LayerKind]:
+    return [LayerKind.FULL if is_full(n) else otherwise for n in range(layers_of(fields))]
+
+
+def _known(
+    fields: Fields, name: str, texts: list[str] | str, known: Mapping[str, LayerKind]
+) -> list[LayerKind]:
+    """Return the kinds with these names or letters, of the field `name`, one for each layer."""
+    for text in texts:
+        if text not in known:
+            raise fields.error(
+                f"{name} holds {text[:40]!r}, a kind of layer that is not known; known are"
+                f" {', '.join(sorted(known))}"
+            )
+    if not texts:
+        raise fields.error(f"{name} is empty; it must name every layer")
+    if fields.has("num_hidden_layers") and len(texts) != layers_of(fields):
+        raise fields.error(
+            f"{name} names {len(texts)} layers but num_hidden_layers is {layers_of(fields)}; they must be the"
+            " same"
+        )
+    return [known[text] for text in texts]
+
+
 class Architecture(NamedTuple):
     """Layers of the models of one type."""
 
     kinds: Kinds
-    """Function that returns the kind of each layer."""
+    """Function that returns the kind of each layer, for a config that does not list them."""
     mixers: Mapping[LayerKind, Mixer]
     """Costs of the mixers by the kind of the layer."""
     feed_forward: FeedForward | None = None
@@ -90,19 +220,17 @@ _FULL, _RECURRENT, _CONV, _PARALLEL = (
 _ATTENTION: Final = {_FULL: layers.attention, LayerKind.SLIDING: layers.sliding_attention}
 _QWEN: Final = {_FULL: layers.gated_attention, _RECURRENT: layers.gated_delta}
 _MAMBA_2: Final = {_FULL: layers.attention, _RECURRENT: layers.mamba2}
-_WINDOW_ALONE: Final = partial(layer_kinds.attention_only, window_alone=True)
+_WINDOW_ALONE: Final = partial(attention_only, window_alone=True)
 
-_DENSE: Final = Architecture(layer_kinds.attention_only, _ATTENTION, layers.mlp)
+_DENSE: Final = Architecture(attention_only, _ATTENTION, layers.mlp)
 _WINDOWED: Final = Architecture(_WINDOW_ALONE, _ATTENTION, layers.mlp)
-_LISTED: Final = Architecture(layer_kinds.only_listed, _ATTENTION, layers.mlp)
-_DEEPSEEK: Final = Architecture(
-    layer_kinds.attention_only, {_FULL: layers.latent_attention}, layers.deepseek_moe
-)
-_QWEN_SPARSE: Final = Architecture(layer_kinds.every_nth, _QWEN, layers.qwen_moe)
-_QWEN_DENSE: Final = Architecture(layer_kinds.every_nth, _QWEN, layers.mlp)
-_MAMBA: Final = Architecture(layer_kinds.all_of(_RECURRENT), {_RECURRENT: layers.pure_mamba1})
+_LISTED: Final = Architecture(only_listed, _ATTENTION, layers.mlp)
+_DEEPSEEK: Final = Architecture(attention_only, {_FULL: layers.latent_attention}, layers.deepseek_moe)
+_QWEN_SPARSE: Final = Architecture(every_nth, _QWEN, layers.qwen_moe)
+_QWEN_DENSE: Final = Architecture(every_nth, _QWEN, layers.mlp)
+_MAMBA: Final = Architecture(all_of(_RECURRENT), {_RECURRENT: layers.pure_mamba1})
 _LFM2: Final = Architecture(
-    layer_kinds.indexed("full_attn_idxs", _CONV), {_FULL: layers.attention, _CONV: layers.short_conv},
+    indexed("full_attn_idxs", _CONV), {_FULL: layers.attention, _CONV: layers.short_conv},
     layers.lfm2_mlp,
 )  # fmt: skip
 
@@ -111,36 +239,36 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     **dict.fromkeys(("mistral", "phi3"), _WINDOWED),
     **dict.fromkeys(("gemma2", "gemma3_text", "cohere2", "exaone4", "olmo3"), _LISTED),
     "mixtral": Architecture(_WINDOW_ALONE, _ATTENTION, layers.mixtral_experts),
-    "gpt_oss": Architecture(layer_kinds.only_listed, _ATTENTION, layers.mixtral_experts),
-    "qwen2_moe": Architecture(layer_kinds.attention_only, _ATTENTION, layers.qwen_moe),
+    "gpt_oss": Architecture(only_listed, _ATTENTION, layers.mixtral_experts),
+    "qwen2_moe": Architecture(attention_only, _ATTENTION, layers.qwen_moe),
     "qwen3_moe": Architecture(
-        layer_kinds.attention_only, _ATTENTION, partial(layers.qwen_moe, shared=False)
+        attention_only, _ATTENTION, partial(layers.qwen_moe, shared=False)
     ),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), _DEEPSEEK),
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"), _QWEN_SPARSE),
     **dict.fromkeys(("qwen3_5", "qwen3_5_text"), _QWEN_DENSE),
     "kimi_linear": Architecture(
-        layer_kinds.partitioned, {_FULL: layers.latent_attention, _RECURRENT: layers.kimi_delta},
+        partitioned, {_FULL: layers.latent_attention, _RECURRENT: layers.kimi_delta},
         layers.deepseek_moe, _check_kimi,
     ),
     "jamba": Architecture(
-        layer_kinds.periodic, {_FULL: layers.attention, _RECURRENT: layers.mamba1}, layers.jamba_moe
+        periodic, {_FULL: layers.attention, _RECURRENT: layers.mamba1}, layers.jamba_moe
     ),
-    "bamba": Architecture(layer_kinds.indexed("attn_layer_indices", _RECURRENT), _MAMBA_2, layers.mlp),
-    "granitemoehybrid": Architecture(layer_kinds.only_listed, _MAMBA_2, layers.granite_moe),
+    "bamba": Architecture(indexed("attn_layer_indices", _RECURRENT), _MAMBA_2, layers.mlp),
+    "granitemoehybrid": Architecture(only_listed, _MAMBA_2, layers.granite_moe),
     "falcon_h1": Architecture(
-        layer_kinds.all_of(_PARALLEL), {_PARALLEL: lambda f: layers.attention(f) + layers.mamba2(f)},
+        all_of(_PARALLEL), {_PARALLEL: lambda f: layers.attention(f) + layers.mamba2(f)},
         layers.mlp,
     ),
     "nemotron_h": Architecture(
-        layer_kinds.lettered,
+        lettered,
         {
             _FULL: layers.attention, _RECURRENT: layers.nemotron_mamba2,
             LayerKind.MLP: layers.nemotron_mlp, LayerKind.MOE: layers.nemotron_experts,
         },
     ),
     **dict.fromkeys(("mamba", "falcon_mamba"), _MAMBA),
-    "mamba2": Architecture(layer_kinds.all_of(_RECURRENT), {_RECURRENT: layers.pure_mamba2}),
+    "mamba2": Architecture(all_of(_RECURRENT), {_RECURRENT: layers.pure_mamba2}),
     "lfm2": _LFM2,
     "lfm2_moe": _LFM2._replace(feed_forward=layers.lfm2_moe),
 }  # fmt: skip

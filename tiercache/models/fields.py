@@ -11,22 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from tiercache.errors import ConfigError
+from tiercache.text import shown
 
 MAX_SIZE: Final = 1 << 24
 """Maximum accepted width, head count or number of experts of a model."""
 MAX_LAYERS: Final = 1024
 """Maximum accepted number of layers, of entries of a list, and of characters of a text."""
-
-
-def shown(value: object) -> str:
-    """Return a short description of any value; it never raises."""
-    if isinstance(value, bool | float | None):
-        return repr(value)
-    if isinstance(value, int):
-        return repr(value) if value.bit_length() <= 64 else f"an integer of {value.bit_length()} bits"
-    if isinstance(value, str):
-        return repr(value[:40])
-    return f"a {type(value).__name__}"
 
 
 class Fields:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from tiercache.errors import ConfigError
 from tiercache.models.architecture import cost_of
-from tiercache.models.fields import shown
+from tiercache.text import shown
 
 MAX_CONFIG_BYTES: Final = 1 << 20
 """Maximum accepted size of a `config.json`, in bytes."""

@@ -19,8 +19,8 @@ from tiercache.config import parse_size
 from tiercache.core import CacheTransferUnits
 from tiercache.errors import ConfigError, TierCacheError, TransferError
 from tiercache.geometry import DTYPE_BITS, Geometry, kv_geometry, state_geometry
+from tiercache.models.architecture import LayerKind, every_nth
 from tiercache.models.fields import Fields
-from tiercache.models.layer_kinds import LayerKind, every_nth
 from tiercache.models.profile import CONFIGS
 from tiercache.pools import DevicePool, HostArena, HostPool
 from tiercache.transfer.base import Ticket
