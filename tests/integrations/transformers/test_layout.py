@@ -70,7 +70,7 @@ def test_a_layer_may_be_in_both_geometries_or_in_none() -> None:
     both = loaded("falcon_h1")[0].layout
     assert both.kv_geometry.layers == both.state_geometries[PoolName.MAMBA].layers == (0, 1, 2)
     none = loaded("nemotron_h")[0].layout
-    assert [layer.layer for layer in none.layers if layer.empty] == [1, 4]
+    assert [layer.layer for layer in none.layers if not layer.tensors] == [1, 4]
 
 
 @pytest.mark.slow

@@ -133,7 +133,7 @@ def test_a_layer_is_waited_for_before_its_slots_are_read(name: str) -> None:
                     to[key].copy_(tensor)
 
     restored = runner.restore(late, [0, 1], state_slot, wait_layer=arrive)
-    assert order == [layer.layer for layer in runner.layout.layers if not layer.empty]
+    assert order == [layer.layer for layer in runner.layout.layers if layer.tensors]
     assert differences(runner.layout, restored, cache) == ()
 
 

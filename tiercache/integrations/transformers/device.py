@@ -16,9 +16,7 @@ from tiercache.errors import ConfigError, SlotError, TokenError
 from tiercache.integrations.transformers.layout import (
     WINDOWED,
     CacheLayout,
-    LayerLayout,
     StateCache,
-    StateLayout,
     StateSlots,
     TensorLayout,
 )
@@ -158,20 +156,31 @@ def fill(
     with torch.inference_mode():
         at = _on_devices(index, pool.layout)
         for layer in pool.layout.layers:
-            if layer.empty:
+            if not layer.tensors:
                 continue
             wait_layer(layer.layer)
             held: Any = cache.layers[layer.layer]
-            if layer.window is None:
-                _fill_attention(held, pool, layer, at)
-            else:
-                _fill_window(held, pool, layer, states[PoolName.SWA], tokens)
+            if kv := layer.kv():
+                keys, values = (
+                    _gather(pool, t, at[t.device])
+                    if t.pool is PoolName.KV
+                    else _window(pool, t, states[t.pool], tokens)
+                    for t in kv
+                )
+                held.lazy_initialization(
+                    keys, values
+                )  # sets dtype, device and flags as the first update would
+                held.keys, held.values = keys, values
             if isinstance(held, WINDOWED):
                 held.cumulative_length = tokens
-            if layer.states:
-                for state in layer.states:
-                    _fill_state(held, pool, state, states[PoolName.MAMBA])
-                held.has_previous_state = dict(enumerate(layer.has_previous))
+            for t in layer.tensors[len(kv) :]:
+                if t.pool is PoolName.KV:
+                    keys = _gather(pool, t, at[t.device])[:, 0]
+                    held.lazy_initialization_indexer(keys)
+                    held.indexer_keys = keys
+                else:
+                    _fill_state(held, pool, t, states[t.pool])
+                    held.has_previous_state = dict(enumerate(layer.has_previous))
     if isinstance(cache, StateCache):
         cache.tokens = tokens
     return cache
@@ -180,29 +189,6 @@ def fill(
 def _on_devices(index: torch.Tensor, layout: CacheLayout) -> dict[torch.device, torch.Tensor]:
     """Copy an index to every device that holds KV, once for all layers of that device."""
     return {device: to_device(index, device) for device in {t.device for t in layout.kv_tensors()}}
-
-
-def _fill_attention(
-    held: Any, pool: PoolTensors, layer: LayerLayout, at: Mapping[torch.device, torch.Tensor]
-) -> None:
-    if layer.k is None or layer.v is None:
-        return
-    keys, values = _gather(pool, layer.k, at[layer.k.device]), _gather(pool, layer.v, at[layer.v.device])
-    held.lazy_initialization(keys, values)  # sets dtype, device and flags as the first update would
-    held.keys, held.values = keys, values
-    if layer.indexer is not None:
-        keys = _gather(pool, layer.indexer, at[layer.indexer.device])[:, 0]
-        held.lazy_initialization_indexer(keys)
-        held.indexer_keys = keys
-
-
-def _fill_window(held: Any, pool: PoolTensors, layer: LayerLayout, slot: int, tokens: int) -> None:
-    """Fill the window of a layer with what it keeps after `tokens` tokens."""
-    assert layer.k is not None
-    assert layer.v is not None
-    keys, values = (_window(pool, t, slot, tokens) for t in (layer.k, layer.v))
-    held.lazy_initialization(keys, values)
-    held.keys, held.values = keys, values
 
 
 def _window(pool: PoolTensors, t: TensorLayout, slot: int, tokens: int) -> torch.Tensor:
@@ -228,20 +214,17 @@ def _gather(pool: PoolTensors, t: TensorLayout, at: torch.Tensor) -> torch.Tenso
     return gathered.view(1, heads, len(at) * pool.layout.page_size, dim)
 
 
-def _fill_state(held: Any, pool: PoolTensors, state: StateLayout, slot: int) -> None:
-    t = state.tensor
+def _fill_state(held: Any, pool: PoolTensors, t: TensorLayout, slot: int) -> None:
     source = pool.states[t.layer, t.name][slot][None]
     template = torch.empty_strided(source.shape, (source.numel(), *t.stride), dtype=t.dtype, device=t.device)
     # The layer itself allocates a zeroed tensor in the form of the template. The state is copied into that
     # tensor, because CUDA graphs require that its address stays the same.
-    if state.conv_kernel_size is not None:
-        held.lazy_initialization(
-            conv_states=template, state_idx=state.index, conv_kernel_size=state.conv_kernel_size
-        )
-        held.conv_states[state.index].copy_(source)
+    if t.conv_kernel_size is not None:
+        held.lazy_initialization(conv_states=template, state_idx=t.index, conv_kernel_size=t.conv_kernel_size)
+        held.conv_states[t.index].copy_(source)
     else:
-        held.lazy_initialization(recurrent_states=template, state_idx=state.index)
-        held.recurrent_states[state.index].copy_(source)
+        held.lazy_initialization(recurrent_states=template, state_idx=t.index)
+        held.recurrent_states[t.index].copy_(source)
 
 
 def _state_slots(slots: StateSlots, pool: PoolTensors) -> Mapping[PoolName, int]:
@@ -282,10 +265,8 @@ def differences(layout: CacheLayout, a: DynamicCache, b: DynamicCache) -> tuple[
         if left != right:
             found += [f"layer {layer.layer} {name}" for name in left if left[name] != right[name]]
             continue
-        for t in (layer.k, layer.v, layer.indexer, *(s.tensor for s in layer.states)):
-            if t and not _same_bits(
-                layout.tensor_of(a, t.layer, t.name), layout.tensor_of(b, t.layer, t.name)
-            ):
+        for t in layer.tensors:
+            if not _same_bits(layout.tensor_of(a, t.layer, t.name), layout.tensor_of(b, t.layer, t.name)):
                 found.append(f"layer {t.layer} {t.name}")
     return tuple(found)
 

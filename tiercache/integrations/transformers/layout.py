@@ -84,7 +84,11 @@ class TensorLayout:
     dtype: torch.dtype
     device: torch.device
     pool: PoolName = PoolName.KV
-    """Pool that keeps the tensor."""
+    """Pool that keeps the tensor: KV for tensors of pages, SWA for a window, MAMBA for recurrent tensors."""
+    index: int = 0
+    """Entry of a recurrent tensor in its layer's `conv_states` or `recurrent_states`."""
+    conv_kernel_size: int | None = None
+    """How many of the last inputs a convolution keeps; None for other tensors."""
 
     @property
     def dtype_name(self) -> str:
@@ -93,40 +97,24 @@ class TensorLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class StateLayout:
-    """One convolution or recurrent tensor: entry `index` of its layer's `conv_states`/`recurrent_states`."""
-
-    tensor: TensorLayout
-    index: int
-    conv_kernel_size: int | None
-    """How many of the last inputs a convolution keeps; None for recurrent tensors."""
-
-
-@dataclass(frozen=True, slots=True)
 class LayerLayout:
-    """The tensors that one layer keeps.
-
-    `k` and `v` are both set or both None. They are tensors of pages, or of a window (see `window`).
-    """
+    """The tensors that one layer keeps."""
 
     layer: int
-    k: TensorLayout | None = None
-    v: TensorLayout | None = None
-    indexer: TensorLayout | None = None
-    """Keys of an indexer, by which sparse attention selects tokens; one for each token, kept in pages."""
+    tensors: tuple[TensorLayout, ...] = ()
+    """First `k` and `v` of attention, then `indexer`, then `conv_i` and `recurrent_i`, each if there is one.
+
+    `indexer` are the keys by which sparse attention selects tokens, one for each token. There are none for a
+    layer that has experts and no attention, and for a layer that reads another layer's cache.
+    """
     window: int | None = None
     """Length of the window in tokens; None for a layer that keeps the KV of all tokens."""
-    states: tuple[StateLayout, ...] = ()
     has_previous: tuple[bool, ...] = ()
     """The layer's flag `has_previous_state` for each state index; the next forward reads it."""
 
-    @property
-    def empty(self) -> bool:
-        """Whether the layer has nothing to save.
-
-        True for a layer that has experts and no attention, and for a layer that reads another layer's cache.
-        """
-        return self.k is None and not self.states
+    def kv(self) -> tuple[TensorLayout, ...]:
+        """Return `k` and `v`, or nothing for a layer without attention."""
+        return tuple(t for t in self.tensors if t.name in ("k", "v"))
 
 
 @dataclass(frozen=True)
@@ -175,23 +163,16 @@ class CacheLayout:
 
     def kv_tensors(self) -> Iterator[TensorLayout]:
         """Iterate over the tensors of pages: `k`, `v` and `indexer` of every layer that keeps all tokens."""
-        return (
-            t
-            for layer in self.layers
-            for t in (layer.k, layer.v, layer.indexer)
-            if t is not None and layer.window is None
-        )
+        return (t for layer in self.layers for t in layer.tensors if t.pool is PoolName.KV)
 
     def state_tensors(self) -> Iterator[TensorLayout]:
         """Iterate over the tensors of states: convolution and recurrent tensors, `k` and `v` of windows."""
-        for layer in self.layers:
-            yield from (s.tensor for s in layer.states)
-            yield from (t for t in (layer.k, layer.v) if t is not None and layer.window is not None)
+        return (t for layer in self.layers for t in layer.tensors if t.pool is not PoolName.KV)
 
     @property
     def counts_tokens(self) -> bool:
         """Whether a layer knows how many tokens the cache holds; one of recurrent tensors does not."""
-        return any(layer.k is not None for layer in self.layers)
+        return any(layer.kv() for layer in self.layers)
 
     def tensors(self) -> Iterator[TensorLayout]:
         """Iterate over every tensor that is kept."""
@@ -202,7 +183,7 @@ class CacheLayout:
         """Return the number of tokens that `cache` holds; 0 for a new one."""
         if isinstance(cache, StateCache):
             return cache.tokens
-        first = next(layer.layer for layer in self.layers if layer.k)
+        first = next(layer.layer for layer in self.layers if layer.kv())
         held: Any = cache.layers[first]
         return int(held.get_seq_length())
 
@@ -228,11 +209,11 @@ class CacheLayout:
         with torch.inference_mode():
             for layer in self.layers:
                 held: Any = cache.layers[layer.layer]
-                if layer.k is not None and layer.window is None:
+                if layer.kv() and layer.window is None:
                     held.keys, held.values = (t[:, :, :tokens].contiguous() for t in (held.keys, held.values))
                     if isinstance(held, WINDOWED):  # a window longer than all sequences
                         held.cumulative_length = tokens
-                if layer.indexer is not None:
+                if any(t.name == "indexer" for t in layer.tensors):
                     held.indexer_keys = held.indexer_keys[:, :tokens].contiguous()
 
     def read_state(self, cache: DynamicCache, t: TensorLayout, into: torch.Tensor) -> None:
@@ -281,24 +262,19 @@ def _layer(n: int, layer: Any, tokens: int, positions: int | None) -> LayerLayou
     window = layer.sliding_window if isinstance(layer, WINDOWED) else None
     if window is not None and positions is not None and window > positions:
         window = None
-    k, v = (
-        _attention(n, layer, tokens, window)
-        if isinstance(layer, ATTENTION) and layer.is_initialized
-        else (None, None)
-    )
-    indexed = isinstance(layer, DynamicIndexedLayer) and layer.is_indexer_initialized
-    recurrent = isinstance(layer, RECURRENT)
-    states = range(layer.number_of_states) if recurrent else ()
-    return LayerLayout(
-        n, k, v,
-        indexer=_indexer(n, layer, tokens) if indexed else None,
-        window=window if k else None,
-        states=tuple(_states(n, layer)) if recurrent else (),
-        has_previous=tuple(bool(layer.has_previous_state[i]) for i in states),
-    )  # fmt: skip
+    tensors: list[TensorLayout] = []
+    if has_kv := isinstance(layer, ATTENTION) and layer.is_initialized:
+        tensors += _attention(n, layer, tokens, window)
+    if isinstance(layer, DynamicIndexedLayer) and layer.is_indexer_initialized:
+        tensors.append(_indexer(n, layer, tokens))
+    previous: tuple[bool, ...] = ()
+    if isinstance(layer, RECURRENT):
+        tensors += _states(n, layer)
+        previous = tuple(bool(layer.has_previous_state[i]) for i in range(layer.number_of_states))
+    return LayerLayout(n, tuple(tensors), window if has_kv else None, previous)
 
 
-def _attention(n: int, layer: Any, tokens: int, window: int | None) -> tuple[TensorLayout, TensorLayout]:
+def _attention(n: int, layer: Any, tokens: int, window: int | None) -> Iterator[TensorLayout]:
     held = tokens if window is None else min(tokens, window - 1)
     for name, tensor in (("keys", layer.keys), ("values", layer.values)):
         if tensor.dim() != 4 or tensor.shape[0] != 1 or tensor.shape[2] != held:
@@ -309,11 +285,9 @@ def _attention(n: int, layer: Any, tokens: int, window: int | None) -> tuple[Ten
             )
     pool = PoolName.KV if window is None else PoolName.SWA
     rows = () if window is None else (window - 1,)
-    return tuple(  # type: ignore[return-value]
-        TensorLayout(n, name, shape, _dense(shape), t.dtype, t.device, pool)
-        for name, t in (("k", layer.keys), ("v", layer.values))
-        for shape in ((t.shape[1], *rows, t.shape[3]),)
-    )
+    for name, tensor in (("k", layer.keys), ("v", layer.values)):
+        shape = (tensor.shape[1], *rows, tensor.shape[3])
+        yield TensorLayout(n, name, shape, _dense(shape), tensor.dtype, tensor.device, pool)
 
 
 def _indexer(n: int, layer: Any, tokens: int) -> TensorLayout:
@@ -337,7 +311,7 @@ def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[n + 1 :]) for n in range(len(shape)))
 
 
-def _states(n: int, layer: Any) -> Iterator[StateLayout]:
+def _states(n: int, layer: Any) -> Iterator[TensorLayout]:
     for kind, held in (("conv", layer.conv_states), ("recurrent", layer.recurrent_states)):
         for index in range(layer.number_of_states):
             tensor = held[index]
@@ -348,16 +322,16 @@ def _states(n: int, layer: Any) -> Iterator[StateLayout]:
                     f"layer {n} ({type(layer).__name__}) holds a {kind} state of shape {tuple(tensor.shape)} "
                     "for one sequence; [1, ...] is needed"
                 )
-            yield StateLayout(
-                TensorLayout(
-                    n,
-                    f"{kind}_{index}",
-                    tuple(tensor.shape[1:]),
-                    tuple(tensor.stride()[1:]),
-                    tensor.dtype,
-                    tensor.device,
-                    PoolName.MAMBA,
-                ),
+            kernel = layer.conv_kernel_size[index] if kind == "conv" else None
+            shape, stride = tuple(tensor.shape[1:]), tuple(tensor.stride()[1:])
+            yield TensorLayout(
+                n,
+                f"{kind}_{index}",
+                shape,
+                stride,
+                tensor.dtype,
+                tensor.device,
+                PoolName.MAMBA,
                 index,
-                layer.conv_kernel_size[index] if kind == "conv" else None,
+                kernel,
             )

@@ -125,7 +125,7 @@ def _usual_tokens(runner: ModelRunner) -> int:
     config = runner.model.config.get_text_config(decoder=True)
     named = (getattr(config, name, None) for name in ("chunk_size", "mamba_chunk_size", "block_size"))
     chunks = [n for n in (*named, *runner.layout.windows) if isinstance(n, int) and n <= MAX_CHUNK]
-    if any(layer.indexer for layer in runner.layout.layers):
+    if any(t.name == "indexer" for t in runner.layout.kv_tensors()):
         # As long as all tokens are selected, the model does not read the indexer's keys.
         chunks.append(getattr(config, "index_topk", MAX_CHUNK))
     # | chunk | chunk | 13 |    `Trial` computes the chunk from this length: (tokens - 13) // 2
