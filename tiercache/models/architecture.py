@@ -217,7 +217,9 @@ class Architecture(NamedTuple):
 _FULL, _RECURRENT, _CONV, _PARALLEL = (
     LayerKind.FULL, LayerKind.RECURRENT, LayerKind.CONV, LayerKind.PARALLEL,
 )  # fmt: skip
-_ATTENTION: Final = {_FULL: layers.attention, LayerKind.SLIDING: layers.sliding_attention}
+_ATTENTION: Final[Mapping[LayerKind, Mixer]] = {
+    _FULL: layers.attention, LayerKind.SLIDING: partial(layers.attention, sliding=True),
+}  # fmt: skip
 _QWEN: Final = {_FULL: layers.gated_attention, _RECURRENT: layers.gated_delta}
 _MAMBA_2: Final = {_FULL: layers.attention, _RECURRENT: layers.mamba2}
 _WINDOW_ALONE: Final = partial(attention_only, window_alone=True)
@@ -264,7 +266,7 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         lettered,
         {
             _FULL: layers.attention, _RECURRENT: layers.nemotron_mamba2,
-            LayerKind.MLP: layers.nemotron_mlp, LayerKind.MOE: layers.nemotron_experts,
+            LayerKind.MLP: partial(layers.mlp, matrices=2), LayerKind.MOE: layers.nemotron_experts,
         },
     ),
     **dict.fromkeys(("mamba", "falcon_mamba"), _MAMBA),

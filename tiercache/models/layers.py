@@ -96,11 +96,6 @@ def attention(fields: Fields, *, gated: bool = False, sliding: bool = False) -> 
     return Cost(weights=weights, window=kv * (window - 1), windows=((window, pair),))
 
 
-def sliding_attention(fields: Fields) -> Cost:
-    """Return the cost of attention with a sliding window."""
-    return attention(fields, sliding=True)
-
-
 def gated_attention(fields: Fields) -> Cost:
     """Return the cost of attention with a gate on its output, or without a gate if the config says so."""
     return attention(fields, gated=fields.flag("attn_output_gate", default=True))
@@ -195,55 +190,43 @@ def mamba2(fields: Fields) -> Cost:
         inner = fields.count("mamba_d_ssm")
     else:
         inner = fields.count("mamba_expand") * fields.count("hidden_size")
-    given = not fields.is_text("mamba_d_head", "auto")
-    return _divided_mamba2(
-        fields, inner, "mamba_n_heads", "mamba_d_head", given,
-        *(fields.count(f"mamba_{name}") for name in ("d_state", "n_groups", "d_conv")),
-    )  # fmt: skip
+    state, groups, kernel = (fields.count(f"mamba_{name}") for name in ("d_state", "n_groups", "d_conv"))
+    return _mamba2(fields, "mamba_n_heads", "mamba_d_head", state, groups, kernel, inner)
 
 
 def pure_mamba2(fields: Fields) -> Cost:
     """Return the cost of a Mamba-2 mixer, from the fields that Mamba-2's configs use."""
     inner = fields.count("expand") * fields.count("hidden_size")
-    return _divided_mamba2(
-        fields, inner, "num_heads", "head_dim", fields.has("head_dim"),
-        *(fields.count(name) for name in ("state_size", "n_groups", "conv_kernel")),
-    )  # fmt: skip
+    state, groups, kernel = (fields.count(name) for name in ("state_size", "n_groups", "conv_kernel"))
+    return _mamba2(fields, "num_heads", "head_dim", state, groups, kernel, inner)
 
 
 def nemotron_mamba2(fields: Fields) -> Cost:
-    """Return the cost of a Mamba-2 mixer, from the fields that Nemotron-H's configs use.
-
-    The mixer's width is the number of heads times the width of a head.
-    """
-    heads, head_dim, state = (
-        fields.count(name) for name in ("mamba_num_heads", "mamba_head_dim", "ssm_state_size")
-    )
-    groups, kernel = fields.count("n_groups", "mamba_n_groups"), fields.count("conv_kernel", "mamba_d_conv")
-    return _mamba2(fields.count("hidden_size"), heads, head_dim, state, groups, kernel)
+    """Return the cost of a Mamba-2 mixer, from the fields that Nemotron-H's configs use."""
+    sizes = (("ssm_state_size",), ("n_groups", "mamba_n_groups"), ("conv_kernel", "mamba_d_conv"))
+    return _mamba2(fields, "mamba_num_heads", "mamba_head_dim", *(fields.count(*names) for names in sizes))
 
 
-def _divided_mamba2(
-    fields: Fields, inner: int, heads_name: str, width_name: str, given: bool,
-    state: int, groups: int, kernel: int,
+def _mamba2(
+    fields: Fields, heads_name: str, width_name: str, state: int, groups: int, kernel: int,
+    inner: int | None = None,
 ) -> Cost:  # fmt: skip
-    """Return the cost of a Mamba-2 mixer of width `inner`, divided among the heads.
+    """Return the cost of a Mamba-2 mixer; its convolution runs over x, B and C.
 
-    The width of a head is checked if it is `given`.
+    `inner`: width of the mixer, which the heads divide evenly; by default the number of heads times the width
+    of a head. Where it is known, a config may leave out the width of a head, or say "auto".
     """
-    heads = fields.count(heads_name)
-    head_dim = _share(fields, "the width of a Mamba layer", inner, heads_name, heads)
-    if given and fields.count(width_name) != head_dim:
-        raise fields.error(
-            f"{width_name} is {fields.count(width_name)}, but {heads} heads of a layer {inner} wide have"
-            f" {head_dim}"
-        )
-    return _mamba2(fields.count("hidden_size"), heads, head_dim, state, groups, kernel)
-
-
-def _mamba2(hidden: int, heads: int, head_dim: int, state: int, groups: int, kernel: int) -> Cost:
-    """Return the cost of a Mamba-2 mixer; its convolution runs over x, B and C."""
-    inner = heads * head_dim
+    hidden, heads = fields.count("hidden_size"), fields.count(heads_name)
+    if inner is None:
+        inner = heads * fields.count(width_name)
+    else:
+        width = _share(fields, "the width of a Mamba layer", inner, heads_name, heads)
+        is_given = fields.has(width_name) and not fields.is_text(width_name, "auto")
+        if is_given and fields.count(width_name) != width:
+            raise fields.error(
+                f"{width_name} is {fields.count(width_name)}, but {heads} heads of a layer {inner} wide have"
+                f" {width}"
+            )
     channels = inner + 2 * groups * state
     weights = hidden * (inner + channels + heads) + inner * hidden + channels * kernel
     return Cost(
@@ -343,13 +326,8 @@ def granite_moe(fields: Fields, n: int) -> Cost:
     return shared + (mixtral_experts(fields, n) if fields.count("num_local_experts", least=0) else Cost())
 
 
-def nemotron_mlp(fields: Fields) -> Cost:
-    """Return the cost of a feed-forward layer whose activation is a squared ReLU, so without a gate."""
-    return mlp(fields, matrices=2)
-
-
 def nemotron_experts(fields: Fields) -> Cost:
-    """Return the cost of experts that are built like `nemotron_mlp`.
+    """Return the cost of experts whose activation is a squared ReLU, so without a gate.
 
     If the config has a `moe_latent_size`, the routed experts work in a latent space of that width.
     """

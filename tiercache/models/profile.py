@@ -162,21 +162,18 @@ class ModelProfile:
     """Windows in tokens, and further FLOPs of prefilling one token, for each earlier token in that window."""
 
     def __post_init__(self) -> None:
-        for field in ("kv_bytes_per_token", "state_bytes"):
+        whole, finite = (int, "whole number of bytes"), (int | float, "finite number")
+        for field, (kind, wanted) in {
+            "kv_bytes_per_token": whole,
+            "state_bytes": whole,
+            "flops_per_token": finite,
+            "flops_per_context_token": finite,
+        }.items():
             value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            is_number = isinstance(value, kind) and not isinstance(value, bool)
+            if not is_number or not 0 <= value <= sys.float_info.max:
                 raise ConfigError(
-                    f"{field} of a model profile is {shown(value)}; a whole number of bytes from 0 is needed"
-                )
-        for field in ("flops_per_token", "flops_per_context_token"):
-            value = getattr(self, field)
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, int | float)
-                or not 0 <= value <= sys.float_info.max
-            ):
-                raise ConfigError(
-                    f"{field} of a model profile is {shown(value)}; a finite number from 0 is needed"
+                    f"{field} of a model profile is {shown(value)}; a {wanted} from 0 is needed"
                 )
         for window, flops in self.window_flops:
             if window < 1 or not 0 <= flops <= sys.float_info.max:
