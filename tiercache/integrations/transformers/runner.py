@@ -205,23 +205,6 @@ class ModelRunner:
         return to_device(torch.from_numpy(self.checked(tokens).astype(np.int64)), self.model.device)
 
     def _step(self, cache: DynamicCache, ids: torch.Tensor, start: int, keep: int) -> torch.Tensor:
-        out = self._call(cache, ids, start, keep)
-        return self._logits(out, keep)
-
-    def _logits(self, out: Any, keep: int) -> torch.Tensor:
-        logits = getattr(out, "logits", None)
-        if (
-            not isinstance(logits, torch.Tensor)
-            or logits.dim() != 3
-            or logits.shape[0] != 1
-            or logits.shape[1] < keep
-        ):
-            raise UnsupportedModelError(
-                f"{self._name} returns no logits [1, tokens, vocabulary]; load the causal language model"
-            )
-        return logits[0, -keep:].float()
-
-    def _call(self, cache: DynamicCache, ids: torch.Tensor, start: int, keep: int) -> Any:
         end = start + len(ids)
         if self.positions is not None and end > self.positions:
             raise TokenError(
@@ -240,7 +223,20 @@ class ModelRunner:
             )
         if isinstance(cache, StateCache):
             cache.tokens = end
-        return out
+        return self._logits(out, keep)
+
+    def _logits(self, out: Any, keep: int) -> torch.Tensor:
+        logits = getattr(out, "logits", None)
+        if (
+            not isinstance(logits, torch.Tensor)
+            or logits.dim() != 3
+            or logits.shape[0] != 1
+            or logits.shape[1] < keep
+        ):
+            raise UnsupportedModelError(
+                f"{self._name} returns no logits [1, tokens, vocabulary]; load the causal language model"
+            )
+        return logits[0, -keep:].float()
 
     def without_cache(self, tokens: Any, keep: int) -> torch.Tensor:
         """Run the model without a cache or positions; return the logits after each of the last `keep` tokens.
@@ -298,12 +294,7 @@ class ModelRunner:
             raise UnsupportedModelError(
                 f"{self._name} cannot have a DynamicCache: {first_line(error)}"
             ) from error
-        out = self._call(cache, ids, 0, 1)
-        if getattr(out, "logits", None) is None:
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} returns no logits; load the causal language model, not its"
-                " backbone"
-            )
+        self._step(cache, ids, 0, 1)
         layout = self.layout_of(cache, TINY)
         self._counts = not layout.counts_tokens
         return layout
