@@ -55,11 +55,7 @@ $(ENGINES)/%/.installed: pyproject.toml lab/pyproject.toml constraints-dev.txt c
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/engines/$*/engine.txt
 	@touch $@
 
-$(ENGINES)/vllm/older/.installed: $(ENGINES)/vllm/.installed tests/engines/vllm/older.txt
-	$(VLLM) -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) -r tests/engines/vllm/older.txt
-	@touch $@
-
-test-engines: $(ENGINES)/sglang/.installed $(ENGINES)/vllm/older/.installed  ## Run the plug-ins under the real SGLang and vLLM, without a GPU, in environments of their own
+test-engines: $(ENGINES)/sglang/.installed $(ENGINES)/vllm/.installed  ## Run the plug-ins under the real SGLang and vLLM, without a GPU, in environments of their own
 	@echo '#include <openssl/evp.h>' | g++ -E -x c++ - > /dev/null 2>&1 || { echo "SGLang compiles its hash: install a C++ compiler and OpenSSL's headers (g++, libssl-dev)"; exit 1; }
 	PATH=$(abspath $(ENGINES)/sglang/bin):$$PATH $(SGLANG) -m pytest tests/engines/sglang -m integration -W default $(ARGS)
 	$(VLLM) -m pytest tests/engines/vllm -m integration -W default $(ARGS)

@@ -1,16 +1,16 @@
-"""A pool of Mooncake's that hosts share, below a disk of the engine's own."""
+"""A pool of Mooncake's that hosts share, below a disk of the engine's own. This needs root."""
 
 from __future__ import annotations
 
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.storage_backends.mooncake.rig import Pool, own_network, require
-from tiercache.storage.base import StorageBackend, TierReport
+from tests.waiting import until
+from tiercache.storage.base import StorageBackend
 
 
 class DiskOverPool:
@@ -30,24 +30,12 @@ class DiskOverPool:
     @staticmethod
     def until_below(store: StorageBackend, objects: int) -> None:
         """Wait until so many objects are below."""
-        until(lambda: _below(store).objects >= objects)
-
-
-def _below(store: StorageBackend) -> TierReport:
-    return {tier.name: tier for tier in store.usage().tiers}["below"]
+        until(lambda: next(t for t in store.usage().tiers if t.name == "below").objects >= objects)
 
 
 @pytest.fixture
-def pool() -> Iterator[Pool]:
-    """A master and two providers, in a network namespace that this thread is in, too."""
+def chain(tmp_path: Path) -> Iterator[DiskOverPool]:
+    """The chain over a master and two providers, in a network namespace that this thread is in, too."""
     require()
-    with own_network(), Pool() as started:
-        yield started
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait until something is so; the longest wait is a guard, not a measure."""
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, "it did not come to that"
-        time.sleep(0.02)
+    with own_network(), Pool() as pool:
+        yield DiskOverPool(tmp_path / "ssd", pool)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tiercache.errors import ConfigError
-from tiercache.integrations.settings import StoreSettings, settings_of
+from tiercache.integrations.settings import StoreSettings
 from tiercache.models.profile import CONFIGS, profile_named
+from tiercache.settings import read_section
 from tiercache.storage.base import FLOPS_FIELD
 from tiercache.storage.registry import open_backend
 from tiercache.testing.objects import fetch, key, payload, put
@@ -18,7 +19,7 @@ KEY, DATA = key("page"), payload("page", 5000)
 
 
 def settings(*urls: str) -> StoreSettings:
-    return settings_of("test", {"storage": list(urls), "revision": "1"})
+    return read_section(StoreSettings, "test", {"storage": list(urls), "revision": "1"})
 
 
 def file_url(path: Path) -> str:
@@ -32,7 +33,7 @@ def lmdb_url(path: Path) -> str:
 def test_one_url_is_its_store_also_in_a_list(tmp_path: Path) -> None:
     url = file_url(tmp_path)
     for given in (url, [url]):
-        with settings_of("test", {"storage": given, "revision": "1"}).open("0", 1) as store:
+        with read_section(StoreSettings, "test", {"storage": given, "revision": "1"}).open("0", 1) as store:
             assert store.usage().tiers == ()
 
 
@@ -84,7 +85,7 @@ def test_a_wrong_setting_of_a_tier_is_named(tmp_path: Path) -> None:
 
 def test_the_record_has_the_flops_of_the_model_if_they_are_known(tmp_path: Path) -> None:
     def recorded(model: str, **more: str) -> object:
-        found = settings_of("test", {"storage": "memory://", "revision": "1", **more})
+        found = read_section(StoreSettings, "test", {"storage": "memory://", "revision": "1", **more})
         return found.record(found.identity(model, "bfloat16", 64)).identity.get(FLOPS_FIELD)
 
     expected = round(profile_named("qwen3-next-80b-a3b").flops_per_token)

@@ -15,7 +15,7 @@ The plug-ins for SGLang and vLLM take the same settings, as keys of the JSON tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Annotated, Any, Final
 from tiercache.errors import ConfigError
 from tiercache.keys import Identity
 from tiercache.models.profile import profile_named
-from tiercache.settings import Kind, matching, read_section
+from tiercache.settings import Kind, matching
 from tiercache.storage.base import NamespaceRecord, StorageBackend
 from tiercache.storage.registry import capabilities_of, open_backend, spec_of
 from tiercache.text import shown
@@ -44,7 +44,10 @@ def _read_urls(value: Any) -> Sequence[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSettings:
-    """Settings that have been checked; the module's docstring describes each setting."""
+    """Settings that have been checked; the module's docstring describes each setting.
+
+    Each plug-in adds settings of its own to this table, and reads it with `read_section`.
+    """
 
     storage: Annotated[Sequence[str], Kind(_read_urls)]
     revision: Annotated[str, _REVISION]
@@ -102,11 +105,3 @@ class StoreSettings:
                     " rank"
                 )
         return open_backend(spec_of([url.replace(RANK, rank) for url in self.storage]))
-
-
-def settings_of(place: str, given: Mapping[str, Any]) -> StoreSettings:
-    """Return the checked settings of a plug-in.
-
-    Raises ConfigError for a setting that is missing, unknown or wrong. The error's text begins with `place`.
-    """
-    return read_section(StoreSettings, place, given)

@@ -24,10 +24,20 @@ if importlib.util.find_spec("sglang") is not None and importlib.util.find_spec("
     spec.loader.exec_module(stand_in)
 
 
+@pytest.fixture(autouse=True)
+def nothing_stays_open() -> Iterator[None]:
+    """Close the backends that the test has left open."""
+    from tests.engines.sglang import rig  # late: it imports SGLang
+
+    yield
+    while rig.OPENED:
+        rig.OPENED.pop().close()
+
+
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[Any]:
     """A process group of one, in a process that is a rank of one."""
-    from tests.engines.sglang import rig  # late: it imports SGLang
+    from tests.engines.sglang import rig  # late, as above
 
     with rig.on_a_cpu(), rig.group_of_one(tmp_path) as group:
         yield group

@@ -204,6 +204,10 @@ def extra_config(url: str, **settings: Any) -> dict[str, Any]:
     } | settings  # fmt: skip
 
 
+OPENED: list[Any] = []
+"""Backends that are closed at the end of a test, if the test does not."""
+
+
 def backend(
     url: str, kv: Any, mamba: Any = None, *, rank: int = 0, size: int = 1, mla: bool = False,
     model: str = MODEL,
@@ -219,6 +223,7 @@ def backend(
         is_page_first_layout=True, model_name=model, extra_config=extra_config(url, **settings),
     )  # fmt: skip
     made = StorageBackendFactory.create_backend("dynamic", config, kv)
+    OPENED.append(made)
     try:
         with started_with(hicache_storage_pass_prefix_keys=True):
             made.register_mem_pool_host(kv)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,11 +40,20 @@ from tiercache.storage.registry import open_backend
 from tiercache.testing.faults import FaultEnv
 
 
-@pytest.mark.parametrize("layout", rig.KV_LAYOUTS)
-@pytest.mark.parametrize("dtype", rig.DTYPES)
-def test_pages_come_back_into_other_slots(url: str, layout: str, dtype: str) -> None:
-    kv = kv_pool(layout, getattr(torch, dtype))
-    store = backend(url, kv)
+@pytest.mark.parametrize(
+    ("pool", "layout", "dtype"),
+    [
+        *product([kv_pool], rig.KV_LAYOUTS, rig.DTYPES),
+        *product([rig.mla_pool], rig.KV_LAYOUTS[:3], ["bfloat16", "float16", "float8_e4m3fn"]),
+    ],
+)
+def test_pages_come_back_into_other_slots(
+    url: str, pool: Callable[..., Any], layout: str, dtype: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "tiercache")
+    kv = pool(layout, getattr(torch, dtype))
+    store = backend(url, kv, mla=pool is rig.mla_pool)
+    assert pool is kv_pool or "zero copy" in caplog.text
     names = keys("a", "b", "c")
     expected = [page(kv, i) for i in (1, 2, 3)]
     untouched = page(kv, 11)
@@ -68,7 +79,6 @@ def test_states_come_back_into_other_slots(url: str, layout: str, dtype: str) ->
     assert store.batch_get_v2([state_at(name, SLOTS - 1)]) == {PoolName.MAMBA: [True]}
     assert page(mamba, SLOTS - 1) == expected
     assert store.batch_get_v2([state_at(keys("none")[0], 2)]) == {PoolName.MAMBA: [False]}
-    store.close()
 
 
 def test_zero_copy_where_addresses_are_told_and_a_copy_where_not(
@@ -96,7 +106,6 @@ def test_zero_copy_where_addresses_are_told_and_a_copy_where_not(
     # The flat page and the parts of it are not in the same order, so they are not the same object.
     store = backend(url, kv, mamba_pool())
     assert store.batch_get_v2([state_at(name, 5)]) == {PoolName.MAMBA: [False]}
-    store.close()
 
 
 @pytest.mark.parametrize("name", ["SWA", "AUXILIARY_SWA", "INDEXER", "DRAFT", "DRAFT_SWA", "DRAFT_INDEXER"])
@@ -121,7 +130,6 @@ def test_pools_that_go_with_the_kv(url: str, name: str) -> None:
         names, [PoolTransfer(pool, keys=["_", "_"], hit_policy=PoolHitPolicy.TRAILING_PAGES)]
     )
     assert windows.restorable_prefix_pages == [1, 2]
-    store.close()
 
 
 def test_states_and_pages_are_restorable_together(url: str) -> None:
@@ -148,23 +156,6 @@ def test_states_and_pages_are_restorable_together(url: str) -> None:
         assert found.extra_pool_hit_pages == {"kv": 5, unknown.name.value: 0}
     assert store.batch_exists_v2([], [any_state()]).kv_hit_pages == 0
     assert store.batch_exists_v2(names, None).kv_hit_pages == 5
-    store.close()
-
-
-@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
-def test_pages_of_latent_attention(
-    url: str, layout: str, dtype: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "tiercache")
-    latent = rig.mla_pool(layout, getattr(torch, dtype))
-    store = backend(url, latent, mla=True)
-    names, expected = keys(0, 1), [page(latent, i) for i in (3, 4)]
-    assert "zero copy" in caplog.text
-    assert store.batch_set_v1(names, rows(3, 4)) == [True] * 2
-    assert store.batch_get_v1([*names, *keys("absent")], rows(9, 8, 7)) == [True, True, False]
-    assert [page(latent, 9), page(latent, 8)] == expected
-    store.close()
 
 
 def test_one_bad_page_of_a_batch_fails_alone(url: str) -> None:
@@ -179,7 +170,6 @@ def test_one_bad_page_of_a_batch_fails_alone(url: str) -> None:
         PoolName.MAMBA: [True],
     }
     assert store.batch_get_v2([state_at(names[0], SLOTS), state_at(names[0], 5)]) == {PoolName.MAMBA: [True]}
-    store.close()
 
 
 def test_indices_that_are_not_pages_of_the_pool_are_refused(url: str) -> None:
@@ -201,7 +191,6 @@ def test_indices_that_are_not_pages_of_the_pool_are_refused(url: str) -> None:
         assert store.batch_set_v1(keys("b"), indices) == [False]
     assert not store.exists(keys("b")[0])
     assert bytes(kv.kv_buffer.reshape(-1).view(torch.uint8).numpy()) == before
-    store.close()
 
 
 def test_addresses_that_are_not_the_pools_are_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +214,6 @@ def test_addresses_that_are_not_the_pools_are_refused(url: str, monkeypatch: pyt
     assert page(other, 0) == before
     assert not store.exists(keys("b")[0])
     assert store.batch_get_v1(names, rows(5)) == [True]
-    store.close()
 
 
 def test_nothing_raises_into_the_controller(url: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -262,7 +250,6 @@ def test_a_store_that_cannot_be_asked_has_nothing_and_takes_writes(
     assert not [record for record in caplog.records if record.exc_info]
     store_of(store).exists = asking
     assert store.batch_exists(keys("a", "b")) == 2
-    store.close()
 
 
 def test_a_disk_that_fails_is_a_miss(url: str) -> None:
@@ -284,7 +271,6 @@ def test_a_disk_that_fails_is_a_miss(url: str) -> None:
     assert store.batch_set_v1(names, rows(0, 1, 2, 3)) == [True] * 4
     assert store.batch_get_v1(names, rows(10, 11, 12, 13)) == [True] * 4
     assert [page(kv, 10 + i) for i in range(4)] == expected
-    store.close()
 
 
 def test_a_pool_that_cannot_be_kept_ends_the_attach(url: str, shared: str) -> None:
@@ -322,7 +308,6 @@ def test_a_pool_that_comes_after_the_attach_and_cannot_be_kept(
     assert store.batch_set_v1(keys("a"), rows(0)) == [True]
     assert store.batch_exists_v2(keys("a"), [any_state()]).kv_hit_pages == 0
     assert store.batch_set_v2([state_at(keys("a")[0], 0)]) == {PoolName.MAMBA: [False]}
-    store.close()
 
 
 def test_a_model_without_pages_of_its_own_is_refused_in_a_sentence(url: str) -> None:
@@ -346,7 +331,6 @@ def test_an_engine_that_is_restarted_in_place_registers_its_pools_again(url: str
     store.register_mem_host_pool_v2(other, PoolName.MAMBA)
     assert store.batch_get_v2([state_at(name, 4)]) == {PoolName.MAMBA: [True]}
     assert page(other, 4) == page(mamba, 3)
-    store.close()
 
 
 def test_queries_reads_and_writes_at_once(url: str) -> None:
@@ -384,7 +368,6 @@ def test_queries_reads_and_writes_at_once(url: str) -> None:
             threads.submit(repeat, what, turn) for turn in range(3) for what in (write, query, read)
         ]:
             work.result(60)
-    store.close()
 
 
 def test_clear_forgets_this_model_only(shared: str) -> None:
@@ -405,7 +388,6 @@ def test_clear_forgets_this_model_only(shared: str) -> None:
     neighbour.close()
     store = backend(shared, kv, rank=0, size=2)
     assert store.batch_exists(keys("a")) == 0
-    store.close()
 
 
 def test_a_clear_that_leaves_something_says_so(url: str) -> None:
@@ -418,7 +400,6 @@ def test_a_clear_that_leaves_something_says_so(url: str) -> None:
     store_of(store).delete = deleting
     store.clear()
     assert store.batch_exists(keys("a")) == 0
-    store.close()
 
 
 def test_stats_are_those_since_the_last_call(url: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -456,7 +437,6 @@ def test_parents_and_depths_are_those_of_the_prefix_that_is_told(shared: str) ->
     }
     store.batch_set_v1(names[4:], rows(4))
     assert parents_in(store)[pages[4]] is None
-    store.close()
 
 
 def test_a_namespace_has_states_as_soon_as_there_is_a_pool_of_them(shared: str) -> None:
@@ -478,7 +458,6 @@ def test_a_namespace_has_states_as_soon_as_there_is_a_pool_of_them(shared: str) 
     assert {record.identity["revision"]: record.states for record in store_of(store).namespaces()}[
         "r3"
     ] is False
-    store.close()
 
 
 def test_pages_that_are_copied_hang_on_the_pages_before_them(
@@ -494,4 +473,3 @@ def test_pages_that_are_copied_hang_on_the_pages_before_them(
     pages = page_keys_of(store, names)
     parents = {e.key.page_key: e.meta.parent for e in store_of(store).scan_all()}
     assert parents == dict(zip(pages, [None, pages[0], pages[1], None, pages[3]], strict=True))
-    store.close()

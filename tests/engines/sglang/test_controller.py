@@ -158,25 +158,6 @@ def test_damage_is_a_miss_and_the_next_write_repairs_it(
     assert engine.restored() == (6, 1)
 
 
-def test_another_dtype_layout_or_model_finds_nothing(engine: rig.Engine, group: Any, url: str) -> None:
-    engine.attach(url)
-    engine.write()
-    engine.detach()
-    for kv, mamba, settings in [
-        (rig.kv_pool("layer_first"), None, {}),
-        (rig.kv_pool(dtype=torch.float16), None, {}),
-        (None, rig.mamba_pool(dtype=torch.bfloat16), {}),
-        (None, rig.mamba_pool("page_first_direct"), {}),
-        (None, None, {"revision": "r2"}),
-    ]:
-        other = rig.Engine(group, kv, mamba)
-        other.attach(url, **settings)
-        assert other.hit() == 0
-        other.detach()
-    engine.attach(url)
-    assert engine.hit() == len(TOKENS)
-
-
 def ranks(tmp_path: Path, url: str, *work: list[str]) -> list[list[dict[str, Any]]]:
     """Run one process per list of work, to the end; what each said."""
     (tmp_path / "ranks").unlink(missing_ok=True)

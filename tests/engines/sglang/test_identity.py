@@ -56,6 +56,21 @@ def test_a_restart_finds_everything_and_another_identity_nothing(shared: str) ->
         other.close()
 
 
+def test_states_of_another_dtype_or_layout_are_not_found(shared: str) -> None:
+    names, mamba = keys("a"), mamba_pool()
+    store = backend(shared, kv_pool(), mamba)
+    assert store.batch_set_v1(names, rows(0)) == [True]
+    assert store.batch_set_v2([state_at(names[0], 2)]) == {PoolName.MAMBA: [True]}
+    for pool, hit in (
+        (mamba, 1),
+        (mamba_pool(dtype=torch.bfloat16), 0),
+        (mamba_pool("page_first_direct"), 0),
+    ):
+        store.close()
+        store = backend(shared, kv_pool(), pool)
+        assert store.batch_exists_v2(names, [any_state()]).kv_hit_pages == hit
+
+
 def test_the_kinds_of_eight_bits_never_meet(url: str) -> None:
     def there(dtype: Any = torch.uint8, **settings: Any) -> bool:
         store = backend(url, kv_pool(dtype=dtype), **settings)
@@ -161,7 +176,6 @@ def test_latent_pages_are_one_ranks_and_everybodys_but_states_are_not(shared: st
     sharded.close()
     other = backend(shared, mha, rank=3, size=4, mla=True)
     assert other.batch_exists(names) == 0
-    other.close()
 
 
 @pytest.mark.parametrize("mla", [False, True])
@@ -197,7 +211,6 @@ def test_a_page_with_a_name_of_another_form_is_not_kept(url: str, odd: str) -> N
     for names in ([odd], [*keys("a"), odd]):
         assert store.batch_set_v1(names, rows(*range(len(names)))) == [False] * len(names)
         assert store.batch_exists(names) == 0
-    store.close()
 
 
 @pytest.mark.parametrize(
@@ -207,7 +220,7 @@ def test_a_page_with_a_name_of_another_form_is_not_kept(url: str, odd: str) -> N
         ({"revision": 7}, "setting 'revision': 7 is no revision"),
         ({"storage": []}, "setting 'storage': [] names no store; write a URL"),
         ({"storage": ["file:///a", "file:///a"]}, "are both at /a; a directory or daemon can be one tier"),
-        ({"colour": "red"}, "has no setting 'colour'; it has kv_dtype, profile, quantization"),
+        ({"colour": "red"}, "has no setting 'colour'; it has events, kv_dtype, profile, quantization"),
         ({"storage": "nowhere"}, "is not a URL"),
         ({"size": 2}, "can be opened by one process at a time, and this engine has several"),
         ({"storage": "file:///tmp/{rank}?capacity=64MiB", "size": 2, "mla": True}, "one rank writes the KV"),

@@ -1,4 +1,4 @@
-"""SGLang's controller over every store that a URL can name, and over a daemon that dies."""
+"""SGLang's controller over every store that a URL can name, a daemon that dies, and a pool below a disk."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines.below import DiskOverPool, chain  # noqa: F401
 from tests.engines.sglang import rig
 from tests.storage_backends.grpc.daemon import Daemon
 from tests.waiting import until
@@ -51,3 +52,29 @@ def test_a_daemon_that_dies_is_a_miss_and_hits_come_back_with_it(engine: rig.Eng
         os.unlink(left)
     daemon.start()
     until(lambda: engine.restored() == (6, 1))
+
+
+def test_a_pool_serves_without_the_disk_above_it_and_a_lost_provider_is_a_miss(
+    engine: rig.Engine,
+    chain: DiskOverPool,  # noqa: F811
+) -> None:
+    def restart() -> None:
+        engine.detach()
+        chain.lose_disk()
+        engine.attach(chain.urls)
+
+    engine.attach(chain.urls)
+    assert engine.write() == len(rig.TOKENS)
+    chain.until_below(engine.store, len(engine.expected) + 1)
+    restart()
+    assert engine.restored() == (6, 1)
+    restart()
+    chain.lose_provider()
+    engine.restored()
+    chain.lose_provider()
+    assert engine.restored() == (0, 0)
+    # The master may still name what the providers had, so that a write of the same pages finds them stored.
+    others = range(1000, 1000 + len(rig.TOKENS))
+    assert engine.write(others) == len(others)
+    assert engine.restored(others) == (6, 1)
+    engine.detach()

@@ -5,7 +5,6 @@ drives them.
 from __future__ import annotations
 
 import random
-import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
@@ -22,7 +21,9 @@ from vllm.v1.kv_offload.config import (
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from tests.waiting import until
 from tiercache.integrations.vllm import TierCacheTier
+from tiercache.storage.base import StorageBackend
 
 HIT, MISS, RETRY, HIT_PENDING = (
     LookupResult.HIT,
@@ -139,17 +140,15 @@ class Engine:
         # private: vLLM tells nobody which jobs are under way
         return self.manager._jobs
 
-    def settle(self, until: Callable[[], bool] | None = None) -> None:
+    def settle(self, condition: Callable[[], bool] | None = None) -> None:
         """Step until no transfer is under way, or until something is so."""
-        deadline = time.monotonic() + 60
-        done = until or (lambda: not self.jobs)
-        while True:
+
+        def settled() -> bool:
             self.step()
             self.manager._maybe_process_finished_jobs()
-            if done():
-                return
-            assert time.monotonic() < deadline, "it never settled"
-            time.sleep(0.002)
+            return not self.jobs if condition is None else condition()
+
+        until(settled, every=0.002)
 
     def offer(
         self, wanted: Sequence[OffloadKey], names: Iterable[object], context: ReqContext | None = None
@@ -184,14 +183,15 @@ class Engine:
         """Look keys up step by step until all are HIT or MISS; return each change of the answers."""
         mine = context or self.request()
         said: list[list[LookupResult]] = []
-        deadline = time.monotonic() + 60
-        while not said or not {RETRY, HIT_PENDING}.isdisjoint(said[-1]):
-            assert time.monotonic() < deadline, f"the last answers were {said[-1]}"
+
+        def final() -> bool:
             now = [self.manager.lookup(each, mine) for each in wanted]
             if not said or said[-1] != now:
                 said.append(now)
             self.step()
-            time.sleep(0.002)
+            return {RETRY, HIT_PENDING}.isdisjoint(now)
+
+        until(final, every=0.002)
         if context is None:
             self.finish(mine)
         return said
@@ -234,6 +234,11 @@ class Engine:
         self.close()
 
 
+def store_of(engine: Engine) -> StorageBackend:
+    # private: the plug-in shows its store to nobody
+    return engine.tier._store
+
+
 def job(number: int, wanted: Sequence[bytes], chunks: Sequence[int], *, load: bool = False) -> TransferJob:
     """A job as the manager makes it, or never would."""
     return TransferJob(number, wanted, np.array(chunks, np.int32), load, ReqContext("a job"))
@@ -241,10 +246,8 @@ def job(number: int, wanted: Sequence[bytes], chunks: Sequence[int], *, load: bo
 
 def outcome(tier: TierCacheTier, number: int) -> Any:
     """The result of one job, once it is there; nothing else may end."""
-    deadline = time.monotonic() + 60
-    while not (results := list(tier.get_finished_jobs())):
-        assert time.monotonic() < deadline, "the job never ended"
-        time.sleep(0.002)
+    results: list[Any] = []
+    until(lambda: results.extend(tier.get_finished_jobs()) or results, every=0.002)
     [result] = results
     assert result.job_id == number
     return result

@@ -9,6 +9,7 @@ import pytest
 from vllm.v1.kv_offload.base import Locality, Medium, TierFilter, TierMatcher, make_offload_key
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from tests.engines.below import DiskOverPool, chain  # noqa: F401
 from tests.engines.vllm.rig import (
     FULL,
     HIT,
@@ -23,6 +24,7 @@ from tests.engines.vllm.rig import (
     groups,
     key,
     keys,
+    store_of,
 )
 from tests.storage_backends.grpc.daemon import Daemon
 from tests.storage_backends.grpc.nodes import scratch
@@ -230,3 +232,26 @@ def test_keys_are_told_apart_by_all_of_their_bytes(file_tier: dict[str, object])
         ]
         assert engine.answers(near)[-1] == [MISS] * 3
         assert engine.answers([make_offload_key(whole, FULL)])[-1] == [HIT]
+
+
+def test_a_pool_serves_without_the_disk_above_it_and_a_lost_provider_is_a_miss(
+    chain: DiskOverPool,  # noqa: F811
+) -> None:
+    tier = {"storage": chain.urls, "revision": "r1"}
+    with Engine(tier) as engine:
+        engine.store(*range(ROWS))
+        chain.until_below(store_of(engine), ROWS)
+    chain.lose_disk()
+    with Engine(tier) as engine:
+        assert engine.found(*range(ROWS), "none") == [True] * ROWS + [False]  # `found` compares the bytes
+    chain.lose_disk()
+    with Engine(tier) as engine:
+        chain.lose_provider()
+        engine.found(*range(ROWS))  # some; what hits has the right bytes
+        engine.evict()
+        chain.lose_provider()
+        assert engine.found(*range(ROWS)) == [False] * ROWS
+        engine.evict()
+        engine.store("on the disk")  # whatever is below
+        engine.evict()
+        assert engine.found("on the disk") == [True]

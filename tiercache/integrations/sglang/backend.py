@@ -10,9 +10,9 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from threading import Lock
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+from typing import Annotated, Any, Concatenate, Final, ParamSpec, TypeVar
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
@@ -27,11 +27,13 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from tiercache.core import HitPolicy, ObjectKey, ObjectMeta, Outcome, PoolName
 from tiercache.errors import ConfigError, RefusedError, StorageError, UnavailableError
-from tiercache.integrations.settings import settings_of
-from tiercache.integrations.sglang.events import PagePublisher, event_settings
+from tiercache.events.settings import EventSettings
+from tiercache.integrations.settings import StoreSettings
+from tiercache.integrations.sglang.events import PagePublisher, of_replica, read_events
 from tiercache.integrations.sglang.pools import HostPages, PageKeys, flat_bytes, is_trailing, kind_of
 from tiercache.integrations.sglang.server import Server, Traffic
 from tiercache.keys import Shard, namespace_of
+from tiercache.settings import Kind, read_section
 from tiercache.storage.base import GetItem, SetItem, StorageBackend
 from tiercache.storage.transfers import PoolQuery, answer, wanted_objects
 
@@ -93,6 +95,12 @@ def _none_of_each(transfers: Sequence[PoolTransfer], *_: Any, **__: Any) -> dict
     return {t.name: [False] * len(t.keys or ()) for t in transfers}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Settings(StoreSettings):
+    events: Annotated[EventSettings | None, Kind(read_events)] = None
+    """Publisher of what is in the store; None for none."""
+
+
 class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no types
     """Store of tiercache that serves as SGLang's third tier.
 
@@ -113,17 +121,9 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         if not extra.get("interface_v1"):
             raise ConfigError(_ORDER_NEEDED)
         self._config = storage_config
-        self._settings = settings_of(
-            _PLACE, {key: value for key, value in extra.items() if key not in _OF_SGLANG and key != "events"}
-        )
+        given = {key: value for key, value in extra.items() if key not in _OF_SGLANG}
+        self._settings = read_section(_Settings, _PLACE, given)
         self._events: PagePublisher | None = None
-        # One rank tells of its pages; the others have theirs of the same prefixes.
-        first = not (storage_config.tp_rank or storage_config.pp_rank or storage_config.attn_cp_rank)
-        self._event_settings = (
-            event_settings(_PLACE, extra["events"], storage_config.dp_rank or 0)
-            if first and extra.get("events") is not None
-            else None
-        )
         self._pools: dict[str, HostPages] = {}
         self._refused_pools: dict[str, str] = {}
         """Reasons why pools cannot be kept, by name."""
@@ -173,9 +173,12 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             ) from error
         self._record = self._settings.record(identity)
         self._store.register_namespace(self._record)
-        if self._event_settings is not None and self._events is None:
+        # One rank tells of its pages; the others have theirs of the same prefixes.
+        first = not (self._config.tp_rank or self._config.pp_rank or self._config.attn_cp_rank)
+        if first and self._settings.events is not None and self._events is None:
+            settings = of_replica(self._settings.events, self._config.dp_rank or 0)
             self._events = PagePublisher(
-                self._event_settings, self._store, self._keys, self._pools[_KV].layout, self._record
+                settings, self._store, self._keys, self._pools[_KV].layout, self._record
             )
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
@@ -263,12 +266,9 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
 
     # Queries.
 
-    @_never_raises(lambda *_, **__: 0)
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """Return the number of leading pages of `keys` whose KV is stored."""
-        queries = {_KV: PoolQuery(self._pools[_KV].objects(self._keys.keys_of(keys)))}
-        there = self._ask(wanted_objects(queries))
-        return 0 if there is None else answer(queries, len(keys), there, _KV).kv_run_pages
+        return int(self.batch_exists_v2(keys).kv_hit_pages)
 
     def exists(self, key: str) -> bool:
         """Return whether the KV of this page is stored."""
@@ -430,14 +430,26 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         indices: torch.Tensor,
         extra: HiCacheStorageExtraInfo | None,
     ) -> list[bool]:
-        pages = pool.pages(indices, len(keys))
-        before = extra.prefix_keys if extra is not None else None
+        pages, page_keys = pool.pages(indices, len(keys)), self._keys.keys_of(keys)
+        flats = [] if pool.zero_copy else [pool.pool.get_dummy_flat_data_page() for _ in keys]
         if pool.zero_copy:
-            return self._read(pool, keys, pool.buffers(indices, len(keys)), before)
-        flats = [pool.pool.get_dummy_flat_data_page() for _ in keys]
-        arrived = self._read(pool, keys, [[flat_bytes(flat)] for flat in flats], before)
-        for page, flat, there in zip(pages, flats, arrived, strict=True):
-            if there:
+            buffers = pool.buffers(indices, len(keys))
+        else:
+            buffers = [[flat_bytes(flat)] for flat in flats]
+        objects = pool.objects(page_keys)
+        start = time.perf_counter()
+        asked = 0 if self._events is None else self._events.age
+        outcomes = self._store.get(
+            [GetItem(key, views, pool.nbytes) for key, views in zip(objects, buffers, strict=True)]
+        )
+        if self._events is not None:
+            before = extra.prefix_keys if extra is not None else None
+            self._events.note(objects, outcomes, self._parents(pool, page_keys, before), asked)
+        arrived = [outcome is Outcome.HIT for outcome in outcomes]
+        there = sum(arrived)
+        self._traffic.count("read", pool.name, len(keys), there, pool.nbytes, time.perf_counter() - start)
+        for page, flat, is_there in zip(pages, flats, arrived, strict=False):
+            if is_there:
                 pool.pool.set_from_flat_data_page(page, flat)
         return arrived
 
@@ -448,17 +460,42 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         indices: torch.Tensor,
         extra: HiCacheStorageExtraInfo | None,
     ) -> list[bool]:
-        pages = pool.pages(indices, len(keys))
+        pages, page_keys = pool.pages(indices, len(keys)), self._keys.keys_of(keys)
+        # SGLang's names of all pages before `keys` in the sequence; None if SGLang does not pass them.
         before = extra.prefix_keys if extra is not None else None
+        if before is None and not self._server.tells_prefixes:
+            if not self._order_warned:
+                self._order_warned = True
+                _log.error("tiercache: nothing is stored: %s", _ORDER_NEEDED)
+            return [False] * len(keys)
+        objects, parents = pool.objects(page_keys), self._parents(pool, page_keys, before)
         if pool.zero_copy:
-            return self._write(pool, keys, pool.buffers(indices, len(keys)), before)
-        # Flat pages are copies, so make them only for pages that are not stored yet.
-        there = self._ask(pool.objects(self._keys.keys_of(keys))) or [False] * len(keys)
-        missing = [i for i, is_there in enumerate(there) if not is_there]
-        flats = [[flat_bytes(pool.pool.get_data_page(pages[i], flat=True).contiguous())] for i in missing]
-        for i, kept in zip(missing, self._write(pool, keys, flats, before, missing), strict=True):
-            there[i] = kept
-        return there
+            kept = [False] * len(keys)
+            buffers = pool.buffers(indices, len(keys))
+        else:
+            # Flat pages are copies, so make them only for pages that are not stored yet.
+            kept = self._ask(objects) or [False] * len(keys)
+            buffers = [
+                [] if there else [flat_bytes(pool.pool.get_data_page(page, flat=True).contiguous())]
+                for page, there in zip(pages, kept, strict=True)
+            ]
+        written = [i for i, there in enumerate(kept) if not there]
+        # Depth of the page keys[0], in pages; the first page of a sequence has depth 1.
+        first = len(before) + 1 if before is not None and pool.name == _KV else None
+        items: list[SetItem] = []
+        for i in written:
+            depth = None if first is None else first + i
+            meta = ObjectMeta(self._namespace, pool.nbytes, b"", parents[i], depth)
+            items.append(SetItem(objects[i], buffers[i], meta))
+        start = time.perf_counter()
+        outcomes = self._store.set(items)
+        if self._events is not None:
+            self._events.note([item.key for item in items], outcomes, [item.meta.parent for item in items])
+        for i, outcome in zip(written, outcomes, strict=True):
+            kept[i] = outcome is Outcome.STORED or outcome is Outcome.HIT
+        stored = outcomes.count(Outcome.STORED)
+        self._traffic.count("write", pool.name, len(items), stored, pool.nbytes, time.perf_counter() - start)
+        return kept
 
     def _ask(self, keys: Sequence[ObjectKey]) -> list[bool] | None:
         """Return which objects the store has, or None if the store gives no answer."""
@@ -473,66 +510,6 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         if self._events is not None:
             self._events.gone([key for key, found in zip(keys, there, strict=True) if not found], asked)
         return there
-
-    def _read(
-        self,
-        pool: HostPages,
-        keys: Sequence[str],
-        buffers: Sequence[list[memoryview]],
-        before: Sequence[str] | None,
-    ) -> list[bool]:
-        page_keys = self._keys.keys_of(keys)
-        objects = pool.objects(page_keys)
-        start = time.perf_counter()
-        asked = 0 if self._events is None else self._events.age
-        outcomes = self._store.get(
-            [GetItem(key, views, pool.nbytes) for key, views in zip(objects, buffers, strict=True)]
-        )
-        if self._events is not None:
-            self._events.note(objects, outcomes, self._parents(pool, page_keys, before), asked)
-        arrived = [outcome is Outcome.HIT for outcome in outcomes]
-        there = sum(arrived)
-        self._traffic.read(pool.name, len(keys), there, pool.nbytes, time.perf_counter() - start)
-        return arrived
-
-    def _write(
-        self,
-        pool: HostPages,
-        keys: Sequence[str],
-        buffers: Sequence[list[memoryview]],
-        before: Sequence[str] | None,
-        chosen: Sequence[int] | None = None,
-    ) -> list[bool]:
-        """Store the pages of all `keys`, or only the pages at the positions `chosen` in `keys`.
-
-        Returns for each of these pages whether it is stored now.
-
-        `buffers`: the memory of each page to store. `before`: SGLang's names of all pages before `keys` in
-        the sequence, or None if SGLang does not pass them.
-        """
-        if before is None and not self._server.tells_prefixes:
-            if not self._order_warned:
-                self._order_warned = True
-                _log.error("tiercache: nothing is stored: %s", _ORDER_NEEDED)
-            return [False] * len(buffers)
-        page_keys = self._keys.keys_of(keys)
-        parents = self._parents(pool, page_keys, before)
-        # Depth of the page keys[0], in pages; the first page of a sequence has depth 1.
-        first = len(before) + 1 if before is not None and pool.name == _KV else None
-        objects = pool.objects(page_keys)
-        items: list[SetItem] = []
-        for i, views in zip(range(len(keys)) if chosen is None else chosen, buffers, strict=True):
-            depth = None if first is None else first + i
-            meta = ObjectMeta(self._namespace, pool.nbytes, b"", parents[i], depth)
-            items.append(SetItem(objects[i], views, meta))
-        start = time.perf_counter()
-        outcomes = self._store.set(items)
-        if self._events is not None:
-            self._events.note([item.key for item in items], outcomes, [item.meta.parent for item in items])
-        kept = [outcome is Outcome.STORED or outcome is Outcome.HIT for outcome in outcomes]
-        stored = outcomes.count(Outcome.STORED)
-        self._traffic.wrote(pool.name, len(items), stored, pool.nbytes, time.perf_counter() - start)
-        return kept
 
     def _parents(
         self, pool: HostPages, page_keys: Sequence[bytes], before: Sequence[str] | None

@@ -13,6 +13,7 @@ its events than into the names of their pages, and does not pass them to a stora
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from threading import Event
 from typing import Any, Final, NamedTuple
 
@@ -35,29 +36,32 @@ MEDIUM: Final = "DISK"
 _HASH_BYTES: Final = 8
 
 
-def event_settings(place: str, given: Any, replica: int) -> EventSettings:
-    """Return the settings of the publisher of data-parallel replica `replica`, whose ports are that far on.
+def read_events(given: Any) -> EventSettings | None:
+    """Return the settings of the table `events`; None for no events.
 
-    Raises ConfigError, whose text begins with `place`, for a setting that is missing, unknown or wrong.
+    Raises ConfigError for a setting that is missing, unknown or wrong.
     """
+    if given is None:
+        return None
     if not isinstance(given, Mapping):
-        raise ConfigError(f"{place}: events is not a table; give its settings one by one")
-    moved = {
-        name: _moved(value, replica) if name in ("endpoint", "replay") and isinstance(value, str) else value
-        for name, value in given.items()
-    }
-    try:
-        return read_section(EventSettings, f"{place}: events", moved)
-    except ConfigError as error:  # one about several settings together does not name the place
-        text = str(error)
-        raise ConfigError(text if text.startswith(place) else f"{place}: events: {text}") from error
+        raise ConfigError("events is not a table; give its settings one by one")
+    return read_section(EventSettings, "events", given)
+
+
+def of_replica(settings: EventSettings, replica: int) -> EventSettings:
+    """Return the settings of data-parallel replica `replica`, whose ports are that far on.
+
+    Raises ConfigError if there are not as many ports.
+    """
+    endpoint, replay = _moved(settings.endpoint, replica), _moved(settings.replay, replica)
+    return replace(settings, endpoint=endpoint, replay=replay)
 
 
 def _moved(endpoint: str, replica: int) -> str:
-    host, colon, port = endpoint.rpartition(":")
+    host, _, port = endpoint.rpartition(":")
     if not replica or not endpoint:
         return endpoint
-    if endpoint.startswith("tcp://") and colon and port.isdecimal():
+    if endpoint.startswith("tcp://"):
         return f"{host}:{int(port) + replica}" if int(port) else endpoint
     return f"{endpoint}-{replica}"
 

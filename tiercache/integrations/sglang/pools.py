@@ -99,14 +99,14 @@ class PageKeys:
         return mixed
 
 
-def kind_of(name: Any) -> PoolName | None:
+def kind_of(name: str) -> PoolName | None:
     """Return the cache kind of a host pool; None for a pool that is not kept."""
-    return _KINDS.get(str(getattr(name, "value", name)))
+    return _KINDS.get(name)
 
 
-def is_trailing(name: Any) -> bool:
+def is_trailing(name: str) -> bool:
     """Return whether a prefix needs only the last pages of this host pool, and not all of them."""
-    return str(getattr(name, "value", name)) in _TRAILING
+    return name in _TRAILING
 
 
 class HostPages:

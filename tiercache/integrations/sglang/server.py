@@ -87,32 +87,28 @@ class Traffic:
     def __init__(self, *, sampled: bool) -> None:
         self._sampled = sampled
         self._lock = Lock()
-        self._totals: Counter[tuple[str, str]] = Counter()
-        self._reads: deque[tuple[int, float]] = deque(maxlen=_KEPT)
-        self._writes: deque[tuple[int, float]] = deque(maxlen=_KEPT)
+        self._totals: Counter[tuple[str, str, str]] = Counter()
+        self._samples = {way: deque[tuple[int, float]](maxlen=_KEPT) for way in ("read", "write")}
 
-    def read(self, pool: str, wanted: int, arrived: int, nbytes: int, seconds: float) -> None:
-        """Count a read of `wanted` pages, of which `arrived` pages of `nbytes` bytes each were found."""
-        with self._lock:
-            self._totals[pool, "wanted"] += wanted
-            self._totals[pool, "arrived"] += arrived
-            self._note(self._reads, arrived, nbytes, seconds)
+    def count(self, way: str, pool: str, wanted: int, moved: int, nbytes: int, seconds: float) -> None:
+        """Count a read or a write of `wanted` pages, of which `moved` pages of `nbytes` bytes each moved.
 
-    def wrote(self, pool: str, given: int, stored: int, nbytes: int, seconds: float) -> None:
-        """Count a write of `given` pages, of which `stored` pages of `nbytes` bytes each were new."""
+        `way`: "read" or "write". A page moves if it is found, or newly stored.
+        """
         with self._lock:
-            self._totals[pool, "given"] += given
-            self._totals[pool, "stored"] += stored
-            self._note(self._writes, stored, nbytes, seconds)
+            self._totals[pool, way, "wanted"] += wanted
+            self._totals[pool, way, "moved"] += moved
+            if self._sampled and moved:
+                self._samples[way].append((moved, moved * nbytes / 1e9 / max(seconds, 1e-9)))
 
     def summary(self) -> str:
         """Return the totals as text, one phrase per pool; empty if nothing was read or written."""
         with self._lock:
             total = self._totals.copy()
         return "; ".join(
-            f"pool {pool}: {total[pool, 'arrived']} of {total[pool, 'wanted']} pages read,"
-            f" {total[pool, 'stored']} stored of {total[pool, 'given']} written"
-            for pool in sorted({pool for pool, _ in total})
+            f"pool {pool}: {total[pool, 'read', 'moved']} of {total[pool, 'read', 'wanted']} pages read,"
+            f" {total[pool, 'write', 'moved']} stored of {total[pool, 'write', 'wanted']} written"
+            for pool in sorted({pool for pool, *_ in total})
         )
 
     def take_samples(self) -> Any:
@@ -121,19 +117,15 @@ class Traffic:
         from sglang.srt.observability.metrics_collector import StorageMetrics
 
         with self._lock:
-            reads, writes = list(self._reads), list(self._writes)
-            self._reads.clear()
-            self._writes.clear()
+            reads, writes = (list(self._samples[way]) for way in ("read", "write"))
+            for calls in self._samples.values():
+                calls.clear()
         return StorageMetrics(
             prefetch_pgs=[pages for pages, _ in reads],
             backup_pgs=[pages for pages, _ in writes],
             prefetch_bandwidth=[speed for _, speed in reads],
             backup_bandwidth=[speed for _, speed in writes],
         )
-
-    def _note(self, calls: deque[tuple[int, float]], pages: int, nbytes: int, seconds: float) -> None:
-        if self._sampled and pages:
-            calls.append((pages, pages * nbytes / 1e9 / max(seconds, 1e-9)))
 
 
 def _tells_prefixes() -> bool | None:

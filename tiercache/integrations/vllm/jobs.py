@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from threading import Event
 from typing import Final, NamedTuple
@@ -52,20 +51,6 @@ class _Part(NamedTuple):
     row: memoryview
 
 
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """Job whose result vLLM has not fetched yet."""
-
-    job: TransferJob
-    future: Future[None] | None
-    """Future of the transfer; None if the job was refused."""
-
-    @property
-    def pinned(self) -> int:
-        """Number of rows that vLLM cannot evict because this job stores them; 0 for a load."""
-        return 0 if self.job.is_promotion or self.future is None else len(self.job.keys)
-
-
 class Jobs:
     """Executor of load and store jobs.
 
@@ -98,7 +83,8 @@ class Jobs:
         self._queued_rows: Final = queued_rows
         self._loaders: Final = _started(_LOADERS, "tiercache-load")
         self._storer: Final = _started(1, "tiercache-store")
-        self._pending: dict[JobId, _Pending] = {}
+        self._running: dict[JobId, tuple[TransferJob, Future[None]]] = {}
+        """Jobs that were begun and whose results vLLM has not fetched yet."""
         self._ended: SimpleQueue[Ended] = SimpleQueue()
         self._pinned = 0
         self._refusals = _Seldom(
@@ -118,7 +104,7 @@ class Jobs:
         """Start to write the job's rows to the store; if too many rows are pending, fail the job."""
         if self._pinned and self._pinned + len(job.keys) > self._queued_rows:
             self._refusals.note()
-            self._give_up(job)
+            self._ended.put(_failed(job))
         else:
             self._begin(job, self._storer, self._save)
 
@@ -129,11 +115,11 @@ class Jobs:
                 ended = self._ended.get_nowait()
             except Empty:
                 return
-            pending = self._pending.pop(ended.result.job_id)
-            self._pinned -= pending.pinned
+            pinned = 0 if self._running.pop(ended.job.job_id, None) is None else _pinned(ended.job)
+            self._pinned -= pinned
             if ended.error is not None:
                 self._surprises.note(ended.error)
-            elif pending.pinned and not ended.result.success:
+            elif pinned and not ended.result.success:
                 self._failures.note()
             yield ended
 
@@ -143,13 +129,13 @@ class Jobs:
         When this returns, every job has ended, and no thread uses a row.
         """
         running = []
-        for pending in list(self._pending.values()):
-            if pending.future is None or pending.future.cancelled():
+        for job, future in list(self._running.values()):
+            if future.cancelled():
                 continue
-            if pending.future.cancel():
-                self._ended.put(_failed(pending.job))
+            if future.cancel():
+                self._ended.put(_failed(job))
             else:
-                running.append(pending.future)
+                running.append(future)
         wait(running)
 
     def close(self) -> None:
@@ -165,14 +151,10 @@ class Jobs:
         try:
             future = pool.submit(self._run, job, work)
         except RuntimeError:  # the pool is shut down
-            self._give_up(job)
+            self._ended.put(_failed(job))
             return
-        self._pending[job.job_id] = pending = _Pending(job, future)
-        self._pinned += pending.pinned
-
-    def _give_up(self, job: TransferJob) -> None:
-        self._pending[job.job_id] = _Pending(job, None)
-        self._ended.put(_failed(job))
+        self._running[job.job_id] = job, future
+        self._pinned += _pinned(job)
 
     def _run(self, job: TransferJob, work: Callable[[TransferJob], Ended]) -> None:
         try:
@@ -270,6 +252,11 @@ def _started(threads: int, name: str) -> ThreadPoolExecutor:
         pool.submit(go.wait)
     go.set()
     return pool
+
+
+def _pinned(job: TransferJob) -> int:
+    """Return the number of rows that vLLM cannot evict because this job stores them; 0 for a load."""
+    return 0 if job.is_promotion else len(job.keys)
 
 
 def _failed(job: TransferJob, error: Exception | None = None) -> Ended:

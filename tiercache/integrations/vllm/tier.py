@@ -6,8 +6,9 @@ import logging
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from threading import Thread
-from typing import Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 from vllm.v1.kv_offload.base import (
     Locality,
@@ -26,10 +27,12 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from tiercache.errors import ConfigError, RefusedError, UnavailableError
 from tiercache.integrations.announcements import Announcements, EvictionWatch
-from tiercache.integrations.settings import settings_of
+from tiercache.integrations.settings import StoreSettings
 from tiercache.integrations.vllm.identity import Keys
 from tiercache.integrations.vllm.jobs import Jobs
+from tiercache.settings import FLAG, Kind, read_section, whole
 from tiercache.storage.base import StorageBackend
+from tiercache.text import shown
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +50,24 @@ PATIENCE_S: Final = 5.0
 vLLM does not start a request while the answer is RETRY, so a longer wait would delay requests. `shutdown`
 waits for the lookup thread for the same time.
 """
+
+
+def _read_locality(given: Any) -> Locality:
+    try:
+        return Locality(given)
+    except ValueError:
+        raise ConfigError(
+            f"{shown(given)} is unknown; it is {' or '.join(each.value for each in Locality)}"
+        ) from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Settings(StoreSettings):
+    """Settings of the tier; the docstring of the package describes those that other plug-ins lack."""
+
+    queued_rows: Annotated[int | None, whole(1, 1 << 32, "rows")] = None
+    locality: Annotated[Locality | None, Kind(_read_locality)] = None
+    enable_kv_events: Annotated[bool, FLAG] = False
 
 
 class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no types
@@ -72,18 +93,14 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no 
         primary_kv_view: memoryview,
         tier_type: str,
         backpressure_detector: BackpressureDetector | None = None,
-        *,
-        locality: str | None = None,
-        queued_rows: int | None = None,
-        enable_kv_events: bool = False,
         **settings: Any,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        chosen = settings_of(PLACE, settings)
-        self.locality = _locality(locality)
-        max_rows = _queued_rows(queued_rows, len(primary_kv_view))
+        chosen = read_section(_Settings, PLACE, settings)
+        self.locality = chosen.locality
+        max_rows = chosen.queued_rows or max(1, len(primary_kv_view) // 4)
         keys = Keys(offloading_spec.config, self.block_size_bytes, chosen)
-        self._events = self._events_of(offloading_spec, enable_kv_events)
+        self._events = self._events_of(offloading_spec) if chosen.enable_kv_events else None
         parallel = offloading_spec.config.parallel
         with ExitStack() as undo:
             # Only the scheduler's process opens the store. Every data-parallel replica has a scheduler.
@@ -99,16 +116,14 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no 
             undo.pop_all()
         self._closed = False
 
-    def _events_of(self, spec: OffloadingSpec, wanted: object) -> Announcements[OffloadKey] | None:
-        if type(wanted) is not bool:
-            raise ConfigError(f"{PLACE}: enable_kv_events {wanted!r} is not possible; give true or false")
-        if wanted and not spec.kv_events_config.enable_kv_cache_events:
-            _log.warning(
-                "tiercache: enable_kv_events has no effect, because vLLM publishes no KV events; set"
-                " enable_kv_cache_events in --kv-events-config"
-            )
-            return None
-        return Announcements() if wanted else None
+    def _events_of(self, spec: OffloadingSpec) -> Announcements[OffloadKey] | None:
+        if spec.kv_events_config.enable_kv_cache_events:
+            return Announcements()
+        _log.warning(
+            "tiercache: enable_kv_events has no effect, because vLLM publishes no KV events; set"
+            " enable_kv_cache_events in --kv-events-config"
+        )
+        return None
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Return the default context: all requests are treated alike."""
@@ -236,20 +251,3 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]  # vLLM has no types
             self._events.gone((one.digest for one, yes in zip(asked, there, strict=True) if not yes), age)
         found = iter(there)
         return [known is not None and next(found) for known in objects]
-
-
-def _locality(given: str | None) -> Locality | None:
-    try:
-        return None if given is None else Locality(given)
-    except ValueError:
-        raise ConfigError(
-            f"{PLACE}: locality {given!r} is unknown; it is {' or '.join(each.value for each in Locality)}"
-        ) from None
-
-
-def _queued_rows(given: int | None, rows: int) -> int:
-    if given is None:
-        return max(1, rows // 4)
-    if type(given) is not int or given < 1:
-        raise ConfigError(f"{PLACE}: queued_rows {given!r} is not possible; give a number of rows, 1 or more")
-    return given
