@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from tests.waiting import until
 from tiercache.core import ObjectKey, ObjectMeta, Outcome, PoolName
 from tiercache.events import Medium, Place
 from tiercache.events.base import ResidencyMap, Resident
@@ -69,12 +69,9 @@ class Follower:
             self.batches.append(batch)
             self.map.apply(batch.events)
 
-    def until(self, reached: Callable[[], bool], seconds: float = 20.0) -> None:
+    def until(self, reached: Callable[[], object]) -> None:
         """Read until something is so; fail if that takes too long."""
-        end = time.monotonic() + seconds
-        while not reached():
-            assert time.monotonic() < end, self.map.places().keys()
-            self.read()
+        until(lambda: reached() or self.read(), every=0)
 
     def held(self, tier: str = "memory", medium: Medium = Medium.STORAGE) -> set[Resident]:
         return set(self.map.places().get(Place(medium, tier), ()))

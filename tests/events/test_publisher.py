@@ -6,14 +6,17 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import count
+from typing import Any
 
 import pytest
 import zmq
 from tiercache_backends.memory import FOOTPRINT, MemoryBackend
 
 from tests.events.rig import ANY, LAYOUTS, NAMESPACE, Follower, item, page, published, store_pages, truth
+from tests.waiting import until
 from tiercache.core import PoolName
 from tiercache.errors import ConfigError, StorageError
 from tiercache.events import EventKind, EventLog, KVEvent, Medium, ObjectGroup, Place
@@ -35,7 +38,7 @@ def test_lost_messages_are_healed_by_a_replay():
         for chain in range(1, 5):  # each its own batch, all of which are lost
             before = publisher.published
             store_pages(store, 3, chain)
-            _wait(lambda before=before: publisher.published > before)
+            until(lambda before=before: publisher.published > before)
         follower.lose()
         assert follower.held() != truth(store)
         store_pages(store, 3, 9)
@@ -63,7 +66,7 @@ def test_a_gap_that_the_log_no_longer_has_is_healed_by_a_snapshot():
         for chain in range(1, 9):
             before = p.published
             store_pages(store, 5, chain)
-            _wait(lambda before=before: p.published > before)
+            until(lambda before=before: p.published > before)
         follower.lose()
         store_pages(store, 3, 9)
         follower.until(lambda: follower.held() == truth(store))
@@ -71,23 +74,35 @@ def test_a_gap_that_the_log_no_longer_has_is_healed_by_a_snapshot():
 
 
 def test_a_gap_without_a_replay_address_is_reported():
+    chains = count(1000)
     with MemoryBackend() as store, published(store) as p, Follower(p, heals=False, start=None) as follower:
-        follower.until(lambda: bool(store_one(store)) and bool(follower.batches))
+        follower.until(lambda: store_pages(store, 1, next(chains)) or bool(follower.batches))
         for _ in range(2):
             before = p.published
-            store_one(store)
-            _wait(lambda before=before: p.published > before)
+            store_pages(store, 1, next(chains))
+            until(lambda before=before: p.published > before)
         follower.lose(every=False)
         follower.until(lambda: follower.count(BatchOrigin.LOST) == 1)
 
 
-_CHAINS = iter(range(1000, 10**9))
+@pytest.fixture
+def connect() -> Iterator[Callable[..., Any]]:
+    """Makes sockets that ask a publisher for replays, or subscribe, with options."""
+    context, made = zmq.Context(), []
+
+    def connected(publisher: EventPublisher, *options: tuple[int, Any], kind: int = zmq.DEALER) -> Any:
+        made.append(socket := context.socket(kind))
+        for option, value in options:
+            socket.setsockopt(option, value)
+        socket.connect(publisher.replay_endpoint if kind == zmq.DEALER else publisher.endpoint)
+        return socket
+
+    yield connected
+    context.destroy(linger=0)
 
 
-def store_one(store: MemoryBackend) -> int:
-    chain = next(_CHAINS)
-    store_pages(store, 1, chain)
-    return chain
+def ask(client: Any, number: int = SNAPSHOT, flags: int = 0) -> None:
+    client.send_multipart((b"", number.to_bytes(8, "big")), flags)
 
 
 @pytest.mark.parametrize("clock_goes_back", [False, True])
@@ -113,32 +128,22 @@ def test_a_publisher_that_is_restarted_is_noticed(clock_goes_back):
                 assert publisher.close()
 
 
-def test_subscribers_that_never_read_cost_no_batch_and_no_other_replay(monkeypatch, tmp_path):
+def test_subscribers_that_never_read_cost_no_batch_and_no_other_replay(connect, monkeypatch, tmp_path):
     """Memory is bounded, the publisher goes on, and a sound subscriber learns all."""
     monkeypatch.setattr("tiercache.events.publisher.SEND_MARK", 1)
     monkeypatch.setattr("tiercache.events.publisher.PATIENCE_S", 1000.0)
     settings = EventSettings(endpoint=f"ipc://{tmp_path}/events", replay=f"ipc://{tmp_path}/replay")
-    context = zmq.Context()
-    try:
-        with MemoryBackend() as store, published(store, settings) as publisher:
-            store.set([item(1, chain) for chain in range(5000)])  # more than sockets take unread
-            silent = [context.socket(zmq.SUB), *(context.socket(zmq.DEALER) for _ in range(20))]
-            for socket in silent:  # each asks for all, and reads nothing
-                socket.setsockopt(zmq.RCVHWM, 1)
-                if socket.type == zmq.SUB:
-                    socket.setsockopt(zmq.SUBSCRIBE, b"")
-                    socket.connect(publisher.endpoint)
-                else:
-                    socket.connect(publisher.replay_endpoint)
-                    socket.send_multipart((b"", SNAPSHOT.to_bytes(8, "big")))
-            _wait(lambda: publisher.replays >= 8)
-            with Follower(publisher) as follower:
-                follower.read()
-                for chain in range(5000, 5030):
-                    store_pages(store, 4, chain)
-                follower.until(lambda: follower.held() == truth(store))
-    finally:
-        context.destroy(linger=0)
+    with MemoryBackend() as store, published(store, settings) as publisher:
+        store.set([item(1, chain) for chain in range(5000)])  # more than sockets take unread
+        connect(publisher, (zmq.RCVHWM, 1), (zmq.SUBSCRIBE, b""), kind=zmq.SUB)
+        for _ in range(20):  # each asks for all, and reads nothing
+            ask(connect(publisher, (zmq.RCVHWM, 1)))
+        until(lambda: publisher.replays >= 8)
+        with Follower(publisher) as follower:
+            follower.read()
+            for chain in range(5000, 5030):
+                store_pages(store, 4, chain)
+            follower.until(lambda: follower.held() == truth(store))
 
 
 class SlowSource(EventSource):
@@ -172,17 +177,15 @@ class SlowSource(EventSource):
         return KVEvent(EventKind.STORED, Place(Medium.STORAGE, "slow"), group, keys)
 
 
-def test_readers_who_come_again_and_again_under_new_names_starve_no_replay():
+def test_readers_who_come_again_and_again_under_new_names_starve_no_replay(connect):
     """Four clients each take ten messages and connect anew; one that stays gets its turns."""
-    source, context, over = SlowSource(), zmq.Context(), threading.Event()
+    source, over = SlowSource(), threading.Event()
     publisher = EventPublisher(ANY, [source])
 
     def come_and_go() -> None:
         while not over.is_set():
-            with context.socket(zmq.DEALER) as client:
-                client.linger = 0
-                client.connect(publisher.replay_endpoint)
-                client.send_multipart((b"", SNAPSHOT.to_bytes(8, "big")))
+            with connect(publisher, (zmq.LINGER, 0)) as client:
+                ask(client)
                 for _ in range(10):
                     if client.poll(200):
                         client.recv_multipart()
@@ -191,56 +194,43 @@ def test_readers_who_come_again_and_again_under_new_names_starve_no_replay():
     for thread in coming:
         thread.start()
     try:
-        _wait(lambda: publisher.replays > 8)
-        with context.socket(zmq.DEALER) as client:
-            client.linger = 0
-            client.connect(publisher.replay_endpoint)
-            client.send_multipart((b"", SNAPSHOT.to_bytes(8, "big")))
-            until, is_over = time.monotonic() + 60, False
-            while not is_over and time.monotonic() < until:
-                is_over = bool(client.poll(1_000)) and client.recv_multipart()[2] == END
-        assert is_over
+        until(lambda: publisher.replays > 8)
+        client = connect(publisher)
+        ask(client)
+        until(lambda: client.poll(1_000) and client.recv_multipart()[2] == END, every=0)
     finally:
         over.set()
         for thread in coming:
             thread.join()
         assert publisher.close()
-        context.destroy(linger=0)
 
 
 @pytest.mark.slow
-def test_readers_that_ask_again_and_again_and_take_nothing_delay_neither_events_nor_replays():
+def test_readers_that_ask_again_and_again_and_take_nothing_delay_neither_events_nor_replays(connect):
     """More than are answered at once ask for all, again and again, which earns them no more patience.
 
     Between two looks for changes little is read for them.
     """
-    source, context, over = SlowSource(), zmq.Context(), threading.Event()
+    source, over = SlowSource(), threading.Event()
     publisher = EventPublisher(ANY, [source])
 
-    def ask() -> None:
-        silent = []
-        for _ in range(80):
-            silent.append(context.socket(zmq.DEALER))
-            for option, value in ((zmq.RCVHWM, 1), (zmq.RCVBUF, 4096)):
-                silent[-1].setsockopt(option, value)
-            silent[-1].connect(publisher.replay_endpoint)
+    def ask_and_ask() -> None:
+        silent = [connect(publisher, (zmq.RCVHWM, 1), (zmq.RCVBUF, 4096)) for _ in range(80)]
         while not over.wait(0.05):
-            for socket in silent:
+            for client in silent:
                 with suppress(zmq.Again):
-                    socket.send_multipart((b"", SNAPSHOT.to_bytes(8, "big")), zmq.NOBLOCK)
-        for socket in silent:
-            socket.close(linger=0)
+                    ask(client, flags=zmq.NOBLOCK)
+        for client in silent:
+            client.close(linger=0)
 
-    asking = threading.Thread(target=ask)
+    asking = threading.Thread(target=ask_and_ask)
     asking.start()
     try:
-        _wait(lambda: publisher.replays > 60)
-        with context.socket(zmq.DEALER) as client:
-            client.connect(publisher.replay_endpoint)
-            client.send_multipart((b"", SNAPSHOT.to_bytes(8, "big")))
-            parts = 0
-            while client.poll(60_000) and client.recv_multipart()[2] != END:
-                parts += 1
+        until(lambda: publisher.replays > 60)
+        client, parts = connect(publisher), 0
+        ask(client)
+        while client.poll(60_000) and client.recv_multipart()[2] != END:
+            parts += 1
         assert parts > 100
         assert max(source.between) < 30, "changes waited for replays"
         assert max(source.between) > 0
@@ -248,66 +238,53 @@ def test_readers_that_ask_again_and_again_and_take_nothing_delay_neither_events_
         over.set()
         asking.join()
         assert publisher.close()
-        context.destroy(linger=0)
 
 
-def test_requests_that_are_none_are_counted_and_not_answered():
+def test_requests_that_are_none_are_counted_and_not_answered(connect):
     number = (0).to_bytes(8, "big")
     wrong = [
         (b"",), (number,), (b"", b""), (b"", number[1:]), (b"", number + b"x"), (b"x", number),
         (b"", number, b""), (b"", b"", number),
     ]  # fmt: skip
-    context = zmq.Context()
-    try:
-        with MemoryBackend() as store, published(store) as publisher:
-            store_pages(store, 1)
-            hostile = context.socket(zmq.DEALER)
-            hostile.connect(publisher.replay_endpoint)
-            for frames in wrong:
-                hostile.send_multipart(frames)
-            _wait(lambda: publisher.malformed == len(wrong))
-            hostile.send(b"x" * 100_000)  # too long: the connection is cut
-            with Follower(publisher) as follower:
-                follower.until(lambda: follower.held() == truth(store))
-            assert not hostile.poll(0)
-            assert publisher.malformed == len(wrong)
-    finally:
-        context.destroy(linger=0)
+    with MemoryBackend() as store, published(store) as publisher:
+        store_pages(store, 1)
+        hostile = connect(publisher)
+        for frames in wrong:
+            hostile.send_multipart(frames)
+        until(lambda: publisher.malformed == len(wrong))
+        hostile.send(b"x" * 100_000)  # too long: the connection is cut
+        with Follower(publisher) as follower:
+            follower.until(lambda: follower.held() == truth(store))
+        assert not hostile.poll(0)
+        assert publisher.malformed == len(wrong)
 
 
-def test_a_replay_as_vllm_asks_for_it():
+def test_a_replay_as_vllm_asks_for_it(connect):
     """Frames as documented: a REQ-like socket asks with eight bytes, and reads until -1."""
-    context = zmq.Context()
-    try:
-        with MemoryBackend() as store, published(store) as publisher:
-            start = publisher.log.next
-            for chain in range(3):
-                store_pages(store, 1, chain)
-                _wait(lambda chain=chain: publisher.published == chain + 1)
-            asker = context.socket(zmq.DEALER)
-            asker.connect(publisher.replay_endpoint)
+    with MemoryBackend() as store, published(store) as publisher:
+        start, client = publisher.log.next, connect(publisher)
+        for chain in range(3):
+            store_pages(store, 1, chain)
+            until(lambda chain=chain: publisher.published == chain + 1)
 
-            def ask(number: int) -> list[list[bytes]]:
-                asker.send_multipart((b"", number.to_bytes(8, "big")))
-                answer: list[list[bytes]] = []
-                while not answer or answer[-1][2] != END:
-                    assert asker.poll(10_000)
-                    answer.append(asker.recv_multipart())
-                return answer
+        def replay(number: int) -> list[list[bytes]]:
+            ask(client, number)
+            answer: list[list[bytes]] = []
+            while not answer or answer[-1][2] != END:
+                assert client.poll(10_000)
+                answer.append(client.recv_multipart())
+            return answer
 
-            topic = b"kv-events"
-            *some, end = ask(start + 1)
-            assert [frames[:3] for frames in some] == [
-                [b"", topic, (start + n).to_bytes(8, "big")] for n in (1, 2)
-            ]
-            assert end == [b"", b"", END, b""]
-            assert ask(start + 3) == [end]
-            number = (start + 2).to_bytes(8, "big")
-            for unknown in (0, start - 1, start + 4, SNAPSHOT):
-                *snapshot, end = ask(unknown)
-                assert {frames[2] for frames in snapshot} == {number}
-    finally:
-        context.destroy(linger=0)
+        *some, end = replay(start + 1)
+        assert [frames[:3] for frames in some] == [
+            [b"", b"kv-events", (start + n).to_bytes(8, "big")] for n in (1, 2)
+        ]
+        assert end == [b"", b"", END, b""]
+        assert replay(start + 3) == [end]
+        number = (start + 2).to_bytes(8, "big")
+        for unknown in (0, start - 1, start + 4, SNAPSHOT):
+            *snapshot, end = replay(unknown)
+            assert {frames[2] for frames in snapshot} == {number}
 
 
 def test_close_while_stores_go_on_and_subscribers_come_and_go():
@@ -421,10 +398,3 @@ def test_an_address_in_use_is_refused_and_nothing_stays_open(tmp_path):
         EventPublisher(EventSettings(endpoint=publisher.endpoint), [StoreEvents(store, "memory")])
     with pytest.raises(StorageError, match="no address"):
         EventSubscriber("tcp://", "")
-
-
-def _wait(reached, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < end
-        time.sleep(0.002)

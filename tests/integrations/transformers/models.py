@@ -1,8 +1,7 @@
 """Small real configurations of many families, with random seeded weights under which logits react strongly to
 the cache.
 
-`build(name)` gives a float32 model in eval mode; `wrongs(runner)` measures how far the logits move when a
-part of the cache is wrong.
+`build(name)` gives a float32 model in eval mode.
 """
 
 from __future__ import annotations
@@ -253,30 +252,3 @@ def loaded(name: str) -> tuple[ModelRunner, ProbeReport]:
 def prompt(tokens: int, seed: int, vocab: int = 256) -> npt.NDArray[np.int64]:
     """Random token ids, shape [tokens]."""
     return np.random.default_rng(seed).integers(0, vocab, tokens)
-
-
-def wrongs(runner: ModelRunner, pages: int = 6) -> dict[str, float]:
-    """How far the next logits move, at most, when a restored prefix of `pages` pages is wrong in one respect.
-
-    `zeroed`: the state is zero; `swapped`: it is another prompt's, at the same depth; `page`: one page of KV
-    in the middle is another prompt's. The next token is fed alone.
-    """
-    depth = pages * runner.page_size
-    pool = runner.allocate_pools(2 * pages, 3)
-    mine, theirs = np.arange(pages), np.arange(pages) + pages
-    for slot, (seed, slots) in enumerate(((1, mine), (2, theirs))):
-        cache = runner.new_cache()
-        runner.forward(cache, prompt(depth, seed), 0)
-        runner.export_pages(cache, pool, 0, slots)
-        if pool.states:
-            runner.export_state(cache, pool, slot)
-
-    def after(slots: npt.NDArray[np.int64], state: int) -> torch.Tensor:
-        return runner.forward(runner.restore(pool, slots, state if pool.states else None), [7], depth)
-
-    right, one_page = after(mine, 0), mine.copy()
-    one_page[pages // 2] = theirs[pages // 2]
-    wrong = {"page": after(one_page, 0)}
-    if pool.states:
-        wrong |= {"zeroed": after(mine, 2), "swapped": after(mine, 1)}
-    return {what: float((logits - right).abs().max()) for what, logits in wrong.items()}

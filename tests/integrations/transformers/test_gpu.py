@@ -29,7 +29,6 @@ from tests.integrations.transformers.serving import (
 from tests.integrity import check_controller
 from tiercache.controller import ControllerOptions
 from tiercache.core import Tier
-from tiercache.integrations.transformers.device import differences
 from tiercache.integrations.transformers.stream import CudaStream, compute_repeatably, describe, find_device
 from tiercache.integrations.transformers.worker import Worker
 from tiercache_lab.demo.audit import Audit
@@ -111,19 +110,6 @@ def test_the_demonstration_model_from_every_tier(cuda: torch.device, tmp_path: P
                 assert (generation.restored, tiers_of(generation)) == (2048, {tier})
                 assert 0 < generation.restore_seconds < generation.ttft_seconds
                 right(audit, worker, generation)
-
-
-def test_restored_equals_cold_without_a_controller(cuda: torch.device) -> None:
-    with worker_on(cuda, "qwen3_next") as worker:
-        runner, tokens = worker.runner, prompt(6 * PAGE + 5, seed=11)
-    pool, cold = runner.allocate_pools(8, 3), runner.new_cache()
-    runner.prefill(cold, tokens[: 2 * PAGE])
-    runner.export_pages(cold, pool, 0, [6, 3])
-    runner.export_state(cold, pool, 1)
-    expected = runner.prefill(cold, tokens, 2 * PAGE, [5 * PAGE])
-    hot = runner.restore(pool, [6, 3], 1)
-    assert torch.equal(runner.prefill(hot, tokens, 2 * PAGE, [5 * PAGE]), expected)
-    assert differences(runner.layout, hot, cold) == ()
 
 
 class Silent(CudaStream):

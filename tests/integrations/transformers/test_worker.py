@@ -168,19 +168,6 @@ LENGTHS = (1, 2, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE)
 # ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", slow_after(2, ("qwen3_next", "llama", "bamba", "falcon_h1", "jamba")))
-def test_the_third_conversation_restores_at_the_branch(name: str, tmp_path: Path) -> None:
-    audit = Audit(loaded(name)[0], page_slots=64, state_slots=16)
-    with serving(name, store(tmp_path)) as worker:
-        depths = []
-        for seed in (2, 3, 4):
-            generation = worker.serve(joined(SYSTEM, prompt(19, seed)), 3, audit=True)
-            right(audit, worker, generation)
-            depths.append(generation.restored)
-        # The second one finds pages, but only leaves the state that makes them restorable.
-        assert depths == ([0, 0, 2 * PAGE] if FAMILIES[name].states else [0, 2 * PAGE, 2 * PAGE])
-
-
 @pytest.mark.parametrize(
     ("name", "tokens"),
     [
