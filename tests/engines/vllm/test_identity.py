@@ -105,7 +105,7 @@ def test_each_of_these_alone_makes_another_object() -> None:
 
 
 def test_a_release_that_tells_too_little_is_refused_in_one_sentence() -> None:
-    """What vLLM 0.32 has no field for is missing here."""
+    """The configuration lacks the two fields that vLLM 0.32 does not have."""
     plain, settings = config({}), StoreSettings(storage=["memory://"], revision="r1")
     model = SimpleNamespace(name="some/model", dtype="bfloat16")
     older: Any = replace(plain, model=model, groups=(SimpleNamespace(group_id=0, tokens_per_block=16),))

@@ -147,13 +147,15 @@ def test_a_store_that_does_not_answer_lookups_has_nothing(
         engine.settle(lambda: engine.manager.lookup(key("a"), context) is HIT)
 
 
-@pytest.mark.parametrize("call", ["pwritev", "preadv", "commit", "fallocate"])
+@pytest.mark.parametrize(
+    ("kind", "call"), [("file", "pwritev"), ("file", "preadv"), ("file", "fallocate"), ("lmdb", "commit")]
+)
 def test_a_disk_that_fails_costs_hits_only(
-    tier: dict[str, object], inside: Callable[..., None], call: str
+    tier: dict[str, object], inside: Callable[..., None], kind: str, call: str
 ) -> None:
     env = FaultEnv(seed=1)
     inside(env=env)
-    with Engine(tier) as engine:
+    with Engine(tier | {"storage": str(tier["storage"]).replace("file", kind, 1)}) as engine:
         if call == "preadv":
             engine.store("a")
         env.fail(call, times=1000, error=errno.ENOSPC if call == "fallocate" else errno.EIO)
