@@ -21,27 +21,19 @@ SIZE = 40_000
 UPPER = 8 << 20
 
 
+def opened(path: Path, write: str = "write_through") -> TierChain:
+    """A chain of two shared tiers."""
+    path.mkdir(exist_ok=True)
+    upper = f"lmdb://{path}/a?capacity={UPPER}&tier_name=a"
+    lower = f"lmdb://{path}/b?capacity=64MiB&tier_name=b&tier_write={write}&tier_promote=always"
+    return chain_of(open_backend([upper, lower]))
+
+
 class Through(ChainHooks):
-    """A chain of two shared tiers, the second written through."""
-
-    write = "write_through"
+    """Such a chain, the second tier written through."""
 
     def open_store(self, path: Path, capacity: int | None = None) -> StorageBackend:
-        return open_backend(
-            [
-                f"lmdb://{path}/a?capacity={UPPER}&tier_name=a",
-                f"lmdb://{path}/b?capacity=64MiB&tier_name=b&tier_write={self.write}&tier_promote=always",
-            ]
-        )
-
-
-class Back(Through):
-    """A chain of two shared tiers, the second written back."""
-
-    write = "write_back"
-
-    def open_store(self, path: Path, capacity: int | None = None) -> StorageBackend:
-        return super().open_store(path, capacity)
+        return opened(path)
 
 
 class Upper(LmdbHooks):
@@ -49,11 +41,6 @@ class Upper(LmdbHooks):
 
     def open_store(self, path: Path, capacity: int | None = None) -> StorageBackend:
         return super().open_store(path / "a", UPPER)
-
-
-def opened(hooks: type[Through], path: Path) -> TierChain:
-    path.mkdir(exist_ok=True)
-    return chain_of(hooks().open_store(path))
 
 
 def store(chain: TierChain, names: Sequence[str]) -> None:
@@ -77,7 +64,7 @@ def named(who: str, turn: int) -> list[str]:
 
 
 def test_what_another_process_stores_in_the_tier_above_is_written_back(tmp_path):
-    chain, known = opened(Back, tmp_path / "s"), []
+    chain, known = opened(tmp_path / "s", "write_back"), []
     with Peer(Upper, tmp_path / "s") as peer:
         for turn in range(25):
             names = named("theirs", turn)
@@ -90,7 +77,7 @@ def test_what_another_process_stores_in_the_tier_above_is_written_back(tmp_path)
 
 
 def test_a_change_in_one_process_costs_the_other_nothing(tmp_path):
-    chain = opened(Through, tmp_path / "s")
+    chain = opened(tmp_path / "s")
     with Peer(Through, tmp_path / "s") as peer:
         ours, theirs, more, later = (named(who, n) for n in range(2) for who in ("ours", "theirs"))
         store(chain, ours)
