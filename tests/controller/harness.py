@@ -238,6 +238,13 @@ class Engine:
         # private: no public call tells that a step of a race has been taken, or that nothing is left over
         return self.controller._context
 
+    def keep(self, prompt, *tiers):
+        """Serve a prompt, wait until storage has everything, and empty these tiers."""
+        self.serve(prompt)
+        assert self.settle()
+        if tiers:
+            evict_checked(self, *tiers)
+
     def settle(self):
         """Wait until nothing is on its way; returns whether everything is in storage."""
         stored = self.controller.flush(20)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.controller.harness import IDENTITY, KV, MAMBA, PAGES, STATES, Engine, P, prompt
+from tests.controller.harness import IDENTITY, KV, MAMBA, PAGES, STATES, Engine, P, evict_checked, prompt
 from tiercache.controller import ControllerOptions, HybridCacheController, Status
 from tiercache.core import PoolName, Tier
 from tiercache.errors import (
@@ -45,16 +45,14 @@ def engine():
     leaked.
     """
     engine = Engine(open_backend("memory://"), pages=24, states=12)
-    engine.serve(FIRST)
-    engine.settle()
+    engine.keep(FIRST)
     yield engine
     if not is_closed(engine):
         engine.settle()
         engine.check()
         assert engine.serve(FIRST) == 3 * P
         engine.settle()
-        engine.controller.evict(Tier.DEVICE)
-        engine.controller.evict(Tier.HOST)
+        evict_checked(engine, Tier.DEVICE, Tier.HOST)
         assert all(pool.allocator.used == 0 for pool in engine.pools.values())
         assert engine.arena.available == engine.arena.blocks
         assert engine.controller.close()
@@ -225,10 +223,7 @@ def test_releasing_the_admission_of_another_controller(engine):
 def test_using_what_is_not_ready_yet(tmp_path):
     env = FaultEnv()
     engine = Engine(open_backend(f"file://{tmp_path}/store?capacity=16MiB", env=env))
-    engine.serve(FIRST)
-    engine.settle()
-    engine.controller.evict(Tier.DEVICE)
-    engine.controller.evict(Tier.HOST)
+    engine.keep(FIRST, Tier.DEVICE, Tier.HOST)
     hang = env.hang("preadv", times=100)
     admission = engine.controller.admit(engine.controller.lookup(FIRST), states=1)
     assert admission.poll().status is Status.PENDING
@@ -346,8 +341,7 @@ def test_a_full_disk(tmp_path, call):
     env = FaultEnv()
     engine = Engine(open_backend(f"file://{tmp_path}/store?capacity=16MiB", env=env))
     if call != "fallocate":
-        engine.serve(FIRST)
-        engine.settle()
+        engine.keep(FIRST)
     full = env.fail(call, times=1000, error=errno.ENOSPC)
     second = [*prompt(1, 2, 3, 4, 6), 5]
     engine.serve(second)
@@ -358,8 +352,7 @@ def test_a_full_disk(tmp_path, call):
     engine.controller.evict(Tier.DEVICE)
     assert engine.serve(second) == 5 * P
     engine.settle()
-    engine.controller.evict(Tier.DEVICE)
-    engine.controller.evict(Tier.HOST)
+    evict_checked(engine, Tier.DEVICE, Tier.HOST)
     assert engine.serve(second) == 5 * P
     engine.settle()
     engine.check()

@@ -27,8 +27,7 @@ def test_a_router_sees_a_prompt_on_every_tier_under_the_keys_that_it_computes():
         engine = Engine(store, options=OPTIONS)
         with Follower(engine.controller.publisher) as follower:
             follower.read()
-            engine.serve(prompt(1, 2, 3))
-            assert engine.settle()
+            engine.keep(prompt(1, 2, 3))
             engine.controller.tick()
             keys = keys_of(1, 2, 3)
             places = {Place(Medium.GPU), Place(Medium.CPU), Place(Medium.STORAGE, "store")}

@@ -8,7 +8,7 @@ import pytest
 from tiercache_backends.memory import MemoryBackend
 from tiercache_kernels.reference import copy_segments
 
-from tests.controller.harness import KV, Engine, Fence, Flaky, P, prompt
+from tests.controller.harness import KV, Engine, Fence, Flaky, P, evict_checked, prompt
 from tiercache.core import Tier, as_tokens
 from tiercache.errors import AdmissionError, TransferError
 from tiercache.transfer import CopyEngine
@@ -49,13 +49,11 @@ def shut(store, depth=None):
 
 
 def stored(engine, prompt):
-    engine.serve(prompt)
-    engine.settle()
+    engine.keep(prompt)
 
 
 def evict(engine):
-    engine.controller.evict(Tier.DEVICE)
-    engine.controller.evict(Tier.HOST)
+    evict_checked(engine, Tier.DEVICE, Tier.HOST)
 
 
 def failing(armed):
@@ -160,11 +158,9 @@ def test_a_host_that_holds_one_state_and_nothing_beside_it_lets_everything_throu
     """
     engine = Engine(MemoryBackend(), blocks=3, states=40)  # no state is evicted before its copy
     for turn in range(4):
-        engine.serve([*prompt(turn), 7])
-    assert engine.settle()
+        engine.keep([*prompt(turn), 7])
     for turn in range(4):
-        engine.controller.evict(Tier.DEVICE)
-        engine.controller.evict(Tier.HOST)
+        evict_checked(engine, Tier.DEVICE, Tier.HOST)
         query = engine.controller.lookup([*prompt(turn), 7]).query
         while not query.done:
             engine.controller.tick(0.01)

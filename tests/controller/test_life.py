@@ -40,8 +40,7 @@ def test_every_tier_gives_back_what_was_computed(store, pools):
 def test_a_restart_keeps_the_cache(tmp_path, hybrid):
     url = f"file://{tmp_path}/store?capacity=16MiB"
     engine = Engine(open_backend(url), hybrid=hybrid)
-    engine.serve([*prompt(1, 2, 3), 7])
-    engine.settle()
+    engine.keep([*prompt(1, 2, 3), 7])
     engine = engine.restart(url)
     assert engine.serve([*prompt(1, 2, 3), 9]) == 3 * P
     assert engine.controller.close()
@@ -69,16 +68,14 @@ def test_another_identity_never_hits(store, change):
     from dataclasses import replace
 
     engine = Engine(store)
-    engine.serve(prompt(1, 2, 3))
-    engine.settle()
+    engine.keep(prompt(1, 2, 3))
     other = Engine(store, identity=replace(IDENTITY, **change))
     assert other.serve(prompt(1, 2, 3)) == 0
 
 
 def test_another_shard_or_adapter_never_hits(store):
     engine = Engine(store)
-    engine.serve(prompt(1, 2, 3))
-    engine.settle()
+    engine.keep(prompt(1, 2, 3))
     assert Engine(store, shard=Shard(1, 2)).serve(prompt(1, 2, 3)) == 0
     assert engine.serve(prompt(1, 2, 3), extra=b"adapter") == 0
     assert engine.serve(prompt(1, 2, 3), extra=b"adapter") == 2 * P
@@ -89,8 +86,7 @@ def test_each_pool_has_its_own_shard(store):
     first, second = (Engine(store, shard={MAMBA: Shard(rank, 2)}) for rank in range(2))
     tokens = prompt(1, 2, 3)
     for engine in (first, second):
-        engine.serve(tokens)
-        engine.settle()
+        engine.keep(tokens)
         assert engine.serve([*tokens, 1]) == 3 * P
     sets = second.metrics
     assert (
@@ -111,9 +107,7 @@ def test_a_store_that_hangs_never_holds_up_the_engine(tmp_path):
         clock=lambda: now[0],
     )
     controller = engine.controller
-    engine.serve([*prompt(1, 2, 3), 5])
-    engine.settle()
-    evict_checked(engine, Tier.DEVICE, Tier.HOST)
+    engine.keep([*prompt(1, 2, 3), 5], Tier.DEVICE, Tier.HOST)
     reads, writes = env.hang("preadv", times=1000), env.hang("pwritev", times=1000)
 
     tokens = np.array(prompt(1, 2, 3, 4))
@@ -141,9 +135,7 @@ def test_a_store_that_hangs_never_holds_up_the_engine(tmp_path):
 def test_start_freezes_the_depth_and_late_arrivals_serve_the_next(tmp_path):
     env = FaultEnv()
     engine = Engine(open_backend(f"file://{tmp_path}/store?capacity=16MiB", env=env))
-    engine.serve([*prompt(1, 2, 3), 5])
-    engine.settle()
-    evict_checked(engine, Tier.DEVICE, Tier.HOST)
+    engine.keep([*prompt(1, 2, 3), 5], Tier.DEVICE, Tier.HOST)
     hang = env.hang("preadv", times=1000)
     admission = engine.controller.admit(engine.controller.lookup(prompt(1, 2, 3, 4)), states=1)
     while not hang.reached.is_set():
@@ -181,9 +173,7 @@ def test_the_engine_thread_makes_no_storage_call(tmp_path):
 def test_requests_that_overlap_share_loads_and_fetches_and_drop_duplicates(store):
     engine = Engine(store, pages=32, states=24)
     controller = engine.controller
-    engine.serve([*prompt(1, 2, 3), 1])
-    engine.settle()
-    evict_checked(engine, Tier.DEVICE, Tier.HOST)
+    engine.keep([*prompt(1, 2, 3), 1], Tier.DEVICE, Tier.HOST)
     tokens = np.array(prompt(1, 2, 3, 4, 5))
     admissions = [controller.admit(controller.lookup(tokens), states=2) for _ in range(3)]
     for admission in admissions:
@@ -253,8 +243,7 @@ def test_many_states_on_a_path_do_not_block_the_state_pool(store):
 def test_without_states_a_request_holds_only_the_pages_that_it_matched(store):
     """The rest of the edge that its prompt enters can go while the request runs."""
     engine = Engine(store, hybrid=False, pages=6)
-    engine.serve(prompt(1, 2, 3, 4, 5, 6))
-    engine.settle()
+    engine.keep(prompt(1, 2, 3, 4, 5, 6))
     tokens = np.array(prompt(1, 9, 8, 7, 6))
     admission = engine.controller.admit(engine.controller.lookup(tokens))
     assert engine.restore(admission, tokens) == P

@@ -24,9 +24,7 @@ from tiercache.transfer import CopyEngine
 def test_what_could_not_be_read_is_not_taken_for_absent(answer):
     store = Flaky(MemoryBackend(1 << 24))
     engine = Engine(store)
-    engine.serve([*prompt(1, 2, 3), 5])
-    engine.settle()
-    evict_checked(engine, Tier.DEVICE, Tier.HOST)
+    engine.keep([*prompt(1, 2, 3), 5], Tier.DEVICE, Tier.HOST)
     store.gets = [answer] * 20
     assert engine.serve([*prompt(1, 2, 3), 5]) == 0
     engine.settle()
@@ -46,9 +44,7 @@ def test_a_flush_says_what_is_not_in_storage(caplog):
     assert engine.metrics.total("write_through_skipped_total", reason="refused") == 4
     assert engine.settle(), "that was said"
     store.sets = []
-    engine.serve([*prompt(1, 2, 3), 5])
-    assert engine.settle()
-    evict_checked(engine, Tier.DEVICE, Tier.HOST)
+    engine.keep([*prompt(1, 2, 3), 5], Tier.DEVICE, Tier.HOST)
     assert engine.serve([*prompt(1, 2, 3), 5]) == 3 * P
     full = Engine(Flaky(MemoryBackend(1 << 24)), blocks=2)
     full.serve(prompt(1, 2, 3))
@@ -97,9 +93,7 @@ def test_a_state_that_is_missing_in_storage_leaves_the_deepest_below(store):
 
 def test_a_page_that_is_missing_in_storage_is_a_miss_of_all_behind_it(store):
     engine = Engine(store)
-    engine.serve([*prompt(1, 2, 3, 4), 5])
-    engine.settle()
-    evict_checked(engine, Tier.DEVICE, Tier.HOST)
+    engine.keep([*prompt(1, 2, 3, 4), 5], Tier.DEVICE, Tier.HOST)
     drop(store, KV, 1)
     assert engine.serve(prompt(1, 2, 3, 4, 5)) == 0
     assert engine.metrics.total("storage_gets_total") == 0
@@ -110,8 +104,7 @@ def test_a_page_that_is_missing_in_storage_is_a_miss_of_all_behind_it(store):
 def test_after_a_restart_a_dropped_state_is_a_miss_with_its_reason(tmp_path):
     url = f"file://{tmp_path}/store?capacity=16MiB"
     engine = Engine(open_backend(url))
-    engine.serve([*prompt(1, 2, 3), 5])
-    engine.settle()
+    engine.keep([*prompt(1, 2, 3), 5])
     engine.controller.close()
     store = open_backend(url)
     drop(store, MAMBA, 0)
@@ -124,9 +117,7 @@ def test_after_a_restart_a_dropped_state_is_a_miss_with_its_reason(tmp_path):
 def test_a_corrupt_object_is_never_served_and_is_stored_anew(tmp_path):
     env = FaultEnv()
     engine = Engine(open_backend(f"file://{tmp_path}/store?capacity=16MiB", env=env))
-    engine.serve([*prompt(1, 2, 3), 5])
-    engine.settle()
-    evict_checked(engine, Tier.DEVICE, Tier.HOST)
+    engine.keep([*prompt(1, 2, 3), 5], Tier.DEVICE, Tier.HOST)
     env.spoil(times=1000)  # a store looks twice before it gives an object up
     assert engine.serve(prompt(1, 2, 3, 4)) == 0
     env.clear()
@@ -145,9 +136,7 @@ def test_a_layer_that_fails_voids_the_restore(store, layer):
     """
     armed = []
     engine = Engine(store, engine=failing(armed))
-    engine.serve([*prompt(1, 2, 3), 1])
-    engine.settle()
-    evict_checked(engine, Tier.DEVICE)
+    engine.keep([*prompt(1, 2, 3), 1], Tier.DEVICE)
     armed += [True, *[False] * (layer - 1)]
     assert engine.serve(prompt(1, 2, 3, 4)) == 0
     assert engine.metrics.value("restore_failures_total", "io_error") == 1
@@ -207,8 +196,7 @@ def test_a_store_that_cannot_begin_leaves_nothing_behind(error):
     assert engine.arena.available == engine.arena.blocks, "no block is held for a copy that never was"
     assert engine.metrics.total("write_through_skipped_total", reason="transfer_failed") > 0
     made[0].share = 0.0
-    engine.serve(prompt(1, 2, 3))
-    engine.settle()
+    engine.keep(prompt(1, 2, 3))
     engine.controller.evict(Tier.DEVICE)
     assert engine.serve([*prompt(1, 2, 3), 1]) == 3 * P, "the next commit of the path takes it down"
 
@@ -216,8 +204,7 @@ def test_a_store_that_cannot_begin_leaves_nothing_behind(error):
 def test_a_load_that_cannot_begin_is_computed_instead():
     made = []
     engine = Engine(open_backend("memory://?capacity=16MiB"), engine=refusing(Random(1), made))
-    engine.serve([*prompt(1, 2, 3), 1])
-    engine.settle()
+    engine.keep([*prompt(1, 2, 3), 1])
     engine.controller.evict(Tier.DEVICE)
     made[0].share = 1.0
     assert engine.serve([*prompt(1, 2, 3), 1]) == 0
@@ -296,16 +283,13 @@ def test_what_a_store_has_evicted_is_written_again(checks):
     store = MemoryBackend(1 << 20)
     engine = Engine(store, options=ControllerOptions(belief_checks=checks))
     tokens = [*prompt(1, 2, 3), 5]
-    engine.serve(tokens)
-    assert engine.settle()
+    engine.keep(tokens)
     engine.controller.evict(Tier.HOST)
     store.delete([entry.key for entry in store.scan_all()])
     for turn in range(3):
-        engine.serve([*prompt(50 + turn), 5])
-        engine.settle()
+        engine.keep([*prompt(50 + turn), 5])
         time.sleep(0.06)  # longer than the pause between two checks
-    engine.serve(tokens)
-    engine.settle()
+    engine.keep(tokens)
     kept = sum(entry.key.pool is KV and entry.meta.depth <= 3 for entry in store.scan_all())
     assert (kept == 3 + 3) is bool(checks)
     engine.check()
@@ -314,10 +298,7 @@ def test_what_a_store_has_evicted_is_written_again(checks):
 def test_a_query_forgets_what_is_not_there():
     store = MemoryBackend(1 << 20)
     engine = Engine(store, options=ControllerOptions(belief_checks=0))
-    engine.serve([*prompt(1, 2, 3), 5])
-    assert engine.settle()
-    engine.controller.evict(Tier.DEVICE)
-    engine.controller.evict(Tier.HOST)
+    engine.keep([*prompt(1, 2, 3), 5], Tier.DEVICE, Tier.HOST)
     assert believed(engine) == (3, 1)
     store.delete(
         [entry.key for entry in store.scan_all() if entry.key.pool is MAMBA or entry.meta.depth == 2]
@@ -338,8 +319,7 @@ def test_an_edge_that_is_cut_while_storage_is_asked():
     store = Hanging()
     engine = Engine(store)
     controller, other = engine.controller, prompt(1, 8)
-    engine.serve([*prompt(1, 2, 3), 5])
-    assert engine.settle()
+    engine.keep([*prompt(1, 2, 3), 5])
     admission = controller.admit(controller.lookup([*other, 5]), states=2)
     engine.compute(admission, other, admission.wait().depth, 2 * P)
     store.hangs = {"exists"}
@@ -366,8 +346,7 @@ def test_an_edge_that_is_cut_while_storage_is_asked():
 
 def test_an_answer_about_another_path_says_nothing_of_this_one():
     engine = Engine(MemoryBackend(1 << 20), options=ControllerOptions(belief_checks=0))
-    engine.serve([*prompt(1, 2, 3), 5])
-    assert engine.settle()
+    engine.keep([*prompt(1, 2, 3), 5])
     for other in (prompt(1, 8, 8, 5), prompt(9, 9)):
         admission = engine.controller.admit(engine.controller.lookup(other))
         assert not admission.wait().depth

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiercache_backends.memory import MemoryBackend
 
-from tests.controller.harness import KV, MAMBA, Engine, P, prompt
+from tests.controller.harness import KV, MAMBA, Engine, P, evict_checked, prompt
 from tiercache.controller import Status
 from tiercache.core import Outcome, Reason, Tier
 from tiercache.errors import StorageError
@@ -38,9 +38,7 @@ def served(engine, *ids):
 
 
 def evict(engine):
-    engine.controller.evict(Tier.DEVICE)
-    engine.controller.evict(Tier.HOST)
-    engine.check()
+    evict_checked(engine, Tier.DEVICE, Tier.HOST)
 
 
 def land(engine):

@@ -26,8 +26,7 @@ def filled(store, *prompts):
     """The store, with the prompts in it: a state at each end."""
     before = Engine(store, pages=24, blocks=80)
     for one in prompts:
-        before.serve(one)
-    assert before.settle()
+        before.keep(one)
     before.controller.close()
     return store
 

@@ -76,8 +76,7 @@ def test_a_ticket_is_carried_to_another_process(tmp_path, url):
     assert admission.resumed
     verify(engine, admission)
     go_on(engine, admission)
-    engine.serve(PROMPT)
-    engine.settle()
+    engine.keep(PROMPT)
     again = engine.controller.resume(ticket)
     poll = again.wait()
     assert not again.resumed

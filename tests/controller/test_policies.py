@@ -111,8 +111,7 @@ class Listening(MemoryBackend):
 
 def busy(engine, turns=20):
     for turn in range(turns):
-        engine.serve([*prompt(100 + turn), 5])
-        assert engine.settle()
+        engine.keep([*prompt(100 + turn), 5])
 
 
 def states_of(store):
@@ -127,8 +126,7 @@ def states_of(store):
 def test_every_write_has_a_value():
     store = Listening()
     engine = Engine(store)
-    engine.serve([*prompt(1, 2, 3), 5])
-    assert engine.settle()
+    engine.keep([*prompt(1, 2, 3), 5])
     assert {pool for pool, _, _ in store.writes} == {KV, MAMBA}
     assert all(value > 0 for _, value, _ in store.writes)
     [worker] = {worker for _, _, worker in store.writes}
@@ -146,8 +144,7 @@ def test_a_superseded_state_is_advised_to_be_worth_less():
     busy(engine)
     for n in range(4, 8):  # the session goes on, again and again
         tokens = [*tokens, *prompt(n)]
-        engine.serve([*tokens, 5])
-        assert engine.settle()
+        engine.keep([*tokens, 5])
         busy(engine, 5)
     after = states_of(store)
     assert store.advice
@@ -162,8 +159,7 @@ def test_a_store_that_cannot_be_advised_serves_on():
     busy(engine)
     assert store.advice
     store.breaks = False
-    engine.serve([*prompt(100), 5])
-    assert engine.settle()
+    engine.keep([*prompt(100), 5])
     engine.check()
 
 

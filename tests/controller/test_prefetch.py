@@ -32,8 +32,7 @@ def engine_over(store, *conversations, **sizes):
     """An engine in another process than the one that stored these conversations."""
     before = Engine(store, pages=60, states=24, blocks=128)
     for tokens in conversations:
-        before.serve(tokens)
-    before.settle()
+        before.keep(tokens)
     before.controller.close()
     return Engine(store, **{"options": OPTIONS, "pages": 60, "states": 24, "blocks": 64} | sizes)
 
@@ -128,8 +127,7 @@ def test_the_wait_ends_with_the_deepest_depth_that_has_landed(monkeypatch):
 def test_a_lost_state_leaves_its_pages_to_the_depth_above(monkeypatch):
     monkeypatch.setattr(Fetch, "part", 1)
     engine, store = engine_with()
-    engine.serve(LONG)
-    engine.settle()
+    engine.keep(LONG)
     evict(engine)
     [gone] = [e.key for e in store.scan_all() if e.key.pool is MAMBA and e.meta.depth == 6]
     store.lose(gone)
@@ -148,8 +146,7 @@ def test_what_nobody_waits_for_is_cancelled_and_can_be_fetched_again(monkeypatch
     store = Gated()
     options = ControllerOptions(restore_deadline=20.0, read_threads=1, in_flight_share=2 / 12)
     engine = Engine(store, hybrid=False, blocks=12, options=options)
-    engine.serve(FIRST)
-    engine.settle()
+    engine.keep(FIRST)
     evict(engine)
     gate = shut(store, 1)
     one = ask(engine, FIRST)
@@ -206,8 +203,7 @@ def test_a_prefix_of_whole_pages_is_prefetched_to_its_end():
 
 def test_what_is_near_is_not_fetched():
     engine = engine_over(Gated(), FIRST)
-    engine.serve(FIRST)
-    engine.settle()
+    engine.keep(FIRST)
     asked = fetched(engine)
     ticket = engine.controller.prefetch(FIRST)
     assert (ticket.done, ticket.tokens, ticket.reason) == (True, 3 * P, Reason.NONE)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.controller.harness import Engine, P, prompt
+from tests.controller.harness import Engine, P, evict_checked, prompt
 from tests.controller.test_interleavings import Gated
 from tests.controller.test_prefetch import Clock, engine_over
 from tests.integrity import no_pin_is_left
@@ -29,8 +29,7 @@ def engine_with(clock=None, *, blocks=64, share=0.5, policy="hvd", hybrid=True, 
 
 def served(engine, *conversations):
     for tokens in conversations:
-        engine.serve(tokens)
-        engine.settle()
+        engine.keep(tokens)
 
 
 def on_host(engine, tokens):
@@ -47,8 +46,7 @@ def press(engine, count=24):
 
 def nothing_left(engine):
     engine.settle()
-    engine.controller.evict(Tier.DEVICE)
-    engine.controller.evict(Tier.HOST)
+    evict_checked(engine, Tier.DEVICE, Tier.HOST)
     engine.check()
     assert engine.arena.available == engine.arena.blocks
     assert no_pin_is_left(engine.controller)

@@ -31,8 +31,7 @@ def filled(**options):
     """An engine whose store has FIRST, and neither device nor host, and its clock."""
     clock = Clock()
     engine = Engine(Gated(), clock=clock, options=ControllerOptions(restore_deadline=20.0, **options))
-    engine.serve(FIRST)
-    engine.settle()
+    engine.keep(FIRST)
     evict(engine)
     return engine, clock
 
@@ -155,8 +154,7 @@ def test_a_depth_in_the_middle_saves_most():
     ]
     for one in prompts:
         engine = Engine(store, pages=32, states=12, blocks=160)
-        engine.serve(one)
-        engine.settle()
+        engine.keep(one)
         engine.controller.close()
     engine = Engine(
         store,

@@ -26,8 +26,7 @@ def test_a_restart_keeps_the_cache(tmp_path, write):
     url = f"file://{tmp_path}/store?capacity=16MiB"
     engine = engine_of(open_backend(url), write=write)
     engine.serve([*prompt(1, 2, 3), 7])
-    engine.serve([*prompt(1, 2, 8), 7])
-    assert engine.settle()
+    engine.keep([*prompt(1, 2, 8), 7])
     engine = engine.restart(url)
     assert engine.serve([*prompt(1, 2, 3), 9]) == 3 * P
     assert engine.serve([*prompt(1, 2, 8), 9]) == 3 * P
@@ -39,9 +38,7 @@ def test_a_restart_keeps_the_cache(tmp_path, write):
 def test_a_state_that_storage_lost_gives_way_to_the_one_before(store):
     engine = engine_of(store)
     engine.serve(prompt(1, 2))
-    engine.serve(prompt(1, 2, 3, 4))
-    engine.settle()
-    evict_checked(engine, Tier.DEVICE, Tier.HOST)
+    engine.keep(prompt(1, 2, 3, 4), Tier.DEVICE, Tier.HOST)
     deepest = max(store.scan_all(), key=lambda entry: entry.meta.depth)
     assert (deepest.meta.depth, deepest.meta.parent, deepest.key.pool) == (4, None, MAMBA)
     store.delete([deepest.key])
@@ -51,9 +48,7 @@ def test_a_state_that_storage_lost_gives_way_to_the_one_before(store):
 
 def test_the_paths_of_evicted_states_are_remembered():
     engine = engine_of(checkpoints=CheckpointRules(request_end=False))
-    engine.serve([*prompt(1, 2, 3), 7])
-    engine.settle()
-    evict_checked(engine, Tier.DEVICE, Tier.HOST)
+    engine.keep([*prompt(1, 2, 3), 7], Tier.DEVICE, Tier.HOST)
     assert not list(engine.context.index.nodes()), "no state, no path"
     admission = engine.controller.admit(engine.controller.lookup([*prompt(1, 2, 4, 5), 7]), states=2)
     assert admission.start().status is Status.READY
@@ -97,14 +92,11 @@ def test_tokens_beyond_the_admission_are_refused_although_pages_take_no_slots():
 def test_a_pin_and_a_hint_hold_a_state():
     engine = engine_of(states=6, blocks=40, pin_share=0.5)
     tokens = prompt(1, 2, 3)
-    engine.serve(tokens)
-    engine.settle()
+    engine.keep(tokens)
     assert engine.controller.pin(tokens, ttl=100) == 3 * P
     assert engine.controller.hint(tokens, 5.0) == 3 * P
     for n in range(20):
-        engine.serve(prompt(10 + n, 40 + n))
-        engine.settle()
-    evict_checked(engine, Tier.DEVICE, Tier.HOST)
+        engine.keep(prompt(10 + n, 40 + n), Tier.DEVICE, Tier.HOST)
     assert engine.serve([*tokens, 1]) == 3 * P
     assert engine.controller.unpin(tokens)
     engine.check()

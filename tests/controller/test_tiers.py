@@ -41,9 +41,7 @@ def chain_of(*stores, deadlines=(), **lower):
 
 def served_and_flushed(engine, *conversations):
     for conversation in conversations or (CHAT,):
-        engine.serve(conversation)
-    assert engine.settle()
-    evict_checked(engine, Tier.DEVICE, Tier.HOST)
+        engine.keep(conversation, Tier.DEVICE, Tier.HOST)
 
 
 def contents(store):
@@ -196,8 +194,7 @@ def test_a_read_that_the_controller_gives_up_first_leaks_nothing(hanging, verb):
     assert engine.serve(OTHER) == 0
     engine.check()
     hanging.release()
-    engine.controller.evict(Tier.DEVICE)
-    engine.controller.evict(Tier.HOST)
+    evict_checked(engine, Tier.DEVICE, Tier.HOST)
     until(engine, lambda: engine.serve(CHAT) == 3 * P)
     until(engine, lambda: free_blocks(engine) == engine.arena.blocks)
     assert chain.usage().tiers[0].lost_calls == 0
