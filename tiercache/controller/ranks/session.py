@@ -72,13 +72,8 @@ class Agreement:
     def vote(self, possible: int, ready: int) -> None:
         """Say which depths this rank may restore, and which one it holds and keeps."""
         self.has_voted, self.ready = True, ready  # before the vote, which may be the last
-        session = self._session
-        vote = Vote(possible, ready)
-        with session.lock:
-            if self.is_leader:
-                session.ballots.vote(session.rank, self.number, self.attempt, self.round, vote)
-            else:
-                session.send_vote(self, vote)
+        with self._session.lock:
+            self._session.send_vote(self, Vote(possible, ready))
 
     def expire(self) -> None:
         """End the wait for the other ranks: the request restores nothing. Called at the deadline."""
@@ -112,12 +107,8 @@ class Agreement:
 
     def note_loaded(self) -> None:
         """Say that everything is on the device of this rank."""
-        session = self._session
-        with session.lock:
-            if self.is_leader:
-                session.ballots.note_loaded(session.rank, self.number, self.attempt)
-            else:
-                session.send(LEADER, MessageKind.LOADED, [self.number, self.attempt])
+        with self._session.lock:
+            self._session.send(LEADER, MessageKind.LOADED, [self.number, self.attempt])
 
     def close(self) -> None:
         """Leave the agreement at the end of the request, or because this rank could not admit it."""
@@ -294,8 +285,12 @@ class RankSession:
         self.send(LEADER, MessageKind.VOTE, [*at, pack_depths(vote.possible), vote.ready, vote.is_refused])
 
     def send(self, to: int, kind: MessageKind, fields: Sequence[Any]) -> None:
-        """Send a message of this session."""
-        self.group.send(to, Message(kind, self._handshake.session, self.rank, fields).pack())
+        """Send a message of this session. What the leader tells itself is counted at once, under the lock."""
+        message = Message(kind, self._handshake.session, self.rank, fields)
+        if to == self.rank:
+            self._count(message)
+        else:
+            self.group.send(to, message.pack())
 
 
 def join_ranks(group: RankGroup | None, facts: RankFacts, deadline: float) -> RankSession | None:
