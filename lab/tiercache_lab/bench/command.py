@@ -156,12 +156,11 @@ def device(
     """Measure copies between a CUDA device and page-locked host memory.
 
     The command measures stores and loads of 1 to 256 objects of Qwen3-Next (pages
-    of 64 tokens, and states). Each store or load is compared with one
-    contiguous copy of the same number of bytes. It is measured with each method,
-    with the method that the engine chooses, and through the transfer engine.
-    The methods are batch (the driver's batched copies), memcpy (one call per copy)
-    and kernel (tiercache's kernel). A method that does not copy every byte in a
-    trial is left out and named.
+    of 64 tokens, and states) through the transfer engine. Each is compared with one
+    contiguous copy of the same number of bytes. It is measured with each method
+    alone, and with those that the engine chooses. The methods are batch (the
+    driver's batched copies), memcpy (one call per copy) and kernel (tiercache's
+    kernel). A method that does not copy every byte in a trial is left out and named.
 
         tiercache bench device -o json
     """

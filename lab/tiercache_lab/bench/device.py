@@ -1,13 +1,12 @@
-"""`tiercache bench device`: stores and loads between a CUDA device and the host, beside one contiguous copy.
+"""`tiercache bench device`: stores and loads of the transfer engine, beside one contiguous copy.
 
-Stores and loads are measured by each method, by the method that the engine chooses, and through the
-transfer engine.
+Each is measured with one method of copying at a time, and with those that the engine chooses.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,26 +18,30 @@ from tiercache.config import parse_size
 from tiercache.core import CacheTransferUnits
 from tiercache.errors import ConfigError, TierCacheError, TransferError
 from tiercache.geometry import DTYPE_BITS, Geometry, kv_geometry, state_geometry
-from tiercache.models.architecture import LayerKind, every_nth
-from tiercache.models.fields import Fields
-from tiercache.models.profile import CONFIGS
 from tiercache.pools import DevicePool, HostArena, HostPool
 from tiercache.transfer.base import Ticket
 from tiercache.transfer.cuda import CudaDevice, CudaEngine, Method
-from tiercache.transfer.cuda.copying import CopySet, Pace, best_method, layer_groups
+from tiercache.transfer.cuda.copying import best_method
 from tiercache.transfer.cuda.self_test import self_test
-from tiercache.transfer.descriptors import Copies, build_descriptors
 from tiercache_lab.bench.rows import MIB, Row
 from tiercache_lab.bench.timing import Side, medians
 
 MODEL: Final = "qwen3-next-80b-a3b"
 """Model whose pages and states are copied."""
+PAGES: Final = kv_geometry(range(3, 48, 4), 2, 256, "bfloat16", 64)
+"""Pages of 64 tokens of its attention layers."""
+STATES: Final = state_geometry(
+    [
+        (layer, *part)
+        for layer in range(48)
+        if layer % 4 != 3
+        for part in (("conv", (8192, 3), "bfloat16"), ("ssm", (32, 128, 128), "float32"))
+    ],
+    64,
+)
+"""States of its recurrent layers: the past inputs of the convolution, and the recurrent state."""
 CHOICE: Final = "choice"
 """Way that stands for the methods that the engine chooses."""
-COUNTS: Final = (1, 4, 16, 64, 256)
-"""Numbers of objects in a group."""
-PAGE_SIZE: Final = 64
-"""Tokens per page."""
 TRANSFERS: Final = 4
 """Number of transfers in the engine at once.
 
@@ -49,13 +52,10 @@ _SMALL: Final = 64 * MIB
 _MORE: Final = 5
 """Factor by which the number of runs is multiplied for a small group."""
 _PLAIN: Final = "contiguous"
-_ENGINE: Final = "engine"
 _ALIGN: Final = 256
 """Alignment of tensors in bytes, as in allocators of device memory."""
 _TIMEOUT_S: Final = 120.0
 """Seconds to wait for one transfer."""
-Say = Callable[[str], None]
-"""Function that shows progress. It is called with a description of each step."""
 
 
 class Direction(StrEnum):
@@ -66,79 +66,40 @@ class Direction(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Shapes:
-    """Geometries of one model."""
-
-    name: str
-    pages: Geometry
-    states: Geometry
-
-
-def shapes_of(name: str) -> Shapes:
-    """Return the geometries of pages and states of a model with attention in every n-th layer.
-
-    A page has 64 tokens. For each attention layer it has K and V of shape `[64, heads, dim]` in bfloat16. A
-    state has two tensors for each recurrent layer, as in engines. `conv` has the past inputs of the
-    convolution over q, k and v, `[channels, kernel - 1]` in bfloat16. `ssm` has the recurrent state,
-    `[value heads, key dim, value dim]` in float32.
-    """
-    config = CONFIGS[name]
-    fields = Fields(config.get("text_config", config), name)
-    kinds = every_nth(fields)
-    full = [n for n, kind in enumerate(kinds) if kind is LayerKind.FULL]
-    key_heads, heads, key_dim, dim, kernel = (
-        fields.count(f"linear_{part}")
-        for part in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-    )
-    channels = 2 * key_heads * key_dim + heads * dim
-    parts = (("conv", (channels, kernel - 1), "bfloat16"), ("ssm", (heads, key_dim, dim), "float32"))
-    states = [(n, *part) for n, kind in enumerate(kinds) if kind is LayerKind.RECURRENT for part in parts]
-    return Shapes(
-        name,
-        kv_geometry(
-            full, fields.count("num_key_value_heads"), fields.count("head_dim"), "bfloat16", PAGE_SIZE
-        ),
-        state_geometry(states, PAGE_SIZE),
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class DevicePlan:
     """Plan of one run of `bench device`."""
 
-    shapes: Shapes
     max_bytes: int
     """Maximum payload bytes of a group."""
     repeats: int
     """Number of runs for each median. One more run comes first and is not counted."""
-    counts: tuple[int, ...] = COUNTS
+    counts: tuple[int, ...] = (1, 4, 16, 64, 256)
+    """Numbers of objects in a group."""
+    pages: Geometry = PAGES
+    states: Geometry = STATES
 
     def groups(self) -> Iterator[tuple[str, Geometry, int]]:
         """Yield the groups: pages and states, with all counts that fit into `max_bytes`."""
         for count in self.counts:
-            for kind, geometry in (("pages", self.shapes.pages), ("states", self.shapes.states)):
+            for kind, geometry in (("pages", self.pages), ("states", self.states)):
                 if count * geometry.nbytes <= self.max_bytes:
                     yield kind, geometry, count
 
     @property
     def device_bytes(self) -> int:
         """Bytes that the largest group needs on the device, with one free slot."""
-        spare = max(one.nbytes for one in (self.shapes.pages, self.shapes.states))
-        return self.max_bytes + spare + MIB  # for the alignment of tensors
+        return self.max_bytes + max(self.pages.nbytes, self.states.nbytes) + MIB  # aligned tensors
 
 
 def device_plan(most: str, repeats: int) -> DevicePlan:
     """Return the plan that the options describe; raises ConfigError if it cannot be carried out."""
-    shapes = shapes_of(MODEL)
     try:
         nbytes = parse_size(most.strip())
     except ConfigError as error:
         raise ConfigError(f"--most: {error}") from error
-    if nbytes < shapes.pages.nbytes:
-        raise ConfigError(
-            f"--most {nbytes} does not hold one page of {MODEL}; give at least {shapes.pages.nbytes}"
-        )
-    return DevicePlan(shapes, nbytes, repeats)
+    if nbytes < PAGES.nbytes:
+        raise ConfigError(f"--most {nbytes} does not hold one page of {MODEL}; give at least {PAGES.nbytes}")
+    return DevicePlan(nbytes, repeats)
 
 
 def footer(plan: DevicePlan, device: CudaDevice) -> list[str]:
@@ -146,19 +107,14 @@ def footer(plan: DevicePlan, device: CudaDevice) -> list[str]:
     return [
         (
             f"{device.card}. Medians of at least {plan.repeats} interleaved runs; objects in random slots and"
-            " blocks."
+            f" blocks, in {TRANSFERS} transfers of the engine at once."
         ),
-        (
-            "gb_s: all copies in one stream, from the start of queuing to the end of the last copy. A load"
-            " queues its copies layer by layer. contiguous_gb_s: one contiguous copy of the same size, with"
-            " host memory that the driver page-locked. engine_gb_s: through the transfer engine, with"
-            f" the objects in {TRANSFERS} transfers at once."
-        ),
+        "contiguous_gb_s: one contiguous copy of the same size, with host memory page-locked by the driver.",
         *(f"No copies by {method}: {reason}." for method, reason in device.unavailable.items()),
     ]
 
 
-def run(plan: DevicePlan, device: CudaDevice, say: Say) -> Generator[Row]:
+def run(plan: DevicePlan, device: CudaDevice, say: Callable[[str], None]) -> Generator[Row]:
     """Yield every row as soon as it is known.
 
     A method that fails the engine's self-test, which compares all bytes, is left out. Closing the generator
@@ -167,31 +123,26 @@ def run(plan: DevicePlan, device: CudaDevice, say: Say) -> Generator[Row]:
     """
     try:
         with device.current(), ExitStack() as stack:
-            yield from _run(plan, device, say, stack)
+            say("trying each method")
+            self_test(device)
+            plain = ContiguousCopy(device, plan.device_bytes, stack)
+            for kind, geometry, count in plan.groups():
+                with ExitStack() as group:
+                    bed = Bed(plain, geometry, count, plan.pages.padded_nbytes, group)
+                    for direction in Direction:
+                        say(f"{count} {kind}: {direction.replace('_', ' ')}")
+                        yield from _rows(plan, bed, kind, direction)
     except TierCacheError:
         raise
     except RuntimeError as error:
         raise TransferError(f"{device.card} failed: {error}") from error
 
 
-def _run(plan: DevicePlan, device: CudaDevice, say: Say, stack: ExitStack) -> Generator[Row]:
-    say("trying each method")
-    self_test(device)
-    methods = [method for method in Method if method not in device.unavailable]
-    ground = Ground(device, plan.device_bytes, stack)
-    for kind, geometry, count in plan.groups():
-        with ExitStack() as group:
-            bed = Bed(ground, geometry, count, plan.shapes.pages.padded_nbytes, group)
-            for direction in Direction:
-                say(f"{count} {kind}: {direction.replace('_', ' ')}")
-                yield from _rows(plan, bed, kind, direction, methods)
+class ContiguousCopy:
+    """One contiguous copy between the device and page-locked host memory, the limit for all other copies.
 
-
-class Ground:
-    """Memory for a benchmark on the device and on the host, and the stream of its copies.
-
-    There are `nbytes` bytes on the device, and as many page-locked on the host, for contiguous copies.
-    Closing `stack` releases all memory. Raises ConfigError if there is not enough memory.
+    Its `nbytes` bytes on the device are also the memory of the pools. Closing `stack` releases all memory.
+    Raises ConfigError if there is not enough of it.
 
     Thread safety: one thread, with the device current.
     """
@@ -201,43 +152,31 @@ class Ground:
         try:
             self.address = device.allocate(nbytes)
             stack.callback(self._release)
-            # Host memory for the contiguous copy, which is the limit for all other copies. It is allocated by
-            # the driver, because no other host memory is faster.
-            self.plain = device.allocate_host(nbytes)
+            # The host memory is allocated by the driver, because no other host memory is faster.
+            self._host = device.allocate_host(nbytes)
         except RuntimeError as error:
             raise ConfigError(
                 f"{nbytes >> 20} MiB of device memory and as much host memory are not available"
                 f" ({error}); lower --most"
             ) from error
         self._stream = device.create_stream(urgent=False)
-        self._pace = Pace(device, self._stream)
-        self._resources = CopySet(device, self._pace)
         stack.callback(self._close_stream)
 
-    def move(self, work: Work, methods: Sequence[Method]) -> None:
-        """Queue each group of copies by its method, and wait until all copies are done."""
-        self._resources.begin_transfer(work.copies, methods)
-        for rows, method in zip(work.groups, methods, strict=True):
-            self._resources.put(rows, method)
-        self.device.synchronize_stream(self._stream)
-
-    def contiguous(self, direction: Direction, nbytes: int) -> None:
-        """Make one contiguous copy of `nbytes` bytes, the limit for other copies."""
-        ends = self.address, self.plain.ctypes.data
+    def move(self, direction: Direction, nbytes: int) -> None:
+        """Copy the first `nbytes` bytes, and wait until they are copied."""
+        ends = self.address, self._host.ctypes.data
         source, destination = ends if direction is Direction.TO_HOST else ends[::-1]
         self.device.copy(source, destination, nbytes, self._stream)
         self.device.synchronize_stream(self._stream)
 
     def settle(self) -> None:
-        """Wait for copies that an error or Ctrl-C may have left under way."""
+        """Wait for a copy that an error or Ctrl-C may have left under way."""
         with suppress(RuntimeError):  # raised by a lost device, on which no copy runs any more
             self.device.synchronize_stream(self._stream)
 
     def _close_stream(self) -> None:
         self.settle()
         with suppress(RuntimeError):  # raised by a lost device, whose error was raised before
-            self._resources.destroy()
-            self._pace.destroy()
             self.device.destroy_stream(self._stream)
 
     def _release(self) -> None:
@@ -264,16 +203,8 @@ class DeviceArray:
         return DTYPE_BITS[self.dtype] // 8
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Copies, and the groups in which they are queued."""
-
-    copies: Copies
-    groups: tuple[slice, ...]
-
-
 class Bed:
-    """Pools for `count` objects of a geometry in the memory of `ground`, and an engine that copies between.
+    """Pools for `count` objects of a geometry in the device memory of `plain`, and an engine between them.
 
     Slots are used in a random order. Object i is stored from slot i of that order and loaded into the next
     slot, so nothing is ever loaded into the first slot:
@@ -289,63 +220,45 @@ class Bed:
     """
 
     def __init__(
-        self, ground: Ground, geometry: Geometry, count: int, block_bytes: int, stack: ExitStack
+        self, plain: ContiguousCopy, geometry: Geometry, count: int, block_bytes: int, stack: ExitStack
     ) -> None:
-        self.ground, self.count = ground, count
-        rng, pool = np.random.default_rng(count), geometry.pool
+        self.plain, self.count, self.nbytes = plain, count, count * geometry.nbytes
+        rng, self._pool = np.random.default_rng(count), geometry.pool
         blocks = count * -(-geometry.nbytes // block_bytes)
-        self._arena = HostArena(blocks * block_bytes, block_bytes)
-        stack.callback(self._arena.close)
-        self._arena.free(rng.permutation(self._arena.alloc(blocks)))
-        self._device = _device_pool(geometry, count + 1, ground.address, f"cuda:{ground.device.ordinal}")
-        self._host = HostPool(geometry, self._arena)
-        self._slots = rng.permutation(self._device.capacity)
-        self._handles = self._host.alloc(count)
-        self._pool = pool
+        arena = HostArena(blocks * block_bytes, block_bytes)
+        stack.callback(arena.close)
+        arena.free(rng.permutation(arena.alloc(blocks)))
+        device = _device_pool(geometry, count + 1, plain.address, f"cuda:{plain.device.ordinal}")
+        host = HostPool(geometry, arena)
+        self._method: Method | None = None
+        self._slots, self._handles = rng.permutation(device.capacity), host.alloc(count)
         # Page-lock the arena in one piece. If there were several pieces, a copy that crosses the border of
         # two pieces would have to be cut there.
         self._engine = stack.enter_context(
             CudaEngine(
-                {pool: self._device}, {pool: self._host}, device=ground.device,
-                piece_bytes=self._arena.nbytes,
+                {self._pool: device}, {self._pool: host}, device=plain.device,
+                choose=lambda copies: self._method or best_method(plain.device, copies),
+                piece_bytes=arena.nbytes,
             )
         )  # fmt: skip
-        # A stack closes in reverse order: `settle` waits for all copies, then the engine unlocks the arena.
-        stack.callback(ground.settle)
+        # A stack closes in reverse order: `settle` waits for the copy, then the engine unlocks the arena.
+        stack.callback(plain.settle)
 
-    def work(self, direction: Direction) -> Work:
-        """Return all copies in the groups that the engine queues.
-
-        A store is one group. A load has one group for each layer, but small layers share a group.
-        """
-        found = build_descriptors(
-            self._device.segments, self._ends(direction), self._host.blocks(self._handles),
-            self._arena.block_bytes, self._arena.address,
-        )  # fmt: skip
-        to_host = direction is Direction.TO_HOST
-        copies = found.copies(to_host=to_host)
-        groups = (slice(0, len(copies)),) if to_host else tuple(rows for _, rows in layer_groups(found))
-        return Work(copies, groups)
-
-    def units(self, direction: Direction) -> list[list[CacheTransferUnits]]:
-        """Return all objects, divided into at most `TRANSFERS` transfers of nearly equal size."""
-        ends, pieces = self._ends(direction), []
-        for chosen in np.array_split(np.arange(self.count), min(TRANSFERS, self.count)):
-            # (sources, destinations): slots and handles for a store, the reverse for a load
-            both = (ends[chosen], self._handles[chosen])
-            pair = both if direction is Direction.TO_HOST else both[::-1]
-            pieces.append([CacheTransferUnits(self._pool, *pair)])
-        return pieces
-
-    def transfer(self, direction: Direction, transfers: list[list[CacheTransferUnits]]) -> None:
-        """Submit all transfers to the engine and wait until all are done.
+    def transfer(self, direction: Direction, method: Method | None) -> None:
+        """Move all objects through the engine, which uses `method` alone; None: those that it chooses.
 
         Raises TransferError if a transfer does not end within two minutes, or the error of one that failed.
         """
+        self._method, to_host = method, direction is Direction.TO_HOST
         call: Callable[[list[CacheTransferUnits]], Ticket] = (
-            self._engine.store if direction is Direction.TO_HOST else self._engine.load
+            self._engine.store if to_host else self._engine.load
         )
-        tickets = [call(units) for units in transfers]
+        slots = self._slots[:-1] if to_host else self._slots[1:]
+        tickets = []
+        for chosen in np.array_split(np.arange(self.count), min(TRANSFERS, self.count)):
+            # (sources, destinations): slots and handles for a store, the reverse for a load
+            both = slots[chosen], self._handles[chosen]
+            tickets.append(call([CacheTransferUnits(self._pool, *(both if to_host else both[::-1]))]))
         for ticket in tickets:
             if not ticket.wait(_TIMEOUT_S):
                 raise TransferError(
@@ -354,9 +267,6 @@ class Bed:
         for ticket in tickets:
             if ticket.error is not None:
                 raise ticket.error
-
-    def _ends(self, direction: Direction) -> np.ndarray:
-        return self._slots[:-1] if direction is Direction.TO_HOST else self._slots[1:]
 
 
 def _device_pool(geometry: Geometry, slots: int, address: int, device: str) -> DevicePool:
@@ -371,30 +281,19 @@ def _device_pool(geometry: Geometry, slots: int, address: int, device: str) -> D
     return DevicePool.from_tensors(geometry, tensors)
 
 
-def _rows(
-    plan: DevicePlan, bed: Bed, kind: str, direction: Direction, methods: Sequence[Method]
-) -> Iterator[Row]:
+def _rows(plan: DevicePlan, bed: Bed, kind: str, direction: Direction) -> Iterator[Row]:
     """Measure one direction of one group of objects."""
-    ground, work = bed.ground, bed.work(direction)
-    nbytes = work.copies.nbytes
-    chosen = [best_method(ground.device, work.copies[rows]) for rows in work.groups]
-    transfers = bed.units(direction)
-    ways = {str(method): [method] * len(work.groups) for method in methods} | {CHOICE: chosen}
+    works = [method for method in Method if method not in bed.plain.device.unavailable]
+    ways: dict[str, Method | None] = {str(method): method for method in works} | {CHOICE: None}
     sides = [
-        Side(_PLAIN, lambda _: ground.contiguous(direction, nbytes)),
-        Side(_ENGINE, lambda _: bed.transfer(direction, transfers)),
-        *(Side(name, lambda _, way=way: ground.move(work, way)) for name, way in ways.items()),  # type: ignore[misc]
+        Side(_PLAIN, lambda _: bed.plain.move(direction, bed.nbytes)),
+        *(Side(name, lambda _, way=way: bed.transfer(direction, way)) for name, way in ways.items()),  # type: ignore[misc]
     ]
-    seconds = medians(sides, plan.repeats * (_MORE if nbytes < _SMALL else 1))
-    limit = nbytes / seconds[_PLAIN]
+    seconds = medians(sides, plan.repeats * (_MORE if bed.nbytes < _SMALL else 1))
     for name in ways:
-        is_choice, speed = name == CHOICE, nbytes / seconds[name]
         figures = {
             "kind": kind, "direction": str(direction), "objects": bed.count,
-            "mib": round(nbytes / MIB, 3), "copies": len(work.copies), "method": name,
-            "chosen": " + ".join(map(str, dict.fromkeys(chosen))) if is_choice else None,
-            "gb_s": speed / 1e9, "contiguous_gb_s": limit / 1e9, "ratio": speed / limit,
-            "engine_gb_s": nbytes / seconds[_ENGINE] / 1e9 if is_choice else None,
-            "transfers": len(transfers) if is_choice else None,
+            "mib": round(bed.nbytes / MIB, 3), "method": name, "gb_s": bed.nbytes / seconds[name] / 1e9,
+            "contiguous_gb_s": bed.nbytes / seconds[_PLAIN] / 1e9, "ratio": seconds[_PLAIN] / seconds[name],
         }  # fmt: skip
         yield Row("copy", figures, (kind, bed.count, direction))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
@@ -19,20 +19,21 @@ from tiercache.transfer.cuda import Method
 from tiercache.transfer.descriptors import Copies
 from tiercache_lab.bench.device import (
     MODEL,
+    PAGES,
+    STATES,
+    Bed,
+    ContiguousCopy,
     DevicePlan,
     Direction,
-    Shapes,
     device_plan,
     footer,
     run,
-    shapes_of,
-)
+)  # fmt: skip
 from tiercache_lab.bench.rows import MIB
 
-TINY = Shapes(
-    "tiny",
-    kv_geometry((0, 2), 2, 8, "bfloat16", 64),
-    state_geometry(
+TINY = {
+    "pages": kv_geometry((0, 2), 2, 8, "bfloat16", 64),
+    "states": state_geometry(
         [
             (n, *part)
             for n in (1, 3)
@@ -40,7 +41,7 @@ TINY = Shapes(
         ],
         64,
     ),
-)
+}
 METHODS = [str(method) for method in Method]
 ALL = [*METHODS, "choice"]
 
@@ -64,18 +65,17 @@ def rows_of(
     device: SimulatedDevice, counts: tuple[int, ...] = (4,), say: Any = lambda _: None, name: str = "copy"
 ) -> list[dict[str, Any]]:
     """Return the rows of one name, as JSON has them."""
-    with closing(run(DevicePlan(TINY, MIB, 5, counts), device, say)) as found:
+    with closing(run(DevicePlan(MIB, 5, counts, **TINY), device, say)) as found:
         records = [row.record() for row in found]
     return [row for row in records if row["name"] == name]
 
 
 def test_shapes_are_those_of_the_profile() -> None:
-    known, profile = shapes_of(MODEL), profile_named(MODEL)
-    assert known.pages.nbytes == 64 * profile.kv_bytes_per_token
-    assert known.states.nbytes == profile.state_bytes
-    assert known.pages.layers == tuple(range(3, 48, 4))
-    assert [segment.nbytes for segment in known.pages.segments] == [64 << 10] * 24
-    assert [segment.nbytes for segment in known.states.segments] == [48 << 10, 2 << 20] * 36
+    profile = profile_named(MODEL)
+    assert PAGES.nbytes == 64 * profile.kv_bytes_per_token
+    assert STATES.nbytes == profile.state_bytes
+    assert [segment.nbytes for segment in PAGES.segments] == [64 << 10] * 24
+    assert [segment.nbytes for segment in STATES.segments] == [48 << 10, 2 << 20] * 36
 
 
 def test_groups_are_as_large_as_fits() -> None:
@@ -99,13 +99,19 @@ def test_every_group_has_its_rows(device: SimulatedDevice) -> None:
     ]
     for row in rows:
         assert row["ratio"] == pytest.approx(row["gb_s"] / row["contiguous_gb_s"], rel=2e-3)
-        chosen = row["method"] == "choice"
-        assert [row[name] is not None for name in ("chosen", "engine_gb_s", "transfers")] == [chosen] * 3
-    [state, _] = [
-        row for row in rows if (row["kind"], row["objects"], row["method"]) == ("states", 1, "batch")
-    ]
-    assert (state["copies"], state["mib"]) == (4, round(TINY.states.nbytes / MIB, 3))
-    assert {row["transfers"] for row in rows if row["method"] == "choice"} == {1, 4}
+    assert {row["mib"] for row in rows if (row["kind"], row["objects"]) == ("states", 1)} == {
+        round(TINY["states"].nbytes / MIB, 3)
+    }
+
+
+@pytest.mark.parametrize("method", Method)
+def test_each_method_is_measured_alone(device: SimulatedDevice, method: Method) -> None:
+    with device.current(), ExitStack() as stack:
+        bed = Bed(ContiguousCopy(device, 16 * MIB, stack), TINY["pages"], 4, 4096, stack)
+        device.moved.clear()
+        bed.transfer(Direction.TO_HOST, method)
+        # The kernel's table of copies is copied to the device as well.
+        assert {*device.moved} - {Method.MEMCPY} == {method} - {Method.MEMCPY}
 
 
 class WrongBatches(SimulatedDevice):
@@ -132,7 +138,7 @@ def test_a_method_that_does_not_work_is_left_out_and_named(
 ) -> None:
     device = kind()
     assert {row["method"] for row in rows_of(device, (1,))} == {*ALL} - {method}
-    [said] = [one for one in footer(DevicePlan(TINY, MIB, 5), device) if "No copies" in one]
+    [said] = [one for one in footer(DevicePlan(MIB, 5), device) if "No copies" in one]
     assert said.startswith(f"No copies by {method}: ")
     assert said.endswith(f"{reason}.")
     gc.collect()
@@ -186,8 +192,8 @@ def test_a_device_that_is_lost_ends_the_run_in_one_sentence() -> None:
 def test_the_command_prints_rows_and_nothing_else(installed: SimulatedDevice) -> None:
     done = call("bench", "device", "--most", "2MiB", "-o", "jsonl")
     copies = [row for row in done.lines if row["name"] == "copy"]
-    found = [(row["objects"], row["mib"], row["copies"], row["method"]) for row in copies]
-    assert found == [(1, 1.5, 24, method) for method in ALL] * 2
+    found = [(row["objects"], row["mib"], row["method"]) for row in copies]
+    assert found == [(1, 1.5, method) for method in ALL] * 2
     assert "Simulated at 0000:00:00.0" in done.error
     shown = call("bench", "device", "--most", "2MiB").out
     assert "contiguous_gb_s" in shown

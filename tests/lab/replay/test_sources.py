@@ -26,7 +26,6 @@ REUSE = {
     "agent-collapse": (0.53, 0.61),
     "sharegpt": (0.04, 0.09),
     "mixed": (0.90, 0.94),
-    "mooncake-synthetic": (0.60, 0.70),
     "seed-20457": (517 / 576, 517 / 576),
     # The first request of each of the 50 groups finds nothing, the others 160 of 164 pages.
     "seed-11214": (450 * 160 / (500 * 164), 450 * 160 / (500 * 164)),
@@ -90,10 +89,7 @@ def test_a_source_keeps_the_contract_and_shares_what_it_is_made_for(name):
     assert source.name == name
     low, high = REUSE[name]
     assert low <= hits / total <= high
-    assert (source.page_size, source.concurrency) == (
-        512 if name.startswith("mooncake") else 64,
-        {"seed-20457": 10, "seed-11214": 5}.get(name, 1),
-    )
+    assert (source.page_size, source.concurrency) == (64, {"seed-20457": 10, "seed-11214": 5}.get(name, 1))
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -126,8 +122,7 @@ def test_what_is_handed_out_cannot_be_written(name):
 
 
 @pytest.mark.parametrize(
-    "spec",
-    ["agent", "agent-collapse", "multi-turn", "mooncake-synthetic", "shared-prefix?groups=1024&prompts=1024"],
+    "spec", ["agent", "agent-collapse", "multi-turn", "shared-prefix?groups=1024&prompts=1024"]
 )
 def test_prompts_are_made_when_asked_for(spec):
     """The limit is far below what the requests that pass take together."""
@@ -264,25 +259,6 @@ def test_the_mix_has_all_four_at_all_times():
     assert (len(parts[0]), len(parts[1]), len(parts[3])) == (640, 720, 900)
     assert max(r.round for r in parts[1]) == 11
     assert np.median([len(r.prompt) for r in parts[2]]) > 8000
-
-
-def test_the_imitated_trace_shares_whole_blocks_only():
-    source = open_source("mooncake-synthetic", seed=1)
-    by_start = defaultdict(list)
-    lengths, outputs = [], []
-    for request in source:
-        lengths.append(len(request.prompt))
-        outputs.append(len(request.output))
-        if len(request.prompt) > 512:
-            by_start[request.prompt[:512].tobytes()].append(request.prompt)
-    assert len(lengths) == 3993
-    assert 14_000 < np.mean(lengths) < 17_000
-    assert 120 < np.mean(outputs) < 180
-    shared = [(a, b) for prompts in by_start.values() for a, b in pairwise(prompts)]
-    assert len(shared) > 1000
-    for a, b in shared[:300]:
-        assert common(a, b) % 512 < 3, "but for a token or two that are equal by chance"
-    assert max(len(prompts) for prompts in by_start.values()) <= 15
 
 
 # --- specs

@@ -13,7 +13,7 @@ import pytest
 from tests.lab.replay.requests import common, opened, peak_memory, same, starts_with
 from tiercache.errors import InputError
 from tiercache_lab.replay.sources import open_source
-from tiercache_lab.replay.sources.streams import expand
+from tiercache_lab.replay.sources.streams import block_keys, expand_keys
 
 
 def row(timestamp: float, length: int, ids: list[int], output: int = 3, **more: object) -> str:
@@ -58,10 +58,10 @@ def test_a_trace_is_read(trace):
 
 def test_a_blocks_tokens_depend_on_its_id_alone():
     ids = np.array([7, 2**64 - 1, 7], np.uint64)
-    whole = expand(ids, 512, 1536)
+    whole = expand_keys(block_keys(ids), 512, 1536)
     assert np.array_equal(whole[:512], whole[1024:])
-    assert np.array_equal(whole[512:700], expand(ids[1:], 512, 188))
-    assert not np.array_equal(whole, expand(ids, 512, 1536, salt=1))
+    assert np.array_equal(whole[512:700], expand_keys(block_keys(ids[1:]), 512, 188))
+    assert not np.array_equal(whole, expand_keys(block_keys(ids, 1), 512, 1536))
 
 
 def test_a_limit_reads_no_further(trace):

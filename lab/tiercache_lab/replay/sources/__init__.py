@@ -1,8 +1,8 @@
 """Sources of replayed requests: generators with seeds, and recorded traces.
 
 Reading order: `base` (workloads with their parameters, and the source that replays a workload), `streams`
-(tokens computed from a name); the workloads `conversations`, `agents`, `documents`; the files
-`mooncake` and `sessions`, with `fields`; `catalogue` (all generators by name).
+(tokens computed from a name); the workloads `conversations`, `agents`; the files `mooncake`
+and `sessions`, with `fields`; `catalogue` (all generators by name).
 """
 
 from tiercache_lab.replay.sources.base import Kind, Layout, Option, Span, Workload, WorkloadSource

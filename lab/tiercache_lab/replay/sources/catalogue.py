@@ -28,7 +28,6 @@ from tiercache_lab.replay.sources.base import (
     with_options,
 )
 from tiercache_lab.replay.sources.conversations import Chats, MultiTurn, RoundRobin, SharedPrefix
-from tiercache_lab.replay.sources.documents import Documents
 from tiercache_lab.replay.sources.mooncake import BLOCK, read_trace
 from tiercache_lab.replay.sources.sessions import SUFFIX, Sessions, read_sessions
 
@@ -96,11 +95,6 @@ SOURCES: Final[Mapping[str, Kind]] = MappingProxyType(
         ),
         "sharegpt": Kind("short chats, 3 % of which continue an older one", Chats()),
         "mixed": Kind("shared prefixes, conversations, agents and short chats, interleaved", Mixed()),
-        "mooncake-synthetic": Kind(
-            "an imitation of Mooncake's synthetic trace: chats, and questions about long documents",
-            Documents(),
-            page_size=BLOCK,
-        ),
         "seed-20457": Kind(
             "the multi-turn benchmark of SGLang's pull request 20457, exactly: 10 clients x 12 rounds of 256"
             " + 256 tokens",

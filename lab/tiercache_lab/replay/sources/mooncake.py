@@ -1,4 +1,4 @@
-"""Mooncake's traces: their files, and requests from lengths and block ids, which are expanded into tokens.
+"""Mooncake's traces, whose block ids are expanded into tokens.
 
 A file has one JSON object per line, with the fields `timestamp` (milliseconds), `input_length` and
 `output_length` (tokens), and `hash_ids` (one integer per block of 512 tokens of the prompt). The last block
@@ -22,40 +22,10 @@ from tiercache.errors import InputError
 from tiercache_lab.replay.base import Request
 from tiercache_lab.replay.sources.base import MAX_REQUESTS, MAX_TOKENS, Workload
 from tiercache_lab.replay.sources.fields import block_ids, duration, parse_object, refuse, whole
-from tiercache_lab.replay.sources.streams import expand, key_of, tokens
+from tiercache_lab.replay.sources.streams import block_keys, expand_keys, key_of, tokens
 
 BLOCK: Final = 512
 """Tokens per block of a trace."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TraceRow:
-    """Request of a trace."""
-
-    arrival: float
-    """Seconds since the start."""
-    input_length: int
-    """Number of tokens of the prompt."""
-    output_length: int
-    """Number of tokens of the output."""
-    ids: npt.NDArray[np.uint64]
-    """One id per block of the prompt, whose last block may be partial.
-
-    An id identifies its block together with all blocks before it.
-    """
-
-
-def expanded(rows: Iterator[TraceRow], salt: int = 0) -> Iterator[Request]:
-    """Yield the requests of a trace.
-
-    A trace does not record sessions, so each request is a session of its own. The tokens of a block depend
-    only on its id and on `salt`. A trace does not record which prompts repeat an earlier output, so the
-    tokens of an output are in no prompt.
-    """
-    for number, row in enumerate(rows):
-        prompt = expand(row.ids, BLOCK, row.input_length, salt)
-        output = tokens(key_of("trace", "output", salt, number), row.output_length)
-        yield Request(prompt, output, row.arrival, number)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,15 +46,17 @@ class RecordedTrace(Workload):
         return len(self.arrivals)
 
     def generate(self, seed: int) -> Iterator[Request]:
-        """Yield the requests as they were recorded."""
-        return expanded(self._rows())
+        """Yield the requests as they were recorded.
 
-    def _rows(self) -> Iterator[TraceRow]:
+        A trace does not record sessions, so each request is a session of its own. The tokens of a block
+        depend only on its id. Which prompts repeat an earlier output is not recorded either, so the tokens
+        of an output are in no prompt.
+        """
         for i in range(len(self.arrivals)):
             ids = self.ids[self.offsets[i] : self.offsets[i + 1]]
-            yield TraceRow(
-                float(self.arrivals[i]), int(self.input_lengths[i]), int(self.output_lengths[i]), ids
-            )
+            prompt = expand_keys(block_keys(ids), BLOCK, int(self.input_lengths[i]))
+            output = tokens(key_of("trace", "output", 0, i), int(self.output_lengths[i]))
+            yield Request(prompt, output, float(self.arrivals[i]), i)
 
 
 _MAX_LINE: Final = 2**18

@@ -47,14 +47,6 @@ def tokens(key: int, length: int) -> TokenArray:
     return made
 
 
-def expand(ids: npt.NDArray[np.uint64], block: int, length: int, salt: int = 0) -> TokenArray:
-    """Return a read-only array with `block` tokens for each id in turn, cut off after `length` tokens.
-
-    The tokens of an id depend only on the id and on `salt`.
-    """
-    return expand_keys(block_keys(ids, salt), block, length)
-
-
 def block_keys(ids: npt.NDArray[np.uint64], salt: int = 0) -> npt.NDArray[np.uint64]:
     """Return the key of each id's stream of tokens, which depends only on the id and on `salt`."""
     keys = ids * _GOLDEN + np.uint64(salt)
