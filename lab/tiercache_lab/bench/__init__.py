@@ -10,6 +10,6 @@ Most results are compared with a raw limit: the speed at which this machine move
 tiercache. The limit is measured in the same run.
 
 Reading order: `command` (the options), `plan` (their checked values), `disk` (the cases). The cases use
-`subject` (the store that is measured), `baselines` (plain system calls and files), `timing`,
+`subject` (the store that is measured), `baselines` (plain system calls), `timing`,
 `machine` and `rows`. `rpc` and `device` are separate benchmarks.
 """

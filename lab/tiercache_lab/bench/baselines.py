@@ -1,4 +1,4 @@
-"""Baselines for a store: plain system calls that move the same bytes, and one file for each page.
+"""Baselines for a store: plain system calls that move the same bytes.
 
 This module calls `os` directly, because a baseline must share no code with the stores.
 """
@@ -134,56 +134,6 @@ class Copier:
     def __exit__(self, *exc: object) -> None:
         del self._anchor
         self._source.close()
-
-
-class Page(NamedTuple):
-    """Name of a page, and the buffer that is stored under the name or filled from it."""
-
-    name: str
-    view: memoryview
-
-
-class PageFiles:
-    """New directory with one file for each page, which is written under a temporary name and renamed.
-
-    Each method raises OSError or StorageError if it fails.
-
-    Thread safety: one thread.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        directory.mkdir()
-        self.directory: Final = directory
-
-    def put(self, batch: Sequence[Page]) -> None:
-        """Write all pages, each to a file of its own."""
-        for page in batch:
-            path = self._path(page)
-            fd = os.open(f"{path}.tmp", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
-                if os.writev(fd, [page.view]) != page.view.nbytes:
-                    raise StorageError("the disk accepted only a part of a page's file; is it full?")
-            finally:
-                os.close(fd)
-            os.rename(f"{path}.tmp", path)
-
-    def get(self, batch: Sequence[Page]) -> None:
-        """Read all pages."""
-        for page in batch:
-            fd = os.open(self._path(page), os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                if os.readv(fd, [page.view]) != page.view.nbytes:
-                    raise StorageError("a page's file is too short; did another program change it?")
-            finally:
-                os.close(fd)
-
-    def remove(self, batch: Sequence[Page]) -> None:
-        """Delete the files of all pages."""
-        for page in batch:
-            os.unlink(self._path(page))
-
-    def _path(self, page: Page) -> str:
-        return f"{self.directory}/{page.name}"
 
 
 def direct_possible(directory: Path) -> bool:

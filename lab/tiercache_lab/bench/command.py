@@ -62,11 +62,11 @@ def disk(
     ] = 0,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Measure a store on disk, and compare it with raw system calls and with one file per page.
+    """Measure a store on disk, and compare it with raw system calls.
 
-    A batch has 128 objects, or fewer if they would exceed 256 MiB. The store, the system calls and the files
-    take turns and use the same buffers, and all bytes read are compared. The time of a set includes computing
-    the checksums. The time of a get includes verifying the checksums. Files have no checksums.
+    A batch has 128 objects, or fewer if they would exceed 256 MiB. The store and the system calls take turns
+    and use the same buffers, and all bytes read are compared. The time of a set includes computing the
+    checksums. The time of a get includes verifying them.
 
     Measure a disk with pages of 1 MiB:
 

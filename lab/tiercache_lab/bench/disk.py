@@ -1,8 +1,8 @@
 """A run of `bench disk`, which prepares the disk and the page cache for each case and compares the calls.
 
-Each case compares several ways to move the same batch. A way is a `Side`: the store, raw system calls, or
-one file per page. Sizes of objects are measured one after the other. The directories of a size are removed
-before the next size begins.
+Each case compares several ways to move the same batch. A way is a `Side`: the store, or raw system calls.
+Sizes of objects are measured one after the other. The directories of a size are removed before the next size
+begins.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Final
 
 from tiercache.core import ObjectKey
 from tiercache.errors import StorageError
-from tiercache_lab.bench.baselines import DIRECT_THREADS, PIECE, Copier, Page, PageFiles, RawFile, pieces
-from tiercache_lab.bench.machine import Machine, drop, settle, warm
+from tiercache_lab.bench.baselines import DIRECT_THREADS, PIECE, Copier, RawFile, pieces
+from tiercache_lab.bench.machine import Machine, warm
 from tiercache_lab.bench.plan import TINY, Case, Plan
 from tiercache_lab.bench.rows import Row, size_text, speed
 from tiercache_lab.bench.subject import Buffers, Subject, batch_keys
@@ -26,8 +26,6 @@ from tiercache_lab.bench.timing import Crew, Side, medians
 
 STORE: Final = "store"
 """Name of the side that calls the store."""
-FILES: Final = "files"
-"""Name of the side that has one file per page."""
 _DIRECT: Final = f"O_DIRECT x {DIRECT_THREADS}"
 """Name of the side that bypasses the page cache."""
 _FILL: Final = 4096
@@ -75,10 +73,6 @@ class SizeBench:
         self._say = say
         self._one = Crew(1)
         self._many = stack.enter_context(Crew(DIRECT_THREADS))
-        self._pages = [
-            [Page(f"{n:03d}-{i:03d}", view) for i, view in enumerate(buffers.views)]
-            for n in range(plan.batches)
-        ]
         # Buffered calls move each object as a whole. Direct calls move pieces of at most 1 MiB.
         self._whole = pieces(self._buffers.views)
         self._cut = pieces(self._buffers.views, PIECE)
@@ -86,7 +80,6 @@ class SizeBench:
     def steady(self, root: Path) -> Iterator[Row]:
         """Measure sets into a full store, all of whose blocks were written before."""
         capacity = self._plan.steady_capacity(self._buffers.size)
-        files = PageFiles(root / FILES)
         with (
             Subject(self._plan.url(root / "store", capacity), root / "store", self._buffers) as subject,
             RawFile(root / "buffered", self._buffers.nbytes) as buffered,
@@ -95,38 +88,31 @@ class SizeBench:
             subject.fill(capacity)
             buffered.write(self._cut, 0, self._many)
             buffered.sync()
-            yield from self._set_cached(subject, buffered, files)
+            yield from self._set_cached(subject, buffered)
 
     def growing(self, root: Path) -> Iterator[Row]:
         """Measure sets into new blocks, gets of the stored objects, and lookups."""
         plan, nbytes = self._plan, self._buffers.nbytes
         url = plan.url(root / "store", plan.growing_capacity(self._buffers.size))
         keys = [batch_keys(self._buffers.count) for _ in range(plan.batches)]
-        files = PageFiles(root / FILES)
         with (
             Subject(url, root / "store", self._buffers) as subject,
             RawFile(root / "buffered", plan.batches * nbytes) as buffered,
             RawFile(root / "direct", plan.batches * nbytes, direct=self._machine.direct) as direct,
         ):
-            yield from self._set_fresh(subject, buffered, direct, files, keys)
+            yield from self._set_fresh(subject, buffered, direct, keys)
             if Case.GET_WARM in plan.cases:
-                yield from self._get_warm(root, subject, buffered, files, keys[1])
+                yield from self._get_warm(root, subject, buffered, keys[1])
             if Case.GET_COLD in plan.cases:
-                yield from self._get_cold(subject, buffered, direct, files, keys)
+                yield from self._get_cold(subject, buffered, direct, keys)
             yield from _lookups(plan, subject, [key for batch in keys for key in batch], self._say)
 
-    def _set_cached(self, subject: Subject, buffered: RawFile, files: PageFiles) -> Iterator[Row]:
+    def _set_cached(self, subject: Subject, buffered: RawFile) -> Iterator[Row]:
         self._say("set, cached blocks")
         keys = [batch_keys(self._buffers.count) for _ in range(self._plan.batches)]
         stored: list[ObjectKey] = []
 
-        # Before round n, the store and the files remove the batch of round n - 1, so that round n reuses the
-        # space of that batch.
-        def free(n: int) -> None:
-            if n:
-                files.remove(self._pages[n - 1])
-            settle(files.directory)
-
+        # Before round n, the batch of round n - 1 is removed, so that round n reuses the space of that batch.
         def give_back(n: int) -> None:
             subject.store.delete(stored)
             stored[:] = keys[n]  # the batch that this round is about to store
@@ -136,22 +122,19 @@ class SizeBench:
             [
                 Side(STORE, lambda n: subject.put(keys[n]), give_back, lambda _: subject.store.flush()),
                 self._buffered_write(buffered, lambda _: 0),
-                replace(self._put(files), before=free),
             ]
         )
         subject.store.delete(stored)
         yield from self._rows(Case.SET_CACHED, found)
 
     def _set_fresh(
-        self, subject: Subject, buffered: RawFile, direct: RawFile, files: PageFiles,
-        keys: Sequence[Sequence[ObjectKey]],
-    ) -> Iterator[Row]:  # fmt: skip
+        self, subject: Subject, buffered: RawFile, direct: RawFile, keys: Sequence[Sequence[ObjectKey]]
+    ) -> Iterator[Row]:
         self._say("set, fresh blocks")
         nbytes = self._buffers.nbytes
         sides = [
             Side(STORE, lambda n: subject.put(keys[n]), after=lambda _: subject.store.flush()),
             self._buffered_write(buffered, lambda n: n * nbytes),
-            self._put(files),
         ]
         if self._machine.direct:
             write = lambda n: direct.write(self._cut, n * nbytes, self._many)  # noqa: E731
@@ -162,7 +145,7 @@ class SizeBench:
             yield from self._rows(Case.SET_FRESH, found)
 
     def _get_warm(
-        self, root: Path, subject: Subject, buffered: RawFile, files: PageFiles, keys: Sequence[ObjectKey]
+        self, root: Path, subject: Subject, buffered: RawFile, keys: Sequence[ObjectKey]
     ) -> Iterator[Row]:
         self._say("get, warm")
         # Read batch 1 of set-fresh. In the raw file, batch 1 begins where batch 0 ends.
@@ -175,17 +158,14 @@ class SizeBench:
                 limit = Side("copy from map", lambda _: copier.copy(self._whole))
             else:
                 limit = Side("preadv", lambda _: buffered.read(self._whole, base, self._one))
-            sides = [Side(STORE, lambda _: subject.get(keys)), limit, self._get(files, lambda _: 1)]
-            found = self._compare_gets(sides)
+            found = self._compare_gets([Side(STORE, lambda _: subject.get(keys)), limit])
         yield from self._rows(Case.GET_WARM, found)
 
     def _get_cold(
-        self, subject: Subject, buffered: RawFile, direct: RawFile, files: PageFiles,
-        keys: Sequence[Sequence[ObjectKey]],
-    ) -> Iterator[Row]:  # fmt: skip
+        self, subject: Subject, buffered: RawFile, direct: RawFile, keys: Sequence[Sequence[ObjectKey]]
+    ) -> Iterator[Row]:
         self._say("get, cold")
         nbytes = self._buffers.nbytes
-        drop(files.directory)
         # Neither raw way is the faster one on all machines.
         raw = {f"preadv x {DIRECT_THREADS}": buffered} | ({_DIRECT: direct} if self._machine.direct else {})
 
@@ -197,17 +177,8 @@ class SizeBench:
             # cache. Therefore the store is reopened before every round.
             Side(STORE, lambda n: subject.get(keys[n]), lambda _: subject.reopen_cold(keys[0][0])),
             *(Side(how, partial(read, file), lambda _, file=file: file.drop()) for how, file in raw.items()),  # type: ignore[misc]
-            self._get(files, lambda n: n),
         ]
         yield from self._rows(Case.GET_COLD, self._compare_gets(sides))
-
-    def _put(self, files: PageFiles) -> Side:
-        """Return the side that stores batch n in round n, one file per page."""
-        return Side(FILES, lambda n: files.put(self._pages[n]), after=lambda _: settle(files.directory))
-
-    def _get(self, files: PageFiles, batch: Callable[[int], int]) -> Side:
-        """Return the side that reads batch `batch(n)` in round n, one file per page."""
-        return Side(FILES, lambda n: files.get(self._pages[batch(n)]))
 
     def _buffered_write(self, file: RawFile, base: Callable[[int], int]) -> Side:
         """Return the side that writes through the page cache, from the thread that also calls the store."""
@@ -238,18 +209,13 @@ class SizeBench:
         return medians([with_check(side) for side in sides], self._plan.repeats)
 
     def _rows(self, case: Case, found: dict[str, float]) -> Iterator[Row]:
-        """Yield a row that compares the store with the fastest raw side, and one with the files."""
-        backend, buffers = self._plan.backend, self._buffers
-        raw = {way: seconds for way, seconds in found.items() if way not in (STORE, FILES)}
-        fastest = min(raw, key=lambda way: raw[way])
-        for name, limit, seconds in (
-            (case.words, fastest, raw[fastest]),
-            (f"{case.words} / {FILES}", "file per page", found[FILES]),
-        ):
-            yield speed(
-                f"{backend} {name}", buffers.size, buffers.count, found[STORE], buffers.nbytes,
-                limit, seconds,
-            )  # fmt: skip
+        """Yield a row that compares the store with the fastest raw side."""
+        buffers, stored = self._buffers, found.pop(STORE)
+        fastest = min(found, key=lambda way: found[way])
+        yield speed(
+            f"{self._plan.backend} {case.words}", buffers.size, buffers.count, stored, buffers.nbytes,
+            fastest, found[fastest],
+        )  # fmt: skip
 
 
 def _lookups(
@@ -303,8 +269,8 @@ def footer(plan: Plan, machine: Machine) -> list[str]:
             " A set includes computing the checksums, a get verifying them."
         ),
         (
-            "limit_gbps: of the fastest plain system calls that move the same objects, or in rows of files of"
-            " one file per page: a set syncs nothing, a get verifies nothing, and nothing bounds the space."
+            "limit_gbps: of the fastest plain system calls that move the same objects: a set syncs nothing, a"
+            " get verifies nothing, and nothing bounds the space."
         ),
     ]
     if machine.in_memory:

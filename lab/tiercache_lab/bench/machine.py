@@ -64,22 +64,18 @@ def data_files(directory: Path) -> Iterator[Path]:
             yield path
 
 
-def settle(directory: Path) -> None:
-    """Wait until all files below a directory are on the disk.
-
-    Otherwise write-back would disturb the next measurement.
-    """
-    for path in data_files(directory):
-        _with_file(path, drop=False)
-
-
 def drop(directory: Path) -> None:
     """Write all files below a directory to the disk and drop them from the page cache.
 
     Pages that a process has mapped stay in the page cache.
     """
     for path in data_files(directory):
-        _with_file(path, drop=True)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fdatasync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
 
 
 def warm(directory: Path) -> None:
@@ -92,13 +88,3 @@ def warm(directory: Path) -> None:
                     pass
             finally:
                 os.close(fd)
-
-
-def _with_file(path: Path, *, drop: bool) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fdatasync(fd)
-        if drop:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)

@@ -28,10 +28,10 @@ STEADY_BATCHES: Final = 4
 """Number of batches that fit into the store in which sets overwrite old blocks."""
 _SPARE: Final = 64 * MIB
 """Bytes that a store may need in addition to its objects; also the minimum size of a store."""
-_LAYOUTS: Final = 5
+_LAYOUTS: Final = 4
 """Number of copies of the objects that are on disk at once.
 
-The store may need twice the bytes of the objects. Each of two raw files, and one file per page, need a copy.
+The store may need twice the bytes of the objects, and each of two raw files needs a copy.
 """
 _TINY_ROOM: Final = 4
 """Capacity of a store of tiny objects, as a multiple of the bytes of the objects.

@@ -17,7 +17,7 @@ import pytest
 
 from tests.cli.store.test_samples import call
 from tiercache.errors import StorageError
-from tiercache_lab.bench.baselines import Copier, Page, PageFiles, Piece, RawFile, pieces
+from tiercache_lab.bench.baselines import Copier, Piece, RawFile, pieces
 from tiercache_lab.bench.machine import machine
 from tiercache_lab.bench.plan import Case, plan
 from tiercache_lab.bench.rows import size_text, speed
@@ -30,8 +30,7 @@ TINY = ("--bytes", "4MiB", "--size", "16KiB,64KiB", "--repeat", "1")
 FIELDS = [
     "name", "size", "objects", "seconds", "gbps", "limit_gbps", "ratio", "us_per_object", "limit",
 ]  # fmt: skip
-BESIDE_FILES = {Case.SET_CACHED, Case.SET_FRESH, Case.GET_WARM, Case.GET_COLD}
-NAMES = {f"file {case.words}" for case in Case} | {f"file {case.words} / files" for case in BESIDE_FILES}
+NAMES = {f"file {case.words}" for case in Case}
 
 
 def bench(*arguments, cwd="."):
@@ -55,8 +54,6 @@ def test_json_has_every_case_of_every_size_and_leaves_nothing_behind(tmp_path):
             row["objects"] for name, row in mine.items() if "exists" not in name and "open" not in name
         } == {objects}
         assert (mine["file exists"]["objects"], mine["file open"]["objects"]) == (1600, 2 * objects)
-        # The store's own figure is one and the same beside the raw limit and beside files.
-        assert mine["file get cold"]["seconds"] == mine["file get cold / files"]["seconds"]
     moved = [row for row in rows if row["gbps"] is not None]
     assert len(moved) == len(rows) - 4
     for row in moved:
@@ -83,7 +80,7 @@ def test_the_table_names_the_same_rows_and_what_they_depend_on(tmp_path):
 
 def test_only_what_was_asked_for_runs(tmp_path):
     rows = rows_of(bench(*ONE, "--case", "get-warm, open", "--directory", tmp_path, "-o", "jsonl"))
-    assert {row["name"] for row in rows} == {"file get warm", "file get warm / files", "file open"}
+    assert {row["name"] for row in rows} == {"file get warm", "file open"}
     many = ("--size", "4KiB", "--bytes", "1MiB", "--objects", 5000, "--case", "open")
     rows = rows_of(bench(*many, "--directory", tmp_path, "-o", "jsonl"))
     assert [(row["name"], row["objects"]) for row in rows] == [("file open", 6 * 42), ("file open", 2 * 4096)]
@@ -199,21 +196,6 @@ def test_the_raw_ways_move_every_byte(tmp_path):
         buffers.check()
         with pytest.raises(StorageError, match="too few"):
             file.read([Piece(buffers.views[0], 2 * buffers.nbytes)], 0, crew)
-
-
-def test_files_give_back_what_they_were_given(tmp_path):
-    buffers = Buffers(65536, 3)
-    batches = [[Page(f"{n}-{i}", view) for i, view in enumerate(buffers.views)] for n in range(2)]
-    files = PageFiles(tmp_path / "files")
-    for batch in batches:
-        files.put(batch)
-    buffers.wipe()
-    files.get(batches[1])
-    buffers.check()
-    files.remove(batches[1])
-    files.get(batches[0])
-    with pytest.raises(OSError, match="No such file"):
-        files.get(batches[1])
 
 
 def test_a_row_stands_beside_its_limit():
