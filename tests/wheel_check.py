@@ -30,7 +30,7 @@ BROUGHT = {"typing-extensions", "pip", "setuptools", "tiercache-hybrid"}
 """Dependencies of the five in `CORE`, and distributions that every environment has."""
 LAB = ("bench", "demo", "prove", "replay")
 """Verbs of the lab."""
-RIVALS = {"arc", "gdsf", "lpc", "marconi", "seglen", "seglen:additive"}
+RIVALS = {"lpc", "marconi", "seglen", "seglen:additive"}
 """Policies of the lab."""
 MODULES = (
     "tiercache_backends.file",

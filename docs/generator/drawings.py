@@ -117,7 +117,7 @@ def policies() -> str:
     """Draw the mean of each policy at a capacity of 5 %, from the table of docs/policies.md."""
     head, *rows = table("policies.md", "### At 5%")
     at = head.index("mean")
-    wanted = ("hvd", "lpc", "gdsf", "arc", "seglen:additive", "lru", "marconi", "seglen", "clairvoyant")
+    wanted = ("hvd", "lpc", "seglen:additive", "lru", "marconi", "seglen", "clairvoyant")
     means = {row[0]: float(row[at]) for row in rows if row[0] in wanted}
     return bars(
         "Prefill FLOPs saved at 5 % capacity",

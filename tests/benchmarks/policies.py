@@ -29,16 +29,16 @@ from typing import Any, Final
 from tiercache_lab.replay.sources import SOURCES
 
 OURS: Final = "hvd"
-RIVALS: Final = ("lru", "arc", "lpc", "gdsf", "seglen", "seglen:additive", "marconi")
+RIVALS: Final = ("lru", "lpc", "seglen", "seglen:additive", "marconi")
 SEEDS: Final = (1000, 1001, 1002, 1003, 1004)
 """Seeds of the generators. Nothing is tuned on seeds of 1000 and more."""
 _ALL: Final = ("--policy", ",".join((OURS, *RIVALS)))
 _TIERS: Final = "two tiers"
-_FEW: Final = "hvd,lru,gdsf,seglen:additive,marconi"
+_FEW: Final = "hvd,lru,seglen:additive,marconi"
 PARTS: Final[Mapping[str, Sequence[str]]] = {
     "5 %": (*_ALL, "--capacity", "0.05"),
     "10 and 20 %": (*_ALL, "--capacity", "0.1,0.2"),
-    _TIERS: ("--policy", f"{_FEW},arc"),  # a host of 5 % and a disk of 25 %, in bytes
+    _TIERS: ("--policy", _FEW),  # a host of 5 % and a disk of 25 %, in bytes
     **{
         f"checkpoints {name}": ("--policy", OURS, "--capacity", "0.05", "--checkpoints", name, "--no-bounds")
         for name in ("every:2048", "every:8192", "end", "prompt,end", "branch,end")

@@ -83,12 +83,12 @@ def test_leads_are_of_the_same_seeds() -> None:
     rows = [
         *(row("hvd", seed, 0.1 * seed + 0.010 + 0.0001 * seed) for seed in range(5)),
         *(row("lru", seed, 0.1 * seed) for seed in range(5)),
-        *(row("gdsf", seed, 0.1 * seed + 0.02) for seed in range(1, 4)),
+        *(row("lpc", seed, 0.1 * seed + 0.02) for seed in range(1, 4)),
         *(row("infinite", seed, 0.9) for seed in range(5)),
     ]
     [small, free] = tables(rows)
     assert "| lru | 0.200 | 0.200 | +1.02 [+1.00, +1.04] |" in small
-    assert "| gdsf | 0.220 | 0.220 | -0.98 [-1.00, -0.96] |" in small
+    assert "| lpc | 0.220 | 0.220 | -0.98 [-1.00, -0.96] |" in small
     assert "| hvd | 0.210 | 0.210 |  |" in small
     assert "| infinite | 0.900 | 0.900 |  |" in free
 

@@ -129,15 +129,14 @@ def test_density_is_by_bytes_freed_and_a_load_where_the_tier_below_has_it():
 def test_the_device_evicts_what_the_host_has_before_what_costs_a_computation():
     """Among states of one class: a load of 7,000 bytes is cheaper than two pages of this model."""
     costs = Costs(ModelProfile("m", 1, 1, flops_per_token=1e9, flops_per_context_token=0.0))
-    for policy in (policy_named("gdsf", costs), HitValueDensity(costs)):
-        rig = Rig(policy)
-        for each in range(8):
-            rig.request((each, 1), (2,))
-        for each in (6, 7):
-            rig.copy((each, 1))
-        covered = {int(rig.index.locations(rig.match((each, 1)), 2).states[STATE].device) for each in (6, 7)}
-        assert set(rig.evict_device(0, 2).freed[STATE].tolist()) == covered
-        assert rig.index.evictable(Tier.HOST)[STATE] == 2
+    rig = Rig(HitValueDensity(costs))
+    for each in range(8):
+        rig.request((each, 1), (2,))
+    for each in (6, 7):
+        rig.copy((each, 1))
+    covered = {int(rig.index.locations(rig.match((each, 1)), 2).states[STATE].device) for each in (6, 7)}
+    assert set(rig.evict_device(0, 2).freed[STATE].tolist()) == covered
+    assert rig.index.evictable(Tier.HOST)[STATE] == 2
 
 
 # -- units on which a hit is expected

@@ -2,7 +2,7 @@
 
 Principles:
 
-1. A rival evicts what the lists of its paper would.
+1. A rival ranks as its paper says; where it cannot, its docstring says how it differs.
 2. What a rival remembers is bounded.
 3. Entry points make rivals by name; nothing of the product imports one.
 
@@ -17,15 +17,13 @@ from typing import Final
 from tiercache.errors import ConfigError
 from tiercache.policy import Costs, Lru, Policy
 from tiercache.policy.hvd import HitValueDensity
-from tiercache_lab.policies.arc import Arc
-from tiercache_lab.policies.gdsf import Gdsf
 from tiercache_lab.policies.lpc import Lpc
 from tiercache_lab.policies.marconi import Marconi
 from tiercache_lab.policies.seglen import SegLen, SegLenAdditive
 
-MAIN: Final = (Lru.name, SegLen.name, Marconi.name, Gdsf.name, HitValueDensity.name)
+MAIN: Final = (Lru.name, SegLen.name, Marconi.name, HitValueDensity.name)
 """Names of the policies that a replay compares if none are named."""
-RIVALS: Final = (Arc.name, Lpc.name)
+RIVALS: Final = (Lpc.name,)
 """Names of the policies of papers that are compared by name only."""
 VARIANTS: Final = (SegLenAdditive.name,)
 """Names of other readings of a main policy, compared by name only."""
@@ -42,9 +40,7 @@ def _plain(name: str, make: Callable[[Costs], Policy]) -> Callable[[Costs, str],
     return made
 
 
-arc: Final = _plain(Arc.name, lambda costs: Arc())
 lpc: Final = _plain(Lpc.name, lambda costs: Lpc())
-gdsf: Final = _plain(Gdsf.name, Gdsf)
 marconi: Final = _plain(Marconi.name, Marconi)
 seglen: Final = _plain(SegLen.name, lambda costs: SegLen())
 seglen_additive: Final = _plain(SegLenAdditive.name, lambda costs: SegLenAdditive())

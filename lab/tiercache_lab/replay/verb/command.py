@@ -50,7 +50,7 @@ def replay(
         str,
         typer.Option(
             metavar="P,...",
-            help="Policies, such as lru,seglen,arc; see --list. all: the main ones, as far as they"
+            help="Policies, such as lru,seglen,lpc; see --list. all: the main ones, as far as they"
             " suit the model.",
         ),
     ] = "all",
@@ -190,20 +190,11 @@ def replay(
 
         tiercache replay 'traces/?live=16' --policy lru,hvd
 
-    Compare two policies on a generator, with a host tier of 20 GiB:
-
-        tiercache replay 'agent?live=8' --policy lru,hvd --host-bytes 20GiB
-
     See what a second storage tier brings, and how much is written to it:
 
         tiercache replay trace.jsonl --policy hvd --host-bytes 100GiB
         --tier 'nvme?capacity=250GiB&bandwidth=6GB'
         --tier 'remote?capacity=1TiB&bandwidth=1GB&write=write_back'
-
-    See what is saved if the host writes only what it is about to evict:
-
-        tiercache replay trace.jsonl --policy hvd --host-bytes 100GiB
-        --disk-bytes 250GiB --write write_back --write-chance 0.2
 
     Compare the times to the first token of two policies, and how many requests
     per second keep within 2 s, if 4 requests per second queue at a GPU:
@@ -223,7 +214,7 @@ def replay(
     from tiercache.policy import DEFAULT_PROFILE, profile_named
     from tiercache_lab.replay.figures import counted
     from tiercache_lab.replay.machines import ReplayMachine, machine_named
-    from tiercache_lab.replay.plan import STAGES, Search
+    from tiercache_lab.replay.plan import STAGES, Search, facts
     from tiercache_lab.replay.study import Question, Study
     from tiercache_lab.replay.verb import asking, show
 
@@ -252,8 +243,8 @@ def replay(
         asking.checkpoints(checkpoints), machine_named(machine) if machine else ReplayMachine(),
         seed=seed, write=str(write), write_chance=write_chance, queueing=queueing, bounds=bounds,
     )  # fmt: skip
-    if output is not Output.TABLE and (about := asking.about(question.source)):
-        typer.echo(about, err=True)
+    if output is not Output.TABLE and question.source.about:
+        typer.echo(question.source.about, err=True)
     found: list[Result] = []
     study: Search | Study | None = None
     code, stages = Exit.DONE, STAGES if plan else question.stages
@@ -271,11 +262,9 @@ def replay(
     if output is Output.TABLE:
         show.show_results(found, question, answer)
     else:
-        last = [show.answer_record(answer)] if answer else []
+        last = [{"plan": facts(answer)}] if answer else []
         records(last if output is Output.JSONL else [*map(show.record, found), *last], output)
     if found and report is not None:
-        from tiercache_lab.replay.report import write_whole
-
-        write_whole(report, show.page_of(found, question, answer, is_whole=not code))
+        report.write_text(show.page_of(found, question, answer, is_whole=not code), "utf-8")
         typer.echo(f"report: {report}", err=True)
     raise typer.Exit(code)
