@@ -1,11 +1,10 @@
-"""Requests that are replayed, the protocol of their sources, and the tiers between which they are cached."""
+"""Requests that are replayed, and the tiers between which they are cached."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from tiercache.core import Tier, TokenArray
 from tiercache.errors import ConfigError
@@ -29,27 +28,6 @@ class Request:
     """Number of the request in its session, from 0."""
     ending: Ending = Ending.UNKNOWN
     """How the request ended, where the source says it."""
-
-
-class Source(Protocol):
-    """Sequence of requests in the order of their arrival; every iteration yields the same requests."""
-
-    @property
-    def name(self) -> str:
-        """Name of the source in rows and reports."""
-
-    @property
-    def page_size(self) -> int:
-        """Tokens per page: 64, or the block size of a trace, in which only whole blocks can match."""
-
-    @property
-    def concurrency(self) -> int:
-        """Maximum number of requests that run at once."""
-
-    def __len__(self) -> int:
-        """Return the number of requests."""
-
-    def __iter__(self) -> Iterator[Request]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,13 +21,14 @@ from tiercache.errors import ConfigError, PoolFullError
 from tiercache.index import CheckpointRules
 from tiercache.keys import Identity
 from tiercache.policy import Costs, ModelProfile, Policy, policy_named
-from tiercache_lab.replay.base import Request, Source, Tiers
+from tiercache_lab.replay.base import Request, Tiers
 from tiercache_lab.replay.chain import NullChain, chain_settings
 from tiercache_lab.replay.clairvoyant import Clairvoyant, Recorder
 from tiercache_lab.replay.machines import ReplayMachine
 from tiercache_lab.replay.needs import Need, device_slots, infinite
 from tiercache_lab.replay.plane import Inline, NullArena, NullEngine, block_bytes, device_pool, geometries
 from tiercache_lab.replay.results import TierUse
+from tiercache_lab.replay.sources.base import WorkloadSource
 from tiercache_lab.replay.store import NullStore, Witness, check_counters
 
 
@@ -75,7 +76,7 @@ class SimulatedCache:
     Thread safety: one thread.
     """
 
-    def __init__(self, source: Source, need: Need, setup: Setup, at_once: int) -> None:
+    def __init__(self, source: WorkloadSource, need: Need, setup: Setup, at_once: int) -> None:
         page_size, geometry = source.page_size, geometries(setup.profile, source.page_size)
         self._setup = setup
         self.now = 0.0

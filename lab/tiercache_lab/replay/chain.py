@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Final, Self, TypeVar, cast
+from typing import Final, TypeVar, cast
 
 from tiercache_backends.chain.batches import Offers, SetBatch, read_batch
 from tiercache_backends.chain.figures import Figures
@@ -24,21 +24,11 @@ from tiercache_backends.chain.tier import Tier
 from tiercache_backends.chain.write_back import ColdestWatch
 
 from tiercache.core import ObjectKey, Outcome
-from tiercache.errors import ConfigError
-from tiercache.storage import StoreContext
-from tiercache.storage.base import (
-    Capabilities,
-    GetItem,
-    NamespaceRecord,
-    ScanEntry,
-    ScanPage,
-    SetItem,
-    StorageBackend,
-    Usage,
-)
+from tiercache.storage.base import GetItem, SetItem
 from tiercache.storage.env import Env
 from tiercache.storage.gate import CallGate
 from tiercache.storage.tiers import PREFIX
+from tiercache.storage.wrappers import Wrapper
 from tiercache_lab.replay.base import Tiers
 from tiercache_lab.replay.store import NullStore, ReplayClock
 
@@ -65,18 +55,19 @@ def chain_settings(tiers: Tiers) -> list[TierSettings]:
     )
 
 
-class NullChain(StorageBackend):
+class NullChain(Wrapper):
     """Chain of null stores, the fastest first, which is never sick.
+
+    It has the calls of a controller; those that no replay makes are calls of the first store.
 
     Thread safety: one thread.
     """
-
-    capabilities = Capabilities(bounded=True)
 
     def __init__(
         self, settings: Sequence[TierSettings], stores: Sequence[NullStore], clock: Callable[[], float]
     ) -> None:
         """Make a chain of `stores` with the `settings` of their tiers; `clock` returns seconds."""
+        super().__init__(stores[0])
         env = ReplayClock(clock)
         self.stores: Final = tuple(stores)
         self._tiers: Final = [_NullTier(*pair, env) for pair in zip(settings, stores, strict=True)]
@@ -89,10 +80,6 @@ class NullChain(StorageBackend):
             cast(Sequence[Tier], self._tiers), cast(Mapping[Tier, Mover], self._movers), CallGate("replay")
         )
         self._read = dict.fromkeys((tier.name for tier in self._tiers), 0)
-
-    @classmethod
-    def from_config(cls, section: Mapping[str, Any], context: StoreContext) -> Self:
-        raise ConfigError("a chain of null stores can only be made by a replay")
 
     @property
     def read_bytes(self) -> int:
@@ -129,44 +116,8 @@ class NullChain(StorageBackend):
         while any(mover.move() for mover in self._movers.values()):
             pass
 
-    def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        answers = [store.delete(keys) for store in self.stores]
-        return [any(gone) for gone in zip(*answers, strict=True)]
-
-    def scan(self, namespace: bytes | None = None, cursor: bytes = b"") -> ScanPage:
-        entries = {
-            entry.key.digest: entry for store in self.stores for entry in store.scan(namespace).entries
-        }
-        return ScanPage(list(entries.values()), b"")
-
-    def describe(self, keys: Sequence[ObjectKey]) -> list[ScanEntry | None]:
-        answers = [store.describe(keys) for store in self.stores]
-        return [next((one for one in found if one is not None), None) for found in zip(*answers, strict=True)]
-
     def advise(self, keys: Sequence[ObjectKey], values: Sequence[float], worker: int = 0) -> None:
         self._lineup.advise(keys, values, worker)
-
-    def register_namespace(self, record: NamespaceRecord) -> None:
-        for store in self.stores:
-            store.register_namespace(record)
-
-    def namespaces(self) -> list[NamespaceRecord]:
-        return self.stores[0].namespaces()
-
-    def usage(self) -> Usage:
-        found = [store.usage() for store in self.stores]
-        return Usage(
-            objects=sum(one.objects for one in found),
-            payload_bytes=sum(one.payload_bytes for one in found),
-            used_bytes=sum(one.used_bytes for one in found),
-            capacity_bytes=sum(one.capacity_bytes for one in found),
-        )
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class _NullTier:

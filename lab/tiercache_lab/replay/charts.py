@@ -76,14 +76,11 @@ def by_capacity(title: str, note: str, points: Sequence[Point], axis: Mapping[st
         "axis": {"title": "capacity", "labelAngle": 0},
     }  # fmt: skip
     layers = [
-        {
-            "mark": {"type": "line", "strokeWidth": 1.8},
-            "encoding": _appearance(series, "color", "strokeDash"),
-        },
-        {
-            "mark": {"type": "point", "filled": True, "size": 55, "opacity": 1},
-            "encoding": _appearance(series, "color", "shape"),
-        },
+        {"mark": mark, "encoding": _appearance(series, "color", channel)}
+        for mark, channel in (
+            ({"type": "line", "strokeWidth": 1.8}, "strokeDash"),
+            ({"type": "point", "filled": True, "size": 55, "opacity": 1}, "shape"),
+        )
     ]
     y = {"field": "value", "type": "quantitative", "axis": axis, "scale": {"zero": False, "nice": True}}
     # Names of policies and sources appear only as data and in the domains of scales. Vega would interpret

@@ -63,10 +63,7 @@ class Clairvoyant(Policy):
         self._request += 1
 
     def rank(self, units: Units) -> Ranks:
-        """Return the cost of a miss per freed byte, divided by the number of requests until the next use.
-
-        Units that are not used again have rank 0.
-        """
+        """Return the rank of each unit; 0 for units that are not used again."""
         distance = np.array([self._distance(digest) for digest in units.digest.tolist()])
         ranks: Ranks = self._costs.density(units) / distance
         return ranks

@@ -8,9 +8,10 @@ import numpy as np
 
 from tiercache.core import Tier
 from tiercache.policy import ModelProfile
-from tiercache_lab.replay.base import Request, Source
+from tiercache_lab.replay.base import Request
 from tiercache_lab.replay.cache import Running, Setup, SimulatedCache
 from tiercache_lab.replay.needs import Need
+from tiercache_lab.replay.sources.base import WorkloadSource
 
 
 class Tally:
@@ -75,7 +76,7 @@ class Run(SimulatedCache):
     Thread safety: one thread.
     """
 
-    def __init__(self, source: Source, need: Need, setup: Setup) -> None:
+    def __init__(self, source: WorkloadSource, need: Need, setup: Setup) -> None:
         super().__init__(source, need, setup, source.concurrency)
         self._source = source
         self._setup = setup

@@ -11,8 +11,9 @@ from tiercache.core import PoolName
 from tiercache.errors import ConfigError
 from tiercache.index import CheckpointRules, checkpoints_named
 from tiercache.policy import ModelProfile
-from tiercache_lab.replay.base import Source, Tiers
+from tiercache_lab.replay.base import Tiers
 from tiercache_lab.replay.plane import block_bytes, geometries
+from tiercache_lab.replay.sources.base import WorkloadSource
 
 _SPARE_STATES: Final = 3
 """Number of state slots that are reserved for each request besides those for the states that it may leave.
@@ -28,7 +29,6 @@ class Need:
     """Numbers that limit how much memory the requests of a source need."""
 
     requests: int
-    """Number of requests."""
     pages: int
     """Number of pages of all requests together, as if no two requests shared a page."""
     longest: int
@@ -37,7 +37,7 @@ class Need:
     """Arrival of the last request, in seconds since the start."""
 
 
-def measure(source: Source, step: Callable[[], object] = lambda: None) -> Need:
+def measure(source: WorkloadSource, step: Callable[[], object] = lambda: None) -> Need:
     """Read a source once and return what its requests need.
 
     `step` is called after each request.
@@ -52,7 +52,9 @@ def measure(source: Source, step: Callable[[], object] = lambda: None) -> Need:
     return Need(requests, pages, longest, last)
 
 
-def infinite(source: Source, need: Need, profile: ModelProfile, checkpoints: str | CheckpointRules) -> Tiers:
+def infinite(
+    source: WorkloadSource, need: Need, profile: ModelProfile, checkpoints: str | CheckpointRules
+) -> Tiers:
     """Return tiers with a host so large that it never evicts."""
     # A page takes one block. A state takes as many whole blocks as its bytes need.
     geometry = geometries(profile, source.page_size)

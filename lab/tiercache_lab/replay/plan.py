@@ -30,7 +30,6 @@ LITTLE: Final = 0.01
 NOTHING: Final = 0.001
 """Saved fraction of the prefill below which a cache saves nothing that is worth telling."""
 DISK: Final = "disk"
-"""Name of the storage tier."""
 _ENOUGH: Final = 0.9
 _STRAIGHT: Final = 0.05
 """Least distance of a knee from the chord, on axes of length 1; below it, the curve counts as straight."""
@@ -114,9 +113,7 @@ class SizePlan:
     """Runs of a plan, as far as they are made."""
 
     unlimited: Result
-    """Run of the infinite cache."""
     hosts: tuple[Result, ...]
-    """Runs with the host alone."""
     disks: tuple[Result, ...]
     """Runs with a disk below the host that the plan recommends."""
     seconds: float

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
-import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.resources import files
-from pathlib import Path
 from typing import Any, Final
 
 from jinja2 import Environment, StrictUndefined
@@ -146,27 +142,6 @@ def _points_of(
         for run in (*group.runs, *flat):
             if (known := finite(value(run))) is not None:
                 yield Point(run.policy, run.is_bound, _capacity(group.policies[0]), known)
-
-
-def write_whole(path: Path, content: str) -> None:
-    """Write a file, either completely or not at all. Raises OSError if that fails."""
-    number, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(number, "wb") as file:
-            file.write(content.encode())
-            # A file from mkstemp can be read only by its owner. Give it the permissions of an ordinary file.
-            os.fchmod(number, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except BaseException:  # also Ctrl-C: no half file is left, and it is raised again
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
-
-
-def _umask() -> int:
-    current = os.umask(0o077)
-    os.umask(current)
-    return current
 
 
 def _readable(value: object) -> object:

@@ -9,14 +9,8 @@ from typing import Any, Final
 
 from tiercache.errors import ConfigError
 
-ONE_POOL: Final = "in one pool"
-"""Suffix of a policy's name for a run in which the host alone has the bytes of all tiers."""
-IN_EVERY_TIER: Final = "in every tier"
-"""Suffix of a policy's name for a run in which every tier evicts by it."""
 NO_CACHE: Final = "no cache"
 """Name of the run in which every prompt is computed, which stands beside the policies of a queue."""
-WITHOUT_OFFLOAD: Final = "without offload"
-"""Suffix of a policy's name for a run in which the device is the only tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +49,6 @@ class Serving:
     arrived_per_second: float
     """Requests that arrived per second from the first arrival to the last."""
     served_per_second: float
-    """Requests that ended per second."""
     within: float | None
     """Fraction of the requests that met the objective; None without an objective."""
     goodput: float | None
@@ -69,7 +62,6 @@ class TierUse:
     """Usage of one tier in one run."""
 
     capacity: int
-    """Size of the tier, in bytes."""
     peak: int
     """Highest number of bytes in use."""
     read_bytes: int
@@ -77,7 +69,6 @@ class TierUse:
     written_bytes: int
     """Bytes written to this tier."""
     evicted: int
-    """Number of evicted objects."""
     tokens: int
     """Number of prompt tokens that were restored from this tier.
 
@@ -99,7 +90,6 @@ class Result:
     capacity: float | None
     """Size of the cache as a fraction of the infinite cache's peak; None for tiers given in bytes."""
     capacity_bytes: int
-    """Size of the cache in bytes."""
     token_hit_rate: float
     """Restored prompt tokens divided by all prompt tokens."""
     flops_saved: float
@@ -115,7 +105,6 @@ class Result:
     """Time that the run took."""
     seed: int
     profile: str
-    """Name of the model profile."""
     write: str
     """When the host writes to storage: `write_through` or `write_back` (see `ControllerOptions.write`)."""
     write_chance: float

@@ -13,7 +13,7 @@ from tiercache.errors import ConfigError
 from tiercache.index import CheckpointRules
 from tiercache.policy import Costs, ModelProfile, Policy, policy_named
 from tiercache_lab.policies import MAIN
-from tiercache_lab.replay.base import Source, StorageTier, Tiers
+from tiercache_lab.replay.base import StorageTier, Tiers
 from tiercache_lab.replay.cache import Setup
 from tiercache_lab.replay.clairvoyant import Clairvoyant, Recorder
 from tiercache_lab.replay.drive import Run
@@ -21,7 +21,7 @@ from tiercache_lab.replay.machines import ReplayMachine
 from tiercache_lab.replay.needs import infinite, measure
 from tiercache_lab.replay.plane import geometries
 from tiercache_lab.replay.queueing.run import QueuedRun, Queueing
-from tiercache_lab.replay.results import IN_EVERY_TIER, NO_CACHE, ONE_POOL, WITHOUT_OFFLOAD, Result
+from tiercache_lab.replay.results import NO_CACHE, Result
 from tiercache_lab.replay.sources import WorkloadSource
 
 CAPACITIES: Final = (0.05, 0.1, 0.2)
@@ -49,14 +49,12 @@ class Question:
     Raises ConfigError for parameters that are out of range or contradict each other.
     """
 
-    source: Source
+    source: WorkloadSource
     policies: Sequence[str]
-    """Names of the eviction policies."""
     profile: ModelProfile
     capacities: Sequence[float] = ()
     """Sizes of the cache as fractions of the bytes that an infinite cache holds."""
     tiers: Tiers | None = None
-    """Sizes of the tiers in bytes."""
     checkpoints: str | CheckpointRules = "rules"
     """Checkpoint policy, which says where states are taken (see `checkpoints_named`)."""
     machine: ReplayMachine = field(default_factory=ReplayMachine)
@@ -105,8 +103,7 @@ class Question:
     @property
     def is_benchmark(self) -> bool:
         """Whether the tiers are those of the source's published benchmark."""
-        own = self.source.layout if isinstance(self.source, WorkloadSource) else None
-        return own is not None and not self.capacities and self.tiers is None
+        return self.source.layout is not None and not self.capacities and self.tiers is None
 
     @property
     def needs_size(self) -> bool:
@@ -128,8 +125,8 @@ class Question:
             return []
         pool = Tiers(self.tiers.nbytes)
         return [
-            *([("lru", f"lru {IN_EVERY_TIER}", self.tiers)] if "lru" not in self.policies else []),
-            *((policy, f"{policy} {ONE_POOL}", pool) for policy in self.policies),
+            *([("lru", "lru in every tier", self.tiers)] if "lru" not in self.policies else []),
+            *((policy, f"{policy} in one pool", pool) for policy in self.policies),
         ]
 
     @property
@@ -173,10 +170,10 @@ class Study:
         self.need: Final = measure(self._source, stage(Stage(READING, len(self._source))))
         """Memory that the requests of the source need."""
 
-    def infinite(self, step: Callable[[], object] = lambda: None) -> Result:
-        """Run the infinite cache; `step` is called after each request."""
+    def infinite(self) -> Result:
+        """Run the infinite cache."""
         unlimited = infinite(self._source, self.need, self._question.profile, self._question.checkpoints)
-        free = self.run(unlimited, self._recorder, "infinite", None, step)
+        free = self.run(unlimited, self._recorder, "infinite", None)
         filled = {name: replace(use, capacity=use.peak) for name, use in free.tiers.items()}
         footprint = max(1, free.peak_bytes)
         return replace(free, capacity=1.0, capacity_bytes=footprint, is_bound=True, tiers=filled)
@@ -195,7 +192,7 @@ class Study:
                 yield self.run(tiers, policy, policy, capacity)
         if question.is_benchmark:
             device_only = replace(sizes[0][1], host_bytes=0, storage=())
-            yield self.run(device_only, "lru", f"lru {WITHOUT_OFFLOAD}", None)
+            yield self.run(device_only, "lru", "lru without offload", None)
         for policy, label, tiers in question.yardsticks:
             found = self.run(tiers, policy, label, None)
             yield replace(found, is_bound=not tiers.storage)
@@ -219,10 +216,8 @@ class Study:
         question, need = self._question, self.need
         if question.tiers is not None:
             return [(None, question.tiers)]
-        if question.is_benchmark:
-            assert isinstance(self._source, WorkloadSource)
-            assert self._source.layout is not None
-            layout = self._source.layout
+        layout = self._source.layout
+        if question.is_benchmark and layout is not None:
             kv = geometries(question.profile, self._source.page_size).get(PoolName.KV)
             page = kv.nbytes if kv else 0
             # The published benchmark limits states but not pages, so the device has room for all pages.
@@ -247,26 +242,14 @@ class Study:
             return QueuedRun(self._source, self.need, setup, question.queueing)
         return Run(self._source, self.need, setup)
 
-    def run(
-        self,
-        tiers: Tiers,
-        policy: str | Policy,
-        label: str,
-        capacity: float | None,
-        also: Callable[[], object] = lambda: None,
-    ) -> Result:
+    def run(self, tiers: Tiers, policy: str | Policy, label: str, capacity: float | None) -> Result:
         """Run a policy with these tiers. `label` and `capacity` become those of the result.
 
-        `also` is called after each request. Raises ConfigError if the device is too small.
+        Raises ConfigError if the device is too small.
         """
         question = self._question
         at = "" if capacity is None else f" at {capacity * 100:.3g} %"
-        staged = self._stage(Stage(f"{label}{at}", self.need.requests))
-
-        def step() -> None:
-            staged()
-            also()
-
+        step = self._stage(Stage(f"{label}{at}", self.need.requests))
         started = time.perf_counter()
         run = self._prepare(tiers, policy)
         run.go(step)
@@ -280,5 +263,5 @@ class Study:
             profile=question.profile.name, write=question.write, write_chance=question.write_chance,
             cuts=tally.cuts, ttft_ms_p50=tally.ttft_ms_p50,
             serving=run.serving() if isinstance(run, QueuedRun) else None, tiers=run.uses(),
-            published=self._source.published if isinstance(self._source, WorkloadSource) else {},
+            published=self._source.published,
         )  # fmt: skip

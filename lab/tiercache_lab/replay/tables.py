@@ -19,7 +19,6 @@ from tiercache_lab.replay.results import NO_CACHE, Result, TierUse
 LEVEL: Final = 0.0005
 """Difference of two saved fractions below which the two policies count as level."""
 _BEST: Final = "*"
-"""Mark of the best policies."""
 
 
 class Style(StrEnum):

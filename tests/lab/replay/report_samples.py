@@ -9,7 +9,7 @@ from typing import Final
 from tiercache_lab.replay.results import Result, TierUse
 
 GIB: Final = 1 << 30
-POLICIES: Final = {"lru": 1.0, "seglen": 0.72, "marconi": 0.6, "gdsf": 0.45, "hvd": 0.2}
+POLICIES: Final = {"lru": 1.0, "seglen": 0.72, "marconi": 0.6, "lpc": 0.45, "hvd": 0.2}
 HOSTILE: Final = (
     "<script>window.bad=1</script><img src=x onerror='window.bad=1'>\""
     ' onfocus="window.bad=1"&amp;\x00\u202e\udc80]]>'

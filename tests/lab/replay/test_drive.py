@@ -16,12 +16,12 @@ from tiercache.errors import ConfigError
 from tiercache.index import CheckpointRules
 from tiercache.policy import ModelProfile, profile_named
 from tiercache_lab.policies import MAIN, RIVALS
-from tiercache_lab.replay.base import Request, Source, StorageTier, Tiers
+from tiercache_lab.replay.base import Request, StorageTier, Tiers
 from tiercache_lab.replay.cache import Setup
 from tiercache_lab.replay.drive import Run
 from tiercache_lab.replay.machines import ReplayMachine
 from tiercache_lab.replay.needs import Need, infinite, measure
-from tiercache_lab.replay.sources import open_source
+from tiercache_lab.replay.sources import Workload, WorkloadSource, open_source
 
 pytestmark = pytest.mark.slow
 
@@ -40,19 +40,20 @@ CHATS = "multi-turn?conversations=10&rounds=5&live=5&user=64-400&answer=64-200"
 
 
 @dataclass(frozen=True)
-class Listed:
-    """A source of the requests that it is given."""
+class Given(Workload):
+    """A workload of the requests that it is given."""
 
     requests: Sequence[Request]
-    name: str = "listed"
-    page_size: int = PAGE
-    concurrency: int = 1
 
-    def __len__(self) -> int:
+    def count(self, seed: int) -> int:
         return len(self.requests)
 
-    def __iter__(self) -> Iterator[Request]:
+    def generate(self, seed: int) -> Iterator[Request]:
         return iter(self.requests)
+
+
+def listed(requests: Sequence[Request], concurrency: int = 1) -> WorkloadSource:
+    return WorkloadSource("listed", Given(requests), 0, len(requests), PAGE, concurrency)
 
 
 def disk(nbytes: int) -> tuple[StorageTier, ...]:
@@ -69,7 +70,11 @@ def ask(topic: int, length: int, *, at: float = 0.0, session: int | None = None,
 
 
 def ran(
-    source: Source, tiers: Tiers, policy: str = "lru", profile: ModelProfile = HYBRID, **changes: object
+    source: WorkloadSource,
+    tiers: Tiers,
+    policy: str = "lru",
+    profile: ModelProfile = HYBRID,
+    **changes: object,
 ) -> Run:
     """A run, whose books are recounted on the way and at the end."""
     run = Run(source, measure(source), Setup(policy, profile, tiers, **changes))  # type: ignore[arg-type]
@@ -94,7 +99,7 @@ def depths(
     **changes: object,
 ) -> list[int]:
     """Restored tokens of each request, one after the other."""
-    source, found = Listed(requests), []
+    source, found = listed(requests), []
     need = measure(source)
     setup = Setup("lru", profile, tiers or infinite(source, need, profile, CheckpointRules()), **changes)
     run = Run(source, need, setup)
@@ -112,7 +117,7 @@ def depths(
 def test_what_a_source_needs() -> None:
     steps = []
     requests = [ask(1, 100, answer=29), ask(2, 64), ask(3, 640, answer=65)]
-    assert measure(Listed(requests), lambda: steps.append(1)) == Need(
+    assert measure(listed(requests), lambda: steps.append(1)) == Need(
         requests=3, pages=3 + 2 + 12, longest=12
     )
     assert len(steps) == 3
@@ -159,10 +164,10 @@ def test_states_at_intervals() -> None:
 
 
 def test_no_hit_without_room_and_no_peak_above_nothing() -> None:
-    run = ran(Listed([ask(1, 300)] * 3), Tiers(host_bytes=BLOCK - 1))
+    run = ran(listed([ask(1, 300)] * 3), Tiers(host_bytes=BLOCK - 1))
     assert run.tally.token_hit_rate == 0
     assert run.peak_bytes == 0
-    run = ran(Listed([ask(1, 300)] * 3), Tiers(host_bytes=0, device_bytes=2_000_000))
+    run = ran(listed([ask(1, 300)] * 3), Tiers(host_bytes=0, device_bytes=2_000_000))
     assert run.tally.token_hit_rate == pytest.approx(512 / 900)
     assert run.uses()["host"].peak == run.uses()["host"].written_bytes == 0
 
@@ -208,7 +213,7 @@ def test_no_tier_ever_holds_more_than_it_has(policy: str, tiers: Tiers) -> None:
     check_controller(run.controller)
 
 
-@pytest.mark.parametrize("policy", ["lru", "gdsf", "hvd"])
+@pytest.mark.parametrize("policy", ["lru", "marconi", "hvd"])
 def test_bytes_and_tokens_add_up(policy: str) -> None:
     # A device that holds what runs and little else, a host that holds some of it, a disk for most.
     source = open_source(CHATS, seed=1)
@@ -259,18 +264,18 @@ def test_the_time_to_the_first_token_is_prefill_and_loads() -> None:
     machine = ReplayMachine(flops=1e12, host_bandwidth=1e9, disk_bandwidth=1e8, cut_seconds=0.0)
     first, second = ask(1, 300), ask(1, 300)
     tiers = Tiers(host_bytes=10_000_000)
-    alone = ran(Listed([first]), tiers, machine=machine).tally.ttft_ms()[0]
+    alone = ran(listed([first]), tiers, machine=machine).tally.ttft_ms()[0]
     assert alone == pytest.approx(HYBRID.flops(0, 300) / 1e12 * 1e3)
-    mean, late = ran(Listed([first, second]), tiers, machine=machine).tally.ttft_ms()
+    mean, late = ran(listed([first, second]), tiers, machine=machine).tally.ttft_ms()
     loaded = (4 * PAGE * 64 + HYBRID.state_bytes) / 1e9 + HYBRID.flops(256, 300) / 1e12
     assert 2 * mean - alone == pytest.approx(loaded * 1e3)
     assert loaded * 1e3 < mean < late <= alone
     # The prefill of the first request is cut at 256 tokens; the second one has restored them.
-    cut = ran(Listed([first, second]), tiers, machine=replace(machine, cut_seconds=0.5)).tally
+    cut = ran(listed([first, second]), tiers, machine=replace(machine, cut_seconds=0.5)).tally
     assert cut.cuts == 0.5
     assert cut.ttft_ms()[0] - mean == pytest.approx(250)
     # On the device nothing is loaded.
-    mean = ran(Listed([first, second]), Tiers(0, 10_000_000), machine=machine).tally.ttft_ms()[0]
+    mean = ran(listed([first, second]), Tiers(0, 10_000_000), machine=machine).tally.ttft_ms()[0]
     assert 2 * mean - alone == pytest.approx(HYBRID.flops(256, 300) / 1e12 * 1e3)
 
 
@@ -289,7 +294,7 @@ def test_so_many_at_once_and_sessions_never_overlap(concurrency: int) -> None:
         )
         for n, (session, at) in enumerate(zip(order, rounds, strict=True))
     ]
-    source = Listed(requests, concurrency=concurrency)
+    source = listed(requests, concurrency=concurrency)
     run = Run(source, measure(source), Setup("lru", HYBRID, Tiers(10_000_000)))
     most, begun = 0, 0
 
@@ -309,7 +314,7 @@ def test_so_many_at_once_and_sessions_never_overlap(concurrency: int) -> None:
     assert run.running == []
 
 
-@pytest.mark.parametrize("policy", ["lru", "gdsf", "hvd"])
+@pytest.mark.parametrize("policy", ["lru", "lpc", "hvd"])
 def test_a_model_without_states(policy: str) -> None:
     source = open_source(CHATS, seed=1)
     free = ran(source, infinite(source, measure(source), ATTENTION, CheckpointRules()), policy, ATTENTION)
@@ -356,13 +361,13 @@ def test_a_cache_without_a_limit_never_evicts() -> None:
 
 def test_what_running_requests_hold_beside_the_tiers() -> None:
     """Their pages, the states at the ends of prompt and request, and the state that the engine advances."""
-    one = Listed([ask(1, 300, answer=100)])
+    one = listed([ask(1, 300, answer=100)])
     state, page = HYBRID.state_bytes, PAGE * HYBRID.kv_bytes_per_token
     assert ran(one, Tiers(600_000)).working_bytes == 7 * page + 3 * state
     assert ran(one, Tiers(600_000, 1_600_000)).working_bytes == state
     assert ran(one, Tiers(600_000), profile=ATTENTION).working_bytes == 7 * page
     # The second request holds also the state from which it was restored.
-    again = Listed([ask(1, 300, answer=100), ask(1, 600, answer=100)])
+    again = listed([ask(1, 300, answer=100), ask(1, 600, answer=100)])
     assert ran(again, Tiers(900_000)).working_bytes == 11 * page + 4 * state
     # Two at once: the second one's prompt is there already when the first one ends.
     both = replace(one, requests=[ask(1, 300, answer=100), ask(2, 300, answer=100)], concurrency=2)
@@ -402,7 +407,7 @@ def test_a_prompt_larger_than_the_host_is_written_from_where_its_pages_are(polic
     ],
 )
 def test_a_device_that_is_too_small_is_refused_at_once(tiers: Tiers, concurrency: int, message: str) -> None:
-    source = Listed([ask(1, 600, answer=70), ask(2, 600)], concurrency=concurrency)
+    source = listed([ask(1, 600, answer=70), ask(2, 600)], concurrency=concurrency)
     with pytest.raises(ConfigError, match=message) as raised:
         Run(source, measure(source), Setup("lru", HYBRID, tiers))
     wanted = int(str(raised.value).removesuffix(" bytes").rpartition(" ")[2])
@@ -411,5 +416,5 @@ def test_a_device_that_is_too_small_is_refused_at_once(tiers: Tiers, concurrency
 
 
 def test_tiers_far_beyond_need_take_no_memory() -> None:
-    run = ran(Listed([ask(1, 300)] * 2), Tiers(1 << 60, 1 << 60, disk(1 << 60)))
+    run = ran(listed([ask(1, 300)] * 2), Tiers(1 << 60, 1 << 60, disk(1 << 60)))
     assert run.tally.token_hit_rate == pytest.approx(256 / 600)

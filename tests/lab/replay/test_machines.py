@@ -26,20 +26,6 @@ def test_a_prefill_is_cut_at_checkpoints_and_by_the_chunk() -> None:
     )
 
 
-def test_a_curve_gives_the_time_of_a_pass_and_flops_that_of_its_context() -> None:
-    machine = ReplayMachine(flops=1e10, curve=((64, 1.0), (128, 1.5), (1024, 8.5)), cut_seconds=0.0)
-    assert machine.prefill(HYBRID, 0, 64, ()) == [1.0]
-    assert machine.prefill(HYBRID, 0, 1, ()) == [1.0], (
-        "a pass takes as long as the shortest that was measured"
-    )
-    assert machine.prefill(HYBRID, 0, 96, ()) == [1.25]
-    assert machine.prefill(HYBRID, 0, 576, ()) == [5.0]
-    beyond = 8.5 + HYBRID.flops(1024, 2048) / 1e10
-    assert machine.prefill(HYBRID, 0, 2048, ()) == pytest.approx([beyond])
-    context = 1000 * 64 * HYBRID.flops_per_context_token / 1e10
-    assert machine.prefill(HYBRID, 1000, 1064, ()) == pytest.approx([1.0 + context])
-
-
 def test_a_step_of_decoding_reads_the_weights_once() -> None:
     machine = ReplayMachine(decode_seconds=0.01, decode_seconds_per_request=0.001, memory_bandwidth=1e12)
     assert machine.step(ATTENTION, 0) == 0
@@ -66,14 +52,13 @@ def test_what_comes_with_tiercache_can_be_read(name: str) -> None:
 def test_a_file_with_everything(tmp_path: Path) -> None:
     machine = ReplayMachine(
         3e11, 1e9, 2e8, 0.001, 0.0001, 0.002, {"a.b": Speed(5.0, 0.0), "c": Speed(7.0, 0.5)}, 0.003, 0.0,
-        ((1, 0.01), (64, 0.02)), 512, 3, 0.01, 0.002, 1e10,
+        512, 3, 0.01, 0.002, 1e10,
     )  # fmt: skip
     path = tmp_path / "machine.toml"
     path.write_text("""
 about = "all of it"
 [prefill]
 flops = 3e11
-curve = [[1, 0.01], [64, 0.02]]
 cut_seconds = 0.001
 request_seconds = 0.003
 chunk = 512
@@ -105,7 +90,7 @@ latency = 0.5
     [
         ("flops = 1", "'flops' is not known; use about, prefill"),
         ("prefill = 3", r"prefill must be a table, \[prefill\], not 3"),
-        ("[prefill]\nflop = 1", r"\[prefill\] has no setting 'flop'; it has flops, curve"),
+        ("[prefill]\nflop = 1", r"\[prefill\] has no setting 'flop'; it has flops, pass_seconds"),
         ("[prefill]\nflops = 0", r"\[prefill\] flops: .* greater than 0, not 0"),
         ("[prefill]\nflops = nan", "less than or equal to 1000000000000000000000, not nan"),
         ("[prefill]\nflops = inf", "less than or equal to 1000000000000000000000, not inf"),
@@ -114,12 +99,6 @@ latency = 0.5
         (f"[prefill]\nflops = 1{'0' * 400}", "a valid number"),
         ("[prefill]\npass_seconds = -0.1", "greater than or equal to 0, not -0.1"),
         ("[prefill]\nchunk = 1.5", "a valid integer, not 1.5"),
-        ("[prefill]\ncurve = 5", r"\[prefill\] curve: .*, not 5"),
-        ("[prefill]\ncurve = []", "at least 1 item"),
-        ("[prefill]\ncurve = [[1, 2, 3]]", r"\[prefill\] curve\.0: .*, not \[1, 2, 3\]"),
-        ("[prefill]\ncurve = [[1, 2], [1, 3]]", r"the point \[1, 3\] does not follow \[1, 2\]"),
-        ("[prefill]\ncurve = [[1, 2], [2, 1]]", "let no longer pass take less time"),
-        ("[prefill]\ncurve = [[1, 2]]\npass_seconds = 1", "leave out pass_seconds"),
         ("[serving]\nbatch = 0", r"\[serving\] batch: .*, not 0"),
         ("[host]\nbandwidth = '0GB'", r"\[host\] bandwidth: .* greater than 0"),
         ("[host]\nbandwidth = 'fast'", "'fast' is not a size"),

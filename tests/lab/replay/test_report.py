@@ -6,11 +6,9 @@ import base64
 import hashlib
 import json
 import math
-import os
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +17,7 @@ from tests.lab.replay.report_samples import GIB, HOSTILE, hostile, result, study
 from tiercache.cli.terminal import clean
 from tiercache.errors import InputError
 from tiercache_lab.replay import figures
-from tiercache_lab.replay.report import render, stylesheet, write_whole
+from tiercache_lab.replay.report import render, stylesheet
 from tiercache_lab.replay.results import Result
 
 
@@ -62,22 +60,6 @@ def plain(page: str) -> str:
 def test_without_results_there_is_no_report() -> None:
     with pytest.raises(InputError, match=r"^[^.]*; replay something first$"):
         render([])
-
-
-def test_a_report_is_written_completely_or_not_at_all(tmp_path: Path) -> None:
-    target = tmp_path / "report.html"
-    target.write_text("before")
-    before = os.umask(0o027)
-    try:
-        write_whole(target, "after")
-    finally:
-        os.umask(before)
-    assert target.read_text("utf-8") == "after"
-    assert target.stat().st_mode & 0o777 == 0o640
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(OSError, match="folder"):
-        write_whole(tmp_path / "folder", "nothing")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "report.html"]
 
 
 @pytest.mark.parametrize("results", [[result()], hostile(), study()], ids=["one", "hostile", "study"])

@@ -15,7 +15,7 @@ from tiercache.index import CheckpointRules
 from tiercache.policy import DEFAULT_PROFILE, ModelProfile, profile_named
 from tiercache_lab.policies import MAIN
 from tiercache_lab.replay.base import StorageTier, Tiers
-from tiercache_lab.replay.results import WITHOUT_OFFLOAD, Result
+from tiercache_lab.replay.results import Result
 from tiercache_lab.replay.sources import open_source
 from tiercache_lab.replay.study import Question, Stage, Study
 
@@ -84,7 +84,7 @@ def named(results: list[Result], policy: str) -> Result:
 
 def test_seed_20457_with_its_own_tiers_hits_what_an_infinite_cache_hits() -> None:
     results = found(asked("seed-20457", ",".join(MAIN), profile=MODEL))
-    assert [one.policy for one in results] == ["infinite", *MAIN, f"lru {WITHOUT_OFFLOAD}"]
+    assert [one.policy for one in results] == ["infinite", *MAIN, "lru without offload"]
     infinite = results[0]
     assert infinite.is_bound
     for one in results[: len(MAIN) + 1]:
@@ -117,10 +117,10 @@ def test_seed_11214_comes_close_to_an_infinite_cache() -> None:
 
 
 def test_rows_come_in_order_and_capacities_are_fractions_of_the_infinite_cache() -> None:
-    results = found(asked(CHATS, "lru,gdsf", capacities=(0.5, 0.1, 1.0)))
+    results = found(asked(CHATS, "lru,lpc", capacities=(0.5, 0.1, 1.0)))
     assert [(one.policy, one.capacity) for one in results] == [
-        ("infinite", 1.0), ("lru", 0.5), ("lru", 0.1), ("lru", 1.0), ("gdsf", 0.5), ("gdsf", 0.1),
-        ("gdsf", 1.0),
+        ("infinite", 1.0), ("lru", 0.5), ("lru", 0.1), ("lru", 1.0), ("lpc", 0.5), ("lpc", 0.1),
+        ("lpc", 1.0),
     ]  # fmt: skip
     infinite = results[0]
     assert infinite.capacity_bytes == infinite.peak_bytes
@@ -129,7 +129,7 @@ def test_rows_come_in_order_and_capacities_are_fractions_of_the_infinite_cache()
         assert one.capacity_bytes == int(infinite.peak_bytes * one.capacity)
         assert not one.is_bound
         assert one.peak_bytes > 0.9 * one.capacity_bytes
-    for policy in ("lru", "gdsf"):
+    for policy in ("lru", "lpc"):
         less, more, all_of_it = sorted(
             (one for one in results if one.policy == policy), key=lambda one: one.capacity_bytes
         )
@@ -173,7 +173,7 @@ def test_tiers_in_bytes_are_kept_to() -> None:
     assert 0 < hvd.token_hit_rate < infinite.token_hit_rate
 
 
-@pytest.mark.parametrize("policy", ["gdsf", "hvd"])
+@pytest.mark.parametrize("policy", ["marconi", "hvd"])
 def test_prompts_that_many_share_stay_where_there_is_room_for_little_else(policy: str) -> None:
     """A shared prompt has one continuation at most times, and every request goes through a device that keeps
     nothing.

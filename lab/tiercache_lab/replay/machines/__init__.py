@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -11,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
 
 from tiercache.errors import ConfigError
 from tiercache.policy import ModelProfile
@@ -29,21 +28,6 @@ def _plain_bytes(value: object) -> object:
 _ByteRate = Annotated[_Rate, BeforeValidator(_plain_bytes)]
 """Bytes per second, which a file may give as a text such as "6GB"."""
 _Tokens = Annotated[int, Strict(), Field(ge=1, le=2**22)]
-
-
-def _rising(points: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
-    for (tokens, before), (more, after) in pairwise(points):
-        if more <= tokens or after < before:
-            raise ConfigError(
-                f"the point [{more}, {after:g}] does not follow [{tokens}, {before:g}]; sort the points by"
-                " tokens, and let no longer pass take less time than a shorter one"
-            )
-    return points
-
-
-_Curve = Annotated[
-    tuple[tuple[_Tokens, _Seconds], ...], Field(min_length=1, max_length=1024), AfterValidator(_rising)
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +66,6 @@ class ReplayMachine:
     """Seconds of the engine that each request costs, whatever its length."""
     pass_seconds: _Seconds = 0.0
     """Seconds that each forward pass of a prefill costs, whatever its length."""
-    curve: _Curve = ()
-    """Tokens, and seconds of one forward pass that computes so many tokens of a new prompt; both ascending.
-
-    With a curve, `flops` is only for the attention to earlier tokens, and for passes longer than the curve;
-    `pass_seconds` is then part of the curve.
-    """
     chunk: _Tokens | None = None
     """Most tokens of one forward pass of a prefill; None for no limit."""
     batch: Annotated[int, Strict(), Field(ge=1, le=4096)] = 1
@@ -118,7 +96,8 @@ class ReplayMachine:
                 edges.append(edges[-1] + self.chunk)
             edges.append(cut)
         seconds = [
-            self._pass(profile, *edge) + self.cut_seconds * (edge[1] in cuts) for edge in pairwise(edges)
+            self.pass_seconds + profile.flops(*edge) / self.flops + self.cut_seconds * (edge[1] in cuts)
+            for edge in pairwise(edges)
         ]
         seconds[0] += self.request_seconds
         return seconds
@@ -130,34 +109,11 @@ class ReplayMachine:
         weights = profile.flops_per_token / self.memory_bandwidth if self.memory_bandwidth else 0.0
         return self.decode_seconds + weights + self.decode_seconds_per_request * requests
 
-    def _pass(self, profile: ModelProfile, start: int, end: int) -> float:
-        if not self.curve:
-            return self.pass_seconds + profile.flops(start, end) / self.flops
-        # The pass of a new prompt, and the attention of its tokens to those before them.
-        new = profile.flops(0, end - start)
-        return self._new(profile, end - start) + (profile.flops(start, end) - new) / self.flops
-
-    def _new(self, profile: ModelProfile, tokens: int) -> float:
-        """Return the seconds of a pass of a new prompt by the curve."""
-        at = bisect_left(self.curve, tokens, key=lambda point: point[0])
-        if at == len(self.curve):
-            last, seconds = self.curve[-1]
-            return seconds + profile.flops(last, tokens) / self.flops
-        if at == 0:
-            return self.curve[0][1]
-        (low, before), (high, after) = self.curve[at - 1 : at + 1]
-        return before + (after - before) * (tokens - low) / (high - low)
-
 
 _MAX_FILE: Final = 2**16
 _SUFFIX: Final = ".toml"
-
 MACHINES: Final = tuple(
-    sorted(
-        file.name.removesuffix(_SUFFIX)
-        for file in files(__package__).iterdir()
-        if file.name.endswith(_SUFFIX)
-    )
+    sorted(Path(file.name).stem for file in files(__package__).iterdir() if file.name.endswith(_SUFFIX))
 )
 """Names of the machines that come with tiercache. Their speeds are assumptions, not measurements."""
 
@@ -217,25 +173,18 @@ def _machine(row: dict[str, Any]) -> ReplayMachine:
                 )
             given[name], places[name] = value, f"[{table}] {key}"
     try:
-        machine = _CHECKED.validate_python(given)
+        return _CHECKED.validate_python(given)
     except ValidationError as error:
         first = error.errors()[0]
         name, *inner = map(str, first["loc"])
         place = ".".join([places[name], *inner])
         reason = first["msg"].removeprefix("Value error, ")
         raise ConfigError(f"{place}: {reason}, not {shown(first['input'])}") from error
-    if machine.curve and machine.pass_seconds:
-        raise ConfigError(
-            "[prefill] has a curve, whose seconds are those of whole passes; leave out pass_seconds"
-        )
-    return machine
 
 
 _CHECKED: Final = TypeAdapter(ReplayMachine)
 _TABLES: Final[Mapping[str, Mapping[str, str]]] = {
-    "prefill": {
-        name: name for name in ("flops", "curve", "pass_seconds", "cut_seconds", "request_seconds", "chunk")
-    },
+    "prefill": {name: name for name in ("flops", "pass_seconds", "cut_seconds", "request_seconds", "chunk")},
     "decode": {
         "seconds": "decode_seconds",
         "seconds_per_request": "decode_seconds_per_request",

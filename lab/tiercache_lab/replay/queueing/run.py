@@ -10,12 +10,12 @@ import numpy as np
 
 from tiercache.core import Tier
 from tiercache.errors import ConfigError
-from tiercache_lab.replay.base import Source
 from tiercache_lab.replay.cache import Running, Setup, SimulatedCache
 from tiercache_lab.replay.drive import Tally
 from tiercache_lab.replay.needs import Need
 from tiercache_lab.replay.queueing.server import Job, Link, Needed, QueueServer, SourceArrivals
 from tiercache_lab.replay.results import Objective, Serving
+from tiercache_lab.replay.sources.base import WorkloadSource
 
 ENGINE: Final = "engine"
 """Name of the engine beside those of the tiers, in `Serving.busy`."""
@@ -44,7 +44,7 @@ class QueuedRun(SimulatedCache):
     Thread safety: one thread.
     """
 
-    def __init__(self, source: Source, need: Need, setup: Setup, queueing: Queueing) -> None:
+    def __init__(self, source: WorkloadSource, need: Need, setup: Setup, queueing: Queueing) -> None:
         # More requests than there are need no more places.
         super().__init__(source, need, setup, min(setup.machine.batch, max(1, need.requests)))
         self._source, self._setup, self._queueing = source, setup, queueing

@@ -182,7 +182,9 @@ class QueueServer:
             if engine == when:
                 self._compute()
             elif link is not None and linked == when:
-                self._loaded(link.pop())
+                job = link.pop()
+                job.loads += 1
+                self._load(job)
             elif delayed == when:
                 job = heapq.heappop(self._delayed)[2]
                 name, nbytes = job.work.loads[job.loads]
@@ -212,10 +214,6 @@ class QueueServer:
             heapq.heappush(self._delayed, (self.now + self._latencies[name], self._next_number(), job))
         else:
             self._links[name].add(self.now, nbytes, job)
-
-    def _loaded(self, job: Job) -> None:
-        job.loads += 1
-        self._load(job)
 
     def _start_pass(self) -> None:
         """Begin the next forward pass of the first request that is ready."""

@@ -5,17 +5,7 @@ Reading order: `base` (workloads with their parameters, and the source that repl
 and `sessions`, with `fields`; `catalogue` (all generators by name).
 """
 
-from tiercache_lab.replay.sources.base import Kind, Layout, Option, Span, Workload, WorkloadSource
+from tiercache_lab.replay.sources.base import Span, Workload, WorkloadSource
 from tiercache_lab.replay.sources.catalogue import SESSIONS, SOURCES, open_source
 
-__all__ = [
-    "SESSIONS",
-    "SOURCES",
-    "Kind",
-    "Layout",
-    "Option",
-    "Span",
-    "Workload",
-    "WorkloadSource",
-    "open_source",
-]
+__all__ = ["SESSIONS", "SOURCES", "Span", "Workload", "WorkloadSource", "open_source"]

@@ -191,14 +191,17 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSource:
-    """Source of the first `count` requests of a workload. The other fields are as in `Kind`."""
+    """The first `count` requests of a workload in the order of their arrival, the same at every iteration."""
 
     name: str
+    """Name of the source in rows and reports."""
     workload: Workload
     seed: int
     count: int
     page_size: int = 64
+    """Tokens per page: 64, or the block size of a trace, in which only whole blocks can match."""
     concurrency: int = 1
+    """Maximum number of requests that run at once."""
     published: Mapping[str, float] = field(default_factory=dict)
     layout: Layout | None = None
     about: str = ""

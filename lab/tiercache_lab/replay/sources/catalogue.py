@@ -35,9 +35,7 @@ _SECONDS: Final = 1200
 """Approximate duration in seconds of each of the mixed workloads."""
 
 _LIVE: Final = 20
-"""Maximum number of conversations at once."""
 _AGENTS: Final = 6
-"""Maximum number of agent sessions at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +134,6 @@ SESSIONS: Final = Kind("recorded sessions of agents: a directory of .json files,
 
 _MAX_SEED: Final = 2**63
 _MAX_PAGE: Final = 4096
-"""Maximum tokens of a page."""
 
 
 def open_source(

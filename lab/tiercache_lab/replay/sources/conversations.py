@@ -158,7 +158,6 @@ _MAX_LENGTH: Final = 8192
 """Maximum number of tokens of a question, and also of an answer."""
 
 _MAX_ROUNDS: Final = 64
-"""Maximum number of rounds of a chat."""
 _RECENT: Final = 1000
 """How many of the newest chats may be continued."""
 _QUESTION: Final = 180
@@ -166,7 +165,6 @@ _QUESTION: Final = 180
 _ANSWER: Final = 250
 """Tokens of an answer of a chat, median of a log-normal."""
 _SPREAD: Final = 1.0
-"""Sigma of both log-normals."""
 
 
 @dataclass(slots=True)

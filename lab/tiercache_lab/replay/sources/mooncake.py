@@ -25,7 +25,6 @@ from tiercache_lab.replay.sources.fields import block_ids, duration, parse_objec
 from tiercache_lab.replay.sources.streams import block_keys, expand_keys, key_of, tokens
 
 BLOCK: Final = 512
-"""Tokens per block of a trace."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

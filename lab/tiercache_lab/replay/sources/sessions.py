@@ -33,7 +33,6 @@ from tiercache_lab.replay.sources.fields import block_ids, check_object, duratio
 from tiercache_lab.replay.sources.streams import block_keys, expand_keys, join, key_of, rng_of, tokens
 
 BLOCK: Final = 64
-"""Tokens per block of a session."""
 
 BlockIds = npt.NDArray[np.uint32]
 
@@ -261,7 +260,6 @@ def _expanded(name: str, opening: _Opening | None, ids: BlockIds, length: int) -
 
 
 SUFFIX: Final = ".json"
-"""End of the names of the files."""
 
 _MAX_FILES: Final = 2**14
 _MAX_FILE: Final = 2**26

@@ -20,9 +20,7 @@ VOCABULARY: Final = 2**17
 _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 """Increment of splitmix64: 2**64 divided by the golden ratio."""
 _FIRST: Final = np.uint64(0xBF58476D1CE4E5B9)
-"""First multiplier of splitmix64."""
 _SECOND: Final = np.uint64(0x94D049BB133111EB)
-"""Second multiplier of splitmix64."""
 _MASK: Final = np.uint64(VOCABULARY - 1)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -18,9 +18,8 @@ from tiercache.index import CHECKPOINTS, CheckpointRules, checkpoints_named
 from tiercache.policy import ModelProfile
 from tiercache.text import exact_duration, exact_size, shown
 from tiercache_lab.policies import MAIN
-from tiercache_lab.replay.base import Source, StorageTier, Tiers
+from tiercache_lab.replay.base import StorageTier, Tiers
 from tiercache_lab.replay.chain import chain_settings
-from tiercache_lab.replay.machines import ReplayMachine
 from tiercache_lab.replay.queueing.run import Queueing
 from tiercache_lab.replay.results import Objective
 from tiercache_lab.replay.sources import WorkloadSource, open_source
@@ -42,7 +41,7 @@ _PLAN_POLICY: Final = "hvd"
 
 def source(
     spec: str, seed: int, limit: int | None, *, closed: bool = False, page: int | None = None
-) -> Source:
+) -> WorkloadSource:
     """Open the source to replay as `open_source` does; raises ConfigError if no source is named."""
     if not spec:
         raise ConfigError(
@@ -50,11 +49,6 @@ def source(
             " tiercache replay --list)"
         )
     return open_source(spec, seed=seed, limit=limit, closed=closed, page=page)
-
-
-def about(source: Source) -> str:
-    """Return a sentence on how the source is replayed, which may be empty."""
-    return source.about if isinstance(source, WorkloadSource) else ""
 
 
 def policies(names: str, profile: ModelProfile, *, plan: bool) -> Sequence[str]:
@@ -199,51 +193,43 @@ def check_report(path: Path) -> None:
 
 def notes(question: Question) -> list[str]:
     """Return sentences for the report about how the results were made."""
-    machine, tiers = question.machine, question.tiers
-    said = [f"States are taken {_places(question.checkpoints)}.", *_times(machine, question.queueing)]
+    machine, tiers, queueing, checkpoints = (
+        question.machine, question.tiers, question.queueing, question.checkpoints,
+    )  # fmt: skip
+    places = f"by the policy {checkpoints}"
+    if isinstance(checkpoints, CheckpointRules):
+        taken = [name for name, rule in _CHECKPOINTS.items() if getattr(checkpoints, rule)]
+        places = f"at: {', '.join(taken) or NONE}"
+    said = [
+        f"States are taken {places}.",
+        f"Times to first token are calculated from {machine.flops / 1e12:g} TFLOP/s,"
+        f" {machine.host_bandwidth / 1e9:g} GB/s from the host, {machine.disk_bandwidth / 1e9:g} GB/s"
+        " from disk.",
+    ]
+    if queueing is not None:
+        rate = f", {queueing.rate:g} per second" if queueing.rate is not None else ""
+        said.append(f"Requests queue for {machine.batch} places{rate}.")
+        times = {"to the first token": queueing.objective.ttft, "per further token": queueing.objective.tpot}
+        limits = [f"{exact_duration(limit)} {name}" for name, limit in times.items() if limit is not None]
+        if limits:
+            said.append(f"Goodput counts the requests with at most {' and '.join(limits)}.")
     if question.write == WRITE_BACK:
         said.append(
             "The host writes to storage what it evicts next and what is hit again with a chance of at least"
             f" {question.write_chance:g}."
         )
-    said += [text] if (text := about(question.source)) else []
+    said += [question.source.about] if question.source.about else []
     if tiers is not None:
-        device = "caches nothing"
-        if tiers.device_bytes is not None:
-            device = exact_size(tiers.device_bytes)
-        stores = [_described(tier, machine) for tier in tiers.storage]
-        said.append(f"Device: {device}; {'; '.join([f'host: {exact_size(tiers.host_bytes)}', *stores])}.")
+        device = "caches nothing" if tiers.device_bytes is None else exact_size(tiers.device_bytes)
+        held = [f"Device: {device}", f"host: {exact_size(tiers.host_bytes)}"]
+        for tier in tiers.storage:
+            bandwidth = machine.storage(tier.name, tier.bandwidth).bandwidth / 1e9
+            settings = [f"{name} {text}" for name, text in tier.settings.items()]
+            held.append(
+                ", ".join([f"{tier.name}: {exact_size(tier.nbytes)} at {bandwidth:g} GB/s", *settings])
+            )
+        said.append(f"{'; '.join(held)}.")
     return said
-
-
-def _places(checkpoints: str | CheckpointRules) -> str:
-    if isinstance(checkpoints, str):
-        return f"by the policy {checkpoints}"
-    taken = [name for name, rule in _CHECKPOINTS.items() if getattr(checkpoints, rule)]
-    return f"at: {', '.join(taken) or NONE}"
-
-
-def _times(machine: ReplayMachine, queueing: Queueing | None) -> Iterator[str]:
-    """Yield sentences for the report about the modelled times."""
-    yield (
-        f"Times to first token are calculated from {machine.flops / 1e12:g} TFLOP/s,"
-        f" {machine.host_bandwidth / 1e9:g} GB/s from the host, {machine.disk_bandwidth / 1e9:g} GB/s"
-        " from disk."
-    )
-    if queueing is None:
-        return
-    rate = f", {queueing.rate:g} per second" if queueing.rate is not None else ""
-    yield f"Requests queue for {machine.batch} places{rate}."
-    times = {"to the first token": queueing.objective.ttft, "per further token": queueing.objective.tpot}
-    limits = [f"{exact_duration(limit)} {name}" for name, limit in times.items() if limit is not None]
-    if limits:
-        yield f"Goodput counts the requests with at most {' and '.join(limits)}."
-
-
-def _described(tier: StorageTier, machine: ReplayMachine) -> str:
-    bandwidth = machine.storage(tier.name, tier.bandwidth).bandwidth / 1e9
-    settings = [f"{name} {text}" for name, text in tier.settings.items()]
-    return ", ".join([f"{tier.name}: {exact_size(tier.nbytes)} at {bandwidth:g} GB/s", *settings])
 
 
 def _parts(text: str) -> list[str]:

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any, Final
 
 from rich.cells import cell_len
@@ -26,9 +27,7 @@ from tiercache_lab.replay.tables import Grid, Style, grids, legend
 from tiercache_lab.replay.verb import asking
 
 _GAP: Final = "  "
-"""Space between two columns."""
 _LEFT: Final = ("policy", "tier")
-"""Columns that are aligned left."""
 _OPTIONAL_COLUMNS: Final = ("written", "p95", "evicted", "per read")
 """Columns that are left out one after the other, in this order, until the table fits the terminal."""
 _STYLES: Final = {Style.PLAIN: "", Style.BEST: "bold green", Style.BOUND: "dim"}
@@ -38,7 +37,7 @@ def show_results(found: Sequence[Result], question: Question, answer: SizePlan |
     """Print results, or the answer of a plan with all its runs."""
     if not found:
         return
-    to, first, about = console(), found[0], asking.about(question.source)
+    to, first, about = console(), found[0], question.source.about
     policy = f", policy {question.policies[0]}" if answer else ""
     to.print(
         f"[bold]{first.source}[/]: {first.requests:,} requests, {first.profile}, seed {first.seed}{policy}\n",
@@ -75,13 +74,7 @@ def source_records() -> Iterator[dict[str, Any]]:
     """Yield the generators and recorded sessions with their parameters, as JSON has them."""
     for name, kind in (*SOURCES.items(), ("DIR", SESSIONS)):
         parameters = [
-            {
-                "name": option.name,
-                "default": str(option.default) if isinstance(option.default, tuple) else option.default,
-                "low": option.low,
-                "high": option.high,
-                "about": option.about,
-            }
+            asdict(option) | ({"default": str(option.default)} if isinstance(option.default, tuple) else {})
             for option in kind.options
         ]
         yield {"name": name, "summary": kind.summary, "parameters": parameters}
@@ -145,11 +138,6 @@ def _aligned(cells: dict[str, str], widths: dict[str, int]) -> Text:
 def record(result: Result) -> dict[str, Any]:
     """Return a result as a dictionary for JSON; numbers that are not finite become None."""
     return {name: _finite(value) for name, value in result.row().items()}
-
-
-def answer_record(answer: SizePlan) -> dict[str, Any]:
-    """Return the answer of a plan as a dictionary for JSON."""
-    return {"plan": plan.facts(answer)}
 
 
 def _finite(value: Any) -> Any:

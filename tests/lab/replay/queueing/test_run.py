@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.integrity import check_controller
-from tests.lab.replay.test_drive import CHATS, HYBRID, Listed, ask, disk, ran, text
+from tests.lab.replay.test_drive import CHATS, HYBRID, ask, disk, listed, ran, text
 from tiercache.errors import ConfigError
 from tiercache.index import CheckpointRules
 from tiercache_lab.replay.base import Request, Tiers
@@ -18,7 +18,7 @@ from tiercache_lab.replay.needs import infinite, measure
 from tiercache_lab.replay.queueing import server
 from tiercache_lab.replay.queueing.run import QueuedRun, Queueing
 from tiercache_lab.replay.results import Objective
-from tiercache_lab.replay.sources import open_source
+from tiercache_lab.replay.sources import WorkloadSource, open_source
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +26,7 @@ PLAIN = ReplayMachine(flops=1e12, host_bandwidth=1e6, disk_bandwidth=1e5, cut_se
 
 
 def queued(
-    source: Listed,
+    source: WorkloadSource,
     machine: ReplayMachine = PLAIN,
     tiers: Tiers | None = None,
     queueing: Queueing | None = None,
@@ -67,20 +67,20 @@ def test_a_request_finds_nothing_of_one_whose_prefill_has_not_ended() -> None:
     first, again = ask(1, 300, session=1), ask(1, 300, at=0.2, session=2)
     machine = replace(PLAIN, batch=2, decode_seconds=0.1)
     first = replace(first, output=text(9, 11))
-    early = queued(Listed([first, again]), machine)
+    early = queued(listed([first, again]), machine)
     assert early.tally.token_hit_rate == 0
     # Once its prefill has ended, its prompt is found, though its answer is still being decoded.
-    late = queued(Listed([first, replace(again, arrival=0.5)]), machine)
+    late = queued(listed([first, replace(again, arrival=0.5)]), machine)
     assert late.tally.token_hit_rate == 256 / 600
     assert late.serving().wait_ms_mean == 0
     # With one place the second request begins when the first has ended.
-    one = queued(Listed([first, again]), replace(machine, batch=1))
+    one = queued(listed([first, again]), replace(machine, batch=1))
     assert one.tally.token_hit_rate == 256 / 600
     assert one.serving().wait_ms_mean == pytest.approx(1e3 * (seconds(0, 300) + 1.0 - 0.2) / 2)
 
 
 def test_the_first_token_comes_after_the_wait_the_loads_and_the_prefill() -> None:
-    source = Listed([ask(1, 300, session=1), ask(1, 300, at=10.0, session=2)])
+    source = listed([ask(1, 300, session=1), ask(1, 300, at=10.0, session=2)])
     loaded = 4 * 64 * 64 + HYBRID.state_bytes
     run = queued(source, replace(PLAIN, host_latency=0.25, request_seconds=0.5, pass_seconds=0.125))
     alone = 0.5 + 0.125 * 2 + seconds(0, 300)  # cut at the last whole page
@@ -94,10 +94,10 @@ def test_the_first_token_comes_after_the_wait_the_loads_and_the_prefill() -> Non
 
 
 def test_storage_has_the_speed_of_its_tier() -> None:
-    source = Listed([ask(1, 300, session=1), ask(1, 300, at=10.0, session=2)])
+    source = listed([ask(1, 300, session=1), ask(1, 300, at=10.0, session=2)])
     tiers = Tiers(30 * 4096, storage=(replace(disk(10_000_000)[0], name="far"), *disk(10_000_000)))
     times = {}
-    source = Listed([*source.requests[:1], ask(2, 600, at=5.0), *source.requests[1:]])
+    source = listed([*list(source)[:1], ask(2, 600, at=5.0), *list(source)[1:]])
     for name, machine in {
         "default": PLAIN,
         "own": replace(PLAIN, tiers={"far": Speed(1e9, 0.0), "disk": Speed(1.0, 100.0)}),
@@ -114,13 +114,13 @@ def test_storage_has_the_speed_of_its_tier() -> None:
 
 def test_a_rate_scales_the_arrivals() -> None:
     requests = [ask(topic, 100, at=2.0 * topic) for topic in range(1, 11)]
-    plain = queued(Listed(requests))
+    plain = queued(listed(requests))
     assert plain.serving().arrived_per_second == pytest.approx(0.5)
-    fast = queued(Listed(requests), queueing=Queueing(rate=30.0))
+    fast = queued(listed(requests), queueing=Queueing(rate=30.0))
     assert fast.serving().arrived_per_second == pytest.approx(30)
     assert fast.serving().wait_ms_mean > plain.serving().wait_ms_mean == 0
     with pytest.raises(ConfigError, match="all at once"):
-        queued(Listed([ask(1, 100)]), queueing=Queueing(rate=5.0))
+        queued(listed([ask(1, 100)]), queueing=Queueing(rate=5.0))
 
 
 def test_a_better_cache_keeps_more_requests_in_time() -> None:
@@ -153,14 +153,14 @@ def test_requests_that_pile_up_end_the_run(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(server, "MAX_TOKENS", 2000)
     requests = [ask(topic, 300, at=0.01 * topic) for topic in range(50)]
     with pytest.raises(ConfigError, match="come faster than this machine serves them; use a lower --rate"):
-        queued(Listed(requests))
-    queued(Listed([replace(one, arrival=one.arrival * 100) for one in requests]))
+        queued(listed(requests))
+    queued(listed([replace(one, arrival=one.arrival * 100) for one in requests]))
 
 
 def test_places_need_a_device_that_holds_them() -> None:
     requests = [Request(text(n, 600), text(n + 100, 70), 0.0, n) for n in range(4)]
     tiers = Tiers(1_000_000, 1_280_000)
     with pytest.raises(ConfigError, match="does not hold the requests that run at once"):
-        queued(Listed(requests), replace(PLAIN, batch=4), tiers)
-    assert queued(Listed(requests), replace(PLAIN, batch=1), tiers).tally.requests == 4
-    assert np.isfinite(queued(Listed(requests), replace(PLAIN, batch=4)).serving().wait_ms_mean)
+        queued(listed(requests), replace(PLAIN, batch=4), tiers)
+    assert queued(listed(requests), replace(PLAIN, batch=1), tiers).tally.requests == 4
+    assert np.isfinite(queued(listed(requests), replace(PLAIN, batch=4)).serving().wait_ms_mean)
