@@ -5,7 +5,6 @@ This module calls `os` directly, because a baseline must share no code with the 
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 from collections.abc import Sequence
@@ -96,44 +95,11 @@ class RawFile:
         os.fdatasync(self._fd)
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def map(self, nbytes: int) -> mmap.mmap:
-        """Return a mapping of the first `nbytes` of the file, with all of these bytes in memory."""
-        return mmap.mmap(
-            self._fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
-        )
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         os.close(self._fd)
-
-
-class Copier:
-    """Copier of batches out of a memory-mapped file.
-
-    The `lmdb` store also reads by copying out of a map, so it cannot be faster than this copier.
-
-    Thread safety: one thread.
-    """
-
-    def __init__(self, source: mmap.mmap) -> None:
-        self._source = source
-        self._anchor = ctypes.c_char.from_buffer(source)
-        self._address = ctypes.addressof(self._anchor)
-
-    def copy(self, batch: Sequence[Piece]) -> None:
-        """Copy a batch from the start of the map into its buffers."""
-        for piece in batch:
-            target = ctypes.addressof(ctypes.c_char.from_buffer(piece.view))
-            ctypes.memmove(target, self._address + piece.offset, piece.view.nbytes)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        del self._anchor
-        self._source.close()
 
 
 def direct_possible(directory: Path) -> bool:

@@ -29,7 +29,6 @@ from tiercache_lab.bench.timing import Side, medians
 MODEL: Final = "qwen3-next-80b-a3b"
 """Model whose pages and states are copied."""
 PAGES: Final = kv_geometry(range(3, 48, 4), 2, 256, "bfloat16", 64)
-"""Pages of 64 tokens of its attention layers."""
 STATES: Final = state_geometry(
     [
         (layer, *part)
@@ -55,7 +54,6 @@ _PLAIN: Final = "contiguous"
 _ALIGN: Final = 256
 """Alignment of tensors in bytes, as in allocators of device memory."""
 _TIMEOUT_S: Final = 120.0
-"""Seconds to wait for one transfer."""
 
 
 class Direction(StrEnum):
@@ -74,7 +72,6 @@ class DevicePlan:
     repeats: int
     """Number of runs for each median. One more run comes first and is not counted."""
     counts: tuple[int, ...] = (1, 4, 16, 64, 256)
-    """Numbers of objects in a group."""
     pages: Geometry = PAGES
     states: Geometry = STATES
 

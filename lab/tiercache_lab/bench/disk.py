@@ -17,9 +17,9 @@ from typing import Final
 
 from tiercache.core import ObjectKey
 from tiercache.errors import StorageError
-from tiercache_lab.bench.baselines import DIRECT_THREADS, PIECE, Copier, RawFile, pieces
+from tiercache_lab.bench.baselines import DIRECT_THREADS, PIECE, RawFile, pieces
 from tiercache_lab.bench.machine import Machine, warm
-from tiercache_lab.bench.plan import TINY, Case, Plan
+from tiercache_lab.bench.plan import STEADY_BATCHES, TINY, Case, Plan
 from tiercache_lab.bench.rows import Row, size_text, speed
 from tiercache_lab.bench.subject import Buffers, Subject, batch_keys
 from tiercache_lab.bench.timing import Crew, Side, medians
@@ -79,7 +79,7 @@ class SizeBench:
 
     def steady(self, root: Path) -> Iterator[Row]:
         """Measure sets into a full store, all of whose blocks were written before."""
-        capacity = self._plan.steady_capacity(self._buffers.size)
+        capacity = self._plan.capacity(self._buffers.size, STEADY_BATCHES)
         with (
             Subject(self._plan.url(root / "store", capacity), root / "store", self._buffers) as subject,
             RawFile(root / "buffered", self._buffers.nbytes) as buffered,
@@ -93,7 +93,8 @@ class SizeBench:
     def growing(self, root: Path) -> Iterator[Row]:
         """Measure sets into new blocks, gets of the stored objects, and lookups."""
         plan, nbytes = self._plan, self._buffers.nbytes
-        url = plan.url(root / "store", plan.growing_capacity(self._buffers.size))
+        # Twice the bytes of all batches: a store rounds up and keeps a reserve.
+        url = plan.url(root / "store", plan.capacity(self._buffers.size, 2 * plan.batches))
         keys = [batch_keys(self._buffers.count) for _ in range(plan.batches)]
         with (
             Subject(url, root / "store", self._buffers) as subject,
@@ -152,13 +153,8 @@ class SizeBench:
         base = self._buffers.nbytes
         warm(root)
         subject.get(keys)
-        with ExitStack() as stack:
-            if self._plan.backend == "lmdb":
-                copier = stack.enter_context(Copier(buffered.map(base)))
-                limit = Side("copy from map", lambda _: copier.copy(self._whole))
-            else:
-                limit = Side("preadv", lambda _: buffered.read(self._whole, base, self._one))
-            found = self._compare_gets([Side(STORE, lambda _: subject.get(keys)), limit])
+        limit = Side("preadv", lambda _: buffered.read(self._whole, base, self._one))
+        found = self._compare_gets([Side(STORE, lambda _: subject.get(keys)), limit])
         yield from self._rows(Case.GET_WARM, found)
 
     def _get_cold(

@@ -14,8 +14,6 @@ from tiercache.cli.store.doctor import file_system_of
 
 _STRIDE: Final = 4 << 20
 """Bytes of one read in `warm`."""
-MEMORY: Final = ("tmpfs", "ramfs")
-"""Types of file systems that keep their files in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,18 +21,15 @@ class Machine:
     """Description of the machine."""
 
     cores: int
-    """Number of cores that this process may use."""
     system: str
     """Operating system and its release, such as "Linux 6.8"."""
     file_system: str
-    """Type of the file system of the measured directory."""
     direct: bool
-    """Whether O_DIRECT is possible in the measured directory."""
 
     @property
     def in_memory(self) -> bool:
         """Whether the file system keeps its files in memory."""
-        return self.file_system in MEMORY
+        return self.file_system in ("tmpfs", "ramfs")
 
     def __str__(self) -> str:
         direct = "possible" if self.direct else "not possible"

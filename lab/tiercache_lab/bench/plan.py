@@ -17,7 +17,6 @@ from tiercache_lab.bench.machine import free_bytes
 from tiercache_lab.bench.rows import MIB
 
 BACKENDS: Final = ("file", "lmdb")
-"""Values of --backend."""
 BATCH: Final = 128
 """Number of objects of a batch. If these exceed `BATCH_BYTES`, the batch has fewer objects."""
 BATCH_BYTES: Final = 256 * MIB
@@ -67,7 +66,6 @@ class Plan:
 
     backend: str
     sizes: tuple[int, ...]
-    """Sizes of objects in bytes."""
     directory: Path
     repeats: int
     """Number of runs for each median. One more run comes first and is not counted."""
@@ -86,19 +84,9 @@ class Plan:
         """Return the number of objects in one batch, for objects of `size` bytes."""
         return min(BATCH, min(BATCH_BYTES, self.total // self.batches) // size)
 
-    def growing_capacity(self, size: int) -> int:
-        """Return the capacity in bytes of a store that keeps all batches of a size.
-
-        It is more than twice the bytes of these batches, because a store rounds up and keeps a reserve.
-        """
-        return 2 * self.batches * self.count(size) * size + _SPARE
-
-    def steady_capacity(self, size: int) -> int:
-        """Return the capacity in bytes of a store that a few batches fill.
-
-        Every further batch then overwrites blocks.
-        """
-        return STEADY_BATCHES * self.count(size) * size + _SPARE
+    def capacity(self, size: int, batches: int) -> int:
+        """Return the capacity in bytes of a store for a number of batches of a size."""
+        return batches * self.count(size) * size + _SPARE
 
     @property
     def many_capacity(self) -> int:

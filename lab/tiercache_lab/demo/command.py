@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -49,7 +50,6 @@ _LEGEND: Final = (
     " was dropped."
 )
 SERVER: Final = "tiercache_lab.demo.serving"
-"""Module that each server process runs."""
 TIMED: Final = {
     "speed-host": "from host",
     "speed-disk": "from disk",
@@ -69,6 +69,8 @@ class DemoResult:
     """Events `row`, one for each request."""
     tiers: list[str] = field(default_factory=list)
     """Names of the tiers below the host, the fastest first."""
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    """Events `run`, one for each request of a conversation."""
     figures: dict[str, float] = field(default_factory=dict)
     """Values of the event `summary`."""
 
@@ -202,7 +204,7 @@ def demo(
     capacity = parse_size(disk_bytes)
     if directory is not None:
         require_place(directory, "--directory")
-    # The directory that `_directory` will make has no name yet; no other process has one with this name.
+    # The temporary directory has no name yet; no other process has one with this name.
     place = directory or Path(tempfile.gettempdir()) / f"tiercache-demo-{os.getpid()}"
     list(require_disk(place, "--disk-bytes", capacity))
     check_backend({"type": "file", "path": os.path.abspath(place / "store"), "capacity": capacity})
@@ -210,14 +212,19 @@ def demo(
     first, second = "serving, then kill -9", "second process"
     if shared:
         first, second = "first worker", "second worker"
-    with _directory(directory) as where, _progress(console) as progress, ExitStack() as others:
+    with _progress(console) as progress, ExitStack() as others:
+        if directory is None:
+            where = others.enter_context(tempfile.TemporaryDirectory(prefix="tiercache-demo-"))
+        else:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            where = str(directory)
         plan = {
-            "directory": str(where), "model": model, "disk_bytes": capacity, "turns": turns,
+            "directory": where, "model": model, "disk_bytes": capacity, "turns": turns,
             "conversations": conversations, "context": context, "storage": urls, "device": device,
-            "shared": shared,
+            "shared": shared, "salt": secrets.token_hex(8),
         }  # fmt: skip
         _run(plan | {"phase": "serve"}, first, result, progress, others)
-        _run(plan | {"phase": "restart"}, second, result, progress, others)
+        _run(plan | {"phase": "restart", "runs": result.runs}, second, result, progress, others)
     if output is Output.TABLE:
         console.print("Source of each prompt, and the check of its answer", style="bold")
         console.print(_table(result, "second process" if shared else "after kill -9"))
@@ -241,16 +248,6 @@ def _require_device(name: str) -> None:
         raise ConfigError(f"--device {name} is not known; use cpu, cuda, or cuda:N for one of several")
     if name != "cpu" and find_spec("cupy") is None:
         raise MissingExtraError(f"--device {name}", "cuda", ModuleNotFoundError(name="cupy"))
-
-
-@contextmanager
-def _directory(given: Path | None) -> Iterator[Path]:
-    if given is not None:
-        given.mkdir(mode=0o700, parents=True, exist_ok=True)
-        yield given
-        return
-    with tempfile.TemporaryDirectory(prefix="tiercache-demo-") as temporary:
-        yield Path(temporary)
 
 
 def _progress(console: Console) -> Progress:
@@ -329,6 +326,8 @@ def _follow(events: Iterable[str], result: DemoResult, progress: Progress, task:
             )
         elif kind == "step":
             progress.update(task, advance=1, doing=event["what"])
+        elif kind == "run":
+            result.runs.append(event)
         elif kind == "summary":
             result.figures = event
         elif kind == "settled":

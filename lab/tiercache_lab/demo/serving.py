@@ -4,6 +4,7 @@ The process reads a `DemoPlan` as JSON from standard input. It writes events as 
 
 - `start`, with the number of steps that will follow, and the names of the tiers of the store
 - `step`, the end of a step without a row
+- `run`, how one request was computed, for `DemoPlan.runs`
 - `row`, the figures of one request
 - `settled`: all committed objects are stored, so that the process may be killed
 - `summary`, the speeds of restores
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import statistics
 import sys
 import time
@@ -41,13 +41,9 @@ from tiercache_lab.demo.audit import Audit, AuditedRun, AuditVerdict
 from tiercache_lab.demo.small import build_small_hybrid
 
 PAGE_SIZE: Final = 64
-"""Tokens in one page."""
 ANSWER_TOKENS: Final = 48
-"""Tokens of one answer."""
 QUESTION_TOKENS: Final = 160
-"""Tokens of one question."""
 SYSTEM_TOKENS: Final = 512
-"""Tokens of the system prompt."""
 REPEATS: Final = 5
 """Number of runs of each measurement, whose median is shown."""
 TIER_NAMES: Final = {None: "none", Tier.DEVICE: "device", Tier.HOST: "host"}
@@ -61,15 +57,18 @@ class DemoPlan:
     phase: str
     """`serve` for the first process, `restart` for the second."""
     directory: str
-    """Directory of the file store and of the records of runs."""
+    """Directory of the file store."""
+    salt: str
+    """Salt of all keys, in hexadecimal digits.
+
+    A directory may still have objects of earlier demonstrations, whose restores could not be checked.
+    """
     model: str = ""
     """Directory of the model; empty for the small hybrid model."""
     disk_bytes: int = 1 << 30
-    """Capacity of the file store."""
     turns: int = 4
     """Number of turns of each conversation in the first process."""
     conversations: int = 4
-    """Number of conversations."""
     context: int = 4096
     """Tokens of the prompt whose restore is timed."""
     storage: Sequence[str] = ()
@@ -79,6 +78,8 @@ class DemoPlan:
 
     Otherwise the first process must be killed before the second begins.
     """
+    runs: Sequence[Mapping[str, Any]] = ()
+    """Events `run` of the first process, for the second."""
     device: str = "cpu"
     """Device of the model: `cpu`, `cuda` or `cuda:N`."""
 
@@ -157,10 +158,9 @@ class Session:
         self._model, encode = load_model(plan.model, self._device)
         self._require_positions()
         self._talk = Conversations(encode, plan.conversations)
-        self._runs = Path(plan.directory) / "demo-runs.jsonl"
         runner = ModelRunner(self._model, PAGE_SIZE)
         self._identity = replace(
-            identity_of(self._model, runner, PAGE_SIZE), tenant="demo", salt=self._salt()
+            identity_of(self._model, runner, PAGE_SIZE), tenant="demo", salt=bytes.fromhex(plan.salt)
         )
         self._worker = self._open(*self._small_pools())
         self._audit = Audit(self._worker.runner, *self._audit_slots())
@@ -194,11 +194,9 @@ class Session:
         restores. The last conversation has two turns in a row, so that the second of these two turns is
         restored from the device. With `turns` = 1, no other request need be restored from there.
         """
-        # The first line has the salt.
-        runs = [json.loads(line) for line in self._runs.read_text().splitlines()[1:]]
-        steps = len(runs) + self._plan.conversations + 1 + len(self._timed())
+        steps = len(self._plan.runs) + self._plan.conversations + 1 + len(self._timed())
         emit("start", steps=steps, about=[], tiers=self._tier_names())
-        for record in runs:
+        for record in self._plan.runs:
             run = AuditedRun.from_json(record["run"])
             self._audit.recompute(run)
             self._talk.ask(record["conversation"])
@@ -221,10 +219,7 @@ class Session:
             [lambda: uncut_prefill(self._worker.runner, prompt)] * REPEATS, self._worker.stream
         )
         verdict = self._audit.check(generation, uncut)
-        with self._runs.open("a") as file:
-            file.write(json.dumps({"conversation": conversation, "run": verdict.run.to_json()}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        emit("run", conversation=conversation, run=verdict.run.to_json())
         self._emit_row(phase, conversation, turn, generation, recompute, before, [verdict])
 
     def _measure(self) -> None:
@@ -339,17 +334,6 @@ class Session:
     def _longest(self) -> int:
         """Return the length in tokens of a conversation after all turns of both processes."""
         return SYSTEM_TOKENS + (self._plan.turns + 2) * (QUESTION_TOKENS + ANSWER_TOKENS)
-
-    def _salt(self) -> bytes:
-        """Return the salt that gives the objects of each demonstration keys of their own.
-
-        A directory may still have objects of earlier demonstrations. Restores of these objects could not be
-        checked, because the file of runs no longer has the earlier runs. The first process draws the salt and
-        writes it to the first line of the file of runs. The second process reads the salt from this line.
-        """
-        if self._plan.phase == "serve":
-            self._runs.write_text(json.dumps({"demonstration": secrets.token_hex(8)}) + "\n")
-        return bytes.fromhex(json.loads(self._runs.read_text().splitlines()[0])["demonstration"])
 
     def _require_positions(self) -> None:
         """Raise ConfigError if a sequence would have more tokens than the model has positions."""

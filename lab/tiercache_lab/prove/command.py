@@ -147,15 +147,8 @@ def prove(
 
 def _show_saved(run: ProveRun, saved: Saved, path: Path, output: Output) -> None:
     if output is not Output.TABLE:
-        whole(
-            {
-                "saved": str(path),
-                **heading(saved.url, run.subject),
-                "seed": saved.seed,
-                "first": saved.first.record(),
-            },
-            output,
-        )
+        record = {"saved": str(path), **heading(saved.url, run.subject), "seed": saved.seed}
+        whole(record | {"first": saved.first.record()}, output)
         return
     console().print(
         f"saved in {safe(str(path))}; wait some seconds until the engine has written, restart it, then run: "

@@ -14,19 +14,17 @@ from tiercache_lab.prove.engines import Engine
 from tiercache_lab.prove.server import Server
 
 PATH: Final = "/v1/completions"
-_DONE: Final = "[DONE]"
-_FIELDS: Final = frozenset(("", "data", "event", "id", "retry"))
-_QUOTED: Final = 300
-"""Maximum characters of a server's own message that an error quotes."""
+_DONE: Final = b"[DONE]"
+_FIELDS: Final = frozenset((b"", b"data", b"event", b"id", b"retry"))
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
     """Cached tokens by the tier in which they were when the prompt came; only SGLang reports these."""
 
-    device: int
-    host: int
-    storage: int
+    device: NonNegativeInt = 0
+    host: NonNegativeInt = 0
+    storage: NonNegativeInt = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +59,8 @@ class _Usage(_Strict):
     prompt_tokens_details: _Details | None = None
 
 
-class _Tiers(_Strict):
-    device: NonNegativeInt | None = None
-    host: NonNegativeInt | None = None
-    storage: NonNegativeInt | None = None
-
-
 class _Extension(_Strict):
-    cached_tokens_details: _Tiers | None = None
+    cached_tokens_details: Sources | None = None
 
 
 class _Event(_Strict):
@@ -94,45 +86,45 @@ def ask(server: Server, engine: Engine, model: str, prompt: str, max_tokens: int
         request["return_cached_tokens_details"] = True
     url, began = server.url + PATH, time.perf_counter()
     first: float | None = None
-    text, usage, tiers = "", _Usage(), None
+    text, usage, sources = "", _Usage(), None
     with server.lines(PATH, request) as lines:
         for event in _events(lines, url):
             if event.error:
                 told = (
                     event.error.get("message", event.error) if isinstance(event.error, dict) else event.error
                 )
-                said = server.without_keys(" ".join(str(told).split())[:_QUOTED])
-                raise CannotTellError(f"{url} ends its answer with an error: {said}; see the server's log")
+                raise CannotTellError(
+                    f"{url} ends its answer with an error: {server.quote(str(told))}; see the server's log"
+                )
             for choice in event.choices or ():
                 first = first or time.perf_counter()
                 text += choice.text or ""
             usage = event.usage or usage
-            tiers = (event.sglext and event.sglext.cached_tokens_details) or tiers
+            sources = (event.sglext and event.sglext.cached_tokens_details) or sources
     if first is None or not text:
         raise CannotTellError(
             f"{url} answers without a text, so the answers cannot be compared; give a higher --max-tokens"
         )
-    sources = Sources(tiers.device or 0, tiers.host or 0, tiers.storage or 0) if tiers else None
     cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else None
     if cached is None and sources is not None:  # SGLang without --enable-cache-report
         cached = sources.device + sources.host + sources.storage
     return Answer(text, first - began, usage.prompt_tokens, cached, sources)
 
 
-def _events(lines: Iterator[str], url: str) -> Iterator[_Event]:
+def _events(lines: Iterator[bytes], url: str) -> Iterator[_Event]:
     """Yield the data of server-sent events up to the [DONE] mark.
 
     Comments, which servers send to keep connections open, and other fields are skipped. Raises
     CannotTellError for a malformed or truncated stream.
     """
     for line in lines:
-        name, _, value = line.partition(":")
-        if name == "data" and value.strip() == _DONE:
+        name, _, value = line.partition(b":")
+        if name == b"data" and value.strip() == _DONE:
             return
         try:
             if name not in _FIELDS:
-                raise ValueError(name)
-            if name == "data":
+                raise ValueError(line)
+            if name == b"data":
                 yield _Event.model_validate_json(value)
         except (ValidationError, ValueError) as error:
             raise CannotTellError(

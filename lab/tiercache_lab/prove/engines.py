@@ -158,7 +158,8 @@ def _empty_vllm(server: Server) -> str:
         if reply.status != 200:
             raise server.refusal(reply)
         # The body is {"success": bool}; earlier releases send an empty body.
-        if not _refused(reply.body and reply.document()):
+        said: Any = reply.body and reply.document()
+        if not (isinstance(said, dict) and said.get("success") is False):
             break
         if time.monotonic() > deadline:
             raise CannotTellError(
@@ -177,10 +178,6 @@ def _empty_vllm(server: Server) -> str:
         f"only the GPU's cache was emptied ({found}), so restored tokens may come from host memory; to"
         f" be sure, {_RESTART.removeprefix('or ')}"
     )
-
-
-def _refused(said: Any) -> bool:
-    return isinstance(said, dict) and said.get("success") is False
 
 
 def _connector(server: Server) -> str:

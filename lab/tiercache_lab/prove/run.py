@@ -21,11 +21,8 @@ from tiercache_lab.prove.server import MAX_BYTES, Server
 from tiercache_lab.prove.verdict import Report
 
 MIN_TOKENS: Final = 64
-"""Minimum length of a prompt in tokens."""
 MAX_TOKENS: Final = 1_000_000
-"""Maximum length of a prompt in tokens."""
 MAX_ANSWER: Final = 1024
-"""Maximum length of an answer in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +38,6 @@ class Saved:
     max_tokens: Annotated[int, Field(ge=1, le=MAX_ANSWER)]
     prompt: str
     first: Answer
-
-    def save(self, path: Path) -> None:
-        """Write the request to a file as JSON; raises ConfigError if it cannot be written."""
-        try:
-            path.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        except OSError as error:
-            raise ConfigError(
-                f"--save {path} cannot be written: {error.strerror}; name a file in a directory of your own"
-            ) from error
 
 
 def check_place(path: Path) -> None:
@@ -118,14 +106,22 @@ class ProveRun:
         return self._judge(seed, prompt, first, note)
 
     def save(self, seed: int, path: Path) -> Saved:
-        """Send the first request, and save the prompt and its answer for `after`."""
+        """Send the first request, and save the prompt and its answer for `after`.
+
+        Raises ConfigError if the file cannot be written.
+        """
         prompt, subject = draw(str(seed), self._fitting_words()), self.subject
         first = self._ask("a new prompt", prompt)
         saved = Saved(
             1, self.server.url, subject.model, subject.engine.value, seed, self.tokens, self.max_tokens,
             prompt, first,
         )  # fmt: skip
-        saved.save(path)
+        try:
+            path.write_text(json.dumps(asdict(saved), indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError(
+                f"--save {path} cannot be written: {error.strerror}; name a file in a directory of your own"
+            ) from error
         return saved
 
     def after(self, before: Saved) -> Report:

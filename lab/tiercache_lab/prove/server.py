@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 import httpx
 
@@ -20,7 +19,6 @@ from tiercache.cli.terminal import CannotTellError, UnreachableError, clean
 from tiercache.errors import ConfigError, RefusedError
 
 MAX_BYTES: Final = 64 << 20
-"""Maximum bytes of a response."""
 _HEADERS: Final = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
 _QUOTED: Final = 300
 """Maximum characters of a server's own message that an error quotes."""
@@ -81,7 +79,7 @@ class Server:
         return self._whole("POST", path, admin=True)
 
     @contextmanager
-    def lines(self, path: str, document: Mapping[str, Any]) -> Iterator[Iterator[str]]:
+    def lines(self, path: str, document: Mapping[str, Any]) -> Iterator[Iterator[bytes]]:
         """POST a document and yield the lines of the answer as they arrive.
 
         Raises UnreachableError if there is no answer, RefusedError for status 401 and 403, and
@@ -91,7 +89,7 @@ class Server:
         with self._open("POST", path, body, admin=False) as (status, parts):
             if status != 200:
                 raise self.refusal(Reply(self.url + path, status, b"".join(parts)))
-            yield _split(parts, self.url + path)
+            yield _split(parts)
 
     def refusal(self, reply: Reply) -> CannotTellError | RefusedError:
         """Return the error for a status other than 200; for 401 and 403 it is a RefusedError."""
@@ -104,16 +102,17 @@ class Server:
             return CannotTellError(
                 f"{answers}, a redirect, which is not followed; give the URL of the engine itself"
             )
-        said = self.without_keys(_said(reply.body))
+        said = self.quote(reply.body.decode(errors="replace"))
         return CannotTellError(f"{answers}{': ' if said else ''}{said or '; is that the URL of an engine?'}")
 
-    def without_keys(self, text: str) -> str:
-        """Return a server's message with all keys replaced by ***."""
+    def quote(self, text: str) -> str:
+        """Return a server's message as one line, cut if it is long, with all keys replaced by ***."""
         for header in self._keys.values():
             key = header.get("Authorization", "").removeprefix("Bearer ")
             if key:  # as it is, and as it stands in JSON
                 text = text.replace(key, "***").replace(json.dumps(key)[1:-1], "***")
-        return text
+        text = " ".join(text.split())
+        return text if len(text) <= _QUOTED else f"{text[:_QUOTED]}..."
 
     def _whole(self, method: str, path: str, *, admin: bool) -> Reply:
         with self._open(method, path, b"", admin=admin) as (status, parts):
@@ -166,7 +165,7 @@ def _cause(error: BaseException) -> str:
     return str(getattr(error, "reason", None) or getattr(error, "strerror", None) or error)
 
 
-def _split(parts: Iterator[bytes], url: str) -> Iterator[str]:
+def _split(parts: Iterator[bytes]) -> Iterator[bytes]:
     """Yield the lines of an event stream.
 
     httpx's own `iter_lines` also splits at characters such as U+2028, which a model's text may contain.
@@ -175,19 +174,9 @@ def _split(parts: Iterator[bytes], url: str) -> Iterator[str]:
     for part in parts:
         rest += part
         if b"\n" in part:
-            *whole, last = rest.split(b"\n")
-            rest = bytearray(last)
-            yield from (_text(line, url) for line in whole)
-    yield _text(rest, url)
-
-
-def _text(line: bytes | bytearray, url: str) -> str:
-    try:
-        return line.decode().rstrip("\r")
-    except UnicodeDecodeError as error:
-        raise CannotTellError(
-            f"{url} answers with a malformed stream (not UTF-8); is that the URL of an engine?"
-        ) from error
+            *whole, rest = rest.split(b"\n")
+            yield from (bytes(line.rstrip(b"\r")) for line in whole)
+    yield bytes(rest.rstrip(b"\r"))
 
 
 def _base(url: str) -> str:
@@ -195,24 +184,20 @@ def _base(url: str) -> str:
 
     Raises ConfigError for a text that is not the URL of an engine.
     """
-    try:
-        parts = urlsplit(url)
-        port_is_known = parts.port != 0
-    except ValueError:
-        raise ConfigError("URL has no valid host and port; give one such as http://127.0.0.1:30000") from None
-    if "@" in parts.netloc:
+    if "@" in url:
         raise ConfigError(
             "URL has a user or a password, which would be printed; remove them and give --api-key"
         )
-    plain = url.isascii() and url.isprintable() and " " not in url
-    if (
-        parts.scheme not in ("http", "https")
-        or not parts.hostname
-        or not port_is_known
-        or not plain
-        or parts.query
-        or parts.fragment
-    ):
+    try:
+        parts = httpx.URL(url)
+        is_plain = (
+            parts.scheme in ("http", "https")
+            and bool(parts.host)
+            and not parts.query + parts.fragment.encode()
+        )
+    except httpx.InvalidURL:
+        is_plain = False
+    if not is_plain:
         raise ConfigError(
             f"{clean(url)} is not the URL of an engine; give one such as http://127.0.0.1:30000"
         )
@@ -231,9 +216,3 @@ def _header(key: str, option: str) -> dict[str, str]:
             f"{option}, or its environment variable, has characters that no key can have; copy the key again"
         )
     return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-def _said(body: bytes) -> str:
-    """Return a server's message about a refusal as one line, cut if it is long."""
-    text = " ".join(body.decode(errors="replace").split())
-    return text if len(text) <= _QUOTED else f"{text[:_QUOTED]}..."

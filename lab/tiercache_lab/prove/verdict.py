@@ -36,12 +36,7 @@ EXITS: Final = {
     Verdict.UNKNOWN: Exit.UNKNOWN,
     Verdict.WRONG: Exit.CORRUPT,
 }
-_COLOURS: Final = {
-    Verdict.HIT: "green",
-    Verdict.MISS: "yellow",
-    Verdict.UNKNOWN: "yellow",
-    Verdict.WRONG: "red",
-}
+_COLOURS: Final = {Verdict.HIT: "green", Verdict.WRONG: "red"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +126,9 @@ class Report:
         flag = REPORT_FLAGS[self.subject.engine]
         return f"the server does not report cached tokens; start it with {flag}; {times}"
 
-    @property
-    def remarks(self) -> list[str]:
-        """Notes on what the verdict does not mention."""
-        return [*self.notes, *self._remarks()]
-
-    def _remarks(self) -> Iterator[str]:
+    def remarks(self) -> Iterator[str]:
+        """Yield notes on what the verdict does not mention."""
+        yield from self.notes
         if self.verdict is not Verdict.WRONG and not self.same_text:
             yield (
                 "the texts of the two answers differ: if both were computed, greedy decoding on this server"
@@ -164,7 +156,7 @@ class Report:
             "verdict": self.verdict.value, "exit_code": EXITS[self.verdict], "sentence": self.sentence,
             **heading(self.url, self.subject), "seed": self.seed, "restored_tokens": self.restored,
             "same_text": self.same_text, "gain": self.gain, "first": self.first.record(),
-            "again": self.again.record(), "control": self.control.record(), "notes": self.remarks,
+            "again": self.again.record(), "control": self.control.record(), "notes": [*self.remarks()],
             "look_at": [*self.look_at],
         }  # fmt: skip
 
@@ -190,8 +182,10 @@ def show(report: Report, output: Output) -> None:
     shown.add_row("again", *_figures(report.again), again)
     shown.add_row("never sent", *_figures(report.control), "")
     to.print(shown)
-    to.print(f"[bold {_COLOURS[verdict]}]{verdict.name}:[/] {safe(report.sentence)}", soft_wrap=True)
-    for note in report.remarks:
+    to.print(
+        f"[bold {_COLOURS.get(verdict, 'yellow')}]{verdict.name}:[/] {safe(report.sentence)}", soft_wrap=True
+    )
+    for note in report.remarks():
         to.print(f"note: {safe(note)}", soft_wrap=True)
     if report.look_at:
         to.print("possible causes:")

@@ -17,7 +17,7 @@ import pytest
 
 from tests.cli.store.test_samples import call
 from tiercache.errors import StorageError
-from tiercache_lab.bench.baselines import Copier, Piece, RawFile, pieces
+from tiercache_lab.bench.baselines import Piece, RawFile, pieces
 from tiercache_lab.bench.machine import machine
 from tiercache_lab.bench.plan import Case, plan
 from tiercache_lab.bench.rows import size_text, speed
@@ -86,10 +86,9 @@ def test_only_what_was_asked_for_runs(tmp_path):
     assert [(row["name"], row["objects"]) for row in rows] == [("file open", 6 * 42), ("file open", 2 * 4096)]
 
 
-def test_lmdb_stands_beside_a_copy_from_memory(tmp_path):
+def test_lmdb_has_the_same_rows(tmp_path):
     rows = rows_of(bench(*ONE, "--backend", "lmdb", "--directory", tmp_path, "-o", "jsonl"))
     assert {row["name"] for row in rows} == {name.replace("file ", "lmdb ", 1) for name in NAMES}
-    assert {row["limit"] for row in rows if row["name"] == "lmdb get warm"} == {"copy from map"}
     assert list(tmp_path.iterdir()) == []
 
 
@@ -188,11 +187,6 @@ def test_the_raw_ways_move_every_byte(tmp_path):
         with pytest.raises(StorageError, match="bytes that differ"):
             buffers.check()
         file.read(pieces(buffers.views), buffers.nbytes, crew)
-        buffers.check()
-        file.write(cut, 0, crew)
-        buffers.wipe()
-        with Copier(file.map(buffers.nbytes)) as copier:
-            copier.copy(cut)
         buffers.check()
         with pytest.raises(StorageError, match="too few"):
             file.read([Piece(buffers.views[0], 2 * buffers.nbytes)], 0, crew)

@@ -21,6 +21,8 @@ from tiercache.errors import ConfigError, UnsupportedModelError
 from tiercache_lab.demo import serving as demo
 from tiercache_lab.demo.serving import Conversations, DemoPlan, Session, load_model, zigzag
 
+SALT = "00" * 8
+
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -58,7 +60,7 @@ def test_a_directory_without_a_model_or_a_tokenizer_is_refused(tmp_path: Path) -
 
 def test_a_model_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="keeps its past elsewhere"):
-        Session(DemoPlan("serve", str(tmp_path), save(tmp_path / "model", "recurrent_gemma")))
+        Session(DemoPlan("serve", str(tmp_path), SALT, save(tmp_path / "model", "recurrent_gemma")))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,7 @@ def test_a_model_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused(
     change: dict[str, int], sentence: str, llama: str, tmp_path: Path
 ) -> None:
-    plan = DemoPlan("serve", str(tmp_path), llama, context=1024)
+    plan = DemoPlan("serve", str(tmp_path), SALT, llama, context=1024)
     with pytest.raises(ConfigError, match=sentence):
         Session(replace(plan, **change))  # type: ignore[arg-type]
 
@@ -81,7 +83,7 @@ def test_a_device_that_is_not_there_is_refused_before_the_model_is_loaded(tmp_pa
     with pytest.raises(
         ConfigError, match=r"pip install 'tiercache-hybrid\[cuda\]'|there is no device cuda:99"
     ):
-        Session(DemoPlan("serve", str(tmp_path), str(tmp_path / "no model"), device="cuda:99"))
+        Session(DemoPlan("serve", str(tmp_path), SALT, str(tmp_path / "no model"), device="cuda:99"))
 
 
 @pytest.mark.slow
@@ -91,16 +93,18 @@ def test_one_conversation_of_one_turn_needs_every_tier(name: str, times: int, tm
     taken for this one's.
     """
     plan = DemoPlan(
-        "serve", str(tmp_path / "run"), save(tmp_path / "model", name), turns=1, conversations=1, context=256
+        *("serve", str(tmp_path / "run"), SALT, save(tmp_path / "model", name)),
+        turns=1,
+        conversations=1,
+        context=256,
     )
     Path(plan.directory).mkdir()
-    for _ in range(times):
-        rows = [
-            event
-            for phase in ("serve", "restart")
-            for event in events(replace(plan, phase=phase))
-            if event["event"] == "row"
-        ]
+    for number in range(times):
+        plan = replace(plan, salt=f"{number:016x}")
+        first = list(events(replace(plan, phase="serve")))
+        runs = [{**event} for event in first if event["event"] == "run"]
+        second = events(replace(plan, phase="restart", runs=runs))
+        rows = [event for event in (*first, *second) if event["event"] == "row"]
         assert [row["tier"] for row in rows] == ["none", "disk", "device", "host", "disk", "disk"]
         assert all(row["same_text"] and row["same_bytes"] and row["max_logit_diff"] == 0.0 for row in rows)
 
