@@ -39,8 +39,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tests.faults import Call, FaultEnv, Rule
 from tiercache.storage.vectors import total
-from tiercache.testing.faults import Call, FaultEnv, Rule
 
 _BLOCK: Final = 4096
 SECTOR: Final = 512

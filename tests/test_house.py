@@ -209,7 +209,7 @@ BUDGET = {
     "tiercache.integrations": 6_450,
     "tiercache.cli": 5_550,
     "tiercache.storage": 6_200,
-    "tiercache.testing": 2_800,
+    "tiercache.testing": 2_400,
     "tiercache.index": 3_250,
     "tiercache.transfer": 2_150,
     "tiercache.config": 1_400,

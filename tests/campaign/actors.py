@@ -23,9 +23,9 @@ from typing import Any
 
 from tests.campaign.model import History, Ledger, Model, Op, Verdict, Version, judge, perform
 from tests.campaign.stores import Subject, available, check_integrity, load
+from tests.faults import Call, FaultEnv
 from tiercache.core import Outcome
 from tiercache.storage.base import StorageBackend
-from tiercache.testing.faults import Call, FaultEnv
 from tiercache.testing.objects import fetch, key
 
 LIFE_SECONDS = 60

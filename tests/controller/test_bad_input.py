@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.controller.harness import IDENTITY, KV, MAMBA, PAGES, STATES, Engine, P, evict_checked, prompt
+from tests.faults import FaultEnv
 from tiercache.controller import ControllerOptions, HybridCacheController, Status
 from tiercache.core import PoolName, Tier
 from tiercache.errors import (
@@ -26,7 +27,6 @@ from tiercache.errors import (
 from tiercache.geometry import kv_geometry
 from tiercache.pools import DevicePool, HostArena
 from tiercache.storage.registry import open_backend
-from tiercache.testing.faults import FaultEnv
 
 FIRST = [*prompt(1, 2, 3), 5]
 

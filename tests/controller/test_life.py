@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from tests.controller.harness import IDENTITY, KV, MAMBA, Engine, Fence, P, evict_checked, prompt
+from tests.faults import FaultEnv
 from tiercache.controller import ControllerOptions, Poll, Status
 from tiercache.core import PoolName, Reason, Tier
 from tiercache.errors import ClosedError, InputError, PoolFullError
 from tiercache.keys import Shard
 from tiercache.storage.registry import open_backend
-from tiercache.testing.faults import FaultEnv
 
 
 @pytest.mark.parametrize("pools", [(KV, MAMBA), (KV,), (MAMBA,)], ids=["hybrid", "attention", "states"])

@@ -11,12 +11,12 @@ from tiercache_kernels.reference import copy_segments
 from tests.controller.harness import KV, MAMBA, PAGES, STATES, Engine, Flaky, P, evict_checked, prompt
 from tests.controller.test_hung_store import Hanging
 from tests.controller.test_interleavings import failing, until
+from tests.faults import FaultEnv
 from tiercache.controller import ControllerOptions
 from tiercache.core import Outcome, Tier, as_tokens
 from tiercache.errors import ClosedError, InputError, SlotError, TransferError
 from tiercache.metrics import HIT
 from tiercache.storage.registry import open_backend
-from tiercache.testing.faults import FaultEnv
 from tiercache.transfer import CopyEngine
 
 

@@ -7,11 +7,11 @@ import pytest
 from tiercache_backends.memory import MemoryBackend
 
 from tests.controller.harness import KV, MAMBA, Engine, P, evict_checked, prompt
+from tests.faulty import Outage
 from tiercache.controller import Status
 from tiercache.core import Outcome, Reason, Tier
 from tiercache.errors import StorageError
 from tiercache.storage.registry import open_backend
-from tiercache.testing.faulty import Outage
 
 
 @pytest.fixture(params=["memory", "file"])

@@ -13,12 +13,12 @@ from tiercache_backends.memory import MemoryBackend
 
 from tests.controller.harness import KV, MAMBA, Engine, P, evict_checked, prompt
 from tests.controller.test_hung_store import OPTIONS, Hanging, free_blocks, until
+from tests.faulty import Outage
 from tests.storage_backends.chain.hooks import tier_of
 from tiercache.controller import ControllerOptions
 from tiercache.core import Outcome, Tier
 from tiercache.storage.base import SetItem
 from tiercache.storage.registry import open_backend
-from tiercache.testing.faulty import Outage
 from tiercache.testing.objects import fetch
 
 CHAT = [*prompt(1, 2, 3), 5]

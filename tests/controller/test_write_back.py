@@ -10,12 +10,12 @@ from tiercache_backends.memory import MemoryBackend
 from tests.controller.harness import KV, Engine, Flaky, P, evict_checked, prompt
 from tests.controller.test_hung_store import Hanging
 from tests.controller.test_prefetch import Clock
+from tests.faulty import Outage
 from tiercache.controller import WRITE_BACK, ControllerOptions
 from tiercache.core import Tier
 from tiercache.errors import StorageError
 from tiercache.policy import Lru
 from tiercache.storage.registry import open_backend
-from tiercache.testing.faulty import Outage
 
 BLOCKS = 120
 """A session of three pages and a state takes some ten of them."""

@@ -15,6 +15,7 @@ from typing import Any
 from tiercache_backends.file import FileBackend
 from tiercache_backends.memory import MemoryBackend
 
+from tests.faults import FaultEnv
 from tests.storage.integrity import check_tables
 from tests.storage.restorable import Restorable
 from tests.storage.valued import Valued
@@ -22,7 +23,6 @@ from tiercache.core import BLOCK_ALIGN, ObjectKey, ObjectMeta
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.wrappers import unwrap
 from tiercache.testing.conformance import BackendConformance
-from tiercache.testing.faults import FaultEnv
 
 
 class AgingEnv(FaultEnv):

@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tests.faults import FaultEnv
 from tiercache.core import Outcome
 from tiercache.storage.base import StorageBackend
-from tiercache.testing.faults import FaultEnv
 from tiercache.testing.objects import content, fetch, key, payload, to_get, to_set
 
 HIT, MISS, STORED = Outcome.HIT, Outcome.MISS, Outcome.STORED

@@ -14,6 +14,7 @@ from tiercache_backends.file import FileBackend
 from tiercache_backends.lmdb import LmdbBackend
 
 from tests.examples import example_count
+from tests.faulty import Faulty, Outage, Rates
 from tests.storage.backends import FileHooks, MemoryHooks, wrapped
 from tests.storage_backends.file.store import catalog_of
 from tests.storage_backends.lmdb.hooks import LmdbHooks, environment_of
@@ -21,7 +22,6 @@ from tiercache.errors import StorageError
 from tiercache.storage.base import NamespaceRecord, StorageBackend
 from tiercache.storage.wrappers import Metered
 from tiercache.testing.conformance import BackendConformance
-from tiercache.testing.faulty import Faulty, Outage, Rates
 from tiercache.testing.objects import NAMESPACE, OTHER_NAMESPACE, key, payload, put, to_set
 from tiercache.testing.stateful import BackendMachine, EvictingMachine
 

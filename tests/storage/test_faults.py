@@ -20,6 +20,7 @@ import pytest
 from tests.campaign.clones import SMALL, clone
 from tests.campaign.stores import KINDS, Subject, available, check_integrity, descriptors
 from tests.examples import slow_after
+from tests.faults import CALLS, FaultEnv, Rule
 from tests.storage.operations import (
     OLD,
     OPERATIONS,
@@ -37,7 +38,6 @@ from tests.storage_backends.local.files import disk_bytes
 from tiercache.core import Outcome
 from tiercache.errors import StorageError
 from tiercache.storage.base import StorageBackend
-from tiercache.testing.faults import CALLS, FaultEnv, Rule
 from tiercache.testing.objects import fetch, key, payload, put
 
 HIT, MISS, STORED, CORRUPT = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.CORRUPT

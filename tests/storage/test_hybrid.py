@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tiercache_backends.memory import MemoryBackend
 
 from tests.examples import example_count
+from tests.faulty import Outage
 from tiercache.core import HitPolicy, ObjectKey, Outcome, PoolName, PoolTransfer, Reason
 from tiercache.errors import InputError, SlotError
 from tiercache.geometry import Geometry, kv_geometry, state_geometry
@@ -22,7 +23,6 @@ from tiercache.keys import Shard
 from tiercache.pools import HostArena, HostPool
 from tiercache.storage.base import NamespaceRecord, SetItem, SharedMemory
 from tiercache.storage.hybrid import HybridStorage, is_outage
-from tiercache.testing.faulty import Outage
 from tiercache.testing.objects import NAMESPACE, page_key
 
 KV, MAMBA, SWA, INDEXER = PoolName.KV, PoolName.MAMBA, PoolName.SWA, PoolName.INDEXER

@@ -16,6 +16,7 @@ from tiercache_backends.file import FileBackend
 from tiercache_backends.lmdb.environment import PageBudget
 from tiercache_backends.memory import MemoryBackend
 
+from tests.faults import CALLS, FaultEnv
 from tiercache.config import parse_duration, parse_size
 from tiercache.core import Outcome, PoolName
 from tiercache.errors import ClosedError, ConfigError
@@ -25,7 +26,6 @@ from tiercache.storage.env import read_all, write_all
 from tiercache.storage.gate import CallGate
 from tiercache.storage.registry import open_backend
 from tiercache.storage.vectors import parts, take, zero_tail
-from tiercache.testing.faults import CALLS, FaultEnv
 from tiercache.testing.objects import chain, fetch, key, payload, put, split
 
 

@@ -15,6 +15,7 @@ import pytest
 from tiercache_backends.file import FileBackend
 from tiercache_backends.lmdb import LmdbBackend
 
+from tests.faults import CALLS, FaultEnv
 from tests.storage.backends import copy_tree, locate
 from tests.storage.integrity import check_tables
 from tiercache.core import Outcome
@@ -22,7 +23,6 @@ from tiercache.errors import ClosedError, ConfigError, StorageError, StoreLocked
 from tiercache.storage.base import NamespaceRecord
 from tiercache.storage.env import Env
 from tiercache.storage.registry import open_backend
-from tiercache.testing.faults import CALLS, FaultEnv
 from tiercache.testing.objects import fetch, key, payload, put, to_set
 
 CAPACITY = 16 << 20

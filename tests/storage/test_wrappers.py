@@ -13,6 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from tiercache_backends.memory import MemoryBackend
 
+from tests.faulty import Faulty, Outage, Rates
 from tests.storage.backends import FileHooks
 from tests.storage.late import Late
 from tiercache.core import Outcome
@@ -23,7 +24,6 @@ from tiercache.pools import HostArena
 from tiercache.storage.base import NamespaceRecord, SharedMemory, StorageBackend, StoreContext
 from tiercache.storage.env import Env
 from tiercache.storage.wrappers import Metered, Wrapper, unwrap
-from tiercache.testing.faulty import Faulty, Outage, Rates
 from tiercache.testing.objects import NAMESPACE, content, fetch, key, payload, put, to_get, to_set
 
 HIT, MISS, STORED = Outcome.HIT, Outcome.MISS, Outcome.STORED

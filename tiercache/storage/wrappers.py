@@ -1,7 +1,7 @@
 """Wrappers: stores that contain another store and add one feature to it.
 
 A feature in a wrapper is written once, and works for all backends. `Wrapper` adds nothing and passes each
-call on; `Metered` counts calls and answers. More wrappers are in `tiercache.testing.faulty`.
+call on; `Metered` counts calls and answers.
 """
 
 # ruff: noqa: D102 (the contract documents these methods)

@@ -59,8 +59,8 @@ def library() -> Any:
         raise ConfigError(_missing(str(error))) from error
     if lacking := [name for name in _NEEDED if not hasattr(module.MooncakeDistributedStore, name)]:
         raise ConfigError(
-            f"this version of Mooncake has no {lacking[0]}; install mooncake-transfer-engine-non-cuda 0.3.13.post1"
-            " or later"
+            f"this version of Mooncake has no {lacking[0]}; install mooncake-transfer-engine-non-cuda"
+            " 0.3.13.post1 or later"
         )
     if quiet:
         _silence(module)

@@ -15,10 +15,10 @@ import pytest
 from tiercache_backends.memory import MemoryBackend
 
 from tests.cli.store.test_samples import KINDS, PROMPT, call, keys_of, make_store, store_sequence
+from tests.faulty import Outage
 from tiercache.cli.store import target as targets
 from tiercache.cli.terminal import clean
 from tiercache.errors import RefusedError
-from tiercache.testing.faulty import Outage
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -35,9 +35,9 @@ from tests.engines.sglang.rig import (
     state_at,
     store_of,
 )
+from tests.faults import FaultEnv
 from tiercache.errors import RefusedError, StorageError, UnavailableError
 from tiercache.storage.registry import open_backend
-from tiercache.testing.faults import FaultEnv
 
 
 @pytest.mark.parametrize(

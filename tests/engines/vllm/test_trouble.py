@@ -17,14 +17,14 @@ from vllm.v1.kv_offload.tiering.base import JobResult
 import tiercache.integrations.settings as settings
 from tests.engines.damage import flip
 from tests.engines.vllm.rig import HIT, MISS, RETRY, ROW, ROWS, Engine, content, job, key, keys, outcome
+from tests.faults import FaultEnv
+from tests.faulty import Faulty, Rates
 from tests.storage.late import Late
 from tiercache.errors import StorageError
 from tiercache.integrations.vllm import tier as tier_module
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.registry import open_backend
 from tiercache.storage.wrappers import Wrapper
-from tiercache.testing.faults import FaultEnv
-from tiercache.testing.faulty import Faulty, Rates
 
 
 class Held(Wrapper):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.examples import slow_after
+from tests.faults import FaultEnv
 from tests.integrations.transformers.models import PAGE, loaded, prompt
 from tests.integrations.transformers.serving import context_of, right, serving, settle, store
 from tests.integrations.transformers.test_tasks import generated
@@ -24,7 +25,6 @@ from tiercache.integrations.transformers import Generation, Request, Sampling, d
 from tiercache.integrations.transformers.requests.task import Task
 from tiercache.integrations.transformers.stream import TorchStream
 from tiercache.integrations.transformers.worker import Worker
-from tiercache.testing.faults import FaultEnv
 from tiercache_lab.demo.audit import Audit
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.examples import slow_after
+from tests.faults import FaultEnv
 from tests.integrations.transformers.models import FAMILIES, PAGE, build, loaded, prompt
 from tests.integrations.transformers.serving import (
     AMPLE,
@@ -32,7 +33,6 @@ from tiercache.integrations.transformers import Generation, Request, Sampling, d
 from tiercache.integrations.transformers.requests.request import Chooser
 from tiercache.integrations.transformers.requests.task import Task
 from tiercache.integrations.transformers.worker import Worker
-from tiercache.testing.faults import FaultEnv
 from tiercache_lab.demo.audit import Audit
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -18,6 +18,7 @@ from tiercache_kernels.reference import copy_segments
 from transformers import PreTrainedModel
 
 from tests.examples import slow_after
+from tests.faults import FaultEnv
 from tests.integrations.transformers.models import EACH, FAMILIES, PAGE, USUAL, build, loaded, prompt
 from tests.integrations.transformers.serving import (
     EVICTED,
@@ -43,7 +44,6 @@ from tiercache.integrations.transformers import ModelRunner
 from tiercache.integrations.transformers.watch import identity_of
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.registry import open_backend
-from tiercache.testing.faults import FaultEnv
 from tiercache.transfer import CopyEngine
 from tiercache_lab.demo.audit import Audit
 

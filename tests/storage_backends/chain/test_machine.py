@@ -17,10 +17,10 @@ from tiercache_backends.chain.settings import Promotion, WritePolicy
 from tiercache_backends.memory import MemoryBackend
 
 from tests.examples import example_count
+from tests.faulty import Outage
 from tests.storage_backends.chain.hooks import QuickClock, tier_of
 from tiercache.core import Outcome
 from tiercache.errors import StorageError, UnavailableError
-from tiercache.testing.faulty import Outage
 from tiercache.testing.objects import content, key, payload, to_get, to_set
 
 NAMES = st.lists(st.integers(0, 7), min_size=1, max_size=4)

@@ -8,6 +8,7 @@ import threading
 import pytest
 from tiercache_backends.chain import TierChain
 
+from tests.faults import FaultEnv
 from tests.storage_backends.chain.hooks import add, chain_of
 from tests.waiting import until
 from tiercache.core import Outcome
@@ -15,7 +16,6 @@ from tiercache.errors import ConfigError, StorageError
 from tiercache.storage import open_backend
 from tiercache.storage.env import Env
 from tiercache.storage.registry import check_backend
-from tiercache.testing.faults import FaultEnv
 from tiercache.testing.objects import fetch, key, payload, put
 
 SIZE = 5000

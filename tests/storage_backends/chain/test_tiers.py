@@ -13,14 +13,14 @@ from tiercache_backends.chain.tier import Tier
 from tiercache_backends.file import FileBackend
 from tiercache_backends.memory import MemoryBackend
 
+from tests.faults import FaultEnv
+from tests.faulty import Outage
 from tests.storage_backends.chain.stores import Broken, Forgetful, Hanging, Hiccup, health, held, lose
 from tests.waiting import until
 from tiercache.core import Outcome
 from tiercache.errors import RefusedError, StorageError, UnavailableError
 from tiercache.storage import open_backend
 from tiercache.storage.base import NamespaceRecord
-from tiercache.testing.faults import FaultEnv
-from tiercache.testing.faulty import Outage
 from tiercache.testing.objects import NAMESPACE, fetch, key, payload, put, to_get
 
 HIT, MISS, STORED, UNAVAILABLE = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.UNAVAILABLE

@@ -11,6 +11,7 @@ from tiercache_backends.chain import scans
 from tiercache_backends.file import FileBackend
 from tiercache_backends.memory import MemoryBackend
 
+from tests.faulty import Outage
 from tests.storage_backends.chain.stores import Hanging, Refusing, health, held, lose
 from tests.storage_backends.grpc.nodes import daemon_settings
 from tests.waiting import until
@@ -18,7 +19,6 @@ from tiercache.core import Outcome
 from tiercache.daemon import StorageServer
 from tiercache.errors import ClosedError, RefusedError, StorageError, UnavailableError
 from tiercache.storage.registry import open_backend
-from tiercache.testing.faulty import Outage
 from tiercache.testing.objects import fetch, key, payload, put, to_set
 
 HIT, MISS, STORED, UNAVAILABLE = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.UNAVAILABLE

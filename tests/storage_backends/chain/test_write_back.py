@@ -14,13 +14,13 @@ from tiercache_backends.file import FileBackend
 from tiercache_backends.lmdb import LmdbBackend
 from tiercache_backends.memory import MemoryBackend
 
+from tests.faulty import Outage
 from tests.storage_backends.chain.hooks import is_ahead
 from tests.storage_backends.chain.stores import Hanging
 from tests.waiting import until
 from tiercache.core import ObjectKey, Outcome
 from tiercache.errors import UnavailableError
 from tiercache.storage.base import NamespaceRecord, SetItem, StorageBackend, TierReport
-from tiercache.testing.faulty import Outage
 from tiercache.testing.objects import NAMESPACE, chain, fetch, key, payload, state_of, to_set
 
 STORED, HIT = Outcome.STORED, Outcome.HIT

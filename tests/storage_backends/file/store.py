@@ -13,8 +13,8 @@ from typing import Any
 from tiercache_backends.file import FileBackend
 from tiercache_backends.file.catalog import Catalog
 
+from tests.faults import Effect, FaultEnv
 from tiercache.storage.env import Env
-from tiercache.testing.faults import Effect, FaultEnv
 
 CAPACITY = 16 << 20
 

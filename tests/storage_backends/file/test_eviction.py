@@ -9,13 +9,13 @@ from random import Random
 import pytest
 from tiercache_backends.file import FileBackend
 
+from tests.faults import FaultEnv
 from tests.storage.integrity import check_tables
 from tests.storage_backends.file.store import at_log
 from tiercache.core import Outcome
 from tiercache.errors import ConfigError
 from tiercache.storage import open_backend
 from tiercache.storage.base import NamespaceRecord, SetItem
-from tiercache.testing.faults import FaultEnv
 from tiercache.testing.objects import NAMESPACE, chain, fetch, key, outcomes, payload, put, state_of, to_set
 
 CAPACITY = 24 << 20

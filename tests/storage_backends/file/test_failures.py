@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from tiercache_backends.file import FileBackend
 
+from tests.faults import FaultEnv
 from tests.storage.integrity import check_tables
 from tests.storage_backends.file.store import CAPACITY, at_log, fail_log, opened
 from tests.storage_backends.local.files import disk_bytes
 from tiercache.core import Outcome
 from tiercache.errors import StorageError
-from tiercache.testing.faults import FaultEnv
 from tiercache.testing.objects import content, fetch, key, payload, put, to_get
 
 HIT, MISS, STORED = Outcome.HIT, Outcome.MISS, Outcome.STORED

@@ -14,13 +14,13 @@ import pytest
 from tiercache_backends.file import FileBackend
 from tiercache_backends.file.io_engine import TRIAL_BYTES, WritePathSelector
 
+from tests.faults import Call, FaultEnv
 from tests.storage.backends import locate
 from tests.storage.integrity import check_tables
 from tests.storage_backends.file.store import is_log
 from tiercache.core import ObjectMeta, Outcome
 from tiercache.storage import GetItem, SetItem, open_backend
 from tiercache.storage.env import cached_bytes, mincore_bytes
-from tiercache.testing.faults import Call, FaultEnv
 from tiercache.testing.objects import NAMESPACE, key, outcomes, payload, put, to_get, to_set
 
 CAPACITY = 24 << 20

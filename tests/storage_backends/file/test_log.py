@@ -30,13 +30,13 @@ from tiercache_backends.file.records import (
 from tiercache_backends.local.directory import StoreDirectory
 
 from tests.crash import CrashEnv
+from tests.faults import Call, FaultEnv
 from tests.storage.backends import copy_tree
 from tests.storage.integrity import check_tables
 from tests.storage_backends.file.store import catalog_of, is_log
 from tiercache.core import Outcome
 from tiercache.storage.base import NamespaceRecord
 from tiercache.storage.env import Env
-from tiercache.testing.faults import Call, FaultEnv
 from tiercache.testing.objects import fetch, key, payload, put, to_set
 
 CAPACITY = 4 << 20

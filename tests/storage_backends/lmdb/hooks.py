@@ -17,12 +17,12 @@ from tiercache_backends.lmdb import LmdbBackend
 from tiercache_backends.lmdb.environment import Environment
 from tiercache_backends.lmdb.records import FACTS, Record, StoreTotals, part_key, place_of, tick_of
 
+from tests.faults import FaultEnv
 from tests.storage.backends import AgingEnv, LocalHooks
 from tiercache.core import ObjectKey
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.env import Env
 from tiercache.storage.wrappers import unwrap
-from tiercache.testing.faults import FaultEnv
 
 CAPACITY = 16 << 20
 

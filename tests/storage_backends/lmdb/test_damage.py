@@ -17,6 +17,7 @@ import pytest
 from tiercache_backends.lmdb import LmdbBackend, check
 from tiercache_backends.lmdb.records import Record
 
+from tests.faults import FaultEnv
 from tests.storage_backends.lmdb.hooks import (
     CAPACITY,
     check_integrity,
@@ -32,7 +33,6 @@ from tiercache.core import Outcome
 from tiercache.errors import StorageError, StoreFormatError
 from tiercache.storage.checksum import MacKey
 from tiercache.storage.env import Env
-from tiercache.testing.faults import FaultEnv
 from tiercache.testing.objects import fetch, key, payload, put, to_get, to_set
 
 HIT, MISS, STORED, CORRUPT, THROTTLED, ERROR = (

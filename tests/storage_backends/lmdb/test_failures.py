@@ -10,9 +10,9 @@ import lmdb
 import pytest
 from tiercache_backends.lmdb import LmdbBackend
 
+from tests.faults import FaultEnv
 from tests.storage_backends.lmdb.hooks import LaterEnv, check_integrity, file_limit, locate, opened
 from tiercache.core import ObjectKey, Outcome
-from tiercache.testing.faults import FaultEnv
 from tiercache.testing.objects import fetch, key, page_key, payload, put, to_set
 
 HIT, MISS, STORED, CORRUPT, THROTTLED, ERROR = (

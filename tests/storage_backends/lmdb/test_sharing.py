@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from tiercache_backends.lmdb.environment import MAX_WAIT_SECONDS
 
+from tests.faults import FaultEnv
 from tests.processes import suspend
 from tests.storage_backends.lmdb.hooks import CAPACITY, check_integrity, opened
 from tests.storage_backends.lmdb.sharer import size_of
@@ -22,7 +23,6 @@ from tests.storage_backends.local.files import disk_bytes
 from tiercache.core import Outcome
 from tiercache.errors import ClosedError, ConfigError, StorageError
 from tiercache.testing.conformance.watching import StoreFollower
-from tiercache.testing.faults import FaultEnv
 from tiercache.testing.objects import chain, fetch, key, outcomes, payload, put
 
 HIT, MISS, STORED, THROTTLED = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.THROTTLED

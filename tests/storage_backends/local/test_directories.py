@@ -14,13 +14,13 @@ from tiercache_backends.file import FileBackend
 from tiercache_backends.lmdb import LmdbBackend
 
 from tests.campaign.stores import check_integrity
+from tests.faults import FaultEnv
 from tests.storage.backends import FileHooks
 from tests.storage_backends.file import store as file_store
 from tests.storage_backends.lmdb import hooks as lmdb_store
 from tiercache.core import Outcome
 from tiercache.errors import ConfigError, StorageError
 from tiercache.storage.base import StorageBackend
-from tiercache.testing.faults import FaultEnv
 from tiercache.testing.objects import fetch, key, payload, put
 
 OPENED: dict[str, Callable[..., FileBackend | LmdbBackend]] = {

@@ -10,13 +10,13 @@ from tiercache_backends.chain import TierChain
 from tiercache_backends.mooncake.settings import read_settings
 from tiercache_backends.mooncake.store import MooncakeBackend
 
+from tests.faults import FaultEnv
 from tests.storage_backends.chain.hooks import remove
 from tests.storage_backends.mooncake.rig import Pool
 from tiercache.config.urls import storage_url
 from tiercache.core import Outcome
 from tiercache.errors import StorageError, UnavailableError, UnlistedError
 from tiercache.storage.registry import open_backend
-from tiercache.testing.faults import FaultEnv
 from tiercache.testing.objects import fetch, key, payload, put
 
 SIZE = 20_000

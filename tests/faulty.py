@@ -4,8 +4,6 @@ Faulty     often fails, but never returns wrong data; a seed chooses the items t
 Outage     cannot be reached for a while
 """
 
-# ruff: noqa: D102 (the contract documents these methods)
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
