@@ -18,7 +18,6 @@ class Seen(Policy):
         self.seen: list[PlainUnits] = []
         self.told: list[Reuse] = []
         self.learned: list[tuple[PlainUnits, PlainUnits]] = []
-        self.gone: list[tuple[int, int, int]] = []
 
     def rank(self, asked: Units) -> Ranks:
         self.seen.append(copied(asked))
@@ -27,20 +26,15 @@ class Seen(Policy):
     def reused(self, reuse: Reuse) -> None:
         self.told.append(reuse)
 
-    def left(self, queue: int, digest: int, nbytes: int) -> None:
-        self.gone.append((queue, digest, nbytes))
-
     def learn(self, live: Units, gone: Units) -> None:
         self.learned.append((copied(live), copied(gone)))
 
 
 def copied(asked: Units) -> PlainUnits:
-    names = PlainUnits.__annotations__.keys() - {"count", "now", "page_tokens", "queue", "of"}
+    names = PlainUnits.__annotations__.keys() - {"count", "now", "page_tokens"}
     columns = {name: np.array(getattr(asked, name), np.int64) for name in names}
     assert all(column.shape == (len(asked),) for column in columns.values())
-    return PlainUnits(
-        len(asked), asked.now, asked.page_tokens, **columns, queue=asked.queue, of=asked.population
-    )
+    return PlainUnits(len(asked), asked.now, asked.page_tokens, **columns)
 
 
 def digest_of(rig: Rig, path: tuple[int, ...]) -> int:

@@ -86,9 +86,6 @@ class PolicyConformance:
             hostile(twin)
             for given in EXTREMES.values():
                 np.testing.assert_array_equal(ranked(policy, given), ranked(twin, given))
-        for _ in range(5000):
-            policy.evicted(2.0)
-        ranked(policy, EXTREMES["many"])
 
     def test_the_order_of_the_question_does_not_matter(self) -> None:
         policy, many = self.make(), EXTREMES["many"]
@@ -106,7 +103,6 @@ class PolicyConformance:
         some = np.arange(0, 500, 7)
         np.testing.assert_array_equal(ranked(policy, many.take(some)), before[some])
         for later in (1, 100, HUGE):
-            policy.evicted(float(before.max()))
             hostile(policy)
             now = ranked(policy, many.take(np.arange(500), many.now + later))
             assert (now >= before).all()

@@ -54,16 +54,9 @@ class PlainUnits:
     expected: Column
     digest: Column
     covered: Column
-    queue: int = 0
-    of: int = 0
 
     def __len__(self) -> int:
         return self.count
-
-    @property
-    def population(self) -> int:
-        """Number of units of which these are a sample, if `of` is not 0."""
-        return max(self.of, self.count)
 
     @property
     def columns(self) -> Mapping[str, Column]:
@@ -88,7 +81,7 @@ def units(
     if count is None:
         count = max(map(len, given.values()), default=1)
     default: dict[str, npt.ArrayLike] = dict.fromkeys(
-        set(PlainUnits.__annotations__) - {"count", "now", "page_tokens", "queue", "of"}, 0
+        set(PlainUnits.__annotations__) - {"count", "now", "page_tokens"}, 0
     )
     default |= dict.fromkeys(("kind", "replay", "nbytes"), 1)
     return PlainUnits(
@@ -151,9 +144,6 @@ def hostile(policy: Policy) -> None:
     """
     nothing = units(0)
     policy.learn(nothing, nothing)
-    policy.evicted(0.0)
-    policy.evicted(-1.0)
-    policy.evicted(0.0)
     for given in EXTREMES.values():
         for row in range(min(10, len(given))):
             policy.reused(reuse_of(given, row, evicted=bool(row % 2)))
@@ -162,14 +152,9 @@ def hostile(policy: Policy) -> None:
     for _ in range(1000):
         policy.reused(reuse_of(EXTREMES["old"], evicted=True))
     policy.learn(random_units(10, now=HUGE), random_units(10, now=HUGE))
-    policy.evicted(1.0)
-    policy.evicted(0.5)
     policy.learn(units(0, now=HUGE), units(0, now=HUGE))
-    for queue in (0, 1, 2, 3, 0):
-        for digest in (0, 1, -1, 2**63 - 1, -(2**63), 7):
-            policy.left(queue, digest, 1)
-            policy.left(queue, digest, HUGE)
-            policy.reused(reuse_of(units(digest=digest, now=5), evicted=True))
+    for digest in (0, 1, -1, 2**63 - 1, -(2**63), 7):
+        policy.reused(reuse_of(units(digest=digest, now=5), evicted=True))
 
 
 def ranked(policy: Policy, given: PlainUnits) -> Ranks:

@@ -18,7 +18,7 @@ from tiercache.index.eviction_order import EvictionColumns, EvictionQueue, Kind,
 from tiercache.index.ghosts import Ghosts
 from tiercache.index.node import ALIVE, IN_STORAGE, LOCAL, TIERS, Node
 from tiercache.index.radix_tree import RadixTree
-from tiercache.policy import Policy, Reuse, UnitKind
+from tiercache.policy import Reuse, UnitKind
 
 
 def leaf(node: Node, tier: Tier) -> bool:
@@ -71,17 +71,11 @@ class Evictor:
     """Evictor of units, which stops when enough is free. Thread safety: the index's thread only."""
 
     def __init__(
-        self,
-        tree: RadixTree,
-        columns: EvictionColumns,
-        ghosts: Ghosts,
-        policy: Policy,
-        queues: Sequence[EvictionQueue],
+        self, tree: RadixTree, columns: EvictionColumns, ghosts: Ghosts, queues: Sequence[EvictionQueue]
     ) -> None:
         self._tree = tree
         self._columns = columns
         self._ghosts = ghosts
-        self._policy = policy
         self._device_pages, self._device_states, self._host_units, _ = queues
 
     def device(self, need: Mapping[PoolName, int]) -> Eviction:
@@ -149,9 +143,6 @@ class Evictor:
     def _evict(self, sweep: Sweep, victim: Victim | None) -> None:
         assert victim is not None, "the queue is empty although the counters say that there is more to evict"
         node, counters = victim.node, self._tree.counters
-        if victim.rank is not None:  # None for dead weight, which policies do not rank
-            self._policy.evicted(victim.rank)
-            self._policy.left(victim.number, node.signature, self._columns.bytes_of(node, victim.number))
         # The description is made before the node's objects are taken, because it depends on them.
         unit = reuse_of(node, self._columns.now) if node.can_answer else None
         sweep.take(victim)

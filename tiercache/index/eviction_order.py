@@ -147,10 +147,6 @@ class EvictionColumns:
         self._update((node,))
         return UnitKind.NONE
 
-    def bytes_of(self, node: Node, number: int) -> int:
-        """Return the bytes that the eviction of the node's unit of this kind frees, as its row says."""
-        return int(self._nbytes[number][node.row])
-
     def rows_of(self, nodes: Iterable[Node]) -> npt.NDArray[np.int64]:
         """Return the rows of some nodes, which are written first if they may be out of date."""
         at = list(nodes)
@@ -177,9 +173,9 @@ class EvictionColumns:
         """Return the rows of all nodes that could answer a hit."""
         return np.flatnonzero(self.shared["complete"][: len(self.nodes)])
 
-    def view(self, rows: npt.NDArray[np.int64], number: int = 0, of: int = 0) -> UnitRows:
-        """Return the units of this kind in some rows, as a policy sees them: a sample, if `of` are more."""
-        return UnitRows(self, rows, number, of=of)
+    def view(self, rows: npt.NDArray[np.int64], number: int = 0) -> UnitRows:
+        """Return the units of this kind in some rows, as a policy sees them."""
+        return UnitRows(self, rows, number)
 
     def _update(self, nodes: Sequence[Node]) -> None:
         """Write the rows of some nodes, and record them as changed."""
@@ -285,8 +281,6 @@ class UnitRows:
     number: int
     stored_bytes: Column | None = None
     """Bytes of each unit in storage, if these are the units of a store; None for units of this index."""
-    of: int = 0
-    """Number of units of which these are a sample; less than their own number if these are all."""
 
     last_access = _Shared()
     created = _Shared()
@@ -303,16 +297,6 @@ class UnitRows:
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    @property
-    def queue(self) -> int:
-        """Number of the kind, which is that of its queue."""
-        return self.number
-
-    @property
-    def population(self) -> int:
-        """Number of units in the queue."""
-        return max(self.of, len(self.rows))
 
     @property
     def kind(self) -> Column:
@@ -350,10 +334,6 @@ class Victim(NamedTuple):
     node: Node
     kind: UnitKind
     """Unit of the node."""
-    number: int
-    """Number of the queue that returned the unit."""
-    rank: float | None
-    """Rank that the policy gave the unit; None for dead weight."""
 
 
 Entry: TypeAlias = tuple[float, int, int, int]
@@ -398,14 +378,14 @@ class EvictionQueue:
         #   3. `_add_changed` pushes an entry with version 13, if it belongs to the front
         #   4. the entry with version 12 is popped: it is out of date and dropped
         while len(self._front) or self._fetch():
-            (rank, _, version, row), dead = self._front.pop()
+            (_, _, version, row), _ = self._front.pop()
             node = columns.nodes[row]
             if (
                 node is not None
                 and columns.shared["version"][row] == version
                 and (kind := columns.take(node, self._number))
             ):
-                return Victim(node, kind, self._number, None if dead else rank)
+                return Victim(node, kind)
             self._add_changed()  # `take` may have written the row again
         return None
 
@@ -456,10 +436,9 @@ class EvictionQueue:
         if not len(rows) and not len(dead):
             return False
         columns.record_changes(self._number, on=True)  # `_add_changed` keeps the new front up to date
-        count = len(rows)
-        if not steady and count > _MAX_SAMPLE:
+        if not steady and len(rows) > _MAX_SAMPLE:
             rows = np.sort(self._rng.choice(rows, _MAX_SAMPLE, replace=False))
-        ranks = self._policy.rank(columns.view(rows, self._number, count)) if len(rows) else np.empty(0)
+        ranks = self._policy.rank(columns.view(rows, self._number)) if len(rows) else np.empty(0)
         chosen = self._front.choose(ranks)
         live = [*self._entries(rows[chosen], ranks[chosen])]
         self._front.fill(live, columns.now + len(dead), self._dead_entries(dead))

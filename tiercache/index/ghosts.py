@@ -158,8 +158,6 @@ class GhostUnits:
         self.created = self.expected = self.covered = nothing
         self.nbytes = nothing + 1
         self.kind = nothing + UnitKind.NONE  # it cannot be evicted
-        self.queue = 0
-        self.population = len(rows)
 
     def __len__(self) -> int:
-        return self.population
+        return len(self.kind)

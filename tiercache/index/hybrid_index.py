@@ -116,7 +116,7 @@ class HybridIndex:
         page_bytes, state_bytes = sum(nbytes[: len(page_pools)]), sum(nbytes[len(page_pools) :])
         self.appraiser = Appraiser(self._columns, policy, page_bytes, state_bytes)
         """Values of the objects of nodes, by which stores rank."""
-        self._evictor = Evictor(self._tree, self._columns, self._ghosts, policy, self._queues)
+        self._evictor = Evictor(self._tree, self._columns, self._ghosts, self._queues)
         self._located: tuple[tuple[Node, int, int, int], PathLocations] | None = None
         """Last answer of `locations`, and what it depends on."""
         self._beyond: tuple[Match, TokenArray, Digests] | None = None

@@ -92,14 +92,6 @@ class Units(Protocol):
         """Tokens per page."""
 
     @property
-    def queue(self) -> int:
-        """Number of the owner's queue from which the units are. Each queue has an order of its own."""
-
-    @property
-    def population(self) -> int:
-        """Number of units in the queue, at least `len(units)`; the units may be a random sample of them."""
-
-    @property
     def kind(self) -> Column:
         """`UnitKind` of each unit."""
 
@@ -268,16 +260,7 @@ class Policy(ABC):
         """Return the probability that each unit is hit within the next `ticks` ticks; 1 if not known."""
         return np.ones(len(units))
 
-    def evicted(self, rank: float) -> None:  # noqa: B027  a policy may ignore this and the next three methods
-        """Record that a unit of this rank was evicted."""
-
-    def left(self, queue: int, digest: int, nbytes: int) -> None:  # noqa: B027
-        """Record which unit was evicted; an owner that knows digests calls this after each `evicted`.
-
-        `queue` is its queue, and `digest` and `nbytes` are its entries in the columns of `Units`.
-        """
-
-    def reused(self, reuse: Reuse) -> None:  # noqa: B027
+    def reused(self, reuse: Reuse) -> None:  # noqa: B027  a policy may ignore this and the next method
         """Record that a unit was hit, or was missed because it had been evicted."""
 
     def learn(self, live: Units, gone: Units) -> None:  # noqa: B027
