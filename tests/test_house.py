@@ -215,7 +215,7 @@ BUDGET = {
     "tiercache.config": 1_400,
     "tiercache.models": 1_100,
     "tiercache.events": 1_100,
-    "tiercache.pools": 1_100,
+    "tiercache.pools": 1_050,
     "tiercache.policy": 900,
     "tiercache.metrics": 750,
     "tiercache.wire": 750,

@@ -175,17 +175,6 @@ def kv_geometry(
     return Geometry(PoolName.KV, page_size, tuple(segments))
 
 
-def mla_geometry(layers: Sequence[int], latent_dim: int, dtype: str, page_size: int) -> Geometry:
-    """Return the geometry of KV pages of multi-head latent attention.
-
-    Each layer has one tensor `[page_size, latent_dim]`. Its width is the rank of the latent plus the width of
-    the rope part, which is the part of a key with the rotary embedding.
-    """
-    return Geometry(
-        PoolName.KV, page_size, tuple(Segment(n, "latent", (page_size, latent_dim), dtype) for n in layers)
-    )
-
-
 def state_geometry(
     tensors: Sequence[tuple[int, str, tuple[int, ...], str]],
     page_size: int,

@@ -236,7 +236,7 @@ class Bed:
         end = time.monotonic() + LAPSE_S
         sequence = self._prompt[: self._pages * PAGE]
         self.controller.commit(self._admission, sequence, {len(sequence): self._states})
-        while self._context.in_flight.count("write") or self.controller.unstored:
+        while self._context.in_flight.operations:
             self.controller.tick(0.1)
             assert time.monotonic() < end, "storage has not taken everything"
 

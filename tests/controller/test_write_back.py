@@ -200,7 +200,7 @@ def test_a_flush_in_an_outage_says_what_is_not_stored_and_writes_it_afterwards()
     for _ in range(2):
         with pytest.raises(StorageError, match="out of reach"):
             engine.controller.flush()
-        assert engine.controller.unstored
+        assert unwritten(store.inner)
     store.end()
     flush(engine)
     assert not unwritten(store.inner)

@@ -2,7 +2,7 @@ import pytest
 
 from tiercache.core import HitPolicy, PoolName
 from tiercache.errors import GeometryError
-from tiercache.geometry import Geometry, Segment, kv_geometry, mla_geometry, nbytes_of, state_geometry
+from tiercache.geometry import Geometry, Segment, kv_geometry, nbytes_of, state_geometry
 
 
 def test_qwen3_next_pages_and_states():
@@ -33,8 +33,7 @@ def test_offsets_and_padding():
     assert (geometry.nbytes, geometry.padded_nbytes) == (31, 4096)
 
 
-def test_mla_and_packed():
-    assert mla_geometry([0, 1], 576, "bfloat16", 64).nbytes == 2 * 64 * 576 * 2
+def test_packed_pages_have_the_same_size():
     assert (
         kv_geometry([0], 2, 8, "float32", 4, packed=True).nbytes
         == kv_geometry([0], 2, 8, "float32", 4).nbytes

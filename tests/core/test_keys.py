@@ -7,7 +7,7 @@ import pytest
 
 from tiercache.core import PoolName, as_tokens
 from tiercache.errors import InputError, TokenError
-from tiercache.geometry import Geometry, kv_geometry, mla_geometry, state_geometry
+from tiercache.geometry import Geometry, Segment, kv_geometry, state_geometry
 from tiercache.keys import (
     Identity,
     Shard,
@@ -102,7 +102,7 @@ def test_moving_a_boundary_between_two_fields_changes_the_namespace():
         kv_geometry([3], 2, 256, "bfloat16", 64),
         kv_geometry([3, 7], 2, 256, "bfloat16", 64, packed=True),
         kv_geometry([3, 7], 2, 256, "bfloat16", 64, value_dim=128),
-        mla_geometry([3, 7], 576, "bfloat16", 64),
+        Geometry(PoolName.KV, 64, tuple(Segment(n, "latent", (64, 576), "bfloat16") for n in (3, 7))),
         replace(KV, layout="head_token_dim"),
     ],
     ids=["dtype", "heads", "page_size", "layers", "layer_count", "packed", "value_dim", "mla", "layout"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tiercache.pools import HostPool
-from tiercache.pools.blocks import BlockArena, Quarantine
+from tiercache.pools.blocks import BlockArena
 from tiercache.pools.slots import SlotAllocator
 
 
@@ -20,23 +20,19 @@ def check_slots(allocator: SlotAllocator) -> None:
 
 def check_arena(arena: BlockArena) -> None:
     """Raise AssertionError unless every block is either free, used or withheld."""
+    arena._apply_changes()
     check_slots(arena.allocator)
-    _check_quarantine(arena._quarantine)
-
-
-def _check_quarantine(quarantine: Quarantine) -> None:
-    quarantine.apply_changes()
-    with quarantine._lock:
-        counts = quarantine._counts.copy()
-        assert not quarantine._changes, "the quarantine changed during the check"
-    withheld = quarantine._withheld
+    with arena._quarantine_lock:
+        counts = arena._counts.copy()
+        assert not arena._changes, "the quarantine changed during the check"
+    withheld = arena._withheld
     assert (counts >= 0).all(), "a quarantine was lifted twice"
-    assert quarantine._in_force or not counts.any(), "a slot is under quarantine that nothing can lift"
-    assert quarantine._held == int(np.count_nonzero(withheld)), "withheld slots are counted right"
-    used = quarantine._allocator.allocated(np.arange(len(counts)))
-    assert used[withheld].all(), "a slot that is withheld is on the free stack"
-    assert (counts[withheld] > 0).all(), "a slot is withheld without quarantine"
-    assert not counts[~used].any(), "a slot under quarantine is on the free stack"
+    assert arena._in_force or not counts.any(), "a block is under quarantine that nothing can lift"
+    assert arena._held == int(np.count_nonzero(withheld)), "withheld blocks are counted right"
+    used = arena.allocator.allocated(np.arange(len(counts)))
+    assert used[withheld].all(), "a block that is withheld is on the free stack"
+    assert (counts[withheld] > 0).all(), "a block is withheld without quarantine"
+    assert not counts[~used].any(), "a block under quarantine is on the free stack"
 
 
 def check_pool(pool: HostPool) -> None:

@@ -377,7 +377,7 @@ class QuarantineMachine(RuleBasedStateMachine):
         assert self.arena.available == len(self.free_blocks)
         assert self.arena.withheld == BLOCKS - len(self.held) - len(self.free_blocks)
         # private: callers cannot see whether the quarantine is looked at
-        assert self.arena._quarantine.active == bool(self.isolated)
+        assert self.arena._is_watched == bool(self.isolated)
         isolated = set().union(*(blocks for blocks, _ in self.isolated))
         for block in range(BLOCKS):
             assert self.arena.is_quarantined([(block * BLOCK, 1)]) == (block in isolated)

@@ -11,7 +11,7 @@ import torch
 from tests.pools.tensors import ArrayTensor
 from tiercache.core import HitPolicy, PoolName
 from tiercache.errors import GeometryError, PoolFullError
-from tiercache.geometry import Geometry, Segment, kv_geometry, mla_geometry, state_geometry
+from tiercache.geometry import Geometry, Segment, kv_geometry, state_geometry
 from tiercache.pools import DevicePool, by_layer, page_geometry_of, state_geometry_of
 
 PAGE, SLOTS = 4, 5
@@ -21,6 +21,10 @@ def kv_tensors(layers: tuple[int, ...] = (3, 7)) -> dict[tuple[int, str], torch.
     shape = (SLOTS * PAGE, 2, 8)
     k = by_layer("k", [torch.zeros(shape, dtype=torch.bfloat16) for _ in layers], layers)
     return k | by_layer("v", [torch.zeros(shape, dtype=torch.bfloat16) for _ in layers], layers)
+
+
+def latent_geometry(width: int, dtype: str) -> Geometry:
+    return Geometry(PoolName.KV, PAGE, (Segment(0, "latent", (PAGE, width), dtype),))
 
 
 def test_kv_per_layer() -> None:
@@ -47,7 +51,7 @@ def test_packed_and_latent(paged: bool) -> None:
         [0, 1], 3, 8, "float16", PAGE, packed=True
     )
     latent = by_layer("latent", [torch.zeros((*first, 9), dtype=torch.float8_e4m3fn)], [0])
-    assert page_geometry_of(latent, PAGE, paged=paged) == mla_geometry([0], 9, "float8_e4m3fn", PAGE)
+    assert page_geometry_of(latent, PAGE, paged=paged) == latent_geometry(9, "float8_e4m3fn")
     for tensors in (packed, latent):
         pool = DevicePool.from_tensors(page_geometry_of(tensors, PAGE, paged=paged), tensors)
         assert pool.capacity == SLOTS
@@ -90,7 +94,7 @@ def test_slots_may_lie_apart() -> None:
 def test_tokens_fill_whole_pages() -> None:
     tensors = {(0, "latent"): torch.zeros((SLOTS * PAGE + 3, 8))}
     with pytest.raises(GeometryError, match="23 tokens, which is not a multiple of the page size 4"):
-        DevicePool.from_tensors(mla_geometry([0], 8, "float32", PAGE), tensors)
+        DevicePool.from_tensors(latent_geometry(8, "float32"), tensors)
 
 
 def test_packed_four_bit_elements() -> None:

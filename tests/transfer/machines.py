@@ -21,7 +21,7 @@ from tests.transfer.simulated_cuda import SimulatedDevice
 from tiercache.core import PoolName
 from tiercache.pools import DevicePool, HostPool
 from tiercache.transfer.cuda import CudaEngine, Method
-from tiercache.transfer.descriptors import Copies
+from tiercache.transfer.descriptors import Descriptors
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -202,7 +202,7 @@ class Real(Machine):
         return CudaEngine(devices, hosts, **settings)
 
 
-def always(method: Method | None) -> Callable[[Copies], Method]:
+def always(method: Method | None) -> Callable[[Descriptors], Method]:
     """A choice of one method for all copies; None: another one for each size."""
     return lambda copies: list(Method)[int(copies.nbytes).bit_length() % 3] if method is None else method
 

@@ -39,7 +39,7 @@ import numpy.typing as npt
 from tests.transfer.simulated_memory import MemoryMap, MemoryPiece, SimulatedError
 from tiercache.transfer.cuda import Card, CudaDevice, Method
 from tiercache.transfer.cuda.device import DEFAULT_STREAMS, MAX_COPIES
-from tiercache.transfer.descriptors import Copies
+from tiercache.transfer.descriptors import Descriptors
 
 _CHUNK: Final = 32 << 10
 _ROOM: Final = 1024
@@ -348,7 +348,7 @@ class SimulatedDevice(CudaDevice):
         self._enter("copy")
         self._queue(Method.MEMCPY, [(source, destination, nbytes)], stream)
 
-    def copy_batch(self, copies: Copies, stream: int) -> None:
+    def copy_batch(self, copies: Descriptors, stream: int) -> None:
         self._enter("copy_batch")
         if stream in self._defaults:
             raise SimulatedError("a batch cannot be queued in a default stream")

@@ -21,7 +21,7 @@ from tiercache.pools import DevicePool, HostArena, HostPool
 from tiercache.transfer import CopyEngine
 from tiercache.transfer.cuda import Method
 from tiercache.transfer.cuda.copying import SMALL_COPY, best_method
-from tiercache.transfer.descriptors import Copies
+from tiercache.transfer.descriptors import Descriptors
 
 
 @settings(
@@ -252,5 +252,5 @@ def test_the_kernel_makes_small_copies_and_batches_the_others(
     length: int, missing: Sequence[Method], chosen: Method
 ) -> None:
     device = SimulatedDevice(unavailable=dict.fromkeys(missing, "not here"))
-    copies = Copies(np.zeros(3, np.uint64), np.zeros(3, np.uint64), np.full(3, length, np.int64))
+    copies = Descriptors(*np.zeros((2, 3), np.uint64), np.full(3, length, np.int64), np.zeros(3, np.int64))
     assert best_method(device, copies) is chosen

@@ -18,7 +18,7 @@ from tiercache.core import CacheTransferUnits, PoolName
 from tiercache.errors import ConfigError
 from tiercache.pools import DevicePool, HostArena, HostPool, state_geometry_of
 from tiercache.transfer.cuda import Method
-from tiercache.transfer.descriptors import Copies
+from tiercache.transfer.descriptors import Descriptors
 
 ALL = list(range(SLOTS))
 OURS = {"streams", "events"}
@@ -110,7 +110,7 @@ class TestRegisteredMemory:
             where a piece begins.
             """
 
-            def copy_batch(self, copies: Copies, stream: int) -> None:
+            def copy_batch(self, copies: Descriptors, stream: int) -> None:
                 pieces = self.memory.pieces("locked")
                 for ends in (copies.source, copies.destination):
                     at = ends.astype(np.int64)

@@ -549,15 +549,6 @@ class HybridCacheController:
             )
         return is_whole
 
-    @property
-    def unstored(self) -> bool:
-        """Whether something committed since the last flush is not in storage, and no write is storing it.
-
-        It was given up, or waits for room or for the store. With write-back, everything counts that can be
-        restored from the host and not from storage.
-        """
-        return self._draining.has_not_begun or bool(self._context.writes.waiting)
-
     def close(self, deadline: float | None = None) -> bool:
         """Wait up to `deadline` seconds for all operations, then release threads, storage and arena.
 

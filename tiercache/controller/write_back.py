@@ -161,19 +161,17 @@ class Draining:
         self._hanging: threading.Thread | None = None
 
     @property
-    def has_not_begun(self) -> bool:
-        """Whether something is not in storage for which no write has begun; with write-back, or ended."""
+    def lacks_objects(self) -> bool:
+        """Whether something is not in storage: it was given up, waits, or is being written.
+
+        With write-back, everything counts that can be restored from the host and not from storage.
+        """
         return (
             self._context.gave_up
             or self._write_through.waits
+            or any(isinstance(operation, Write) for operation in self._context.in_flight.operations.values())
             or (self._context.options.write == WRITE_BACK and self._write_back.lacks_objects)
         )
-
-    @property
-    def lacks_objects(self) -> bool:
-        """Whether something is not in storage."""
-        operations = self._context.in_flight.operations.values()
-        return self.has_not_begun or any(isinstance(operation, Write) for operation in operations)
 
     def within(self, timeout: float, call: Callable[[], None]) -> bool:
         """Run `call` on a thread, and return whether the call ended within `timeout` seconds.

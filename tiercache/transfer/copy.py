@@ -38,17 +38,6 @@ class Part:
     region: memoryview
     """View of the arena's memory. The memory stays mapped until the job releases this view."""
 
-    def descriptors(self, period: int = 0) -> Descriptors:
-        """Return the copies, sorted by layer, split at every multiple of `period` bytes in the arena.
-
-        With a `period` of 0 no copy is split.
-        """
-        arena = self.host.arena
-        built = build_descriptors(
-            self.device.segments, self.slots, self.blocks, arena.block_bytes, arena.address
-        )
-        return built.cut(arena.address, period) if period else built
-
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -59,12 +48,21 @@ class Job:
     ticket: Ticket
     after: tuple[Fence, ...]
 
-    def descriptors(self, period: int = 0) -> Descriptors:
-        """Return the copies, sorted by layer, split at every multiple of `period` bytes in the arena.
-
-        With a `period` of 0 no copy is split.
-        """
-        return join_descriptors([part.descriptors(period) for part in self.parts])
+    def descriptors(self) -> Descriptors:
+        """Return the copies, sorted by layer."""
+        return join_descriptors(
+            [
+                build_descriptors(
+                    part.device.segments,
+                    part.slots,
+                    part.blocks,
+                    part.host.arena.block_bytes,
+                    part.host.arena.address,
+                    to_host=self.to_host,
+                )
+                for part in self.parts
+            ]
+        )
 
     def finish(self, error: TransferError | None) -> None:
         """Release the memory and finish the ticket. No copy may touch the bytes of the job any more."""
@@ -350,7 +348,7 @@ class _Worker:
 
     def _copy_layer(self, job: Job, layer: int, copies: Descriptors, rows: slice) -> None:
         self._waiting.check_abandoned()
-        moved = copies.copies(to_host=job.to_host)[rows]
+        moved = copies[rows]
         self._copier(moved.source, moved.destination, moved.length)
         if isinstance(job.ticket, LayerTicket):
             job.ticket.finish_layer(layer)

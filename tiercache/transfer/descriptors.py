@@ -20,26 +20,6 @@ _Column = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Copies:
-    """Copies as columns of shape [copies]: `length[i]` bytes move from `source[i]` to `destination[i]`."""
-
-    source: npt.NDArray[np.uint64]
-    destination: npt.NDArray[np.uint64]
-    length: npt.NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.length)
-
-    def __getitem__(self, rows: slice) -> Copies:
-        return Copies(self.source[rows], self.destination[rows], self.length[rows])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes to copy."""
-        return int(self.length.sum())
-
-
-@dataclass(frozen=True, slots=True)
 class Descriptors:
     """Copies between device and host as columns of shape [descriptors], sorted by layer.
 
@@ -52,22 +32,31 @@ class Descriptors:
     host: npt.NDArray[np.uint64]
     length: npt.NDArray[np.int64]
     layer: npt.NDArray[np.int64]
+    to_host: bool = False
+    """Whether the bytes move from the device to the host, and not from the host to the device."""
 
     def __len__(self) -> int:
         return len(self.length)
+
+    def __getitem__(self, rows: slice) -> Descriptors:
+        return Descriptors(
+            self.device[rows], self.host[rows], self.length[rows], self.layer[rows], self.to_host
+        )
+
+    @property
+    def source(self) -> npt.NDArray[np.uint64]:
+        """Addresses from which the bytes move."""
+        return self.device if self.to_host else self.host
+
+    @property
+    def destination(self) -> npt.NDArray[np.uint64]:
+        """Addresses to which the bytes move."""
+        return self.host if self.to_host else self.device
 
     @property
     def nbytes(self) -> int:
         """Bytes to copy."""
         return int(self.length.sum())
-
-    def copies(self, *, to_host: bool) -> Copies:
-        """Return the copies in one direction. The columns are shared, not copied."""
-        return (
-            Copies(self.device, self.host, self.length)
-            if to_host
-            else Copies(self.host, self.device, self.length)
-        )
 
     def cut(self, origin: int, period: int) -> Descriptors:
         """Return the same bytes with every copy split at the host addresses `origin + k * period`.
@@ -92,7 +81,8 @@ class Descriptors:
         begin = np.maximum(start[row], (start[row] // period + piece) * period)
         end = np.minimum(start[row] + self.length[row], (begin // period + 1) * period)
         shift = (begin - start[row]).astype(np.uint64)
-        return Descriptors(self.device[row] + shift, self.host[row] + shift, end - begin, self.layer[row])
+        device, host = self.device[row] + shift, self.host[row] + shift
+        return Descriptors(device, host, end - begin, self.layer[row], self.to_host)
 
     def by_layer(self) -> Iterator[tuple[int, slice]]:
         """Yield each layer that occurs, in ascending order, with its slice of the columns."""
@@ -108,6 +98,8 @@ def build_descriptors(
     blocks: npt.NDArray[np.int64],
     block_bytes: int,
     arena_address: int,
+    *,
+    to_host: bool = False,
 ) -> Descriptors:
     """Return the copies between device slots and the host objects that lie in `blocks`.
 
@@ -131,11 +123,11 @@ def build_descriptors(
     order = _layer_major(layer, len(slots))
     shape = device.shape
     per_piece = (np.broadcast_to(column, shape) for column in (length, layer, segments.allocation[segment]))
-    return _merge(*(_reordered(column, order) for column in (device, host, *per_piece)))
+    return _merge(*(_reordered(column, order) for column in (device, host, *per_piece)), to_host=to_host)
 
 
 def join_descriptors(parts: Sequence[Descriptors]) -> Descriptors:
-    """Return the copies of several pools as one list, sorted by layer."""
+    """Return the copies of several pools, all in one direction, as one list, sorted by layer."""
     if len(parts) == 1:
         return parts[0]
     order = np.argsort(np.concatenate([np.empty(0, np.int64), *(p.layer for p in parts)]), kind="stable")
@@ -144,6 +136,7 @@ def join_descriptors(parts: Sequence[Descriptors]) -> Descriptors:
         np.concatenate([np.empty(0, np.uint64), *(p.host for p in parts)])[order],
         np.concatenate([np.empty(0, np.int64), *(p.length for p in parts)])[order],
         np.concatenate([np.empty(0, np.int64), *(p.layer for p in parts)])[order],
+        any(p.to_host for p in parts),
     )
 
 
@@ -194,7 +187,7 @@ def _reordered(column: _Column, order: _Column) -> _Column:
 
 
 def _merge(
-    device: _Column, host: _Column, length: _Column, layer: _Column, allocation: _Column
+    device: _Column, host: _Column, length: _Column, layer: _Column, allocation: _Column, *, to_host: bool
 ) -> Descriptors:
     # Copy 1 follows copy 0 on both sides, so the two are merged. Copy 2 follows copy 1 on the host only:
     #   device   |==0==||==1==|        |==2==|
@@ -204,4 +197,5 @@ def _merge(
     follows &= (layer[1:] == layer[:-1]) & (allocation[1:] == allocation[:-1])
     heads = np.concatenate([[0], np.flatnonzero(~follows) + 1]) if len(device) else np.empty(0, np.int64)
     merged = np.add.reduceat(length, heads) if len(device) else length
-    return Descriptors(device[heads].astype(np.uint64), host[heads].astype(np.uint64), merged, layer[heads])
+    ends = (device[heads].astype(np.uint64), host[heads].astype(np.uint64))
+    return Descriptors(*ends, merged, layer[heads], to_host)

@@ -16,7 +16,7 @@ from tiercache.geometry import kv_geometry, state_geometry
 from tiercache.policy import profile_named
 from tiercache.transfer import cuda
 from tiercache.transfer.cuda import Method
-from tiercache.transfer.descriptors import Copies
+from tiercache.transfer.descriptors import Descriptors
 from tiercache_lab.bench.device import (
     MODEL,
     PAGES,
@@ -117,7 +117,7 @@ def test_each_method_is_measured_alone(device: SimulatedDevice, method: Method) 
 class WrongBatches(SimulatedDevice):
     """Leaves out the last copy of more than a few."""
 
-    def copy_batch(self, copies: Copies, stream: int) -> None:
+    def copy_batch(self, copies: Descriptors, stream: int) -> None:
         super().copy_batch(copies[:-1] if len(copies) > 3 else copies, stream)
 
 

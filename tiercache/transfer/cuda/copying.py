@@ -15,7 +15,7 @@ from tiercache_kernels.kernel import ROW_BYTES, fill_table
 from tiercache.errors import ConfigError
 from tiercache.pools.blocks import BlockArena
 from tiercache.transfer.cuda.device import MAX_COPIES, CudaDevice, Method
-from tiercache.transfer.descriptors import Copies, Descriptors
+from tiercache.transfer.descriptors import Descriptors
 
 _MIN_ROWS: Final = 4096
 """Rows of the first table (the list of copies that the kernel reads), one per copy.
@@ -65,7 +65,7 @@ measured yet; `tiercache bench device` has the speed of each method.
 """
 
 
-def best_method(device: CudaDevice, copies: Copies) -> Method:
+def best_method(device: CudaDevice, copies: Descriptors) -> Method:
     """Return the method for these copies: a batch, or the kernel for small copies, if they work.
 
     Without batches the kernel makes all copies, and without it each is a call of the driver.
@@ -76,7 +76,7 @@ def best_method(device: CudaDevice, copies: Copies) -> Method:
     return wanted if wanted in works else next(others, Method.MEMCPY)
 
 
-def layer_groups(descriptors: Descriptors, least: int = GROUP_BYTES) -> list[tuple[Sequence[int], slice]]:
+def layer_groups(copies: Descriptors, least: int = GROUP_BYTES) -> list[tuple[Sequence[int], slice]]:
     """Return the groups of a load in the order of layers, each with its layers and its rows.
 
     Small layers share a group until it has `least` bytes:
@@ -87,13 +87,13 @@ def layer_groups(descriptors: Descriptors, least: int = GROUP_BYTES) -> list[tup
     """
     # Rows 0 to i have `ends[i]` bytes together. The present group begins at row `first`; the rows before it
     # have `begun` bytes.
-    ends = np.cumsum(descriptors.length).tolist()
+    ends = np.cumsum(copies.length).tolist()
     groups: list[tuple[Sequence[int], slice]] = []
     layers: list[int] = []
     first = begun = 0
-    for layer, rows in descriptors.by_layer():
+    for layer, rows in copies.by_layer():
         layers.append(layer)
-        if ends[rows.stop - 1] - begun >= least or rows.stop == len(descriptors):
+        if ends[rows.stop - 1] - begun >= least or rows.stop == len(copies):
             groups.append((layers, slice(first, rows.stop)))
             layers, first, begun = [], rows.stop, ends[rows.stop - 1]
     return groups
@@ -158,7 +158,7 @@ class CopySet:
     def __init__(self, device: CudaDevice, pace: Pace) -> None:
         self._device, self._pace = device, pace
         self._blocks = bus_blocks(device.card.multiprocessors)
-        self._copies: Copies | None = None
+        self._copies: Descriptors | None = None
         self._events: list[int] = []
         self._tables: list[tuple[int, Table]] = []
         """Device address and host memory of each table. The last is in use; earlier tables were too small."""
@@ -170,7 +170,7 @@ class CopySet:
             self.destroy()
             raise
 
-    def begin_transfer(self, copies: Copies, methods: Collection[Method]) -> None:
+    def begin_transfer(self, copies: Descriptors, methods: Collection[Method]) -> None:
         """Begin a transfer, whose groups use these methods.
 
         If the kernel copies any group, the upload of the table to the device is queued now.
@@ -222,7 +222,7 @@ class CopySet:
             self._events.append(self._device.create_event())
         return self._events[number]
 
-    def _upload(self, copies: Copies) -> None:
+    def _upload(self, copies: Descriptors) -> None:
         rows = len(copies) + 1
         if not self._tables or rows > len(self._tables[-1][1]):
             # A table that is too small is kept until `destroy`: releasing memory may delay the device.
@@ -236,7 +236,7 @@ class CopySet:
         self._tables.append((self._device.allocate(rows * ROW_BYTES), table))
 
 
-def _pieces(copies: Copies) -> Iterator[Copies]:
+def _pieces(copies: Descriptors) -> Iterator[Descriptors]:
     """Yield the copies in pieces of at most `MAX_COPIES`, which is the maximum of one call of the driver."""
     return (copies[first : first + MAX_COPIES] for first in range(0, len(copies), MAX_COPIES))
 
@@ -251,8 +251,9 @@ The driver holds a lock during such a call. Between two calls, threads that comp
 class LockedArena:
     """The memory of an arena, kept page-locked and mapped until `unlock`.
 
-    The memory is locked in pieces of `period` bytes: as many whole blocks as fit in `piece_bytes`, at least
-    one. The driver treats two pieces as unrelated memory, so no copy may cross from one piece into the next.
+    The memory, which begins at `address`, is locked in pieces of `period` bytes: as many whole blocks as fit
+    in `piece_bytes`, at least one. The driver treats two pieces as unrelated memory, so no copy may cross
+    from one piece into the next.
 
     Raises ConfigError, with nothing locked, if the driver refuses.
 
@@ -260,6 +261,7 @@ class LockedArena:
     """
 
     def __init__(self, arena: BlockArena, device: CudaDevice, piece_bytes: int = PIECE_BYTES) -> None:
+        self.address = arena.address
         self.period = max(1, piece_bytes // arena.block_bytes) * arena.block_bytes
         self._device = device
         self._region = arena.hold()

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from tiercache_kernels.batch import MAX_COPIES as MAX_COPIES
 
-from tiercache.transfer.descriptors import Copies
+from tiercache.transfer.descriptors import Descriptors
 
 
 class Method(StrEnum):
@@ -128,7 +128,7 @@ class CudaDevice(Protocol):
     def copy(self, source: int, destination: int, nbytes: int, stream: int) -> None:
         """Queue one copy; the addresses decide its direction."""
 
-    def copy_batch(self, copies: Copies, stream: int) -> None:
+    def copy_batch(self, copies: Descriptors, stream: int) -> None:
         """Queue up to `MAX_COPIES` copies as one piece of work. The device makes the copies in any order.
 
         The stream must not be a default stream.

@@ -19,7 +19,7 @@ from tiercache_kernels.kernel import CopyKernel
 
 from tiercache.errors import ConfigError, install_line
 from tiercache.transfer.cuda.device import Card, CudaDevice, Method
-from tiercache.transfer.descriptors import Copies
+from tiercache.transfer.descriptors import Descriptors
 
 _NOT_READY: Final = 600
 """cudaErrorNotReady: the event has not passed yet. This is not a failure."""
@@ -162,7 +162,7 @@ class CupyDevice(CudaDevice):
     def copy(self, source: int, destination: int, nbytes: int, stream: int) -> None:
         self._runtime.memcpyAsync(destination, source, nbytes, self._runtime.memcpyDefault, stream)
 
-    def copy_batch(self, copies: Copies, stream: int) -> None:
+    def copy_batch(self, copies: Descriptors, stream: int) -> None:
         self._require_entered()
         self._batch(copies.source, copies.destination, copies.length, stream)
 

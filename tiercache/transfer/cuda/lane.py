@@ -24,7 +24,7 @@ from tiercache.transfer.base import LayerTicket, event_of
 from tiercache.transfer.copy import Job, Waiting
 from tiercache.transfer.cuda.copying import GROUP_BYTES, CopySet, LockedArena, Pace, layer_groups
 from tiercache.transfer.cuda.device import CudaDevice, Method
-from tiercache.transfer.descriptors import Copies, Descriptors
+from tiercache.transfer.descriptors import Descriptors
 
 _POLL_S: Final = 200e-6
 """Seconds between two queries of an event by a thread that waits for one layer.
@@ -103,7 +103,7 @@ class CudaLayerTicket(LayerTicket):
 
 _log = logging.getLogger(__name__)
 
-Choose: TypeAlias = Callable[[Copies], Method]
+Choose: TypeAlias = Callable[[Descriptors], Method]
 """Function that returns the method for a group of copies."""
 
 _END_TIMEOUT_S: Final = 10.0
@@ -241,11 +241,8 @@ class Lane:
         try:
             self._enter()
             self._pass_fences(job)
-            descriptors = job.descriptors(self._memory.period)
-            copies = descriptors.copies(to_host=job.to_host)
-            groups = [
-                (layers, rows, self._choose(copies[rows])) for layers, rows in self._groups(job, descriptors)
-            ]
+            copies = job.descriptors().cut(self._memory.address, self._memory.period)
+            groups = [(layers, rows, self._choose(copies[rows])) for layers, rows in self._groups(copies)]
             resources.begin_transfer(copies, {method for _, _, method in groups})
             for number, (layers, rows, method) in enumerate(groups):
                 step = f"in layer {layers[0]}" if layers else "on its way"
@@ -260,14 +257,14 @@ class Lane:
         self._flights.put(_Flight(job, resources, last, failure))
         return True
 
-    def _groups(self, job: Job, descriptors: Descriptors) -> list[tuple[Sequence[int], slice]]:
-        """Return the groups of a job, each as its layers and its rows.
+    def _groups(self, copies: Descriptors) -> list[tuple[Sequence[int], slice]]:
+        """Return the groups of a job's copies, each as its layers and its rows.
 
         A store is one group and names no layers, because no caller waits for a layer of a store.
         """
-        if not job.to_host:
-            return layer_groups(descriptors, self._group_bytes)
-        return [((), slice(0, len(descriptors)))] if len(descriptors) else []
+        if not copies.to_host:
+            return layer_groups(copies, self._group_bytes)
+        return [((), slice(0, len(copies)))] if len(copies) else []
 
     def _pass_fences(self, job: Job) -> None:
         for fence in job.after:

@@ -130,8 +130,8 @@ class _SelfTest:
 
     def _copy(self, method: Method, host: npt.NDArray[np.uint64], *, to_host: bool) -> None:
         lengths, layers = np.array(_TEST_LENGTHS), np.zeros(len(_TEST_LENGTHS), np.int64)
-        whole = Descriptors(_places(_GAP_DEVICE, self._address), host, lengths, layers)
-        copies = whole.cut(self._arena.address, self._locked.period).copies(to_host=to_host)
+        whole = Descriptors(_places(_GAP_DEVICE, self._address), host, lengths, layers, to_host)
+        copies = whole.cut(self._locked.address, self._locked.period)
         rows = slice(0, len(copies))
         self._resources.begin_transfer(copies, [method])
         self._resources.put(rows, method)
