@@ -354,18 +354,28 @@ def test_a_writer_that_does_not_know_the_flops_does_not_erase_them() -> None:
 
 def test_tenants_are_counted_apart_and_see_themselves_only(tmp_path: Path) -> None:
     with server(tmp_path, "memory://") as node:
-        for name, pages in (("red", 3), ("blue", 5), ("plain", 7)):
+        metrics = node._board._metrics  # type: ignore[union-attr]  # private: this daemon has no HTTP port
+        for name, tenant, pages in (("red", "red", 3), ("blue", "blue", 5), ("plain", "", 7)):
             with client(node, tmp_path, name) as store:
-                register(store, flops_per_token=10)
-                read(store, sequence(store, pages))
+                register(store, flops_per_token=10, prefill_flops_per_second=10)
+                keys = sequence(store, pages)
+                store.exists(keys)
+                read(store, keys[1:])
+                assert [one["tenant"] for one in store.status()["tenant_hits"]] == [tenant], "its own"
+                assert store.status()["hits"] is None
+            restored = (pages - 1) * PAGE_SIZE
+            assert metrics.total("node_tokens_total", tenant=tenant, how="asked") == pages * PAGE_SIZE
+            assert metrics.total("node_tokens_total", tenant=tenant, how="restored") == restored
+            assert metrics.total("node_prefill_seconds_total", tenant=tenant) == restored
+            assert 0 < metrics.total("node_read_seconds_total", tenant=tenant) < 60
         seen = {}
         for name in ("red", "blue", "plain", "chief"):
             with client(node, tmp_path, name) as store:
                 answer = store.report(0)
                 seen[name] = {row["tenant"]: row["restored_tokens"] for row in answer.rows}
         assert seen == {
-            "red": {"red": 12}, "blue": {"blue": 20}, "plain": {"": 28},
-            "chief": {"": 28, "blue": 20, "red": 12},
+            "red": {"red": 8}, "blue": {"blue": 16}, "plain": {"": 24},
+            "chief": {"": 24, "blue": 16, "red": 8},
         }  # fmt: skip
         with (
             client(node, tmp_path, "fenced") as store,
@@ -513,21 +523,3 @@ def test_a_tenant_learns_no_page_size_of_others_and_takes_no_rate_from_them(tmp_
         assert (found["asked_tokens"], found["restored_tokens"]) == (4 * PAGE_SIZE, 2 * PAGE_SIZE)
         assert found["token_hit_rate"] == 0.5
         assert document["history"]["token_hit_rate"][-1] in (0.5, None)
-
-
-def test_metrics_of_tokens_are_by_tenant(tmp_path: Path) -> None:
-    with server(tmp_path, "memory://") as node:
-        for name, pages in (("red", 3), ("blue", 5)):
-            with client(node, tmp_path, name) as store:
-                register(store, flops_per_token=10, prefill_flops_per_second=10)
-                keys = sequence(store, pages)
-                store.exists(keys)
-                read(store, keys[:2])
-                assert [one["tenant"] for one in store.status()["tenant_hits"]] == [name], "its own"
-                assert store.status()["hits"] is None
-        metrics = node._board._metrics  # type: ignore[union-attr]  # private: this daemon has no HTTP port
-        for name, pages in (("red", 3), ("blue", 5)):
-            assert metrics.total("node_tokens_total", tenant=name, how="asked") == pages * PAGE_SIZE
-            assert metrics.total("node_tokens_total", tenant=name, how="restored") == 2 * PAGE_SIZE
-            assert metrics.total("node_prefill_seconds_total", tenant=name) == 2 * PAGE_SIZE
-            assert 0 < metrics.total("node_read_seconds_total", tenant=name) < 60

@@ -275,15 +275,6 @@ def test_a_thousand_regions(daemon: Daemon) -> None:
         assert daemon.figures().descriptors < 300
 
 
-def test_regions_in_many_sessions(daemon: Daemon) -> None:
-    with clients(30, lambda: Worker(daemon)) as many, Region(4096) as region:
-        for client in many:
-            assert isinstance(client, Worker)
-            for _ in range(20):
-                client.attach(region.fd, 4096)
-        assert daemon.figures().descriptors < 30 * 20 * 2
-
-
 def test_one_memory_in_many_sessions_at_once(daemon: Daemon) -> None:
     """All find the same mapping, however they come between each other's steps, and it goes with the last of
     them.
@@ -303,18 +294,7 @@ def test_one_memory_in_many_sessions_at_once(daemon: Daemon) -> None:
 def punched(region: Region) -> None:
     with suppress(OSError):
         fallocate(region.fd, 3, 0, region.nbytes)  # KEEP_SIZE | PUNCH_HOLE
-    with suppress(OSError):
-        region.map.madvise(mmap.MADV_REMOVE, 0, region.nbytes)
-
-
-def shrunk(region: Region) -> None:
-    with suppress(OSError):
-        os.ftruncate(region.fd, 0)
-
-
-def grown(region: Region) -> None:
-    with suppress(OSError):
-        os.ftruncate(region.fd, 2 * region.nbytes)
+    region.map.madvise(mmap.MADV_REMOVE, 0, region.nbytes)
 
 
 def closed(region: Region) -> None:
@@ -322,12 +302,17 @@ def closed(region: Region) -> None:
     region.fd = -1
 
 
-def unmapped(region: Region) -> None:
-    region.map.close()
+HARM: dict[str, Callable[[Region], object]] = {
+    "punched": punched,
+    "shrunk": lambda region: os.ftruncate(region.fd, 0),
+    "grown": lambda region: os.ftruncate(region.fd, 2 * region.nbytes),
+    "closed": closed,
+    "unmapped": lambda region: region.map.close(),
+}
 
 
-@pytest.mark.parametrize("harm", [punched, shrunk, grown, closed, unmapped])
-def test_memory_that_is_changed_after_it_was_attached(daemon: Daemon, harm: Callable[[Region], None]) -> None:
+@pytest.mark.parametrize("harm", HARM)
+def test_memory_that_is_changed_after_it_was_attached(daemon: Daemon, harm: str) -> None:
     """The daemon survives changes to attached memory, and the pages do not become part of its own memory.
 
     The client may lose its session.
@@ -337,11 +322,11 @@ def test_memory_that_is_changed_after_it_was_attached(daemon: Daemon, harm: Call
         with Worker(daemon) as client, Region(8 * MIB) as region:
             if not client.attach(region.fd, region.nbytes).region:
                 break  # too often
-            harm(region)
             with suppress(grpc.RpcError):
-                assert set(into(client, region, 1, OBJECTS)) <= {HIT, ERROR}
-                punched(region) if harm is punched else None
-                into(client, region, 1, OBJECTS)
+                for _ in range(2):  # the second time, in pages that the daemon has filled
+                    with suppress(OSError):
+                        HARM[harm](region)
+                    assert set(into(client, region, 1, OBJECTS)) <= {HIT, ERROR}
     assert daemon.figures().memory < before + 16 * MIB
 
 

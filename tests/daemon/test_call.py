@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -15,14 +15,13 @@ import pytest
 from tiercache_backends.memory import MemoryBackend
 
 from tests.daemon.hosts import key
+from tests.storage.late import Late
 from tiercache.config.loading import load
-from tiercache.core import Outcome
 from tiercache.daemon import StorageServer
 from tiercache.daemon.access import Budgets, Caller, Refusal
 from tiercache.daemon.budget import Budget
 from tiercache.daemon.call import Call
 from tiercache.daemon.store_threads import Threads
-from tiercache.storage.base import GetItem
 from tiercache.wire import messages
 from tiercache.wire.methods import METHODS
 from tiercache.wire.v1 import storage_pb2 as pb
@@ -173,14 +172,9 @@ def test_a_call_that_is_cancelled_while_it_begins_ends_with_a_status() -> None:
 
 def test_a_get_sends_the_initial_metadata_while_the_store_reads(tmp_path: Path) -> None:
     go_on = Event()
-
-    class Held(MemoryBackend):
-        def get(self, items: Sequence[GetItem]) -> list[Outcome]:
-            assert go_on.wait(60)
-            return super().get(items)
-
+    held = Late(MemoryBackend(), {"get"}, lambda: go_on.wait(60))
     settings = load(None, {"directory": str(tmp_path), "listen": ["127.0.0.1:0"]})
-    with StorageServer(settings, Held()) as server, grpc.insecure_channel(server.addresses[0]) as channel:
+    with StorageServer(settings, held) as server, grpc.insecure_channel(server.addresses[0]) as channel:
         request = pb.GetRequest(keys=messages.keys([key(0)]), lengths=[4096]).SerializeToString()
         replies = channel.stream_stream(METHODS["Get"].path)(iter([request]), timeout=60)
         try:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ from tiercache_backends.memory import MemoryBackend
 from tests.cli.store import test_samples as runner
 from tests.daemon.hosts import secret, until
 from tests.daemon.web import ask, say
+from tests.storage.late import Late
 from tiercache.config.models import Settings
-from tiercache.core import ObjectKey
 from tiercache.daemon import StorageServer
 from tiercache.daemon.http import HttpPort, routes
 from tiercache.daemon.http.port import MAX_SERVED
@@ -335,13 +335,8 @@ def test_it_serves_ipv6(tmp_path: Path) -> None:
 def test_a_daemon_that_drains_is_alive_and_not_ready(tmp_path: Path) -> None:
     go_on, begun = threading.Event(), threading.Event()
 
-    class Slow(MemoryBackend):
-        def exists(self, keys: Sequence[ObjectKey]) -> list[bool]:
-            begun.set()
-            go_on.wait(60)
-            return super().exists(keys)
-
-    with serving(tmp_path, Slow(), listen=["127.0.0.1:0"], drain=60) as node:
+    slow = Late(MemoryBackend(), {"exists"}, lambda: begun.set() or go_on.wait(60))
+    with serving(tmp_path, slow, listen=["127.0.0.1:0"], drain=60) as node:
         with grpc.insecure_channel(node.addresses[0]) as channel:
             method = METHODS["Exists"]
             asked = channel.unary_unary(method.path).future(

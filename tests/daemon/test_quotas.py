@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from threading import Event
@@ -18,11 +18,12 @@ from tiercache_backends.memory import MemoryBackend
 from tests.cli.store.test_samples import call
 from tests.daemon.hosts import until
 from tests.examples import slow_after
+from tests.storage.late import Late
 from tests.storage_backends.grpc.nodes import daemon_settings, scratch, secret
 from tiercache.cli.readiness import warnings_about as check
 from tiercache.cli.terminal import Exit, code_of
 from tiercache.config.models import Settings
-from tiercache.core import ObjectKey, Outcome
+from tiercache.core import Outcome
 from tiercache.daemon import StorageServer
 from tiercache.daemon.node_metrics import UsageFigures
 from tiercache.errors import ConfigError, UnansweredError, UnavailableError
@@ -137,22 +138,10 @@ def test_three_tenants_that_flood_at_once(serve: Any, tmp_path: Path, storage: s
         assert max(used) > 2 * MIB, "its quota evicts no more than it needs"
 
 
-class LateStore(MemoryBackend):
-    """A store that makes changes when it may."""
-
-    def __init__(self) -> None:
-        super().__init__(16 * MIB)
-        self.may_go_on = Event()
-        self.may_go_on.set()
-
-    def delete(self, keys: Sequence[ObjectKey]) -> list[bool]:
-        assert self.may_go_on.wait(60)
-        return super().delete(keys)
-
-
 def test_a_change_whose_client_left_is_told_as_what_it_was(tmp_path: Path) -> None:
     """The client is told that it may go on, and the audit log has its end; the command exits with 7."""
-    store = LateStore()
+    may_go_on = Event()
+    store = Late(MemoryBackend(16 * MIB), {"delete"}, lambda: may_go_on.wait(60))
     with StorageServer(settings_of(tmp_path), store) as node:
         section = {"address": node.addresses[0], "token_file": str(scratch() / "operator.quotas")}
 
@@ -162,23 +151,22 @@ def test_a_change_whose_client_left_is_told_as_what_it_was(tmp_path: Path) -> No
 
         with GrpcBackend(read_settings({**section, "timeout": "1s"})) as operator:
             assert put(operator, 1) is STORED
-            store.may_go_on.clear()
             with pytest.raises(UnansweredError, match="may be done, or go on there: look again") as told:
                 operator.delete([key(1)])
             assert "\n" not in str(told.value)
             assert code_of(told.value) is Exit.UNKNOWN
             until(lambda: len(outcomes()) == 2)
-            store.may_go_on.set()
+            may_go_on.set()
             until(lambda: len(outcomes()) == 3)
             assert outcomes() == ["asked", "goes on; the client left", "done"]
             assert operator.exists([key(1)]) == [False]
             assert put(operator, 2) is STORED
-        store.may_go_on.clear()
+        may_go_on.clear()
         url = f"grpc://{node.addresses[0]}?timeout=1s&token_file={section['token_file']}"
         done = call("flush", "--all", "--yes", "-s", url, ok=Exit.UNKNOWN)
         assert "may be done, or go on there" in done.err
         assert "start the daemon" not in done.err
-        store.may_go_on.set()
+        may_go_on.set()
     node.stop()
     with (
         closing(GrpcBackend(read_settings({**section, "timeout": "1s"}))) as gone,

@@ -168,43 +168,32 @@ def test_new_connections_see_a_new_certificate_and_old_ones_go_on(tmp_path: Path
             assert node.reload(settings(tmp_path, who, http=http)).at_next_start == ["tls"]
 
 
-def broken(how: str, key_file: Path, certificate: Path) -> str:
-    """Break the files of a pair; return what the message must say."""
-    match how:
-        case "certificate cut off":
-            certificate.write_bytes(certificate.read_bytes()[:300])
-            return "not a certificate and its"
-        case "key cut off":
-            key_file.write_bytes(key_file.read_bytes()[:100])
-            return "not a certificate and its"
-        case "key of another":
-            shutil.copy(key_file.with_name("two.key"), key_file)
-            return "not a certificate and its"
-        case "expired":
-            issue(key_file.parent, "old", days=-1)
-            for made, used in (("old.key", key_file), ("old.pem", certificate)):
-                shutil.copy(key_file.with_name(made), used)
-            return "no client would accept .*expired"
-        case "key open to others":
-            key_file.chmod(0o644)
-            return "users other than its owner"
-        case "key gone":
-            key_file.unlink()
-            return "does not exist"
-        case "certificate gone":
-            certificate.unlink()
-            return "does not exist"
-        case "certificate empty":
-            certificate.write_bytes(b"")
-            return "holds no certificate"
-        case _:
-            certificate.unlink()
-            certificate.mkdir()
-            return "not a regular file"
+def from_pair(name: str, *files: Path) -> None:
+    """Copy files of another pair, which lies beside, to these."""
+    for file in files:
+        shutil.copy(file.with_name(f"{name}{file.suffix}"), file)
 
 
-WAYS = ("certificate cut off", "key cut off", "key of another", "expired", "key open to others", "key gone",
-        "certificate gone", "certificate empty", "certificate a directory")  # fmt: skip
+def as_directory(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+BROKEN: dict[str, tuple[Callable[[Pair], object], str]] = {
+    "certificate cut off": (lambda pair: os.truncate(pair.certificate, 300), "not a certificate and its"),
+    "key cut off": (lambda pair: os.truncate(pair.key, 100), "not a certificate and its"),
+    "key of another": (lambda pair: from_pair("two", pair.key), "not a certificate and its"),
+    "expired": (
+        lambda pair: from_pair("old", pair.key, pair.certificate),
+        "no client would accept .*expired",
+    ),
+    "key open to others": (lambda pair: pair.key.chmod(0o644), "users other than its owner"),
+    "key gone": (lambda pair: pair.key.unlink(), "does not exist"),
+    "certificate gone": (lambda pair: pair.certificate.unlink(), "does not exist"),
+    "certificate empty": (lambda pair: os.truncate(pair.certificate, 0), "holds no certificate"),
+    "certificate a directory": (lambda pair: as_directory(pair.certificate), "not a regular file"),
+}
+"""Ways to break the files of a pair, each with what the message must say."""
 
 
 def test_a_broken_pair_changes_nothing_and_the_end_of_the_good_one_is_told(
@@ -227,8 +216,9 @@ def test_a_broken_pair_changes_nothing_and_the_end_of_the_good_one_is_told(
 
         [good] = ends()
         assert abs(good - time.time() - 2 * 86400) < 3600
-        for how in WAYS:
-            wanted = broken(how, pair.key, pair.certificate)
+        issue(tmp_path, "old", days=-1)
+        for how, (damage, wanted) in BROKEN.items():
+            damage(pair)
             with pytest.raises(ConfigError, match=wanted):
                 node.reload(other)
             assert shown(node.addresses[0], pair.ca) == "one", how

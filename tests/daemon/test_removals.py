@@ -202,15 +202,8 @@ def test_a_chain_says_which_tier_lost_what_and_follows_its_changes(tmp_path: Pat
 
 def test_several_watch_one_store_and_each_may_leave() -> None:
     store = open_backend("memory://")
-    first: list[bytes] = []
-    second: list[bytes] = []
-
-    def one(digests: Any, stored: bool) -> None:
-        first.extend(digests)
-
-    def other(digests: Any, stored: bool) -> None:
-        second.extend(digests)
-
+    first, second = list[bytes](), list[bytes]()
+    one, other = (lambda digests, _, seen=seen: seen.extend(digests) for seen in (first, second))
     assert begin_watch(store, one)
     assert begin_watch(store, other)
     put(store, 1)

@@ -110,13 +110,11 @@ def test_a_user_who_is_none_is_refused(daemon: Daemon) -> None:
     assert f"uid = {STRANGER}" in said
 
 
-def test_a_user_who_is_none_gets_no_byte_of_the_sockets(daemon: Daemon) -> None:
-    assert run(RAW, uid=STRANGER, path=str(sockets(daemon))) == ["b''", "PermissionError", "PermissionError"]
-
-
-def test_a_principal_reaches_no_other_socket(daemon: Daemon) -> None:
-    """Another user reaches only the gate's socket: not gRPC's own socket, and no file of the store."""
-    assert run(RAW, uid=GUEST, path=str(sockets(daemon)))[1:] == ["PermissionError", "PermissionError"]
+def test_other_sockets_and_files_are_out_of_reach(daemon: Daemon) -> None:
+    """A principal reaches only the gate's socket, and another user gets no byte even of that."""
+    denied = ["PermissionError", "PermissionError"]
+    assert run(RAW, uid=STRANGER, path=str(sockets(daemon))) == ["b''", *denied]
+    assert run(RAW, uid=GUEST, path=str(sockets(daemon)))[1:] == denied
 
 
 def test_nothing_else_is_open_to_others(daemon: Daemon) -> None:

@@ -331,7 +331,8 @@ class Access:
         """
         given = {key: value for key, value in metadata if key in (SESSION_METADATA, "authorization")}
         if local:
-            session = sessions.find(_as_bytes(given.get(SESSION_METADATA, b"")))
+            token = given.get(SESSION_METADATA, b"")
+            session = sessions.find(token) if isinstance(token, bytes) else None
             if session is None:
                 raise Refusal(
                     StatusCode.UNAUTHENTICATED,
@@ -403,7 +404,3 @@ def read_tokens(principals: Iterable[PrincipalSettings]) -> list[tuple[Principal
 
 def _fingerprint(token: bytes) -> bytes:
     return blake3(token).digest()
-
-
-def _as_bytes(value: str | bytes) -> bytes:
-    return value if isinstance(value, bytes) else b""

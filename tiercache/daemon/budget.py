@@ -175,9 +175,6 @@ class Lease:
     Thread safety: any thread, one at a time.
     """
 
-    block_bytes: Final = BLOCK_BYTES
-    """Size of a block in bytes."""
-
     def __init__(self, pool: BlockPool, budget: Budget, counts: Sequence[int]) -> None:
         """Lease blocks whose bytes were taken from the budget."""
         self._pool = pool
@@ -187,16 +184,11 @@ class Lease:
         self.views: Final[list[list[memoryview]]] = [list(islice(left, count)) for count in counts]
         """Views of the blocks of each object, in order."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all blocks."""
-        return len(self._blocks) * BLOCK_BYTES
-
     def release(self) -> None:
         """Give the blocks back. Call this only once."""
         self.views.clear()
         self._pool.give(self._blocks)
-        self._budget.give(self.nbytes)
+        self._budget.give(len(self._blocks) * BLOCK_BYTES)
 
     @classmethod
     async def take(cls, pool: BlockPool, budget: Budget, lengths: Sequence[int]) -> Lease:

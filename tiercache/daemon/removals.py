@@ -154,14 +154,6 @@ class DaemonStore(Metered):
                     except (StorageError, ClosedError) as error:
                         _log.debug("removals from the store %r are not known: %s", name, error)
 
-    def stop(self) -> None:
-        """Follow the tiers no more."""
-        with self._look_lock:
-            for tier, note, _ in self._followed.values():
-                with suppress(StorageError, ClosedError):
-                    end_watch(tier.store, note)
-            self._followed = {}
-
     def get(self, items: Sequence[GetItem]) -> list[Outcome]:
         return self._checked(items, super().get(items))
 
@@ -185,7 +177,11 @@ class DaemonStore(Metered):
         )
 
     def close(self) -> None:
-        self.stop()
+        with self._look_lock:
+            for tier, note, _ in self._followed.values():
+                with suppress(StorageError, ClosedError):
+                    end_watch(tier.store, note)
+            self._followed = {}
         super().close()
 
     def _note(self, tier: str, digests: Sequence[bytes], stored: bool) -> None:

@@ -112,24 +112,13 @@ class Attachments:
             pid, uid = peer_of(connection)
             client = f"pid {pid}, uid {uid}"
             permissions = self._access.permissions_of_uid(uid)
-            if permissions is None:
-                self._calls.refused_connection("unauthenticated", client)
-                attachment.send(
-                    connection,
-                    pb.Session(
-                        refusal=f"user {uid} is not a principal of this daemon; the operator can add one with"
-                        f" uid = {uid}"
-                    ),
-                )
-                return
-            if not self._room_for(uid):
-                self._calls.refused_connection("busy", client)
-                attachment.send(
-                    connection,
-                    pb.Session(
-                        refusal=f"there are {len(self._sessions)} clients already; raise limits.clients"
-                    ),
-                )
+            if permissions is None or not self._room_for(uid):
+                reason, refusal = "busy", f"there are {len(self)} clients already; raise limits.clients"
+                if permissions is None:
+                    reason, refusal = "unauthenticated", f"user {uid} is not a principal of this daemon"
+                    refusal += f"; the operator can add one with uid = {uid}"
+                self._calls.refused_connection(reason, client)
+                attachment.send(connection, pb.Session(refusal=refusal))
                 return
             session = AttachSession(uid, pid, self._mappings)
             session.caller = self._access.new_client(permissions, session, client)

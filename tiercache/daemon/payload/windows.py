@@ -9,7 +9,7 @@ from typing import Final
 
 from tiercache.core import BLOCK_ALIGN, ObjectKey, ObjectMeta, Outcome
 from tiercache.daemon.access import LimitError
-from tiercache.daemon.budget import Lease, blocks_for
+from tiercache.daemon.budget import BLOCK_BYTES, Lease, blocks_for
 from tiercache.daemon.call import Wanted, check_length, read_keys
 from tiercache.daemon.node_metrics import NodeMetrics
 from tiercache.errors import WireError
@@ -105,7 +105,7 @@ def windows_to_read(wanted: Wanted, max_bytes: int) -> Iterator[Wanted]:
     room = min(_FIRST_WINDOW_BYTES, max_bytes)
     start = held = 0
     for at, blocks in enumerate(blocks_for(wanted.lengths)):
-        size = blocks * Lease.block_bytes
+        size = blocks * BLOCK_BYTES
         if size > max_bytes:
             raise LimitError(
                 f"an object of {wanted.lengths[at]} bytes is more than this client may hold ({max_bytes});"
@@ -176,4 +176,4 @@ def _item(key: ObjectKey, meta: ObjectMeta, blocks: Sequence[memoryview]) -> Set
 
 def _leased_bytes(item: tuple[object, ObjectMeta]) -> int:
     """Return the bytes of the blocks that an object takes."""
-    return blocks_for([item[1].length])[0] * Lease.block_bytes
+    return blocks_for([item[1].length])[0] * BLOCK_BYTES

@@ -92,7 +92,11 @@ class Counts(Hits):
 
 
 NAMES: Final = tuple(field.name for field in fields(Counts))
-_AMOUNTS: Final = {"saved_flops", "prefill_seconds", "read_seconds"}
+_LIMITS: Final[dict[str, float]] = {
+    **dict.fromkeys(NAMES, 2**63),
+    **dict.fromkeys(("saved_flops", "prefill_seconds", "read_seconds"), 1e300),
+}
+"""Number below which each count of a line must be; that of a count which is no whole number is a float."""
 Rows = dict[tuple[int, str], Counts]
 """Counts by hour (its begin in seconds since 1970) and tenant ("": no tenant)."""
 
@@ -189,15 +193,9 @@ class Account:
         # The latest hours that have rows, not those before now: a clock that was wrong once costs nothing.
         kept = set(sorted({hour for hour, _ in rows})[-MAX_HOURS:])
         beside = self.path.with_name(self.path.name + ".new")
-        with suppress(FileNotFoundError):
-            beside.unlink()
-        file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with open(file, "wb") as out:
-            for (hour, tenant), counts in sorted(rows.items()):
-                if hour in kept:
-                    out.write(_line(hour, tenant, counts))
-            out.flush()
-            os.fsync(out.fileno())
+        beside.unlink(missing_ok=True)
+        lines = [_line(*key, counts) for key, counts in sorted(rows.items()) if key[0] in kept]
+        append(beside, b"".join(lines))
         beside.replace(self.path)
         self._compact_at = max(self._max_bytes, 2 * size_of(self.path))
 
@@ -228,17 +226,10 @@ def _parsed(line: bytes) -> tuple[tuple[int, str], Counts] | None:
         counts = Counts(**{name: found[name] for name in NAMES if name in found})
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    sound = all((_is_amount if name in _AMOUNTS else _is_count)(getattr(counts, name)) for name in NAMES)
-    is_row = sound and _is_count(hour) and hour < _MAX_FUTURE and isinstance(tenant, str)
+    values = [(getattr(counts, name), limit) for name, limit in _LIMITS.items()]
+    sound = all(type(value) in (int, type(limit)) and 0 <= value < limit for value, limit in values)
+    is_row = sound and type(hour) is int and 0 <= hour < _MAX_FUTURE and isinstance(tenant, str)
     return ((hour, tenant), counts) if is_row else None
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
-
-
-def _is_amount(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e300
 
 
 class _Price(NamedTuple):
