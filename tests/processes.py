@@ -1,12 +1,48 @@
-"""Suspend a process, for tests."""
+"""Suspend processes and fork them, for tests."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+import pytest
+
+from tiercache.errors import ClosedError
+from tiercache.storage.base import StorageBackend
+from tiercache.testing.objects import key
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """Fork; return the id of a process that does `work` and ends, with status 0 if nothing was raised."""
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    return child
+
+
+def works_in_a_child(work: Callable[[], object]) -> bool:
+    """Do `work` in a forked process; return whether nothing was raised."""
+    return os.waitpid(in_child(work), 0)[1] == 0
+
+
+def refuses_a_child(store: StorageBackend) -> bool:
+    """Return whether a store turns a forked process away, and can be closed in it."""
+
+    def use() -> None:
+        with pytest.raises(ClosedError):
+            store.exists([key("a")])
+        store.close()
+
+    return works_in_a_child(use)
 
 
 def suspend(pid: int) -> None:

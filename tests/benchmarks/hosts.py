@@ -21,16 +21,15 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from tests.hosts.network import Hosts
-from tests.hosts.rig import PAGE_SIZE, Desk, WorkerOnHost
-from tests.hosts.stores import KINDS, missing, storage_of
+from tests.hosts.rig import PAGE_SIZE
+from tests.hosts.stores import KINDS, missing
+from tests.hosts.three import three_hosts
 
 LINES = ((0.0, 0.0), (0.001, 0.0), (0.005, 0.0), (0.0, 0.01))
 TOKENS, PROMPTS, ASKS, LAYERS = 16 * PAGE_SIZE, 4, 3, 12
@@ -42,17 +41,8 @@ COLUMNS = (
 
 def measure(kind: str, line: tuple[float, float], base: Path) -> dict[str, Any]:
     """Return the figures of one store on one line."""
-    with ExitStack() as ends:
-        hosts = ends.enter_context(Hosts(3))
-        store = KINDS[kind](hosts, base)
-        ends.callback(store.close)
-        workers = [
-            WorkerOnHost(hosts[number], storage_of(kind, store, base / f"own-{number}"), LAYERS)
-            for number in (0, 1)
-        ]
-        for worker in workers:
-            ends.callback(worker.kill)
-        desk = Desk(seed=0)
+    with three_hosts(kind, base, LAYERS) as three:
+        hosts, workers, desk = three.hosts, three.workers, three.desk
         for worker in workers:
             worker.call("time", prompt=desk.prompt(TOKENS + 1))  # the first passes take longer
         hosts.shape(*line)
@@ -67,8 +57,6 @@ def measure(kind: str, line: tuple[float, float], base: Path) -> dict[str, Any]:
                 found = workers[1].call("time", prompt=prompt)
                 ask.append(found | {"received": hosts[1].traffic()[0] - before})
                 workers[1].call("flush")
-        for worker in workers:
-            worker.call("close")
     found = [one for ask in asks for one in ask]
     row: dict[str, Any] = {
         "store": kind, "delay": line[0], "loss": line[1],

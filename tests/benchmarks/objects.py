@@ -1,10 +1,9 @@
 """CPU time of a store for each object, a JSON line a row: `python -m tests.benchmarks.objects [URL...]`.
 
-Batches of the pages of a sequence are read from the page cache, and written into blocks that are in it.
-`get_apart` reads as many objects that lie apart from each other. `v2` goes through `HybridStorage`, the other
-rows call the store. The limit beside a row moves as many bytes between the same buffers and a preallocated
-file with plain calls of at most 1 MiB, one buffer an object, and takes turns with the store. Times are those
-of the whole process (`time.process_time`), in us an object.
+Batches of the pages of a sequence are read from the page cache, and written into blocks that are in it. The
+limit beside a row moves as many bytes between the same buffers and a preallocated file with plain calls of at
+most 1 MiB, one buffer an object, and takes turns with the store. Times are those of the whole process
+(`time.process_time`), in us an object.
 
 The URL is `file://{directory}?capacity=2GiB` if none is given, and several are a chain; `{directory}` is made
 and removed.
@@ -14,27 +13,22 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 
 import numpy as np
 
-from tiercache.core import ObjectMeta, Outcome, PoolName, PoolTransfer
-from tiercache.geometry import Geometry, Segment
-from tiercache.keys import Shard, layout_digest, object_keys
-from tiercache.pools import HostArena, HostPool
+from tiercache.core import ObjectKey, ObjectMeta, Outcome
 from tiercache.storage import open_backend
-from tiercache.storage.base import GetItem, NamespaceRecord, SetItem, StorageBackend
-from tiercache.storage.hybrid import HybridStorage
+from tiercache.storage.base import GetItem, SetItem, StorageBackend
 from tiercache.storage.registry import spec_of
-from tiercache.testing.objects import NAMESPACE, page_key
+from tiercache.testing.objects import NAMESPACE, chain
+from tiercache_lab.bench.subject import Buffers
+from tiercache_lab.bench.timing import Side, turns
 
 SHAPES = ((16 << 10, 128, 48, 150), (256 << 10, 128, 6, 30), (1 << 20, 64, 4, 20), (16 << 20, 8, 3, 8))
 """Bytes of an object, objects of a batch, batches that are stored, and rounds."""
@@ -44,149 +38,98 @@ CALL_BYTES = 1 << 20
 class Bench:
     """A store with batches of pages of one size, and a plain file of as many bytes."""
 
-    def __init__(self, store: StorageBackend, directory: Path, size: int, count: int, batches: int) -> None:
-        self.store, self.size, self.count, self.batches = store, size, count, batches
-        self.nbytes = size * count
-        self._arena = HostArena(self.nbytes, size)
-        geometry = Geometry(PoolName.KV, 64, (Segment(0, "kv", (size,), "uint8"),))
-        self._pool = HostPool(geometry, self._arena)
-        self._handles = self._pool.alloc(count)
-        self._views = [self._pool.buffers(handle)[0] for handle in self._handles.tolist()]
-        self._layout = layout_digest(PoolName.KV, geometry.fingerprint, Shard())
-        self._hybrid = HybridStorage(store, namespace=NamespaceRecord(NAMESPACE, {}))
-        self._hybrid.register_pool(self._pool)
-        self._file = os.open(directory / f"raw-{size}", os.O_RDWR | os.O_CREAT)
-        random = np.random.default_rng(size)
-        for view in self._views:
-            view[:] = random.bytes(size)
-        for batch in range(batches):
-            self.raw_set(batch)
+    def __init__(self, store: StorageBackend, path: Path, size: int, count: int, batches: int) -> None:
+        self._store, self._buffers = store, Buffers(size, count)
+        self._batches = [chain((size, batch), count) for batch in range(batches)]
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT)
+        self._random = Random(size)
+        for self._batch in range(batches):
+            self._set_items()
+            self.set(0)
+            self.raw_set(0)
 
-    def pages(self, batch: int) -> list[bytes]:
-        return [page_key((self.size, batch, depth)) for depth in range(self.count)]
-
-    def transfer(self, batch: int) -> PoolTransfer:
-        pages = self.pages(batch)
-        depths = range(1, self.count + 1)
-        return PoolTransfer(
-            PoolName.KV, pages, self._handles, depths=list(depths), parents=[b"", *pages[:-1]]
-        )
-
-    def get(self, batch: int) -> Callable[[], object]:
-        keys = object_keys(PoolName.KV, self._layout, self.pages(batch))
-        items = [GetItem(key, [view], self.size) for key, view in zip(keys, self._views, strict=True)]
-        return lambda: self.store.get(items)
-
-    def get_apart(self, batch: int) -> Callable[[], object]:
-        random = Random(batch)
-        pages = [
-            page_key((self.size, random.randrange(self.batches), random.randrange(self.count)))
-            for _ in range(self.count)
+    def begin_get(self, _: int) -> None:
+        """Choose a batch, and prepare its get."""
+        self._batch, size = self._random.randrange(len(self._batches)), self._buffers.size
+        self._gets = [
+            GetItem(k, [view], size) for k, view in zip(self._keys(), self._buffers.views, strict=True)
         ]
-        keys = object_keys(PoolName.KV, self._layout, pages)
-        items = [GetItem(key, [view], self.size) for key, view in zip(keys, self._views, strict=True)]
-        return lambda: self.store.get(items)
 
-    def set(self, batch: int) -> Callable[[], object]:
-        pages = self.pages(batch)
-        keys = object_keys(PoolName.KV, self._layout, pages)
-        items = [
-            SetItem(key, [view], ObjectMeta(NAMESPACE, self.size, b"", parent, depth))
-            for key, view, parent, depth in zip(
-                keys, self._views, [None, *pages[:-1]], range(1, self.count + 1), strict=True
-            )
-        ]
-        return lambda: self.store.set(items)
+    def begin_set(self, _: int) -> None:
+        """Choose a batch, delete it, and prepare its set."""
+        self._batch = self._random.randrange(len(self._batches))
+        assert all(self._store.delete(self._keys()))
+        self._set_items()
 
-    def get_v2(self, batch: int) -> Callable[[], object]:
-        transfer = self.transfer(batch)
-        return lambda: self._hybrid.batch_get_v2([transfer])[PoolName.KV]
+    def get(self, _: int) -> None:
+        """Get the batch."""
+        assert set(self._store.get(self._gets)) == {Outcome.HIT}
 
-    def set_v2(self, batch: int) -> Callable[[], object]:
-        transfer = self.transfer(batch)
-        return lambda: self._hybrid.batch_set_v2([transfer])[PoolName.KV]
+    def set(self, _: int) -> None:
+        """Set the batch."""
+        assert set(self._store.set(self._sets)) == {Outcome.STORED}
 
-    def exists(self, batch: int) -> Callable[[], object]:
-        keys = object_keys(PoolName.KV, self._layout, self.pages(batch))
-        return lambda: self.store.exists(keys)
+    def raw_get(self, _: int) -> None:
+        """Read the batch by plain calls."""
+        self._raw(os.preadv)
 
-    def delete(self, batch: int) -> None:
-        self.store.delete(object_keys(PoolName.KV, self._layout, self.pages(batch)))
-
-    def raw_get(self, batch: int) -> None:
-        self._raw(os.preadv, batch * self.nbytes)
-
-    def raw_set(self, batch: int) -> None:
-        self._raw(os.pwritev, batch * self.nbytes)
+    def raw_set(self, _: int) -> None:
+        """Write the batch by plain calls."""
+        self._raw(os.pwritev)
 
     def close(self) -> None:
+        """Close the plain file."""
         os.close(self._file)
 
-    def _raw(self, call: Callable[[int, list[memoryview], int], int], offset: int) -> None:
-        step, per_call = min(self.size, CALL_BYTES), max(1, CALL_BYTES // self.size)
-        for first in range(0, self.count, per_call):
-            views = self._views[first : first + per_call]
-            for at in range(0, self.size, step):
-                offset += call(self._file, [view[at : at + step] for view in views], offset)
+    def _raw(self, call: Callable[[int, Sequence[memoryview], int], int]) -> None:
+        size, views = self._buffers.size, self._buffers.views
+        offset, step = self._batch * self._buffers.nbytes, min(size, CALL_BYTES)
+        for first in range(0, len(views), max(1, CALL_BYTES // size)):
+            few = views[first : first + max(1, CALL_BYTES // size)]
+            for at in range(0, size, step):
+                offset += call(self._file, [view[at : at + step] for view in few], offset)
+
+    def _keys(self) -> list[ObjectKey]:
+        return [k for k, _ in self._batches[self._batch]]
+
+    def _set_items(self) -> None:
+        pages = zip(self._batches[self._batch], self._buffers.views, strict=True)
+        self._sets = [
+            SetItem(k, [view], ObjectMeta(NAMESPACE, self._buffers.size, b"", parent, depth))
+            for depth, ((k, parent), view) in enumerate(pages, 1)
+        ]
 
 
-def timed(call: Callable[[], object], expected: object = None) -> tuple[float, float]:
-    """Make a call; return the seconds of the process and of the clock."""
-    clock, start = time.perf_counter(), time.process_time()
-    answers = call()
-    seconds = time.process_time() - start, time.perf_counter() - clock
-    assert answers is None or set(answers) == {expected}, answers  # type: ignore[call-overload]
-    return seconds
+def clocks() -> np.ndarray:
+    """Seconds of the process and of the wall clock."""
+    return np.array([time.process_time(), time.perf_counter()])
 
 
-def measure(bench: Bench, batches: int, rounds: int) -> None:
-    """Print the rows of one size."""
-    for batch in range(batches):
-        assert set(bench.set(batch)()) == {Outcome.STORED}  # type: ignore[call-overload]
-    took: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    random = Random(bench.size)
-    for turn in range(rounds + 1):
-        batch = random.randrange(batches)
-        for name, limit, make, expected in (
-            ("get", bench.raw_get, bench.get, Outcome.HIT),
-            ("get_apart", bench.raw_get, bench.get_apart, Outcome.HIT),
-            ("get_v2", bench.raw_get, bench.get_v2, Outcome.HIT),
-            ("set", bench.raw_set, bench.set, Outcome.STORED),
-            ("set_v2", bench.raw_set, bench.set_v2, Outcome.STORED),
-            ("exists", None, bench.exists, True),
-        ):
-            if expected is Outcome.STORED:
-                bench.delete(batch)
-            seconds = timed(make(batch), expected)
-            if turn:  # the first round warms up
-                took[name].append(seconds)
-                if limit is not None:
-                    took[f"{name} limit"].append(timed(partial(limit, batch)))
-    for name in ("get", "get_apart", "get_v2", "set", "set_v2", "exists"):
-        row: dict[str, object] = {"benchmark": f"objects.{name}", "bytes": bench.size, "objects": bench.count}
-        cpu, clock = zip(*took[name], strict=True)
-        row["us"] = round(min(cpu) / bench.count * 1e6, 2)
-        row["us_median"] = round(statistics.median(cpu) / bench.count * 1e6, 2)
-        if f"{name} limit" in took:
-            limit_cpu, limit_clock = zip(*took[f"{name} limit"], strict=True)
-            row["limit_us"] = round(min(limit_cpu) / bench.count * 1e6, 2)
-            row["limit_us_median"] = round(statistics.median(limit_cpu) / bench.count * 1e6, 2)
-            row["ratio"] = round(min(limit_cpu) / min(cpu), 2)
-            row["ratio_of_time"] = round(statistics.median(limit_clock) / statistics.median(clock), 2)
-        print(json.dumps(row), flush=True)
+def report(name: str, size: int, count: int, took: dict[str, list[np.ndarray]]) -> None:
+    """Print one row."""
+    (least, _), (middle, time_of_it) = (of(took["store"], axis=0) for of in (np.min, np.median))
+    (limit, _), (limit_middle, time_of_limit) = (of(took["limit"], axis=0) for of in (np.min, np.median))
+    us = {"us": least, "us_median": middle, "limit_us": limit, "limit_us_median": limit_middle}
+    row = {"benchmark": f"objects.{name}", "bytes": size, "objects": count}
+    row |= {what: round(seconds / count * 1e6, 2) for what, seconds in us.items()}
+    row |= {"ratio": round(limit / least, 2), "ratio_of_time": round(time_of_limit / time_of_it, 2)}
+    print(json.dumps(row), flush=True)
 
 
 def main(urls: list[str], where: str | None) -> None:
+    """Print the rows of each size."""
     for size, count, batches, rounds in SHAPES:
-        with (
-            tempfile.TemporaryDirectory(dir=where) as directory,
-            open_backend(
-                spec_of([url.replace("{directory}", f"{directory}/store") for url in urls])
-            ) as store,
-        ):
-            bench = Bench(store, Path(directory), size, count, batches)
-            measure(bench, batches, rounds)
-            bench.close()
+        with tempfile.TemporaryDirectory(dir=where) as directory:
+            spec = spec_of([url.replace("{directory}", f"{directory}/store") for url in urls])
+            with open_backend(spec) as store:
+                bench = Bench(store, Path(directory) / "raw", size, count, batches)
+                for name, begin, work, limit in (
+                    ("get", bench.begin_get, bench.get, bench.raw_get),
+                    ("set", bench.begin_set, bench.set, bench.raw_set),
+                ):
+                    sides = [Side("store", work, begin), Side("limit", limit)]
+                    report(name, size, count, turns(sides, rounds, clocks))
+                bench.close()
 
 
 if __name__ == "__main__":

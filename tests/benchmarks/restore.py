@@ -25,7 +25,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Thread
@@ -131,14 +131,14 @@ class Bed:
             tensors[s.layer, s.name] = ArrayTensor(array.reshape(slots, *s.shape), s.dtype)
         return tensors
 
-    def empty(self) -> None:
+    def empty(self, _: int = 0) -> None:
         """Let everything end that is under way; then empty device and host."""
         while self.controller.tick(0.1):
             pass
         for tier in (Tier.DEVICE, Tier.HOST):
             self.controller.evict(tier)
 
-    def wipe(self) -> None:
+    def wipe(self, _: int) -> None:
         """Overwrite device and host, so that old bytes cannot be taken for restored ones."""
         self.wipe_host()
         for tensors in self._tensors.values():
@@ -178,7 +178,7 @@ class Bed:
         """Read the prompt from the store into host objects."""
         self._expect(self._storage.batch_get_v2(self._transfers()), Outcome.HIT)
 
-    def begin_load(self) -> None:
+    def begin_load(self, _: int) -> None:
         """Fill host objects and take device slots."""
         self.get(0)
         self._slots = {pool: self._device[pool].alloc(len(h)) for pool, h in self.handles.items()}
@@ -194,23 +194,22 @@ class Bed:
             self._device[pool].free(slots)
         self.give_host(n)
 
-    def begin_both(self) -> None:
-        """Prepare a load of one set of host objects, and take another set for a read."""
-        self.begin_load()
-        self._loaded = self.handles
+    def begin_both(self, _: int) -> None:
+        """Put the filled host objects aside, and take another set of them."""
+        self._aside = self.handles
         self.take_host()
 
     def both(self, n: int) -> None:
         """Read the prompt into one set of host objects while another set is copied to device slots."""
         reading = Thread(target=self.get, args=(n,))
         reading.start()
-        self._context.engine.load(self._units(self._loaded, self._slots)).wait()
+        self._context.engine.load(self._units(self._aside, self._slots)).wait()
         reading.join()
 
     def end_both(self, n: int) -> None:
         """Compare what was read and loaded, and give everything back."""
         self.give_host()
-        self.handles = self._loaded
+        self.handles = self._aside
         self.end_load(n)
 
     # A write: all of it, and its legs.
@@ -259,35 +258,23 @@ class Bed:
         """Write host objects to the store."""
         self._expect(self._storage.batch_set_v2(self._transfers()), Outcome.STORED)
 
-    def begin_both_writes(self) -> None:
-        """Keep the filled host objects for a set, and take another set of them for a copy."""
-        self._filled_handles = self.handles
-        self.take_host()
-
     def both_writes(self, n: int) -> None:
         """Write one set of host objects to the store while the prompt is copied to another set."""
         units = self._units(self._table(self._states), self.handles)
-        self.handles, self._copied = self._filled_handles, self.handles
+        self.handles, self._aside = self._aside, self.handles
         setting = Thread(target=self.set, args=(n,))
         setting.start()
         self._context.engine.store(units).wait()
         setting.join()
 
-    def end_both_writes(self, n: int) -> None:
-        """Compare what was copied and what the store has, and end the request."""
+    def end_both_writes(self, _: int) -> None:
+        """Compare what was set, and go on with the host objects that were copied."""
         self.give_host()
-        self.handles = self._copied
-        self.end_set(n)
+        self.handles = self._aside
 
-    def end_copy(self, n: int) -> None:
-        """Compare what was copied, and end the request."""
-        self.give_host(n)
+    def release(self, _: int) -> None:
+        """End the request."""
         self.controller.release(self._admission)
-
-    def end_set(self, n: int) -> None:
-        """Compare what the store has, and end the request."""
-        self.give_host(n)
-        self.end_write(n)
 
     def _transfers(self) -> list[PoolTransfer]:
         last, parent = self._keys[-1], self._keys[-2]
@@ -337,60 +324,44 @@ class Bed:
         assert all(set(each) == {wanted} for each in outcomes.values()), f"not all are {wanted}: {outcomes}"
 
 
+def each(*steps: Callable[[int], object]) -> Callable[[int], None]:
+    """Return a call that makes these one after the other."""
+
+    def all_of_them(n: int) -> None:
+        for step in steps:
+            step(n)
+
+    return all_of_them
+
+
 def restores(bed: Bed, files: Path, rounds: int, *, cold: bool) -> dict[str, float]:
     """Compare a restore with its legs; the page cache has the files of the store, or has not if `cold`."""
 
-    def prepare(_: int) -> None:
-        bed.empty()
-        bed.wipe()
+    def settle(_: int) -> None:
         (drop if cold else warm)(files)
 
-    def prepare_get(n: int) -> None:
-        prepare(n)
-        bed.take_host()
-
-    def prepare_load(n: int) -> None:
-        prepare_get(n)
-        bed.begin_load()
-
-    def prepare_both(n: int) -> None:
-        prepare_get(n)
-        bed.begin_both()
-        (drop if cold else warm)(files)
-
+    begin = each(bed.empty, bed.wipe, settle)
+    filled = each(begin, bed.take_host, bed.begin_load)
     sides = [
-        Side("whole", bed.restore, prepare, bed.end_restore),
-        Side("both", bed.both, prepare_both, bed.end_both),
-        Side("get", bed.get, prepare_get, bed.give_host),
-        Side("load", bed.load, prepare_load, bed.end_load),
+        Side("whole", bed.restore, begin, bed.end_restore),
+        Side("both", bed.both, each(filled, bed.begin_both, settle), bed.end_both),
+        Side("get", bed.get, each(begin, bed.take_host), bed.give_host),
+        Side("load", bed.load, filled, bed.end_load),
     ]
     return medians(sides, rounds)
 
 
 def writes(bed: Bed, rounds: int) -> dict[str, float]:
     """Compare a write-through with its legs."""
-
-    def prepare_copy(n: int) -> None:
-        bed.begin_write(n)
-        bed.take_host()
-
-    def prepare_set(n: int) -> None:
-        prepare_copy(n)
-        bed.copy(n)
-
-    def prepare_both(n: int) -> None:
-        prepare_set(n)
-        bed.begin_both_writes()
-
-    return medians(
-        [
-            Side("whole", bed.write, bed.begin_write, bed.end_write),
-            Side("both", bed.both_writes, prepare_both, bed.end_both_writes),
-            Side("copy", bed.copy, prepare_copy, bed.end_copy),
-            Side("set", bed.set, prepare_set, bed.end_set),
-        ],
-        rounds,
-    )
+    begin = each(bed.begin_write, bed.take_host)
+    filled, compared = each(begin, bed.copy), each(bed.give_host, bed.end_write)
+    sides = [
+        Side("whole", bed.write, bed.begin_write, bed.end_write),
+        Side("both", bed.both_writes, each(filled, bed.begin_both), each(bed.end_both_writes, compared)),
+        Side("copy", bed.copy, begin, each(bed.give_host, bed.release)),
+        Side("set", bed.set, filled, compared),
+    ]
+    return medians(sides, rounds)
 
 
 def urls_of(store: str, directory: Path, capacity: int, stack: ExitStack) -> tuple[str, str]:
@@ -400,7 +371,7 @@ def urls_of(store: str, directory: Path, capacity: int, stack: ExitStack) -> tup
     # The path of a unix socket may have some 100 bytes only.
     sockets = stack.enter_context(tempfile.TemporaryDirectory(prefix="tiercache-bench-"))
     address, unix = start_daemon(directory, sockets, capacity, stack), storage_url("grpc", sockets)
-    return (storage_url("grpc", address=address), unix) if store == "data" else (unix, "")
+    return (storage_url("grpc", address=address), unix) if store == "tcp" else (unix, "")
 
 
 def rows_of(store: str, tokens: int, rounds: int, directory: Path) -> Iterator[dict[str, object]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 import time
@@ -16,6 +15,7 @@ import zmq
 from tiercache_backends.memory import FOOTPRINT, MemoryBackend
 
 from tests.events.rig import ANY, LAYOUTS, NAMESPACE, Follower, item, page, published, store_pages, truth
+from tests.processes import works_in_a_child
 from tests.waiting import until
 from tiercache.core import PoolName
 from tiercache.errors import ConfigError, StorageError
@@ -339,14 +339,12 @@ def test_changes_of_many_threads_are_told_in_their_order():
 def test_a_fork_leaves_the_publisher_to_its_parent():
     with MemoryBackend() as store, published(store) as publisher, Follower(publisher) as follower:
         follower.read()
-        child = os.fork()
-        if not child:
-            try:
-                publisher.wake()
-                os._exit(0 if publisher.close() else 1)
-            finally:
-                os._exit(2)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+        def leave() -> None:
+            publisher.wake()
+            assert publisher.close()
+
+        assert works_in_a_child(leave)
         store_pages(store, 3)
         follower.until(lambda: follower.held() == truth(store))
 

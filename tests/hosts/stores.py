@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from tests.hosts import network
 from tests.hosts.network import GUARD, Host, Hosts
@@ -17,32 +16,6 @@ from tiercache.config.urls import storage_url
 OWN_BYTES = "1GiB"
 SEGMENT = 256 << 20
 """Bytes that a provider of Mooncake lends."""
-
-
-class SharedStore(Protocol):
-    """A store on a host, made of processes that can be killed and started again."""
-
-    @property
-    def url(self) -> str:
-        """The store as a worker on another host opens it."""
-        ...
-
-    parts: tuple[str, ...]
-    """Names of its processes."""
-    keeps: bool
-    """Whether it still has everything after a kill of any part."""
-
-    def kill(self, part: str) -> None:
-        """Kill a part with SIGKILL."""
-        ...
-
-    def start(self, part: str) -> None:
-        """Start a part that was killed, and wait until it serves."""
-        ...
-
-    def close(self) -> None:
-        """End all parts."""
-        ...
 
 
 class MooncakeOnHost:
@@ -119,41 +92,32 @@ class S3OnHost:
         self.kill()
 
 
-def _mooncake(hosts: Hosts, _base: Path) -> SharedStore:
-    return MooncakeOnHost(hosts[2])
+SharedStore = DaemonOnHost | MooncakeOnHost | S3OnHost
+"""A store on a host, made of processes (`parts`) that can be killed and started again.
 
-
-def _daemon(hosts: Hosts, base: Path) -> SharedStore:
-    return DaemonOnHost(hosts[2], base / "daemon")
-
-
-def _s3(hosts: Hosts, base: Path) -> SharedStore:
-    return S3OnHost(hosts[2], base / "s3")
-
-
-KINDS: dict[str, Callable[[Hosts, Path], SharedStore]] = {
-    "daemon": _daemon,
-    "file+daemon": _daemon,
-    "mooncake": _mooncake,
-    "file+mooncake": _mooncake,
-    "s3": _s3,
-    "file+s3": _s3,
+`keeps` says whether it still has everything after a kill of any part.
+"""
+MAKE: dict[str, Callable[[Hosts, Path], SharedStore]] = {
+    "daemon": lambda hosts, base: DaemonOnHost(hosts[2], base / "daemon"),
+    "mooncake": lambda hosts, base: MooncakeOnHost(hosts[2]),
+    "s3": lambda hosts, base: S3OnHost(hosts[2], base / "s3"),
 }
-"""Each kind, and how its store is made."""
+KINDS = [above + kind for kind in MAKE for above in ("", "file+")]
+"""Kinds of stores; with `file+` a worker has a file tier of its own above the shared store."""
+
+
+def shared_store(kind: str, hosts: Hosts, base: Path) -> SharedStore:
+    """Make the store of a kind on the third host."""
+    return MAKE[kind.removeprefix("file+")](hosts, base)
 
 
 def missing(kind: str) -> str:
     """Return why this machine cannot have a kind of store on hosts; empty if it can."""
-    why_not = {"mooncake": mooncake.why_not, "s3": s3.why_not}.get(kind.rpartition("+")[2], str)
+    why_not = {"mooncake": mooncake.why_not, "s3": s3.why_not}.get(kind.removeprefix("file+"), str)
     return network.missing() or why_not()
-
-
-def has_own_tier(kind: str) -> bool:
-    """Return whether a worker has a file tier of its own above the shared store."""
-    return kind.startswith("file+")
 
 
 def storage_of(kind: str, store: SharedStore, own: Path) -> list[str]:
     """Return the storage of a worker, with `own` as the directory of its file tier if the kind has one."""
-    above = [f"file://{own}?capacity={OWN_BYTES}"] if has_own_tier(kind) else []
+    above = [f"file://{own}?capacity={OWN_BYTES}"] if kind.startswith("file+") else []
     return [*above, store.url]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.hosts.network import GUARD, Hosts
 from tests.hosts.rig import Answer, Desk, WorkerOnHost
-from tests.hosts.stores import KINDS, SharedStore, storage_of
+from tests.hosts.stores import SharedStore, shared_store, storage_of
 
 
 @dataclass
@@ -55,7 +55,7 @@ def three_hosts(kind: str, base: Path, layers: int = 4) -> Iterator[Three]:
     """Yield hosts with a store of that kind. At the end every operation of the workers must have ended."""
     with ExitStack() as ends:
         hosts = ends.enter_context(Hosts(3))
-        store = KINDS[kind](hosts, base)
+        store = shared_store(kind, hosts, base)
         ends.callback(store.close)
         workers = [
             WorkerOnHost(hosts[number], storage_of(kind, store, base / f"own-{number}"), layers)

@@ -16,6 +16,7 @@ from tiercache_backends.file import FileBackend
 from tiercache_backends.lmdb import LmdbBackend
 
 from tests.faults import CALLS, FaultEnv
+from tests.processes import works_in_a_child
 from tests.storage.backends import copy_tree, locate
 from tests.storage.integrity import check_tables
 from tiercache.core import Outcome
@@ -185,25 +186,18 @@ def test_a_kept_store_can_be_opened_to_change_it(path: Path) -> None:
 
 def test_a_forked_child_is_turned_away_and_harms_nobody(path: Path) -> None:
     with opened(path) as store:
-        child = os.fork()
-        if not child:
-            status = 1
-            try:
-                refused = 0
-                for act in (
-                    lambda: put(store, key("child"), b"child"), lambda: fetch(store, key(1), SIZE),
-                    lambda: store.delete([key(1)]),
-                    store.usage, store.flush, store.namespaces, lambda: list(store.scan_all()),
-                ):  # fmt: skip
-                    try:
-                        act()
-                    except ClosedError as error:
-                        refused += "open it again in this process" in str(error)
-                store.close()
-                status = 0 if refused == 7 else 2
-            finally:
-                os._exit(status)
-        assert os.waitpid(child, 0)[1] == 0
+
+        def use() -> None:
+            for act in (
+                lambda: put(store, key("child"), b"child"), lambda: fetch(store, key(1), SIZE),
+                lambda: store.delete([key(1)]),
+                store.usage, store.flush, store.namespaces, lambda: list(store.scan_all()),
+            ):  # fmt: skip
+                with pytest.raises(ClosedError, match="open it again in this process"):
+                    act()
+            store.close()
+
+        assert works_in_a_child(use)
         assert lost(store) == set()
         assert put(store, key("after"), b"after") is STORED
         check_tables(store)

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Final, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 T = TypeVar("T")
+Clock = Callable[[], Any]
 
 
 def _nothing(_: int) -> None:
@@ -29,8 +30,8 @@ class Side:
     after: Callable[[int], object] = _nothing
 
 
-def medians(sides: Sequence[Side], repeats: int) -> dict[str, float]:
-    """Return the median seconds of each side over rounds 1 to `repeats`. Round 0 is not counted.
+def turns(sides: Sequence[Side], repeats: int, clock: Clock = time.perf_counter) -> dict[str, list[Any]]:
+    """Return what each side took by a clock in each of the rounds 1 to `repeats`. Round 0 is not counted.
 
     Every round runs all sides and starts with a different side. A slow phase of the machine then does not
     always affect the same side:
@@ -39,18 +40,23 @@ def medians(sides: Sequence[Side], repeats: int) -> dict[str, float]:
 
     All functions of the sides are called in the calling thread.
     """
-    times: dict[str, list[float]] = {side.name: [] for side in sides}
+    took: dict[str, list[Any]] = {side.name: [] for side in sides}
     for n in range(repeats + 1):
         first = n % len(sides)
         for side in (*sides[first:], *sides[:first]):
             side.before(n)
-            started = time.perf_counter()
+            started = clock()
             side.run(n)
-            seconds = time.perf_counter() - started
+            spent = clock() - started
             side.after(n)
             if n:
-                times[side.name].append(seconds)
-    return {name: statistics.median(values) for name, values in times.items()}
+                took[side.name].append(spent)
+    return took
+
+
+def medians(sides: Sequence[Side], repeats: int) -> dict[str, float]:
+    """Return the median seconds of each side; see `turns`."""
+    return {name: statistics.median(spent) for name, spent in turns(sides, repeats).items()}
 
 
 class Crew:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import suppress
 
@@ -12,12 +11,13 @@ from tiercache_backends.file import FileBackend
 from tiercache_backends.memory import MemoryBackend
 
 from tests.faulty import Outage
+from tests.processes import refuses_a_child
 from tests.storage_backends.chain.stores import Hanging, Refusing, health, held, lose
 from tests.storage_backends.grpc.nodes import daemon_settings
 from tests.waiting import until
 from tiercache.core import Outcome
 from tiercache.daemon import StorageServer
-from tiercache.errors import ClosedError, RefusedError, StorageError, UnavailableError
+from tiercache.errors import RefusedError, StorageError, UnavailableError
 from tiercache.storage.registry import open_backend
 from tiercache.testing.objects import fetch, key, payload, put, to_set
 
@@ -52,17 +52,7 @@ def test_no_tier_answers(chain_over):
 
 def test_a_chain_does_not_work_in_a_forked_process(chain_over):
     chain = chain_over(MemoryBackend(), MemoryBackend())
-    child = os.fork()
-    if not child:
-        code = 1
-        with suppress(BaseException):
-            try:
-                chain.exists([key("a")])
-            except ClosedError:
-                chain.close()
-                code = 0
-        os._exit(code)
-    assert os.waitpid(child, 0)[1] == 0
+    assert refuses_a_child(chain)
     assert chain.exists([key("a")]) == [False]
 
 

@@ -8,7 +8,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 from tiercache_backends.grpc import GrpcBackend
 from tiercache_backends.grpc.settings import read_settings
 
+from tests.processes import in_child
 from tests.storage_backends.grpc.daemon import Daemon
 from tests.storage_backends.grpc.nodes import scratch, section
 from tests.waiting import until
@@ -24,19 +24,6 @@ from tiercache.errors import ClosedError
 from tiercache.testing.objects import fetch, key, payload, put
 
 SIZE = 200_000
-
-
-def in_child(work: Callable[[], object]) -> int:
-    """Fork; return the id of a process that does `work` and ends, with status 0 if nothing was raised."""
-    child = os.fork()
-    if not child:
-        status = 1
-        try:
-            work()
-            status = 0
-        finally:
-            os._exit(status)
-    return child
 
 
 def directory() -> Path:

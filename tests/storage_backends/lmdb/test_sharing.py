@@ -4,24 +4,23 @@ forks.
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from tiercache_backends.lmdb.environment import MAX_WAIT_SECONDS
 
 from tests.faults import FaultEnv
-from tests.processes import suspend
+from tests.processes import refuses_a_child, suspend
 from tests.storage_backends.lmdb.hooks import CAPACITY, check_integrity, opened
 from tests.storage_backends.lmdb.sharer import size_of
 from tests.storage_backends.local.files import disk_bytes
 from tiercache.core import Outcome
-from tiercache.errors import ClosedError, ConfigError, StorageError
+from tiercache.errors import ConfigError, StorageError
 from tiercache.testing.conformance.watching import StoreFollower
 from tiercache.testing.objects import chain, fetch, key, outcomes, payload, put
 
@@ -202,17 +201,7 @@ def test_a_second_opener_in_this_process_is_refused(tmp_path: Path) -> None:
 def test_a_forked_child_is_told_to_open_its_own(tmp_path: Path) -> None:
     with opened(tmp_path / "s") as store:
         put(store, key("a"), b"x")
-        child = os.fork()
-        if not child:
-            status = 1
-            with suppress(BaseException):
-                try:
-                    store.exists([key("a")])
-                except ClosedError:
-                    store.close()
-                    status = 0
-            os._exit(status)
-        assert os.waitpid(child, 0)[1] == 0
+        assert refuses_a_child(store)
         assert put(store, key("b"), b"y") is STORED
         assert fetch(store, key("a"), 1) == b"x"
 

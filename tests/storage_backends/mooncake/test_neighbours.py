@@ -13,10 +13,11 @@ from tiercache_backends.mooncake.header import HEADER_BYTES, write_header
 from tiercache_backends.mooncake.settings import read_settings
 from tiercache_backends.mooncake.store import MooncakeBackend
 
+from tests.processes import refuses_a_child
 from tests.storage_backends.mooncake.hooks import Vandal
 from tests.storage_backends.mooncake.rig import Pool
 from tiercache.core import Outcome
-from tiercache.errors import ClosedError, StorageError
+from tiercache.errors import StorageError
 from tiercache.storage.base import SetItem
 from tiercache.testing.objects import fetch, key, payload, put, to_get, to_set
 
@@ -120,17 +121,7 @@ def test_a_store_that_cannot_list_says_so(pool: Pool) -> None:
 
 
 def test_a_forked_process_is_refused_and_ends_well(store: MooncakeBackend) -> None:
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            store.exists([key("a")])
-        except ClosedError:
-            code = 0
-        finally:
-            store.close()
-            os._exit(code)
-    assert os.waitpid(child, 0)[1] == 0
+    assert refuses_a_child(store)
     assert put(store, key("a"), payload("a", SIZE)) is STORED
 
 

@@ -15,6 +15,7 @@ from threading import Event
 import pytest
 from tiercache_backends.s3 import S3Backend
 
+from tests.processes import refuses_a_child
 from tests.storage_backends.s3.hooks import know, open_s3
 from tests.storage_backends.s3.integrity import check_directory
 from tests.storage_backends.s3.proxy import Exchange, Proxy
@@ -22,7 +23,7 @@ from tests.storage_backends.s3.server import SECRET, needs_weed
 from tests.storage_backends.s3.test_packs import gets, run
 from tests.waiting import until
 from tiercache.core import Outcome
-from tiercache.errors import ClosedError, ConfigError, RefusedError, StorageError, UnavailableError
+from tiercache.errors import ConfigError, RefusedError, StorageError, UnavailableError
 from tiercache.testing.objects import content, fetch, key, payload, put, to_get, to_set
 
 pytestmark = [needs_weed, pytest.mark.slow]
@@ -289,13 +290,5 @@ def test_a_process_that_is_killed_in_the_middle_of_a_put_leaves_nothing(tmp_path
 def test_a_forked_process_is_told_to_open_its_own(tmp_path: Path) -> None:
     with open_s3(tmp_path) as store:
         put(store, key("a"), payload("a", SIZE))
-        pid = os.fork()
-        if not pid:
-            try:
-                store.exists([key("a")])
-            except ClosedError:
-                store.close()
-                os._exit(0)
-            os._exit(1)
-        assert os.waitpid(pid, 0)[1] == 0
+        assert refuses_a_child(store)
         assert fetch(store, key("a"), SIZE) == payload("a", SIZE)
