@@ -18,8 +18,9 @@ from tiercache.cli.store.prompt import tokens_of
 from tiercache.config.loading import load
 from tiercache.config.urls import parse_address, section_of, storage_url
 from tiercache.errors import ConfigError, InputError
-from tiercache.integrations.settings import settings_of
+from tiercache.integrations.settings import StoreSettings
 from tiercache.models.profile import CONFIGS, profile_named
+from tiercache.settings import read_section
 from tiercache.text import exact_duration, exact_size, parse_duration, parse_size
 from tiercache_lab.prove.run import load as load_saved
 from tiercache_lab.replay.sources.mooncake import read_trace
@@ -90,7 +91,7 @@ def _engine(found: bytes) -> None:
     except (ValueError, RecursionError):
         return
     if isinstance(given, dict):
-        settings_of("extra_config", given)
+        read_section(StoreSettings, "extra_config", given)
 
 
 def _trace(found: bytes) -> None:
