@@ -105,8 +105,7 @@ CUPBOARD = 120
 """Lines below which a module with one importer is a part of it that lies in another file."""
 CUPBOARDS = frozenset({
     "tiercache.testing.conformance.damage", "tiercache_backends.chain.scans", "tiercache_backends.lmdb.check",
-    "tiercache_backends.s3.namespaces", "tiercache_kernels.reference", "tiercache_lab.bench.raw",
-    "tiercache_lab.demo.small",
+    "tiercache_kernels.reference", "tiercache_lab.bench.raw", "tiercache_lab.demo.small",
 })  # fmt: skip
 """Modules that are still cupboards, or are one for a reason."""
 

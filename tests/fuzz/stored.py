@@ -23,7 +23,6 @@ from tiercache_backends.mooncake.header import (
     write_header,
 )
 from tiercache_backends.s3 import compression, pack
-from tiercache_backends.s3 import namespaces as bucket_names
 from tiercache_backends.s3.compression import Codec
 from xxhash import xxh3_128_digest
 
@@ -34,6 +33,7 @@ from tiercache.errors import StoreFormatError
 from tiercache.storage.base import NamespaceRecord, SetItem
 from tiercache.storage.checksum import Checksums
 from tiercache.storage.env import Env
+from tiercache.storage.records import identity_in, unpack_record
 
 ITEM = SetItem(KEYS[0], [memoryview(bytes(4096))], META)
 RECORD = NamespaceRecord(b"n" * 32, {"model": "m", "page_size": 16}, states=True)
@@ -173,7 +173,7 @@ def _payload_seeds() -> list[bytes]:
 
 
 def _bucket_name(found: bytes) -> None:
-    bucket_names._identity(found)  # private: what the object says, without a bucket
+    identity_in(unpack_record(found))
 
 
 # --- memory that hosts pool

@@ -6,14 +6,10 @@ A value is msgpack [number, identity (without its salt) or nil, whether the name
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final, NamedTuple
-
-import msgpack
+from typing import NamedTuple
 
 from tiercache.storage.base import NamespaceRecord
-
-_MAX_FIELDS: Final = 256
-"""Maximum number of fields of an identity."""
+from tiercache.storage.records import identity_in, pack_record, unpack_record
 
 
 class Name(NamedTuple):
@@ -33,26 +29,19 @@ class Name(NamedTuple):
 def pack_name(name: Name) -> bytes:
     """Return the LMDB value of a name."""
     identity = None if name.record is None else dict(name.record.identity)
-    packed: bytes = msgpack.packb([name.number, identity, name.states])
-    return packed
+    return pack_record([name.number, identity, name.states])
 
 
 def unpack_name(namespace: bytes, value: bytes) -> Name:
     """Return the name that an LMDB value describes; raise ValueError for a malformed value."""
     try:
-        found = msgpack.unpackb(value, max_array_len=3, max_map_len=_MAX_FIELDS, max_ext_len=0)
-        number, identity, states = found
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        number, identity, states = unpack_record(value)
+        if type(number) is not int or not 0 < number < 2**31:
+            raise ValueError(f"no number of a namespace: {number!r}")
+        record = None if identity is None else NamespaceRecord(namespace, identity_in(identity), bool(states))
+    except (ValueError, TypeError) as error:
         raise ValueError(f"the record of namespace {namespace.hex()} is not readable: {error}") from error
-    if (
-        type(number) is not int
-        or not 0 < number < 2**31
-        or not (identity is None or isinstance(identity, dict))
-    ):
-        raise ValueError(
-            f"the record of namespace {namespace.hex()} is not readable: {number!r}, {identity!r}"
-        )
-    return Name(number, None if identity is None else NamespaceRecord(namespace, identity, bool(states)))
+    return Name(number, record)
 
 
 class Names:

@@ -13,16 +13,15 @@ from __future__ import annotations
 import http.client
 import logging
 import re
-from collections.abc import Mapping
 from threading import Lock
-from typing import Any, Final
+from typing import Final
 
-import msgpack
 from xxhash import xxh3_128_digest
 
 from tiercache.config.urls import Address
 from tiercache.errors import StorageError, UnavailableError
-from tiercache.storage.base import NAMESPACE_BYTES, NamespaceRecord
+from tiercache.storage.base import NamespaceRecord
+from tiercache.storage.records import MAX_RECORD_BYTES, identity_in, pack_record, unpack_record
 from tiercache_backends.mooncake.header import prefix_of
 from tiercache_backends.mooncake.library import MooncakeClient
 from tiercache_backends.mooncake.link import Link
@@ -31,9 +30,6 @@ _log = logging.getLogger(__name__)
 _AT_ONCE: Final = 64
 """Names asked for at once; the log ends where so many in a row are not there."""
 _MAX_RECORDS: Final = 4096
-_MAX_BYTES: Final = 64 << 10
-_MAX_FIELDS: Final = 256
-"""Maximum number of fields of an identity. Without it, nested arrays announce gigabytes."""
 
 
 class NamespaceLog:
@@ -106,28 +102,21 @@ class NamespaceLog:
 
 
 def _packed(record: NamespaceRecord) -> bytes:
-    data: bytes = msgpack.packb([record.namespace, dict(record.identity), record.states])
+    data = pack_record([record.namespace, dict(record.identity), record.states])
     return xxh3_128_digest(data) + data
 
 
 def _unpacked(data: bytes) -> NamespaceRecord | None:
     """Return the record in an object of the log; None for anything else."""
-    if len(data) > _MAX_BYTES or xxh3_128_digest(data[16:]) != data[:16]:
+    if len(data) > MAX_RECORD_BYTES or xxh3_128_digest(data[16:]) != data[:16]:
         return None
     try:
-        found: Any = msgpack.unpackb(
-            data[16:], max_array_len=_MAX_FIELDS, max_map_len=_MAX_FIELDS, max_ext_len=0
-        )
-        namespace, identity, states = found
+        namespace, identity, states = unpack_record(data[16:])
+        record = NamespaceRecord(namespace, identity_in(identity), states)
     except (ValueError, TypeError):
         return None
-    if not (isinstance(namespace, bytes) and 0 < len(namespace) <= NAMESPACE_BYTES):
-        return None
-    if not isinstance(identity, Mapping) or not isinstance(states, bool):
-        return None
-    if not all(isinstance(k, str) and isinstance(v, str | int) for k, v in identity.items()):
-        return None
-    return NamespaceRecord(namespace, identity, states)
+    is_sound = isinstance(namespace, bytes) and isinstance(states, bool) and record.is_possible
+    return record if is_sound else None
 
 
 _MAX_ANSWER: Final = 1 << 30

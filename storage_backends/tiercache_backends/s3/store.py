@@ -4,8 +4,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
+from itertools import chain
+from threading import Lock
 from typing import Any, Final, Self
 
 from tiercache.core import ObjectKey, Outcome
@@ -25,20 +28,23 @@ from tiercache.storage.base import (
 )
 from tiercache.storage.env import Env
 from tiercache.storage.gate import CallGate
+from tiercache.storage.records import MAX_RECORD_BYTES, identity_in, pack_record, unpack_record
 from tiercache.storage.vectors import usable
 from tiercache.storage.watching import Following
 from tiercache.storage.wrappers import decide, store_once
 from tiercache_backends.s3.choices import CodecChoices
 from tiercache_backends.s3.directory import BucketDirectory, Pack
-from tiercache_backends.s3.failures import RequestError
-from tiercache_backends.s3.namespaces import Namespaces
+from tiercache_backends.s3.failures import AbsentError, RequestError, ShortError
 from tiercache_backends.s3.refreshing import BucketListing, Refresher
 from tiercache_backends.s3.service import THREADS, BucketClient
 from tiercache_backends.s3.settings import S3Settings, read_settings
 from tiercache_backends.s3.transfer import PackReader, PackWriter, WantedObject
 
+_log = logging.getLogger(__name__)
 _FOLLOW_S: Final = 1.0
 """Minimum seconds from one look for what others have changed to the next, while the store is watched."""
+_NAMESPACES: Final = "namespaces"
+"""Folder of the records of namespaces."""
 
 
 class S3Backend(StorageBackend):
@@ -243,3 +249,62 @@ class S3Backend(StorageBackend):
             return [error.outcome_of_set] * len(items)
         self._namespaces.write()
         return self._writer.write(self._directory.plan(items))
+
+
+class Namespaces:
+    """Records of namespaces in the bucket, each of which is an object that is written again at every change.
+
+        namespaces/<namespace in hex>.plain     the latest identity
+        namespaces/<namespace in hex>.states    the same, of writers who know that there are states
+
+    Two names, so that a writer without states never takes back what another writer knows.
+
+    Thread safety: any thread may call.
+    """
+
+    def __init__(self, service: BucketClient) -> None:
+        self._service = service
+        self._lock = Lock()  # guards the fields
+        self._told: dict[bytes, NamespaceRecord] = {}
+        """Records that were registered through this process."""
+        self._written: dict[bytes, NamespaceRecord] = {}
+
+    def register(self, record: NamespaceRecord) -> None:
+        """Keep a record, and write it now or, if the service cannot be asked, with a later call."""
+        with self._lock:
+            self._told[record.namespace] = record.over(self._told.get(record.namespace))
+        self.write()
+
+    def write(self) -> None:
+        """Write the records that have not been written yet, if the service can be asked."""
+        with self._lock:
+            due = [record for name, record in self._told.items() if self._written.get(name) != record]
+        for record in due:
+            name = f"{_NAMESPACES}/{record.namespace.hex()}.{'states' if record.states else 'plain'}"
+            data = pack_record(dict(record.identity))
+            try:
+                self._service.overwrite(name, data)
+            except RequestError as error:
+                _log.debug("a namespace will be registered later: %s", error)
+                return
+            with self._lock:
+                self._written[record.namespace] = record
+
+    def read(self) -> list[NamespaceRecord]:
+        """Return the record of every namespace. Raises RequestError."""
+        self.write()
+        found: dict[bytes, NamespaceRecord] = {}
+        # In the order in which they were written, so that the latest identity is kept.
+        listed = chain.from_iterable(self._service.pages(_NAMESPACES))
+        for entry in sorted(listed, key=lambda entry: (entry.modified, entry.name)):
+            hexes, _, kind = entry.name.rpartition(".")
+            try:
+                data = self._service.contents(
+                    f"{_NAMESPACES}/{entry.name}", min(entry.size, MAX_RECORD_BYTES)
+                )
+                identity = identity_in(unpack_record(data))
+                record = NamespaceRecord(bytes.fromhex(hexes), identity, states=kind == "states")
+            except (ValueError, AbsentError, ShortError):
+                continue  # not of ours, or replaced meanwhile
+            found[record.namespace] = record.over(found.get(record.namespace))
+        return list(found.values())
