@@ -11,7 +11,7 @@ from tiercache.errors import ConfigError
 from tiercache.events.log import MAX_BATCHES
 from tiercache.settings import FLAG, LINE, whole
 
-MAX_BUFFER: Final = 1_000_000
+_BATCHES: Final = whole(1, 1_000_000, "batches")
 _TCP: Final = re.compile(r"tcp://(?:\[([0-9A-Fa-f:.]+)\]|([0-9A-Za-z.*-]+)):([0-9]{1,5})")
 
 
@@ -28,7 +28,7 @@ class EventSettings:
     replay: Annotated[str, LINE] = ""
     """Address for replays and snapshots; empty: none."""
     topic: Annotated[str, LINE] = "kv-events"
-    buffer: Annotated[int, whole(1, MAX_BUFFER, "batches")] = MAX_BATCHES
+    buffer: Annotated[int, _BATCHES] = MAX_BATCHES
     """Number of batches that are kept for replays."""
     public: Annotated[bool, FLAG] = False
     """Allow addresses that other machines can reach. There is no authentication."""
@@ -41,10 +41,7 @@ class EventSettings:
                 raise ConfigError(f"{self.replay} cannot serve both events and replays; give each an address")
         if len(self.topic.encode()) > 255:
             raise ConfigError("the topic of the events is too long; use at most 255 bytes")
-        if not 1 <= self.buffer <= MAX_BUFFER:
-            raise ConfigError(
-                f"a buffer of {self.buffer} batches of events is not possible; use 1 to {MAX_BUFFER}"
-            )
+        _BATCHES.parse(self.buffer)
 
 
 def check_endpoint(endpoint: str, *, public: bool = False) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -33,23 +33,15 @@ _PAGE: Final = 4096
 
 
 @dataclass(slots=True)
-class _Trial:
-    """Sums over the samples of one codec."""
-
-    plain: int = 0
-    stored: int = 0
-    encoding: float = 0.0
-    decoding: float = 0.0
-
-
-@dataclass(slots=True)
 class _Pool:
     name: str
     codec: Codec = Codec.RAW
     since: int = 0
     """Objects since the last trial began."""
     measured: int = 0
-    trials: dict[Codec, _Trial] = field(default_factory=dict)
+    """Objects of that trial that were measured."""
+    costs: Counter[Codec] = field(default_factory=Counter)
+    """Cost of what was measured, by codec: stored bytes (`smallest`) or nanoseconds (`auto`)."""
     plain: int = 0
     stored: int = 0
 
@@ -120,48 +112,39 @@ class CodecChoices:
             self._pools.move_to_end(place)
             if pool.since >= REVIEW:
                 pool.since = pool.measured = 0
-                pool.trials = {}
+                pool.costs.clear()
             pool.since += 1
             return pool, pool.since <= TRIAL
 
     def _measure(self, pool: _Pool, buffers: Sequence[memoryview], length: int) -> None:
         sample = _sample(buffers, length)
-        size = len(sample)
-        source = [memoryview(sample)]
-        found = {}
-        for codec in Codec:
-            start = self._clock()
-            pieces = encode(codec, source, size)
-            encoded = self._clock()
-            if pieces is not None:
-                whole = b"".join(pieces)
-                before = self._clock()
-                decode(codec, memoryview(whole), size)
-                found[codec] = _Trial(size, len(whole), encoded - start, self._clock() - before)
-            elif codec is not Codec.RAW:
-                found[codec] = _Trial(size, size, encoded - start)
+        costs = {codec: self._cost(*self._tried(codec, sample)) for codec in Codec}
         with self._lock:
             pool.measured += 1
-            for codec, one in found.items():
-                sums = pool.trials.setdefault(codec, _Trial())
-                sums.plain += one.plain
-                sums.stored += one.stored
-                sums.encoding += one.encoding
-                sums.decoding += one.decoding
-            if pool.measured >= TRIAL and pool.trials:
-                pool.codec = self._best(pool.trials)
-                pool.trials = {}
+            pool.costs.update(costs)
+            if pool.measured >= TRIAL:
+                best = min(pool.costs, key=pool.costs.__getitem__)
+                is_worth = pool.costs[best] <= (1 - _MIN_GAIN) * pool.costs[Codec.RAW]
+                pool.codec = best if is_worth else Codec.RAW
+                pool.costs.clear()
 
-    def _best(self, trials: Mapping[Codec, _Trial]) -> Codec:
-        costs = {codec: self._cost(sums) for codec, sums in trials.items()}
-        best = min(costs, key=lambda codec: costs[codec])
-        return best if costs[best] <= (1 - _MIN_GAIN) * self._cost(_Trial(1, 1)) else Codec.RAW
+    def _tried(self, codec: Codec, sample: bytearray) -> tuple[int, float]:
+        """Return the stored bytes of a sample, and the seconds of its encoding and decoding."""
+        start = self._clock()
+        pieces = encode(codec, [memoryview(sample)], len(sample))
+        if pieces is None:
+            return len(sample), 0.0 if codec is Codec.RAW else self._clock() - start
+        encoded = self._clock() - start
+        whole = b"".join(pieces)
+        start = self._clock()
+        decode(codec, memoryview(whole), len(sample))
+        return len(whole), encoded + self._clock() - start
 
-    def _cost(self, sums: _Trial) -> float:
-        share = sums.stored / sums.plain
+    def _cost(self, stored: int, seconds: float) -> int:
+        """Return the cost of an object of `stored` bytes that a core encodes and decodes in `seconds`."""
         if self._mode == "smallest":
-            return share
-        return 2 * share / _WIRE + (sums.encoding + sums.decoding) / sums.plain / self._cores
+            return stored
+        return round(1e9 * (2 * stored / _WIRE + seconds / self._cores))
 
 
 def _sample(buffers: Sequence[memoryview], length: int) -> bytearray:
