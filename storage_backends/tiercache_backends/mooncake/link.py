@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Final, TypeVar
 
 from tiercache.core import Outcome
@@ -149,9 +150,8 @@ class Link:
         if region is None:
             raise UnavailableError(f"{self._settings}: calls that do not return have all staging memory")
         try:
-            pending = self.begin(
-                patience, what, lambda client: work(client, region), lambda: self._give_later(region)
-            )
+            give = partial(self.staging.give, region)
+            pending = self.begin(patience, what, lambda client: work(client, region), lambda: give)
         except BaseException:  # whatever it is, the call has not begun
             self.staging.give(region)
             raise
@@ -175,9 +175,6 @@ class Link:
         patience.answered([head for head in found if isinstance(head, int)])
         return found
 
-    def _give_later(self, region: Region) -> Callable[[], None]:
-        return lambda: self.staging.give(region)
-
     def attach(self, memory: SharedMemory) -> None:
         """Map a caller's memory, and register the mapping now, or when Mooncake answers again.
 
@@ -193,7 +190,7 @@ class Link:
         """Disconnect. While calls hang, the client stays, and the last of them disconnects it."""
         with self._changed:
             self._closed = True
-            idle: bool = self._changed.wait_for(self._is_idle, self._settings.deadline)
+            idle: bool = self._changed.wait_for(lambda: self._users == 0, self._settings.deadline)
             if not idle and (client := self._client) is not None:
                 client.keep()
         if idle:
@@ -201,9 +198,6 @@ class Link:
             # a chain is closed on a daemon thread: one that is inside Mooncake then would crash the process.
             threading.Thread(target=self._disconnect, name="tiercache-mooncake-close", daemon=False).start()
         self.guard.close()
-
-    def _is_idle(self) -> bool:
-        return self._users == 0
 
     def _is_over(self) -> bool:
         return self._closed and self._users == 0

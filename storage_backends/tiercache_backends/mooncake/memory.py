@@ -35,7 +35,6 @@ class Region(NamedTuple):
     view: memoryview
     address: int
     offset: int
-    nbytes: int
 
 
 class StagingMemory:
@@ -60,12 +59,11 @@ class StagingMemory:
         offset = self.free.take(nbytes, patience)
         if offset is None:
             return None
-        size = align(nbytes)
-        return Region(self._view[offset : offset + size], self.mapping.address + offset, offset, size)
+        return Region(self._view[offset : offset + align(nbytes)], self.mapping.address + offset, offset)
 
     def give(self, region: Region) -> None:
         """Take a region back that no call uses any more."""
-        self.free.give(region.offset, region.nbytes)
+        self.free.give(region.offset, len(region.view))
 
 
 class AttachedMappings:
@@ -115,8 +113,6 @@ class AttachedMappings:
         sizes: list[int] = []
         for extent in extents:
             size = min(extent.size, length)
-            if not size:
-                break
             addresses.append(self._mappings[extent.memory].address + extent.offset)
             sizes.append(size)
             length -= size

@@ -107,18 +107,14 @@ class PoolWriter:
             return outcomes
         if min(known, default=0) < 0:
             self._link.guard.failed(f"the master does not answer (code {min(known)})")
-        fits = self._link.staging.nbytes - HEADER_BYTES
         kinds: dict[int, list[tuple[int, SetItem, str, Sequence[memoryview], int]]] = {}
         for n, (item, name, code) in enumerate(zip(items, names, known, strict=True)):
-            length = item.meta.length
             if code > 0:
                 outcomes[n] = Outcome.HIT
-            elif not code and length > fits and self._link.attached.locate(item.buffers, length) is None:
-                outcomes[n] = Outcome.ERROR
             elif not code:
                 state = is_state(item.key, item.meta.parent)
                 replicas = self._settings.state_replicas if state else self._settings.replicas
-                kinds.setdefault(replicas, []).append((n, item, name, item.buffers, length))
+                kinds.setdefault(replicas, []).append((n, item, name, item.buffers, item.meta.length))
         for replicas, wanted in kinds.items():
             PartMover(
                 self._link,
@@ -128,7 +124,7 @@ class PoolWriter:
                 work=partial(self._put, replicas),
                 finish=partial(self._judge, outcomes),
                 outcomes=outcomes,
-            ).move(parts(wanted, self._link))
+            ).move(parts(wanted, self._link, outcomes))
         return outcomes
 
     def _prepare(self, part: Part[SetItem], region: Region) -> None:
@@ -199,17 +195,12 @@ class PoolReader:
         outcomes = [Outcome.UNAVAILABLE] * len(items)
         patience = self._link.patience()
         odd: list[tuple[PlacedItem[GetItem], int]] = []
-        fits = self._link.staging.nbytes - HEADER_BYTES
+        held = withheld(items, self._link.attached.memories)
         wanted = [
             (n, item, self._names.of(item.key.digest), item.buffers, item.length)
-            for n, (item, is_held) in enumerate(
-                zip(items, withheld(items, self._link.attached.memories), strict=True)
-            )
-            if not is_held
+            for n, item in enumerate(items)
+            if not held[n]
         ]
-        for n, item, *_ in wanted:
-            if item.length > fits and self._link.attached.locate(item.buffers, item.length) is None:
-                outcomes[n] = Outcome.ERROR
         PartMover(
             self._link,
             patience,
@@ -220,7 +211,7 @@ class PoolReader:
             ),
             finish=lambda part, region, codes: self._judge(part, region, codes, outcomes, odd),
             outcomes=outcomes,
-        ).move(parts([one for one in wanted if outcomes[one[0]] is not Outcome.ERROR], self._link))
+        ).move(parts(wanted, self._link, outcomes))
         for placed, code in odd:
             outcomes[placed.index] = self._claimed(patience, placed, code)
         return outcomes

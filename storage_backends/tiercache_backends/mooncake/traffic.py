@@ -107,9 +107,12 @@ class Part(Generic[Item]):
 
 
 def parts(
-    items: Sequence[tuple[int, Item, str, Sequence[memoryview], int]], link: Link
+    items: Iterable[tuple[int, Item, str, Sequence[memoryview], int]], link: Link, outcomes: list[Outcome]
 ) -> Iterator[Part[Item]]:
-    """Yield the parts of a batch, whose items come with position, name, buffers and length in bytes."""
+    """Yield the parts of a batch, whose items come with position, name, buffers and length in bytes.
+
+    An item that is neither moved directly nor fits into the staging memory gets ERROR in `outcomes`.
+    """
     most, most_pieces = min(_PART_BYTES, link.staging.nbytes // 4), link.pieces
     placed: list[PlacedItem[Item]] = []
     at = moved = pieces = 0
@@ -118,6 +121,9 @@ def parts(
         if extents is not None and (length < _PIECE_BYTES * len(extents) or len(extents) >= most_pieces):
             extents = None
         size = HEADER_BYTES + (length if extents is None else 0)
+        if size > link.staging.nbytes:
+            outcomes[index] = Outcome.ERROR
+            continue
         size += -size % _ALIGN
         count = 1 + len(extents or ())
         if placed and (at + size > most or moved + length > _PART_BYTES or pieces + count > most_pieces):

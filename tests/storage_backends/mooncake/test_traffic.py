@@ -10,13 +10,14 @@ from tiercache_backends.mooncake.library import MooncakeClient
 from tiercache_backends.mooncake.link import Link, Patience
 from tiercache_backends.mooncake.memory import Region
 from tiercache_backends.mooncake.settings import read_settings
+from tiercache_backends.mooncake.store import MooncakeBackend
 from tiercache_backends.mooncake.traffic import Codes, Part, PartMover, PlacedItem
 
 from tests.storage_backends.mooncake.rig import Pool
 from tiercache.core import BLOCK_ALIGN, Outcome
 from tiercache.storage.attached import FreeRanges
 from tiercache.storage.base import GetItem
-from tiercache.testing.objects import key, to_get
+from tiercache.testing.objects import key, payload, to_get, to_set
 
 
 def part(n: int) -> Part[GetItem]:
@@ -74,3 +75,14 @@ def test_staging_gives_every_byte_once() -> None:
     staging.give(0, 1)
     staging.give(2 * BLOCK_ALIGN, BLOCK_ALIGN + 1)
     assert staging.take(16 * BLOCK_ALIGN) == 0
+
+
+def test_an_object_that_is_too_long_for_the_staging_memory_is_an_error_of_its_own(pool: Pool) -> None:
+    lengths = {key("long"): 2 << 20, key("short"): 100}
+    with MooncakeBackend(read_settings(pool.section("long", staging="1MiB"))) as store:
+        items = [to_set(name, payload(name, length)) for name, length in lengths.items()]
+        assert store.set(items) == [Outcome.ERROR, Outcome.STORED]
+        assert store.get([to_get(name, length) for name, length in lengths.items()]) == [
+            Outcome.ERROR,
+            Outcome.HIT,
+        ]
