@@ -14,7 +14,7 @@ slower, because Mooncake spins in every thread that waits for bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Generic, TypeVar
 
@@ -53,16 +53,13 @@ class PlacedItem(Generic[Item]):
     """Offset of the header in the region of the part."""
 
 
+@dataclass(frozen=True, slots=True)
 class Part(Generic[Item]):
-    """The items that one call moves.
+    """The items that one call moves."""
 
-    Thread safety: one thread at a time.
-    """
-
-    def __init__(self, placed: Sequence[PlacedItem[Item]], nbytes: int) -> None:
-        self.placed: Final[Sequence[PlacedItem[Item]]] = placed
-        self.nbytes: Final = nbytes
-        """Bytes of staging memory that the part needs."""
+    placed: Sequence[PlacedItem[Item]]
+    nbytes: int
+    """Bytes of staging memory that the part needs."""
 
     @property
     def names(self) -> list[str]:
@@ -138,6 +135,7 @@ def parts(
 Codes = list[int]
 
 
+@dataclass(slots=True)
 class PartMover(Generic[Item]):
     """Passes the parts of a batch through `prepare`, `work` (on a thread of the link) and `finish`.
 
@@ -147,25 +145,14 @@ class PartMover(Generic[Item]):
     Thread safety: one thread.
     """
 
-    def __init__(
-        self,
-        link: Link,
-        patience: Patience,
-        what: str,
-        *,
-        prepare: Callable[[Part[Item], Region], None],
-        work: Callable[[MooncakeClient, Part[Item], Region], Codes],
-        finish: Callable[[Part[Item], Region, Codes], None],
-        outcomes: list[Outcome],
-    ) -> None:
-        self._link: Final = link
-        self._patience: Final = patience
-        self._what: Final = what
-        self._prepare: Final[Callable[[Part[Item], Region], None]] = prepare
-        self._work: Final[Callable[[MooncakeClient, Part[Item], Region], Codes]] = work
-        self._finish: Final[Callable[[Part[Item], Region, Codes], None]] = finish
-        self._outcomes: Final = outcomes
-        self._under_way: tuple[Part[Item], Region, PendingCall[Codes]] | None = None
+    link: Link
+    patience: Patience
+    what: str
+    prepare: Callable[[Part[Item], Region], None]
+    work: Callable[[MooncakeClient, Part[Item], Region], Codes]
+    finish: Callable[[Part[Item], Region, Codes], None]
+    outcomes: list[Outcome]
+    _under_way: tuple[Part[Item], Region, PendingCall[Codes]] | None = field(default=None, init=False)
 
     def move(self, parts: Iterable[Part[Item]]) -> None:
         """Move all parts."""
@@ -175,10 +162,10 @@ class PartMover(Generic[Item]):
                 if region is None:
                     continue
                 try:
-                    self._prepare(part, region)
+                    self.prepare(part, region)
                     rest = self._wait()
                 except BaseException:  # whatever it is, nothing uses the memory
-                    self._link.staging.give(region)
+                    self.link.staging.give(region)
                     raise
                 try:
                     self._begin(part, region)
@@ -192,11 +179,11 @@ class PartMover(Generic[Item]):
 
         Returns None, and answers the items, if there is none.
         """
-        region = self._link.staging.take(part.nbytes, 0) if self._patience.left else None
+        region = self.link.staging.take(part.nbytes, 0) if self.patience.left else None
         if region is None:
             self._wait()()
-            is_out = not self._patience.left
-            region = None if is_out else self._link.staging.take(part.nbytes, self._patience.left)
+            is_out = not self.patience.left
+            region = None if is_out else self.link.staging.take(part.nbytes, self.patience.left)
             if region is None:
                 self._answer(part, Outcome.UNAVAILABLE if is_out else Outcome.THROTTLED)
         return region
@@ -204,14 +191,14 @@ class PartMover(Generic[Item]):
     def _begin(self, part: Part[Item], region: Region) -> None:
         """Begin the call for a part."""
         try:
-            pending = self._link.begin(
-                self._patience,
-                self._what,
-                lambda client: self._work(client, part, region),
-                partial(part.withhold, region, self._link.staging, self._link.attached),
+            pending = self.link.begin(
+                self.patience,
+                self.what,
+                lambda client: self.work(client, part, region),
+                partial(part.withhold, region, self.link.staging, self.link.attached),
             )
         except BaseException as error:
-            self._link.staging.give(region)
+            self.link.staging.give(region)
             if not isinstance(error, UnavailableError):
                 raise
             self._answer(part, Outcome.UNAVAILABLE)
@@ -224,24 +211,24 @@ class PartMover(Generic[Item]):
             return lambda: None
         (part, region, pending), self._under_way = self._under_way, None
         try:
-            codes = self._link.end(self._patience, pending)
+            codes = self.link.end(self.patience, pending)
         except BaseException as error:
             # A call that was given up while it ran gives its memory back when it returns.
             if not pending.hangs:
-                self._link.staging.give(region)
+                self.link.staging.give(region)
             if not isinstance(error, UnavailableError):
                 raise
             self._answer(part, Outcome.UNAVAILABLE)
             return lambda: None
-        self._patience.answered(codes)
+        self.patience.answered(codes)
         return partial(self._end, part, region, codes)
 
     def _answer(self, part: Part[Item], outcome: Outcome) -> None:
         for one in part.placed:
-            self._outcomes[one.index] = outcome
+            self.outcomes[one.index] = outcome
 
     def _end(self, part: Part[Item], region: Region, codes: Codes) -> None:
         try:
-            self._finish(part, region, codes)
+            self.finish(part, region, codes)
         finally:
-            self._link.staging.give(region)
+            self.link.staging.give(region)
