@@ -4,11 +4,16 @@ import numpy as np
 
 from tests.controller.harness import KV, P, prompt
 from tests.controller.test_interleavings import ask
+from tiercache.controller import ControllerOptions
 from tiercache.core import as_tokens
 
 TAIL = [77, 78]
 PROMPT = [*prompt(1, 2, 3), *TAIL]
 """Three pages, and two tokens of a fourth one."""
+
+
+def options(**kwargs):
+    return ControllerOptions(restore_deadline=20.0, **{"park_share": 0.9, "piece_bytes": 1, **kwargs})
 
 
 def computed(engine, tokens=PROMPT, *, commit=True, **kwargs):

@@ -7,7 +7,6 @@ ranks, and writes what it has seen to FOLDER as JSON lines.
 import json
 import os
 import sys
-import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from tests.controller.ranks_rig import Ranked, serve
 from tests.integrity import check_controller
 from tiercache.controller import ControllerOptions, HybridCacheController
 from tiercache.core import Tier
-from tiercache.errors import RankError
 from tiercache.geometry import kv_geometry, state_geometry
 from tiercache.integrations.torch_ranks import ranks_of
 from tiercache.keys import Identity, Shard, layout_digest
@@ -68,7 +66,7 @@ class ModelEngine:
 
     layers = 2
 
-    def __init__(self, rank, size, store, group, *, deadline, identity="toy"):
+    def __init__(self, rank, size, store, group, *, deadline):
         self.rank, self.size, self.model = rank, size, Model(rank, size)
         heads = HEADS // size
         geometries = {
@@ -82,7 +80,7 @@ class ModelEngine:
         self.store = store
         part = Shard(rank, size)
         self.controller = HybridCacheController(
-            Identity(identity, "1", "float32", "float32", "float32", P),
+            Identity("toy", "1", "float32", "float32", "float32", P),
             self.pools,
             HostArena(64 * 4096, 4096),
             self.store,
@@ -170,35 +168,19 @@ class Log:
             file.write(json.dumps({"step": step} | seen) + "\n")
 
 
-def check(engine, log, step, tokens=PROMPT, wanted=None, left=20):
-    """Serve a prompt, and compare its bits with those that are computed without the cache.
-
-    With `wanted`, until so many pages are restored: after a hang, reads begin again after a pause.
-    """
-    begun = time.monotonic()
+def check(engine, log, step, tokens=PROMPT):
+    """Serve a prompt, and compare its bits with those that are computed without the cache."""
     depths = serve(engine, engine.rank, word, tokens)
-    seconds = time.monotonic() - begun
-    if wanted is not None and depths[-1] != wanted * P and left:
-        time.sleep(0.5)
-        engine.empty(Tier.DEVICE, Tier.HOST)
-        check(engine, log, step, tokens, wanted, left - 1)
-        return
     plain = engine.plain(tokens)
     same = bool(torch.equal(plain.view(torch.uint8), engine.last.view(torch.uint8)))
-    log(step, depths=[depth // P for depth in depths], same=same, seconds=seconds)
+    log(step, depths=[depth // P for depth in depths], same=same)
 
 
 def run_life(rank, size, folder, log):
-    """All that can happen to ranks that live: holes, hangs, evictions, disagreement; then another size."""
+    """Ranks that restore from each tier, and from a store with holes; then another number of ranks."""
     url = f"lmdb://{folder}/store?capacity=64MiB"
     begin_gloo(rank, size, folder, 0)
-    store, group = Ranked(open_backend(url), is_owned=True), ranks_of()
-    try:
-        ModelEngine(rank, size, store, group, deadline=3.0, identity=f"model {rank}")
-    except RankError as error:
-        log("disagree", error=str(error))
-    dist.barrier()
-    engine = ModelEngine(rank, size, store, group, deadline=3.0)
+    engine = ModelEngine(rank, size, Ranked(open_backend(url), is_owned=True), ranks_of(), deadline=30.0)
     for pages in (3, 5, 6):
         check(engine, log, "cold", PROMPT[: pages * P])
     engine.empty()
@@ -206,28 +188,19 @@ def run_life(rank, size, folder, log):
     for tiers in ((), (Tier.DEVICE,), (Tier.DEVICE, Tier.HOST)):
         engine.empty(*tiers)
         check(engine, log, "warm")
-    engine.empty(*((Tier.DEVICE, Tier.HOST) if rank else ()))
-    check(engine, log, "evicted")
     engine.empty(Tier.DEVICE, Tier.HOST)
     if rank == size - 1:
         engine.lose(MAMBA, 5)
     if rank == 0:
         engine.lose(MAMBA, 4)
     check(engine, log, "holes")
-    engine.empty(Tier.DEVICE, Tier.HOST)
-    if rank == 1:
-        engine.store.gate.clear()
-    check(engine, log, "slow")
-    engine.store.gate.set()
-    engine.empty(Tier.DEVICE, Tier.HOST)
-    check(engine, log, "again", wanted=5)
     check_controller(engine.controller)
     log("closed", quiet=engine.controller.close())
     dist.barrier()
     if size == 4:  # the same store with half of the ranks: each pair of them is a group of its own
         dist.destroy_process_group()
         begin_gloo(rank % 2, 2, folder, 1 + rank // 2)
-        engine = ModelEngine(rank % 2, 2, Ranked(open_backend(url), is_owned=True), ranks_of(), deadline=3.0)
+        engine = ModelEngine(rank % 2, 2, Ranked(open_backend(url), is_owned=True), ranks_of(), deadline=30.0)
         check(engine, log, "other size")
         engine.controller.close()
     dist.destroy_process_group()

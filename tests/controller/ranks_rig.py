@@ -5,7 +5,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from tests.controller.harness import KV, MAMBA, Engine, P
+from tests.controller.harness import KV, MAMBA, Engine, P, prompt
 from tiercache.controller import ControllerOptions, Status
 from tiercache.controller.ranks.base import RankFacts
 from tiercache.controller.ranks.session import RankSession
@@ -105,6 +105,8 @@ def threaded(size):
     groups += [ThreadedGroup(rank, size, groups) for rank in range(size)]
     return groups
 
+
+PROMPT = prompt(*range(1, 7))
 
 PATIENCE = 60.0
 """Seconds that one rank waits for another: more than both deadlines of a request, 10 and 20 s, together."""
@@ -221,6 +223,14 @@ class Crew:
         depths = self.on_all(lambda rank: serve(self.engines[rank], rank, self.word, prompt, answer))
         assert all(each == depths[0] for each in depths), depths
         return [depth // P for depth in depths[0]]
+
+    def admit(self, prompt=PROMPT, **need):
+        """Admit a prompt on all ranks, from this thread; nobody waits."""
+        return [e.controller.admit(e.controller.lookup(prompt), **need) for e in self.engines]
+
+    def release(self, admissions):
+        for engine, admission in zip(self.engines, admissions, strict=True):
+            engine.controller.release(admission)
 
     def evict(self, *tiers):
         for tier in tiers:

@@ -2,9 +2,11 @@
 
 import os
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from tiercache_backends.memory import MemoryBackend
 
 from tests.controller.harness import IDENTITY, KV, MAMBA, Engine, Fence, P, evict_checked, prompt
 from tests.faults import FaultEnv
@@ -46,36 +48,27 @@ def test_a_restart_keeps_the_cache(tmp_path, hybrid):
     assert engine.controller.close()
 
 
-def test_a_conversation_is_restored_at_its_last_full_page(store):
+def test_a_conversation_is_restored_at_its_last_full_page():
     """The state that decoding took at a page boundary is committed with the end of the request."""
-    engine = Engine(store)
+    engine = Engine(MemoryBackend())
     engine.serve(prompt(1, 2), answer=prompt(3, 4))
     assert engine.serve(prompt(1, 2, 3, 4, 5)) == 4 * P
 
 
-def test_the_branch_point_gets_a_state_for_the_third_request(store):
-    engine = Engine(store, states=12)
+def test_the_branch_point_gets_a_state_for_the_third_request():
+    engine = Engine(MemoryBackend(), states=12)
     assert engine.serve(prompt(1, 2, 3, 4)) == 0
     assert engine.serve(prompt(1, 2, 8, 9)) == 0
     assert engine.serve(prompt(1, 2, 6, 7)) == 2 * P
     engine.check()
 
 
-@pytest.mark.parametrize(
-    "change", [{"salt": b"x"}, {"kv_dtype": "bfloat16"}, {"revision": "2"}], ids=lambda c: next(iter(c))
-)
-def test_another_identity_never_hits(store, change):
-    from dataclasses import replace
-
+def test_another_identity_shard_or_adapter_never_hits():
+    store = MemoryBackend()
     engine = Engine(store)
     engine.keep(prompt(1, 2, 3))
-    other = Engine(store, identity=replace(IDENTITY, **change))
-    assert other.serve(prompt(1, 2, 3)) == 0
-
-
-def test_another_shard_or_adapter_never_hits(store):
-    engine = Engine(store)
-    engine.keep(prompt(1, 2, 3))
+    for change in ({"salt": b"x"}, {"kv_dtype": "bfloat16"}, {"revision": "2"}):
+        assert Engine(store, identity=replace(IDENTITY, **change)).serve(prompt(1, 2, 3)) == 0
     assert Engine(store, shard=Shard(1, 2)).serve(prompt(1, 2, 3)) == 0
     assert engine.serve(prompt(1, 2, 3), extra=b"adapter") == 0
     assert engine.serve(prompt(1, 2, 3), extra=b"adapter") == 2 * P
@@ -170,8 +163,8 @@ def test_the_engine_thread_makes_no_storage_call(tmp_path):
     assert all(name.startswith(("tiercache-read", "tiercache-write", "tiercache-query")) for name in names)
 
 
-def test_requests_that_overlap_share_loads_and_fetches_and_drop_duplicates(store):
-    engine = Engine(store, pages=32, states=24)
+def test_requests_that_overlap_share_loads_and_fetches_and_drop_duplicates():
+    engine = Engine(MemoryBackend(), pages=32, states=24)
     controller = engine.controller
     engine.keep([*prompt(1, 2, 3), 1], Tier.DEVICE, Tier.HOST)
     tokens = np.array(prompt(1, 2, 3, 4, 5))
@@ -193,8 +186,8 @@ def test_requests_that_overlap_share_loads_and_fetches_and_drop_duplicates(store
     assert engine.metrics.value("storage_sets_total", "kv", "stored") == 5
 
 
-def test_a_duplicate_slot_is_free_only_behind_the_fence(store):
-    engine = Engine(store)
+def test_a_duplicate_slot_is_free_only_behind_the_fence():
+    engine = Engine(MemoryBackend())
     controller, fence, tokens = engine.controller, Fence(), np.array(prompt(1, 2))
     first, second = (controller.admit(controller.lookup(tokens), states=1) for _ in range(2))
     for admission in (first, second):
@@ -214,8 +207,8 @@ def test_a_duplicate_slot_is_free_only_behind_the_fence(store):
     engine.check()
 
 
-def test_admit_gets_everything_or_changes_nothing(store):
-    engine = Engine(store, pages=8, states=8)
+def test_admit_gets_everything_or_changes_nothing():
+    engine = Engine(MemoryBackend(), pages=8, states=8)
     controller = engine.controller
     engine.serve(prompt(1, 2, 3))
     held = controller.admit(controller.lookup(prompt(1, 2, 3)), tokens=5 * P, states=1)
@@ -231,18 +224,18 @@ def test_admit_gets_everything_or_changes_nothing(store):
     assert engine.serve(prompt(4, 5, 6)) == 0
 
 
-def test_many_states_on_a_path_do_not_block_the_state_pool(store):
+def test_many_states_on_a_path_do_not_block_the_state_pool():
     """A request pins its pages and its own state, not the states of all its ancestors."""
-    engine = Engine(store, pages=32, states=7, blocks=200)
+    engine = Engine(MemoryBackend(), pages=32, states=7, blocks=200)
     for turn in range(1, 12):
         assert engine.serve(prompt(*range(turn), 0)) == max(0, turn - 1) * P
         engine.settle()
     engine.check()
 
 
-def test_without_states_a_request_holds_only_the_pages_that_it_matched(store):
+def test_without_states_a_request_holds_only_the_pages_that_it_matched():
     """The rest of the edge that its prompt enters can go while the request runs."""
-    engine = Engine(store, hybrid=False, pages=6)
+    engine = Engine(MemoryBackend(), hybrid=False, pages=6)
     engine.keep(prompt(1, 2, 3, 4, 5, 6))
     tokens = np.array(prompt(1, 9, 8, 7, 6))
     admission = engine.controller.admit(engine.controller.lookup(tokens))

@@ -4,22 +4,17 @@ import numpy as np
 import pytest
 from tiercache_backends.memory import MemoryBackend
 
-from tests.controller.harness import KV, MAMBA, Engine, Fence, P, evict_checked, prompt
-from tests.controller.parking import PROMPT, computed, go_on, parked, resume, scribble, verify
+from tests.controller.harness import KV, MAMBA, Fence, P, evict_checked, prompt
+from tests.controller.parking import PROMPT, computed, go_on, options, parked, resume, scribble, verify
 from tests.controller.test_interleavings import ask, until
-from tests.controller.test_overlap import all_is_free
 from tests.controller.test_prefetch import Clock
-from tiercache.controller import ControllerOptions, ParkedStatus, Status
+from tiercache.controller import ParkedStatus, Status
 from tiercache.core import Reason, Tier, as_tokens
 from tiercache.errors import AdmissionError, InputError, PoolFullError, SlotError
 from tiercache.transfer import CopyEngine
 
 EXACT = prompt(1, 2, 3)
 KINDS = {"hybrid": {}, "pages": {"hybrid": False}, "states": {"kv": False}}
-
-
-def options(**kwargs):
-    return ControllerOptions(restore_deadline=20.0, **{"park_share": 0.9, "piece_bytes": 1, **kwargs})
 
 
 def settled(engine):
@@ -36,8 +31,8 @@ def empty(engine):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [PROMPT, EXACT, [5]], ids=["partial", "whole", "one"])
 @pytest.mark.parametrize("commit", [True, False])
-def test_a_parked_request_goes_on_bit_for_bit(kind, tokens, commit):
-    engine = Engine(blocks=40, options=options(), **KINDS[kind])
+def test_a_parked_request_goes_on_bit_for_bit(rig, kind, tokens, commit):
+    engine = rig(**KINDS[kind])
     held = parked(engine, tokens, commit=commit)
     engine.check()
     empty(engine)
@@ -53,11 +48,10 @@ def test_a_parked_request_goes_on_bit_for_bit(kind, tokens, commit):
     longer = go_on(engine, admission, tokens)
     settled(engine)
     assert engine.serve([*longer, 1]) == len(longer) // P * P
-    all_is_free(engine)
 
 
-def test_pages_that_the_host_has_already_are_not_copied_again():
-    engine = Engine(blocks=40, options=options())
+def test_pages_that_the_host_has_already_are_not_copied_again(rig):
+    engine = rig()
     engine.serve(PROMPT)
     settled(engine)
     before = engine.arena.available
@@ -69,10 +63,9 @@ def test_pages_that_the_host_has_already_are_not_copied_again():
     empty(engine)
     resume(engine, held)
     assert engine.metrics.value("parked_bytes") == 0
-    all_is_free(engine)
 
 
-def test_pages_that_are_still_on_the_device_are_shared_again():
+def test_pages_that_are_still_on_the_device_are_shared_again(rig):
     loaded = []
 
     class Recording(CopyEngine):
@@ -80,7 +73,7 @@ def test_pages_that_are_still_on_the_device_are_shared_again():
             loaded.extend((one.pool, len(one)) for one in units)
             return super().load(units, after=after)
 
-    engine = Engine(pages=16, blocks=40, options=options(), engine=Recording)
+    engine = rig(pages=16, engine=Recording)
     held = parked(engine)
     settled(engine)
     other = ask(engine, PROMPT, states=1)
@@ -92,11 +85,10 @@ def test_pages_that_are_still_on_the_device_are_shared_again():
     engine.controller.release(other)
     verify(engine, admission)
     engine.controller.release(admission)
-    all_is_free(engine)
 
 
-def test_what_is_parked_is_offered_to_no_prompt_and_is_not_evicted():
-    engine = Engine(MemoryBackend(), blocks=40, options=options())
+def test_what_is_parked_is_offered_to_no_prompt_and_is_not_evicted(rig):
+    engine = rig(MemoryBackend())
     held = parked(engine, commit=False)
     until(engine, lambda: held.status is ParkedStatus.ON_HOST)
     for prefix in (PROMPT, [*PROMPT, 5], EXACT, [*EXACT, 5]):
@@ -108,11 +100,10 @@ def test_what_is_parked_is_offered_to_no_prompt_and_is_not_evicted():
     settled(engine)
     scribble(engine)
     resume(engine, held)
-    all_is_free(engine)
 
 
-def test_a_resume_reserves_what_the_request_needs_next():
-    engine = Engine(blocks=40, options=options())
+def test_a_resume_reserves_what_the_request_needs_next(rig):
+    engine = rig()
     held = parked(engine)
     settled(engine)
     admission = engine.controller.resume(held, tokens=6 * P, states=3)
@@ -123,24 +114,26 @@ def test_a_resume_reserves_what_the_request_needs_next():
     with pytest.raises(PoolFullError):
         admission.take_states()
     engine.controller.release(admission)
-    all_is_free(engine)
 
 
-def test_a_resume_for_which_there_are_no_slots_changes_nothing():
-    engine = Engine(pages=6, states=6, blocks=40, options=options())
+def test_a_resume_for_which_there_are_no_slots_changes_nothing(rig):
+    engine = rig(pages=6, states=6)
     held = parked(engine)
     settled(engine)
+    with pytest.raises(InputError, match="cannot hold the 14 tokens"):
+        engine.controller.resume(held, tokens=13)
+    with pytest.raises(InputError, match="for the live state"):
+        engine.controller.resume(held, states=0)
     other = ask(engine, prompt(7, 8, 9))
     with pytest.raises(PoolFullError):
         engine.controller.resume(held)
     engine.check()
     engine.controller.release(other)
     resume(engine, held)
-    all_is_free(engine)
 
 
-def test_the_slots_are_given_back_once_the_fence_has_passed():
-    engine = Engine(pages=4, states=4, blocks=40, options=options())
+def test_the_slots_are_given_back_once_the_fence_has_passed(rig):
+    engine = rig(pages=4, states=4)
     fence = Fence()
     held = parked(engine, fence=fence)
     for _ in range(5):
@@ -153,16 +146,15 @@ def test_the_slots_are_given_back_once_the_fence_has_passed():
     until(engine, lambda: held.status is ParkedStatus.ON_HOST)
     engine.controller.release(ask(engine, prompt(7, 8, 9)))
     held.release()
-    all_is_free(engine)
 
 
 # -- the end of what is parked
 # -----------------------------------------------------------------------------------------------
 
 
-def test_a_request_that_is_never_resumed_is_released_at_its_deadline():
+def test_a_request_that_is_never_resumed_is_released_at_its_deadline(rig):
     clock = Clock()
-    engine = Engine(blocks=40, clock=clock, options=options())
+    engine = rig(clock=clock)
     held = parked(engine, ttl=60.0)
     settled(engine)
     clock.now += 59.0
@@ -176,86 +168,55 @@ def test_a_request_that_is_never_resumed_is_released_at_its_deadline():
     with pytest.raises(AdmissionError, match="has expired"):
         held.release()
     assert engine.metrics.value("parked_bytes") == 0
-    all_is_free(engine)
 
 
-def test_a_second_end_is_refused():
-    engine = Engine(blocks=60, options=options())
-    held = parked(engine)
+def test_a_second_end_is_refused(rig):
+    engine = rig(blocks=60)
+    before, live = computed(engine)
+    held = engine.controller.park(before, PROMPT, live, ttl=60)
+    for call in (
+        lambda: engine.controller.release(before),
+        lambda: engine.controller.park(before, PROMPT, live, ttl=60),
+    ):
+        with pytest.raises(AdmissionError, match="released already"):
+            call()
+    with pytest.raises(AdmissionError, match="parked by another controller"):
+        rig().controller.resume(held)
     admission = engine.controller.resume(held)
     with pytest.raises(AdmissionError, match="being resumed"):
         engine.controller.resume(held)
     admission.wait()
-    for again in (engine.controller.resume, lambda one: one.release()):
-        with pytest.raises(AdmissionError, match="was resumed already"):
-            again(held)
-    engine.controller.release(admission)
     other = parked(engine)
     other.release()
-    for again in (engine.controller.resume, lambda one: one.release()):
-        with pytest.raises(AdmissionError, match="was released already"):
-            again(other)
-    all_is_free(engine)
+    for one, ended in ((held, "resumed"), (other, "released")):
+        for again in (engine.controller.resume, lambda one: one.release()):
+            with pytest.raises(AdmissionError, match=f"was {ended} already"):
+                again(one)
+    engine.controller.release(admission)
 
 
-def test_another_controller_does_not_take_it():
-    engine, other = (Engine(blocks=40, options=options()) for _ in range(2))
-    held = parked(engine)
-    with pytest.raises(AdmissionError, match="parked by another controller"):
-        other.controller.resume(held)
-    held.release()
-    for one in (engine, other):
-        all_is_free(one)
-
-
-def test_a_park_is_the_end_of_its_admission():
-    engine = Engine(blocks=40, options=options())
-    admission, live = computed(engine)
-    held = engine.controller.park(admission, PROMPT, live, ttl=60)
-    for call in (
-        lambda: engine.controller.release(admission),
-        lambda: engine.controller.park(admission, PROMPT, live, ttl=60),
-    ):
-        with pytest.raises(AdmissionError, match="released already"):
-            call()
-    held.release()
-    all_is_free(engine)
-
-
-def test_a_resume_that_is_started_early_is_an_ordinary_request():
-    engine = Engine(pages=12, states=10, blocks=40, options=options())
-    fence = Fence()
-    admission = engine.controller.resume(parked(engine, fence=fence))
-    poll = admission.start()
-    assert (poll.status, poll.depth, poll.reason) == (Status.READY, 3 * P, Reason.NONE)
+@pytest.mark.parametrize(("waits", "reason"), [(False, Reason.NONE), (True, Reason.TIMEOUT)])
+def test_a_resume_that_waits_no_longer_is_an_ordinary_request(rig, waits, reason):
+    clock, fence = Clock(), Fence()
+    engine = rig(pages=12, states=10, clock=clock)
+    admission = engine.controller.resume(parked(engine, fence=fence), deadline=5.0)
+    assert admission.poll().status is Status.PENDING
+    clock.now += 6.0 if waits else 0.0
+    poll = admission.poll() if waits else admission.start()
+    assert (poll.status, poll.depth, poll.reason) == (Status.READY, 3 * P, reason)
     assert not admission.resumed
     engine.verify(admission, as_tokens(PROMPT), 3)
     engine.check()
     fence.open()
-    engine.controller.release(admission)
-    all_is_free(engine)
-
-
-def test_a_deadline_ends_the_wait():
-    clock = Clock()
-    engine = Engine(pages=12, states=10, blocks=40, clock=clock, options=options())
-    fence = Fence()
-    admission = engine.controller.resume(parked(engine, fence=fence), deadline=5.0)
-    assert admission.poll().status is Status.PENDING
-    clock.now += 6.0
-    poll = admission.poll()
-    assert (poll.status, poll.depth, poll.reason) == (Status.READY, 3 * P, Reason.TIMEOUT)
-    fence.open()
     go_on(engine, admission)
-    all_is_free(engine)
 
 
 # -- what is refused
 # -----------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_parked_is_refused_and_changes_nothing():
-    engine = Engine(blocks=40, options=options())
+def test_what_cannot_be_parked_is_refused_and_changes_nothing(rig):
+    engine = rig()
     admission, live = computed(engine)
     park = engine.controller.park
 
@@ -274,26 +235,26 @@ def test_what_cannot_be_parked_is_refused_and_changes_nothing():
     for ttl in (0, -1, float("nan"), 1e9, "1"):
         refused(InputError, "ttl=", PROMPT, live, ttl=ttl)
     engine.controller.release(admission)
-    pending = Engine(MemoryBackend(), options=options())
+    pending = rig(MemoryBackend())
     waiting = pending.controller.admit(pending.controller.lookup(PROMPT))
     if waiting.poll().status is Status.PENDING:
         with pytest.raises(AdmissionError, match="still pending"):
             pending.controller.park(waiting, PROMPT, ttl=60)
     pending.controller.release(waiting)
-    all_is_free(engine)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.7])
-def test_parked_requests_keep_to_their_share(share):
-    engine = Engine(pages=30, states=12, blocks=40, options=options(park_share=share))
+def test_parked_requests_keep_to_their_share(rig, share):
+    engine = rig(pages=30, states=12, options=options(park_share=share))
     cost = engine.context.allocator.blocks_of
     each = 4 * cost(KV, 1) + cost(MAMBA, 1)
     held = []
     for n in range(4):
-        admission, live = computed(engine, [*prompt(1, 2, 3 + n), 70, 71])
         tokens = [*prompt(1, 2, 3 + n), 70, 71]
+        admission, live = computed(engine, tokens)
         if (n + 1) * each <= int(40 * share):
             held.append(engine.controller.park(admission, tokens, live, ttl=60))
+            settled(engine)  # until then its slots are in use
             continue
         with pytest.raises(AdmissionError, match="raise park_share"):
             engine.controller.park(admission, tokens, live, ttl=60)
@@ -303,11 +264,10 @@ def test_parked_requests_keep_to_their_share(share):
     assert len(held) == int(40 * share) // each
     for one in held:
         one.release()
-    all_is_free(engine)
 
 
-def test_a_host_that_is_full_of_pins_refuses():
-    engine = Engine(pages=30, states=12, blocks=15, options=options(pin_share=0.95))
+def test_a_host_that_is_full_of_pins_refuses(rig):
+    engine = rig(pages=30, states=12, blocks=15, options=options(pin_share=0.95))
     engine.serve(prompt(20, 21, 22, 23, 24, 25))
     settled(engine)
     engine.controller.pin(prompt(20, 21, 22, 23, 24, 25), 60)
@@ -318,15 +278,3 @@ def test_a_host_that_is_full_of_pins_refuses():
     engine.controller.unpin(prompt(20, 21, 22, 23, 24, 25))
     held = engine.controller.park(admission, PROMPT, live, ttl=60)
     held.release()
-    all_is_free(engine)
-
-
-def test_a_resume_with_too_few_slots_to_hold_it_is_refused():
-    engine = Engine(blocks=40, options=options())
-    held = parked(engine)
-    with pytest.raises(InputError, match="cannot hold the 14 tokens"):
-        engine.controller.resume(held, tokens=13)
-    with pytest.raises(InputError, match="for the live state"):
-        engine.controller.resume(held, states=0)
-    held.release()
-    all_is_free(engine)

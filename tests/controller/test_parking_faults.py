@@ -7,11 +7,10 @@ import pytest
 from tiercache_backends.memory import MemoryBackend
 
 from tests.controller.harness import KV, Engine, Fence, Flaky, P
-from tests.controller.parking import PROMPT, go_on, parked, verify
+from tests.controller.parking import PROMPT, go_on, options, parked, verify
 from tests.controller.test_hung_store import Hanging
 from tests.controller.test_interleavings import failing, until
-from tests.controller.test_overlap import all_is_free
-from tests.controller.test_parking import empty, options, settled
+from tests.controller.test_parking import empty, settled
 from tests.controller.test_prefetch import Clock
 from tests.integrity import check_controller
 from tiercache.controller import ParkedStatus, Status
@@ -51,9 +50,9 @@ def resumed_or_ordinary(engine, admission, *reasons, near=0):
     return admission.resumed
 
 
-def test_a_store_that_is_suspended_leaves_the_request_on_the_host():
+def test_a_store_that_is_suspended_leaves_the_request_on_the_host(rig):
     clock, store = Clock(), Hanging()
-    engine = Engine(store, blocks=60, clock=clock, options=options(storage_deadline=5.0))
+    engine = rig(store, blocks=60, clock=clock, options=options(storage_deadline=5.0))
     store.hangs = {"set"}
     first = parked(engine, commit=False, below=True)
     until(engine, lambda: "set" in store.calls)
@@ -68,7 +67,6 @@ def test_a_store_that_is_suspended_leaves_the_request_on_the_host():
     for held in (first, second):
         held.release()
     recover(engine, clock)
-    all_is_free(engine)
 
 
 def test_a_fence_that_never_comes_does_not_keep_close():
@@ -83,12 +81,12 @@ def test_a_fence_that_never_comes_does_not_keep_close():
     fence.open()
 
 
-def test_slots_whose_copy_failed_before_the_fence_stay_out_of_use_until_it_passes():
+def test_slots_whose_copy_failed_before_the_fence_stay_out_of_use_until_it_passes(rig):
     class Broken(CopyEngine):
         def store(self, units, *, after=()):
             raise OSError("a bad device")
 
-    engine = Engine(pages=4, states=4, blocks=60, options=options(), engine=Broken)
+    engine = rig(pages=4, states=4, blocks=60, engine=Broken)
     fence = Fence()
     held = parked(engine, commit=False, fence=fence)
     until(engine, lambda: held.status is ParkedStatus.LOST)
@@ -96,11 +94,10 @@ def test_slots_whose_copy_failed_before_the_fence_stay_out_of_use_until_it_passe
     assert engine.pools[KV].available == 0
     fence.open()
     until(engine, lambda: engine.pools[KV].available == 4)
-    all_is_free(engine)
 
 
-def test_a_full_host_while_parking_evicts_what_is_not_in_use():
-    engine = Engine(Flaky(MemoryBackend()), pages=16, states=10, blocks=12, options=options())
+def test_a_full_host_while_parking_evicts_what_is_not_in_use(rig):
+    engine = rig(Flaky(MemoryBackend()), pages=16, states=10, blocks=12)
     for number in range(5):
         engine.serve([100 * number + n for n in range(3 * P)])
     settled(engine)
@@ -108,16 +105,13 @@ def test_a_full_host_while_parking_evicts_what_is_not_in_use():
     engine.check()
     empty(engine)
     assert resumed_or_ordinary(engine, engine.controller.resume(held))
-    all_is_free(engine)
 
 
 @pytest.mark.parametrize("fails_at", ["park", "resume"])
-def test_a_request_that_is_lost_on_a_full_device_waits_for_slots(fails_at):
+def test_a_request_that_is_lost_on_a_full_device_waits_for_slots(rig, fails_at):
     """The ordinary request needs a slot more, for the state that it restores."""
     armed = []
-    engine = Engine(
-        Flaky(MemoryBackend()), pages=12, states=6, blocks=60, options=options(), engine=failing(armed)
-    )
+    engine = rig(Flaky(MemoryBackend()), pages=12, states=6, blocks=60, engine=failing(armed))
     engine.serve(PROMPT)
     settled(engine)
     if fails_at == "park":
@@ -142,7 +136,6 @@ def test_a_request_that_is_lost_on_a_full_device_waits_for_slots(fails_at):
         engine.check()
     engine.controller.release(other)
     assert not resumed_or_ordinary(engine, admission, Reason.IO_ERROR, near=3 * P)
-    all_is_free(engine)
 
 
 def test_a_resume_while_reads_are_suspended_is_an_ordinary_restore():
