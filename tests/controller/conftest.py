@@ -2,9 +2,8 @@
 
 import pytest
 
-from tests.controller.harness import Engine
+from tests.controller.harness import Engine, all_is_free
 from tests.controller.parking import options
-from tests.controller.test_overlap import all_is_free
 from tiercache.storage.registry import open_backend
 
 

@@ -16,9 +16,9 @@ from blake3 import blake3
 from tiercache_backends.memory import MemoryBackend
 
 from tests.controller.told import Told
-from tests.integrity import check_controller
+from tests.integrity import check_controller, no_pin_is_left
 from tiercache.controller import ControllerOptions, HybridCacheController, Status
-from tiercache.core import HitPolicy, Outcome, PoolName, as_tokens
+from tiercache.core import HitPolicy, Outcome, PoolName, Tier, as_tokens
 from tiercache.errors import PoolFullError, TransferError
 from tiercache.geometry import Geometry, Segment, kv_geometry, state_geometry
 from tiercache.keys import Identity
@@ -267,6 +267,16 @@ def evict_checked(engine, *tiers):
     for tier in tiers:
         engine.controller.evict(tier)
     engine.check()
+
+
+def all_is_free(engine):
+    """Everything lands and is evicted; then nobody holds anything."""
+    engine.settle()
+    evict_checked(engine, Tier.DEVICE, Tier.HOST)
+    assert engine.arena.available == engine.arena.blocks
+    assert all(pool.available == pool.capacity for pool in engine.pools.values())
+    assert no_pin_is_left(engine.controller)
+    assert engine.metrics.value("pinned_bytes") == engine.metrics.value("parked_bytes") == 0
 
 
 def as_bytes(tensor):

@@ -5,9 +5,8 @@ import threading
 from tiercache_backends.memory import MemoryBackend
 from tiercache_kernels.reference import copy_segments
 
-from tests.controller.harness import KV, MAMBA, Engine, Flaky, P, prompt
-from tests.controller.test_interleavings import Gated, ask, evict, failing, fetching, shut, until, wind_up
-from tests.integrity import no_pin_is_left
+from tests.controller.harness import KV, MAMBA, Engine, Flaky, P, all_is_free, prompt
+from tests.controller.test_interleavings import Gated, ask, failing, fetching, shut, until, wind_up
 from tiercache.controller import ControllerOptions, Status
 from tiercache.controller.operations import Fetch
 from tiercache.core import Reason, as_tokens
@@ -29,17 +28,6 @@ def filled(store, *prompts):
         before.keep(one)
     before.controller.close()
     return store
-
-
-def all_is_free(engine):
-    """Everything lands and is evicted; then nobody holds anything."""
-    engine.settle()
-    engine.check()
-    evict(engine)
-    engine.check()
-    assert engine.arena.available == engine.arena.blocks
-    assert all(pool.available == pool.capacity for pool in engine.pools.values())
-    assert no_pin_is_left(engine.controller)
 
 
 def on_device(engine, tokens, pool=KV):

@@ -4,10 +4,9 @@ import threading
 
 import pytest
 
-from tests.controller.harness import KV, MAMBA, Engine, P, prompt
+from tests.controller.harness import KV, MAMBA, Engine, P, all_is_free, prompt
 from tests.controller.test_hung_store import Hanging
 from tests.controller.test_interleavings import Gated, ask, evict, fetching, shut, until, wind_up
-from tests.integrity import no_pin_is_left
 from tiercache.controller import ControllerOptions, Status
 from tiercache.controller.operations import Fetch
 from tiercache.core import Outcome, Reason, Tier
@@ -176,29 +175,16 @@ def fetched(engine):
     return engine.metrics.total("storage_gets_total")
 
 
-def nothing_left(engine):
-    engine.settle()
-    evict(engine)
-    engine.check()
-    assert engine.arena.available == engine.arena.blocks
-    assert no_pin_is_left(engine.controller)
-
-
-def test_a_request_finds_on_the_host_what_a_prefetch_brought():
+@pytest.mark.parametrize("tokens", [FIRST, FIRST[: 3 * P]])
+def test_a_request_finds_on_the_host_what_a_prefetch_brought(tokens):
     engine = engine_over(Gated(), FIRST)
-    ticket = finish(engine, engine.controller.prefetch(FIRST))
+    ticket = finish(engine, engine.controller.prefetch(tokens))
     assert (ticket.tokens, ticket.reason) == (3 * P, Reason.NONE)
     assert engine.metrics.value("prefetches_total", "hint", "complete") == 1
     asked = fetched(engine)
     assert engine.serve(FIRST) == 3 * P
     assert fetched(engine) == asked
-    nothing_left(engine)
-
-
-def test_a_prefix_of_whole_pages_is_prefetched_to_its_end():
-    engine = engine_over(Gated(), FIRST)
-    assert finish(engine, engine.controller.prefetch(FIRST[: 3 * P])).tokens == 3 * P
-    nothing_left(engine)
+    all_is_free(engine)
 
 
 def test_what_is_near_is_not_fetched():
@@ -210,14 +196,14 @@ def test_what_is_near_is_not_fetched():
     engine.controller.evict(Tier.DEVICE)
     assert engine.controller.prefetch(FIRST).done
     assert fetched(engine) == asked
-    nothing_left(engine)
+    all_is_free(engine)
 
 
 def test_unknown_prefixes_and_engines_without_storage():
     engine = engine_over(Gated(), FIRST)
     assert finish(engine, engine.controller.prefetch(prompt(7, 8))).tokens == 0
     assert finish(engine, engine.controller.prefetch(FIRST, b"other")).tokens == 0
-    nothing_left(engine)
+    all_is_free(engine)
     alone = Engine()
     ticket = alone.controller.prefetch(FIRST)
     assert (ticket.done, ticket.tokens, ticket.reason) == (True, 0, Reason.DISABLED)
@@ -289,7 +275,7 @@ def test_too_many_prefetches_are_refused():
     assert (huge.done, huge.reason) == (True, Reason.BUSY)
     gate.set()
     until(engine, lambda: all(ticket.done for ticket in tickets))
-    nothing_left(engine)
+    all_is_free(engine)
 
 
 def test_a_host_that_is_in_use_says_so():
@@ -312,7 +298,7 @@ def test_a_store_that_loses_objects_in_between(fault):
     ticket = finish(engine, engine.controller.prefetch(FIRST))
     assert ticket.tokens == 0
     assert ticket.reason is not Reason.NONE
-    nothing_left(engine)
+    all_is_free(engine)
 
 
 def test_a_hung_store_ends_a_prefetch_after_its_deadline():
@@ -327,7 +313,7 @@ def test_a_hung_store_ends_a_prefetch_after_its_deadline():
         engine.check()
         store.release()
         until(engine, lambda: not engine.context.in_flight.quarantined.total())  # noqa: B023
-        nothing_left(engine)
+        all_is_free(engine)
         store.open = threading.Event()
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.controller.harness import Engine, P, evict_checked, prompt
+from tests.controller.harness import Engine, P, all_is_free, prompt
 from tests.controller.test_interleavings import Gated
 from tests.controller.test_prefetch import Clock, engine_over
 from tests.integrity import no_pin_is_left
@@ -44,15 +44,6 @@ def press(engine, count=24):
         served(engine, [*prompt(100 + n, 200 + n, 300 + n), 5])
 
 
-def nothing_left(engine):
-    engine.settle()
-    evict_checked(engine, Tier.DEVICE, Tier.HOST)
-    engine.check()
-    assert engine.arena.available == engine.arena.blocks
-    assert no_pin_is_left(engine.controller)
-    assert engine.metrics.value("pinned_bytes") == 0
-
-
 @pytest.mark.parametrize("hybrid", [True, False])
 @pytest.mark.parametrize("policy", ["lru", "hvd"])
 def test_a_pinned_prefix_stays_on_the_host_under_pressure(hybrid, policy):
@@ -69,7 +60,7 @@ def test_a_pinned_prefix_stays_on_the_host_under_pressure(hybrid, policy):
     assert not engine.controller.unpin(FIRST)
     press(engine)
     assert on_host(engine, FIRST) == 0
-    nothing_left(engine)
+    all_is_free(engine)
 
 
 def test_a_pin_ends_by_the_clock_and_a_second_pin_renews_it():
@@ -93,7 +84,7 @@ def test_a_pin_ends_by_the_clock_and_a_second_pin_renews_it():
     clock.now += 2
     engine.controller.tick()
     assert engine.metrics.value("pins_total", "expired") == 2
-    nothing_left(engine)
+    all_is_free(engine)
 
 
 def test_a_pin_protects_what_arrives_later():
@@ -106,7 +97,7 @@ def test_a_pin_protects_what_arrives_later():
     assert on_host(engine, FIRST) == 3 * P
     engine.check()
     engine.controller.unpin(FIRST)
-    nothing_left(engine)
+    all_is_free(engine)
 
 
 def test_the_state_of_a_pin_is_the_deepest_on_its_path():
@@ -134,7 +125,7 @@ def test_pins_beyond_the_share_are_refused_whole():
     served(none, FIRST)
     with pytest.raises(AdmissionError, match="may keep 0"):
         none.controller.pin(FIRST, 60)
-    nothing_left(none)
+    all_is_free(none)
 
 
 def test_shared_pages_count_once():
@@ -157,7 +148,7 @@ def test_a_pin_without_room_for_anything_else_leaves_requests_alive():
     assert on_host(engine, [*prompt(1, 2, 3, 4, 5, 6), 5]) == 6 * P
     engine.controller.unpin(prompt(1, 2, 3, 4, 5, 6))
     press(engine, 2)
-    nothing_left(engine)
+    all_is_free(engine)
 
 
 def test_close_with_pins_and_calls_after_it():
@@ -179,7 +170,7 @@ def test_impossible_times(seconds):
     for call, name in ((engine.controller.pin, "ttl"), (engine.controller.hint, "expected_in")):
         with pytest.raises(InputError, match=f"{name}=.* is not possible; use a number of seconds above 0"):
             call(FIRST, seconds)
-    nothing_left(engine)
+    all_is_free(engine)
 
 
 def test_unknown_prefixes():
@@ -196,7 +187,7 @@ def test_unknown_prefixes():
             engine.controller.hint(tokens, 5)
     assert not engine.controller.unpin(prompt(8, 9))
     assert engine.metrics.value("hints_total", "unknown") == 3
-    nothing_left(engine)
+    all_is_free(engine)
 
 
 @pytest.mark.parametrize("policy", ["hvd", "lru", "marconi"])
@@ -231,7 +222,7 @@ def test_a_hint_is_honoured_once():
     served(engine, [*FIRST[: 3 * P], *prompt(4), 5], [*FIRST[: 3 * P], *prompt(6), 5])
     assert engine.metrics.value("hints_total", "honoured") == 1
     assert engine.metrics.value("hints_total", "taken") == 2
-    nothing_left(engine)
+    all_is_free(engine)
 
 
 def test_an_overdue_hint_fades():
@@ -245,7 +236,7 @@ def test_an_overdue_hint_fades():
         served(engine, [*prompt(100 + n, 200 + n, 300 + n), 5])
         clock.now += 1.0
     assert on_host(engine, FIRST) == 0
-    nothing_left(engine)
+    all_is_free(engine)
 
 
 def test_many_hints_take_no_memory():
@@ -259,7 +250,7 @@ def test_many_hints_take_no_memory():
     assert sum(1 for _ in engine.context.index.nodes()) == nodes
     engine.check()
     press(engine, 6)
-    nothing_left(engine)
+    all_is_free(engine)
 
 
 def test_a_pin_keeps_a_prefix_that_a_prefetch_brings():
@@ -271,4 +262,4 @@ def test_a_pin_keeps_a_prefix_that_a_prefetch_brings():
     press(engine)
     assert on_host(engine, FIRST) == 3 * P
     engine.controller.unpin(FIRST)
-    nothing_left(engine)
+    all_is_free(engine)
