@@ -95,12 +95,17 @@ def token(name: str) -> str:
     return f"{name}-".ljust(32, "t")
 
 
+def known(daemon: Daemon, name: str, credentials: grpc.ChannelCredentials | None = None) -> Client:
+    bearer = [("authorization", f"Bearer {token(name)}")]
+    return Client(f"127.0.0.1:{daemon.ports[0]}", bearer, credentials)
+
+
 @pytest.fixture
 def client(daemon: Daemon) -> Iterator[Any]:
     made: list[Client] = []
 
     def by(name: str) -> Client:
-        made.append(Client(f"127.0.0.1:{daemon.ports[0]}", [("authorization", f"Bearer {token(name)}")]))
+        made.append(known(daemon, name))
         return made[-1]
 
     yield by
@@ -135,12 +140,8 @@ def ask(client: Client, method: str, k: ObjectKey, namespace: bytes = NAMESPACE)
 def test_every_verb_is_asked_for(client: Any, name: str) -> None:
     principal = PRINCIPALS[name]
     caller = client(name)
-    hello = caller.call("Hello", b"")
-    assert (hello.principal, hello.tenant, sorted(hello.verbs)) == (
-        name,
-        principal.tenant,
-        sorted(principal.verbs.split()),
-    )
+    hello, verbs = caller.call("Hello", b""), sorted(principal.verbs.split())
+    assert (hello.principal, hello.tenant, sorted(hello.verbs)) == (name, principal.tenant, verbs)
     for method, verb in VERBS.items():
         if (
             method == "Usage"
@@ -386,11 +387,7 @@ def test_certificates_tell_who_calls(tls: Daemon, certificates: Path) -> None:
     with Client(f"127.0.0.1:{tls.ports[0]}", credentials=credentials(certificates, "worker")) as caller:
         assert caller.call("Hello", b"").principal == "worker"
         assert caller.refused("Delete") is grpc.StatusCode.PERMISSION_DENIED
-    with Client(
-        f"127.0.0.1:{tls.ports[0]}",
-        [("authorization", f"Bearer {token('bearer')}")],
-        credentials(certificates, "unknown"),
-    ) as caller:
+    with known(tls, "bearer", credentials(certificates, "unknown")) as caller:
         assert caller.call("Hello", b"").principal == "bearer"
 
 
@@ -437,7 +434,7 @@ def test_the_http_port_wants_a_certificate_where_nothing_else_is_a_credential(
 
 
 def test_without_tls_nobody_is_heard(tls: Daemon) -> None:
-    with Client(f"127.0.0.1:{tls.ports[0]}", [("authorization", f"Bearer {token('bearer')}")]) as caller:
+    with known(tls, "bearer") as caller:
         assert caller.refused("Hello", timeout=3) in (
             grpc.StatusCode.UNAVAILABLE,
             grpc.StatusCode.DEADLINE_EXCEEDED,

@@ -445,22 +445,11 @@ def test_a_store_that_hangs_holds_up_no_scrape(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_node_ends_although_its_store_is_asked_for_figures(tmp_path: Path) -> None:
-    go_on = threading.Event()
-    closed = threading.Event()
-
-    class Stuck(MemoryBackend):
-        def usage(self) -> Usage:
-            go_on.wait(60)
-            return super().usage()
-
-        def close(self) -> None:
-            closed.set()
-            super().close()
-
-    with serving(tmp_path, Stuck()) as (node, _):
+    go_on, inner = threading.Event(), MemoryBackend()
+    with serving(tmp_path, Late(inner, {"usage"}, lambda: go_on.wait(60))) as (node, _):
         Scrape(node.http_address)
     assert not node.alive
-    assert not closed.is_set(), "it is left as it is, like after a kill"
+    assert inner.exists([key(0)]) == [False], "it is left open, like after a kill"
     go_on.set()
 
 

@@ -52,8 +52,8 @@ def node(tmp_path: Path) -> Iterator[StorageServer]:
         yield served
 
 
-def client(node: StorageServer, token: str) -> Client:
-    return Client(node.addresses[0], [("authorization", f"Bearer {token * 16}")])
+def client(node: StorageServer, token: str, credentials: grpc.ChannelCredentials | None = None) -> Client:
+    return Client(node.addresses[0], [("authorization", f"Bearer {token * 16}")], credentials)
 
 
 def test_tokens_and_rights_change_between_two_calls(node: StorageServer, tmp_path: Path) -> None:
@@ -154,11 +154,7 @@ def test_new_connections_see_a_new_certificate_and_old_ones_go_on(tmp_path: Path
     http = {"listen": "127.0.0.1:0"}
     with StorageServer(settings(tmp_path, who, tls=pair.settings, http=http)) as node:
         addresses = (node.addresses[0], node.data_addresses[0], node.http_address)
-        with Client(
-            node.addresses[0],
-            [("authorization", f"Bearer {'1' * 16}")],
-            grpc.ssl_channel_credentials(pair.ca.read_bytes()),
-        ) as old:
+        with client(node, "1", grpc.ssl_channel_credentials(pair.ca.read_bytes())) as old:
             assert old.call("Hello", HELLO).principal == "a"
             assert [shown(address, pair.ca) for address in addresses] == ["one"] * 3
             pair.install("two")

@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2
 
 from tiercache.daemon.access import Access, Caller, Refusal
 from tiercache.daemon.call import Call, request_bytes, without_abort_traceback
-from tiercache.daemon.call_log import CallLog, CallRecord
+from tiercache.daemon.call_log import CallLog
 from tiercache.daemon.gate import Gate
 from tiercache.daemon.payload.attachments import Attachments
 from tiercache.daemon.payload.data import DataCall
@@ -92,23 +92,19 @@ class Service:
                     await self._serve(method, context)
                     record.code = StatusCode.OK
                 except BaseException as error:  # noqa: BLE001  `_judge` raises what it does not know
-                    failure = self._judge(record, error)
+                    failure = self._judge(method, error)
+                    record.code = failure[0]
                 if failure is not None:
                     await context.abort(*failure)
 
         return serve
 
-    def _judge(self, record: CallRecord, error: BaseException) -> tuple[Any, ...]:
-        """Note the status of a call that has failed; return the arguments of gRPC's `abort`.
+    def _judge(self, method: Method, error: BaseException) -> tuple[Any, ...]:
+        """Return the arguments of gRPC's `abort` for a call that has failed.
 
         They are a status code, one sentence and, if the call was refused, trailing metadata. Raises the error
         if the client has gone.
         """
-        failure = self._failure(record.method, error)
-        record.code = failure[0]
-        return failure
-
-    def _failure(self, method: str, error: BaseException) -> tuple[Any, ...]:
         self._calls.refused(error)
         match error:
             case Refusal():
@@ -130,8 +126,8 @@ class Service:
                 raise error
             case Exception():
                 # A bug in the daemon fails this call and is logged. It never ends the daemon.
-                _log.error("a call of %s failed", method, exc_info=error)
-                return StatusCode.INTERNAL, f"{method} failed inside the daemon; its log has the details"
+                _log.error("a call of %s failed", method.name, exc_info=error)
+                return StatusCode.INTERNAL, f"{method.name} failed inside the daemon; its log has the details"
         raise error
 
     def _shown(self, peer: str) -> str:
@@ -175,7 +171,8 @@ class Service:
                     handler(call)
                 record.code = StatusCode.OK
             except Exception as error:  # noqa: BLE001  `_judge` raises what it does not know
-                call.fail(*self._judge(record, error)[:2])
+                record.code, text, *_ = self._judge(method, error)
+                call.fail(record.code, text)
 
     @contextmanager
     def _admitted(self, method: Method, caller: Caller, remaining: float | None) -> Iterator[float]:
