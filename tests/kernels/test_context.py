@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tiercache_kernels.driver import CudaError, DeviceContext, Unavailable
 
-from tests.kernels.toolkit import build, needs_nvcc
+from tests.kernels.toolkit import build, needs_nvcc, on_a_thread
 
 
 @pytest.fixture
 def driver(tmp_path: Path) -> ctypes.CDLL:
     """A stand-in for the driver, compiled anew for each test, because it counts its calls."""
     return ctypes.CDLL(str(build(tmp_path)))
-
-
-def on_a_thread(work: Callable[[], Any]) -> Any:
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(work()))
-    thread.start()
-    thread.join()
-    (result,) = found
-    return result
 
 
 @needs_nvcc

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.resources import files
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
+T = TypeVar("T")
 HERE = Path(__file__).parent
 SOURCES = Path(str(files("tiercache_kernels"))) / "csrc"
 
@@ -36,6 +40,12 @@ def compiled(command: list[str]) -> str:
     said = done.stdout + done.stderr
     assert done.returncode == 0, f"{' '.join(command)}\n{said}"
     return said
+
+
+def on_a_thread(work: Callable[[], T]) -> T:
+    """Work on a thread that has never used a device; what it raises is raised here."""
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(work).result()
 
 
 def build(folder: Path, *defines: str) -> Path:

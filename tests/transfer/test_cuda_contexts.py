@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.kernels.toolkit import build, needs_nvcc
+from tests.kernels.toolkit import build, needs_nvcc, on_a_thread
 from tests.transfer.cupy_stand_in import stand_in
 from tests.transfer.machines import Simulated, SimulatedStream, always
 from tests.transfer.rigs import Rig, rig_on
@@ -25,47 +24,26 @@ from tiercache.pools import DevicePool, HostPool
 from tiercache.transfer.cuda import CudaEngine, CupyDevice, Method
 
 
-def on_a_thread(work: Callable[[], object]) -> None:
-    """On one that has never used a device; what it raises is raised here."""
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(60)
-    assert not thread.is_alive()
-    for error in raised:
-        raise error
-
-
 def live(rig: Rig, make: Callable[[], CudaEngine], compute: SimulatedStream) -> None:
     """All that an engine is asked for, each on a thread of its own."""
-    made: list[Any] = []
-    on_a_thread(lambda: made.append(make()))
-    (engine,) = made
+    engine = on_a_thread(make)
     handle = int(rig.host.alloc(1)[0])
-    tickets: list[Any] = []
 
-    def wait() -> None:
+    def load() -> Any:
         ticket = engine.load(rig.units([handle], [3]), after=[compute.event()])
-        tickets.append(ticket)
         assert ticket.wait_layer(1, 10)
         assert ticket.wait_layer(2, 10, stream=compute.handle)
         assert not ticket.wait_layer(5, 0.0) or ticket.wait_layer(5, 10)
+        return ticket
 
-    on_a_thread(lambda: tickets.append(engine.store(rig.units([0], [handle]))))
-    on_a_thread(lambda: tickets[0].wait(30))
+    stored = on_a_thread(lambda: engine.store(rig.units([0], [handle])))
+    on_a_thread(lambda: stored.wait(30))
     compute.sleep(0.02)
-    on_a_thread(wait)
+    loaded = on_a_thread(load)
     on_a_thread(lambda: engine.order([compute.event()], stream=compute.handle))
     on_a_thread(lambda: engine.order([compute.event()]))
     on_a_thread(engine.close)
-    assert all(t.wait(30) and t.error is None for t in tickets)
+    assert all(t.wait(30) and t.error is None for t in (stored, loaded))
 
 
 class TestSimulated:
