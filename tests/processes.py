@@ -1,9 +1,10 @@
-"""Suspend processes and fork them, for tests."""
+"""Suspend processes, fork them, and find ports for them."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -73,3 +74,10 @@ def _states(pid: int) -> list[str]:
             except OSError:
                 found.append("X")
     return found
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

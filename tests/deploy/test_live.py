@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
 import time
 import urllib.request
@@ -18,6 +17,7 @@ import yaml
 
 from tests.daemon.hosts import GUARD, Worker, key, serving, until
 from tests.deploy.base import DEPLOY, tool
+from tests.processes import free_port
 
 pytestmark = pytest.mark.slow
 ALERTS = re.findall(r"(?m)^### (Tiercache\w+)", (DEPLOY / "README.md").read_text())
@@ -27,11 +27,6 @@ PACE = "1s"
 
 class KilledError(Exception):
     """The daemon was killed on purpose."""
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any, Self
 
 from tests.docs.blocks import Block
 from tests.docs.pages import ROOT
+from tests.processes import free_port
 
 GUARD = 240
 """Seconds that a block may take."""
@@ -168,10 +168,3 @@ def pattern(text: str, *, like: bool) -> str:
     for mark, values in MARKS.items():
         expected = expected.replace(mark, values)
     return expected
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])

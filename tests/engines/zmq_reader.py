@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -57,10 +56,3 @@ class Reader:
 
     def __exit__(self, *_: object) -> None:
         self.context.destroy(linger=0)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -25,8 +25,9 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
 from sglang.srt.mem_cache.utils import hash_str_to_int64
 
 from tests.engines.sglang import rig
-from tests.engines.zmq_reader import Reader, free_port
+from tests.engines.zmq_reader import Reader
 from tests.events import golden
+from tests.processes import free_port
 from tests.storage_backends.grpc.daemon import Daemon
 from tests.storage_backends.grpc.nodes import scratch
 from tiercache.errors import ConfigError, StorageError

@@ -14,9 +14,10 @@ from vllm.distributed.kv_events import (
     ZmqEventPublisher,
 )
 
-from tests.engines.zmq_reader import Reader, free_port
+from tests.engines.zmq_reader import Reader
 from tests.events import golden
 from tests.events.rig import LAYOUTS, NAMESPACE, page, published, store_pages
+from tests.processes import free_port
 from tiercache.core import ObjectKey, PoolName
 from tiercache.events.encoding import encode_batch
 from tiercache.events.publisher import END

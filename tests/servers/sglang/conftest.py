@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.shell import free_port
+from tests.processes import free_port
 from tests.servers.models import make_model
 from tests.servers.prompts import PROMPTS
 from tests.servers.server import Answer
