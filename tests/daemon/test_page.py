@@ -25,7 +25,7 @@ from tiercache.daemon import StorageServer
 from tiercache.daemon.tenants.account import Counts
 from tiercache.storage.base import TierReport, Usage
 from tiercache.storage.shares import OwnerUse
-from tiercache.testing.objects import key
+from tiercache.testing.objects import key, to_get
 
 HOSTILE = "<img src=x onerror=window.bad=1><script>window.bad=1</script>"
 GIB = 1 << 30
@@ -89,9 +89,10 @@ def count(node: StorageServer) -> None:
     board = node._board  # private: see above
     assert board is not None
     metrics = board._metrics  # private: see above
-    kv, mamba = key(1), key(2)._replace(pool=PoolName.MAMBA)
-    metrics.count_exists([kv] * 1000, [n % 4 != 0 for n in range(1000)])
-    metrics.count_outcomes([kv] * 740 + [mamba] * 10, [Outcome.HIT] * 744 + [Outcome.CORRUPT] * 6)
+    kv, mamba = to_get(key(1), 1), to_get(key(2, PoolName.MAMBA), 1)
+    metrics.count_exists([kv.key] * 1000, [n % 4 != 0 for n in range(1000)])
+    outcomes = [Outcome.HIT] * 744 + [Outcome.CORRUPT] * 6
+    metrics.count_reads("sglang-0", "shared", [kv] * 740 + [mamba] * 10, outcomes)
     metrics.count_payload("sglang-0", "shared", "out", 740 << 20)
     metrics.count_payload("batch", "data", "in", 310 << 20)
     for name, calls in (("sglang-0", 1210), ("vllm-1", 640), ("batch", 88)):

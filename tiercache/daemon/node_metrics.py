@@ -145,9 +145,11 @@ class NodeMetrics(Families):
         self._count_lookups("exists", Outcome.HIT, list(compress(pools, answers)))
         self._count_lookups("exists", Outcome.MISS, list(compress(pools, map(not_, answers))))
 
-    def count_outcomes(self, keys: Sequence[ObjectKey], outcomes: Sequence[Outcome]) -> None:
-        """Count the outcomes of a Get or GetInto call."""
-        pools = [key.pool for key in keys]
+    def count_reads(
+        self, principal: str, plane: Plane, items: Sequence[GetItem], outcomes: Sequence[Outcome]
+    ) -> None:
+        """Count the outcomes of a Get or GetInto call, and its payload bytes by principal and plane."""
+        pools = [item.key.pool for item in items]
         for outcome in ANSWERS["get"]:
             if outcome in outcomes:
                 self._count_lookups(
@@ -157,12 +159,6 @@ class NodeMetrics(Families):
                 )
         if Outcome.HIT in outcomes:
             self._last_read.set(time.time())
-
-    def count_reads(
-        self, principal: str, plane: Plane, items: Sequence[GetItem], outcomes: Sequence[Outcome]
-    ) -> None:
-        """Count the outcomes of a Get or GetInto call, and its payload bytes by principal and plane."""
-        self.count_outcomes([item.key for item in items], outcomes)
         answers = zip(items, outcomes, strict=True)
         self.count_payload(
             principal, plane, "out", sum(i.length for i, outcome in answers if outcome is Outcome.HIT)
