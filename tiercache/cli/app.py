@@ -113,7 +113,7 @@ def _classify(error: Exception) -> tuple[Exit, str] | None:
     """
     if isinstance(error, typer.Abort):
         return Exit.NO, "aborted; nothing was changed"
-    if isinstance(error, ModuleNotFoundError) and _is_foreign(error.name or ""):
+    if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("tiercache"):
         # A verb imports most of its packages while it runs.
         error = MissingExtraError("this verb", "all", error)
     if (code := code_of(error)) is not None:
@@ -132,11 +132,6 @@ def _classify(error: Exception) -> tuple[Exit, str] | None:
         Exit.MISUSED,
         f"{said[:1].lower()}{said[1:]}{end} see {context.command_path if context else 'tiercache'} --help",
     )
-
-
-def _is_foreign(module: str) -> bool:
-    """Return whether the module is not a part of tiercache."""
-    return not module.startswith("tiercache")
 
 
 def _sentence(error: Exception) -> str:

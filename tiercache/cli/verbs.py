@@ -48,7 +48,8 @@ class Verb:
         # the warnings of that backend.
         logging.getLogger("tiercache_backends.grpc").addHandler(logging.NullHandler())
         try:
-            found = _named(self.where)
+            module, _, attribute = self.where.partition(":")
+            found = getattr(import_module(module), attribute)
         except ModuleNotFoundError as error:
             if self.extra:
                 raise MissingExtraError(f"tiercache {name}", self.extra, error) from error
@@ -189,8 +190,3 @@ class Verbs(TyperGroup):
     def _add(self, name: str, verb: Verb) -> None:
         self._verbs[name] = verb
         self.add_command(TyperCommand(name, short_help=verb.summary))
-
-
-def _named(where: str) -> Any:
-    module, _, name = where.partition(":")
-    return getattr(import_module(module), name)

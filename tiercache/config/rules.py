@@ -145,7 +145,8 @@ def warnings(settings: Settings) -> Iterator[str]:
             "insecure_bind is set, but no address needs it; remove it, or it will also allow an address that"
             " you add later"
         )
-    if tcp and settings.tls and settings.tls.client_ca and not _known_callers(settings):
+    told_apart = any(principal.uid is None for principal in settings.principals)  # by token or certificate
+    if tcp and settings.tls and settings.tls.client_ca and not told_apart:
         yield (
             "every client with a certificate that tls.client_ca has signed may read and change the cache,"
             " because no principal has a san"
@@ -347,11 +348,6 @@ def _tokens(settings: Settings) -> bool:
 def _authenticated(settings: Settings) -> bool:
     """Return whether callers over TCP must show a token or a client certificate."""
     return _tokens(settings) or bool(settings.tls and settings.tls.client_ca)
-
-
-def _known_callers(settings: Settings) -> bool:
-    """Return whether the daemon can distinguish callers over TCP, by a principal's token or certificate."""
-    return any(principal.uid is None for principal in settings.principals)
 
 
 def _someone_observes(settings: Settings) -> bool:

@@ -159,7 +159,7 @@ class Changes:
         wanted: list[tuple[TierSettings, Tier | None]] = []
         for spec, settings in zip(specs, listed, strict=True):
             tier = _same(settings, tiers)
-            if not _has_name(spec):
+            if f"{PREFIX}name" not in (section_of(spec) if isinstance(spec, str) else spec):
                 taken = [*(other.name for other in tiers), *(one.name for one, _ in wanted)]
                 name = free_name(str(settings.section["type"]), taken) if tier is None else tier.name
                 settings = replace(settings, name=name)
@@ -338,7 +338,3 @@ def _introduce(tier: Tier, others: Sequence[Tier]) -> None:
             tier.attach(memory)
         other.learn_namespaces([tier])
     tier.learn_namespaces(others)
-
-
-def _has_name(spec: str | Mapping[str, Any]) -> bool:
-    return f"{PREFIX}name" in (section_of(spec) if isinstance(spec, str) else spec)

@@ -171,7 +171,8 @@ def parse_tier(spec: Any, taken: Sequence[str] = ()) -> TierSettings:
     if kind == "chain":
         raise ConfigError("a tier cannot be a chain itself; list all tiers in one chain")
     own = {name.removeprefix(PREFIX): section.pop(name) for name in list(section) if name.startswith(PREFIX)}
-    values = {"name": free_name(kind, taken), **_values(str(own.get("name", kind)), own)}
+    given = read_attributes(TierSettings, f"tier {str(own.get('name', kind))!r}", own, PREFIX)
+    values = {"name": free_name(kind, taken), **given}
     tier = TierSettings(section=section, place=_place(section), **values)
     _check_read_only(tier, own)
     return tier
@@ -190,11 +191,6 @@ def _of_store(tier: TierSettings) -> Mapping[str, str]:
         for name, value in tier.section.items()
         if name not in ("path", "address")
     }
-
-
-def _values(tier: str, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a tier's own settings, named without the prefix."""
-    return read_attributes(TierSettings, f"tier {tier!r}", own, PREFIX)
 
 
 def _check_read_only(tier: TierSettings, own: Mapping[str, Any]) -> None:

@@ -137,7 +137,7 @@ class Connection:
         try:
             return self._calls[name](request, timeout=max(0.0, seconds), metadata=self._metadata)
         except grpc.RpcError as error:
-            raise self._classify(error) from error
+            raise classify(error, str(self._settings), session=self.session is not None) from error
         except ValueError as error:  # another thread closed the channel
             raise self._channel_closed(error) from error
 
@@ -202,9 +202,6 @@ class Connection:
                 self._calls[method.name] = self._channel.unary_unary(
                     method.path, method.request.SerializeToString, method.reply.FromString
                 )
-
-    def _classify(self, error: grpc.RpcError) -> CallError:
-        return classify(error, str(self._settings), session=self.session is not None)
 
     def _channel_closed(self, error: ValueError) -> CallError:
         return CallError(

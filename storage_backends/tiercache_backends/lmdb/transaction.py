@@ -158,7 +158,7 @@ class Transaction:
         self._forget_age(place, record.tick)
         fresh = record._replace(tick=self.tick())
         self._txn.put(tick_key(fresh.tick), place, db=self._environment.ages)
-        self._put(place, fresh)
+        self._txn.put(place, fresh.pack(), db=self._environment.objects)
         return True
 
     def register(self, record: NamespaceRecord) -> None:
@@ -197,9 +197,6 @@ class Transaction:
             kept = max(_MIN_LOGGED, min(_MAX_LOGGED, pages))
             forget_removals(self._txn, self._environment.facts, self.totals.next_tick - kept)
         self._txn.put(FACTS, self.totals.pack(), db=self._environment.facts)
-
-    def _put(self, place: bytes, record: Record) -> None:
-        self._txn.put(place, record.pack(), db=self._environment.objects)
 
     def _forget_age(self, place: bytes, tick: int) -> None:
         # The entry of another object means that a record or the counter of ticks is damaged.

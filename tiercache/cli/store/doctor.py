@@ -196,7 +196,8 @@ def _memlock() -> Finding:
         return Finding(Level.OK, "no limit")
     if os.geteuid() == 0:
         return Finding(Level.OK, f"{readable_size(soft)}, which does not apply to root")
-    return Finding(Level.WARN, f"{readable_size(soft)} (at most {_limit(hard)})")
+    most = "no limit" if hard == resource.RLIM_INFINITY else readable_size(hard)
+    return Finding(Level.WARN, f"{readable_size(soft)} (at most {most})")
 
 
 @MACHINE.add(
@@ -244,14 +245,9 @@ def _numa() -> Finding:
     return ok_or(Level.WARN, len(nodes) <= 1, found)
 
 
-def _driver() -> str:
-    """Return the first line of the NVIDIA driver's version; empty if there is no driver."""
-    return next(iter(kernel_text(Path("/proc/driver/nvidia/version")).splitlines()), "")
-
-
 @MACHINE.add("GPU")
 def _gpu() -> Finding:
-    driver = _driver()
+    driver = kernel_text(Path("/proc/driver/nvidia/version")).partition("\n")[0]
     cupy = next((f"{name} {installed(name)}" for name in _CUPY_PACKAGES if installed(name)), "")
     if not driver:
         more = f"; {cupy}" if cupy else ""
@@ -280,10 +276,6 @@ def _engines() -> Finding:
     there = {name: installed(name) for name in _ENGINES}
     text = ", ".join(f"{name} {found}" for name, found in there.items() if found)
     return Finding(Level.OK, text or "none installed; a daemon does not need one")
-
-
-def _limit(value: int) -> str:
-    return "no limit" if value == resource.RLIM_INFINITY else readable_size(value)
 
 
 _COLOURS: Final = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}

@@ -246,7 +246,9 @@ def explain_path(path: PromptPath, history: History, *, states: bool) -> Explana
     if states and not attached:
         depths = ()
     limit = path.limit
-    run = len(path.keys) if path.is_states_alone else 0 if kv is None else _run(kv)
+    run = len(path.keys) if path.is_states_alone else 0
+    if kv is not None and not path.is_states_alone:
+        run = int(np.logical_and.accumulate(kv.presence.present).sum())
     by_page: dict[int, list[PastRemoval]] = {}
     for removal in history.removals:
         by_page.setdefault(removal.page + 1, []).append(removal)
@@ -281,10 +283,6 @@ def explain_path(path: PromptPath, history: History, *, states: bool) -> Explana
             Gap(run + 1, limit, str(PoolName.KV), layout, run + 1, [int(page) for page in there], lost)
         )
     return Explanation(path, history, depths, gaps)
-
-
-def _run(kv: Layout) -> int:
-    return int(np.logical_and.accumulate(kv.presence.present).sum())
 
 
 def sentence(gap: Gap, found: Explanation, now: float) -> str:

@@ -379,8 +379,9 @@ def tier_table(tiers: Sequence[Fields], now: float) -> RenderableType:
         holds = (f"{tier['objects']:,}", readable_size(tier["used_bytes"]) + capacity)
         if tier["health"] == "out" or "unlisted" in tier.get("details", ()):
             holds = ("-", "-")
+        share = tier["read_share"]
         moved = [
-            _share(tier["read_share"])
+            ("-" if share is None else f"{share:.1%}")
             if name == "read share"
             else f"{tier[f'{name}_objects']:,}, {readable_size(tier[f'{name}_bytes'])}"
             for name in traffic
@@ -440,7 +441,3 @@ def _traffic(status: Fields) -> Iterator[RenderableType]:
             at = time.strftime("%H:%M:%S", time.localtime(row["time"]))
             journal.add_row(at, f"[{style}]{safe(row['text'])}[/]")
         yield journal
-
-
-def _share(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"

@@ -75,7 +75,7 @@ class ModelRunner:
         """Position of a sequence's first token; only the probe sets another number than 0."""
         self.positions = positions_of(model.config)
         """Maximum number of tokens of a sequence; None for a model without a limit."""
-        self._takes = _parameters(model)
+        self._takes = frozenset(inspect.signature(model.forward).parameters)
         self.vocab_size = _vocabulary(model)
         """Number of token ids; the ids are 0 to `vocab_size` - 1."""
         self._counts = False
@@ -317,10 +317,6 @@ def _vocabulary(model: PreTrainedModel) -> int:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no embedding of tokens; load a causal language model"
         ) from error
-
-
-def _parameters(model: PreTrainedModel) -> frozenset[str]:
-    return frozenset(inspect.signature(model.forward).parameters)
 
 
 def positions_of(config: Any) -> int | None:

@@ -87,7 +87,8 @@ class Watch:
                 f" {now.get(name, 'not set')}, which may change what the model computes; set it back, or make"
                 " a new worker"
             )
-        if self._same_objects() and self._same_versions() and self._same_samples():
+        versions = [_version(tensor) for tensor in self._facts.tensors.values()]
+        if self._same_objects() and versions == self._versions and self._same_samples():
             return
         facts = self._walk()
         changed = self._changed(facts, self._facts.values | facts.values)
@@ -145,9 +146,6 @@ class Watch:
             len(now := read()) == len(before) and all(map(is_, now, before))
             for read, before in self._facts.read
         )
-
-    def _same_versions(self) -> bool:
-        return [_version(tensor) for tensor in self._facts.tensors.values()] == self._versions
 
     def _same_samples(self) -> bool:
         now = self._sampled()
