@@ -312,8 +312,8 @@ class Bed:
         """Digest of the host objects that are taken."""
         digest = blake3()
         for pool, handles in self.handles.items():
-            for handle in handles.tolist():
-                for view in take(self._context.host[pool].buffers(handle), 0, GEOMETRIES[pool].nbytes):
+            for buffers in self._context.host[pool].buffers_of(handles):
+                for view in take(buffers, 0, GEOMETRIES[pool].nbytes):
                     digest.update(view)
         return digest.digest()
 

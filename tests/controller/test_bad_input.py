@@ -53,7 +53,7 @@ def engine():
         assert engine.serve(FIRST) == 3 * P
         engine.settle()
         evict_checked(engine, Tier.DEVICE, Tier.HOST)
-        assert all(pool.allocator.used == 0 for pool in engine.pools.values())
+        assert all(pool.available == pool.capacity for pool in engine.pools.values())
         assert engine.arena.available == engine.arena.blocks
         assert engine.controller.close()
 

@@ -164,7 +164,7 @@ class Process:
         for tier in (Tier.DEVICE, Tier.HOST):
             self._controller.evict(tier)
         self._engine.check()
-        used = {name: pool.allocator.used for name, pool in self._engine.pools.items()}
+        used = {name: pool.capacity - pool.available for name, pool in self._engine.pools.items()}
         assert used == dict.fromkeys(used, 0), f"slots are left in use: {used}"
         assert self._engine.arena.available == self._engine.arena.blocks
         assert no_pin_is_left(self._engine.controller)

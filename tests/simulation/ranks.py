@@ -231,7 +231,7 @@ class _Crew:
         for tier in (Tier.DEVICE, Tier.HOST):
             engine.controller.evict(tier)
         engine.check()
-        assert all(pool.allocator.used == 0 for pool in engine.pools.values())
+        assert all(pool.available == pool.capacity for pool in engine.pools.values())
         assert engine.arena.available == engine.arena.blocks
         closed = engine.controller.close(100.0)
         assert closed, "close found something that hangs"

@@ -239,7 +239,7 @@ class _Lane:
             copies = job.descriptors()
             for layer, rows in copies.by_layer():
                 self._faults.meet()
-                moved = copies.copies(to_host=job.to_host)[rows]
+                moved = copies[rows]
                 copy_segments(moved.source, moved.destination, moved.length)
                 if isinstance(job.ticket, LayerTicket):
                     job.ticket.finish_layer(layer)

@@ -43,12 +43,12 @@ class FilledPool(HostPool):
 
     def fill(self, handle: int, seed: int) -> bytes:
         data = np.random.default_rng(seed).bytes(self.geometry.padded_nbytes)
-        for n, view in enumerate(self.buffers(handle)):
+        for n, view in enumerate(self.buffers_of([handle])[0]):
             view[:] = data[n * BLOCK : (n + 1) * BLOCK]
         return data[: self.geometry.nbytes]
 
     def payload(self, handle: int) -> bytes:
-        return b"".join(self.buffers(handle))[: self.geometry.nbytes]
+        return b"".join(self.buffers_of([handle])[0])[: self.geometry.nbytes]
 
 
 class Spy(MemoryBackend):
@@ -198,7 +198,7 @@ def test_slack_is_zeroed_and_the_store_gets_parents_and_depths() -> None:
     kvs.fill(1, 1)
     pages_part = PoolTransfer(KV, pages(0, 1), np.array([0, 1]), depths=[1, 2], parents=[b"", page_key(0)])
     hybrid.batch_set_v2([pages_part, states(1)])
-    assert not any(b"".join(kvs.buffers(1))[kvs.geometry.nbytes :])
+    assert not any(b"".join(kvs.buffers_of([1])[0])[kvs.geometry.nbytes :])
     metas = {(i.key.pool, i.key.page_key): i.meta for i in backend.sets}
     assert [(metas[KV, page_key(d)].parent, metas[KV, page_key(d)].depth) for d in (0, 1)] == [
         (None, 1),

@@ -115,7 +115,7 @@ class Rig:
         ]
 
     def held(self, handle: int) -> bytes:
-        return b"".join(self.host.buffers(handle))[: self.host.geometry.nbytes]
+        return b"".join(self.host.buffers_of([handle])[0])[: self.host.geometry.nbytes]
 
     def stored(self, engine: TransferEngine, slot: int) -> int:
         handle = int(self.host.alloc(1)[0])

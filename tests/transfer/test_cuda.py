@@ -87,7 +87,7 @@ def test_what_is_stored_is_loaded_into_other_slots(
         assert stored.error is None
         for name, kind in kinds.items():
             for slot, handle in zip(sources[name], handles[name].tolist(), strict=True):
-                held = b"".join(hosts[name].buffers(handle))
+                held = b"".join(hosts[name].buffers_of([handle])[0])
                 assert held[: kind.geometry.nbytes] == kind.slot(slot)
                 assert set(held[kind.geometry.nbytes :]) <= {0xAA}, "nothing behind the payload is touched"
         assert all(kind.agrees() for kind in kinds.values())

@@ -43,11 +43,6 @@ class HostPool:
         """Number of objects that fit now, if no other pool takes blocks."""
         return self.arena.available // self.blocks_per_object
 
-    @property
-    def used(self) -> int:
-        """Number of objects that are handed out."""
-        return int(np.count_nonzero(self._live))
-
     def alloc(self, n: int) -> Locations:
         """Allocate `n` objects and return their handles: int64, shape [n].
 
@@ -79,15 +74,11 @@ class HostPool:
         """
         return self._table[self._checked(handles)]
 
-    def buffers(self, handle: int) -> list[memoryview]:
-        """Return writable views of the object's blocks, in order.
-
-        The payload is the first `geometry.nbytes` bytes of these blocks.
-        """
-        return self.buffers_of([handle])[0]
-
     def buffers_of(self, handles: npt.ArrayLike) -> list[list[memoryview]]:
-        """Return the `buffers` of each of these objects."""
+        """Return writable views of the blocks of each object, in order.
+
+        The payload is the first `geometry.nbytes` bytes of the blocks. Raises SlotError as `blocks` does.
+        """
         view = self.arena.view
         return [[view(block) for block in blocks] for blocks in self.blocks(handles).tolist()]
 

@@ -63,11 +63,6 @@ class SlotAllocator:
         """Number of free slots."""
         return self._available
 
-    @property
-    def used(self) -> int:
-        """Number of slots that are handed out."""
-        return self.capacity - self._available
-
     def alloc(self, n: int) -> Locations:
         """Take `n` slots: int64, shape [n].
 

@@ -82,8 +82,8 @@ def objects(worker: Worker, tier: Tier, prompt: Sequence[int], pool: PoolName) -
     assert min(at) >= 0, "the tier holds this prefix"
     if tier is Tier.HOST:
         return [
-            [torch.frombuffer(block, dtype=torch.uint8) for block in context_of(worker).host[pool].buffers(n)]
-            for n in at
+            [torch.frombuffer(block, dtype=torch.uint8) for block in blocks]
+            for blocks in context_of(worker).host[pool].buffers_of(at)
         ]
     tensors, layout = worker.tensors, worker.runner.layout
     if pool in states:
