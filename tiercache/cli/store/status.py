@@ -379,7 +379,7 @@ def tier_table(tiers: Sequence[Fields], now: float) -> RenderableType:
         holds = (f"{tier['objects']:,}", readable_size(tier["used_bytes"]) + capacity)
         if tier["health"] == "out" or "unlisted" in tier.get("details", ()):
             holds = ("-", "-")
-        share = tier["read_share"]
+        share = tier.get("read_share")
         moved = [
             ("-" if share is None else f"{share:.1%}")
             if name == "read share"
