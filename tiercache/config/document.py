@@ -103,11 +103,7 @@ def _default(table: type[BaseModel], name: str) -> Any:
 
 
 def dotted(key: Sequence[str | int]) -> str:
-    """Return a key as users write it, such as principals[1].token_file."""
-    parts = (f"[{part}]" if isinstance(part, int) else f".{_name(part)}" for part in key)
+    """Return a key as users write it, such as principals[1].token_file; TOML says which names are quoted."""
+    names = (part if isinstance(part, int) else tomli_w.dumps({part: 0}).rpartition(" = ")[0] for part in key)
+    parts = (f"[{name}]" if isinstance(name, int) else f".{name}" for name in names)
     return "".join(parts).removeprefix(".")
-
-
-def _name(name: str) -> str:
-    """Return a name as TOML writes it, quoted if it must be."""
-    return tomli_w.dumps({name: 0}).rpartition(" = ")[0]

@@ -110,7 +110,8 @@ class Call:
         """
         self._begun = True
         self._beginning = asyncio.ensure_future(self.context.send_initial_metadata(()))
-        self._beginning.add_done_callback(_retrieve)
+        # Nobody need read its exception, which asyncio would log.
+        self._beginning.add_done_callback(lambda done: done.cancelled() or done.exception())
         await self._in_time(asyncio.shield(self._beginning))
 
     async def send(self, data: bytes) -> None:
@@ -144,12 +145,6 @@ def without_abort_traceback() -> Iterator[None]:
         yield
     except AbortError as abort:
         abort.__traceback__ = None
-
-
-def _retrieve(future: asyncio.Future[Any]) -> None:
-    """Retrieve the exception of a future that nothing awaits any more, so that asyncio does not log it."""
-    if not future.cancelled():
-        future.exception()
 
 
 @dataclass(frozen=True, slots=True)

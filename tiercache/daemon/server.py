@@ -267,7 +267,9 @@ class StorageServer:
             make_way(settings.directory, settings.socket_directory)
         if self.store is None:
             self.store = await asyncio.to_thread(open_backend, settings.store_url)
-        kind = _kind_of(settings) if self._opened else type(unwrap(self.store)).__name__
+        kind, url = type(unwrap(self.store)).__name__, settings.store_url
+        if self._opened:
+            kind = str(section_of(url)["type"]) if isinstance(url, str) else "chain"
         metrics = NodeMetrics([*(principal.name for principal in settings.principals), OWNER, ANONYMOUS])
         calls = self._calls = self._call_log(metrics, ends)
         store = DaemonStore(self.store, kind, Families(STORE, metrics.registry))
@@ -429,9 +431,3 @@ def _budgets_of(settings: Settings, arena_bytes: int) -> Budgets:
         requests=Budget(max(rest // 3, limits.message_bytes)),
         workers=Budget(_THREADS),
     )
-
-
-def _kind_of(settings: Settings) -> str:
-    """Return the storage type of the store to open."""
-    url = settings.store_url
-    return str(section_of(url)["type"]) if isinstance(url, str) else "chain"

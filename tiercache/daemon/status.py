@@ -247,7 +247,8 @@ class StatusBoard:
             reasons.append(f"no tier answers: {', '.join(tier.name for tier in tiers)}")
         if reasons:
             return Readiness(False, reasons, "not ready")
-        reasons = [in_words(tier) for tier in tiers if _is_unwell(tier)]
+        unwell = [t for t in tiers if t.health != HEALTHS[0] and not t.why.startswith(DELIBERATE)]
+        reasons = [in_words(tier) for tier in unwell]
         return Readiness(True, reasons, "degraded" if reasons else "ready")
 
     def document(self, reader: Permissions | None) -> Fields:
@@ -371,11 +372,6 @@ class StatusBoard:
             key = tuple(sample.labels[label] for label in labels)
             found[key] = found.get(key, 0.0) + sample.value
         return found
-
-
-def _is_unwell(tier: TierReport) -> bool:
-    """Return whether a tier does less than the operator wants of it."""
-    return tier.health != HEALTHS[0] and not tier.why.startswith(DELIBERATE)
 
 
 def _hit_fields(tenant: str, rated: Hits, hits: Hits) -> Fields:

@@ -366,7 +366,9 @@ class GrpcBackend(StorageBackend):
             except CallError as error:
                 if error.kind in (Kind.UNREACHABLE, Kind.SESSION_ENDED):
                     raise
-                self._log_refusal(record, error)
+                if record.namespace not in self._refused:
+                    self._refused.add(record.namespace)
+                    _log.warning("namespace %s was not registered: %s", record.namespace.hex(), error.text)
 
     def _adopt_capabilities(self, connection: Connection) -> None:
         hello = connection.hello
@@ -380,11 +382,6 @@ class GrpcBackend(StorageBackend):
         described = messages.namespace(record.namespace, record.identity, states=record.states)
         connection.call("Register", pb.RegisterRequest(namespace=described), seconds)
         connection.registered[record.namespace] = record
-
-    def _log_refusal(self, record: NamespaceRecord, error: CallError) -> None:
-        if record.namespace not in self._refused:
-            self._refused.add(record.namespace)
-            _log.warning("namespace %s was not registered: %s", record.namespace.hex(), error.text)
 
 
 def _entries(keys: Sequence[ObjectKey], reply: pb.DescribeReply | pb.ScanReply) -> list[ScanEntry]:

@@ -7,7 +7,6 @@ are given back when it is done.
 
 from __future__ import annotations
 
-from asyncio import Future
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
@@ -67,7 +66,8 @@ class StreamCalls:
                     self._metrics.count_reads(permissions.name, "stream", found.items, found.outcomes)
                     await self._send(call, found)
                 finally:
-                    if _has_result(reading):  # else `undo` releases the blocks
+                    # Without a result, `undo` releases the blocks.
+                    if reading.done() and not reading.cancelled() and reading.exception() is None:
                         lease.release()
 
     async def _send(self, call: Call, window: Window) -> None:
@@ -152,7 +152,3 @@ async def _transfer(caller: Caller, nbytes: int) -> AsyncIterator[None]:
         yield
     finally:
         caller.budgets.transfers.give(held)
-
-
-def _has_result(reading: Future[Window]) -> bool:
-    return reading.done() and not reading.cancelled() and reading.exception() is None
