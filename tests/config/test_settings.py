@@ -150,6 +150,9 @@ def test_a_file_that_cannot_be_read(tmp_path, content, sentence):
 # Keys and values
 
 
+PRINCIPALS = '[[principals]]\nname = "a"\n{}\n[[principals]]\nname = "b"\n{}\n'
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -216,65 +219,6 @@ def test_a_file_that_cannot_be_read(tmp_path, content, sentence):
          "principals[0].namespaces[0]: 'abc' is not a namespace; write all"),
         ('[[principals]]\nname = "a"\nuid = 1\nnamespaces = ["*", "*"]',
          "principals[0].namespaces: give one or more different"),
-    ],
-)  # fmt: skip
-def test_a_bad_key_or_value_is_named(loaded, text, sentence):
-    message = refused(loaded, text)
-    assert re.match(r".*/node\.toml: ", message)
-    assert sentence in message
-    assert message.isprintable()
-    assert len(message) < 500
-    assert "hunter2" not in message
-
-
-@pytest.mark.parametrize("nbytes", [1, 32, 48, 64])
-def test_namespaces_have_the_lengths_that_stores_give_them(loaded, nbytes):
-    made = loaded(f'[[principals]]\nname = "a"\nuid = 1\nnamespaces = ["{"Ab" * nbytes}"]')
-    assert made.principals[0].namespaces == ("ab" * nbytes,), "they are written one way"
-    assert any("has 2 digits" in line for line in warnings(made)) == (nbytes == 1)
-
-
-@pytest.mark.parametrize(
-    ("text", "host", "port", "loopback"),
-    [
-        ("127.0.0.1:7070", "127.0.0.1", 7070, True),
-        ("127.8.8.8:0", "127.8.8.8", 0, True),
-        ("[::1]:65535", "::1", 65535, True),
-        ("localhost:1", "localhost", 1, True),
-        ("LOCALHOST:1", "LOCALHOST", 1, True),
-        ("localhost.example:1", "localhost.example", 1, False),
-        ("node-1:1", "node-1", 1, False),
-        ("0.0.0.0:1", "0.0.0.0", 1, False),
-        ("[::]:1", "::", 1, False),
-        ("10.0.0.1:1", "10.0.0.1", 1, False),
-    ],
-)
-def test_addresses(text, host, port, loopback):
-    address = parse_address(text)
-    assert (address.host, address.port, address.loopback, str(address)) == (host, port, loopback, text)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "7070", ":7070", "*:7070", "127.0.0.1", "127.0.0.1:", "127.0.0.1:65536", "127.0.0.1:-1",
-     "127.0.0.1:+1", "127.0.0.1:٣", "::1:7070",
-     "[::1]", "[127.0.0.1]:1", "[::g]:1", "127.1:1", "256.0.0.1:1", "1.2.3.4.5:1", "a..b:1", "-a:1",
-     "unix:/x:1", "http://a:1", "a b:1",
-     "127.0.0.1:1\n", 7070, None],
-)  # fmt: skip
-def test_what_is_no_address(text):
-    with pytest.raises(ConfigError, match=r"is not an address.*write host:port"):
-        parse_address(text)
-
-
-# What settings must obey together
-
-PRINCIPALS = '[[principals]]\nname = "a"\n{}\n[[principals]]\nname = "b"\n{}\n'
-
-
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
         ('tls.certificate = "/c"', "tls.certificate is given without tls.key"),
         ('tls.key = "/c"', "tls.key is given without tls.certificate"),
         ('tls.client_ca = "/c"', "tls.client_ca is given without tls.certificate"),
@@ -326,11 +270,56 @@ PRINCIPALS = '[[principals]]\nname = "a"\n{}\n[[principals]]\nname = "b"\n{}\n'
          "limits.message_bytes (16MiB) is more than one client may hold (8MiB"),
     ],
 )  # fmt: skip
-def test_settings_that_do_not_fit_together(loaded, text, sentence):
+def test_a_bad_key_or_value_and_what_does_not_fit_together_are_named(loaded, text, sentence):
     message = refused(loaded, text)
     assert re.match(r".*/node\.toml: ", message)
     assert sentence in message
     assert message.isprintable()
+    assert len(message) < 500
+    assert "hunter2" not in message
+
+
+@pytest.mark.parametrize("nbytes", [1, 32, 48, 64])
+def test_namespaces_have_the_lengths_that_stores_give_them(loaded, nbytes):
+    made = loaded(f'[[principals]]\nname = "a"\nuid = 1\nnamespaces = ["{"Ab" * nbytes}"]')
+    assert made.principals[0].namespaces == ("ab" * nbytes,), "they are written one way"
+    assert any("has 2 digits" in line for line in warnings(made)) == (nbytes == 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port", "loopback"),
+    [
+        ("127.0.0.1:7070", "127.0.0.1", 7070, True),
+        ("127.8.8.8:0", "127.8.8.8", 0, True),
+        ("[::1]:65535", "::1", 65535, True),
+        ("localhost:1", "localhost", 1, True),
+        ("LOCALHOST:1", "LOCALHOST", 1, True),
+        ("localhost.example:1", "localhost.example", 1, False),
+        ("node-1:1", "node-1", 1, False),
+        ("0.0.0.0:1", "0.0.0.0", 1, False),
+        ("[::]:1", "::", 1, False),
+        ("10.0.0.1:1", "10.0.0.1", 1, False),
+    ],
+)
+def test_addresses(text, host, port, loopback):
+    address = parse_address(text)
+    assert (address.host, address.port, address.loopback, str(address)) == (host, port, loopback, text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "7070", ":7070", "*:7070", "127.0.0.1", "127.0.0.1:", "127.0.0.1:65536", "127.0.0.1:-1",
+     "127.0.0.1:+1", "127.0.0.1:٣", "::1:7070",
+     "[::1]", "[127.0.0.1]:1", "[::g]:1", "127.1:1", "256.0.0.1:1", "1.2.3.4.5:1", "a..b:1", "-a:1",
+     "unix:/x:1", "http://a:1", "a b:1",
+     "127.0.0.1:1\n", 7070, None],
+)  # fmt: skip
+def test_what_is_no_address(text):
+    with pytest.raises(ConfigError, match=r"is not an address.*write host:port"):
+        parse_address(text)
+
+
+# What settings must obey together
 
 
 @pytest.mark.parametrize(

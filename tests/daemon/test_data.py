@@ -33,6 +33,7 @@ from tests.daemon.hosts import (
     until,
     with_mallory,
 )
+from tests.daemon.test_hostile import LIMITS
 from tests.storage_backends.grpc.nodes import certificates
 from tiercache.core import ObjectKey, ObjectMeta
 from tiercache.testing.objects import payload
@@ -41,14 +42,10 @@ from tiercache.wire.data import FRAME_BYTES, FrameKind, pack, unpack
 from tiercache.wire.v1 import data_pb2
 from tiercache.wire.v1 import storage_pb2 as pb
 
-SECTIONS = """
-drain = "3s"
-[limits]
-idle = "1s"
-call = "3s"
-clients = 64
-keys_per_batch = 512
-message_bytes = "2MiB"
+SECTIONS = (
+    'drain = "3s"'
+    + LIMITS
+    + """
 [http]
 listen = "127.0.0.1:0"
 [tenants.trent]
@@ -59,6 +56,7 @@ token_file = "{trent}"
 tenant = "trent"
 verbs = ["read"]
 """
+)
 BIG = {key(n, "big"): MIB for n in range(6)}
 BYTES = {k: payload(n, size) for n, (k, size) in enumerate(BIG.items())}
 

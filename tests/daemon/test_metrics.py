@@ -144,18 +144,11 @@ def test_every_label_set_is_at_0_from_the_start(tmp_path: Path) -> None:
                     if labels[1:] == ("namespaces", "returned"):
                         continue  # the account has read the records
                     if row.name not in {"node_disk_written_bytes_total", *NOT_OF_EVERY_STORE}:
-                        assert scrape(row.name, **dict(zip(row.label_names, labels, strict=True))) == 0, (
-                            row.name,
-                            labels,
-                        )
+                        given = dict(zip(row.label_names, labels, strict=True))
+                        assert scrape(row.name, **given) == 0, (row.name, labels)
         assert scrape("node_call_seconds_count", method="Get") == 0
-        assert (
-            scrape("node_held_bytes")
-            == scrape("node_calls_under_way")
-            == scrape("node_last_read_seconds")
-            == scrape("node_sessions")
-            == 0
-        )
+        idle = ("held_bytes", "calls_under_way", "last_read_seconds", "sessions")
+        assert [scrape(f"node_{name}") for name in idle] == [0] * 4
         assert scrape("node_held_limit_bytes", budget="payload") > 1 << 20
         assert scrape("node_calls_limit") == 256
         assert scrape("node_workers") == 16
@@ -230,13 +223,8 @@ def test_figures_add_up_after_known_calls(tmp_path: Path) -> None:
     assert scrape("store_items_total", store="MemoryBackend", operation="set", outcome="stored") == 4
     assert scrape("store_bytes_total", operation="set") == 4 * SIZE
     assert scrape("store_calls_total", operation="get") == 1
-    assert (
-        scrape("store_calls_under_way")
-        == scrape("node_calls_under_way")
-        == scrape("node_held_bytes")
-        == scrape("node_workers_busy")
-        == 0
-    )
+    idle = ("store_calls_under_way", "node_calls_under_way", "node_held_bytes", "node_workers_busy")
+    assert [scrape(name) for name in idle] == [0] * 4
 
 
 def test_callers_are_told_apart_and_no_label_is_theirs_to_choose(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from tests.daemon.hosts import GUARD, Daemon, secret, serving, until
 from tests.examples import slow_after
 from tests.storage_backends.grpc.nodes import daemon_settings
 from tiercache.cli.terminal import Exit
-from tiercache.config.models import Settings
 from tiercache.core import Outcome
 from tiercache.daemon import StorageServer
 from tiercache.errors import ConfigError
@@ -288,10 +287,6 @@ def _killed(path: Path, body: str) -> Iterator[Daemon]:
 
 # --- daemons of this process
 # ------------------------------------------------------------------------------------------------------------
-
-
-def tiered(*storage: str) -> Settings:
-    return daemon_settings("unix", storage=storage)
 
 
 def client_of(node: StorageServer) -> GrpcBackend:

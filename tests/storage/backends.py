@@ -20,9 +20,20 @@ from tests.storage.integrity import check_tables
 from tests.storage.restorable import Restorable
 from tests.storage.valued import Valued
 from tiercache.core import BLOCK_ALIGN, ObjectKey, ObjectMeta
-from tiercache.storage.base import StorageBackend
+from tiercache.storage.base import SharedMemory, StorageBackend
 from tiercache.storage.wrappers import unwrap
 from tiercache.testing.conformance import BackendConformance
+
+
+class Watching(MemoryBackend):
+    """A store that notes which memories were attached to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attached: list[SharedMemory] = []
+
+    def attach(self, memory: SharedMemory) -> None:
+        self.attached.append(memory)
 
 
 class AgingEnv(FaultEnv):

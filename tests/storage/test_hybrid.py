@@ -16,12 +16,13 @@ from tiercache_backends.memory import MemoryBackend
 
 from tests.examples import example_count
 from tests.faulty import Outage
+from tests.storage.backends import Watching
 from tiercache.core import HitPolicy, ObjectKey, Outcome, PoolName, PoolTransfer, Reason
 from tiercache.errors import InputError, SlotError
 from tiercache.geometry import Geometry, kv_geometry, state_geometry
 from tiercache.keys import Shard
 from tiercache.pools import HostArena, HostPool
-from tiercache.storage.base import NamespaceRecord, SetItem, SharedMemory
+from tiercache.storage.base import NamespaceRecord, SetItem
 from tiercache.storage.hybrid import HybridStorage, is_outage
 from tiercache.testing.objects import NAMESPACE, page_key
 
@@ -444,14 +445,6 @@ def test_during_an_outage_what_is_not_answered_has_its_reason() -> None:
 
 
 def test_a_pool_s_memory_is_made_known_to_the_store() -> None:
-    class Watching(MemoryBackend):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attached: list[SharedMemory] = []
-
-        def attach(self, memory: SharedMemory) -> None:
-            self.attached.append(memory)
-
     backend = Watching()
     hybrid = HybridStorage(backend, namespace=RECORD)
     arena = HostArena(1 << 20, BLOCK, huge_pages=False)

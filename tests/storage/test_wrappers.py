@@ -14,14 +14,14 @@ from prometheus_client import CollectorRegistry
 from tiercache_backends.memory import MemoryBackend
 
 from tests.faulty import Faulty, Outage, Rates
-from tests.storage.backends import FileHooks
+from tests.storage.backends import FileHooks, Watching
 from tests.storage.late import Late
 from tiercache.core import Outcome
 from tiercache.errors import ClosedError, ConfigError, UnavailableError
 from tiercache.metrics.families import Families
 from tiercache.metrics.table import OPERATIONS, STORE
 from tiercache.pools import HostArena
-from tiercache.storage.base import NamespaceRecord, SharedMemory, StorageBackend, StoreContext
+from tiercache.storage.base import NamespaceRecord, StorageBackend, StoreContext
 from tiercache.storage.env import Env
 from tiercache.storage.wrappers import Metered, Wrapper, unwrap
 from tiercache.testing.objects import NAMESPACE, content, fetch, key, payload, put, to_get, to_set
@@ -80,14 +80,6 @@ def test_a_wrapper_has_no_section(kind: type[Wrapper]) -> None:
 
 
 def test_wrappers_pass_on_outages_and_memory() -> None:
-    class Watching(MemoryBackend):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attached: list[SharedMemory] = []
-
-        def attach(self, memory: SharedMemory) -> None:
-            self.attached.append(memory)
-
     inner = Watching()
     cut = Outage(inner)
     arena = HostArena(4096, 4096, huge_pages=False)

@@ -106,6 +106,11 @@ class Rig:
     host: HostPool
     arena: HostArena
 
+    @classmethod
+    def make(cls, machine: Machine, kind: Kind, arena: HostArena) -> Rig:
+        device = DevicePool.from_tensors(kind.geometry, kind.tensors)
+        return cls(machine, kind, device, HostPool(kind.geometry, arena), arena)
+
     def engine(self, **settings: Any) -> CudaEngine:
         return self.machine.engine({PoolName.KV: self.device}, {PoolName.KV: self.host}, **settings)
 
@@ -131,13 +136,7 @@ class Rig:
 def rig_on(machine: Machine) -> Rig:
     kind = pages(machine, np.random.default_rng(1), [1, 2, 5], 16, 8)
     arena = HostArena(64 * 4096, 4096)
-    return Rig(
-        machine,
-        kind,
-        DevicePool.from_tensors(kind.geometry, kind.tensors),
-        HostPool(kind.geometry, arena),
-        arena,
-    )
+    return Rig.make(machine, kind, arena)
 
 
 def on_cpu(rig: Rig) -> Rig:

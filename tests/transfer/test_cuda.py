@@ -158,8 +158,7 @@ class TestRaces:
         machine = Simulated(seconds=lambda method, nbytes, count: 0.01)
         kind = pages(machine, np.random.default_rng(2), range(6), 16, 8)
         arena = HostArena(64 * 4096, 4096)
-        device, host = DevicePool.from_tensors(kind.geometry, kind.tensors), HostPool(kind.geometry, arena)
-        rig = Rig(machine, kind, device, host, arena)
+        rig = Rig.make(machine, kind, arena)
         with rig.engine(method=method) as engine:
             handle, compute = rig.stored(engine, 0), machine.stream()
             ticket = engine.load(rig.units([handle], [3]))

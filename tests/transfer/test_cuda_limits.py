@@ -37,13 +37,7 @@ def many(request: pytest.FixtureRequest) -> Iterator[Rig]:
     kind = Kind.make(machine, np.random.default_rng(3), shapes, 256)
     arena = HostArena(SLOTS * 1800 * 4096, 4096)
     arena.free(np.random.default_rng(0).permutation(arena.alloc(arena.blocks)))
-    yield Rig(
-        machine,
-        kind,
-        DevicePool.from_tensors(kind.geometry, kind.tensors),
-        HostPool(kind.geometry, arena),
-        arena,
-    )
+    yield Rig.make(machine, kind, arena)
     arena.close()
 
 

@@ -71,13 +71,7 @@ class TestFailure:
         kind = Kind.make(machine, np.random.default_rng(3), shapes, 256)
         arena = HostArena(SLOTS * 1024 * 4096, 4096)
         arena.free(np.random.default_rng(0).permutation(arena.alloc(arena.blocks)))
-        rig = Rig(
-            machine,
-            kind,
-            DevicePool.from_tensors(kind.geometry, kind.tensors),
-            HostPool(kind.geometry, arena),
-            arena,
-        )
+        rig = Rig.make(machine, kind, arena)
         all_slots = list(range(SLOTS))
         handles = rig.host.alloc(SLOTS).tolist()
         with rig.engine(method=Method.KERNEL) as engine:

@@ -68,7 +68,7 @@ class Appraiser:
     def chance(self, nodes: Sequence[Node], ticks: float) -> Ranks:
         """Return the probability that a hit ends at each of these nodes within `ticks` ticks."""
         columns = self._columns
-        return self._policy.chance(columns.view(columns.rows_of(nodes)), ticks)
+        return self._policy.chance(UnitRows(columns, columns.rows_of(nodes)), ticks)
 
     def changed(self, rate: float) -> list[Appraisal]:
         """Return the values that differ by more than `_TOLERANCE` from what was last reported.

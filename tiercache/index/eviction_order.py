@@ -173,10 +173,6 @@ class EvictionColumns:
         """Return the rows of all nodes that could answer a hit."""
         return np.flatnonzero(self.shared["complete"][: len(self.nodes)])
 
-    def view(self, rows: npt.NDArray[np.int64], number: int = 0) -> UnitRows:
-        """Return the units of this kind in some rows, as a policy sees them."""
-        return UnitRows(self, rows, number)
-
     def _update(self, nodes: Sequence[Node]) -> None:
         """Write the rows of some nodes, and record them as changed."""
         for node in nodes:
@@ -278,7 +274,7 @@ class UnitRows:
 
     columns: EvictionColumns
     rows: npt.NDArray[np.int64]
-    number: int
+    number: int = 0
     stored_bytes: Column | None = None
     """Bytes of each unit in storage, if these are the units of a store; None for units of this index."""
 
@@ -396,7 +392,7 @@ class EvictionQueue:
         rows = columns.rows(self._number, alive=True)
         if not len(rows):
             return
-        ranks = self._policy.rank(columns.view(rows, self._number))
+        ranks = self._policy.rank(UnitRows(columns, rows, self._number))
         for row in rows[np.lexsort((columns.shared["depth"][rows], ranks))].tolist():
             node = columns.nodes[row]
             if node is not None and (kind := columns.kinds[self._number].of(node)):
@@ -424,7 +420,7 @@ class EvictionQueue:
                 self._front.push(entry, dead=True)
         if self._policy.steady and alive.any():
             living = changed[alive]
-            ranks = self._policy.rank(columns.view(living, self._number))
+            ranks = self._policy.rank(UnitRows(columns, living, self._number))
             for entry in self._entries(living, ranks):
                 if self._front.admits(entry[0]):
                     self._front.push(entry)
@@ -438,7 +434,7 @@ class EvictionQueue:
         columns.record_changes(self._number, on=True)  # `_add_changed` keeps the new front up to date
         if not steady and len(rows) > _MAX_SAMPLE:
             rows = np.sort(self._rng.choice(rows, _MAX_SAMPLE, replace=False))
-        ranks = self._policy.rank(columns.view(rows, self._number)) if len(rows) else np.empty(0)
+        ranks = self._policy.rank(UnitRows(columns, rows, self._number)) if len(rows) else np.empty(0)
         chosen = self._front.choose(ranks)
         live = [*self._entries(rows[chosen], ranks[chosen])]
         self._front.fill(live, columns.now + len(dead), self._dead_entries(dead))

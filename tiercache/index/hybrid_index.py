@@ -39,7 +39,7 @@ from tiercache.index.base import (
 )
 from tiercache.index.checkpoints import CheckpointPlan, CheckpointRules, checkpoint_depths
 from tiercache.index.eviction import UNIT_KINDS, Evictor, reuse_of
-from tiercache.index.eviction_order import EvictionColumns, EvictionQueue
+from tiercache.index.eviction_order import EvictionColumns, EvictionQueue, UnitRows
 from tiercache.index.ghosts import Ghosts
 from tiercache.index.node import ALIVE, IN_STORAGE, Digests, Node, Prefixes
 from tiercache.index.radix_tree import Pin, RadixTree
@@ -287,7 +287,7 @@ class HybridIndex:
         self._ghosts.begin()
         if self._requests % LEARN_EVERY == 0:
             self._columns.sync()
-            live = self._columns.view(self._columns.complete())
+            live = UnitRows(self._columns, self._columns.complete())
             self.policy.learn(live, self._ghosts.view(self._columns.now, self.page_size))
 
     def _missed(self, match: Match, tokens: TokenArray) -> Reuse | None:

@@ -139,7 +139,9 @@ class ObjectWriter:
             stored = self._write(items, placed, outcomes)
         finally:
             self._state.publish(claims, *stored)
-        self._sweep()
+        # Remove the objects that the last eviction made useless, but that its write did not remove.
+        while self._remove_evicted(self._state.sweep(BATCH)):
+            pass
 
     def _reserve(self, claims: Sequence[Claim]) -> None:
         """Reserve a record, quota and blocks for the claims of one owner: grow the slabs first, then evict.
@@ -226,11 +228,6 @@ class ObjectWriter:
             self._cramped = False
             self._state.grow(extent)
             return True
-
-    def _sweep(self) -> None:
-        """Remove the objects that the last eviction made useless, but that its write did not remove."""
-        while self._remove_evicted(self._state.sweep(BATCH)):
-            pass
 
     def _remove_evicted(self, removal: Removal) -> bool:
         """Remove and count what was evicted; return False if no object was removed."""

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,7 @@ FIRST = [
     "ttft_ms_p95", "peak_bytes",
 ]  # fmt: skip
 THEN = [
-    "requests", "seconds", "seed", "profile", "write", "write_chance",
-    "is_bound", "working_bytes",
+    "requests", "seconds", "seed", "profile", "write", "write_chance", "is_bound", "working_bytes",
     "cuts", "ttft_ms_p50", "serving", "tiers", "published",
 ]  # fmt: skip
 QUICK = ("--limit", "40", "--no-bounds")
@@ -122,29 +122,6 @@ def test_pages_of_another_size() -> None:
     assert rows[0]["token_hit_rate"] > plain[0]["token_hit_rate"], "less is lost at the ends of pages"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--rate", "2"), "--rate is for requests that queue at a machine; add --machine"),
-        (("--open",), "--open is for requests that queue"),
-        (("--slo-ttft", "2s"), "--slo-ttft is for requests that queue"),
-        (("--slo-tpot", "2s"), "--slo-tpot is for requests that queue"),
-        (("--machine", "h100", "--rate", "0"), "--rate 0 is not possible"),
-        (("--machine", "h100", "--slo-ttft", "0"), "a time to the first token of 0 s is no objective"),
-        (("--machine", "h100", "--slo-tpot", "soon"), "--slo-tpot: 'soon' is not a duration"),
-        (
-            ("--machine", "h1000"),
-            "there is no machine and no file 'h1000'; give the path of a TOML file, or one",
-        ),
-    ],
-)
-def test_options_of_a_queue_that_are_wrong(options: tuple[str, ...], message: str) -> None:
-    done = replay(*SERVED, *options)
-    assert done.code == 2
-    assert done.out == ""
-    assert message in " ".join(done.err.split())
-
-
 def test_the_same_again_but_for_the_seconds(trace: Path) -> None:
     def text(*arguments: object) -> str:
         done = replay(*arguments, "-o", "jsonl")
@@ -229,53 +206,15 @@ def test_storage_tiers_are_compared_with_one_pool_and_with_lru(tmp_path: Path) -
     assert "nvme: 1GiB at 6 GB/s; far: 8GiB at 6 GB/s, write write_back" in page
     assert "per read" in page
     rows = {row["policy"]: row for row in replay(*asked, "-o", "jsonl").lines}
-    assert [*rows] == [
-        "infinite", "hvd", "lru in every tier", "hvd in one pool", "clairvoyant"
-    ]  # fmt: skip
+    assert [*rows] == ["infinite", "hvd", "lru in every tier", "hvd in one pool", "clairvoyant"]
     assert {row["capacity_bytes"] for name, row in rows.items() if name != "infinite"} == {10 << 30}
-    assert [name for name, row in rows.items() if row["is_bound"]] == [
-        "infinite", "hvd in one pool", "clairvoyant"
-    ]  # fmt: skip
+    bounds = [name for name, row in rows.items() if row["is_bound"]]
+    assert bounds == ["infinite", "hvd in one pool", "clairvoyant"]
     assert rows["hvd in one pool"]["tiers"].keys() == {"host"}
     assert rows["hvd"]["tiers"].keys() == {"host", "nvme", "far"}
     for use in rows["hvd"]["tiers"].values():
         written, read = use["written_bytes"], use["read_bytes"]
         assert use["written_per_read"] == (pytest.approx(written / read) if read else None)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--tier", "a"), "--tier 'a' has no capacity; write it like"),
-        (("--tier", "?capacity=1GiB"), "has no name; write it like"),
-        (("--tier", "a?capacity=0"), "tier 'a' has no bytes"),
-        (("--tier", "a?capacity=1GiB&bandwidth=0"), "a bandwidth of 0 bytes per second is not possible"),
-        (("--tier", "a?capacity=1GiB&speed=1"), "--tier a has no setting 'speed'; it has bandwidth,"),
-        (
-            ("--tier", "a?capacity=1GiB&write=never"),
-            "tier 'a', setting 'tier_write': 'never' is not possible",
-        ),
-        (("--tier", "a?capacity=1GiB&write_per_day=0"), "a budget of 0 bytes a day allows no write"),
-        (("--tier", "a?capacity=1GiB&write=write_back"), "nothing can be written back to it"),
-        (("--tier", "a?capacity=1GiB", "--tier", "a?capacity=2GiB"), "two tiers are named 'a'"),
-        (("--tier", "a b?capacity=1GiB"), "'a b' is no name"),
-        (("--tier", "a?capacity=1&read_only=yes", "--tier", "b?capacity=1&write=write_back"), "is read-only"),
-        ([part for n in range(9) for part in ("--tier", f"t{n}?capacity=1")], "9 tiers are more than the 8"),
-        (("--tier", "a?capacity=1GiB", "--disk-bytes", "1GiB"), "--disk-bytes is short for --tier"),
-        (("--tier", "a?capacity=1GiB", "--capacity", "0.1"), "give only one of them"),
-    ],
-)
-def test_a_tier_that_is_not_possible_is_refused_at_once(arguments: tuple[str, ...], message: str) -> None:
-    done = replay("multi-turn", "--host-bytes", "1GiB", *arguments)
-    assert (done.code, done.out) == (2, "")
-    assert re.search(message, done.err), done.err
-    assert done.err.count("\n") == 1
-
-
-def test_storage_tiers_need_a_host() -> None:
-    done = replay("multi-turn", *TIERS)
-    assert (done.code, done.out) == (2, "")
-    assert "through the host, which has 0 bytes" in done.err
 
 
 @pytest.mark.parametrize("columns", slow_after(1, [80, 140]))
@@ -393,6 +332,35 @@ def test_a_model_without_states_gets_the_policies_that_it_has_a_use_for(trace: P
     assert {row["profile"] for row in rows} == {tmp_path.name}
 
 
+QUEUE_MISTAKES: list[tuple[Sequence[str], str]] = [
+    (("--rate", "2"), "--rate is for requests that queue at a machine; add --machine"),
+    (("--open",), "--open is for requests that queue"),
+    (("--slo-ttft", "2s"), "--slo-ttft is for requests that queue"),
+    (("--slo-tpot", "2s"), "--slo-tpot is for requests that queue"),
+    (("--machine", "h100", "--rate", "0"), "--rate 0 is not possible"),
+    (("--machine", "h100", "--slo-ttft", "0"), "a time to the first token of 0 s is no objective"),
+    (("--machine", "h100", "--slo-tpot", "soon"), "--slo-tpot: 'soon' is not a duration"),
+    (("--machine", "h1000"), "there is no machine and no file 'h1000'; give the path of a TOML file, or one"),
+]
+"""Options of requests that queue at a machine, and what is said of them."""
+TIER_MISTAKES: list[tuple[Sequence[str], str]] = [
+    (("--tier", "a"), "--tier 'a' has no capacity; write it like"),
+    (("--tier", "?capacity=1GiB"), "has no name; write it like"),
+    (("--tier", "a?capacity=0"), "tier 'a' has no bytes"),
+    (("--tier", "a?capacity=1GiB&bandwidth=0"), "a bandwidth of 0 bytes per second is not possible"),
+    (("--tier", "a?capacity=1GiB&speed=1"), "--tier a has no setting 'speed'; it has bandwidth,"),
+    (("--tier", "a?capacity=1GiB&write=never"), "tier 'a', setting 'tier_write': 'never' is not possible"),
+    (("--tier", "a?capacity=1GiB&write_per_day=0"), "a budget of 0 bytes a day allows no write"),
+    (("--tier", "a?capacity=1GiB&write=write_back"), "nothing can be written back to it"),
+    (("--tier", "a?capacity=1GiB", "--tier", "a?capacity=2GiB"), "two tiers are named 'a'"),
+    (("--tier", "a b?capacity=1GiB"), "'a b' is no name"),
+    (("--tier", "a?capacity=1&read_only=yes", "--tier", "b?capacity=1&write=write_back"), "is read-only"),
+    ([part for n in range(9) for part in ("--tier", f"t{n}?capacity=1")], "9 tiers are more than the 8"),
+    (("--tier", "a?capacity=1GiB", "--disk-bytes", "1GiB"), "--disk-bytes is short for --tier"),
+    (("--tier", "a?capacity=1GiB", "--capacity", "0.1"), "give only one of them"),
+]
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -444,10 +412,13 @@ def test_a_model_without_states_gets_the_policies_that_it_has_a_use_for(trace: P
         (["agent", "--report", "/proc/x.html"], "--report /proc/x.html: its directory cannot be written to"),
         (["agent", "--report", "/tmp"], "--report /tmp is a directory"),
         (["{broken}"], "broken.jsonl, line 2: not JSON"),
+        (["multi-turn", *TIERS], "through the host, which has 0 bytes"),
+        *(((SERVED[0], *options), sentence) for options, sentence in QUEUE_MISTAKES),
+        *((("multi-turn", "--host-bytes", "1GiB", *tier), sentence) for tier, sentence in TIER_MISTAKES),
     ],
 )
 def test_a_mistake_gets_one_sentence(
-    trace: Path, tmp_path: Path, arguments: list[str], sentence: str
+    trace: Path, tmp_path: Path, arguments: Sequence[str], sentence: str
 ) -> None:
     broken = tmp_path / "broken.jsonl"
     broken.write_text(trace.read_text().splitlines()[0] + "\n{broken\n")

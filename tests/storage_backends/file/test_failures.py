@@ -181,12 +181,7 @@ def test_reads_and_writes_of_threads_run_in_parallel(tmp_path: Path) -> None:
     with opened(tmp_path / "s", env=env) as store, ThreadPoolExecutor(4) as pool:
         put(store, key("a"), payload("a", 5000))
         env.clear()
-        hangs = [
-            env.hang("preadv", at=1),
-            env.hang("preadv", at=2),
-            env.hang("pwritev", at=1),
-            env.hang("pwritev", at=2),
-        ]
+        hangs = [env.hang(call, at=at) for call in ("preadv", "pwritev") for at in (1, 2)]
         tasks = [pool.submit(fetch, store, key("a"), 5000) for _ in range(2)]
         tasks += [pool.submit(put, store, key(n), payload(n, 5000)) for n in range(2)]
         assert all(hang.reached.wait(30) for hang in hangs), "all four are inside the disk at once"

@@ -147,6 +147,10 @@ def test_a_way_that_became_slow_is_left_at_once() -> None:
     assert selector.choose()[0]
 
 
+def large(name: str) -> SetItem:
+    return SetItem(key(name), [aligned(payload(name, 1 << 20))], ObjectMeta(NAMESPACE, 1 << 20, b""))
+
+
 def test_a_large_batch_is_written_in_steps(real_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     env = Doors()
     with FileBackend(str(real_disk), ROOMY, env=env) as store:
@@ -154,11 +158,7 @@ def test_a_large_batch_is_written_in_steps(real_disk: Path, monkeypatch: pytest.
         ways = [(False, 4 << 20), (True, 4 << 20), (False, 4 << 20)]
         monkeypatch.setattr(selector_of(store), "choose", lambda: ways.pop(0))
         names = [f"page-{i}" for i in range(12)]
-        sets = [
-            SetItem(key(name), [aligned(payload(name, 1 << 20))], ObjectMeta(NAMESPACE, 1 << 20, b""))
-            for name in names
-        ]
-        assert store.set(sets) == [STORED] * 12
+        assert store.set([large(name) for name in names]) == [STORED] * 12
         assert not ways, "each step asks anew"
         doors = env.doors("pwritev")
         assert (doors[0], doors[-1], doors.count("direct")) == ("buffered", "buffered", 4)
@@ -172,11 +172,7 @@ def test_the_slower_way_is_tried_with_the_beginning_of_a_batch(real_disk: Path) 
         env.doors("")
         selector_of(store).record(False, 1 << 40, 0.001)  # no disk is as fast
         names = [f"page-{i}" for i in range(12)]
-        sets = [
-            SetItem(key(name), [aligned(payload(name, 1 << 20))], ObjectMeta(NAMESPACE, 1 << 20, b""))
-            for name in names
-        ]
-        assert store.set(sets) == [STORED] * 12
+        assert store.set([large(name) for name in names]) == [STORED] * 12
         doors = env.doors("pwritev")
         assert doors.count("direct") * (1 << 20) == TRIAL_BYTES
         assert doors.count("buffered") == 12 - doors.count("direct")

@@ -7,7 +7,6 @@ The first who opens a store in a path starts the node; whoever opens it while th
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +14,7 @@ from typing import Any, ClassVar
 from tiercache_backends.grpc import GrpcBackend
 from tiercache_backends.grpc.settings import GrpcSettings, read_settings
 
-from tests.storage.backends import FileHooks, LocalHooks, MemoryHooks, OwnConformance
+from tests.storage.backends import FileHooks, MemoryHooks, OwnConformance
 from tests.storage_backends.chain.hooks import ChainHooks
 from tests.storage_backends.grpc.nodes import daemon_settings, section
 from tiercache.core import ObjectKey
@@ -89,19 +88,6 @@ class ServedHooks(OwnConformance):
 
     def check(self, store: StorageBackend) -> None:
         super().check(self.behind(store))
-
-    def kill(self, store: StorageBackend, path: Path, capacity: int | None = None) -> StorageBackend:
-        """The daemon dies, and another one opens what it left."""
-        if not isinstance(self, LocalHooks):
-            return super().kill(store, path, capacity)
-        from tests.storage.backends import copy_tree
-
-        left = path.with_name(path.name + ".left")
-        copy_tree(path, left)
-        store.close()
-        shutil.rmtree(path)
-        left.rename(path)
-        return self.open_store(path, capacity)
 
 
 class UnixMemory(ServedHooks, MemoryHooks):

@@ -27,13 +27,8 @@ from tiercache.pools import HostArena
 from tiercache.storage.base import GetItem, SetItem
 from tiercache.testing.objects import fetch, key, payload, put, to_get, to_set
 
-HIT, STORED, ERROR, THROTTLED, UNAVAILABLE = (
-    Outcome.HIT,
-    Outcome.STORED,
-    Outcome.ERROR,
-    Outcome.THROTTLED,
-    Outcome.UNAVAILABLE,
-)
+HIT, STORED, ERROR = Outcome.HIT, Outcome.STORED, Outcome.ERROR
+THROTTLED, UNAVAILABLE = Outcome.THROTTLED, Outcome.UNAVAILABLE
 BLOCK = 4096
 SIZE = 3 * BLOCK - 100
 

@@ -12,18 +12,11 @@ from tiercache_backends.lmdb.records import PART_PAGES, part_key
 from tiercache_backends.lmdb.transaction import Transaction
 
 from tests.storage_backends.lmdb.hooks import CAPACITY, check_integrity, environment_of, opened
-from tiercache.core import ObjectKey, Outcome, PoolName
+from tiercache.core import ObjectKey, PoolName
 from tiercache.storage.base import GetItem
 from tiercache.storage.checksum import NO_MAC, Checksums, MacKey
+from tiercache.testing.conformance.hooks import ERROR, HIT, MISS, STORED
 from tiercache.testing.objects import content, fetch, key, page_key, payload, to_get, to_set
-
-HIT, MISS, STORED, CORRUPT, ERROR = (
-    Outcome.HIT,
-    Outcome.MISS,
-    Outcome.STORED,
-    Outcome.CORRUPT,
-    Outcome.ERROR,
-)
 
 
 @pytest.mark.parametrize("secret", [None, b"secret"])

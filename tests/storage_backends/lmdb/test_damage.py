@@ -29,20 +29,12 @@ from tests.storage_backends.lmdb.hooks import (
     zero,
 )
 from tests.storage_backends.local.files import DAMAGE, damage, disk_bytes
-from tiercache.core import Outcome
 from tiercache.errors import StorageError, StoreFormatError
 from tiercache.storage.checksum import MacKey
 from tiercache.storage.env import Env
+from tiercache.testing.conformance.hooks import CORRUPT, ERROR, HIT, MISS, STORED, THROTTLED
 from tiercache.testing.objects import fetch, key, payload, put, to_get, to_set
 
-HIT, MISS, STORED, CORRUPT, THROTTLED, ERROR = (
-    Outcome.HIT,
-    Outcome.MISS,
-    Outcome.STORED,
-    Outcome.CORRUPT,
-    Outcome.THROTTLED,
-    Outcome.ERROR,
-)
 ROOT = Path(__file__).parents[3]
 
 

@@ -13,16 +13,8 @@ from tiercache_backends.lmdb import LmdbBackend
 from tests.faults import FaultEnv
 from tests.storage_backends.lmdb.hooks import LaterEnv, check_integrity, file_limit, locate, opened
 from tiercache.core import ObjectKey, Outcome
+from tiercache.testing.conformance.hooks import ERROR, HIT, MISS, STORED, THROTTLED
 from tiercache.testing.objects import fetch, key, page_key, payload, put, to_set
-
-HIT, MISS, STORED, CORRUPT, THROTTLED, ERROR = (
-    Outcome.HIT,
-    Outcome.MISS,
-    Outcome.STORED,
-    Outcome.CORRUPT,
-    Outcome.THROTTLED,
-    Outcome.ERROR,
-)
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
