@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _AHEAD: Final = 0.2
 """Share of the host's blocks that is kept written ahead: the units that are evicted next, and free blocks."""
 _STEPS: Final = 4
-"""Number of looks in the time in which the host takes as many blocks as are kept written ahead."""
+"""Divisor of what is kept written ahead: a look is due when the host has taken a quarter of it."""
 _DECAY: Final = 0.95
 """Share of the earlier writes that each look keeps, in the measured rate of writes."""
 _MAX_TIMES: Final = 2
@@ -63,7 +63,7 @@ class WriteBack:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no write that is due waits for room, or storage takes none."""
+        """Whether no write waits for room on the host; also True while storage takes no writes."""
         return not self._wanted or self._context.writes.is_suspended
 
     @property

@@ -97,8 +97,10 @@ class StorageServer:
         notifier: Notifier | None = None,
         reload: Callable[[Collection[str]], Reloaded] | None = None,
     ) -> None:
-        """Serve as the settings say. `reload` is called for a client that wants it: read the settings again,
-        and give them to the method of that name, with the tiers that the client drops.
+        """Serve as the settings say.
+
+        `reload` serves the call of that name: it gets the tiers that the client drops, reads the settings
+        again, and passes both to the method `reload`.
         """
         self.settings: Final = settings
         self.addresses: list[str] = []

@@ -265,8 +265,8 @@ def footer(plan: Plan, machine: Machine) -> list[str]:
             " A set includes computing the checksums, a get verifying them."
         ),
         (
-            "limit_gbps: of the fastest plain system calls that move the same objects: a set syncs nothing, a"
-            " get verifies nothing, and nothing bounds the space."
+            "limit_gbps: the speed of the fastest plain system calls for the same objects, without syncs,"
+            " checks of the bytes, or a bound of the space."
         ),
     ]
     if machine.in_memory:

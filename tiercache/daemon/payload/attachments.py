@@ -191,8 +191,8 @@ class Attachments:
         try:
             if mapping.region.nbytes > room or mapping.region.nbytes != declared:
                 raise WireError(
-                    f"a memfd of {mapping.region.nbytes} bytes is larger than the {room} bytes that may still"
-                    f" be attached, or not of the declared size of {declared} bytes"
+                    f"a memfd of {mapping.region.nbytes} bytes cannot be attached: {declared} bytes were"
+                    f" declared, and there is room for {room}"
                 )
             return session.add(mapping)
         except WireError:

@@ -22,7 +22,7 @@ _BOUND: Final = 8.0
 _LEAST: Final = -1074.0
 """Logarithm of the smallest float above 0, which stands for the logarithm of 0 as well."""
 MAX_NAMESPACES: Final = 1024
-"""Maximum number of records of a tenant, and of its new namespaces since the daemon started."""
+"""Maximum number of a tenant's records, and of namespaces that it has begun since the daemon started."""
 MAX_RECORD_BYTES: Final = 256 << 10
 """Maximum length of all records of a tenant together, as text."""
 
