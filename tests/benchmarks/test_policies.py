@@ -1,11 +1,9 @@
-"""The campaign behind docs/policies.md, and the help of the benchmarks that have one."""
+"""The campaign behind docs/policies.md."""
 
 from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +11,6 @@ import pytest
 
 from tests.benchmarks import policies
 from tests.benchmarks.policies import PARTS, SEEDS, commands, interval, tables
-
-ROOT = Path(__file__).parents[2]
-COMMANDS = (
-    "tests.benchmarks.hosts", "tests.benchmarks.policies", "tests.benchmarks.restore", "tests.campaign",
-    "tests.fuzz.guided",
-)  # fmt: skip
-"""Commands with help; that of tests.benchmarks.sglang needs SGLang."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("module", COMMANDS)
-def test_the_help_of_every_command_is_there(module: str) -> None:
-    line = [sys.executable, "-W", "ignore", "-m", module, "--help"]
-    done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT)
-    assert (done.returncode, done.stderr, "usage: " in done.stdout) == (0, "", True)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import grpc
 
 from tests.storage_backends.grpc.nodes import certificates, secret
+from tests.waiting import until
 from tiercache.core import ObjectKey, ObjectMeta, PoolName
 from tiercache.storage.vectors import parts
 from tiercache.wire import attachment, messages
@@ -57,13 +58,6 @@ REFUSALS = {
 def key(number: int, name: str = "") -> ObjectKey:
     """An object key of its own for each number, on a page of its own."""
     return ObjectKey(PoolName.KV, b"." * 32 + f"{name}{number}".encode().ljust(32, b"."))
-
-
-def until(condition: Callable[[], bool], seconds: float = 60, every: float = 0.02) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come to pass in time"
-        time.sleep(every)
 
 
 class Figures(NamedTuple):
@@ -198,7 +192,7 @@ def serving(directory: Path, body: str) -> Iterator[Daemon]:
             process.wait()
 
 
-class Client:
+class Client(AbstractContextManager["Client"]):
     """Calls over one channel, with what one says of oneself in the metadata."""
 
     def __init__(
@@ -270,9 +264,6 @@ class Client:
 
     def close(self) -> None:
         self.channel.close()
-
-    def __enter__(self) -> Client:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

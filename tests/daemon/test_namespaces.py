@@ -10,7 +10,6 @@ import pytest
 
 from tests.storage_backends.grpc.nodes import secret
 from tiercache.config.models import Settings
-from tiercache.core import Outcome
 from tiercache.daemon.access import Access, Budgets
 from tiercache.daemon.budget import Budget
 from tiercache.daemon.reload import TenantShares
@@ -19,9 +18,9 @@ from tiercache.daemon.tenants.store import TenantStore
 from tiercache.errors import RefusedError
 from tiercache.storage import open_backend
 from tiercache.storage.base import NamespaceRecord, StorageBackend
+from tiercache.testing.conformance.hooks import STORED, THROTTLED
 from tiercache.testing.objects import fetch, key, put, to_set
 
-STORED, THROTTLED = Outcome.STORED, Outcome.THROTTLED
 NAMES = ("ash", "birch", "")
 BATCH = 500
 STORES = {

@@ -18,7 +18,8 @@ from tiercache_backends.memory import MemoryBackend
 from tests.cli.store.test_samples import call
 from tests.daemon.hosts import secret, until
 from tests.daemon.test_metrics import Told, settings_of
-from tests.lab.replay.browser import MISSING, PROGRAM, Page, chromium
+from tests.lab.replay import browser
+from tests.lab.replay.browser import Page
 from tests.lab.replay.test_report_in_browser import PALE, WIDE
 from tiercache.core import Outcome, PoolName
 from tiercache.daemon import StorageServer
@@ -30,14 +31,7 @@ from tiercache.testing.objects import key, to_get
 HOSTILE = "<img src=x onerror=window.bad=1><script>window.bad=1</script>"
 GIB = 1 << 30
 TEXT = "document.body.innerText"
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    if PROGRAM is None:
-        pytest.skip(MISSING)
-    with chromium(tmp_path_factory.mktemp("chromium")) as tab:
-        yield tab
+page = browser.page
 
 
 def usage(**health: str) -> Usage:

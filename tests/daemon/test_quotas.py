@@ -28,10 +28,10 @@ from tiercache.daemon import StorageServer
 from tiercache.daemon.node_metrics import UsageFigures
 from tiercache.errors import ConfigError, UnansweredError, UnavailableError
 from tiercache.storage.shares import OwnerUse
+from tiercache.testing.conformance.hooks import STORED, THROTTLED
 from tiercache.testing.conformance.threads import run_all
 from tiercache.testing.objects import key, payload, to_set
 
-STORED, THROTTLED = Outcome.STORED, Outcome.THROTTLED
 SIZE = 40_960
 MIB = 1 << 20
 TENANTS = ("ash", "birch", "cedar")

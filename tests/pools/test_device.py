@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -126,44 +127,32 @@ def test_the_allocator_is_delegated_to() -> None:
     assert pool.available == SLOTS
 
 
+def bf16(*shape: int, **settings: Any) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16, **settings)
+
+
+K = "layer 7 tensor 'k'"
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("place", "tensor", "message"),
     [
-        ({(7, "v"): None}, r"no tensor 'v' for layer 7"),
-        ({(9, "k"): torch.zeros(1)}, r"does not know tensor 'k' of layer 9"),
-        (
-            {(7, "k"): torch.zeros((SLOTS * PAGE, 2, 8))},
-            r"layer 7 tensor 'k' is float32 where its geometry says bfloat16",
-        ),
-        (
-            {(7, "k"): torch.zeros((SLOTS * PAGE, 2, 9), dtype=torch.bfloat16)},
-            r"layer 7 tensor 'k' has shape \(20, 2, 9\)",
-        ),
-        (
-            {(7, "k"): torch.zeros((SLOTS * PAGE + 1, 2, 8), dtype=torch.bfloat16)},
-            r"layer 7 tensor 'k' has 21 tokens",
-        ),
-        (
-            {(7, "k"): torch.zeros((SLOTS * PAGE + PAGE, 2, 8), dtype=torch.bfloat16)},
-            r"layer 7 tensor 'k' has 6 slots where 5",
-        ),
-        (
-            {(7, "k"): torch.zeros((SLOTS * PAGE, 8, 2), dtype=torch.bfloat16).mT},
-            r"layer 7 tensor 'k'.*not one contiguous run",
-        ),
-        (
-            {(7, "k"): torch.zeros((SLOTS * PAGE, 2, 2, 8), dtype=torch.bfloat16)[:, 0]},
-            r"layer 7 tensor 'k'.*not one contiguous run",
-        ),
-        (
-            {(7, "k"): torch.zeros((SLOTS * PAGE, 2, 8), dtype=torch.bfloat16, device="meta")},
-            r"layer 7 tensor 'k' is on meta",
-        ),
-        ({(7, "k"): torch.zeros((0, 2, 8), dtype=torch.bfloat16)}, r"and so no slots"),
+        ((7, "v"), None, r"no tensor 'v' for layer 7"),
+        ((9, "k"), torch.zeros(1), r"does not know tensor 'k' of layer 9"),
+        ((7, "k"), torch.zeros((SLOTS * PAGE, 2, 8)), f"{K} is float32 where its geometry says bfloat16"),
+        ((7, "k"), bf16(SLOTS * PAGE, 2, 9), rf"{K} has shape \(20, 2, 9\)"),
+        ((7, "k"), bf16(SLOTS * PAGE + 1, 2, 8), f"{K} has 21 tokens"),
+        ((7, "k"), bf16(SLOTS * PAGE + PAGE, 2, 8), f"{K} has 6 slots where 5"),
+        ((7, "k"), bf16(SLOTS * PAGE, 8, 2).mT, f"{K}.*not one contiguous run"),
+        ((7, "k"), bf16(SLOTS * PAGE, 2, 2, 8)[:, 0], f"{K}.*not one contiguous run"),
+        ((7, "k"), bf16(SLOTS * PAGE, 2, 8, device="meta"), f"{K} is on meta"),
+        ((7, "k"), bf16(0, 2, 8), "and so no slots"),
     ],
 )
-def test_what_does_not_fit_is_named(change: dict[tuple[int, str], torch.Tensor | None], message: str) -> None:
-    changed = kv_tensors() | change
+def test_what_does_not_fit_is_named(
+    place: tuple[int, str], tensor: torch.Tensor | None, message: str
+) -> None:
+    changed = kv_tensors() | {place: tensor}
     tensors = {key: tensor for key, tensor in changed.items() if tensor is not None}
     with pytest.raises(GeometryError, match=message):
         DevicePool.from_tensors(kv_geometry([3, 7], 2, 8, "bfloat16", PAGE), tensors)

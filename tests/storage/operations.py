@@ -8,12 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tests.faults import FaultEnv
-from tiercache.core import Outcome
 from tiercache.storage.base import StorageBackend
+from tiercache.testing.conformance.hooks import CORRUPT, ERROR, HIT, MISS, STORED, THROTTLED
 from tiercache.testing.objects import content, fetch, key, payload, to_get, to_set
 
-HIT, MISS, STORED = Outcome.HIT, Outcome.MISS, Outcome.STORED
-CORRUPT, THROTTLED, ERROR = Outcome.CORRUPT, Outcome.THROTTLED, Outcome.ERROR
 OLD = {("old", n): payload(n, 9000 + 7000 * n) for n in range(5)}
 NEW = {("new", n): payload(n, 60_000 * (n + 1)) for n in range(3)}
 

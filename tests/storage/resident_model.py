@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import log2
 
 from tiercache.storage.pages import PAGE_KEY_BYTES
 from tiercache.storage.residents import Residents
 from tiercache.storage.restorable import Admissibility, Worth
-from tiercache.storage.values import HALF_LIFE
 from tiercache.testing.objects import page_key
 
 LAYOUTS = [page_key(("layout", n)) for n in range(4)]
@@ -78,25 +75,8 @@ class Everything:
 
 
 @dataclass
-class Clock:
-    """Seconds that pass only when a test says so."""
-
-    now: float = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@dataclass
-class Hint:
-    rank: float
-    worker: int | None
-    """None for a rank that came from a later page."""
-
-
-@dataclass
 class Page:
-    """A page of the model. `lengths`: by layout; `up`: the page before it; `when`: seconds at `used`."""
+    """A page of the model. `lengths`: by layout; `up`: the page that it follows."""
 
     lengths: dict[int, int] = field(default_factory=dict)
     up: int | None = None
@@ -104,9 +84,6 @@ class Page:
     namespace_id: int = PLAIN
     depth: int = 0
     used: int = 0
-    when: float = 0.0
-    kv_hint: Hint | None = None
-    state_hint: Hint | None = None
     number: int = 0
     served: bool = False
     holds: int = 0
@@ -137,20 +114,13 @@ class Left:
     namespace_id: int
     depth: int
     used: int
-    when: float
     number: int
-    hint: Hint | None
 
 
 class Model:
-    """Model of `Residents` that computes every answer from all its pages.
+    """Model of `Residents` that computes every answer from all its pages."""
 
-    `mean`: logarithm of the value with which objects without a hint count.
-    """
-
-    def __init__(self, seconds: Callable[[], float], mean: Callable[[], float]) -> None:
-        self.seconds, self.mean = seconds, mean
-        self.hinted = False
+    def __init__(self) -> None:
         self.pages: dict[int, Page] = {}
         self.hybrid: set[int] = set()
         self.clock = self.newest = 0
@@ -196,35 +166,6 @@ class Model:
     def leaves(self) -> list[int]:
         """Pages that can be evicted as a whole."""
         return [name for name, page in self.pages.items() if self.is_leaf(name) and not page.pins]
-
-    def rank_of(self, value: float) -> float:
-        return (log2(value) if value else -2048.0) + self.seconds() / HALF_LIFE
-
-    def rank(self, name: int) -> float:
-        """The rank of a page as a whole."""
-        page = self.pages[name]
-        if not self.hinted:
-            return page.used
-        hint = page.kv_hint or page.state_hint
-        return hint.rank if hint else self.mean() + page.when / HALF_LIFE + page.used * 1e-12
-
-    def inherit(self, name: int) -> None:
-        """Give the page before the one that goes the higher of the two ranks."""
-        page = self.pages[name]
-        if not self.hinted or page.up is None:
-            return
-        above = self.pages[page.up]
-        is_hinted = page.kv_hint or page.state_hint or above.kv_hint
-        if is_hinted and self.rank(name) > self.rank(page.up):
-            above.kv_hint = Hint(self.rank(name), above.kv_hint.worker if above.kv_hint else None)
-
-    def alone(self) -> list[int]:
-        """Pages that others follow and whose states can be evicted alone."""
-        return [
-            name
-            for name, page in self.stored().items()
-            if page.state_hint and not (self.is_leaf(name) or page.holds or page.pins)
-        ]
 
     def is_mostly_unproven(self) -> bool:
         pages = self.pages.values()
@@ -282,18 +223,13 @@ class Model:
             page.namespace_id,
             page.depth,
             page.used,
-            page.when,
             page.number,
-            page.state_hint if layout >= STATE else page.kv_hint,
         )
-        if not page.states:
-            page.state_hint = None
         if not page.kv and layout < STATE:
             if page.up is not None:
-                self.inherit(name)
                 parent = self.pages[page.up]
-                parent.used, parent.when = max(parent.used, page.used), max(parent.when, page.when)
-            page.up, page.cut, page.kv_hint = None, False, None
+                parent.used = max(parent.used, page.used)
+            page.up, page.cut = None, False
         self.settle()
         return left
 
@@ -302,17 +238,13 @@ class Model:
         if not page.kv:
             page.namespace_id = left.namespace_id
         page.depth = page.depth or left.depth
-        page.used, page.when = max(page.used, left.used), max(page.when, left.when)
+        page.used = max(page.used, left.used)
         page.number = max(page.number if page.lengths else 0, left.number)
         self.enter(left.name, left.layout, left.up, left.length)
-        if left.layout >= STATE:
-            page.state_hint = page.state_hint or left.hint
-        else:
-            page.kv_hint = page.kv_hint or left.hint
 
     def use(self, name: int) -> None:
         self.clock += 1
-        self.pages[name].used, self.pages[name].when = self.clock, self.seconds()
+        self.pages[name].used = self.clock
 
     def renew(self, name: int) -> None:
         self.use(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
 from random import Random
 
 import pytest
@@ -28,9 +27,7 @@ from tests.storage.resident_model import (
     MOST,
     PLAIN,
     STATE,
-    Clock,
     Everything,
-    Hint,
     Left,
     Model,
     digest,
@@ -43,10 +40,6 @@ from tiercache.storage.pages import PAGE_KEY_BYTES
 from tiercache.storage.residents import Residents
 from tiercache.storage.restorable import Admissibility, Worth
 from tiercache.testing.objects import page_key
-
-VALUES = (0.0, 5e-324, 1e-3, 0.3, 1.0, 7.0, 1e3, 1e9, 1e308)
-NEAR = 1e-6
-"""Difference of two ranks that are as good as equal."""
 
 
 @dataclass
@@ -68,47 +61,21 @@ class ResidentsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.clock = Clock()
-        self.residents = Residents(clock=self.clock)
+        self.residents = Residents()
         self.order = EvictionOrder(self.residents)
-        # private: the mean is checked by a test of its own; here it only has to be the same for all pages
-        self.model = Model(self.clock, lambda: self.residents.pages.values._adopted)
+        self.model = Model()
         self.claims: list[Claim] = []
         self.left: list[tuple[int, bytes | None, Left]] = []
         self.watched = True
 
-    @initialize(
-        needs_states=st.booleans(),
-        watched=st.booleans(),
-        count=st.integers(0, 2 * MOST),
-        states=st.sampled_from([0.0, 0.2, 0.5]),
-        valued=st.sampled_from([0.0, 0.3, 1.0]),
-        random=st.randoms(use_true_random=False),
-    )
-    def begin(
-        self, needs_states: bool, watched: bool, count: int, states: float, valued: float, random: Random
-    ) -> None:
-        """Fill the tables with trees of pages, with states on some, and give values to a part of these.
-
-        Unless watched, the tables are not asked for anything between the steps, so that what they put off
+    @initialize(needs_states=st.booleans(), watched=st.booleans())
+    def begin(self, needs_states: bool, watched: bool) -> None:
+        """Unless watched, the tables are not asked for anything between the steps, so that what they put off
         stays so.
         """
         self.watched = watched
         if needs_states:
             self.require_states(HYBRID)
-        for _ in range(count):
-            stored = sorted(self.model.stored())
-            if stored and random.random() < states:
-                name = random.choice(stored)
-                self.claim(name, STATE, None, self.model.pages[name].namespace_id, "right", True)
-            else:
-                above = random.choice([None, *stored])
-                space = PLAIN if above is None else self.model.pages[above].namespace_id
-                self.claim(random.randrange(MOST), KV, above, space, "right", True)
-        for name, page in self.model.stored().items():
-            for layout in page.lengths.keys() & {KV, STATE}:
-                if random.random() < valued:
-                    self.advise([(name, layout, random.choice(VALUES))], random.randrange(3))
 
     @rule(namespace_id=st.just(HYBRID))
     def require_states(self, namespace_id: int) -> None:
@@ -221,75 +188,13 @@ class ResidentsMachine(RuleBasedStateMachine):
             for layout in page.lengths:
                 self.residents.pins[self.residents.find(digest(name, layout))] = page.pins
 
-    @rule(seconds=st.sampled_from([5.0, 600.0, 3600.0, 40_000.0]))
-    def wait(self, seconds: float) -> None:
-        self.clock.now += seconds
-
-    @rule(
-        hints=st.lists(
-            st.tuples(st.integers(0, MOST - 1), st.sampled_from([KV, STATE]), st.sampled_from(VALUES)),
-            min_size=1,
-            unique_by=lambda hint: hint[:2],
-        ),
-        worker=st.integers(0, 2),
-    )
-    def advise(self, hints: list[tuple[int, int, float]], worker: int) -> None:
-        model, pages = self.model, self.residents.pages
-        stored = model.stored()
-        known = [hint for hint in hints if hint[0] in stored and hint[1] in stored[hint[0]].lengths]
-        # A rank that came from a later page counts as given by whoever gave the page's own before.
-        givers = {n: pages.worker[pages.find(page_key(n))] for n, *_ in known} if pages.hinted else {}
-        self.residents.advise(
-            [digest(name, layout) for name, layout, _ in hints], [value for *_, value in hints], worker
-        )
-        if known and not model.hinted:
-            model.hinted = True
-            for one in (*model.pages.values(), *(left for *_, left in self.left)):
-                one.when = self.clock.now  # all earlier uses count as made just now
-        for name, layout, value in known:
-            page, rank = stored[name], model.rank_of(value)
-            old = page.kv_hint if layout == KV else page.state_hint
-            if (
-                old is None
-                or (givers[name] if old.worker is None else old.worker) == worker
-                or rank > old.rank
-            ):
-                if layout == KV:
-                    page.kv_hint = Hint(rank, worker)
-                else:
-                    page.state_hint = Hint(rank, worker)
-
-    @rule(
-        count=st.integers(1, 6),
-        promising=st.booleans(),
-        value=st.sampled_from([None, None, 0.0, 0.5, 5.0, 1e3, 1e6]),
-    )
-    def evict(self, count: int, promising: bool, value: float | None) -> None:
-        model, order = self.model, self.order
-        value = value if model.hinted else None
+    @rule(count=st.integers(1, 6), promising=st.booleans())
+    def evict(self, count: int, promising: bool) -> None:
         attached = [c.node for c in self.claims] + [c.parent for c in self.claims if c.parent is not None]
         taker = Watcher(self, count, promising)
-        highest = inf if value is None else model.rank_of(value)
-        rank = None if value is None else self.residents.rank(value)
-        order.evict(taker, attached, promising=promising, rank=rank)
-        assert all(rank <= highest + NEAR for rank in taker.ranks), "nothing goes that is worth more"
-        if order.not_worth:
-            assert min(self.units().values()) > highest - NEAR
-        elif not taker.enough() and (promising or not model.is_mostly_unproven()):
-            assert not model.leaves(), "whatever may go can be made to go"
-
-    def units(self) -> dict[tuple[int, bool], float]:
-        """Ranks of what is of use and may be evicted now: pages, and states alone."""
-        model = self.model
-        needed = [name for c in self.claims for name in (c.name, c.above) if name is not None]
-        paths = [[at for at in model.path(name) if model.pages[at].states] for name in needed]
-        kept = {path[0] for path in paths if path}
-        found = {(name, False): model.rank(name) for name in model.leaves() if not model.is_useless(name)}
-        for name in model.alone():
-            hint = model.pages[name].state_hint
-            if hint and name not in kept:
-                found[name, True] = hint.rank
-        return found
+        self.order.evict(taker, attached, promising=promising)
+        if not taker.enough() and (promising or not self.model.is_mostly_unproven()):
+            assert not self.model.leaves(), "whatever may go can be made to go"
 
     def hold(self, name: int) -> int:
         self.model.at(name).holds += 1
@@ -372,22 +277,16 @@ class Watcher(Everything):
         super().__init__(machine.residents, number)
         self.machine = machine
         self.promising = promising
-        self.ranks: list[float] = []
         self.next: int | None = None
         """The page before what went last, where that was a unit."""
 
     def take(self, rows: list[int]) -> None:
         model = self.machine.model
         [name] = {page_of(self.residents, row) for row in rows}
-        layouts = [LAYOUTS.index(self.residents.digest(row)[:-PAGE_KEY_BYTES]) for row in rows]
-        page = model.pages[name]
-        if set(layouts) == set(page.lengths) and model.is_leaf(name):
-            self.check_page(name)
-            self.next = page.up
-            model.inherit(name)
-        else:
-            assert set(layouts) == {layout for layout in page.lengths if layout >= STATE}
-            self.check_unit(name, alone=True)
+        layouts = {LAYOUTS.index(self.residents.digest(row)[:-PAGE_KEY_BYTES]) for row in rows}
+        assert layouts == set(model.pages[name].lengths), "without values a page goes with its states"
+        self.check_page(name)
+        self.next = model.pages[name].up
         super().take(rows)
         for layout in layouts:
             model.leave(name, layout)
@@ -399,7 +298,11 @@ class Watcher(Everything):
         if name == self.next and model.is_useless(name):
             return
         if not model.is_useless(name):
-            self.check_unit(name, alone=False)
+            self.check_first(name)
+            useful = [other for other in leaves if not model.is_useless(other)]
+            assert name == min(useful, key=lambda other: model.pages[other].used), (
+                "the least recently used of what is of use"
+            )
         elif self.machine.watched and not model.is_dead(name):
             assert not [other for other in leaves if model.is_dead(other)], (
                 "what may yet be of use goes after what never will"
@@ -409,13 +312,9 @@ class Watcher(Everything):
                 "and after what is of use"
             )
 
-    def check_unit(self, name: int, *, alone: bool) -> None:
-        """The lowest rank goes first, only when nothing is due, and not for what may never be of use."""
-        model, units = self.machine.model, self.machine.units()
-        rank = units[name, alone]
-        self.ranks.append(rank)
-        # Uses within the same second differ by less than the clock can tell.
-        assert rank <= min(units.values()) + NEAR * model.hinted, "the lowest rank goes first"
+    def check_first(self, name: int) -> None:
+        """Something of use may go only when nothing is due, and not for what may never be."""
+        model = self.machine.model
         if self.machine.watched:
             assert not [other for other in model.leaves() if model.is_dead(other)], (
                 "what is dead goes before what can be restored"

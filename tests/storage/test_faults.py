@@ -35,12 +35,11 @@ from tests.storage.operations import (
     nothing_more,
 )
 from tests.storage_backends.local.files import disk_bytes
-from tiercache.core import Outcome
 from tiercache.errors import StorageError
 from tiercache.storage.base import StorageBackend
+from tiercache.testing.conformance.hooks import CORRUPT, HIT, MISS, STORED
 from tiercache.testing.objects import fetch, key, payload, put
 
-HIT, MISS, STORED, CORRUPT = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.CORRUPT
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EMFILE)
 VARIANTS = [(kind, durability) for kind in KINDS for durability in ("process", "power")]
 

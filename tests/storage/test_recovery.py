@@ -19,18 +19,16 @@ from tests.faults import CALLS, FaultEnv
 from tests.processes import works_in_a_child
 from tests.storage.backends import copy_tree, locate
 from tests.storage.integrity import check_tables
-from tiercache.core import Outcome
 from tiercache.errors import ClosedError, ConfigError, StorageError, StoreLockedError
 from tiercache.storage.base import NamespaceRecord
 from tiercache.storage.env import Env
 from tiercache.storage.registry import open_backend
+from tiercache.testing.conformance.hooks import CORRUPT, ERROR, HIT, MISS, STORED, THROTTLED
 from tiercache.testing.objects import fetch, key, payload, put, to_set
 
 CAPACITY = 16 << 20
 COUNT, SIZE = 200, 3000
 NAME = b"n" * 32
-HIT, MISS, STORED = Outcome.HIT, Outcome.MISS, Outcome.STORED
-CORRUPT, THROTTLED, ERROR = Outcome.CORRUPT, Outcome.THROTTLED, Outcome.ERROR
 PAGE = 4096
 
 

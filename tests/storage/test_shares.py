@@ -26,14 +26,14 @@ from tiercache_backends.file import records
 
 from tests.examples import example_count
 from tests.storage.backends import FileHooks, MemoryHooks
-from tiercache.core import ObjectKey, Outcome
+from tiercache.core import ObjectKey
 from tiercache.storage.base import SetItem
 from tiercache.storage.shares import Footprint, Share, Shares
 from tiercache.testing.conformance import BackendHooks
+from tiercache.testing.conformance.hooks import HIT, STORED, THROTTLED
 from tiercache.testing.conformance.threads import run_all
 from tiercache.testing.objects import key, page_key, state_of, to_get, to_set
 
-STORED, HIT, THROTTLED = Outcome.STORED, Outcome.HIT, Outcome.THROTTLED
 TENANTS = ("ash", "birch", "cedar")
 OWNERS = ("", *TENANTS)
 PLAIN, HYBRID = b"plain", b"hybrid"

@@ -24,10 +24,9 @@ from tiercache.pools import HostArena
 from tiercache.storage.base import NamespaceRecord, StorageBackend, StoreContext
 from tiercache.storage.env import Env
 from tiercache.storage.wrappers import Metered, Wrapper, unwrap
+from tiercache.testing.conformance.hooks import CORRUPT, ERROR, HIT, MISS, STORED, THROTTLED
 from tiercache.testing.objects import NAMESPACE, content, fetch, key, payload, put, to_get, to_set
 
-HIT, MISS, STORED = Outcome.HIT, Outcome.MISS, Outcome.STORED
-CORRUPT, THROTTLED, ERROR = Outcome.CORRUPT, Outcome.THROTTLED, Outcome.ERROR
 RECORD = NamespaceRecord(NAMESPACE, {"model": "m"})
 
 

@@ -113,7 +113,7 @@ def _worker(model: Any, page: int, path: Path) -> Worker:
         [
             ("gemma3", 16, torch.float32),
             ("gemma3", 1, torch.float32),
-            ("inkling", 16, torch.bfloat16),
+            ("inkling", 16, torch.float32),
             ("llama4", 64, torch.float32),
             ("gpt_oss", 256, torch.bfloat16),
             ("inkling", 7, torch.float32),

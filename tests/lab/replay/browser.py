@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import pytest
+
 PROGRAM: Final = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 MISSING: Final = "no Chromium here; on Debian it is the package `chromium`"
 PATIENCE: Final = 60.0
@@ -153,6 +155,14 @@ def chromium(home: Path) -> Iterator[Page]:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    if PROGRAM is None:
+        pytest.skip(MISSING)
+    with chromium(tmp_path_factory.mktemp("chromium")) as tab:
+        yield tab
 
 
 def contrast(one: Any, other: Any) -> float:

@@ -370,7 +370,7 @@ def test_what_running_requests_hold_beside_the_tiers() -> None:
     again = listed([ask(1, 300, answer=100), ask(1, 600, answer=100)])
     assert ran(again, Tiers(900_000)).working_bytes == 11 * page + 4 * state
     # Two at once: the second one's prompt is there already when the first one ends.
-    both = replace(one, requests=[ask(1, 300, answer=100), ask(2, 300, answer=100)], concurrency=2)
+    both = listed([ask(1, 300, answer=100), ask(2, 300, answer=100)], concurrency=2)
     assert ran(both, Tiers(900_000)).working_bytes == (7 + 5) * page + 5 * state
 
 

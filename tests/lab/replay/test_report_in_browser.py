@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 import pytest
 
-from tests.lab.replay.browser import MISSING, PROGRAM, Page, chromium
+from tests.lab.replay import browser
+from tests.lab.replay.browser import Page
 from tests.lab.replay.report_samples import hostile, result, study
 from tiercache_lab.replay.report import render
 
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    if PROGRAM is None:
-        pytest.skip(MISSING)
-    with chromium(tmp_path_factory.mktemp("chromium")) as tab:
-        yield tab
+page = browser.page
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,11 @@ from tiercache_backends.memory import MemoryBackend
 
 from tests.storage_backends.chain.stores import Hanging, health, held
 from tests.waiting import until
-from tiercache.core import Outcome
 from tiercache.errors import UnavailableError
 from tiercache.storage.guard import Guard, NoThreadError
+from tiercache.testing.conformance.hooks import STORED, THROTTLED
 from tiercache.testing.objects import fetch, key, payload, put, to_set
 
-HIT, MISS, STORED, THROTTLED = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.THROTTLED
 SIZE = 5000
 TWO = {"in_flight": 2 * SIZE, "promote": Promotion.NEVER, "threads": 2}
 ALONE = {"write": WritePolicy.SELECTIVE}

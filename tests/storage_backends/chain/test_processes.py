@@ -13,10 +13,10 @@ from tests.waiting import until
 from tiercache.core import Outcome
 from tiercache.storage import open_backend
 from tiercache.storage.base import StorageBackend
+from tiercache.testing.conformance.hooks import HIT, STORED
 from tiercache.testing.conformance.persistence import Peer
 from tiercache.testing.objects import fetch, key, payload, to_set
 
-HIT, STORED = Outcome.HIT, Outcome.STORED
 SIZE = 40_000
 UPPER = 8 << 20
 

@@ -8,14 +8,13 @@ import pytest
 
 from tests.storage_backends.chain.hooks import add, remove
 from tests.waiting import until
-from tiercache.core import Outcome
 from tiercache.errors import ConfigError
 from tiercache.storage import open_backend
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.shares import OwnerUse, Share, Shares
+from tiercache.testing.conformance.hooks import STORED
 from tiercache.testing.objects import fetch, key, payload, to_set
 
-STORED = Outcome.STORED
 MIB = 1 << 20
 SIZE = 40_960
 ASH = b"ash"

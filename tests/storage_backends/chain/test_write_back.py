@@ -18,12 +18,12 @@ from tests.faulty import Outage
 from tests.storage_backends.chain.hooks import is_ahead
 from tests.storage_backends.chain.stores import Hanging
 from tests.waiting import until
-from tiercache.core import ObjectKey, Outcome
+from tiercache.core import ObjectKey
 from tiercache.errors import UnavailableError
 from tiercache.storage.base import NamespaceRecord, SetItem, StorageBackend, TierReport
+from tiercache.testing.conformance.hooks import STORED
 from tiercache.testing.objects import NAMESPACE, chain, fetch, key, payload, state_of, to_set
 
-STORED, HIT = Outcome.STORED, Outcome.HIT
 MIB = 1 << 20
 UPPER, LOWER = 8 * MIB, 64 * MIB
 PAGE, STATE, PAGES = 40_000, 60_000, 5

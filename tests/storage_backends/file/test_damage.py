@@ -11,11 +11,8 @@ import pytest
 from tests.storage.integrity import check_tables
 from tests.storage_backends.file.store import CAPACITY, catalog_of, opened
 from tests.storage_backends.local.files import DAMAGE, damage, disk_bytes
-from tiercache.core import Outcome
+from tiercache.testing.conformance.hooks import CORRUPT, HIT, MISS, STORED
 from tiercache.testing.objects import fetch, key, payload, put, to_set
-
-HIT, MISS, STORED = Outcome.HIT, Outcome.MISS, Outcome.STORED
-CORRUPT, THROTTLED, ERROR = Outcome.CORRUPT, Outcome.THROTTLED, Outcome.ERROR
 
 
 @pytest.mark.parametrize("how", DAMAGE)

@@ -12,14 +12,13 @@ from tiercache_backends.file import FileBackend
 from tests.faults import FaultEnv
 from tests.storage.integrity import check_tables
 from tests.storage_backends.file.store import at_log
-from tiercache.core import Outcome
 from tiercache.errors import ConfigError
 from tiercache.storage import open_backend
 from tiercache.storage.base import NamespaceRecord, SetItem
+from tiercache.testing.conformance.hooks import STORED
 from tiercache.testing.objects import NAMESPACE, chain, fetch, key, outcomes, payload, put, state_of, to_set
 
 CAPACITY = 24 << 20
-HIT, MISS, STORED, CORRUPT = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.CORRUPT
 
 
 @pytest.mark.parametrize(("first", "second"), [(20_000, 700_000), (700_000, 20_000), (8192, 1 << 20)])

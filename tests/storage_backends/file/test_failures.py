@@ -14,12 +14,9 @@ from tests.faults import FaultEnv
 from tests.storage.integrity import check_tables
 from tests.storage_backends.file.store import CAPACITY, at_log, fail_log, opened
 from tests.storage_backends.local.files import disk_bytes
-from tiercache.core import Outcome
 from tiercache.errors import StorageError
+from tiercache.testing.conformance.hooks import CORRUPT, ERROR, HIT, MISS, STORED, THROTTLED
 from tiercache.testing.objects import content, fetch, key, payload, put, to_get
-
-HIT, MISS, STORED = Outcome.HIT, Outcome.MISS, Outcome.STORED
-CORRUPT, THROTTLED, ERROR = Outcome.CORRUPT, Outcome.THROTTLED, Outcome.ERROR
 
 
 def test_a_full_disk_throttles_and_keeps_the_cap(tmp_path: Path) -> None:

@@ -13,12 +13,9 @@ from tests.storage.backends import locate
 from tests.storage.integrity import check_tables
 from tests.storage_backends.file.store import child_of, opened
 from tests.storage_backends.local.files import disk_bytes
-from tiercache.core import Outcome
 from tiercache.errors import StoreFormatError, StoreLockedError
+from tiercache.testing.conformance.hooks import STORED
 from tiercache.testing.objects import fetch, key, outcomes, payload, put, to_set
-
-HIT, MISS, STORED = Outcome.HIT, Outcome.MISS, Outcome.STORED
-CORRUPT, THROTTLED, ERROR = Outcome.CORRUPT, Outcome.THROTTLED, Outcome.ERROR
 
 
 def test_a_directory_has_one_owner(tmp_path: Path) -> None:

@@ -21,12 +21,12 @@ from tests.storage_backends.file.store import is_log
 from tiercache.core import ObjectMeta, Outcome
 from tiercache.storage import GetItem, SetItem, open_backend
 from tiercache.storage.env import cached_bytes, mincore_bytes
+from tiercache.testing.conformance.hooks import CORRUPT, HIT, STORED
 from tiercache.testing.objects import NAMESPACE, key, outcomes, payload, put, to_get, to_set
 
 CAPACITY = 24 << 20
 ROOMY = 256 << 20
 """Capacity of a store that writes 12 MiB at once: at most a 16th of it."""
-HIT, MISS, STORED, CORRUPT = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.CORRUPT
 
 
 class Doors(FaultEnv):

@@ -37,11 +37,11 @@ from tests.storage_backends.file.store import catalog_of, is_log
 from tiercache.core import Outcome
 from tiercache.storage.base import NamespaceRecord
 from tiercache.storage.env import Env
+from tiercache.testing.conformance.hooks import STORED
 from tiercache.testing.objects import fetch, key, payload, put, to_set
 
 CAPACITY = 4 << 20
 SIZE = 60_000
-STORED, MISS = Outcome.STORED, Outcome.MISS
 CHANGES = ("open", "pwritev", "fallocate", "ftruncate", "fdatasync", "fsync", "rename", "unlink")
 """Calls that change the disk, or what of it survives."""
 ID = bytes(range(16))

@@ -10,14 +10,13 @@ from tiercache_backends.file import FileBackend
 
 from tests.storage.backends import locate
 from tests.storage_backends.file.store import catalog_of
-from tiercache.core import Outcome
 from tiercache.errors import ConfigError, StoreFormatError
 from tiercache.storage import open_backend
 from tiercache.storage.checksum import MacKey
+from tiercache.testing.conformance.hooks import CORRUPT, STORED
 from tiercache.testing.objects import fetch, key, payload, put, to_set
 
 CAPACITY = 24 << 20
-HIT, MISS, STORED, CORRUPT = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.CORRUPT
 
 
 @pytest.fixture

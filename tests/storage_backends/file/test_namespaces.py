@@ -13,12 +13,12 @@ from tiercache_backends.file import FileBackend
 from tests.storage.integrity import check_tables
 from tiercache.core import Outcome
 from tiercache.storage.base import NamespaceRecord, StorageBackend
+from tiercache.testing.conformance.hooks import STORED, THROTTLED
 from tiercache.testing.objects import fetch, key, put, to_set
 
 CAPACITY = 16 << 20
 MOST = CAPACITY // 16 // 2048
 """Namespaces of a store of this capacity."""
-STORED, THROTTLED = Outcome.STORED, Outcome.THROTTLED
 
 
 def store_in_each(store: StorageBackend, first: int, count: int) -> list[Outcome]:

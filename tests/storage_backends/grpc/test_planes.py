@@ -25,9 +25,9 @@ from tiercache.core import Outcome
 from tiercache.daemon import StorageServer
 from tiercache.pools import HostArena
 from tiercache.storage.base import GetItem, SetItem
+from tiercache.testing.conformance.hooks import ERROR, HIT, STORED
 from tiercache.testing.objects import fetch, key, payload, put, to_get, to_set
 
-HIT, STORED, ERROR = Outcome.HIT, Outcome.STORED, Outcome.ERROR
 THROTTLED, UNAVAILABLE = Outcome.THROTTLED, Outcome.UNAVAILABLE
 BLOCK = 4096
 SIZE = 3 * BLOCK - 100

@@ -16,13 +16,11 @@ from tiercache_backends.lmdb.records import PART_PAGES, pages_for, piece_sizes
 from tests.examples import example_count
 from tests.storage_backends.lmdb.hooks import CAPACITY, LmdbHooks, check_integrity, opened
 from tests.storage_backends.local.files import disk_bytes
-from tiercache.core import Outcome
 from tiercache.errors import ConfigError
 from tiercache.storage.registry import open_backend
+from tiercache.testing.conformance.hooks import HIT, STORED
 from tiercache.testing.objects import fetch, key, payload, put, to_get, to_set
 from tiercache.testing.stateful import BackendMachine, EvictingMachine
-
-HIT, STORED = Outcome.HIT, Outcome.STORED
 
 
 class TestLmdb(LmdbHooks):

@@ -11,11 +11,9 @@ from tiercache_backends.lmdb.mirror import Mirror
 
 from tests.storage.integrity import check_residents
 from tests.storage_backends.lmdb.hooks import LaterEnv, check_integrity, environment_of, file_limit, opened
-from tiercache.core import Outcome
 from tiercache.storage.restorable import Worth
+from tiercache.testing.conformance.hooks import STORED
 from tiercache.testing.objects import chain, fetch, key, payload, state_of, to_set
-
-STORED = Outcome.STORED
 
 
 def seen_by(mirror: Mirror) -> tuple[set[bytes], Worth]:

@@ -12,14 +12,12 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.examples import example_count
 from tests.storage_backends.mooncake.hooks import MooncakeHooks
 from tests.storage_backends.mooncake.rig import Pool
-from tiercache.core import Outcome
 from tiercache.storage.base import StorageBackend
+from tiercache.testing.conformance.hooks import HIT, STORED
 from tiercache.testing.conformance.persistence import Peer
 from tiercache.testing.conformance.threads import run_all
 from tiercache.testing.objects import fetch, key, payload, to_set
 from tiercache.testing.stateful import BackendMachine
-
-HIT, STORED = Outcome.HIT, Outcome.STORED
 
 
 @pytest.fixture(autouse=True, scope="module")

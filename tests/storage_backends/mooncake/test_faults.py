@@ -19,9 +19,9 @@ from tiercache.core import ObjectKey, Outcome
 from tiercache.errors import PoolFullError, StorageError
 from tiercache.pools import HostArena
 from tiercache.storage.base import GetItem, NamespaceRecord, SetItem
+from tiercache.testing.conformance.hooks import HIT, MISS, STORED
 from tiercache.testing.objects import NAMESPACE, content, fetch, key, payload, put, state_of, to_get, to_set
 
-HIT, MISS, STORED = Outcome.HIT, Outcome.MISS, Outcome.STORED
 THROTTLED, UNAVAILABLE = Outcome.THROTTLED, Outcome.UNAVAILABLE
 SIZE = 40_000
 BLOCK = 1 << 20

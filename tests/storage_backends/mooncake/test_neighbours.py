@@ -16,12 +16,11 @@ from tiercache_backends.mooncake.store import MooncakeBackend
 from tests.processes import refuses_a_child
 from tests.storage_backends.mooncake.hooks import Vandal
 from tests.storage_backends.mooncake.rig import Pool
-from tiercache.core import Outcome
 from tiercache.errors import StorageError
 from tiercache.storage.base import SetItem
+from tiercache.testing.conformance.hooks import CORRUPT, ERROR, HIT, STORED
 from tiercache.testing.objects import fetch, key, payload, put, to_get, to_set
 
-HIT, MISS, STORED, CORRUPT, ERROR = Outcome.HIT, Outcome.MISS, Outcome.STORED, Outcome.CORRUPT, Outcome.ERROR
 SIZE = 20_000
 
 

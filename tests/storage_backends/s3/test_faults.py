@@ -24,12 +24,12 @@ from tests.storage_backends.s3.test_packs import gets, run
 from tests.waiting import until
 from tiercache.core import Outcome
 from tiercache.errors import ConfigError, RefusedError, StorageError, UnavailableError
+from tiercache.testing.conformance.hooks import HIT, MISS, STORED
 from tiercache.testing.objects import content, fetch, key, payload, put, to_get, to_set
 
 pytestmark = [needs_weed, pytest.mark.slow]
 
 SIZE = 30_000
-HIT, MISS, STORED = Outcome.HIT, Outcome.MISS, Outcome.STORED
 
 
 @pytest.fixture

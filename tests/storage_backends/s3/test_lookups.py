@@ -18,12 +18,12 @@ from tests.waiting import until
 from tiercache.core import Outcome
 from tiercache.errors import RefusedError, UnavailableError
 from tiercache.storage.base import GetItem
+from tiercache.testing.conformance.hooks import HIT, MISS, STORED
 from tiercache.testing.objects import fetch, key, payload, put, to_get
 
 pytestmark = needs_weed
 
 SIZE = 2000
-HIT, MISS, STORED = Outcome.HIT, Outcome.MISS, Outcome.STORED
 
 
 def gets(*numbers: int) -> list[GetItem]:
