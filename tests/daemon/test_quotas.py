@@ -210,7 +210,9 @@ def test_a_reload_takes_over_quotas(serve: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the guarantees of tenants ash add up to"):
         client.node.reload(bad.model_copy(update=_same(client.node.settings)))
     assert use_of(client, "ash").quota_bytes == MIB
-    records = [json.loads(row) for row in client.node.settings.audit_file.read_text().splitlines()]
+    audit = client.node.settings.audit_file
+    until(lambda: audit.exists() and "quota of cedar" in audit.read_text())  # a thread writes it
+    records = map(json.loads, audit.read_text().splitlines())
     assert [one["changed"] for one in records if one["event"] == "reload"] == ["quota of ash, quota of cedar"]
     with StorageServer(settings_of(tmp_path, f"file://{tmp_path}/f?capacity=16MiB")) as other:
         changed = new.model_copy(update={**_same(other.settings), "tenants": {"ash": new.tenants["ash"]}})
