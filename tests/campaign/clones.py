@@ -117,7 +117,7 @@ def examine(subject: Subject, model: Model, must: set[Version], names: int, hist
     except StorageError as error:
         return Verdict(lost=len(must) or 1, notes=[f"does not open: {error}"])
     with store:
-        verdict.add(found := judge(store, model, must, names))
+        verdict.add(found := judge(store, model, must, names, reverts=not subject.keeps_all))
         check_integrity(store)
         model.settle(found.found)
         for _ in range(8):

@@ -184,7 +184,6 @@ class History:
         self.flushes = flushes
 
     def draw(self, model: Model) -> Op:
-        """The next call."""
         kind = self.random.choices(("set", "delete", "get", "flush"), (60, 18, 18, 4 * self.flushes))[0]
         if kind == "flush":
             return Op(kind)
@@ -211,11 +210,13 @@ def perform(store: StorageBackend, op: Op) -> list[Outcome | bool]:
 
 
 def judge(
-    store: StorageBackend, model: Model, must: Iterable[Version], names: int, *, damaged: bool = False
-) -> Verdict:
+    store: StorageBackend, model: Model, must: Iterable[Version], names: int, *,
+    damaged: bool = False, reverts: bool = False,
+) -> Verdict:  # fmt: skip
     """Read everything, and compare.
 
-    `must`: what has to be there; of a `damaged` store the rest may be unreadable, and counts as torn.
+    `must`: what has to be there; of a `damaged` store the rest may be unreadable, and counts as torn. If it
+    `reverts`, a removal that was not synced may be lost, which brings back what a flush covered before it.
     """
     verdict = Verdict()
     known = {key(n).digest: n for n in range(names)}
@@ -227,12 +228,13 @@ def judge(
         if outcome is Outcome.CORRUPT or (damaged and outcome is Outcome.ERROR):
             verdict.torn += 1
         elif outcome is Outcome.HIT:
-            same = [v for v in model.allowed(name) if v.data == content(item)]
+            flushed = [v for v in model.flushed if reverts and v.name == name]
+            allowed = [*flushed, *model.allowed(name)]
+            same = [v for v in allowed if v.data == content(item)]
             verdict.present += 1
             if same:
                 verdict.found[name] = same[-1].turn
             else:
-                allowed = model.allowed(name)
                 verdict.count("wrong", f"{name} has bytes that nobody stored last; {allowed} were allowed")
         elif outcome is not Outcome.MISS:
             verdict.count("wrong", f"{name} was listed and its get said {outcome}")

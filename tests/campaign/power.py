@@ -123,7 +123,8 @@ class Cut:
             if self._names == EVICTING:
                 must &= model.newest(12)
             with subject.recover(self._names, verdict) as store:
-                verdict.add(found := judge(store, model, must, self._names))
+                reverts = not subject.keeps_all
+                verdict.add(found := judge(store, model, must, self._names, reverts=reverts))
                 check_integrity(store)
             gone = sum(found.found.get(v.name) != v.turn for v in model.certain())
             figures = {"acknowledged": len(model.certain()), "demanded": len(must)}

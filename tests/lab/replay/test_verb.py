@@ -139,9 +139,8 @@ def test_the_same_again_but_for_the_seconds(trace: Path) -> None:
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_every_generator_is_replayed(name: str) -> None:
-    rows = replay(
-        name, "--limit", 20, "--no-bounds", "--policy", "hvd", "--capacity", "0.3", "-o", "jsonl"
-    ).lines
+    options = ("--limit", 20, "--no-bounds", "--policy", "hvd", "--capacity", "0.3", "-o", "jsonl")
+    rows = replay(name, *options).lines
     assert [row["policy"] for row in rows] == ["infinite", "hvd"]
     assert {row["requests"] for row in rows} == {20}
     assert rows[1]["token_hit_rate"] <= rows[0]["token_hit_rate"] <= 1
@@ -342,7 +341,6 @@ QUEUE_MISTAKES: list[tuple[Sequence[str], str]] = [
     (("--machine", "h100", "--slo-tpot", "soon"), "--slo-tpot: 'soon' is not a duration"),
     (("--machine", "h1000"), "there is no machine and no file 'h1000'; give the path of a TOML file, or one"),
 ]
-"""Options of requests that queue at a machine, and what is said of them."""
 TIER_MISTAKES: list[tuple[Sequence[str], str]] = [
     (("--tier", "a"), "--tier 'a' has no capacity; write it like"),
     (("--tier", "?capacity=1GiB"), "has no name; write it like"),
