@@ -167,9 +167,8 @@ def fill(
                     else _window(pool, t, states[t.pool], tokens)
                     for t in kv
                 )
-                held.lazy_initialization(
-                    keys, values
-                )  # sets dtype, device and flags as the first update would
+                # This sets dtype, device and flags as the first update would.
+                held.lazy_initialization(keys, values)
                 held.keys, held.values = keys, values
             if isinstance(held, WINDOWED):
                 held.cumulative_length = tokens
