@@ -1,9 +1,16 @@
-"""Order of the test files: those that run alone, and those that begin first; paths below `tests`."""
+"""Order of the test files: those that run alone, in a process of their own beside all others, and first;
+paths below `tests`.
+"""
 
 from __future__ import annotations
 
 ALONE = ("daemon/test_floods.py", "daemon/test_hostile.py")
 """Tests that load the machine with floods."""
+
+BESIDE = (
+    "integrations/transformers", "models", "lab/demo", "test_house.py", "test_one_of_each.py",
+)  # fmt: skip
+"""Tests of one process, which imports Transformers, probes each small model and parses every file once."""
 
 LONGEST = (
     "integrations/transformers/test_worker.py",

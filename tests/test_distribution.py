@@ -10,6 +10,7 @@ import sys
 import tomllib
 import venv
 from collections.abc import Iterator
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from zipfile import ZipFile
@@ -35,6 +36,7 @@ OTHERS = {"spoolcache", "tokenizers", "pip-audit", "pip-tools", "cupy-cuda13x"}
 """Published distributions that texts name, beside those that this one depends on."""
 
 
+@cache
 def published() -> set[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]

@@ -56,7 +56,7 @@ def test_a_chat_goes_on_after_a_restart(tmp_path: Path) -> None:
     ("name", "words", "said"),
     [
         ("own_engine.py", ["--help"], "give the URL of a store"),
-        ("two_tenants.py", ["--help"], "give a directory"),
+        pytest.param("two_tenants.py", ["--help"], "give a directory", marks=pytest.mark.slow),
         pytest.param("chat.py", [], "arguments are required: directory", marks=pytest.mark.slow),
     ],
 )

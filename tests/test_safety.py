@@ -26,18 +26,9 @@ PACKAGES: Final = (
 FILES: Final = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
 
 MODULES: Final = {
-    "pickle",
-    "_pickle",
-    "cPickle",
-    "marshal",
-    "shelve",
-    "dill",
-    "cloudpickle",
-    "joblib",
-    "pty",
-    "telnetlib",
+    "pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "pty", "telnetlib",
     "crypt",
-}
+}  # fmt: skip
 """Modules that may not be used at all."""
 BUILTINS: Final = {"eval", "exec", "compile", "__import__"}
 CALLS: Final = {
@@ -166,10 +157,9 @@ def forbidden(source: str) -> Iterator[tuple[int, str]]:
     yield from walker.found
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_nothing_of_it_is_in_the_packages(path: Path) -> None:
-    found = [what for _, what in forbidden(path.read_text())]
-    assert found == ALLOWED.get(str(path.relative_to(ROOT)), [])
+def test_nothing_of_it_is_in_the_packages() -> None:
+    found = {str(path.relative_to(ROOT)): [what for _, what in forbidden(path.read_text())] for path in FILES}
+    assert {path: names for path, names in found.items() if names} == ALLOWED
 
 
 def test_every_test_that_the_security_page_names_is_there() -> None:
@@ -192,55 +182,28 @@ def test_the_packages_are_looked_at() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "import pickle",
-        "import pickle as p",
-        "from pickle import loads as x",
-        "import _pickle",
-        "from marshal import loads",
-        "import shelve",
-        "import cloudpickle",
-        "import os.path, pickle",
-        "eval('1')",
-        "exec('x = 1')",
-        "compile('1', '', 'eval')",
-        "__import__('os')",
-        "f = eval",
-        "import builtins; builtins.exec('')",
-        "from builtins import eval as e",
-        "import torch; torch.load(f)",
-        "import torch as t; t.load(f)",
-        "from torch import load as l; l(f)",
-        "from torch import load",
-        "import numpy; numpy.load(f, allow_pickle=True)",
-        "import numpy as np; np.load(f, allow_pickle=flag)",
-        "from numpy import load as l; l(f, None, True)",
-        "read_array(f, allow_pickle=True)",
-        "import yaml; yaml.load(f)",
-        "from yaml import load as l; l(f)",
-        "import yaml as y; y.unsafe_load(f)",
+        "import pickle", "import pickle as p", "from pickle import loads as x", "import _pickle",
+        "from marshal import loads", "import shelve", "import cloudpickle", "import os.path, pickle",
+        "eval('1')", "exec('x = 1')", "compile('1', '', 'eval')", "__import__('os')", "f = eval",
+        "import builtins; builtins.exec('')", "from builtins import eval as e", "import torch; torch.load(f)",
+        "import torch as t; t.load(f)", "from torch import load as l; l(f)", "from torch import load",
+        "import numpy; numpy.load(f, allow_pickle=True)", "import numpy as np; np.load(f, allow_pickle=flag)",
+        "from numpy import load as l; l(f, None, True)", "read_array(f, allow_pickle=True)",
+        "import yaml; yaml.load(f)", "from yaml import load as l; l(f)", "import yaml as y; y.unsafe_load(f)",
         "import subprocess; subprocess.run('ls', shell=True)",
         "from subprocess import Popen as P; P('ls', shell=flag)",
-        "import subprocess; subprocess.getoutput('ls')",
-        "import os; os.system('ls')",
-        "import os as o; o.popen('ls')",
-        "from os import system",
-        "from os import system as s; s('ls')",
-        "import tempfile; tempfile.mktemp()",
-        "from tempfile import mktemp as m; m()",
-        "import ssl; ssl._create_unverified_context()",
-        "import ssl; c.verify_mode = ssl.CERT_NONE",
-        "from ssl import CERT_NONE",
-        "context.check_hostname = False",
-        "import ssl; wrap(check_hostname=False)",
-        "import random; token = random.randbytes(32)",
-        "from random import getrandbits as g; salt = g(9)",
-        "import random as r; self.nonce = r.random()",
+        "import subprocess; subprocess.getoutput('ls')", "import os; os.system('ls')",
+        "import os as o; o.popen('ls')", "from os import system", "from os import system as s; s('ls')",
+        "import tempfile; tempfile.mktemp()", "from tempfile import mktemp as m; m()",
+        "import ssl; ssl._create_unverified_context()", "import ssl; c.verify_mode = ssl.CERT_NONE",
+        "from ssl import CERT_NONE", "context.check_hostname = False",
+        "import ssl; wrap(check_hostname=False)", "import random; token = random.randbytes(32)",
+        "from random import getrandbits as g; salt = g(9)", "import random as r; self.nonce = r.random()",
         "from numpy import random; SECRET: bytes = random.bytes(32)",
         "import importlib; importlib.import_module('pickle')",
-        "import builtins; getattr(builtins, 'eval')('1')",
-        "load(model, trust_remote_code=True)",
+        "import builtins; getattr(builtins, 'eval')('1')", "load(model, trust_remote_code=True)",
     ],
-)
+)  # fmt: skip
 def test_the_walker_finds_it(source: str) -> None:
     assert list(forbidden(source))
 
@@ -248,21 +211,13 @@ def test_the_walker_finds_it(source: str) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "import re; re.compile('x')",
-        "from re import compile as c; c('x')",
-        "model.eval()",
-        "import numpy as np; np.load(f, allow_pickle=False)",
-        "import yaml; yaml.safe_load(f)",
-        "import subprocess; subprocess.run(['ls'])",
-        "import subprocess; subprocess.run('ls', shell=False)",
-        "import secrets; token = secrets.token_bytes(32)",
-        "import random; wait = random.random()",
-        "import tempfile; tempfile.mkstemp()",
-        "import ssl; ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)",
-        "def load(f): ...\nload(1)",
-        "self.exec(x)",
-        "import os; os.environ",
+        "import re; re.compile('x')", "from re import compile as c; c('x')", "model.eval()",
+        "import numpy as np; np.load(f, allow_pickle=False)", "import yaml; yaml.safe_load(f)",
+        "import subprocess; subprocess.run(['ls'])", "import subprocess; subprocess.run('ls', shell=False)",
+        "import secrets; token = secrets.token_bytes(32)", "import random; wait = random.random()",
+        "import tempfile; tempfile.mkstemp()", "import ssl; ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)",
+        "def load(f): ...\nload(1)", "self.exec(x)", "import os; os.environ",
     ],
-)
+)  # fmt: skip
 def test_the_walker_lets_the_harmless_pass(source: str) -> None:
     assert list(forbidden(source)) == []

@@ -117,13 +117,8 @@ def test_formats(node):
     }  # fmt: skip
     every = [json.loads(row) for row in config("schema", "-o", "jsonl").out.splitlines()]
     assert {
-        "directory",
-        "tls.key",
-        "principals[].san",
-        "tenants.NAME.salt_file",
-        "limits.idle",
-        "http.listen",
-    } <= {row["setting"] for row in every}
+        "directory", "tls.key", "principals[].san", "tenants.NAME.salt_file", "limits.idle", "http.listen",
+    } <= {row["setting"] for row in every}  # fmt: skip
     assert next(row["default"] for row in every if row["setting"] == "limits.idle") == "10s"
     assert all(row["description"] for row in every)
     assert json.loads(config("schema", "-o", "json").out) == {"settings": every}

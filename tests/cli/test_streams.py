@@ -25,20 +25,9 @@ from tiercache.storage.registry import open_backend
 from tiercache.testing.objects import key, payload, to_set
 
 HEAVY = (
-    "numpy",
-    "grpc",
-    "google",
-    "lmdb",
-    "torch",
-    "transformers",
-    "pydantic",
-    "blake3",
-    "xxhash",
-    "msgpack",
-    "rich",
-    "pygments",
-    "asyncio",
-)
+    "numpy", "grpc", "google", "lmdb", "torch", "transformers", "pydantic", "blake3", "xxhash", "msgpack",
+    "rich", "pygments", "asyncio",
+)  # fmt: skip
 MODULES = 250
 """Modules that `tiercache --help` may import, those of Python among them; it takes about 160."""
 LONG = ["config", "schema", "-o", "jsonl"]

@@ -128,16 +128,11 @@ def test_adapters_and_images_change_the_page_keys_and_do_not_collide():
         *(
             sequence_extra(*e)
             for e in [
-                ("a",),
-                ("b",),
-                ("", (b"a",)),
-                ("a", (b"b",)),
-                ("a", (b"b", b"c")),
-                ("a", (b"bc",)),
+                ("a",), ("b",), ("", (b"a",)), ("a", (b"b",)), ("a", (b"b", b"c")), ("a", (b"bc",)),
                 ("ab", (b"",)),
             ]
         ),
-    ]
+    ]  # fmt: skip
     assert len({page_keys(namespace, tokens, 64, extra=e)[0] for e in extras}) == len(extras)
 
 

@@ -42,16 +42,10 @@ OPTIONS = (
     ("grpc.max_send_message_length", -1),
 )
 REFUSALS = {
-    grpc.StatusCode.UNAUTHENTICATED,
-    grpc.StatusCode.PERMISSION_DENIED,
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.FAILED_PRECONDITION,
-    grpc.StatusCode.RESOURCE_EXHAUSTED,
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.DEADLINE_EXCEEDED,
-    grpc.StatusCode.UNIMPLEMENTED,
-    grpc.StatusCode.CANCELLED,
-}
+    grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.CANCELLED,
+}  # fmt: skip
 """Every way in which a call may be answered with nothing."""
 
 
@@ -72,6 +66,12 @@ class Figures(NamedTuple):
     threads: int
 
 
+_SMAPS = re.compile(
+    rb"^(?:[0-9a-f]+-[0-9a-f]+(?: +[^ \n]+){4} *(.*)|Rss: +(\d+) kB|Anonymous: +(\d+) kB)$", re.MULTILINE
+)
+"""Names of mappings, and the two figures that count. The rest is much, and read many times a second."""
+
+
 def figures(pid: int) -> Figures:
     """Read the resources of a process from /proc.
 
@@ -79,15 +79,15 @@ def figures(pid: int) -> Figures:
     daemon made itself. Memfds with "hostile" in their names belong to the tests' clients and are not
     counted.
     """
-    held, name = 0, ""
-    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
-        if mapping := re.match(r"[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \S+ *(.*)", line):
-            name = mapping[1]
-        elif name.startswith("/memfd:"):
-            if line.startswith("Rss:") and "hostile" not in name:
-                held += int(line.split()[1]) << 10
-        elif line.startswith("Anonymous:"):
-            held += int(line.split()[1]) << 10
+    held, name = 0, b""
+    for told, resident, anonymous in _SMAPS.findall(Path(f"/proc/{pid}/smaps").read_bytes()):
+        is_memfd = name.startswith(b"/memfd:")
+        if resident:
+            held += int(resident) << 10 if is_memfd and b"hostile" not in name else 0
+        elif anonymous:
+            held += int(anonymous) << 10 if not is_memfd else 0
+        else:
+            name = told
     threads = int(re.search(r"Threads:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
     return Figures(held, len(os.listdir(f"/proc/{pid}/fd")), threads)
 
@@ -411,13 +411,9 @@ class Http2:
         self, stream: int, path: str, metadata: Mapping[str, str] | None = None, timeout: str = "30S"
     ) -> None:
         headers = {
-            ":method": "POST",
-            ":scheme": "http",
-            ":path": path,
-            ":authority": "x",
-            "te": "trailers",
+            ":method": "POST", ":scheme": "http", ":path": path, ":authority": "x", "te": "trailers",
             "content-type": "application/grpc",
-        }
+        }  # fmt: skip
         headers |= {"grpc-timeout": timeout} | dict(metadata or {})
         self.frame(
             1, 4, stream, b"".join(b"\x10" + _text(name) + _text(value) for name, value in headers.items())

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiercache_backends.memory import MemoryBackend
 
-from tests.storage.backends import MemoryHooks, without_checksum
+from tests.storage.backends import MemoryHooks, another_way, without_checksum
 from tiercache.core import ObjectKey, Outcome
 from tiercache.daemon.tenants.store import NameCipher, TenantStore
 from tiercache.storage.base import NamespaceRecord, SetItem, StorageBackend
@@ -92,8 +92,9 @@ def test_bytes_that_change_behind_the_view_are_never_a_hit(is_summed: bool) -> N
         assert fetch(view, key("a"), 5000) is Outcome.CORRUPT
 
 
+@another_way
 class TestFenced(MemoryHooks):
-    """The suite of the contract, inside the fence."""
+    """The suite of the contract, inside the fence, but for what the store inside evicts and keeps."""
 
     def open_store(self, path: Path, capacity: int | None = None) -> StorageBackend:
         inner = super().open_store(path, capacity)

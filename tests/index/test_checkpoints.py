@@ -157,19 +157,10 @@ def test_a_session_knows_its_length_even_when_its_states_were_lost():
 @pytest.mark.parametrize(
     ("depth", "path_depth", "tokens", "expected"),
     [
-        (0, 0, 25, (6,)),
-        (0, 3, 25, (3, 6)),
-        (3, 3, 25, (6,)),
-        (0, 3, 24, (3, 5, 6)),
-        (5, 6, 24, (6,)),
-        (6, 6, 25, ()),
-        (0, 6, 25, (6,)),
-        (0, 6, 24, (5, 6)),
-        (0, 0, 3, ()),
-        (0, 0, 4, (1,)),
-        (0, 0, 0, ()),
+        (0, 0, 25, (6,)), (0, 3, 25, (3, 6)), (3, 3, 25, (6,)), (0, 3, 24, (3, 5, 6)), (5, 6, 24, (6,)),
+        (6, 6, 25, ()), (0, 6, 25, (6,)), (0, 6, 24, (5, 6)), (0, 0, 3, ()), (0, 0, 4, (1,)), (0, 0, 0, ()),
     ],
-)
+)  # fmt: skip
 def test_checkpoints(depth: int, path_depth: int, tokens: int, expected: tuple[int, ...]):
     assert tuple(checkpoint_depths(depth, path_depth, tokens, page_size=4)) == expected
 

@@ -15,16 +15,9 @@ from tests.kernels.toolkit import GXX, HERE, SOURCES, compiled, needs_gxx
 
 # A wrongly aligned vector is a fault on a GPU, but not on every CPU: the sanitizer makes it one.
 FLAGS = [
-    "-std=c++17",
-    "-O1",
-    "-Wall",
-    "-Wextra",
-    "-Werror",
-    "-Wno-unknown-pragmas",
-    "-fno-strict-aliasing",
-    "-shared",
-    "-fPIC",
-]
+    "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-fno-strict-aliasing",
+    "-shared", "-fPIC",
+]  # fmt: skip
 SANITIZE = ["-fsanitize=alignment,bounds,shift", "-fsanitize-undefined-trap-on-error"]
 
 

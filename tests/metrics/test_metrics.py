@@ -20,15 +20,8 @@ from tiercache.metrics.table import Known
 
 ROOT = Path(__file__).parent.parent.parent
 KINDS = {
-    "Counter",
-    "Gauge",
-    "Histogram",
-    "Summary",
-    "Info",
-    "Enum",
-    "CounterMetricFamily",
-    "GaugeMetricFamily",
-}
+    "Counter", "Gauge", "Histogram", "Summary", "Info", "Enum", "CounterMetricFamily", "GaugeMetricFamily",
+}  # fmt: skip
 
 ROWS = (
     Metric(

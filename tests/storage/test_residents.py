@@ -91,15 +91,9 @@ def seen(residents: Residents) -> list[tuple[object, ...]]:
         columns = [
             column[node]
             for column in (
-                pages.kv,
-                pages.states,
-                pages.live,
-                pages.depth,
-                pages.tick,
-                pages.number,
-                pages.nbytes,
+                pages.kv, pages.states, pages.live, pages.depth, pages.tick, pages.number, pages.nbytes,
             )
-        ]
+        ]  # fmt: skip
         place = (pages.namespace_id[node], residents.pages.is_leaf(node), residents.pages.is_useless(node))
         facts.append(
             (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from math import inf
 from pathlib import Path
 from random import Random
@@ -56,6 +57,7 @@ def owner_of(namespace: bytes) -> str:
     return namespace.partition(b"/")[0].decode()
 
 
+@cache
 def key_of(place: Place) -> ObjectKey:
     owner, sequence, page, is_state = place
     return (state_of if is_state else key)((owner, sequence, page))

@@ -16,6 +16,7 @@ from tiercache.storage.vectors import take
 
 NAMESPACE = bytes(range(32))
 OTHER_NAMESPACE = bytes(range(32, 64))
+LAYOUTS = {pool: layout_digest(pool, bytes(32), Shard()) for pool in PoolName}
 
 
 def page_key(name: object) -> bytes:
@@ -25,7 +26,7 @@ def page_key(name: object) -> bytes:
 
 def key(name: object, pool: PoolName = PoolName.KV) -> ObjectKey:
     """Return the key of the object of `pool` on the page `name`."""
-    return object_key(pool, layout_digest(pool, bytes(32), Shard()), page_key(name))
+    return object_key(pool, LAYOUTS[pool], page_key(name))
 
 
 def payload(name: object, length: int) -> bytes:

@@ -35,17 +35,8 @@ from tiercache.text import readable_age, readable_size
 
 TIERCACHE = str(Path(sys.executable).parent / "tiercache")
 FIELDS = [
-    "page_key",
-    "pool",
-    "namespace",
-    "depth",
-    "bytes",
-    "stored_at",
-    "parent",
-    "layout",
-    "checksum",
-    "tier",
-]
+    "page_key", "pool", "namespace", "depth", "bytes", "stored_at", "parent", "layout", "checksum", "tier",
+]  # fmt: skip
 KV_OBJECTS, STATES_STORED, OTHERS = 16, 4, 3
 EVERYTHING = KV_OBJECTS + STATES_STORED + OTHERS
 
@@ -115,16 +106,8 @@ def test_ls_lists_every_object_once(kind, tmp_path):
             assert row["depth"] == pages[row["page_key"]]
     table = call("ls", "-s", path).out.splitlines()
     assert table[0].split() == [
-        "page",
-        "key",
-        "pool",
-        "namespace",
-        "depth",
-        "size",
-        "stored",
-        "parent",
-        "layout",
-    ]
+        "page", "key", "pool", "namespace", "depth", "size", "stored", "parent", "layout",
+    ]  # fmt: skip
     assert len(table) == EVERYTHING + 1
     assert len({line.index(" kv ") for line in table if " kv " in line}) == 1, "columns stay where they are"
 
@@ -229,15 +212,8 @@ def test_words_for_people():
         "5.0 GiB",
     ]
     assert [readable_age(s) for s in (None, 0.4, -5, 59, 119, 120, 7200, 86400 * 3)] == [
-        "-",
-        "0 s",
-        "0 s",
-        "59 s",
-        "119 s",
-        "2 min",
-        "2 h",
-        "3 d",
-    ]
+        "-", "0 s", "0 s", "59 s", "119 s", "2 min", "2 h", "3 d",
+    ]  # fmt: skip
     assert ranges_text([1, 2, 3, 7, 9, 10]) == "1..3, 7, 9..10"
     assert ranges_text(list(range(0, 100, 2)), max_runs=3) == "0, 2, 4, ... 98"
     assert [count_text(n, "page") for n in (0, 1, 2000)] == ["0 pages", "1 page", "2,000 pages"]

@@ -91,15 +91,8 @@ def test_a_store_with_a_mac_key_asks_for_it(kind, tmp_path):
 
 class Pong:
     seconds, version, instance, principal, tenant, verbs, transport, store = (
-        0.001,
-        "9.9",
-        "i1",
-        "root",
-        "",
-        ("read",),
-        "unix",
-        "file",
-    )
+        0.001, "9.9", "i1", "root", "", ("read",), "unix", "file",
+    )  # fmt: skip
 
 
 class Daemon(Outage):
@@ -160,15 +153,10 @@ def test_ping_measures_and_names_the_daemon(daemon):
 @pytest.mark.parametrize(
     "verb",
     [
-        ["status"],
-        ["ping"],
-        ["ls"],
-        ["inspect", "ab"],
-        ["verify"],
-        ["flush", "--all", "--yes"],
+        ["status"], ["ping"], ["ls"], ["inspect", "ab"], ["verify"], ["flush", "--all", "--yes"],
         ["flush", "--all", "--dry-run"],
     ],
-)
+)  # fmt: skip
 def test_a_daemon_that_does_not_answer_is_exit_code_3(daemon, verb):
     daemon.begin()
     done = call(*verb, "-s", "grpc://host:1?token=secret", ok=3)

@@ -15,11 +15,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.examples import example_count
-from tests.storage.restorable import Restorable
-from tests.storage.valued import Valued
+from tests.storage.backends import another_way
 from tests.storage_backends.grpc.hooks import TcpMemory, TlsMemory, UnixChain, UnixFile, UnixMemory
 from tiercache.testing.conformance import BackendConformance
-from tiercache.testing.conformance.eviction import Coldest, Eviction
 from tiercache.testing.stateful import BackendMachine, EvictingMachine
 
 needs_openssl = pytest.mark.skipif(
@@ -27,24 +25,17 @@ needs_openssl = pytest.mark.skipif(
 )
 
 
-def another_way(suite: type[BackendConformance]) -> type[BackendConformance]:
-    """Take the themes of the store alone out of a suite, and mark it slow."""
-    for theme in (Coldest, Eviction, Restorable, Valued):
-        for name in vars(theme):
-            if name.startswith("test_"):
-                setattr(suite, name, None)
-    return pytest.mark.slow(suite)
-
-
 class TestUnix(UnixMemory):
     pass
 
 
+@pytest.mark.slow
 @another_way
 class TestTcp(TcpMemory):
     pass
 
 
+@pytest.mark.slow
 @another_way
 class TestUnixChain(UnixChain):
     pass

@@ -85,18 +85,12 @@ def used_elsewhere(path: Path, *arguments: str) -> dict[str, Any] | None:
         *(
             pytest.param(kind, marks=pytest.mark.slow)
             for kind in (
-                "parts overflow",
-                "free leaf",
-                "objects branch",
-                "parts leaf",
-                "parts branch",
-                "ages leaf",
-                "facts leaf",
-                "main leaf",
+                "parts overflow", "free leaf", "objects branch", "parts leaf", "parts branch", "ages leaf",
+                "facts leaf", "main leaf",
             )
         ),
     ],
-)
+)  # fmt: skip
 def test_a_page_that_goes_bad_under_an_open_store_ends_at_most_one_process(tmp_path: Path, kind: str) -> None:
     used_elsewhere(tmp_path / "s", "spoil", kind)
     again = used_elsewhere(tmp_path / "s", "use")
