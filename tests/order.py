@@ -13,26 +13,15 @@ BESIDE = (
 """Tests of one process, which imports Transformers, probes each small model and parses every file once."""
 
 LONGEST = (
-    "integrations/transformers/test_worker.py",
-    "storage_backends/grpc/test_outage.py",
-    "storage_backends/lmdb/test_lmdb.py",
-    "integrations/transformers/test_cuda.py",
-    "storage/test_faults.py",
-    "lab/replay/test_verb.py",
-    "storage_backends/grpc/test_conformance.py",
-    "integrations/transformers/test_lengths.py",
-    "lab/demo/test_demo.py",
-    "cli/test_serve.py",
-    "integrations/transformers/test_identity.py",
-    "storage_backends/grpc/test_abandoned.py",
-    "storage_backends/file/test_file.py",
-    "policy/test_conformance.py",
-    "daemon/test_fuzz.py",
-    "integrations/transformers/test_probe.py",
-    "lab/bench/test_device.py",
-    "lab/bench/test_bench.py",
+    "integrations/transformers/test_worker.py", "storage_backends/grpc/test_outage.py",
+    "storage_backends/lmdb/test_lmdb.py", "integrations/transformers/test_cuda.py", "storage/test_faults.py",
+    "lab/replay/test_verb.py", "storage_backends/grpc/test_conformance.py",
+    "integrations/transformers/test_lengths.py", "lab/demo/test_demo.py", "cli/test_serve.py",
+    "integrations/transformers/test_identity.py", "storage_backends/grpc/test_abandoned.py",
+    "storage_backends/file/test_file.py", "policy/test_conformance.py", "daemon/test_fuzz.py",
+    "integrations/transformers/test_probe.py", "lab/bench/test_device.py", "lab/bench/test_bench.py",
     "lab/replay/test_drive.py",
-)
+)  # fmt: skip
 """Files that begin first, so that no process is left with a long one at the end.
 
 Those that wait for a disk or a process are placed between those that compute.

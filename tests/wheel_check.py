@@ -33,22 +33,11 @@ LAB = ("bench", "demo", "prove", "replay")
 RIVALS = {"lpc", "marconi", "seglen", "seglen:additive"}
 """Policies of the lab."""
 MODULES = (
-    "tiercache_backends.file",
-    "tiercache_backends.lmdb",
-    "tiercache_backends.local",
-    "tiercache_backends.memory",
-    "tiercache_kernels",
-    "tiercache.controller",
-    "tiercache.core",
-    "tiercache.geometry",
-    "tiercache.index",
-    "tiercache.keys",
-    "tiercache.models",
-    "tiercache.policy",
-    "tiercache.pools",
-    "tiercache.storage",
-    "tiercache.transfer",
-)
+    "tiercache_backends.file", "tiercache_backends.lmdb", "tiercache_backends.local",
+    "tiercache_backends.memory", "tiercache_kernels", "tiercache.controller", "tiercache.core",
+    "tiercache.geometry", "tiercache.index", "tiercache.keys", "tiercache.models", "tiercache.policy",
+    "tiercache.pools", "tiercache.storage", "tiercache.transfer",
+)  # fmt: skip
 """The library that an engine embeds."""
 
 

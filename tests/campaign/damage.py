@@ -247,21 +247,14 @@ def older_format(template: Template, path: Path, _random: Random) -> Spoiled:
 
 
 DAMAGES: dict[str, tuple[Damage, tuple[str, ...]]] = {
-    "nothing": (nothing, ("file", "lmdb")),
-    "record": (record, ("file", "lmdb")),
-    "page with objects": (object_page, ("file", "lmdb")),
-    "other page": (other_page, ("lmdb",)),
-    "suspect": (suspect, ("lmdb",)),
-    "useless state": (useless_state, ("file", "lmdb")),
-    "missing format": (missing_format, ("file", "lmdb")),
-    "leftovers": (leftovers, ("file", "lmdb")),
-    "missing slab": (missing_slab, ("file",)),
-    "short slab": (short_slab, ("file",)),
-    "missing database": (missing_data, ("file", "lmdb")),
-    "short database": (short_data, ("file", "lmdb")),
-    "newer format": (newer_format, ("file", "lmdb")),
-    "older format": (older_format, ("file", "lmdb")),
-}
+    "nothing": (nothing, ("file", "lmdb")), "record": (record, ("file", "lmdb")),
+    "page with objects": (object_page, ("file", "lmdb")), "other page": (other_page, ("lmdb",)),
+    "suspect": (suspect, ("lmdb",)), "useless state": (useless_state, ("file", "lmdb")),
+    "missing format": (missing_format, ("file", "lmdb")), "leftovers": (leftovers, ("file", "lmdb")),
+    "missing slab": (missing_slab, ("file",)), "short slab": (short_slab, ("file",)),
+    "missing database": (missing_data, ("file", "lmdb")), "short database": (short_data, ("file", "lmdb")),
+    "newer format": (newer_format, ("file", "lmdb")), "older format": (older_format, ("file", "lmdb")),
+}  # fmt: skip
 """Each with the kinds of store that know it."""
 
 UNSEEN = (record, object_page, other_page)

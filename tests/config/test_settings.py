@@ -289,18 +289,13 @@ def test_namespaces_have_the_lengths_that_stores_give_them(loaded, nbytes):
 @pytest.mark.parametrize(
     ("text", "host", "port", "loopback"),
     [
-        ("127.0.0.1:7070", "127.0.0.1", 7070, True),
-        ("127.8.8.8:0", "127.8.8.8", 0, True),
-        ("[::1]:65535", "::1", 65535, True),
-        ("localhost:1", "localhost", 1, True),
-        ("LOCALHOST:1", "LOCALHOST", 1, True),
-        ("localhost.example:1", "localhost.example", 1, False),
-        ("node-1:1", "node-1", 1, False),
-        ("0.0.0.0:1", "0.0.0.0", 1, False),
-        ("[::]:1", "::", 1, False),
+        ("127.0.0.1:7070", "127.0.0.1", 7070, True), ("127.8.8.8:0", "127.8.8.8", 0, True),
+        ("[::1]:65535", "::1", 65535, True), ("localhost:1", "localhost", 1, True),
+        ("LOCALHOST:1", "LOCALHOST", 1, True), ("localhost.example:1", "localhost.example", 1, False),
+        ("node-1:1", "node-1", 1, False), ("0.0.0.0:1", "0.0.0.0", 1, False), ("[::]:1", "::", 1, False),
         ("10.0.0.1:1", "10.0.0.1", 1, False),
     ],
-)
+)  # fmt: skip
 def test_addresses(text, host, port, loopback):
     address = parse_address(text)
     assert (address.host, address.port, address.loopback, str(address)) == (host, port, loopback, text)

@@ -178,14 +178,10 @@ def answers(caller: Client, k: ObjectKey, *, admin: bool) -> list[list[bytes]]:
 @pytest.mark.parametrize(
     ("owner", "stranger"),
     [
-        ("red", "blue"),
-        ("blue", "red"),
-        ("red", "both"),
-        ("both", "red"),
-        ("both", "outside"),
+        ("red", "blue"), ("blue", "red"), ("red", "both"), ("both", "red"), ("both", "outside"),
         ("red", "narrow"),
     ],
-)
+)  # fmt: skip
 def test_what_is_foreign_answers_like_a_miss_to_the_byte(client: Any, owner: str, stranger: str) -> None:
     mine, other = client(owner), client(stranger)
     k, absent = key(1, f"{owner}-{stranger}"), key(2, f"{owner}-{stranger}")

@@ -27,6 +27,8 @@ from tiercache.keys import Shard
 DEADLINE = 5.0
 """Seconds for which an admission waits, for storage and for the other ranks."""
 REQUESTS = 12
+STEP = 0.004
+"""Seconds that a step of the engines takes."""
 
 
 @dataclass
@@ -75,7 +77,7 @@ class Group:
 
 
 class Word:
-    """Broadcast of the leader's engine, for which all others wait; a step of the engines takes 1 ms."""
+    """Broadcast of the leader's engine, for which all others wait."""
 
     def __init__(self, world: World, size: int) -> None:
         self._world, self._size = world, size
@@ -93,8 +95,8 @@ class Word:
         else:
             self._heard, waiting, self._waiting = self._said, self._waiting, []
             for one, turn in waiting:
-                self._world.wake(one, turn, 0.001)
-            self._world.sleep(0.001)
+                self._world.wake(one, turn, STEP)
+            self._world.sleep(STEP)
         return self._heard
 
 

@@ -50,13 +50,18 @@ class OwnConformance(BackendConformance, Restorable, Valued):
     """The suite, and the themes of the stores that evict by `EvictionOrder`."""
 
 
-def another_way(suite: type[BackendConformance]) -> type[BackendConformance]:
-    """Take the themes of the store alone out of the suite of another way to it."""
-    for theme in (Coldest, Eviction, Restorable, Valued):
+def without_themes(suite: type[BackendConformance], *themes: type) -> type[BackendConformance]:
+    """Take themes out of a suite."""
+    for theme in themes:
         for name in vars(theme):
             if name.startswith("test_"):
                 setattr(suite, name, None)
     return suite
+
+
+def another_way(suite: type[BackendConformance]) -> type[BackendConformance]:
+    """Take the themes of the store alone out of the suite of another way to it."""
+    return without_themes(suite, Coldest, Eviction, Restorable, Valued)
 
 
 class MemoryHooks(OwnConformance):

@@ -120,23 +120,17 @@ _QUICK = settings(deadline=None, stateful_step_count=25, suppress_health_check=l
 
 @pytest.mark.hypothesis
 @pytest.mark.parametrize(
-    ("hooks", "examples"), [pytest.param(hooks, n, id=name) for name, (hooks, n, _) in STORES.items()]
+    ("machine", "hooks", "examples"),
+    [
+        pytest.param(machine, hooks, counts[n], id=f"{name}-{machine.__name__}")
+        for n, machine in enumerate((BackendMachine, EvictingMachine))
+        for name, (hooks, *counts) in STORES.items()
+    ],
 )
-def test_random_histories_match_a_dict(hooks: type[BackendConformance], examples: int) -> None:
-    run_state_machine_as_test(
-        type("M", (BackendMachine,), {"suite": hooks}),
-        settings=settings(_QUICK, max_examples=example_count(examples)),
-    )
-
-
-@pytest.mark.hypothesis
-@pytest.mark.parametrize(
-    ("hooks", "examples"), [pytest.param(hooks, n, id=name) for name, (hooks, _, n) in STORES.items()]
-)
-def test_random_histories_of_a_full_store_lose_only_what_they_may(
-    hooks: type[BackendConformance], examples: int
+def test_random_histories_match_a_dict(
+    machine: type[BackendMachine], hooks: type[BackendConformance], examples: int
 ) -> None:
     run_state_machine_as_test(
-        type("M", (EvictingMachine,), {"suite": hooks}),
+        type("M", (machine,), {"suite": hooks}),
         settings=settings(_QUICK, max_examples=example_count(examples)),
     )

@@ -120,19 +120,6 @@ def test_the_worked_example() -> None:
     )
 
 
-def test_pages_of_the_prefix_count_as_present_and_its_states_are_looked_up() -> None:
-    hybrid, _ = storage(kv_pool(), state_pool())
-    hybrid.batch_set_v2([kv(4, 5), states(2, 5)])
-    result = hybrid.batch_exists_v2(pages(*range(7)), [ASK_STATES], known=4)
-    assert result.restorable_prefix_pages == (3, 6)
-    assert hybrid.batch_exists_v2(pages(*range(7)), [], known=4).kv_hit_pages == 6
-
-
-def test_without_keys_nothing_is_restorable() -> None:
-    hybrid, _ = storage(kv_pool(), state_pool())
-    assert hybrid.batch_exists_v2([], [ASK_STATES]).restorable_prefix_pages == ()
-
-
 @st.composite
 def presences(draw: st.DrawFn) -> tuple[int, int, dict[PoolName, tuple[HitPolicy, int, set[int]]]]:
     n = draw(st.integers(0, 9))

@@ -38,16 +38,11 @@ class Runtime:
     def __getattr__(self, name: str) -> Any:
         """The calls that differ in nothing but their names."""
         call = {
-            "malloc": "allocate",
-            "hostRegister": "lock",
-            "hostUnregister": "unlock",
-            "streamDestroy": "destroy_stream",
-            "streamSynchronize": "synchronize_stream",
-            "eventDestroy": "destroy_event",
-            "eventRecord": "record",
-            "streamWaitEvent": "wait_event",
+            "malloc": "allocate", "hostRegister": "lock", "hostUnregister": "unlock",
+            "streamDestroy": "destroy_stream", "streamSynchronize": "synchronize_stream",
+            "eventDestroy": "destroy_event", "eventRecord": "record", "streamWaitEvent": "wait_event",
             "eventSynchronize": "synchronize_event",
-        }[name]
+        }[name]  # fmt: skip
         if call == "lock":
             return lambda address, nbytes, flags: self._ask("lock", address, nbytes)
         return lambda *arguments: self._ask(call, *arguments)

@@ -211,13 +211,9 @@ def test_keys_that_are_chosen_anew_for_every_length_bound_the_cache(window: int,
 def test_a_model_that_changes_its_attention_for_good_is_refused(attention: str, tmp_path: Path) -> None:
     """BigBird becomes dense at its first short prompt, and was sparse for long ones before."""
     sizes = {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 64,
-        "vocab_size": 256,
-        "block_size": 8,
-    }
+        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
+        "vocab_size": 256, "block_size": 8,
+    }  # fmt: skip
     model = AutoModelForCausalLM.from_config(
         CONFIG_MAPPING["big_bird"](is_decoder=True, attention_type=attention, **sizes)
     ).eval()

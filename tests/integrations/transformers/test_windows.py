@@ -40,15 +40,10 @@ def _runner(name: str, window: int, page: int, dtype: torch.dtype) -> ModelRunne
 
 # (window, page, depths): below the window, on it as far as pages allow, above, far above.
 DEPTHS = [
-    (41, 1, (1, 2, 39, 40, 41, 42, 100)),
-    (41, 7, (7, 35, 42, 49)),
-    (33, 16, (16, 32, 48, 96)),
-    (41, 16, (16, 32, 48, 96)),
-    (65, 64, (64, 128)),
-    (100, 64, (64, 128)),
-    (300, 256, (256, 512)),
+    (41, 1, (1, 2, 39, 40, 41, 42, 100)), (41, 7, (7, 35, 42, 49)), (33, 16, (16, 32, 48, 96)),
+    (41, 16, (16, 32, 48, 96)), (65, 64, (64, 128)), (100, 64, (64, 128)), (300, 256, (256, 512)),
     (2, 16, (16, 48)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -111,15 +106,11 @@ def _worker(model: Any, page: int, path: Path) -> Worker:
     slow_after(
         1,
         [
-            ("gemma3", 16, torch.float32),
-            ("gemma3", 1, torch.float32),
-            ("inkling", 16, torch.float32),
-            ("llama4", 64, torch.float32),
-            ("gpt_oss", 256, torch.bfloat16),
-            ("inkling", 7, torch.float32),
+            ("gemma3", 16, torch.float32), ("gemma3", 1, torch.float32), ("inkling", 16, torch.float32),
+            ("llama4", 64, torch.float32), ("gpt_oss", 256, torch.bfloat16), ("inkling", 7, torch.float32),
         ],
     ),
-)
+)  # fmt: skip
 def test_turns_across_the_window_come_back_from_disk(
     name: str, page: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:

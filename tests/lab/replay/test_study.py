@@ -160,19 +160,6 @@ def test_bounds_bound() -> None:
     )
 
 
-def test_tiers_in_bytes_are_kept_to() -> None:
-    tiers = Tiers(host_bytes=500_000, device_bytes=1_500_000, storage=(DISK,))
-    infinite, hvd = found(asked(CHATS, "hvd", tiers=tiers))
-    assert hvd.capacity is None
-    assert hvd.capacity_bytes == 4_000_000
-    assert {name: use.capacity for name, use in hvd.tiers.items()} == {
-        "device": 1_500_000,
-        "host": 500_000,
-        "disk": 2_000_000,
-    }
-    assert 0 < hvd.token_hit_rate < infinite.token_hit_rate
-
-
 @pytest.mark.parametrize("policy", ["marconi", "hvd"])
 def test_prompts_that_many_share_stay_where_there_is_room_for_little_else(policy: str) -> None:
     """A shared prompt has one continuation at most times, and every request goes through a device that keeps

@@ -15,9 +15,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.examples import example_count
-from tests.storage.backends import another_way
+from tests.storage.backends import another_way, without_themes
 from tests.storage_backends.grpc.hooks import TcpMemory, TlsMemory, UnixChain, UnixFile, UnixMemory
 from tiercache.testing.conformance import BackendConformance
+from tiercache.testing.conformance.eviction import Coldest, Eviction
 from tiercache.testing.stateful import BackendMachine, EvictingMachine
 
 needs_openssl = pytest.mark.skipif(
@@ -26,7 +27,12 @@ needs_openssl = pytest.mark.skipif(
 
 
 class TestUnix(UnixMemory):
-    pass
+    """The suite, but for what a full store evicts: `EvictingMachine` shows below that this follows what a
+    client told and read, on every way.
+    """
+
+
+without_themes(TestUnix, Coldest, Eviction)
 
 
 @pytest.mark.slow
@@ -43,7 +49,7 @@ class TestUnixChain(UnixChain):
 
 _QUICK = settings(deadline=None, stateful_step_count=20, suppress_health_check=list(HealthCheck))
 STORES = [
-    pytest.param(UnixMemory, 5, id="unix"),
+    pytest.param(UnixMemory, 10, id="unix"),
     pytest.param(TcpMemory, 5, id="tcp"),
     pytest.param(TlsMemory, 5, id="tls", marks=[pytest.mark.slow, needs_openssl]),
     pytest.param(UnixFile, 2, id="unix file"),

@@ -41,11 +41,8 @@ def test_a_url_has_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     ("url", "advice"),
     [
         ("s3://", "needs 'address', as in s3://bucket"),
-        ("s3:///only/a/path", "needs 'address', as in s3://bucket"),
-        ("s3://ab", "3 to 63"),
-        ("s3://Bucket", "no bucket"),
-        ("s3://bucket/a//b", "no prefix"),
-        ("s3://bucket/a/../b", "no prefix"),
+        ("s3:///only/a/path", "needs 'address', as in s3://bucket"), ("s3://ab", "3 to 63"),
+        ("s3://Bucket", "no bucket"), ("s3://bucket/a//b", "no prefix"), ("s3://bucket/a/../b", "no prefix"),
         ("s3://bucket?endpoint=storage.example:9000", "https://storage.example:9000"),
         ("s3://bucket?endpoint=https://user:password@host", "no endpoint"),
         ("s3://bucket?endpoint=http://storage.example:9000", "allow_http=true"),
@@ -53,11 +50,10 @@ def test_a_url_has_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
         ("s3://bucket?region=Here", "us-east-1"),
         ("s3://bucket?secret_access_key=hidden", "credentials_file"),
         ("s3://bucket?access_key_id=hidden", "credentials_file"),
-        ("s3://bucket?pack=64MiB&in_flight=32MiB", "in_flight"),
-        ("s3://bucket?size=1", "no setting"),
+        ("s3://bucket?pack=64MiB&in_flight=32MiB", "in_flight"), ("s3://bucket?size=1", "no setting"),
         ("s3://bucket?credentials_file=/nowhere/at/all", "credentials_file"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_said(url: str, advice: str) -> None:
     with pytest.raises(ConfigError) as caught:
         settings(url)
