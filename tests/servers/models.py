@@ -1,12 +1,8 @@
-"""Tiny models with random weights, and a tokenizer of bytes, as directories that an engine's server can load.
-
-python -m tests.servers.models DIRECTORY llama qwen3next
-"""
+"""Tiny models with random weights, and a tokenizer of bytes, as directories that an engine can load."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +49,8 @@ def _config(name: str) -> Any:
         **common,
         linear_num_value_heads=4,
         linear_num_key_heads=2,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
         linear_conv_kernel_dim=4,
         num_experts=4,
         num_experts_per_tok=2,
@@ -78,8 +74,3 @@ def _tokenizer() -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=made, bos_token="<s>", eos_token="</s>", pad_token="<pad>", model_max_length=32768
     )
-
-
-if __name__ == "__main__":
-    for wanted in sys.argv[2:] or MODELS:
-        print(make_model(wanted, Path(sys.argv[1])))

@@ -8,11 +8,14 @@ import signal
 import subprocess
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
+
+from tests.waiting import until
 
 START_S = 900
 """Most seconds that a start may take; it takes 30 to 40 s of a quiet core."""
@@ -31,16 +34,37 @@ class Answer(NamedTuple):
     """Number of the prompt's tokens that were not computed, as the server counts them."""
 
 
-class Server:
-    """One server. Leaving its `with` block stops it.
+class Server(ABC):
+    """One server of a model, with or without a store below its cache. Leaving its `with` block stops it.
+
+    An engine's class is made of an environment, a model, a port, a log, and the URL of a store or None.
 
     Thread safety: one thread, except `post`.
     """
+
+    ENVIRONMENT: ClassVar[str]
+    """Name of the engine's environment, which `make test-servers` makes."""
+    PAGE: ClassVar[int]
+    """Tokens of a page; states are as far apart."""
+    LEAVES: ClassVar[str] = "nothing"
+    """Pattern of the files of shared memory that the engine leaves when it is asked to end."""
+    DTYPES: ClassVar[Mapping[str, str]]
+    """Number format of each model. In float32 a cached prefix changes no answer by rounding."""
+
+    @abstractmethod
+    def ask(self, prompt: Iterable[int], new: int = 8) -> Answer:
+        """Return the greedy answer to a prompt of token numbers."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Empty the engine's caches on device and host once everything is stored."""
 
     def __init__(self, command: Sequence[str], port: int, log: Path, environment: Mapping[str, str]) -> None:
         """Start the server; `ready` waits until it answers."""
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
+        self._shared: set[Path] = set()
+        """Files of shared memory that its processes had mapped."""
         with log.open("ab") as file:
             self.process = subprocess.Popen(
                 command,
@@ -98,23 +122,42 @@ class Server:
         return "\n".join(line[:300] for line in self.said().splitlines()[-lines:])
 
     def stop(self) -> None:
-        """Ask the server to end, as an operator does, and make sure that all its processes have."""
+        """Ask the server to end, as an operator does; its processes and its shared memory have to be gone."""
+        self._note_shared_memory()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(STOP_S)
-        self.kill()
+        try:
+            until(lambda: not self._left(), STOP_S)
+        except AssertionError:
+            raise AssertionError(f"the server leaves {self._left()}:\n{self.tail()}") from None
+        finally:
+            self.kill()
+
+    def _left(self) -> list[int | Path]:
+        self.process.poll()
+        files = (path for path in self._shared if path.exists() and not path.match(self.LEAVES))
+        return [*self.processes(), *files]
 
     def kill(self) -> None:
-        """End all processes of the server at once; its session has only what it started."""
+        """End all processes of the server at once, and remove the shared memory that the engine leaves then.
+
+        The server's session has only what it started.
+        """
+        self._note_shared_memory()
         for pid in self.processes():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait(STOP_S)
-        end = time.monotonic() + STOP_S
-        while self.processes():
-            assert time.monotonic() < end, "processes of the server do not end"
-            time.sleep(0.05)
+        until(lambda: not self.processes(), STOP_S)
+        for path in self._shared:
+            path.unlink(missing_ok=True)
+
+    def _note_shared_memory(self) -> None:
+        for pid in self.processes():
+            with suppress(OSError):
+                lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+                mapped = (Path(line.split(maxsplit=5)[5]) for line in lines if " /dev/shm/" in line)
+                self._shared |= {path for path in mapped if path.is_file()}
 
     def processes(self) -> list[int]:
         """Processes of the server's session that have not ended."""

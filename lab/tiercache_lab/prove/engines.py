@@ -58,6 +58,8 @@ LOOK_AT: Final = {
         "--tokens: a prompt that is shorter than one offloading chunk is not stored",
         "kv_connector OffloadingConnector with spec_name TieringOffloadingSpec: without it there is no tier "
         "below the GPU",
+        "--block-size, for a model with recurrent states: without it vLLM may cut a prefill where no block"
+        " ends, and then has no state to store; 256 works",
         _STATES,
         "--settle: tokens that are being written while the caches are emptied are lost, and vLLM reads"
         " from no tier until these writes have ended",

@@ -4,14 +4,11 @@ Prints one JSON line per piece of work.
 
 write:LAST      back up five pages and the states at pages 2 and LAST
 fetch           query all five pages and their state, fetch what hits, and compare every byte
-die             kill -9 oneself
 """
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -51,8 +48,6 @@ def main(rank: int, size: int, directory: Path, url: str, *work: str) -> None:
                 say(written=rig.write(made, TOKENS, hashes, range(5), states).completed_tokens)
             elif verb == "fetch":
                 say(**_fetch(made, key, kv, mamba, expected))
-            elif verb == "die":
-                os.kill(os.getpid(), signal.SIGKILL)
             torch.distributed.barrier()
         made.detach_storage_backend()
     torch.distributed.destroy_process_group()

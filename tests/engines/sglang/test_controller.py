@@ -184,14 +184,9 @@ def ranks(tmp_path: Path, url: str, *work: list[str]) -> list[list[dict[str, Any
     said = []
     for process in started:
         out, errors = process.communicate(timeout=120)
-        assert process.returncode in (0, -9), errors[-3000:]
+        assert process.returncode == 0, errors[-3000:]
         said.append([json.loads(line) for line in out.splitlines() if line.startswith("{")])
     return said
-
-
-def test_a_killed_process_finds_everything_again(tmp_path: Path, url: str) -> None:
-    assert ranks(tmp_path, url, ["write:3", "die"]) == [[{"written": 80}]]
-    assert ranks(tmp_path, url, ["fetch"]) == [[{"hit": 4, "tokens": 64, "states": 1, "right": True}]]
 
 
 def test_two_ranks_agree_on_what_both_have(tmp_path: Path) -> None:
@@ -201,13 +196,3 @@ def test_two_ranks_agree_on_what_both_have(tmp_path: Path) -> None:
     assert said == [[{"written": 80}, whole], [{"written": 80}, whole]]
     # Another number of ranks cuts the pages in another way.
     assert ranks(tmp_path, url, ["fetch"]) == [[{"hit": 0}]]
-
-
-def test_two_ranks_with_a_store_each(tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/{{rank}}?capacity=64MiB"
-    whole = {"hit": 4, "tokens": 64, "states": 1, "right": True}
-    assert ranks(tmp_path, url, *[["write:3", "fetch"]] * 2) == [[{"written": 80}, whole]] * 2
-    assert {path.name for path in tmp_path.iterdir() if path.name.startswith("tp")} == {
-        "tp0pp0cp0dp0",
-        "tp1pp0cp0dp0",
-    }

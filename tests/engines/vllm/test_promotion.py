@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 import pytest
 from vllm.v1.kv_offload.base import Locality, Medium, TierFilter, TierMatcher, make_offload_key
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from tests.engines.below import DiskOverPool, chain  # noqa: F401
 from tests.engines.vllm.rig import (
     FULL,
     HIT,
@@ -24,10 +22,7 @@ from tests.engines.vllm.rig import (
     groups,
     key,
     keys,
-    store_of,
 )
-from tests.storage_backends.grpc.daemon import Daemon
-from tests.storage_backends.grpc.nodes import scratch
 from tiercache.core import PoolName
 from tiercache.storage.registry import open_backend
 
@@ -70,15 +65,6 @@ def test_the_store_takes_rows_from_the_primary_tier_and_fills_only_those_it_is_g
         assert len(changed) == 1
 
 
-def test_another_engine_finds_what_one_left(tier: dict[str, object]) -> None:
-    with Engine(tier) as engine:
-        engine.store("a", "b")
-        engine.store("a", group=WINDOW)
-    with Engine(tier) as engine:
-        assert engine.found("a", "b", "c") == [True, True, False]
-        assert engine.found("a", "b", group=WINDOW) == [True, False]
-
-
 def test_groups_do_not_meet(tier: dict[str, object]) -> None:
     """The same block hash in two groups is two objects, and a group that vLLM does not offload has none."""
     with Engine(tier) as engine:
@@ -97,18 +83,6 @@ def test_groups_do_not_meet(tier: dict[str, object]) -> None:
         ]
         assert engine.read(keys("a")[0]) == content("full")
         assert engine.read(keys("a", group=WINDOW)[0]) == content("window")
-
-
-def test_a_daemon_is_a_store_like_any_other() -> None:
-    with Daemon("unix", Path(tempfile.mkdtemp(dir=scratch()))) as daemon:
-        tier = {"storage": f"grpc://{daemon.where}", "revision": "r1"}
-        with Engine(tier) as engine:
-            engine.store("a", "b")
-            engine.evict()
-            assert engine.found("a", "b", "c") == [True, True, False]
-            engine.evict()
-            daemon.kill()
-            assert engine.found("a", "b") == [False, False]
 
 
 def test_what_is_stored_again_is_not_written_again(file_tier: dict[str, object], tmp_path: Path) -> None:
@@ -232,26 +206,3 @@ def test_keys_are_told_apart_by_all_of_their_bytes(file_tier: dict[str, object])
         ]
         assert engine.answers(near)[-1] == [MISS] * 3
         assert engine.answers([make_offload_key(whole, FULL)])[-1] == [HIT]
-
-
-def test_a_pool_serves_without_the_disk_above_it_and_a_lost_provider_is_a_miss(
-    chain: DiskOverPool,  # noqa: F811
-) -> None:
-    tier = {"storage": chain.urls, "revision": "r1"}
-    with Engine(tier) as engine:
-        engine.store(*range(ROWS))
-        chain.until_below(store_of(engine), ROWS)
-    chain.lose_disk()
-    with Engine(tier) as engine:
-        assert engine.found(*range(ROWS), "none") == [True] * ROWS + [False]  # `found` compares the bytes
-    chain.lose_disk()
-    with Engine(tier) as engine:
-        chain.lose_provider()
-        engine.found(*range(ROWS))  # some; what hits has the right bytes
-        engine.evict()
-        chain.lose_provider()
-        assert engine.found(*range(ROWS)) == [False] * ROWS
-        engine.evict()
-        engine.store("on the disk")  # whatever is below
-        engine.evict()
-        assert engine.found("on the disk") == [True]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import count
 from typing import Any
 
 import msgspec
@@ -16,14 +15,9 @@ from vllm.distributed.kv_events import (
 
 from tests.engines.zmq_reader import Reader
 from tests.events import golden
-from tests.events.rig import LAYOUTS, NAMESPACE, page, published, store_pages
 from tests.processes import free_port
-from tiercache.core import ObjectKey, PoolName
 from tiercache.events.encoding import encode_batch
 from tiercache.events.publisher import END
-from tiercache.keys import Identity
-from tiercache.storage.base import NamespaceRecord
-from tiercache.storage.registry import open_backend
 
 DECODER = msgspec.msgpack.Decoder(KVEventBatch)
 
@@ -52,41 +46,6 @@ def test_vllm_reads_our_batches_as_it_reads_its_own() -> None:
 def test_the_golden_batch_is_what_vllm_writes() -> None:
     batch = KVEventBatch(ts=golden.TIME, events=as_vllm_has_them())
     assert msgspec.msgpack.encode(batch) == golden.VLLM
-
-
-def test_a_subscriber_of_vllm_follows_a_store_over_a_real_socket() -> None:
-    with open_backend("memory://?capacity=1MiB") as store:
-        identity = Identity("some/model", "r1", "", "bfloat16", "", 64)
-        store.register_namespace(NamespaceRecord(NAMESPACE, identity.public_record()))
-        with published(store) as publisher, Reader(publisher.endpoint, publisher.replay_endpoint) as reader:
-            chains = count(9)
-            reader.connected(lambda: store_pages(store, 1, chain=next(chains)))
-            store_pages(store, 3)
-            seen, held = [], dict[bytes, bytes | None]()
-            while page(2) not in held or page(3) not in held:
-                number, payload = reader.read()
-                seen.append((number, payload))
-                for event in DECODER.decode(payload).events:
-                    assert isinstance(event, BlockStored)
-                    assert (event.medium, event.block_size, event.token_ids) == ("STORAGE", 64, [])
-                    parents = [event.parent_block_hash, *event.block_hashes]
-                    held |= dict(zip(event.block_hashes, parents, strict=False))
-            assert (held[page(1)], held[page(2)], held[page(3)]) == (None, page(1), page(2))
-            store.delete([ObjectKey(PoolName.KV, LAYOUTS[PoolName.KV] + page(2))])
-            number, payload = reader.read()
-            seen.append((number, payload))
-            assert DECODER.decode(payload).events == [
-                BlockRemoved(block_hashes=[page(2)], medium="STORAGE", group_idx=0, ownership="memory")
-            ]
-            numbers = [number for number, _ in seen]
-            assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-            # The replay has the same numbers and bytes, and vLLM's mark at the end.
-            assert reader.replay(numbers[0]) == seen
-            # A number that the publisher no longer has: all is cleared, then comes all that is there.
-            (_, first), *rest = reader.replay(0)
-            assert DECODER.decode(first).events == [AllBlocksCleared()]
-            there = {h for _, payload in rest for e in DECODER.decode(payload).events for h in e.block_hashes}
-            assert there == {page(1), page(3)} | {page(1, chain=n) for n in range(9, next(chains))}
 
 
 def test_our_messages_have_the_frames_of_vllms_own_publisher() -> None:

@@ -6,35 +6,43 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import ClassVar
 
 from tests.servers.server import Answer, Server
 
 STAND_INS = Path(__file__).parent / "stand_ins"
-PAGE = 64
-"""Tokens of a page: SGLang's states of a prefill are 64 tokens apart."""
 ALWAYS = (
     "--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native",
     "--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled",
     "--disable-overlap-schedule", "--mem-fraction-static", "0.2", "--random-seed", "1",
-    "--watchdog-timeout", "1200", "--page-size", str(PAGE), "--enable-cache-report",
+    "--watchdog-timeout", "1200", "--page-size", "64", "--enable-cache-report",
     "--max-running-requests", "4",
 )  # fmt: skip
 
 
 class SglangServer(Server):
-    """One server with a model; float32, so that a cached prefix changes no answer by rounding."""
+    """One server of SGLang with a model; SGLang's states of a prefill are 64 tokens apart."""
 
-    def __init__(self, engine: Path, model: Path, port: int, log: Path, *arguments: object) -> None:
-        """Start it in the environment `engine`, which `make test-servers` makes."""
+    ENVIRONMENT = "sglang"
+    PAGE = 64
+    LEAVES = "sglang_loads_*.shm"
+    DTYPES: ClassVar = {"llama": "float32", "qwen3next": "float32"}
+
+    def __init__(self, environment: Path, model: Path, port: int, log: Path, storage: str | None) -> None:
+        cache = ["--disable-radix-cache"]
+        if storage is not None:
+            cache = ["--max-total-tokens", "8192", *_hicache(log.with_name(f"settings-{port}.json"), storage)]
+            if model.name != "llama":
+                cache += ["--max-mamba-cache-size", "24"]
         super().__init__(
             [
-                str(engine / "bin" / "python"), "-W", "ignore", "-m", "sglang.launch_server",
-                "--model-path", str(model), "--port", str(port), *ALWAYS, *map(str, arguments),
+                str(environment / "bin" / "python"), "-W", "ignore", "-m", "sglang.launch_server",
+                "--model-path", str(model), "--port", str(port), *ALWAYS, *cache,
             ],
             port,
             log,
             {
-                "PATH": f"{engine / 'bin'}{os.pathsep}{os.environ['PATH']}",
+                "PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}",
                 "PYTHONPATH": str(STAND_INS),
                 "SGLANG_USE_CPU_ENGINE": "1",
                 "SGLANG_DISABLE_FUSED_MAMBA_SLOT_OPS": "1",
@@ -44,7 +52,6 @@ class SglangServer(Server):
         )  # fmt: skip
 
     def ask(self, prompt: Iterable[int], new: int = 8) -> Answer:
-        """Return the greedy answer to a prompt of token numbers."""
         found = self.post(
             "/generate",
             {
@@ -60,12 +67,11 @@ class SglangServer(Server):
         )
 
     def flush(self) -> None:
-        """Empty the pools of device and host."""
         answer = self.post("/flush_cache")
         assert "flushed" in str(answer).lower(), answer
 
 
-def hicache(file: Path, storage: str) -> list[str]:
+def _hicache(file: Path, storage: str) -> list[str]:
     """Arguments of a server whose host cache stores in tiercache; writes the settings to `file`."""
     settings = {
         "backend_name": "tiercache",

@@ -60,10 +60,11 @@ class Daemon:
         self.start()
 
     def start(self) -> None:
+        module = "tests.storage_backends.grpc.daemon"
         command = [
             sys.executable,
             "-m",
-            "tests.storage_backends.grpc.daemon",
+            module,
             self.transport,
             str(self.directory),
             self.store,

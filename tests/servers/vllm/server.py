@@ -1,0 +1,93 @@
+"""A real server of vLLM's build for CPUs, with stand-ins for the copies that vLLM has for CUDA only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import ClassVar
+
+from tests.servers.server import Answer, Server
+from tests.waiting import until
+
+STAND_INS = Path(__file__).parent / "stand_ins"
+ALWAYS = (
+    "--host", "127.0.0.1", "--enforce-eager", "--max-model-len", "8192", "--max-num-seqs", "4",
+    "--enable-prompt-tokens-details", "--seed", "1", "--shutdown-timeout", "60",
+)  # fmt: skip
+
+
+class VllmServer(Server):
+    """One server of vLLM with a model; a state of the Qwen3-Next is as large as the KV of 512 tokens."""
+
+    ENVIRONMENT = "vllm-cpu"
+    PAGE = 512
+    DTYPES: ClassVar = {"llama": "float32", "qwen3next": "bfloat16"}  # all that its gated delta nets take
+
+    def __init__(self, environment: Path, model: Path, port: int, log: Path, storage: str | None) -> None:
+        cache = ["--no-enable-prefix-caching"]
+        if storage is not None:
+            cache = [
+                "--enable-prefix-caching",
+                "--block-size",
+                str(self.PAGE),
+                "--kv-transfer-config",
+                _tier(storage),
+            ]
+        self._model = model.name
+        super().__init__(
+            [
+                str(environment / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server",
+                "--model", str(model), "--served-model-name", model.name, "--port", str(port),
+                "--dtype", self.DTYPES[model.name], *ALWAYS, *cache,
+            ],
+            port,
+            log,
+            {
+                "PYTHONPATH": str(STAND_INS),
+                "TORCHDYNAMO_DISABLE": "1",
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "VLLM_NO_USAGE_STATS": "1",
+                "VLLM_SERVER_DEV_MODE": "1",
+            },
+        )  # fmt: skip
+
+    def ask(self, prompt: Iterable[int], new: int = 8) -> Answer:
+        found = self.post(
+            "/v1/completions",
+            {
+                "model": self._model, "prompt": list(prompt), "max_tokens": new, "temperature": 0,
+                "logprobs": 1, "ignore_eos": True, "return_token_ids": True,
+            },
+        )  # fmt: skip
+        [chosen] = found["choices"]
+        cached = (found["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+        return Answer(chosen["token_ids"], chosen["logprobs"]["token_logprobs"], cached)
+
+    def flush(self) -> None:
+        def emptied() -> bool:
+            return bool(self.post("/reset_prefix_cache?reset_external=true")["success"])
+
+        until(emptied, 300, every=0.5)
+
+
+def _tier(storage: str) -> str:
+    """Return the settings of vLLM's tiers with a store of tiercache below."""
+    tier = {
+        "type": "TierCacheTier",
+        "module_path": "tiercache.integrations.vllm",
+        "storage": storage,
+        "revision": "r1",
+    }
+    return json.dumps(
+        {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "spec_name": "TieringOffloadingSpec",
+                "cpu_bytes_to_use": 64 << 20,
+                "secondary_tiers": [tier],
+            },
+        }
+    )
