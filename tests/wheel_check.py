@@ -172,20 +172,12 @@ def serving(directory: str) -> Iterator[str]:
     """Run `tiercache serve` until it serves; yield the URL for clients, then stop it and check its end."""
     node = subprocess.Popen(
         [
-            command(),
-            "serve",
-            "-d",
-            directory,
-            "--disk-bytes",
-            "64MiB",
-            "--host-bytes",
-            "64MiB",
-            "-o",
+            command(), "serve", "-d", directory, "--disk-bytes", "64MiB", "--host-bytes", "64MiB", "-o",
             "jsonl",
         ],
         stdout=subprocess.PIPE,
         text=True,
-    )
+    )  # fmt: skip
     try:
         assert node.stdout is not None
         assert '"unix"' in node.stdout.readline()

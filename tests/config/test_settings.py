@@ -128,15 +128,11 @@ def test_which_file(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (None, "does not exist; create it"),
-        (b"a =", "is not TOML"),
-        (b"a = 1\na = 2", "is not TOML"),
-        (b"\xff", "is not UTF-8"),
-        (b"a = " + b"9" * 5000, "is not TOML"),
-        (b"a = " + b"[" * 100_000, "is nested too deeply"),
-        (b" " * (MIB + 1), "is larger than 1MiB"),
+        (None, "does not exist; create it"), (b"a =", "is not TOML"), (b"a = 1\na = 2", "is not TOML"),
+        (b"\xff", "is not UTF-8"), (b"a = " + b"9" * 5000, "is not TOML"),
+        (b"a = " + b"[" * 100_000, "is nested too deeply"), (b" " * (MIB + 1), "is larger than 1MiB"),
     ],
-)
+)  # fmt: skip
 def test_a_file_that_cannot_be_read(tmp_path, content, sentence):
     file = tmp_path / "no\nde.toml"
     if content is not None:

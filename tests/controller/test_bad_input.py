@@ -155,14 +155,11 @@ def test_pages_for_states_alone():
 @pytest.mark.parametrize(
     "tokens",
     [
-        [],
-        *([1, 2, token] for token in (-1, 2**64, 1.5, True, "a", None)),
-        np.array([1, -1]),
-        np.array([1.0]),
-        np.array([[1]]),
+        [], *([1, 2, token] for token in (-1, 2**64, 1.5, True, "a", None)), np.array([1, -1]),
+        np.array([1.0]), np.array([[1]]),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_is_no_prompt(engine, tokens):
     with pytest.raises(TokenError):
         engine.controller.lookup(tokens)

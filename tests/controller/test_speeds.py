@@ -147,11 +147,8 @@ def test_a_depth_in_the_middle_saves_most():
     store, clock = Gated(), Clock()
     whole = prompt(*range(1, 13))
     prompts = [
-        [*prompt(*range(1, 7)), 5],
-        [*whole, 5],
-        [*whole, *prompt(21, 22), 5],
-        [*whole, *prompt(31, 32), 5],
-    ]
+        [*prompt(*range(1, 7)), 5], [*whole, 5], [*whole, *prompt(21, 22), 5], [*whole, *prompt(31, 32), 5],
+    ]  # fmt: skip
     for one in prompts:
         engine = Engine(store, pages=32, states=12, blocks=160)
         engine.keep(one)

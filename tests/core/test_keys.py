@@ -65,18 +65,12 @@ def test_golden_fingerprints():
 @pytest.mark.parametrize(
     "change",
     [
-        {"model": "org/other"},
-        {"revision": "abc124"},
-        {"weights_dtype": "float8_e4m3fn"},
-        {"kv_dtype": "float8_e4m3fn"},
-        {"state_dtype": "bfloat16"},
-        {"quantization": "awq-4bit"},
-        {"page_size": 32},
-        {"salt": b"tenant-a"},
-        {"tenant": "a"},
+        {"model": "org/other"}, {"revision": "abc124"}, {"weights_dtype": "float8_e4m3fn"},
+        {"kv_dtype": "float8_e4m3fn"}, {"state_dtype": "bfloat16"}, {"quantization": "awq-4bit"},
+        {"page_size": 32}, {"salt": b"tenant-a"}, {"tenant": "a"},
     ],
     ids=lambda c: next(iter(c)),
-)
+)  # fmt: skip
 def test_every_field_of_the_identity_changes_the_keys(change):
     tokens = as_tokens(range(256))
     other = replace(IDENTITY, **change)
@@ -95,18 +89,15 @@ def test_moving_a_boundary_between_two_fields_changes_the_namespace():
 @pytest.mark.parametrize(
     "geometry",
     [
-        kv_geometry([3, 7], 2, 256, "float16", 64),
-        kv_geometry([3, 7], 4, 128, "bfloat16", 64),
-        kv_geometry([3, 7], 2, 256, "bfloat16", 32),
-        kv_geometry([3, 8], 2, 256, "bfloat16", 64),
-        kv_geometry([3], 2, 256, "bfloat16", 64),
-        kv_geometry([3, 7], 2, 256, "bfloat16", 64, packed=True),
+        kv_geometry([3, 7], 2, 256, "float16", 64), kv_geometry([3, 7], 4, 128, "bfloat16", 64),
+        kv_geometry([3, 7], 2, 256, "bfloat16", 32), kv_geometry([3, 8], 2, 256, "bfloat16", 64),
+        kv_geometry([3], 2, 256, "bfloat16", 64), kv_geometry([3, 7], 2, 256, "bfloat16", 64, packed=True),
         kv_geometry([3, 7], 2, 256, "bfloat16", 64, value_dim=128),
         Geometry(PoolName.KV, 64, tuple(Segment(n, "latent", (64, 576), "bfloat16") for n in (3, 7))),
         replace(KV, layout="head_token_dim"),
     ],
     ids=["dtype", "heads", "page_size", "layers", "layer_count", "packed", "value_dim", "mla", "layout"],
-)
+)  # fmt: skip
 def test_every_part_of_the_geometry_changes_the_layout(geometry):
     assert layout_digest(PoolName.KV, geometry.fingerprint, Shard()) != layout_digest(
         PoolName.KV, KV.fingerprint, Shard()

@@ -18,20 +18,10 @@ def test_every_id_from_0_to_2_64_minus_1_is_kept(tokens):
 @pytest.mark.parametrize(
     "tokens",
     [
-        [-1],
-        [2**64],
-        [2**63, -1],
-        [1.0],
-        [True],
-        ["a"],
-        "abc",
-        [None],
-        np.array([-5]),
-        np.array([1.5]),
-        np.array([[1]]),
-        np.array([True]),
+        [-1], [2**64], [2**63, -1], [1.0], [True], ["a"], "abc", [None], np.array([-5]), np.array([1.5]),
+        np.array([[1]]), np.array([True]),
     ],
-)
+)  # fmt: skip
 def test_anything_else_is_refused(tokens):
     with pytest.raises(TokenError):
         as_tokens(tokens)

@@ -86,12 +86,9 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0)
 _FIELD = b"\x10\x01a\x7f\x00" + b"b" * 127
 _KNOWN = {
-    ":method": "POST",
-    ":scheme": "http",
-    ":authority": "x",
-    "te": "trailers",
+    ":method": "POST", ":scheme": "http", ":authority": "x", "te": "trailers",
     "content-type": "application/grpc",
-}
+}  # fmt: skip
 _FIELDS = [
     bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
     for name, value in {**_KNOWN, ":path": METHODS["Hello"].path, "grpc-timeout": "30S"}.items()

@@ -56,20 +56,15 @@ class Principal(NamedTuple):
 
 
 PRINCIPALS = {
-    "reader": Principal("read"),
-    "writer": Principal("write"),
-    "both": Principal("read write"),
-    "keeper": Principal("admin"),
-    "chief": Principal("read write admin"),
+    "reader": Principal("read"), "writer": Principal("write"), "both": Principal("read write"),
+    "keeper": Principal("admin"), "chief": Principal("read write admin"),
     "fenced": Principal("read write", namespaces=(NAMESPACE,)),
-    "outside": Principal("read write", namespaces=(OTHER,)),
-    "red": Principal("read write", "red"),
-    "redder": Principal("read write admin", "red"),
-    "blue": Principal("read write admin", "blue"),
+    "outside": Principal("read write", namespaces=(OTHER,)), "red": Principal("read write", "red"),
+    "redder": Principal("read write admin", "red"), "blue": Principal("read write admin", "blue"),
     "warden": Principal("read write admin", namespaces=(NAMESPACE,)),
     "narrow": Principal("read write", "red", (OTHER,)),
     "shown": Principal("read write", "red", (NameCipher(b"red" * 20).mark(OTHER),)),
-}
+}  # fmt: skip
 VERBS = {name: method.verb for name, method in METHODS.items()}
 OPEN = {"GetInto", "SetFrom"}
 """Only on the unix sockets; over TCP they are refused whoever calls, after the verb was looked at."""

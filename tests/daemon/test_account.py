@@ -94,13 +94,9 @@ class TestAccount:
         ]  # fmt: skip
         lines = [json.dumps(one) for one in (*bad, good)]
         lines += [
-            '{"hour": 1e999}',
-            "[" * 3000,
-            "\x00\xff",
-            "x" * 9000,
-            '{"saved_flops": NaN, "hour": 0, "tenant": ""}',
-            "",
-        ]
+            '{"hour": 1e999}', "[" * 3000, "\x00\xff", "x" * 9000,
+            '{"saved_flops": NaN, "hour": 0, "tenant": ""}', "",
+        ]  # fmt: skip
         path.write_bytes("\n".join(lines).encode("utf-8", "surrogateescape"))
         assert Account(path).rows() == {(NOW, "red"): Counts(read_objects=1)}
 

@@ -46,12 +46,8 @@ from tiercache.wire.v1 import storage_pb2 as pb
 SEALED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 FUTURE_WRITE = 0x10
 HIT, STORED, MISS, CORRUPT, ERROR = (
-    pb.OUTCOME_HIT,
-    pb.OUTCOME_STORED,
-    pb.OUTCOME_MISS,
-    pb.OUTCOME_CORRUPT,
-    pb.OUTCOME_ERROR,
-)
+    pb.OUTCOME_HIT, pb.OUTCOME_STORED, pb.OUTCOME_MISS, pb.OUTCOME_CORRUPT, pb.OUTCOME_ERROR,
+)  # fmt: skip
 KEPT = 64
 """Mappings that the daemon keeps for a while, for processes that live and may come back (`mappings`), each
 with two descriptors.

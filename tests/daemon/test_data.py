@@ -435,16 +435,10 @@ class TestStrangers:
         gone.close()
         with attack(daemon, request), Remote(daemon) as mallory, Remote(daemon, "trent") as trent:
             first = [
-                b"",
-                mallory.opening()[:20],
-                mallory.opening()[:-1],
-                mallory.opening(bytes(32)),
-                mallory.opening(name="trent"),
-                trent.opening(mallory.port.token),
-                over,
-                os.urandom(40),
+                b"", mallory.opening()[:20], mallory.opening()[:-1], mallory.opening(bytes(32)),
+                mallory.opening(name="trent"), trent.opening(mallory.port.token), over, os.urandom(40),
                 call("Get", get(list(BIG), MIB)),
-            ]
+            ]  # fmt: skip
             with Good(lambda: Beside(daemon), name="flooded") as beside, ExitStack() as stack:
                 for n in range(3000):
                     with suppress(OSError):

@@ -200,16 +200,12 @@ class Histories(RuleBasedStateMachine):
         data=st.data(),
         wrong=st.sampled_from(
             [
-                b"\xff" * 40,
-                struct.pack("<B3xIQ", 3, 0xFFFFFFFF, 0),
-                struct.pack("<B3xIQ", 3, 100, 2**63),
-                pack(FrameKind.REPLY, b""),
-                pack(FrameKind.OPEN, b""),
-                pack(FrameKind.CALL, b"\xff" * 30),
+                b"\xff" * 40, struct.pack("<B3xIQ", 3, 0xFFFFFFFF, 0), struct.pack("<B3xIQ", 3, 100, 2**63),
+                pack(FrameKind.REPLY, b""), pack(FrameKind.OPEN, b""), pack(FrameKind.CALL, b"\xff" * 30),
                 call("Delete", pb.DeleteRequest()),
             ]
         ),
-    )
+    )  # fmt: skip
     def break_off(self, data: Any, wrong: bytes) -> None:
         """Send no call: the connection is closed, behind the answers to the calls before it."""
         made = self.any(data)

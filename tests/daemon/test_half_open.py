@@ -25,16 +25,12 @@ from tiercache.wire.data import FrameKind
 
 HELLO = client_hello()
 FIRST = {
-    "nothing": (b"", b""),
-    "a preface": (PREFACE, b""),
-    "a hello": (HELLO, b""),
-    "half a preface": (PREFACE[:10], b""),
-    "half a hello": (HELLO[:100], b""),
-    "half a request": (b"GET / HTTP/1.1\r\nHost: x\r\n", b""),
-    "a trickled preface": (b"", PREFACE),
+    "nothing": (b"", b""), "a preface": (PREFACE, b""), "a hello": (HELLO, b""),
+    "half a preface": (PREFACE[:10], b""), "half a hello": (HELLO[:100], b""),
+    "half a request": (b"GET / HTTP/1.1\r\nHost: x\r\n", b""), "a trickled preface": (b"", PREFACE),
     "a trickled hello": (b"", HELLO),
     "a trickled request": (b"GET / HTTP/1.1\r\nHost: x\r\nx: ", b"y" * 4096),
-}
+}  # fmt: skip
 """Bytes that strangers send at once, and then one by one."""
 PORTS = ("grpc", "data", "http")
 

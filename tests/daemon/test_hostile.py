@@ -223,18 +223,14 @@ LIES = {
     "Exists": [pb.ExistsRequest(keys=pb.Keys(digests=bytes(63), pool_of=b"\0", pools=["kv"])),
      pb.ExistsRequest(keys=keys_of(20_000))],
     "Set": [
-        header(keys=keys_of(1), metas=[META]),
-        header(keys=keys_of(1), metas=[META, META]),
+        header(keys=keys_of(1), metas=[META]), header(keys=keys_of(1), metas=[META, META]),
         header(keys=keys_of(1), metas=[pb.ObjectMeta(namespace=b"n", length=2**64 - 1)]),
         header(keys=keys_of(1), metas=[pb.ObjectMeta(namespace=b"n", length=0)]),
         header(keys=keys_of(1), metas=[pb.ObjectMeta(namespace=b"n", length=HOST_BYTES)]),
-        header(keys=keys_of(KEYS + 1), metas=[META] * (KEYS + 1)),
-        header(metas=[META] * 10_000),
+        header(keys=keys_of(KEYS + 1), metas=[META] * (KEYS + 1)), header(metas=[META] * 10_000),
         pb.SetRequest(payload=b"x"),
         pb.SetRequest(header=pb.SetHeader(keys=keys_of(1), metas=[META]), payload=b"xy"),
-        b"\x0a\xfe\xff\x7f" + b"\x12\0" * (MIB - 16),
-        b"\x1a\0" * (MIB - 16),
-        b"\x0a" + b"\xff" * 9 + b"\x01",
+        b"\x0a\xfe\xff\x7f" + b"\x12\0" * (MIB - 16), b"\x1a\0" * (MIB - 16), b"\x0a" + b"\xff" * 9 + b"\x01",
     ],
     "SetFrom": [b"\x12\0" * (MIB - 16), pb.SetFromRequest(keys=keys_of(2), metas=[META])],
     "GetInto": [
@@ -472,13 +468,8 @@ class TestStrangers:
         target = f"127.0.0.1:{daemon.ports[0]}"
         token = TOKENS["mallory"]
         wrong = (
-            "Bearer wrong",
-            token,
-            "Basic x",
-            f"Bearer {token[:-1]}",
-            f"Bearer  {token}",
-            f"bearer {token}",
-        )
+            "Bearer wrong", token, "Basic x", f"Bearer {token[:-1]}", f"Bearer  {token}", f"bearer {token}",
+        )  # fmt: skip
         for metadata in ([], *([("authorization", text)] for text in wrong)):
             with Client(target, metadata) as client:
                 assert {client.refused(name) for name in METHODS} == {grpc.StatusCode.UNAUTHENTICATED}

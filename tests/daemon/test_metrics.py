@@ -74,13 +74,9 @@ class Scrape:
 
 def settings_of(path: Path, **more: Any) -> Settings:
     given = {
-        "directory": path,
-        "host_bytes": "512MiB",
-        "listen": ["127.0.0.1:0"],
-        "unix": False,
-        "http": {"listen": "127.0.0.1:0", "public": True},
-        "drain": 2,
-    }
+        "directory": path, "host_bytes": "512MiB", "listen": ["127.0.0.1:0"], "unix": False,
+        "http": {"listen": "127.0.0.1:0", "public": True}, "drain": 2,
+    }  # fmt: skip
     return Settings(**(given | more)).check()  # type: ignore[arg-type]
 
 

@@ -42,11 +42,8 @@ class Reader:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("TIERCACHE_")}
         # One thread of torch, because threads that spin for each other take longer on a busy machine.
         fixed = {
-            "PYTHONWARNINGS": "ignore",
-            "PYTHONUNBUFFERED": "1",
-            "COLUMNS": "100",
-            "OMP_NUM_THREADS": "1",
-        }
+            "PYTHONWARNINGS": "ignore", "PYTHONUNBUFFERED": "1", "COLUMNS": "100", "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
         self._environment = kept | fixed | {"PATH": path, "HOME": str(home)}
 
     def __enter__(self) -> Self:

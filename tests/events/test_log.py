@@ -74,21 +74,15 @@ def test_a_log_keeps_a_bounded_number_of_keys_and_always_the_last_batch():
 
 def test_objects_of_which_each_follows_the_other_share_an_event():
     objects = [
-        StoredObject(KV, key(2), key(1), 2),
-        StoredObject(KV, key(3), key(2), 3),
-        StoredObject(STATES, key(3), key(3), 3),
-        StoredObject(STATES, key(4), key(4), 4),
-        StoredObject(KV, key(9), None, None),
-        StoredObject(KV, key(10), key(8), 7),
-    ]
+        StoredObject(KV, key(2), key(1), 2), StoredObject(KV, key(3), key(2), 3),
+        StoredObject(STATES, key(3), key(3), 3), StoredObject(STATES, key(4), key(4), 4),
+        StoredObject(KV, key(9), None, None), StoredObject(KV, key(10), key(8), 7),
+    ]  # fmt: skip
     events = runs_of(DISK, objects)
     assert [(event.group, event.keys, event.parent, event.depth) for event in events] == [
-        (KV, [key(2), key(3)], key(1), 2),
-        (STATES, [key(3)], None, 3),
-        (STATES, [key(4)], None, 4),
-        (KV, [key(9)], None, None),
-        (KV, [key(10)], key(8), 7),
-    ]
+        (KV, [key(2), key(3)], key(1), 2), (STATES, [key(3)], None, 3), (STATES, [key(4)], None, 4),
+        (KV, [key(9)], None, None), (KV, [key(10)], key(8), 7),
+    ]  # fmt: skip
     assert runs_of(DISK, []) == []
 
 

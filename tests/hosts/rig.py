@@ -127,13 +127,9 @@ class WorkerOnHost:
         size = layers * 16 << 20
         self.host = host
         self._plan = {
-            "storage": list(storage),
-            "layers": layers,
-            "page_size": PAGE_SIZE,
-            "device_bytes": size,
-            "host_bytes": size,
-            "deadline": DEADLINE,
-        }
+            "storage": list(storage), "layers": layers, "page_size": PAGE_SIZE, "device_bytes": size,
+            "host_bytes": size, "deadline": DEADLINE,
+        }  # fmt: skip
         self.learned: dict[tuple[int, ...], int] = defaultdict(int)
         """Number of runs that its audit knows, by their first page."""
         self.start()

@@ -38,23 +38,15 @@ def test_a_policy_sees_what_the_tree_is():
     }  # fmt: skip
     assert {name: short[name] for name in expected} == expected
     assert [long[name] for name in ("hits", "replay", "nbytes", "covered")] == [
-        0,
-        3,
-        3 * BYTES[KV] + BYTES[STATE],
-        0,
-    ]
+        0, 3, 3 * BYTES[KV] + BYTES[STATE], 0,
+    ]  # fmt: skip
     rig.evict_device(0, 1)
     states = policy.seen[-1]
     inner = at_depth(states, 2)
     expected = {
-        "kind": UnitKind.STATE,
-        "children": 1,
-        "replay": 2,
-        "nbytes": BYTES[STATE],
-        "covered": 0,
-        "hits": 1,
+        "kind": UnitKind.STATE, "children": 1, "replay": 2, "nbytes": BYTES[STATE], "covered": 0, "hits": 1,
         "created": 1,
-    }
+    }  # fmt: skip
     assert {name: inner[name] for name in expected} == expected
     assert at_depth(states, 3)["covered"] == 1
 

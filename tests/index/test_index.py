@@ -59,17 +59,12 @@ def test_inserting_refreshes_only_the_last_node():
 @pytest.mark.parametrize(
     ("pages", "states"),
     [
-        ({}, {}),
-        ({KV: np.arange(2), INDEXER: np.arange(2)}, {}),
-        ({KV: np.arange(4)}, {}),
-        ({KV: np.array([0, ABSENT])}, {}),
-        ({KV: np.arange(2, dtype=np.int32)}, {}),
-        ({KV: np.arange(2)}, {3: {MAMBA: 0}}),
-        ({KV: np.arange(2)}, {0: {MAMBA: 0}}),
-        ({KV: np.arange(2)}, {2: {MAMBA: -1}}),
-        ({KV: np.arange(2)}, {2: {KV: 1}}),
+        ({}, {}), ({KV: np.arange(2), INDEXER: np.arange(2)}, {}), ({KV: np.arange(4)}, {}),
+        ({KV: np.array([0, ABSENT])}, {}), ({KV: np.arange(2, dtype=np.int32)}, {}),
+        ({KV: np.arange(2)}, {3: {MAMBA: 0}}), ({KV: np.arange(2)}, {0: {MAMBA: 0}}),
+        ({KV: np.arange(2)}, {2: {MAMBA: -1}}), ({KV: np.arange(2)}, {2: {KV: 1}}),
     ],
-)
+)  # fmt: skip
 def test_a_bad_insert_changes_nothing(
     pages: dict[PoolName, Locations], states: dict[int, dict[PoolName, int]]
 ):

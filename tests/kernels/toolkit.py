@@ -54,13 +54,8 @@ def build(folder: Path, *defines: str) -> Path:
     library = folder / f"driver{'_'.join(defines)}.so"
     assert NVCC
     command = [
-        NVCC,
-        "-shared",
-        "-cudart",
-        "none",
-        "-Xcompiler",
-        "-fPIC,-Wall,-Wextra,-Werror",
+        NVCC, "-shared", "-cudart", "none", "-Xcompiler", "-fPIC,-Wall,-Wextra,-Werror",
         *(f"-D{d}" for d in defines),
-    ]
+    ]  # fmt: skip
     compiled([*command, "-o", str(library), str(HERE / "driver.c")])
     return library

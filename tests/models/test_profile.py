@@ -145,19 +145,12 @@ DELTA = {
     "linear_num_value_heads": 4,
 }
 MAMBA2 = {
-    "mamba_n_heads": 8,
-    "mamba_d_head": 12,
-    "mamba_n_groups": 2,
-    "mamba_d_state": 16,
-    "mamba_chunk_size": 16,
-}
+    "mamba_n_heads": 8, "mamba_d_head": 12, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_chunk_size": 16,
+}  # fmt: skip
 MLA = {
-    "num_key_value_heads": 6,
-    "kv_lora_rank": 22,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 10,
+    "num_key_value_heads": 6, "kv_lora_rank": 22, "qk_rope_head_dim": 8, "qk_nope_head_dim": 10,
     "v_head_dim": 14,
-}
+}  # fmt: skip
 MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 36}
 HYBRID = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
 CONV = ["conv", "full_attention", "conv", "conv"]
@@ -340,12 +333,9 @@ def test_flops_of_many_is_the_sum_of_their_tokens():
 @pytest.mark.parametrize("value", [-1, math.nan, math.inf, "7", None, True, -(10**400)])
 def test_a_number_of_a_profile_is_finite_and_not_negative(field, value):
     good = {
-        "name": "m",
-        "kv_bytes_per_token": 1,
-        "state_bytes": 0,
-        "flops_per_token": 1,
+        "name": "m", "kv_bytes_per_token": 1, "state_bytes": 0, "flops_per_token": 1,
         "flops_per_context_token": 0.0,
-    }
+    }  # fmt: skip
     assert ModelProfile(**good)
     with pytest.raises(ConfigError, match=field):
         ModelProfile(**good | {field: value})

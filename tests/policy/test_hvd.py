@@ -64,17 +64,13 @@ def together(*parts: PlainUnits) -> PlainUnits:
 @pytest.mark.parametrize(
     ("cold", "warm"),
     [
-        ({"checkpoint": END}, {"checkpoint": BRANCH}),
-        ({"checkpoint": PROMPT}, {"checkpoint": END}),
-        ({"children": 1}, {"children": 0}),
-        ({"children": 1}, {"children": 2}),
-        ({"hits": 0}, {"hits": 1}),
-        ({"lineage": 0}, {"lineage": 3}),
-        ({"grown": 10}, {"grown": 1000}),
+        ({"checkpoint": END}, {"checkpoint": BRANCH}), ({"checkpoint": PROMPT}, {"checkpoint": END}),
+        ({"children": 1}, {"children": 0}), ({"children": 1}, {"children": 2}), ({"hits": 0}, {"hits": 1}),
+        ({"lineage": 0}, {"lineage": 3}), ({"grown": 10}, {"grown": 1000}),
         ({"ending": Ending.TURN}, {"ending": Ending.CALL}),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_hvd_learns_which_class_is_hit(cold: dict[str, int], warm: dict[str, int]):
     policy = classes(64, cold=cold, warm=warm)
     now = 20 * 64

@@ -233,12 +233,8 @@ def test_pages_go_first_and_states_over_failed_pages_are_held_back() -> None:
     answer = hybrid.batch_set_v2([states(0, 1, 2, 3, 9), kv(0, 1, 2, 3)])
     assert answer[KV] == [Outcome.STORED, Outcome.STORED, Outcome.ERROR, Outcome.STORED]
     assert answer[MAMBA] == [
-        Outcome.STORED,
-        Outcome.STORED,
-        Outcome.THROTTLED,
-        Outcome.THROTTLED,
-        Outcome.THROTTLED,
-    ]
+        Outcome.STORED, Outcome.STORED, Outcome.THROTTLED, Outcome.THROTTLED, Outcome.THROTTLED,
+    ]  # fmt: skip
     assert [i.key.pool for i in backend.sets] == [KV] * 4 + [MAMBA] * 2
 
 

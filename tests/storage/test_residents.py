@@ -97,15 +97,10 @@ def seen(residents: Residents) -> list[tuple[object, ...]]:
         place = (pages.namespace_id[node], residents.pages.is_leaf(node), residents.pages.is_useless(node))
         facts.append(
             (
-                residents.digest(row),
-                residents.number[row],
-                residents.length[row],
-                bool(residents.attached[row]),
-                up,
-                *columns,
-                *place,
+                residents.digest(row), residents.number[row], residents.length[row],
+                bool(residents.attached[row]), up, *columns, *place,
             )
-        )
+        )  # fmt: skip
     return sorted(facts)
 
 

@@ -80,13 +80,10 @@ def test_a_failure_is_exit_code_6(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("release", "level"),
     [
-        ("6.18.1-x", Level.OK),
-        ("6.4.0", Level.WARN),
-        ("5.0.21", Level.FAIL),
-        ("4.18.0-553.el8", Level.FAIL),
+        ("6.18.1-x", Level.OK), ("6.4.0", Level.WARN), ("5.0.21", Level.FAIL), ("4.18.0-553.el8", Level.FAIL),
         ("odd", Level.FAIL),
     ],
-)
+)  # fmt: skip
 def test_kernels_are_told_apart(release, level, monkeypatch):
     monkeypatch.setattr(doctor.platform, "release", lambda: release)
     [kernel] = [check for check in MACHINE.findings() if check.name == "kernel"]

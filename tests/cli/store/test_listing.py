@@ -205,12 +205,8 @@ def test_ctrl_c_ends_cleanly_and_leaves_whole_lines(many, output):
 
 def test_words_for_people():
     assert [readable_size(n) for n in (0, 1023, 1024, 1536, 5 << 30)] == [
-        "0 B",
-        "1023 B",
-        "1.0 KiB",
-        "1.5 KiB",
-        "5.0 GiB",
-    ]
+        "0 B", "1023 B", "1.0 KiB", "1.5 KiB", "5.0 GiB",
+    ]  # fmt: skip
     assert [readable_age(s) for s in (None, 0.4, -5, 59, 119, 120, 7200, 86400 * 3)] == [
         "-", "0 s", "0 s", "59 s", "119 s", "2 min", "2 h", "3 d",
     ]  # fmt: skip

@@ -143,17 +143,12 @@ def test_what_cannot_be_read_is_exit_code_1(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "left"),
     [
-        (["--all"], 0),
-        (["--namespace", "other"], 20),
-        (["--namespace", ACME.hex()], 3),
-        (["--tenant", "acme"], 3),
-        (["--pool", "mamba"], 19),
-        (["--pool", "kv"], 23 - 3 - 5),
-        (["--older", "1h"], 23),
-        (["--older", "0s"], 0),
+        (["--all"], 0), (["--namespace", "other"], 20), (["--namespace", ACME.hex()], 3),
+        (["--tenant", "acme"], 3), (["--pool", "mamba"], 19), (["--pool", "kv"], 23 - 3 - 5),
+        (["--older", "1h"], 23), (["--older", "0s"], 0),
         (["--tenant", "acme", "--pool", "mamba", "--older", "0s"], 19),
     ],
-)
+)  # fmt: skip
 def test_flush_deletes_what_all_options_name(kind, tmp_path, options, left):
     path = make_store(kind, tmp_path / "s")
     before = content_of(kind, path)
@@ -181,11 +176,8 @@ def test_flush_of_a_prefix_takes_everything_below(tmp_path):
     assert all(line["deleted"] for line in done[:-1])
     assert done[-1]["summary"]["deleted"] == len(done) - 1
     assert {row["depth"] for row in call("ls", "-s", path, "--namespace", "acme", "-o", "jsonl").lines} == {
-        1,
-        2,
-        3,
-        4,
-    }
+        1, 2, 3, 4,
+    }  # fmt: skip
 
 
 class AnHourAgo(Env):

@@ -139,11 +139,8 @@ def test_a_socket_that_answers_makes_a_directory_a_daemon_s(daemon, tmp_path):
 def test_ping_measures_and_names_the_daemon(daemon):
     found = call("ping", "-s", "grpc://host:1", "--count", 3, "-o", "json").document
     assert (found["count"], found["median_seconds"], found["instance"], found["verbs"]) == (
-        3,
-        0.001,
-        "i1",
-        ["read"],
-    )
+        3, 0.001, "i1", ["read"],
+    )  # fmt: skip
     assert len(call("ping", "-s", "grpc://host:1", "--count", 3, "-o", "jsonl").lines) == 3
     assert (
         "3 round trips: min 1.00 ms, median 1.00 ms" in call("ping", "-s", "grpc://host:1", "--count", 3).out

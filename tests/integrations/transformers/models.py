@@ -39,12 +39,8 @@ DELTA: Final = {
     "linear_num_value_heads": 4,
 }  # fmt: skip
 MAMBA2: Final = {
-    "mamba_n_heads": 8,
-    "mamba_d_head": 16,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 16,
-    "mamba_chunk_size": 16,
-}
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 16,
+}  # fmt: skip
 MLA: Final = {
     "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
     "v_head_dim": 16,

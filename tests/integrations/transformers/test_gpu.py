@@ -153,19 +153,9 @@ def test_the_demonstration(cuda: torch.device, tmp_path: Path) -> None:
     """Two processes, with a kill between them; the second one computes what the first did, and compares."""
     report = tmp_path / "report.json"
     arguments = [
-        "--device",
-        "cuda",
-        "--directory",
-        tmp_path / "demo",
-        "--turns",
-        2,
-        "--conversations",
-        4,
-        "--context",
-        512,
-        "--json",
-        report,
-    ]
+        "--device", "cuda", "--directory", tmp_path / "demo", "--turns", 2, "--conversations", 4, "--context",
+        512, "--json", report,
+    ]  # fmt: skip
     done = subprocess.run(
         [*TIERCACHE, "demo", *map(str, arguments)], capture_output=True, text=True, timeout=1200
     )

@@ -43,13 +43,10 @@ LONGROPE = {
     "factor": 8.0,
 }
 SCALED: dict[str, dict[str, Any]] = {
-    "linear": {"factor": 4.0},
-    "dynamic": {"factor": 4.0},
-    "yarn": {"factor": 12.8},
-    "longrope": LONGROPE,
+    "linear": {"factor": 4.0}, "dynamic": {"factor": 4.0}, "yarn": {"factor": 12.8}, "longrope": LONGROPE,
     "llama3": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "proportional": {"partial_rotary_factor": 0.5},
-}
+}  # fmt: skip
 
 
 def roped(kind: str, switch: int = SWITCH, **options: Any) -> PreTrainedModel:
@@ -266,12 +263,9 @@ def test_lengths_are_read_from_where_configurations_have_them() -> None:
     config = build(
         "llama",
         rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 2.0,
-            "original_max_position_embeddings": 99,
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 99,
         },
-    )
+    )  # fmt: skip
     assert named_lengths(config.config) == {"rope_parameters.original_max_position_embeddings": 99}
     config = build(
         "llama",

@@ -201,12 +201,8 @@ def test_a_row_stands_beside_its_limit():
 
 def test_the_words_for_sizes_and_machines(tmp_path):
     assert [size_text(n) for n in (0, 4096, 3 << 20, 1 << 30, 5000)] == [
-        "0 B",
-        "4 KiB",
-        "3 MiB",
-        "1 GiB",
-        "5000 B",
-    ]
+        "0 B", "4 KiB", "3 MiB", "1 GiB", "5000 B",
+    ]  # fmt: skip
     here = machine(tmp_path, direct=False)
     assert "O_DIRECT not possible" in str(here)
     assert machine(Path("/proc"), direct=False).file_system == "proc"
@@ -236,12 +232,9 @@ def test_a_daemon_is_measured_beside_its_limits(tmp_path):
     options = ("--size", "64KiB", "--batch", "1MiB", "--repeat", 1, "--directory", tmp_path, "-o", "jsonl")
     rows = rows_of(call("bench", "rpc", *options, ok=None))
     assert [(row["name"], row["limit"]) for row in rows] == [
-        ("rpc data set", "plain sockets"),
-        ("rpc shared set", "in process"),
-        ("rpc data get warm", "plain sockets"),
-        ("rpc shared get warm", "in process"),
-        ("rpc data exists", None),
-        ("rpc shared exists", None),
-    ]
+        ("rpc data set", "plain sockets"), ("rpc shared set", "in process"),
+        ("rpc data get warm", "plain sockets"), ("rpc shared get warm", "in process"),
+        ("rpc data exists", None), ("rpc shared exists", None),
+    ]  # fmt: skip
     assert all(row["seconds"] > 0 and (row["ratio"] is None or row["ratio"] > 0) for row in rows)
     assert list(tmp_path.iterdir()) == []

@@ -190,30 +190,26 @@ def hostile() -> list[tuple[str, str]]:
     for _ in range(9):
         nested = {"t": 0, "type": "subagent", "requests": [nested]}
     return [
-        ("", "not JSON"),
-        ("[" * 100_000, "not JSON"),
+        ("", "not JSON"), ("[" * 100_000, "not JSON"),
         ("[]", "not a JSON object with block_size and requests"),
         (json.dumps(session(GROWING, block_size=16)), "block_size must be 64, not 16"),
         (json.dumps(session(GROWING, hash_id_scope="global")), "hash_id_scope must be 'local'"),
         (json.dumps(session(GROWING, tool_tokens=-1)), "tool_tokens must be a whole number"),
         (json.dumps(session([])), "requests must be a list of at least one request"),
-        (json.dumps(session([5])), "request 1: 5 is not a JSON object"),
-        (without("t"), "request 1: no t;"),
+        (json.dumps(session([5])), "request 1: 5 is not a JSON object"), (without("t"), "request 1: no t;"),
         (one(t=-1), "request 1: t must be a number of seconds"),
         (one(t=0).replace('"t": 0', '"t": 1e999'), "request 1: t must be"),
         (one(t=0).replace('"t": 0', '"t": NaN'), "NaN is not a number"),
         (json.dumps(session([GROWING[1], GROWING[0]])), "request 2: t 0 comes after 5"),
-        (one(**{"in": 0}), "in must be a whole number from 1"),
-        (one(out=-1), "out must be"),
+        (one(**{"in": 0}), "in must be a whole number from 1"), (one(out=-1), "out must be"),
         (one(hash_ids=[1, 2]), "2 hash_ids for in 200, which has 3 whole blocks"),
         (one(hash_ids=[1, 2, "3"]), "hash_ids must be a list of integers"),
-        (one(hash_ids=[1, 2, True]), "hash_ids must be"),
-        (one(hash_ids=[1, 2, 2**32]), "hash_ids must be"),
+        (one(hash_ids=[1, 2, True]), "hash_ids must be"), (one(hash_ids=[1, 2, 2**32]), "hash_ids must be"),
         (one(type="subagent"), "request 1: no requests;"),
         (one(type="subagent", requests=[]), "request 1, requests must be a list"),
         (one(type="subagent", requests=[turn(-1, 64, [1])]), "request 1, request 1: t must be"),
         (json.dumps(session([nested])), "more than 8 sub-agents"),
-    ]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "message"), hostile())

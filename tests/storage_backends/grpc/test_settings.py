@@ -34,20 +34,14 @@ def test_a_host_and_a_directory() -> None:
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("grpc://", "needs an address or a directory"),
-        ("grpc:///", "no directory"),
-        ("grpc://host", "host:port"),
-        ("grpc://host:0", "port 0"),
-        ("grpc://host:7070/path", "not both"),
-        ("grpc:///run?tls=true", "is for TCP"),
-        ("grpc://h:1?tls=false&server_name=x", "contradicts"),
-        ("grpc://h:1?certificate=/c.pem", "pair"),
-        ("grpc://h:1?ca=/nowhere/ca.pem", "does not exist"),
+        ("grpc://", "needs an address or a directory"), ("grpc:///", "no directory"),
+        ("grpc://host", "host:port"), ("grpc://host:0", "port 0"), ("grpc://host:7070/path", "not both"),
+        ("grpc:///run?tls=true", "is for TCP"), ("grpc://h:1?tls=false&server_name=x", "contradicts"),
+        ("grpc://h:1?certificate=/c.pem", "pair"), ("grpc://h:1?ca=/nowhere/ca.pem", "does not exist"),
         ("grpc://localhost:1?token_file=/nowhere/token", "does not exist"),
-        ("grpc:///" + 100 * "d", "would have 113 bytes"),
-        ("grpc://h:1?speed=high", "no setting 'speed'"),
+        ("grpc:///" + 100 * "d", "would have 113 bytes"), ("grpc://h:1?speed=high", "no setting 'speed'"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_is_refused_with_the_reason(url: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         read(url)
