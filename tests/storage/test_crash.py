@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -71,12 +70,6 @@ def sectors(data: bytes) -> list[bytes]:
     return [data[i : i + SECTOR] for i in range(0, len(data), SECTOR)]
 
 
-def test_what_was_synced_is_always_there(disk: Disk) -> None:
-    disk.settled("a", OLD)
-    assert disk.env.unsynced() == 0
-    assert disk.ways() == [{"a": OLD}]
-
-
 def test_a_write_is_kept_or_lost_or_tears_at_sectors(disk: Disk) -> None:
     disk.write(disk.settled("a", OLD), NEW)
     ways = [left["a"] for left in disk.ways()]
@@ -85,14 +78,6 @@ def test_a_write_is_kept_or_lost_or_tears_at_sectors(disk: Disk) -> None:
     torn = [data for data in ways if data not in (OLD, NEW)]
     assert torn
     assert all(data and set(sectors(data)) == {OLD[:SECTOR], NEW[:SECTOR]} for data in torn)
-
-
-def test_the_same_seed_is_the_same_cut(disk: Disk, tmp_path: Path) -> None:
-    disk.write(disk.settled("a", OLD), NEW)
-    for seed in SEEDS:
-        once = disk.left(seed)
-        disk.env.clone(disk.root, tmp_path / f"again{seed}", seed)
-        assert (tmp_path / f"again{seed}" / "a").read_bytes() == once["a"]
 
 
 def test_any_of_several_writes_to_one_place_may_be_the_last_that_arrived(disk: Disk) -> None:
@@ -212,15 +197,3 @@ def test_a_cut_in_the_middle_of_a_call(disk: Disk, after: bool, expected: set[by
     disk.write(fd, NEW)
     assert {left["a"] for left in ways} >= expected
     assert after or {left["a"] for left in ways} == expected
-
-
-@pytest.mark.parametrize("write", [lambda d, fd: None, lambda d, fd: d.write(fd, b"x", 1 << 20)])
-def test_holes_stay_holes(disk: Disk, write: Callable[[Disk, int], None]) -> None:
-    fd = disk.settled("a", OLD)
-    disk.env.ftruncate(fd, 8 << 20)
-    disk.env.fdatasync(fd)
-    write(disk, fd)
-    disk.env.clone(disk.root, disk.path / "left", 1)
-    found = (disk.path / "left" / "a").stat()
-    assert found.st_size == 8 << 20
-    assert found.st_blocks * 512 < 1 << 20

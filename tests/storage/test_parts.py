@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from tiercache_backends.file import FileBackend
 from tiercache_backends.lmdb.environment import PageBudget
 from tiercache_backends.memory import MemoryBackend
 
-from tests.faults import CALLS, FaultEnv
+from tests.faults import FaultEnv
 from tiercache.config import parse_duration, parse_size
 from tiercache.core import Outcome, PoolName
 from tiercache.errors import ClosedError, ConfigError
@@ -25,7 +24,7 @@ from tiercache.storage.checksum import checksum
 from tiercache.storage.env import read_all, write_all
 from tiercache.storage.gate import CallGate
 from tiercache.storage.registry import open_backend
-from tiercache.storage.vectors import parts, take, zero_tail
+from tiercache.storage.vectors import parts, take
 from tiercache.testing.objects import chain, fetch, key, payload, put, split
 
 
@@ -133,12 +132,6 @@ def test_parts_are_the_bytes_of_the_buffers(sizes: list[int], nbytes: int) -> No
     assert len(found) == max(1, -(-len(data) // nbytes))
 
 
-def test_zero_tail() -> None:
-    data = bytearray(b"x" * 20)
-    zero_tail(split(data, 5), 13)
-    assert data == b"x" * 13 + bytes(7)
-
-
 @given(st.binary(min_size=1, max_size=300), st.integers(1, 6), st.integers(0, 100))
 def test_the_checksum_sees_the_payload_and_the_key_alone(data: bytes, pieces: int, slack: int) -> None:
     whole = checksum(key("a"), [memoryview(data)], len(data))
@@ -190,37 +183,6 @@ def test_a_gate_waits_for_calls_inside() -> None:
     closing.join(30)
     assert not closing.is_alive()
     assert not gate.close(), "only the first caller releases"
-
-
-def test_faults_fire_on_their_call_and_are_the_same_for_a_seed(tmp_path: Path) -> None:
-    def run(seed: int) -> bytes:
-        env = FaultEnv(seed)
-        fd = env.open(str(tmp_path / f"f{seed}"), os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-        rule = env.fail("pwritev", at=2, error=errno.ENOSPC)
-        env.tear("pwritev", at=3)
-        env.flip("pwritev", at=4)
-        data = memoryview(payload("x", 1000))
-        assert env.pwritev(fd, [data], 0) == 1000
-        with pytest.raises(OSError, match="No space") as raised:
-            env.pwritev(fd, [data], 1000)
-        assert (raised.value.errno, rule.fired) == (errno.ENOSPC, 1)
-        assert env.pwritev(fd, [data], 1000) == 1000, "a torn write looks whole"
-        assert env.pwritev(fd, [data], 2000) == 1000
-        found = bytearray(3000)
-        env.preadv(fd, [memoryview(found)], 0)
-        assert found[:1000] == data
-        assert found[1000:2000] != data
-        differing = [a ^ b for a, b in zip(found[2000:], data, strict=True) if a != b]
-        assert len(differing) == 1
-        assert differing[0].bit_count() == 1
-        assert env.calls["pwritev"] == 4
-        env.close(fd)
-        return bytes(found)
-
-    assert run(1) == run(1) != run(2)
-    with pytest.raises(ValueError, match="not a call"):
-        FaultEnv().fail("read")
-    assert all(hasattr(FaultEnv, name) for name in CALLS)
 
 
 @pytest.mark.parametrize("map_pages", [512, 4096, 1 << 20, 1 << 28])
