@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,9 @@ import pytest
 from tiercache_backends.memory import MemoryBackend
 
 from tests.cli.store.test_samples import identity
-from tests.daemon.hosts import Client, config, serving, until
+from tests.daemon.hosts import until
 from tests.daemon.test_removals import client, key, page, put, server, worker
 from tests.storage_backends.grpc.nodes import daemon_settings
-from tiercache.config.loading import load
 from tiercache.core import ObjectKey, Outcome, PoolName, as_tokens
 from tiercache.daemon import StorageServer
 from tiercache.daemon.tenants.account import (
@@ -37,7 +35,6 @@ from tiercache.keys import namespace_of, page_keys
 from tiercache.storage.base import NamespaceRecord
 from tiercache.storage.registry import open_backend
 from tiercache.testing.objects import payload, to_get, to_set
-from tiercache.wire.v1 import storage_pb2 as pb
 
 NOW = 1_800_000_000 // HOUR_S * HOUR_S
 
@@ -390,30 +387,6 @@ def test_lookups_of_a_principal_with_few_namespaces_count(tmp_path: Path) -> Non
         assert fenced.exists([key(1), key(2)]) == [False, False]
         row = the_row(plain)
         assert (row["found_objects"], row["absent_objects"]) == (0, 2)
-
-
-def test_a_daemon_that_is_stopped_or_killed_keeps_its_account(tmp_path: Path) -> None:
-    body = f'directory = "{tmp_path}"\nstorage = "memory://"\nlisten = ["127.0.0.1:0"]\n'
-    settings = load(config(tmp_path, body), {})
-
-    def written(port: int | str) -> int:
-        with Client(f"127.0.0.1:{port}") as caller:
-            caller.set({key(n): b"x" * 100 for n in range(4)})
-            reply = pb.ReportReply.FromString(next(caller.stream("Report", iter([b""]))))
-            return sum(row.written_objects for row in reply.rows)
-
-    def served() -> int:
-        with StorageServer(settings) as node:
-            return written(node.addresses[0].rpartition(":")[2])
-
-    assert served() == 4
-    counted = 0
-    with suppress(AssertionError), serving(tmp_path, body) as daemon:
-        counted = written(daemon.ports[0])
-        daemon.process.kill()  # `serving` then says that the daemon did not end well
-        daemon.process.wait()
-    assert counted == 8
-    assert served() == 8, "what was killed within its first minute is lost, and no more"
 
 
 def test_a_daemon_goes_on_without_a_disk_for_its_account(tmp_path: Path) -> None:

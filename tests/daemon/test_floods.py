@@ -148,20 +148,6 @@ def test_a_thousand_that_say_no_more(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["plain"], indirect=True)
-def test_who_comes_while_strangers_hold_every_place_is_let_in(
-    daemon: Daemon, request: pytest.FixtureRequest, client: Callable[[], Client]
-) -> None:
-    """A newcomer is let in: the daemon closes connections of unrecognised callers to make room."""
-    held = [over_tcp(daemon)() for _ in range(64)]
-    try:
-        until(lambda: greeted(client), 30)
-    finally:
-        for sock in held:
-            sock.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", ["plain"], indirect=True)
 @pytest.mark.parametrize("kind", ["short calls without end", "calls of who goes at once", "ping"])
 def test_who_comes_during_a_flood_is_let_in(
     connect: Callable[[], socket.socket], client: Callable[[], Client], kind: str

@@ -274,16 +274,6 @@ class TestLies:
                         code,
                     )
 
-    def test_lies_in_crowds(self, mallory: Callable[[], Client]) -> None:
-        requests = [(name, raw(request)) for name, several in LIES.items() for request in several]
-        with clients(4, mallory) as hostile:
-
-            def lie(number: int) -> None:
-                for name, request in requests * 2:
-                    hostile[number % 4].refused(name, request)
-
-            at_once(16, lie)
-
     def test_no_message_above_the_limit(self, mallory: Callable[[], Client]) -> None:
         with mallory() as client:
             for name, method in METHODS.items():
@@ -304,18 +294,6 @@ class TestAmplification:
             at_once(
                 16, lambda n: [list(hostile[n % 4].stream("Set", iter(tiny[n % 8]), 20)) for _ in range(3)]
             )
-
-    @pytest.mark.slow
-    def test_more_one_byte_objects_than_memory_has_room_for(self, mallory: Callable[[], Client]) -> None:
-        """Each takes more than a KiB of the memory store's capacity, which bounds their number."""
-
-        def work(who: int) -> None:
-            with mallory() as client:
-                for first in range(0, 20_480, KEYS):
-                    items = {key(first + n, f"t{who}-"): b"x" for n in range(KEYS)}
-                    client.set(items, timeout=3)
-
-        at_once(4, work)
 
     def test_objects_that_are_begun_and_never_finished(self, mallory: Callable[[], Client]) -> None:
         """Each is charged for its whole length, so that few are under way at once; their first message brings
