@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 
 from tiercache.config.loading import load
 from tiercache.config.urls import section_of, storage_url, unix_target
-from tiercache.core import Outcome
 from tiercache.errors import ConfigError
 from tiercache.storage import open_backend
-from tiercache.testing.objects import key, payload, to_set
 
 AWKWARD = ("a b#c?d=e&f+g;h~i", "50%", "%41", "é ü 目録", "{rank}\\'\"[x]:b@c", ".hidden")
 
@@ -102,17 +100,6 @@ def test_a_refusal_does_not_repeat_the_settings():
     with pytest.raises(ConfigError) as caught:
         section_of("grpc://h:1#?token=hunter2")
     assert "hunter2" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", AWKWARD)
-@pytest.mark.parametrize("kind", ["file", "lmdb"])
-def test_a_store_lies_where_its_url_says(tmp_path, kind, name):
-    path = tmp_path / name / "store"
-    path.parent.mkdir()
-    with open_backend(storage_url(kind, path, capacity="16MiB")) as store:
-        assert store.set([to_set(key("p"), payload("p", 4096))]) == [Outcome.STORED]
-    assert (path / "format").is_file()
-    assert os.listdir(tmp_path) == [name]
 
 
 def test_a_comma_is_nothing_that_grpc_can_find(tmp_path):

@@ -55,11 +55,6 @@ STORES = {
         10,
         10,
     ),
-    "metered, faulty lmdb": (
-        wrapped(LmdbHooks, lambda inner: Metered(faulty(inner)), faults=OFTEN.outcomes),
-        10,
-        10,
-    ),
 }
 """Hooks, and how many histories each of the two machines tries."""
 

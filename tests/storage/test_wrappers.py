@@ -10,7 +10,6 @@ from pathlib import Path
 from threading import Event
 
 import pytest
-from prometheus_client import CollectorRegistry
 from tiercache_backends.memory import MemoryBackend
 
 from tests.faulty import Faulty, Outage, Rates
@@ -18,8 +17,7 @@ from tests.storage.backends import FileHooks, Watching
 from tests.storage.late import Late
 from tiercache.core import Outcome
 from tiercache.errors import ClosedError, ConfigError, UnavailableError
-from tiercache.metrics.families import Families
-from tiercache.metrics.table import OPERATIONS, STORE
+from tiercache.metrics.table import OPERATIONS
 from tiercache.pools import HostArena
 from tiercache.storage.base import NamespaceRecord, StorageBackend, StoreContext
 from tiercache.storage.env import Env
@@ -170,34 +168,6 @@ def test_metered_counts_calls_items_bytes_and_answers() -> None:
         store.flush()
     assert value("calls_total", operation="flush", result="raised") == 1
     assert value("calls_total", result="raised") == 1
-
-
-def test_two_stores_share_a_registry_and_every_label_set_is_there_from_the_start() -> None:
-    registry = CollectorRegistry()
-    metrics = Families(STORE, registry)
-    near, far = Metered(MemoryBackend(), "near", metrics), Metered(MemoryBackend(), "far", metrics)
-    before = {
-        (s.name, *sorted(s.labels.items()))
-        for f in registry.collect()
-        for s in f.samples
-        if not s.name.endswith("_created")
-    }
-    put(near, key("a"), b"abc")
-    call_everything(far)
-    after = {
-        (s.name, *sorted(s.labels.items()))
-        for f in registry.collect()
-        for s in f.samples
-        if not s.name.endswith("_created")
-    }
-    assert before == after
-    assert metrics.total("store_items_total", store="near", outcome="stored") == 1
-    assert (
-        registry.get_sample_value("tiercache_store_bytes_total", {"store": "near", "operation": "set"}) == 3
-    )
-    assert (
-        registry.get_sample_value("tiercache_store_bytes_total", {"store": "far", "operation": "set"}) == 5100
-    )
 
 
 # --- faults

@@ -17,7 +17,6 @@ from tests.examples import example_count
 from tests.storage_backends.lmdb.hooks import CAPACITY, LmdbHooks, check_integrity, opened
 from tests.storage_backends.local.files import disk_bytes
 from tiercache.errors import ConfigError
-from tiercache.storage.registry import open_backend
 from tiercache.testing.conformance.hooks import HIT, STORED
 from tiercache.testing.objects import fetch, key, payload, put, to_get, to_set
 from tiercache.testing.stateful import BackendMachine, EvictingMachine
@@ -111,14 +110,6 @@ def test_a_store_grows_and_shrinks_only_as_far_as_its_data(tmp_path: Path) -> No
         check_integrity(store)
 
 
-def test_settings(tmp_path: Path) -> None:
-    with open_backend(f"lmdb://{tmp_path}/s?capacity=16MiB&durability=power") as store:
-        assert put(store, key("a"), b"x") is STORED
-        store.flush()
-    with pytest.raises(ConfigError, match="'lmdb' needs 'capacity'"):
-        open_backend("lmdb:///s")
-
-
 # --- eviction
 # ------------------------------------------------------------------------------------------------------------
 
@@ -157,7 +148,3 @@ def test_pieces_cover_a_payload_and_waste_no_page(length: int, part_pages: int) 
     assert 0 < min(sizes) <= max(sizes) <= part_pages * 4096 - 16
     assert pages_for(length, 4096, part_pages) <= 2 + length // 4000
     assert all(size % 64 == 0 for size in sizes[:-1])
-
-
-# --- the directory
-# ------------------------------------------------------------------------------------------------------------

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,24 +65,6 @@ def test_a_foreign_directory_is_refused(tmp_path: Path, opened: Callable[..., St
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="not a directory"):
         opened(tmp_path / "file")
-
-
-@EVERY_KIND
-def test_a_store_that_cannot_open_leaves_nothing_open(
-    tmp_path: Path, opened: Callable[..., FileBackend | LmdbBackend]
-) -> None:
-    opened(tmp_path / "s").close()
-    before = len(os.listdir("/proc/self/fd"))
-    calls = FaultEnv()
-    opened(tmp_path / "s", env=calls).close()
-    for name in sorted(set(calls.calls) - {"close"}):
-        env = FaultEnv()
-        env.fail(name)
-        with suppress(StorageError):
-            opened(tmp_path / "s", env=env).close()
-        assert len(os.listdir("/proc/self/fd")) == before, name
-    with opened(tmp_path / "s") as store:
-        check_integrity(store)
 
 
 @EVERY_KIND

@@ -11,37 +11,17 @@ from tiercache_backends.mooncake.settings import read_settings
 from tiercache_backends.mooncake.store import MooncakeBackend
 
 from tests.faults import FaultEnv
-from tests.storage_backends.chain.hooks import remove
 from tests.storage_backends.mooncake.rig import Pool
 from tiercache.config.urls import storage_url
-from tiercache.core import Outcome
-from tiercache.errors import StorageError, UnavailableError, UnlistedError
+from tiercache.errors import StorageError
 from tiercache.storage.registry import open_backend
-from tiercache.testing.objects import fetch, key, payload, put
+from tiercache.testing.objects import key, payload, put
 
 SIZE = 20_000
 
 
 def pool_url(pool: Pool, prefix: str) -> str:
     return storage_url("mooncake", address=pool.address, prefix=prefix, staging="4MiB", tier_name="pool")
-
-
-def test_asking_it_for_a_list_costs_it_nothing(pool: Pool, tmp_path: Path) -> None:
-    urls = [f"file://{tmp_path}/disk?capacity=32MiB", pool_url(pool, "below")]
-    with open_backend(urls) as chain:
-        assert isinstance(chain, TierChain)
-        assert not chain.capabilities.listed
-        for n in range(5):
-            assert put(chain, key(n), payload(n, SIZE)) is Outcome.STORED
-        chain.flush()
-        for _ in range(10):
-            with pytest.raises(UnlistedError, match="add http=HOST:PORT"):
-                list(chain.scan_all())
-        assert [tier.health for tier in chain.usage().tiers] == ["serving", "serving"]
-        with pytest.raises(UnavailableError, match="'pool' cannot list its objects, so what only it has"):
-            remove(chain, "pool")
-        remove(chain, "file", drop=True)
-        assert all(fetch(chain, key(n), SIZE) == payload(n, SIZE) for n in range(5))
 
 
 def test_a_tier_below_it_is_not_behind_for_ever(pool: Pool, tmp_path: Path) -> None:

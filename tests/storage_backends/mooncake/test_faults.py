@@ -161,24 +161,6 @@ def test_a_provider_that_hangs_and_reads_late_costs_a_miss() -> None:
 
 
 @pytest.mark.slow
-def test_a_get_into_buffers_of_a_late_call_is_not_made() -> None:
-    with (
-        Pool(segments=[64 << 20]) as pool,
-        closing(HostArena(2 * BLOCK, BLOCK, huge_pages=False)) as arena,
-        open_in(pool, deadline="60s") as store,
-    ):
-        store.attach(arena)
-        stored(store, [to_set(key(n), payload(n, BLOCK)) for n in (0, 1)])
-        items = [GetItem(key(n), [arena.view(n)], BLOCK) for n in (0, 1)]
-        ends = arena.quarantine([(BLOCK - 1, 1)])
-        assert store.get(items) == [UNAVAILABLE, HIT]
-        assert not any(arena.view(0))
-        ends()
-        assert store.get(items) == [HIT, HIT]
-        items.clear()
-
-
-@pytest.mark.slow
 def test_a_store_is_closed_while_a_call_hangs() -> None:
     """The caller's memory goes away, and the late bytes reach the store's own mapping of it."""
     with Pool(segments=[64 << 20]) as pool:
