@@ -279,15 +279,6 @@ def test_the_operators_label_wins_and_names_on_disk_are_not_the_tenants(client: 
     assert b"a page key of the red tenant" not in data
 
 
-def test_the_unix_sockets_know_their_user(daemon: Daemon) -> None:
-    with Worker(daemon) as worker:
-        assert worker.call("Hello", b"").principal == "owner"
-        assert sorted(worker.call("Hello", b"").verbs) == ["admin", "observe", "read", "write"]
-    assert (daemon.directory / "run").stat().st_mode & 0o777 == 0o700
-    for name in ("grpc.sock", "attach.sock"):
-        assert (daemon.directory / "run" / name).stat().st_mode & 0o777 == 0o600
-
-
 AS_NOBODY = """
 import os, socket, sys
 os.chdir(sys.argv[1])

@@ -406,20 +406,6 @@ def scribbling(region: Region, seconds: float) -> Iterator[Callable[[], bool]]:
         thread.join()
 
 
-def test_scribbling_into_a_get_costs_nobody_an_object(daemon: Daemon) -> None:
-    """The store checks what it reads where it lies; it does not take the client's own bytes for damage."""
-    with Worker(daemon) as client, Region(8 * MIB) as region:
-        client.attach(region.fd, region.nbytes)
-        seen: set[int] = set()
-        with scribbling(region, 1.5) as goes_on:
-            while goes_on():
-                seen |= set(into(client, region, 1, OBJECTS))
-        print(sorted(seen))
-        assert seen <= {HIT, ERROR}
-        assert client.exists(list(OBJECTS)) == [True] * len(OBJECTS)
-        assert client.get(dict.fromkeys(OBJECTS, MIB)) == list(OBJECTS.values())
-
-
 def test_scribbling_into_a_set_hurts_that_object_alone(daemon: Daemon) -> None:
     keys = [key(n, "torn") for n in range(8)]
     with Worker(daemon) as client, Region(8 * MIB) as region:

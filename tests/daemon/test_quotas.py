@@ -223,23 +223,6 @@ def _same(settings: Settings) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in ("directory", "sockets", "listen", "storage")}
 
 
-def test_counts_are_right_after_a_restart(tmp_path: Path) -> None:
-    storage, used = f"file://{tmp_path}/f?capacity=16MiB", []
-    for _ in range(2):
-        with StorageServer(settings_of(tmp_path, storage, {"ash": {"quota": 2 * MIB}})) as node:
-            section = {"address": node.addresses[0], "timeout": "20s"}
-            with GrpcBackend(read_settings({**section, "token_file": str(scratch() / "ash.quotas")})) as ash:
-                if not used:
-                    for name in range(70):
-                        put(ash, name)
-                assert node.store is not None
-                used.append(node.store.usage().owners["ash"].used_bytes)
-                if len(used) == 2:
-                    assert put(ash, "more") is STORED
-                    assert node.store.usage().owners["ash"].used_bytes <= 2 * MIB
-    assert used[0] == used[1] > MIB
-
-
 @pytest.mark.parametrize(
     ("limits", "storage", "said"),
     [

@@ -12,7 +12,6 @@ from tests.daemon.hosts import secret, until
 from tests.storage.backends import locate
 from tests.storage_backends.chain.hooks import add, remove
 from tests.storage_backends.grpc.nodes import daemon_settings, section
-from tiercache.config.models import EventsSettings
 from tiercache.core import ObjectKey, Outcome, PoolName
 from tiercache.daemon import StorageServer
 from tiercache.daemon.removals import DaemonStore, RemovalMemory
@@ -302,23 +301,6 @@ def test_an_object_that_another_tier_still_has_is_not_told_as_removed(tmp_path: 
         operator = chief.history([key(20)], [page(20)])
         assert [tier.name for tier in operator.tiers] == ["ram", "ssd"]
         assert [(r.tier, r.cause) for r in operator.removals] == [("ram", Cause.EVICTED)]
-
-
-def test_events_and_the_memory_of_removals_watch_beside_each_other(tmp_path: Path) -> None:
-    from tests.events.rig import ANY, Follower
-
-    events = EventsSettings(endpoint=ANY.endpoint, replay=ANY.replay)
-    store = open_backend(f"memory://?capacity={4 * SIZE}")
-    with (
-        StorageServer(daemon_settings("unix", events=events), store) as node,
-        worker(node) as grpc,
-        Follower(node.publisher) as follower,
-    ):
-        until(lambda: grpc.history([], []).tiers[0].since is not None)
-        put(grpc, *range(20))
-        until(lambda: causes(grpc.history([], [page(0)])) == {0: Cause.EVICTED})
-        held = {entry.key.page_key for entry in store.scan_all()}
-        follower.until(lambda: {r.key for there in follower.map.places().values() for r in there} == held)
 
 
 def test_a_store_that_tells_nothing_is_said_to_tell_nothing() -> None:

@@ -132,16 +132,10 @@ A = "file://{0}/a?capacity=64MiB&tier_name=a"
 B = "file://{0}/b?capacity=64MiB&tier_name=b"
 BAD = {
     "bad URL": ([A, B, "nothing://x"], {}, 2, "'nothing' is unknown"),
-    "no URL": ([A, B, "/data"], {}, 2, "is not a URL"),
-    "one folder twice": ([A, B, "file://{0}/x/../b?capacity=8MiB"], {}, 2, "are both at"),
-    "one name twice": ([A, B, "file://{0}/c?tier_name=b&capacity=8MiB"], {}, 2, "two tiers are named 'b'"),
-    "another place": ([A, B.replace("/b", "/c")], {}, 2, "the name 'b' is taken until that tier"),
     "not there": ([A, B, "grpc://127.0.0.1:1?timeout=100ms"], {}, 1, "'grpc' cannot be opened, so"),
-    "in use": ([A, B, "file://{0}/taken?capacity=16MiB"], {}, 1, "'file' cannot be opened, so"),
     "it hangs": ([A, B, "grpc://127.0.0.1:{1}?tier_deadline=1s"], {}, 1, "'grpc' cannot be opened, so"),
     "itself": ([A, B, "grpc://{0}/run"], {}, 2, "this tier would be the daemon itself; name another daemon"),
     "no such drop": ([A, B], {"drop": "x"}, 2, "tier 'x' cannot be dropped, because it is not there"),
-    "drop what stays": ([A, B], {"drop": "a"}, 2, "tier 'a' cannot be dropped, because it is in the list"),
     "no quota": ([A, "lmdb://{0}/new?capacity=64MiB"], {"guarantee": "900MiB"}, 2, "guarantees of"),
     "no rights": ([A], {"store": "grpc://{2}?token_file={0}/token"}, 5, "worker may read and write, not"),
     "no daemon": ([A], {"store": "grpc://127.0.0.1:1?timeout=100ms"}, 3, "does not answer"),
@@ -153,10 +147,7 @@ BAD = {
 def settled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, Any, Daemon]]:
     """A daemon that none of these tests changes."""
     path = tmp_path_factory.mktemp("tiers")
-    with (
-        open_backend(f"file://{path}/taken?capacity=16MiB"),
-        running(path, A.format(path), B.format(path)) as found,
-    ):
+    with running(path, A.format(path), B.format(path)) as found:
         yield found
 
 
