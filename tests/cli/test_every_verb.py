@@ -17,7 +17,6 @@ from tests.cli.serving import COMMAND, GUARD, serving
 from tests.cli.store.test_samples import ACME, call, identity, make_store, store_sequence
 from tests.cli.test_streams import EVERY
 from tests.examples import slow_after
-from tests.lab.prove.stand_in import Engine, serve
 from tiercache.cli.terminal import Exit
 from tiercache.config.urls import storage_url
 from tiercache.storage import open_backend
@@ -124,19 +123,6 @@ def test_no_store(here: Path, output: str) -> None:
     assert sorted(os.listdir(here)) == ["file store", "lmdb store", "node.toml", "prompt.json"]
 
 
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    yield from serve(Engine("sglang"))
-
-
-@pytest.mark.parametrize("output", FORMATS)
-def test_prove(here: Path, engine: Engine, output: str) -> None:
-    arguments = ("prove", engine.url, "--settle", 0, "--tokens", 400, "-o", output)
-    assert len(read(call(*arguments).out, output)) == (output != "table")
-    read(call(*arguments, "--save", "proof #1.json").out, output)
-    read(call(*arguments, "--after", "proof #1.json", ok=None).out, output)
-
-
 @pytest.mark.parametrize(
     ("bench", "output"),
     [
@@ -177,6 +163,6 @@ def test_all_defaults(here: Path, verb: list[str]) -> None:
 
 
 def test_no_verb_is_forgotten() -> None:
-    """All but "events" and "serve", which need daemons of their own: see their tests."""
+    """All but "events" and "serve", which need daemons of their own, and "prove": see their tests."""
     source = Path(__file__).read_text()
     assert [name for name in EVERY if f'"{name}"' not in source] == []

@@ -27,9 +27,6 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             (path / name).mkdir(parents=True)
         (path / "odd/format").write_text(json.dumps({"kind": "tiercache.tape", "version": 1}))
         (path / "broken/format").write_text("{")
-        (path / "deep.toml").write_text("a = " + "[" * 5000 + "]" * 5000)
-        (path / "large.toml").write_text("drain = " + "9" * 6000)
-        (path / "huge.toml").write_bytes(b"#" * (2 << 20))
         (path / "binary.toml").write_bytes(b"\xff\xfe\x00")
         for name, text in {
             "file": "x",
@@ -54,16 +51,9 @@ MISTAKES = [
     ("ls -s broken", "/format cannot be read"),
     ("verify -s unreadable", "format cannot be read"),
     ("ls -s grcp://host:1", "storage type 'grcp' is unknown; use one of"),
-    ("ls -s file://{}/store?capacty=1GiB", "has no setting 'capacty'; it has"),
-    ("ls -s file://{}/store?capacity=lots", "'lots' is not a size"),
-    ("ls -s file:///tmp/a#b?capacity=1GiB", "write %23"),
     ("ls -s file://{}/nowhere", "holds no tiercache store"),
-    ("ls -s file://store", "names a host; write three slashes"),
-    ("ls -s ://", "is not a URL"),
     ("ls -s grpc://[::1", "is not an address"),
     ("ls -s memory://", "is empty in every new process"),
-    ("ls -s grpc://host:1 --mac-key k", "omit it, because a daemon has the key itself"),
-    ("ls -s store --mac-key nowhere", "cannot be read"),
     ("ls -s store --mac-key empty", "must be a file"),
     ("ping -s store", "is served by no daemon"),
     ("doctor -s nowhere", "--store nowhere is not a directory"),
@@ -113,7 +103,6 @@ MISTAKES = [
     # A daemon and its configuration
     ("serve --bogus", "no such option: --bogus"),
     ("serve -d file", "file is not one; name another path"),
-    ("serve -d file/x", "file is not one; name another path"),
     ("serve -d d,e --disk-bytes 16MiB", "sockets: "),
     ("serve -d d --disk-bytes 10XB", "--disk-bytes: '10XB' is not a size"),
     ("serve -d d --disk-bytes=-5GiB", "--disk-bytes: '-5GiB' is not a size"),
@@ -124,30 +113,16 @@ MISTAKES = [
     ("serve -d d --storage file://{}?capacity=64MiB", "holds no tiercache store"),
     ("serve -c nowhere.toml", "nowhere.toml"),
     ("serve -c directory.toml", "directory.toml cannot be read: Is a directory"),
-    ("serve -c binary.toml", "it is not UTF-8"),
-    ("serve -c huge.toml", "is larger than 1MiB"),
     ("config check nowhere.toml", "does not exist"),
-    ("config check directory.toml", "Is a directory"),
-    ("config check deep.toml", "deep.toml"),
-    ("config check large.toml", "large.toml"),
     ("config show file", "is not TOML"),
     # The lab
     ("bench dsik", "Did you mean 'disk'?"),
-    ("bench disk -d file", "--directory file is not a directory"),
     ("bench rpc -d nowhere", "--directory nowhere is not a directory"),
-    ("bench rpc --repeat x", "invalid value for '--repeat'"),
-    ("bench rpc --size 5000", "--size 5000 is not possible"),
     ("bench rpc --batch=-1", "'-1' is not a size"),
     ("bench rpc --batch 900PiB --repeat 1000", "MiB free and the run needs"),
     ("demo --storage memory://", "the store --storage memory:// ends with the process that opened it"),
-    ("demo --storage lmdb:///x --storage lmdb:///x", "are both at /x; a directory or daemon can be one tier"),
-    ("replay nowhere.jsonl", "is neither a file nor a generator"),
     ("replay directory.toml", "has no files whose names end in .json"),
     ("replay binary.toml", "not JSON"),
-    ("replay agent --limit 0", "at least 1"),
-    ("replay agent --host-bytes=-1", "--host-bytes: '-1' is not a size"),
-    ("replay agent --capacity 2", "use a fraction"),
-    ("prove nowhere", "is not the URL of an engine"),
 ]
 
 

@@ -129,18 +129,6 @@ def test_a_reader_that_leaves_in_the_middle_of_a_document_is_noticed(tmp_path: P
             assert (run.wait(GUARD), run.stderr.read()) == (Exit.UNREAD, b"")
 
 
-def test_one_line_is_enough_for_a_reader() -> None:
-    command = [*COMMAND, *LONG]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
-        assert run.stdout is not None
-        assert run.stderr is not None
-        assert run.stdout.readline().startswith('{"setting": ')
-        run.stdout.close()
-        said = run.stderr.read()
-        assert run.wait(GUARD) in (Exit.DONE, Exit.UNREAD)  # all of it may be in the pipe already
-    assert said == ""
-
-
 @pytest.mark.parametrize("arguments", slow_after(2, [LONG, ["--version"], ["config", "schema"]]))
 def test_output_that_cannot_be_written_is_a_failure(arguments: list[str]) -> None:
     with open("/dev/full", "w") as full:

@@ -124,11 +124,3 @@ def group_lives(group):
     except ProcessLookupError:
         return False
     return True
-
-
-def test_help_and_version():
-    shown = call("demo", "--help").out
-    assert "--context" in shown
-    assert "--device" in shown
-    assert tiercache("--version").stdout.startswith("tiercache ")
-    assert tiercache("nonsense").returncode == 2

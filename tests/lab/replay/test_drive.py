@@ -241,25 +241,6 @@ def test_bytes_and_tokens_add_up(policy: str) -> None:
     assert uses["disk"].written_bytes > uses["disk"].peak, "what was evicted was written before"
 
 
-def test_a_tier_more_is_a_token_sooner() -> None:
-    source = open_source(CHATS, seed=2)
-    small = Tiers(host_bytes=0, device_bytes=640_000, device_states=9)
-    chosen = [
-        small,
-        replace(small, host_bytes=1_000_000),
-        replace(small, host_bytes=1_000_000, storage=disk(20_000_000)),
-    ]
-    runs = [ran(source, tiers, "hvd") for tiers in chosen]
-    rates = [run.tally.token_hit_rate for run in runs]
-    means = [run.tally.ttft_ms()[0] for run in runs]
-    assert rates[0] < rates[1] < rates[2]
-    assert means[0] > means[1] > means[2]
-    # A slow disk makes them later again, and changes nothing else.
-    slow = ran(source, chosen[2], "hvd", machine=ReplayMachine(disk_bandwidth=1e6))
-    assert slow.tally.token_hit_rate == rates[2]
-    assert slow.tally.ttft_ms()[0] > means[2]
-
-
 def test_the_time_to_the_first_token_is_prefill_and_loads() -> None:
     machine = ReplayMachine(flops=1e12, host_bandwidth=1e9, disk_bandwidth=1e8, cut_seconds=0.0)
     first, second = ask(1, 300), ask(1, 300)

@@ -137,17 +137,6 @@ def test_the_same_again_but_for_the_seconds(trace: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_every_generator_is_replayed(name: str) -> None:
-    options = ("--limit", 20, "--no-bounds", "--policy", "hvd", "--capacity", "0.3", "-o", "jsonl")
-    rows = replay(name, *options).lines
-    assert [row["policy"] for row in rows] == ["infinite", "hvd"]
-    assert {row["requests"] for row in rows} == {20}
-    assert rows[1]["token_hit_rate"] <= rows[0]["token_hit_rate"] <= 1
-    assert rows[1]["peak_bytes"] <= rows[1]["capacity_bytes"] < rows[0]["capacity_bytes"]
-    assert rows[1]["published"] == dict(SOURCES[name].published)
-
-
 @pytest.mark.slow
 def test_a_benchmark_stands_beside_what_was_published() -> None:
     done = replay("seed-20457", "--no-bounds", "--policy", "lru")

@@ -17,7 +17,6 @@ from tiercache_lab.replay.machines import ReplayMachine, Speed
 from tiercache_lab.replay.needs import infinite, measure
 from tiercache_lab.replay.queueing import server
 from tiercache_lab.replay.queueing.run import QueuedRun, Queueing
-from tiercache_lab.replay.results import Objective
 from tiercache_lab.replay.sources import WorkloadSource, open_source
 
 pytestmark = pytest.mark.slow
@@ -121,23 +120,6 @@ def test_a_rate_scales_the_arrivals() -> None:
     assert fast.serving().wait_ms_mean > plain.serving().wait_ms_mean == 0
     with pytest.raises(ConfigError, match="all at once"):
         queued(listed([ask(1, 100)]), queueing=Queueing(rate=5.0))
-
-
-def test_a_better_cache_keeps_more_requests_in_time() -> None:
-    """Goodput falls with the load, and with the size of the cache."""
-    source = open_source(CHATS, seed=2)
-    machine, goal = replace(PLAIN, batch=4, host_bandwidth=1e9), Objective(ttft=1.0)
-    found = {
-        (size, rate): queued(source, machine, Tiers(size), Queueing(rate, objective=goal)).serving()
-        for size in (0, 4_000_000)
-        for rate in (0.5, 5.0)
-    }
-    for (size, rate), figures in found.items():
-        assert figures.goodput is not None
-        assert figures.within is not None
-        assert figures.goodput == pytest.approx(figures.within * figures.served_per_second), (size, rate)
-    assert found[4_000_000, 5.0].within > found[0, 5.0].within  # type: ignore[operator]
-    assert found[0, 0.5].within > found[0, 5.0].within  # type: ignore[operator]
 
 
 def test_the_same_run_has_the_same_figures() -> None:
