@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from random import Random
 
@@ -16,7 +17,7 @@ from tiercache.storage.vectors import take
 
 NAMESPACE = bytes(range(32))
 OTHER_NAMESPACE = bytes(range(32, 64))
-LAYOUTS = {pool: layout_digest(pool, bytes(32), Shard()) for pool in PoolName}
+_layout = lru_cache(64)(lambda pool: layout_digest(pool, bytes(32), Shard()))
 
 
 def page_key(name: object) -> bytes:
@@ -26,7 +27,7 @@ def page_key(name: object) -> bytes:
 
 def key(name: object, pool: PoolName = PoolName.KV) -> ObjectKey:
     """Return the key of the object of `pool` on the page `name`."""
-    return object_key(pool, LAYOUTS[pool], page_key(name))
+    return object_key(pool, _layout(pool), page_key(name))
 
 
 def payload(name: object, length: int) -> bytes:
