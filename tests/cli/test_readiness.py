@@ -51,7 +51,6 @@ def both(file: Path, code: int) -> str:
             'storage = "file://{}/s?capacity=64MiB&colour=red"',
             "storage: type 'file' has no setting 'colour'; it has access, capacity",
         ),
-        ('storage = "file://{}/s"', "storage: type 'file' needs 'capacity'"),
         ('storage = "file://{}/s?capacity=1KiB"', "a store cannot work in a capacity of 1024 bytes"),
         ('storage = "file://{}/s?capacity=64MiB&access=read"', "access=read changes nothing"),
         ('storage = "file://{}/s?capacity=64MiB&mac_key={}/none"', "none"),
@@ -62,7 +61,6 @@ def both(file: Path, code: int) -> str:
             'storage = ["memory://", "file://{}/s?capacity=64MiB&colour=red&tier_name=disk"]',
             "storage: tier 'disk': storage type 'file' has no setting 'colour'",
         ),
-        ('storage = ["memory://", "lmbd://{}/s"]', "storage: tier 'lmbd': storage type 'lmbd' is unknown"),
         (
             'storage = ["memory://?capacity=600TiB", "memory://?capacity=600TiB"]',
             "storage: capacity 600TiB and storage: capacity 600TiB cannot be allocated",

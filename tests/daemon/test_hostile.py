@@ -386,7 +386,6 @@ class TestCrowds:
             ],
             "Exists": [pb.ExistsRequest(keys=keys_of(KEYS)).SerializeToString()],
             "Set": list(set_messages({key(n, "c"): bytes(MIB // 2) for n in range(4)})),
-            "Scan": [b""],
         }[method]
         end = time.monotonic() + 1.5
         with clients(4, mallory) as hostile:

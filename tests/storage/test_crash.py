@@ -90,15 +90,6 @@ def test_any_of_several_writes_to_one_place_may_be_the_last_that_arrived(disk: D
     assert disk.ways() == [{"a": versions[-1]}]
 
 
-def test_writes_that_share_a_sector_keep_their_other_bytes(disk: Disk) -> None:
-    fd = disk.settled("a", OLD)
-    disk.write(fd, b"xyz", 100)
-    for left in disk.ways():
-        data = left["a"]
-        assert data is not None
-        assert data in (OLD, OLD[:100] + b"xyz" + OLD[103:])
-
-
 def test_sizes_change_in_order_and_without_a_sync_perhaps_not_at_all(disk: Disk) -> None:
     fd = disk.settled("a", OLD)
     disk.env.fallocate(fd, len(OLD), len(OLD))

@@ -337,12 +337,6 @@ TIER_MISTAKES: list[tuple[Sequence[str], str]] = [
     (("--tier", "a?capacity=1GiB&bandwidth=0"), "a bandwidth of 0 bytes per second is not possible"),
     (("--tier", "a?capacity=1GiB&speed=1"), "--tier a has no setting 'speed'; it has bandwidth,"),
     (("--tier", "a?capacity=1GiB&write=never"), "tier 'a', setting 'tier_write': 'never' is not possible"),
-    (("--tier", "a?capacity=1GiB&write_per_day=0"), "a budget of 0 bytes a day allows no write"),
-    (("--tier", "a?capacity=1GiB&write=write_back"), "nothing can be written back to it"),
-    (("--tier", "a?capacity=1GiB", "--tier", "a?capacity=2GiB"), "two tiers are named 'a'"),
-    (("--tier", "a b?capacity=1GiB"), "'a b' is no name"),
-    (("--tier", "a?capacity=1&read_only=yes", "--tier", "b?capacity=1&write=write_back"), "is read-only"),
-    ([part for n in range(9) for part in ("--tier", f"t{n}?capacity=1")], "9 tiers are more than the 8"),
     (("--tier", "a?capacity=1GiB", "--disk-bytes", "1GiB"), "--disk-bytes is short for --tier"),
     (("--tier", "a?capacity=1GiB", "--capacity", "0.1"), "give only one of them"),
 ]
