@@ -139,9 +139,11 @@ def nothing(_template: Template, _path: Path, _random: Random) -> Spoiled:
 
 
 def record(template: Template, path: Path, random: Random) -> Spoiled:
-    """One flipped bit in the record of one object."""
+    """One flipped bit in the record of one object; in `lmdb` behind its number and length, which count as
+    damage to the database as a whole.
+    """
     name, offset, size = random.choice(template.records)
-    _flip(template.data(path), offset + random.randrange(size), random)
+    _flip(template.data(path), offset + random.randrange(24 if template.kind == "lmdb" else 0, size), random)
     return Spoiled(frozenset({name}))
 
 

@@ -1,0 +1,149 @@
+"""tiercache in the place of SGLang's prefix tree, in a real server, beside SGLang's own tree."""
+
+from __future__ import annotations
+
+import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import pytest
+
+from tests.servers.models import MODELS
+from tests.servers.prompts import PROMPTS, check, whole_pages
+from tests.servers.server import Answer
+from tests.servers.sglang.conftest import Expected, Start
+from tests.servers.sglang.server import PAGE, SglangServer
+
+pytestmark = pytest.mark.integration
+OURS = ("--radix-cache-backend", "tiercache")
+FEW = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+LONG = {**FEW, "max_new_tokens": 400}
+LIMIT_S = 1800
+
+
+def settings(**given: object) -> list[str]:
+    return [*OURS, "--hicache-storage-backend-extra-config", json.dumps(given)]
+
+
+def conversations(server: SglangServer, turns: int = 4, talks: int = 6) -> list[Answer]:
+    """More than the pools hold: turns of several conversations that take turns, and one-off prompts."""
+    draw = random.Random(3)
+    told: list[list[int]] = [[draw.randrange(3, 250) for _ in range(330)] for _ in range(talks)]
+    answers = []
+    for _ in range(turns):
+        for talk in told:
+            answers.append(server.ask(talk, 6))
+            talk += [*answers[-1].tokens, *(draw.randrange(3, 250) for _ in range(330))]
+        answers.append(server.ask([draw.randrange(3, 250) for _ in range(900)], 6))
+    return answers
+
+
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize("model", MODELS)
+def test_hits_and_answers_beside_those_of_sglang_s_tree(model: str, start: Start, expected: Expected) -> None:
+    with start(model, "--max-total-tokens", "6144") as theirs:
+        right = conversations(theirs)
+    with start(model, "--max-total-tokens", "6144", *settings(policy="lru")) as ours:
+        assert "tiercache: index and policy lru" in ours.said()
+        first = [ours.ask(asked) for asked in PROMPTS]
+        check(first, expected(model), when="first")
+        again = [ours.ask(asked) for asked in PROMPTS]
+        check(again, expected(model), when="again")
+        assert [answer.cached for answer in again] == whole_pages(PAGE)
+        ours.flush()
+        found = conversations(ours)
+        assert [answer.tokens for answer in found] == [answer.tokens for answer in right]
+        assert sum(answer.cached for answer in found) >= sum(answer.cached for answer in right)
+        ours.flush()
+        assert ours.ask(PROMPTS[0]).cached == 0, "a flush leaves nothing"
+    with start(model, "--max-total-tokens", "6144", *OURS) as valued:
+        found = conversations(valued)
+        assert [answer.tokens for answer in found] == [answer.tokens for answer in right]
+        for server in (theirs, ours, valued):
+            assert "memory leak" not in server.said().lower()
+
+
+def crowd(server: SglangServer, asked: list[list[int]]) -> dict[int, Answer]:
+    """Ask all prompts at once, some of them several times over; some clients go away before the answer."""
+    answers: dict[int, Answer] = {}
+
+    def ask(n: int) -> None:
+        if n % 7 == 3:
+            with suppress(OSError):
+                server.post("/generate", {"input_ids": asked[n], "sampling_params": LONG}, timeout=0.4)
+        elif n % 7 == 5:
+            found = server.post("/generate", {"input_ids": asked[n], "sampling_params": {**FEW, "n": 4}})
+            assert len({tuple(one["output_ids"]) for one in found}) == 1, "greedy answers are equal"
+        else:
+            answers[n] = server.ask(asked[n], 8)
+
+    with ThreadPoolExecutor(64) as clients:
+        list(clients.map(ask, range(len(asked))))
+    return answers
+
+
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize("model", MODELS)
+def test_64_at_once_in_pools_that_are_too_small(model: str, start: Start) -> None:
+    """Overlapping batches, prefills in chunks, requests taken back, four answers, clients that go away."""
+    draw = random.Random(7)
+    shared = [[draw.randrange(3, 250) for _ in range(700)] for _ in range(4)]
+    asked = [
+        [
+            *shared[draw.randrange(4)][: draw.choice([0, 100, 700])],
+            *(draw.randrange(3, 250) for _ in range(size)),
+        ]
+        for size in (draw.choice([5, 90, 400, 1300]) for _ in range(64))
+    ]
+    sizes = ["--max-total-tokens", "4096", "--chunked-prefill-size", "512", "--max-running-requests", "6"]
+    with start(model, *sizes, *OURS, overlap=True) as server:
+        rounds = [crowd(server, asked) for _ in range(2)]
+        server.flush()
+        alone = {n: server.ask(asked[n], 8) for n in sorted(rounds[0])}
+        for found in rounds:
+            assert {n: one.tokens for n, one in found.items()} == {n: one.tokens for n, one in alone.items()}
+        assert sum(one.cached for one in rounds[1].values()) > 0
+        said = server.said().lower()
+        assert "memory leak" not in said
+        assert "exception" not in said
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_what_is_not_served_is_refused_at_the_start(start: Start) -> None:
+    for arguments, why in [
+        (["--disable-radix-cache"], "does not serve --disable-radix-cache"),
+        (["--enable-hierarchical-cache", "--hicache-write-policy", "write_back"], "does not serve"),
+        (settings(policy="best")[2:], "there is no eviction policy 'best'"),
+        (settings(polcy="lru")[2:], "polcy"),
+    ]:
+        server = start("llama", *OURS, *arguments)
+        with pytest.raises(AssertionError, match="the server ended"):
+            server.ready()
+        server.kill()
+        assert why in server.said()
+
+
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_host_keeps_what_the_device_gave_up(model: str, start: Start, expected: Expected) -> None:
+    host = ["--enable-hierarchical-cache", "--hicache-ratio", "3"]
+    sizes = ["--max-total-tokens", "4096", "--max-running-requests", "4"]
+    with start(model, *sizes, *host, *OURS, overlap=True) as server:
+        first = [server.ask(asked) for asked in PROMPTS]
+        check(first, expected(model), when="first")
+        for _ in range(4):  # others take the device
+            server.ask([random.randrange(3, 250) for _ in range(2000)])
+        again = [server.ask(asked) for asked in PROMPTS]
+        check(again, expected(model), when="from the host")
+        assert [answer.cached for answer in again] == whole_pages(PAGE)
+        right = conversations(server)
+        server.flush()
+        assert server.ask(PROMPTS[0]).cached == 0, "a flush leaves nothing"
+        found = conversations(server)
+        assert [answer.tokens for answer in found] == [answer.tokens for answer in right]
+        with ThreadPoolExecutor(16) as clients:
+            together = list(clients.map(server.ask, PROMPTS * 4))
+        check(together[: len(PROMPTS)], expected(model), when="together")
+        assert "memory leak" not in server.said().lower()
+        assert "exception" not in server.said().lower()

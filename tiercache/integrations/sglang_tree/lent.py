@@ -1,0 +1,180 @@
+"""Device pools over SGLang's tensors, whose slots SGLang's own allocators hand out; loads into them."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from sglang.srt.managers.cache_controller import LayerDoneCounter
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MambaPool, MHATokenToKVPool, MLATokenToKVPool
+
+from tiercache.controller.lent_slots import LentLoad
+from tiercache.core import Locations, PoolName
+from tiercache.errors import ConfigError, PoolFullError
+from tiercache.pools import DevicePool, by_layer, page_geometry_of, state_geometry_of
+from tiercache.pools.device import Tensors
+
+_KEPT: Final = 4
+"""Number of batches whose loads are remembered: one is computed while the next is prepared."""
+
+
+class LentPages:
+    """Pages of SGLang's allocator of KV. Page i has the rows [i * page_size, (i + 1) * page_size).
+
+    Thread safety: the scheduler's thread.
+    """
+
+    def __init__(self, allocator: Any) -> None:
+        self.held = 0
+        """Number of pages that the cache holds: present, and being loaded."""
+        self._allocator = allocator
+        self._size = int(allocator.page_size)
+        self._row = torch.arange(self._size, device=allocator.device)
+
+    @property
+    def available(self) -> int:
+        """Number of free pages."""
+        return int(self._allocator.available_size()) // self._size
+
+    def alloc(self, n: int) -> Locations:
+        """Take `n` pages for the cache; PoolFullError, with nothing taken, if fewer are free."""
+        rows = self._allocator.alloc(n * self._size) if n else torch.empty(0, dtype=torch.int64)
+        if rows is None:
+            raise PoolFullError(f"{n} pages are wanted and {self.available} are free; evict first")
+        self.held += n
+        return self.pages(rows)
+
+    def free(self, slots: npt.ArrayLike) -> None:
+        """Give pages of the cache back to SGLang."""
+        self.held -= np.size(slots)
+        self.release(slots)
+
+    def release(self, slots: npt.ArrayLike) -> None:
+        """Give pages of a request back to SGLang."""
+        self._allocator.free(self.rows(slots))
+
+    def rows(self, pages: npt.ArrayLike) -> torch.Tensor:
+        """Return the rows of pages, in order: int64, shape [pages * page_size], on the device."""
+        first = torch.from_numpy(np.asarray(pages, np.int64)).to(self._row.device) * self._size
+        return (first[:, None] + self._row).reshape(-1)
+
+    def pages(self, rows: torch.Tensor) -> Locations:
+        """Return the pages of rows that begin with a page: int64, shape [pages]."""
+        found: Locations = rows[:: self._size].to("cpu", torch.int64).numpy() // self._size
+        return found
+
+
+class LentStates:
+    """Slots of SGLang's allocator of recurrent states.
+
+    Thread safety: the scheduler's thread.
+    """
+
+    def __init__(self, allocator: Any) -> None:
+        self.held = 0
+        """Number of states that the cache holds: present, and being loaded."""
+        self._allocator = allocator
+
+    @property
+    def available(self) -> int:
+        """Number of free slots."""
+        return int(self._allocator.available_size())
+
+    def alloc(self, n: int) -> Locations:
+        """Take `n` slots for the cache; PoolFullError, with nothing taken, if fewer are free."""
+        slots = self._allocator.alloc(n) if n else torch.empty(0, dtype=torch.int64)
+        if slots is None:
+            raise PoolFullError(f"{n} states are wanted and {self.available} are free; evict first")
+        self.held += n
+        taken: Locations = slots.to("cpu", torch.int64).numpy()
+        return taken
+
+    def free(self, slots: npt.ArrayLike) -> None:
+        """Give slots of the cache back to SGLang."""
+        self.held -= np.size(slots)
+        self._allocator.free(torch.from_numpy(np.asarray(slots, np.int64)).to(self._allocator.device))
+
+
+def lent_pools(
+    pages: LentPages, allocator: Any, states: LentStates | None, requests: Any
+) -> dict[PoolName, DevicePool]:
+    """Return the device pools over the tensors of SGLang's KV pool, and of its pool of states.
+
+    `pages` and `states` are the sources of their slots; `states` is None for a model without.
+
+    Raises ConfigError for pools of another kind.
+    """
+    kv = allocator.get_kvcache()
+    layers: list[int] = []
+    if type(kv) is HybridLinearKVPool:
+        layers, kv = list(kv.full_attention_layer_id_mapping), kv.full_kv_pool
+    layers = layers or list(range(kv.start_layer, kv.start_layer + kv.layer_num))
+    if type(kv) is MHATokenToKVPool:
+        tensors: Tensors = by_layer("k", kv.k_buffer, layers) | by_layer("v", kv.v_buffer, layers)
+    elif type(kv) is MLATokenToKVPool:
+        tensors = by_layer("latent", kv.kv_buffer, layers)
+    else:
+        raise ConfigError(
+            f"--radix-cache-backend tiercache cannot serve this model: its KV is in a {type(kv).__name__};"
+            " leave the option out"
+        )
+    size = int(allocator.page_size)
+    pools = {PoolName.KV: DevicePool.from_tensors(page_geometry_of(tensors, size), tensors, pages)}
+    if states is not None:
+        # private: nothing public tells whether the slots have a part in further pools
+        if type(requests.mamba_pool) is not MambaPool or requests.mamba_pool._slot_siblings:
+            raise ConfigError(
+                "--radix-cache-backend tiercache cannot serve this model: its states are in a"
+                f" {type(requests.mamba_pool).__name__} with further pools; leave the option out"
+            )
+        held, layers = requests.mamba_pool.mamba_cache, list(requests.mamba_map)
+        tensors = by_layer("ssm", held.temporal, layers)
+        for place, conv in enumerate(held.conv):
+            tensors = {**tensors, **by_layer(f"conv{place}", conv, layers)}
+        geometry = state_geometry_of(tensors, size)
+        pools[PoolName.MAMBA] = DevicePool.from_tensors(geometry, tensors, states)
+    return pools
+
+
+class PassLoads(LayerDoneCounter):  # type: ignore[misc]  # SGLang has no types
+    """Loads from the host, which SGLang's pools wait for before they read a layer.
+
+    The loads of a batch get a number, which SGLang passes on with the batch.
+
+    Thread safety: one thread, SGLang's scheduler.
+    """
+
+    def __init__(self, stream: int | None) -> None:
+        """`stream`: handle of the stream in which SGLang computes; None if this thread computes."""
+        self.consumer_index = -1
+        """Number of the batch that is computed; -1 if it waits for nothing."""
+        self._stream = stream
+        self._next: list[LentLoad] = []
+        self._batches = deque[tuple[int, list[LentLoad]]](maxlen=_KEPT)
+        self._count = 0
+
+    def add_load(self, load: LentLoad) -> None:
+        """Let the batch that is being prepared wait for a load."""
+        self._next.append(load)
+
+    def end_batch(self) -> int:
+        """Return the number of the batch that has been prepared; -1 if it waits for nothing."""
+        if not self._next:
+            return -1
+        self._batches.append((self._count, self._next))
+        self._next, self._count = [], self._count + 1
+        return self._count - 1
+
+    def set_consumer(self, index: int) -> None:
+        """Say which batch is computed next."""
+        self.consumer_index = index
+
+    def wait_until(self, layer: int) -> None:
+        """Return, or let the stream go on, only once `layer` is in its slots."""
+        for number, loads in self._batches:
+            if number == self.consumer_index:
+                for load in loads:
+                    load.wait_layer(layer, self._stream)

@@ -1,0 +1,534 @@
+"""tiercache's index and eviction policies in the place of SGLang's prefix tree.
+
+SGLang keeps the slots of its requests and their rows; the cache takes over what requests have computed, and
+gives slots back when SGLang asks for room. The docstring of the package has the options.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import (
+    BasePrefixCache,
+    DecLockRefParams,
+    DecLockRefResult,
+    EvictParams,
+    EvictResult,
+    IncLockRefResult,
+    InitLoadBackParams,
+    MatchPrefixParams,
+    MatchResult,
+)
+from sglang.srt.mem_cache.hybrid_cache import hybrid_cache_controller as hicache
+from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+from sglang.srt.runtime_context import get_memory, get_parallel, get_schedule, mamba_checkpoint_grid
+
+from tiercache.controller import ControllerOptions, HybridCacheController
+from tiercache.controller.lent_slots import Taken
+from tiercache.core import ABSENT, Locations, PoolName, Tier, TokenArray, pending
+from tiercache.errors import ConfigError, PoolFullError
+from tiercache.geometry import Geometry
+from tiercache.index import HybridIndex, Match, Node, Origin, Pin
+from tiercache.integrations.settings import profile_for
+from tiercache.integrations.sglang_tree.lent import LentPages, LentStates, PassLoads, lent_pools
+from tiercache.keys import Identity
+from tiercache.policy import CheckpointKind
+from tiercache.pools import DevicePool, HostArena
+from tiercache.settings import matching, read_section
+
+_log = logging.getLogger(__name__)
+_PLACE: Final = "hicache-storage-backend-extra-config"
+_KV, _MAMBA = PoolName.KV, PoolName.MAMBA
+_BLOCK_BYTES: Final = 4096
+"""Bytes of a block of the host; an arena of one block, which is smaller than a page and a state, is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Settings of the cache, as keys of the JSON or TOML that SGLang passes on."""
+
+    policy: Annotated[str, matching("(?s:.{1,200})", "is no name of an eviction policy")] = "hvd"
+    """Eviction policy: hvd, lru, or that of another package."""
+    profile: Annotated[str, matching("(?s:.{0,512})", "is no text of at most 512 characters")] = ""
+    """Model profile, or path of a config.json, by which policies weigh; default: that of the model."""
+
+
+@dataclass(slots=True, eq=False)
+class Handle:
+    """Depth in pages on the path to a node of the index, which SGLang calls a node."""
+
+    node: Node | None
+    """Node whose edge holds the last page; None for no page."""
+    depth: int
+    tokens: TokenArray
+    extra: bytes
+
+
+@dataclass(slots=True, kw_only=True)
+class _Held(IncLockRefResult):  # type: ignore[misc]  # SGLang has no types
+    """Receipt of a lock."""
+
+    pin: Pin | None = None
+
+    def to_dec_params(self) -> Any:
+        return self
+
+
+@dataclass(slots=True)
+class _Visit:
+    """Last match of a request, and what follows from it."""
+
+    match: Match
+    tokens: TokenArray
+    extra: bytes
+    plan: Mapping[int, CheckpointKind]
+    """Depths in pages at which the request should leave states, and why."""
+    origin: Origin
+    result: MatchResult
+
+
+class TierCacheTree(BasePrefixCache):  # type: ignore[misc]  # SGLang has no types
+    """Prefix cache of one scheduler of SGLang, over the slots that SGLang's allocators lend.
+
+    Construction raises ConfigError for what cannot be served, in a sentence that says what to change.
+
+    Thread safety: the scheduler's thread.
+    """
+
+    def __init__(self, ctx: TreeCacheBuildContext) -> None:
+        _refuse(ctx)
+        params = ctx.params
+        self.req_to_token_pool = params.req_to_token_pool
+        self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
+        self.page_size = int(params.page_size)
+        self.disable = False
+        self.enable_mamba_extra_buffer = params.enable_mamba_extra_buffer
+        self.sliding_window_size = None
+        if params.enable_metrics:
+            self.init_metrics_collector()
+        parse = hicache.HybridCacheController.parse_storage_backend_extra_config  # also reads "@file"
+        given = parse(get_memory().hicache_storage_backend_extra_config)[0]
+        settings = read_section(Settings, _PLACE, given)
+        self._pages = LentPages(self.token_to_kv_pool_allocator)
+        self._states = LentStates(self.req_to_token_pool.mamba_allocator) if ctx.is_hybrid_ssm else None
+        pools = lent_pools(self._pages, self.token_to_kv_pool_allocator, self._states, self.req_to_token_pool)
+        self._hybrid = self._states is not None
+        self._grid = mamba_checkpoint_grid(self.page_size) if self._hybrid else self.page_size
+        nbytes = _host_bytes(pools) if ctx.enable_hierarchical_cache else _BLOCK_BYTES
+        self._controller = HybridCacheController(
+            _identity(ctx, self.page_size, pools[_KV].geometry),
+            pools,
+            HostArena(nbytes, _BLOCK_BYTES),
+            options=ControllerOptions(policy=settings.policy),
+            profile=profile_for(settings.profile, str(ctx.model_config.model_path)),
+        )
+        self._lent = self._controller.lent
+        self._index = self._lent.index
+        self.root_node = Handle(None, 0, np.empty(0, np.uint64), b"")
+        device = str(self.token_to_kv_pool_allocator.device)
+        self._stream = ctx.tp_worker.model_runner.forward_stream if device.startswith("cuda") else None
+        self._loads = PassLoads(None if self._stream is None else self._stream.cuda_stream)
+        if ctx.enable_hierarchical_cache:
+            self.token_to_kv_pool_allocator.get_kvcache().register_layer_transfer_counter(self._loads)
+            if self._hybrid:
+                self.req_to_token_pool.register_layer_transfer_counter(self._loads)
+            ctx.tp_worker.register_hicache_layer_transfer_counter(self._loads)
+        _log.info(
+            "tiercache: index and policy %s in the place of SGLang's tree; pages of %d tokens%s; %s",
+            settings.policy,
+            self.page_size,
+            f", states {self._grid} tokens apart" if self._hybrid else "",
+            f"{nbytes} bytes on the host" if ctx.enable_hierarchical_cache else "nothing on the host",
+        )
+
+    def reset(self) -> None:
+        """Give all slots back. SGLang calls this when nothing is running, before it clears its allocators."""
+        self._controller.evict(Tier.DEVICE)
+        self._controller.evict(Tier.HOST)
+        assert not any(self.total_size()), "a lock or a copy outlived its request"
+
+    # Reading.
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """Return what the index has of a prompt; reserves nothing, except a state for `cow_mamba`.
+
+        SGLang asks for each waiting request in each round. Only a request's first match, and one that is
+        deeper than those before, count as hits.
+        """
+        if len(params.key) < self.page_size:
+            root = self.root_node
+            return MatchResult(0, root, root, root)
+        visit = self._visit(params)
+        if params.cow_mamba and self._hybrid and visit.result.device_prefix_len:
+            copied = self._copy_state_later(params.req, visit.result.last_device_node)
+            assert copied, "SGLang has counted the free states and those that can be evicted"
+        return visit.result
+
+    def _visit(self, params: MatchPrefixParams) -> _Visit:
+        key, index = params.key, self._index
+        before: _Visit | None = getattr(params.req, "tiercache_visit", None)
+        # A copy, because SGLang appends to its array, which fails while something refers to the memory.
+        tokens = np.frombuffer(memoryview(key.raw_token_ids()), np.uint64).copy()
+        if (
+            before is not None
+            and index.is_current(before.match)
+            and np.array_equal(before.tokens, tokens)
+            and before.extra == _extra(key)
+        ):
+            index.touch(before.match, again=True)
+            return before
+        extra = _extra(key)
+        match = index.match(tokens, extra, limit=len(tokens) // self.page_size)
+        if before is not None and match.depth <= before.match.depth:
+            origin = before.origin
+            index.touch(match, again=True)
+        else:
+            origin = index.touch(match, tokens)
+        on_device = self._lent.device_depth(match)
+        near = self._handle(match, match.near_depth, tokens, extra)
+        length = match.near_depth * self.page_size
+        plan = index.plan_checkpoints(match, tokens, match.depth).depths
+        device = near if on_device == near.depth else self._handle(match, on_device, tokens, extra)
+        result = MatchResult(
+            on_device * self.page_size,
+            device,
+            near,
+            near,
+            host_hit_length=length - on_device * self.page_size,
+            mamba_host_hit_length=int(self._hybrid and near is not device),
+            mamba_branching_seqlen=_branch(plan, length, self.page_size, self._grid)
+            if self._hybrid
+            else None,
+            full_kv_hit_length=match.path_depth * self.page_size,
+        )
+        visit = _Visit(match, tokens, extra, plan, origin, result)
+        if params.req is not None:
+            params.req.tiercache_visit = visit
+        return visit
+
+    def _handle(self, match: Match, depth: int, tokens: TokenArray, extra: bytes) -> Handle:
+        if not depth:
+            return self.root_node
+        return Handle(self._index.node_at(match, depth), depth, tokens, extra)
+
+    def _copy_state_later(self, req: Any, handle: Handle) -> bool:
+        """Let the next pass copy the state at a depth into a slot of the request; False if none is free."""
+        if not req.kv.holds_mamba:
+            held = self.inc_lock_ref(handle)
+            slot = self._state_slot()
+            self.dec_lock_ref(handle, held)
+            if slot is None:
+                return False
+            req.kv.mamba_pool_idx = slot[0]
+        assert handle.node is not None, "a state has a depth"
+        source = _slots(np.array([self._index.locations(handle.node, handle.depth).states[_MAMBA].device]))
+        req.kv.mamba_cow_src_index = torch.from_numpy(source).to(self.req_to_token_pool.device)
+        req.kv.mamba_needs_clear = False
+        return True
+
+    def path_device_indices(self, node: Handle) -> torch.Tensor:
+        """Return the rows of the KV on the path to `node`: int64, shape [tokens]."""
+        if node.node is None:
+            return self._pages.rows(np.empty(0, np.int64))
+        return self._pages.rows(_slots(self._index.locations(node.node, node.depth).pages[_KV].device))
+
+    # The host.
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[int, Handle]:
+        """Begin to load what only the host has of a match; return how many tokens come, and the new node.
+
+        Either everything that the match has promised comes, or nothing, for lack of slots.
+        """
+        near, req = params.best_match_node, params.req
+        held = self.inc_lock_ref(near)
+        try:
+            load = self._lent.load(near.node, near.depth)
+        except PoolFullError:
+            return 0, req.last_node
+        else:
+            self._loads.add_load(load)
+            if self._hybrid and not self._copy_state_later(req, near):
+                return 0, req.last_node
+        finally:
+            self.dec_lock_ref(near, held)
+        return near.depth * self.page_size - req.prefix_len, near
+
+    def ready_to_load_host_cache(self) -> int:
+        """Return the number under which the batch that was prepared waits for its loads; -1 for none."""
+        return self._loads.end_batch()
+
+    def check_hicache_events(self) -> None:
+        """Apply what has happened in the background; SGLang calls this in each round."""
+        self._controller.tick()
+
+    @property
+    def ongoing_write_through(self) -> range:
+        """Range as long as the list of copies under way, for which a flush has to wait."""
+        return range(self._lent.under_way)
+
+    ongoing_load_back: Sequence[int] = ()
+    enable_storage = False
+
+    # Locks.
+
+    def inc_lock_ref(self, node: Handle) -> Any:
+        """Hold the pages up to `node`, and the state there; the receipt goes to `dec_lock_ref`."""
+        if node.node is None:
+            return _Held()
+        if node.node.end > node.depth:  # so that what is behind the depth can be evicted
+            node.node = self._index.extend_path(node.tokens, node.depth, node.extra)
+        return _Held(pin=self._index.pin(node.node, Tier.DEVICE))
+
+    def dec_lock_ref(self, node: Handle, params: DecLockRefParams | None = None) -> DecLockRefResult:
+        """End the hold of a receipt."""
+        if params is not None and params.pin is not None:
+            params.pin.release()
+        return DecLockRefResult()
+
+    # What requests have computed.
+
+    def checkpoint(self, req: Any, *, up_to: int, **_: Any) -> None:
+        """Take over the whole pages of a request's first `up_to` tokens, and its last state among them.
+
+        SGLang calls this after each pass of a long prefill, after the last, and when the request ends. A
+        hybrid gives pages up to its state only. The slots of pages that the cache has twice are freed at
+        once, and the request's row names the cache's from then on.
+        """
+        finished = req.finished()
+        ids = req.full_untruncated_fill_ids[:up_to]
+        length, kept, state = len(ids), None, None
+        if self._hybrid:
+            length, kept, state = self._state_of(req, length, finished=finished)
+        length = length // self.page_size * self.page_size
+        adopted = False
+        if length and (self._hybrid or length > req.kv.cache_protected_len):
+            adopted = self._adopt(req, np.frombuffer(memoryview(ids), np.uint64)[:length], state, finished)
+        if not self._hybrid:
+            return
+        if finished:
+            self.req_to_token_pool.free_mamba_cache(
+                req, mamba_ping_pong_track_buffer_to_keep=kept if adopted else None
+            )
+            return
+        if state is not None and not adopted:
+            self.req_to_token_pool.mamba_allocator.free(state)
+        req.kv.mamba_last_track_seqlen = req.kv.mamba_prev_track_seqlen = None
+
+    def _state_of(
+        self, req: Any, length: int, *, finished: bool
+    ) -> tuple[int, int | None, torch.Tensor | None]:
+        """Return (tokens, index in the track buffer, slot) of the request's last state within `length`.
+
+        Of a request that goes on, the slot leaves its track buffer for a new one. The tokens are 0 if there
+        is no such state, or no slot in its place.
+        """
+        pool, kv = self.req_to_token_pool, req.kv
+        depth = kv.mamba_last_track_seqlen or 0
+        index = pool.get_mamba_ping_pong_keep_idx(req)
+        if depth > length:  # the last state is behind what may be kept; the one before it may do
+            depth = kv.mamba_prev_track_seqlen or 0
+            index = pool.get_mamba_ping_pong_other_idx(index)
+            if not finished or pool.mamba_ping_pong_track_buffer_size != 2 or depth > length:
+                return 0, None, None
+        if not depth:
+            return 0, None, None
+        if finished:
+            return depth, index, kv.mamba_ping_pong_track_buffer[index].view(-1)
+        slot = self._state_slot()
+        if slot is None:
+            return 0, None, None
+        return depth, index, pool.donate_mamba_ping_pong_slot(req, slot)
+
+    def _state_slot(self) -> torch.Tensor | None:
+        """Return a free slot for a state, shape [1], after an eviction if needed; None if all are in use."""
+        allocator = self.req_to_token_pool.mamba_allocator
+        slot = allocator.alloc(1)
+        if slot is None and self._lent.make_room({_MAMBA: 1}):
+            slot = allocator.alloc(1)
+        taken: torch.Tensor | None = slot
+        return taken
+
+    def _adopt(self, req: Any, tokens: TokenArray, state: torch.Tensor | None, finished: bool) -> bool:
+        """Hand pages and a state to the cache; return whether the cache owns the state's slot now."""
+        visit: _Visit | None = getattr(req, "tiercache_visit", None)
+        extra = _extra(req)
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(tokens)]
+        depth, states = len(tokens) // self.page_size, {}
+        if state is not None:
+            states[len(tokens)] = {_MAMBA: int(state[0])}
+        plan = {} if visit is None else visit.plan
+        kind = CheckpointKind.END if finished else plan.get(depth, CheckpointKind.INTERVAL)
+        after = None if req.lock is None else req.lock.receipt.pin
+        made = self._lent.adopt(
+            tokens,
+            {_KV: self._pages.pages(row)},
+            states,
+            extra,
+            taken=Taken(
+                {depth: kind},
+                Origin() if visit is None else visit.origin,
+                None if after is None else after.node,
+            ),
+            # What was computed is in its slots once the device has passed this point.
+            fence=None if self._stream is None else self._stream.record_event(),
+        )
+        at = made.pages[_KV]
+        assert not at.private.any(), "nothing is loaded into other slots"
+        self._pages.held += int(np.count_nonzero(at.adopted))
+        if self._states is not None:
+            self._states.held += len(made.adopted_states)
+        if at.duplicate.any():
+            self._pages.release(self._pages.pages(row[made.start * self.page_size :])[at.duplicate])
+            begin = made.start * self.page_size
+            rows = self._pages.rows(at.table).to(row.dtype)
+            self.req_to_token_pool.write((req.kv.req_pool_idx, slice(begin, len(tokens))), rows)
+        handle = Handle(self._index.node_at(made.node, depth), depth, tokens, extra)
+        lock = self.lock(handle)
+        self.unlock(req.lock)
+        req.lock, req.last_node = lock, handle
+        req.kv.cache_protected_len = max(req.kv.cache_protected_len, len(tokens))
+        req.kv.cache_inserted_len = max(req.kv.cache_inserted_len, len(tokens))
+        return bool(made.adopted_states)
+
+    def on_release(self, req: Any, *, checkpointed: bool) -> None:
+        """Free the states of a request that has handed over nothing at its end."""
+        if self._hybrid and not checkpointed:
+            self.req_to_token_pool.free_mamba_cache(req, mamba_ping_pong_track_buffer_to_keep=None)
+
+    # Room.
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        """Give up to as many slots back as SGLang asks for."""
+        began = time.perf_counter()
+        need = {_KV: -(-params.num_tokens // self.page_size)}
+        if self._hybrid:
+            need[_MAMBA] = params.mamba_num
+        freed = self._lent.make_room({pool: count for pool, count in need.items() if count > 0})
+        tokens = freed.get(_KV, 0) * self.page_size
+        self.update_eviction_metrics(tokens, began)
+        return EvictResult(num_tokens_evicted=tokens, mamba_num_evicted=freed.get(_MAMBA, 0))
+
+    def evictable_size(self) -> int:
+        """Number of tokens that can be evicted."""
+        return self._index.evictable(Tier.DEVICE)[_KV] * self.page_size
+
+    def protected_size(self) -> int:
+        """Number of tokens in the cache that a lock holds."""
+        return self._pages.held * self.page_size - self.evictable_size()
+
+    full_evictable_size, full_protected_size = evictable_size, protected_size
+
+    def mamba_evictable_size(self) -> int:
+        """Number of states that can be evicted."""
+        return self._index.evictable(Tier.DEVICE)[_MAMBA] if self._hybrid else 0
+
+    def mamba_protected_size(self) -> int:
+        """Number of states in the cache that a lock holds."""
+        return self._states.held - self.mamba_evictable_size() if self._states is not None else 0
+
+    def total_size(self) -> tuple[int, int]:
+        """Numbers of tokens and of states in the cache."""
+        return self._pages.held * self.page_size, 0 if self._states is None else self._states.held
+
+    def all_values_flatten(self) -> torch.Tensor:
+        """Return the rows of everything in the cache, for SGLang's census when a slot is lost."""
+        return self._pages.rows(_on_device(self._index, _KV))
+
+    def all_mamba_values_flatten(self) -> torch.Tensor:
+        """Return the slots of all states in the cache, for the same census."""
+        return torch.from_numpy(_on_device(self._index, _MAMBA))
+
+    def supports_mamba(self) -> bool:
+        """Whether states are cached."""
+        return self._hybrid
+
+    def sanity_check(self) -> None:
+        """Check what SGLang checks when it is idle: nothing is held, and the counts agree."""
+        assert not self.protected_size(), "a lock outlived its request"
+
+    def pretty_print(self) -> None:
+        """Log how much the cache holds; SGLang calls this when it finds no slots."""
+        _log.info("tiercache: %d tokens and %d states on the device", *self.total_size())
+
+    def release_host_resources(self) -> None:
+        """Close the cache, at the end of the scheduler."""
+        self._controller.close()
+
+
+def _branch(plan: Mapping[int, CheckpointKind], restored: int, page_size: int, grid: int) -> int | None:
+    """Return the depth in tokens at which the next prefill should leave a state, if not at its end.
+
+    SGLang takes one state in each pass, at multiples of `grid` tokens. A place that two prompts have shared
+    goes before one that the ghosts remember. Without states, no place is planned.
+    """
+    for kind in (CheckpointKind.BRANCH, CheckpointKind.GHOST):
+        for depth, why in plan.items():
+            at = depth * page_size // grid * grid
+            if why is kind and at > restored:
+                return at
+    return None
+
+
+def _on_device(index: HybridIndex, pool: PoolName) -> Locations:
+    """Return the slots of a pool in the index: int64, shape [slots]."""
+    held: list[Locations] = [np.empty(0, np.int64)]
+    for node in index.nodes():
+        at = node.where[Tier.DEVICE, 0] if pool is _KV else np.array([node.state(Tier.DEVICE, 0)])
+        held.append(at[at >= 0])
+    return np.concatenate(held)
+
+
+def _slots(device: Locations) -> Locations:
+    """Return the slots of objects that are on the device, or being loaded; a pass waits for the latter."""
+    return np.where(device < ABSENT, pending(device), device)
+
+
+def _extra(key: Any) -> bytes:
+    """Return what a cached prefix depends on besides its tokens: adapter, salt and the caller's key."""
+    parts = (key.extra_key, key.cache_salt)
+    return repr(parts).encode() if any(parts) else b""
+
+
+def _host_bytes(pools: Mapping[PoolName, DevicePool]) -> int:
+    """Return the bytes of the host tier: those that SGLang was told, or a multiple of the device's."""
+    memory = get_memory()
+    if memory.hicache_size > 0:
+        return int(memory.hicache_size * 1e9)
+    return int(memory.hicache_ratio * sum(p.capacity * p.geometry.nbytes for p in pools.values()))
+
+
+def _identity(ctx: TreeCacheBuildContext, page_size: int, kv: Geometry) -> Identity:
+    dtype = kv.segments[0].dtype
+    return Identity(str(ctx.model_config.model_path), "", "", dtype, "", page_size)
+
+
+def _refuse(ctx: TreeCacheBuildContext) -> None:
+    """Raise ConfigError, in one sentence, for an option of the server that this cache cannot serve."""
+    params, parallel = ctx.params, get_parallel()
+    cannot = {
+        "--disable-radix-cache": params.disable,
+        "--hicache-storage-backend": get_memory().hicache_storage_backend is not None,
+        "--hicache-write-policy other than write_through": ctx.enable_hierarchical_cache
+        and get_memory().hicache_write_policy != "write_through",
+        "speculative decoding": params.is_eagle
+        or params.mtp_draft_device_pools
+        or params.sidecar_draft_device_pools,
+        "a model with sliding windows": ctx.is_hybrid_swa,
+        "decode context parallelism": parallel.dcp_enabled,
+        "context parallelism": params.attn_cp_size > 1,
+        "pipeline parallelism": params.pp_size > 1,
+        "--kv-events-config": params.enable_kv_cache_events,
+        "--enable-session-radix-cache": params.enable_session_radix_cache,
+        "--schedule-policy dfs-weight": get_schedule().schedule_policy == "dfs-weight",
+        "--mamba-radix-cache-strategy no_buffer": ctx.is_hybrid_ssm and not params.enable_mamba_extra_buffer,
+        "--mamba-radix-cache-strategy extra_buffer_lazy": params.enable_mamba_extra_buffer_lazy,
+    }
+    for what, asked in cannot.items():
+        if asked:
+            raise ConfigError(f"--radix-cache-backend tiercache does not serve {what}; leave one of them out")
