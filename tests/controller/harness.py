@@ -175,14 +175,14 @@ class Engine:
     def compute(self, admission, tokens, start, end):
         """Write what the model computes for full pages of tokens [start, end)."""
         for page in range(start // P, end // P):
-            self._fill(admission, page, tokens[: (page + 1) * P])
+            self.fill(admission, page, tokens[: (page + 1) * P])
 
     def compute_tail(self, admission, tokens):
         """Write the page in which `tokens` end, if it is not full."""
         if len(tokens) % P:
-            self._fill(admission, len(tokens) // P, tokens)
+            self.fill(admission, len(tokens) // P, tokens)
 
-    def _fill(self, admission, page, tokens):
+    def fill(self, admission, page, tokens):
         for segment, rows in self.rows(admission, page):
             rows.copy_(content(tokens, segment).view(rows.dtype).view(segment.shape))
 

@@ -50,7 +50,7 @@ def resume(engine, held):
 def scribble(engine):
     """Overwrite every free device slot, so that nothing is right by chance."""
     for name, pool in engine.pools.items():
-        free = np.flatnonzero(~pool.allocator.allocated(np.arange(pool.capacity)))
+        free = np.flatnonzero(~pool.source.allocated(np.arange(pool.capacity)))
         step = P if name is KV else 1
         for tensor in engine.tensors[name].values():
             for slot in free.tolist():

@@ -122,7 +122,7 @@ def test_a_release_behind_a_fence_keeps_slots_and_pages_until_then():
     engine.controller.release(admission, fence=fence)
     engine.controller.evict(Tier.DEVICE)
     assert engine.pools[KV].available <= free + 1
-    assert engine.pools[KV].allocator.allocated(np.array(shared)).all()
+    assert engine.pools[KV].source.allocated(np.array(shared)).all()
     engine.check()
     fence.open()
     engine.controller.evict(Tier.DEVICE)

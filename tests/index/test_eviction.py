@@ -22,7 +22,8 @@ def test_leaves_go_before_their_ancestors_least_recently_used_first():
     h.insert((1, 2, 4))
     h.index.touch(h.match((1, 2, 3)))
     assert h.evict(kv=1) == {KV: [302]}
-    assert h.evict(kv=1)[KV] == [100, 101, 202], "(1, 2) was merged into its only child"
+    assert h.evict(kv=2)[KV] == [101, 202], "(1, 2) was merged into its only child"
+    assert h.match((1, 2)).depth == 1, "no more was taken than was needed"
 
 
 def test_a_hit_refreshes_only_the_matched_last_node():

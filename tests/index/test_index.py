@@ -42,7 +42,7 @@ def test_matching_changes_nothing():
     for _ in range(3):
         h.match((1, 2))
     assert h.edges == [(1, 2), (3, 4)]
-    assert h.evict(kv=1) == {KV: [100, 101]}
+    assert h.evict(kv=2) == {KV: [100, 101]}
 
 
 # -- insert ------------------------------------------------------------------------------------

@@ -304,6 +304,8 @@ class IndexMachine(RuleBasedStateMachine):
             assert not set(eviction.freed) & set(self.page_pools), "a need for states frees no pages"
         if not any(need.values()):
             assert not eviction.freed
+        if len(pools) == 1:
+            assert len(eviction.freed.get(KV, ())) == need[KV], "a leaf gives what is needed"
         self._check_eviction(eviction, Tier.DEVICE, free)
 
     @rule(share=st.floats(0, 1), beyond=st.booleans())

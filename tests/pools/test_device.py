@@ -120,7 +120,7 @@ def test_the_allocator_is_delegated_to() -> None:
     tensors = kv_tensors()
     pool = DevicePool.from_tensors(page_geometry_of(tensors, PAGE), tensors)
     slots = pool.alloc(3)
-    assert pool.available == pool.allocator.available == 2
+    assert pool.available == pool.source.available == 2
     with pytest.raises(PoolFullError, match="3 kv slots"):
         pool.alloc(3)
     pool.free(slots)

@@ -58,6 +58,13 @@ class ObjectAllocator:
             self._free_evicted(self._index.evict_device(short), Tier.DEVICE)
         return {p: self._device[p].alloc(n) for p, n in need.items()}
 
+    def make_room(self, need: Mapping[PoolName, int]) -> dict[PoolName, int]:
+        """Evict up to `need[pool]` device objects of each pool; return how many slots became free."""
+        evictable = self._index.evictable(Tier.DEVICE)
+        eviction = self._index.evict_device({p: min(n, evictable.get(p, n)) for p, n in need.items()})
+        self._free_evicted(eviction, Tier.DEVICE)
+        return {pool: len(slots) for pool, slots in eviction.freed.items()}
+
     def take_host(self, need: Mapping[PoolName, int]) -> dict[PoolName, Locations]:
         """Allocate host objects for every pool of `need`, with evictions if there are too few blocks.
 
@@ -99,7 +106,7 @@ class ObjectAllocator:
         """Free every object of `tier` (device or host) that is not pinned."""
         evictable = self._index.evictable(tier)
         if tier is Tier.DEVICE:
-            self._free_evicted(self._index.evict_device(evictable), tier)
+            self.make_room(evictable)
         else:
             blocks = sum(self.blocks_of(p, n) for p, n in evictable.items())
             self._free_evicted(self._index.evict_host(blocks, self._cost), tier)

@@ -103,6 +103,11 @@ class ControllerContext:
         return (*self.index.page_pools, *self.index.state_pools)
 
     @property
+    def has_host(self) -> bool:
+        """Whether the arena can hold a page and the states at its end; a smaller one serves as none."""
+        return self.arena.blocks >= self.allocator.widest
+
+    @property
     def layers(self) -> int:
         """1 + the highest layer number in any pool."""
         return 1 + max(segment.layer for pool in self.device.values() for segment in pool.geometry.segments)

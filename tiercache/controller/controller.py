@@ -14,6 +14,7 @@ from tiercache.controller.beliefs import Beliefs
 from tiercache.controller.context import ControllerContext, split_pools
 from tiercache.controller.continuation.continued import ResumedAdmission
 from tiercache.controller.continuation.parked import Parked, Parking
+from tiercache.controller.lent_slots import LentSlots, Taken, insert, states_by_page
 from tiercache.controller.lookup import Lookup, Preview, look_up, own_tokens, preview
 from tiercache.controller.options import WRITE_BACK, ControllerOptions
 from tiercache.controller.prefetch import PrefetchQueue, PrefetchTicket
@@ -187,6 +188,8 @@ class HybridCacheController:
         self._values = Values(self._context)
         self._write_through = WriteThrough(self._context, self._values)
         self._write_back = WriteBack(self._context, self._write_through.write_unit)
+        self.lent = LentSlots(self._context, self._write_through.send, self._enter)
+        """Cache over slots that the engine lends, for engines that make no admissions."""
         self._beliefs = Beliefs(self._context)
         self._prefetches = PrefetchQueue(self._context)
         self._draining = Draining(self._context, self._write_through, self._write_back)
@@ -411,37 +414,20 @@ class HybridCacheController:
         self._require_mine(admission)
         admission.require_started()
         self._check_fence(fence)
-        sequence, by_depth = as_tokens(tokens), {}
+        sequence = as_tokens(tokens)
         full = len(sequence) // self.page_size
         admission.check_sequence(sequence)
         admission.slots.check_pages(full)
-        for depth, slots in (states or {}).items():
-            if depth % self.page_size or not 0 < depth <= len(sequence):
-                raise InputError(
-                    f"a state at {depth} tokens cannot be committed; use multiples of {self.page_size} up to"
-                    f" the {len(sequence)} tokens given"
-                )
-            by_depth[depth // self.page_size] = dict(slots)
+        by_depth = states_by_page(states or {}, len(sequence), self.page_size)
         admission.slots.check_states(by_depth.values())
-        table = {p: t[:full] for p, t in admission.pages.items()}
-        self._context.device_work.note(
-            fence, [*table.items(), *(pair for slots in by_depth.values() for pair in slots.items())]
-        )
-        inserted = self._context.index.insert(
-            sequence[: full * self.page_size],
-            table,
-            by_depth,
-            admission.lookup.extra,
-            checkpoints=admission.plan.depths,
-            origin=admission.origin,
-            after=admission.held_node(full),
-        )
-        admission.on_committed(inserted, sequence[: full * self.page_size], fence)
+        whole = sequence[: full * self.page_size]
+        taken = Taken(admission.plan.depths, admission.origin, admission.held_node(full))
+        pages = {p: t[:full] for p, t in admission.pages.items()}
+        inserted = insert(self._context, whole, pages, by_depth, admission.lookup.extra, taken, fence)
+        admission.on_committed(inserted, whole, fence)
         # Write-through also gets the depth of the restored state, because storage may lack this state.
         depths = {*by_depth, admission.depth // self.page_size}
-        self._write_through.send(
-            inserted.node, sequence[: full * self.page_size], admission.lookup.extra, depths
-        )
+        self._write_through.send(inserted.node, whole, admission.lookup.extra, depths)
         return admission.pages
 
     def release(
@@ -608,9 +594,11 @@ class HybridCacheController:
         self._prefetches.advance()
         self._beliefs.check()
 
-    def _enter(self) -> None:
+    def _enter(self, *, drain: bool = True) -> None:
         if self._closed:
             raise ClosedError("this controller was closed; make a new one")
+        if not drain:
+            return
         self._context.drain()
         self._pins.expire()
         self._parking.expire()

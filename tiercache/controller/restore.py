@@ -116,7 +116,9 @@ class DeviceRestore:
         """Load the pages in `need` and the state at `depth`, and join the loads of other requests."""
         runs = list[PageRun]()
         # If another request is loading a page, this request only waits for that load.
-        self._loads = {load for pool, at in located.pages.items() for load in self._filling(pool, at.device)}
+        self._loads = {
+            load for pool, at in located.pages.items() for load in filling(self._context, pool, at.device)
+        }
         for pool, mask in need.items():
             slots = self._slots.table[pool][:depth][mask]
             runs += gather_runs(pool, node, 0, located.pages[pool].host, mask, slots)
@@ -151,14 +153,6 @@ class DeviceRestore:
         pin = self._context.index.pin(node, Tier.DEVICE, Tier.HOST)
         return Load(self._context, runs, [pin], self._slots.take_back)
 
-    def _filling(self, pool: PoolName, device: Locations) -> Iterator[Load]:
-        """Yield the loads of other requests that are filling some of these slots."""
-        being_filled = device[device < ABSENT]
-        if len(being_filled):
-            for operation in self._context.in_flight.claimants(Tier.DEVICE, pool, pending(being_filled)):
-                assert isinstance(operation, Load), "only loads fill device slots"
-                yield operation
-
     def _place_state(self, pool: PoolName, at: StateLocation, node: Node, runs: list[PageRun]) -> int:
         """Return the device slot of the state at the end of `node`. A load may still be filling this slot.
 
@@ -169,12 +163,21 @@ class DeviceRestore:
             return at.device
         if at.device < ABSENT:  # pending: another request is loading the state
             slots = np.array([at.device])
-            self._loads.update(self._filling(pool, slots))
+            self._loads.update(filling(self._context, pool, slots))
             return int(pending(slots)[0])
         slot = self._slots.give_state(pool)
         last_page = Span(node, node.end - 1, node.end)
         runs.append(PageRun(pool, last_page, np.array([at.host]), np.array([slot])))
         return slot
+
+
+def filling(context: ControllerContext, pool: PoolName, device: Locations) -> Iterator[Load]:
+    """Yield the loads that are filling those of these slots that are pending."""
+    being_filled = device[device < ABSENT]
+    if len(being_filled):
+        for operation in context.in_flight.claimants(Tier.DEVICE, pool, pending(being_filled)):
+            assert isinstance(operation, Load), "only loads fill device slots"
+            yield operation
 
 
 @dataclass

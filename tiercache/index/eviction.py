@@ -136,9 +136,22 @@ class Evictor:
             ):
                 passed.append(victim.node)
             else:
+                if queue is self._device_pages:
+                    self._trim(victim, max(wanted[pool] - sweep.counts[pool] for pool in short))
                 self._evict(sweep, victim)
         for node in passed:
             self._columns.mark(node)
+
+    def _trim(self, victim: Victim | None, pages: int) -> None:
+        """Cut a leaf of an index without states, so that only the last `pages` pages of it are evicted.
+
+        The pages before them stay of use, because any number of leading pages can be restored.
+        """
+        if victim is None or self._tree.state_pools:
+            return
+        held = np.flatnonzero((victim.node.where[Tier.DEVICE] >= 0).any(axis=0))
+        if len(held) > pages:
+            self._tree.split(victim.node, victim.node.start + int(held[-pages]))
 
     def _evict(self, sweep: Sweep, victim: Victim | None) -> None:
         assert victim is not None, "the queue is empty although the counters say that there is more to evict"

@@ -240,12 +240,19 @@ class HybridIndex:
         )
         return CheckpointPlan(depths, self.checkpoints.request_end)
 
-    def touch(self, match: Match, tokens: TokenArray | None = None) -> Origin:
+    def touch(self, match: Match, tokens: TokenArray | None = None, *, again: bool = False) -> Origin:
         """Record that a request used the match, and return the `origin` for its `insert`.
 
         The node at the match's restorable depth counts as used now. If `tokens` (the prompt) are given and an
         evicted unit would have restored more of them, the policy learns of that unit, too.
+
+        `again`: the request waits, and was counted before. The node only counts as used now.
         """
+        if again:
+            if match.depth:
+                self._columns.now += 1
+                self._refresh(self.node_at(match, match.depth))
+            return Origin()
         # The request is counted first, then the hit, then the miss. The miss is deeper than the hit. The
         # request continues the deeper of the two units.
         self._begin_request()
@@ -380,7 +387,8 @@ class HybridIndex:
         depth = check_pages(tree, len(tokens), pages)
         check_states(tree, states, depth)
         self._columns.now += 1
-        after = tree.root(extra) if after is None else tree.node(after)
+        # The root of an empty tree, which a request may have pinned, gives way to that of the next insert.
+        after = tree.node(after) if after is not None and after.end else tree.root(extra)
         assert after.end <= depth, "a commit of fewer pages than are known to be held"
         node = tree.path_to(after, tokens[after.end * self.page_size : depth * self.page_size].tobytes())
         answer, changed = adopt_pages(tree, node, after.end, depth, pages)
@@ -465,6 +473,8 @@ class HybridIndex:
 
     def evict_device(self, need: Mapping[PoolName, int]) -> Eviction:
         """Free at least `need[pool]` slots of each pool. If only states are needed, no page is evicted.
+
+        Without state pools, no more pages are freed than are needed.
 
         Raises PoolFullError, and changes nothing, if the unpinned objects do not suffice. Raises InputError
         for an unknown pool.

@@ -19,7 +19,7 @@ from tiercache.pools.device import (
     state_geometry_of,
 )
 from tiercache.pools.host import HostPool
-from tiercache.pools.slots import SlotAllocator
+from tiercache.pools.slots import SlotAllocator, SlotSource
 
 __all__ = [
     "BlockArena",
@@ -31,6 +31,7 @@ __all__ = [
     "SegmentTable",
     "SizePlan",
     "SlotAllocator",
+    "SlotSource",
     "by_layer",
     "page_geometry_of",
     "plan_size",

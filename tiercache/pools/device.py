@@ -24,7 +24,7 @@ import numpy.typing as npt
 from tiercache.core import HitPolicy, Locations, PoolName
 from tiercache.errors import GeometryError
 from tiercache.geometry import DTYPE_BITS, Geometry, Segment, state_geometry
-from tiercache.pools.slots import SlotAllocator, as_locations
+from tiercache.pools.slots import SlotAllocator, SlotSource, as_locations
 
 _PACKED_CARRIERS = ("uint8", "int8")
 """Dtypes of tensors in which each byte may hold two elements of 4 bits, if the geometry says so."""
@@ -133,22 +133,31 @@ class SegmentTable:
 class DevicePool:
     """Slots of one cache kind in the engine's tensors. The pool keeps a reference to the tensors.
 
+    The slots come from `source`. By default, the pool hands out all slots of the tensors itself. An engine
+    that allocates for its requests from the same tensors passes its own allocator.
+
     Thread safety: `alloc`, `free` and `available` belong to one owner thread. The rest never changes, and any
     thread may read it.
     """
 
     def __init__(
-        self, geometry: Geometry, segments: SegmentTable, capacity: int, device: str, tensors: Tensors
+        self,
+        geometry: Geometry,
+        segments: SegmentTable,
+        capacity: int,
+        device: str,
+        tensors: Tensors,
+        source: SlotSource | None = None,
     ) -> None:
         self.geometry = geometry
         self.segments = segments
         self.capacity = capacity
         self.device = device
-        self.allocator = SlotAllocator(capacity, noun=f"{geometry.pool} slot")
+        self.source = source or SlotAllocator(capacity, noun=f"{geometry.pool} slot")
         self._tensors = dict(tensors)
 
     @classmethod
-    def from_tensors(cls, geometry: Geometry, tensors: Tensors) -> Self:
+    def from_tensors(cls, geometry: Geometry, tensors: Tensors, source: SlotSource | None = None) -> Self:
         """Create a pool over `tensors`, one for each segment of `geometry`, without copying them.
 
         Raises GeometryError if a tensor is missing, is unknown, has another shape, dtype, device or number of
@@ -187,7 +196,7 @@ class DevicePool:
                 base.astype(np.int64), base.astype(np.int64) + (capacity - 1) * stride + geometry.lengths
             ),
         )
-        return cls(geometry, table, capacity, device, tensors)
+        return cls(geometry, table, capacity, device, tensors, source)
 
     @property
     def name(self) -> PoolName:
@@ -197,15 +206,15 @@ class DevicePool:
     @property
     def available(self) -> int:
         """Number of free slots."""
-        return self.allocator.available
+        return self.source.available
 
     def alloc(self, n: int) -> Locations:
         """Take `n` slots: int64, shape [n]. Raises PoolFullError, with nothing taken, if fewer are free."""
-        return self.allocator.alloc(n)
+        return self.source.alloc(n)
 
     def free(self, slots: npt.ArrayLike) -> None:
-        """Give slots back. Raises SlotError, with nothing freed, as `SlotAllocator.free` does."""
-        self.allocator.free(slots)
+        """Give slots back. The pool's own allocator raises SlotError, with nothing freed, for wrong slots."""
+        self.source.free(slots)
 
     def checked(self, slots: npt.ArrayLike) -> Locations:
         """Return `slots` as int64, shape [n]. Raises SlotError for one out of range.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,23 @@ def as_locations(values: Any, capacity: int, noun: str) -> Locations:
         outside = (array < 0) | (array >= capacity)
         raise SlotError(f"{noun} {array[outside][0]} is out of range; there are {capacity}")
     return array
+
+
+class SlotSource(Protocol):
+    """Source of the slots of a device pool: a `SlotAllocator`, or the allocator of an engine that lends them.
+
+    Thread safety: one owner thread.
+    """
+
+    @property
+    def available(self) -> int:
+        """Number of free slots."""
+
+    def alloc(self, n: int) -> Locations:
+        """Take `n` slots: int64, shape [n]. Raises PoolFullError, with nothing taken, if fewer are free."""
+
+    def free(self, slots: npt.ArrayLike) -> None:
+        """Give slots back."""
 
 
 class SlotAllocator:

@@ -1,0 +1,238 @@
+"""Cache over slots that an engine lends: for engines that keep the slots of their requests themselves.
+
+Such an engine makes no admissions. It matches and pins in the index, hands over what its requests have
+computed, and asks for room when its own allocator, the `SlotSource` of a pool, runs out:
+
+    slots of the tensors   =   free   +   used by requests   +   held by the index
+                                  -- allocation -->    -- adopt -->
+                               <---- release ------
+                               <------------- make_room ------------
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tiercache.controller.context import ControllerContext
+from tiercache.controller.depths import deepest_on_device
+from tiercache.controller.operations import Load, PageRun, gather_runs
+from tiercache.controller.restore import filling
+from tiercache.core import ABSENT, Locations, PoolName, Tier, TokenArray, as_tokens
+from tiercache.errors import InputError, SlotError
+from tiercache.index import HybridIndex, Inserted, Match, Node, Origin, Span
+from tiercache.policy import CheckpointKind
+from tiercache.transfer import Fence
+
+Pages = Mapping[PoolName, Locations]
+"""Slots of the pages from page 0 on, by pool: int64, shape [pages]."""
+States = Mapping[int, Mapping[PoolName, int]]
+"""Slot of each state, by depth and then by pool."""
+
+
+class Taken(NamedTuple):
+    """History of the slots that a request hands over."""
+
+    checkpoints: Mapping[int, CheckpointKind] = {}
+    """Reasons for the states, by depth in pages; END for those that are not named."""
+    origin: Origin = Origin()
+    """Answer of the index's `touch` for the request."""
+    after: Node | None = None
+    """Pinned node up to whose end the slots are the cache's own already."""
+
+
+class LentLoad:
+    """Copies to the device that bring one prefix."""
+
+    def __init__(self, loads: Iterable[Load]) -> None:
+        self._loads = list(loads)
+
+    def wait_layer(self, layer: int, stream: int | None = None) -> None:
+        """Return once all of `layer` is in its slots, as `Admission.wait_layer` does.
+
+        Raises TransferError if the layer cannot be loaded.
+        """
+        for load in self._loads:
+            load.ticket.wait_layer(layer, stream=stream)
+
+
+class LentSlots:
+    """Cache of a controller for an engine that keeps the slots of its requests itself (see the module).
+
+    The caller guarantees what `HybridCacheController` says of commits. Thread safety: the owner's thread.
+    """
+
+    def __init__(
+        self,
+        context: ControllerContext,
+        send: Callable[[Node, TokenArray, bytes, Iterable[int]], None],
+        enter: Callable[..., None],
+    ) -> None:
+        """`send` is that of `WriteThrough`.
+
+        `enter` raises ClosedError after a `close`, and applies events, except with `drain` False.
+        """
+        self._context = context
+        self._send = send
+        self._enter = enter
+
+    @property
+    def index(self) -> HybridIndex:
+        """Index, in which the engine matches, touches, pins and extends paths, and changes nothing else."""
+        return self._context.index
+
+    def adopt(
+        self,
+        tokens: Any,
+        pages: Pages,
+        states: States | None = None,
+        extra: bytes = b"",
+        *,
+        taken: Taken = Taken(),  # noqa: B008 (immutable)
+        fence: Fence | None = None,
+    ) -> Inserted:
+        """Take over slots that the engine has filled: those of leading pages of `tokens`, and of states.
+
+        `states` has the slots by depth in tokens. The answer says what became of each slot: the cache owns
+        what it has adopted, and everything else stays the engine's; none is `private`, because copies into
+        the same pages are waited for. The device passes `fence` when it has
+        finished writing the slots; None means that it has finished already. Write-through starts in the
+        background.
+
+        Raises SlotError or InputError, with nothing changed, for slots out of range and for depths that are
+        not whole pages.
+        """
+        context = self._context
+        self._enter()
+        if fence is not None:
+            context.engine.check_fences([fence])
+        sequence = as_tokens(tokens)
+        by_depth = states_by_page(states or {}, len(sequence), context.page_size)
+        for pool, slots in _used(pages, by_depth):
+            if pool not in context.device:
+                raise InputError(f"there is no pool {pool} here; the pools are {', '.join(context.device)}")
+            context.device[pool].checked(np.atleast_1d(np.asarray(slots)))
+        if context.in_flight.count("load"):
+            self._await_loads(sequence, extra)
+        inserted = insert(context, sequence, pages, by_depth, extra, taken, fence)
+        if context.has_host:
+            depths = {*by_depth, 0 if taken.after is None else taken.after.end}
+            self._send(inserted.node, sequence[: inserted.depth * context.page_size], extra, depths)
+        return inserted
+
+    def _await_loads(self, tokens: TokenArray, extra: bytes) -> None:
+        """Wait until no copy to the device brings pages of this sequence, which takes milliseconds.
+
+        Of a page that is on its way into another slot, nobody could say whose the request's slot is.
+        """
+        match = self.index.match(tokens, extra)
+        for pool, at in self.index.locations(match, match.path_depth).pages.items():
+            for load in filling(self._context, pool, at.device):
+                load.ticket.wait()
+        self._context.drain()
+
+    @property
+    def under_way(self) -> int:
+        """Number of operations that have not ended, which may hold slots."""
+        return len(self._context.in_flight.operations)
+
+    def device_depth(self, match: Match) -> int:
+        """Return the deepest depth, in pages, that the device restores alone."""
+        return deepest_on_device(self.index, match)
+
+    def load(
+        self, where: Node | Match, depth: int, given: Mapping[PoolName, Locations] | None = None
+    ) -> LentLoad:
+        """Begin to load what only the host has of pages [0, depth) of the path to `where`, and its state.
+
+        The slots are `given`, by pool, one for each page and state that the device lacks; by default they
+        come from the pools' sources, after evictions. They are the cache's from now on. The answer also waits
+        for objects that an earlier load brings. The caller pins the path before it is used.
+
+        Raises PoolFullError or SlotError, with nothing changed, for too few slots.
+        """
+        self._enter(drain=False)
+        context, index = self._context, self._context.index
+        node = index.node_at(where, depth)
+        with index.pinned(node, Tier.DEVICE, Tier.HOST):
+            located = index.locations(node, depth)
+            masks = {pool: at.device == ABSENT for pool, at in located.pages.items()}
+            lacking = [pool for pool, one in located.states.items() if depth and one.device == ABSENT]
+            need = {pool: int(np.count_nonzero(mask)) for pool, mask in masks.items()} | dict.fromkeys(
+                lacking, 1
+            )
+            if given is None:
+                given = context.allocator.take_device(need)
+            elif any(len(given.get(pool, ())) != count for pool, count in need.items()):
+                raise SlotError(f"the load needs exactly these numbers of slots: {need}")
+            loads = {load for pool, at in located.pages.items() for load in filling(context, pool, at.device)}
+            for pool, one in located.states.items():
+                loads.update(filling(context, pool, np.array([one.device])))
+            runs = [
+                run
+                for pool, mask in masks.items()
+                for run in gather_runs(pool, node, 0, located.pages[pool].host, mask, given[pool])
+            ]
+            last_page = Span(node, depth - 1, depth)
+            runs += [
+                PageRun(pool, last_page, np.array([located.states[pool].host]), given[pool])
+                for pool in lacking
+            ]
+            if runs:
+                pin = index.pin(node, Tier.DEVICE, Tier.HOST)
+                loads.add(Load(context, runs, [pin], context.allocator.free_device))
+        return LentLoad(loads)
+
+    def make_room(self, need: Mapping[PoolName, int]) -> Mapping[PoolName, int]:
+        """Evict up to `need[pool]` device objects of each pool, and give their slots to the pools' sources.
+
+        Takes nothing that a pin or a copy uses. Returns the number of slots by pool. It is lower than asked
+        for if too little can be evicted, and higher only if a unit with a state goes, whose pages are of no
+        use without it. Raises InputError for an unknown pool.
+        """
+        self._enter(drain=False)
+        # Events are applied only where they may help: they begin writes of what waits, which hold objects
+        # that the engine has just counted as evictable.
+        freed = self._context.allocator.make_room(need)
+        if left := {p: n - freed.get(p, 0) for p, n in need.items() if n > freed.get(p, 0)}:
+            self._context.drain()
+            for pool, count in self._context.allocator.make_room(left).items():
+                freed[pool] = freed.get(pool, 0) + count
+        return freed
+
+
+def states_by_page(states: States, tokens: int, page_size: int) -> dict[int, dict[PoolName, int]]:
+    """Return the slots of states by depth in pages, given by depth in tokens.
+
+    Raises InputError for a depth that is not whole pages of the `tokens` tokens.
+    """
+    for depth in states:
+        if depth % page_size or not 0 < depth <= tokens:
+            raise InputError(
+                f"a state at {depth} tokens cannot be committed; use multiples of {page_size} up to the"
+                f" {tokens} tokens given"
+            )
+    return {depth // page_size: dict(slots) for depth, slots in states.items()}
+
+
+def insert(
+    context: ControllerContext,
+    tokens: TokenArray,
+    pages: Pages,
+    states: States,
+    extra: bytes,
+    taken: Taken,
+    fence: Fence | None,
+) -> Inserted:
+    """Enter slots into the index, which the device may use until it passes `fence`; depths are in pages."""
+    context.device_work.note(fence, _used(pages, states))
+    return context.index.insert(
+        tokens, pages, states, extra, checkpoints=taken.checkpoints, origin=taken.origin, after=taken.after
+    )
+
+
+def _used(pages: Pages, states: States) -> list[tuple[PoolName, Locations | int]]:
+    """Return each pool with its slots of pages, and with its slot of each state."""
+    return [*pages.items(), *(pair for slots in states.values() for pair in slots.items())]
