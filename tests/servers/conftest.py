@@ -26,13 +26,19 @@ def engine(request: pytest.FixtureRequest) -> type[Server]:
     return found
 
 
-@pytest.fixture(scope="session")
-def begin(engine: type[Server], models: Path) -> Callable[[str, Path, str | None], Server]:
-    """A function that starts a server of a model."""
+def environment_of(engine: type[Server]) -> Path:
+    """Return the environment of an engine, in which it can serve."""
     environment = Path(os.environ.get("ENGINES_FOLDER", ".venv-engines")).absolute() / engine.ENVIRONMENT
     assert (environment / ".serves").exists(), (
         f"{environment} has no engine that can serve; run `make test-servers`"
     )
+    return environment
+
+
+@pytest.fixture(scope="session")
+def begin(engine: type[Server], models: Path) -> Callable[[str, Path, str | None], Server]:
+    """A function that starts a server of a model."""
+    environment = environment_of(engine)
     return lambda model, log, storage: engine(
         environment, make_model(model, models), free_port(), log, storage
     )

@@ -101,12 +101,12 @@ class Server(ABC):
         except OSError:
             return False
 
-    def post(self, path: str, document: Mapping[str, Any] | None = None) -> Any:
+    def post(self, path: str, document: Mapping[str, Any] | None = None, timeout: float = ANSWER_S) -> Any:
         """Return the answer to a POST: parsed if it is JSON, else its text."""
         request = urllib.request.Request(
             self.url + path, json.dumps(document or {}).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
             body = answer.read().decode()
         try:
             return json.loads(body)

@@ -23,7 +23,7 @@ from typing import Annotated, Any, Final
 
 from tiercache.errors import ConfigError
 from tiercache.keys import Identity
-from tiercache.models.profile import profile_named
+from tiercache.models.profile import ModelProfile, profile_named
 from tiercache.settings import Kind, matching
 from tiercache.storage.base import NamespaceRecord, StorageBackend
 from tiercache.storage.registry import capabilities_of, open_backend, spec_of
@@ -79,12 +79,7 @@ class StoreSettings:
 
         Raises ConfigError for a profile that there is not.
         """
-        profile = profile_named(self.profile) if self.profile else None
-        beside = Path(identity.model, "config.json")
-        if profile is None:
-            # A name that is no directory on this machine, or a model whose costs are not known.
-            with suppress(ConfigError, OSError, ValueError):
-                profile = profile_named(str(beside)) if beside.is_file() else None
+        profile = profile_for(self.profile, identity.model)
         return NamespaceRecord.priced(identity, profile, states=states)
 
     @property
@@ -105,3 +100,17 @@ class StoreSettings:
                     " rank"
                 )
         return open_backend(spec_of([url.replace(RANK, rank) for url in self.storage]))
+
+
+def profile_for(name: str, model: str) -> ModelProfile | None:
+    """Return the profile of this name or path, or without one that of the `config.json` beside the model.
+
+    Returns None for a model that is no directory on this machine, or whose costs are not known. Raises
+    ConfigError for a profile that there is not.
+    """
+    if name:
+        return profile_named(name)
+    beside = Path(model, "config.json")
+    with suppress(ConfigError, OSError, ValueError):
+        return profile_named(str(beside)) if beside.is_file() else None
+    return None

@@ -14,7 +14,7 @@ STAND_INS = Path(__file__).parent / "stand_ins"
 ALWAYS = (
     "--host", "127.0.0.1", "--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native",
     "--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled",
-    "--disable-overlap-schedule", "--mem-fraction-static", "0.2", "--random-seed", "1",
+    "--mem-fraction-static", "0.2", "--random-seed", "1",
     "--watchdog-timeout", "1200", "--page-size", "64", "--enable-cache-report",
     "--max-running-requests", "4",
 )  # fmt: skip
@@ -28,12 +28,28 @@ class SglangServer(Server):
     LEAVES = "sglang_loads_*.shm"
     DTYPES: ClassVar = {"llama": "float32", "qwen3next": "float32"}
 
-    def __init__(self, environment: Path, model: Path, port: int, log: Path, storage: str | None) -> None:
-        cache = ["--disable-radix-cache"]
+    def __init__(
+        self,
+        environment: Path,
+        model: Path,
+        port: int,
+        log: Path,
+        storage: str | None,
+        *arguments: object,
+        overlap: bool = False,
+    ) -> None:
+        """Start it; `arguments` say what caches in the place of a host cache over `storage`.
+
+        `overlap`: prepare a batch while the one before is computed.
+        """
+        cache = list(map(str, arguments)) or ["--disable-radix-cache"]
         if storage is not None:
-            cache = ["--max-total-tokens", "8192", *_hicache(log.with_name(f"settings-{port}.json"), storage)]
-            if model.name != "llama":
-                cache += ["--max-mamba-cache-size", "24"]
+            cache = _hicache(log.with_name(f"settings-{port}.json"), storage)
+        if storage is not None or arguments:
+            sizes = ["--max-total-tokens", "8192", "--max-mamba-cache-size", "24"]
+            cache = [*sizes[: 2 if model.name == "llama" else None], *cache]
+        if not overlap:
+            cache.append("--disable-overlap-schedule")
         super().__init__(
             [
                 str(environment / "bin" / "python"), "-W", "ignore", "-m", "sglang.launch_server",

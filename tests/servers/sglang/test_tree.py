@@ -4,22 +4,43 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
-from tests.servers.models import MODELS
+from tests.processes import free_port
+from tests.servers.conftest import Expected, environment_of
+from tests.servers.models import MODELS, make_model
 from tests.servers.prompts import PROMPTS, check, whole_pages
 from tests.servers.server import Answer
-from tests.servers.sglang.conftest import Expected, Start
-from tests.servers.sglang.server import PAGE, SglangServer
+from tests.servers.sglang.server import SglangServer
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
+Start = Callable[..., SglangServer]
+PAGE = SglangServer.PAGE
 OURS = ("--radix-cache-backend", "tiercache")
 FEW = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
 LONG = {**FEW, "max_new_tokens": 400}
-LIMIT_S = 1800
+
+
+@pytest.fixture(scope="session")
+def engine() -> type[SglangServer]:
+    """The only engine here."""
+    return SglangServer
+
+
+@pytest.fixture
+def start(models: Path, tmp_path: Path) -> Start:
+    """A function that starts a server of a model with these arguments; all of a test write one log."""
+
+    def begin(model: str, *arguments: object, **options: bool) -> SglangServer:
+        path, log = make_model(model, models), tmp_path / "server.log"
+        return SglangServer(environment_of(SglangServer), path, free_port(), log, None, *arguments, **options)
+
+    return begin
 
 
 def settings(**given: object) -> list[str]:
@@ -39,7 +60,6 @@ def conversations(server: SglangServer, turns: int = 4, talks: int = 6) -> list[
     return answers
 
 
-@pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize("model", MODELS)
 def test_hits_and_answers_beside_those_of_sglang_s_tree(model: str, start: Start, expected: Expected) -> None:
     with start(model, "--max-total-tokens", "6144") as theirs:
@@ -83,7 +103,6 @@ def crowd(server: SglangServer, asked: list[list[int]]) -> dict[int, Answer]:
     return answers
 
 
-@pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize("model", MODELS)
 def test_64_at_once_in_pools_that_are_too_small(model: str, start: Start) -> None:
     """Overlapping batches, prefills in chunks, requests taken back, four answers, clients that go away."""
@@ -109,7 +128,6 @@ def test_64_at_once_in_pools_that_are_too_small(model: str, start: Start) -> Non
         assert "exception" not in said
 
 
-@pytest.mark.timeout(LIMIT_S)
 def test_what_is_not_served_is_refused_at_the_start(start: Start) -> None:
     for arguments, why in [
         (["--disable-radix-cache"], "does not serve --disable-radix-cache"),
@@ -124,7 +142,6 @@ def test_what_is_not_served_is_refused_at_the_start(start: Start) -> None:
         assert why in server.said()
 
 
-@pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize("model", MODELS)
 def test_the_host_keeps_what_the_device_gave_up(model: str, start: Start, expected: Expected) -> None:
     host = ["--enable-hierarchical-cache", "--hicache-ratio", "3"]
