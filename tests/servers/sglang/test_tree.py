@@ -155,6 +155,7 @@ def test_the_host_keeps_what_the_device_gave_up(model: str, start: Start, expect
         check(again, expected(model), when="from the host")
         assert [answer.cached for answer in again] == whole_pages(PAGE)
         right = conversations(server)
+        server.post("/hicache/storage-backend/clear")
         server.flush()
         assert server.ask(PROMPTS[0]).cached == 0, "a flush leaves nothing"
         found = conversations(server)

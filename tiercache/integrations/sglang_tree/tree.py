@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Self
 
 import numpy as np
 import torch
@@ -68,6 +68,11 @@ class Handle:
     depth: int
     tokens: TokenArray
     extra: bytes
+
+    @classmethod
+    def at(cls, index: HybridIndex, match: Match, depth: int, tokens: TokenArray, extra: bytes) -> Self:
+        """Return the handle of a depth of a match."""
+        return cls(index.node_at(match, depth) if depth else None, depth, tokens, extra)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -191,10 +196,10 @@ class TierCacheTree(BasePrefixCache):  # type: ignore[misc]  # SGLang has no typ
         else:
             origin = index.touch(match, tokens)
         on_device = self._lent.device_depth(match)
-        near = self._handle(match, match.near_depth, tokens, extra)
+        near = Handle.at(index, match, match.near_depth, tokens, extra)
         length = match.near_depth * self.page_size
         plan = index.plan_checkpoints(match, tokens, match.depth).depths
-        device = near if on_device == near.depth else self._handle(match, on_device, tokens, extra)
+        device = near if on_device == near.depth else Handle.at(index, match, on_device, tokens, extra)
         result = MatchResult(
             on_device * self.page_size,
             device,
@@ -211,11 +216,6 @@ class TierCacheTree(BasePrefixCache):  # type: ignore[misc]  # SGLang has no typ
         if params.req is not None:
             params.req.tiercache_visit = visit
         return visit
-
-    def _handle(self, match: Match, depth: int, tokens: TokenArray, extra: bytes) -> Handle:
-        if not depth:
-            return self.root_node
-        return Handle(self._index.node_at(match, depth), depth, tokens, extra)
 
     def _copy_state_later(self, req: Any, handle: Handle) -> bool:
         """Let the next pass copy the state at a depth into a slot of the request; False if none is free."""
@@ -274,6 +274,11 @@ class TierCacheTree(BasePrefixCache):  # type: ignore[misc]  # SGLang has no typ
 
     ongoing_load_back: Sequence[int] = ()
     enable_storage = False
+
+    def clear_storage_backend(self) -> bool:
+        """Say that there is nothing below the host to clear, when an operator asks SGLang for it."""
+        _log.warning("tiercache: there is no store below the host; /flush_cache empties device and host")
+        return False
 
     # Locks.
 
