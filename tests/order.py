@@ -13,7 +13,7 @@ BESIDE = (
 """Tests of one process, which imports Transformers, probes each small model and parses every file once."""
 
 LONGEST = (
-    "integrations/transformers/test_worker.py", "storage_backends/grpc/test_outage.py",
+    "docs/test_pages.py", "integrations/transformers/test_worker.py", "storage_backends/grpc/test_outage.py",
     "storage_backends/lmdb/test_lmdb.py", "integrations/transformers/test_cuda.py", "storage/test_faults.py",
     "lab/replay/test_verb.py", "storage_backends/grpc/test_conformance.py",
     "integrations/transformers/test_lengths.py", "lab/demo/test_demo.py", "cli/test_serve.py",
