@@ -97,9 +97,8 @@ class LentSlots:
 
         `states` has the slots by depth in tokens. The answer says what became of each slot: the cache owns
         what it has adopted, and everything else stays the engine's; none is `private`, because copies into
-        the same pages are waited for. The device passes `fence` when it has
-        finished writing the slots; None means that it has finished already. Write-through starts in the
-        background.
+        the same pages are waited for. The device passes `fence` when it has finished writing the slots; None
+        means that it has finished already. Write-through starts in the background.
 
         Raises SlotError or InputError, with nothing changed, for slots out of range and for depths that are
         not whole pages.

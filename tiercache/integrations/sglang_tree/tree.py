@@ -27,7 +27,13 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 )
 from sglang.srt.mem_cache.hybrid_cache import hybrid_cache_controller as hicache
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext
-from sglang.srt.runtime_context import get_memory, get_parallel, get_schedule, mamba_checkpoint_grid
+from sglang.srt.runtime_context import (
+    get_disagg,
+    get_memory,
+    get_parallel,
+    get_schedule,
+    mamba_checkpoint_grid,
+)
 
 from tiercache.controller import ControllerOptions, HybridCacheController
 from tiercache.controller.lent_slots import Taken
@@ -45,8 +51,8 @@ from tiercache.settings import matching, read_section
 _log = logging.getLogger(__name__)
 _PLACE: Final = "hicache-storage-backend-extra-config"
 _KV, _MAMBA = PoolName.KV, PoolName.MAMBA
-_BLOCK_BYTES: Final = 4096
-"""Bytes of a block of the host; an arena of one block, which is smaller than a page and a state, is none."""
+_NO_HOST: Final = 4096
+"""Bytes of the arena of a cache without a host tier, too small for a page and a state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,14 +131,15 @@ class TierCacheTree(BasePrefixCache):  # type: ignore[misc]  # SGLang has no typ
         pools = lent_pools(self._pages, self.token_to_kv_pool_allocator, self._states, self.req_to_token_pool)
         self._hybrid = self._states is not None
         self._grid = mamba_checkpoint_grid(self.page_size) if self._hybrid else self.page_size
-        nbytes = _host_bytes(pools) if ctx.enable_hierarchical_cache else _BLOCK_BYTES
+        nbytes, block = _host_sizes(pools) if ctx.enable_hierarchical_cache else (_NO_HOST, _NO_HOST)
         self._controller = HybridCacheController(
             _identity(ctx, self.page_size, pools[_KV].geometry),
             pools,
-            HostArena(nbytes, _BLOCK_BYTES),
+            HostArena(nbytes, block),
             options=ControllerOptions(policy=settings.policy),
             profile=profile_for(settings.profile, str(ctx.model_config.model_path)),
         )
+        self._has_host = ctx.enable_hierarchical_cache
         self._lent = self._controller.lent
         self._index = self._lent.index
         self.root_node = Handle(None, 0, np.empty(0, np.uint64), b"")
@@ -170,9 +177,10 @@ class TierCacheTree(BasePrefixCache):  # type: ignore[misc]  # SGLang has no typ
             root = self.root_node
             return MatchResult(0, root, root, root)
         visit = self._visit(params)
-        if params.cow_mamba and self._hybrid and visit.result.device_prefix_len:
-            copied = self._copy_state_later(params.req, visit.result.last_device_node)
-            assert copied, "SGLang has counted the free states and those that can be evicted"
+        wanted = params.cow_mamba and self._hybrid and visit.result.device_prefix_len
+        if wanted and not self._copy_state_later(params.req, visit.result.last_device_node):
+            # All states are in use, or being copied: a miss, where SGLang's own tree would end the server.
+            return MatchResult(0, self.root_node, self.root_node, self.root_node)
         return visit.result
 
     def _visit(self, params: MatchPrefixParams) -> _Visit:
@@ -196,8 +204,10 @@ class TierCacheTree(BasePrefixCache):  # type: ignore[misc]  # SGLang has no typ
         else:
             origin = index.touch(match, tokens)
         on_device = self._lent.device_depth(match)
-        near = Handle.at(index, match, match.near_depth, tokens, extra)
-        length = match.near_depth * self.page_size
+        # The arena of a cache without a host may hold a page of a very small model, which SGLang never loads.
+        depth = match.near_depth if self._has_host else on_device
+        near = Handle.at(index, match, depth, tokens, extra)
+        length = depth * self.page_size
         plan = index.plan_checkpoints(match, tokens, match.depth).depths
         device = near if on_device == near.depth else Handle.at(index, match, on_device, tokens, extra)
         result = MatchResult(
@@ -500,12 +510,16 @@ def _extra(key: Any) -> bytes:
     return repr(parts).encode() if any(parts) else b""
 
 
-def _host_bytes(pools: Mapping[PoolName, DevicePool]) -> int:
-    """Return the bytes of the host tier: those that SGLang was told, or a multiple of the device's."""
-    memory = get_memory()
+def _host_sizes(pools: Mapping[PoolName, DevicePool]) -> tuple[int, int]:
+    """Return the bytes of the host tier and of a block of it.
+
+    The tier has the size that SGLang was told, or a multiple of the device's pools. A block has an object of
+    the pool with the smallest ones, so that no object is a long list of blocks.
+    """
+    memory, block = get_memory(), min(pool.geometry.padded_nbytes for pool in pools.values())
     if memory.hicache_size > 0:
-        return int(memory.hicache_size * 1e9)
-    return int(memory.hicache_ratio * sum(p.capacity * p.geometry.nbytes for p in pools.values()))
+        return int(memory.hicache_size * 1e9), block
+    return int(memory.hicache_ratio * sum(p.capacity * p.geometry.nbytes for p in pools.values())), block
 
 
 def _identity(ctx: TreeCacheBuildContext, page_size: int, kv: Geometry) -> Identity:
@@ -525,6 +539,9 @@ def _refuse(ctx: TreeCacheBuildContext) -> None:
         or params.mtp_draft_device_pools
         or params.sidecar_draft_device_pools,
         "a model with sliding windows": ctx.is_hybrid_swa,
+        "--disaggregation-mode": get_disagg().disaggregation_mode != "null",
+        # Copies end at other times on each rank, and ranks whose caches differ would make other batches.
+        "tensor parallelism": ctx.tp_size > 1,
         "decode context parallelism": parallel.dcp_enabled,
         "context parallelism": params.attn_cp_size > 1,
         "pipeline parallelism": params.pp_size > 1,
