@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import math
 import socket
 import struct
 import threading
@@ -108,12 +109,15 @@ class SocketRankGroup:
 
     def _run(self) -> None:
         loop = self._loop
-        loop.create_task(self._connect() if self._listener is None else self._listen())
+        main = loop.create_task(self._connect() if self._listener is None else self._listen())
         loop.run_forever()  # until `close`
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._next_warning = math.inf
+        main.cancel()
+        # A connection that was accepted a moment ago has no transport yet, and cancelled it would never be closed.
+        while asyncio.all_tasks(loop):
+            for writer in (*self._strangers, *self._writers.values()):
+                writer.transport.abort()
+            loop.run_until_complete(asyncio.sleep(0))
         loop.run_until_complete(asyncio.sleep(0))  # closes the sockets of connections that were aborted
         loop.close()
 
