@@ -113,7 +113,7 @@ class SocketRankGroup:
         loop.run_forever()  # until `close`
         self._next_warning = math.inf
         main.cancel()
-        # A connection that was accepted a moment ago has no transport yet, and cancelled it would never be closed.
+        # A connection that was just accepted has no transport yet; cancelled, it would never be closed.
         while asyncio.all_tasks(loop):
             for writer in (*self._strangers, *self._writers.values()):
                 writer.transport.abort()
