@@ -101,7 +101,7 @@ class LendingEngine:
         self.pass_fences()  # the copy may wait for work on the device
         for layer in range(4):
             load.wait_layer(layer)
-        while self.lent.under_way:
+        while self.lent.copies:
             self.controller.tick(0.01)
         return True
 

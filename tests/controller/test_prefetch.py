@@ -2,6 +2,7 @@
 
 import threading
 
+import numpy as np
 import pytest
 
 from tests.controller.harness import KV, MAMBA, Engine, P, all_is_free, prompt
@@ -267,11 +268,11 @@ def test_too_many_prefetches_are_refused():
     store = Gated()
     engine = engine_over(store, FIRST)
     gate = shut(store)
-    tickets = [engine.controller.prefetch([*FIRST, n]) for n in range(70)]
+    tickets = [engine.controller.prefetch([*FIRST, n]) for n in range(1030)]
     refused = [ticket for ticket in tickets if ticket.done]
     assert {ticket.reason for ticket in refused} == {Reason.BUSY}
     assert len(refused) == 6 == engine.metrics.value("prefetches_total", "hint", "refused")
-    huge = engine.controller.prefetch([1] * ((1 << 22) + 1))
+    huge = engine.controller.prefetch(np.ones((1 << 24) + 1, np.uint64))
     assert (huge.done, huge.reason) == (True, Reason.BUSY)
     gate.set()
     until(engine, lambda: all(ticket.done for ticket in tickets))

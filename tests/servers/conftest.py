@@ -12,14 +12,16 @@ from tests.processes import free_port
 from tests.servers.models import make_model
 from tests.servers.prompts import PROMPTS
 from tests.servers.server import Answer, Server
-from tests.servers.sglang.server import SglangServer
+from tests.servers.sglang.server import SglangServer, SglangTreeServer
 from tests.servers.vllm.server import VllmServer
 
 Start = Callable[[str, str | None], Server]
 Expected = Callable[[str], list[Answer]]
 
 
-@pytest.fixture(scope="session", params=[SglangServer, VllmServer], ids=["sglang", "vllm"])
+@pytest.fixture(
+    scope="session", params=[SglangServer, SglangTreeServer, VllmServer], ids=["sglang", "tree", "vllm"]
+)
 def engine(request: pytest.FixtureRequest) -> type[Server]:
     """The class of an engine's servers."""
     found: type[Server] = request.param

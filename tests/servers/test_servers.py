@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -128,6 +129,24 @@ def test_a_daemon_that_hangs_or_stops_costs_hits_and_no_answer(
         daemon.start()
         server.flush()
         check(ask_all(server), right, when="the daemon is back")
+
+
+def test_a_store_that_lies_costs_hits_and_no_answer(
+    engine: type[Server], start: Start, expected: Expected, tmp_path: Path
+) -> None:
+    right, store = expected("qwen3next"), tmp_path / "store"
+    with start("qwen3next", f"file://{store}?capacity=256MiB") as server:
+        check(ask_all(server), right, when="first")
+        server.flush()
+        for slab in (store / "slabs").iterdir():
+            with slab.open("r+b") as file:
+                for place in range(100, slab.stat().st_size, 1 << 16):
+                    byte = os.pread(file.fileno(), 1, place)
+                    os.pwrite(file.fileno(), bytes([byte[0] ^ 1]), place)
+        damaged = ask_all(server)
+        check(damaged, right, when="damaged")
+        assert sum(cached(damaged)) < sum(whole_pages(engine.PAGE))
+        check(ask_all(server), right, when="again")
 
 
 def test_two_servers_on_one_daemon(

@@ -20,6 +20,7 @@ from tiercache.controller.context import ControllerContext
 from tiercache.controller.depths import deepest_on_device
 from tiercache.controller.operations import Load, PageRun, gather_runs
 from tiercache.controller.restore import filling
+from tiercache.controller.writes import Write
 from tiercache.core import ABSENT, Locations, PoolName, Tier, TokenArray, as_tokens
 from tiercache.errors import InputError, SlotError
 from tiercache.index import HybridIndex, Inserted, Match, Node, Origin, Span
@@ -133,9 +134,10 @@ class LentSlots:
         self._context.drain()
 
     @property
-    def under_way(self) -> int:
-        """Number of operations that have not ended, which may hold slots."""
-        return len(self._context.in_flight.operations)
+    def copies(self) -> int:
+        """Number of copies from and to the device that have not ended, and hold slots."""
+        operations = self._context.in_flight.operations.values()
+        return sum(isinstance(o, Load) or (isinstance(o, Write) and o.is_copying) for o in operations)
 
     def device_depth(self, match: Match) -> int:
         """Return the deepest depth, in pages, that the device restores alone."""

@@ -277,9 +277,9 @@ class Prefetch:
         return Fetch(context, runs, self._keys, [context.index.pin(node, Tier.HOST)])
 
 
-_MAX_WAITING: Final = 64
+_MAX_WAITING: Final = 1024
 """Maximum number of prefetches that are not over."""
-_MAX_TOKENS: Final = 1 << 22
+_MAX_TOKENS: Final = 1 << 24
 """Maximum number of tokens of all these prefetches together. A token takes 8 bytes."""
 _SHARE: Final = 4
 """A prefetch may hold a fourth of the blocks that all fetches may hold, which leaves room for requests."""

@@ -169,6 +169,11 @@ class Write(Operation):
             ticket = context.begin_store([p.units() for p in piece.copied], after)
             ticket.add_done_callback(partial(self._background_copied, piece))
 
+    @property
+    def is_copying(self) -> bool:
+        """Whether device slots are still read."""
+        return bool(self._device_pins)
+
     def _background_copied(self, piece: Piece, ticket: Ticket) -> None:
         # A thread of the transfer engine runs this method. The storage write is submitted here, because the
         # owner's thread may be busy with a forward pass for a long time. `_land_copied` is posted before a

@@ -38,7 +38,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
-from tiercache.integrations.sglang import server
+from tiercache.integrations import sglang_server as server
 
 PAGE, PAGES, SLOTS = 16, 40, 12
 MODEL = "some/model"

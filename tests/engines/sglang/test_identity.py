@@ -24,7 +24,7 @@ from tests.engines.sglang.rig import (
     rows,
     state_at,
 )
-from tiercache.integrations.sglang import server
+from tiercache.integrations import sglang_server as server
 
 
 def test_a_restart_finds_everything_and_another_identity_nothing(shared: str) -> None:

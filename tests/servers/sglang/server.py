@@ -27,6 +27,16 @@ class SglangServer(Server):
     PAGE = 64
     LEAVES = "sglang_loads_*.shm"
     DTYPES: ClassVar = {"llama": "float32", "qwen3next": "float32"}
+    TREE: tuple[str, ...] = ()
+    """Arguments that choose the tree."""
+    SETTINGS: ClassVar[dict[str, object]] = {
+        "backend_name": "tiercache",
+        "module_path": "tiercache.integrations.sglang",
+        "class_name": "TierCacheStorage",
+        "interface_v1": 1,
+        "hicache_storage_pass_prefix_keys": True,
+    }
+    """Settings of the store beside its URL and the revision."""
 
     def __init__(
         self,
@@ -42,9 +52,11 @@ class SglangServer(Server):
 
         `overlap`: prepare a batch while the one before is computed.
         """
-        cache = list(map(str, arguments)) or ["--disable-radix-cache"]
+        cache = [*self.TREE, *map(str, arguments)]
+        if storage is None and not arguments:
+            cache = ["--disable-radix-cache"]
         if storage is not None:
-            cache = _hicache(log.with_name(f"settings-{port}.json"), storage)
+            cache += _hicache(log.with_name(f"settings-{port}.json"), storage, **self.SETTINGS)
         if storage is not None or arguments:
             sizes = ["--max-total-tokens", "8192", "--max-mamba-cache-size", "24"]
             cache = [*sizes[: 2 if model.name == "llama" else None], *cache]
@@ -87,18 +99,16 @@ class SglangServer(Server):
         assert "flushed" in str(answer).lower(), answer
 
 
-def _hicache(file: Path, storage: str) -> list[str]:
+class SglangTreeServer(SglangServer):
+    """The same with tiercache in the place of SGLang's tree, down to the store."""
+
+    TREE = ("--radix-cache-backend", "tiercache")
+    SETTINGS: ClassVar = {"policy": "hvd"}
+
+
+def _hicache(file: Path, storage: str, **settings: object) -> list[str]:
     """Arguments of a server whose host cache stores in tiercache; writes the settings to `file`."""
-    settings = {
-        "backend_name": "tiercache",
-        "module_path": "tiercache.integrations.sglang",
-        "class_name": "TierCacheStorage",
-        "interface_v1": 1,
-        "hicache_storage_pass_prefix_keys": True,
-        "storage": storage,
-        "revision": "r1",
-    }
-    file.write_text(json.dumps(settings))
+    file.write_text(json.dumps({"storage": storage, "revision": "r1", **settings}))
     return [
         "--enable-hierarchical-cache", "--hicache-ratio", "2", "--hicache-storage-backend", "dynamic",
         "--hicache-storage-backend-extra-config", f"@{file}",

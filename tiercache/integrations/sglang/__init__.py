@@ -16,8 +16,8 @@ Words of SGLang that the modules use:
     flat page       a copy of one page as a tensor of one dimension
     attach          the start, in which SGLang makes the backend and registers all host pools
 
-Read the modules in this order: `server` (settings and metrics of SGLang's server), `pools` (the pages of host
-pools, and their keys), `events` (for routers), `backend`.
+Read `sglang_server` beside this package first (settings of SGLang's server), then `pools` (the pages of host
+pools, and their keys), `traffic` (what SGLang's metrics count), `events` (for routers), and `backend`.
 """
 
 from tiercache.integrations.sglang.backend import TierCacheStorage

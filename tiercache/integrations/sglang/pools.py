@@ -22,7 +22,7 @@ from tiercache.core import ObjectKey, PoolName
 from tiercache.keys import KEY_BYTES, Shard, layout_digest, object_keys, sglang_mask
 
 if TYPE_CHECKING:  # so that this module can be loaded where SGLang is not installed
-    from tiercache.integrations.sglang.server import Server
+    from tiercache.integrations.sglang_server import Server
 
 _log = logging.getLogger(__name__)
 

@@ -10,12 +10,11 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Self
+from typing import Any, Final, Self
 
 import numpy as np
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
-    BasePrefixCache,
     DecLockRefParams,
     DecLockRefResult,
     EvictParams,
@@ -25,7 +24,6 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchPrefixParams,
     MatchResult,
 )
-from sglang.srt.mem_cache.hybrid_cache import hybrid_cache_controller as hicache
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 from sglang.srt.runtime_context import (
     get_disagg,
@@ -39,30 +37,17 @@ from tiercache.controller import ControllerOptions, HybridCacheController
 from tiercache.controller.lent_slots import Taken
 from tiercache.core import ABSENT, Locations, PoolName, Tier, TokenArray, pending
 from tiercache.errors import ConfigError, PoolFullError
-from tiercache.geometry import Geometry
 from tiercache.index import HybridIndex, Match, Node, Origin, Pin
 from tiercache.integrations.settings import profile_for
 from tiercache.integrations.sglang_tree.lent import LentPages, LentStates, PassLoads, lent_pools
-from tiercache.keys import Identity
+from tiercache.integrations.sglang_tree.store import StoreBelow, identity_of, opened, read_settings
 from tiercache.policy import CheckpointKind
 from tiercache.pools import DevicePool, HostArena
-from tiercache.settings import matching, read_section
 
 _log = logging.getLogger(__name__)
-_PLACE: Final = "hicache-storage-backend-extra-config"
 _KV, _MAMBA = PoolName.KV, PoolName.MAMBA
 _NO_HOST: Final = 4096
 """Bytes of the arena of a cache without a host tier, too small for a page and a state."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Settings of the cache, as keys of the JSON or TOML that SGLang passes on."""
-
-    policy: Annotated[str, matching("(?s:.{1,200})", "is no name of an eviction policy")] = "hvd"
-    """Eviction policy: hvd, lru, or that of another package."""
-    profile: Annotated[str, matching("(?s:.{0,512})", "is no text of at most 512 characters")] = ""
-    """Model profile, or path of a config.json, by which policies weigh; default: that of the model."""
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +89,7 @@ class _Visit:
     result: MatchResult
 
 
-class TierCacheTree(BasePrefixCache):  # type: ignore[misc]  # SGLang has no types
+class TierCacheTree(StoreBelow):
     """Prefix cache of one scheduler of SGLang, over the slots that SGLang's allocators lend.
 
     Construction raises ConfigError for what cannot be served, in a sentence that says what to change.
@@ -123,22 +108,24 @@ class TierCacheTree(BasePrefixCache):  # type: ignore[misc]  # SGLang has no typ
         self.sliding_window_size = None
         if params.enable_metrics:
             self.init_metrics_collector()
-        parse = hicache.HybridCacheController.parse_storage_backend_extra_config  # also reads "@file"
-        given = parse(get_memory().hicache_storage_backend_extra_config)[0]
-        settings = read_section(Settings, _PLACE, given)
+        settings, patience = read_settings()
         self._pages = LentPages(self.token_to_kv_pool_allocator)
         self._states = LentStates(self.req_to_token_pool.mamba_allocator) if ctx.is_hybrid_ssm else None
         pools = lent_pools(self._pages, self.token_to_kv_pool_allocator, self._states, self.req_to_token_pool)
         self._hybrid = self._states is not None
         self._grid = mamba_checkpoint_grid(self.page_size) if self._hybrid else self.page_size
         nbytes, block = _host_sizes(pools) if ctx.enable_hierarchical_cache else (_NO_HOST, _NO_HOST)
+        identity = identity_of(settings, ctx, pools[_KV].geometry.segments[0].dtype)
+        store = opened(settings)
         self._controller = HybridCacheController(
-            _identity(ctx, self.page_size, pools[_KV].geometry),
+            identity,
             pools,
             HostArena(nbytes, block),
+            store,
             options=ControllerOptions(policy=settings.policy),
             profile=profile_for(settings.profile, str(ctx.model_config.model_path)),
         )
+        self._set_store(self._controller, store, identity, patience)
         self._has_host = ctx.enable_hierarchical_cache
         self._lent = self._controller.lent
         self._index = self._lent.index
@@ -280,15 +267,9 @@ class TierCacheTree(BasePrefixCache):  # type: ignore[misc]  # SGLang has no typ
     @property
     def ongoing_write_through(self) -> range:
         """Range as long as the list of copies under way, for which a flush has to wait."""
-        return range(self._lent.under_way)
+        return range(self._lent.copies)
 
     ongoing_load_back: Sequence[int] = ()
-    enable_storage = False
-
-    def clear_storage_backend(self) -> bool:
-        """Say that there is nothing below the host to clear, when an operator asks SGLang for it."""
-        _log.warning("tiercache: there is no store below the host; /flush_cache empties device and host")
-        return False
 
     # Locks.
 
@@ -522,17 +503,15 @@ def _host_sizes(pools: Mapping[PoolName, DevicePool]) -> tuple[int, int]:
     return int(memory.hicache_ratio * sum(p.capacity * p.geometry.nbytes for p in pools.values())), block
 
 
-def _identity(ctx: TreeCacheBuildContext, page_size: int, kv: Geometry) -> Identity:
-    dtype = kv.segments[0].dtype
-    return Identity(str(ctx.model_config.model_path), "", "", dtype, "", page_size)
-
-
 def _refuse(ctx: TreeCacheBuildContext) -> None:
     """Raise ConfigError, in one sentence, for an option of the server that this cache cannot serve."""
-    params, parallel = ctx.params, get_parallel()
+    params, parallel, storage = ctx.params, get_parallel(), get_memory().hicache_storage_backend
     cannot = {
         "--disable-radix-cache": params.disable,
-        "--hicache-storage-backend": get_memory().hicache_storage_backend is not None,
+        "--hicache-storage-backend other than dynamic": storage not in (None, "dynamic"),
+        "--hicache-storage-backend without --enable-hierarchical-cache": storage is not None
+        and not ctx.enable_hierarchical_cache,
+        "--hicache-host-memory-mode buffer_only": get_memory().hicache_host_memory_mode == "buffer_only",
         "--hicache-write-policy other than write_through": ctx.enable_hierarchical_cache
         and get_memory().hicache_write_policy != "write_through",
         "speculative decoding": params.is_eagle

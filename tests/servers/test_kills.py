@@ -1,0 +1,54 @@
+"""Servers that end by `kill -9` at random moments: half an hour an engine.
+
+ENGINES_FOLDER=... pytest tests/servers/test_kills.py -m stress
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.servers.conftest import Expected, Start
+from tests.servers.prompts import PROMPTS, check, whole_pages
+from tests.servers.server import Server
+
+KILLS = 50
+
+pytestmark = [pytest.mark.stress, pytest.mark.timeout(3 * 3600)]
+
+
+def test_the_store_is_whole_and_every_answer_right_after_many_kills(
+    engine: type[Server], start: Start, expected: Expected, tmp_path: Path
+) -> None:
+    right, store, draw = expected("qwen3next"), tmp_path / "store", random.Random(1)
+    restored = 0
+    for life in range(KILLS + 1):
+        # A store of a sixth of what is written: room is made and slabs are emptied all the time.
+        with start("qwen3next", f"file://{store}?capacity=16MiB") as server, ThreadPoolExecutor(2) as others:
+            found = [server.ask(asked) for asked in PROMPTS]
+            check(found, right, when=f"life {life}")
+            restored += sum(answer.cached for answer in found)
+            if life == KILLS:
+                break
+            for _ in range(2):
+                others.submit(_fill, server, draw.randrange(1 << 30))
+            time.sleep(draw.uniform(0, 3))
+            server.kill()
+    assert restored > KILLS * sum(whole_pages(engine.PAGE)) / 2
+    tool = str(Path(sys.executable).parent / "tiercache")
+    checked = subprocess.run([tool, "verify", "-s", str(store)], check=False, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def _fill(server: Server, seed: int) -> None:
+    draw = random.Random(seed)
+    with suppress(OSError):  # until the server is killed
+        while True:
+            server.ask(draw.randrange(3, 250) for _ in range(draw.randrange(300, 1500)))

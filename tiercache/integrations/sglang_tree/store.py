@@ -1,0 +1,209 @@
+"""The store below device and host: its settings, the identity of what it holds, and fetches for requests.
+
+SGLang asks for a fetch when it queues a request, and before each batch whether the request may begin. How
+long a request may wait is SGLang's rule, `--hicache-storage-prefetch-policy`. A store that hangs, fails or
+lies costs hits: what has not arrived, verified, is computed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, replace
+from threading import Thread
+from typing import Annotated, Any, Final, NamedTuple
+
+from blake3 import blake3
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+from sglang.srt.mem_cache.hybrid_cache import hybrid_cache_controller as hicache
+from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+from sglang.srt.runtime_context import get_memory, get_parallel
+
+from tiercache.controller import HybridCacheController
+from tiercache.controller.prefetch import PrefetchTicket
+from tiercache.errors import ConfigError, TierCacheError
+from tiercache.integrations.settings import StoreSettings
+from tiercache.integrations.sglang_server import Server
+from tiercache.keys import Identity, namespace_of
+from tiercache.settings import matching, read_section
+from tiercache.storage.base import StorageBackend
+
+_log = logging.getLogger(__name__)
+_PLACE: Final = "hicache-storage-backend-extra-config"
+_OF_SGLANG: Final = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
+"""Keys that SGLang needs to find a storage backend, which say nothing here."""
+_DELETE_AT_ONCE: Final = 1024
+_POLICY: Final = matching("(?s:.{1,200})", "is no name of an eviction policy")
+_PROFILE: Final = matching("(?s:.{0,512})", "is no text of at most 512 characters")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Settings of the cache, as keys of the JSON or TOML that SGLang passes on."""
+
+    policy: Annotated[str, _POLICY] = "hvd"
+    """Eviction policy: hvd, lru, or that of another package."""
+    profile: Annotated[str, _PROFILE] = ""
+    """Model profile, or path of a config.json, by which policies weigh; default: that of the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredSettings(StoreSettings):
+    """Settings of a cache with a store, which `tiercache.integrations.settings` explains."""
+
+    policy: Annotated[str, _POLICY] = "hvd"
+    """Eviction policy: hvd, lru, or that of another package."""
+
+
+class Patience(NamedTuple):
+    """How long a request waits for what storage has of its prompt."""
+
+    policy: str
+    """`best_effort`: not at all; `timeout`: so many seconds; `wait_complete`: until the fetch is over."""
+    least_tokens: int
+    """Least number of tokens that are asked for."""
+    base_s: float
+    per_1024_tokens_s: float
+
+    def seconds(self, tokens: int) -> float:
+        """Return how long a fetch of so many tokens may last."""
+        if self.policy == "wait_complete":  # the controller ends calls that hang
+            return float("inf")
+        return self.base_s + self.per_1024_tokens_s * tokens / 1024 if self.policy == "timeout" else 0.0
+
+
+def read_settings() -> tuple[Settings | StoredSettings, Patience]:
+    """Return the settings that the server has been given. Raises ConfigError for wrong ones."""
+    memory = get_memory()
+    parse = hicache.HybridCacheController.parse_storage_backend_extra_config  # also reads "@file"
+    given, least, base, more, _ = parse(memory.hicache_storage_backend_extra_config)
+    patience = Patience(memory.hicache_storage_prefetch_policy, least, base, more)
+    given = {key: value for key, value in given.items() if key not in _OF_SGLANG}
+    if memory.hicache_storage_backend is not None:
+        return read_section(StoredSettings, _PLACE, given), patience
+    if "storage" in given:
+        raise ConfigError(
+            f"{_PLACE}: a storage needs --enable-hierarchical-cache --hicache-storage-backend dynamic"
+        )
+    return read_section(Settings, _PLACE, given), patience
+
+
+def identity_of(settings: Settings | StoredSettings, ctx: TreeCacheBuildContext, kv_dtype: str) -> Identity:
+    """Return the identity of the cache; in a store it has a digest of all settings that change its bytes."""
+    model, page_size = str(ctx.model_config.model_path), int(ctx.params.page_size)
+    if not isinstance(settings, StoredSettings):
+        return Identity(model, "", "", kv_dtype, "", page_size)
+    facts = blake3(repr(Server(1).facts(draft=False)).encode()).hexdigest(16)
+    return replace(settings.identity(model, kv_dtype, page_size), weights_dtype=f"as by settings {facts}")
+
+
+def opened(settings: Settings | StoredSettings) -> StorageBackend | None:
+    """Open the store for this scheduler; None if there is to be none. Raises ConfigError or StorageError."""
+    if not isinstance(settings, StoredSettings):
+        return None
+    parallel = get_parallel()
+    return settings.open(f"dp{parallel.dp_rank or 0}", parallel.num_dp_ranks)
+
+
+class _Waiting(NamedTuple):
+    """Fetch for a request that waits in SGLang's queue."""
+
+    ticket: PrefetchTicket
+    begin: int
+    """Number of tokens that device and host had already."""
+    until: float
+    """Time of `time.monotonic` after which the request waits no longer."""
+
+
+class StoreBelow(BasePrefixCache):  # type: ignore[misc]  # SGLang has no types
+    """Answers of a cache to what SGLang asks of the store below the host.
+
+    Thread safety: the scheduler's thread.
+    """
+
+    hicache_storage_pass_prefix_keys = False
+    ongoing_backup = ()
+    """Writes that a flush of device and host would have to wait for: none."""
+
+    def _set_store(
+        self,
+        controller: HybridCacheController,
+        store: StorageBackend | None,
+        identity: Identity,
+        patience: Patience,
+    ) -> None:
+        """Answer for this controller, which owns `store`."""
+        self.enable_storage = store is not None
+        self._store = store
+        self._namespace = namespace_of(identity)
+        self.ongoing_prefetch: dict[Any, _Waiting] = {}
+        """Fetches by the request's handle."""
+        self._controller = controller
+        self._patience = patience
+
+    def is_backuped(self, node: Any) -> bool:
+        """Say that whatever is behind `node` may be asked for, wherever its own pages are."""
+        return True
+
+    is_root = is_backuped
+
+    def get_last_hash_value(self, node: Any) -> None:
+        """Return no key, because the index keys what it stores itself."""
+
+    def prefetch_from_storage(
+        self, handle: Any, last_host_node: Any, new_input_tokens: Any, *_: Any, **__: Any
+    ) -> None:
+        """Begin to fetch what storage has of a prompt, of which `last_host_node` is the last match."""
+        self.release_aborted_request(handle)  # the host has lost a part of an earlier fetch
+        count = len(new_input_tokens)
+        if not self.enable_storage or count < max(self._patience.least_tokens, self.page_size):
+            return
+        node = last_host_node
+        ticket = self._controller.prefetch(node.tokens, node.extra)
+        until = time.monotonic() + self._patience.seconds(count)
+        self.ongoing_prefetch[handle] = _Waiting(ticket, node.depth * self.page_size, until)
+
+    def check_prefetch_progress(self, handle: Any) -> bool:
+        """Return whether a request need not wait any longer for its fetch, which ends then."""
+        waiting = self.ongoing_prefetch.get(handle)
+        if waiting is None:
+            return True
+        if not waiting.ticket.done and time.monotonic() < waiting.until:
+            return False
+        waiting.ticket.cancel()
+        return True
+
+    def pop_prefetch_loaded_span(self, handle: Any) -> tuple[int, int | None]:
+        """Return how many tokens a fetch has brought, and behind how many; forget the fetch."""
+        waiting = self.ongoing_prefetch.pop(handle, None)
+        if waiting is None:
+            return 0, None
+        return max(0, waiting.ticket.tokens - waiting.begin), waiting.begin
+
+    def release_aborted_request(self, handle: Any) -> None:
+        """End the fetch for a request that waits no more."""
+        waiting = self.ongoing_prefetch.pop(handle, None)
+        if waiting is not None:
+            waiting.ticket.cancel()
+
+    def clear_storage_backend(self) -> bool:
+        """Delete what storage has of this cache, in the background, when an operator asks SGLang for it."""
+        if self._store is None:
+            _log.warning("tiercache: there is no store below the host; /flush_cache empties device and host")
+            return False
+        Thread(
+            target=_clear, args=(self._store, self._namespace), name="tiercache-clear", daemon=True
+        ).start()
+        return True
+
+
+def _clear(store: StorageBackend, namespace: bytes) -> None:
+    try:
+        keys = [entry.key for entry in store.scan_all(namespace)]
+        for start in range(0, len(keys), _DELETE_AT_ONCE):
+            store.delete(keys[start : start + _DELETE_AT_ONCE])
+        left = sum(entry is not None for entry in store.describe(keys))
+    except TierCacheError as error:
+        _log.error("tiercache: not everything of this cache has been deleted from storage: %s", error)
+    else:
+        _log.info("tiercache: %d objects of this cache deleted from storage; %d left", len(keys) - left, left)
