@@ -13,10 +13,12 @@ BESIDE = (
 """Tests of one process, which imports Transformers, probes each small model and parses every file once."""
 
 LONGEST = (
-    "docs/test_pages.py", "integrations/transformers/test_worker.py", "storage_backends/grpc/test_outage.py",
-    "storage_backends/lmdb/test_lmdb.py", "integrations/transformers/test_cuda.py", "storage/test_faults.py",
-    "lab/replay/test_verb.py", "storage_backends/grpc/test_conformance.py",
-    "integrations/transformers/test_lengths.py", "lab/demo/test_demo.py", "cli/test_serve.py",
+    "docs/test_pages.py", "storage/test_eviction_order.py", "lab/demo/test_demo.py",
+    "simulation/test_simulation.py", "integrations/transformers/test_worker.py",
+    "storage_backends/grpc/test_outage.py", "storage_backends/lmdb/test_lmdb.py",
+    "integrations/transformers/test_cuda.py", "storage/test_faults.py", "lab/replay/test_verb.py",
+    "storage_backends/grpc/test_conformance.py",
+    "integrations/transformers/test_lengths.py", "cli/test_serve.py",
     "integrations/transformers/test_identity.py", "storage_backends/grpc/test_abandoned.py",
     "storage_backends/file/test_file.py", "policy/test_conformance.py", "daemon/test_fuzz.py",
     "integrations/transformers/test_probe.py", "lab/bench/test_device.py", "lab/bench/test_bench.py",

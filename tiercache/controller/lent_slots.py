@@ -204,6 +204,20 @@ class LentSlots:
         return freed
 
 
+def branch_of(plan: Mapping[int, CheckpointKind], restored: int, page_size: int, grid: int) -> int | None:
+    """Return the depth in tokens at which the next prefill should leave a state, if not at its end.
+
+    The engine takes one state in each pass, at multiples of `grid` tokens. A place that two prompts have
+    shared goes before one that the ghosts remember. Without states, no place is planned.
+    """
+    for kind in (CheckpointKind.BRANCH, CheckpointKind.GHOST):
+        for depth, why in plan.items():
+            at = depth * page_size // grid * grid
+            if why is kind and at > restored:
+                return at
+    return None
+
+
 def states_by_page(states: States, tokens: int, page_size: int) -> dict[int, dict[PoolName, int]]:
     """Return the slots of states by depth in pages, given by depth in tokens.
 

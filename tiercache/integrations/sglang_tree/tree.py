@@ -34,7 +34,7 @@ from sglang.srt.runtime_context import (
 )
 
 from tiercache.controller import ControllerOptions, HybridCacheController
-from tiercache.controller.lent_slots import Taken
+from tiercache.controller.lent_slots import Taken, branch_of
 from tiercache.core import ABSENT, Locations, PoolName, Tier, TokenArray, pending
 from tiercache.errors import ConfigError, PoolFullError
 from tiercache.index import HybridIndex, Match, Node, Origin, Pin
@@ -204,7 +204,7 @@ class TierCacheTree(StoreBelow):
             near,
             host_hit_length=length - on_device * self.page_size,
             mamba_host_hit_length=int(self._hybrid and near is not device),
-            mamba_branching_seqlen=_branch(plan, length, self.page_size, self._grid)
+            mamba_branching_seqlen=branch_of(plan, length, self.page_size, self._grid)
             if self._hybrid
             else None,
             full_kv_hit_length=match.path_depth * self.page_size,
@@ -455,20 +455,6 @@ class TierCacheTree(StoreBelow):
     def release_host_resources(self) -> None:
         """Close the cache, at the end of the scheduler."""
         self._controller.close()
-
-
-def _branch(plan: Mapping[int, CheckpointKind], restored: int, page_size: int, grid: int) -> int | None:
-    """Return the depth in tokens at which the next prefill should leave a state, if not at its end.
-
-    SGLang takes one state in each pass, at multiples of `grid` tokens. A place that two prompts have shared
-    goes before one that the ghosts remember. Without states, no place is planned.
-    """
-    for kind in (CheckpointKind.BRANCH, CheckpointKind.GHOST):
-        for depth, why in plan.items():
-            at = depth * page_size // grid * grid
-            if why is kind and at > restored:
-                return at
-    return None
 
 
 def _on_device(index: HybridIndex, pool: PoolName) -> Locations:
