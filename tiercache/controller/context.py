@@ -13,6 +13,7 @@ from typing import Final, TypeVar
 from tiercache.controller.allocation import DeviceWork, ObjectAllocator
 from tiercache.controller.depths import Speeds
 from tiercache.controller.in_flight import EventQueue, InFlightTable
+from tiercache.controller.landings import AgreedLandings, Landing
 from tiercache.controller.options import ControllerOptions
 from tiercache.controller.residency_events import ResidencyEvents
 from tiercache.controller.store_calls import StoreCalls
@@ -70,6 +71,8 @@ class ControllerContext:
     """Whether a caller waits until nothing is under way, so that no check and no prefetch begins."""
     residency: ResidencyEvents | None = None
     """Source of the KV events of device and host; None if none are published."""
+    landings: AgreedLandings | None = None
+    """Ends of copies that wait for other ranks; None if each is applied as it comes."""
     on_landed: Callable[[], None] = lambda: None
     """Callback on the owner's thread, after operations have landed or slots were freed."""
     _pid: int = field(default_factory=os.getpid)
@@ -126,6 +129,13 @@ class ControllerContext:
         """Block until an event is posted or due, for at most `timeout` seconds."""
         # No event is posted when the device passes a fence. While fences are pending, the wait is short.
         self.events.wait(min(timeout, _POLL_S) if self.device_work.retired else timeout)
+
+    def land(self, operation: object, land: Landing, error: TransferError | None) -> None:
+        """Let the owner's thread apply the end of a copy by `land`; any thread may call this."""
+        if self.landings is None:
+            self.events.post(partial(land, error))
+        else:
+            self.landings.hold(operation, land, error)
 
     def drain(self) -> None:
         """Apply all events that have come in, and free slots and pins that the device no longer uses.

@@ -18,6 +18,7 @@ import numpy as np
 
 from tiercache.controller.context import ControllerContext
 from tiercache.controller.depths import deepest_on_device
+from tiercache.controller.landings import AgreedLandings, Ends
 from tiercache.controller.operations import Load, PageRun, gather_runs
 from tiercache.controller.restore import filling
 from tiercache.controller.writes import Write
@@ -84,6 +85,16 @@ class LentSlots:
         """Index, in which the engine matches, touches, pins and extends paths, and changes nothing else."""
         return self._context.index
 
+    def agree_by(self, least: Callable[[Ends], Ends]) -> None:
+        """Keep this cache like those of other ranks, whose engines decide alike, each by its own cache.
+
+        The ranks call everything alike; `adopt` and the controller's `tick` call `least` (see
+        `AgreedLandings`). This is the first call of all. Raises InputError for a controller with storage.
+        """
+        if self._context.storage is not None:
+            raise InputError("caches that agree on the end of each copy cannot have storage")
+        self._context.landings = AgreedLandings(least)
+
     def adopt(
         self,
         tokens: Any,
@@ -127,11 +138,13 @@ class LentSlots:
 
         Of a page that is on its way into another slot, nobody could say whose the request's slot is.
         """
-        match = self.index.match(tokens, extra)
+        context, match = self._context, self.index.match(tokens, extra)
         for pool, at in self.index.locations(match, match.path_depth).pages.items():
-            for load in filling(self._context, pool, at.device):
+            for load in filling(context, pool, at.device):
                 load.ticket.wait()
-        self._context.drain()
+                while context.landings is not None and not load.done:
+                    context.landings.apply(context.in_flight.operations)
+        context.drain()
 
     @property
     def copies(self) -> int:

@@ -24,6 +24,7 @@ import numpy as np
 from tiercache.controller.context import ControllerContext
 from tiercache.controller.store_calls import StoreCall
 from tiercache.core import CacheTransferUnits, Locations, Mask, Outcome, PoolName, PoolTransfer, Reason, Tier
+from tiercache.errors import TransferError
 from tiercache.index import HybridIndex, Node, Pin, Span
 from tiercache.transfer import LayerTicket
 
@@ -203,13 +204,13 @@ class Load(Operation):
         runs = () if self._waits or ticket.error else self.runs
         nbytes = sum(len(run.sources) * self._context.host[run.pool].geometry.nbytes for run in runs)
         self._context.speeds.note_load(nbytes, self._begun)
-        self._context.events.post(self._land)
+        self._context.land(self, self._land, ticket.error)
 
-    def _land(self) -> None:
-        if self.ticket.error is not None:
-            _log.warning("a load to the device failed; its tokens are computed again: %s", self.ticket.error)
+    def _land(self, error: TransferError | None) -> None:
+        if error is not None:
+            _log.warning("a load to the device failed; its tokens are computed again: %s", error)
         for run in self.runs:
-            if self.ticket.error is None:
+            if error is None:
                 self._publish(run)
             else:
                 self._cancel(run)

@@ -183,7 +183,8 @@ class Write(Operation):
             if ticket.error is not None:
                 self._waiting = [other for other in self._waiting if other.is_on_host]
             piece.is_on_host = piece in self._waiting
-            self._context.events.post(partial(self._land_copied, piece, ticket.error, piece.is_on_host))
+            land = partial(self._land_copied, piece, piece.is_on_host)
+            self._context.land(self, land, ticket.error)
         self._call()
 
     def _call(self) -> None:
@@ -202,7 +203,7 @@ class Write(Operation):
             )
         )
 
-    def _land_copied(self, piece: Piece, error: TransferError | None, is_stored: bool) -> None:
+    def _land_copied(self, piece: Piece, is_stored: bool, error: TransferError | None) -> None:
         if error is not None:
             _log.warning("a copy to the host failed, its write-through is skipped: %s", error)
         if not is_stored:

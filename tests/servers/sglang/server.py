@@ -25,7 +25,7 @@ class SglangServer(Server):
 
     ENVIRONMENT = "sglang"
     PAGE = 64
-    LEAVES = "sglang_loads_*.shm"
+    LEAVES = "sgl*shm*"
     DTYPES: ClassVar = {"llama": "float32", "qwen3next": "float32"}
     TREE: tuple[str, ...] = ()
     """Arguments that choose the tree."""
@@ -76,6 +76,7 @@ class SglangServer(Server):
                 "SGLANG_DISABLE_FUSED_MAMBA_SLOT_OPS": "1",
                 "SGLANG_MAMBA_CONV_DTYPE": "float32",
                 "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+                **({"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if "--tp" in arguments else {}),
             },
         )  # fmt: skip
 

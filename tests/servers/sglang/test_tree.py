@@ -142,11 +142,14 @@ def test_what_is_not_served_is_refused_at_the_start(start: Start) -> None:
         assert why in server.said()
 
 
+@pytest.mark.parametrize("ranks", [(), ("--tp", "2")], ids=["one rank", "two"])
 @pytest.mark.parametrize("model", MODELS)
-def test_the_host_keeps_what_the_device_gave_up(model: str, start: Start, expected: Expected) -> None:
+def test_the_host_keeps_what_the_device_gave_up(
+    model: str, ranks: tuple[str, ...], start: Start, expected: Expected
+) -> None:
     host = ["--enable-hierarchical-cache", "--hicache-ratio", "3"]
     sizes = ["--max-total-tokens", "4096", "--max-running-requests", "4"]
-    with start(model, *sizes, *host, *OURS, overlap=True) as server:
+    with start(model, *sizes, *host, *ranks, *OURS, overlap=True) as server:
         first = [server.ask(asked) for asked in PROMPTS]
         check(first, expected(model), when="first")
         for _ in range(4):  # others take the device

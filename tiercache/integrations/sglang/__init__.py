@@ -17,7 +17,7 @@ Words of SGLang that the modules use:
     attach          the start, in which SGLang makes the backend and registers all host pools
 
 Read `sglang_server` beside this package first (settings of SGLang's server), then `pools` (the pages of host
-pools, and their keys), `traffic` (what SGLang's metrics count), `events` (for routers), and `backend`.
+pools, their keys, and what SGLang's metrics count of them), `events` (for routers), and `backend`.
 """
 
 from tiercache.integrations.sglang.backend import TierCacheStorage

@@ -30,8 +30,7 @@ from tiercache.errors import ConfigError, RefusedError, StorageError, Unavailabl
 from tiercache.events.settings import EventSettings
 from tiercache.integrations.settings import StoreSettings
 from tiercache.integrations.sglang.events import PagePublisher, of_replica, read_events
-from tiercache.integrations.sglang.pools import HostPages, PageKeys, flat_bytes, is_trailing, kind_of
-from tiercache.integrations.sglang.traffic import Traffic
+from tiercache.integrations.sglang.pools import HostPages, PageKeys, Traffic, flat_bytes, is_trailing, kind_of
 from tiercache.integrations.sglang_server import Server
 from tiercache.keys import Shard, namespace_of
 from tiercache.settings import Kind, read_section

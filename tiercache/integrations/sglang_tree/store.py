@@ -55,7 +55,7 @@ class StoredSettings(StoreSettings):
     """Eviction policy: hvd, lru, or that of another package."""
 
 
-class Patience(NamedTuple):
+class FetchRule(NamedTuple):
     """How long a request waits for what storage has of its prompt."""
 
     policy: str
@@ -72,20 +72,20 @@ class Patience(NamedTuple):
         return self.base_s + self.per_1024_tokens_s * tokens / 1024 if self.policy == "timeout" else 0.0
 
 
-def read_settings() -> tuple[Settings | StoredSettings, Patience]:
+def read_settings() -> tuple[Settings | StoredSettings, FetchRule]:
     """Return the settings that the server has been given. Raises ConfigError for wrong ones."""
     memory = get_memory()
     parse = hicache.HybridCacheController.parse_storage_backend_extra_config  # also reads "@file"
     given, least, base, more, _ = parse(memory.hicache_storage_backend_extra_config)
-    patience = Patience(memory.hicache_storage_prefetch_policy, least, base, more)
+    rule = FetchRule(memory.hicache_storage_prefetch_policy, least, base, more)
     given = {key: value for key, value in given.items() if key not in _OF_SGLANG}
     if memory.hicache_storage_backend is not None:
-        return read_section(StoredSettings, _PLACE, given), patience
+        return read_section(StoredSettings, _PLACE, given), rule
     if "storage" in given:
         raise ConfigError(
             f"{_PLACE}: a storage needs --enable-hierarchical-cache --hicache-storage-backend dynamic"
         )
-    return read_section(Settings, _PLACE, given), patience
+    return read_section(Settings, _PLACE, given), rule
 
 
 def identity_of(settings: Settings | StoredSettings, ctx: TreeCacheBuildContext, kv_dtype: str) -> Identity:
@@ -130,7 +130,7 @@ class StoreBelow(BasePrefixCache):  # type: ignore[misc]  # SGLang has no types
         controller: HybridCacheController,
         store: StorageBackend | None,
         identity: Identity,
-        patience: Patience,
+        rule: FetchRule,
     ) -> None:
         """Answer for this controller, which owns `store`."""
         self.enable_storage = store is not None
@@ -139,7 +139,7 @@ class StoreBelow(BasePrefixCache):  # type: ignore[misc]  # SGLang has no types
         self.ongoing_prefetch: dict[Any, _Waiting] = {}
         """Fetches by the request's handle."""
         self._controller = controller
-        self._patience = patience
+        self._rule = rule
 
     def is_backuped(self, node: Any) -> bool:
         """Say that whatever is behind `node` may be asked for, wherever its own pages are."""
@@ -156,11 +156,11 @@ class StoreBelow(BasePrefixCache):  # type: ignore[misc]  # SGLang has no types
         """Begin to fetch what storage has of a prompt, of which `last_host_node` is the last match."""
         self.release_aborted_request(handle)  # the host has lost a part of an earlier fetch
         count = len(new_input_tokens)
-        if not self.enable_storage or count < max(self._patience.least_tokens, self.page_size):
+        if not self.enable_storage or count < max(self._rule.least_tokens, self.page_size):
             return
         node = last_host_node
         ticket = self._controller.prefetch(node.tokens, node.extra)
-        until = time.monotonic() + self._patience.seconds(count)
+        until = time.monotonic() + self._rule.seconds(count)
         self.ongoing_prefetch[handle] = _Waiting(ticket, node.depth * self.page_size, until)
 
     def check_prefetch_progress(self, handle: Any) -> bool:

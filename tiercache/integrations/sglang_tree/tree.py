@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Self
 
 import numpy as np
@@ -34,6 +35,7 @@ from sglang.srt.runtime_context import (
 )
 
 from tiercache.controller import ControllerOptions, HybridCacheController
+from tiercache.controller.landings import Ends
 from tiercache.controller.lent_slots import Taken, branch_of
 from tiercache.core import ABSENT, Locations, PoolName, Tier, TokenArray, pending
 from tiercache.errors import ConfigError, PoolFullError
@@ -108,7 +110,7 @@ class TierCacheTree(StoreBelow):
         self.sliding_window_size = None
         if params.enable_metrics:
             self.init_metrics_collector()
-        settings, patience = read_settings()
+        settings, rule = read_settings()
         self._pages = LentPages(self.token_to_kv_pool_allocator)
         self._states = LentStates(self.req_to_token_pool.mamba_allocator) if ctx.is_hybrid_ssm else None
         pools = lent_pools(self._pages, self.token_to_kv_pool_allocator, self._states, self.req_to_token_pool)
@@ -125,9 +127,12 @@ class TierCacheTree(StoreBelow):
             options=ControllerOptions(policy=settings.policy),
             profile=profile_for(settings.profile, str(ctx.model_config.model_path)),
         )
-        self._set_store(self._controller, store, identity, patience)
+        self._set_store(self._controller, store, identity, rule)
         self._has_host = ctx.enable_hierarchical_cache
         self._lent = self._controller.lent
+        if ctx.tp_size > 1:
+            # SGLang's ranks make the same batches, each by its own cache, so that these have to be alike.
+            self._lent.agree_by(partial(_least, params.tp_cache_group))
         self._index = self._lent.index
         self.root_node = Handle(None, 0, np.empty(0, np.uint64), b"")
         device = str(self.token_to_kv_pool_allocator.device)
@@ -457,6 +462,13 @@ class TierCacheTree(StoreBelow):
         self._controller.close()
 
 
+def _least(group: Any, ends: Ends) -> Ends:
+    """Return the least of what the ranks of a group give, element by element."""
+    least = torch.from_numpy(ends)
+    torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group)
+    return ends
+
+
 def _on_device(index: HybridIndex, pool: PoolName) -> Locations:
     """Return the slots of a pool in the index: int64, shape [slots]."""
     held: list[Locations] = [np.empty(0, np.int64)]
@@ -505,8 +517,8 @@ def _refuse(ctx: TreeCacheBuildContext) -> None:
         or params.sidecar_draft_device_pools,
         "a model with sliding windows": ctx.is_hybrid_swa,
         "--disaggregation-mode": get_disagg().disaggregation_mode != "null",
-        # Copies end at other times on each rank, and ranks whose caches differ would make other batches.
-        "tensor parallelism": ctx.tp_size > 1,
+        "tensor parallelism with a --hicache-storage-backend": ctx.tp_size > 1 and storage is not None,
+        "attention on a part of the ranks (--dp-size with --enable-dp-attention)": parallel.attn_dp_size > 1,
         "decode context parallelism": parallel.dcp_enabled,
         "context parallelism": params.attn_cp_size > 1,
         "pipeline parallelism": params.pp_size > 1,

@@ -6,7 +6,12 @@ in that of Qwen3-Next's kernels. Nothing of SGLang's scheduler, trees, controlle
 
 from __future__ import annotations
 
+import json
+import os
+import time
+from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +28,8 @@ def load() -> None:
         _copies()
         _states()
         _pinned_memory()
+        if file := os.environ.get("TIERCACHE_HOOK_TIMES"):
+            _hook_times(Path(file))
 
 
 def _at(indices: Tensor) -> Tensor:
@@ -135,3 +142,47 @@ def _unpinned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return make(*arguments, **more)
 
     return unpinned
+
+
+HOOKS = (
+    "match_prefix", "inc_lock_ref", "dec_lock_ref", "checkpoint", "evict", "evictable_size",
+    "mamba_evictable_size", "path_device_indices", "init_load_back", "check_hicache_events",
+)  # fmt: skip
+"""Calls of the scheduler on its tree of prefixes."""
+
+
+def _hook_times(file: Path) -> None:
+    """Write the number and the CPU microseconds of each hook of the tree, whichever it is, to `file`."""
+    from sglang.srt.mem_cache import registry
+
+    spent: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+    depth = 0
+
+    def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def hook(*arguments: Any, **more: Any) -> Any:
+            nonlocal depth
+            depth, began = depth + 1, time.thread_time()
+            try:
+                return call(*arguments, **more)
+            finally:
+                depth -= 1
+                if not depth:  # what a hook calls itself counts as its own
+                    spent[name][0] += 1
+                    spent[name][1] += (time.thread_time() - began) * 1e6
+                    if name == "checkpoint":
+                        file.write_text(json.dumps(spent))
+
+        return hook
+
+    def making(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*arguments: Any) -> Any:
+            tree = make(*arguments)
+            for name in HOOKS:
+                setattr(tree, name, timed(name, getattr(tree, name)))
+            return tree
+
+        return made
+
+    found = registry.get_radix_cache_factory
+    registry.default_radix_cache_factory = making(registry.default_radix_cache_factory)
+    registry.get_radix_cache_factory = lambda name: (make := found(name)) and making(make)
