@@ -18,10 +18,14 @@ BATCH = 50
 
 
 def campaign(run: Run) -> Iterator[Row]:
-    """Run seeds on all cores: a row of processes, and one of ranks with a tenth."""
+    """Run seeds on all cores: rows of processes, and of ranks and of lent slots with a tenth of them."""
     os.environ["PYTHONHASHSEED"] = "0"  # the order of a set of strings would differ between processes
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        for who, live, ends in (("processes", lives, run.trials), ("ranks", crews, run.trials // 10)):
+        for who, live, ends in (
+            ("processes", lives, run.trials),
+            ("ranks", crews, run.trials // 10),
+            ("slots lent", lenders, run.trials // 10),
+        ):
             row, began, counts = Row("simulate", who, ends), time.perf_counter(), Counter[str]()
             seeds = range(run.seed, run.seed + ends)
             jobs = [seeds[n : n + BATCH] for n in range(0, ends, BATCH)]
@@ -46,6 +50,13 @@ def crews(seeds: range) -> tuple[dict[str, int], list[str]]:
     from tests.simulation.ranks import live_in_ranks
 
     return _run(live_in_ranks, seeds)
+
+
+def lenders(seeds: range) -> tuple[dict[str, int], list[str]]:
+    """Run lives of engines that lend their slots; return as `lives` does."""
+    from tests.simulation.lending import live_lending
+
+    return _run(live_lending, seeds)
 
 
 def _run(live: Callable[[int], dict[str, int]], seeds: range) -> tuple[dict[str, int], list[str]]:

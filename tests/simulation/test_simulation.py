@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 
+from tests.simulation.lending import live_lending
 from tests.simulation.lives import live
 from tests.simulation.plan import Plan
 from tests.simulation.ranks import live_in_ranks
@@ -48,6 +49,16 @@ def test_ranks_begin_every_request_at_one_depth_whatever_happens_to_messages_sto
     assert counts["served"]
     assert counts["restored tokens"]
     assert counts["again"]
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(10), pytest.param(range(10, 100), marks=pytest.mark.slow)], ids=["few", "more"]
+)
+def test_engines_that_lend_their_slots_lose_none_and_read_what_they_wrote(seeds):
+    counts = Counter()
+    for seed in seeds:
+        counts.update(live_lending(seed))
+    assert all(counts[what] for what in ("fetched", "restored", "handed over", "evicted"))
 
 
 def test_a_seed_names_one_history():

@@ -254,6 +254,11 @@ class _Ticket(LayerTicket):
         super().__init__(layers)
         self._world = world
 
+    def wait(self, timeout: float | None = None) -> bool:
+        while not super().wait(0.0):
+            self._world.sleep(0.0005)
+        return True
+
     def wait_layer(self, layer: int, timeout: float | None = None, *, stream: int | None = None) -> bool:
         while not super().wait_layer(layer, 0.0, stream=stream):
             self._world.sleep(0.0005)
