@@ -9,6 +9,7 @@ from tiercache_backends.memory import MemoryBackend
 
 from tests.controller.harness import KV, Engine, Flaky, P, evict_checked, prompt
 from tests.controller.test_hung_store import Hanging
+from tests.controller.test_outage import land
 from tests.controller.test_prefetch import Clock
 from tests.faulty import Outage
 from tiercache.controller import WRITE_BACK, ControllerOptions
@@ -41,11 +42,6 @@ def serve(engine, *names):
     for n in names:
         engine.serve([*prompt(n, n + 1, n + 2), 5])
         land(engine)
-
-
-def land(engine):
-    while engine.controller.tick(0.01):
-        pass
 
 
 @pytest.mark.parametrize("hybrid", [True, False])
@@ -99,6 +95,14 @@ def test_flush_and_close_write_all_that_the_host_has(tmp_path):
     other = engine_over(open_backend(url))
     for n in (10, 20, 30):
         assert other.serve([*prompt(n, n + 1, n + 2), 5, 6]) == 3 * P
+
+
+def test_a_flush_writes_each_page_whatever_storage_has_and_lacks_of_its_edge():
+    engine = engine_over(MemoryBackend(), hybrid=False)
+    engine.keep([*prompt(1, 2), 5], Tier.HOST)  # as many pages as follow
+    engine.controller.pin(prompt(1, 2, 3, 4, 5), 3600.0)  # the last of which no tier has
+    engine.keep([*prompt(1, 2, 3, 4), 5])
+    assert engine.metrics.total("storage_sets_total") == 4
 
 
 def test_what_is_not_likely_to_be_hit_is_not_written():
@@ -214,7 +218,6 @@ def test_a_flush_writes_what_is_pinned():
     serve_all(engine)
     for n in (10, 20):
         assert engine.controller.pin(session(n), 60)
-    land(engine)
     assert engine.settle()
     assert not unwritten(store)
 

@@ -111,12 +111,16 @@ class WriteBack:
             self._spent = self._needed = 0
 
     def _restorable(self) -> list[Node]:
-        """Return the nodes with units that storage lacks in part, and whose whole path is in some tier."""
+        """Return the nodes with units that storage lacks in part, and whose path is in some tier.
+
+        Of the node itself, leading pages are enough if hits can end there.
+        """
         whole: set[Node | None] = {None}
         found = []
         for node in self._context.index.nodes():  # parents come before their children
-            if node.parent in whole and node.complete_pages == node.pages:
-                whole.add(node)
+            if node.parent in whole:
+                if node.complete_pages == node.pages:
+                    whole.add(node)
                 if node.parent is not None and _is_unwritten(node):
                     found.append(node)
         return found
@@ -145,9 +149,19 @@ class WriteBack:
 
 
 def _is_unwritten(node: Node) -> bool:
-    """Return whether a hit can end at the node, and the host has more of it than storage."""
-    held, stored = node.resident[Tier.HOST], node.resident[Tier.STORAGE]
-    return node.can_answer and any(here > there for here, there in zip(held, stored, strict=True))
+    """Return whether storage lacks something that the host has, and that a hit at the node can restore.
+
+    Without state pools, a hit can also end within the edge: with its `complete_pages`.
+    """
+    if not node.holds(Tier.HOST) or (node.has_pages(Tier.STORAGE) and node.has_state(Tier.STORAGE)):
+        return False  # as most nodes, and far faster than a look at the pages
+    if node.state_pools and not (node.is_complete and node.complete_pages == node.pages):
+        return False
+    # Counts of pages would not do: storage may have as many pages as the host, but other ones.
+    pages = node.where[:, :, : node.complete_pages] >= 0
+    return bool((pages[Tier.HOST] & ~pages[Tier.STORAGE]).any()) or any(
+        node.state(Tier.HOST, pool) >= 0 > node.state(Tier.STORAGE, pool) for pool in range(node.state_pools)
+    )
 
 
 class Draining:

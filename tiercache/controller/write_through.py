@@ -329,14 +329,15 @@ class WriteThrough:
     def write_unit(self, node: Node) -> UnitWrite:
         """Begin the writes of the state at the node's end, and of the pages up to it that storage lacks.
 
-        A unit of which a part is in no tier is not written. What there is no room for is given up if nothing
-        is under way that could make room.
+        A unit of which a part is in no tier is not written; without state pools, its leading pages are. What
+        there is no room for is given up if nothing is under way that could make room.
         """
-        plan = _Plan(self._context, node, node.end, [node.end], 0)
+        depth = node.end if node.state_pools else node.start + node.complete_pages
+        plan = _Plan(self._context, node, depth, [depth], 0)
         if plan.gone.total() or not plan.left():
             return UnitWrite(0, 0, is_over=True)
         chain = Chain({}, stays_on_host=True)
-        self._describe(chain, plan, node, node.end)
+        self._describe(chain, plan, node, depth)
         plan.begin(chain)
         left = plan.left()
         if left and not self._context.under_way:
