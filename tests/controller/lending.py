@@ -86,11 +86,15 @@ class LendingEngine:
                 for pool, slots in given.items():
                     self.cache.pools[pool].free([] if slots is None else slots)
                 return False
+        fence = Fence()
         try:
-            load = self.lent.load(node, depth, given if gives else None)
+            load = self.lent.load(node, depth, given if gives else None, fence=fence)
         except PoolFullError:
             assert not gives
             return False
+        # private: nothing else tells whether a copy has ended
+        assert not any(copy.ticket.done() for copy in load._loads), "slots are written behind the fence"
+        fence.open()
         self.pass_fences()  # the copy may wait for work on the device
         whole = True
         try:

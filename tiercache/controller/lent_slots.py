@@ -157,13 +157,20 @@ class LentSlots:
         return deepest_on_device(self.index, match)
 
     def load(
-        self, where: Node | Match, depth: int, given: Mapping[PoolName, Locations] | None = None
+        self,
+        where: Node | Match,
+        depth: int,
+        given: Mapping[PoolName, Locations] | None = None,
+        *,
+        fence: Fence | None = None,
     ) -> LentLoad:
         """Begin to load what only the host has of pages [0, depth) of the path to `where`, and its state.
 
         The slots are `given`, by pool, one for each page and state that the device lacks; by default they
         come from the pools' sources, after evictions. They are the cache's from now on. The answer also waits
-        for objects that an earlier load brings. The caller pins the path before it is used.
+        for objects that an earlier load brings. The caller pins the path before it is used. The copies wait
+        for `fence`, behind which the device no longer writes to slots that the engine has freed; None means
+        that it writes to none.
 
         Raises PoolFullError or SlotError, with nothing changed, for too few slots.
         """
@@ -181,6 +188,7 @@ class LentSlots:
                 given = context.allocator.take_device(need)
             elif any(len(given.get(pool, ())) != count for pool, count in need.items()):
                 raise SlotError(f"the load needs exactly these numbers of slots: {need}")
+            context.device_work.note(fence, given.items())
             loads = {load for pool, at in located.pages.items() for load in filling(context, pool, at.device)}
             for pool, one in located.states.items():
                 loads.update(filling(context, pool, np.array([one.device])))
@@ -198,6 +206,12 @@ class LentSlots:
                 pin = index.pin(node, Tier.DEVICE, Tier.HOST)
                 loads.add(Load(context, runs, [pin], context.allocator.free_device))
         return LentLoad(loads)
+
+    def clear(self) -> None:
+        """Evict all from device and host that nothing uses; what waits to be written begins no copy now."""
+        self._enter(drain=False)
+        for tier in (Tier.DEVICE, Tier.HOST):
+            self._context.allocator.evict_all(tier)
 
     def make_room(self, need: Mapping[PoolName, int]) -> Mapping[PoolName, int]:
         """Evict up to `need[pool]` device objects of each pool, and give their slots to the pools' sources.

@@ -222,10 +222,10 @@ class _Plan:
         need = {pool: int(np.count_nonzero(mask)) for pool, mask in copies.items()}
         if host_only and not any(need.values()):
             return False
-        nodes = {self._node}
+        nodes = {self._node: None}  # a dict, because ranks that agree need one order
         for pool in context.index.state_pools:
             pages = np.flatnonzero(copies[pool] | held[pool]) + columns[pool].start
-            nodes.update(self._node.covering(page + 1) for page in pages.tolist())
+            nodes |= dict.fromkeys(self._node.covering(page + 1) for page in pages.tolist())
         reads = not host_only and any(mask.any() for mask in held.values())
         # While room is made on the host, pins keep the nodes in the tree. They keep their objects on the host
         # in two cases: this write reads objects of the path there, or it copies the path to the host only. In

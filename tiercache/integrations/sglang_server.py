@@ -19,7 +19,8 @@ _log = logging.getLogger(__name__)
 
 MODEL_SETTINGS: Final = (
     "model_path", "revision", "load_format", "json_model_override_args", "context_length", "dtype",
-    "quantization", "kv_cache_dtype",
+    "quantization", "kv_cache_dtype", "modelopt_quant", "modelopt_checkpoint_restore_path",
+    "rl_quant_profile", "model_loader_extra_config", "decrypted_config_file", "model_impl",
 )  # fmt: skip
 """Settings that identify the model and its rotary embedding.
 

@@ -112,6 +112,12 @@ def lent_pools(
     if type(kv) is HybridLinearKVPool:
         layers, kv = list(kv.full_attention_layer_id_mapping), kv.full_kv_pool
     layers = layers or list(range(kv.start_layer, kv.start_layer + kv.layer_num))
+    scaled = any(getattr(kv, name, None) is not None for name in ("k_scale_buffer", "kv_scale_buffer"))
+    if scaled or getattr(kv, "kv_cache_layout", "nhd") != "nhd":
+        raise ConfigError(
+            "--radix-cache-backend tiercache cannot serve KV with scales of its own, or in another layout"
+            " than NHD; use another --kv-cache-dtype, or leave SGLANG_USE_HND_KVCACHE out"
+        )
     if type(kv) is MHATokenToKVPool:
         tensors: Tensors = by_layer("k", kv.k_buffer, layers) | by_layer("v", kv.v_buffer, layers)
     elif type(kv) is MLATokenToKVPool:

@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass, replace
 from threading import Thread
 from typing import Annotated, Any, Final, NamedTuple
+from uuid import uuid4
 
 from blake3 import blake3
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
@@ -140,6 +141,26 @@ class StoreBelow(BasePrefixCache):  # type: ignore[misc]  # SGLang has no types
         """Fetches by the request's handle."""
         self._controller = controller
         self._rule = rule
+        self._least_tokens = max(rule.least_tokens, self.page_size)
+
+    _weights = b""
+    """Part of all keys: empty until the weights are replaced in the running server."""
+
+    def _watch_weights(self, worker: Any) -> None:
+        """Use what is stored no more once SGLang replaces the weights, of which it tells no cache.
+
+        Until this process ends, other keys are used then, which no other process has. Without a store,
+        SGLang's own flush after the change is enough.
+        """
+        runners = worker.weight_update_runners  # SGLang asks for them when it changes their weights
+
+        def asked() -> Any:
+            if self.enable_storage:
+                self._weights = uuid4().bytes
+                _log.warning("tiercache: the weights change; what was stored before is used no more")
+            return runners()
+
+        worker.weight_update_runners = asked
 
     def is_backuped(self, node: Any) -> bool:
         """Say that whatever is behind `node` may be asked for, wherever its own pages are."""
@@ -156,9 +177,10 @@ class StoreBelow(BasePrefixCache):  # type: ignore[misc]  # SGLang has no types
         """Begin to fetch what storage has of a prompt, of which `last_host_node` is the last match."""
         self.release_aborted_request(handle)  # the host has lost a part of an earlier fetch
         count = len(new_input_tokens)
-        if not self.enable_storage or count < max(self._rule.least_tokens, self.page_size):
-            return
         node = last_host_node
+        # A request that may not be cached is matched without tokens.
+        if not self.enable_storage or min(count, len(node.tokens)) < self._least_tokens:
+            return
         ticket = self._controller.prefetch(node.tokens, node.extra)
         until = time.monotonic() + self._rule.seconds(count)
         self.ongoing_prefetch[handle] = _Waiting(ticket, node.depth * self.page_size, until)

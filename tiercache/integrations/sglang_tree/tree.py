@@ -128,6 +128,7 @@ class TierCacheTree(StoreBelow):
             profile=profile_for(settings.profile, str(ctx.model_config.model_path)),
         )
         self._set_store(self._controller, store, identity, rule)
+        self._watch_weights(ctx.tp_worker)
         self._has_host = ctx.enable_hierarchical_cache
         self._lent = self._controller.lent
         if ctx.tp_size > 1:
@@ -153,8 +154,7 @@ class TierCacheTree(StoreBelow):
 
     def reset(self) -> None:
         """Give all slots back. SGLang calls this when nothing is running, before it clears its allocators."""
-        self._controller.evict(Tier.DEVICE)
-        self._controller.evict(Tier.HOST)
+        self._lent.clear()
         assert not any(self.total_size()), "a lock or a copy outlived its request"
 
     # Reading.
@@ -169,6 +169,9 @@ class TierCacheTree(StoreBelow):
             root = self.root_node
             return MatchResult(0, root, root, root)
         visit = self._visit(params)
+        if params.cow_mamba and params.req.kv.mamba_cow_src_index is not None:
+            # Of an earlier round, in which the request was not admitted; the slot may have another state now.
+            params.req.kv.mamba_cow_src_index, params.req.kv.mamba_needs_clear = None, True
         wanted = params.cow_mamba and self._hybrid and visit.result.device_prefix_len
         if wanted and not self._copy_state_later(params.req, visit.result.last_device_node):
             # All states are in use, or being copied: a miss, where SGLang's own tree would end the server.
@@ -184,11 +187,11 @@ class TierCacheTree(StoreBelow):
             before is not None
             and index.is_current(before.match)
             and np.array_equal(before.tokens, tokens)
-            and before.extra == _extra(key)
+            and before.extra == self._weights + _extra(key)
         ):
             index.touch(before.match, again=True)
             return before
-        extra = _extra(key)
+        extra = self._weights + _extra(key)
         match = index.match(tokens, extra, limit=len(tokens) // self.page_size)
         if before is not None and match.depth <= before.match.depth:
             origin = before.origin
@@ -250,7 +253,9 @@ class TierCacheTree(StoreBelow):
         near, req = params.best_match_node, params.req
         held = self.inc_lock_ref(near)
         try:
-            load = self._lent.load(near.node, near.depth)
+            # SGLang frees slots which the batch that it has just begun still writes.
+            fence = None if self._stream is None else self._stream.record_event()
+            load = self._lent.load(near.node, near.depth, fence=fence)
         except PoolFullError:
             return 0, req.last_node
         else:
@@ -358,7 +363,7 @@ class TierCacheTree(StoreBelow):
     def _adopt(self, req: Any, tokens: TokenArray, state: torch.Tensor | None, finished: bool) -> bool:
         """Hand pages and a state to the cache; return whether the cache owns the state's slot now."""
         visit: _Visit | None = getattr(req, "tiercache_visit", None)
-        extra = _extra(req)
+        extra = self._weights + _extra(req)
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(tokens)]
         depth, states = len(tokens) // self.page_size, {}
         if state is not None:

@@ -145,8 +145,8 @@ def _unpinned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 HOOKS = (
-    "match_prefix", "inc_lock_ref", "dec_lock_ref", "checkpoint", "evict", "evictable_size",
-    "mamba_evictable_size", "path_device_indices", "init_load_back", "check_hicache_events",
+    "match_prefix", "inc_lock_ref", "dec_lock_ref", "checkpoint", "evict", "evict_for_alloc",
+    "evictable_size", "mamba_evictable_size", "path_device_indices", "init_load_back", "check_hicache_events",
 )  # fmt: skip
 """Calls of the scheduler on its tree of prefixes."""
 
