@@ -231,16 +231,21 @@ class LentSlots:
         return freed
 
 
-def branch_of(plan: Mapping[int, CheckpointKind], restored: int, page_size: int, grid: int) -> int | None:
+def branch_of(
+    plan: Mapping[int, CheckpointKind], origin: Origin, restored: int, page_size: int, grid: int
+) -> int | None:
     """Return the depth in tokens at which the next prefill should leave a state, if not at its end.
 
     The engine takes one state in each pass, at multiples of `grid` tokens. A place that two prompts have
-    shared goes before one that the ghosts remember. Without states, no place is planned.
+    shared goes before one that the ghosts remember. Where the evicted prefix is a whole earlier prompt, the
+    request goes on with that one, and the next will go on from the end of this. Without states, no place is
+    planned.
     """
     for kind in (CheckpointKind.BRANCH, CheckpointKind.GHOST):
         for depth, why in plan.items():
             at = depth * page_size // grid * grid
-            if why is kind and at > restored:
+            goes_on = why is CheckpointKind.GHOST and origin.lineage and depth == origin.known
+            if why is kind and at > restored and not goes_on:
                 return at
     return None
 

@@ -96,7 +96,7 @@ class Stand:
         fresh = self.take(KV, -(-len(prompt) // PAGE) - depth, spare=1)
         row, end, handed = np.concatenate([held, fresh]), len(prompt) // PAGE, {}
         if self.hybrid:
-            end = (branch_of(plan, depth * PAGE, PAGE, PAGE) or end * PAGE) // PAGE
+            end = (branch_of(plan, origin, depth * PAGE, PAGE, PAGE) or end * PAGE) // PAGE
             handed = {end * PAGE: {MAMBA: int(states[1])}} if end > depth else {}
         made = None
         if end > depth:

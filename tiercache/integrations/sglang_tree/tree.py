@@ -212,7 +212,7 @@ class TierCacheTree(StoreBelow):
             near,
             host_hit_length=length - on_device * self.page_size,
             mamba_host_hit_length=int(self._hybrid and near is not device),
-            mamba_branching_seqlen=branch_of(plan, length, self.page_size, self._grid)
+            mamba_branching_seqlen=branch_of(plan, origin, length, self.page_size, self._grid)
             if self._hybrid
             else None,
             full_kv_hit_length=match.path_depth * self.page_size,
