@@ -64,7 +64,7 @@ def filled(crew, size=2, **settings):
     ranks = crew(size, stores, **settings)
     for pages in (3, 5, 6):
         ranks.serve(PROMPT[: pages * P], [1])
-    assert all(ranks.settle())
+        assert all(ranks.settle()), "what waits to be written may be evicted by the next request"
     ranks.evict(Tier.DEVICE, Tier.HOST)
     depths = [*stores.keys(ranks, 0, MAMBA)]
     assert depths == [2, 3, 4, 5, 6]
