@@ -140,10 +140,11 @@ class Beliefs:
     def _forget_missing(self, part: _Part, there: list[bool]) -> None:
         if all(there):
             return
-        self._context.metrics.increment("forgotten_objects_total", part.pool, by=there.count(False))
         gone = part.mask.copy()
         gone[part.mask] = ~np.array(there)
-        self._context.index.forget_stored(part.span, part.pool, gone)
+        # A lookup may have been told so meanwhile, and has counted them.
+        lost = self._context.index.forget_stored(part.span, part.pool, gone)
+        self._context.metrics.increment("forgotten_objects_total", part.pool, by=lost)
 
     def _end(self) -> None:
         self.done = True

@@ -449,8 +449,8 @@ class HybridIndex:
     # -- transfers: a state is handled as a span of one page, the last page of its node
     # --------------------------------------------------------------------------------------------------------
 
-    def forget_stored(self, span: Span, pool: PoolName, mask: Mask) -> None:
-        """Record that the objects under `mask` turned out not to be in the store.
+    def forget_stored(self, span: Span, pool: PoolName, mask: Mask) -> int:
+        """Record that the objects under `mask` are not in the store; return how many were thought to be.
 
         The units and pages that are lost with them are remembered as ghosts.
         """
@@ -459,7 +459,7 @@ class HybridIndex:
         units = [(node, node.digest, reuse_of(node, now)) for node in nodes if node.can_answer]
         pages = [node.digests for node in nodes if node.resident_mask & ~(1 << ALIVE) == IN_STORAGE]
         is_end = not any(node.children for node in nodes)
-        self.residency.forget_stored(span, pool, mask)
+        forgotten = self.residency.forget_stored(span, pool, mask)
         for node, digest, unit in units:
             if not node.can_answer:
                 self._ghosts.note_unit(digest, unit, now)
@@ -467,6 +467,7 @@ class HybridIndex:
         if is_lost and mask.all():
             for digests in pages:
                 self._ghosts.note_pages(digests)
+        return forgotten
 
     # -- evicting
     # --------------------------------------------------------------------------------------------------------

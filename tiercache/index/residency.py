@@ -192,11 +192,12 @@ class Residency:
         self._write(span, pool, Tier.STORAGE, absent, stored, mask)
         self.forget_excess()
 
-    def forget_stored(self, span: Span, pool: PoolName, mask: Mask) -> None:
-        """Record that the objects under `mask` turned out not to be in the store."""
+    def forget_stored(self, span: Span, pool: PoolName, mask: Mask) -> int:
+        """Record that the objects under `mask` are not in the store; return how many were thought to be."""
         absent, stored = np.full(len(span), ABSENT), np.full(len(span), STORED)
-        self._write(span, pool, Tier.STORAGE, stored, absent, mask)
+        changed = self._write(span, pool, Tier.STORAGE, stored, absent, mask)
         self._tree.tidy(span.node)
+        return int(np.count_nonzero(changed))
 
     def forget_excess(self) -> None:
         """Forget pages that only the store has, lowest rank first, until the limit is met."""
