@@ -38,7 +38,6 @@ def main(arguments: list[str]) -> int:
         return status_of([_run([*options, *arguments])], chosen=True)
     together = [*TOGETHER, "-m", f"{marks} and not alone", *options]
     if is_slow or arguments:
-        # More of the slow tests wait for a process or a clock.
         ends = [_run(["-n", "5" if is_slow else "4", *together, *arguments])]
     else:
         beside = ["-m", f"{marks} and not alone", *options, *map(_path, BESIDE)]

@@ -17,12 +17,11 @@ LONGEST = (
     "simulation/test_simulation.py", "integrations/transformers/test_worker.py",
     "storage_backends/grpc/test_outage.py", "storage_backends/lmdb/test_lmdb.py",
     "integrations/transformers/test_cuda.py", "storage/test_faults.py", "lab/replay/test_verb.py",
-    "storage_backends/grpc/test_conformance.py",
-    "integrations/transformers/test_lengths.py", "cli/test_serve.py",
+    "storage_backends/grpc/test_conformance.py", "integrations/transformers/test_lengths.py",
     "integrations/transformers/test_identity.py", "storage_backends/grpc/test_abandoned.py",
     "storage_backends/file/test_file.py", "policy/test_conformance.py", "daemon/test_fuzz.py",
     "integrations/transformers/test_probe.py", "lab/bench/test_device.py", "lab/bench/test_bench.py",
-    "lab/replay/test_drive.py",
+    "lab/replay/test_drive.py", "cli/test_serve.py",
 )  # fmt: skip
 """Files that begin first, so that no process is left with a long one at the end.
 

@@ -17,6 +17,7 @@ from tiercache_backends.memory import MemoryBackend
 from tests.controller.harness import KV, MAMBA, Engine, Fence, P
 from tests.controller.lending import LendingEngine, tokens_of
 from tests.examples import example_count, slow_after
+from tiercache.controller.landings import AgreedLandings
 from tiercache.core import Tier, as_tokens
 from tiercache.errors import InputError, PoolFullError, SlotError
 
@@ -135,6 +136,15 @@ def test_ranks_that_agree_stay_alike_whenever_their_copies_end(seed):
         one, other = ranks.map(live, range(2))
     assert one == other
     assert one[1] > 20
+
+
+def test_a_copy_that_failed_on_one_rank_has_failed_and_waits_for_all():
+    told = []
+    landings = AgreedLandings(lambda mine: np.minimum(mine, np.array([1, 0, 2], np.int8)))
+    for name in "abc":
+        landings.hold(name, told.append, None)
+    landings.apply({id(name): name for name in "abc"})
+    assert [error is None for error in told] == [False, True], "the second is under way on another rank"
 
 
 def test_what_a_lending_engine_computed_comes_back_in_another_process():

@@ -141,8 +141,7 @@ def test_a_store_that_lies_costs_hits_and_no_answer(
         for slab in (store / "slabs").iterdir():
             with slab.open("r+b") as file:
                 for place in range(100, slab.stat().st_size, 1 << 16):
-                    byte = os.pread(file.fileno(), 1, place)
-                    os.pwrite(file.fileno(), bytes([byte[0] ^ 1]), place)
+                    os.pwrite(file.fileno(), bytes([os.pread(file.fileno(), 1, place)[0] ^ 1]), place)
         damaged = ask_all(server)
         check(damaged, right, when="damaged")
         assert sum(cached(damaged)) < sum(whole_pages(engine.PAGE))

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 
+from tests.examples import slow_after
 from tests.simulation.lending import live_lending
 from tests.simulation.lives import live
 from tests.simulation.plan import Plan
@@ -17,6 +18,10 @@ ONCE_BROKEN = (376,)
 """Seeds of lives in which something broke once."""
 
 
+def few_and_more(few, more):
+    return pytest.mark.parametrize("seeds", slow_after(1, [few, more]), ids=["few", "more"])
+
+
 @pytest.fixture(autouse=True)
 def quiet():
     """Stores warn of every fault that is made for them here."""
@@ -25,11 +30,7 @@ def quiet():
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize(
-    "seeds",
-    [(*range(SEEDS), *ONCE_BROKEN), pytest.param(range(SEEDS, MORE), marks=pytest.mark.slow)],
-    ids=["few", "more"],
-)
+@few_and_more((*range(SEEDS), *ONCE_BROKEN), range(SEEDS, MORE))
 def test_simulated_lives_keep_every_promise(seeds):
     counts = Counter()
     for seed in seeds:
@@ -39,9 +40,7 @@ def test_simulated_lives_keep_every_promise(seeds):
     assert all(counts[f"router {what}"] for what in ("events", "replays", "snapshots"))
 
 
-@pytest.mark.parametrize(
-    "seeds", [range(6), pytest.param(range(6, 60), marks=pytest.mark.slow)], ids=["few", "more"]
-)
+@few_and_more(range(6), range(6, 60))
 def test_ranks_begin_every_request_at_one_depth_whatever_happens_to_messages_stores_and_copies(seeds):
     counts = Counter()
     for seed in seeds:
@@ -51,9 +50,7 @@ def test_ranks_begin_every_request_at_one_depth_whatever_happens_to_messages_sto
     assert counts["again"]
 
 
-@pytest.mark.parametrize(
-    "seeds", [range(10), pytest.param(range(10, 50), marks=pytest.mark.slow)], ids=["few", "more"]
-)
+@few_and_more(range(10), range(10, 50))
 def test_engines_that_lend_their_slots_lose_none_and_read_what_they_wrote(seeds):
     counts = Counter()
     for seed in seeds:

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,10 @@ PART, STRIDE, LONGEST = 50, 16, 3500
 def prompts(name: str, count: int) -> Iterator[list[int]]:
     """Yield the prompts of a source that a small model can be asked."""
     stride, page = (STRIDE, None) if Path(name.split("?")[0]).exists() else (1, PAGE)
-    for request in open_source(name, seed=1, page=page):
+    for request in islice(open_source(name, seed=1, page=page), count):
         tokens = request.prompt[::stride][:LONGEST]
         mixed = (tokens * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(33)) % np.uint64(240) + np.uint64(3)
         yield mixed.tolist()
-        count -= 1
-        if not count:
-            return
 
 
 class Stand:
@@ -161,9 +159,10 @@ def _served(
             return answer.cached
 
         row = row_of(name, asked, ask)
+    is_first = not expected
     expected.extend(answers[len(expected) :])
     spent = {hook: [n, round(us / n, 1)] for hook, (n, us) in json.loads(times.read_text()).items()}
-    different = sum(a != b for a, b in zip(answers, expected, strict=True))
+    different = None if is_first else sum(a != b for a, b in zip(answers, expected, strict=True))
     return row | {
         "other_answers": different,
         "hooks": spent,
