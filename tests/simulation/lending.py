@@ -57,8 +57,7 @@ class Lender:
     def live(self) -> None:
         """Take some steps, end, and give every slot back."""
         steps: list[Callable[[], None]] = [
-            self.begin, self.begin, self.go_on, self.hand_over, self.hand_over, self.end, self.make_room,
-            self.wait,
+            self.begin, self.begin, self.go_on, self.hand_over, self.end, self.make_room, self.wait,
         ]  # fmt: skip
         for _ in range(STEPS):
             self._draw.choice(steps)()
