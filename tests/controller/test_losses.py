@@ -76,9 +76,9 @@ def drop(store, pool, number):
 
 def test_a_state_that_is_missing_in_storage_leaves_the_deepest_below(store):
     engine = Engine(store)
-    engine.serve([*prompt(1, 2, 3, 4), 5])
-    engine.serve(prompt(1, 2, 3, 4) + prompt(5, 6) + [5])
-    engine.settle()
+    for request in (prompt(1, 2, 3, 4), prompt(1, 2, 3, 4, 5, 6)):
+        engine.serve([*request, 5])
+        engine.settle()  # a query that began before an object was stored drops the object's note
     evict_checked(engine, Tier.DEVICE, Tier.HOST)
     deepest = drop(store, MAMBA, -1)
     assert deepest == 6 * P
