@@ -1,10 +1,10 @@
 """Run the tests: `python -m tests [--slow] [arguments of pytest]`.
 
-Two parts: first everything that waits and computes, on four processes, which keep two cores busy; then, with
-nothing of that beside it, everything that floods the machine. Of the four, one has the tests that share much
+Two parts: first everything that waits and computes, on five processes, which keep two cores busy; then, with
+nothing of that beside it, everything that floods the machine. Of the five, one has the tests that share much
 (`order.BESIDE`), and its output comes last. With `--slow` these are the tests marked slow, and those that
-draw examples, which then draw all of them, on five processes. With `--slow` or arguments of pytest, all have
-a part of everything, and with a marker expression (`-m`) there is one process, as `pytest` runs it.
+draw examples, which then draw all of them. With `--slow` or arguments of pytest, all have a part of
+everything, and with a marker expression (`-m`) there is one process, as `pytest` runs it.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def main(arguments: list[str]) -> int:
         return status_of([_run([*options, *arguments])], chosen=True)
     together = [*TOGETHER, "-m", f"{marks} and not alone", *options]
     if is_slow or arguments:
-        ends = [_run(["-n", "5" if is_slow else "4", *together, *arguments])]
+        ends = [_run(["-n", "5", *together, *arguments])]
     else:
         beside = ["-m", f"{marks} and not alone", *options, *map(_path, BESIDE)]
         elsewhere = [f"--ignore={_path(path)}" for path in (*BESIDE, *ALONE)]
-        ends = _run_beside(["-n", "3", *together, *elsewhere], beside)
+        ends = _run_beside(["-n", "4", *together, *elsewhere], beside)
     # Their paths, because to collect all tests again takes longer than many of these.
     paths = [] if arguments else map(_path, ALONE)
     ends.append(_run(["-m", f"{marks} and alone", *options, *paths, *arguments]))

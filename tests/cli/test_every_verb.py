@@ -142,17 +142,6 @@ def test_benches(here: Path, bench: str, output: str) -> None:
     assert sorted(os.listdir(here)) == ["file store", "lmdb store", "node.toml", "prompt.json"]
 
 
-@pytest.mark.slow
-def test_the_demo(here: Path) -> None:
-    from tests.lab.demo.saved_models import save  # it imports torch, which no other test here needs
-
-    save(here / "model", "llama")
-    quick = ("--model", "model", "--turns", "1", "--conversations", "1", "--context", "256")
-    *rows, last = read(run("demo", "-d", "demo", *quick, "-o", "jsonl"), "jsonl")
-    assert rows
-    assert last["summary"]["wrong_outputs"] == 0
-
-
 @pytest.mark.stress
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("verb", [["demo"], ["replay", "agent"], ["bench", "disk"], ["bench", "rpc"]])

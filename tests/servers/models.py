@@ -45,20 +45,13 @@ def _config(name: str) -> Any:
     if name == "llama":
         return LlamaConfig(**common)
     assert name == "qwen3next", f"no such model: {name}; there are {', '.join(MODELS)}"
-    return Qwen3NextConfig(
-        **common,
-        linear_num_value_heads=4,
-        linear_num_key_heads=2,
-        linear_key_head_dim=64,
-        linear_value_head_dim=64,
-        linear_conv_kernel_dim=4,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        shared_expert_intermediate_size=64,
-        decoder_sparse_step=1,
-        full_attention_interval=4,
-    )
+    linear: dict[str, Any] = {
+        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64, "decoder_sparse_step": 1,
+    }  # fmt: skip
+    return Qwen3NextConfig(**common, **linear)
 
 
 def _tokenizer() -> Any:

@@ -25,12 +25,8 @@ from tests.waiting import until
 from tiercache.integrations.vllm import TierCacheTier
 from tiercache.storage.base import StorageBackend
 
-HIT, MISS, RETRY, HIT_PENDING = (
-    LookupResult.HIT,
-    LookupResult.MISS,
-    LookupResult.RETRY,
-    LookupResult.HIT_PENDING,
-)
+HIT, MISS = LookupResult.HIT, LookupResult.MISS
+RETRY, HIT_PENDING = LookupResult.RETRY, LookupResult.HIT_PENDING
 ROWS = 8
 WORKER_BYTES = 12_000
 ROW = 12_288
@@ -39,17 +35,13 @@ FULL, WINDOW = 0, 2
 """Indices of groups as vLLM counts them; its group 1 is one that it does not offload."""
 LAYERS = {FULL: ("layers.0", "layers.2"), WINDOW: ("layers.1",)}
 
+SIZES = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size", "data_parallel_size")
 PARALLEL = OffloadingParallelConfig(
     rank=0,
-    world_size=1,
-    tp_size=1,
-    pp_size=1,
-    pcp_size=1,
-    dcp_size=1,
     data_parallel_index=0,
-    data_parallel_size=1,
     data_parallel_rank_local=None,
     is_parallelism_agnostic=False,
+    **dict.fromkeys(SIZES, 1),
 )
 
 

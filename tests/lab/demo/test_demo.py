@@ -35,11 +35,11 @@ def tiercache(*arguments):
 @pytest.mark.slow
 @pytest.mark.timeout(GUARD)
 def test_the_demo_restores_from_every_tier_and_over_a_kill(tmp_path):
-    small = ("--turns", 1, "--conversations", 3, "--context", 256)
-    done = tiercache("demo", "--directory", tmp_path / "demo", *small, "-o", "json")
+    small = ("--turns", 1, "--conversations", 2, "--context", 256)
+    done = tiercache("demo", "--directory", tmp_path / "demo", *small, "-o", "jsonl")
     assert done.returncode == 0, done.stdout + done.stderr
-    data = json.loads(done.stdout)
-    rows, summary = data["rows"], data["summary"]
+    *rows, last = map(json.loads, done.stdout.splitlines())
+    summary = last["summary"]
     assert all(row.keys() >= ROW for row in rows)
     assert summary.keys() >= SUMMARY
     assert summary["wrong_outputs"] == 0
@@ -47,28 +47,32 @@ def test_the_demo_restores_from_every_tier_and_over_a_kill(tmp_path):
     assert {row["max_logit_diff"] for row in rows} == {0.0}
     assert all(row["same_text"] for row in rows)
     restarted = [row for row in rows if row["phase"] == "restart"]
-    assert [row["tier"] == "disk" for row in restarted] == [True, True, True, False]
-    assert restarted[3]["tier"] == "device", "every conversation once, and the last one once more"
+    tiers = [row["tier"] for row in restarted]
+    assert tiers == ["disk", "disk", "device"], "every conversation once, and the last one once more"
     assert all(row["tokens_restored"] > 0 and row["bytes_restored"] > 0 for row in restarted)
     assert [row["tier"] for row in rows if row["phase"].startswith("speed")] == ["host", "disk", "disk"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(GUARD)
-@pytest.mark.parametrize(("upper", "title"), [("lmdb", "second worker"), ("file", "serving, then kill -9")])
-def test_two_workers_use_a_chain_of_tiers_one_after_the_other_if_they_cannot_share_it(tmp_path, upper, title):
+@pytest.mark.parametrize(
+    ("upper", "title", "model", "conversations"),
+    [("lmdb", "second worker", "qwen3_next", 2), ("file", "serving, then kill -9", "falcon_h1", 1)],
+)
+def test_two_workers_use_a_chain_of_tiers_one_after_the_other_if_they_cannot_share_it(
+    tmp_path, upper, title, model, conversations
+):
     urls = [f"{kind}://{tmp_path}/{kind}-{n}?capacity=64MiB" for n, kind in enumerate((upper, "lmdb"))]
     done = tiercache(
-        *("demo", "--storage", urls[0], "--storage", urls[1]),
-        *("--model", save(tmp_path / "model", "qwen3_next"), "--turns", 1, "--conversations", 2),
-        *("--context", 256, "-o", "json"),
+        *("demo", "--storage", urls[0], "--storage", urls[1], "--model", save(tmp_path / "model", model)),
+        *("--turns", 1, "--conversations", conversations, "--context", 256, "-o", "json"),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert title in done.stderr
     data = json.loads(done.stdout)
     assert data["summary"]["wrong_outputs"] == 0
     restarted = [row["tier"] for row in data["rows"] if row["phase"] == "restart"]
-    assert restarted == [*[upper] * 2, "device"]
+    assert restarted == [*[upper] * conversations, "device"]
     for url in urls:
         with open_backend(url) as tier:
             assert tier.usage().objects > 0
@@ -91,11 +95,6 @@ def test_two_workers_use_a_chain_of_tiers_one_after_the_other_if_they_cannot_sha
 )
 def test_a_mistake_gets_one_sentence(arguments, code, sentence):
     assert sentence in call("demo", *arguments, ok=code).error
-
-
-def test_a_device_that_is_not_there_gets_one_sentence():
-    said = call("demo", "--device", "cuda:99", ok=2).error
-    assert "pip install 'tiercache-hybrid[cuda]'" in said or "there is no device cuda:99" in said
 
 
 @pytest.mark.parametrize(("sent", "code"), slow_after(1, [(signal.SIGINT, 130), (signal.SIGTERM, 143)]))

@@ -224,7 +224,7 @@ def test_what_is_known_is_shown_after_an_interrupt(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 def test_the_knee_of_a_generator_is_where_the_savings_stop_to_rise() -> None:
-    plan = planned("multi-turn", limit=250)
+    plan = planned("multi-turn", limit=150)
     curve = plan.curve
     assert curve.at(plan.host) > 0.85 * curve.top
     assert plan.host < 0.35 * plan.footprint

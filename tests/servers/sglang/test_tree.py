@@ -16,12 +16,14 @@ from tests.servers.conftest import Expected, environment_of
 from tests.servers.models import MODELS, make_model
 from tests.servers.prompts import PROMPTS, check, whole_pages
 from tests.servers.server import Answer
-from tests.servers.sglang.server import SglangServer
+from tests.servers.sglang.server import SglangServer, SglangTreeServer
+from tests.waiting import until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
 Start = Callable[..., SglangServer]
 PAGE = SglangServer.PAGE
 OURS = ("--radix-cache-backend", "tiercache")
+HOST = ("--enable-hierarchical-cache", "--hicache-ratio", "3")
 FEW = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
 LONG = {**FEW, "max_new_tokens": 400}
 
@@ -134,6 +136,9 @@ def test_what_is_not_served_is_refused_at_the_start(start: Start) -> None:
         (["--enable-hierarchical-cache", "--hicache-write-policy", "write_back"], "does not serve"),
         (settings(policy="best")[2:], "there is no eviction policy 'best'"),
         (settings(polcy="lru")[2:], "polcy"),
+        ([*HOST, "--hicache-storage-backend", "file"], "hicache-storage-backend other than dynamic"),
+        ([*HOST, "--hicache-storage-backend", "dynamic", "--tp", "2"], "tensor parallelism with a"),
+        (settings(storage="memory://")[2:], "a storage needs --enable-hierarchical-cache"),
     ]:
         server = start("llama", *OURS, *arguments)
         with pytest.raises(AssertionError, match="the server ended"):
@@ -147,9 +152,8 @@ def test_what_is_not_served_is_refused_at_the_start(start: Start) -> None:
 def test_the_host_keeps_what_the_device_gave_up(
     model: str, ranks: tuple[str, ...], start: Start, expected: Expected
 ) -> None:
-    host = ["--enable-hierarchical-cache", "--hicache-ratio", "3"]
     sizes = ["--max-total-tokens", "4096", "--max-running-requests", "4"]
-    with start(model, *sizes, *host, *ranks, *OURS, overlap=True) as server:
+    with start(model, *sizes, *HOST, *ranks, *OURS, overlap=True) as server:
         first = [server.ask(asked) for asked in PROMPTS]
         check(first, expected(model), when="first")
         for _ in range(4):  # others take the device
@@ -168,3 +172,30 @@ def test_the_host_keeps_what_the_device_gave_up(
         check(together[: len(PROMPTS)], expected(model), when="together")
         assert "memory leak" not in server.said().lower()
         assert "exception" not in server.said().lower()
+
+
+def test_the_store_serves_nobody_else_and_no_other_weights(
+    models: Path, tmp_path: Path, expected: Expected
+) -> None:
+    path, right, whole = make_model("qwen3next", models), expected("qwen3next"), whole_pages(PAGE)
+    store, log = f"file://{tmp_path}/store?capacity=256MiB", tmp_path / "server.log"
+    with SglangTreeServer(environment_of(SglangServer), path, free_port(), log, store) as server:
+
+        def cached(when: str) -> list[int]:
+            server.flush()
+            answers = [server.ask(asked) for asked in PROMPTS]
+            check(answers, right, when=when)
+            return [answer.cached for answer in answers]
+
+        none = [0] * len(PROMPTS)
+        assert cached("first") == none
+        assert cached("flushed") == whole
+        other = {"input_ids": PROMPTS[0], "sampling_params": FEW, "extra_key": "another tenant"}
+        found = server.post("/generate", other)
+        assert (found["output_ids"], found["meta_info"]["cached_tokens"]) == (right[0].tokens, 0)
+        server.post("/hicache/storage-backend/clear")
+        until(lambda: "of this cache deleted from storage" in server.said())
+        assert cached("cleared") == none
+        assert server.post("/update_weights_from_disk", {"model_path": str(path)})["success"]
+        assert cached("new weights") == none
+        assert cached("stored anew") == whole
