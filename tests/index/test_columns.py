@@ -32,13 +32,13 @@ def test_a_policy_sees_what_the_tree_is():
     node = rig.match((1, 2, 8)).node
     expected = {
         "kind": UnitKind.LEAF, "last_access": 5, "created": 3, "hits": 2, "children": 0, "replay": 1,
-        "nbytes": BYTES[KV] + BYTES[STATE], "covered": 1,
+        "nbytes": BYTES[KV], "covered": 1,
         "depth": 3, "digest": int(node.digests[-1].view(np.int64)),
         "checkpoint": CheckpointKind(1 + (1 + 3) % 5),
     }  # fmt: skip
     assert {name: short[name] for name in expected} == expected
     assert [long[name] for name in ("hits", "replay", "nbytes", "covered")] == [
-        0, 3, 3 * BYTES[KV] + BYTES[STATE], 0,
+        0, 3, 3 * BYTES[KV], 0,
     ]  # fmt: skip
     rig.evict_device(0, 1)
     states = policy.seen[-1]
@@ -49,6 +49,8 @@ def test_a_policy_sees_what_the_tree_is():
     }  # fmt: skip
     assert {name: inner[name] for name in expected} == expected
     assert at_depth(states, 3)["covered"] == 1
+    rig.evict_host(1)
+    assert at_depth(policy.seen[-1], 3)["nbytes"] == 3 * BYTES[KV] + BYTES[STATE], "one budget for both"
 
 
 def test_a_state_that_is_taken_again_is_a_new_unit_and_its_pages_are_not():

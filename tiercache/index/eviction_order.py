@@ -87,6 +87,7 @@ class EvictionColumns:
         self._object_bytes = list(object_bytes)
         self._page_pools = page_pools
         self._leaf_pools, self._state_pools = slice(None), slice(page_pools, None)
+        self._device_leaf_pools = slice(page_pools or None)
         self._lower_tiers = [sum(1 << other for other in Tier if other > tier) for tier in Tier]
         """For each tier, the bits of the tiers below."""
         self._free: list[int] = []
@@ -216,7 +217,11 @@ class EvictionColumns:
                 # A leaf has objects of all pools, a state only of the state pools.
                 pools = self._leaf_pools if kind is UnitKind.LEAF else self._state_pools
                 counts = node.resident[tier][pools]
-                self._nbytes[number][row] = sum(map(mul, counts, self._object_bytes[pools])) or 1
+                # On the device, states have slots of their own; a leaf goes if those of pages are short.
+                on_device = kind is UnitKind.LEAF and tier is Tier.DEVICE
+                freed = self._device_leaf_pools if on_device else pools
+                nbytes = sum(map(mul, node.resident[tier][freed], self._object_bytes[freed]))
+                self._nbytes[number][row] = nbytes or 1
                 # Covered: a single lower tier has at least as many objects of each of these pools.
                 self._covered[number][row] = bool(held & self._lower_tiers[tier]) and any(
                     all(map(le, counts, lower[pools])) for lower in node.resident[tier + 1 :]

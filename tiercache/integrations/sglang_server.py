@@ -17,6 +17,14 @@ from tiercache.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
+PLACE: Final = "hicache-storage-backend-extra-config"
+"""Name of the settings in error messages."""
+OF_SGLANG: Final = frozenset({
+    "backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size", "prefetch_threshold",
+    "prefetch_timeout_base", "prefetch_timeout_per_ki_token", "hicache_storage_pass_prefix_keys",
+})  # fmt: skip
+"""Keys of the extra config that SGLang itself reads; all other keys are settings of tiercache."""
+
 MODEL_SETTINGS: Final = (
     "model_path", "revision", "load_format", "json_model_override_args", "context_length", "dtype",
     "quantization", "kv_cache_dtype", "modelopt_quant", "modelopt_checkpoint_restore_path",

@@ -124,7 +124,7 @@ class Units(Protocol):
 
     @property
     def nbytes(self) -> Column:
-        """Bytes that the unit's eviction frees; at least 1."""
+        """Bytes that the unit's eviction frees; at least 1. Of a leaf on the device, only its pages count."""
 
     @property
     def checkpoint(self) -> Column:

@@ -31,22 +31,13 @@ from tiercache.events.settings import EventSettings
 from tiercache.integrations.settings import StoreSettings
 from tiercache.integrations.sglang.events import PagePublisher, of_replica, read_events
 from tiercache.integrations.sglang.pools import HostPages, PageKeys, Traffic, flat_bytes, is_trailing, kind_of
-from tiercache.integrations.sglang_server import Server
+from tiercache.integrations.sglang_server import OF_SGLANG, PLACE, Server
 from tiercache.keys import Shard, namespace_of
 from tiercache.settings import Kind, read_section
 from tiercache.storage.base import GetItem, SetItem, StorageBackend
 from tiercache.storage.transfers import PoolQuery, answer, wanted_objects
 
 _log = logging.getLogger(__name__)
-
-_PLACE: Final = "hicache-storage-backend-extra-config"
-"""Name of the settings in error messages."""
-_OF_SGLANG: Final = frozenset({
-    "backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size", "prefetch_threshold",
-    "prefetch_timeout_base",
-    "prefetch_timeout_per_ki_token", "hicache_storage_pass_prefix_keys",
-})  # fmt: skip
-"""Keys of the extra config that SGLang itself reads; all other keys are settings of tiercache."""
 
 _POLICIES: Final = {
     PoolHitPolicy.ALL_PAGES: HitPolicy.ALL_PAGES,
@@ -57,7 +48,7 @@ _DELETE_AT_ONCE: Final = 1024
 """Maximum number of objects that one `delete` call of `clear` removes."""
 
 _ORDER_NEEDED: Final = (
-    f"{_PLACE}: a full store keeps what can be restored only if SGLang says which pages come before those"
+    f"{PLACE}: a full store keeps what can be restored only if SGLang says which pages come before those"
     " that it writes; set interface_v1 to 1 and hicache_storage_pass_prefix_keys to true"
 )
 
@@ -121,8 +112,8 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         if not extra.get("interface_v1"):
             raise ConfigError(_ORDER_NEEDED)
         self._config = storage_config
-        given = {key: value for key, value in extra.items() if key not in _OF_SGLANG}
-        self._settings = read_section(_Settings, _PLACE, given)
+        given = {key: value for key, value in extra.items() if key not in OF_SGLANG}
+        self._settings = read_section(_Settings, PLACE, given)
         self._events: PagePublisher | None = None
         self._pools: dict[str, HostPages] = {}
         self._refused_pools: dict[str, str] = {}
@@ -140,7 +131,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         ranks = c.tp_size * c.pp_size * c.attn_cp_size
         if c.is_mla_model and c.tp_size > 1 and self._settings.per_rank:
             raise ConfigError(
-                f"{_PLACE}: one rank writes the KV of this model for all {c.tp_size}, so a store per rank is"
+                f"{PLACE}: one rank writes the KV of this model for all {c.tp_size}, so a store per rank is"
                 " never read; use lmdb:// or grpc://"
             )
         return self._settings.open(
@@ -158,7 +149,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         self._server = Server(self._config.pp_size)
         if mem_pool_host.dtype is torch.uint8 and not self._server.known and not self._settings.kv_dtype:
             raise ConfigError(
-                f"{_PLACE}: the host pool holds plain bytes, and nothing says of which dtype; set kv_dtype"
+                f"{PLACE}: the host pool holds plain bytes, and nothing says of which dtype; set kv_dtype"
             )
         dtype = str(mem_pool_host.dtype).removeprefix("torch.")
         identity = self._settings.identity(self._config.model_name or "", dtype, int(mem_pool_host.page_size))

@@ -24,15 +24,12 @@ from tiercache.controller import HybridCacheController
 from tiercache.controller.prefetch import PrefetchTicket
 from tiercache.errors import ConfigError, TierCacheError
 from tiercache.integrations.settings import StoreSettings
-from tiercache.integrations.sglang_server import Server
+from tiercache.integrations.sglang_server import OF_SGLANG, PLACE, Server
 from tiercache.keys import Identity, namespace_of
 from tiercache.settings import matching, read_section
 from tiercache.storage.base import StorageBackend
 
 _log = logging.getLogger(__name__)
-_PLACE: Final = "hicache-storage-backend-extra-config"
-_OF_SGLANG: Final = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
-"""Keys that SGLang needs to find a storage backend, which say nothing here."""
 _DELETE_AT_ONCE: Final = 1024
 _POLICY: Final = matching("(?s:.{1,200})", "is no name of an eviction policy")
 _PROFILE: Final = matching("(?s:.{0,512})", "is no text of at most 512 characters")
@@ -79,14 +76,14 @@ def read_settings() -> tuple[Settings | StoredSettings, FetchRule]:
     parse = hicache.HybridCacheController.parse_storage_backend_extra_config  # also reads "@file"
     given, least, base, more, _ = parse(memory.hicache_storage_backend_extra_config)
     rule = FetchRule(memory.hicache_storage_prefetch_policy, least, base, more)
-    given = {key: value for key, value in given.items() if key not in _OF_SGLANG}
+    given = {key: value for key, value in given.items() if key not in OF_SGLANG}
     if memory.hicache_storage_backend is not None:
-        return read_section(StoredSettings, _PLACE, given), rule
+        return read_section(StoredSettings, PLACE, given), rule
     if "storage" in given:
         raise ConfigError(
-            f"{_PLACE}: a storage needs --enable-hierarchical-cache --hicache-storage-backend dynamic"
+            f"{PLACE}: a storage needs --enable-hierarchical-cache --hicache-storage-backend dynamic"
         )
-    return read_section(Settings, _PLACE, given), rule
+    return read_section(Settings, PLACE, given), rule
 
 
 def identity_of(settings: Settings | StoredSettings, ctx: TreeCacheBuildContext, kv_dtype: str) -> Identity:
