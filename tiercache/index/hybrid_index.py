@@ -220,7 +220,14 @@ class HybridIndex:
 
     def evictable(self, tier: Tier) -> Mapping[PoolName, int]:
         """Return the number of objects in `tier` that no pin holds, by pool. Eviction can free them all."""
-        return dict(zip(self.pools, self._tree.counters.evictable[tier], strict=True))
+        return dict(zip(self.pools, self.evictable_counts(tier), strict=True))
+
+    def evictable_counts(self, tier: Tier) -> Sequence[int]:
+        """Return the numbers of `evictable` in the order of `pools`, as a sequence that follows all changes.
+
+        An engine that asks in each step of its scheduler keeps it, and does not change it.
+        """
+        return self._tree.counters.evictable[tier]
 
     # -- changing
     # ------------------------------------------------------------------------------------------------------

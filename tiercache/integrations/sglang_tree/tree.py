@@ -135,6 +135,8 @@ class TierCacheTree(StoreBelow):
             # SGLang's ranks make the same batches, each by its own cache, so that these have to be alike.
             self._lent.agree_by(partial(_least, params.tp_cache_group))
         self._index = self._lent.index
+        self._evictable = self._index.evictable_counts(Tier.DEVICE)
+        """Pages, and states if there are any; SGLang asks some hundred times a request."""
         self.root_node = Handle(None, 0, np.empty(0, np.uint64), b"")
         device = str(self.token_to_kv_pool_allocator.device)
         self._stream = ctx.tp_worker.model_runner.forward_stream if device.startswith("cuda") else None
@@ -225,9 +227,7 @@ class TierCacheTree(StoreBelow):
     def _copy_state_later(self, req: Any, handle: Handle) -> bool:
         """Let the next pass copy the state at a depth into a slot of the request; False if none is free."""
         if not req.kv.holds_mamba:
-            held = self.inc_lock_ref(handle)
-            slot = self._state_slot()
-            self.dec_lock_ref(handle, held)
+            slot = self._state_slot(handle)
             if slot is None:
                 return False
             req.kv.mamba_pool_idx = slot[0]
@@ -351,14 +351,19 @@ class TierCacheTree(StoreBelow):
             return 0, None, None
         return depth, index, pool.donate_mamba_ping_pong_slot(req, slot)
 
-    def _state_slot(self) -> torch.Tensor | None:
-        """Return a free slot for a state, shape [1], after an eviction if needed; None if all are in use."""
+    def _state_slot(self, but: Handle | None = None) -> torch.Tensor | None:
+        """Return a free slot for a state, shape [1]; None if all are in use.
+
+        If needed, states are evicted, but not that of `but`.
+        """
         allocator = self.req_to_token_pool.mamba_allocator
-        slot = allocator.alloc(1)
-        if slot is None and self._lent.make_room({_MAMBA: 1}):
-            slot = allocator.alloc(1)
-        taken: torch.Tensor | None = slot
-        return taken
+        slot: torch.Tensor | None = allocator.alloc(1)
+        if slot is None:
+            held = self.inc_lock_ref(but or self.root_node)
+            if self._lent.make_room({_MAMBA: 1}):
+                slot = allocator.alloc(1)
+            self.dec_lock_ref(self.root_node, held)
+        return slot
 
     def _adopt(self, req: Any, tokens: TokenArray, state: torch.Tensor | None, finished: bool) -> bool:
         """Hand pages and a state to the cache; return whether the cache owns the state's slot now."""
@@ -422,7 +427,7 @@ class TierCacheTree(StoreBelow):
 
     def evictable_size(self) -> int:
         """Number of tokens that can be evicted."""
-        return self._index.evictable(Tier.DEVICE)[_KV] * self.page_size
+        return self._evictable[0] * self.page_size
 
     def protected_size(self) -> int:
         """Number of tokens in the cache that a lock holds."""
@@ -432,7 +437,7 @@ class TierCacheTree(StoreBelow):
 
     def mamba_evictable_size(self) -> int:
         """Number of states that can be evicted."""
-        return self._index.evictable(Tier.DEVICE)[_MAMBA] if self._hybrid else 0
+        return self._evictable[1] if self._hybrid else 0
 
     def mamba_protected_size(self) -> int:
         """Number of states in the cache that a lock holds."""
