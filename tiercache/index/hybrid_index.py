@@ -104,6 +104,8 @@ class HybridIndex:
         self._tree = RadixTree(
             page_size, namespace, self.page_pools, self.state_pools, self._columns, self._ghosts
         )
+        self.evictable_on_device: Sequence[int] = self._tree.counters.evictable[Tier.DEVICE]
+        """Numbers of `evictable` on the device in the order of `pools`; they follow all changes."""
         rng = np.random.default_rng(seed)
         self._queues = [
             EvictionQueue(self._columns, number, policy, rng) for number in range(len(UNIT_KINDS))
@@ -220,14 +222,7 @@ class HybridIndex:
 
     def evictable(self, tier: Tier) -> Mapping[PoolName, int]:
         """Return the number of objects in `tier` that no pin holds, by pool. Eviction can free them all."""
-        return dict(zip(self.pools, self.evictable_counts(tier), strict=True))
-
-    def evictable_counts(self, tier: Tier) -> Sequence[int]:
-        """Return the numbers of `evictable` in the order of `pools`, as a sequence that follows all changes.
-
-        An engine that asks in each step of its scheduler keeps it, and does not change it.
-        """
-        return self._tree.counters.evictable[tier]
+        return dict(zip(self.pools, self._tree.counters.evictable[tier], strict=True))
 
     # -- changing
     # ------------------------------------------------------------------------------------------------------

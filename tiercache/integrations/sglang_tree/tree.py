@@ -135,7 +135,7 @@ class TierCacheTree(StoreBelow):
             # SGLang's ranks make the same batches, each by its own cache, so that these have to be alike.
             self._lent.agree_by(partial(_least, params.tp_cache_group))
         self._index = self._lent.index
-        self._evictable = self._index.evictable_counts(Tier.DEVICE)
+        self._evictable = self._index.evictable_on_device
         """Pages, and states if there are any; SGLang asks some hundred times a request."""
         self.root_node = Handle(None, 0, np.empty(0, np.uint64), b"")
         device = str(self.token_to_kv_pool_allocator.device)
