@@ -77,6 +77,7 @@ class SocketRankGroup:
             self.address = (address[0], self._listener.getsockname()[1])
         self._deliver: Callable[[bytes], None] = lambda _: None
         self._thread: threading.Thread | None = None
+        self._is_closed = False
         self._loop = asyncio.new_event_loop()
         self._writers: dict[int, StreamWriter] = {}
         """Connection to each rank that is there."""
@@ -101,8 +102,9 @@ class SocketRankGroup:
         if self._thread is None:
             self._loop.close()
         else:
-            with suppress(RuntimeError):  # the group is closed already
+            if not self._is_closed:  # a second `stop` would end the loop in the middle of its clean-up
                 self._loop.call_soon_threadsafe(self._loop.stop)
+            self._is_closed = True
             self._thread.join(1.0)
         if self._listener is not None:
             self._listener.close()
@@ -112,9 +114,9 @@ class SocketRankGroup:
         main = loop.create_task(self._connect() if self._listener is None else self._listen())
         loop.run_forever()  # until `close`
         self._next_warning = math.inf
-        main.cancel()
         # A connection that was just accepted has no transport yet; cancelled, it would never be closed.
         while asyncio.all_tasks(loop):
+            main.cancel()  # again and again: `wait_for` forgets it if it has a connection in that moment
             for writer in (*self._strangers, *self._writers.values()):
                 writer.transport.abort()
             loop.run_until_complete(asyncio.sleep(0))
