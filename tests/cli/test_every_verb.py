@@ -56,13 +56,6 @@ def read(out: str, output: str) -> list[Any]:
     return [json.loads(row) for row in out.splitlines()]
 
 
-def run(*arguments: str, ok: int = 0) -> str:
-    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=GUARD)
-    assert done.returncode == ok, (arguments, done.stdout, done.stderr)
-    assert "Traceback" not in done.stderr
-    return done.stdout
-
-
 def looks_at(store: str) -> Iterator[list[str]]:
     """The verbs, with a key that the store has."""
     page = json.loads(call("ls", "-s", store, "-o", "json").out)[0]

@@ -143,6 +143,20 @@ def test_closed_in_the_moment_of_a_connection_it_leaves_no_socket_and_says_nothi
     assert not caplog.messages
 
 
+def test_stopped_in_the_moment_in_which_it_connects_a_rank_ends(member, monkeypatch):
+    leader, connect = member(0), asyncio.open_connection
+
+    async def last(*address):
+        found = await connect(*address)
+        asyncio.get_running_loop().stop()  # what `close` does, from another thread
+        return found
+
+    monkeypatch.setattr(asyncio, "open_connection", last)
+    thread = member(1, 2, leader.group.address).group._thread  # private: nothing else tells of its end
+    thread.join(20)
+    assert not thread.is_alive()
+
+
 def test_ranks_connect_again_when_the_leader_starts_again_at_its_address(member):
     first = member(0)
     _, follower = connected(first, member(1, 2, first.group.address))

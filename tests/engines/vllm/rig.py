@@ -75,15 +75,8 @@ def config(tier: dict[str, Any], **changes: Any) -> OffloadingConfig:
         "parallel": OffloadingParallelConfig(**(vars(PARALLEL) | parallel)),
         "kv_cache_layout": "LBNHC",
     } | changes
-    row = (
-        -(
-            -fields["worker_kv_bytes_per_block"]
-            * fields["parallel"].world_size
-            * fields["cache"].blocks_per_chunk
-            // 4096
-        )
-        * 4096
-    )
+    each = fields["worker_kv_bytes_per_block"] * fields["cache"].blocks_per_chunk
+    row = -(-each * fields["parallel"].world_size // 4096) * 4096
     return OffloadingConfig(
         extra_config={"cpu_bytes_to_use": rows * row, "secondary_tiers": [named]}, **fields
     )

@@ -103,7 +103,8 @@ class SocketRankGroup:
             self._loop.close()
         else:
             if not self._is_closed:  # a second `stop` would end the loop in the middle of its clean-up
-                self._loop.call_soon_threadsafe(self._loop.stop)
+                with suppress(RuntimeError):  # the thread has ended
+                    self._loop.call_soon_threadsafe(self._loop.stop)
             self._is_closed = True
             self._thread.join(1.0)
         if self._listener is not None:
@@ -114,9 +115,10 @@ class SocketRankGroup:
         main = loop.create_task(self._connect() if self._listener is None else self._listen())
         loop.run_forever()  # until `close`
         self._next_warning = math.inf
-        # A connection that was just accepted has no transport yet; cancelled, it would never be closed.
+        # Only `main` is cancelled: a connection that was just accepted has no transport yet, and would stay
+        # open. Again and again, because `wait_for` drops a cancellation in the moment of a connection.
         while asyncio.all_tasks(loop):
-            main.cancel()  # again and again: `wait_for` forgets it if it has a connection in that moment
+            main.cancel()
             for writer in (*self._strangers, *self._writers.values()):
                 writer.transport.abort()
             loop.run_until_complete(asyncio.sleep(0))
