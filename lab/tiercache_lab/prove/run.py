@@ -65,11 +65,6 @@ def load(path: Path) -> Saved:
         ) from error
 
 
-_RESTARTED: Final = (
-    "whether the server was restarted is not known; without a restart, restored tokens may come from memory"
-)
-
-
 @dataclass(frozen=True, slots=True)
 class ProveRun:
     """Requests to one server, with the options that they share.
@@ -97,8 +92,7 @@ class ProveRun:
 
         `settle` is the time to wait, in seconds, until the engine has written the prompt to storage.
         """
-        prompt = draw(str(seed), self._fitting_words())
-        first = self._ask("a new prompt", prompt)
+        prompt, first = self._first(seed)
         self.say(f"waiting {settle:g} s for the prompt to be stored")
         time.sleep(settle)
         self.say("emptying the engine's own caches")
@@ -110,8 +104,7 @@ class ProveRun:
 
         Raises ConfigError if the file cannot be written.
         """
-        prompt, subject = draw(str(seed), self._fitting_words()), self.subject
-        first = self._ask("a new prompt", prompt)
+        (prompt, first), subject = self._first(seed), self.subject
         saved = Saved(
             1, self.server.url, subject.model, subject.engine.value, seed, self.tokens, self.max_tokens,
             prompt, first,
@@ -135,7 +128,24 @@ class ProveRun:
                 " --model, or use --save again"
             )
         found = self._judge(before.seed, before.prompt, before.first)
-        return found if found.again.sources else replace(found, notes=[_RESTARTED])
+        if found.again.sources:
+            return found
+        note = "whether the server was restarted is not known; without a restart, tokens may come from memory"
+        return replace(found, notes=[note])
+
+    def _first(self, seed: int) -> tuple[str, Answer]:
+        """Send the first prompt, or a shorter one while it may be whole pages; return it and its answer.
+
+        An engine computes the last token of every prompt. If that token ends a page, the prompt's only state
+        is after it, and the same prompt restores nothing of a model with recurrent states.
+        """
+        words = self._fitting_words()
+        for tried in range(5):
+            prompt = draw(f"{seed}{'+' * tried}", words - tried)
+            first = self._ask("a new prompt", prompt)
+            if first.prompt_tokens is None or first.prompt_tokens % _SMALLEST_PAGE:
+                break
+        return prompt, first
 
     def _judge(self, seed: int, prompt: str, first: Answer, note: str = "") -> Report:
         again = self._ask("the same prompt again", prompt)
@@ -174,12 +184,13 @@ north ocean office paper park phone picture
 WORDS: Final = tuple(_COMMON.split())
 """Common words; most of them are one token in any tokenizer.
 
-The smallest page has 16 tokens. There are about 10^33 sequences of 16 words, so two prompts never share a
-page by chance."""
+There are about 10^33 sequences of 16 words, so two prompts never share a page by chance."""
 _SHOWN: Final = 6
 """Number of words that the prompt repeats, enough for a model to find the place in the list."""
 _FRAME: Final = 10 + _SHOWN
 """Words of the prompt outside the list of words."""
+_SMALLEST_PAGE: Final = 16
+"""Tokens of the smallest page of an engine; all others are multiples."""
 _TRIAL: Final = 128
 """Maximum number of words of the prompt that is sent only to learn how the server counts."""
 
@@ -189,8 +200,7 @@ def draw(seed: str, count: int) -> str:
 
     The prompt ends shortly after it has begun to repeat its own words. A model continues the repetition, so
     its answer depends on the restored beginning, and one next word is always far more likely than all others.
-    A prompt without a repetition would be worse: after random words, many next words are about equally
-    likely, and rounding would choose one of them.
+    After random words, many next words are about equally likely, and rounding would choose one of them.
     """
     # The generator need not be secure, because prompts are not secret.
     words = random.Random(seed).choices(WORDS, k=count)  # noqa: S311

@@ -31,11 +31,9 @@ class Verdict(enum.StrEnum):
 
 
 EXITS: Final = {
-    Verdict.HIT: Exit.DONE,
-    Verdict.MISS: Exit.NO,
-    Verdict.UNKNOWN: Exit.UNKNOWN,
+    Verdict.HIT: Exit.DONE, Verdict.MISS: Exit.NO, Verdict.UNKNOWN: Exit.UNKNOWN,
     Verdict.WRONG: Exit.CORRUPT,
-}
+}  # fmt: skip
 _COLOURS: Final = {Verdict.HIT: "green", Verdict.WRONG: "red"}
 
 
@@ -97,12 +95,10 @@ class Report:
     @property
     def sentence(self) -> str:
         """Verdict in words."""
-        of = "" if self.again.prompt_tokens is None else f" of {self.again.prompt_tokens:,}"
+        again, control = self.again, self.control
+        of = "" if again.prompt_tokens is None else f" of {again.prompt_tokens:,}"
         restored = f"{self.restored or 0:,}{of} tokens were restored"
-        times = (
-            f"first token after {self.again.first_token_s:.3f} s, {self.control.first_token_s:.3f} s when"
-            " computed"
-        )
+        times = f"first token after {again.first_token_s:.3f} s, {control.first_token_s:.3f} s when computed"
         if self.verdict is Verdict.HIT:
             return f"{restored} and the text is the same; {times}: {self.gain:.1f} x"
         if self.verdict is Verdict.MISS:
@@ -115,7 +111,7 @@ class Report:
             )
         if self.control_was_cached:
             return (
-                f"a new prompt is reported with {self.control.cached_tokens:,} cached tokens, so the server's"
+                f"a new prompt is reported with {control.cached_tokens:,} cached tokens, so the server's"
                 " figures cannot be trusted"
             )
         if self.restored is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -41,7 +41,7 @@ def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prove(engine: Engine, *arguments: object, ok: int | None = 0) -> Done:
-    done = call("prove", engine.url, "--settle", 0, "--tokens", 400, *arguments, ok=ok)
+    done = call("prove", engine.url, "--settle", 0, "--tokens", 401, *arguments, ok=ok)
     assert KEY not in done.out + done.err
     return done
 
@@ -68,30 +68,26 @@ def refused(engine: Engine, *arguments: object, ok: int = Exit.UNKNOWN) -> str:
 
 def test_a_hit(engine: Engine) -> None:
     found = proved(engine)
-    only = found
     told = (found["verdict"], found["engine"], found["model"], found["url"])
     assert told == ("hit", engine.kind, "qwen3-next", engine.url)
     assert (notes(found), found["look_at"]) == ([], [])
-    assert (only["restored_tokens"], only["same_text"]) == (400, True)
-    assert [only[name]["cached_tokens"] for name in ("first", "again", "control")] == [0, 400, 0]
-    assert only["again"]["sources"] == (
+    assert (found["restored_tokens"], found["same_text"]) == (400, True)
+    assert [found[name]["cached_tokens"] for name in ("first", "again", "control")] == [0, 400, 0]
+    assert found["again"]["sources"] == (
         {"device": 0, "host": 0, "storage": 400} if engine.kind == "sglang" else None
     )
     assert all(
-        only[name]["prompt_tokens"] == 400 and only[name]["first_token_s"] > 0
+        found[name]["prompt_tokens"] == 401 and found[name]["first_token_s"] > 0
         for name in ("first", "again", "control")
     )
-    assert "400 of 400 tokens were restored and the text is the same" in found["sentence"]
+    assert "400 of 401 tokens were restored and the text is the same" in found["sentence"]
     trial, first, again, control = engine.asked
     assert trial["prompt"] not in (first["prompt"], control["prompt"])
     assert first == again
     assert first["prompt"] != control["prompt"]
     assert len(first["prompt"].split()) == len(control["prompt"].split())
-    assert (first["temperature"], first["max_tokens"], first["stream_options"]) == (
-        0,
-        32,
-        {"include_usage": True},
-    )
+    assert (first["temperature"], first["max_tokens"]) == (0, 32)
+    assert first["stream_options"] == {"include_usage": True}
     assert first.get("return_cached_tokens_details") == (True if engine.kind == "sglang" else None)
     assert engine.resets_seen == [
         "/flush_cache?timeout=60" if engine.kind == "sglang" else "/reset_prefix_cache?reset_external=true"
@@ -113,6 +109,14 @@ def test_the_prompt_has_the_length_that_the_server_counts(engine: Engine, each: 
     assert 2970 <= only["control"]["prompt_tokens"] <= 3000
 
 
+@pytest.mark.parametrize(("each", "asked"), [(1, [800, 799]), (16, range(800, 720, -16))])
+def test_whole_pages_are_not_asked_again(engine: Engine, each: int, asked: Sequence[int], tmp_path) -> None:
+    """A hybrid restores nothing of them, because their only state is after the token that is computed."""
+    engine.tokens_each = each
+    prove(engine, "--tokens", 800, "--save", tmp_path / "saved")
+    assert [len(request["prompt"].split()) * each for request in engine.asked[1:]] == [*asked]
+
+
 def test_what_a_hit_gains(sglang: Engine) -> None:
     sglang.computing = 0.1
     found = proved(sglang)
@@ -128,7 +132,7 @@ def test_what_a_hit_gains(sglang: Engine) -> None:
 def test_a_hit_for_people(engine: Engine) -> None:
     out = prove(engine, "--seed", 17).out
     assert f"{engine.kind}, model qwen3-next" in out
-    assert "HIT: 400 of 400 tokens were restored" in out
+    assert "HIT: 400 of 401 tokens were restored" in out
     for word in ("17", "first", "again", "never sent", "the same", "1st token"):
         assert word in out
 
@@ -182,11 +186,8 @@ def test_figures_that_cannot_be_are_not_believed(engine: Engine) -> None:
 def test_a_server_that_reports_nothing(engine: Engine, stores: bool) -> None:
     engine.reports, engine.details, engine.stores = False, False, stores
     found = proved(engine, ok=Exit.UNKNOWN)
-    assert (found["verdict"], found["restored_tokens"], found["again"]["cached_tokens"]) == (
-        "unknown",
-        None,
-        None,
-    )
+    figures = (found["verdict"], found["restored_tokens"], found["again"]["cached_tokens"])
+    assert figures == ("unknown", None, None)
     assert found["again"]["first_token_s"] > 0
     flag = "--enable-cache-report" if engine.kind == "sglang" else "--enable-prompt-tokens-details"
     assert f"start it with {flag}" in found["sentence"]
@@ -201,7 +202,7 @@ def test_sglang_says_without_the_flag_where_tokens_lay(sglang: Engine) -> None:
 def test_another_text_is_wrong(engine: Engine) -> None:
     engine.wrong = 1
     out = prove(engine, ok=Exit.CORRUPT).out
-    assert "WRONG: 400 of 400 tokens were restored and the text differs from character" in out
+    assert "WRONG: 400 of 401 tokens were restored and the text differs from character" in out
     assert "repeat on a server without other load" in out
     assert "differs: ..." in out
     assert "nonsense" in out
@@ -368,7 +369,7 @@ def test_http_where_tls_is_expected(sglang: Engine) -> None:
 
 def test_a_prompt_that_does_not_fit(sglang: Engine) -> None:
     sglang.longest = 420
-    assert "--tokens 400 and --max-tokens 32 do not fit into the 420 tokens of this model" in refused(
+    assert "--tokens 401 and --max-tokens 32 do not fit into the 420 tokens of this model" in refused(
         sglang, ok=Exit.MISUSED
     )
     assert sglang.asked == []
@@ -380,7 +381,7 @@ def test_over_a_restart(engine: Engine, tmp_path) -> None:
         prove(engine, "--save", path, "--seed", 3, "--max-tokens", 8).out.split()
     )
     assert len(engine.asked) == 2
-    assert json.loads(path.read_text())["prompt"] == draw("3", 384) == engine.asked[1]["prompt"]
+    assert json.loads(path.read_text())["prompt"] == draw("3", 385) == engine.asked[1]["prompt"]
     engine.restart()
     found = proved(engine, "--after", path)
     assert (found["verdict"], found["seed"]) == ("hit", 3)
@@ -425,11 +426,8 @@ def test_a_file_of_another_model_is_refused_and_of_another_url_is_not(engine: En
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"format": 2}, {"tokens": 10**12}, {"max_tokens": 0}, {"prompt": None}, {"first": {}},
-    ],
-)  # fmt: skip
+    "change", [{"format": 2}, {"tokens": 10**12}, {"max_tokens": 0}, {"prompt": None}, {"first": {}}]
+)
 def test_a_changed_file_is_refused(sglang: Engine, tmp_path, change: dict[str, Any]) -> None:
     path = tmp_path / "proof.json"
     prove(sglang, "--save", path)
