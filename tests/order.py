@@ -21,7 +21,10 @@ LONGEST = (
     "integrations/transformers/test_identity.py", "storage_backends/grpc/test_abandoned.py",
     "storage_backends/file/test_file.py", "policy/test_conformance.py", "daemon/test_fuzz.py",
     "integrations/transformers/test_probe.py", "lab/bench/test_device.py", "lab/bench/test_bench.py",
-    "lab/replay/test_drive.py", "cli/test_serve.py",
+    "lab/replay/test_drive.py", "cli/test_serve.py", "test_distribution.py", "test_examples.py",
+    "hosts/test_sharing.py", "lab/demo/test_serving.py", "daemon/test_half_open.py",
+    "storage/test_tiny_objects.py", "storage_backends/chain/test_conformance.py",
+    "storage_backends/chain/test_machine.py", "lab/replay/test_study.py", "lab/replay/test_chain.py",
 )  # fmt: skip
 """Files that begin first, so that no process is left with a long one at the end.
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -266,9 +267,17 @@ def tried(model_type: str, seconds: float = SECONDS) -> Row:
     return Row(**found)
 
 
-def quarter(part: int) -> list[str]:
-    """One of four parts of all types, so that tests of them can run beside each other."""
-    return TYPES[part::4]
+def half(part: int) -> list[Any]:
+    """Parameters of one of two tests of all types, which can run beside each other.
+
+    Of the types that are served by chunk and without a limit, which most are, the slow tests try every third.
+    """
+    plain = [name for name, line in documented().items() if line.endswith("| by chunk |  |")]
+    stress = {*plain} - {*plain[::3]}
+    return [
+        pytest.param(name, marks=pytest.mark.stress if name in stress else pytest.mark.slow)
+        for name in TYPES[part::2]
+    ]
 
 
 def documented() -> dict[str, str]:

@@ -1,13 +1,12 @@
-"""A quarter of all model types of transformers: what `docs/models.md` says of each is so. See `sweep`."""
+"""Half of all model types of transformers: what `docs/models.md` says of each is so. See `sweep`."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.integrations.transformers.sweep import documented, quarter, settled, tried
+from tests.integrations.transformers.sweep import documented, half, settled, tried
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", quarter(1))
+@pytest.mark.parametrize("model_type", half(1))
 def test_a_type_is_served_exactly_or_refused_in_one_sentence(model_type: str) -> None:
     assert settled(tried(model_type).line) == settled(documented()[model_type])

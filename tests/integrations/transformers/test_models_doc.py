@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import re
 
-from tests.integrations.transformers.sweep import TYPES, Row, documented, quarter
+from tests.integrations.transformers.sweep import TYPES, Row, documented, half
 
 
 def test_every_type_that_transformers_maps_has_a_line() -> None:
     assert sorted(documented()) == TYPES
-    assert sorted(model_type for part in range(4) for model_type in quarter(part)) == TYPES
+    assert sorted(parameter.values[0] for part in range(2) for parameter in half(part)) == TYPES
 
 
 def test_every_line_says_what_became_of_its_type() -> None:
