@@ -39,7 +39,8 @@ def engine_over(store, *conversations, **sizes):
 
 def engine_with(clock=None):
     """An engine that has to ask, and its store, which has FIRST with a state at its end."""
-    store, options = Gated(), ControllerOptions(restore_deadline=20.0, read_threads=4)
+    options = ControllerOptions(restore_deadline=20.0, storage_deadline=60.0, read_threads=4)
+    store = Gated()
     return engine_over(store, FIRST, pages=16, states=8, clock=clock, options=options), store
 
 
@@ -53,7 +54,7 @@ def test_a_request_waits_for_a_slow_store_until_its_deadline():
     gate = shut(store)
     admission = ask(engine, FIRST, states=2)
     until(engine, lambda: admission.poll() and fetching(admission))
-    clock.now += 0.9  # the store's calls hang after 20 s
+    clock.now += 0.9
     assert admission.poll().status is Status.PENDING
     gate.set()
     assert engine.restore(admission, FIRST) == 3 * P
