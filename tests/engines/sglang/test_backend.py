@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.environ import envs
+from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import get_kv_cache_quant_method
+from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageExtraInfo,
     PoolHitPolicy,
@@ -36,7 +39,8 @@ from tests.engines.sglang.rig import (
     store_of,
 )
 from tests.faults import FaultEnv
-from tiercache.errors import RefusedError, StorageError, UnavailableError
+from tiercache.errors import ConfigError, RefusedError, StorageError, UnavailableError
+from tiercache.integrations.sglang_tree.lent import LentPages, lent_pools
 from tiercache.storage.registry import open_backend
 
 
@@ -165,10 +169,8 @@ def test_one_bad_page_of_a_batch_fails_alone(url: str) -> None:
     assert store.batch_set_v1(names, rows(0, 1, 2)) == [True] * 3
     assert store.batch_get_v1([names[0], *keys("absent"), names[2]], rows(10, 11, 12)) == [True, False, True]
     wrong = PoolTransfer(PoolName.SWA, rows(0), keys=keys("a"))  # never registered
-    assert store.batch_set_v2([wrong, state_at(names[0], 1)]) == {
-        PoolName.SWA: [False],
-        PoolName.MAMBA: [True],
-    }
+    stored = store.batch_set_v2([wrong, state_at(names[0], 1)])
+    assert stored == {PoolName.SWA: [False], PoolName.MAMBA: [True]}
     assert store.batch_get_v2([state_at(names[0], SLOTS), state_at(names[0], 5)]) == {PoolName.MAMBA: [True]}
 
 
@@ -177,16 +179,8 @@ def test_indices_that_are_not_pages_of_the_pool_are_refused(url: str) -> None:
     store = backend(url, kv)
     before = bytes(kv.kv_buffer.reshape(-1).view(torch.uint8).numpy())
     assert store.batch_set_v1(keys("a"), rows(0)) == [True]
-    for indices in (
-        rows(kv.page_num),
-        rows(-1),
-        rows(0) + 1,
-        rows(0).flip(0),
-        rows(0)[:-1],
-        rows(0, 1),
-        rows(0) * 2,
-        None,
-    ):
+    outside, page0 = [rows(kv.page_num), rows(-1)], rows(0)
+    for indices in (*outside, page0 + 1, page0.flip(0), page0[:-1], rows(0, 1), page0 * 2, None):
         assert store.batch_get_v1(keys("a"), indices) == [False]
         assert store.batch_set_v1(keys("b"), indices) == [False]
     assert not store.exists(keys("b")[0])
@@ -295,6 +289,10 @@ def test_a_pool_that_cannot_be_kept_ends_the_attach(url: str, shared: str) -> No
                 settings.pop("storage", url), rig.mla_pool() if settings else kv_pool(), more=more, **settings
             )
         backend(url, kv_pool()).close()  # nothing is left open
+    anchor = LogicalHostPool(PAGE * PAGES, PAGE)  # that of DeepSeek-V4, whose bytes are all in sidecars
+    shows = pytest.raises(ValueError, match="cannot keep this model: its host pool LogicalHostPool shows no")
+    with shows, rig.server_says("auto"):
+        backend(url, anchor)
 
 
 def test_a_pool_that_comes_after_the_attach_and_cannot_be_kept(
@@ -310,15 +308,22 @@ def test_a_pool_that_comes_after_the_attach_and_cannot_be_kept(
     assert store.batch_set_v2([state_at(keys("a")[0], 0)]) == {PoolName.MAMBA: [False]}
 
 
-def test_a_model_without_pages_of_its_own_is_refused_in_a_sentence(url: str) -> None:
-    anchor = LogicalHostPool(PAGE * PAGES, PAGE)  # that of DeepSeek-V4, whose bytes are all in sidecars
-    with (
-        pytest.raises(
-            ValueError, match="cannot keep this model: its host pool LogicalHostPool shows no pages"
-        ),
-        rig.server_says("auto"),
-    ):
-        backend(url, anchor)
+def test_the_place_of_the_tree_takes_no_kv_with_scales_and_no_other_layout() -> None:
+    def lent(quantized: Any = None, *, fp4: bool = False) -> None:
+        kind = memory_pool.MHATokenToKVPoolFP4 if fp4 else memory_pool.MHATokenToKVPool
+        kv = kind(4 * PAGE, PAGE, torch.bfloat16, 2, 64, 2, "cpu", False, quant_method=quantized)
+        allocator = SimpleNamespace(get_kvcache=lambda: kv, page_size=PAGE, device="cpu")
+        lent_pools(LentPages(allocator), allocator, None, None)
+
+    lent()
+    native = get_kv_cache_quant_method("nvfp4", num_layers=2, device="cpu", native_scale_layout=True)
+    native.configure_attention_backends("trtllm_mha", "trtllm_mha")  # these scales have a layout of their own
+    mixed = get_kv_cache_quant_method("fp4_mx_block16")
+    for quantized, fp4 in [(native, False), (mixed, False), (None, True)]:
+        with pytest.raises(ConfigError, match="cannot serve KV with scales"):
+            lent(quantized, fp4=fp4)
+    with envs.SGLANG_USE_HND_KVCACHE.override(True), pytest.raises(ConfigError, match="layout than NHD"):
+        lent()
 
 
 def test_an_engine_that_is_restarted_in_place_registers_its_pools_again(url: str) -> None:

@@ -112,7 +112,7 @@ def lent_pools(
     if type(kv) is HybridLinearKVPool:
         layers, kv = list(kv.full_attention_layer_id_mapping), kv.full_kv_pool
     layers = layers or list(range(kv.start_layer, kv.start_layer + kv.layer_num))
-    scaled = any(getattr(kv, name, None) is not None for name in ("k_scale_buffer", "kv_scale_buffer"))
+    scaled = any("scale_buffer" in name and held is not None for name, held in vars(kv).items())
     if scaled or getattr(kv, "kv_cache_layout", "nhd") != "nhd":
         raise ConfigError(
             "--radix-cache-backend tiercache cannot serve KV with scales of its own, or in another layout"
