@@ -36,13 +36,10 @@ class ObjectAllocator:
         self._arena = arena
         self._metrics = metrics
         self._cost = {p: pool.blocks_per_object for p, pool in host.items()}
+        self.widest = sum(self._cost.values())
+        """Sum over all pools of the host blocks that one object takes."""
         self.taken_blocks = 0
         """Number of host blocks that were taken so far."""
-
-    @property
-    def widest(self) -> int:
-        """Sum over all pools of the host blocks that one object takes."""
-        return sum(self._cost.values())
 
     def blocks_of(self, pool: PoolName, objects: int) -> int:
         """Return the number of host blocks that `objects` objects of `pool` take."""

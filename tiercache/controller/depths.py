@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
-from tiercache.core import ABSENT, Locations, leading
+from tiercache.core import ABSENT, Locations, Tier, leading
 from tiercache.index import HybridIndex, Match
 from tiercache.policy import ModelProfile
 
@@ -163,18 +163,15 @@ def near_runs(context: ControllerContext, match: Match, limit: int) -> tuple[int
 
 def deepest_on_device(index: HybridIndex, match: Match) -> int:
     """Return the deepest restorable depth of which every page and state is on the device."""
-    near = index.node_at(match, match.near_depth)
-    pages = index.locations(near, match.near_depth).pages
-    run = min((leading(at.device >= 0) for at in pages.values()), default=match.near_depth)
-    if not index.state_pools:
-        return run
-    for depth in sorted(match.restorable, reverse=True):
-        if depth > run:
-            continue
-        states = index.locations(near, depth).states
-        if all(state.device >= 0 for state in states.values()):
-            return depth
-    return 0
+    depth = run = 0
+    for node in reversed(list(index.node_at(match, match.near_depth).path())):
+        if not node.has_pages(Tier.DEVICE):
+            run += leading((node.where[Tier.DEVICE] >= 0).all(axis=0))
+            break
+        run = node.end
+        if node.has_state(Tier.DEVICE):
+            depth = run
+    return depth if index.state_pools else min(run, match.near_depth)
 
 
 def near_depths(context: ControllerContext, match: Match, *, device_only: bool = False) -> int:

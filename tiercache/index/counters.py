@@ -9,6 +9,7 @@ node.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from tiercache.core import Tier
 from tiercache.index.node import BITS, IN_STORAGE, LOCAL, TIERS, Node
@@ -66,9 +67,9 @@ class Counters:
         self._update_nearest_state(node, before)
         self.announce(node)
 
-    def recount(self, node: Node) -> None:
-        """Recount a node without announcing it: the first half of `pages_changed`."""
-        self._recount_by(node.recount, node)
+    def recount(self, node: Node, came: Tier | None = None) -> None:
+        """Recount a node, the first half of `pages_changed`; `came`: the tier that got all its pages now."""
+        self._recount_by(node.recount if came is None else partial(node.fill, came), node)
 
     def recount_states(self, node: Node) -> None:
         """Recount the states of a node without announcing it: the first half of `states_changed`."""

@@ -381,13 +381,11 @@ class EvictionQueue:
         while len(self._front) or self._fetch():
             (_, _, version, row), _ = self._front.pop()
             node = columns.nodes[row]
-            if (
-                node is not None
-                and columns.shared["version"][row] == version
-                and (kind := columns.take(node, self._number))
-            ):
+            if node is None or columns.shared["version"][row] != version:
+                continue
+            if kind := columns.take(node, self._number):
                 return Victim(node, kind)
-            self._add_changed()  # `take` may have written the row again
+            self._add_changed()  # `take` has written the row again
         return None
 
     def coldest(self) -> Iterator[tuple[Node, UnitKind]]:

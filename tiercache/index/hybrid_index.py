@@ -302,20 +302,18 @@ class HybridIndex:
     def _missed(self, match: Match, tokens: TokenArray) -> Reuse | None:
         """Return and forget the deepest lost unit that would have restored more of this prompt, or None."""
         limit = reusable_pages(len(tokens), self.page_size)
-        # digests[i] is that of the prefix with match.depth + 1 + i pages. Only depths that the match did not
-        # restore and that a restore of this prompt may reach are searched:
+        # Only depths that the match did not restore and that a restore of this prompt may reach are searched:
         #   depth      match.depth + 1 ... path_depth     path_depth + 1 ... limit
         #   digests    from the tree                      from the prompt
-        digests = self._digests_of(match, tokens)[match.depth : limit]
-        place = self._ghosts.deepest(digests)
-        return None if place is None else self._ghosts.reuse(int(digests[place]), self._columns.now)
-
-    def _digests_of(self, match: Match, tokens: TokenArray) -> Digests:
-        """Return the digests of all whole pages of a prompt."""
-        known = [at.digests for at in reversed(list(match.node.path()))] or [np.empty(0, np.uint64)]
-        return np.concatenate(
-            [np.concatenate(known)[: match.path_depth], self._digests_beyond(match, tokens)]
-        )
+        parts = [self._digests_beyond(match, tokens)[: max(0, limit - match.path_depth)]]
+        at, last = match.node, min(limit, match.path_depth)
+        while at.end > match.depth and (above := at.parent) is not None:
+            parts.append(at.digests[max(0, match.depth - above.end) : max(0, last - above.end)])
+            at = above
+        for digests in parts:
+            if (place := self._ghosts.deepest(digests)) is not None:
+                return self._ghosts.reuse(int(digests[place]), self._columns.now)
+        return None
 
     def _digests_beyond(self, match: Match, tokens: TokenArray) -> Digests:
         """Return the digests of the pages of a prompt behind those in the tree."""
@@ -326,12 +324,8 @@ class HybridIndex:
 
     def _digest_at(self, match: Match) -> int:
         """Return the digest of the part of the prompt that is in the tree."""
-        node = match.node.covering(match.path_depth)
-        return (
-            int(node.digests[match.path_depth - node.start - 1])
-            if match.path_depth
-            else Prefixes.start(node.extra)
-        )
+        node, depth = match.node.covering(match.path_depth), match.path_depth
+        return int(node.digests[depth - node.start - 1]) if depth else Prefixes.start(node.extra)
 
     # -- pins
     # --------------------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ class Prefixes:
         self.page_size = page_size
         self.weights = np.random.default_rng(_SEED).integers(0, 2**64, page_size, np.uint64) | np.uint64(1)
         """One random odd number for each token of a page."""
-        self._powers = self._inverses = np.empty(0, np.uint64)
+        self._powers = self._mixers = np.empty(0, np.uint64)
 
     @staticmethod
     def start(extra: bytes) -> int:
@@ -78,16 +78,15 @@ class Prefixes:
         # Without the next two steps, a digest would be a linear function of the tokens. Differences in two
         # pages could then cancel each other out.
         pages ^= pages >> _SHIFT
-        pages *= MIX
-        pages *= self._inverses[:count]  # entry k - 1 is now h(k) * b^-k
-        out = np.cumsum(pages, dtype=np.uint64)  # entry k - 1 is the sum of h(i) * b^-i for i = 1 to k
+        pages *= self._mixers[:count]  # entry k - 1 is now h(k) * b^-k
+        out: Digests = pages.cumsum()  # entry k - 1 is the sum of h(i) * b^-i for i = 1 to k
         out += np.uint64(before)  # H(0)
         out *= self._powers[:count]  # b^k
         return out
 
     def _extend(self, count: int) -> None:
         self._powers = np.cumprod(np.full(count, BASE, np.uint64), dtype=np.uint64)
-        self._inverses = np.cumprod(np.full(count, pow(BASE, -1, 2**64), np.uint64), dtype=np.uint64)
+        self._mixers = np.cumprod(np.full(count, pow(BASE, -1, 2**64), np.uint64), dtype=np.uint64) * MIX
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -247,6 +246,13 @@ class Node:
         self.resident_mask = 0
         self.complete_pages = self.local_pages = 0 if self.where.shape[1] else self.pages
         self.state_local = False
+
+    def fill(self, tier: Tier) -> None:
+        """Count all pages as present in a tier of device and host, in which none was; see `recount`."""
+        pools = self.where.shape[1]
+        self.resident[tier][:pools] = [self.pages] * pools
+        self.complete_pages = self.local_pages = self.pages
+        self.resident_mask |= 1 << tier
 
     @property
     def digest(self) -> int:

@@ -87,6 +87,12 @@ def adopt_pages(
     """
     if not tree.page_pools:
         return {}, []
+    if (node.start, node.end) == (start, depth) and not (node.pages_in_flight or node.holds(Tier.DEVICE)):
+        # The usual case, and fast: the pages are those of a new node.
+        node.where[Tier.DEVICE] = [pages[pool][start:] for pool in tree.page_pools]
+        tree.counters.recount(node, Tier.DEVICE)
+        every = np.ones(node.pages, np.bool_)
+        return {p: InsertedPages(slots[start:], every, ~every, ~every) for p, slots in pages.items()}, [node]
     held = tree.gather(node, depth, start)[Tier.DEVICE]
     absent, present = held == ABSENT, held >= 0
     given = np.stack([pages[pool][start:] for pool in tree.page_pools])

@@ -54,12 +54,12 @@ class LentPages:
 
     def release(self, slots: npt.ArrayLike) -> None:
         """Give pages of a request back to SGLang."""
-        self._allocator.free(self.rows(slots))
+        self._allocator.free_page_ids(torch.from_numpy(np.asarray(slots, np.int64)).to(self._row.device))
 
     def rows(self, pages: npt.ArrayLike) -> torch.Tensor:
         """Return the rows of pages, in order: int64, shape [pages * page_size], on the device."""
-        first = torch.from_numpy(np.asarray(pages, np.int64)).to(self._row.device) * self._size
-        return (first[:, None] + self._row).reshape(-1)
+        first = torch.from_numpy(np.asarray(pages, np.int64)).to(self._row.device)
+        return torch.add(self._row, first.unsqueeze(1), alpha=self._size).view(-1)
 
     def pages(self, rows: torch.Tensor) -> Locations:
         """Return the pages of rows that begin with a page: int64, shape [pages]."""

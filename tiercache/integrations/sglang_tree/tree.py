@@ -232,16 +232,16 @@ class TierCacheTree(StoreBelow):
                 return False
             req.kv.mamba_pool_idx = slot[0]
         assert handle.node is not None, "a state has a depth"
-        source = _slots(np.array([self._index.locations(handle.node, handle.depth).states[_MAMBA].device]))
+        source = _slots(np.array([handle.node.state(Tier.DEVICE, 0)]))
         req.kv.mamba_cow_src_index = torch.from_numpy(source).to(self.req_to_token_pool.device)
         req.kv.mamba_needs_clear = False
         return True
 
     def path_device_indices(self, node: Handle) -> torch.Tensor:
         """Return the rows of the KV on the path to `node`: int64, shape [tokens]."""
-        if node.node is None:
-            return self._pages.rows(np.empty(0, np.int64))
-        return self._pages.rows(_slots(self._index.locations(node.node, node.depth).pages[_KV].device))
+        path = () if node.node is None else node.node.path()
+        parts = [np.empty(0, np.int64), *reversed([at.where[Tier.DEVICE, 0] for at in path])]
+        return self._pages.rows(_slots(np.concatenate(parts)[: node.depth]))
 
     # The host.
 
@@ -390,16 +390,17 @@ class TierCacheTree(StoreBelow):
             fence=None if self._stream is None else self._stream.record_event(),
         )
         at = made.pages[_KV]
-        assert not at.private.any(), "nothing is loaded into other slots"
-        self._pages.held += int(np.count_nonzero(at.adopted))
+        adopted = int(np.count_nonzero(at.adopted))
+        self._pages.held += adopted
         if self._states is not None:
             self._states.held += len(made.adopted_states)
-        if at.duplicate.any():
+        if adopted < len(at.adopted) and (at.duplicate | at.private).any():
+            assert not at.private.any(), "nothing is loaded into other slots"
             self._pages.release(self._pages.pages(row[made.start * self.page_size :])[at.duplicate])
             begin = made.start * self.page_size
             rows = self._pages.rows(at.table).to(row.dtype)
             self.req_to_token_pool.write((req.kv.req_pool_idx, slice(begin, len(tokens))), rows)
-        handle = Handle(self._index.node_at(made.node, depth), depth, tokens, extra)
+        handle = Handle(made.node, depth, tokens, extra)
         lock = self.lock(handle)
         self.unlock(req.lock)
         req.lock, req.last_node = lock, handle
@@ -417,9 +418,7 @@ class TierCacheTree(StoreBelow):
     def evict(self, params: EvictParams) -> EvictResult:
         """Give up to as many slots back as SGLang asks for."""
         began = time.perf_counter()
-        need = {_KV: -(-params.num_tokens // self.page_size)}
-        if self._hybrid:
-            need[_MAMBA] = params.mamba_num
+        need = {_KV: -(-params.num_tokens // self.page_size), _MAMBA: params.mamba_num * self._hybrid}
         freed = self._lent.make_room({pool: count for pool, count in need.items() if count > 0})
         tokens = freed.get(_KV, 0) * self.page_size
         self.update_eviction_metrics(tokens, began)
