@@ -152,6 +152,12 @@ class Server(ABC):
         for path in self._shared:
             path.unlink(missing_ok=True)
 
+    def lose(self, pid: int) -> None:
+        """Kill one process, and wait until the others have ended because of it."""
+        self._note_shared_memory()
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not self._left(), STOP_S)
+
     def _note_shared_memory(self) -> None:
         for pid in self.processes():
             with suppress(OSError):

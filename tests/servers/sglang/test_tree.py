@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -11,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import free_port
+from tests.processes import free_port, suspend
 from tests.servers.conftest import Expected, environment_of
 from tests.servers.models import MODELS, make_model
 from tests.servers.prompts import PROMPTS, check, whole_pages
@@ -172,6 +175,16 @@ def test_the_host_keeps_what_the_device_gave_up(
         check(together[: len(PROMPTS)], expected(model), when="together")
         assert "memory leak" not in server.said().lower()
         assert "exception" not in server.said().lower()
+        if ranks:
+            named = {Path(f"/proc/{pid}/cmdline").read_text(): pid for pid in server.processes()}
+            rank = next(pid for name, pid in named.items() if "scheduler_TP1" in name)
+            suspend(rank)
+            with ThreadPoolExecutor(len(PROMPTS)) as clients:
+                hung = clients.map(server.ask, PROMPTS)
+                time.sleep(5)
+                os.kill(rank, signal.SIGCONT)
+                check(list(hung), expected(model), when="a rank hangs")
+            server.lose(rank)
 
 
 def test_the_store_serves_nobody_else_and_no_other_weights(
