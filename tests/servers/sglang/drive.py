@@ -5,8 +5,8 @@
 ENVIRONMENT is that of SGLang, or `-` for predictions alone, which need none. SOURCE is one of `tiercache
 replay`; of a file or directory, every 16th token counts. Names: `sglang` (its own tree under LRU), and
 policies of tiercache. One JSON line each: the share of prompt tokens that was not computed, its 95 % interval
-over parts of 50 requests, the share that is predicted, the number of answers that differ from the first
-server's, and for each hook of the tree the number of calls and the CPU microseconds of one.
+over parts of 50 requests, the share that the replay predicts, the number of answers that differ from those of
+the first server, and for each hook of the tree the number of calls and the CPU microseconds of one.
 """
 
 from __future__ import annotations
@@ -17,26 +17,28 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from tests.processes import free_port
 from tests.servers.models import make_model
 from tests.servers.sglang.server import SglangServer
-from tiercache.controller import ControllerOptions, HybridCacheController
-from tiercache.controller.lent_slots import Taken, branch_of
-from tiercache.core import PoolName, Tier
+from tiercache.controller.lent_slots import branch_of
+from tiercache.core import PoolName
 from tiercache.integrations.settings import profile_for
-from tiercache.keys import Identity
-from tiercache.pools import DevicePool, HostArena, page_geometry_of, state_geometry_of
+from tiercache_lab.replay.base import Request, Tiers
+from tiercache_lab.replay.cache import Running, Setup
+from tiercache_lab.replay.drive import Run
+from tiercache_lab.replay.needs import measure
+from tiercache_lab.replay.plane import geometries
+from tiercache_lab.replay.sources.base import Workload, WorkloadSource
 from tiercache_lab.replay.sources.catalogue import open_source
 
-KV, MAMBA = PoolName.KV, PoolName.MAMBA
 PAGE, PAGES, STATES, NEW = 64, 128, 24, 8
 PART, STRIDE, LONGEST = 50, 16, 3500
 
@@ -50,65 +52,40 @@ def prompts(name: str, count: int) -> Iterator[list[int]]:
         yield mixed.tolist()
 
 
-class Stand:
-    """The cache over slots without an engine: what SGLang's scheduler does, one request at a time."""
+@dataclass(frozen=True)
+class Asked(Workload):
+    """Prompts, each with an answer with which no later prompt goes on."""
 
-    def __init__(self, model: Path, policy: str) -> None:
-        config = json.loads((model / "config.json").read_text())
-        self.hybrid = "full_attention_interval" in config
-        heads, size = config["num_key_value_heads"], config["head_dim"]
-        layers = [3] if self.hybrid else [0, 1, 2, 3]
-        kv: Any = {(n, part): torch.zeros(PAGES * PAGE, heads, size) for n in layers for part in "kv"}
-        pools = {KV: DevicePool.from_tensors(page_geometry_of(kv, PAGE), kv)}
-        if self.hybrid:
-            mamba: Any = {(n, "ssm"): torch.zeros(STATES, 4, 64, 64) for n in range(3)}
-            mamba |= {(n, "conv"): torch.zeros(STATES, 512, 3) for n in range(3)}
-            pools[MAMBA] = DevicePool.from_tensors(state_geometry_of(mamba, PAGE), mamba)
-        self.pools = pools
-        self.controller = HybridCacheController(
-            Identity("m", "", "", "float32", "", PAGE),
-            pools,
-            HostArena(4096, 4096),
-            options=ControllerOptions(policy=policy),
-            profile=profile_for("", str(model)),
-        )
-        self.lent = self.controller.lent
+    prompts: Sequence[list[int]] = ()
 
-    def take(self, pool: PoolName, count: int, spare: int = 0) -> np.ndarray[Any, Any]:
-        source = self.pools[pool].source
-        if (short := count + spare - source.available) > 0:
-            self.lent.make_room({pool: short})
-        return source.alloc(count)
+    def count(self, seed: int) -> int:
+        return len(self.prompts)
 
-    def ask(self, tokens: list[int]) -> int:
-        """Return how many tokens of a prompt need not be computed; then the cache has the prompt."""
-        prompt = np.array(tokens, np.uint64)
-        index, lent = self.lent.index, self.lent
-        match = index.match(prompt[:-1], limit=(len(prompt) - 1) // PAGE)
-        origin, depth = index.touch(match, prompt[:-1]), lent.device_depth(match)
-        plan = index.plan_checkpoints(match, prompt[:-1], match.depth).depths
-        node = index.extend_path(prompt, depth) if depth else None
-        pin = None if node is None else index.pin(node, Tier.DEVICE)
-        held = np.empty(0, np.int64) if node is None else index.locations(node, depth).pages[KV].device
-        states = self.take(MAMBA, 2) if self.hybrid else np.empty(0, np.int64)
-        fresh = self.take(KV, -(-len(prompt) // PAGE) - depth, spare=1)
-        row, end, handed = np.concatenate([held, fresh]), len(prompt) // PAGE, {}
-        if self.hybrid:
-            end = (branch_of(plan, origin, depth * PAGE, PAGE, PAGE) or end * PAGE) // PAGE
-            handed = {end * PAGE: {MAMBA: int(states[1])}} if end > depth else {}
-        made = None
-        if end > depth:
-            kinds = {d: k for d, k in plan.items() if d == end}
-            made = lent.adopt(prompt[: end * PAGE], {KV: row[:end]}, handed, taken=Taken(kinds, origin))
-        kept = [] if made is None else row[made.start : end][made.pages[KV].adopted].tolist()
-        self.pools[KV].free(np.setdiff1d(fresh, kept))
-        self.pools[MAMBA].free(
-            states[:1] if made and made.adopted_states else states
-        ) if self.hybrid else None
-        if pin is not None:
-            pin.release()
-        self.controller.tick()
-        return depth * PAGE
+    def generate(self, seed: int) -> Iterator[Request]:
+        for n, prompt in enumerate(self.prompts):
+            answer = np.arange(NEW, dtype=np.uint64) + np.uint64(1000 + n * NEW)
+            yield Request(np.array(prompt, np.uint64), answer, float(n), n)
+
+
+class OneState(Run):
+    """Replay in which a prefill leaves one state, as in SGLang."""
+
+    def _depths(self, running: Running) -> list[int]:  # private: no engine of the replay takes fewer states
+        made, planned = running.admission, super()._depths(running)  # private: the states to choose from
+        first = branch_of(made.plan.depths, made.origin, made.depth, PAGE, PAGE)
+        return [first or planned[-1]] if planned else []
+
+
+def predicted(asked: Sequence[list[int]], model: Path, policy: str) -> float:
+    """Return the share of the prompts' tokens that the replay does not compute, on a device as large."""
+    profile = profile_for("", str(model))
+    assert profile is not None, "the model has a config.json"
+    source = WorkloadSource("asked", Asked(asked), 0, len(asked), PAGE)
+    states = STATES if profile.state_bytes else 0
+    room = PAGES * geometries(profile, PAGE)[PoolName.KV].nbytes + states * profile.state_bytes
+    run = OneState(source, measure(source), Setup(policy, profile, Tiers(0, room, device_states=states)))
+    run.go()
+    return run.tally.token_hit_rate
 
 
 def row_of(name: str, asked: list[list[int]], ask: Callable[[list[int]], int]) -> dict[str, Any]:
@@ -131,8 +108,7 @@ def main(environment: str, model: str, count: str, source: str, *names: str) -> 
         for name in names or ("sglang", "lru", "hvd"):
             row: dict[str, Any] = {"model": model, "source": source}
             if name != "sglang":
-                told = row_of(name, asked, Stand(path, name).ask)
-                row |= {"tree": name, "predicted": told["share"]}
+                row |= {"tree": name, "predicted": predicted(asked, path, name)}
             if environment != "-":
                 row |= _served(Path(environment), path, name, asked, expected)
             rounded = {
