@@ -165,11 +165,6 @@ def test_what_is_no_prompt(engine, tokens):
         engine.controller.lookup(tokens)
 
 
-def test_a_prompt_shorter_than_a_page(engine):
-    assert engine.serve([9] * (P - 1)) == 0
-    assert engine.serve([9]) == 0
-
-
 def test_a_token_buffer_that_is_used_again(engine):
     buffer = np.array(FIRST, np.uint64)
     lookup = engine.controller.lookup(buffer)

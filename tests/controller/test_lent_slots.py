@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from concurrent.futures import ThreadPoolExecutor
-from random import Random
-from threading import Barrier
-
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -16,8 +11,7 @@ from tiercache_backends.memory import MemoryBackend
 
 from tests.controller.harness import KV, MAMBA, Engine, Fence, P
 from tests.controller.lending import LendingEngine, tokens_of
-from tests.examples import example_count, slow_after
-from tiercache.controller.landings import AgreedLandings
+from tests.examples import example_count
 from tiercache.core import Tier, as_tokens
 from tiercache.errors import InputError, PoolFullError, SlotError
 
@@ -102,49 +96,6 @@ TestLentSlots = LentSlots.TestCase
 TestLentSlots.settings = settings(max_examples=example_count(40), stateful_step_count=30, deadline=None)
 TestLentPagesAlone = LentPagesAlone.TestCase
 TestLentPagesAlone.settings = TestLentSlots.settings
-
-
-@pytest.mark.parametrize("seed", slow_after(2, range(10)))
-def test_ranks_that_agree_stay_alike_whenever_their_copies_end(seed):
-    met, given = Barrier(2, timeout=60), {}
-
-    def live(rank):
-        def agree(ends):
-            given[rank] = ends.copy()
-            met.wait()
-            least = np.minimum(given[0], given[1])
-            met.wait()
-            return least
-
-        draw, pause, told = Random(seed), Random(rank), []
-        engine = LendingEngine(blocks=24)
-        engine.lent.agree_by(agree)
-        for _ in range(80):
-            path = [draw.randrange(2) for _ in range(draw.randrange(1, 5))]
-            request = engine.begin([*tokens_of(path), 9])
-            engine.compute(request, tokens_of(path)[len(request.tokens) :])
-            time.sleep(pause.choice([0, 0, 0.002]))
-            engine.hand_over(request)
-            told.append((request.row.tolist(), request.state, engine.lent.copies))
-            engine.end(request)
-            if draw.random() < 0.6:
-                engine.controller.tick()
-        engine.controller.close()
-        return told, engine.controller.metrics.value("written_objects_total", "host", "kv")
-
-    with ThreadPoolExecutor(2) as ranks:
-        one, other = ranks.map(live, range(2))
-    assert one == other
-    assert one[1] > 20
-
-
-def test_a_copy_that_failed_on_one_rank_has_failed_and_waits_for_all():
-    told = []
-    landings = AgreedLandings(lambda mine: np.minimum(mine, np.array([1, 0, 2], np.int8)))
-    for name in "abc":
-        landings.hold(name, told.append, None)
-    landings.apply({id(name): name for name in "abc"})
-    assert [error is None for error in told] == [False, True], "the second is under way on another rank"
 
 
 def test_what_a_lending_engine_computed_comes_back_in_another_process():

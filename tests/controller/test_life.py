@@ -10,7 +10,7 @@ from tiercache_backends.memory import MemoryBackend
 
 from tests.controller.harness import IDENTITY, KV, MAMBA, Engine, Fence, P, evict_checked, prompt
 from tests.faults import FaultEnv
-from tiercache.controller import ControllerOptions, Poll, Status
+from tiercache.controller import Poll, Status
 from tiercache.core import PoolName, Reason, Tier
 from tiercache.errors import ClosedError, InputError, PoolFullError
 from tiercache.keys import Shard
@@ -89,40 +89,6 @@ def test_each_pool_has_its_own_shard(store):
     assert sets.value("storage_sets_total", "mamba", "stored") > 0
     with pytest.raises(InputError, match="swa, which is no pool here"):
         Engine(store, shard={PoolName.SWA: Shard(0, 2)})
-
-
-def test_a_store_that_hangs_never_holds_up_the_engine(tmp_path):
-    """The clock stands still and the store never answers: a call that waited for either would not return."""
-    env, now = FaultEnv(), [0.0]
-    engine = Engine(
-        open_backend(f"file://{tmp_path}/store?capacity=16MiB", env=env),
-        options=ControllerOptions(restore_deadline=0.3),
-        clock=lambda: now[0],
-    )
-    controller = engine.controller
-    engine.keep([*prompt(1, 2, 3), 5], Tier.DEVICE, Tier.HOST)
-    reads, writes = env.hang("preadv", times=1000), env.hang("pwritev", times=1000)
-
-    tokens = np.array(prompt(1, 2, 3, 4))
-    admission = controller.admit(controller.lookup(tokens), states=5)
-    while not reads.reached.is_set():
-        assert admission.poll().status is Status.PENDING
-    now[0] = 0.4
-    poll = admission.wait()
-    assert (poll.status, poll.depth, poll.reason) == (Status.FAILED, 0, Reason.TIMEOUT)
-    engine.compute(admission, tokens, 0, len(tokens))
-    controller.commit(admission, tokens, {len(tokens): engine.take_state(admission, tokens)})
-    controller.release(admission)
-    assert writes.reached.wait(30)
-    assert engine.metrics.value("restore_failures_total", "timeout") == 1
-    engine.check()
-
-    reads.release()
-    writes.release()
-    engine.settle()
-    engine.check()
-    evict_checked(engine, Tier.DEVICE)
-    assert engine.serve([*prompt(1, 2, 3, 4), 1]) == 4 * P
 
 
 def test_start_freezes_the_depth_and_late_arrivals_serve_the_next(tmp_path):

@@ -228,18 +228,6 @@ def test_a_layer_that_no_pool_has():
     assert engine.pools[KV].available == engine.pools[KV].capacity
 
 
-def test_a_second_close_says_what_the_first_said():
-    made = []
-    engine = Engine(engine=refusing(Random(1), made))
-    engine.context.in_flight.begin(Stuck())
-    assert not engine.controller.close(0.1)
-    assert not engine.controller.close()
-
-
-class Stuck:
-    kind, done, pins = "fetch", False, ()
-
-
 # -- what the store evicts without telling the index
 
 

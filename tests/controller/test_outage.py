@@ -80,27 +80,6 @@ def test_lookups_during_an_outage_say_so_and_hits_come_back(store, hybrid):
     land(engine)
 
 
-def test_a_new_process_asks_during_an_outage(store):
-    engine = Engine(store)
-    served(engine, 1, 2, 3)
-    with_none = Engine(store)
-    store.begin()
-    assert with_none.serve(prompt(1, 2, 3, 4)) == 0
-    assert with_none.metrics.value("lookups_total", "storage", "mamba", "miss", "unavailable") == 1
-    assert with_none.metrics.total("lookups_total", tier="storage", reason="absent") == 0
-    store.end()
-
-
-def test_what_is_near_is_restored_during_an_outage(store):
-    engine = Engine(store)
-    served(engine, 1, 2, 3)
-    engine.controller.evict(Tier.DEVICE)
-    store.begin()
-    assert engine.serve(prompt(1, 2, 3, 4)) == 3 * P
-    assert engine.metrics.value("lookups_total", "host", "kv", "hit", "none") == 1
-    land(engine)
-
-
 def test_a_fetch_that_meets_an_outage_is_tried_once_and_forgets_nothing():
     store = FallsAway(MemoryBackend())
     engine = Engine(store)

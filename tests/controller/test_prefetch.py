@@ -10,7 +10,7 @@ from tests.controller.test_hung_store import Hanging
 from tests.controller.test_interleavings import Gated, ask, evict, fetching, shut, until, wind_up
 from tiercache.controller import ControllerOptions, Status
 from tiercache.controller.operations import Fetch
-from tiercache.core import Outcome, Reason, Tier
+from tiercache.core import Reason, Tier
 from tiercache.errors import ClosedError, TokenError
 
 FIRST = [*prompt(1, 2, 3), 5]
@@ -69,20 +69,6 @@ def test_a_request_waits_for_a_slow_store_until_its_deadline():
     assert admission.poll().reason is Reason.TIMEOUT
     assert count(engine, "cut_short") == 1
     gate.set()
-    wind_up(engine, admission)
-
-
-def test_a_hung_query_is_left_and_nothing_leaks():
-    """The wait ends before storage has said what it has."""
-    clock, asked = Clock(), threading.Event()
-    engine, store = engine_with(clock)
-    ask_store = store.exists
-    store.exists = lambda keys: asked.wait(30) and ask_store(keys)
-    admission = ask(engine, FIRST, states=2)
-    clock.now += 20.0
-    poll = admission.poll()
-    assert (poll.status, poll.depth, poll.reason) == (Status.FAILED, 0, Reason.TIMEOUT)
-    asked.set()
     wind_up(engine, admission)
 
 
@@ -290,17 +276,6 @@ def test_a_host_that_is_in_use_says_so():
     with engine.context.index.pinned(running._pin.node, Tier.HOST):  # private: a request that reads the host
         assert finish(engine, engine.controller.prefetch(FIRST)).reason is Reason.BUSY
     wind_up(engine, running)
-
-
-@pytest.mark.parametrize("fault", [Outcome.MISS, Outcome.CORRUPT, Outcome.ERROR, "raise"])
-def test_a_store_that_loses_objects_in_between(fault):
-    store = Gated()
-    engine = engine_over(store, FIRST)
-    store.gets = [fault] * 8
-    ticket = finish(engine, engine.controller.prefetch(FIRST))
-    assert ticket.tokens == 0
-    assert ticket.reason is not Reason.NONE
-    all_is_free(engine)
 
 
 def test_a_hung_store_ends_a_prefetch_after_its_deadline():

@@ -5,19 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, TypeVar
 
+import numpy as np
+
 from tiercache.controller.allocation import DeviceWork, ObjectAllocator
 from tiercache.controller.depths import Speeds
 from tiercache.controller.in_flight import EventQueue, InFlightTable
-from tiercache.controller.landings import AgreedLandings, Landing
 from tiercache.controller.options import ControllerOptions
+from tiercache.controller.ranks.landings import AgreedLandings, Ends, Landing
 from tiercache.controller.residency_events import ResidencyEvents
-from tiercache.controller.store_calls import StoreCalls
-from tiercache.core import CacheTransferUnits, HitPolicy, PoolName
+from tiercache.controller.store_calls import AgreedCalls, StoreCalls
+from tiercache.core import CacheTransferUnits, HitPolicy, Locations, PoolName
 from tiercache.errors import ClosedError, GeometryError, TransferError
 from tiercache.index import HybridIndex
 from tiercache.keys import Identity
@@ -72,33 +74,48 @@ class ControllerContext:
     residency: ResidencyEvents | None = None
     """Source of the KV events of device and host; None if none are published."""
     landings: AgreedLandings | None = None
-    """Ends of copies that wait for other ranks; None if each is applied as it comes."""
+    """Ends of copies and calls that wait for other ranks; None if each is applied as it comes."""
     on_landed: Callable[[], None] = lambda: None
     """Callback on the owner's thread, after operations have landed or slots were freed."""
     _pid: int = field(default_factory=os.getpid)
 
     def __post_init__(self) -> None:
         slots = {p: pool.capacity for p, pool in self.device.items()}
-        self.events = EventQueue(self.clock)
         self.speeds = Speeds(self.profile, self.options.read_threads, self.clock)
         self.allocator = ObjectAllocator(self.index, self.device, self.host, self.arena, self.metrics)
         self.device_work = DeviceWork(self.allocator, slots)
         # A fetch needs room for at least one object of every pool: a page, and the state at its end.
         budget = max(int(self.arena.blocks * self.options.in_flight_share), self.allocator.widest)
         self.in_flight = InFlightTable(slots, self.host, self.arena.blocks, budget, self.metrics)
-        self.queries = self._calls("query", "query", _QUERY_THREADS)
-        self.reads = self._calls("fetch", "read", self.options.read_threads)
-        self.writes = self._calls("write", "write", self.options.write_threads)
+        self._io = {
+            "query": self.threads("query", _QUERY_THREADS),
+            "fetch": self.threads("read", self.options.read_threads),
+            "write": self.threads("write", self.options.write_threads),
+        }
+        self._make_queues()
 
-    def _calls(self, kind: str, threads: str, count: int) -> StoreCalls:
-        return StoreCalls(
-            kind,
-            self.threads(threads, count),
-            self.events.post,
-            self.clock,
-            deadline=self.options.storage_deadline or max(self.options.restore_deadline, _MIN_DEADLINE_S),
-            on_hang=partial(self.metrics.increment, "storage_hangs_total", kind),
-        )
+    def _make_queues(self) -> None:
+        self.events = EventQueue(self.clock)
+        self.queries, self.reads, self.writes = (self._calls(kind, io) for kind, io in self._io.items())
+
+    def _calls(self, kind: str, threads: IoThreads) -> StoreCalls:
+        deadline = self.options.storage_deadline or max(self.options.restore_deadline, _MIN_DEADLINE_S)
+        on_hang = partial(self.metrics.increment, "storage_hangs_total", kind)
+        if self.landings is not None:
+            return AgreedCalls(kind, threads, self.events.post, deadline, on_hang, self.landings)
+        return StoreCalls(kind, threads, self.events.post, self.clock, deadline, on_hang)
+
+    def agree_by(self, least: Callable[[Ends], Ends]) -> None:
+        """Let all ranks apply ends, results and the time alike (see `AgreedLandings`); nothing has begun."""
+        self.landings = AgreedLandings(least, self.clock, lambda: self.events.post(lambda: None))
+        self.clock = self.landings.now
+        self._make_queues()
+
+    def agree(self) -> None:
+        """Apply what has ended on all ranks, if there are others; all call this at the same place."""
+        if self.landings is not None:
+            suspended = any(calls.is_suspended for calls in (self.queries, self.reads, self.writes))
+            self.landings.apply(busy=suspended or bool(self.in_flight.operations))
 
     @property
     def pools(self) -> tuple[PoolName, ...]:
@@ -130,12 +147,22 @@ class ControllerContext:
         # No event is posted when the device passes a fence. While fences are pending, the wait is short.
         self.events.wait(min(timeout, _POLL_S) if self.device_work.retired else timeout)
 
-    def land(self, operation: object, land: Landing, error: TransferError | None) -> None:
-        """Let the owner's thread apply the end of a copy by `land`; any thread may call this."""
+    def copy_end(self, land: Landing) -> Landing:
+        """Return the function that ends a copy, on any thread; the owner's thread then calls `land`."""
         if self.landings is None:
-            self.events.post(partial(land, error))
-        else:
-            self.landings.hold(operation, land, error)
+            return lambda error: self.events.post(partial(land, error))
+        return self.landings.expect_copy(land)
+
+    def is_quarantined(self, objects: Iterable[tuple[PoolName, Locations]]) -> bool:
+        """Return whether a store may still use the memory of these host objects after its call's end."""
+        arena, size = self.arena, self.arena.block_bytes
+        return arena.is_quarantined([(0, arena.nbytes)]) and arena.is_quarantined(
+            [
+                (block * size, size)
+                for pool, handles in objects
+                for block in np.ravel(self.host[pool].blocks(handles)).tolist()
+            ]
+        )
 
     def drain(self) -> None:
         """Apply all events that have come in, and free slots and pins that the device no longer uses.
@@ -149,6 +176,8 @@ class ControllerContext:
                 f"this process is a fork of process {self._pid}, which owns this controller; make a new"
                 " controller here"
             )
+        if self.landings is not None and self.landings.is_alone:
+            self.agree()
         self.events.apply()
         for calls in (self.queries, self.reads, self.writes):
             calls.watch()

@@ -488,8 +488,7 @@ class HybridCacheController:
         Every method applies events, so only an idle engine needs to call this one now and then.
         """
         busy = self._context.under_way
-        if self._context.landings is not None:
-            self._context.landings.apply(self._context.in_flight.operations)
+        self._context.agree()
         self._enter()
         self._prefetches.advance()
         if wait and self._context.under_way:
@@ -550,7 +549,7 @@ class HybridCacheController:
             return self._drained
         end = time.monotonic() + (self._context.options.close_deadline if deadline is None else deadline)
         if self._context.landings is not None:
-            self._context.landings.dissolve(self._context.events.post)
+            self._context.landings.dissolve()
         self._context.drain()
         for admission in list(self._admissions):
             admission.close()

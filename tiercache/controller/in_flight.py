@@ -49,10 +49,7 @@ class EventQueue:
     def apply(self) -> None:
         """Apply every posted event, in the order of `post`."""
         # The flag is cleared before the queue is emptied. An event that is posted in between sets the flag
-        # again, so the next `wait` returns at once. In the other order, an event could be left behind:
-        #   1. owner: finds the queue empty
-        #   2. other thread: posts an event, and sets the flag
-        #   3. owner: clears the flag; `wait` then sleeps although an event is queued
+        # again, so the next `wait` returns at once. In the other order, an event could be left behind.
         if not self.arrived.is_set():  # of an event that is queued already, the flag follows at once
             return
         self.arrived.clear()
@@ -172,13 +169,9 @@ class InFlightTable:
         """Return how many operations of `kind` are under way."""
         return sum(o.kind == kind for o in self.operations.values())
 
-    # Loads and fetches are shared. A request that finds a location pending joins the operation that fills it:
-    #   1. request A reserves slot 7 in the index (pending), and its load claims slot 7
-    #   2. request B finds slot 7 pending, and waits for the load that `claimants` names
-    #   3. the load lands: slot 7 is unclaimed, then published, and A and B both go on
-    #   3'. or the load fails: slot 7 is unclaimed, then cancelled and freed
-    # A slot is unclaimed before it is freed. In the other order, a new load could take and claim the slot in
-    # between, and the first load would then erase the new claim.
+    # Loads and fetches are shared: a request that finds a location pending waits for the operation that
+    # `claimants` names. A slot is unclaimed before it is freed. In the other order, a new load could take and
+    # claim the slot in between, and the first load would then erase the new claim.
 
     def claim(self, operation: InFlight, tier: Tier, pool: PoolName, locations: Locations) -> None:
         """Record that `operation` is filling `locations`."""

@@ -18,8 +18,8 @@ import numpy as np
 
 from tiercache.controller.context import ControllerContext
 from tiercache.controller.depths import deepest_on_device
-from tiercache.controller.landings import AgreedLandings, Ends
 from tiercache.controller.operations import Load, PageRun, gather_runs
+from tiercache.controller.ranks.landings import Ends
 from tiercache.controller.restore import filling
 from tiercache.controller.writes import Write
 from tiercache.core import ABSENT, Locations, PoolName, Tier, TokenArray, as_tokens
@@ -89,11 +89,16 @@ class LentSlots:
         """Keep this cache like those of other ranks, whose engines decide alike, each by its own cache.
 
         The ranks call everything alike; `adopt` and the controller's `tick` call `least` (see
-        `AgreedLandings`). This is the first call of all. Raises InputError for a controller with storage.
+        `AgreedLandings`). This is the first call of all. Each rank has its own objects in storage. Raises
+        InputError for a controller that weighs loads by its own speeds.
         """
-        if self._context.storage is not None:
-            raise InputError("caches that agree on the end of each copy cannot have storage")
-        self._context.landings = AgreedLandings(least)
+        if self._context.options.load_or_recompute:
+            raise InputError("the speeds of ranks differ; make their controllers without load_or_recompute")
+        self._context.agree_by(least)
+
+    def now(self) -> float:
+        """Return the time in seconds by which all ranks measure alike."""
+        return self._context.clock()
 
     def adopt(
         self,
@@ -143,7 +148,7 @@ class LentSlots:
             for load in filling(context, pool, at.device):
                 load.ticket.wait()
                 while context.landings is not None and not load.done:
-                    context.landings.apply(context.in_flight.operations)
+                    context.agree()
         context.drain()
 
     @property

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -11,15 +12,20 @@ import numpy as np
 
 from tiercache.controller.context import ControllerContext
 from tiercache.controller.depths import near_runs
+from tiercache.controller.ranks.landings import Codes, answer_codes
 from tiercache.controller.store_calls import StoreCall
 from tiercache.core import (
     ABSENT,
+    PoolName,
+    PoolPresence,
     PoolTransfer,
     PoolTransferResult,
     Reason,
     Tier,
     TokenArray,
     as_tokens,
+    full_pages,
+    restorable_prefixes,
     reusable_pages,
 )
 from tiercache.errors import TokenError
@@ -73,7 +79,13 @@ class StorageQuery:
         probe = partial(context.storage.probe, context.pools[0], bytes(KEY_BYTES), read=False)
         context.in_flight.begin(self)
         context.queries.submit(
-            StoreCall(self._background_query, landed=self._land, lost=self._lose, probe=probe)
+            StoreCall(
+                self._background_query,
+                landed=self._land,
+                lost=self._lose,
+                probe=probe,
+                codes=self._codes(full_pages(len(tokens), context.page_size)),
+            )
         )
 
     def _background_query(self) -> tuple[PoolTransferResult | None, Reason]:
@@ -88,6 +100,22 @@ class StorageQuery:
             lambda storage: storage.batch_exists_v2(keys, transfers, self._near_pages), None, "asking storage"
         )
         return result, Reason.IO_ERROR if result is None else result.reason
+
+    def _codes(self, pages: int) -> Codes:
+        context, codes = self._context, answer_codes(dict.fromkeys(self._context.pools, pages))
+
+        def unpack(found: Sequence[int]) -> tuple[PoolTransferResult | None, Reason]:
+            if (answer := codes.unpack(found)) is None:
+                return None, Reason.IO_ERROR
+            present = {pool: np.array(there, np.bool_) for pool, there in answer[0].items()}
+            presence = {
+                pool: PoolPresence(context.host[pool].geometry.hit_policy, there)
+                for pool, there in present.items()
+            }
+            result = restorable_prefixes(presence, PoolName.KV if context.index.page_pools else None)
+            return replace(result, present=present, reason=answer[1]), answer[1]
+
+        return Codes(codes.size, lambda got: codes.pack(got[0] and (got[0].present, got[1])), unpack)
 
     def _land(self, answer: tuple[PoolTransferResult | None, Reason]) -> bool:
         (self.result, self.reason), self.done = answer, True

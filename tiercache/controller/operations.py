@@ -22,6 +22,7 @@ from typing import Final
 import numpy as np
 
 from tiercache.controller.context import ControllerContext
+from tiercache.controller.ranks.landings import outcome_codes
 from tiercache.controller.store_calls import StoreCall
 from tiercache.core import CacheTransferUnits, Locations, Mask, Outcome, PoolName, PoolTransfer, Reason, Tier
 from tiercache.errors import TransferError
@@ -196,6 +197,7 @@ class Load(Operation):
         after = context.device_work.fences((p.pool, p.destinations) for p in runs)
         self._waits = bool(after)
         self._begun = context.clock()
+        self._end = context.copy_end(self._land)
         self.ticket = context.begin_load([p.units() for p in runs], after)
         self.ticket.add_done_callback(self._background_done)
 
@@ -204,7 +206,7 @@ class Load(Operation):
         runs = () if self._waits or ticket.error else self.runs
         nbytes = sum(len(run.sources) * self._context.host[run.pool].geometry.nbytes for run in runs)
         self._context.speeds.note_load(nbytes, self._begun)
-        self._context.land(self, self._land, ticket.error)
+        self._end(ticket.error)
 
     def _land(self, error: TransferError | None) -> None:
         if error is not None:
@@ -229,11 +231,7 @@ class Fetch(Operation):
     kind = "fetch"
     destination = Tier.HOST
     part = 64
-    """Maximum number of objects in one read.
-
-    With this size, one thread fetches a prompt of 4,096 tokens in 13 ms. Smaller parts would divide the
-    prompt among threads, and the hand-overs between threads would raise the time to 15 ms.
-    """
+    """Maximum number of objects in one read. Smaller parts cost more hand-overs between threads."""
 
     def __init__(
         self, context: ControllerContext, runs: Sequence[PageRun], keys: Sequence[bytes], pins: Iterable[Pin]
@@ -256,12 +254,7 @@ class Fetch(Operation):
         for call in self._calls:
             context.reads.submit(call)
 
-    # Admissions that want the same objects share a fetch. When the last admission leaves, the rest of the
-    # fetch is cancelled:
-    #   1. admission A begins the fetch, and joins
-    #   2. admission B finds the same pages pending, and joins
-    #   3. A's deadline passes: A leaves, and the fetch goes on for B
-    #   4. B leaves: parts that no thread has begun are cancelled; the others land for later requests
+    # Admissions that want the same objects share a fetch: one that finds pages pending joins.
 
     def join(self, waiter: object) -> None:
         """Register `waiter` as waiting for this fetch."""
@@ -305,6 +298,8 @@ class Fetch(Operation):
             lost=partial(self._lose, part, keys),
             late=lambda _: self._release(part),
             probe=partial(storage.probe, part.pool, keys[0], read=True),
+            codes=outcome_codes(len(keys)),
+            is_held=partial(self._context.is_quarantined, [(part.pool, part.destinations)]),
         )
 
     def _background_read(self, part: PageRun, keys: Sequence[bytes]) -> Sequence[Outcome]:
@@ -342,13 +337,8 @@ class Fetch(Operation):
         self._end_part()
         return any(outcome is not Outcome.ERROR for outcome in outcomes)
 
-    # Host objects of a read that hangs are in quarantine until the read returns, because the store may still
-    # write to them:
-    #   1. a read thread calls the store, which should fill host objects 3 and 4
-    #   2. the deadline passes: `_lose` cancels the reservation of 3 and 4, but does not free them
-    #   3. the store answers at last: `late` calls `_release`, which frees 3 and 4
-    # If step 2 freed object 3, another page could get the blocks of object 3, and the store would overwrite
-    # this page.
+    # Host objects of a read that hangs are in quarantine until the read returns: the store may still write to
+    # them, and would overwrite another page in their blocks.
 
     def _lose(self, part: PageRun, keys: Sequence[bytes], reason: Reason, begun: bool) -> None:
         self._cancel(part)

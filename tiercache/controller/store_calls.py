@@ -11,11 +11,14 @@ import logging
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
+
+from tiercache.controller.ranks.landings import ENDED, LATE, PENDING, UNDONE, AgreedLandings, Codes
 from tiercache.core import Outcome, Reason
 from tiercache.storage.guard import Breaker
 from tiercache.threads import IoThreads
@@ -62,6 +65,10 @@ class StoreCall:
     """Callback with the result of `work`, when a lost call returns at last."""
     probe: Callable[[], bool] | None = None
     """Function that makes a small call of the same kind, and returns whether the call worked."""
+    codes: Codes = Codes()  # noqa: RUF009 (immutable)
+    """How the result is written as numbers, for ranks that agree on it."""
+    is_held: Callable[[], bool] = lambda: False
+    """Function that says whether the store may still use the buffers, although `work` has returned."""
     patient: bool = False
     """Whether the call waits while calls are suspended. A call that is not patient is lost instead."""
     begun: float | None = None
@@ -107,10 +114,9 @@ class StoreCalls:
         self._on_hang = on_hang
         self._breaker = Breaker(_MAX_FAILURES, _FIRST_PAUSE, clock=clock, random=random.random)
         self._probe: Callable[[], bool] | None = None
-        # `_lock` guards `_queued`, `_running` and additions to `waiting`. It is held for list operations
-        # only. No callback and no call of the store runs under this lock, so no second lock is taken under
-        # it.
-        self._lock = threading.Lock()
+        # `_lock` guards `_queued`, `_running` and additions to `waiting`, and is held for list operations
+        # only: no callback and no call of the store runs under it.
+        self._lock = threading.RLock()
         self._queued: deque[StoreCall] = deque()
         self._running: list[StoreCall] = []
         self._hung: list[StoreCall] = []
@@ -139,13 +145,16 @@ class StoreCalls:
         with self._lock:
             suspended = self.is_suspended
             if not suspended:
-                self._queued.append(call)
+                self._begin(call)
             elif call.patient:
                 self.waiting.append(call)
-        if not suspended:
-            self._threads.submit(self._run)
-        elif not call.patient:
+        if suspended and not call.patient:
             call.lost(Reason.UNAVAILABLE, False)
+
+    def _begin(self, call: StoreCall) -> None:
+        with self._lock:
+            self._queued.append(call)
+        self._threads.submit(self._run)
 
     def cancel(self, call: StoreCall) -> None:
         """End `call` as lost if it has not begun. A call that has begun goes on."""
@@ -185,12 +194,6 @@ class StoreCalls:
         value = call.work()
         self._post(partial(self._land, call, value))
 
-    # A call that returns after its deadline ends by `lost`, then `late`, and never by `landed`:
-    #   1. thread T runs call 5, which takes longer than the deadline
-    #   2. owner: `watch` moves call 5 to `_hung`, starts a thread in place of T, and calls `lost`
-    #   3. T: `work` returns, `_land` is posted, and T ends because it was replaced
-    #   4. owner: `_land` finds call 5 in `_hung`, and calls `late`
-
     def _land(self, call: StoreCall, value: Any) -> None:
         if call in self._hung:
             self._hung.remove(call)
@@ -208,9 +211,8 @@ class StoreCalls:
                 _log.warning("storage answers again (%s)", self.kind)
                 with self._lock:
                     waiting, self.waiting = self.waiting, deque()
-                    self._queued += waiting
-                for _ in waiting:
-                    self._threads.submit(self._run)
+                for other in waiting:
+                    self._begin(other)
         elif well:
             self._breaker.succeeded()
         else:
@@ -221,7 +223,8 @@ class StoreCalls:
         with self._lock:
             self._running.remove(call)
         self._hung.append(call)
-        self._threads.replace(call.thread)
+        if call.thread:  # of ranks that agree, one may not have begun
+            self._threads.replace(call.thread)
         self._on_hang()
         if call.is_trial:
             self._breaker.probed(False)
@@ -240,6 +243,10 @@ class StoreCalls:
             return
         _log.warning("storage %s (%s); no call goes to it until it answers again", why, self.kind)
         self._probe = call.probe
+        self._empty_queue()
+
+    def _empty_queue(self) -> None:
+        """Let the queued calls wait that are patient, and end the others as lost."""
         with self._lock:
             queued, self._queued = self._queued, deque()
             self.waiting += [other for other in queued if other.patient]
@@ -261,6 +268,114 @@ class StoreCalls:
             assert self._probe is not None
             call = StoreCall(self._probe, landed=bool, lost=lambda *_: None)
         call.is_trial = True
+        self._begin(call)
+
+
+class AgreedCalls(StoreCalls):
+    """Calls that all ranks submit alike, and that end alike: with what is so on all of them.
+
+    A call that hangs on one rank is lost on all, and returns once it has returned on all. A call that was
+    cancelled, or was in the queue at a suspension, is lost unless it turns out to have been made on all.
+
+    Thread safety: the owner's thread.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        threads: IoThreads,
+        post: Callable[[Callable[[], None]], None],
+        deadline: float,
+        on_hang: Callable[[], None],
+        landings: AgreedLandings,
+    ) -> None:
+        super().__init__(kind, threads, post, landings.now, deadline, on_hang)
+        draw = random.Random(0).random  # noqa: S311 (all ranks draw alike)
+        self._breaker = Breaker(_MAX_FAILURES, _FIRST_PAUSE, clock=landings.now, random=draw)
+        self._landings = landings
+        self._made: dict[StoreCall, _AgreedCall] = {}
+
+    def _begin(self, call: StoreCall) -> None:
+        call.begun, call.thread = None, 0
+        self._running.append(call)
+        made = _AgreedCall(call, self._landings, self._deadline, partial(self._settle, call))
+        self._made[call] = made
+        self._landings.expect(made)
+        self._threads.submit(made.run)
+
+    def cancel(self, call: StoreCall) -> None:  # noqa: D102
+        if call in self._made:
+            self._made[call].withdraw(Reason.NONE)
+
+    def watch(self) -> None:
+        """Begin the next trial if it is due."""
+        if self.is_suspended:
+            self._try_again()
+
+    def _empty_queue(self) -> None:
+        for call in self._running:
+            self._made[call].withdraw(Reason.UNAVAILABLE)
+
+    def _settle(self, call: StoreCall, common: int, codes: Sequence[int], why: Reason) -> None:
+        if common == LATE:
+            self._lose(call)
+            return
+        del self._made[call]
+        if common == ENDED:
+            self._land(call, call.codes.unpack(codes))
+            return
+        self._running.remove(call)
+        if call.patient:
+            self.submit(call)
+        else:
+            call.lost(why, False)
+
+
+class _AgreedCall:
+    """Call of one rank, whose end waits for the others."""
+
+    def __init__(
+        self, call: StoreCall, landings: AgreedLandings, deadline: float, settle: Callable[..., None]
+    ) -> None:
+        self.codes = np.zeros(call.codes.size, np.int8)
+        self._call, self._landings, self._deadline, self._settle = call, landings, deadline, settle
+        self._lock = threading.Lock()  # guards `_state` and the call's `begun`
+        self._state = PENDING
+        self._why: Reason | None = None
+        self._is_lost = False
+
+    def run(self) -> None:
+        """Call the store, on a background thread, unless the call was withdrawn."""
         with self._lock:
-            self._queued.append(call)
-        self._threads.submit(self._run)
+            if self._state != PENDING:
+                return
+            self._call.begun, self._call.thread = self._landings.clock(), threading.get_ident()
+        codes = self._call.codes.pack(self._call.work())
+        if len(codes) == len(self.codes):
+            self.codes[:] = codes
+        with self._lock:
+            self._state, self._call.thread = ENDED, 0
+        self._landings.wake()
+
+    def withdraw(self, why: Reason) -> None:
+        """Make the call no more if it has not begun here; of several reasons, the first counts."""
+        self._why = self._why or why
+        with self._lock:
+            if self._call.begun is None:
+                self._state = UNDONE
+
+    def state(self, now: float) -> int:
+        with self._lock:
+            state, begun = self._state, self._call.begun
+        if state == ENDED and self._call.is_held():
+            state = PENDING
+        if self._is_lost:
+            return ENDED if state else PENDING
+        return LATE if not state and begun is not None and now - begun >= self._deadline else state
+
+    def settle(self, common: int, codes: Sequence[int]) -> bool:
+        if common == LATE:
+            self._is_lost = True
+            self.withdraw(Reason.TIMEOUT)
+        self._settle(common, codes, self._why)
+        return common != LATE

@@ -9,12 +9,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, islice
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from tiercache.controller.context import ControllerContext
 from tiercache.controller.operations import Operation, PageRun
+from tiercache.controller.ranks.landings import Codes, Landing, outcome_codes
 from tiercache.controller.store_calls import TAKEN, StoreCall
 from tiercache.core import HitPolicy, Outcome, PoolName, PoolTransfer, Reason, Tier
 from tiercache.errors import TransferError
@@ -165,26 +167,41 @@ class Write(Operation):
         self._reserve()
         # Some pages may come from another request, whose work in another stream has not written them yet.
         after = context.device_work.fences((p.pool, p.sources) for p in runs)
+        self._agrees = context.landings is not None
+        """Whether ranks agree on what happens: then the owner's thread chooses what a call takes."""
         for piece in pieces:
+            end = context.copy_end(partial(self._end_copy, piece)) if self._agrees else None
             ticket = context.begin_store([p.units() for p in piece.copied], after)
-            ticket.add_done_callback(partial(self._background_copied, piece))
+            ticket.add_done_callback(partial(self._background_copied, piece, end))
 
     @property
     def is_copying(self) -> bool:
         """Whether device slots are still read."""
         return bool(self._device_pins)
 
-    def _background_copied(self, piece: Piece, ticket: Ticket) -> None:
+    def _background_copied(self, piece: Piece, end: Landing | None, ticket: Ticket) -> None:
         # A thread of the transfer engine runs this method. The storage write is submitted here, because the
         # owner's thread may be busy with a forward pass for a long time. `_land_copied` is posted before a
         # call can take the piece, so that the owner publishes the host objects before the result of the
         # storage write is applied.
+        if end is not None:
+            end(ticket.error)
+            return
         with self._lock:
-            if ticket.error is not None:
-                self._waiting = [other for other in self._waiting if other.is_on_host]
-            piece.is_on_host = piece in self._waiting
-            land = partial(self._land_copied, piece, piece.is_on_host)
-            self._context.land(self, land, ticket.error)
+            self._note_copied(piece, ticket.error)
+            land = partial(self._land_copied, piece, piece.is_on_host, ticket.error)
+            self._context.events.post(land)
+        self._call()
+
+    def _note_copied(self, piece: Piece, error: TransferError | None) -> None:
+        if error is not None:
+            self._waiting = [other for other in self._waiting if other.is_on_host]
+        piece.is_on_host = piece in self._waiting
+
+    def _end_copy(self, piece: Piece, error: TransferError | None) -> None:
+        """Apply the end of a copy on which all ranks agree."""
+        self._note_copied(piece, error)
+        self._land_copied(piece, piece.is_on_host, error)
         self._call()
 
     def _call(self) -> None:
@@ -193,13 +210,17 @@ class Write(Operation):
             if self._is_called or not any(piece.is_on_host for piece in self._waiting):
                 return
             self._is_called = True
+        taken = self._take() if self._agrees else []
+        runs = [run for piece in taken for run in piece.stored]
         self._context.writes.submit(
             StoreCall(
-                self._background_store,
+                partial(self._background_store, taken),
                 landed=self._land_stored,
                 lost=self._lose,
                 late=self._land_stored,
                 patient=True,
+                codes=_codes(taken, runs),
+                is_held=lambda: self._context.is_quarantined((run.pool, run.destinations) for run in runs),
             )
         )
 
@@ -230,10 +251,14 @@ class Write(Operation):
             self._strand_if_lost()
         self._settle()
 
-    def _background_store(self) -> _Answer:
-        """Write what is on the host, and what arrives there meanwhile; after a failure, nothing more."""
+    def _background_store(self, taken: list[Piece]) -> _Answer:
+        """Write what is on the host, and what arrives there meanwhile; after a failure, nothing more.
+
+        If ranks agree, only what is `taken` is written.
+        """
         answer, is_well = _Answer([], [], []), True
-        while pieces := self._take():
+        pieces = taken or self._take()
+        while pieces:
             runs = [run for piece in pieces for run in piece.stored]
             outcomes = self._store(runs) if is_well else _errors(runs)
             is_well = _is_well(outcomes)
@@ -247,6 +272,7 @@ class Write(Operation):
             answer.pieces.extend(pieces)
             answer.runs.extend(runs)
             answer.outcomes.extend(outcomes)
+            pieces = [] if taken else self._take()
         return answer
 
     def _take(self) -> list[Piece]:
@@ -348,6 +374,9 @@ class Write(Operation):
             self._note(run, outcomes)
         for piece in answer.pieces:
             self._open.remove(piece)
+        if self._agrees:
+            self._is_called = False
+            self._call()
         self._settle()
         return _is_well(answer.outcomes)
 
@@ -424,6 +453,17 @@ class Write(Operation):
     def _mark_storing(self, runs: Iterable[PageRun], storing: bool) -> None:
         for run in runs:
             self._context.in_flight.storing[run.pool][run.destinations] = storing
+
+
+def _codes(pieces: list[Piece], runs: list[PageRun]) -> Codes:
+    counts = [len(run.destinations) for run in runs]
+    codes = outcome_codes(sum(counts))
+
+    def unpack(found: Sequence[int]) -> _Answer:
+        outcomes = iter(codes.unpack(found))
+        return _Answer(pieces, runs, [[*islice(outcomes, count)] for count in counts])
+
+    return Codes(codes.size, lambda answer: codes.pack([*chain(*answer.outcomes)]), unpack)
 
 
 def _errors(runs: Iterable[PageRun]) -> list[Sequence[Outcome]]:

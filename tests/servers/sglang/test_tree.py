@@ -16,11 +16,14 @@ import pytest
 
 from tests.processes import free_port, suspend
 from tests.servers.conftest import Expected, environment_of
+from tests.servers.daemon import Daemon
 from tests.servers.models import MODELS, make_model
 from tests.servers.prompts import PROMPTS, check, whole_pages
 from tests.servers.server import Answer
 from tests.servers.sglang.server import SglangServer, SglangTreeServer
 from tests.waiting import until
+from tiercache.core import PoolName
+from tiercache.storage.registry import open_backend
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
 Start = Callable[..., SglangServer]
@@ -140,7 +143,6 @@ def test_what_is_not_served_is_refused_at_the_start(start: Start) -> None:
         (settings(policy="best")[2:], "there is no eviction policy 'best'"),
         (settings(polcy="lru")[2:], "polcy"),
         ([*HOST, "--hicache-storage-backend", "file"], "hicache-storage-backend other than dynamic"),
-        ([*HOST, "--hicache-storage-backend", "dynamic", "--tp", "2"], "tensor parallelism with a"),
         (settings(storage="memory://")[2:], "a storage needs --enable-hierarchical-cache"),
     ]:
         server = start("llama", *OURS, *arguments)
@@ -185,6 +187,42 @@ def test_the_host_keeps_what_the_device_gave_up(
                 os.kill(rank, signal.SIGCONT)
                 check(list(hung), expected(model), when="a rank hangs")
             server.lose(rank)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_two_ranks_over_a_store(model: str, models: Path, tmp_path: Path, expected: Expected) -> None:
+    """Every way back, for both ranks or for neither; a daemon that hangs costs hits."""
+    right, whole, none = expected(model), whole_pages(PAGE), [0] * len(PROMPTS)
+    path, log, where = make_model(model, models), tmp_path / "server.log", environment_of(SglangServer)
+
+    def cached(when: str) -> list[int]:
+        answers = [server.ask(asked) for asked in PROMPTS]
+        check(answers, right, when=when)
+        return [answer.cached for answer in answers]
+
+    def comes_back(when: str) -> bool:  # a daemon that gets no CPU in time costs hits
+        server.flush()
+        return cached(when) == whole
+
+    with Daemon(tmp_path / "node") as daemon:
+        for life in range(2):
+            with SglangTreeServer(where, path, free_port(), log, daemon.url, "--tp", "2") as server:
+                assert any(cached("first")) == bool(life)
+                until(lambda: comes_back("from the store"), 600)
+                with open_backend(daemon.url.replace("2s", "60s")) as store:
+                    keys = [entry.key for entry in store.scan_all()]
+                    theirs = min(key.layout for key in keys if key.pool is PoolName.KV)
+                    store.delete([key for key in keys if key.layout == theirs])
+                server.flush()
+                assert cached("one rank has nothing") == none
+                until(lambda: comes_back("stored anew"), 600)
+                daemon.hang()
+                server.flush()
+                assert cached("the daemon hangs") == none
+                daemon.go_on()
+                until(lambda: comes_back("the daemon is back"), 600)
+        assert "memory leak" not in server.said().lower()
+        assert "exception" not in server.said().lower()
 
 
 def test_the_store_serves_nobody_else_and_no_other_weights(

@@ -8,7 +8,6 @@ lies costs hits: what has not arrived, verified, is computed.
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import dataclass, replace
 from threading import Thread
 from typing import Annotated, Any, Final, NamedTuple
@@ -95,12 +94,13 @@ def identity_of(settings: Settings | StoredSettings, ctx: TreeCacheBuildContext,
     return replace(settings.identity(model, kv_dtype, page_size), weights_dtype=f"as by settings {facts}")
 
 
-def opened(settings: Settings | StoredSettings) -> StorageBackend | None:
+def opened(settings: Settings | StoredSettings, ctx: TreeCacheBuildContext) -> StorageBackend | None:
     """Open the store for this scheduler; None if there is to be none. Raises ConfigError or StorageError."""
     if not isinstance(settings, StoredSettings):
         return None
     parallel = get_parallel()
-    return settings.open(f"dp{parallel.dp_rank or 0}", parallel.num_dp_ranks)
+    rank = f"dp{parallel.dp_rank or 0}" + (f"tp{ctx.tp_rank}" if ctx.tp_size > 1 else "")
+    return settings.open(rank, parallel.num_dp_ranks * ctx.tp_size)
 
 
 class _Waiting(NamedTuple):
@@ -110,7 +110,7 @@ class _Waiting(NamedTuple):
     begin: int
     """Number of tokens that device and host had already."""
     until: float
-    """Time of `time.monotonic` after which the request waits no longer."""
+    """Time of the controller after which the request waits no longer."""
 
 
 class StoreBelow(BasePrefixCache):  # type: ignore[misc]  # SGLang has no types
@@ -179,7 +179,7 @@ class StoreBelow(BasePrefixCache):  # type: ignore[misc]  # SGLang has no types
         if not self.enable_storage or min(count, len(node.tokens)) < self._least_tokens:
             return
         ticket = self._controller.prefetch(node.tokens, node.extra)
-        until = time.monotonic() + self._rule.seconds(count)
+        until = self._controller.lent.now() + self._rule.seconds(count)
         self.ongoing_prefetch[handle] = _Waiting(ticket, node.depth * self.page_size, until)
 
     def check_prefetch_progress(self, handle: Any) -> bool:
@@ -187,7 +187,7 @@ class StoreBelow(BasePrefixCache):  # type: ignore[misc]  # SGLang has no types
         waiting = self.ongoing_prefetch.get(handle)
         if waiting is None:
             return True
-        if not waiting.ticket.done and time.monotonic() < waiting.until:
+        if not waiting.ticket.done and self._controller.lent.now() < waiting.until:
             return False
         waiting.ticket.cancel()
         return True

@@ -35,14 +35,15 @@ from sglang.srt.runtime_context import (
 )
 
 from tiercache.controller import ControllerOptions, HybridCacheController
-from tiercache.controller.landings import Ends
 from tiercache.controller.lent_slots import Taken, branch_of
+from tiercache.controller.ranks.landings import Ends
 from tiercache.core import ABSENT, Locations, PoolName, Tier, TokenArray, pending
 from tiercache.errors import ConfigError, PoolFullError
 from tiercache.index import HybridIndex, Match, Node, Origin, Pin
 from tiercache.integrations.settings import profile_for
 from tiercache.integrations.sglang_tree.lent import LentPages, LentStates, PassLoads, lent_pools
 from tiercache.integrations.sglang_tree.store import StoreBelow, identity_of, opened, read_settings
+from tiercache.keys import Shard
 from tiercache.policy import CheckpointKind
 from tiercache.pools import DevicePool, HostArena
 
@@ -118,13 +119,15 @@ class TierCacheTree(StoreBelow):
         self._grid = mamba_checkpoint_grid(self.page_size) if self._hybrid else self.page_size
         nbytes, block = _host_sizes(pools) if ctx.enable_hierarchical_cache else (_NO_HOST, _NO_HOST)
         identity = identity_of(settings, ctx, pools[_KV].geometry.segments[0].dtype)
-        store = opened(settings)
+        store = opened(settings, ctx)
         self._controller = HybridCacheController(
             identity,
             pools,
             HostArena(nbytes, block),
             store,
-            options=ControllerOptions(policy=settings.policy),
+            shard=Shard(ctx.tp_rank, ctx.tp_size),
+            # SGLang tells no times of a prefill, and ranks would measure different ones.
+            options=ControllerOptions(policy=settings.policy, load_or_recompute=False),
             profile=profile_for(settings.profile, str(ctx.model_config.model_path)),
         )
         self._set_store(self._controller, store, identity, rule)
@@ -526,7 +529,6 @@ def _refuse(ctx: TreeCacheBuildContext) -> None:
         or params.sidecar_draft_device_pools,
         "a model with sliding windows": ctx.is_hybrid_swa,
         "--disaggregation-mode": get_disagg().disaggregation_mode != "null",
-        "tensor parallelism with a --hicache-storage-backend": ctx.tp_size > 1 and storage is not None,
         "attention on a part of the ranks (--dp-size with --enable-dp-attention)": parallel.attn_dp_size > 1,
         "decode context parallelism": parallel.dcp_enabled,
         "context parallelism": params.attn_cp_size > 1,
