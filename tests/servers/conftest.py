@@ -13,14 +13,16 @@ from tests.servers.models import make_model
 from tests.servers.prompts import PROMPTS
 from tests.servers.server import Answer, Server
 from tests.servers.sglang.server import SglangServer, SglangTreeServer
-from tests.servers.vllm.server import VllmServer
+from tests.servers.vllm.server import VllmConnectorServer, VllmServer
 
 Start = Callable[[str, str | None], Server]
 Expected = Callable[[str], list[Answer]]
 
 
 @pytest.fixture(
-    scope="session", params=[SglangServer, SglangTreeServer, VllmServer], ids=["sglang", "tree", "vllm"]
+    scope="session",
+    params=[SglangServer, SglangTreeServer, VllmServer, VllmConnectorServer],
+    ids=["sglang", "tree", "vllm", "connector"],
 )
 def engine(request: pytest.FixtureRequest) -> type[Server]:
     """The class of an engine's servers."""

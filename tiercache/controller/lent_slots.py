@@ -51,6 +51,16 @@ class LentLoad:
     def __init__(self, loads: Iterable[Load]) -> None:
         self._loads = list(loads)
 
+    @property
+    def done(self) -> bool:
+        """Whether all copies have ended, and the index knows it."""
+        return all(load.done for load in self._loads)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a copy has failed."""
+        return any(load.ticket.error is not None for load in self._loads)
+
     def wait_layer(self, layer: int, stream: int | None = None) -> None:
         """Return once all of `layer` is in its slots, as `Admission.wait_layer` does.
 

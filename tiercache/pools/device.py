@@ -223,6 +223,13 @@ class DevicePool:
         """
         return as_locations(slots, self.capacity, f"{self.name} slot")
 
+    def views(self, slots: npt.ArrayLike) -> Sequence[tuple[DevicePool, Locations]]:
+        """Return the pools and their slots in which the segments of the objects at `slots` lie.
+
+        Raises SlotError as `checked` does. A pool whose objects lie in several slots at once overrides this.
+        """
+        return [(self, self.checked(slots).copy())]
+
 
 def allocations(begin: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return a number for the memory of each tensor; tensors with the same number lie in one allocation.

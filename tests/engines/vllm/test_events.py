@@ -170,16 +170,6 @@ def test_an_outage_removes_nothing() -> None:
         assert len(router.listen()) == 2
 
 
-def test_a_restarted_engine_tells_what_it_finds(tmp_path: Path) -> None:
-    url = f"lmdb://{tmp_path}/store?capacity=64MiB"
-    with engine_on(url) as engine:
-        engine.store("a", "b", "c")
-    with engine_on(url) as engine:
-        assert taken(engine) == []
-        assert engine.found("a", "b") == [True, True]
-        assert taken(engine) == [(False, key("a")), (False, key("b"))]
-
-
 def test_a_step_is_told_of_a_bounded_number_and_nothing_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ import vllm
 
 from tests.engines.vllm.rig import FULL, LAYERS, MISS, ROW, WINDOW, Engine, config, groups, key, keys
 from tiercache.core import ObjectKey
-from tiercache.errors import ConfigError, StorageError
+from tiercache.errors import ConfigError
 from tiercache.integrations.settings import StoreSettings
 from tiercache.integrations.vllm.identity import Keys
 from tiercache.storage.registry import open_backend
@@ -50,8 +50,6 @@ def full(tier: dict[str, object]) -> dict[str, object]:
         {"model": "another/model"},
         {"dtype": "float16"},
         {"max_model_len": 131_072},
-        {"world_size": 2, "tp_size": 2, "worker_kv_bytes_per_block": 6000},
-        {"blocks_per_chunk": 2, "worker_kv_bytes_per_block": 6000},
     ],
     ids=str,
 )
@@ -83,9 +81,11 @@ def test_a_group_that_is_made_otherwise_never_hits_and_the_others_do(
     with Engine(full, groups=groups(**change)) as engine:
         assert engine.found("a") == [False]
         assert engine.found("a", group=WINDOW) == [True]
+    with Engine(full, groups=groups(window=2)) as engine:
+        assert (engine.found("a"), engine.found("a", group=WINDOW)) == ([True], [False])
 
 
-def test_each_of_these_alone_makes_another_object() -> None:
+def test_each_of_these_alone_makes_another_object(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, settings = config({}), StoreSettings(storage=["memory://"], revision="r1")
 
     def made(row: int = ROW, **change: Any) -> ObjectKey | None:
@@ -101,7 +101,9 @@ def test_each_of_these_alone_makes_another_object() -> None:
         {"canonical_layout": True}, {"replicated_layout": True},
     ):  # fmt: skip
         found.add(made(**other))
-    assert len(found) == 2 + 5 + 2 + 5
+    monkeypatch.setattr(vllm, "__version__", "0.33.1")
+    found.add(made())
+    assert len(found) == 2 + 5 + 2 + 5 + 1
 
 
 def test_a_release_that_tells_too_little_is_refused_in_one_sentence() -> None:
@@ -115,23 +117,6 @@ def test_a_release_that_tells_too_little_is_refused_in_one_sentence() -> None:
         f"vLLM {vllm.__version__} does not tell a tier max_model_len and sliding_window_size_in_chunks, so"
         " TierCacheTier could restore wrong bytes; it needs vLLM 0.33"
     )
-
-
-def test_another_window_never_hits(full: dict[str, object]) -> None:
-    with Engine(full, groups=groups(window=2)) as engine:
-        assert engine.found("a") == [True]
-        assert engine.found("a", group=WINDOW) == [False]
-
-
-def test_a_group_at_another_place_never_hits(full: dict[str, object]) -> None:
-    with Engine(full, groups=groups(group_id=1)) as engine:
-        assert engine.answers(keys("a", group=1))[-1] == [MISS]
-
-
-def test_another_version_of_vllm_never_hits(full: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm, "__version__", "0.33.1")
-    with Engine(full) as engine:
-        assert engine.found("a") == [False]
 
 
 @pytest.mark.parametrize(
@@ -192,12 +177,6 @@ def test_a_quantized_kv_hides_the_dtype_of_states_which_has_to_be_said(tier: dic
             engine.store("a", group=WINDOW)
     with Engine(tier, dtype="fp8_e4m3", groups=groups()[:1]) as engine:  # no group could have a state
         engine.store("a")
-
-
-def test_a_store_that_cannot_be_opened_is_an_error_of_its_own(tier: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "store").write_text("a file")
-    with pytest.raises(StorageError, match="not a directory"):
-        Engine(tier)
 
 
 def refused(given: dict[str, Any], says: str, **changes: Any) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from vllm.v1.kv_offload.base import Locality, Medium, TierFilter, TierMatcher, make_offload_key
+from vllm.v1.kv_offload.base import Locality, Medium, TierFilter, TierMatcher
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tests.engines.vllm.rig import (
-    FULL,
     HIT,
     HIT_PENDING,
     MISS,
@@ -19,7 +18,6 @@ from tests.engines.vllm.rig import (
     WINDOW,
     Engine,
     content,
-    groups,
     key,
     keys,
 )
@@ -50,21 +48,6 @@ def test_a_lookup_says_retry_then_pending_then_hit_and_the_bytes_are_right(tier:
             assert engine.read(keys(name)[0]) == content(name)
 
 
-def test_the_store_takes_rows_from_the_primary_tier_and_fills_only_those_it_is_given(
-    tier: dict[str, object],
-) -> None:
-    with Engine(tier) as engine:
-        engine.store("a", "b")
-        engine.evict()
-        before = engine.memory()
-        assert engine.found("b") == [True]
-        after = engine.memory()
-        changed = [
-            i for i in range(ROWS) if after[i * ROW : (i + 1) * ROW] != before[i * ROW : (i + 1) * ROW]
-        ]
-        assert len(changed) == 1
-
-
 def test_groups_do_not_meet(tier: dict[str, object]) -> None:
     """The same block hash in two groups is two objects, and a group that vLLM does not offload has none."""
     with Engine(tier) as engine:
@@ -83,16 +66,6 @@ def test_groups_do_not_meet(tier: dict[str, object]) -> None:
         ]
         assert engine.read(keys("a")[0]) == content("full")
         assert engine.read(keys("a", group=WINDOW)[0]) == content("window")
-
-
-def test_what_is_stored_again_is_not_written_again(file_tier: dict[str, object], tmp_path: Path) -> None:
-    with Engine(file_tier) as engine:
-        engine.store("a")
-        engine.evict()
-        engine.store("a", "b")
-        assert not any(engine.jobs)
-    with open_backend(str(file_tier["storage"])) as store:
-        assert store.usage().objects == 2
 
 
 def test_objects_know_what_they_depend_on(file_tier: dict[str, object]) -> None:
@@ -177,13 +150,6 @@ def test_depths_count_what_is_stored(tmp_path: Path) -> None:
     assert (window.meta.parent, window.meta.depth) == (depths[2][0], 2)
 
 
-def test_a_model_of_full_attention_alone_has_no_states(file_tier: dict[str, object]) -> None:
-    with Engine(file_tier, groups=groups()[:1]) as engine:
-        engine.store("a")
-    with open_backend(str(file_tier["storage"])) as store:
-        assert [record.states for record in store.namespaces()] == [False]
-
-
 def test_what_the_tier_says_of_itself(file_tier: dict[str, object]) -> None:
     with Engine(file_tier | {"locality": "REMOTE"}) as engine:
         assert (engine.tier.medium, engine.tier.locality) == (Medium.STORAGE, Locality.REMOTE)
@@ -194,15 +160,3 @@ def test_what_the_tier_says_of_itself(file_tier: dict[str, object]) -> None:
         here.load_tier_filter = TierFilter((TierMatcher(locality=Locality.LOCAL),))
         assert engine.answers(keys("a"), here) == [[MISS]], "a request that wants local tiers only"
         assert engine.found("a") == [True]
-
-
-def test_keys_are_told_apart_by_all_of_their_bytes(file_tier: dict[str, object]) -> None:
-    with Engine(file_tier) as engine:
-        engine.store("a")
-        engine.evict()
-        whole = bytes(keys("a")[0][:-4])
-        near = [
-            make_offload_key(h, FULL) for h in (whole[:-1], whole + b"\0", bytes([whole[0] ^ 1]) + whole[1:])
-        ]
-        assert engine.answers(near)[-1] == [MISS] * 3
-        assert engine.answers([make_offload_key(whole, FULL)])[-1] == [HIT]

@@ -18,8 +18,6 @@ import tiercache.integrations.settings as settings
 from tests.engines.damage import flip
 from tests.engines.vllm.rig import HIT, MISS, RETRY, ROW, ROWS, Engine, content, job, key, keys, outcome
 from tests.faults import FaultEnv
-from tests.faulty import Faulty, Rates
-from tests.storage.late import Late
 from tiercache.errors import StorageError
 from tiercache.integrations.vllm import tier as tier_module
 from tiercache.storage.base import StorageBackend
@@ -108,43 +106,15 @@ def test_a_load_brings_what_is_sound_and_the_rest_is_stored_anew(
         assert engine.found("a", "b", "c") == [True, True, True]
 
 
-def test_lookups_do_not_wait_for_the_store_and_loads_do_not_wait_for_stores(
-    tier: dict[str, object], held: list[Held]
-) -> None:
+def test_loads_do_not_wait_for_stores(tier: dict[str, object], held: list[Held]) -> None:
     with Engine(tier) as engine:
         engine.store("a")
         engine.evict()
         [store] = held
-        store.held.add("exists")
-        context = engine.request()
-        for _ in range(50):  # none of which could return if it waited
-            assert engine.manager.lookup(key("a"), context) is RETRY
-            engine.step()
-        assert store.reached.wait(30)
-        store.held.clear()
-        store.go.set()
-        assert engine.answers(keys("a"), context)[-1] == [HIT]
-        engine.evict()
-        store.go.clear()
         store.held.add("set")
         engine.offer(keys("b"), "b")
         assert engine.found("a") == [True], "while a store hangs"
         store.go.set()
-
-
-def test_a_store_that_does_not_answer_lookups_has_nothing(
-    tier: dict[str, object], held: list[Held], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM would hold the request back for as long as it is told to retry."""
-    monkeypatch.setattr(tier_module, "PATIENCE_S", 0.05)
-    with Engine(tier) as engine:
-        engine.store("a")
-        engine.evict()
-        held[0].held.add("exists")
-        context = engine.request()
-        assert engine.answers(keys("a"), context)[-1] == [MISS]
-        held[0].go.set()
-        engine.settle(lambda: engine.manager.lookup(key("a"), context) is HIT)
 
 
 @pytest.mark.parametrize(
@@ -186,38 +156,6 @@ def test_a_store_that_raises_is_a_store_that_has_nothing(
     assert raised[0].exc_info is not None
 
 
-# private: no public name starts the lookup thread
-@pytest.mark.parametrize("step", ["Jobs", "_Lookups"])
-def test_a_beginning_that_breaks_off_leaves_nothing(
-    tier: dict[str, object], monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
-    def no_thread(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    threads = set(threading.enumerate())
-    with monkeypatch.context() as patch:
-        patch.setattr(tier_module, step, no_thread)
-        with pytest.raises(RuntimeError, match="start new thread"):
-            Engine(tier)
-    assert set(threading.enumerate()) <= threads
-    with Engine(tier) as engine:
-        engine.store("a")
-
-
-def test_failures_now_and_then_never_bring_wrong_bytes(
-    tier: dict[str, object], inside: Callable[..., None]
-) -> None:
-    inside(lambda store: Faulty(store, Rates(error=0.2, throttled=0.1, corrupt=0.2, miss=0.1), seed=3))
-    with Engine(tier) as engine:
-        hits = 0
-        for _ in range(20):
-            engine.store("a", "b", "c")
-            engine.evict()
-            hits += sum(engine.found("a", "b", "c"))  # which compares what it finds
-            engine.evict()
-        assert 0 < hits < 60
-
-
 def test_stores_beyond_the_queue_are_refused_and_their_rows_given_back(
     tier: dict[str, object], held: list[Held], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -256,13 +194,6 @@ def test_a_job_that_is_larger_than_the_queue_is_taken_where_nothing_else_waits(
         assert engine.found("a", "b", "c") == [True] * 3
 
 
-def test_a_quarter_of_the_rows_may_wait(tier: dict[str, object]) -> None:
-    for rows, most in ((2, 1), (8, 2), (12, 3)):
-        with Engine(tier, rows=rows) as engine:
-            # private: that more rows are refused is proved above; the number is not told
-            assert engine.tier._jobs._queued_rows == most
-
-
 def test_a_reset_waits_for_what_runs_and_cancels_what_waits(
     tier: dict[str, object], held: list[Held]
 ) -> None:
@@ -286,20 +217,6 @@ def test_a_reset_waits_for_what_runs_and_cancels_what_waits(
         engine.store("b")
         engine.evict()
         assert engine.found("b") == [True]
-
-
-def test_draining_twice_ends_each_job_once(tier: dict[str, object], held: list[Held]) -> None:
-    with Engine(tier | {"queued_rows": 8}) as engine:
-        held[0].held.add("set")
-        for number in range(3):
-            engine.tier.submit_store(job(number, keys(number), [number]))
-        assert held[0].reached.wait(30)
-        threading.Timer(0.05, held[0].go.set).start()
-        engine.tier.drain_jobs()
-        engine.tier.drain_jobs()
-        assert [
-            (r.job_id, r.success) for r in sorted(engine.tier.get_finished_jobs(), key=lambda r: r.job_id)
-        ] == [(0, True), (1, False), (2, False)]
 
 
 def test_after_a_drain_nothing_touches_the_rows(tier: dict[str, object], held: list[Held]) -> None:
@@ -375,11 +292,7 @@ def test_the_end_may_come_twice_and_calls_after_it_fail_quietly(tier: dict[str, 
         engine.tier.shutdown()
         engine.tier.submit_store(job(101, keys("b"), [0]))
         assert outcome_is(engine, 101) == (False, None)
-        engine.tier.submit_load(job(102, keys("a"), [0], load=True))
-        assert outcome_is(engine, 102) == (False, None)
-        assert engine.tier.lookup(key("a"), context) is MISS
         assert engine.tier.lookup(key("new"), context) is MISS
-        engine.step()
         engine.tier.drain_jobs()
         engine.tier.on_request_finished(context)
 
@@ -419,19 +332,6 @@ def test_jobs_that_make_no_sense_fail_and_spare_the_rows(
         assert engine.memory()[3 * ROW : 4 * ROW] == content("b")
         assert engine.answers(strange)[-1] == [MISS] * len(strange)
         assert engine.found("a", "b") == [True, True]
-
-
-def test_results_say_how_much_moved_and_how_long_it_took(
-    tier: dict[str, object], inside: Callable[..., None]
-) -> None:
-    inside(lambda store: Late(store, {"set", "get"}, lambda: time.sleep(0.05)))
-    with Engine(tier) as engine:
-        for load in (False, True):
-            made = job(load, keys("a", "b"), [1, 2], load=load)
-            engine.tier.submit_load(made) if load else engine.tier.submit_store(made)
-            result = outcome(engine.tier, load)
-            assert (result.success, result.successful_keys, result.transfer_bytes) == (True, None, 2 * ROW)
-            assert 0.05 <= result.transfer_time < 5
 
 
 def outcome_is(engine: Engine, number: int) -> tuple[bool, object]:

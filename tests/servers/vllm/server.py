@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from tests.servers.server import Answer, Server
 from tests.waiting import until
@@ -23,6 +24,8 @@ class VllmServer(Server):
     ENVIRONMENT = "vllm-cpu"
     PAGE = 512
     DTYPES: ClassVar = {"llama": "float32", "qwen3next": "bfloat16"}  # all that its gated delta nets take
+    SETTINGS: ClassVar[dict[str, str]] = {}
+    """Environment of this kind of server."""
 
     def __init__(self, environment: Path, model: Path, port: int, log: Path, storage: str | None) -> None:
         cache = ["--no-enable-prefix-caching"]
@@ -32,7 +35,7 @@ class VllmServer(Server):
                 "--block-size",
                 str(self.PAGE),
                 "--kv-transfer-config",
-                _tier(storage),
+                json.dumps({"kv_role": "kv_both", **self.transfer(storage)}),
             ]
         self._model = model.name
         super().__init__(
@@ -44,12 +47,13 @@ class VllmServer(Server):
             port,
             log,
             {
-                "PYTHONPATH": str(STAND_INS),
+                "PYTHONPATH": os.pathsep.join((str(STAND_INS), os.environ.get("PYTHONPATH", ""))).rstrip(":"),
                 "TORCHDYNAMO_DISABLE": "1",
                 "VLLM_CPU_KVCACHE_SPACE": "1",
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "VLLM_NO_USAGE_STATS": "1",
                 "VLLM_SERVER_DEV_MODE": "1",
+                **(self.SETTINGS if storage else {}),
             },
         )  # fmt: skip
 
@@ -71,23 +75,32 @@ class VllmServer(Server):
 
         until(emptied, 300, every=0.5)
 
-
-def _tier(storage: str) -> str:
-    """Return the settings of vLLM's tiers with a store of tiercache below."""
-    tier = {
-        "type": "TierCacheTier",
-        "module_path": "tiercache.integrations.vllm",
-        "storage": storage,
-        "revision": "r1",
-    }
-    return json.dumps(
-        {
+    def transfer(self, storage: str) -> dict[str, Any]:
+        """Return the settings of vLLM's tiers with a store of tiercache below."""
+        tier = {
+            "type": "TierCacheTier",
+            "module_path": "tiercache.integrations.vllm",
+            "storage": storage,
+            "revision": "r1",
+        }
+        return {
             "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
             "kv_connector_extra_config": {
                 "spec_name": "TieringOffloadingSpec",
                 "cpu_bytes_to_use": 64 << 20,
                 "secondary_tiers": [tier],
             },
         }
-    )
+
+
+class VllmConnectorServer(VllmServer):
+    """One server of vLLM with tiercache's own connector, whose scheduler and worker are one process."""
+
+    SETTINGS: ClassVar = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # on a CPU nothing else leaves them together
+
+    def transfer(self, storage: str) -> dict[str, Any]:
+        return {
+            "kv_connector": "TierCacheConnector",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"storage": storage, "revision": "r1", "host_bytes": "64MiB"},
+        }

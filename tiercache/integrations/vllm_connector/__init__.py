@@ -1,0 +1,38 @@
+"""KV connector of vLLM: tiercache's index, host tier and store below the device cache of vLLM.
+
+    vllm serve MODEL --enable-prefix-caching --kv-transfer-config '{
+        "kv_connector": "TierCacheConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "host_bytes": "32GiB", "storage": "file:///var/lib/tiercache?capacity=200GiB",
+            "revision": "<of the weights>"}}'
+
+vLLM finds the connector when tiercache is installed in its environment (entry point `vllm.general_plugins`).
+`connector.ConnectorSettings` describes the settings.
+
+Words of vLLM that the modules use:
+
+    group     layers whose cache vLLM manages together; a request has a table of blocks for each group
+    block     one place of all tensors; the block of one group has the bytes of a page, or of a state, of the
+              layers of that group
+
+Read `blocks` (vLLM's tensors as device pools), `cache` (what is found, loaded and saved, by a controller) and
+`connector` (what vLLM calls) in this order. `cache` knows nothing of vLLM.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+NAME: Final = "TierCacheConnector"
+"""Name by which vLLM is told to use the connector."""
+
+
+def register() -> None:
+    """Tell vLLM of the connector. vLLM calls this in each of its processes, at times more than once."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    try:
+        KVConnectorFactory.get_connector_class_by_name(NAME)
+    except ValueError:  # it is not known yet
+        module = "tiercache.integrations.vllm_connector.connector"
+        KVConnectorFactory.register_connector(NAME, module, NAME)

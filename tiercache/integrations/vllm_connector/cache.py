@@ -1,0 +1,296 @@
+"""Cache of an engine that keeps its blocks: what requests find, load into lent blocks, and leave there.
+
+The engine keeps the blocks. The device tier of the index is empty between steps: it has the blocks of a step
+while they are copied to the host, and those of a load until it has ended. Whatever goes wrong costs hits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Event, RLock, Thread
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from tiercache.controller import HybridCacheController
+from tiercache.controller.lent_slots import LentLoad, Taken
+from tiercache.controller.prefetch import PrefetchTicket
+from tiercache.core import ABSENT, Locations, PoolName, Tier, TokenArray
+from tiercache.index import Origin, Pin
+from tiercache.integrations.vllm_connector.blocks import BlockPool
+from tiercache.transfer import Fence
+
+_TICK_S: Final = 0.05
+"""Seconds between two looks at what is under way in the background."""
+_IDLE_S: Final = 1.0
+"""Seconds between two looks when nothing is under way."""
+Blocks = Mapping[PoolName, Locations]
+"""Blocks of the engine by pool: int64, shape [groups, objects]."""
+
+
+class BlockSave(NamedTuple):
+    """Whole pages and states that a request has computed by the end of a step."""
+
+    request: str
+    tokens: TokenArray
+    """Tokens of the pages."""
+    extra: bytes
+    pages: Locations
+    """Blocks of all pages from the first one on: shape [groups, pages]."""
+    states: Mapping[int, Locations]
+    """Blocks of states by depth in tokens: shape [groups, 1]."""
+
+
+@dataclass(slots=True, eq=False)
+class BlockLoad:
+    """Restore of a prefix into blocks that the engine has given to a request."""
+
+    request: str
+    tokens: TokenArray
+    extra: bytes
+    begin: int
+    """Number of leading pages that the engine has in these blocks already."""
+    depth: int
+    """Number of pages to restore, those included."""
+    blocks: Blocks
+    """Blocks of the pages [0, depth), and of the state at `depth`."""
+    pin: Pin
+    is_possible: bool = True
+    is_begun: bool = False
+    running: LentLoad | None = None
+    """Copies; None before they begin, and if they cannot."""
+
+
+@dataclass(slots=True, eq=False)
+class _Search:
+    """Search of a waiting request, and what the request has been promised."""
+
+    origin: Origin
+    until: float
+    """Time of the clock after which the request waits no longer for storage."""
+    ticket: PrefetchTicket | None = None
+    begin: int = 0
+    depth: int = 0
+    pin: Pin | None = None
+
+    def release(self) -> None:
+        """Promise nothing any more."""
+        if self.pin is not None:
+            self.pin.release()
+        self.pin, self.depth = None, 0
+
+
+class EngineCache:
+    """Cache of one engine, over `pools` of the engine's blocks; owns the controller.
+
+    A request is asked about with `find` until its answer is no longer None. If the engine then has blocks
+    for what was promised, it gives them to `claim`, and the answer of that to `start`; `ended` says when the
+    load is over. Otherwise it calls `decline`. `save` is called while the blocks have what the step has
+    computed, and `forget` when the request is over.
+
+    Thread safety: any thread.
+    """
+
+    def __init__(
+        self,
+        controller: HybridCacheController,
+        pools: Mapping[PoolName, BlockPool],
+        patience: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`patience`: seconds that a request may wait for storage."""
+        self.page_size = controller.page_size
+        self._controller, self._lent, self._index = controller, controller.lent, controller.lent.index
+        self._pools = pools
+        self._patience = patience
+        self._clock = clock
+        self._searches: dict[str, _Search] = {}
+        self._loads: dict[str, BlockLoad] = {}
+        self._failed: set[str] = set()
+        """Requests of which a load has failed, and which therefore compute everything."""
+        self._lock = RLock()
+        self._stop = Event()
+        self._thread = Thread(target=self._background, name="tiercache-idle", daemon=True)
+        self._thread.start()
+
+    def _background(self) -> None:
+        """Apply what has happened while the engine is idle, and calls nothing; writes go on by that."""
+        busy = True
+        while not self._stop.wait(_TICK_S if busy else _IDLE_S):
+            with self._lock:
+                if not self._stop.is_set():
+                    busy = self._controller.tick()
+
+    def find(self, request: str, tokens: TokenArray, extra: bytes, begin: int) -> int | None:
+        """Return how many pages a request can have, of which the engine has `begin`; None: ask again.
+
+        The promise holds until `claim`, `decline` or `forget`, or the next answer.
+        """
+        with self._lock:
+            if request in self._failed:
+                return begin
+            self._controller.tick()
+            search = self._searches.get(request)
+            if search is None:  # a hit in the engine's own cache counts as well
+                origin = self._index.touch(self._index.match(tokens, extra), tokens)
+                search = self._searches[request] = _Search(origin, self._clock() + self._patience)
+            search.release()
+            if begin >= (len(tokens) - 1) // self.page_size:
+                return begin
+            if search.ticket is None:
+                search.ticket = self._controller.prefetch(tokens[:-1], extra)
+            if not search.ticket.done and self._clock() < search.until:
+                return None
+            search.ticket.cancel()
+            match = self._index.match(tokens, extra)
+            if match.near_depth <= begin:
+                return begin
+            if any(_overlap(load, tokens, extra, self.page_size) for load in self._loads.values()):
+                return None  # the engine has the common pages itself as soon as that load has ended
+            search.begin, search.depth = begin, match.near_depth
+            search.pin = self._index.pin(self._index.node_at(match, search.depth), Tier.HOST)
+            return search.depth
+
+    def decline(self, request: str) -> None:
+        """End the promise to a request."""
+        with self._lock:
+            if request in self._searches:
+                self._searches[request].release()
+
+    def claim(self, request: str, tokens: TokenArray, extra: bytes, pages: int, tables: Blocks) -> BlockLoad:
+        """Take blocks for `pages` pages of a promise, behind those that the engine has.
+
+        `tables` are the blocks of the request from its begin on, each state at the last of its pages. A
+        block 0 stands for none, and lets the load fail.
+        """
+        with self._lock:
+            search = self._searches[request]
+            depth = search.begin + pages
+            blocks = {
+                pool: table[:, depth - 1 : depth] if pool is PoolName.MAMBA else table[:, :depth]
+                for pool, table in tables.items()
+            }
+            assert search.pin is not None, "what is claimed was promised"
+            load = BlockLoad(request, tokens, extra, search.begin, depth, blocks, search.pin)
+            # With states, no other depth than the promised one can be restored.
+            load.is_possible = (
+                tables[PoolName.KV].shape[1] >= depth
+                and all(at.all() for at in blocks.values())
+                and (depth == search.depth or (depth < search.depth and PoolName.MAMBA not in blocks))
+            )
+            search.pin = None
+            self._loads[request] = load
+            return load
+
+    def start(self, load: BlockLoad, fence: Fence | None = None) -> None:
+        """Begin a load; `ended` tells how it went. The copies wait for `fence`."""
+        with self._lock:
+            load.is_begun = True
+            if not load.is_possible:
+                return
+            kv = load.blocks[PoolName.KV]
+            if load.begin:  # what the engine has is not written to
+                known = load.tokens[: load.begin * self.page_size]
+                self._adopt(known, load.extra, kv[:, : load.begin], {}, Taken(), fence)
+            match = self._index.match(load.tokens, load.extra)
+            here = self._index.locations(match, min(load.depth, match.path_depth)).pages[PoolName.KV].device
+            lacking = np.arange(load.depth) >= load.begin
+            if len(here) < load.depth or (here[lacking] != ABSENT).any() or (here[~lacking] < 0).any():
+                return
+            given: dict[PoolName, Locations] = {}
+            try:
+                for pool, blocks in load.blocks.items():
+                    mine = blocks[:, lacking] if pool is PoolName.KV else blocks
+                    given[pool] = self._pools[pool].lend(mine)
+                load.running = self._lent.load(match, load.depth, given, fence=fence)
+            except BaseException:
+                for pool, slots in given.items():
+                    self._pools[pool].free(slots)
+                raise
+
+    def ended(self) -> tuple[set[str], set[str]]:
+        """Return the requests whose loads have ended since the last call, and which of them have failed."""
+        with self._lock:
+            self._controller.tick()
+            done = {
+                name: load
+                for name, load in self._loads.items()
+                if load.is_begun and (load.running is None or load.running.done)
+            }
+            failed = {name for name, load in done.items() if load.running is None or load.running.failed}
+            for name, load in done.items():
+                load.pin.release()
+                del self._loads[name]
+            if done:  # from now on the engine has these pages itself
+                self._controller.evict(Tier.DEVICE)
+            self._failed |= failed & self._searches.keys()
+            return set(done), failed
+
+    def save(self, saves: Sequence[BlockSave], fence: Fence | None = None) -> None:
+        """Copy what the host lacks of pages and states, and return when others may have the blocks.
+
+        The copies wait for `fence`. What has been copied is written to the store in the background.
+        """
+        with self._lock:
+            for save in saves:
+                search = self._searches.get(save.request)
+                taken = Taken(origin=Origin() if search is None else search.origin)
+                self._adopt(save.tokens, save.extra, save.pages, save.states, taken, fence)
+            if saves:
+                while self._lent.copies:
+                    self._controller.tick(_TICK_S)
+                self._controller.evict(Tier.DEVICE)
+
+    def _adopt(
+        self,
+        tokens: TokenArray,
+        extra: bytes,
+        pages: Locations,
+        states: Mapping[int, Locations],
+        taken: Taken,
+        fence: Fence | None,
+    ) -> None:
+        """Enter blocks into the index, unless there are too few slots for them."""
+        if min(pool.available for pool in self._pools.values()) < pages.shape[1] + len(states):
+            return
+        kv = self._pools[PoolName.KV]
+        slots, by_depth = kv.lend(pages), {}
+        for depth, at in states.items():
+            by_depth[depth] = {PoolName.MAMBA: int(self._pools[PoolName.MAMBA].lend(at)[0])}
+        made = self._lent.adopt(tokens, {PoolName.KV: slots}, by_depth, extra, taken=taken, fence=fence)
+        kv.free(slots[made.start :][~made.pages[PoolName.KV].adopted])
+        for state in made.rejected_states:
+            self._pools[state.pool].free(np.array([state.slot]))
+
+    def forget(self, request: str) -> None:
+        """End everything for a request that is over, but a load, which goes on to its end."""
+        with self._lock:
+            self._failed.discard(request)
+            search = self._searches.pop(request, None)
+            if search is not None:
+                if search.ticket is not None:
+                    search.ticket.cancel()
+                search.release()
+
+    def reset(self) -> bool:
+        """Empty the host, and leave the store; return whether nothing was under way, and all is gone."""
+        with self._lock:
+            busy = self._controller.tick()
+            self._controller.evict(Tier.DEVICE)
+            self._controller.evict(Tier.HOST)
+            return not busy
+
+    def close(self) -> None:
+        """Write what is left, and close the controller; a second call does nothing."""
+        self._stop.set()
+        with self._lock:
+            for request in list(self._searches):
+                self.forget(request)
+            self._controller.close()
+
+
+def _overlap(load: BlockLoad, tokens: TokenArray, extra: bytes, page_size: int) -> bool:
+    """Return whether a prompt begins with the first page of a load."""
+    return load.extra == extra and np.array_equal(load.tokens[:page_size], tokens[:page_size])

@@ -1,0 +1,376 @@
+"""The class that vLLM calls as its KV connector, once for its scheduler and once for its worker."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Annotated, Any, Final, TypeVar
+
+import numpy as np
+import torch
+import vllm
+from blake3 import blake3
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from tiercache.controller import ControllerOptions, HybridCacheController
+from tiercache.core import Locations, PoolName, TokenArray
+from tiercache.errors import ConfigError
+from tiercache.integrations.settings import StoreSettings, profile_for
+from tiercache.integrations.vllm_connector.blocks import BlockPool, bytes_of
+from tiercache.integrations.vllm_connector.cache import BlockLoad, BlockSave, EngineCache
+from tiercache.keys import Identity
+from tiercache.pools import HostArena
+from tiercache.settings import duration, matching, read_section, size
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+PLACE: Final = "kv_connector_extra_config of TierCacheConnector"
+"""Name of the settings in error messages."""
+RELEASES: Final = ("0.32", "0.33")
+"""Releases of vLLM whose connectors are called as this one expects; docs/engines.md says what was run."""
+_KINDS: Final = {FullAttentionSpec: PoolName.KV, MLAAttentionSpec: PoolName.KV, MambaSpec: PoolName.MAMBA}
+"""Pool of each kind of group."""
+_CACHES: Final[dict[str, EngineCache]] = {}
+"""Caches by the engine's id: that of the worker, which the scheduler in the same process shares."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorSettings(StoreSettings):
+    """Settings of the connector, beside those that `tiercache.integrations.settings` explains."""
+
+    host_bytes: Annotated[int, size(1 << 20)] = 4 << 30
+    """Host memory for pages and states, taken at the start."""
+    policy: Annotated[str, matching("(?s:.{1,200})", "is no name of an eviction policy")] = "hvd"
+    """Eviction policy: hvd, lru, or that of another package."""
+    patience: Annotated[float, duration(0.0)] = 5.0
+    """Time that a request waits for what storage has of its prompt, at most; and a call that hangs."""
+
+
+@dataclass(slots=True)
+class StepWork(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no types
+    """Loads and saves of the worker in one step."""
+
+    loads: list[BlockLoad] = field(default_factory=list)
+    saves: list[BlockSave] = field(default_factory=list)
+
+
+class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM has no types
+    """Connector of one engine, whose scheduler and worker are in one process.
+
+    Construction raises ConfigError for what cannot be served, in a sentence that says what to change, and
+    StorageError for a store that cannot be opened. Later no method raises: a failure is logged, and a miss.
+
+    Thread safety: vLLM's thread for the scheduler and the worker.
+    """
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._settings = read_section(
+            ConnectorSettings, PLACE, self._kv_transfer_config.kv_connector_extra_config
+        )
+        self._page_size, kinds = _check(vllm_config, kv_cache_config)
+        self._groups = {pool: [n for n, k in enumerate(kinds) if k is pool] for pool in dict.fromkeys(kinds)}
+        """Groups of each pool."""
+        self._key = str(self._kv_transfer_config.engine_id)
+        self._requests: dict[str, Any] = {}
+        self._known: dict[str, TokenArray] = {}
+        self._saved: dict[str, int] = {}
+        """Number of leading pages of each request that have been saved."""
+        self._work = StepWork()
+        if role is KVConnectorRole.SCHEDULER and self._key not in _CACHES:
+            raise ConfigError(
+                "TierCacheConnector serves a scheduler and a worker in one process only; start vLLM with"
+                " --distributed-executor-backend uni"
+            )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Whether a request may not end before its saves: never, because a save ends within its step."""
+        return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str:
+        """Return the layout in which the bytes of a block of one layer are contiguous."""
+        return "LBHNC"
+
+    # The worker.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Make the cache over the tensors that vLLM has allocated for its layers."""
+        config, chosen = self._kv_cache_config, self._settings
+        numbers = {name: n for n, name in enumerate(sorted(kv_caches))}
+        pools = {
+            pool: BlockPool.over(
+                pool,
+                self._page_size,
+                [
+                    list(_layers(config.kv_cache_groups[n], kv_caches, numbers, config.num_blocks))
+                    for n in numbered
+                ],
+            )
+            for pool, numbered in sorted(self._groups.items())
+        }
+        identity = _identity(chosen, self._vllm_config, config, self._page_size)
+        parallel = self._vllm_config.parallel_config
+        controller = HybridCacheController(
+            identity,
+            pools,
+            HostArena(chosen.host_bytes, min(pool.geometry.padded_nbytes for pool in pools.values())),
+            chosen.open(str(parallel.data_parallel_index), parallel.data_parallel_size),
+            options=ControllerOptions(policy=chosen.policy, storage_deadline=max(1.0, chosen.patience)),
+            profile=profile_for(chosen.profile, identity.model),
+        )
+        _CACHES[self._key] = EngineCache(controller, pools, chosen.patience)
+        _log.info(
+            "tiercache: pages of %d tokens; %s; %d bytes on the host; policy %s",
+            self._page_size,
+            ", ".join(f"{pool} {one.geometry.nbytes} bytes" for pool, one in pools.items()),
+            chosen.host_bytes,
+            chosen.policy,
+        )
+
+    def start_load_kv(self, forward_context: Any, **_: Any) -> None:
+        """Begin the loads of this step, which end in the background."""
+        for load in self._get_connector_metadata().loads:
+            self._guarded(partial(EngineCache.start, load=load, fence=_fence()), None)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Return at once: no pass of the model uses blocks that are being loaded."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **_: Any) -> None:
+        """Return at once: blocks are saved at the end of the step."""
+
+    def wait_for_save(self) -> None:
+        """Copy what this step has completed to the host; vLLM may use its blocks for others afterwards."""
+        saves = self._get_connector_metadata().saves
+        if saves:
+            self._guarded(partial(EngineCache.save, saves=saves, fence=_fence()), None)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return the requests whose loads have ended, and those that have to compute everything.
+
+        Single blocks are never reported: with several groups vLLM cannot know whose they are.
+        """
+        done, failed = self._guarded(EngineCache.ended, (set[str](), set[str]()))
+        return KVConnectorTransferResults(finished_recving=done, failed_recving=failed)
+
+    def shutdown(self) -> None:
+        """Write what is left, and close the store; the first call of scheduler and worker does it."""
+        cache = _CACHES.pop(self._key, None)
+        if cache is not None:
+            cache.close()
+
+    # The scheduler.
+
+    def on_new_request(self, request: Any) -> None:
+        """Note a request that may be cached: tokens say what is computed, and stay what they are."""
+        told = not request.mm_features and request.prompt_embeds is None and not request.resumable
+        if told and request.num_tokens:
+            self._requests[request.request_id] = request
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return how many tokens can be loaded behind those that vLLM has; None to be asked again."""
+        if request.request_id not in self._requests:
+            return 0, False
+        begin = num_computed_tokens // self._page_size
+        asked = (request.request_id, self._tokens(request), _extra(request), begin)
+        nothing: int | None = begin
+        depth = self._guarded(lambda cache: cache.find(*asked), nothing)
+        if depth is None:
+            return None, False
+        return (depth - begin) * self._page_size, depth > begin
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Note the blocks into which the promised tokens are to be loaded."""
+        name = request.request_id
+        if not num_external_tokens:
+            self._guarded(lambda cache: cache.decline(name), None)
+            return
+        pages, tables = num_external_tokens // self._page_size, blocks.get_block_ids()
+        given = {pool: self._table(tables, pool) for pool in self._groups}
+        load = _CACHES[self._key].claim(name, self._tokens(request), _extra(request), pages, given)
+        self._work.loads.append(load)
+
+    def _table(self, tables: Any, pool: PoolName) -> Locations:
+        """Return the blocks of a request in the groups of a pool: shape [groups, blocks]; 0 where is none."""
+        mine = [tables[n] for n in self._groups[pool]]
+        table = np.zeros((len(mine), max(map(len, mine))), np.int64)
+        for row, blocks in zip(table, mine, strict=True):
+            row[: len(blocks)] = blocks
+        return table
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepWork:
+        """Return what the worker loads and saves in the step that vLLM has scheduled."""
+        work, self._work = self._work, StepWork()
+        offered = scheduler_output.kv_connector_block_state
+        if PoolName.MAMBA in self._groups:
+            for name, entries in offered.boundary_state_offloads.items():
+                self._save_states(work, name, offered.get_block_ids(name), entries)
+            return work
+        for name, count in scheduler_output.num_scheduled_tokens.items():
+            request = self._requests.get(name)
+            if request is None:
+                continue
+            known = min(request.num_computed_tokens + count, request.num_tokens)
+            depth = known // self._page_size
+            if depth > self._saved.get(name, 0):
+                self._save(work, request, offered.get_block_ids(name), depth, {})
+        return work
+
+    def _save_states(
+        self, work: StepWork, name: str, tables: Any, entries: list[tuple[int, int, int]]
+    ) -> None:
+        """Save the states that a step completes: (group, block, tokens); each needs a block of each group."""
+        request, groups = self._requests.get(name), self._groups[PoolName.MAMBA]
+        found: dict[int, dict[int, int]] = {}
+        for group, block, tokens in entries:
+            if block and tokens % self._page_size == 0:
+                found.setdefault(tokens, {})[group] = block
+        states = {
+            tokens: np.array([[blocks[n]] for n in groups], np.int64)
+            for tokens, blocks in found.items()
+            if len(blocks) == len(groups)
+        }
+        if request is not None and states and max(states) <= request.num_tokens:
+            self._save(work, request, tables, max(states) // self._page_size, states)
+
+    def _save(
+        self, work: StepWork, request: Any, tables: Any, depth: int, states: dict[int, Locations]
+    ) -> None:
+        pages = self._table(tables, PoolName.KV)[:, :depth]
+        if pages.shape[1] == depth and pages.all():
+            tokens = self._tokens(request)[: depth * self._page_size]
+            work.saves.append(BlockSave(request.request_id, tokens, _extra(request), pages, states))
+            self._saved[request.request_id] = depth
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
+        """Forget a request; its blocks are vLLM's at once."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, None]:
+        """Forget a request; its blocks are vLLM's at once."""
+        name = request.request_id
+        for known in (self._requests, self._known, self._saved):
+            known.pop(name, None)
+        self._guarded(lambda cache: cache.forget(name), None)
+        return False, None
+
+    def reset_cache(self) -> bool:
+        """Empty the host, when an operator resets vLLM's prefix cache; the store stays."""
+        return self._guarded(EngineCache.reset, True)
+
+    def _tokens(self, request: Any) -> TokenArray:
+        """Return the known tokens of a request; vLLM asks many times about one that waits."""
+        known = self._known.get(request.request_id)
+        if known is None or len(known) != request.num_tokens:
+            known = self._known[request.request_id] = np.array(request.all_token_ids[:], np.uint64)
+        return known
+
+    def _guarded(self, call: Callable[[EngineCache], T], otherwise: T) -> T:
+        """Call the cache; after a failure log it, and answer `otherwise`."""
+        try:
+            return call(_CACHES[self._key])
+        except Exception:  # noqa: BLE001
+            # whatever a bug raises, vLLM's engine goes on without what the cache could have given
+            _log.exception("tiercache: a call failed, and its tokens are computed")
+            return otherwise
+
+
+def _fence() -> torch.cuda.Event | None:
+    """Return a point behind all that the model has been given to do, for which copies have to wait."""
+    if not torch.cuda.is_available():
+        return None
+    fence = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    fence.record()
+    return fence
+
+
+def _extra(request: Any) -> bytes:
+    """Return what a cached prefix depends on besides its tokens: the adapter and the caller's salt."""
+    adapter = request.lora_request
+    parts = (adapter and (adapter.lora_name, adapter.lora_path), request.cache_salt)
+    return repr(parts).encode() if any(parts) else b""
+
+
+def _layers(
+    group: Any, kv_caches: dict[str, torch.Tensor], numbers: dict[str, int], blocks: int
+) -> Iterator[tuple[int, str, torch.Tensor]]:
+    """Yield the number, the name and the bytes of each layer of a group, without the padding of blocks."""
+    for name in group.layer_names:
+        yield numbers[name], name, bytes_of(kv_caches[name], blocks, _nbytes(group, name), name)
+
+
+def _spec(group: Any, name: str) -> Any:
+    """Return the specification of a layer; those of a group may differ in their sizes."""
+    return getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
+
+
+def _nbytes(group: Any, name: str) -> int:
+    return int(replace(_spec(group, name), page_size_padded=None).page_size_bytes)
+
+
+def _identity(settings: ConnectorSettings, config: Any, kv_cache_config: Any, page_size: int) -> Identity:
+    """Return the identity of the cache, with a digest of all that vLLM tells of what changes its bytes."""
+    model, cache = config.model_config, config.cache_config
+    dtype = str(model.dtype if cache.cache_dtype == "auto" else cache.cache_dtype).removeprefix("torch.")
+    facts = [
+        vllm.__version__,
+        [str(model.dtype), model.quantization, model.max_model_len, model.revision],
+        model.hf_config.to_json_string(),
+        [cache.cache_dtype, cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype],
+        kv_cache_config.kv_cache_layout,
+        [(repr(group.kv_cache_spec), list(group.layer_names)) for group in kv_cache_config.kv_cache_groups],
+    ]
+    digest = blake3(repr(facts).encode()).hexdigest(16)
+    return replace(
+        settings.identity(str(model.model), dtype, page_size), weights_dtype=f"as by settings {digest}"
+    )
+
+
+def _check(config: Any, kv_cache_config: Any) -> tuple[int, list[PoolName]]:
+    """Return the tokens of a page, and the pool of each group; ConfigError for what is not served."""
+    transfer, parallel, cache = config.kv_transfer_config, config.parallel_config, config.cache_config
+    groups = kv_cache_config.kv_cache_groups
+    specs = [{type(_spec(group, name)) for name in group.layer_names} for group in groups]
+    kinds = [_KINDS[kind] for kind in set().union(*specs) if kind in _KINDS]
+    others = sorted(kind.__name__ for kind in set().union(*specs) if kind not in _KINDS)
+    sizes = sorted({group.kv_cache_spec.block_size for group in groups})
+    cannot = {
+        f"vLLM {vllm.__version__}, but {' and '.join(RELEASES)}": not vllm.__version__.startswith(
+            tuple(f"{release}." for release in RELEASES)
+        ),
+        "a kv_load_failure_policy other than recompute": transfer.kv_load_failure_policy != "recompute",
+        "a kv_role other than kv_both": transfer.kv_role != "kv_both",
+        "tensor, pipeline or context parallelism": parallel.world_size > 1
+        or parallel.decode_context_parallel_size > 1,
+        f"--distributed-executor-backend {parallel.distributed_executor_backend}, but uni": (
+            parallel.distributed_executor_backend != "uni"
+        ),
+        "speculative decoding": config.speculative_config is not None,
+        "--enable-sleep-mode": config.model_config.enable_sleep_mode,
+        "a server without --enable-prefix-caching": not cache.enable_prefix_caching,
+        f"groups of layers of the kind {', '.join(others)}": bool(others),
+        "a model without full attention": PoolName.KV not in kinds,
+        f"groups of layers with blocks of {' and '.join(map(str, sizes))} tokens": len(sizes) > 1,
+        "a --mamba-cache-mode other than align": PoolName.MAMBA in kinds
+        and cache.mamba_cache_mode != "align",
+    }
+    for what, asked in cannot.items():
+        if asked:
+            raise ConfigError(f"TierCacheConnector does not serve {what}")
+    return sizes[0], [_KINDS[next(iter(kind))] for kind in specs]
