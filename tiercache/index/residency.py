@@ -87,7 +87,8 @@ def adopt_pages(
     """
     if not tree.page_pools:
         return {}, []
-    if (node.start, node.end) == (start, depth) and not (node.pages_in_flight or node.holds(Tier.DEVICE)):
+    is_new = start < depth and (node.start, node.end) == (start, depth)
+    if is_new and not (node.pages_in_flight or node.holds(Tier.DEVICE)):
         # The usual case, and fast: the pages are those of a new node.
         node.where[Tier.DEVICE] = [pages[pool][start:] for pool in tree.page_pools]
         tree.counters.recount(node, Tier.DEVICE)
