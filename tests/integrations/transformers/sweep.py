@@ -270,10 +270,10 @@ def tried(model_type: str, seconds: float = SECONDS) -> Row:
 def half(part: int) -> list[Any]:
     """Parameters of one of two tests of all types, which can run beside each other.
 
-    Of the types that are served by chunk and without a limit, which most are, the slow tests try every third.
+    Of the types that are served by chunk and without a limit, as most are, the slow tests try every fourth.
     """
     plain = [name for name, line in documented().items() if line.endswith("| by chunk |  |")]
-    stress = {*plain} - {*plain[::3]}
+    stress = {*plain} - {*plain[::4]}
     return [
         pytest.param(name, marks=pytest.mark.stress if name in stress else pytest.mark.slow)
         for name in TYPES[part::2]
