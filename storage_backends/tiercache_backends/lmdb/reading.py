@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from errno import EIO
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -12,7 +13,7 @@ import numpy as np
 from tiercache.core import DIGEST_BYTES, ObjectKey, Outcome
 from tiercache.storage.base import GetItem
 from tiercache.storage.checksum import MacKey, checksum
-from tiercache.storage.vectors import batches, take, usable
+from tiercache.storage.vectors import batches, usable
 from tiercache_backends.lmdb.environment import DamagedError, Environment, ErrorCounters
 from tiercache_backends.lmdb.records import Record, part_key, part_keys, piece_sizes, place_of, proof_of
 from tiercache_backends.lmdb.transaction import Pending
@@ -88,10 +89,8 @@ class Reader:
         failed. Then its buffers may have been written to.
         """
         if len(items) > 1 and not self._pending.any_damaged():
-            try:
+            with suppress(OSError):  # `_fetch_alone` meets it too, and knows the object
                 return self._environment.read(partial(self._read_together, items))
-            except OSError:
-                pass  # `_fetch_alone` meets the same failure, and tells which objects it concerns
         return [None] * len(items)
 
     def _fetch_alone(self, item: GetItem, damaged: dict[bytes, int]) -> Outcome:
@@ -195,28 +194,33 @@ class _Copier:
     """
 
     def __init__(self, buffers: Sequence[memoryview], verify: Verify) -> None:
-        self._buffers = buffers
+        self._buffers = iter(buffers)
+        self._target = np.empty(0, np.uint8)
         self._verify = verify
-        self._filled = 0
-        self._verified = 0
+        self._filled = self._verified = 0
 
     def put(self, piece: memoryview) -> None:
         """Copy the next piece."""
+        #   the present buffer   | verified | filled, in the processor's cache |      |
+        #                        0      _verified                           _filled
         source = np.frombuffer(piece, np.uint8)
-        views = take(self._buffers, self._filled, self._filled + len(source))
-        at = 0
-        for view in views:
+        while len(source):
+            if self._filled == len(self._target):
+                self.end()
+                self._target = np.frombuffer(next(self._buffers), np.uint8)
+                self._filled = self._verified = 0
+            start, self._filled = self._filled, min(self._filled + len(source), len(self._target))
             # numpy releases the GIL while it copies; an assignment of views does not.
-            np.copyto(np.frombuffer(view, np.uint8), source[at : at + view.nbytes])
-            at += view.nbytes
-        self._filled += at
+            np.copyto(self._target[start : self._filled], source[: self._filled - start])
+            source = source[self._filled - start :]
         if self._filled - self._verified >= _CACHED_BYTES:
             self.end()
 
     def end(self) -> None:
         """Pass the bytes that were filled since the last call to `verify`."""
-        self._verify(take(self._buffers, self._verified, self._filled))
-        self._verified = self._filled
+        if self._filled > self._verified:
+            self._verify((self._target[self._verified : self._filled].data,))
+            self._verified = self._filled
 
 
 def _walk(cursor: Any, number: int, length: int, use: Callable[[memoryview], None]) -> bool:
