@@ -33,51 +33,17 @@ from typing import Any
 
 import tests.engines.sglang.conftest  # noqa: F401  # isort: skip
 import torch
-from sglang.srt.mem_cache.device_pool_info import (
-    KVBufferLayout,
-    KVBuffers,
-    MambaStateBufferInfo,
-    MHABufferInfo,
-)
-from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo, PoolName, PoolTransfer
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
-from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from tests.engines.sglang import rig
 from tiercache_lab.bench.machine import drop
 
 PAGES, STATES, TOKENS, LAYERS, HEADS, DIM, BATCH = 256, 16, 64, 8, 4, 128, 128
 MIB = 1 << 20
+FIRST = HiCacheStorageExtraInfo(prefix_keys=[])
 OURS, PEER, PEER_V2 = "tiercache", "peer", "peer.v2"
-
-
-def kv_pool(layout: str) -> Any:
-    """Twice 256 pages of 1 MiB: one half is stored, the other filled."""
-    tensors = tuple(torch.zeros(TOKENS, HEADS, DIM, dtype=torch.bfloat16) for _ in range(LAYERS))
-    pointers = torch.zeros(LAYERS, dtype=torch.uint64)
-    buffers = KVBuffers(
-        k=tensors, v=tensors, k_data_ptrs=pointers, v_data_ptrs=pointers, layout=KVBufferLayout.NHD
-    )
-    info = MHABufferInfo(
-        buffers=buffers,
-        page_size=TOKENS,
-        head_num=HEADS,
-        head_dim=DIM,
-        v_head_dim=DIM,
-        dtype=torch.bfloat16,
-        device=torch.device("cpu"),
-    )
-    return MHATokenToKVPoolHost(
-        info,
-        2.0,
-        0,
-        TOKENS,
-        layout,
-        pin_memory=False,
-        device_capacity_tokens=TOKENS * PAGES,
-        start_layer=0,
-        end_layer=LAYERS,
-    )
 
 
 def mamba_pool() -> Any:
@@ -124,7 +90,8 @@ class Contender:
                     ]
                 )
             else:
-                assert self.made.page_set_func(part, indices, None)
+                before = HiCacheStorageExtraInfo(prefix_keys=keys[:start])
+                assert self.made.page_set_func(part, indices, before)
 
     def get_pages(self, keys: list[str]) -> None:
         running = SimpleNamespace(request_id="r", is_terminated=lambda: False)
@@ -140,7 +107,7 @@ class Contender:
                 assert self.made.page_get_func(running, part, indices, None) == BATCH
 
     def set_states(self, keys: list[str]) -> None:
-        assert all(self.made.storage_backend.batch_set_v2([states(keys, 0)])[PoolName.MAMBA])
+        assert all(self.made.storage_backend.batch_set_v2([states(keys, 0)], FIRST)[PoolName.MAMBA])
 
     def get_states(self, keys: list[str]) -> None:
         assert all(self.made.storage_backend.batch_get_v2([states(keys, STATES)])[PoolName.MAMBA])
@@ -193,7 +160,7 @@ def a_round(one: Contender, keys: list[str]) -> Iterator[tuple[str, float]]:
         yield f"get.{state} mamba", measure(lambda: one.get_states(keys))
         compare(one)
     for key in keys:  # a state at every page, so that the query finds everything it looks for
-        one.made.storage_backend.batch_set_v2([rig.state_at(key, 0)])
+        one.made.storage_backend.batch_set_v2([rig.state_at(key, 0)], FIRST)
     yield "exists", measure(lambda: one.exists(keys), 50)
     one.detach()
 
@@ -221,8 +188,9 @@ def _halves(one: Contender) -> list[tuple[torch.Tensor, int]]:
 
 @contextmanager
 def contenders(root: Path, layout: str, storage: str) -> Iterator[list[Contender]]:
-    kv, mamba = kv_pool(layout), mamba_pool()
-    rig.fill(kv)
+    # One half is stored, the other filled.
+    kv = rig.kv_pool(layout, layers=LAYERS, pages=2 * PAGES, heads=HEADS, page=TOKENS, dim=DIM)
+    mamba = mamba_pool()
     rig.fill(mamba)
     with rig.on_a_cpu(), rig.group_of_one(root) as group:
         yield [Contender(name, kv, mamba, group, root, storage) for name in (PEER, PEER_V2, OURS)]

@@ -73,10 +73,6 @@ class ThreadedGroup:
     def __init__(self, rank, size, groups):
         self.rank, self.size, self.groups = rank, size, groups
         self.delay = 0.0
-        self.is_cut = False
-        """Whether nothing comes in or goes out, as if the process had been killed."""
-        self.sent_by = set()
-        """Threads that sent or delivered a message."""
         self.queue = queue.SimpleQueue()
         self.thread = None
 
@@ -87,8 +83,7 @@ class ThreadedGroup:
             self.thread.start()
 
     def send(self, to, message):
-        if not self.is_cut:
-            self.groups[to].queue.put((time.monotonic() + self.delay, message))
+        self.groups[to].queue.put((time.monotonic() + self.delay, message))
 
     def close(self):
         self.queue.put(None)
@@ -96,8 +91,7 @@ class ThreadedGroup:
     def _work(self):
         while (entry := self.queue.get()) is not None:
             time.sleep(max(0.0, entry[0] - time.monotonic()))
-            if not self.is_cut:
-                self.deliver(entry[1])
+            self.deliver(entry[1])
 
 
 def threaded(size):

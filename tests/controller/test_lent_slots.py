@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tiercache_backends.memory import MemoryBackend
 
-from tests.controller.harness import KV, MAMBA, Engine, Fence, P
+from tests.controller.harness import KV, MAMBA, Fence, P
 from tests.controller.lending import LendingEngine, tokens_of
 from tests.examples import example_count
 from tiercache.core import Tier, as_tokens
@@ -96,20 +96,6 @@ TestLentSlots = LentSlots.TestCase
 TestLentSlots.settings = settings(max_examples=example_count(40), stateful_step_count=30, deadline=None)
 TestLentPagesAlone = LentPagesAlone.TestCase
 TestLentPagesAlone.settings = TestLentSlots.settings
-
-
-def test_what_a_lending_engine_computed_comes_back_in_another_process():
-    """Adopted slots are written through like committed ones."""
-    store = MemoryBackend(1 << 20)
-    engine = LendingEngine(store)
-    tokens = list(range(3 * P))
-    request = engine.begin([*tokens, 9])
-    assert engine.compute(request, tokens)
-    engine.hand_over(request)
-    engine.end(request)
-    assert engine.cache.settle()
-    engine.controller.evict(Tier.DEVICE)
-    assert Engine(store).serve([*tokens, 9]) == len(tokens)
 
 
 def test_a_load_into_slots_that_do_not_fit_changes_nothing():

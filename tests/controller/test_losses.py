@@ -10,7 +10,7 @@ from tiercache_kernels.reference import copy_segments
 
 from tests.controller.harness import KV, MAMBA, PAGES, STATES, Engine, Flaky, P, evict_checked, prompt
 from tests.controller.test_hung_store import Hanging
-from tests.controller.test_interleavings import failing, until
+from tests.controller.test_interleavings import until
 from tests.faults import FaultEnv
 from tiercache.controller import ControllerOptions
 from tiercache.core import Outcome, Tier, as_tokens
@@ -127,23 +127,6 @@ def test_a_corrupt_object_is_never_served_and_is_stored_anew(tmp_path):
     evict_checked(engine, Tier.DEVICE, Tier.HOST)
     assert engine.serve(prompt(1, 2, 3, 4)) == 3 * P
     engine.check()
-
-
-@pytest.mark.parametrize("layer", range(1, 5))
-def test_a_layer_that_fails_voids_the_restore(store, layer):
-    """The n-th layer of a load fails: nothing of it is published, the request recomputes, the next load
-    works.
-    """
-    armed = []
-    engine = Engine(store, engine=failing(armed))
-    engine.keep([*prompt(1, 2, 3), 1], Tier.DEVICE)
-    armed += [True, *[False] * (layer - 1)]
-    assert engine.serve(prompt(1, 2, 3, 4)) == 0
-    assert engine.metrics.value("restore_failures_total", "io_error") == 1
-    engine.settle()
-    engine.check()
-    evict_checked(engine, Tier.DEVICE)
-    assert engine.serve([*prompt(1, 2, 3, 4), 1]) == 4 * P
 
 
 # -- a transfer engine that refuses

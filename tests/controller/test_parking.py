@@ -132,22 +132,6 @@ def test_a_resume_for_which_there_are_no_slots_changes_nothing(rig):
     resume(engine, held)
 
 
-def test_the_slots_are_given_back_once_the_fence_has_passed(rig):
-    engine = rig(pages=4, states=4)
-    fence = Fence()
-    held = parked(engine, fence=fence)
-    for _ in range(5):
-        engine.controller.tick(0.01)
-    engine.check()
-    assert held.status is ParkedStatus.COPYING
-    with pytest.raises(PoolFullError):
-        ask(engine, prompt(7, 8, 9))
-    fence.open()
-    until(engine, lambda: held.status is ParkedStatus.ON_HOST)
-    engine.controller.release(ask(engine, prompt(7, 8, 9)))
-    held.release()
-
-
 # -- the end of what is parked
 # -----------------------------------------------------------------------------------------------
 

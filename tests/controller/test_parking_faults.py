@@ -96,17 +96,6 @@ def test_slots_whose_copy_failed_before_the_fence_stay_out_of_use_until_it_passe
     until(engine, lambda: engine.pools[KV].available == 4)
 
 
-def test_a_full_host_while_parking_evicts_what_is_not_in_use(rig):
-    engine = rig(Flaky(MemoryBackend()), pages=16, states=10, blocks=12)
-    for number in range(5):
-        engine.serve([100 * number + n for n in range(3 * P)])
-    settled(engine)
-    held = parked(engine, commit=False)
-    engine.check()
-    empty(engine)
-    assert resumed_or_ordinary(engine, engine.controller.resume(held))
-
-
 @pytest.mark.parametrize("fails_at", ["park", "resume"])
 def test_a_request_that_is_lost_on_a_full_device_waits_for_slots(rig, fails_at):
     """The ordinary request needs a slot more, for the state that it restores."""

@@ -3,14 +3,12 @@
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 from tiercache_backends.memory import MemoryBackend
 
 from tests.controller.harness import KV, MAMBA, Engine, P
 from tests.controller.ranks_rig import PROMPT, Crew, Ranked, ThreadedGroup, threaded
-from tests.controller.test_interleavings import failing
 from tests.examples import slow_after
 from tiercache.controller import ControllerOptions, Status
 from tiercache.core import Reason, Tier
@@ -113,72 +111,6 @@ def test_holes_in_the_stores_of_ranks_lead_to_the_deepest_depth_that_all_have(cr
     stores.lose(ranks, 2, KV, 1, hidden=hidden)
     assert ranks.serve(PROMPT, [1]) == [0]
     assert ranks.engines[0].metrics.total("lookups_total", reason="ranks") > 0
-
-
-def test_what_one_rank_has_evicted_it_fetches_while_the_others_have_it(crew):
-    ranks, _ = filled(crew)
-    assert ranks.serve(PROMPT, [1]) == [5]
-    ranks.engines[1].controller.evict(Tier.DEVICE)
-    ranks.engines[1].controller.evict(Tier.HOST)
-    assert ranks.serve(PROMPT, [1]) == [5]
-    ranks.engines[0].controller.evict(Tier.DEVICE)
-    assert ranks.serve(PROMPT, [1]) == [5]
-
-
-def test_a_rank_whose_reads_hang_makes_all_compute_by_the_deadline(crew):
-    ranks, stores = filled(crew, deadline=1.0)
-    stores.ranks[1].gate.clear()
-    assert ranks.serve(PROMPT, [1]) == [0]
-    stores.ranks[1].gate.set()
-    ranks.settle()
-    ranks.evict(Tier.DEVICE, Tier.HOST)
-    assert ranks.serve(PROMPT, [1]) == [5]
-
-
-@pytest.mark.parametrize("failing_rank", [0, 1])
-def test_a_load_that_fails_on_one_rank_after_the_start_voids_it_on_all(crew, failing_rank):
-    armed, engines = [], [None, None]
-    engines[failing_rank] = failing(armed)
-    ranks = crew(engine=engines)
-    ranks.serve(PROMPT, [1])
-    ranks.settle()
-    ranks.evict(Tier.DEVICE)
-    armed += [True, False]
-    assert ranks.serve(PROMPT, [1]) == [5, 0]
-    assert [e.metrics.value("restore_failures_total", "io_error") for e in ranks.engines] == [1, 1]
-    ranks.evict(Tier.DEVICE)
-    assert ranks.serve(PROMPT, [1]) == [5]
-
-
-def test_a_killed_rank_makes_the_others_miss(crew):
-    ranks, _ = filled(crew, deadline=0.5)
-    leader, _ = ranks.engines
-    ranks.groups[1].is_cut = True
-
-    def alone(reason):
-        admission = leader.controller.admit(leader.controller.lookup(PROMPT), states=5)
-        poll = admission.wait()
-        assert (poll.status, poll.depth, poll.reason) == (Status.FAILED, 0, reason)
-        assert admission.confirmed
-        leader.controller.release(admission)
-
-    alone(Reason.TIMEOUT)
-    alone(Reason.UNAVAILABLE)
-
-
-def test_a_rank_that_dies_before_it_has_loaded_everything_does_not_keep_the_leader_waiting(crew):
-    ranks, _ = filled(crew, deadline=0.4)
-    first, second = ranks.admit(states=5)
-    while first.poll().status is Status.PENDING:
-        second.poll()
-    assert (first.depth, first.attempt) == (5 * P, 0)
-    ranks.groups[1].is_cut = True
-    while not (first.confirmed and first.attempt):
-        first.poll()
-        time.sleep(0.001)
-    assert first.poll().status is Status.FAILED
-    assert first.depth == 0
-    ranks.release([first, second])
 
 
 def test_parked_requests_are_for_a_single_rank(crew):

@@ -246,20 +246,6 @@ def mallory(daemon: Daemon) -> Iterator[Remote]:
         yield client
 
 
-def test_objects_go_up_and_come_back(daemon: Daemon, mallory: Remote) -> None:
-    data = os.urandom(100_000)
-    with opened(mallory) as sock:
-        sock.sendall(call("Set", put({key("up"): 100_000}), 100_000) + data)
-        assert answer(sock) == (FrameKind.REPLY, messages_of([2]), b"")
-        sock.sendall(call("Get", get([key("up"), key("no")], 100_000)))
-        kind, header, payload = answer(sock) or (None, b"", b"")
-        told = pb.GetHeader.FromString(header)
-        assert (kind, payload) == (FrameKind.OBJECTS, data)
-        assert (list(told.outcomes), list(told.sizes), len(told.checksums)) == ([1, 3], [100_000, 0], 16)
-        sock.sendall(call("Exists", pb.ExistsRequest(keys=messages.keys([key("up"), key("no")]))))
-        assert answer(sock) == (FrameKind.REPLY, pb.BitmapReply(bits=b"\1").SerializeToString(), b"")
-
-
 def messages_of(outcomes: list[int]) -> bytes:
     return pb.OutcomesReply(outcomes=outcomes).SerializeToString()  # type: ignore[arg-type]
 

@@ -70,17 +70,6 @@ def test_a_branch_keeps_its_node_when_its_state_goes():
     assert h.edges == [(1, 2), (1, 2, 3), (1, 2, 4)]
 
 
-def test_dead_kv_goes_first():
-    h = Harness(MAMBA)
-    h.insert((1, 2), 2)
-    h.insert((3, 4, 5), 2)
-    h.insert((6, 7))
-    h.index.touch(h.match((3, 4)))
-    assert h.evict(kv=1) == {KV: [202]}, "deeper than the deepest state"
-    assert h.evict(kv=1) == {KV: [300, 301]}, "no state at all, though newer than the next"
-    assert h.evict(kv=1) == {KV: [100, 101], MAMBA: [10_002]}
-
-
 def test_a_need_for_kv_frees_no_inner_state():
     h = Harness(MAMBA)
     h.insert((1, 2, 3), 2, 3)

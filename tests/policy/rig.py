@@ -354,31 +354,3 @@ class Rig:
             node.where[tier, 0] for node in self.index.nodes() if not node.is_alive and not node.pins[tier]
         ]
         return {at for row in dead for at in row.tolist() if at >= 0}
-
-
-class Flat:
-    """Index with room for `size` prompts of one page, which evicts before it inserts.
-
-    Thread safety: one thread.
-    """
-
-    def __init__(self, policy: Policy, size: int) -> None:
-        self.rig = Rig(policy, states=False)
-        self.size = size
-        self.slots: dict[int, int] = {}
-
-    def ask(self, name: int) -> int | None:
-        """Make the request of this name; return the name of the prompt that is evicted for it, or None."""
-        path = (name,)
-        index, match = self.rig.index, self.rig.match(path)
-        origin = index.touch(match, tokens_of(path))
-        if match.depth:
-            return None
-        gone = None
-        if len(self.slots) == self.size:
-            (slot,) = index.evict_device({KV: 1}).freed[KV].tolist()
-            gone = self.slots.pop(slot)
-        (slot,) = self.rig.fresh(1).tolist()
-        index.insert(tokens_of(path), {KV: np.array([slot])}, origin=origin)
-        self.slots[slot] = name
-        return gone

@@ -308,3 +308,19 @@ def test_a_capacity_beyond_the_machine_is_refused_before_anything_is_made(tmp_pa
         with pytest.raises(ConfigError, match="more than can be mapped"):
             opened(tmp_path / "s", capacity)
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize("kind", ["file", "lmdb"])
+def test_recency_survives_a_reopen(tmp_path: Path, kind: str) -> None:
+    url = f"{kind}://{tmp_path}/s?capacity=16MiB"
+    with open_backend(url) as store:
+        for n in range(80):
+            assert put(store, key(n), payload(n, 100_000)) is STORED
+        assert fetch(store, key(0), 100_000) == payload(0, 100_000)
+    with open_backend(url) as store:
+        for n in range(80, 200):
+            assert put(store, key(n), payload(n, 100_000)) is STORED
+        there = store.exists([key(n) for n in range(200)])
+        assert there[0] == (kind == "lmdb"), "of reads, only LMDB writes down the time"
+        assert there[1:] == sorted(there[1:]), "the oldest went first"
+        assert not there[1]

@@ -53,10 +53,12 @@ def kv_pool(
     layers: int = 3,
     pages: int = PAGES,
     heads: int = 2,
+    page: int = PAGE,
+    dim: int = 64,
 ) -> Any:
     """A host pool of `pages` pages, filled with noise."""
     tensors = [
-        torch.zeros(PAGE * 4, heads, 64, dtype=torch.uint8 if dtype.itemsize == 1 else dtype).view(dtype)
+        torch.zeros(page * 4, heads, dim, dtype=torch.uint8 if dtype.itemsize == 1 else dtype).view(dtype)
         for _ in range(2 * layers)
     ]
     pointers = torch.zeros(layers, dtype=torch.uint64)
@@ -69,10 +71,10 @@ def kv_pool(
     )
     info = MHABufferInfo(
         buffers=buffers,
-        page_size=PAGE,
+        page_size=page,
         head_num=heads,
-        head_dim=64,
-        v_head_dim=64,
+        head_dim=dim,
+        v_head_dim=dim,
         dtype=dtype,
         device=torch.device("cpu"),
     )
@@ -80,10 +82,10 @@ def kv_pool(
         info,
         2.0,
         0,
-        PAGE,
+        page,
         layout,
         pin_memory=False,
-        device_capacity_tokens=PAGE * pages // 2,
+        device_capacity_tokens=page * pages // 2,
         start_layer=0,
         end_layer=layers,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -38,10 +37,8 @@ from tests.engines.sglang.rig import (
     state_at,
     store_of,
 )
-from tests.faults import FaultEnv
 from tiercache.errors import ConfigError, RefusedError, StorageError, UnavailableError
 from tiercache.integrations.sglang_tree.lent import LentPages, lent_pools
-from tiercache.storage.registry import open_backend
 
 
 @pytest.mark.parametrize(
@@ -244,27 +241,6 @@ def test_a_store_that_cannot_be_asked_has_nothing_and_takes_writes(
     assert not [record for record in caplog.records if record.exc_info]
     store_of(store).exists = asking
     assert store.batch_exists(keys("a", "b")) == 2
-
-
-def test_a_disk_that_fails_is_a_miss(url: str) -> None:
-    kv = kv_pool()
-    store = backend(url, kv)
-    store.close()
-    env = FaultEnv()
-    # private: SGLang has no setting for an environment with faults
-    store._store, store._closed = open_backend(url, env=env), False
-    names = keys(*range(4))
-    env.fail("pwritev", times=1000, error=errno.ENOSPC)
-    assert store.batch_set_v1(names, rows(0, 1, 2, 3)) == [False] * 4
-    env.rules.clear()
-    assert store.batch_set_v1(names, rows(0, 1, 2, 3)) == [True] * 4
-    expected = [page(kv, i) for i in range(4)]
-    env.fail("preadv", times=1000)
-    assert store.batch_get_v1(names, rows(10, 11, 12, 13)) == [False] * 4
-    env.rules.clear()
-    assert store.batch_set_v1(names, rows(0, 1, 2, 3)) == [True] * 4
-    assert store.batch_get_v1(names, rows(10, 11, 12, 13)) == [True] * 4
-    assert [page(kv, 10 + i) for i in range(4)] == expected
 
 
 def test_a_pool_that_cannot_be_kept_ends_the_attach(url: str, shared: str) -> None:

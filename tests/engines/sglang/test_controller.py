@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines.damage import flip, truncate
 from tests.engines.sglang import rig
 
 TOKENS = rig.TOKENS
@@ -129,60 +126,3 @@ def test_attach_after_a_failed_one_detach_and_attach_again(engine: rig.Engine, u
     engine.write()
     assert engine.hit([*TOKENS, *range(500, 600)]) == len(TOKENS), "the prefix of a longer prompt"
     assert engine.hit([999, *TOKENS]) == 0
-
-
-@pytest.mark.parametrize("hurt", [flip, truncate])
-def test_damage_is_a_miss_and_the_next_write_repairs_it(
-    engine: rig.Engine, url: str, tmp_path: Path, hurt: Any
-) -> None:
-    engine.attach(url)
-    engine.write()
-    engine.detach()
-    hurt(tmp_path / "store", engine.expected[3][64:128])
-    engine.attach(url)
-    arrived, states = engine.restored()
-    assert arrived < 6
-    assert states == 0  # a state without all of its pages would be a state of another text
-    assert engine.restored()[0] < 6
-    assert engine.write() == len(TOKENS)
-    assert engine.restored() == (6, 1)
-
-
-def ranks(tmp_path: Path, url: str, *work: list[str]) -> list[list[dict[str, Any]]]:
-    """Run one process per list of work, to the end; what each said."""
-    (tmp_path / "ranks").unlink(missing_ok=True)
-    script = Path(__file__).with_name("rank.py")
-    started = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-W",
-                "ignore",
-                str(script),
-                str(rank),
-                str(len(work)),
-                str(tmp_path),
-                url,
-                *steps,
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, steps in enumerate(work)
-    ]
-    said = []
-    for process in started:
-        out, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors[-3000:]
-        said.append([json.loads(line) for line in out.splitlines() if line.startswith("{")])
-    return said
-
-
-def test_two_ranks_agree_on_what_both_have(tmp_path: Path) -> None:
-    url = f"lmdb://{tmp_path}/store?capacity=64MiB"
-    said = ranks(tmp_path, url, ["write:3", "fetch"], ["write:1", "fetch"])
-    whole = {"hit": 2, "tokens": 32, "states": 1, "right": True}  # rank 1 has no state at page 4
-    assert said == [[{"written": 80}, whole], [{"written": 80}, whole]]
-    # Another number of ranks cuts the pages in another way.
-    assert ranks(tmp_path, url, ["fetch"]) == [[{"hit": 0}]]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from errno import EIO
 from pathlib import Path
@@ -56,13 +54,3 @@ def fail_log(env: FaultEnv, *, at: int = 1, times: int = 1, error: int = EIO) ->
         raise OSError(error, os.strerror(error))
 
     at_log(env, effect, at=at, times=times)
-
-
-def child_of(path: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Start `tests.storage.owner` on a store in a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.storage.owner", str(path), *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[3],
-    )

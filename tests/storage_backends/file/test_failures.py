@@ -15,8 +15,8 @@ from tests.storage.integrity import check_tables
 from tests.storage_backends.file.store import CAPACITY, at_log, fail_log, opened
 from tests.storage_backends.local.files import disk_bytes
 from tiercache.errors import StorageError
-from tiercache.testing.conformance.hooks import CORRUPT, ERROR, HIT, MISS, STORED, THROTTLED
-from tiercache.testing.objects import content, fetch, key, payload, put, to_get
+from tiercache.testing.conformance.hooks import ERROR, HIT, MISS, STORED, THROTTLED
+from tiercache.testing.objects import fetch, key, payload, put
 
 
 def test_a_full_disk_throttles_and_keeps_the_cap(tmp_path: Path) -> None:
@@ -110,23 +110,6 @@ def test_a_block_that_cannot_be_read_is_given_up(tmp_path: Path) -> None:
         assert fetch(store, key("a"), 5000) == payload("a", 5000)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_torn_writes_and_flipped_bits_are_never_served(tmp_path: Path, seed: int) -> None:
-    env = FaultEnv(seed)
-    with FileBackend(str(tmp_path / "s"), CAPACITY, env=env, io="buffered") as store:
-        env.clear()
-        env.tear("pwritev", at=1)
-        env.flip("pwritev", at=3)  # the second is a record
-        assert [put(store, key(n), payload(n, 20_480)) for n in range(3)] == [STORED] * 3
-        assert [fetch(store, key(n), 20_480) for n in range(2)] == [CORRUPT] * 2
-        env.clear()
-        env.flip("preadv")
-        assert fetch(store, key(2), 20_480) is ERROR  # a second look finds it sound
-        assert [put(store, key(n), payload(n, 20_480)) for n in range(3)] == [STORED, STORED, HIT]
-        assert [fetch(store, key(n), 20_480) for n in range(3)] == [payload(n, 20_480) for n in range(3)]
-        check_tables(store)
-
-
 def test_a_hanging_disk_holds_up_only_those_who_wait_for_it(tmp_path: Path) -> None:
     env = FaultEnv()
     with opened(tmp_path / "s", env=env) as store, ThreadPoolExecutor(4) as pool:
@@ -185,21 +168,6 @@ def test_reads_and_writes_of_threads_run_in_parallel(tmp_path: Path) -> None:
         for hang in hangs:
             hang.release()
         assert [task.result(30) for task in tasks] == [payload("a", 5000)] * 2 + [STORED] * 2
-
-
-def test_recency_survives_a_reopen(tmp_path: Path) -> None:
-    with opened(tmp_path / "s") as store:
-        for n in range(100):
-            put(store, key(n), payload(n, 100_000))
-    with opened(tmp_path / "s") as store:
-        for n in range(100, 180):
-            put(store, key(n), payload(n, 100_000))
-        there = store.exists([key(n) for n in range(180)])
-        assert there == sorted(there), "the oldest went first"
-        assert not there[0]
-        item = to_get(key(179), 100_000)
-        assert store.get([item]) == [HIT]
-        assert content(item) == payload(179, 100_000)
 
 
 def test_after_a_failed_flush_no_other_succeeds_until_the_store_is_opened_again(tmp_path: Path) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from pathlib import Path
 
 import pytest
 
 from tests.storage.backends import locate
 from tests.storage.integrity import check_tables
-from tests.storage_backends.file.store import child_of, opened
+from tests.storage_backends.file.store import opened
 from tests.storage_backends.local.files import disk_bytes
 from tiercache.errors import StoreFormatError, StoreLockedError
 from tiercache.testing.conformance.hooks import STORED
@@ -25,24 +24,6 @@ def test_a_directory_has_one_owner(tmp_path: Path) -> None:
             opened(tmp_path / "s")
         assert fetch(store, key("a"), 1) == b"x", "the refused opener did no harm"
     opened(tmp_path / "s").close()
-
-
-def test_a_directory_of_another_process_is_refused_until_that_is_killed(tmp_path: Path) -> None:
-    child = child_of(tmp_path / "s", "put")
-    try:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "ready\n"
-        with pytest.raises(StoreLockedError, match=f"in use by process {child.pid} "):
-            opened(tmp_path / "s")
-    finally:
-        child.send_signal(signal.SIGKILL)
-        child.wait(30)
-        child.communicate()
-    with opened(tmp_path / "s") as store:
-        assert fetch(store, key("child"), 70_000) == payload("child", 70_000), (
-            "what was acknowledged survives kill -9"
-        )
-        check_tables(store)
 
 
 def test_a_newer_format_is_refused_untouched(tmp_path: Path) -> None:

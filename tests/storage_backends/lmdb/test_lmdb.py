@@ -114,21 +114,6 @@ def test_a_store_grows_and_shrinks_only_as_far_as_its_data(tmp_path: Path) -> No
 # ------------------------------------------------------------------------------------------------------------
 
 
-def test_recency_survives_a_reopen(tmp_path: Path) -> None:
-    with opened(tmp_path / "s") as store:
-        for n in range(80):
-            put(store, key(n), payload(n, 100_000))
-        assert fetch(store, key(0), 100_000) == payload(0, 100_000)
-    with opened(tmp_path / "s") as store:
-        for n in range(80, 160):
-            put(store, key(n), payload(n, 100_000))
-        there = store.exists([key(n) for n in range(160)])
-        assert there[0], "what was read last before the end counts as new"
-        assert there[1:] == sorted(there[1:]), "the oldest went first"
-        assert not there[1]
-        check_integrity(store)
-
-
 def test_many_reads_write_their_recency_down(tmp_path: Path) -> None:
     with opened(tmp_path / "s", 64 << 20) as store:
         names = range(5000)
