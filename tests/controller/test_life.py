@@ -38,16 +38,6 @@ def test_every_tier_gives_back_what_was_computed(store, pools):
     assert engine.controller.close()
 
 
-@pytest.mark.parametrize("hybrid", [True, False], ids=["hybrid", "attention"])
-def test_a_restart_keeps_the_cache(tmp_path, hybrid):
-    url = f"file://{tmp_path}/store?capacity=16MiB"
-    engine = Engine(open_backend(url), hybrid=hybrid)
-    engine.keep([*prompt(1, 2, 3), 7])
-    engine = engine.restart(url)
-    assert engine.serve([*prompt(1, 2, 3), 9]) == 3 * P
-    assert engine.controller.close()
-
-
 def test_a_conversation_is_restored_at_its_last_full_page():
     """The state that decoding took at a page boundary is committed with the end of the request."""
     engine = Engine(MemoryBackend())

@@ -74,33 +74,6 @@ def drop(store, pool, number):
     return entries[number].meta.depth * P
 
 
-def test_a_state_that_is_missing_in_storage_leaves_the_deepest_below(store):
-    engine = Engine(store)
-    for request in (prompt(1, 2, 3, 4), prompt(1, 2, 3, 4, 5, 6)):
-        engine.serve([*request, 5])
-        engine.settle()  # a query that began before an object was stored drops the object's note
-    evict_checked(engine, Tier.DEVICE, Tier.HOST)
-    deepest = drop(store, MAMBA, -1)
-    assert deepest == 6 * P
-    assert engine.serve(prompt(1, 2, 3, 4, 5, 6, 7)) == 4 * P
-    assert engine.metrics.value("forgotten_objects_total", "mamba") == 1
-    assert engine.metrics.total("storage_gets_total", outcome="miss") == 0, (
-        "the store said so when it was asked"
-    )
-    assert engine.metrics.value("restore_failures_total", "absent") == 1
-    engine.check()
-
-
-def test_a_page_that_is_missing_in_storage_is_a_miss_of_all_behind_it(store):
-    engine = Engine(store)
-    engine.keep([*prompt(1, 2, 3, 4), 5], Tier.DEVICE, Tier.HOST)
-    drop(store, KV, 1)
-    assert engine.serve(prompt(1, 2, 3, 4, 5)) == 0
-    assert engine.metrics.total("storage_gets_total") == 0
-    assert engine.metrics.value("restore_failures_total", "absent") == 1
-    engine.check()
-
-
 def test_after_a_restart_a_dropped_state_is_a_miss_with_its_reason(tmp_path):
     url = f"file://{tmp_path}/store?capacity=16MiB"
     engine = Engine(open_backend(url))

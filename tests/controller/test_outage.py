@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiercache_backends.memory import MemoryBackend
 
-from tests.controller.harness import KV, MAMBA, Engine, P, evict_checked, prompt
+from tests.controller.harness import KV, Engine, P, evict_checked, prompt
 from tests.faulty import Outage
 from tiercache.controller import Status
 from tiercache.core import Outcome, Reason, Tier
@@ -129,22 +129,6 @@ def test_of_a_read_that_is_answered_in_part_only_what_is_gone_is_forgotten():
     store.half = True
     assert engine.controller.admit(engine.controller.lookup(prompt(1, 2, 3, 4))).wait().depth == 0
     assert known_to_be_stored(engine, prompt(1, 2, 3)) == ([True, False, True], True)
-
-
-def test_what_is_gone_after_an_outage_is_found_out_then():
-    store = FallsAway(MemoryBackend())
-    engine = Engine(store)
-    served(engine, 1, 2, 3)
-    evict(engine)
-    store.begin()
-    store.inner.delete([entry.key for entry in store.inner.scan_all() if entry.key.pool is MAMBA])
-    assert engine.controller.admit(engine.controller.lookup(prompt(1, 2, 3, 4))).wait().depth == 0
-    assert known_to_be_stored(engine, prompt(1, 2, 3))[1]
-    store.end()
-    assert (
-        engine.controller.admit(engine.controller.lookup(prompt(1, 2, 3, 4))).wait().reason is Reason.ABSENT
-    )
-    assert not known_to_be_stored(engine, prompt(1, 2, 3))[1]
 
 
 def test_what_could_not_be_stored_is_stored_with_the_next_commit(store):

@@ -114,36 +114,6 @@ def test_a_tier_that_takes_nothing_changes_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_write_back_writes_only_what_is_about_to_go() -> None:
-    through, back = (
-        uses([tier("a", 2_000_000), tier("b", 6_000_000, write=write)])["b"]
-        for write in ("write_through", "write_back")
-    )
-    assert 0 < back.written_bytes < through.written_bytes
-    # A tier above that never fills gives nothing up.
-    roomy = uses([tier("a", 60_000_000), tier("b", 6_000_000, write="write_back")])
-    assert roomy["b"].written_bytes == 0
-
-
-@pytest.mark.slow
-def test_selective_writes_wait_for_a_read() -> None:
-    through, selective = (
-        uses([tier("a", 2_000_000), tier("b", 6_000_000, write=write)])["b"].written_bytes
-        for write in ("write_through", "write_through_selective")
-    )
-    assert 0 < selective < through
-
-
-@pytest.mark.slow
-def test_promotion_fills_the_tier_above() -> None:
-    never, second, always = (
-        uses([tier("a", 700_000), tier("b", 6_000_000, promote=promote)])["a"].written_bytes
-        for promote in ("never", "second", "always")
-    )
-    assert never < second < always
-
-
-@pytest.mark.slow
 def test_a_budget_of_writes_is_obeyed_in_the_time_of_the_replay() -> None:
     free, tight = (
         uses([tier("a", 700_000), tier("b", 6_000_000, **settings)])["b"].written_bytes
