@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 
 import numpy as np
 import pytest
 import torch
 
+from tests.controller.harness import Fence
 from tests.storage.late import Late
 from tests.waiting import until
-from tiercache.controller import HybridCacheController
+from tiercache.controller import ControllerOptions, HybridCacheController
 from tiercache.core import PoolName
 from tiercache.errors import ConfigError
 from tiercache.integrations.vllm_connector.blocks import BlockPool, bytes_of
-from tiercache.integrations.vllm_connector.cache import BlockSave, EngineCache
+from tiercache.integrations.vllm_connector.cache import BlockLoad, BlockSave, EngineCache
 from tiercache.keys import Identity
 from tiercache.pools import HostArena
 from tiercache.storage.registry import open_backend
@@ -31,18 +32,36 @@ IDENTITY = Identity("m", "1", "float32", "float32", "float32", page_size=PAGE)
 class Engine:
     """An engine that fills its blocks with bytes that follow from the tokens."""
 
-    def __init__(self, url: str, *, hangs: bool = False) -> None:
-        self.tensors = [torch.zeros(BLOCKS, 600 + 8 * n, dtype=torch.uint8) for n in range(4)]
+    def __init__(self, url: str, *, hangs: str = "", policy: str = "hvd", width: int = 600) -> None:
+        """`hangs`: call of the store that waits until `go` is set, and sets `is_asked` before."""
+        self.tensors = [torch.zeros(BLOCKS, width + 8 * n, dtype=torch.uint8) for n in range(4)]
         layers = [(n, f"layer {n}", tensor) for n, tensor in enumerate(self.tensors)]
         pools = {
             KV: BlockPool.over(KV, PAGE, [layers[0:1], layers[2:3]]),
             MAMBA: BlockPool.over(MAMBA, PAGE, [layers[1:2], layers[3:4]]),
         }
-        self.go = Event()
-        store = Late(open_backend(url), {"get"} if hangs else set(), partial(self.go.wait, 30))
-        controller = HybridCacheController(IDENTITY, pools, HostArena(1 << 20, 4096), store)
-        self.cache = EngineCache(controller, pools, patience=0.3 if hangs else 30)
+        self.go, self.is_asked = Event(), Event()
+        store = Late(open_backend(url), {hangs}, lambda: self.is_asked.set() or self.go.wait(30))
+        self.is_broken = False
+        arena, options = HostArena(width * 1747, 4096), ControllerOptions(policy=policy)
+        self.controller = HybridCacheController(
+            IDENTITY, pools, arena, store, options=options, clock=self.clock
+        )
+        self.cache = EngineCache(self.controller, pools, patience=0.3 if hangs else 30)
         self.draw = random.Random(5)
+
+    def clock(self) -> float:
+        if self.is_broken:
+            raise OSError("no clock")
+        return time.monotonic()
+
+    def claim(self, name: str, tokens: list[int], pages: int) -> BlockLoad:
+        return self.cache.claim(
+            name, np.array(tokens, np.uint64), b"", pages, self.blocks(len(tokens) // PAGE)
+        )
+
+    def count(self, metric: str) -> float:
+        return self.controller.metrics.total(metric)
 
     def blocks(self, count: int) -> Tables:
         """Take blocks for so many pages at random, other ones for each group."""
@@ -80,6 +99,9 @@ class Engine:
 
     def load(self, name: str, tokens: list[int], pages: int, tables: Tables) -> bool:
         self.cache.start(self.cache.claim(name, np.array(tokens, np.uint64), b"", pages, tables))
+        return self.wait(name)
+
+    def wait(self, name: str) -> bool:
         over: list[tuple[set[str], set[str]]] = []
         until(lambda: over.append(self.cache.ended()) or over[-1][0] == {name})
         return not over[-1][1]
@@ -129,9 +151,77 @@ def test_a_load_under_way_is_waited_for_and_a_store_that_hangs_is_not(tmp_path: 
     until(lambda: engine.cache.ended()[0] == {"one"})
     assert engine.find("two", [*tokens, 2]) == 5
     engine.cache.close()
-    engine = Engine(url, hangs=True)
+    engine = Engine(url, hangs="get")
     assert engine.find("three", [*tokens, 3]) == 0
     engine.go.set()
+    engine.cache.close()
+
+
+def test_only_what_is_on_its_way_is_waited_for_and_a_save_waits_for_no_load() -> None:
+    engine, begin = Engine("memory://?capacity=16MiB"), list(range(8))
+    ones, twos, threes = ([*begin, *range(n, n + 12)] for n in (100, 200, 300))
+    for tokens in (ones, twos):
+        engine.compute(str(tokens), tokens)
+    fence = Fence()
+    assert engine.find("one", [*ones, 1], begin=2) == 5
+    engine.cache.start(engine.claim("one", ones, 3), fence)
+    # The engine has the common pages itself; who lacks them, or goes on with those of the load, has to wait.
+    assert engine.answer("two", [*twos, 1], begin=2) == [5]
+    assert engine.answer("two again", [*twos, 1], begin=0) == engine.answer("1", [*ones, 1], begin=2) == []
+    engine.cache.start(engine.claim("two", twos, 3))
+    saving = Thread(target=engine.compute, args=("three", threes), daemon=True)
+    saving.start()
+    saving.join(30)
+    assert not saving.is_alive()
+    fence.open()
+    over: set[str] = set()
+    until(lambda: over.update(engine.cache.ended()[0]) or over == {"one", "two"})
+    # What was never promised is a load that fails.
+    engine.cache.start(engine.claim("nobody", ones, 3))
+    assert not engine.wait("nobody")
+    engine.cache.close()
+
+
+def test_a_request_in_the_queue_is_searched_for_and_a_failure_does_not_end_the_background(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url, tokens = f"file://{tmp_path}/store?capacity=16MiB", list(range(20))
+    engine = Engine(url, hangs="set")
+    engine.compute("a", tokens)
+    assert engine.is_asked.wait(30)
+    engine.is_broken = True
+    until(lambda: "could not be noted" in caplog.text)
+    engine.is_broken = False
+    engine.go.set()
+    until(lambda: engine.count("storage_sets_total") == 6)
+    engine.cache.close()
+    engine = Engine(url)
+    engine.cache.expect("a", np.array([*tokens, 1], np.uint64), b"")
+    until(lambda: engine.count("prefetches_total"))
+    assert engine.answer("a", [*tokens, 1], 0) == [5]
+    engine.cache.close()
+
+
+@pytest.mark.parametrize(("policy", "begin"), [("lru", 5), ("hvd", 0)])
+def test_the_prefix_that_is_only_hit_above_stays_in_a_full_store(
+    policy: str, begin: int, tmp_path: Path
+) -> None:
+    """The engine (5 pages) or the host has it; the store has room for a third of what is written."""
+    hot, url = list(range(20)), f"file://{tmp_path}/store?capacity=4MiB"
+    others = [[1000 * n + i for i in range(20)] for n in range(1, 121)]
+    engine = Engine(url, policy=policy, width=8000)
+    engine.compute("hot", hot)
+    for n, other in enumerate(others, 1):
+        assert engine.find(f"hot {n}", [*hot, 900], begin) == 5
+        engine.cache.forget(f"hot {n}")
+        assert engine.find(f"{n}", [*other, 1]) == 0
+        engine.compute(f"{n}", other)
+        engine.cache.forget(f"{n}")
+        until(lambda n=n: engine.cache.ended() and engine.count("storage_sets_total") > 6 * n)
+    engine.cache.close()
+    engine = Engine(url, policy=policy, width=8000)
+    assert sum(engine.find(f"{n}", [*other, 1]) == 5 for n, other in enumerate(others)) < 60
+    assert engine.find("hot", [*hot, 1]) == engine.find("last", [*others[-1], 1]) == 5
     engine.cache.close()
 
 

@@ -494,6 +494,7 @@ class HybridCacheController:
         if wait and self._context.under_way:
             self._context.await_event(wait)
             self._context.drain()
+        self._values.tell()
         self._post_residency()
         return busy
 

@@ -167,6 +167,12 @@ class LentSlots:
         operations = self._context.in_flight.operations.values()
         return sum(isinstance(o, Load) or (isinstance(o, Write) and o.is_copying) for o in operations)
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a copy from the device has not ended."""
+        operations = self._context.in_flight.operations.values()
+        return any(isinstance(o, Write) and o.is_copying for o in operations)
+
     def device_depth(self, match: Match) -> int:
         """Return the deepest depth, in pages, that the device restores alone."""
         return deepest_on_device(self.index, match)

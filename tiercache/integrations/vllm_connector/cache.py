@@ -6,6 +6,7 @@ while they are copied to the host, and those of a load until it has ended. Whate
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from tiercache.core import ABSENT, Locations, PoolName, Tier, TokenArray
 from tiercache.index import Origin, Pin
 from tiercache.integrations.vllm_connector.blocks import BlockPool
 from tiercache.transfer import Fence
+
+_log = logging.getLogger(__name__)
 
 _TICK_S: Final = 0.05
 """Seconds between two looks at what is under way in the background."""
@@ -56,7 +59,7 @@ class BlockLoad:
     """Number of pages to restore, those included."""
     blocks: Blocks
     """Blocks of the pages [0, depth), and of the state at `depth`."""
-    pin: Pin
+    pin: Pin | None
     is_possible: bool = True
     is_begun: bool = False
     running: LentLoad | None = None
@@ -68,8 +71,8 @@ class _Search:
     """Search of a waiting request, and what the request has been promised."""
 
     origin: Origin
-    until: float
-    """Time of the clock after which the request waits no longer for storage."""
+    until: float | None = None
+    """Time of the clock after which the request waits no longer for storage; None before it waits."""
     ticket: PrefetchTicket | None = None
     begin: int = 0
     depth: int = 0
@@ -119,9 +122,13 @@ class EngineCache:
         """Apply what has happened while the engine is idle, and calls nothing; writes go on by that."""
         busy = True
         while not self._stop.wait(_TICK_S if busy else _IDLE_S):
-            with self._lock:
-                if not self._stop.is_set():
-                    busy = self._controller.tick()
+            try:
+                with self._lock:
+                    if not self._stop.is_set():
+                        busy = self._controller.tick()
+            except Exception:  # noqa: BLE001  the thread must not end
+                busy = False
+                _log.exception("tiercache: what has happened in the background could not be noted")
 
     def find(self, request: str, tokens: TokenArray, extra: bytes, begin: int) -> int | None:
         """Return how many pages a request can have, of which the engine has `begin`; None: ask again.
@@ -132,26 +139,48 @@ class EngineCache:
             if request in self._failed:
                 return begin
             self._controller.tick()
-            search = self._searches.get(request)
-            if search is None:  # a hit in the engine's own cache counts as well
-                origin = self._index.touch(self._index.match(tokens, extra), tokens)
-                search = self._searches[request] = _Search(origin, self._clock() + self._patience)
+            search = self._search(request, tokens, extra)
             search.release()
             if begin >= (len(tokens) - 1) // self.page_size:
                 return begin
             if search.ticket is None:
                 search.ticket = self._controller.prefetch(tokens[:-1], extra)
+            if search.until is None:
+                search.until = self._clock() + self._patience
             if not search.ticket.done and self._clock() < search.until:
                 return None
             search.ticket.cancel()
             match = self._index.match(tokens, extra)
             if match.near_depth <= begin:
                 return begin
-            if any(_overlap(load, tokens, extra, self.page_size) for load in self._loads.values()):
-                return None  # the engine has the common pages itself as soon as that load has ended
+            for load in self._loads.values():
+                if self._shared(load, tokens, extra) > min(begin, load.begin):
+                    return None  # the engine has the common pages itself as soon as that load has ended
             search.begin, search.depth = begin, match.near_depth
             search.pin = self._index.pin(self._index.node_at(match, search.depth), Tier.HOST)
             return search.depth
+
+    def expect(self, request: str, tokens: TokenArray, extra: bytes) -> None:
+        """Begin the search of a request that the engine lets wait behind others."""
+        with self._lock:
+            search = self._search(request, tokens, extra)
+            if search.ticket is None:
+                search.ticket = self._controller.prefetch(tokens[:-1], extra)
+
+    def _search(self, request: str, tokens: TokenArray, extra: bytes) -> _Search:
+        """Return the search of a request; the first call counts a hit, also one in the engine's own cache."""
+        if request not in self._searches:
+            origin = self._index.touch(self._index.match(tokens, extra), tokens)
+            self._searches[request] = _Search(origin)
+        return self._searches[request]
+
+    def _shared(self, load: BlockLoad, tokens: TokenArray, extra: bytes) -> int:
+        """Return how many leading pages a prompt has in common with a load."""
+        if load.extra != extra:
+            return 0
+        count = min(load.depth * self.page_size, len(tokens))
+        apart = np.flatnonzero(load.tokens[:count] != tokens[:count])
+        return (int(apart[0]) if len(apart) else count) // self.page_size
 
     def decline(self, request: str) -> None:
         """End the promise to a request."""
@@ -166,13 +195,14 @@ class EngineCache:
         block 0 stands for none, and lets the load fail.
         """
         with self._lock:
-            search = self._searches[request]
+            search = self._searches.get(request)
+            if search is None or search.pin is None:
+                return self.give_up(request)
             depth = search.begin + pages
             blocks = {
                 pool: table[:, depth - 1 : depth] if pool is PoolName.MAMBA else table[:, :depth]
                 for pool, table in tables.items()
             }
-            assert search.pin is not None, "what is claimed was promised"
             load = BlockLoad(request, tokens, extra, search.begin, depth, blocks, search.pin)
             # With states, no other depth than the promised one can be restored.
             load.is_possible = (
@@ -181,6 +211,14 @@ class EngineCache:
                 and (depth == search.depth or (depth < search.depth and PoolName.MAMBA not in blocks))
             )
             search.pin = None
+            self._loads[request] = load
+            return load
+
+    def give_up(self, request: str) -> BlockLoad:
+        """Return a load that fails, for a request whose blocks cannot be taken."""
+        with self._lock:
+            self.decline(request)
+            load = BlockLoad(request, np.empty(0, np.uint64), b"", 0, 0, {}, None, False, is_begun=True)
             self._loads[request] = load
             return load
 
@@ -217,11 +255,14 @@ class EngineCache:
             done = {
                 name: load
                 for name, load in self._loads.items()
-                if load.is_begun and (load.running is None or load.running.done)
+                if load.is_begun
+                and (load.running is None or load.running.done)
+                and not (load.begin and self._lent.is_saving)  # of what the engine had
             }
             failed = {name for name, load in done.items() if load.running is None or load.running.failed}
             for name, load in done.items():
-                load.pin.release()
+                if load.pin is not None:
+                    load.pin.release()
                 del self._loads[name]
             if done:  # from now on the engine has these pages itself
                 self._controller.evict(Tier.DEVICE)
@@ -239,7 +280,7 @@ class EngineCache:
                 taken = Taken(origin=Origin() if search is None else search.origin)
                 self._adopt(save.tokens, save.extra, save.pages, save.states, taken, fence)
             if saves:
-                while self._lent.copies:
+                while self._lent.is_saving:  # loads go on
                     self._controller.tick(_TICK_S)
                 self._controller.evict(Tier.DEVICE)
 
@@ -289,8 +330,3 @@ class EngineCache:
             for request in list(self._searches):
                 self.forget(request)
             self._controller.close()
-
-
-def _overlap(load: BlockLoad, tokens: TokenArray, extra: bytes, page_size: int) -> bool:
-    """Return whether a prompt begins with the first page of a load."""
-    return load.extra == extra and np.array_equal(load.tokens[:page_size], tokens[:page_size])

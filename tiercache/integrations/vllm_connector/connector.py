@@ -34,6 +34,7 @@ from tiercache.settings import duration, matching, read_section, size
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
+U = TypeVar("U")
 
 PLACE: Final = "kv_connector_extra_config of TierCacheConnector"
 """Name of the settings in error messages."""
@@ -86,6 +87,8 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Groups of each pool."""
         self._key = str(self._kv_transfer_config.engine_id)
         self._requests: dict[str, Any] = {}
+        self._waiting: set[str] = set()
+        """Requests that have not been given blocks."""
         self._known: dict[str, TokenArray] = {}
         self._saved: dict[str, int] = {}
         """Number of leading pages of each request that have been saved."""
@@ -178,8 +181,13 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def on_new_request(self, request: Any) -> None:
         """Note a request that may be cached: tokens say what is computed, and stay what they are."""
         told = not request.mm_features and request.prompt_embeds is None and not request.resumable
-        if told and request.num_tokens:
-            self._requests[request.request_id] = request
+        if not told or not request.num_tokens:
+            return
+        name = request.request_id
+        self._requests[name] = request
+        if self._waiting:  # it has to wait behind others, and vLLM does not ask before its turn
+            self._guarded(lambda cache: cache.expect(name, self._tokens(request), _extra(request)), None)
+        self._waiting.add(name)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded behind those that vLLM has; None to be asked again."""
@@ -187,22 +195,29 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return 0, False
         begin = num_computed_tokens // self._page_size
         asked = (request.request_id, self._tokens(request), _extra(request), begin)
-        nothing: int | None = begin
-        depth = self._guarded(lambda cache: cache.find(*asked), nothing)
+        depth = self._guarded(lambda cache: cache.find(*asked), begin)
         if depth is None:
             return None, False
         return (depth - begin) * self._page_size, depth > begin
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Note the blocks into which the promised tokens are to be loaded."""
-        name = request.request_id
+        name, pages = request.request_id, num_external_tokens // self._page_size
+        self._waiting.discard(name)
         if not num_external_tokens:
             self._guarded(lambda cache: cache.decline(name), None)
             return
-        pages, tables = num_external_tokens // self._page_size, blocks.get_block_ids()
-        given = {pool: self._table(tables, pool) for pool in self._groups}
-        load = _CACHES[self._key].claim(name, self._tokens(request), _extra(request), pages, given)
-        self._work.loads.append(load)
+
+        def claim(cache: EngineCache) -> BlockLoad:
+            tables = blocks.get_block_ids()
+            given = {pool: self._table(tables, pool) for pool in self._groups}
+            return cache.claim(name, self._tokens(request), _extra(request), pages, given)
+
+        load = self._guarded(claim, None)
+        if load is None:  # vLLM waits for the load, and has to be told that there will be none
+            load = self._guarded(lambda cache: cache.give_up(name), None)
+        if load is not None:
+            self._work.loads.append(load)
 
     def _table(self, tables: Any, pool: PoolName) -> Locations:
         """Return the blocks of a request in the groups of a pool: shape [groups, blocks]; 0 where is none."""
@@ -215,11 +230,15 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> StepWork:
         """Return what the worker loads and saves in the step that vLLM has scheduled."""
         work, self._work = self._work, StepWork()
+        self._guarded(lambda _: self._note_saves(work, scheduler_output), None)
+        return work
+
+    def _note_saves(self, work: StepWork, scheduler_output: Any) -> None:
         offered = scheduler_output.kv_connector_block_state
         if PoolName.MAMBA in self._groups:
             for name, entries in offered.boundary_state_offloads.items():
                 self._save_states(work, name, offered.get_block_ids(name), entries)
-            return work
+            return
         for name, count in scheduler_output.num_scheduled_tokens.items():
             request = self._requests.get(name)
             if request is None:
@@ -228,7 +247,6 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             depth = known // self._page_size
             if depth > self._saved.get(name, 0):
                 self._save(work, request, offered.get_block_ids(name), depth, {})
-        return work
 
     def _save_states(
         self, work: StepWork, name: str, tables: Any, entries: list[tuple[int, int, int]]
@@ -265,6 +283,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[bool, None]:
         """Forget a request; its blocks are vLLM's at once."""
         name = request.request_id
+        self._waiting.discard(name)
         for known in (self._requests, self._known, self._saved):
             known.pop(name, None)
         self._guarded(lambda cache: cache.forget(name), None)
@@ -281,7 +300,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             known = self._known[request.request_id] = np.array(request.all_token_ids[:], np.uint64)
         return known
 
-    def _guarded(self, call: Callable[[EngineCache], T], otherwise: T) -> T:
+    def _guarded(self, call: Callable[[EngineCache], T], otherwise: U) -> T | U:
         """Call the cache; after a failure log it, and answer `otherwise`."""
         try:
             return call(_CACHES[self._key])
