@@ -15,8 +15,9 @@ from tests.examples import slow_after
 from tests.faulty import Faulty, Rates
 from tests.integrity import check_controller
 from tiercache.controller import ControllerOptions
-from tiercache.controller.ranks.landings import AgreedLandings
-from tiercache.core import Outcome, Tier
+from tiercache.controller.ranks.landings import ENDED, UNDONE, AgreedLandings, answer_codes
+from tiercache.core import Outcome, Reason, Tier
+from tiercache.errors import TransferError
 from tiercache.memory import address_of
 
 
@@ -106,9 +107,26 @@ def test_ranks_stay_alike_whatever_their_stores_do(seed, ills):
 
 
 def test_a_copy_that_failed_on_one_rank_has_failed_and_waits_for_all():
-    told = []
-    landings = AgreedLandings(lambda mine: np.minimum(mine, [9, 1, 0, 2]), time.monotonic, list)
-    for _ in range(3):
-        landings.expect_copy(told.append)(None)
+    told, given = [], []
+    others = np.array([9, 1, 0, 2, 2])
+
+    def agree(mine):
+        given.extend(mine[1:].tolist())
+        return np.minimum(mine, others)
+
+    landings = AgreedLandings(agree, time.monotonic, list)
+    for error in (None, None, None, TransferError("failed")):
+        landings.expect_copy(told.append)(error)
     landings.apply(busy=False)
-    assert [error is None for error in told] == [False, True], "the second is under way on another rank"
+    assert given == [ENDED, ENDED, ENDED, UNDONE]
+    assert [error is None for error in told] == [False, True, False], (
+        "the second is under way on another rank"
+    )
+
+
+def test_the_worse_answer_counts_and_one_rank_without_an_answer_is_none():
+    codes = answer_codes({KV: 2})
+    good, bad = ({KV: [True, True]}, Reason.NONE), ({KV: [True, False]}, Reason.TIMEOUT)
+    packed = [np.array(codes.pack(answer)) for answer in (good, bad)]
+    assert codes.unpack(np.minimum(*packed)) == bad
+    assert codes.unpack(packed[0] * 0) is None
