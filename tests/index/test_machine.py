@@ -92,7 +92,7 @@ class IndexMachine(RuleBasedStateMachine):
     # -- inserting and matching ----------------------------------------------------------------
 
     @rule(
-        path=paths,
+        path=paths | st.just(()),  # of a prompt shorter than a page nothing is entered
         extra=extras,
         own=st.booleans(),
         depths=st.sets(st.integers(1, 6), max_size=3),
