@@ -225,6 +225,20 @@ def test_the_prefix_that_is_only_hit_above_stays_in_a_full_store(
     engine.cache.close()
 
 
+def test_what_the_model_computes_faster_than_it_is_loaded_is_computed(tmp_path: Path) -> None:
+    tokens = list(range(20))
+    engine = Engine(f"file://{tmp_path}/store?capacity=16MiB")
+    engine.compute("a", tokens)
+    engine.cache.note_pass([(0, 5), (0, 15)], 10.0)
+    # private: loads of a test have too few bytes to be measured
+    engine.cache._controller._context.speeds._loads.add(1 << 20, 1.0)
+    assert engine.find("slow model", [*tokens, 1]) == 5
+    engine.cache.note_pass([(0, 4096)], 0.1)
+    assert engine.find("fast model", [*tokens, 2]) == 0
+    assert engine.find("fast model", [*tokens, 2], begin=3) == 3
+    engine.cache.close()
+
+
 def test_blocks_that_are_not_contiguous_are_refused() -> None:
     split = torch.arange(240, dtype=torch.int16).view(8, 2, 5, 3).transpose(2, 3)
     assert bytes_of(split, 4, 100, "a").view(torch.int16)[1, :3].tolist() == [60, 61, 62]

@@ -44,6 +44,9 @@ def _config(name: str) -> Any:
     }  # fmt: skip
     if name == "llama":
         return LlamaConfig(**common)
+    if name == "wide":  # a Llama with 32 KiB of KV a token
+        wide = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64, "num_hidden_layers": 8}
+        return LlamaConfig(**common | wide)
     assert name == "qwen3next", f"no such model: {name}; there are {', '.join(MODELS)}"
     linear: dict[str, Any] = {
         "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 64,

@@ -191,14 +191,17 @@ def near_depths(context: ControllerContext, match: Match, *, device_only: bool =
     return mask
 
 
-def near_depth(context: ControllerContext, match: Match) -> int:
-    """Return the near depth, or the deepest depth on the device if computing the rest is faster."""
+def near_depth(context: ControllerContext, match: Match, held: int | None = None) -> int:
+    """Return the near depth, or the deepest depth on the device if computing the rest is faster.
+
+    `held` is the latter, where the engine has pages of its own of which the index does not know.
+    """
     near, page = match.near_depth, context.page_size
     if not near or not context.options.load_or_recompute:
         return near
-    depth = deepest_on_device(context.index, match)
+    depth = deepest_on_device(context.index, match) if held is None else held
     pages, states = context.index.locations(match, near)
-    absent = {p: int(np.count_nonzero(at.device == ABSENT)) for p, at in pages.items()}
+    absent = {p: int(np.count_nonzero(at.device[depth:] == ABSENT)) for p, at in pages.items()}
     absent |= {p: int(one.device == ABSENT) for p, one in states.items()}
     nbytes = sum(count * context.host[pool].geometry.nbytes for pool, count in absent.items())
     gains = context.speeds.gains(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tiercache.controller.context import ControllerContext
-from tiercache.controller.depths import deepest_on_device
+from tiercache.controller.depths import deepest_on_device, near_depth
 from tiercache.controller.operations import Load, PageRun, gather_runs
 from tiercache.controller.ranks.landings import Ends
 from tiercache.controller.restore import filling
@@ -176,6 +176,10 @@ class LentSlots:
     def device_depth(self, match: Match) -> int:
         """Return the deepest depth, in pages, that the device restores alone."""
         return deepest_on_device(self.index, match)
+
+    def near_depth(self, match: Match, held: int) -> int:
+        """Return the depth to restore from the host; `held`, which the engine has, if computing is faster."""
+        return near_depth(self._context, match, held)
 
     def load(
         self,

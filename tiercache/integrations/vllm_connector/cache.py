@@ -151,12 +151,13 @@ class EngineCache:
                 return None
             search.ticket.cancel()
             match = self._index.match(tokens, extra)
-            if match.near_depth <= begin:
+            depth = self._lent.near_depth(match, begin)
+            if depth <= begin:
                 return begin
             for load in self._loads.values():
                 if self._shared(load, tokens, extra) > min(begin, load.begin):
                     return None  # the engine has the common pages itself as soon as that load has ended
-            search.begin, search.depth = begin, match.near_depth
+            search.begin, search.depth = begin, depth
             search.pin = self._index.pin(self._index.node_at(match, search.depth), Tier.HOST)
             return search.depth
 
@@ -181,6 +182,13 @@ class EngineCache:
         count = min(load.depth * self.page_size, len(tokens))
         apart = np.flatnonzero(load.tokens[:count] != tokens[:count])
         return (int(apart[0]) if len(apart) else count) // self.page_size
+
+    def note_pass(self, computed: Sequence[tuple[int, int]], seconds: float) -> None:
+        """Record that a pass of the model, which took `seconds`, has computed these ranges of tokens."""
+        with self._lock:
+            total = sum(end - begin for begin, end in computed)
+            for begin, end in computed:
+                self._controller.note_prefill(begin, end, seconds * (end - begin) / total)
 
     def decline(self, request: str) -> None:
         """End the promise to a request."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,7 +31,7 @@ from tiercache.integrations.vllm_connector.blocks import BlockPool, bytes_of
 from tiercache.integrations.vllm_connector.cache import BlockLoad, BlockSave, EngineCache
 from tiercache.keys import Identity
 from tiercache.pools import HostArena
-from tiercache.settings import duration, matching, read_section, size
+from tiercache.settings import FLAG, duration, matching, read_section, size
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -54,6 +55,8 @@ class ConnectorSettings(StoreSettings):
     """Host memory for pages and states, taken at the start."""
     policy: Annotated[str, matching("(?s:.{1,200})", "is no name of an eviction policy")] = "hvd"
     """Eviction policy: hvd, lru, or that of another package."""
+    load_or_recompute: Annotated[bool, FLAG] = True
+    """Whether tokens are computed that would take longer to load, by the speeds measured so far."""
     patience: Annotated[float, duration(0.0)] = 5.0
     """Time that a request waits for what storage has of its prompt, at most; and a call that hangs."""
 
@@ -64,6 +67,8 @@ class StepWork(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no types
 
     loads: list[BlockLoad] = field(default_factory=list)
     saves: list[BlockSave] = field(default_factory=list)
+    computed: list[tuple[int, int]] = field(default_factory=list)
+    """Ranges of prompts that the step computes."""
 
 
 class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM has no types
@@ -93,6 +98,9 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._saved: dict[str, int] = {}
         """Number of leading pages of each request that have been saved."""
         self._work = StepWork()
+        self._begin: float | torch.cuda.Event = 0.0
+        self._pass: tuple[list[tuple[int, int]], Any, Any] | None = None
+        """Pass that is measured: what it computes, and the marks before and behind it."""
         if role is KVConnectorRole.SCHEDULER and self._key not in _CACHES:
             raise ConfigError(
                 "TierCacheConnector serves a scheduler and a worker in one process only; start vLLM with"
@@ -133,7 +141,11 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             pools,
             HostArena(chosen.host_bytes, min(pool.geometry.padded_nbytes for pool in pools.values())),
             chosen.open(str(parallel.data_parallel_index), parallel.data_parallel_size),
-            options=ControllerOptions(policy=chosen.policy, storage_deadline=max(1.0, chosen.patience)),
+            options=ControllerOptions(
+                policy=chosen.policy,
+                storage_deadline=max(1.0, chosen.patience),
+                load_or_recompute=chosen.load_or_recompute,
+            ),
             profile=profile_for(chosen.profile, identity.model),
         )
         _CACHES[self._key] = EngineCache(controller, pools, chosen.patience)
@@ -144,6 +156,17 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             chosen.host_bytes,
             chosen.policy,
         )
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Take the work of a step, and the time at its begin."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._pass is not None:
+            computed, begin, end = self._pass
+            if isinstance(end, float) or end.query():
+                seconds = end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1e3
+                self._guarded(lambda cache: cache.note_pass(computed, seconds), None)
+                self._pass = None
+        self._begin = _mark()
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
         """Begin the loads of this step, which end in the background."""
@@ -158,8 +181,10 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         """Copy what this step has completed to the host; vLLM may use its blocks for others afterwards."""
-        saves = self._get_connector_metadata().saves
-        if saves:
+        work = self._get_connector_metadata()
+        if work.computed and self._pass is None:
+            self._pass = work.computed, self._begin, _mark()
+        if saves := work.saves:
             self._guarded(partial(EngineCache.save, saves=saves, fence=_fence()), None)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -238,14 +263,15 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if PoolName.MAMBA in self._groups:
             for name, entries in offered.boundary_state_offloads.items():
                 self._save_states(work, name, offered.get_block_ids(name), entries)
-            return
         for name, count in scheduler_output.num_scheduled_tokens.items():
             request = self._requests.get(name)
             if request is None:
                 continue
             known = min(request.num_computed_tokens + count, request.num_tokens)
+            if count > 1:
+                work.computed.append((request.num_computed_tokens, known))
             depth = known // self._page_size
-            if depth > self._saved.get(name, 0):
+            if PoolName.MAMBA not in self._groups and depth > self._saved.get(name, 0):
                 self._save(work, request, offered.get_block_ids(name), depth, {})
 
     def _save_states(
@@ -308,6 +334,15 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             # whatever a bug raises, vLLM's engine goes on without what the cache could have given
             _log.exception("tiercache: a call failed, and its tokens are computed")
             return otherwise
+
+
+def _mark() -> float | torch.cuda.Event:
+    """Return the time in seconds, or a point in the device's work whose time is known once it is reached."""
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    mark.record()
+    return mark
 
 
 def _fence() -> torch.cuda.Event | None:

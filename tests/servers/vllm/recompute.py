@@ -1,0 +1,98 @@
+"""Load or recompute in real servers: the choice of tiercache's connector beside always and never loading.
+
+    python -m tests.servers.vllm.recompute ENVIRONMENT [ROUNDS]
+
+Three servers of one model take turns: without the connector (never), and with it, `load_or_recompute` off
+(always) and on (choice). Before each request, device and host are emptied. Five mixes of a short or a long
+context, a store in the page cache or one with RATE bytes a second, one request or four at once. A JSON line a
+mix: median milliseconds until all first tokens are there, and `behind`, the choice's time over the better of
+the other two.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from tests.processes import free_port
+from tests.servers.models import make_model
+from tests.servers.vllm.server import VllmConnectorServer
+
+SHORT, LONG, ROUNDS = 256, 1536, 9
+MIXES = (
+    ("file", SHORT, 1), ("file", LONG, 1), ("file", LONG, 4),
+    ("slow", SHORT, 1), ("slow", LONG, 1), ("slow", LONG, 4),
+)  # fmt: skip
+"""Store, tokens of a prompt, and prompts at once."""
+
+
+class Choosing(VllmConnectorServer):
+    """A server that always loads (`weighs` False), or chooses."""
+
+    PAGE = 64
+    DTYPES = {"wide": "float32"}  # noqa: RUF012
+    weighs = True
+
+    def transfer(self, storage: str) -> dict[str, Any]:
+        found = super().transfer(storage)
+        found["kv_connector_extra_config"] |= {"host_bytes": "1GiB", "load_or_recompute": self.weighs}
+        return found
+
+
+class Always(Choosing):
+    weighs = False
+
+
+def prompts(seed: int, tokens: int, count: int) -> list[list[int]]:
+    draw = Random(seed)
+    return [[draw.randrange(3, 250) for _ in range(tokens + 1)] for _ in range(count)]
+
+
+def took(server: Choosing, asked: list[list[int]]) -> float:
+    """Return the seconds until all prompts have their first tokens, from empty caches on device and host."""
+    server.flush()
+    began = time.perf_counter()
+    with ThreadPoolExecutor(len(asked)) as threads:
+        list(threads.map(lambda prompt: server.ask(prompt, 1), asked))
+    return time.perf_counter() - began
+
+
+def rows(environment: Path, rounds: int, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield a row for each mix."""
+    model = make_model("wide", folder)
+    for store in dict.fromkeys(store for store, *_ in MIXES):
+        servers: dict[str, Choosing] = {}
+        with ExitStack() as stack:
+            for name, kind in {"never": Choosing, "always": Always, "choice": Choosing}.items():
+                url = None if name == "never" else f"{store}://{folder}/{store}-{name}?capacity=4GiB"
+                server = kind(environment, model, free_port(), folder / f"{store}-{name}.log", url)
+                servers[name] = stack.enter_context(server)
+            for of, tokens, count in MIXES:
+                if of == store:
+                    asked = prompts(tokens, tokens, count)
+                    times: dict[str, list[float]] = {name: [] for name in servers}
+                    for n in range(rounds + 2):  # the first two store the prompts, and measure the speeds
+                        for name, server in servers.items():
+                            seconds = took(server, asked)
+                            times[name] += [seconds] * (n > 1)
+                    ms = {name: statistics.median(spent) * 1e3 for name, spent in times.items()}
+                    behind = ms["choice"] / min(ms["never"], ms["always"])
+                    yield {
+                        "store": store, "tokens": tokens, "at_once": count,
+                        **{name: round(value, 1) for name, value in ms.items()}, "behind": round(behind, 3),
+                    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as place:
+        for row in rows(Path(sys.argv[1]), int(sys.argv[2]) if sys.argv[2:] else ROUNDS, Path(place)):
+            print(json.dumps(row), flush=True)
