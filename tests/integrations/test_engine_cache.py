@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Event, Thread
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from tests.waiting import until
 from tiercache.controller import ControllerOptions, HybridCacheController
 from tiercache.core import PoolName
 from tiercache.errors import ConfigError
-from tiercache.integrations.vllm_connector.blocks import BlockPool, bytes_of
+from tiercache.integrations.vllm_connector.blocks import BlockPool, WindowPool, bytes_of
 from tiercache.integrations.vllm_connector.cache import BlockLoad, BlockSave, EngineCache
 from tiercache.keys import Identity
 from tiercache.pools import HostArena
@@ -30,16 +31,19 @@ IDENTITY = Identity("m", "1", "float32", "float32", "float32", page_size=PAGE)
 
 
 class Engine:
-    """An engine that fills its blocks with bytes that follow from the tokens."""
+    """An engine that fills its blocks with bytes that follow from the tokens; two groups have states."""
+
+    WINDOWS: ClassVar[Sequence[int]] = ()
 
     def __init__(self, url: str, *, hangs: str = "", policy: str = "hvd", width: int = 600) -> None:
         """`hangs`: call of the store that waits until `go` is set, and sets `is_asked` before."""
         self.tensors = [torch.zeros(BLOCKS, width + 8 * n, dtype=torch.uint8) for n in range(4)]
         layers = [(n, f"layer {n}", tensor) for n, tensor in enumerate(self.tensors)]
-        pools = {
-            KV: BlockPool.over(KV, PAGE, [layers[0:1], layers[2:3]]),
-            MAMBA: BlockPool.over(MAMBA, PAGE, [layers[1:2], layers[3:4]]),
-        }
+        others = [layers[1:2], layers[3:4]]
+        windows = WindowPool.over_windows(PAGE, others, self.WINDOWS) if self.WINDOWS else None
+        other = windows or BlockPool.over(MAMBA, PAGE, others)
+        self.kind = other.name
+        pools = {KV: BlockPool.over(KV, PAGE, [layers[0:1], layers[2:3]]), self.kind: other}
         self.go, self.is_asked = Event(), Event()
         store = Late(open_backend(url), {hangs}, lambda: self.is_asked.set() or self.go.wait(30))
         self.is_broken = False
@@ -63,26 +67,32 @@ class Engine:
     def count(self, metric: str) -> float:
         return self.controller.metrics.total(metric)
 
-    def blocks(self, count: int) -> Tables:
-        """Take blocks for so many pages at random, other ones for each group."""
-        taken = [[self.draw.sample(range(1, BLOCKS), count) for _ in "ab"] for _ in "ab"]
-        return {KV: np.array(taken[0]), MAMBA: np.array(taken[1])}
+    def blocks(self, count: int, known: int | None = None) -> Tables:
+        """Take blocks for so many pages at random, other ones for each group.
 
-    def rows(self, tables: Tables, tokens: list[int]) -> Iterator[tuple[torch.Tensor, bytes]]:
-        """Yield each row of all pages and of the state at the end, and the bytes that belong there."""
+        What the window of a token behind the `known` pages, by default all, does not see, is not there.
+        """
+        kv, other = (np.array([self.draw.sample(range(1, BLOCKS), count) for _ in "ab"]) for _ in "ab")
+        for row, window in zip(other, self.WINDOWS, strict=False):
+            row[: max(0, (count if known is None else known) * PAGE - window + 1) // PAGE] = 0
+        return {KV: kv, self.kind: other}
+
+    def rows(self, tables: Tables, tokens: list[int]) -> Iterator[tuple[int, torch.Tensor, bytes]]:
+        """Yield the page, the row, and the bytes that belong there, of all that is in the tables."""
         for page in range(len(tokens) // PAGE):
             for n, tensor in enumerate(self.tensors):
-                if n % 2 == 0 or (page + 1) * PAGE == len(tokens):
+                block = tables[self.kind if n % 2 else KV][n // 2, page]
+                if block and (n % 2 == 0 or self.WINDOWS or (page + 1) * PAGE == len(tokens)):
                     seed = f"{n} {tokens[: (page + 1) * PAGE]}"
-                    data = random.Random(seed).randbytes(tensor.shape[1])
-                    yield tensor[tables[MAMBA if n % 2 else KV][n // 2, page]], data
+                    yield page, tensor[block], random.Random(seed).randbytes(tensor.shape[1])
 
-    def compute(self, name: str, tokens: list[int]) -> None:
-        tables = self.blocks(len(tokens) // PAGE)
-        for row, data in self.rows(tables, tokens):
+    def compute(self, name: str, tokens: list[int], known: int = 0) -> None:
+        tables = self.blocks(len(tokens) // PAGE, known)
+        for _, row, data in self.rows(tables, tokens):
             row[:] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        states = {len(tokens): tables[MAMBA][:, -1:]}
-        self.cache.save([BlockSave(name, np.array(tokens, np.uint64), b"", tables[KV], states)])
+        states = {} if self.WINDOWS else {len(tokens): tables[MAMBA][:, -1:]}
+        save = BlockSave(name, np.array(tokens, np.uint64), b"", tables[KV], states)
+        self.cache.save([save._replace(windows=tables[self.kind])])
         self.clear()  # vLLM gives the blocks to others
 
     def clear(self) -> None:
@@ -104,14 +114,23 @@ class Engine:
     def wait(self, name: str) -> bool:
         over: list[tuple[set[str], set[str]]] = []
         until(lambda: over.append(self.cache.ended()) or over[-1][0] == {name})
+        assert not any(tensor[0].any() for tensor in self.tensors), "block 0 is nobody's"
         return not over[-1][1]
 
 
-def test_what_is_saved_comes_back_in_other_blocks_from_host_and_store(tmp_path: Path) -> None:
+class Windowed(Engine):
+    WINDOWS = (6, 13)
+    """Tokens that see themselves and 5, or 12, before: parts of two, and of three pages."""
+
+
+@pytest.mark.parametrize("kind", [Engine, Windowed])
+def test_what_is_saved_comes_back_in_other_blocks_from_host_and_store(
+    kind: type[Engine], tmp_path: Path
+) -> None:
     url, tokens = f"file://{tmp_path}/store?capacity=16MiB", list(range(100, 120))
     asked = [*tokens, 7]
     for life in range(2):
-        engine = Engine(url)
+        engine = kind(url)
         if life == 0:
             assert engine.find("a", asked) == 0
             engine.compute("a", tokens[:12])
@@ -121,14 +140,14 @@ def test_what_is_saved_comes_back_in_other_blocks_from_host_and_store(tmp_path: 
             assert engine.answer("other", asked, 0) == [5], "a promise is none's alone"
             tables = engine.blocks(5)
             assert engine.load(way, asked, 5, tables)
-            assert all(bytes(row.numpy()) == data for row, data in engine.rows(tables, tokens)), way
+            assert all(bytes(row.numpy()) == data for _, row, data in engine.rows(tables, tokens)), way
             # The first three pages are the engine's own: they are not written to, and hold nothing here.
             assert engine.find(f"{way} 2", asked, begin=3) == 5
             engine.clear()
             tables = engine.blocks(5)
             assert engine.load(f"{way} 2", asked, 2, tables)
-            right = [bytes(row.numpy()) == data for row, data in engine.rows(tables, tokens)]
-            assert right == [False] * 6 + [True] * 6
+            for page, row, data in engine.rows(tables, tokens):
+                assert (bytes(row.numpy()) == data) == (page >= 3), page
             until(engine.cache.reset)
         # Another depth than the promised one has no state, and block 0 is none: both loads fail.
         assert engine.find("short", asked) == 5
@@ -137,6 +156,29 @@ def test_what_is_saved_comes_back_in_other_blocks_from_host_and_store(tmp_path: 
         assert engine.find("none", asked) == 5
         assert not engine.load("none", asked, 5, {p: t * (t > t[0, 0]) for p, t in engine.blocks(5).items()})
         engine.cache.close()
+
+
+def test_windows_are_taken_where_others_may_begin_and_now_and_then_of_an_answer() -> None:
+    engine, tokens = Windowed("memory://?capacity=16MiB"), list(range(80))
+    assert engine.find("one", tokens[:49]) == 0
+    engine.compute("one", tokens[:48])
+    assert engine.find("part", tokens[:25]) == 0, "a window is at the prompt's end alone"
+    other = [*tokens[:24], *range(300, 325)]
+    assert engine.find("two", other) == 0
+    engine.compute("two", other[:48])
+    assert engine.find("three", [*tokens[:24], *range(400, 405)]) == 6, "two prompts have had these pages"
+    for pages in range(13, 20):
+        engine.compute("one", tokens[: PAGE * pages], known=pages - 1)
+    assert engine.find("again", tokens) == 18, "12, 15 and 18 have no window in common"
+    tables = engine.blocks(18)
+    assert engine.load("again", tokens, 18, tables)
+    rows = list(engine.rows(tables, tokens[:72]))
+    assert all(bytes(row.numpy()) == data for _, row, data in rows)
+    assert len(rows) == 18 * 2 + 2 + 3
+    assert engine.find("gone", tokens) == 18
+    tables[PoolName.SWA][1, 15] = 0
+    assert not engine.load("gone", tokens, 18, tables), "a page of a window has no block"
+    engine.cache.close()
 
 
 def test_a_load_under_way_is_waited_for_and_a_store_that_hangs_is_not(tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ def make_model(name: str, directory: Path) -> Path:
     model = AutoModelForCausalLM.from_config(_config(name), dtype=torch.float32)
     # The usual random weights forget a prompt after a few tokens: a wrong cache would give the same answers.
     strengthen(model, 7)
+    if name.startswith("gemma"):  # whose embeddings are larger inside, and its answers' weights
+        model.get_input_embeddings().weight.data /= model.config.hidden_size**0.5
     model.save_pretrained(path)
     if name == "qwen3next":  # SGLang reads the interval, which newer releases of transformers do not write
         config = json.loads((path / "config.json").read_text())
@@ -35,26 +37,46 @@ def make_model(name: str, directory: Path) -> Path:
 
 
 def _config(name: str) -> Any:
-    from transformers import LlamaConfig, Qwen3NextConfig
+    import transformers
 
     common: dict[str, Any] = {
         "vocab_size": WORDS, "bos_token_id": WORDS - 3, "eos_token_id": WORDS - 2, "pad_token_id": WORDS - 1,
         "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 32768,
     }  # fmt: skip
-    if name == "llama":
-        return LlamaConfig(**common)
-    if name == "wide":  # a Llama with 32 KiB of KV a token
-        wide = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64, "num_hidden_layers": 8}
-        return LlamaConfig(**common | wide)
-    assert name == "qwen3next", f"no such model: {name}; there are {', '.join(MODELS)}"
-    linear: dict[str, Any] = {
+    gated: dict[str, Any] = {
         "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 64,
         "linear_value_head_dim": 64, "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
         "shared_expert_intermediate_size": 64, "decoder_sparse_step": 1,
     }  # fmt: skip
-    return Qwen3NextConfig(**common, **linear)
+    mamba: dict[str, Any] = {
+        "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 64, "mamba_n_groups": 1,
+        "mamba_expand": 2, "mamba_chunk_size": 64,
+    }  # fmt: skip
+    wide: dict[str, Any] = {  # 32 KiB of KV a token
+        "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64, "num_hidden_layers": 8,
+    }  # fmt: skip
+    window: dict[str, Any] = {"sliding_window": 200}
+    kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    kind, own = {
+        "llama": ("Llama", {}),
+        "wide": ("Llama", wide),
+        "qwen3next": ("Qwen3Next", gated),
+        "gemma3": ("Gemma3Text", {**window, "layer_types": kinds, "query_pre_attn_scalar": 32}),
+        "gemma2": ("Gemma2", {**window, "query_pre_attn_scalar": 32}),
+        "gptoss": ("GptOss", {**window, "num_local_experts": 4, "num_experts_per_tok": 2}),
+        "mistral": ("Mistral", window),
+        "falconh1": ("FalconH1", {**mamba, "mamba_d_ssm": 256}),
+        "granite4": (
+            "GraniteMoeHybrid",
+            {
+                **mamba, "layer_types": ["mamba", "mamba", "attention", "mamba"], "num_local_experts": 4,
+                "num_experts_per_tok": 2, "shared_intermediate_size": 128,
+            },
+        ),
+    }[name]  # fmt: skip
+    return getattr(transformers, f"{kind}Config")(**common | own)
 
 
 def _tokenizer() -> Any:

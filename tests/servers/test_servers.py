@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -14,18 +13,10 @@ import pytest
 from tests.servers.conftest import Expected, Start
 from tests.servers.daemon import Daemon
 from tests.servers.models import MODELS, make_model
-from tests.servers.prompts import PROMPTS, check, prompt, whole_pages
+from tests.servers.prompts import PROMPTS, ask_all, cached, check, come_back, damage, prompt, whole_pages
 from tests.servers.server import Answer, Server
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
-
-
-def ask_all(server: Server) -> list[Answer]:
-    return [server.ask(asked) for asked in PROMPTS]
-
-
-def cached(answers: list[Answer]) -> list[int]:
-    return [answer.cached for answer in answers]
 
 
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.6}
@@ -82,33 +73,11 @@ def test_a_short_life(engine: type[Server], start: Start, models: Path, tmp_path
 def test_every_way_back(
     model: str, kind: str, engine: type[Server], start: Start, expected: Expected, tmp_path: Path
 ) -> None:
-    """First, again from memory, after a flush from the store, after a restart, and after a kill."""
-    right, whole = expected(model), whole_pages(engine.PAGE)
     with ExitStack() as stack:
         url = f"file://{tmp_path}/store?capacity=256MiB"
         if kind == "grpc":
             url = stack.enter_context(Daemon(tmp_path / "node")).url
-        with start(model, url) as server:
-            first = ask_all(server)
-            check(first, right, when="first")
-            assert cached(first) == [0] * len(PROMPTS)
-            again = ask_all(server)
-            check(again, right, when="again")
-            assert cached(again) == whole
-            server.flush()
-            flushed = ask_all(server)
-            check(flushed, right, when="flushed")
-            assert cached(flushed) == whole
-        with start(model, url) as server:
-            restarted = ask_all(server)
-            check(restarted, right, when="restarted")
-            assert cached(restarted) == whole
-            server.kill()
-        with start(model, url) as server:
-            killed = ask_all(server)
-            check(killed, right, when="killed")
-            assert cached(killed) == whole
-        assert "memory leak" not in server.said().lower()
+        come_back(lambda: start(model, url), expected(model), engine.PAGE)
 
 
 def test_a_daemon_that_hangs_or_stops_costs_hits_and_no_answer(
@@ -138,10 +107,7 @@ def test_a_store_that_lies_costs_hits_and_no_answer(
     with start("qwen3next", f"file://{store}?capacity=256MiB") as server:
         check(ask_all(server), right, when="first")
         server.flush()
-        for slab in (store / "slabs").iterdir():
-            with slab.open("r+b") as file:
-                for place in range(100, slab.stat().st_size, 1 << 16):
-                    os.pwrite(file.fileno(), bytes([os.pread(file.fileno(), 1, place)[0] ^ 1]), place)
+        damage(store, 1 << 16)
         damaged = ask_all(server)
         check(damaged, right, when="damaged")
         assert sum(cached(damaged)) < sum(whole_pages(engine.PAGE))

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import example_count
+from tiercache.core import ABSENT
 from tiercache.pools import SegmentTable
 from tiercache.pools.device import allocations
 from tiercache.transfer import Descriptors, build_descriptors, join_descriptors
@@ -32,13 +33,14 @@ def byte_pairs(d: Descriptors) -> list[tuple[int, int, int]]:
 
 
 def brute_force(
-    segments: SegmentTable, slots: list[int], blocks: list[list[int]], block_bytes: int, arena: int
+    segments: SegmentTable, slots: list[list[int]], blocks: list[list[int]], block_bytes: int, arena: int
 ) -> list[tuple[int, int, int]]:
     pairs = []
     for layer in sorted(set(segments.layer.tolist())):
-        for slot, row in zip(slots, blocks, strict=True):
+        for places, row in zip(slots, blocks, strict=True):
             for s in np.flatnonzero(segments.layer == layer).tolist():
-                for byte in range(int(segments.length[s])):
+                slot = places[s]
+                for byte in range(int(segments.length[s]) if slot != ABSENT else 0):
                     block, within = divmod(int(segments.offset[s]) + byte, block_bytes)
                     device = int(segments.base[s]) + slot * int(segments.stride[s]) + byte
                     pairs.append((layer, device, arena + row[block] * block_bytes + within))
@@ -65,20 +67,26 @@ def test_against_byte_by_byte(data: st.DataObject) -> None:
     per_object = -(-sum(lengths) // block_bytes)
     n = data.draw(st.integers(0, 6))
     slots = data.draw(st.lists(st.integers(0, 11), min_size=n, max_size=n, unique=True))
+    places = [[slot] * count for slot in slots]
+    if apart := data.draw(st.booleans()):
+        row = st.lists(st.integers(ABSENT, 11), min_size=count, max_size=count)
+        places = data.draw(st.lists(row, min_size=n, max_size=n))
     numbers = data.draw(
         st.one_of(st.just(list(range(n * per_object))), st.permutations(range(n * per_object)))
     )
     blocks = np.array(numbers, np.int64).reshape(n, per_object)
 
-    found = build_descriptors(segments, np.array(slots, np.int64), blocks, block_bytes, 1 << 40)
-    assert byte_pairs(found) == brute_force(segments, slots, blocks.tolist(), block_bytes, 1 << 40)
+    at = np.array(places, np.int64).reshape(n, count) if apart else np.array(slots, np.int64)
+    found = build_descriptors(segments, at, blocks, block_bytes, 1 << 40)
+    assert byte_pairs(found) == brute_force(segments, places, blocks.tolist(), block_bytes, 1 << 40)
     assert (found.device.dtype, found.host.dtype, found.length.dtype, found.layer.dtype) == (
         np.uint64,
         np.uint64,
         np.int64,
         np.int64,
     )
-    assert found.nbytes == n * sum(lengths)
+    if not apart:
+        assert found.nbytes == n * sum(lengths)
     previous = None
     for row in zip(
         found.layer.tolist(), found.device.tolist(), found.host.tolist(), found.length.tolist(), strict=True

@@ -223,12 +223,14 @@ class DevicePool:
         """
         return as_locations(slots, self.capacity, f"{self.name} slot")
 
-    def views(self, slots: npt.ArrayLike) -> Sequence[tuple[DevicePool, Locations]]:
-        """Return the pools and their slots in which the segments of the objects at `slots` lie.
+    def places(self, slots: npt.ArrayLike) -> Locations:
+        """Return the slot of the tensors at which each object lies: int64, a copy.
 
-        Raises SlotError as `checked` does. A pool whose objects lie in several slots at once overrides this.
+        The shape is [n]. A pool whose objects lie in several slots at once overrides this, and returns the
+        slot of each segment, with the shape [n, segments]; ABSENT for a segment that is not to be copied.
+        Raises SlotError as `checked` does.
         """
-        return [(self, self.checked(slots).copy())]
+        return self.checked(slots).copy()
 
 
 def allocations(begin: npt.NDArray[np.int64], end: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

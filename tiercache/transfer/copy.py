@@ -32,7 +32,7 @@ class Part:
     device: DevicePool
     host: HostPool
     slots: Locations
-    """Device slot of each unit, shape [n]."""
+    """Device slot of each unit, or of each of its segments (see `DevicePool.places`)."""
     blocks: npt.NDArray[np.int64]
     """Host blocks of each unit, shape [n, blocks per object]."""
     region: memoryview
@@ -112,23 +112,19 @@ class Sides:
         Raises SlotError for a slot or handle that does not exist, and ConfigError for an unknown pool.
         """
         return tuple(
-            part
+            self._part(u.pool, *((u.sources, u.destinations) if to_host else (u.destinations, u.sources)))
             for u in units
-            for part in self._parts(
-                u.pool, *((u.sources, u.destinations) if to_host else (u.destinations, u.sources))
-            )
         )
 
-    def _parts(self, name: PoolName, slots: Locations, handles: Locations) -> Iterator[Part]:
+    def _part(self, name: PoolName, slots: Locations, handles: Locations) -> Part:
         if name not in self.device:
             raise ConfigError(
                 f"pool {name} is not registered with this transfer engine; pass it to the constructor"
             )
         device, host = self.device[name], self.host[name]
         # Slots and handles are checked here, on the caller's thread, so that a wrong one raises in the call.
-        # The views' slots are copies, because the caller may reuse its array.
-        for pool, at in device.views(slots):
-            yield Part(pool, host, at, host.blocks(handles), host.arena.hold())
+        # The places are copies, because the caller may reuse its array.
+        return Part(device, host, device.places(slots), host.blocks(handles), host.arena.hold())
 
 
 def layers_of(parts: Sequence[Part]) -> Iterator[int]:

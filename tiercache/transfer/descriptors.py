@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from tiercache.core import Locations
+from tiercache.core import ABSENT, Locations
 from tiercache.pools.device import SegmentTable
 
 _Column = npt.NDArray[np.int64]
@@ -103,9 +103,9 @@ def build_descriptors(
 ) -> Descriptors:
     """Return the copies between device slots and the host objects that lie in `blocks`.
 
-    `slots` has shape [n], and `blocks` has shape [n, blocks per object]. Each block has `block_bytes` bytes;
-    block 0 is at `arena_address`. A segment that crosses a block's end is split there, because the blocks of
-    an object need not be adjacent:
+    `slots` are those of `DevicePool.places`, and `blocks` has shape [n, blocks per object]. Each block has
+    `block_bytes` bytes; block 0 is at `arena_address`. A segment that crosses a block's end is split there,
+    because the blocks of an object need not be adjacent:
 
         object    |   segment 0   |   segment 1  |unused|
         blocks    |    9    |    2    |     5    |
@@ -117,13 +117,18 @@ def build_descriptors(
     # NumPy would turn a mix of uint64 and int64 into floats, so addresses are signed here. They fit, because
     # addresses of a process are below 2**63.
     piece_base = segments.base.astype(np.int64)[segment] + start - segments.offset[segment]
-    device = piece_base + slots[:, None] * segments.stride[segment]
+    at = slots[:, None] if slots.ndim == 1 else slots[:, segment]
+    device = piece_base + at * segments.stride[segment]
     host = arena_address + blocks[:, column] * block_bytes + start - column * block_bytes
     layer = segments.layer[segment]
     order = _layer_major(layer, len(slots))
     shape = device.shape
     per_piece = (np.broadcast_to(column, shape) for column in (length, layer, segments.allocation[segment]))
-    return _merge(*(_reordered(column, order) for column in (device, host, *per_piece)), to_host=to_host)
+    columns = [_reordered(column, order) for column in (device, host, *per_piece)]
+    if slots.ndim > 1:
+        there = _reordered(at, order) != ABSENT
+        columns = [column[there] for column in columns]
+    return _merge(*columns, to_host=to_host)
 
 
 def join_descriptors(parts: Sequence[Descriptors]) -> Descriptors:

@@ -23,7 +23,10 @@ class VllmServer(Server):
 
     ENVIRONMENT = "vllm-cpu"
     PAGE = 512
-    DTYPES: ClassVar = {"llama": "float32", "qwen3next": "bfloat16"}  # all that its gated delta nets take
+    SIZED: ClassVar = True
+    """Whether vLLM is told the size of a block."""
+    DTYPES: ClassVar = {"llama": "float32", "qwen3next": "bfloat16"}
+    """Number formats; float32 for other models, and bfloat16 where the build for CPUs takes nothing else."""
     SETTINGS: ClassVar[dict[str, str]] = {}
     """Environment of this kind of server."""
 
@@ -32,8 +35,7 @@ class VllmServer(Server):
         if storage is not None:
             cache = [
                 "--enable-prefix-caching",
-                "--block-size",
-                str(self.PAGE),
+                *(("--block-size", str(self.PAGE)) if self.SIZED else ()),
                 "--kv-transfer-config",
                 json.dumps({"kv_role": "kv_both", **self.transfer(storage)}),
             ]
@@ -42,7 +44,7 @@ class VllmServer(Server):
             [
                 str(environment / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server",
                 "--model", str(model), "--served-model-name", model.name, "--port", str(port),
-                "--dtype", self.DTYPES[model.name], *ALWAYS, *cache,
+                "--dtype", self.DTYPES.get(model.name, "float32"), *ALWAYS, *cache,
             ],
             port,
             log,

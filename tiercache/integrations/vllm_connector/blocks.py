@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import torch
 
-from tiercache.core import HitPolicy, Locations, PoolName
+from tiercache.core import ABSENT, HitPolicy, Locations, PoolName
 from tiercache.errors import ConfigError
 from tiercache.geometry import Geometry, Segment
 from tiercache.pools import DevicePool
-from tiercache.pools.device import SegmentTable
+
+Layer: TypeAlias = tuple[int, str, torch.Tensor]
+"""Number and name of a layer, and the bytes of its blocks: uint8, shape [blocks, bytes of a block]."""
 
 
 class BlockPool(DevicePool):
@@ -24,38 +26,24 @@ class BlockPool(DevicePool):
     Thread safety: as `DevicePool`; `lend` belongs to the owner's thread.
     """
 
-    _groups: Sequence[DevicePool] = ()
     _blocks = np.empty((0, 0), np.int64)
+    """Blocks by slot and group; 0 for none."""
+    _group = np.empty(0, np.int64)
+    """Group of each segment."""
 
     @classmethod
-    def over(
-        cls, name: PoolName, page_size: int, groups: Sequence[Sequence[tuple[int, str, torch.Tensor]]]
-    ) -> BlockPool:
-        """Make the pool of groups of layers: (number, name, tensor of bytes `[blocks, bytes of a block]`).
+    def over(cls, name: PoolName, page_size: int, groups: Sequence[Sequence[Layer]]) -> Self:
+        """Make the pool of groups of layers, whose tensors all have the same number of blocks.
 
-        All tensors have the same number of blocks. Raises GeometryError for tensors that do not fit.
+        Raises GeometryError for tensors that do not fit.
         """
-        policy = HitPolicy.TRAILING_PAGES if name is PoolName.MAMBA else HitPolicy.ALL_PAGES
-
-        def geometry(layers: Sequence[tuple[int, str, torch.Tensor]]) -> Geometry:
-            segments = (Segment(n, label, tuple(t.shape[1:]), "uint8") for n, label, t in sorted(layers))
-            return Geometry(name, page_size, tuple(segments), policy, layout="vllm block")
-
-        layers = [layer for group in groups for layer in group]
-        pool = cls.from_tensors(geometry(layers), {(n, label): tensor for n, label, tensor in layers})
-        pool._blocks = np.zeros((len(groups), pool.capacity), np.int64)
-        names = [segment.name for segment in pool.geometry.segments]
-        pool._groups = [
-            DevicePool(
-                geometry(group),
-                _rows(pool.segments, np.isin(names, [label for _, label, _ in group])),
-                pool.capacity,
-                pool.device,
-                {(n, label): tensor for n, label, tensor in group},
-                pool.source,
-            )
-            for group in groups
-        ]
+        policy = HitPolicy.ALL_PAGES if name is PoolName.KV else HitPolicy.TRAILING_PAGES
+        layers = sorted((*layer[:2], at, layer[2]) for at, group in enumerate(groups) for layer in group)
+        segments = (Segment(n, label, tuple(t.shape[1:]), "uint8") for n, label, _, t in layers)
+        geometry = Geometry(name, page_size, tuple(segments), policy, layout="vllm block")
+        pool = cls.from_tensors(geometry, {(n, label): tensor for n, label, _, tensor in layers})
+        pool._blocks = np.zeros((pool.capacity, len(groups)), np.int64)
+        pool._group = np.array([at for _, _, at, _ in layers], np.int64)
         return pool
 
     def lend(self, blocks: Locations) -> Locations:
@@ -64,19 +52,62 @@ class BlockPool(DevicePool):
         Raises PoolFullError, with nothing taken, for too few slots.
         """
         slots = self.alloc(blocks.shape[1])
-        self._blocks[:, slots] = blocks
+        self._blocks[slots] = blocks.T
         return slots
 
-    def views(self, slots: Any) -> Sequence[tuple[DevicePool, Locations]]:
-        """Return each group's pool, and its blocks of these objects."""
-        at = self.checked(slots)
-        return [(group, row[at]) for group, row in zip(self._groups, self._blocks, strict=True)]
+    def places(self, slots: Any) -> Locations:
+        """Return the block of each segment; ABSENT where the group has none."""
+        found = self._blocks[self.checked(slots)][:, self._group]
+        return np.where(found == 0, ABSENT, found)
 
 
-def _rows(table: SegmentTable, mask: Any) -> SegmentTable:
-    """Return the segments in `mask`, which keep their places in the object."""
-    columns = (table.base, table.stride, table.length, table.offset, table.layer, table.allocation)
-    return SegmentTable(*(column[mask] for column in columns))
+class WindowPool(BlockPool):
+    """States of attention with windows: what a token at one depth sees of the tokens before it.
+
+    An object has the last pages of each group of layers, as many as its window can reach. Where fewer are
+    seen, near the begin of a sequence, it has the first of them several times.
+
+    Thread safety: as `BlockPool`.
+    """
+
+    _windows: Sequence[tuple[int, int]] = ()
+    """Window in tokens, and the pages that it reaches at most, of each group."""
+
+    @classmethod
+    def over_windows(cls, page_size: int, groups: Sequence[Sequence[Layer]], windows: Sequence[int]) -> Self:
+        """Make the pool of groups of layers, as `over`, with the window of each group in tokens."""
+        counts = [max(1, -(-(window - 1) // page_size)) for window in windows]
+        parts = [
+            [(number, f"{label} {back}", tensor) for number, label, tensor in group]
+            for group, count in zip(groups, counts, strict=True)
+            for back in range(count, 0, -1)
+        ]
+        pool = cls.over(PoolName.SWA, page_size, parts)
+        pool._windows = list(zip(windows, counts, strict=True))
+        return pool
+
+    @property
+    def reach(self) -> int:
+        """Number of pages that the longest window reaches."""
+        return max(count for _, count in self._windows)
+
+    def seen(self, table: Locations, depth: int, begin: int | None = None) -> Locations | None:
+        """Return the blocks of the object at `depth`, to be lent: shape [blocks, 1]; None if one is missing.
+
+        `table` has the blocks of a request: shape [groups, pages], 0 where is none. With `begin`, the object
+        is to be loaded, and only into pages behind that one: the others have the block 0.
+        """
+        size, found = self.geometry.page_size, []
+        for row, (window, count) in zip(table, self._windows, strict=True):
+            pages = np.arange(depth - count, depth)
+            first = max(0, depth * size - window + 1) // size
+            at = row[np.maximum(pages, first)]
+            if begin is not None:
+                at = at[pages >= max(begin, first)]
+            if not at.all():
+                return None
+            found += [np.zeros(count - len(at), np.int64), at]
+        return np.concatenate(found)[:, None]
 
 
 def bytes_of(cache: torch.Tensor, blocks: int, nbytes: int, name: str) -> torch.Tensor:

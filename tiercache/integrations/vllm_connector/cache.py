@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from threading import Event, RLock, Thread
 from typing import Final, NamedTuple
 
@@ -20,7 +20,8 @@ from tiercache.controller.lent_slots import LentLoad, Taken
 from tiercache.controller.prefetch import PrefetchTicket
 from tiercache.core import ABSENT, Locations, PoolName, Tier, TokenArray
 from tiercache.index import Origin, Pin
-from tiercache.integrations.vllm_connector.blocks import BlockPool
+from tiercache.integrations.vllm_connector.blocks import BlockPool, WindowPool
+from tiercache.policy import CheckpointKind
 from tiercache.transfer import Fence
 
 _log = logging.getLogger(__name__)
@@ -43,7 +44,9 @@ class BlockSave(NamedTuple):
     pages: Locations
     """Blocks of all pages from the first one on: shape [groups, pages]."""
     states: Mapping[int, Locations]
-    """Blocks of states by depth in tokens: shape [groups, 1]."""
+    """Blocks of recurrent states by depth in tokens: shape [groups, 1]."""
+    windows: Locations = np.zeros((0, 0), np.int64)
+    """Blocks of groups with a window, as `pages`; 0 for pages that have left it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +61,7 @@ class BlockLoad:
     depth: int
     """Number of pages to restore, those included."""
     blocks: Blocks
-    """Blocks of the pages [0, depth), and of the state at `depth`."""
+    """Blocks of the pages [0, depth), and of the states at `depth`."""
     pin: Pin | None
     is_possible: bool = True
     is_begun: bool = False
@@ -73,10 +76,20 @@ class _Search:
     origin: Origin
     until: float | None = None
     """Time of the clock after which the request waits no longer for storage; None before it waits."""
+    plan: Mapping[int, CheckpointKind] = field(default_factory=dict)
+    """Depths, in pages, at which others may begin, or this prompt again."""
     ticket: PrefetchTicket | None = None
     begin: int = 0
     depth: int = 0
     pin: Pin | None = None
+    taken: int = 0
+    """Depth, in pages, of the last state of the windows that was saved."""
+
+    def history(self, depths: Iterable[int]) -> Taken:
+        """Return the history of states at these depths, in pages."""
+        end = max(self.plan, default=0)
+        others = {depth: CheckpointKind.INTERVAL for depth in depths if depth < end}
+        return Taken(others | {**self.plan}, self.origin)
 
     def release(self) -> None:
         """Promise nothing any more."""
@@ -107,6 +120,8 @@ class EngineCache:
         self.page_size = controller.page_size
         self._controller, self._lent, self._index = controller, controller.lent, controller.lent.index
         self._pools = pools
+        windows = pools.get(PoolName.SWA)
+        self._windows = windows if isinstance(windows, WindowPool) else None
         self._patience = patience
         self._clock = clock
         self._searches: dict[str, _Search] = {}
@@ -152,6 +167,7 @@ class EngineCache:
             search.ticket.cancel()
             match = self._index.match(tokens, extra)
             depth = self._lent.near_depth(match, begin)
+            search.plan = self._index.plan_checkpoints(match, tokens, depth).depths
             if depth <= begin:
                 return begin
             for load in self._loads.values():
@@ -171,8 +187,9 @@ class EngineCache:
     def _search(self, request: str, tokens: TokenArray, extra: bytes) -> _Search:
         """Return the search of a request; the first call counts a hit, also one in the engine's own cache."""
         if request not in self._searches:
-            origin = self._index.touch(self._index.match(tokens, extra), tokens)
-            self._searches[request] = _Search(origin)
+            match = self._index.match(tokens, extra)
+            plan = self._index.plan_checkpoints(match, tokens, match.near_depth).depths
+            self._searches[request] = _Search(self._index.touch(match, tokens), plan=plan)
         return self._searches[request]
 
     def _shared(self, load: BlockLoad, tokens: TokenArray, extra: bytes) -> int:
@@ -207,16 +224,12 @@ class EngineCache:
             if search is None or search.pin is None:
                 return self.give_up(request)
             depth = search.begin + pages
-            blocks = {
-                pool: table[:, depth - 1 : depth] if pool is PoolName.MAMBA else table[:, :depth]
-                for pool, table in tables.items()
-            }
+            found = {pool: self._given(pool, table, search.begin, depth) for pool, table in tables.items()}
+            blocks = {pool: at for pool, at in found.items() if at is not None}
             load = BlockLoad(request, tokens, extra, search.begin, depth, blocks, search.pin)
             # With states, no other depth than the promised one can be restored.
-            load.is_possible = (
-                tables[PoolName.KV].shape[1] >= depth
-                and all(at.all() for at in blocks.values())
-                and (depth == search.depth or (depth < search.depth and PoolName.MAMBA not in blocks))
+            load.is_possible = blocks.keys() == tables.keys() and (
+                depth == search.depth or (depth < search.depth and blocks.keys() == {PoolName.KV})
             )
             search.pin = None
             self._loads[request] = load
@@ -230,21 +243,34 @@ class EngineCache:
             self._loads[request] = load
             return load
 
+    def _given(self, pool: PoolName, table: Locations, begin: int, depth: int) -> Locations | None:
+        """Return the blocks of a request into which a pool's objects go; None if one is missing."""
+        if table.shape[1] < depth:
+            return None
+        if pool is PoolName.SWA:
+            assert self._windows is not None
+            return self._windows.seen(table, depth, begin)
+        blocks = table[:, depth - 1 : depth] if pool is PoolName.MAMBA else table[:, :depth]
+        return blocks if blocks.all() else None
+
     def start(self, load: BlockLoad, fence: Fence | None = None) -> None:
         """Begin a load; `ended` tells how it went. The copies wait for `fence`."""
         with self._lock:
             load.is_begun = True
             if not load.is_possible:
                 return
-            kv = load.blocks[PoolName.KV]
-            if load.begin:  # what the engine has is not written to
+            kv = load.blocks.get(PoolName.KV)
+            if load.begin and kv is not None:  # what the engine has is not written to
                 known = load.tokens[: load.begin * self.page_size]
                 self._adopt(known, load.extra, kv[:, : load.begin], {}, Taken(), fence)
             match = self._index.match(load.tokens, load.extra)
-            here = self._index.locations(match, min(load.depth, match.path_depth)).pages[PoolName.KV].device
-            lacking = np.arange(load.depth) >= load.begin
-            if len(here) < load.depth or (here[lacking] != ABSENT).any() or (here[~lacking] < 0).any():
+            if match.path_depth < load.depth:
                 return
+            lacking = np.arange(load.depth) >= load.begin
+            if kv is not None:
+                here = self._index.locations(match, load.depth).pages[PoolName.KV].device
+                if (here[lacking] != ABSENT).any() or (here[~lacking] < 0).any():
+                    return
             given: dict[PoolName, Locations] = {}
             try:
                 for pool, blocks in load.blocks.items():
@@ -285,31 +311,56 @@ class EngineCache:
         with self._lock:
             for save in saves:
                 search = self._searches.get(save.request)
-                taken = Taken(origin=Origin() if search is None else search.origin)
-                self._adopt(save.tokens, save.extra, save.pages, save.states, taken, fence)
+                states = self._states(save, search)
+                if not states and PoolName.KV not in self._pools:
+                    continue
+                depths = (depth // self.page_size for depth in states)
+                taken = Taken() if search is None else search.history(depths)
+                self._adopt(save.tokens, save.extra, save.pages, states, taken, fence)
             if saves:
                 while self._lent.is_saving:  # loads go on
                     self._controller.tick(_TICK_S)
                 self._controller.evict(Tier.DEVICE)
+
+    def _states(self, save: BlockSave, search: _Search | None) -> dict[int, Mapping[PoolName, Locations]]:
+        """Return the blocks of the states to save, by depth in tokens.
+
+        A recurrent state is where the engine has taken it. Windows move on with each page; they are taken
+        where others may begin, and else once they have nothing in common with the last that was taken.
+        """
+        found = {depth: {PoolName.MAMBA: at} for depth, at in save.states.items()}
+        if self._windows is None:
+            return dict(found)
+        if search is not None and PoolName.MAMBA not in self._pools:
+            end = len(save.tokens) // self.page_size
+            due = {depth for depth in search.plan if search.taken < depth <= end}
+            if end - max(due, default=search.taken) >= self._windows.reach:
+                due.add(end)
+            search.taken = max(due, default=search.taken)
+            found = {depth * self.page_size: {} for depth in due}
+        seen = {depth: self._windows.seen(save.windows, depth // self.page_size) for depth in found}
+        return {depth: found[depth] | {PoolName.SWA: at} for depth, at in seen.items() if at is not None}
 
     def _adopt(
         self,
         tokens: TokenArray,
         extra: bytes,
         pages: Locations,
-        states: Mapping[int, Locations],
+        states: Mapping[int, Mapping[PoolName, Locations]],
         taken: Taken,
         fence: Fence | None,
     ) -> None:
         """Enter blocks into the index, unless there are too few slots for them."""
         if min(pool.available for pool in self._pools.values()) < pages.shape[1] + len(states):
             return
-        kv = self._pools[PoolName.KV]
-        slots, by_depth = kv.lend(pages), {}
-        for depth, at in states.items():
-            by_depth[depth] = {PoolName.MAMBA: int(self._pools[PoolName.MAMBA].lend(at)[0])}
-        made = self._lent.adopt(tokens, {PoolName.KV: slots}, by_depth, extra, taken=taken, fence=fence)
-        kv.free(slots[made.start :][~made.pages[PoolName.KV].adopted])
+        slots = {PoolName.KV: self._pools[PoolName.KV].lend(pages)} if PoolName.KV in self._pools else {}
+        by_depth = {
+            depth: {pool: int(self._pools[pool].lend(at)[0]) for pool, at in kinds.items()}
+            for depth, kinds in states.items()
+        }
+        made = self._lent.adopt(tokens, slots, by_depth, extra, taken=taken, fence=fence)
+        for pool, at in slots.items():
+            self._pools[pool].free(at[made.start :][~made.pages[pool].adopted])
         for state in made.rejected_states:
             self._pools[state.pool].free(np.array([state.slot]))
 

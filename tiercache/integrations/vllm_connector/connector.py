@@ -20,14 +20,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tiercache.controller import ControllerOptions, HybridCacheController
 from tiercache.core import Locations, PoolName, TokenArray
 from tiercache.errors import ConfigError
 from tiercache.integrations.settings import StoreSettings, profile_for
-from tiercache.integrations.vllm_connector.blocks import BlockPool, bytes_of
+from tiercache.integrations.vllm_connector.blocks import BlockPool, WindowPool, bytes_of
 from tiercache.integrations.vllm_connector.cache import BlockLoad, BlockSave, EngineCache
 from tiercache.keys import Identity
 from tiercache.pools import HostArena
@@ -41,7 +42,12 @@ PLACE: Final = "kv_connector_extra_config of TierCacheConnector"
 """Name of the settings in error messages."""
 RELEASES: Final = ("0.32", "0.33")
 """Releases of vLLM whose connectors are called as this one expects; docs/engines.md says what was run."""
-_KINDS: Final = {FullAttentionSpec: PoolName.KV, MLAAttentionSpec: PoolName.KV, MambaSpec: PoolName.MAMBA}
+_KINDS: Final = {
+    FullAttentionSpec: PoolName.KV,
+    MLAAttentionSpec: PoolName.KV,
+    SlidingWindowSpec: PoolName.SWA,
+    MambaSpec: PoolName.MAMBA,
+}
 """Pool of each kind of group."""
 _CACHES: Final[dict[str, EngineCache]] = {}
 """Caches by the engine's id: that of the worker, which the scheduler in the same process shares."""
@@ -123,17 +129,15 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Make the cache over the tensors that vLLM has allocated for its layers."""
         config, chosen = self._kv_cache_config, self._settings
         numbers = {name: n for n, name in enumerate(sorted(kv_caches))}
-        pools = {
-            pool: BlockPool.over(
-                pool,
-                self._page_size,
-                [
-                    list(_layers(config.kv_cache_groups[n], kv_caches, numbers, config.num_blocks))
-                    for n in numbered
-                ],
-            )
-            for pool, numbered in sorted(self._groups.items())
-        }
+        pools: dict[PoolName, BlockPool] = {}
+        for pool, numbered in sorted(self._groups.items()):
+            groups = [config.kv_cache_groups[n] for n in numbered]
+            layers = [list(_layers(group, kv_caches, numbers, config.num_blocks)) for group in groups]
+            if pool is PoolName.SWA:
+                windows = [_spec(group, group.layer_names[0]).sliding_window for group in groups]
+                pools[pool] = WindowPool.over_windows(self._page_size, layers, windows)
+            else:
+                pools[pool] = BlockPool.over(pool, self._page_size, layers)
         identity = _identity(chosen, self._vllm_config, config, self._page_size)
         parallel = self._vllm_config.parallel_config
         controller = HybridCacheController(
@@ -294,10 +298,15 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _save(
         self, work: StepWork, request: Any, tables: Any, depth: int, states: dict[int, Locations]
     ) -> None:
-        pages = self._table(tables, PoolName.KV)[:, :depth]
-        if pages.shape[1] == depth and pages.all():
+        none = np.zeros((0, depth), np.int64)
+        pages, windows = (
+            self._table(tables, pool)[:, :depth] if pool in self._groups else none
+            for pool in (PoolName.KV, PoolName.SWA)
+        )
+        if pages.shape[1] == windows.shape[1] == depth and pages.all():
             tokens = self._tokens(request)[: depth * self._page_size]
-            work.saves.append(BlockSave(request.request_id, tokens, _extra(request), pages, states))
+            extra = _extra(request)
+            work.saves.append(BlockSave(request.request_id, tokens, extra, pages, states, windows))
             self._saved[request.request_id] = depth
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
@@ -419,10 +428,13 @@ def _check(config: Any, kv_cache_config: Any) -> tuple[int, list[PoolName]]:
         "--enable-sleep-mode": config.model_config.enable_sleep_mode,
         "a server without --enable-prefix-caching": not cache.enable_prefix_caching,
         f"groups of layers of the kind {', '.join(others)}": bool(others),
-        "a model without full attention": PoolName.KV not in kinds,
         f"groups of layers with blocks of {' and '.join(map(str, sizes))} tokens": len(sizes) > 1,
         "a --mamba-cache-mode other than align": PoolName.MAMBA in kinds
         and cache.mamba_cache_mode != "align",
+        # vLLM resets the size there after the start, and then takes no state where a block ends.
+        f"states on a CPU without --block-size; start vLLM with --block-size {sizes[0]}": (
+            PoolName.MAMBA in kinds and current_platform.is_cpu() and not cache.user_specified_block_size
+        ),
     }
     for what, asked in cannot.items():
         if asked:

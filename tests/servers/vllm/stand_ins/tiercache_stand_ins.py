@@ -17,10 +17,14 @@ import torch
 def load() -> None:
     """Put the stand-ins in place; vLLM calls this in each of its processes."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import offloading_connector
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
     from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
     offloading_connector.build_offloading_config = _told
     TieringOffloadingSpec.get_worker = _worker
+    # It promises states from inside a pass, which the operation for CPUs does not return: passes end there.
+    MambaMixer2.get_kv_cache_spec = MambaBase.get_kv_cache_spec
 
 
 def _told(vllm_config: Any, kv_cache_config: Any) -> Any:
