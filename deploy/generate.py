@@ -215,9 +215,11 @@ WORKERS: Final = {
         share("Hit rate: prompt tokens restored", 'tokens_total{how="restored"}', ("tokens_total",)),
         of("Prompt tokens", "tokens_total", by=("how",)),
         of("Restored payload", "restored_bytes_total", by=("tier",)),
+        of("Written payload", "written_bytes_total", by=("tier",)),
     ),
     "Why not more?": (
         of("Misses of storage", "lookups_total", by=("reason",), where='tier="storage",result="miss"'),
+        of("Misses of the host", "lookups_total", by=("pool", "reason"), where='tier="host",result="miss"'),
         of("Restores that failed", "restore_failures_total", by=("reason",)),
         of("Prefetches", "prefetches_total", by=("by", "outcome")),
     ),

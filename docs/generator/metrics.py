@@ -95,7 +95,8 @@ disk, `unavailable` and `refused` a store behind a connection.""",
 `tokens_total` with `restored` is the benefit of the cache. `lookups_total` counts each consulted tier once
 per restore and pool; the reason `partial_pools` means that the tier had objects of this pool, but not
 everything. `restore_failures_total` counts planned restores that failed, which costs time only. A tier whose
-`tier_last_read_seconds` stays while `written_objects_total` grows is written to and never read.""",
+`tier_last_read_seconds` stays while `written_objects_total` grows is written to and never read. vLLM's
+connector has these counters in vLLM's `/metrics`: there the device is vLLM's own cache.""",
         CONTROLLER,
         (
             ("Hit rate: fraction of the prompt tokens that were restored",

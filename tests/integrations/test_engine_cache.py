@@ -18,7 +18,7 @@ from tests.storage.late import Late
 from tests.waiting import until
 from tiercache.controller import ControllerOptions, HybridCacheController
 from tiercache.core import PoolName
-from tiercache.errors import ConfigError
+from tiercache.errors import ConfigError, InputError
 from tiercache.integrations.vllm_connector.blocks import BlockPool, WindowPool, bytes_of
 from tiercache.integrations.vllm_connector.cache import BlockLoad, BlockSave, EngineCache
 from tiercache.keys import Identity
@@ -241,6 +241,69 @@ def test_a_request_in_the_queue_is_searched_for_and_a_failure_does_not_end_the_b
     engine.cache.expect("a", np.array([*tokens, 1], np.uint64), b"")
     until(lambda: engine.count("prefetches_total"))
     assert engine.answer("a", [*tokens, 1], 0) == [5]
+    engine.cache.close()
+
+
+def test_what_requests_got_and_missed_is_counted_once(tmp_path: Path) -> None:
+    url, tokens = f"file://{tmp_path}/store?capacity=16MiB", list(range(20))
+    asked = [*tokens, 7]
+    engine = Engine(url)
+
+    def counts(name: str, **where: str) -> float:
+        return engine.controller.metrics.total(name, **where)
+
+    def refuse(name: str, tokens: list[int], begin: int) -> None:
+        for _ in "ab":  # vLLM says it again when a load has ended
+            engine.find(name, tokens, begin)
+            engine.cache.decline(name)
+
+    refuse("a", asked, 0)
+    engine.compute("a", tokens)
+    assert counts("lookups_total", result="miss", reason="absent") == 6
+    assert engine.find("b", asked, begin=2) == 5
+    assert engine.load("b", asked, 3, engine.blocks(5))
+    refuse("b", asked, 5)
+    assert counts("tokens_total", how="restored") == 20
+    assert counts("tokens_total", how="computed") == 21 + 1
+    page, state = 600 + 616, 608 + 624
+    assert counts("restored_bytes_total", tier="host") == 3 * page + state
+    assert counts("restored_bytes_total", tier="device") == 2 * page
+    # Pages without a state at their end are of no use.
+    refuse("c", [*tokens[:16], 0, 0], 0)
+    assert counts("lookups_total", pool="kv", result="miss", reason="partial_pools") == 2
+    until(lambda: counts("written_bytes_total", tier="storage") == 5 * page + state)
+    until(engine.cache.reset)
+    assert engine.find("d", asked) == 5
+    assert engine.load("d", asked, 5, engine.blocks(5))
+    assert counts("restored_bytes_total", tier="storage") == 5 * page + state
+    assert engine.find("e", asked) == 5
+    assert not engine.load("e", asked, 4, engine.blocks(5))
+    assert counts("restore_failures_total") == 1
+    first = engine.cache.counted()
+    assert first["tokens_total|restored"] == 40
+    assert first["storage_hangs_total|fetch"] == 0
+    assert engine.cache.counted() == {}, "a second has not passed"
+    engine.cache.close()
+    engine = Engine(url, hangs="get")
+    refuse("late", asked, 0)
+    assert counts("lookups_total", tier="storage", pool="kv", reason="timeout") == 1
+    engine.go.set()
+    engine.cache.close()
+
+
+def test_what_is_pinned_stays_on_the_host() -> None:
+    engine, tokens = Engine("memory://?capacity=16MiB"), np.arange(21, dtype=np.uint64)
+    engine.compute("a", list(range(20)))
+    with pytest.raises(InputError, match="nothing of these"):
+        engine.cache.keep(tokens + 50, 20, b"", None, 9.0)
+    engine.cache.keep(tokens, 20, b"", 60.0, 9.0)
+    for fetched in (0, 6):
+        until(engine.cache.reset)
+        assert engine.find(str(fetched), tokens.tolist()) == 5
+        engine.cache.forget(str(fetched))
+        assert engine.count("storage_gets_total") == fetched
+        engine.cache.keep(tokens, 20, b"", 0.0, None)
+    assert [engine.count(name) for name in ("pins_total", "hints_total")] == [2, 2]
     engine.cache.close()
 
 

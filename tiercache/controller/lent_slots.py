@@ -19,10 +19,11 @@ import numpy as np
 from tiercache.controller.context import ControllerContext
 from tiercache.controller.depths import deepest_on_device, near_depth
 from tiercache.controller.operations import Load, PageRun, gather_runs
+from tiercache.controller.prefetch import PrefetchTicket
 from tiercache.controller.ranks.landings import Ends
-from tiercache.controller.restore import filling
+from tiercache.controller.restore import Sources, count_restore, filling
 from tiercache.controller.writes import Write
-from tiercache.core import ABSENT, Locations, PoolName, Tier, TokenArray, as_tokens
+from tiercache.core import ABSENT, Locations, PoolName, Reason, Tier, TokenArray, as_tokens
 from tiercache.errors import InputError, SlotError
 from tiercache.index import HybridIndex, Inserted, Match, Node, Origin, Span
 from tiercache.policy import CheckpointKind
@@ -231,6 +232,34 @@ class LentSlots:
                 pin = index.pin(node, Tier.DEVICE, Tier.HOST)
                 loads.add(Load(context, runs, [pin], context.allocator.free_device))
         return LentLoad(loads)
+
+    def count(
+        self, match: Match, tokens: int, own: int, depth: int, ticket: PrefetchTicket | None, why: Reason
+    ) -> None:
+        """Count what a request of `tokens` tokens got: `own` pages of the engine's, and loads up to `depth`.
+
+        `match` is that of the request now, `ticket` the prefetch that it has waited for, and `why` the reason
+        if the host has more.
+        """
+        sources, fetched = Sources(), {} if ticket is None else ticket.fetched
+        for pool in self.index.page_pools:
+            stored = int(np.count_nonzero(fetched[pool][own:depth])) if pool in fetched else 0
+            sources.add(Tier.DEVICE, pool, own)
+            sources.add(Tier.STORAGE, pool, stored)
+            sources.add(Tier.HOST, pool, depth - own - stored)
+        for pool in self.index.state_pools if depth else ():
+            below = Tier.STORAGE if pool in fetched and fetched[pool][depth - 1] else Tier.HOST
+            sources.add(Tier.DEVICE if depth == own else below, pool, 1)
+        page_size = self._context.page_size
+        located = self.index.locations(match, min(match.path_depth, (tokens - 1) // page_size)).pages
+        held = {
+            Tier.HOST: frozenset(pool for pool, at in located.items() if (at.host >= 0).any()),
+            Tier.STORAGE: frozenset(pool for pool, at in located.items() if at.stored.any()),
+        }
+        reasons = {Tier.HOST: why} if depth < match.near_depth else {}
+        if ticket is not None and (ticket.fetched or ticket.reason is not Reason.NONE):  # storage was asked
+            reasons[Tier.STORAGE] = ticket.reason
+        count_restore(self._context, sources, held, reasons, tokens, depth * page_size)
 
     def clear(self) -> None:
         """Evict all from device and host that nothing uses; what waits to be written begins no copy now."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Final
 
 import numpy as np
@@ -297,6 +297,8 @@ class PrefetchTicket:
         """Number of tokens that device and host could restore at the end of the prefetch; 0 before."""
         self.length = len(tokens)
         """Number of tokens of the prefix."""
+        self.fetched: Mapping[PoolName, Mask] = {}
+        """Mask of the pages that came from storage, by pool, at the end; a state counts as its last page."""
         self._context = context
         self._prompt = tokens
         self._extra = extra
@@ -359,6 +361,7 @@ class PrefetchTicket:
         self.done = True
         self.tokens = match.near_depth * self._context.page_size
         if self._prefetch is not None:
+            self.fetched = self._prefetch.fetched
             self._prefetch.close()
             self._prefetch = None
         self._prompt = self._prompt[:0]

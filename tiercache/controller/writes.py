@@ -236,9 +236,7 @@ class Write(Operation):
         for run in piece.copied:
             if error is None:
                 self._publish(run)
-                self._context.metrics.increment(
-                    "written_objects_total", "host", run.pool, by=len(run.destinations)
-                )
+                self._count_written(Tier.HOST, run)
             else:
                 self._cancel(run)
                 self._context.allocator.free_host(run.pool, run.destinations)
@@ -436,13 +434,16 @@ class Write(Operation):
             if there:
                 self._mark_storing([part], False)
                 part.note_stored(self._context.index, True)
-                self._context.metrics.increment(
-                    "written_objects_total", "storage", part.pool, by=len(part.destinations)
-                )
+                self._count_written(Tier.STORAGE, part)
             else:
                 self._refused.append(part)
         for outcome, count in Counter(outcomes).items():
             self._context.metrics.increment("storage_sets_total", run.pool, outcome, by=count)
+
+    def _count_written(self, tier: Tier, run: PageRun) -> None:
+        count, nbytes = len(run.destinations), self._context.host[run.pool].geometry.nbytes
+        self._context.metrics.increment("written_objects_total", str(tier), run.pool, by=count)
+        self._context.metrics.increment("written_bytes_total", str(tier), run.pool, by=count * nbytes)
 
     def _give_up(self, run: PageRun, reason: str) -> None:
         if not self._is_lost:  # after a hang, everything was given up already

@@ -179,6 +179,8 @@ CONTROLLER: Final = (
      {"outcome": ("taken", "honoured", "unknown")}),
     Metric("written_objects_total", Counter, "Objects that write-through copied into a tier.",
      {"tier": _TIERS, "pool": _POOLS}),
+    Metric("written_bytes_total", Counter, "Payload bytes that write-through copied into a tier.",
+     {"tier": _TIERS, "pool": _POOLS}),
     Metric("storage_sets_total", Counter, "Objects written to storage, by outcome.",
      {"pool": _POOLS, "outcome": _OUTCOMES}),
     Metric("storage_gets_total", Counter, "Objects read from storage, by outcome.",

@@ -18,9 +18,11 @@ import numpy as np
 from tiercache.controller import HybridCacheController
 from tiercache.controller.lent_slots import LentLoad, Taken
 from tiercache.controller.prefetch import PrefetchTicket
-from tiercache.core import ABSENT, Locations, PoolName, Tier, TokenArray
+from tiercache.core import ABSENT, Locations, PoolName, Reason, Tier, TokenArray
 from tiercache.index import Origin, Pin
 from tiercache.integrations.vllm_connector.blocks import BlockPool, WindowPool
+from tiercache.metrics import CONTROLLER
+from tiercache.metrics.instruments import Counter
 from tiercache.policy import CheckpointKind
 from tiercache.transfer import Fence
 
@@ -30,6 +32,10 @@ _TICK_S: Final = 0.05
 """Seconds between two looks at what is under way in the background."""
 _IDLE_S: Final = 1.0
 """Seconds between two looks when nothing is under way."""
+_COUNT_S: Final = 1.0
+"""Seconds between two answers of what has been counted."""
+COUNTED: Final = [row for row in CONTROLLER if row.kind is Counter and not row.name.startswith("events_")]
+"""Metrics that the engine exports."""
 Blocks = Mapping[PoolName, Locations]
 """Blocks of the engine by pool: int64, shape [groups, objects]."""
 
@@ -73,6 +79,8 @@ class BlockLoad:
 class _Search:
     """Search of a waiting request, and what the request has been promised."""
 
+    tokens: TokenArray
+    extra: bytes
     origin: Origin
     until: float | None = None
     """Time of the clock after which the request waits no longer for storage; None before it waits."""
@@ -82,6 +90,7 @@ class _Search:
     begin: int = 0
     depth: int = 0
     pin: Pin | None = None
+    is_counted: bool = False
     taken: int = 0
     """Depth, in pages, of the last state of the windows that was saved."""
 
@@ -128,6 +137,8 @@ class EngineCache:
         self._loads: dict[str, BlockLoad] = {}
         self._failed: set[str] = set()
         """Requests of which a load has failed, and which therefore compute everything."""
+        self._counted: dict[str, float] = {}
+        self._next_count = clock()
         self._lock = RLock()
         self._stop = Event()
         self._thread = Thread(target=self._background, name="tiercache-idle", daemon=True)
@@ -156,6 +167,7 @@ class EngineCache:
             self._controller.tick()
             search = self._search(request, tokens, extra)
             search.release()
+            search.begin = begin
             if begin >= (len(tokens) - 1) // self.page_size:
                 return begin
             if search.ticket is None:
@@ -164,7 +176,9 @@ class EngineCache:
                 search.until = self._clock() + self._patience
             if not search.ticket.done and self._clock() < search.until:
                 return None
-            search.ticket.cancel()
+            if not search.ticket.done:
+                search.ticket.cancel()
+                search.ticket.reason = Reason.TIMEOUT
             match = self._index.match(tokens, extra)
             depth = self._lent.near_depth(match, begin)
             search.plan = self._index.plan_checkpoints(match, tokens, depth).depths
@@ -173,7 +187,7 @@ class EngineCache:
             for load in self._loads.values():
                 if self._shared(load, tokens, extra) > min(begin, load.begin):
                     return None  # the engine has the common pages itself as soon as that load has ended
-            search.begin, search.depth = begin, depth
+            search.depth = depth
             search.pin = self._index.pin(self._index.node_at(match, search.depth), Tier.HOST)
             return search.depth
 
@@ -189,7 +203,7 @@ class EngineCache:
         if request not in self._searches:
             match = self._index.match(tokens, extra)
             plan = self._index.plan_checkpoints(match, tokens, match.near_depth).depths
-            self._searches[request] = _Search(self._index.touch(match, tokens), plan=plan)
+            self._searches[request] = _Search(tokens, extra, self._index.touch(match, tokens), plan=plan)
         return self._searches[request]
 
     def _shared(self, load: BlockLoad, tokens: TokenArray, extra: bytes) -> int:
@@ -208,10 +222,38 @@ class EngineCache:
                 self._controller.note_prefill(begin, end, seconds * (end - begin) / total)
 
     def decline(self, request: str) -> None:
-        """End the promise to a request."""
+        """End the promise to a request, which computes all that the engine does not have itself."""
         with self._lock:
             if request in self._searches:
                 self._searches[request].release()
+                self._count(request, self._searches[request].begin, self._searches[request].begin)
+
+    def _count(self, request: str, own: int, depth: int, why: Reason = Reason.NOT_WORTH) -> None:
+        """Count once what a request has got, as `LentSlots.count` does."""
+        search = self._searches.get(request)
+        if search is not None and not search.is_counted:
+            search.is_counted = True
+            match = self._index.match(search.tokens, search.extra)
+            self._lent.count(match, len(search.tokens), own, depth, search.ticket, why)
+
+    def counted(self) -> dict[str, float]:
+        """Return what has been counted since the last answer, by metric and labels, joined by `|`.
+
+        An answer comes once a second at most, and is empty before. The first one has all, also zeros.
+        """
+        if (now := self._clock()) < self._next_count:
+            return {}
+        self._next_count, before = now + _COUNT_S, self._counted
+        self._counted = {
+            "|".join((row.name, *sample.labels.values())): sample.value
+            for row in COUNTED
+            for sample in self._controller.metrics.samples(row)
+        }
+        return {
+            key: value - before.get(key, 0.0)
+            for key, value in self._counted.items()
+            if value != before.get(key)
+        }
 
     def claim(self, request: str, tokens: TokenArray, extra: bytes, pages: int, tables: Blocks) -> BlockLoad:
         """Take blocks for `pages` pages of a promise, behind those that the engine has.
@@ -238,7 +280,8 @@ class EngineCache:
     def give_up(self, request: str) -> BlockLoad:
         """Return a load that fails, for a request whose blocks cannot be taken."""
         with self._lock:
-            self.decline(request)
+            if request in self._searches:
+                self._searches[request].release()
             load = BlockLoad(request, np.empty(0, np.uint64), b"", 0, 0, {}, None, False, is_begun=True)
             self._loads[request] = load
             return load
@@ -297,6 +340,10 @@ class EngineCache:
             for name, load in done.items():
                 if load.pin is not None:
                     load.pin.release()
+                if name in failed:  # all is computed
+                    self._controller.metrics.increment("restore_failures_total", Reason.IO_ERROR)
+                    self._count(name, 0, 0, Reason.IO_ERROR)
+                self._count(name, load.begin, load.depth)
                 del self._loads[name]
             if done:  # from now on the engine has these pages itself
                 self._controller.evict(Tier.DEVICE)
@@ -373,6 +420,22 @@ class EngineCache:
                 if search.ticket is not None:
                     search.ticket.cancel()
                 search.release()
+
+    def keep(
+        self, tokens: TokenArray, prompt: int, extra: bytes, pin: float | None, expected_in: float | None
+    ) -> None:
+        """Follow hints of a request that is over, in seconds.
+
+        `pin`: the host keeps the first `prompt` tokens so long; 0 ends that. `expected_in`: a prompt that
+        goes on with `tokens` will come. Raises InputError or AdmissionError for what has no effect.
+        """
+        with self._lock:
+            if pin:
+                self._controller.pin(tokens[:prompt], pin, extra)
+            elif pin is not None:
+                self._controller.unpin(tokens[:prompt], extra)
+            if expected_in:
+                self._controller.hint(tokens, expected_in, extra)
 
     def reset(self) -> bool:
         """Empty the host, and leave the store; return whether nothing was under way, and all is gone."""

@@ -20,17 +20,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tiercache.controller import ControllerOptions, HybridCacheController
 from tiercache.core import Locations, PoolName, TokenArray
-from tiercache.errors import ConfigError
+from tiercache.errors import ConfigError, TierCacheError
 from tiercache.integrations.settings import StoreSettings, profile_for
 from tiercache.integrations.vllm_connector.blocks import BlockPool, WindowPool, bytes_of
-from tiercache.integrations.vllm_connector.cache import BlockLoad, BlockSave, EngineCache
+from tiercache.integrations.vllm_connector.cache import COUNTED, BlockLoad, BlockSave, EngineCache
 from tiercache.keys import Identity
+from tiercache.metrics.table import PREFIX
 from tiercache.pools import HostArena
 from tiercache.settings import FLAG, duration, matching, read_section, size
 
@@ -67,6 +69,16 @@ class ConnectorSettings(StoreSettings):
     """Time that a request waits for what storage has of its prompt, at most; and a call that hangs."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestHints:
+    """Hints of a request: `tiercache` in its `kv_transfer_params`, or actions of this type in `kv_hints`."""
+
+    pin: Annotated[float | None, duration(0.0)] = None
+    """Time for which the host keeps the prompt; 0 ends that."""
+    expected_in: Annotated[float | None, duration(0.0)] = None
+    """Time after which a prompt will come that goes on with prompt and answer."""
+
+
 @dataclass(slots=True)
 class StepWork(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no types
     """Loads and saves of the worker in one step."""
@@ -75,6 +87,47 @@ class StepWork(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no types
     saves: list[BlockSave] = field(default_factory=list)
     computed: list[tuple[int, int]] = field(default_factory=list)
     """Ranges of prompts that the step computes."""
+
+
+class CacheStats(KVConnectorStats):  # type: ignore[misc]  # vLLM has no types
+    """Increments of what the cache counts, which `EngineCache.counted` returns."""
+
+    def reset(self) -> None:
+        """Forget all."""
+        self.data: dict[str, float] = {}
+
+    def aggregate(self, other: CacheStats) -> CacheStats:
+        """Add what another step has counted."""
+        for key, by in other.data.items():
+            self.data[key] = self.data.get(key, 0.0) + by
+        return self
+
+    def reduce(self) -> dict[str, float]:
+        """Return what vLLM's log says."""
+        said = ("tokens_total", "restored_bytes_total", "written_bytes_total")
+        return {key: by for key, by in self.data.items() if by and key.startswith(said)}
+
+    def is_empty(self) -> bool:
+        """Return whether nothing was counted."""
+        return not self.data
+
+
+class CacheMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM has no types
+    """Counters of `tiercache.metrics.table` in vLLM's `/metrics`, with vLLM's labels before their own."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], engines: Any) -> None:
+        """`engines` has the values of vLLM's labels by the engine's number."""
+        super().__init__(vllm_config, metric_types, labelnames, engines)
+        self._counters = {
+            row.name: self._counter_cls(PREFIX + row.name, row.help, [*labelnames, *row.label_names])
+            for row in COUNTED
+        }
+
+    def observe(self, transfer_stats_data: dict[str, float], engine_idx: int = 0) -> None:
+        """Add what an engine has counted."""
+        for key, by in transfer_stats_data.items():
+            name, *labels = key.split("|")
+            self._counters[name].labels(*self.per_engine_labelvalues[engine_idx], *labels).inc(by)
 
 
 class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM has no types
@@ -242,9 +295,8 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             given = {pool: self._table(tables, pool) for pool in self._groups}
             return cache.claim(name, self._tokens(request), _extra(request), pages, given)
 
-        load = self._guarded(claim, None)
-        if load is None:  # vLLM waits for the load, and has to be told that there will be none
-            load = self._guarded(lambda cache: cache.give_up(name), None)
+        # vLLM waits for the load, and has to be told if there will be none.
+        load = self._guarded(claim, None) or self._guarded(lambda cache: cache.give_up(name), None)
         if load is not None:
             self._work.loads.append(load)
 
@@ -318,11 +370,39 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[bool, None]:
         """Forget a request; its blocks are vLLM's at once."""
         name = request.request_id
+        if name in self._requests:
+            self._guarded(lambda cache: self._follow_hints(cache, request), None)
         self._waiting.discard(name)
         for known in (self._requests, self._known, self._saved):
             known.pop(name, None)
         self._guarded(lambda cache: cache.forget(name), None)
         return False, None
+
+    def _follow_hints(self, cache: EngineCache, request: Any) -> None:
+        try:
+            told, prompt = _hints(request), request.num_prompt_tokens
+            cache.keep(self._tokens(request), prompt, _extra(request), told.pin, told.expected_in)
+        except TierCacheError as error:
+            _log.info("tiercache: hints of request %s have no effect: %s", request.request_id, error)
+
+    def get_kv_connector_stats(self) -> CacheStats | None:
+        """Return what has been counted since the last call; the scheduler's connector says it for both."""
+        if self.role is KVConnectorRole.WORKER:
+            return None
+        counted = self._guarded(EngineCache.counted, None)
+        return CacheStats(counted) if counted else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CacheStats:
+        """Return the object of increments that have come from an engine's process."""
+        return CacheStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> CacheMetrics:
+        """Return the metrics that vLLM's `/metrics` has beside its own."""
+        return CacheMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def reset_cache(self) -> bool:
         """Empty the host, when an operator resets vLLM's prefix cache; the store stays."""
@@ -361,6 +441,16 @@ def _fence() -> torch.cuda.Event | None:
     fence = torch.cuda.Event()  # type: ignore[no-untyped-call]
     fence.record()
     return fence
+
+
+def _hints(request: Any) -> RequestHints:
+    """Return the hints of a request; ConfigError for impossible ones."""
+    told = (request.kv_transfer_params or {}).get("tiercache")
+    given = dict(told) if isinstance(told, dict) else {}
+    for action in request.kv_hints.actions if request.kv_hints else ():
+        if action.action_type == "tiercache":
+            given |= action.payload
+    return read_section(RequestHints, "the table tiercache of kv_transfer_params", given)
 
 
 def _extra(request: Any) -> bytes:
