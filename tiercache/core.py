@@ -386,6 +386,8 @@ def as_tokens(tokens: Any) -> TokenArray:
     Raises TokenError for more than one dimension, and for items that are not integers from 0 to 2**64 - 1.
     """
     array = np.asarray(tokens) if isinstance(tokens, np.ndarray) else _array_of_ints(tokens)
+    if array.dtype.str == "<u8" and array.ndim == 1 and array.flags.c_contiguous:
+        return array  # the usual case, and fast
     if array.ndim != 1:
         raise TokenError(
             f"token ids must be one-dimensional, not of shape {array.shape}; pass one sequence at a time"

@@ -26,7 +26,7 @@ def recurrence(prefixes: Prefixes, sequence: np.ndarray, before: int) -> list[in
             sum(int(t) * w for t, w in zip(sequence[page * size : (page + 1) * size], weights, strict=True))
             % WORD
         )
-        own = (own ^ own >> 32) * int(MIX) % WORD
+        own = (own ^ own >> 32) * MIX % WORD
         before = (before * BASE + own) % WORD
         out.append(before)
     return out

@@ -122,8 +122,9 @@ class ObjectAllocator:
         free = self.free_device if tier is Tier.DEVICE else self.free_host
         for pool, locations in eviction.freed.items():
             free(pool, locations)
-        self._metrics.increment("evicted_objects_total", str(tier), "demoted", by=eviction.demoted)
-        self._metrics.increment("evicted_objects_total", str(tier), "lost", by=eviction.lost)
+        for fate, count in (("demoted", eviction.demoted), ("lost", eviction.lost)):
+            if count:
+                self._metrics.increment("evicted_objects_total", str(tier), fate, by=count)
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,6 +163,8 @@ def near_runs(context: ControllerContext, match: Match, limit: int) -> tuple[int
 
 def deepest_on_device(index: HybridIndex, match: Match) -> int:
     """Return the deepest restorable depth of which every page and state is on the device."""
+    if not match.on_host:
+        return match.near_depth
     depth = run = 0
     for node in reversed(list(index.node_at(match, match.near_depth).path())):
         if not node.has_pages(Tier.DEVICE):

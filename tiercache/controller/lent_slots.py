@@ -140,7 +140,8 @@ class LentSlots:
         for pool, slots in _used(pages, by_depth):
             if pool not in context.device:
                 raise InputError(f"there is no pool {pool} here; the pools are {', '.join(context.device)}")
-            context.device[pool].checked(np.atleast_1d(np.asarray(slots)))
+            if not (type(slots) is int and 0 <= slots < context.device[pool].capacity):
+                context.device[pool].checked(np.atleast_1d(np.asarray(slots)))
         if context.in_flight.count("load"):
             self._await_loads(sequence, extra)
         inserted = insert(context, sequence, pages, by_depth, extra, taken, fence)
@@ -328,7 +329,7 @@ def insert(
     fence: Fence | None,
 ) -> Inserted:
     """Enter slots into the index, which the device may use until it passes `fence`; depths are in pages."""
-    context.device_work.note(fence, _used(pages, states))
+    context.device_work.note(fence, () if fence is None else _used(pages, states))
     return context.index.insert(
         tokens, pages, states, extra, checkpoints=taken.checkpoints, origin=taken.origin, after=taken.after
     )

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from tiercache.index.node import Node
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """Part of a prompt that the index knows.
 
     A match is valid until the index changes. If its node is pinned, the node stays valid, too.
@@ -41,6 +40,8 @@ class Match:
     """With state pools: all restorable depths, ascending. Without: `depth` alone, if it is above 0."""
     generation: int
     """Value of the index's counter of changes when the match was made (see `HybridIndex.is_current`)."""
+    on_host: bool
+    """Whether the host has any object on the path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +92,7 @@ class PathLocations(NamedTuple):
     """State at the depth, of each state pool."""
 
 
-@dataclass(frozen=True, slots=True)
-class InsertedPages:
+class InsertedPages(NamedTuple):
     """Result for the slots that a request handed in, one entry a page of [start, depth).
 
     At most one of the three masks is set for a page. If none is set, the index owned the slot before.
@@ -116,8 +116,7 @@ class PlacedState(NamedTuple):
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
-class Inserted:
+class Inserted(NamedTuple):
     """Answer of `insert`.
 
     A state that is neither adopted nor rejected is in a slot that the index owned before.

@@ -205,14 +205,14 @@ class Sweep:
         return Eviction(freed, self._demoted, sum(self.counts) - self._demoted)
 
     def _take_pages(self, node: Node, pool: int) -> None:
-        row = node.where[self.tier, pool]
-        held = row >= 0
-        self._freed[pool].append(row[held])
-        self.counts[pool] += len(self._freed[pool][-1])
+        row, count = node.where[self.tier, pool], node.resident[self.tier][pool]
+        held = slice(None) if count == node.pages else row >= 0
+        self._freed[pool].append(row[held].copy())
+        self.counts[pool] += count
         row[held] = ABSENT
         # A page that another tier has, too, is demoted. Any other page is lost.
         if elsewhere := [tier for tier in TIERS if tier is not self.tier and node.resident[tier][pool]]:
-            self._demoted += int(np.count_nonzero((node.where[elsewhere, pool] >= 0).any(axis=0) & held))
+            self._demoted += int(np.count_nonzero((node.where[elsewhere, pool][:, held] >= 0).any(axis=0)))
 
     def _take_state(self, node: Node) -> None:
         for pool in range(node.state_pools):
@@ -226,20 +226,10 @@ class Sweep:
 
 def reuse_of(node: Node, now: int) -> Reuse:
     """Return the description of a hit on the node's end at the tick `now`."""
-    age = now - node.last_access
     return Reuse(
-        node.end,
-        node.replay,
-        node.branches,
-        node.hits,
-        node.checkpoint,
-        node.lineage,
-        node.new_pages,
-        node.ending,
-        age,
-        node.signature,
-        evicted=False,
-    )
+        node.end, node.replay, node.branches, node.hits, node.checkpoint, node.lineage, node.new_pages,
+        node.ending, now - node.last_access, node.signature, evicted=False,
+    )  # fmt: skip
 
 
 def _total(counts: Sequence[int], cost: Sequence[int]) -> int:

@@ -9,9 +9,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from operator import le, mul
-from typing import Final, NamedTuple, TypeAlias
+from struct import Struct
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -32,23 +32,24 @@ in its next pass instead.
 """
 _SHARED: Final = (
     "last_access", "created", "hits", "depth", "children", "replay", "checkpoint", "lineage", "grown",
-    "ending", "expected", "alive", "complete", "digest", "version",
+    "ending", "expected", "digest", "version",
 )  # fmt: skip
 """Columns that are the same for all units of a node. `Units` explains them, except these:
 
-- `alive` says whether the node's units are living ones (1) or dead weight (0).
-- `complete` says whether a hit could end at the node.
 - `version` is the number of the last write of the row.
+- `alive` (see `_FLAGS`) says whether the node's units are living ones (1) or dead weight (0).
+- `complete` says whether a hit could end at the node.
 """
-_BY_KIND: Final = ("kind", "nbytes", "covered")
-"""Columns that depend on the `Kind` of the unit."""
-_DTYPES: Final = {"kind": np.int8, "alive": np.int8, "complete": np.int8}
-"""Dtypes of the columns that are not int64. Every pass reads these columns whole, so they are narrow."""
+_FLAGS: Final = ("alive", "complete")
+_BY_KIND: Final = {"nbytes": np.int64, "kind": np.int8, "covered": np.int8}
+"""Columns that depend on the `Kind` of the unit, and their dtypes."""
 _MAX_SAMPLE: Final = 4096
 """Maximum number of units that a pass ranks under a policy that is not steady (see `Policy.steady`).
 
 If there are more units, the pass ranks a random sample of this size.
 """
+_AT_ONCE: Final = 1024
+"""Maximum number of units whose rows are taken whole. Of more units, each column is taken when it is read."""
 _MIN_STEADY_FRONT: Final = 512
 """Minimum number of units that a pass takes into the front under a steady policy (see `Policy.steady`)."""
 
@@ -101,6 +102,13 @@ class EvictionColumns:
         """Columns that are the same for all kinds, by name; one entry per row."""
         self.by_kind: dict[str, Column] = {}
         """Columns that differ between kinds, by name; shape (kinds, rows)."""
+        many = (len(kinds),)
+        fields: list[Any] = [(name, np.int64) for name in _SHARED]
+        fields += [(name, dtype, many) for name, dtype in _BY_KIND.items()]
+        fields += [(name, np.int8) for name in _FLAGS]
+        self.table = np.zeros(0, np.dtype(fields, align=True))
+        """The columns, row by row, so that a write touches little memory."""
+        self._row = Struct(f"{len(_SHARED) + len(kinds)}q{2 * len(kinds) + len(_FLAGS)}b0q")
         self._grow(_FIRST_ROWS)
 
     def mark(self, node: Node) -> None:
@@ -163,12 +171,28 @@ class EvictionColumns:
         self._update([node for node in self._marked if node.parent is not None])
         self._marked.clear()
 
-    def rows(self, number: int, *, alive: bool) -> npt.NDArray[np.int64]:
-        """Return the rows with living units of this kind, or with dead weight if `alive` is False."""
-        used = len(self.nodes)
-        return np.flatnonzero(
-            (self.by_kind["kind"][number, :used] != 0) & (self.shared["alive"][:used] == alive)
-        )
+    def rows(self, number: int) -> tuple[npt.NDArray[np.int64], list[int]]:
+        """Return the rows with living units of this kind, and those with dead weight."""
+        rows = self.by_kind["kind"][number, : len(self.nodes)].nonzero()[0]
+        alive = self.shared["alive"][rows]
+        all_alive = np.count_nonzero(alive) == len(rows)
+        return (rows, []) if all_alive else (rows[alive != 0], rows[alive == 0].tolist())
+
+    def is_dead(self, row: int) -> bool:
+        """Return whether the units of a row are dead weight."""
+        return not self._alive[row]
+
+    def entries(self, rows: Iterable[int], ranks: Iterable[float] | None = None) -> list[Entry]:
+        """Return the entries of some rows; without ranks, of dead weight."""
+        depth, version, used = self._depth, self._version_of, self._last_access
+        if ranks is None:
+            return [(used[row], depth[row], version[row], row) for row in rows]
+        return [(rank, depth[row], version[row], row) for row, rank in zip(rows, ranks, strict=True)]
+
+    def node(self, entry: Entry) -> Node | None:
+        """Return the node of an entry; None if the entry is out of date."""
+        _, _, version, row = entry
+        return self.nodes[row] if self._version_of[row] == version else None
 
     def complete(self) -> npt.NDArray[np.int64]:
         """Return the rows of all nodes that could answer a hit."""
@@ -192,141 +216,114 @@ class EvictionColumns:
         if row < 0:
             row = node.row = self._take(node)
         self._version += 1
-        held = node.resident_mask
-        self._last_access[row] = node.last_access
-        self._created[row] = node.created
-        self._hits[row] = node.hits
-        self._depth[row] = node.end
-        self._children[row] = node.branches
-        self._replay[row] = node.replay
-        self._checkpoint[row] = node.checkpoint
-        self._lineage[row] = node.lineage
-        self._grown[row] = node.new_pages
-        self._ending[row] = node.ending
-        self._expected[row] = node.expected
-        # Alive: a complete state is at the node's end or below it. Without state pools every unit is alive.
-        # Without page pools, states below need nothing of the node.
-        used = node.is_alive if self._page_pools else node.is_complete
-        self._alive[row] = not node.state_pools or used
-        self._complete[row] = node.can_answer
-        self._digest[row] = node.signature
-        self._version_of[row] = self._version
-        for number, (kind_of, tier) in enumerate(self.kinds):
-            self._kind[number][row] = kind = kind_of(node) if held >> tier & 1 else UnitKind.NONE
+        held, nbytes, units, covered = node.resident_mask, [], [], []
+        for kind_of, tier in self.kinds:
+            kind = kind_of(node) if held >> tier & 1 else UnitKind.NONE
+            size = copies = 0
             if kind:
                 # A leaf has objects of all pools, a state only of the state pools.
                 pools = self._leaf_pools if kind is UnitKind.LEAF else self._state_pools
-                counts = node.resident[tier][pools]
+                counts = node.resident[tier]
                 # On the device, states have slots of their own; a leaf goes if those of pages are short.
                 on_device = kind is UnitKind.LEAF and tier is Tier.DEVICE
                 freed = self._device_leaf_pools if on_device else pools
-                nbytes = sum(map(mul, node.resident[tier][freed], self._object_bytes[freed]))
-                self._nbytes[number][row] = nbytes or 1
+                size = sum(map(mul, counts[freed], self._object_bytes[freed])) or 1
                 # Covered: a single lower tier has at least as many objects of each of these pools.
-                self._covered[number][row] = bool(held & self._lower_tiers[tier]) and any(
-                    all(map(le, counts, lower[pools])) for lower in node.resident[tier + 1 :]
+                copies = bool(held & self._lower_tiers[tier]) and any(
+                    all(map(le, counts[pools], lower[pools])) for lower in node.resident[tier + 1 :]
                 )
+            nbytes.append(size)
+            units.append(kind)
+            covered.append(copies)
+        # Alive: a complete state is at the node's end or below it. Without state pools every unit is alive.
+        # Without page pools, states below need nothing of the node.
+        used = node.is_alive if self._page_pools else node.is_complete
+        self._row.pack_into(
+            self._bytes, row * self._row.size,
+            node.last_access, node.created, node.hits, node.end, node.branches, node.replay,
+            node.checkpoint, node.lineage, node.new_pages, node.ending, node.expected, node.signature,
+            self._version, *nbytes, *units, *covered, not node.state_pools or used, node.can_answer,
+        )  # fmt: skip
 
     def _take(self, node: Node) -> int:
         if self._free:
             row = self._free.pop()
             self.nodes[row] = node
             return row
-        if len(self.nodes) == len(self.shared["depth"]):
+        if len(self.nodes) == len(self.table):
             self._grow(2 * len(self.nodes))
         self.nodes.append(node)
         return len(self.nodes) - 1
 
     def _grow(self, rows: int) -> None:
-        used = len(self.nodes)
-        shared, by_kind = self.shared, self.by_kind
-        self.shared = {name: np.zeros(rows, _DTYPES.get(name, np.int64)) for name in _SHARED}
-        self.by_kind = {
-            name: np.zeros((len(self.kinds), rows), _DTYPES.get(name, np.int64)) for name in _BY_KIND
-        }
-        for name, column in shared.items():
-            self.shared[name][:used] = column[:used]
-        for name, columns in by_kind.items():
-            self.by_kind[name][:, :used] = columns[:, :used]
-        # Writing one element through a memoryview takes half the time that it takes through an array.
-        (
-            self._last_access, self._created, self._hits, self._depth, self._children, self._replay,
-            self._checkpoint, self._lineage, self._grown, self._ending, self._expected, self._alive,
-            self._complete, self._digest, self._version_of,
-        ) = (self.shared[name].data for name in _SHARED)  # fmt: skip
-        self._kind, self._nbytes, self._covered = (
-            [row.data for row in self.by_kind[name]] for name in _BY_KIND
+        table = np.zeros(rows, self.table.dtype)
+        table[: len(self.nodes)] = self.table[: len(self.nodes)]
+        self.table, self._bytes = table, table.view(np.uint8).data
+        self.shared = {name: table[name] for name in (*_SHARED, *_FLAGS)}
+        self.by_kind = {name: table[name].T for name in _BY_KIND}
+        # Access to one element through a memoryview takes half the time that it takes through an array.
+        self._last_access, self._depth, self._version_of, self._alive, self._complete = (
+            self.shared[name].data for name in ("last_access", "depth", "version", *_FLAGS)
         )
+        self._kind = [kind.data for kind in self.by_kind["kind"]]
 
 
-class _Shared:
-    """Column of `UnitRows` that is the same for all kinds of units."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, rows: UnitRows, owner: type) -> Column:
-        taken: Column = rows.columns.shared[self._name].take(rows.rows)
-        return taken
+def _column(name: str) -> Any:
+    return property(lambda units: units.column(name))
 
 
-@dataclass(frozen=True, slots=True)
 class UnitRows:
     """Units of one kind in some rows, with the columns that `Units` describes.
 
     Thread safety: the index's thread, during one call of the policy.
     """
 
-    columns: EvictionColumns
-    rows: npt.NDArray[np.int64]
-    number: int = 0
-    stored_bytes: Column | None = None
-    """Bytes of each unit in storage, if these are the units of a store; None for units of this index."""
+    def __init__(
+        self,
+        columns: EvictionColumns,
+        rows: npt.NDArray[np.int64],
+        number: int = 0,
+        stored_bytes: Column | None = None,
+    ) -> None:
+        """`stored_bytes` are the bytes of each unit in storage, if these are the units of a store."""
+        self.now = columns.now
+        self.page_tokens = columns.page_tokens
+        self._table, self._number = columns.table, number
+        self._rows: Any = rows
+        self._stored_bytes, self._count = stored_bytes, len(rows)
+        if len(rows) <= _AT_ONCE:
+            # NumPy takes rows of words many times faster than records.
+            words = self._table.view(np.int64).reshape(len(self._table), -1).take(rows, axis=0)
+            self._table, self._rows = words.view(self._table.dtype)[:, 0], slice(None)
 
-    last_access = _Shared()
-    created = _Shared()
-    hits = _Shared()
-    depth = _Shared()
-    children = _Shared()
-    replay = _Shared()
-    checkpoint = _Shared()
-    lineage = _Shared()
-    grown = _Shared()
-    ending = _Shared()
-    expected = _Shared()
-    digest = _Shared()
+    (
+        last_access, created, hits, depth, children, replay, checkpoint, lineage, grown, ending, expected,
+        digest, _,
+    ) = map(_column, _SHARED)  # fmt: skip
+
+    def column(self, name: str) -> Column:
+        """Return the column of that name."""
+        column: Column = self._table[name][self._rows]
+        return column
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return self._count
 
     @property
     def kind(self) -> Column:
         """`UnitKind` of each unit."""
-        return self._by_kind("kind")
+        return self.column("kind")[:, self._number]
 
     @property
     def nbytes(self) -> Column:
         """Bytes that the unit's eviction frees."""
-        return self._by_kind("nbytes") if self.stored_bytes is None else self.stored_bytes
+        return self.column("nbytes")[:, self._number] if self._stored_bytes is None else self._stored_bytes
 
     @property
     def covered(self) -> Column:
         """Whether a lower tier has a copy of the unit; there is no tier below storage."""
-        return self._by_kind("covered") if self.stored_bytes is None else np.zeros(len(self), np.int64)
-
-    @property
-    def now(self) -> int:
-        """Current tick."""
-        return self.columns.now
-
-    @property
-    def page_tokens(self) -> int:
-        """Tokens per page."""
-        return self.columns.page_tokens
-
-    def _by_kind(self, name: str) -> Column:
-        taken: Column = self.columns.by_kind[name][self.number].take(self.rows)
-        return taken
+        of_index = self._stored_bytes is None
+        return self.column("covered")[:, self._number] if of_index else np.zeros(len(self), np.int64)
 
 
 class Victim(NamedTuple):
@@ -378,10 +375,9 @@ class EvictionQueue:
         #   2. a hit marks the node of row 5, and `sync` writes the row with version 13
         #   3. `_add_changed` pushes an entry with version 13, if it belongs to the front
         #   4. the entry with version 12 is popped: it is out of date and dropped
-        while len(self._front) or self._fetch():
-            (_, _, version, row), _ = self._front.pop()
-            node = columns.nodes[row]
-            if node is None or columns.shared["version"][row] != version:
+        while self._front.dead or self._front.live or self._fetch():
+            entry, _ = self._front.pop()
+            if (node := columns.node(entry)) is None:
                 continue
             if kind := columns.take(node, self._number):
                 return Victim(node, kind)
@@ -392,7 +388,7 @@ class EvictionQueue:
         """Yield the living units, the one that is worth least first; this takes none of them."""
         columns = self._columns
         columns.sync()
-        rows = columns.rows(self._number, alive=True)
+        rows, _ = columns.rows(self._number)
         if not len(rows):
             return
         ranks = self._policy.rank(UnitRows(columns, rows, self._number))
@@ -415,38 +411,28 @@ class EvictionQueue:
             return
         if not rows:
             return
-        changed = np.array(rows)
         # Dead weight always joins the front. Its rank is its last access, not the policy's rank.
-        alive = columns.shared["alive"][changed] != 0
-        if not alive.all():
-            for entry in self._dead_entries(changed[~alive]):
-                self._front.push(entry, dead=True)
-        if self._policy.steady and alive.any():
-            living = changed[alive]
-            ranks = self._policy.rank(UnitRows(columns, living, self._number))
-            for entry in self._entries(living, ranks):
+        dead = [row for row in rows if columns.is_dead(row)]
+        for entry in columns.entries(dead):
+            self._front.push(entry, dead=True)
+        living = [row for row in rows if not columns.is_dead(row)] if dead else rows
+        if self._policy.steady and living:
+            ranks = self._policy.rank(UnitRows(columns, np.array(living), self._number))
+            for entry in columns.entries(living, ranks.tolist()):
                 if self._front.admits(entry[0]):
                     self._front.push(entry)
 
     def _fetch(self) -> bool:
         """Fill the front by a pass over all units; return False if there are none."""
         columns, steady = self._columns, self._policy.steady
-        rows, dead = (columns.rows(self._number, alive=alive) for alive in (True, False))
-        if not len(rows) and not len(dead):
+        rows, dead = columns.rows(self._number)
+        if not len(rows) and not dead:
             return False
         columns.record_changes(self._number, on=True)  # `_add_changed` keeps the new front up to date
         if not steady and len(rows) > _MAX_SAMPLE:
             rows = np.sort(self._rng.choice(rows, _MAX_SAMPLE, replace=False))
         ranks = self._policy.rank(UnitRows(columns, rows, self._number)) if len(rows) else np.empty(0)
         chosen = self._front.choose(ranks)
-        live = [*self._entries(rows[chosen], ranks[chosen])]
-        self._front.fill(live, columns.now + len(dead), self._dead_entries(dead))
+        live = columns.entries(rows[chosen].tolist(), ranks[chosen].tolist())
+        self._front.fill(live, columns.now + len(dead), columns.entries(dead))
         return True
-
-    def _dead_entries(self, rows: npt.NDArray[np.int64]) -> Iterator[Entry]:
-        return self._entries(rows, self._columns.shared["last_access"][rows])
-
-    def _entries(self, rows: npt.NDArray[np.int64], ranks: np.ndarray) -> Iterator[Entry]:
-        shared = self._columns.shared
-        parts = (ranks, shared["depth"][rows], shared["version"][rows], rows)
-        return zip(*(part.tolist() for part in parts), strict=True)

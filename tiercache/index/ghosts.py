@@ -6,7 +6,9 @@ A unit is what one eviction takes. A unit is *lost* if no hit can end at its dep
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from itertools import repeat
+from struct import Struct
 from typing import Final
 
 import numpy as np
@@ -19,6 +21,7 @@ _COLUMNS: Final = tuple("last_access" if name == "age" else name for name in Reu
 """Fields of `Reuse` but `evicted`, with the tick of the last access in place of the age."""
 _OWN: Final = _COLUMNS.index("last_access")
 """Number of fields before the age, which are copied as they are."""
+_ROW: Final = Struct(f"={len(_COLUMNS)}q")
 
 
 class Ghosts:
@@ -83,28 +86,25 @@ class Ghosts:
         if digest in self._at:
             self.forget(digest, self._at[digest])
         self._digest[slot], self._at[digest], self._there[slot] = digest, slot, True
-        self._units[slot] = (*unit[:_OWN], now - unit.age, unit.digest)
+        _ROW.pack_into(self._units.data, slot * _ROW.size, *unit[:_OWN], now - unit.age, unit.digest)
 
     @property
     def has_units(self) -> bool:
         """Whether any lost unit is remembered."""
         return bool(self._at)
 
-    def repeated(self, digests: Digests) -> int:
+    def repeated(self, digests: Sequence[int]) -> int:
         """Return how many leading pages of `digests` are remembered as lost."""
         pages = self._pages
-        if not pages:
-            return 0
-        for count, digest in enumerate(digests.tolist()):
+        for count, digest in enumerate(digests):
             if digest not in pages:
                 return count
         return len(digests)
 
-    def deepest(self, digests: Digests) -> int | None:
-        """Return the index in `digests` of the deepest prefix that a lost unit ended with, or None."""
+    def deepest(self, digests: Sequence[int]) -> int | None:
+        """Return the last of `digests` with which a lost unit ended, or None."""
         at = self._at
-        last = len(digests) - 1
-        return next((last - i for i, digest in enumerate(digests[::-1].tolist()) if digest in at), None)
+        return next((digest for digest in reversed(digests) if digest in at), None)
 
     def reuse(self, digest: int, now: int) -> Reuse:
         """Return and forget the description of the lost unit with this digest."""
@@ -142,17 +142,9 @@ class GhostUnits:
         self.now = now
         self.page_tokens = page_tokens
         (
-            self.depth,
-            self.replay,
-            self.children,
-            self.hits,
-            self.checkpoint,
-            self.lineage,
-            self.grown,
-            self.ending,
-            self.last_access,
-            self.digest,
-        ) = rows.T
+            self.depth, self.replay, self.children, self.hits, self.checkpoint, self.lineage, self.grown,
+            self.ending, self.last_access, self.digest,
+        ) = rows.T  # fmt: skip
         nothing = np.zeros(len(rows), np.int64)
         # What is not remembered: when a unit was made, what was expected of it, and its copies and size.
         self.created = self.expected = self.covered = nothing

@@ -41,7 +41,7 @@ from tiercache.index.checkpoints import CheckpointPlan, CheckpointRules, checkpo
 from tiercache.index.eviction import UNIT_KINDS, Evictor, reuse_of
 from tiercache.index.eviction_order import EvictionColumns, EvictionQueue, UnitRows
 from tiercache.index.ghosts import Ghosts
-from tiercache.index.node import ALIVE, IN_STORAGE, Digests, Node, Prefixes
+from tiercache.index.node import ALIVE, IN_STORAGE, Node, Prefixes
 from tiercache.index.radix_tree import Pin, RadixTree
 from tiercache.index.residency import Residency, adopt_pages, adopt_states, check_pages, check_states
 from tiercache.policy import LEARN_EVERY, CheckpointKind, Ending, Lru, Policy, Reuse, UnitKind
@@ -121,11 +121,10 @@ class HybridIndex:
         self._evictor = Evictor(self._tree, self._columns, self._ghosts, self._queues)
         self._located: tuple[tuple[Node, int, int, int], PathLocations] | None = None
         """Last answer of `locations`, and what it depends on."""
-        self._beyond: tuple[Match, TokenArray, Digests] | None = None
+        self._beyond: tuple[Match, TokenArray, list[int]] | None = None
         """Digests of the pages of the last prompt that its match does not know."""
 
     # -- reading
-    # --------------------------------------------------------------------------------------------------------
 
     def match(self, tokens: TokenArray, extra: bytes = b"", *, limit: int | None = None) -> Match:
         """Return how many pages of `tokens` the index knows and which depths it can restore; change nothing.
@@ -138,7 +137,7 @@ class HybridIndex:
         root = self._tree.root(extra)
         path, path_depth = self._tree.walk(root, tokens[: pages * self.page_size].tobytes())
         limit = max(0, min(limit, path_depth))
-        complete = local = state_depth = near_state_depth = 0
+        complete = local = state_depth = near_state_depth = held = 0
         restorable: list[int] = []
         # `complete` is the number of leading pages that every page pool has in some tier, and `local` the
         # number on the device or the host. A node adds its pages only if there is no gap before its start:
@@ -147,6 +146,7 @@ class HybridIndex:
         #   complete            4          6          6       c adds nothing: page 6 is missing
         for node in path:
             start, end = node.end - node.pages, node.end
+            held |= node.resident_mask
             if local == start:
                 local += node.local_pages
             if complete == start:
@@ -156,11 +156,11 @@ class HybridIndex:
                 if node.state_local and local == end:
                     near_state_depth = end
         node = path[-1] if path else root
-        generation = self._tree.counters.generation
-        if self.state_pools:
-            return Match(node, path_depth, state_depth, near_state_depth, tuple(restorable), generation)
-        depth = min(complete, limit)
-        return Match(node, path_depth, depth, min(local, limit), (depth,) if depth else (), generation)
+        generation, on_host = self._tree.counters.generation, bool(held >> Tier.HOST & 1)
+        if not self.state_pools:
+            state_depth, near_state_depth = min(complete, limit), min(local, limit)
+            restorable = [state_depth] if state_depth else []
+        return Match(node, path_depth, state_depth, near_state_depth, tuple(restorable), generation, on_host)
 
     @property
     def now(self) -> int:
@@ -225,7 +225,6 @@ class HybridIndex:
         return dict(zip(self.pools, self._tree.counters.evictable[tier], strict=True))
 
     # -- changing
-    # ------------------------------------------------------------------------------------------------------
 
     def plan_checkpoints(self, match: Match, tokens: TokenArray, depth: int) -> CheckpointPlan:
         """Return where a prompt that is restored to `depth` should leave states, and why.
@@ -305,21 +304,19 @@ class HybridIndex:
         # Only depths that the match did not restore and that a restore of this prompt may reach are searched:
         #   depth      match.depth + 1 ... path_depth     path_depth + 1 ... limit
         #   digests    from the tree                      from the prompt
-        parts = [self._digests_beyond(match, tokens)[: max(0, limit - match.path_depth)]]
-        at, last = match.node, min(limit, match.path_depth)
-        while at.end > match.depth and (above := at.parent) is not None:
-            parts.append(at.digests[max(0, match.depth - above.end) : max(0, last - above.end)])
-            at = above
-        for digests in parts:
-            if (place := self._ghosts.deepest(digests)) is not None:
-                return self._ghosts.reuse(int(digests[place]), self._columns.now)
-        return None
+        digests = self._digests_beyond(match, tokens)[: max(0, limit - match.path_depth)]
+        at, last, found = match.node, min(limit, match.path_depth), self._ghosts.deepest(digests)
+        while found is None and at.end > match.depth and (above := at.parent) is not None:
+            digests = at.digests[max(0, match.depth - above.end) : max(0, last - above.end)].tolist()
+            at, found = above, self._ghosts.deepest(digests)
+        return None if found is None else self._ghosts.reuse(found, self._columns.now)
 
-    def _digests_beyond(self, match: Match, tokens: TokenArray) -> Digests:
+    def _digests_beyond(self, match: Match, tokens: TokenArray) -> list[int]:
         """Return the digests of the pages of a prompt behind those in the tree."""
         if self._beyond is None or self._beyond[0] is not match or self._beyond[1] is not tokens:
             rest = tokens[match.path_depth * self.page_size :]
-            self._beyond = match, tokens, self._tree.prefixes.of(rest, self._digest_at(match))
+            digests = self._tree.prefixes.expect(rest, self._digest_at(match))
+            self._beyond = match, tokens, digests.tolist()
         return self._beyond[2]
 
     def _digest_at(self, match: Match) -> int:
@@ -328,7 +325,6 @@ class HybridIndex:
         return int(node.digests[depth - node.start - 1]) if depth else Prefixes.start(node.extra)
 
     # -- pins
-    # --------------------------------------------------------------------------------------------------------
 
     def pin(self, where: Node | Match, *tiers: Tier) -> Pin:
         """Hold the path to `where` in `tiers` until the pin's `release`.
@@ -353,7 +349,6 @@ class HybridIndex:
             pin.release()
 
     # -- inserting
-    # --------------------------------------------------------------------------------------------------------
 
     def insert(
         self,
@@ -443,7 +438,6 @@ class HybridIndex:
         self._columns.mark(node)
 
     # -- transfers: a state is handled as a span of one page, the last page of its node
-    # --------------------------------------------------------------------------------------------------------
 
     def forget_stored(self, span: Span, pool: PoolName, mask: Mask) -> int:
         """Record that the objects under `mask` are not in the store; return how many were thought to be.
@@ -466,7 +460,6 @@ class HybridIndex:
         return forgotten
 
     # -- evicting
-    # --------------------------------------------------------------------------------------------------------
 
     def evict_device(self, need: Mapping[PoolName, int]) -> Eviction:
         """Free at least `need[pool]` slots of each pool. If only states are needed, no page is evicted.

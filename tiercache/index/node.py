@@ -35,8 +35,13 @@ STORED: Final = 0
 """Location of every object that is known to be stored. A store finds objects by key, not by location."""
 BASE: Final = 0x9E3779B97F4A7C15
 """Base of the polynomial whose values are the digests of prefixes."""
-MIX: Final = np.uint64(0xD6E8FEB86659FD93)
+MIX: Final = 0xD6E8FEB86659FD93
 """Factor that mixes the sum of a page's tokens."""
+_WORD: Final = 2**64 - 1
+_FEW: Final = 32
+_MOST_EXPECTED: Final = 16
+"""Number of prompts whose digests are kept for the insert that follows."""
+TOKEN_BYTES: Final = 8
 _SEED: Final = 0x7469657263616368
 _SHIFT: Final = np.uint64(32)
 
@@ -60,6 +65,8 @@ class Prefixes:
         self.weights = np.random.default_rng(_SEED).integers(0, 2**64, page_size, np.uint64) | np.uint64(1)
         """One random odd number for each token of a page."""
         self._powers = self._mixers = np.empty(0, np.uint64)
+        self._expected: dict[int, tuple[bytes, Digests]] = {}
+        """Pages of prompts and their digests, by the digest before them."""
 
     @staticmethod
     def start(extra: bytes) -> int:
@@ -72,9 +79,15 @@ class Prefixes:
         The tokens follow a prefix with the digest `before`.
         """
         count = len(tokens) // self.page_size
+        pages = tokens[: count * self.page_size].reshape(count, self.page_size) @ self.weights
+        if count <= _FEW:  # the arithmetic of so few numbers takes less time than NumPy's calls
+            digests, digest = [], before
+            for page in pages.tolist():
+                digest = (digest * BASE + (page ^ page >> 32) * MIX) & _WORD
+                digests.append(digest)
+            return np.array(digests, np.uint64)
         if count > len(self._powers):
             self._extend(2 * count)
-        pages = tokens[: count * self.page_size].reshape(count, self.page_size) @ self.weights
         # Without the next two steps, a digest would be a linear function of the tokens. Differences in two
         # pages could then cancel each other out.
         pages ^= pages >> _SHIFT
@@ -84,9 +97,29 @@ class Prefixes:
         out *= self._powers[:count]  # b^k
         return out
 
+    def expect(self, tokens: npt.NDArray[np.uint64], before: int) -> Digests:
+        """Return what `of` does, for pages of a prompt, which an insert will probably ask for again."""
+        digests = self.of(tokens, before)
+        if len(digests):
+            self._expected[before] = tokens[: len(digests) * self.page_size].tobytes(), digests
+        if len(self._expected) > _MOST_EXPECTED:
+            del self._expected[next(iter(self._expected))]
+        return digests
+
+    def of_edge(self, edge: bytes, before: int) -> Digests:
+        """Return what `of` does, for the tokens of a new edge."""
+        tokens, (expected, digests) = np.frombuffer(edge, "<u8"), self._expected.pop(before, (b"", None))
+        common = min(len(edge), len(expected))
+        if digests is None or edge[:common] != expected[:common]:
+            return self.of(tokens, before)
+        known = digests[: common // TOKEN_BYTES // self.page_size]
+        more = tokens[common // TOKEN_BYTES :]
+        return np.concatenate([known, self.of(more, int(known[-1]))]) if len(more) else known
+
     def _extend(self, count: int) -> None:
         self._powers = np.cumprod(np.full(count, BASE, np.uint64), dtype=np.uint64)
-        self._mixers = np.cumprod(np.full(count, pow(BASE, -1, 2**64), np.uint64), dtype=np.uint64) * MIX
+        inverse = np.full(count, pow(BASE, -1, 2**64), np.uint64)
+        self._mixers = np.cumprod(inverse, dtype=np.uint64) * np.uint64(MIX)
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -191,14 +224,8 @@ class Node:
     @classmethod
     def root(cls, page_pools: int, state_pools: int, extra: bytes) -> Self:
         """Return a new root, the start of all sequences with this `extra`."""
-        return cls(
-            None,
-            b"",
-            np.empty(0, np.uint64),
-            np.empty((len(Tier), page_pools, 0), np.int64),
-            state_pools,
-            extra,
-        )
+        where = np.empty((len(Tier), page_pools, 0), np.int64)
+        return cls(None, b"", np.empty(0, np.uint64), where, state_pools, extra)
 
     def recount(self) -> None:
         """Recompute all counts from the locations: objects present, objects in flight, and complete pages."""
@@ -231,6 +258,24 @@ class Node:
             if any(counts):
                 mask |= 1 << number
         self.resident_mask = mask
+
+    def join(self, above: Node) -> None:
+        """Count the pages of the node above, which has no state, as the first of this node; see `recount`."""
+        pools = range(self.where.shape[1])
+        for counts, more in zip(self.resident, above.resident, strict=True):
+            for pool in pools:
+                counts[pool] += more[pool]
+        if above.complete_pages < above.pages:
+            self.complete_pages = above.complete_pages
+        else:
+            self.complete_pages += above.pages
+        if above.local_pages < above.pages:
+            self.local_pages = above.local_pages
+        else:
+            self.local_pages += above.pages
+        self.pages += above.pages
+        self.expect(pages=above.pages_in_flight)
+        self.resident_mask |= above.resident_mask
 
     def expect(self, *, pages: int = 0, states: int = 0) -> None:
         """Count more objects in flight at this node. `recount` would find the same counts, but is slower."""
@@ -349,7 +394,7 @@ class Node:
     def covering(self, depth: int) -> Node:
         """Return the node on the path to this one whose edge holds page `depth - 1`; the root for depth 0."""
         node = self
-        while node.parent is not None and node.start >= depth:
+        while node.parent is not None and node.end - node.pages >= depth:
             node = node.parent
         return node
 

@@ -6,7 +6,7 @@ Code that writes a location must tell `counters`. Code that may leave a node emp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,9 +17,7 @@ from tiercache.index.base import Match, Span
 from tiercache.index.counters import Counters
 from tiercache.index.eviction_order import EvictionColumns
 from tiercache.index.ghosts import Ghosts
-from tiercache.index.node import LOCAL, Node, Prefixes
-
-TOKEN_BYTES: Final = 8
+from tiercache.index.node import LOCAL, TOKEN_BYTES, Node, Prefixes
 
 
 class Walk(NamedTuple):
@@ -158,7 +156,6 @@ class RadixTree:
             )
 
     # -- finding
-    # -------------------------------------------------------------------------------------------------------
 
     def node(self, where: Node | Match) -> Node:
         """Return the node that `where` names. Raises InputError if it was removed."""
@@ -250,7 +247,6 @@ class RadixTree:
         return made
 
     # -- growing and shrinking
-    # -----------------------------------------------------------------------------------------
 
     def path_to(self, start: Node, data: bytes) -> Node:
         """Return the node that covers the last page of `data`, which follows the end of `start`.
@@ -270,7 +266,7 @@ class RadixTree:
         if parent.parent is None:
             self._roots[parent.extra] = parent
         shape = (len(Tier), len(self.page_pools), len(edge) // self._page_bytes)
-        digests = self.prefixes.of(np.frombuffer(edge, "<u8"), parent.digest)
+        digests = self.prefixes.of_edge(edge, parent.digest)
         node = Node(parent, edge, digests, np.full(shape, ABSENT), len(self.state_pools), parent.extra)
         node.last_access = node.created = self._columns.now
         parent.children[edge[: self._page_bytes]] = node
@@ -292,26 +288,15 @@ class RadixTree:
         pages = depth - node.start
         cut = pages * self._page_bytes
         self.counters.add(node, -1)
-        upper = Node(
-            parent,
-            node.edge[:cut],
-            node.digests[:pages],
-            node.where[:, :, :pages].copy(),
-            node.state_pools,
-            node.extra,
-        )
+        where = node.where[:, :, :pages].copy()
+        upper = Node(parent, node.edge[:cut], node.digests[:pages], where, node.state_pools, node.extra)
         upper.pins = [int(pins > 0) for pins in node.pins]
         upper.last_access, upper.hits, upper.nearest_state = node.last_access, node.hits, node.nearest_state
         upper.expected, upper.created = node.expected, node.created
         upper.children = {node.edge[cut : cut + self._page_bytes]: node}
         parent.children[node.edge[: self._page_bytes]] = upper
-        node.parent, node.edge, node.where, node.pages = (
-            upper,
-            node.edge[cut:],
-            node.where[:, :, pages:].copy(),
-            node.pages - pages,
-        )
-        node.digests = node.digests[pages:]
+        node.parent, node.edge, node.digests = upper, node.edge[cut:], node.digests[pages:]
+        node.where, node.pages = node.where[:, :, pages:].copy(), node.pages - pages
         if node.keys is not None:
             upper.keys, node.keys = node.keys[:pages], node.keys[pages:]
         # The upper part takes over the bits that the whole node had announced to the parent. The lower part
@@ -345,13 +330,12 @@ class RadixTree:
         child.parent, child.edge = parent, node.edge + child.edge
         child.digests = np.concatenate([node.digests, child.digests])
         child.where = np.concatenate([node.where, child.where], axis=2)
-        child.pages += node.pages
         child.keys = None if node.keys is None or child.keys is None else node.keys + child.keys
         child.last_access, child.hits = max(node.last_access, child.last_access), max(node.hits, child.hits)
         child.expected = max(node.expected, child.expected)
         child.announced_mask = node.announced_mask
+        child.join(node)
         self._discard(node)
-        child.recount()
         self.counters.add(child, +1)
         self.counters.announce(child)
         return child

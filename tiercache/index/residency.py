@@ -47,7 +47,7 @@ def check_pages(tree: RadixTree, tokens: int, pages: Mapping[PoolName, Locations
         )
     depth = len(next(iter(pages.values())))
     for pool, slots in pages.items():
-        if slots.shape != (depth,) or slots.dtype != np.int64 or (depth and int(slots.min()) < 0):
+        if slots.shape != (depth,) or slots.dtype != np.int64 or np.count_nonzero(slots < 0):
             raise InputError(
                 f"{pool}: every page pool needs {depth} int64 slots >= 0, one per page, not {slots!r}"
             )
@@ -90,10 +90,11 @@ def adopt_pages(
     is_new = start < depth and (node.start, node.end) == (start, depth)
     if is_new and not (node.pages_in_flight or node.holds(Tier.DEVICE)):
         # The usual case, and fast: the pages are those of a new node.
-        node.where[Tier.DEVICE] = [pages[pool][start:] for pool in tree.page_pools]
+        for row, pool in enumerate(tree.page_pools):
+            node.where[Tier.DEVICE, row] = pages[pool][start:]
         tree.counters.recount(node, Tier.DEVICE)
-        every = np.ones(node.pages, np.bool_)
-        return {p: InsertedPages(slots[start:], every, ~every, ~every) for p, slots in pages.items()}, [node]
+        every, none = np.ones(node.pages, np.bool_), np.zeros(node.pages, np.bool_)
+        return {p: InsertedPages(slots[start:], every, none, none) for p, slots in pages.items()}, [node]
     held = tree.gather(node, depth, start)[Tier.DEVICE]
     absent, present = held == ABSENT, held >= 0
     given = np.stack([pages[pool][start:] for pool in tree.page_pools])

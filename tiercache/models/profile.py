@@ -211,7 +211,7 @@ class ModelProfile:
             filling, filled = np.minimum(first, window), np.minimum(last, window)
             pairs = (filled * filled - filling * filling) / 2 + window * ((last - filled) - (first - filling))
             total = total + flops * pairs
-        return total if np.ndim(total) else float(total)
+        return total if getattr(total, "ndim", 0) else float(total)
 
 
 def profile_of(config: Mapping[str, Any], name: str = "") -> ModelProfile:

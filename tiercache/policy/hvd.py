@@ -56,7 +56,7 @@ class HitValueDensity(Policy):
     def rank(self, units: Units) -> Ranks:
         """Return the hit-value density of each unit."""
         rate = self._hazard.rate(_classes(units), units.now - units.last_access)
-        if units.expected.any():
+        if np.count_nonzero(units.expected):
             rate = np.maximum(rate, _expected_rate(units))
         return rate * self._costs.density(units)
 
@@ -168,6 +168,8 @@ class Hazard:
         """Hits, by class and age bucket; shape (*classes, buckets)."""
         self.waited = np.zeros((*shape, _BUCKETS))
         """Ticks that units waited for a hit, by class and age bucket; shape (*classes, buckets)."""
+        self._seen = np.zeros(int(np.prod(shape)), np.bool_)
+        """Whether each innermost class was ever observed; most never are."""
         # Ages by bucket: 0 is age 0, n is [2^(n-1), 2^n), and the last one is open-ended.
         #   bucket  0    1     2      3       ...   23
         #   ages    0  [1,2) [2,4)  [4,8)     ...  [2^22, inf)
@@ -183,7 +185,7 @@ class Hazard:
 
     def rate(self, classes: Classes, age: Column) -> Ranks:
         """Return the value of keeping units of these classes and ages, in hits per tick."""
-        rates: Ranks = self._rates.ravel().take(self._place(classes, _bucket(age)))
+        rates: Ranks = self._best.ravel().take(self._at.take(self._class(classes)) * _BUCKETS + _bucket(age))
         return rates
 
     def chance(self, classes: Classes, age: Column, ticks: float) -> Ranks:
@@ -193,7 +195,7 @@ class Hazard:
         spent = np.clip(since + ticks, self.edges[:-1], self.edges[1:]) - np.clip(
             since, self.edges[:-1], self.edges[1:]
         )
-        expected = (self._plain[classes] * spent).sum(axis=1)
+        expected = (self._plain[self._at[self._class(classes)]] * spent).sum(axis=1)
         chance: Ranks = -np.expm1(-expected)
         return chance
 
@@ -202,13 +204,13 @@ class Hazard:
 
         The caller then reports the hits and waits of that period, with `hit` and `wait`.
         """
-        self.hits *= DECAY
-        self.waited *= DECAY
+        for table in (self.hits, self.waited):
+            table.reshape(-1, _BUCKETS)[self._seen] *= DECAY
         self._opened, self._elapsed = now, now - self._opened
 
     def hit(self, classes: Classes, age: Column) -> None:
         """Add hits of units of these classes at these ages."""
-        np.add.at(self.hits.ravel(), self._place(classes, _bucket(age)), 1.0)
+        np.add.at(self.hits.ravel(), self._class(classes) * _BUCKETS + _bucket(age), 1.0)
         self._wait(classes, age, self._elapsed / 2)  # on average a hit comes in the middle of the period
 
     def wait(self, classes: Classes, age: Column) -> None:
@@ -220,28 +222,27 @@ class Hazard:
 
     def derive(self) -> None:
         """Recompute the values that `rate` returns from all observations."""
-        hits, waited = (
-            self.hits.reshape(-1, _BUCKETS).sum(axis=0),
-            self.waited.reshape(-1, _BUCKETS).sum(axis=0),
-        )
+        seen = np.flatnonzero(self._seen)
+        hits, waited = (table.reshape(-1, _BUCKETS)[seen] for table in (self.hits, self.waited))
+        total, waits = hits.sum(axis=0), waited.sum(axis=0)
         # The prior rate is c / age. This c is chosen so that the prior rate, over the ticks that units
         # waited, predicts about as many hits as were observed.
-        prior = (hits.sum() + 1.0) / ((waited / self._middles).sum() + 1.0) / self._middles
+        prior = (total.sum() + 1.0) / ((waits / self._middles).sum() + 1.0) / self._middles
         # `known` collects the rates of all classes that were observed, on all levels. `at` has one entry per
         # class of a level: the row of its rates in `known`. At first there is only the class of all units.
         # Each turn of the loop divides every class into its parts. Most parts are never observed: these keep
         # the rates of the class that contains them.
-        known, at = _shrunk(hits, waited, prior)[None], np.zeros(1, np.int64)
-        for level, parts in enumerate(self._shape, 1):
-            inner = tuple(range(level, len(self._shape)))
-            hits, waited = (table.sum(axis=inner).reshape(-1, _BUCKETS) for table in (self.hits, self.waited))
-            at = np.repeat(at, parts)
-            seen = np.flatnonzero(waited.any(axis=1))
-            rates = _shrunk(hits[seen], waited[seen], known[at[seen]])
-            at[seen] = np.arange(len(known), len(known) + len(seen))
+        known, at, inner = _shrunk(total, waits, prior)[None], np.zeros(1, np.int64), len(self._seen)
+        for parts in self._shape:
+            inner //= parts
+            classes, first = np.unique(seen // inner, return_index=True)
+            hits_of, waited_of = np.add.reduceat(hits, first), np.add.reduceat(waited, first)
+            some = waited_of.any(axis=1)
+            classes, at = classes[some], np.repeat(at, parts)
+            rates = _shrunk(hits_of[some], waited_of[some], known[at[classes]])
+            at[classes] = np.arange(len(known), len(known) + len(classes))
             known = np.concatenate([known, rates])
-        best = _best(known, self._widths)
-        self._rates, self._plain = (table[at].reshape(*self._shape, _BUCKETS) for table in (best, known))
+        self._best, self._plain, self._at = _best(known, self._widths), known, at
 
     def _wait(self, classes: Classes, age: Column, elapsed: float) -> None:
         # A unit that waited over several buckets adds to each bucket the ticks that it spent there:
@@ -251,7 +252,9 @@ class Hazard:
         since = np.maximum(until - elapsed, 0.0)
         last = _bucket(until)
         whole = _bucket(since) == last  # for most units the whole wait lies in one bucket
-        ticks, first = self.waited.ravel(), self._place(classes)
+        of = self._class(classes)
+        self._seen[of] = True
+        ticks, first = self.waited.ravel(), of * _BUCKETS
         np.add.at(ticks, (first + last)[whole], (until - since)[whole])
         low, high = self.edges[:-1], self.edges[1:]
         until, since = until[~whole, None], since[~whole, None]
@@ -259,12 +262,12 @@ class Hazard:
         places = first[~whole, None] + np.arange(_BUCKETS)
         np.add.at(ticks, places.ravel(), spent.ravel())
 
-    def _place(self, classes: Classes, bucket: Column | int = 0) -> Column:
-        """Return the index of each class and bucket in a flat table, with which numpy is much faster."""
-        place = classes[0]
+    def _class(self, classes: Classes) -> Column:
+        """Return the number of each class among all innermost ones; with flat tables numpy is much faster."""
+        number = classes[0]
         for part, parts in zip(classes[1:], self._shape[1:], strict=True):
-            place = place * parts + part
-        return place * _BUCKETS + bucket
+            number = number * parts + part
+        return number
 
 
 def _shrunk(hits: Table, waited: Table, prior: Table) -> Table:

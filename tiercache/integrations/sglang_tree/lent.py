@@ -45,7 +45,7 @@ class LentPages:
         if rows is None:
             raise PoolFullError(f"{n} pages are wanted and {self.available} are free; evict first")
         self.held += n
-        return self.pages(rows)
+        return self.pages(rows[:: self._size])
 
     def free(self, slots: npt.ArrayLike) -> None:
         """Give pages of the cache back to SGLang."""
@@ -58,12 +58,12 @@ class LentPages:
 
     def rows(self, pages: npt.ArrayLike) -> torch.Tensor:
         """Return the rows of pages, in order: int64, shape [pages * page_size], on the device."""
-        first = torch.from_numpy(np.asarray(pages, np.int64)).to(self._row.device)
-        return torch.add(self._row, first.unsqueeze(1), alpha=self._size).view(-1)
+        first = torch.from_numpy(np.asarray(pages, np.int64)[:, None]).to(self._row.device)
+        return torch.add(self._row, first, alpha=self._size).view(-1)
 
     def pages(self, rows: torch.Tensor) -> Locations:
-        """Return the pages of rows that begin with a page: int64, shape [pages]."""
-        found: Locations = rows[:: self._size].to("cpu", torch.int64).numpy() // self._size
+        """Return the pages of which these are the first rows: int64, shape [pages]."""
+        found: Locations = np.floor_divide(rows.cpu().numpy(), self._size, dtype=np.int64)
         return found
 
 

@@ -187,7 +187,7 @@ class TierCacheTree(StoreBelow):
         key, index = params.key, self._index
         before: _Visit | None = getattr(params.req, "tiercache_visit", None)
         # A copy, because SGLang appends to its array, which fails while something refers to the memory.
-        tokens = np.frombuffer(memoryview(key.raw_token_ids()), np.uint64).copy()
+        tokens = np.frombuffer(memoryview(key.raw_token_ids()).tobytes(), np.uint64)
         if (
             before is not None
             and index.is_current(before.match)
@@ -235,16 +235,20 @@ class TierCacheTree(StoreBelow):
                 return False
             req.kv.mamba_pool_idx = slot[0]
         assert handle.node is not None, "a state has a depth"
-        source = _slots(np.array([handle.node.state(Tier.DEVICE, 0)]))
-        req.kv.mamba_cow_src_index = torch.from_numpy(source).to(self.req_to_token_pool.device)
+        at = np.array([handle.node.state(Tier.DEVICE, 0)])
+        source = torch.from_numpy(at if at[0] >= 0 else pending(at))
+        req.kv.mamba_cow_src_index = source.to(self.req_to_token_pool.device)
         req.kv.mamba_needs_clear = False
         return True
 
     def path_device_indices(self, node: Handle) -> torch.Tensor:
         """Return the rows of the KV on the path to `node`: int64, shape [tokens]."""
-        path = () if node.node is None else node.node.path()
-        parts = [np.empty(0, np.int64), *reversed([at.where[Tier.DEVICE, 0] for at in path])]
-        return self._pages.rows(_slots(np.concatenate(parts)[: node.depth]))
+        path = [] if node.node is None else [*node.node.path()]
+        parts = [np.empty(0, np.int64), *[at.where[Tier.DEVICE, 0] for at in reversed(path)]]
+        pages = np.concatenate(parts)[: node.depth]
+        # What is being loaded has its rows, too: a pass waits for it.
+        loading = any(at.pages_in_flight for at in path)
+        return self._pages.rows(np.where(pages < ABSENT, pending(pages), pages) if loading else pages)
 
     # The host.
 
@@ -372,10 +376,10 @@ class TierCacheTree(StoreBelow):
         """Hand pages and a state to the cache; return whether the cache owns the state's slot now."""
         visit: _Visit | None = getattr(req, "tiercache_visit", None)
         extra = self._weights + _extra(req)
-        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(tokens)]
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, : len(tokens) : self.page_size]
         depth, states = len(tokens) // self.page_size, {}
         if state is not None:
-            states[len(tokens)] = {_MAMBA: int(state[0])}
+            states[len(tokens)] = {_MAMBA: int(state.item())}
         plan = {} if visit is None else visit.plan
         kind = CheckpointKind.END if finished else plan.get(depth, CheckpointKind.INTERVAL)
         after = None if req.lock is None else req.lock.receipt.pin
@@ -399,7 +403,7 @@ class TierCacheTree(StoreBelow):
             self._states.held += len(made.adopted_states)
         if adopted < len(at.adopted) and (at.duplicate | at.private).any():
             assert not at.private.any(), "nothing is loaded into other slots"
-            self._pages.release(self._pages.pages(row[made.start * self.page_size :])[at.duplicate])
+            self._pages.release(self._pages.pages(row[made.start :])[at.duplicate])
             begin = made.start * self.page_size
             rows = self._pages.rows(at.table).to(row.dtype)
             self.req_to_token_pool.write((req.kv.req_pool_idx, slice(begin, len(tokens))), rows)
@@ -488,11 +492,6 @@ def _on_device(index: HybridIndex, pool: PoolName) -> Locations:
         at = node.where[Tier.DEVICE, 0] if pool is _KV else np.array([node.state(Tier.DEVICE, 0)])
         held.append(at[at >= 0])
     return np.concatenate(held)
-
-
-def _slots(device: Locations) -> Locations:
-    """Return the slots of objects that are on the device, or being loaded; a pass waits for the latter."""
-    return np.where(device < ABSENT, pending(device), device)
 
 
 def _extra(key: Any) -> bytes:
