@@ -38,6 +38,11 @@ class Daemon:
         self.process.wait(60)
         self._life.close()
 
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(60)
+        self._life.close()
+
     def hang(self) -> None:
         suspend(self.process.pid)
 

@@ -138,8 +138,8 @@ class Server(ABC):
         files = (path for path in self._shared if path.exists() and not path.match(self.LEAVES))
         return [*self.processes(), *files]
 
-    def kill(self) -> None:
-        """End all processes of the server at once, and remove the shared memory that the engine leaves then.
+    def kill(self) -> list[Path]:
+        """End all processes of the server at once; remove and return the shared memory that it leaves.
 
         The server's session has only what it started.
         """
@@ -149,8 +149,10 @@ class Server(ABC):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait(STOP_S)
         until(lambda: not self.processes(), STOP_S)
-        for path in self._shared:
+        left = [path for path in self._shared if path.exists()]
+        for path in left:
             path.unlink(missing_ok=True)
+        return left
 
     def lose(self, pid: int) -> None:
         """Kill one process, and wait until the others have ended because of it."""

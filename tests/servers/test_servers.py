@@ -80,7 +80,7 @@ def test_every_way_back(
         come_back(lambda: start(model, url), expected(model), engine.PAGE)
 
 
-def test_a_daemon_that_hangs_or_stops_costs_hits_and_no_answer(
+def test_a_daemon_that_hangs_or_is_killed_costs_hits_and_no_answer(
     start: Start, expected: Expected, tmp_path: Path
 ) -> None:
     right = expected("qwen3next")
@@ -92,7 +92,7 @@ def test_a_daemon_that_hangs_or_stops_costs_hits_and_no_answer(
         check(hung, right, when="the daemon hangs")
         assert cached(hung) == [0] * len(PROMPTS)
         daemon.go_on()
-        daemon.stop()
+        daemon.kill()
         server.flush()
         check(ask_all(server), right, when="the daemon is gone")
         daemon.start()
@@ -114,21 +114,25 @@ def test_a_store_that_lies_costs_hits_and_no_answer(
         check(ask_all(server), right, when="again")
 
 
+@pytest.mark.parametrize("model", MODELS)
 def test_two_servers_on_one_daemon(
-    engine: type[Server], start: Start, expected: Expected, tmp_path: Path
+    model: str, engine: type[Server], start: Start, expected: Expected, tmp_path: Path
 ) -> None:
-    right, whole = expected("qwen3next"), whole_pages(engine.PAGE)
+    """Each has computed a half of the prompts, and hits all."""
+    right, whole = expected(model), whole_pages(engine.PAGE)
     with (
         Daemon(tmp_path / "node") as daemon,
-        start("qwen3next", daemon.url) as one,
-        start("qwen3next", daemon.url) as two,
+        start(model, daemon.url) as one,
+        start(model, daemon.url) as two,
     ):
-        check(ask_all(one), right, when="one")
-        one.flush()
-        assert cached(ask_all(one)) == whole, "everything is stored"
-        found = ask_all(two)
-        check(found, right, when="two")
-        assert cached(found) == whole
+        check([one.ask(asked) for asked in PROMPTS[:2]], right[:2], when="one")
+        check([two.ask(asked) for asked in PROMPTS[2:]], right[2:], when="two")
+        for server in (one, two):
+            server.flush()
+        for server in (one, two):
+            found = ask_all(server)
+            check(found, right, when="both")
+            assert cached(found) == whole
 
 
 def test_a_full_store(engine: type[Server], start: Start, tmp_path: Path) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import urllib.request
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tests.servers.server import Answer, Server
+from tests.servers.server import ANSWER_S, Answer, Server
 from tests.waiting import until
 
 STAND_INS = Path(__file__).parent / "stand_ins"
@@ -30,7 +31,9 @@ class VllmServer(Server):
     SETTINGS: ClassVar[dict[str, str]] = {}
     """Environment of this kind of server."""
 
-    def __init__(self, environment: Path, model: Path, port: int, log: Path, storage: str | None) -> None:
+    def __init__(
+        self, environment: Path, model: Path, port: int, log: Path, storage: str | None, *arguments: object
+    ) -> None:
         cache = ["--no-enable-prefix-caching"]
         if storage is not None:
             cache = [
@@ -44,7 +47,7 @@ class VllmServer(Server):
             [
                 str(environment / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server",
                 "--model", str(model), "--served-model-name", model.name, "--port", str(port),
-                "--dtype", self.DTYPES.get(model.name, "float32"), *ALWAYS, *cache,
+                "--dtype", self.DTYPES.get(model.name, "float32"), *ALWAYS, *cache, *map(str, arguments),
             ],
             port,
             log,
@@ -60,16 +63,32 @@ class VllmServer(Server):
         )  # fmt: skip
 
     def ask(self, prompt: Iterable[int], new: int = 8) -> Answer:
+        [answer] = self.answers(prompt, new)
+        return answer
+
+    def answers(
+        self, prompt: Iterable[int], new: int, *, timeout: float = ANSWER_S, **more: object
+    ) -> list[Answer]:
+        """Return greedy answers; `more` are fields of the request."""
         found = self.post(
             "/v1/completions",
             {
                 "model": self._model, "prompt": list(prompt), "max_tokens": new, "temperature": 0,
-                "logprobs": 1, "ignore_eos": True, "return_token_ids": True,
+                "logprobs": 1, "ignore_eos": True, "return_token_ids": True, **more,
             },
+            timeout,
         )  # fmt: skip
-        [chosen] = found["choices"]
         cached = (found["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
-        return Answer(chosen["token_ids"], chosen["logprobs"]["token_logprobs"], cached)
+        return [
+            Answer(one["token_ids"], one["logprobs"]["token_logprobs"], cached) for one in found["choices"]
+        ]
+
+    def metrics(self, name: str) -> dict[str, float]:
+        """Return the samples of a metric in `/metrics`, by their labels."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+        found = (line.rpartition(" ") for line in lines if line.startswith(f"{name}{{"))
+        return {labels.removeprefix(name): float(value) for labels, _, value in found}
 
     def flush(self) -> None:
         def emptied() -> bool:

@@ -1,7 +1,10 @@
-"""Real servers of vLLM with tiercache's connector: kinds of groups, and starts that it refuses."""
+"""Real servers of vLLM with tiercache's connector: kinds of groups, crowds in few blocks, refused starts."""
 
 from __future__ import annotations
 
+import random
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,10 +14,18 @@ from tests.processes import free_port
 from tests.servers.conftest import Expected, Start, environment_of
 from tests.servers.models import make_model
 from tests.servers.prompts import ask_all, cached, check, come_back, damage, whole_pages
-from tests.servers.server import Server
+from tests.servers.server import Answer, Server
 from tests.servers.vllm.server import VllmConnectorServer
+from tests.waiting import until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
+
+
+def apart(one: Answer, other: Answer) -> float:
+    """How far odds differ up to the token, included, at which one answer begins to be another."""
+    pairs = list(zip(one.tokens, other.tokens, strict=True))
+    end = next((n for n, (a, b) in enumerate(pairs) if a != b), len(pairs)) + 1
+    return max(abs(a - b) for a, b in zip(one.logprobs[:end], other.logprobs[:end], strict=True))
 
 
 class Fine(VllmConnectorServer):
@@ -74,3 +85,66 @@ def test_a_server_that_is_not_served_does_not_start(
         server.ready()
     server.kill()
     assert f"TierCacheConnector does not serve {why}" in server.said()
+
+
+def crowd(server: VllmConnectorServer, asked: list[list[int]]) -> list[tuple[int, Answer]]:
+    """Ask all prompts at once, some of them several times over; some clients go away before the answer."""
+    answers: list[tuple[int, Answer]] = []
+
+    def ask(n: int) -> None:
+        if n % 7 == 3:
+            with suppress(OSError):
+                server.answers(asked[n], 400, timeout=0.1 * (n % 5 + 1))
+        else:
+            # vLLM takes several greedy answers for a mistake.
+            greedy: dict[str, object] = {"n": 4, "temperature": 1, "top_k": 1} if n % 7 == 5 else {}
+            answers.extend((n, one) for one in server.answers(asked[n], 40, **greedy))
+
+    with ThreadPoolExecutor(64) as clients:
+        list(clients.map(ask, range(len(asked))))
+    return answers
+
+
+class Fine(VllmConnectorServer):
+    PAGE = 32
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "blocks", "rounding"),
+    [(Fine, "llama", 80, 1e-3), (VllmConnectorServer, "qwen3next", 24, 0.6)],
+)
+def test_64_at_once_in_few_blocks_over_a_full_store(
+    kind: type[VllmConnectorServer], model: str, blocks: int, rounding: float, models: Path, tmp_path: Path
+) -> None:
+    """Batches, requests taken back, four answers, clients that go away; then what `/metrics` says of it."""
+    draw = random.Random(7)
+    shared = [[draw.randrange(3, 250) for _ in range(1200)] for _ in range(4)]
+    asked = [
+        [*shared[n % 4][: draw.choice([0, 600, 1200])], *(draw.randrange(3, 250) for _ in range(size))]
+        for n, size in enumerate(draw.choice([5, 90, 300, 400]) for _ in range(64))
+    ]
+    store, path = tmp_path / "store", make_model(model, models)
+    sizes = ("--max-model-len", 2048, "--num-gpu-blocks-override", blocks, "--max-num-seqs", 8)
+    url = f"file://{store}?capacity=4MiB"
+    with kind(environment_of(kind), path, free_port(), tmp_path / "log", url, *sizes) as server:
+        rounds = [crowd(server, asked) for _ in range(2)]
+        server.flush()
+        alone = {n: server.ask(asked[n], 40) for n in {n for n, _ in rounds[0]}}
+        assert max(apart(one, alone[n]) for found in rounds for n, one in found) < rounding
+        server.answers(asked[0], 8, kv_transfer_params={"tiercache": {"pin": "10m"}})
+
+        def counted(name: str, label: str) -> float:
+            return sum(value for labels, value in server.metrics(name).items() if label in labels)
+
+        def pinned() -> float:
+            server.ask(asked[0])  # a step tells what has been counted
+            return counted("tiercache_pins_total", "taken")
+
+        until(pinned)
+        assert counted("vllm:num_preemptions_total", "") > 0
+        assert counted("tiercache_tokens_total", "restored") > 0
+        assert counted("tiercache_restored_bytes_total", "host") > 0
+        assert counted("tiercache_written_bytes_total", "storage") > 0
+        assert counted("tiercache_lookups_total", 'reason="absent"') > 0
+        assert "a call failed" not in server.said()
+    assert sum(file.stat().st_blocks * 512 for file in store.rglob("*") if file.is_file()) <= 4 << 20
