@@ -19,7 +19,7 @@ from tests.waiting import until
 from tiercache.controller import ControllerOptions, HybridCacheController
 from tiercache.core import PoolName
 from tiercache.errors import ConfigError, InputError
-from tiercache.integrations.vllm_connector.blocks import BlockPool, WindowPool, bytes_of
+from tiercache.integrations.vllm_connector.blocks import BlockPool, Reach, WindowPool, bytes_of
 from tiercache.integrations.vllm_connector.cache import BlockLoad, BlockSave, EngineCache
 from tiercache.keys import Identity
 from tiercache.pools import HostArena
@@ -33,7 +33,7 @@ IDENTITY = Identity("m", "1", "float32", "float32", "float32", page_size=PAGE)
 class Engine:
     """An engine that fills its blocks with bytes that follow from the tokens; two groups have states."""
 
-    WINDOWS: ClassVar[Sequence[int]] = ()
+    WINDOWS: ClassVar[Sequence[Reach]] = ()
 
     def __init__(self, url: str, *, hangs: str = "", policy: str = "hvd", width: int = 600) -> None:
         """`hangs`: call of the store that waits until `go` is set, and sets `is_asked` before."""
@@ -73,8 +73,8 @@ class Engine:
         What the window of a token behind the `known` pages, by default all, does not see, is not there.
         """
         kv, other = (np.array([self.draw.sample(range(1, BLOCKS), count) for _ in "ab"]) for _ in "ab")
-        for row, window in zip(other, self.WINDOWS, strict=False):
-            row[: max(0, (count if known is None else known) * PAGE - window + 1) // PAGE] = 0
+        for row, reach in zip(other, self.WINDOWS, strict=False):
+            row[: reach.first(PAGE * (count if known is None else known)) // PAGE] = 0
         return {KV: kv, self.kind: other}
 
     def rows(self, tables: Tables, tokens: list[int]) -> Iterator[tuple[int, torch.Tensor, bytes]]:
@@ -119,11 +119,16 @@ class Engine:
 
 
 class Windowed(Engine):
-    WINDOWS = (6, 13)
+    WINDOWS = (Reach(6), Reach(13))
     """Tokens that see themselves and 5, or 12, before: parts of two, and of three pages."""
 
 
-@pytest.mark.parametrize("kind", [Engine, Windowed])
+class Chunked(Engine):
+    WINDOWS = (Reach(20, is_chunk=True), Reach(6))
+    """Tokens that see their own chunk of five pages, of which the first sees nothing before it."""
+
+
+@pytest.mark.parametrize("kind", [Engine, Windowed, Chunked])
 def test_what_is_saved_comes_back_in_other_blocks_from_host_and_store(
     kind: type[Engine], tmp_path: Path
 ) -> None:

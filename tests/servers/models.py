@@ -59,6 +59,10 @@ def _config(name: str) -> Any:
     }  # fmt: skip
     window: dict[str, Any] = {"sliding_window": 200}
     kinds = ["sliding_attention"] * 3 + ["full_attention"]
+    chunks: dict[str, Any] = {
+        "attention_chunk_size": 256, "no_rope_layers": [1, 1, 1, 0],
+        "moe_layers": [], "interleave_moe_layer_step": 9, "intermediate_size_mlp": 256,
+    }  # fmt: skip
     kind, own = {
         "llama": ("Llama", {}),
         "wide": ("Llama", wide),
@@ -67,6 +71,7 @@ def _config(name: str) -> Any:
         "gemma2": ("Gemma2", {**window, "query_pre_attn_scalar": 32}),
         "gptoss": ("GptOss", {**window, "num_local_experts": 4, "num_experts_per_tok": 2}),
         "mistral": ("Mistral", window),
+        "llama4": ("Llama4Text", chunks),
         "falconh1": ("FalconH1", {**mamba, "mamba_d_ssm": 256}),
         "granite4": (
             "GraniteMoeHybrid",

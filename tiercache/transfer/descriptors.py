@@ -125,7 +125,7 @@ def build_descriptors(
     shape = device.shape
     per_piece = (np.broadcast_to(column, shape) for column in (length, layer, segments.allocation[segment]))
     columns = [_reordered(column, order) for column in (device, host, *per_piece)]
-    if slots.ndim > 1:
+    if (at == ABSENT).any():
         there = _reordered(at, order) != ABSENT
         columns = [column[there] for column in columns]
     return _merge(*columns, to_host=to_host)

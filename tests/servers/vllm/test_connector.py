@@ -33,7 +33,7 @@ class Fine(VllmConnectorServer):
 
 
 MODELS = [
-    *((Fine, model) for model in ("gemma2", "gemma3", "gptoss", "mistral")),
+    *((Fine, model) for model in ("gemma2", "gemma3", "gptoss", "mistral", "llama4")),
     *((VllmConnectorServer, model) for model in ("falconh1", "granite4")),
 ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -61,35 +61,51 @@ class BlockPool(DevicePool):
         return np.where(found == 0, ABSENT, found)
 
 
+class Reach(NamedTuple):
+    """Part of the tokens before it that a token sees."""
+
+    tokens: int
+    """Length of the window, with the token itself; or of the chunks of which it sees its own."""
+    is_chunk: bool = False
+
+    def first(self, depth: int) -> int:
+        """Return the first token that the token at `depth` sees, which may be itself."""
+        return depth // self.tokens * self.tokens if self.is_chunk else max(0, depth - self.tokens + 1)
+
+    def pages(self, page_size: int) -> int:
+        """Return the largest number of pages that a token at the begin of a page sees, at least 1."""
+        return max(1, -(-(self.tokens - 1) // page_size))
+
+
 class WindowPool(BlockPool):
     """States of attention with windows: what a token at one depth sees of the tokens before it.
 
-    An object has the last pages of each group of layers, as many as its window can reach. Where fewer are
-    seen, near the begin of a sequence, it has the first of them several times.
+    An object has the last pages of each group of layers, as many as may be seen. Where fewer are, it has the
+    first of them several times, or the last page where none is.
 
     Thread safety: as `BlockPool`.
     """
 
-    _windows: Sequence[tuple[int, int]] = ()
-    """Window in tokens, and the pages that it reaches at most, of each group."""
+    _reaches: Sequence[Reach] = ()
 
     @classmethod
-    def over_windows(cls, page_size: int, groups: Sequence[Sequence[Layer]], windows: Sequence[int]) -> Self:
-        """Make the pool of groups of layers, as `over`, with the window of each group in tokens."""
-        counts = [max(1, -(-(window - 1) // page_size)) for window in windows]
+    def over_windows(
+        cls, page_size: int, groups: Sequence[Sequence[Layer]], reaches: Sequence[Reach]
+    ) -> Self:
+        """Make the pool of groups of layers, as `over`, with the reach of each group."""
         parts = [
             [(number, f"{label} {back}", tensor) for number, label, tensor in group]
-            for group, count in zip(groups, counts, strict=True)
-            for back in range(count, 0, -1)
+            for group, reach in zip(groups, reaches, strict=True)
+            for back in range(reach.pages(page_size), 0, -1)
         ]
         pool = cls.over(PoolName.SWA, page_size, parts)
-        pool._windows = list(zip(windows, counts, strict=True))
+        pool._reaches = reaches
         return pool
 
     @property
     def reach(self) -> int:
-        """Number of pages that the longest window reaches."""
-        return max(count for _, count in self._windows)
+        """Number of pages that are seen at most."""
+        return max(reach.pages(self.geometry.page_size) for reach in self._reaches)
 
     def seen(self, table: Locations, depth: int, begin: int | None = None) -> Locations | None:
         """Return the blocks of the object at `depth`, to be lent: shape [blocks, 1]; None if one is missing.
@@ -98,10 +114,10 @@ class WindowPool(BlockPool):
         is to be loaded, and only into pages behind that one: the others have the block 0.
         """
         size, found = self.geometry.page_size, []
-        for row, (window, count) in zip(table, self._windows, strict=True):
-            pages = np.arange(depth - count, depth)
-            first = max(0, depth * size - window + 1) // size
-            at = row[np.maximum(pages, first)]
+        for row, reach in zip(table, self._reaches, strict=True):
+            count = reach.pages(size)
+            pages, first = np.arange(depth - count, depth), reach.first(depth * size) // size
+            at = row[np.maximum(pages, min(first, depth - 1))]
             if begin is not None:
                 at = at[pages >= max(begin, first)]
             if not at.all():

@@ -22,14 +22,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tiercache.controller import ControllerOptions, HybridCacheController
 from tiercache.core import Locations, PoolName, TokenArray
 from tiercache.errors import ConfigError, TierCacheError
 from tiercache.integrations.settings import StoreSettings, profile_for
-from tiercache.integrations.vllm_connector.blocks import BlockPool, WindowPool, bytes_of
+from tiercache.integrations.vllm_connector.blocks import BlockPool, Reach, WindowPool, bytes_of
 from tiercache.integrations.vllm_connector.cache import COUNTED, BlockLoad, BlockSave, EngineCache
 from tiercache.keys import Identity
 from tiercache.metrics.table import PREFIX
@@ -48,6 +54,7 @@ _KINDS: Final = {
     FullAttentionSpec: PoolName.KV,
     MLAAttentionSpec: PoolName.KV,
     SlidingWindowSpec: PoolName.SWA,
+    ChunkedLocalAttentionSpec: PoolName.SWA,
     MambaSpec: PoolName.MAMBA,
 }
 """Pool of each kind of group."""
@@ -187,8 +194,8 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             groups = [config.kv_cache_groups[n] for n in numbered]
             layers = [list(_layers(group, kv_caches, numbers, config.num_blocks)) for group in groups]
             if pool is PoolName.SWA:
-                windows = [_spec(group, group.layer_names[0]).sliding_window for group in groups]
-                pools[pool] = WindowPool.over_windows(self._page_size, layers, windows)
+                reaches = [_reach(_spec(group, group.layer_names[0])) for group in groups]
+                pools[pool] = WindowPool.over_windows(self._page_size, layers, reaches)
             else:
                 pools[pool] = BlockPool.over(pool, self._page_size, layers)
         identity = _identity(chosen, self._vllm_config, config, self._page_size)
@@ -471,6 +478,13 @@ def _layers(
 def _spec(group: Any, name: str) -> Any:
     """Return the specification of a layer; those of a group may differ in their sizes."""
     return getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
+
+
+def _reach(spec: Any) -> Reach:
+    """Return what a token sees of layers with windows or with chunks."""
+    if isinstance(spec, SlidingWindowSpec):
+        return Reach(spec.sliding_window)
+    return Reach(spec.attention_chunk_size, is_chunk=True)
 
 
 def _nbytes(group: Any, name: str) -> int:
