@@ -32,8 +32,6 @@ _TICK_S: Final = 0.05
 """Seconds between two looks at what is under way in the background."""
 _IDLE_S: Final = 1.0
 """Seconds between two looks when nothing is under way."""
-_COUNT_S: Final = 1.0
-"""Seconds between two answers of what has been counted."""
 COUNTED: Final = [row for row in CONTROLLER if row.kind is Counter and not row.name.startswith("events_")]
 """Metrics that the engine exports."""
 Blocks = Mapping[PoolName, Locations]
@@ -243,7 +241,7 @@ class EngineCache:
         """
         if (now := self._clock()) < self._next_count:
             return {}
-        self._next_count, before = now + _COUNT_S, self._counted
+        self._next_count, before = now + 1.0, self._counted
         self._counted = {
             "|".join((row.name, *sample.labels.values())): sample.value
             for row in COUNTED

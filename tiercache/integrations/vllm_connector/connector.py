@@ -58,6 +58,8 @@ _KINDS: Final = {
     MambaSpec: PoolName.MAMBA,
 }
 """Pool of each kind of group."""
+_AHEAD: Final = 32
+"""Number of waiting requests, at most, whose prompts come to the host before vLLM asks for them."""
 _CACHES: Final[dict[str, EngineCache]] = {}
 """Caches by the engine's id: that of the worker, which the scheduler in the same process shares."""
 
@@ -274,7 +276,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         name = request.request_id
         self._requests[name] = request
-        if self._waiting:  # it has to wait behind others, and vLLM does not ask before its turn
+        if 0 < len(self._waiting) < _AHEAD:  # it has to wait, and vLLM does not ask before its turn
             self._guarded(lambda cache: cache.expect(name, self._tokens(request), _extra(request)), None)
         self._waiting.add(name)
 
