@@ -84,7 +84,10 @@ class Server(ABC):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, trace: TracebackType | None) -> None:
-        self.stop()
+        if kind is None:
+            self.stop()
+        else:  # what has failed is to be seen, and not how the server ends after it
+            self.kill()
 
     def ready(self) -> None:
         """Wait until the server is healthy; AssertionError quotes its log if it ends or takes too long."""
