@@ -89,34 +89,11 @@ def prompts() -> None:
             return 1
 
         report(f"{kind}: insert 32k tokens, fresh", 300, lambda f=fresh, run=insert: run(*next(f)))
-        again = bench.slots(PROMPT // PAGE)
-        report(
-            f"{kind}: insert 32k tokens, all held by 60 nodes",
-            300,
-            lambda t=deep, s=again, run=insert: run(t, s),
-        )
-        tail = bench.tokens(PROMPT)
-        later = iter(
-            [
-                (np.concatenate([deep[: PROMPT - 640], tail[n : n + 640]]), bench.slots(PROMPT // PAGE))
-                for n in range(9)
-            ]
-        )
-        report(
-            f"{kind}: insert 32k tokens, 10 pages new after 60 nodes",
-            300,
-            lambda f=later, run=insert: run(*next(f)),
-        )
         match = bench.index.match(deep)
         report(
             f"{kind}: pin and release 60 nodes",
             300,
             lambda i=bench.index, m=match: i.pin(m, Tier.DEVICE).release() or 1,
-        )
-        report(
-            f"{kind}: locations of 512 pages, 60 nodes",
-            300,
-            lambda i=bench.index, m=match: bool(i.locations(m, m.depth)),
         )
 
 
