@@ -62,14 +62,6 @@ def test_an_internal_state_with_a_copy_below_keeps_its_node():
     assert h.match((1, 2, 3, 4)).restorable == (2, 4)
 
 
-def test_a_branch_keeps_its_node_when_its_state_goes():
-    h = Harness(MAMBA)
-    h.insert((1, 2, 3), 2, 3)
-    h.insert((1, 2, 4), 3)
-    assert h.evict(mamba=1) == {MAMBA: [10_002]}
-    assert h.edges == [(1, 2), (1, 2, 3), (1, 2, 4)]
-
-
 def test_a_need_for_kv_frees_no_inner_state():
     h = Harness(MAMBA)
     h.insert((1, 2, 3), 2, 3)

@@ -74,13 +74,6 @@ def test_a_bad_insert_changes_nothing(
     assert not list(h.index.nodes())
 
 
-def test_inserting_no_whole_page_leaves_nothing():
-    h = Harness()
-    answer = h.index.insert(tokens_of((), tail=1), {KV: np.empty(0, np.int64)})
-    assert answer.depth == 0
-    assert not list(h.index.nodes())
-
-
 # -- pins --------------------------------------------------------------------------------------
 
 

@@ -103,17 +103,6 @@ def test_a_second_tier_answers_what_the_first_has_lost() -> None:
 
 
 @pytest.mark.slow
-def test_a_tier_that_takes_nothing_changes_nothing() -> None:
-    alone = uses([tier("a", 700_000), tier("b", 3_000_000)])
-    for at in range(3):
-        tiers = [tier("a", 700_000), tier("b", 3_000_000)]
-        tiers.insert(at, tier("out", 10_000_000, read_only="yes"))
-        found = uses(tiers)
-        assert found.pop("out") == TierUse(10_000_000, 0, 0, 0, 0, 0)
-        assert found == alone
-
-
-@pytest.mark.slow
 def test_a_budget_of_writes_is_obeyed_in_the_time_of_the_replay() -> None:
     free, tight = (
         uses([tier("a", 700_000), tier("b", 6_000_000, **settings)])["b"].written_bytes

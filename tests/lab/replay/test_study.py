@@ -99,12 +99,6 @@ def test_seed_20457_with_its_own_tiers_hits_what_an_infinite_cache_hits() -> Non
     assert without.tiers["host"].written_bytes == without.peak_bytes - without.tiers["device"].peak == 0
 
 
-@pytest.mark.parametrize("limit", [1, 5, 11])
-def test_the_beginning_of_a_benchmark_fits_its_tiers(limit: int) -> None:
-    results = found(asked("seed-20457", "hvd", profile=MODEL, limit=limit))
-    assert results[1].token_hit_rate == results[0].token_hit_rate
-
-
 def test_seed_11214_comes_close_to_an_infinite_cache() -> None:
     infinite, hvd = found(asked("seed-11214", "hvd", profile=MODEL, capacities=(0.2,)))
     assert hvd.token_hit_rate >= 0.99 * infinite.token_hit_rate

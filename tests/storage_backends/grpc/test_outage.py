@@ -168,45 +168,6 @@ def test_a_restart_between_two_calls_is_noticed(transport: str) -> None:
         until(lambda: client.exists([]) == [] and answers(client) and len(client.namespaces()) == 1)
 
 
-def test_many_threads_through_an_outage(daemon: Daemon) -> None:
-    """Threads that read during an outage never hang, and get right bytes or an outcome.
-
-    Afterwards all objects are found.
-    """
-    with client_of(daemon) as client:
-        names = range(8)
-        for n in names:
-            put(client, key(n), payload(n, SIZE))
-        over = threading.Event()
-        longest = [0.0] * len(names)
-        odd: list[object] = []
-
-        def work(n: int) -> None:
-            while not over.is_set():
-                begun = time.monotonic()
-                found = fetch(client, key(n), SIZE)
-                longest[n] = max(longest[n], time.monotonic() - begun)
-                if found not in (payload(n, SIZE), MISS, UNAVAILABLE, Outcome.THROTTLED):
-                    odd.append(found)
-                time.sleep(0.005)
-
-        threads = [threading.Thread(target=work, args=(n,)) for n in names]
-        for thread in threads:
-            thread.start()
-        time.sleep(0.3)
-        daemon.kill()
-        time.sleep(0.5)
-        daemon.start()
-        until(lambda: fetch(client, key(0), SIZE) == payload(0, SIZE))
-        time.sleep(0.3)
-        over.set()
-        for thread in threads:
-            thread.join(30)
-        assert not odd
-        assert max(longest) < 2 * DEADLINE, "eight threads share what the machine has"
-        until(lambda: all(fetch(client, key(n), SIZE) == payload(n, SIZE) for n in names))
-
-
 def test_an_outage_keeps_nobody_s_buffers(daemon: Daemon) -> None:
     with client_of(daemon) as client:
         daemon.kill()

@@ -1,0 +1,210 @@
+"""`hvd` as the eviction policy of vLLM's own CPU tier, a `CachePolicy` of vLLM 0.32 and 0.33 by module path.
+
+    PYTHONPATH=examples vllm serve ... --kv-transfer-config '{..., "kv_connector_extra_config": {
+        "cpu_bytes_to_use": ...,
+        "eviction_policy": "HvdCachePolicy", "cache_policy_module_path": "vllm_policy"}}'
+
+A chunk is a unit (see `tiercache.policy.base`). vLLM tells the keys of a request with their positions, so a
+chunk stays until those that follow it have gone. A state stands on the page of its depth, and where there are
+states, a page on which none stands is of no use.
+"""
+
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any, Final, cast
+
+import numpy as np
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_idx
+from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
+
+from tiercache.policy import LEARN_EVERY, CheckpointKind, Costs, ModelProfile, Reuse, Units
+from tiercache.policy.base import Column
+from tiercache.policy.hvd import HitValueDensity
+from tiercache.policy.order import Front
+
+COSTS: Final = Costs(ModelProfile("tokens", 1, 1, flops_per_token=1.0, flops_per_context_token=0.0))
+"""A miss costs the tokens that have to be computed."""
+TOLD: Final = ("last_access", "hits", "depth", "children", "replay", "checkpoint", "lineage", "grown")
+OWN: Final = ("upper", "made", "below", "idle", "busy", "ends", "last")
+"""Row of the chunk above; request; stored followers; and whether the chunk is stored and unread,
+of an unfinished request, where a request ended, the last one that its request made.
+"""
+
+
+class _Chunks(SimpleNamespace):
+    def __len__(self) -> int:
+        return len(self.depth)
+
+
+class _Request(SimpleNamespace):
+    """Of a request: its number, keys by group (`chains`), their `places`, what was `found`, keys in use."""
+
+
+class HvdCachePolicy(CachePolicy):  # type: ignore[misc]
+    """Chunks of vLLM's CPU tier, the least worth of which go first. Thread safety: none, as vLLM's own."""
+
+    def __init__(self, cache_capacity: int) -> None:
+        super().__init__(cache_capacity)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all chunks, and what was learned of them."""
+        self._policy, self._now, self._page_tokens = HitValueDensity(COSTS), 0, 1
+        self._chunks: dict[OffloadKey, ChunkStatus] = {}
+        self._gone: dict[OffloadKey, None] = {}  # evicted ones, as many as the tier has places
+        self._rows: dict[OffloadKey, int] = {}
+        rows = 2 * self.cache_capacity + 1
+        self._keys, self._free = [OffloadKey(b"")] * rows, [*range(rows)]
+        self._at: dict[str, Column] = {name: np.zeros(rows, np.int64) for name in (*TOLD, *OWN)}
+
+    def get(self, key: OffloadKey) -> ChunkStatus | None:
+        """Return a stored chunk."""
+        return self._chunks.get(key)
+
+    def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
+        """Count the request, if it is new."""
+        self._missed = self._of(req_context)
+
+    on_store_miss = on_request_access = touch
+
+    def insert(self, key: OffloadKey, chunk: ChunkStatus, req_context: ReqContext | None = None) -> None:
+        """Add a chunk of the request that was told last: vLLM 0.32 does not name it here."""
+        request, group = self._missed, get_offload_group_idx(key)
+        chain, place = request.chains.get(group, [key]), request.places.get(key, 0)
+        near = next((n for n in range(place, 0, -1) if chain[n - 1] in self._chunks), 0)
+        beside = (
+            other[place] for other in request.chains.values() if other is not chain and place < len(other)
+        )
+        above = chain[near - 1] if near == place > 0 else next((k for k in beside if k in self._chunks), key)
+        row = self._rows[key] = self._rows[key] if key in self._gone else self._free.pop()
+        self._gone.pop(key, None)
+        self._keys[row], self._chunks[key] = key, chunk
+        made = {
+            "last_access": self._now, "depth": place + 1, "replay": place - near + 1,
+            "checkpoint": CheckpointKind.END * (near < place), "upper": self._rows[above],
+            "made": request.number, "idle": chunk.is_ready, "busy": 1, "last": 1,
+        }  # fmt: skip
+        for name, value in (dict.fromkeys(self._at, 0) | request.found.get(group, {}) | made).items():
+            self._at[name][row] = value
+        request.held.append(key)
+        self._follow(row, 1)
+
+    def on_request_finished(
+        self, key_groups: Any, insertion_only_keys: Any, reused_keys: Any, req_context: Any
+    ) -> None:
+        """Note where the request ended: the next one of its session goes on there."""
+        request = self._of(req_context)
+        self._at["busy"][[self._rows[key] for key in request.held if key in self._rows]] = 0
+        for chain in request.chains.values():
+            self._at["ends"][[self._rows[key] for key in chain if key in self._chunks][-1:]] = 1
+
+    def mark_evictable(self, key: OffloadKey, *, idle: bool = True) -> None:
+        """Note that the chunk is stored, and not read."""
+        self._at["idle"][self._rows[key]] = idle
+
+    def mark_non_evictable(self, key: OffloadKey) -> None:
+        """Note that the chunk is read."""
+        self.mark_evictable(key, idle=False)
+
+    def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
+        """Evict `n` chunks that nobody uses, or none."""
+        at, gone = self._at, list[tuple[OffloadKey, ChunkStatus]]()
+        free = at["idle"] > 0
+        free[[self._rows[key] for key in protected if key in self._chunks]] = False
+        if np.count_nonzero(free) < n:
+            return None
+        front: Front[tuple[float, int, int, int]] = Front(steady=False, fewest=1)
+        is_state = at["checkpoint"] > 0
+        while len(gone) < n:
+            if not len(front):
+                ends = np.flatnonzero(free & (at["below"] + at["busy"] == 0))
+                rows = ends if len(ends) else np.flatnonzero(free)
+                ranks = self._policy.rank(self._units(rows)) * (is_state[rows] | ~is_state.any())
+                low = front.choose(ranks)
+                columns = (ranks[low], at["last_access"][rows[low]], -at["depth"][rows[low]], rows[low])
+                front.fill([*zip(*(column.tolist() for column in columns), strict=True)], self._now)
+            (rank, used, depth, row), _ = front.pop()
+            if free[row]:
+                free[row], key, upper = False, self._keys[row], int(at["upper"][row])
+                gone.append((key, self._chunks[key]))
+                self.remove(key)
+                if at["made"][upper] == at["made"][row] and not at["below"][upper] + at["busy"][upper]:
+                    front.push((rank, used, depth + 1, upper))  # the rest of what the request made
+        return gone
+
+    def remove(self, key: OffloadKey) -> None:
+        """Take a chunk out, and remember it."""
+        del self._chunks[key]
+        self._at["idle"][self._rows[key]] = 0
+        self._follow(self._rows[key], -1)
+        self._gone[key] = None
+        if len(self._gone) > self.cache_capacity:
+            oldest = next(iter(self._gone))
+            del self._gone[oldest]
+            self._free.append(self._rows.pop(oldest))
+
+    def _follow(self, row: int, by: int) -> None:
+        """Count a chunk that comes or goes on the one above it."""
+        at, upper = self._at, self._at["upper"][row]
+        is_other = at["made"][upper] != at["made"][row]
+        if upper != row:
+            at["below"][upper] = max(0, at["below"][upper] + by)
+            at["children"][upper] = max(0, at["children"][upper] + by * is_other)
+            at["last"][upper] &= is_other or by < 0
+
+    def _of(self, context: ReqContext) -> _Request:
+        """Return what is known of a request, with the keys that vLLM has named since."""
+        request = cast(_Request | None, context.get_state(_Request))
+        is_new = request is None or request.cache is not self._at
+        if request is None or is_new:
+            self._now += 1
+            request = _Request(cache=self._at, number=self._now, chains={}, places={}, found={}, held=[])
+            context.set_state(request)
+        told: dict[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
+        for key in [*told][len(request.places) :]:
+            chain = request.chains.setdefault(get_offload_group_idx(key), [])
+            self._page_tokens = self._page_tokens if chain else told[key]
+            request.places[key] = len(chain)
+            chain.append(key)
+        for group, chain in request.chains.items() if is_new else ():
+            request.found[group] = self._find(request, chain)
+        if is_new and self._now % LEARN_EVERY == 0:
+            is_end = (self._at["below"] == 0) | (self._at["children"] > 0)
+            live = [row for key in self._chunks if is_end[row := self._rows[key]]]
+            lost = [row for key in self._gone if self._at["last"][row := self._rows[key]]]
+            self._policy.learn(self._units(live), self._units(lost))
+        return request
+
+    def _find(self, request: _Request, chain: list[OffloadKey]) -> dict[str, int]:
+        """Tell `hvd` of the deepest chunk that is stored, and of a deeper one that was lost."""
+        at, lineage, known = self._at, 0, 0
+        for table in (self._chunks, self._gone):
+            key = next((key for key in reversed(chain) if key in table), None)
+            if key is None or request.places[key] < known:
+                continue
+            row, known = self._rows[key], request.places[key] + 1
+            told = {name: int(at[name][row]) for name in TOLD if name in Reuse._fields}
+            age = self._now - int(at["last_access"][row])
+            self._policy.reused(Reuse(**told, ending=0, digest=0, age=age, evicted=table is self._gone))
+            lineage = int(at["lineage"][row]) + 1 if at["ends"][row] else 0
+            request.held.append(key)
+            at["busy"][row] = table is self._chunks
+            run = (
+                (at["made"] == at["made"][row])
+                & (at["hits"] == at["hits"][row])
+                & (at["depth"] <= at["depth"][row])
+            )
+            run &= (at["checkpoint"] == at["checkpoint"][row]) & (at["last_access"] == at["last_access"][row])
+            at["hits"][run], at["last_access"][run] = at["hits"][row] + 1, self._now
+        return {"lineage": lineage, "grown": len(chain) - known}
+
+    def _units(self, rows: Any) -> Units:
+        at = np.asarray(rows, np.int64)
+        told = {name: self._at[name][at] for name in TOLD}
+        alone = (told["checkpoint"] > 0) & (
+            self._at["below"][self._at["upper"][at]] < 2
+        )  # its pages go with it
+        zero = np.zeros(len(at), np.int64)
+        told |= dict.fromkeys(("created", "ending", "expected", "digest", "covered"), zero)
+        told |= {"kind": zero + 1, "nbytes": np.where(alone, told["replay"] + 1, 1)}
+        return cast(Units, _Chunks(now=self._now, page_tokens=self._page_tokens, **told))
