@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Self
@@ -468,6 +468,12 @@ class HybridCacheController:
         self._context.speeds.note_prefill(start, end, seconds)
         if self._tells_speed and self._hybrid is not None:
             self._tell_speed(self._hybrid)
+
+    def note_pass(self, computed: Sequence[tuple[int, int]], seconds: float) -> None:
+        """Record that one pass of the model has computed these ranges of tokens, as `note_prefill` does."""
+        total = sum(end - start for start, end in computed)
+        for start, end in computed:
+            self.note_prefill(start, end, seconds * (end - start) / total)
 
     def _tell_speed(self, storage: HybridStorage) -> None:
         """Register the speed of the prefill, by which daemons know how much time a hit saves."""

@@ -25,7 +25,7 @@ from tiercache.errors import ConfigError, TierCacheError
 from tiercache.integrations.settings import StoreSettings
 from tiercache.integrations.sglang_server import OF_SGLANG, PLACE, Server
 from tiercache.keys import Identity, namespace_of
-from tiercache.settings import matching, read_section
+from tiercache.settings import FLAG, matching, read_section
 from tiercache.storage.base import StorageBackend
 
 _log = logging.getLogger(__name__)
@@ -42,6 +42,8 @@ class Settings:
     """Eviction policy: hvd, lru, or that of another package."""
     profile: Annotated[str, _PROFILE] = ""
     """Model profile, or path of a config.json, by which policies weigh; default: that of the model."""
+    load_or_recompute: Annotated[bool, FLAG] = True
+    """Whether one rank computes tokens that would take longer to load, by the speeds measured so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,8 @@ class StoredSettings(StoreSettings):
 
     policy: Annotated[str, _POLICY] = "hvd"
     """Eviction policy: hvd, lru, or that of another package."""
+    load_or_recompute: Annotated[bool, FLAG] = True
+    """Whether one rank computes tokens that would take longer to load, by the speeds measured so far."""
 
 
 class FetchRule(NamedTuple):

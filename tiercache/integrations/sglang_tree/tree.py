@@ -126,8 +126,10 @@ class TierCacheTree(StoreBelow):
             HostArena(nbytes, block),
             store,
             shard=Shard(ctx.tp_rank, ctx.tp_size),
-            # SGLang tells no times of a prefill, and ranks would measure different ones.
-            options=ControllerOptions(policy=settings.policy, load_or_recompute=False),
+            # Ranks would measure different speeds.
+            options=ControllerOptions(
+                policy=settings.policy, load_or_recompute=settings.load_or_recompute and ctx.tp_size == 1
+            ),
             profile=profile_for(settings.profile, str(ctx.model_config.model_path)),
         )
         self._set_store(self._controller, store, identity, rule)
@@ -137,6 +139,10 @@ class TierCacheTree(StoreBelow):
         if ctx.tp_size > 1:
             # SGLang's ranks make the same batches, each by its own cache, so that these have to be alike.
             self._lent.agree_by(partial(_least, params.tp_cache_group))
+        self._computed: list[tuple[int, int]] = []
+        """Ranges of prompts that the last pass has computed."""
+        self._round = self._computed_at = 0.0
+        """Times at which SGLang's present round has begun, and at which it had the results of a prefill."""
         self._index = self._lent.index
         self._evictable = self._index.evictable_on_device
         """Pages, and states if there are any; SGLang asks some hundred times a request."""
@@ -205,7 +211,7 @@ class TierCacheTree(StoreBelow):
             origin = index.touch(match, tokens)
         on_device = self._lent.device_depth(match)
         # The arena of a cache without a host may hold a page of a very small model, which SGLang never loads.
-        depth = match.near_depth if self._has_host else on_device
+        depth = self._lent.near_depth(match, on_device) if self._has_host else on_device
         near = Handle.at(index, match, depth, tokens, extra)
         length = depth * self.page_size
         plan = index.plan_checkpoints(match, tokens, match.depth).depths
@@ -280,6 +286,11 @@ class TierCacheTree(StoreBelow):
     def check_hicache_events(self) -> None:
         """Apply what has happened in the background; SGLang calls this in each round."""
         self._controller.tick()
+        # A round waits for the results of one pass, which the device may have begun in the round before.
+        if self._computed:
+            self._controller.note_pass(self._computed, self._computed_at - self._round)
+            self._computed = []
+        self._round = time.perf_counter()
 
     @property
     def ongoing_write_through(self) -> range:
@@ -316,6 +327,10 @@ class TierCacheTree(StoreBelow):
         finished = req.finished()
         ids = req.full_untruncated_fill_ids[:up_to]
         length, kept, state = len(ids), None, None
+        # Of a long prefill only the last pass is measured: SGLang tells of the others in the next round.
+        if not finished and req.prefix_len < length >= len(req.origin_input_ids):
+            self._computed.append((req.prefix_len, length))
+            self._computed_at = time.perf_counter()
         if self._hybrid:
             length, kept, state = self._state_of(req, length, finished=finished)
         length = length // self.page_size * self.page_size

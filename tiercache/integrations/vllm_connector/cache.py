@@ -215,9 +215,7 @@ class EngineCache:
     def note_pass(self, computed: Sequence[tuple[int, int]], seconds: float) -> None:
         """Record that a pass of the model, which took `seconds`, has computed these ranges of tokens."""
         with self._lock:
-            total = sum(end - begin for begin, end in computed)
-            for begin, end in computed:
-                self._controller.note_prefill(begin, end, seconds * (end - begin) / total)
+            self._controller.note_pass(computed, seconds)
 
     def decline(self, request: str) -> None:
         """End the promise to a request, which computes all that the engine does not have itself."""

@@ -1,12 +1,12 @@
-"""Load or recompute in real servers: the choice of tiercache's connector beside always and never loading.
+"""Load or recompute in real servers: the choice of tiercache's plug-ins beside always and never loading.
 
-    python -m tests.servers.vllm.recompute ENVIRONMENT [ROUNDS]
+    python -m tests.servers.recompute {connector,tree} ENVIRONMENT [ROUNDS]
 
-Three servers of one model take turns: without the connector (never), and with it, `load_or_recompute` off
-(always) and on (choice). Before each request, device and host are emptied. Five mixes of a short or a long
-context, a store in the page cache or one with RATE bytes a second, one request or four at once. A JSON line a
-mix: median milliseconds until all first tokens are there, and `behind`, the choice's time over the better of
-the other two.
+`connector` is vLLM's, `tree` the cache in the place of SGLang's tree. Three servers of one model take turns:
+without a cache (never), with `load_or_recompute` off (always), and on (choice). Before each request, device
+and host are emptied. Six mixes: a short or a long context, a store in the page cache or a slow one, one
+request or four at once. A JSON line a mix: median milliseconds until each request has two tokens, and
+`behind`, the choice's time over the better of the other two.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 from tests.processes import free_port
 from tests.servers.models import make_model
+from tests.servers.server import Server
+from tests.servers.sglang.server import SglangTreeServer
 from tests.servers.vllm.server import VllmConnectorServer
 
 SHORT, LONG, ROUNDS = 256, 1536, 9
@@ -35,21 +37,31 @@ MIXES = (
 """Store, tokens of a prompt, and prompts at once."""
 
 
-class Choosing(VllmConnectorServer):
-    """A server that always loads (`weighs` False), or chooses."""
+class Connector(VllmConnectorServer):
+    """vLLM with the connector, which chooses."""
 
     PAGE = 64
-    DTYPES = {"wide": "float32"}  # noqa: RUF012
-    weighs = True
+    DTYPES: ClassVar = {"wide": "float32"}
+    WEIGHS = True
 
     def transfer(self, storage: str) -> dict[str, Any]:
         found = super().transfer(storage)
-        found["kv_connector_extra_config"] |= {"host_bytes": "1GiB", "load_or_recompute": self.weighs}
+        found["kv_connector_extra_config"] |= {"host_bytes": "1GiB", "load_or_recompute": self.WEIGHS}
         return found
 
 
-class Always(Choosing):
-    weighs = False
+class AlwaysConnector(Connector):
+    WEIGHS = False
+
+
+class AlwaysTree(SglangTreeServer):
+    SETTINGS: ClassVar = {**SglangTreeServer.SETTINGS, "load_or_recompute": False}
+
+
+ENGINES: dict[str, tuple[type[Any], type[Any]]] = {
+    "connector": (Connector, AlwaysConnector),
+    "tree": (SglangTreeServer, AlwaysTree),
+}
 
 
 def prompts(seed: int, tokens: int, count: int) -> list[list[int]]:
@@ -57,22 +69,23 @@ def prompts(seed: int, tokens: int, count: int) -> list[list[int]]:
     return [[draw.randrange(3, 250) for _ in range(tokens + 1)] for _ in range(count)]
 
 
-def took(server: Choosing, asked: list[list[int]]) -> float:
-    """Return the seconds until all prompts have their first tokens, from empty caches on device and host."""
+def took(server: Server, asked: list[list[int]]) -> float:
+    """Return the seconds until all prompts have two tokens, from empty caches on device and host."""
     server.flush()
     began = time.perf_counter()
     with ThreadPoolExecutor(len(asked)) as threads:
-        list(threads.map(lambda prompt: server.ask(prompt, 1), asked))
+        list(threads.map(lambda prompt: server.ask(prompt, 2), asked))
     return time.perf_counter() - began
 
 
-def rows(environment: Path, rounds: int, folder: Path) -> Iterator[dict[str, Any]]:
+def rows(engine: str, environment: Path, rounds: int, folder: Path) -> Iterator[dict[str, Any]]:
     """Yield a row for each mix."""
     model = make_model("wide", folder)
     for store in dict.fromkeys(store for store, *_ in MIXES):
-        servers: dict[str, Choosing] = {}
+        servers: dict[str, Server] = {}
         with ExitStack() as stack:
-            for name, kind in {"never": Choosing, "always": Always, "choice": Choosing}.items():
+            choosing, always = ENGINES[engine]
+            for name, kind in {"never": choosing, "always": always, "choice": choosing}.items():
                 url = None if name == "never" else f"{store}://{folder}/{store}-{name}?capacity=4GiB"
                 server = kind(environment, model, free_port(), folder / f"{store}-{name}.log", url)
                 servers[name] = stack.enter_context(server)
@@ -87,12 +100,13 @@ def rows(environment: Path, rounds: int, folder: Path) -> Iterator[dict[str, Any
                     ms = {name: statistics.median(spent) * 1e3 for name, spent in times.items()}
                     behind = ms["choice"] / min(ms["never"], ms["always"])
                     yield {
-                        "store": store, "tokens": tokens, "at_once": count,
+                        "engine": engine, "store": store, "tokens": tokens, "at_once": count,
                         **{name: round(value, 1) for name, value in ms.items()}, "behind": round(behind, 3),
                     }  # fmt: skip
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as place:
-        for row in rows(Path(sys.argv[1]), int(sys.argv[2]) if sys.argv[2:] else ROUNDS, Path(place)):
+        rounds = int(sys.argv[3]) if sys.argv[3:] else ROUNDS
+        for row in rows(sys.argv[1], Path(sys.argv[2]), rounds, Path(place)):
             print(json.dumps(row), flush=True)
