@@ -12,10 +12,8 @@ request or four at once. A JSON line a mix: median milliseconds until each reque
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -28,6 +26,7 @@ from tests.servers.models import make_model
 from tests.servers.server import Server
 from tests.servers.sglang.server import SglangTreeServer
 from tests.servers.vllm.server import VllmConnectorServer
+from tiercache_lab.bench.timing import Side, medians
 
 SHORT, LONG, ROUNDS = 256, 1536, 9
 MIXES = (
@@ -64,45 +63,33 @@ ENGINES: dict[str, tuple[type[Any], type[Any]]] = {
 }
 
 
-def prompts(seed: int, tokens: int, count: int) -> list[list[int]]:
-    draw = Random(seed)
-    return [[draw.randrange(3, 250) for _ in range(tokens + 1)] for _ in range(count)]
+def side(name: str, server: Server, asked: list[list[int]]) -> Side:
+    """Return the way of one server to two tokens for all prompts at once."""
 
+    def ask(_: int) -> None:
+        with ThreadPoolExecutor(len(asked)) as threads:
+            list(threads.map(lambda prompt: server.ask(prompt, 2), asked))
 
-def took(server: Server, asked: list[list[int]]) -> float:
-    """Return the seconds until all prompts have two tokens, from empty caches on device and host."""
-    server.flush()
-    began = time.perf_counter()
-    with ThreadPoolExecutor(len(asked)) as threads:
-        list(threads.map(lambda prompt: server.ask(prompt, 2), asked))
-    return time.perf_counter() - began
+    return Side(name, ask, lambda _: server.flush())
 
 
 def rows(engine: str, environment: Path, rounds: int, folder: Path) -> Iterator[dict[str, Any]]:
     """Yield a row for each mix."""
-    model = make_model("wide", folder)
+    model, draw = make_model("wide", folder), Random(1)
+    choosing, always = ENGINES[engine]
     for store in dict.fromkeys(store for store, *_ in MIXES):
         servers: dict[str, Server] = {}
         with ExitStack() as stack:
-            choosing, always = ENGINES[engine]
             for name, kind in {"never": choosing, "always": always, "choice": choosing}.items():
                 url = None if name == "never" else f"{store}://{folder}/{store}-{name}?capacity=4GiB"
                 server = kind(environment, model, free_port(), folder / f"{store}-{name}.log", url)
                 servers[name] = stack.enter_context(server)
-            for of, tokens, count in MIXES:
-                if of == store:
-                    asked = prompts(tokens, tokens, count)
-                    times: dict[str, list[float]] = {name: [] for name in servers}
-                    for n in range(rounds + 2):  # the first two store the prompts, and measure the speeds
-                        for name, server in servers.items():
-                            seconds = took(server, asked)
-                            times[name] += [seconds] * (n > 1)
-                    ms = {name: statistics.median(spent) * 1e3 for name, spent in times.items()}
-                    behind = ms["choice"] / min(ms["never"], ms["always"])
-                    yield {
-                        "engine": engine, "store": store, "tokens": tokens, "at_once": count,
-                        **{name: round(value, 1) for name, value in ms.items()}, "behind": round(behind, 3),
-                    }  # fmt: skip
+            for tokens, count in [(tokens, count) for of, tokens, count in MIXES if of == store]:
+                asked = [[draw.randrange(3, 250) for _ in range(tokens + 1)] for _ in range(count)]
+                took = medians([side(name, server, asked) for name, server in servers.items()], rounds)
+                row = {"engine": engine, "store": store, "tokens": tokens, "at_once": count}
+                behind = took["choice"] / min(took["never"], took["always"])
+                yield row | {n: round(s * 1e3, 1) for n, s in took.items()} | {"behind": round(behind, 3)}
 
 
 if __name__ == "__main__":
