@@ -3,10 +3,10 @@
     python -m tests.servers.recompute {connector,tree} ENVIRONMENT [ROUNDS]
 
 `connector` is vLLM's, `tree` the cache in the place of SGLang's tree. Three servers of one model take turns:
-without a cache (never), with `load_or_recompute` off (always), and on (choice). Before each request, device
-and host are emptied. Six mixes: a short or a long context, a store in the page cache or a slow one, one
-request or four at once. A JSON line a mix: median milliseconds until each request has two tokens, and
-`behind`, the choice's time over the better of the other two.
+over a store that keeps nothing (never), with `load_or_recompute` off (always), and on (choice). Before each
+request, device and host are emptied. Six mixes: a short or a long context, a store in the page cache or a
+slow one, one request or four at once. A JSON line a mix: median milliseconds until each request has two
+tokens, and `behind`, the choice's time over the better of the other two.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def rows(engine: str, environment: Path, rounds: int, folder: Path) -> Iterator[
         servers: dict[str, Server] = {}
         with ExitStack() as stack:
             for name, kind in {"never": choosing, "always": always, "choice": choosing}.items():
-                url = None if name == "never" else f"{store}://{folder}/{store}-{name}?capacity=4GiB"
+                url = f"{store}://{folder}/{store}-{name}?capacity=4GiB"
+                url = "memory://?capacity=1MiB" if name == "never" else url  # which keeps nothing
                 server = kind(environment, model, free_port(), folder / f"{store}-{name}.log", url)
                 servers[name] = stack.enter_context(server)
             for tokens, count in [(tokens, count) for of, tokens, count in MIXES if of == store]:

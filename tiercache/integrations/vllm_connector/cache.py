@@ -80,6 +80,8 @@ class _Search:
     tokens: TokenArray
     extra: bytes
     origin: Origin
+    known: int
+    """Depth, in pages, that has been counted as a hit."""
     until: float | None = None
     """Time of the clock after which the request waits no longer for storage; None before it waits."""
     plan: Mapping[int, CheckpointKind] = field(default_factory=dict)
@@ -178,6 +180,8 @@ class EngineCache:
                 search.ticket.cancel()
                 search.ticket.reason = Reason.TIMEOUT
             match = self._index.match(tokens, extra)
+            if match.depth > search.known:  # in the store, which had not answered at the first look
+                search.origin, search.known = self._index.touch(match, tokens), match.depth
             depth = self._lent.near_depth(match, begin)
             search.plan = self._index.plan_checkpoints(match, tokens, depth).depths
             if depth <= begin:
@@ -201,7 +205,8 @@ class EngineCache:
         if request not in self._searches:
             match = self._index.match(tokens, extra)
             plan = self._index.plan_checkpoints(match, tokens, match.near_depth).depths
-            self._searches[request] = _Search(tokens, extra, self._index.touch(match, tokens), plan=plan)
+            origin = self._index.touch(match, tokens)
+            self._searches[request] = _Search(tokens, extra, origin, match.depth, plan=plan)
         return self._searches[request]
 
     def _shared(self, load: BlockLoad, tokens: TokenArray, extra: bytes) -> int:
