@@ -165,7 +165,6 @@ class Account:
         """Start a process, kill it, and look at its stores."""
         first = max([0, *self.stored | self.unknown | self.deleted]) + 10_000
         code = "import sys; from tests.storage_backends.chain.test_killed import live; live(*sys.argv[1:])"
-        # The present directory is the project's, as for all tests, so that the process finds this module.
         command = [sys.executable, "-c", code, self.path, self.scenario, str(first), str(first)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             try:
@@ -230,8 +229,9 @@ class Account:
         return more
 
     def made(self) -> list[str]:
-        """The tiers that were said and made: the process may have been killed between the two."""
-        return [name for name in self.tiers if (self.path / name / "format").exists()]
+        """The tiers that were said and made; it may have been killed between. Their capacity comes last."""
+        whole = [at.parent.name for at in self.path.glob("*/state") if "capacity" in at.read_text()]
+        return [name for name in self.tiers if name in whole]
 
     def each(self) -> Iterator:
         for name in self.made():
