@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-QUICK = 30
+QUICK = 20
 THOROUGH = 100
 """Examples of a test that names no number, in `make test` and in `make test-slow`."""
 

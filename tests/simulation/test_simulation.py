@@ -12,8 +12,8 @@ from tests.simulation.plan import Plan
 from tests.simulation.ranks import live_in_ranks
 from tests.simulation.world import Flag, World
 
-SEEDS = 36
-MORE = 100
+SEEDS = 24
+MORE = 92
 ONCE_BROKEN = (376,)
 """Seeds of lives in which something broke once."""
 
@@ -40,7 +40,7 @@ def test_simulated_lives_keep_every_promise(seeds):
     assert all(counts[f"router {what}"] for what in ("events", "replays", "snapshots"))
 
 
-@few_and_more(range(6), range(6, 30))
+@few_and_more(range(4), range(4, 28))
 def test_ranks_begin_every_request_at_one_depth_whatever_happens_to_messages_stores_and_copies(seeds):
     counts = Counter()
     for seed in seeds:

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 from tiercache_backends import memory
 from tiercache_backends.file import records
 
-from tests.examples import example_count
+from tests.examples import example_count, slow_after
 from tests.storage.backends import FileHooks, MemoryHooks
 from tiercache.core import ObjectKey
 from tiercache.storage.base import SetItem
@@ -284,12 +284,12 @@ class SharesMachine(RuleBasedStateMachine):
 
 
 STORES: dict[str, Any] = {
-    "memory": (MemoryHooks, False, 2 << 20, 2 << 20, memory.FOOTPRINT, 20),
     "file": (FileHooks, True, 5 << 20, 2 << 20, records.FOOTPRINT, 20),
+    "memory": (MemoryHooks, False, 2 << 20, 2 << 20, memory.FOOTPRINT, 20),
 }
 
 
-@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("store", slow_after(1, STORES))
 def test_three_tenants_beside_a_model(store: str) -> None:
     suite, persistent, capacity, safe, footprint, examples = STORES[store]
     members = {
