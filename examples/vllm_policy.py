@@ -37,7 +37,7 @@ class _Chunks(SimpleNamespace):
 
 
 class _Request(SimpleNamespace):
-    """Of a request: its number, keys by group (`chains`), their `places`, what was `found`, keys in use."""
+    """Request: number, keys by group (`chains`), their `places`, what was `found`, and the keys in use."""
 
 
 class HvdCachePolicy(CachePolicy):  # type: ignore[misc]
