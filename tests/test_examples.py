@@ -60,9 +60,7 @@ def test_a_chat_goes_on_after_a_restart(tmp_path: Path) -> None:
         pytest.param("chat.py", [], "arguments are required: directory", marks=pytest.mark.slow),
     ],
 )
-def test_an_example_without_what_it_needs_says_so(
-    name: str, words: list[str], said: str, tmp_path: Path
-) -> None:
+def test_an_example_without_what_it_needs_says_so(name, words, said, tmp_path):
     command = [sys.executable, EXAMPLES / name, *words]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode in (1, 2)

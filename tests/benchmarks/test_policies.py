@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +13,7 @@ from tests.benchmarks.policies import PARTS, SEEDS, commands, interval, tables
 
 
 @pytest.mark.slow
-def test_a_campaign_goes_on_where_it_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_campaign_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
     parts = {"5 %": ("--policy", "hvd,lru", "--capacity", "0.05"), "two tiers": ("--policy", "hvd")}
     monkeypatch.setattr(policies, "PARTS", parts)
     results = tmp_path / "results.jsonl"

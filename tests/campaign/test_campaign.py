@@ -48,9 +48,7 @@ def test_every_object_lies_somewhere(made: Template) -> None:
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damage_changes_its_copy_alone_and_can_be_repeated(
-    made: Template, name: str, tmp_path: Path
-) -> None:
+def test_a_damage_changes_its_copy_alone_and_can_be_repeated(made, name, tmp_path):
     damage, kinds = DAMAGES[name]
     if made.kind not in kinds:
         pytest.skip("another kind's")

@@ -49,9 +49,7 @@ def test_a_demo_without_its_daemon_or_any_tier_says_so(more: list[str], reason: 
         ("prove http://127.0.0.1:1", "httpx", "httpx"),
     ],
 )
-def test_a_package_of_an_extra_that_is_missing_gets_one_sentence(
-    arguments: str, module: str, package: str, tmp_path: Path
-) -> None:
+def test_a_package_of_an_extra_that_is_missing_gets_one_sentence(arguments, module, package, tmp_path):
     code = (
         f"import sys; sys.modules[{module!r}] = None; sys.argv = ['tiercache', *{arguments.split()!r}];"
         " from tiercache.cli import main; main()"

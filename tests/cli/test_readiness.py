@@ -170,9 +170,7 @@ def test_nothing_is_held_after_a_check(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sickness", ["hangs", "fails"])
-def test_a_disk_that_is_sick_costs_a_chain_its_tier_and_not_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sickness: str
-) -> None:
+def test_a_disk_that_is_sick_costs_a_chain_its_tier_and_not_the_start(tmp_path, monkeypatch, sickness):
     over, statvfs = threading.Event(), os.statvfs
 
     def sick(path: str) -> os.statvfs_result:

@@ -148,9 +148,7 @@ def test_a_verb_whose_imports_fail_says_why(install: Callable[..., Path], verb: 
 @pytest.mark.parametrize(
     ("line", "completed"), [("tiercache hel", "hello\n"), ("tiercache broken --hel", "--help\n")]
 )
-def test_a_broken_verb_does_not_speak_while_a_shell_completes(
-    install: Callable[..., Path], line: str, completed: str
-) -> None:
+def test_a_broken_verb_does_not_speak_while_a_shell_completes(install, line, completed):
     folder = install(broken="greeting.raising:HELLO", hello="greeting.verbs:HELLO")
     words = {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" ")), "PYTHONPATH": str(folder)}
     done = subprocess.run(

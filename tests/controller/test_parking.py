@@ -133,7 +133,6 @@ def test_a_resume_for_which_there_are_no_slots_changes_nothing(rig):
 
 
 # -- the end of what is parked
-# -----------------------------------------------------------------------------------------------
 
 
 def test_a_request_that_is_never_resumed_is_released_at_its_deadline(rig):
@@ -196,7 +195,6 @@ def test_a_resume_that_waits_no_longer_is_an_ordinary_request(rig, waits, reason
 
 
 # -- what is refused
-# -----------------------------------------------------------------------------------------------
 
 
 def test_what_cannot_be_parked_is_refused_and_changes_nothing(rig):

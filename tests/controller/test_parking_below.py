@@ -156,7 +156,6 @@ def test_what_may_not_be_deleted_gets_no_value(rig):
 
 
 # -- what is refused
-# -----------------------------------------------------------------------------------------------
 
 
 def test_bytes_that_are_no_ticket_are_refused(rig):
@@ -235,7 +234,6 @@ def test_only_what_is_in_storage_has_a_ticket(rig):
 
 
 # -- its end
-# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["release", "expire"])

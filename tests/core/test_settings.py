@@ -116,9 +116,7 @@ values = st.text(max_size=8) | st.integers() | st.floats() | st.booleans() | st.
 
 
 @given(st.sampled_from(EVERY), values)
-def test_any_value_of_a_setting_is_read_or_refused_in_one_sentence(
-    place: tuple[type, str], value: Any
-) -> None:
+def test_any_value_of_a_setting_is_read_or_refused_in_one_sentence(place, value):
     table, name = place
     said = f"it, setting {name!r}: "
     try:

@@ -397,9 +397,7 @@ def test_certificates_and_tokens_of_the_http_port(tls: Daemon, certificates: Pat
         web.ask(address, "/healthz")
 
 
-def test_the_http_port_wants_a_certificate_where_nothing_else_is_a_credential(
-    certificates: Path, tmp_path: Path
-) -> None:
+def test_the_http_port_wants_a_certificate_where_nothing_else_is_a_credential(certificates, tmp_path):
     tls = {name: certificates / file for name, file in
            (("certificate", "server.pem"), ("key", "server.key"), ("client_ca", "ca.pem"))}  # fmt: skip
     given = {"directory": tmp_path, "host_bytes": "48MiB", "tls": tls, "http": {"listen": "127.0.0.1:0"}}

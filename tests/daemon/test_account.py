@@ -123,9 +123,7 @@ class TestAccount:
         assert len(kept) == MAX_HOURS
         assert min(kept) == (NOW + 100 * HOUR_S, "red")
 
-    def test_a_disk_that_cannot_be_written_loses_nothing_while_the_process_lives(
-        self, tmp_path: Path
-    ) -> None:
+    def test_a_disk_that_cannot_be_written_loses_nothing_while_the_process_lives(self, tmp_path):
         place = tmp_path / "d"
         place.write_text("a file in the way")
         failed: list[int] = []
@@ -209,8 +207,7 @@ class TestAccount:
         assert path.stat().st_size < 10_000
 
 
-# --- through daemons
-# ------------------------------------------------------------------------------------------------------------
+# -- through daemons
 
 MODEL = identity(model="priced")
 NAMESPACE = namespace_of(MODEL)
@@ -401,8 +398,7 @@ def test_a_daemon_goes_on_without_a_disk_for_its_account(tmp_path: Path) -> None
         assert the_row(store)["restored_tokens"] == 12
 
 
-# --- the hit rate and the saved time
-# ------------------------------------------------------------------------------------------------------------
+# -- the hit rate and the saved time
 
 
 def test_to_look_up_is_to_ask_and_only_what_is_read_is_a_hit(tmp_path: Path) -> None:

@@ -67,9 +67,7 @@ def opened(admission: Admission[ConnectionState]) -> list[int]:
     return numbers
 
 
-def test_the_origin_with_the_fewest_opening_connections_opens_first(
-    admission: Admission[ConnectionState],
-) -> None:
+def test_the_origin_with_the_fewest_opening_connections_opens_first(admission):
     for number, origin in enumerate((HERE, HERE, THERE)):
         add(admission, number, origin)
     assert opened(admission) == [0, 2]
@@ -85,9 +83,7 @@ def test_the_origin_that_was_served_least_opens_first(admission: Admission[Conne
     assert opened(admission) == [1, 0]
 
 
-def test_an_origin_that_came_to_nothing_waits_for_those_that_did_not_until_it_is_forgiven(
-    admission: Admission[ConnectionState],
-) -> None:
+def test_an_origin_that_came_to_nothing_waits_for_those_that_did_not_until_it_is_forgiven(admission):
     admission.remove(add(admission, 0))
     known = add(admission, 1, b"elsewhere")
     known.known = True
@@ -147,9 +143,7 @@ def test_time_settles_what_cannot_be_seen_and_ends_the_rest(admission: Admission
     assert admission.overdue(1.1) == ([], [plain, hidden]), "another one waits for its turn"
 
 
-def test_the_least_served_goes_first_and_who_is_known_is_not_stalled(
-    admission: Admission[ConnectionState],
-) -> None:
+def test_the_least_served_goes_first_and_who_is_known_is_not_stalled(admission):
     connections = [add(admission, number) for number in range(3)]
     for connection, nbytes in zip(connections, (30, 10, 20), strict=True):
         admission.settle(connection)

@@ -81,9 +81,7 @@ def blocked(path: Path) -> Iterator[None]:
         signal.signal(signal.SIGIO, signal.SIG_DFL)
 
 
-def test_changes_wait_for_their_record_only_where_it_is_required(
-    tmp_path: Path, opened: Callable[..., AuditLog]
-) -> None:
+def test_changes_wait_for_their_record_only_where_it_is_required(tmp_path, opened):
     path, lost = tmp_path / "audit.jsonl", list[None]()
     with blocked(path):
         assert asyncio.run(opened(lost=lost).require("e", {}))
@@ -170,9 +168,7 @@ def test_without_a_record_nothing_is_changed_if_records_are_required(tmp_path: P
     assert "cannot be written" in node.log.read_text()
 
 
-def test_a_change_whose_client_left_before_it_began_is_not_told_as_going_on(
-    opened: Callable[..., AuditLog],
-) -> None:
+def test_a_change_whose_client_left_before_it_began_is_not_told_as_going_on(opened):
     """The one store thread is busy when the client leaves, so the change is never made."""
     log = opened()
     made = Event()

@@ -348,9 +348,7 @@ class TestLies:
                     sock.sendall(wrong())
                     assert ended(sock)
 
-    def test_what_cannot_be_served_is_refused_and_the_next_call_is_served(
-        self, daemon: Daemon, mallory: Remote
-    ) -> None:
+    def test_what_cannot_be_served_is_refused_and_the_next_call_is_served(self, daemon, mallory):
         with opened(mallory) as sock:
             for name, (wrong, code) in REFUSED.items():
                 sock.sendall(wrong())
@@ -361,9 +359,7 @@ class TestLies:
 
 @pytest.mark.slow
 class TestWhoDoesNotMoveOn:
-    def test_many_that_do_not_read_and_many_that_do_not_send(
-        self, daemon: Daemon, request: pytest.FixtureRequest
-    ) -> None:
+    def test_many_that_do_not_read_and_many_that_do_not_send(self, daemon, request):
         with attack(daemon, request, crowded=True), ExitStack() as stack:
             clients = [stack.enter_context(Remote(daemon)) for _ in range(6)]
             with Good(lambda: Beside(daemon), name="beside", crowded=True):

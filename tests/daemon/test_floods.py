@@ -103,14 +103,7 @@ def over_tcp(daemon: Daemon) -> Callable[[], socket.socket]:
     ],
     indirect=["transport"],
 )  # fmt: skip
-def test_floods(
-    daemon: Daemon,
-    request: pytest.FixtureRequest,
-    connect: Callable[[], socket.socket],
-    client: Callable[[], Client],
-    acknowledge: bool,
-    seconds: float,
-) -> None:
+def test_floods(daemon, request, connect, client, acknowledge, seconds):
     """Each kind for so many seconds, and in a minute of them a thousand that stall.
 
     Before the daemon's settings are acknowledged, and after, as one who keeps to the protocol so far. gRPC's
@@ -133,9 +126,7 @@ def test_floods(
     slow_after(1, [("plain", "half a preface"), ("tls", "half a handshake"), ("plain", "nothing")]),
     indirect=["transport"],
 )
-def test_a_thousand_that_say_no_more(
-    daemon: Daemon, request: pytest.FixtureRequest, client: Callable[[], Client], first: str
-) -> None:
+def test_a_thousand_that_say_no_more(daemon, request, client, first):
     said = {
         "nothing": b"",
         "half a handshake": client_hello()[:100],
@@ -149,9 +140,7 @@ def test_a_thousand_that_say_no_more(
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["plain"], indirect=True)
 @pytest.mark.parametrize("kind", ["short calls without end", "calls of who goes at once", "ping"])
-def test_who_comes_during_a_flood_is_let_in(
-    connect: Callable[[], socket.socket], client: Callable[[], Client], kind: str
-) -> None:
+def test_who_comes_during_a_flood_is_let_in(connect, client, kind):
     """From the address that it comes from."""
     with ThreadPoolExecutor(1) as pool:
         over = Event()

@@ -182,9 +182,7 @@ HEADERS = st.one_of(st.none(), st.builds(pb.SetHeader, keys=BATCH, metas=st.list
 
 @settings(FUZZ, max_examples=example_count(80))
 @given(st.lists(st.tuples(HEADERS, st.binary(max_size=600)), max_size=4))
-def test_headers_and_payload_in_any_order(
-    worker: Worker, stream: list[tuple[pb.SetHeader | None, bytes]]
-) -> None:
+def test_headers_and_payload_in_any_order(worker, stream):
     check(
         worker,
         "Set",

@@ -115,9 +115,7 @@ CASES = [*(("plain", *case) for case in PLAIN), *(("tls", *case) for case in IN_
 
 
 @pytest.mark.parametrize(("place", "port", "first"), slow_after(3, CASES), indirect=["place"])
-def test_strangers_of_a_hundred_addresses_delay_no_newcomer_for_long(
-    place: Place, port: str, first: str
-) -> None:
+def test_strangers_of_a_hundred_addresses_delay_no_newcomer_for_long(place, port, first):
     """Four hundred connections. Newcomers have waited up to 6 s; a busy machine may need more."""
     before = place.daemon.figures().memory
     with half_open(place.ports[port], *FIRST[first], addresses=100):

@@ -483,9 +483,7 @@ class TestStrangers:
                 grpc.StatusCode.UNAVAILABLE,
             )
 
-    def test_a_session_is_good_for_one_client_and_ends_with_its_connection(
-        self, daemon: Daemon, mallory: Callable[[], Client]
-    ) -> None:
+    def test_a_session_is_good_for_one_client_and_ends_with_its_connection(self, daemon, mallory):
         bearer, unknown = ("authorization", BEARER["authorization"]), grpc.StatusCode.UNAUTHENTICATED
         with Worker(daemon) as one, Client(daemon.grpc) as thief:
             session = ("tiercache-session-bin", one.token)

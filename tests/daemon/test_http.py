@@ -74,8 +74,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StorageServer]
         yield made
 
 
-# --- the answers
-# ------------------------------------------------------------------------------------------------------------
+# -- the answers
 
 
 def test_every_path_of_the_port(node: StorageServer) -> None:
@@ -126,8 +125,7 @@ def test_only_a_host_of_the_daemon_is_answered(guarded: StorageServer, host: str
         assert answer.text.count("\n") == 1
 
 
-# --- who may read
-# ------------------------------------------------------------------------------------------------------------
+# -- who may read
 
 
 def bearer(name: str) -> str:
@@ -198,8 +196,7 @@ def test_a_public_port_answers_everyone_and_still_knows_tenants(tmp_path: Path) 
         assert json.loads(own.text)["whole"] is False
 
 
-# --- hostile clients
-# ------------------------------------------------------------------------------------------------------------
+# -- hostile clients
 
 
 def test_nonsense_is_refused(node: StorageServer, caplog: pytest.LogCaptureFixture) -> None:
@@ -288,9 +285,7 @@ def test_clients_that_drip_or_do_not_read_are_cut_in_time() -> None:
         assert got < 64 << 20
 
 
-def test_a_flood_of_requests_is_answered_from_one_rendering(
-    node: StorageServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flood_of_requests_is_answered_from_one_rendering(node, monkeypatch):
     made: list[None] = []
     monkeypatch.setattr(routes, "generate_latest", lambda _: made.append(None) or b"x")
     start = time.monotonic()
@@ -299,9 +294,7 @@ def test_a_flood_of_requests_is_answered_from_one_rendering(
     assert 0 < len(made) <= 2 + (time.monotonic() - start) / routes.FRESH_SECONDS
 
 
-def test_a_bug_is_one_sentence_for_the_reader_and_a_traceback_in_the_log(
-    node: StorageServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bug_is_one_sentence_for_the_reader_and_a_traceback_in_the_log(node, monkeypatch, caplog):
     monkeypatch.setattr(routes, "FRESH_SECONDS", 0.0)
     monkeypatch.setattr(routes, "generate_latest", lambda _: 1 / 0)
     answer = ask(node.http_address, "/metrics")
@@ -310,8 +303,7 @@ def test_a_bug_is_one_sentence_for_the_reader_and_a_traceback_in_the_log(
     assert "ZeroDivisionError" not in answer.text
 
 
-# --- where it listens
-# ------------------------------------------------------------------------------------------------------------
+# -- where it listens
 
 
 def test_it_serves_ipv6(tmp_path: Path) -> None:

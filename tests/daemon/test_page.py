@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from tiercache_backends.memory import MemoryBackend
 
 from tests.cli.store.test_samples import call
@@ -200,9 +199,7 @@ def test_a_capacity_that_shrinks_draws_over_nothing(page: Page, tmp_path: Path) 
         page.open("about:blank")  # before the daemon ends: the page would complain
 
 
-def test_a_tenant_gives_its_token_and_sees_itself(
-    page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tenant_gives_its_token_and_sees_itself(page, tmp_path, monkeypatch):
     principals = [
         {"name": name, "token_file": secret(tmp_path / name, "t" * 16 + name), "tenant": name}
         for name in ("acme", "globex")

@@ -245,9 +245,7 @@ def _same(settings: Settings) -> dict[str, Any]:
         ),
     ],
 )  # fmt: skip
-def test_limits_that_cannot_be_kept_are_refused(
-    tmp_path: Path, limits: dict[str, Any], storage: Any, said: str
-) -> None:
+def test_limits_that_cannot_be_kept_are_refused(tmp_path, limits, storage, said):
     with pytest.raises((ConfigError, ValueError)) as caught:
         check(settings_of(tmp_path, storage, {"ash": limits}), files=False, ports=False)
     assert said in str(caught.value)

@@ -192,9 +192,7 @@ BROKEN: dict[str, tuple[Callable[[Pair], object], str]] = {
 """Ways to break the files of a pair, each with what the message must say."""
 
 
-def test_a_broken_pair_changes_nothing_and_the_end_of_the_good_one_is_told(
-    tmp_path: Path, pair: Pair
-) -> None:
+def test_a_broken_pair_changes_nothing_and_the_end_of_the_good_one_is_told(tmp_path, pair):
     """The old certificate, the old tokens and the old end stay, whatever is wrong with the new files."""
     more = {"tls": pair.settings, "http": {"listen": "127.0.0.1:0", "hosts": ["localhost"]}}
     first = settings(tmp_path, principal(tmp_path, "a", "1", ("admin",)), **more)

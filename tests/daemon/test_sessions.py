@@ -46,9 +46,7 @@ def test_a_client_that_arrives_while_the_daemon_ends_is_let_go(tmp_path: Path) -
         asyncio.run(scenario(turns))
 
 
-def test_the_end_is_not_told_before_everything_has_landed_not_even_when_the_daemon_ends(
-    tmp_path: Path,
-) -> None:
+def test_the_end_is_not_told_before_everything_has_landed_not_even_when_the_daemon_ends(tmp_path):
     async def scenario() -> None:
         attachments = opened(tmp_path / "attach.sock")
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:

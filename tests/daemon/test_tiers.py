@@ -152,9 +152,7 @@ def settled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Node, An
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_a_bad_file_gets_one_sentence_and_changes_nothing(
-    settled: tuple[Node, Any, Daemon], what: str
-) -> None:
+def test_a_bad_file_gets_one_sentence_and_changes_nothing(settled, what):
     listed, words, code, sentence = BAD[what]
     node, store, daemon = settled
     before = node.shape()
@@ -228,9 +226,7 @@ def test_files_that_are_applied_at_once_wait_for_each_other(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("moment", slow_after(1, ["leaves", "begins", "at once"]))
-def test_a_daemon_that_is_killed_while_a_tier_leaves_has_the_list_of_its_file(
-    tmp_path: Path, moment: str
-) -> None:
+def test_a_daemon_that_is_killed_while_a_tier_leaves_has_the_list_of_its_file(tmp_path, moment):
     """A tier that was to leave keeps what was not yet copied in its files, and the others have theirs."""
     a, b = url(tmp_path, "a", "256MiB"), url(tmp_path, "b", "256MiB", ALONE)
     node, last, count = Node(tmp_path), range(9000, 9010), 600
@@ -276,8 +272,7 @@ def _killed(path: Path, body: str) -> Iterator[Daemon]:
         raise KilledError
 
 
-# --- daemons of this process
-# ------------------------------------------------------------------------------------------------------------
+# -- daemons of this process
 
 
 def client_of(node: StorageServer) -> GrpcBackend:

@@ -48,8 +48,7 @@ def settings(tmp_path: Path, text: str) -> Settings:
     return resolve(tmp_path / "tiercache.toml").settings
 
 
-# --- the image
-# ------------------------------------------------------------------------------------------------------------
+# -- the image
 
 
 def test_the_image_serves_as_nobody_s_user_and_is_asked_by_ping(tmp_path) -> None:
@@ -97,8 +96,7 @@ def test_hadolint_has_nothing_to_say() -> None:
     run(tool("hadolint", "make test-deploy installs it"), DEPLOY / "container/Containerfile")
 
 
-# --- compose
-# ------------------------------------------------------------------------------------------------------------
+# -- compose
 
 
 def test_the_services_of_compose_fit_the_daemon(tmp_path) -> None:
@@ -144,8 +142,7 @@ def test_everything_in_compose_is_closed_and_there() -> None:
         assert service["cap_drop"] == ["ALL"]
 
 
-# --- the chart
-# ------------------------------------------------------------------------------------------------------------
+# -- the chart
 
 
 @cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -26,9 +25,7 @@ READ = sorted(
 @pytest.mark.parametrize(
     "page", [pytest.param(page, marks=() if page in QUICK else pytest.mark.slow) for page in READ]
 )
-def test_every_command_of_a_page_does_what_the_page_says(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_command_of_a_page_does_what_the_page_says(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with Reader(tmp_path) as reader:
         reader.read(blocks(page))

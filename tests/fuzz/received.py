@@ -37,8 +37,7 @@ from tiercache.wire.v1 import storage_pb2 as pb
 KEYS = [ObjectKey(pool, bytes([n]) * 64) for n, pool in enumerate([PoolName.KV, PoolName.MAMBA, PoolName.KV])]
 META = ObjectMeta(b"n" * 32, 4096, b"c" * 16, b"p" * 32, 3, 0.5, 7)
 
-# --- gRPC's messages, which carry payload or not
-# ------------------------------------------------------------------------------------------------------------
+# -- gRPC's messages, which carry payload or not
 
 
 def _set(data: bytes) -> None:
@@ -99,8 +98,7 @@ def _messages() -> list[bytes]:
     return [bytes([n]) + message.SerializeToString() for n, message in enumerate(sound)]
 
 
-# --- data connections, the attach socket, and what comes before a caller is known
-# ------------------------------------------------------------------------------------------------------------
+# -- data connections, the attach socket, and what comes before a caller is known
 
 HEADERS = {
     data.FrameKind.OPEN: data_pb2.DataOpen, data.FrameKind.REPLY: pb.OutcomesReply,
@@ -180,8 +178,7 @@ def _openings() -> list[bytes]:
     return [preface + framed(4, 1), preface + call + framed(4, 1)]
 
 
-# --- events
-# ------------------------------------------------------------------------------------------------------------
+# -- events
 
 
 def _batch(found: bytes) -> None:
@@ -239,8 +236,7 @@ def _replays() -> list[bytes]:
     return [b"|12345678", b"|" + bytes(8), b"||"]
 
 
-# --- parked requests and ranks
-# ------------------------------------------------------------------------------------------------------------
+# -- parked requests and ranks
 
 NAMESPACE = b"n" * 32
 

@@ -38,8 +38,7 @@ from tiercache.storage.records import identity_in, unpack_record
 ITEM = SetItem(KEYS[0], [memoryview(bytes(4096))], META)
 RECORD = NamespaceRecord(b"n" * 32, {"model": "m", "page_size": 16}, states=True)
 
-# --- local stores: the catalog of `file`, the records of `lmdb`, the small JSON files
-# ------------------------------------------------------------------------------------------------------------
+# -- local stores: the catalog of `file`, the records of `lmdb`, the small JSON files
 
 
 STORE = bytes(range(catalog.ID_BYTES))
@@ -123,8 +122,7 @@ def _formats() -> Sequence[bytes]:
     return [whole, whole.replace(b"2", b"1", 1), whole.replace(b"2", b"3", 1), b"{}" + bytes(8)]
 
 
-# --- a bucket
-# ------------------------------------------------------------------------------------------------------------
+# -- a bucket
 
 
 def _pack(found: bytes) -> None:
@@ -176,8 +174,7 @@ def _bucket_name(found: bytes) -> None:
     identity_in(unpack_record(found))
 
 
-# --- memory that hosts pool
-# ------------------------------------------------------------------------------------------------------------
+# -- memory that hosts pool
 
 NAME = ObjectNames("p").of(KEYS[0].digest)
 
@@ -207,8 +204,7 @@ def _pooled_name_seeds() -> list[bytes]:
     return [pooled_names._packed(RECORD)]  # private: as above
 
 
-# --- the account of tenants
-# ------------------------------------------------------------------------------------------------------------
+# -- the account of tenants
 
 
 def _account(found: bytes) -> None:

@@ -65,9 +65,7 @@ def test_inserting_refreshes_only_the_last_node():
         ({KV: np.arange(2)}, {2: {MAMBA: -1}}), ({KV: np.arange(2)}, {2: {KV: 1}}),
     ],
 )  # fmt: skip
-def test_a_bad_insert_changes_nothing(
-    pages: dict[PoolName, Locations], states: dict[int, dict[PoolName, int]]
-):
+def test_a_bad_insert_changes_nothing(pages, states):
     h = Harness(MAMBA)
     with pytest.raises(InputError):
         h.index.insert(tokens_of((1, 2, 3)), pages, states)

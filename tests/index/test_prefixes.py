@@ -34,9 +34,7 @@ def recurrence(prefixes: Prefixes, sequence: np.ndarray, before: int) -> list[in
 
 @settings(deadline=None)
 @given(sequence=tokens, size=st.integers(1, 5), before=st.integers(0, WORD - 1))
-def test_a_digest_is_its_predecessor_s_times_the_base_plus_its_page(
-    sequence: np.ndarray, size: int, before: int
-):
+def test_a_digest_is_its_predecessor_s_times_the_base_plus_its_page(sequence, size, before):
     prefixes = Prefixes(size)
     assert prefixes.of(sequence, before).tolist() == recurrence(prefixes, sequence, before)
     assert prefixes.of(sequence, before).dtype == np.uint64

@@ -129,9 +129,7 @@ class Chunked(Engine):
 
 
 @pytest.mark.parametrize("kind", [Engine, Windowed, Chunked])
-def test_what_is_saved_comes_back_in_other_blocks_from_host_and_store(
-    kind: type[Engine], tmp_path: Path
-) -> None:
+def test_what_is_saved_comes_back_in_other_blocks_from_host_and_store(kind, tmp_path):
     url, tokens = f"file://{tmp_path}/store?capacity=16MiB", list(range(100, 120))
     asked = [*tokens, 7]
     for life in range(2):
@@ -229,9 +227,7 @@ def test_only_what_is_on_its_way_is_waited_for_and_a_save_waits_for_no_load() ->
     engine.cache.close()
 
 
-def test_a_request_in_the_queue_is_searched_for_and_a_failure_does_not_end_the_background(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_request_in_the_queue_is_searched_for_and_a_failure_does_not_end_the_background(tmp_path, caplog):
     url, tokens = f"file://{tmp_path}/store?capacity=16MiB", list(range(20))
     engine = Engine(url, hangs="set")
     engine.compute("a", tokens)
@@ -313,9 +309,7 @@ def test_what_is_pinned_stays_on_the_host() -> None:
 
 
 @pytest.mark.parametrize(("policy", "begin"), [("lru", 5), ("hvd", 0)])
-def test_the_prefix_that_is_only_hit_above_stays_in_a_full_store(
-    policy: str, begin: int, tmp_path: Path
-) -> None:
+def test_the_prefix_that_is_only_hit_above_stays_in_a_full_store(policy, begin, tmp_path):
     """The engine (5 pages) or the host has it; the store has room for a third of what is written."""
     hot, url = list(range(20)), f"file://{tmp_path}/store?capacity=4MiB"
     others = [[1000 * n + i for i in range(20)] for n in range(1, 121)]

@@ -83,9 +83,7 @@ def test_the_stand_in_sees_each_field(field: str, library: Path, driver: ctypes.
         (4321, NO_COPY, r"an unknown error \(4321\)"),
     ],
 )
-def test_an_error_names_its_segment_if_it_has_one(
-    code: int, index: int, said: str, library: Path, driver: ctypes.CDLL
-) -> None:
+def test_an_error_names_its_segment_if_it_has_one(code, index, said, library, driver):
     driver.stand_in_fail(code, index)
     copies = Copies()
     with pytest.raises(CudaError, match=said) as caught:

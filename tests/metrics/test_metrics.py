@@ -35,8 +35,7 @@ ROWS = (
 )
 
 
-# --- the table
-# ------------------------------------------------------------------------------------------------------------
+# -- the table
 
 
 def test_every_row_has_a_name_of_its_own_that_says_what_it_is() -> None:
@@ -75,8 +74,7 @@ def test_the_document_is_made_from_the_table() -> None:
     )
 
 
-# --- families
-# ------------------------------------------------------------------------------------------------------------
+# -- families
 
 
 def test_every_label_set_is_there_at_0_and_joint_labels_only_in_their_combinations() -> None:

@@ -29,7 +29,6 @@ COSTS: Final = Costs(
 
 
 # -- columns
-# -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,6 @@ def ranked(policy: Policy, given: PlainUnits) -> Ranks:
 
 
 # -- an index
-# ----------------------------------------------------------------------------------------------------------
 
 
 def tokens_of(path: Sequence[int]) -> TokenArray:

@@ -188,9 +188,7 @@ def simulated(histories: list[tuple[int, bool]], elapsed: int, buckets: int) -> 
     half=st.integers(1, 40),
     begun=st.integers(0, 10_000),
 )
-def test_over_one_epoch_exposure_is_that_of_a_simulation(
-    histories: list[tuple[int, bool]], half: int, begun: int
-):
+def test_over_one_epoch_exposure_is_that_of_a_simulation(histories, half, begun):
     elapsed = 2 * half
     histories = [(max(age, 1 - elapsed), hit and age >= 0) for age, hit in histories]
     hazard = Hazard((1,))

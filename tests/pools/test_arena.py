@@ -242,8 +242,7 @@ def test_reading_where_nothing_can_be_read(tmp_path: Path) -> None:
     HostArena(4096, 4096, readings=readings).close()
 
 
-# --- quarantine
-# ------------------------------------------------------------------------------------------------------------
+# -- quarantine
 
 BLOCK = 4096
 BLOCKS = 12

@@ -149,9 +149,7 @@ K = "layer 7 tensor 'k'"
         ((7, "k"), bf16(0, 2, 8), "and so no slots"),
     ],
 )
-def test_what_does_not_fit_is_named(
-    place: tuple[int, str], tensor: torch.Tensor | None, message: str
-) -> None:
+def test_what_does_not_fit_is_named(place, tensor, message):
     changed = kv_tensors() | {place: tensor}
     tensors = {key: tensor for key, tensor in changed.items() if tensor is not None}
     with pytest.raises(GeometryError, match=message):

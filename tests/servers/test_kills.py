@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.servers.conftest import Expected, Start
 from tests.servers.prompts import PROMPTS, check, whole_pages
 from tests.servers.server import Server
 from tests.servers.vllm.server import VllmConnectorServer
@@ -26,9 +25,7 @@ KILLS = int(os.environ.get("KILLS", "50"))
 pytestmark = [pytest.mark.stress, pytest.mark.timeout(3 * 3600)]
 
 
-def test_the_store_is_whole_and_every_answer_right_after_many_kills(
-    engine: type[Server], start: Start, expected: Expected, tmp_path: Path
-) -> None:
+def test_the_store_is_whole_and_every_answer_right_after_many_kills(engine, start, expected, tmp_path):
     right, store, draw = expected("qwen3next"), tmp_path / "store", random.Random(1)
     restored = 0
     for life in range(KILLS + 1):

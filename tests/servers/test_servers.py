@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.servers.conftest import Expected, Start
+from tests.servers.conftest import Start
 from tests.servers.daemon import Daemon
 from tests.servers.models import MODELS, make_model
 from tests.servers.prompts import PROMPTS, ask_all, cached, check, come_back, damage, prompt, whole_pages
@@ -42,9 +42,7 @@ def check_computed(model: Path, dtype: str, answers: list[Answer]) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_servers_compute_what_transformers_computes(
-    model: str, engine: type[Server], models: Path, expected: Expected
-) -> None:
+def test_servers_compute_what_transformers_computes(model, engine, models, expected):
     check_computed(make_model(model, models), engine.DTYPES[model], expected(model))
 
 
@@ -70,9 +68,7 @@ def test_a_short_life(engine: type[Server], start: Start, models: Path, tmp_path
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("kind", ["file", "grpc"])
-def test_every_way_back(
-    model: str, kind: str, engine: type[Server], start: Start, expected: Expected, tmp_path: Path
-) -> None:
+def test_every_way_back(model, kind, engine, start, expected, tmp_path):
     with ExitStack() as stack:
         url = f"file://{tmp_path}/store?capacity=256MiB"
         if kind == "grpc":
@@ -80,9 +76,7 @@ def test_every_way_back(
         come_back(lambda: start(model, url), expected(model), engine.PAGE)
 
 
-def test_a_daemon_that_hangs_or_is_killed_costs_hits_and_no_answer(
-    start: Start, expected: Expected, tmp_path: Path
-) -> None:
+def test_a_daemon_that_hangs_or_is_killed_costs_hits_and_no_answer(start, expected, tmp_path):
     right = expected("qwen3next")
     with Daemon(tmp_path / "node") as daemon, start("qwen3next", daemon.url) as server:
         check(ask_all(server), right, when="first")
@@ -100,9 +94,7 @@ def test_a_daemon_that_hangs_or_is_killed_costs_hits_and_no_answer(
         check(ask_all(server), right, when="the daemon is back")
 
 
-def test_a_store_that_lies_costs_hits_and_no_answer(
-    engine: type[Server], start: Start, expected: Expected, tmp_path: Path
-) -> None:
+def test_a_store_that_lies_costs_hits_and_no_answer(engine, start, expected, tmp_path):
     right, store = expected("qwen3next"), tmp_path / "store"
     with start("qwen3next", f"file://{store}?capacity=256MiB") as server:
         check(ask_all(server), right, when="first")
@@ -115,9 +107,7 @@ def test_a_store_that_lies_costs_hits_and_no_answer(
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_two_servers_on_one_daemon(
-    model: str, engine: type[Server], start: Start, expected: Expected, tmp_path: Path
-) -> None:
+def test_two_servers_on_one_daemon(model, engine, start, expected, tmp_path):
     """Each has computed a half of the prompts, and hits all."""
     right, whole = expected(model), whole_pages(engine.PAGE)
     with (

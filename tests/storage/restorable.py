@@ -6,7 +6,6 @@ Objects that no restore could use are refused, or evicted first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
@@ -63,9 +62,7 @@ class Restorable(OwnHooks):
         assert self._restorable_share(bounded) >= 0.9
 
     @pytest.mark.parametrize("states_first", [True, False])
-    def test_states_may_come_before_their_pages_or_after(
-        self, bounded: StorageBackend, states_first: bool
-    ) -> None:
+    def test_states_may_come_before_their_pages_or_after(self, bounded, states_first):
         bounded.register_namespace(NamespaceRecord(NAMESPACE, {}, states=True))
         for name in range(2 * self.small // _nbytes(2)):
             for turn in range(2):
@@ -75,9 +72,7 @@ class Restorable(OwnHooks):
         assert self._restorable_share(bounded) >= 0.9
 
     @pytest.mark.parametrize("state_first", [False, True])
-    def test_a_state_whose_pages_were_refused_is_refused(
-        self, bounded: StorageBackend, state_first: bool
-    ) -> None:
+    def test_a_state_whose_pages_were_refused_is_refused(self, bounded, state_first):
         """The state comes in a call of its own, as engines send it, and its page did not fit."""
         bounded.register_namespace(NamespaceRecord(NAMESPACE, {}, states=True))
         _converse(bounded, "kept", 3)
@@ -94,9 +89,7 @@ class Restorable(OwnHooks):
         assert set(bounded.set([state])) | set(bounded.set(pages)) == {STORED}
         assert bounded.set([to_set(state.key, payload(state.key, STATE), parent=state.meta.parent)]) == [HIT]
 
-    def test_a_conversation_without_states_does_not_push_out_the_others(
-        self, bounded: StorageBackend
-    ) -> None:
+    def test_a_conversation_without_states_does_not_push_out_the_others(self, bounded):
         _converse(bounded, "kept", self.small // 2 // _nbytes(1))
         for n, (k, parent) in enumerate(chain("endless", 3 * self.small // PAGE)):
             bounded.set([to_set(k, payload(k, PAGE), parent=parent, depth=n + 1)])
@@ -168,9 +161,7 @@ class Restorable(OwnHooks):
         assert bounded.set(items) == [STORED, THROTTLED, THROTTLED, THROTTLED, STORED]
         assert self._worth(bounded) == (2 * PAGE, 0, 0)
 
-    def test_pages_that_follow_each_other_in_a_circle_are_refused(
-        self, bounded: StorageBackend, tmp_path: Path
-    ) -> None:
+    def test_pages_that_follow_each_other_in_a_circle_are_refused(self, bounded, tmp_path):
         """Pages that form a circle never make the store drop or refuse objects of another namespace."""
         others = [to_set(key(n), payload(n, PAGE), namespace=OTHER_NAMESPACE) for n in range(30)]
         assert set(bounded.set(others)) == {STORED}

@@ -21,7 +21,6 @@ from tests.storage_backends.lmdb.hooks import LmdbHooks, environment_of
 from tiercache.errors import StorageError
 from tiercache.storage.base import NamespaceRecord, StorageBackend
 from tiercache.storage.wrappers import Metered
-from tiercache.testing.conformance import BackendConformance
 from tiercache.testing.objects import NAMESPACE, OTHER_NAMESPACE, key, payload, put, to_set
 from tiercache.testing.stateful import BackendMachine, EvictingMachine
 
@@ -60,9 +59,7 @@ STORES = {
 
 
 @pytest.mark.parametrize("hooks", [FileHooks, LmdbHooks])
-def test_a_store_that_cannot_read_its_catalog_does_not_call_it_empty(
-    hooks: type[BackendConformance], tmp_path: Path
-) -> None:
+def test_a_store_that_cannot_read_its_catalog_does_not_call_it_empty(hooks, tmp_path):
     store = hooks().open_store(tmp_path / "s")
     put(store, key("a"), payload("a", 5000))
     if isinstance(store, FileBackend):
@@ -122,9 +119,7 @@ _QUICK = settings(deadline=None, stateful_step_count=25, suppress_health_check=l
         for name, (hooks, *counts) in STORES.items()
     ],
 )
-def test_random_histories_match_a_dict(
-    machine: type[BackendMachine], hooks: type[BackendConformance], examples: int
-) -> None:
+def test_random_histories_match_a_dict(machine, hooks, examples):
     run_state_machine_as_test(
         type("M", (machine,), {"suite": hooks}),
         settings=settings(_QUICK, max_examples=example_count(examples)),

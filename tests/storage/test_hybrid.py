@@ -134,9 +134,7 @@ def presences(draw: st.DrawFn) -> tuple[int, int, dict[PoolName, tuple[HitPolicy
 
 @settings(max_examples=example_count(200), deadline=None)
 @given(presences())
-def test_exists_agrees_with_brute_force(
-    case: tuple[int, int, dict[PoolName, tuple[HitPolicy, int, set[int]]]],
-) -> None:
+def test_exists_agrees_with_brute_force(case):
     n, prefix, pools = case
     built = [FilledPool(replace(kv_pool().geometry, pool=name)) for name in pools]
     hybrid, backend = storage(*built)

@@ -157,9 +157,7 @@ def test_short_reads_and_writes_are_taken_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "lmdb"])
-def test_a_record_of_an_impossible_namespace_harms_nothing(
-    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_record_of_an_impossible_namespace_harms_nothing(tmp_path, kind, caplog):
     """LMDB takes no such key, which must not look like damage, or fail the transactions of others."""
     with open_backend(f"{kind}://{tmp_path}/s?capacity=16MiB") as store:
         assert put(store, key(1), b"1") is Outcome.STORED

@@ -104,8 +104,7 @@ def test_a_kill_between_putting_aside_and_the_new_format_keeps_what_was_put_asid
     assert (path / "catalog.damaged" / "000001.log").read_bytes() == before
 
 
-# --- looking
-# ------------------------------------------------------------------------------------------------------------
+# -- looking
 
 
 def _cut(path: Path) -> None:
@@ -178,8 +177,7 @@ def test_a_kept_store_can_be_opened_to_change_it(path: Path) -> None:
         assert lost(store) == {key(1).digest}
 
 
-# --- under an open store
-# ------------------------------------------------------------------------------------------------------------
+# -- under an open store
 
 
 def test_a_forked_child_is_turned_away_and_harms_nobody(path: Path) -> None:

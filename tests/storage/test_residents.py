@@ -106,9 +106,7 @@ def seen(residents: Residents) -> list[tuple[object, ...]]:
 
 @settings(max_examples=example_count(60), deadline=None)
 @given(batch=batches(), data=st.data())
-def test_loading_all_at_once_is_adding_one_by_one(
-    batch: list[tuple[int, int, int | None]], data: st.DataObject
-) -> None:
+def test_loading_all_at_once_is_adding_one_by_one(batch, data):
     """The objects are a forest: every page follows one with a smaller number, of its own namespace."""
     batch = [
         (page, layout, above if layout >= STATE or above is None or above < page else None)
@@ -141,9 +139,7 @@ def test_loading_all_at_once_is_adding_one_by_one(
 
 @settings(max_examples=example_count(80), deadline=None)
 @given(batch=batches(), at_once=st.booleans(), data=st.data())
-def test_circles_and_contradictions_are_harmless(
-    batch: list[tuple[int, int, int | None]], at_once: bool, data: st.DataObject
-) -> None:
+def test_circles_and_contradictions_are_harmless(batch, at_once, data):
     namespace_ids = data.draw(st.lists(st.integers(PLAIN, HYBRID), min_size=len(batch), max_size=len(batch)))
     depths = data.draw(st.lists(st.integers(0, 9), min_size=len(batch), max_size=len(batch)))
     residents = loaded(batch, namespace_ids, depths) if at_once else Residents()

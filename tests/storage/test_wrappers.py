@@ -56,8 +56,7 @@ class SteppingEnv(Env):
         return self.now
 
 
-# --- all of them
-# ------------------------------------------------------------------------------------------------------------
+# -- all of them
 
 
 def test_wrappers_nest_and_have_the_capabilities_of_the_store_inside(tmp_path: Path) -> None:
@@ -118,8 +117,7 @@ def test_a_wrapper_closes_behind_the_calls_inside_it() -> None:
         inner.exists([])
 
 
-# --- metered
-# ------------------------------------------------------------------------------------------------------------
+# -- metered
 
 
 def test_metered_counts_calls_items_bytes_and_answers() -> None:
@@ -170,8 +168,7 @@ def test_metered_counts_calls_items_bytes_and_answers() -> None:
     assert value("calls_total", result="raised") == 1
 
 
-# --- faults
-# ------------------------------------------------------------------------------------------------------------
+# -- faults
 
 
 def test_faults_come_at_their_rates_and_are_the_same_for_a_seed() -> None:

@@ -136,9 +136,7 @@ class TestRaces:
 
     @pytest.mark.parametrize("method", Method)
     @pytest.mark.parametrize("waits", [True, False])
-    def test_a_stream_waits_for_its_layer_and_the_thread_does_not(
-        self, rig: Rig, method: Method, waits: bool
-    ) -> None:
+    def test_a_stream_waits_for_its_layer_and_the_thread_does_not(self, rig, method, waits):
         with rig.engine(method=method) as engine:
             compute, before, key = rig.machine.stream(), rig.machine.stream(), (2, "k")
             handle = rig.stored(engine, 0)
@@ -247,9 +245,7 @@ def test_many_loads_share_the_sets_of_events(rig: Rig) -> None:
         (4096, (Method.BATCH, Method.KERNEL), Method.MEMCPY),
     ],
 )
-def test_the_kernel_makes_small_copies_and_batches_the_others(
-    length: int, missing: Sequence[Method], chosen: Method
-) -> None:
+def test_the_kernel_makes_small_copies_and_batches_the_others(length, missing, chosen):
     device = SimulatedDevice(unavailable=dict.fromkeys(missing, "not here"))
     copies = Descriptors(*np.zeros((2, 3), np.uint64), np.full(3, length, np.int64), np.zeros(3, np.int64))
     assert best_method(device, copies) is chosen

@@ -33,9 +33,7 @@ class TestFailure:
         ("call", "method"),
         [("copy_batch", Method.BATCH), ("copy_table", Method.KERNEL), ("copy", Method.MEMCPY)],
     )
-    def test_in_the_middle_of_a_load(
-        self, simulated: tuple[Rig, SimulatedDevice], call: str, method: Method
-    ) -> None:
+    def test_in_the_middle_of_a_load(self, simulated, call, method):
         rig, device = simulated
         with rig.engine(method=method) as engine:
             handle, before = rig.stored(engine, 0), rig.machine.stream()

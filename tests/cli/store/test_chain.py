@@ -175,9 +175,7 @@ def test_a_tier_that_is_out_is_said_aloud(chain: list[str], tmp_path: Path) -> N
         assert content_of("lmdb", tmp_path / "b") == before, "it would come back with the other tier"
 
 
-def test_the_variable_names_one_store_or_a_list(
-    chain: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_variable_names_one_store_or_a_list(chain, tmp_path, monkeypatch):
     spaced = tmp_path / "a b"
     (tmp_path / "a").rename(spaced)
     monkeypatch.setenv("TIERCACHE_STORE", str(spaced))

@@ -118,9 +118,7 @@ def test_a_daemon_says_what_was_deleted_and_what_was_never_written(node: Storage
     assert "pages 1..3" not in text, "it goes deeper than that"
 
 
-def test_evictions_are_told_with_their_time_also_when_nothing_is_left(
-    node: StorageServer, prompt: str
-) -> None:
+def test_evictions_are_told_with_their_time_also_when_nothing_is_left(node, prompt):
     with worker(node) as store:
         store_sequence(store, PROMPT)
         for number in range(8):
@@ -385,9 +383,7 @@ def test_a_text_goes_through_its_tokenizer(tmp_path: Path) -> None:
         assert (found["tokens"], found["namespaces"][0]["restorable"]["pages"]) == (41, 8)
 
 
-def test_a_tokenizer_that_is_not_installed_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_that_is_not_installed_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     (tmp_path / "tokenizer.json").write_text("{}")
     path = make_store("file", tmp_path / "s")

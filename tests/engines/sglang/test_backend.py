@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from types import SimpleNamespace
@@ -48,9 +47,7 @@ from tiercache.integrations.sglang_tree.lent import LentPages, lent_pools
         *product([rig.mla_pool], rig.KV_LAYOUTS[:3], ["bfloat16", "float16", "float8_e4m3fn"]),
     ],
 )
-def test_pages_come_back_into_other_slots(
-    url: str, pool: Callable[..., Any], layout: str, dtype: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_pages_come_back_into_other_slots(url, pool, layout, dtype, caplog):
     caplog.set_level("INFO", "tiercache")
     kv = pool(layout, getattr(torch, dtype))
     store = backend(url, kv, mla=pool is rig.mla_pool)
@@ -82,9 +79,7 @@ def test_states_come_back_into_other_slots(url: str, layout: str, dtype: str) ->
     assert store.batch_get_v2([state_at(keys("none")[0], 2)]) == {PoolName.MAMBA: [False]}
 
 
-def test_zero_copy_where_addresses_are_told_and_a_copy_where_not(
-    url: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_zero_copy_where_addresses_are_told_and_a_copy_where_not(url, caplog):
     caplog.set_level("INFO", "tiercache")
     kv, mamba = kv_pool(), mamba_pool(side=True)
     store = backend(url, kv, mamba)
@@ -225,9 +220,7 @@ def test_nothing_raises_into_the_controller(url: str, caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize("error", [UnavailableError, RefusedError, StorageError])
-def test_a_store_that_cannot_be_asked_has_nothing_and_takes_writes(
-    url: str, caplog: pytest.LogCaptureFixture, error: type[Exception]
-) -> None:
+def test_a_store_that_cannot_be_asked_has_nothing_and_takes_writes(url, caplog, error):
     kv = kv_pool("layer_first")
     store = backend(url, kv, mamba_pool())
 
@@ -271,9 +264,7 @@ def test_a_pool_that_cannot_be_kept_ends_the_attach(url: str, shared: str) -> No
         backend(url, anchor)
 
 
-def test_a_pool_that_comes_after_the_attach_and_cannot_be_kept(
-    url: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_pool_that_comes_after_the_attach_and_cannot_be_kept(url, caplog):
     store = backend(url, kv_pool())
     store.register_mem_host_pool_v2(
         SimpleNamespace(page_size=1, size=4, dtype=torch.bfloat16), PoolName.MAMBA
@@ -441,9 +432,7 @@ def test_a_namespace_has_states_as_soon_as_there_is_a_pool_of_them(shared: str) 
     ] is False
 
 
-def test_pages_that_are_copied_hang_on_the_pages_before_them(
-    shared: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_that_are_copied_hang_on_the_pages_before_them(shared, monkeypatch):
     kv = kv_pool()
     monkeypatch.delattr(type(kv), "get_page_buffer_meta")  # a pool that tells no addresses
     store = backend(shared, kv)

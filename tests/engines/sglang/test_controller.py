@@ -47,9 +47,7 @@ UNTOLD = (
     [{}, {"hicache_storage_pass_prefix_keys": False}, PASSED | {"interface_v1": 0}],
     ids=["not said", "false", "flat pages"],
 )
-def test_nothing_is_kept_without_the_order_of_pages(
-    engine: rig.Engine, url: str, wrong: dict[str, Any]
-) -> None:
+def test_nothing_is_kept_without_the_order_of_pages(engine, url, wrong):
     settings = rig.extra_config(url) | wrong
     with rig.started_with(**settings), pytest.raises(ValueError) as caught:
         engine.attach(url, interface_v1=settings["interface_v1"])
@@ -62,9 +60,7 @@ def test_nothing_is_kept_without_the_order_of_pages(
     assert engine.hit() == len(TOKENS)
 
 
-def test_attached_later_nothing_is_stored_without_the_order_of_pages(
-    engine: rig.Engine, url: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_attached_later_nothing_is_stored_without_the_order_of_pages(engine, url, caplog):
     engine.attach(url)  # by a request: what it says of prefixes, the plug-in cannot see
     _, hashes = rig.hashed(TOKENS)
     for _ in range(2):

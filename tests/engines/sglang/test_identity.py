@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,9 +93,7 @@ def test_the_kinds_of_eight_bits_never_meet(url: str) -> None:
     assert not there(kv_dtype="fp8_e5m2")
 
 
-def test_what_the_server_was_told_is_part_of_the_identity(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_server_was_told_is_part_of_the_identity(url, tmp_path, monkeypatch):
     pools = {PoolName.DRAFT: kv_pool(layers=1)}
 
     def there(**settings: Any) -> tuple[bool, bool]:
@@ -226,9 +223,7 @@ def test_a_page_with_a_name_of_another_form_is_not_kept(url: str, odd: str) -> N
         ({"storage": "file:///tmp/{rank}?capacity=64MiB", "size": 2, "mla": True}, "one rank writes the KV"),
     ],
 )
-def test_a_wrong_setting_ends_the_attach_in_one_sentence(
-    url: str, changes: dict[str, Any], sentence: str
-) -> None:
+def test_a_wrong_setting_ends_the_attach_in_one_sentence(url, changes, sentence):
     changes = dict(changes)
     with pytest.raises(ValueError, match=re.escape(sentence)) as error:
         backend(changes.pop("storage", url), kv_pool(), **changes)

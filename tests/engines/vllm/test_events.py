@@ -170,9 +170,7 @@ def test_an_outage_removes_nothing() -> None:
         assert len(router.listen()) == 2
 
 
-def test_a_step_is_told_of_a_bounded_number_and_nothing_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_is_told_of_a_bounded_number_and_nothing_is_lost(tmp_path, monkeypatch):
     # private: the limit is no setting
     monkeypatch.setattr(tier_module, "_EVENTS_PER_STEP", 3)
     with engine_on(f"file://{tmp_path}/store?capacity=64MiB") as engine:

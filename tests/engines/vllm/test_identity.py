@@ -75,9 +75,7 @@ def test_another_engine_never_hits(full: dict[str, object], change: dict[str, An
     ],
     ids=str,
 )
-def test_a_group_that_is_made_otherwise_never_hits_and_the_others_do(
-    full: dict[str, object], change: dict[str, Any]
-) -> None:
+def test_a_group_that_is_made_otherwise_never_hits_and_the_others_do(full, change):
     with Engine(full, groups=groups(**change)) as engine:
         assert engine.found("a") == [False]
         assert engine.found("a", group=WINDOW) == [True]
@@ -143,9 +141,7 @@ def test_what_the_bytes_do_not_depend_on_hits(full: dict[str, object], change: d
         ),
     ],
 )
-def test_a_wrong_setting_is_one_sentence_and_leaves_nothing(
-    tier: dict[str, Any], change: dict[str, Any], says: str
-) -> None:
+def test_a_wrong_setting_is_one_sentence_and_leaves_nothing(tier, change, says):
     given = {name: value for name, value in (tier | change).items() if value is not None}
     refused(given, says)
     with Engine(tier) as engine:

@@ -76,9 +76,7 @@ def held(inside: Callable[..., None]) -> Iterator[list[Held]]:
         store.go.set()
 
 
-def test_a_load_brings_what_is_sound_and_the_rest_is_stored_anew(
-    tier: dict[str, object], tmp_path: Path
-) -> None:
+def test_a_load_brings_what_is_sound_and_the_rest_is_stored_anew(tier, tmp_path):
     with Engine(tier) as engine:
         for name in "abc":
             engine.store(name)
@@ -119,9 +117,7 @@ def test_loads_do_not_wait_for_stores(tier: dict[str, object], held: list[Held])
         store.go.set()
 
 
-def test_a_store_that_raises_is_a_store_that_has_nothing(
-    tier: dict[str, object], inside: Callable[..., None], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_store_that_raises_is_a_store_that_has_nothing(tier, inside, caplog):
     inside(Broken)
     with Engine(tier) as engine:
         engine.store("a")
@@ -136,9 +132,7 @@ def test_a_store_that_raises_is_a_store_that_has_nothing(
     assert raised[0].exc_info is not None
 
 
-def test_stores_beyond_the_queue_are_refused_and_their_rows_given_back(
-    tier: dict[str, object], held: list[Held], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_stores_beyond_the_queue_are_refused_and_their_rows_given_back(tier, held, caplog):
     with Engine(tier | {"queued_rows": 3}) as engine:
         held[0].held.add("set")
         first = engine.offer(keys("a", "b"), "ab")
@@ -165,18 +159,14 @@ def test_stores_beyond_the_queue_are_refused_and_their_rows_given_back(
         assert engine.found("a", "b", "c", "e") == [True, True, True, False]
 
 
-def test_a_job_that_is_larger_than_the_queue_is_taken_where_nothing_else_waits(
-    tier: dict[str, object],
-) -> None:
+def test_a_job_that_is_larger_than_the_queue_is_taken_where_nothing_else_waits(tier):
     with Engine(tier | {"queued_rows": 1}) as engine:
         engine.store("a", "b", "c")
         engine.evict()
         assert engine.found("a", "b", "c") == [True] * 3
 
 
-def test_a_reset_waits_for_what_runs_and_cancels_what_waits(
-    tier: dict[str, object], held: list[Held]
-) -> None:
+def test_a_reset_waits_for_what_runs_and_cancels_what_waits(tier, held):
     with Engine(tier | {"queued_rows": 8}) as engine:
         store = held[0]
         store.held.add("set")
@@ -215,9 +205,7 @@ def test_after_a_drain_nothing_touches_the_rows(tier: dict[str, object], held: l
         assert engine.memory() == before
 
 
-def test_an_end_with_jobs_waiting_closes_everything(
-    tier: dict[str, object], held: list[Held], tmp_path: Path
-) -> None:
+def test_an_end_with_jobs_waiting_closes_everything(tier, held, tmp_path):
     threads = set(threading.enumerate())
     engine = Engine(tier | {"queued_rows": 8})
     engine.store("a")
@@ -239,9 +227,7 @@ def test_an_end_with_jobs_waiting_closes_everything(
     open_backend(str(tier["storage"])).close()
 
 
-def test_the_end_does_not_wait_for_a_lookup_that_hangs(
-    tier: dict[str, object], held: list[Held], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_does_not_wait_for_a_lookup_that_hangs(tier, held, monkeypatch):
     monkeypatch.setattr(tier_module, "PATIENCE_S", 0.05)
     with Engine(tier) as engine:
         engine.store("a")
@@ -277,9 +263,7 @@ def test_the_end_may_come_twice_and_calls_after_it_fail_quietly(tier: dict[str, 
         engine.tier.on_request_finished(context)
 
 
-def test_jobs_that_make_no_sense_fail_and_spare_the_rows(
-    tier: dict[str, object], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_jobs_that_make_no_sense_fail_and_spare_the_rows(tier, caplog):
     with Engine(tier) as engine:
         engine.store("a", "b")
         engine.evict()

@@ -134,9 +134,7 @@ def test_a_page_size_that_is_not_the_identity_s_is_refused() -> None:
         (([], 1), {}), (([1 << 70], 1), {}), ((np.array(["a"]), 1), {}), (([3, 256], 1), {}), (([-1], 1), {}),
     ],
 )  # fmt: skip
-def test_a_request_that_makes_no_sense_is_refused_in_one_sentence(
-    arguments: tuple[Any, ...], options: dict[str, Any]
-) -> None:
+def test_a_request_that_makes_no_sense_is_refused_in_one_sentence(arguments, options):
     with serving("llama") as worker:
         with pytest.raises(InputError) as refused:
             worker.serve(*arguments, **options)

@@ -277,8 +277,7 @@ def test_times_are_taken_in_the_stream_and_add_up() -> None:
                 assert 0 < generation.restore_seconds < generation.ttft_seconds
 
 
-# --- the real stream, as far as it goes without a device
-# -----------------------------------------------------------------------------
+# -- the real stream, as far as it goes without a device
 
 
 def test_the_current_stream_is_asked_each_time() -> None:

@@ -120,9 +120,7 @@ class Silent(CudaStream):
 
 
 @pytest.mark.parametrize("silent", [False, True], ids=["with fences", "without"])
-def test_copies_wait_for_late_exports(
-    silent: bool, cuda: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_wait_for_late_exports(silent, cuda, monkeypatch):
     """Each export stands behind a kernel that takes longer than a request; without fences, the negative
     control, old bytes go down.
     """

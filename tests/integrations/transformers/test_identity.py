@@ -152,9 +152,7 @@ CHANGES: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_what_changes_the_computation_changes_the_identity_and_is_noticed(
-    change: Change, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_changes_the_computation_changes_the_identity_and_is_noticed(change, tmp_path, monkeypatch):
     """A new worker restores nothing of before; the one that lives refuses, and neither restores nor
     commits.
     """
@@ -307,9 +305,7 @@ def with_global(factor: float) -> Callable[..., torch.Tensor]:
 
 
 @pytest.mark.parametrize("make", [with_default, with_keyword, with_global])
-def test_hooks_that_differ_in_a_number_only_make_different_models(
-    make: Callable[[float], Callable[..., torch.Tensor]],
-) -> None:
+def test_hooks_that_differ_in_a_number_only_make_different_models(make):
     models = [build("llama") for _ in range(3)]
     for model, factor in zip(models, (2.0, 3.0, 3.0), strict=True):
         model.model.norm.register_forward_hook(make(factor))
@@ -355,9 +351,7 @@ def test_tied_weights_in_bfloat16_keep_their_identity(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", slow_after(1, ["qwen3_next", "jamba", "falcon_h1", "zaya", "deepseek_v3"]))
-def test_an_identity_is_the_same_after_requests_and_after_saving_and_loading(
-    name: str, tmp_path: Path
-) -> None:
+def test_an_identity_is_the_same_after_requests_and_after_saving_and_loading(name, tmp_path):
     model = build(name)
     before = revision(model)
     with Worker(model, device_bytes=AMPLE, host_bytes=AMPLE, page_size=PAGE) as worker:

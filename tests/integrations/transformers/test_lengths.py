@@ -221,8 +221,7 @@ def test_a_model_that_changes_its_attention_for_good_is_refused(attention: str, 
             open_worker(strengthen(model, 0), tmp_path)
 
 
-# --- positions
-# ------------------------------------------------------------------------------------------------------------
+# -- positions
 
 
 @pytest.mark.parametrize("name", slow_after(1, ["llama", "falcon_h1"]))

@@ -57,9 +57,7 @@ def test_the_layout_has_states_and_no_pages(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "page", "dtype"), slow_after(1, CASES))
-def test_a_restored_conversation_equals_its_recompute(
-    name: str, page: int, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_a_restored_conversation_equals_its_recompute(name, page, dtype, tmp_path):
     """From a file store, with device and host emptied: every state, logit and token, to the last bit."""
     with serving(name, store(tmp_path), page=page, dtype=dtype) as worker:
         audit = Audit(worker.runner, page_slots=1, state_slots=40)

@@ -92,8 +92,7 @@ def test_tasks_in_turns_equal_their_recompute(name: str, tmp_path: Path) -> None
         right(audit, worker, worker.serve(LONG[2], 2, audit=True))
 
 
-# --- serve_all
-# ------------------------------------------------------------------------------------------------------
+# -- serve_all
 
 
 @pytest.mark.parametrize("name", slow_after(1, NAMES))

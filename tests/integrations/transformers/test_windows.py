@@ -61,9 +61,7 @@ DEPTHS = [
         ],
     ),
 )
-def test_a_restored_window_continues_bit_for_bit(
-    name: str, dtype: torch.dtype, case: tuple[int, int, tuple[int, ...]]
-) -> None:
+def test_a_restored_window_continues_bit_for_bit(name, dtype, case):
     """From slots that held something else before, with a chunk and with single tokens after the restore."""
     window, page, depths = case
     runner = _runner(name, window, page, dtype)
@@ -111,9 +109,7 @@ def _worker(model: Any, page: int, path: Path) -> Worker:
         ],
     ),
 )  # fmt: skip
-def test_turns_across_the_window_come_back_from_disk(
-    name: str, page: int, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_turns_across_the_window_come_back_from_disk(name, page, dtype, tmp_path):
     """Each turn begins with device and host empty. The first ends below the window, and answers cross it, so
     that the states of decoding are used on both sides.
     """
@@ -259,9 +255,7 @@ def _with_notes(window: int, depth: int) -> ProbeReport | UnsupportedModelError:
         ],
     ),
 )
-def test_what_a_window_keeps_elsewhere_is_found_around_its_end(
-    window: int, depth: int, limit: int | None
-) -> None:
+def test_what_a_window_keeps_elsewhere_is_found_around_its_end(window, depth, limit):
     found = _with_notes(window, depth)
     if isinstance(found, UnsupportedModelError):
         why = str(found)

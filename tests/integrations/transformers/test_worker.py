@@ -117,8 +117,7 @@ def test_conversations_with_pools_too_small_for_all_of_them(name: str, tmp_path:
     assert Tier.STORAGE in seen
 
 
-# --- a wrong cache is noticed
-# --------------------------------------------------------------------------------------------------------
+# -- a wrong cache is noticed
 
 
 @pytest.mark.parametrize("tier", slow_after(1, [Tier.HOST, Tier.DEVICE]))
@@ -164,8 +163,7 @@ def overwrite(parts: list[torch.Tensor], by: list[torch.Tensor]) -> None:
 LENGTHS = (1, 2, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE)
 
 
-# --- requests of every kind
-# ----------------------------------------------------------------------------------------------------------
+# -- requests of every kind
 
 
 @pytest.mark.parametrize(
@@ -216,8 +214,7 @@ def test_the_audit_refuses_what_it_cannot_judge() -> None:
             audit.check(worker.serve(LONG[2], 1, audit=True))
 
 
-# --- whose bytes these are
-# -----------------------------------------------------------------------------------------------------------
+# -- whose bytes these are
 
 
 def digest(model: PreTrainedModel) -> str:

@@ -133,9 +133,7 @@ class BrokenKernel(SimulatedDevice):
         (WrongBatches, "batch", "of 4194304 bytes were wrong in a trial"),
     ],
 )
-def test_a_method_that_does_not_work_is_left_out_and_named(
-    kind: type[SimulatedDevice], method: str, reason: str
-) -> None:
+def test_a_method_that_does_not_work_is_left_out_and_named(kind, method, reason):
     device = kind()
     assert {row["method"] for row in rows_of(device, (1,))} == {*ALL} - {method}
     [said] = [one for one in footer(DevicePlan(MIB, 5), device) if "No copies" in one]

@@ -71,9 +71,7 @@ def test_a_model_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_does_not_fit_is_refused(
-    change: dict[str, int], sentence: str, llama: str, tmp_path: Path
-) -> None:
+def test_what_does_not_fit_is_refused(change, sentence, llama, tmp_path):
     plan = DemoPlan("serve", str(tmp_path), SALT, llama, context=1024)
     with pytest.raises(ConfigError, match=sentence):
         Session(replace(plan, **change))  # type: ignore[arg-type]

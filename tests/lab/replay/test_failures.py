@@ -51,9 +51,7 @@ def run(tiers: Tiers, write: str = "write_through") -> tuple[Run, list[int]]:
 @pytest.mark.parametrize("write", ["write_through", "write_back"])
 @pytest.mark.parametrize("tiers", [SMALL, TWO], ids=["one", "two"])
 @pytest.mark.parametrize("operation", ["set", "get", "exists", "advise"])
-def test_one_exception_of_a_store_ends_the_run_with_it(
-    operation: str, tiers: Tiers, write: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_exception_of_a_store_ends_the_run_with_it(operation, tiers, write, monkeypatch):
     monkeypatch.setattr(cache, "NullStore", breaking(operation))
     one, steps = run(tiers, write)
     with pytest.raises(RuntimeError, match=r"the replay's storage raised in .*defect of tiercache") as raised:
@@ -64,9 +62,7 @@ def test_one_exception_of_a_store_ends_the_run_with_it(
 
 
 @pytest.mark.parametrize("operation", ["set", "get", "exists", "advise"])
-def test_a_store_that_raises_from_now_on_ends_the_run_too(
-    operation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_raises_from_now_on_ends_the_run_too(operation, monkeypatch):
     """Writes that wait for the end of an outage do not keep the run waiting."""
     monkeypatch.setattr(cache, "NullStore", breaking(operation, once=False))
     one, _ = run(SMALL)
@@ -76,9 +72,7 @@ def test_a_store_that_raises_from_now_on_ends_the_run_too(
 
 
 @pytest.mark.parametrize("operation", ["set", "get"])
-def test_a_store_that_answers_with_an_error_ends_the_run(
-    operation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_answers_with_an_error_ends_the_run(operation, monkeypatch):
     class Refusing(NullStore):
         """Null store whose first set or get fails without an exception."""
 

@@ -169,9 +169,7 @@ def test_the_terminal_has_the_answer_first_and_the_page_has_the_same(tmp_path: P
         pytest.param(SMALL, 9, "mamba2-2.7b", "of host memory save", marks=pytest.mark.slow),
     ],
 )
-def test_it_is_sensible_for_short_sources_and_for_other_models(
-    spec: str, limit: int, profile: str, told: str
-) -> None:
+def test_it_is_sensible_for_short_sources_and_for_other_models(spec, limit, profile, told):
     plan = planned(spec, profile, limit)
     assert told in next(sentences(plan))
     assert bool(plan.hosts) == ("save" in told and "Nothing" not in told)

@@ -98,9 +98,7 @@ PALE: Final = """(() => {
         ("hostile", True),
     ],
 )
-def test_nothing_is_missing_pale_crowded_or_too_wide(
-    page: Page, reports: Callable[[str], Path], name: str, dark: bool
-) -> None:
+def test_nothing_is_missing_pale_crowded_or_too_wide(page, reports, name, dark):
     for width in (1280, 360):
         page.open(reports(name), width=width, dark=dark)
         assert page.ask("document.documentElement.scrollWidth") <= width

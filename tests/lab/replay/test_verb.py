@@ -398,9 +398,7 @@ TIER_MISTAKES: list[tuple[Sequence[str], str]] = [
         *((("multi-turn", "--host-bytes", "1GiB", *tier), sentence) for tier, sentence in TIER_MISTAKES),
     ],
 )
-def test_a_mistake_gets_one_sentence(
-    trace: Path, tmp_path: Path, arguments: Sequence[str], sentence: str
-) -> None:
+def test_a_mistake_gets_one_sentence(trace, tmp_path, arguments, sentence):
     broken = tmp_path / "broken.jsonl"
     broken.write_text(trace.read_text().splitlines()[0] + "\n{broken\n")
     done = replay(*(one.format(trace=trace, broken=broken) for one in arguments))

@@ -154,9 +154,7 @@ def test_what_is_not_served_is_refused_at_the_start(start: Start) -> None:
 
 @pytest.mark.parametrize("ranks", [(), ("--tp", "2")], ids=["one rank", "two"])
 @pytest.mark.parametrize("model", MODELS)
-def test_the_host_keeps_what_the_device_gave_up(
-    model: str, ranks: tuple[str, ...], start: Start, expected: Expected
-) -> None:
+def test_the_host_keeps_what_the_device_gave_up(model, ranks, start, expected):
     sizes = ["--max-total-tokens", "4096", "--max-running-requests", "4"]
     with start(model, *sizes, *HOST, *ranks, *OURS, overlap=True) as server:
         first = [server.ask(asked) for asked in PROMPTS]
@@ -225,9 +223,7 @@ def test_two_ranks_over_a_store(model: str, models: Path, tmp_path: Path, expect
         assert "exception" not in server.said().lower()
 
 
-def test_the_store_serves_nobody_else_and_no_other_weights(
-    models: Path, tmp_path: Path, expected: Expected
-) -> None:
+def test_the_store_serves_nobody_else_and_no_other_weights(models, tmp_path, expected):
     path, right, whole = make_model("qwen3next", models), expected("qwen3next"), whole_pages(PAGE)
     store, log = f"file://{tmp_path}/store?capacity=256MiB", tmp_path / "server.log"
     with SglangTreeServer(environment_of(SglangServer), path, free_port(), log, store) as server:

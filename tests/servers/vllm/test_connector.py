@@ -5,16 +5,15 @@ from __future__ import annotations
 import random
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 from tests.processes import free_port
-from tests.servers.conftest import Expected, Start, environment_of
+from tests.servers.conftest import environment_of
 from tests.servers.models import make_model
 from tests.servers.prompts import ask_all, cached, check, come_back, damage, whole_pages
-from tests.servers.server import Answer, Server
+from tests.servers.server import Answer
 from tests.servers.vllm.server import VllmConnectorServer
 from tests.waiting import until
 
@@ -39,9 +38,7 @@ MODELS = [
 
 
 @pytest.mark.parametrize(("engine", "model"), MODELS, indirect=["engine"], ids=[model for _, model in MODELS])
-def test_windows_and_states_of_other_kinds_come_back(
-    model: str, engine: type[Server], start: Start, expected: Expected, tmp_path: Path
-) -> None:
+def test_windows_and_states_of_other_kinds_come_back(model, engine, start, expected, tmp_path):
     right, store = expected(model), tmp_path / "store"
     url = f"file://{store}?capacity=256MiB"
     come_back(lambda: start(model, url), right, engine.PAGE)
@@ -76,9 +73,7 @@ class Unsized(VllmConnectorServer):
         (Unsized, "falconh1", "states on a CPU without --block-size; start vLLM with --block-size 256"),
     ],
 )
-def test_a_server_that_is_not_served_does_not_start(
-    kind: type[VllmConnectorServer], model: str, why: str, models: Path, tmp_path: Path
-) -> None:
+def test_a_server_that_is_not_served_does_not_start(kind, model, why, models, tmp_path):
     path = make_model(model, models)
     server = kind(environment_of(kind), path, free_port(), tmp_path / "log", "memory://?capacity=64MiB")
     with pytest.raises(AssertionError, match="the server ended"):
@@ -113,9 +108,7 @@ class Fine(VllmConnectorServer):
     ("kind", "model", "blocks", "rounding"),
     [(Fine, "llama", 80, 1e-3), (VllmConnectorServer, "qwen3next", 24, 0.6)],
 )
-def test_64_at_once_in_few_blocks_over_a_full_store(
-    kind: type[VllmConnectorServer], model: str, blocks: int, rounding: float, models: Path, tmp_path: Path
-) -> None:
+def test_64_at_once_in_few_blocks_over_a_full_store(kind, model, blocks, rounding, models, tmp_path):
     """Batches, requests taken back, four answers, clients that go away; then what `/metrics` says of it."""
     draw = random.Random(7)
     shared = [[draw.randrange(3, 250) for _ in range(1200)] for _ in range(4)]

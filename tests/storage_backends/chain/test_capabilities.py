@@ -16,7 +16,7 @@ from tiercache.core import Outcome
 from tiercache.daemon import StorageServer
 from tiercache.errors import ConfigError, StorageError
 from tiercache.storage.base import StorageBackend
-from tiercache.storage.registry import Spec, capabilities_of, open_backend
+from tiercache.storage.registry import capabilities_of, open_backend
 from tiercache.testing.objects import key, payload, put
 
 MEMORY = "memory://?capacity=8MiB"
@@ -47,9 +47,7 @@ def disk(path: Path) -> str:
     ],
     ids=str,
 )
-def test_settings_tell_what_a_store_is_capable_of(
-    spec: Spec, has: tuple[str, ...], lacks: tuple[str, ...]
-) -> None:
+def test_settings_tell_what_a_store_is_capable_of(spec, has, lacks):
     able = capabilities_of(spec)
     assert [getattr(able, name) for name in has + lacks] == [True] * len(has) + [False] * len(lacks)
 

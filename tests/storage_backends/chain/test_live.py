@@ -60,8 +60,7 @@ def names_of(chain: TierChain) -> list[str]:
     return [tier.name for tier in chain.tiers]
 
 
-# --- each change
-# ------------------------------------------------------------------------------------------------------------
+# -- each change
 
 
 def test_a_new_tier_gets_what_the_upper_ones_have_and_shows_what_it_has(tmp_path):
@@ -231,8 +230,7 @@ def test_a_scan_during_a_change_begins_again(tmp_path):
             chain.scan(None, page.cursor)
 
 
-# --- lists that are not possible
-# ------------------------------------------------------------------------------------------------------------
+# -- lists that are not possible
 
 
 A = "file://{0}/a?capacity=64MiB&tier_name=a"
@@ -280,8 +278,7 @@ def test_a_list_that_is_not_possible_is_refused_and_nothing_has_changed(
         assert len(os.listdir("/proc/self/fd")) <= files
 
 
-# --- tiers that leave
-# ------------------------------------------------------------------------------------------------------------
+# -- tiers that leave
 
 
 @pytest.mark.parametrize(

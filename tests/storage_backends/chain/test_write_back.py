@@ -224,9 +224,7 @@ def test_a_promoted_object_is_not_written_again(chain_over: Make) -> None:
     assert set(lower.writes.values()) == {1}, "each object was written once"
 
 
-def test_a_tier_that_cannot_say_what_it_evicts_gets_no_promotions_and_is_not_asked_in_a_loop(
-    chain_over: Make,
-) -> None:
+def test_a_tier_that_cannot_say_what_it_evicts_gets_no_promotions_and_is_not_asked_in_a_loop(chain_over):
     upper, lower = Mute(UPPER), MemoryBackend(LOWER)
     store = chain_over(upper, lower, settings={1: PROMOTING})
     fill(store, upper, lower)

@@ -16,9 +16,7 @@ from tiercache.testing.objects import fetch, key, payload, put, to_set
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-def test_a_damaged_catalog_costs_contents_and_nothing_else(
-    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_catalog_costs_contents_and_nothing_else(tmp_path, how, caplog):
     path = tmp_path / "s"
     with opened(path) as store:
         store.set([to_set(key(n), payload(n, 5000)) for n in range(300)])

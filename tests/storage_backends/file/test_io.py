@@ -95,9 +95,7 @@ def real_disk(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("size", [4096, 300_000, 3 << 20])
-def test_the_page_cache_is_used_where_it_helps_and_left_alone_where_it_does_not(
-    real_disk: Path, size: int
-) -> None:
+def test_the_page_cache_is_used_where_it_helps_and_left_alone_where_it_does_not(real_disk, size):
     env = Doors()
     with FileBackend(str(real_disk), CAPACITY, env=env) as store:
         env.doors("")

@@ -48,8 +48,7 @@ ID = bytes(range(16))
 BLOCK = 4096
 
 
-# --- a catalog alone: damage at every place
-# ------------------------------------------------------------------------------------------------------------
+# -- a catalog alone: damage at every place
 
 
 class Small:
@@ -231,8 +230,7 @@ def test_of_two_logs_the_newer_one_counts_as_long_as_anything_in_it_is_right(sma
     assert small.objects() == whole
 
 
-# --- a store whose log is about to be rewritten
-# ------------------------------------------------------------------------------------------------------------
+# -- a store whose log is about to be rewritten
 
 
 def opened(path: Path, durability: str = "process", env: Env | None = None) -> FileBackend:

@@ -148,9 +148,7 @@ def test_a_request_that_waits_in_the_daemon_s_socket_meets_nobody(daemon: Daemon
             arena.free(blocks)
 
 
-def test_a_late_read_of_blocks_that_are_freed_finds_them_as_they_were(
-    daemon: Daemon, arena: HostArena
-) -> None:
+def test_a_late_read_of_blocks_that_are_freed_finds_them_as_they_were(daemon, arena):
     with client_of(daemon) as client:
         client.attach(arena)
         until(lambda: put(client, key("old"), OLD) in (STORED, HIT))
@@ -192,9 +190,7 @@ def untouched(arena: HostArena) -> bool:
 @pytest.mark.parametrize(
     "store", ["memory", "file", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lmdb", "chain"))]
 )
-def test_a_late_read_of_blocks_that_are_written_again_costs_a_miss(
-    tmp_path: Path, arena: HostArena, store: str
-) -> None:
+def test_a_late_read_of_blocks_that_are_written_again_costs_a_miss(tmp_path, arena, store):
     """The caller keeps its blocks, and puts something else there as soon as its set has answered."""
     sockets, url = Path(tempfile.mkdtemp(dir=scratch())), STORES[store].format(tmp_path)
     with Daemon("unix", sockets, url) as daemon, client_of(daemon) as client:
@@ -215,9 +211,7 @@ def test_a_late_read_of_blocks_that_are_written_again_costs_a_miss(
 
 
 @pytest.mark.parametrize("gives_up", ["the tier", "the chain"])
-def test_no_other_tier_answers_into_buffers_that_a_late_one_may_write_to(
-    daemon: Daemon, arena: HostArena, gives_up: str
-) -> None:
+def test_no_other_tier_answers_into_buffers_that_a_late_one_may_write_to(daemon, arena, gives_up):
     patient = {"transfer_timeout": "60s"} if gives_up == "the chain" else {}
     deadline = {"deadline": 0.5} if gives_up == "the chain" else {}
     first, below = client_of(daemon, **patient), MemoryBackend()

@@ -17,7 +17,6 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.examples import example_count
 from tests.storage.backends import another_way, without_themes
 from tests.storage_backends.grpc.hooks import TcpMemory, TlsMemory, UnixChain, UnixFile, UnixMemory
-from tiercache.testing.conformance import BackendConformance
 from tiercache.testing.conformance.eviction import Coldest, Eviction
 from tiercache.testing.stateful import BackendMachine, EvictingMachine
 
@@ -59,9 +58,7 @@ STORES = [
 @pytest.mark.hypothesis
 @pytest.mark.parametrize(("hooks", "examples"), STORES)
 @pytest.mark.parametrize("machine", [BackendMachine, EvictingMachine])
-def test_random_histories_match_a_dict(
-    machine: type[BackendMachine], hooks: type[BackendConformance], examples: int
-) -> None:
+def test_random_histories_match_a_dict(machine, hooks, examples):
     run_state_machine_as_test(
         type("M", (machine,), {"suite": hooks}),
         settings=settings(_QUICK, max_examples=example_count(examples)),

@@ -122,9 +122,7 @@ def test_thousands_of_small_objects_are_more_than_one_request(ends: ExitStack) -
     assert set(client.get([GetItem(item.key, item.buffers, 1) for item in items])) == {HIT}
 
 
-def test_memory_that_the_daemon_refuses_is_not_used(
-    ends: ExitStack, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_memory_that_the_daemon_refuses_is_not_used(ends, caplog):
     caplog.set_level(logging.WARNING)
     node = started(ends, limits={"attached_bytes": 8 * BLOCK})
     client = ends.enter_context(open_client("unix", node))

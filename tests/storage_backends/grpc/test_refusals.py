@@ -65,9 +65,7 @@ def get_one(store: GrpcBackend, number: int = 1) -> Outcome:
     return outcome
 
 
-def test_a_verb_that_is_not_allowed_is_a_refusal_and_what_is_allowed_goes_on(
-    client: Callable[..., GrpcBackend], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_verb_that_is_not_allowed_is_a_refusal_and_what_is_allowed_goes_on(client, caplog):
     writer, reader = client("writer"), client("reader")
     assert set_one(writer) is Outcome.STORED
     with caplog.at_level(logging.INFO):
@@ -81,9 +79,7 @@ def test_a_verb_that_is_not_allowed_is_a_refusal_and_what_is_allowed_goes_on(
     assert not [line for line in told if "not available" in line or "answer" in line]
 
 
-def test_who_is_not_known_is_refused_and_served_once_that_changes(
-    client: Callable[..., GrpcBackend], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_is_not_known_is_refused_and_served_once_that_changes(client, tmp_path, caplog):
     assert set_one(client("writer")) is Outcome.STORED
     with caplog.at_level(logging.INFO):
         nobody = client("nobody", breaker_pause="50ms")

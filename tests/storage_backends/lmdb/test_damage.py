@@ -202,9 +202,7 @@ def spoil_entry(data: str, name: bytes, what: str) -> None:
         (b"objects", "name", False),
     ],
 )
-def test_a_tree_that_leads_elsewhere_is_not_followed(
-    tmp_path: Path, name: bytes, what: str, killed: bool
-) -> None:
+def test_a_tree_that_leads_elsewhere_is_not_followed(tmp_path, name, what, killed):
     path = tmp_path / "s"
     with opened(path) as store:
         store.set([to_set(key(n), payload(n, 5000)) for n in range(200)])

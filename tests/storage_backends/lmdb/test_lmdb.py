@@ -46,16 +46,13 @@ def test_random_histories(machine: type[RuleBasedStateMachine], examples: int) -
     run_state_machine_as_test(machine, settings=quick)
 
 
-# --- capacity
-# ------------------------------------------------------------------------------------------------------------
+# -- capacity
 
 
 @pytest.mark.parametrize(
     ("size", "step", "batch", "batches"), [(500, 0, 96, 110), (1_500_000, 0, 1, 12), (100, 7919, 3, 100)]
 )
-def test_everything_in_the_directory_counts_at_every_instant(
-    tmp_path: Path, size: int, step: int, batch: int, batches: int
-) -> None:
+def test_everything_in_the_directory_counts_at_every_instant(tmp_path, size, step, batch, batches):
     path = tmp_path / "s"
     opened(path, 8 << 20).close()
     (path / "notes").write_bytes(bytes(1 << 20))
@@ -110,8 +107,7 @@ def test_a_store_grows_and_shrinks_only_as_far_as_its_data(tmp_path: Path) -> No
         check_integrity(store)
 
 
-# --- eviction
-# ------------------------------------------------------------------------------------------------------------
+# -- eviction
 
 
 def test_many_reads_write_their_recency_down(tmp_path: Path) -> None:

@@ -99,9 +99,7 @@ def test_four_processes_share_a_store_and_one_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGCONT])
-def test_a_reader_that_stands_still_throttles_writers_and_harms_nothing(
-    tmp_path: Path, end: signal.Signals
-) -> None:
+def test_a_reader_that_stands_still_throttles_writers_and_harms_nothing(tmp_path, end):
     path = tmp_path / "s"
     with opened(path) as store:
         stored = {n: STORED for n in range(60) if put(store, key(n), payload(n, 150_000)) is STORED}

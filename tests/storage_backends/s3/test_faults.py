@@ -174,9 +174,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("code", REFUSALS)
-def test_a_refusal_is_one_sentence_with_what_to_do(
-    store: S3Backend, proxy: Proxy, tmp_path: Path, code: str
-) -> None:
+def test_a_refusal_is_one_sentence_with_what_to_do(store, proxy, tmp_path, code):
     status, advice = REFUSALS[code]
     put(store, key("a"), payload("a", SIZE))
     proxy.before = lambda exchange: exchange.refuse(status, code)
@@ -205,9 +203,7 @@ def spoiled(proxy: Proxy, which: Callable[[Exchange], bool], times: int, status:
     return seen
 
 
-def test_a_put_that_conflicts_is_tried_again_and_never_stored_unless_it_is_there(
-    store: S3Backend, proxy: Proxy
-) -> None:
+def test_a_put_that_conflicts_is_tried_again_and_never_stored_unless_it_is_there(store, proxy):
     seen = spoiled(proxy, lambda e: e.method == "PUT", 1, 409, "ConditionalRequestConflict")
     assert put(store, key("a"), payload("a", SIZE)) is STORED
     assert fetch(store, key("a"), SIZE) == payload("a", SIZE)

@@ -30,9 +30,7 @@ def gets(*numbers: int) -> list[GetItem]:
     return [to_get(key(n), SIZE) for n in numbers]
 
 
-def test_a_cold_start_misses_what_it_does_not_know_yet(
-    tmp_path: Path, proxy: Proxy, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cold_start_misses_what_it_does_not_know_yet(tmp_path, proxy, caplog, monkeypatch):
     monkeypatch.setattr(service, "_LIST_CHUNK", 1)  # private: the real pages would need thousands of packs
     with open_s3(tmp_path) as writer:
         for n in range(20):
@@ -111,9 +109,7 @@ def test_listings_that_fail_are_an_answer_to_misses_only(tmp_path: Path, proxy: 
         until(lambda: store.get(gets(0, 1)) == [HIT, MISS])
 
 
-def test_a_sweep_in_small_parts_finds_what_is_there_and_what_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_in_small_parts_finds_what_is_there_and_what_is_gone(tmp_path, monkeypatch):
     monkeypatch.setattr(service, "_LIST_CHUNK", 2)  # private: the real pages would need thousands of packs
     everything = [key(n) for n in range(11)]
     with open_s3(tmp_path) as writer:
@@ -140,9 +136,7 @@ def test_a_sweep_in_small_parts_finds_what_is_there_and_what_is_gone(
             check_directory(store)
 
 
-def test_garbage_is_remembered_up_to_a_bound_and_said_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_garbage_is_remembered_up_to_a_bound_and_said_once(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(directory, "_MAX_USELESS", 3)  # private: the real bound would need thousands of names
     for n in range(8):
         data = bytes(100)

@@ -198,14 +198,7 @@ works = st.builds(
     closed=st.booleans(),
 )
 @settings(max_examples=example_count(150), deadline=None)
-def test_nothing_is_lost_early_or_faster_than_possible(
-    drawn: list[tuple[Needed, float, int]],
-    batch: int,
-    step: float,
-    per_request: float,
-    latency: float,
-    closed: bool,
-) -> None:
+def test_nothing_is_lost_early_or_faster_than_possible(drawn, batch, step, per_request, latency, closed):
     arrivals = np.cumsum([gap for _, gap, _ in drawn]).tolist()
     given = [work for work, _, _ in drawn]
     sessions = [session for _, _, session in drawn]
@@ -237,9 +230,7 @@ def test_nothing_is_lost_early_or_faster_than_possible(
 
 @given(st.lists(st.tuples(seconds, st.integers(1, 300)), min_size=1, max_size=10))
 @settings(max_examples=example_count(100), deadline=None)
-def test_a_link_ends_every_load_no_sooner_than_alone_and_in_all_no_later_than_one_by_one(
-    drawn: list[tuple[float, int]],
-) -> None:
+def test_a_link_ends_every_load_no_sooner_than_alone_and_in_all_no_later_than_one_by_one(drawn):
     link, now, begun, ends = Link[int](10.0), 0.0, [], {}
     for number, (gap, nbytes) in enumerate(drawn):
         now += gap
