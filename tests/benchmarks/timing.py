@@ -49,13 +49,9 @@ def settings(place: Path, url: str) -> Settings:
         )
     tenants = {name: {"salt_file": place / f"{name}.salt"} for name in ("acme", "globex")}
     return Settings(
-        directory=place,
-        unix=False,
-        listen=("127.0.0.1:0",),
-        storage=url,
-        principals=principals,
+        directory=place, unix=False, listen=("127.0.0.1:0",), storage=url, principals=principals,
         tenants=tenants,
-    ).check()
+    ).check()  # fmt: skip
 
 
 def asks(store: StorageBackend) -> dict[str, Callable[[ObjectKey], object]]:

@@ -38,16 +38,12 @@ class Campaign(NamedTuple):
 
 OWN = ("own",)
 CAMPAIGNS = {
-    "kill": Campaign(kill.campaign, 500, 24),
-    "open": Campaign(opening.campaign, 500, 22),
-    "grow": Campaign(growth.campaign, 60, 4),
-    "clones": Campaign(clones.campaign, 100, 8),
-    "power": Campaign(power.campaign, 50, 4),
-    "enospc": Campaign(full_disk.campaign, 10, 1),
-    "soak": Campaign(soak.campaign, 120, 15),
-    "simulate": Campaign(simulation.campaign, 10_000, 50, OWN),
+    "kill": Campaign(kill.campaign, 500, 24), "open": Campaign(opening.campaign, 500, 22),
+    "grow": Campaign(growth.campaign, 60, 4), "clones": Campaign(clones.campaign, 100, 8),
+    "power": Campaign(power.campaign, 50, 4), "enospc": Campaign(full_disk.campaign, 10, 1),
+    "soak": Campaign(soak.campaign, 120, 15), "simulate": Campaign(simulation.campaign, 10_000, 50, OWN),
     "fuzz": Campaign(fuzz.campaign, 600, 5, OWN),
-}
+}  # fmt: skip
 """Trials are those of `kill` and `open` in all, and of `power` in its first two rows; soak: seconds;
 `fuzz`: seconds for each target.
 """

@@ -31,13 +31,9 @@ class Nursery:
     def __enter__(self) -> Self:
         # In a session of its own: Ctrl-C is for the campaign, which then ends the nursery in order.
         self._process = subprocess.Popen(
-            [sys.executable, "-c", ACT],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            start_new_session=True,
-        )
+            [sys.executable, "-c", ACT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            cwd=ROOT, start_new_session=True,
+        )  # fmt: skip
         self._pid_fd = -1
         self.words: dict[str, str] = {}
         return self

@@ -104,16 +104,9 @@ class Engine:
         extra |= {"engine": engine} if engine else {}
         extra |= {"threads": threads} if threads else {}
         self.controller = HybridCacheController(
-            identity,
-            self.pools,
-            self.arena,
-            storage,
-            shard=shard,
-            ranks=ranks,
-            profile=profile,
-            options=options or ControllerOptions(restore_deadline=10.0),
-            **extra,
-        )
+            identity, self.pools, self.arena, storage, shard=shard, ranks=ranks, profile=profile,
+            options=options or ControllerOptions(restore_deadline=10.0), **extra,
+        )  # fmt: skip
         self.opened.append(self.controller)
         self.metrics = self.controller.metrics
         self.told = Told(self.context) if told else None

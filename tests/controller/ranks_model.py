@@ -80,14 +80,10 @@ class ModelEngine:
         self.store = store
         part = Shard(rank, size)
         self.controller = HybridCacheController(
-            Identity("toy", "1", "float32", "float32", "float32", P),
-            self.pools,
-            HostArena(64 * 4096, 4096),
-            self.store,
-            shard={KV: part, MAMBA: part},
-            ranks=group,
+            Identity("toy", "1", "float32", "float32", "float32", P), self.pools,
+            HostArena(64 * 4096, 4096), self.store, shard={KV: part, MAMBA: part}, ranks=group,
             options=ControllerOptions(restore_deadline=deadline, join_deadline=30.0),
-        )
+        )  # fmt: skip
         self.last = None
 
     def admit(self, lookup, **need):

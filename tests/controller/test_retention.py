@@ -18,13 +18,9 @@ OTHER = [*prompt(7, 8, 9), 5]
 
 def engine_with(clock=None, *, blocks=64, share=0.5, policy="hvd", hybrid=True, storage=False, **sizes):
     return Engine(
-        open_backend("memory://") if storage else None,
-        blocks=blocks,
-        clock=clock,
-        hybrid=hybrid,
-        options=ControllerOptions(pin_share=share, policy=policy),
-        **{"pages": 60, "states": 30} | sizes,
-    )
+        open_backend("memory://") if storage else None, blocks=blocks, clock=clock, hybrid=hybrid,
+        options=ControllerOptions(pin_share=share, policy=policy), **{"pages": 60, "states": 30} | sizes,
+    )  # fmt: skip
 
 
 def served(engine, *conversations):

@@ -220,20 +220,15 @@ def a_terabyte() -> int:
 
 
 NOT_MEMORY: dict[str, Callable[[], int]] = {
-    "file": a_file,
-    "pipe": a_pipe,
-    "directory": lambda: os.open("/", os.O_RDONLY),
-    "device": lambda: os.open("/dev/zero", os.O_RDWR),
-    "socket": lambda: socket.socket().detach(),
-    "read-only": read_only,
-    "unsealable": lambda: os.dup(Region(MIB, flags=0, seals=0).fd),
+    "file": a_file, "pipe": a_pipe, "directory": lambda: os.open("/", os.O_RDONLY),
+    "device": lambda: os.open("/dev/zero", os.O_RDWR), "socket": lambda: socket.socket().detach(),
+    "read-only": read_only, "unsealable": lambda: os.dup(Region(MIB, flags=0, seals=0).fd),
     "unsealed": lambda: os.dup(Region(MIB, seals=0).fd),
     "growing only": lambda: os.dup(Region(MIB, seals=fcntl.F_SEAL_GROW).fd),
     "pages beyond its end": pages_beyond_the_end,
     "untouched": lambda: os.dup(Region(MIB, touched=False).fd),
-    "closed to writers": sealed_against_writers,
-    "a terabyte": a_terabyte,
-}
+    "closed to writers": sealed_against_writers, "a terabyte": a_terabyte,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", NOT_MEMORY)

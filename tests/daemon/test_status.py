@@ -208,15 +208,11 @@ def test_the_window_moves_and_is_bounded() -> None:
 def test_a_history_is_rates_of_few_points_and_the_newest_is_the_last() -> None:
     samples = [
         sample(
-            10.0 * n,
-            read=1000.0 * n,
-            calls=20.0 * n,
-            used_bytes=float(n),
-            tier_reads={"a": 5.0 * n},
+            10.0 * n, read=1000.0 * n, calls=20.0 * n, used_bytes=float(n), tier_reads={"a": 5.0 * n},
             hits={"acme": Hits(asked_tokens=64 * max(0, n - 50), restored_tokens=16 * max(0, n - 50))},
         )
         for n in range(100)
-    ]
+    ]  # fmt: skip
     found = history_of(samples, 30)
     assert len(found["times"]) == len(found["read"]) == len(found["token_hit_rate"]) <= 30
     assert (found["times"][-1], found["used_bytes"][-1]) == (1e9 + 990.0, 99.0)

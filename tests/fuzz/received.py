@@ -84,17 +84,12 @@ def _messages() -> list[bytes]:
         pb.UsageReply(objects=3, tiers=[report]),
         pb.Tiers(names=["a", "b"], tier_of=b"\0\1\0"),
         pb.HistoryReply(
-            tiers=[pb.TierHistory(name="ssd", present=b"\x05")],
-            pages=[1],
-            layouts=[b"l" * 32],
-            layout_of=[0],
-            tier_of=[1],
-            causes=[pb.REMOVAL_CAUSE_EVICTED],
-            times=[1.5],
+            tiers=[pb.TierHistory(name="ssd", present=b"\x05")], pages=[1], layouts=[b"l" * 32],
+            layout_of=[0], tier_of=[1], causes=[pb.REMOVAL_CAUSE_EVICTED], times=[1.5],
         ),
         pb.ReportReply(rows=[pb.AccountRow(hour=1, tenant="t")], begun=1.0),
         messages.namespace(b"n" * 32, {"model": "m", "page_size": 16}, states=True),
-    ]
+    ]  # fmt: skip
     return [bytes([n]) + message.SerializeToString() for n, message in enumerate(sound)]
 
 

@@ -97,23 +97,13 @@ def random_units(count: int, seed: int = 0, now: int = 10_000) -> PlainUnits:
     depth = draw(1, 2000, count)
     last_access = draw(0, now + 1, count)
     return units(
-        count,
-        now,
-        kind=draw(1, 3, count),
-        last_access=last_access,
-        created=last_access // 2,
-        hits=draw(0, 5, count),
-        depth=depth,
-        children=draw(0, 4, count),
-        replay=np.minimum(depth, draw(1, 500, count)),
-        nbytes=draw(1, 1 << 28, count),
-        checkpoint=draw(0, len(CheckpointKind), count),
-        lineage=draw(0, 6, count),
-        grown=np.minimum(depth, draw(0, 500, count)),
-        ending=draw(0, len(Ending), count),
-        digest=draw(-(2**63), 2**63, count),
-        covered=draw(0, 2, count),
-    )
+        count, now, kind=draw(1, 3, count), last_access=last_access, created=last_access // 2,
+        hits=draw(0, 5, count), depth=depth, children=draw(0, 4, count),
+        replay=np.minimum(depth, draw(1, 500, count)), nbytes=draw(1, 1 << 28, count),
+        checkpoint=draw(0, len(CheckpointKind), count), lineage=draw(0, 6, count),
+        grown=np.minimum(depth, draw(0, 500, count)), ending=draw(0, len(Ending), count),
+        digest=draw(-(2**63), 2**63, count), covered=draw(0, 2, count),
+    )  # fmt: skip
 
 
 EXTREMES: Final[Mapping[str, PlainUnits]] = {

@@ -124,14 +124,9 @@ def test_for_hvd_a_lost_unit_waits_as_a_live_one_does():
 def test_for_hvd_covered_units_go_by_hazard_alone():
     policy = classes(64, cold={"checkpoint": END}, warm={"checkpoint": BRANCH})
     same = session(
-        3,
-        covered=1,
-        replay=[10, 50, 90],
-        depth=[100, 10, 900],
-        nbytes=[1, 1000, 2**40],
-        now=2000,
+        3, covered=1, replay=[10, 50, 90], depth=[100, 10, 900], nbytes=[1, 1000, 2**40], now=2000,
         last_access=1990,
-    )
+    )  # fmt: skip
     assert len(set(policy.rank(same).tolist())) == 1
     cold, warm = policy.rank(session(2, covered=1, checkpoint=[END, BRANCH], now=2000, last_access=1990))
     assert cold < warm

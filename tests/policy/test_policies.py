@@ -95,13 +95,9 @@ def test_a_policy_of_another_package_that_cannot_be_had_gets_one_sentence(name: 
 
 def test_lru_goes_by_the_last_access_alone():
     asked = units(
-        last_access=[5, 2, 9, 7],
-        hits=[9, 9, 0, 0],
-        depth=[1, 2, 3, 4],
-        children=[0, 3, 1, 2],
-        nbytes=[8, 9, 1, 2],
-        now=10,
-    )
+        last_access=[5, 2, 9, 7], hits=[9, 9, 0, 0], depth=[1, 2, 3, 4], children=[0, 3, 1, 2],
+        nbytes=[8, 9, 1, 2], now=10,
+    )  # fmt: skip
     assert order(Lru(), asked) == [1, 0, 3, 2]
     assert Lru().steady
 

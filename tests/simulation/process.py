@@ -90,17 +90,12 @@ class Process:
             more=FIVE if plan.has_more else (),
             clock=world.clock,
             options=ControllerOptions(
-                restore_deadline=DEADLINE,
-                write_retries=1,
-                pin_share=0.5,
-                park_share=0.9,
-                write=plan.write,
-                write_chance=0.0,
-                piece_bytes=plan.piece,
+                restore_deadline=DEADLINE, write_retries=1, pin_share=0.5, park_share=0.9,
+                write=plan.write, write_chance=0.0, piece_bytes=plan.piece,
             ),
             engine=lambda device, host: Engine(world, name, self._faults, device, host),
             threads=lambda kind, count: Threads(world, name, kind, count),
-        )
+        )  # fmt: skip
         self._engine.context.events.arrived = Flag(world)
         self._told = Told(self._engine.context)
         self._router = Router(world, draw, [self._told.source])
@@ -116,22 +111,11 @@ class Process:
     def live(self) -> None:
         """Take some steps; raises ProcessKilledError at a kill."""
         rules: list[tuple[int, Callable[[], None]]] = [
-            (8, self.serve),
-            (5, self.open_one),
-            (5, self.look),
-            (2, self.start_early),
-            (5, self.compute_some),
-            (3, self.let_go),
-            (4, self.park),
-            (4, self.resume),
-            (1, self.give_up_parked),
-            (3, self.evict),
-            (2, self.prefetch),
-            (2, self.pin),
-            (1, self.hint),
-            (4, self.wait_a_while),
-            (2, self.quiet),
-        ]
+            (8, self.serve), (5, self.open_one), (5, self.look), (2, self.start_early),
+            (5, self.compute_some), (3, self.let_go), (4, self.park), (4, self.resume),
+            (1, self.give_up_parked), (3, self.evict), (2, self.prefetch), (2, self.pin), (1, self.hint),
+            (4, self.wait_a_while), (2, self.quiet),
+        ]  # fmt: skip
         if not self._plan.calm:
             rules += [(1, self.lose_objects), (1, self.outage), (1, self.kill)]
         if self._plan.parks_often:

@@ -156,17 +156,13 @@ class _Crew:
         part = Shard(rank, self.size)
         world = self.world
         return RankEngine(
-            SimulatedStore(world, self.medium, self.faults[rank]),
-            pages=60,
-            states=30,
-            blocks=self.blocks,
-            clock=world.clock,
+            SimulatedStore(world, self.medium, self.faults[rank]), pages=60, states=30,
+            blocks=self.blocks, clock=world.clock,
             options=ControllerOptions(restore_deadline=DEADLINE, join_deadline=30.0, write_retries=1),
             engine=lambda device, host: Engine(world, f"rank {rank}", self.copies[rank], device, host),
             threads=lambda kind, count: Threads(world, f"rank {rank}", kind, count),
-            ranks=self.mail.groups[rank],
-            shard={MAMBA: part} | ({KV: part} if self.sharded else {}),
-        )
+            ranks=self.mail.groups[rank], shard={MAMBA: part} | ({KV: part} if self.sharded else {}),
+        )  # fmt: skip
 
     def _drawn(self) -> tuple[list[int], list[int], Tier | None, int, list[int]]:
         """Draw a prompt, an answer, a tier to empty before it, on whom, and who cannot be heard meanwhile."""

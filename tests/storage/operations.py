@@ -106,13 +106,9 @@ def nothing_more(_store: StorageBackend) -> None:
 
 
 OPERATIONS = {
-    "create": Operation("nothing"),
-    "open": Operation("closed"),
-    "recover": Operation("killed"),
-    "set": Operation("closed", do_set),
-    "get": Operation("closed", do_get, may_cost=1),
+    "create": Operation("nothing"), "open": Operation("closed"), "recover": Operation("killed"),
+    "set": Operation("closed", do_set), "get": Operation("closed", do_get, may_cost=1),
     "evict": Operation("full", do_set, may_cost=10**9),
-    "delete": Operation("closed", do_delete, may_cost=2),
-    "flush": Operation("closed", do_flush),
+    "delete": Operation("closed", do_delete, may_cost=2), "flush": Operation("closed", do_flush),
     "close": Operation("closed", do_close),
-}
+}  # fmt: skip

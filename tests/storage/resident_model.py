@@ -216,15 +216,9 @@ class Model:
     def leave(self, name: int, layout: int) -> Left:
         page = self.pages[name]
         left = Left(
-            name,
-            layout,
-            page.up,
-            page.lengths.pop(layout),
-            page.namespace_id,
-            page.depth,
-            page.used,
+            name, layout, page.up, page.lengths.pop(layout), page.namespace_id, page.depth, page.used,
             page.number,
-        )
+        )  # fmt: skip
         if not page.kv and layout < STATE:
             if page.up is not None:
                 parent = self.pages[page.up]

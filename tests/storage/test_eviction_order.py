@@ -99,15 +99,9 @@ class ResidentsMachine(RuleBasedStateMachine):
         above = name if layout >= STATE else above
         told = {"right": self.right_depth(name, above), "unknown": 0, "wrong": 7}[depth]
         claim = Claim(
-            name,
-            layout,
-            above,
-            10 + name,
-            namespace_id,
-            told,
-            self.hold(name),
+            name, layout, above, 10 + name, namespace_id, told, self.hold(name),
             None if above is None else self.hold(above),
-        )
+        )  # fmt: skip
         refused = not publish
         found = self.residents.pages.admissibility(
             claim.node, claim.parent, told, namespace_id, refused=refused
@@ -141,14 +135,9 @@ class ResidentsMachine(RuleBasedStateMachine):
         if works:
             d = digest(claim.name, claim.layout)
             self.residents.add(
-                d,
-                claim.node,
-                claim.parent,
-                self.residents.newest + 1,
-                claim.length,
-                claim.namespace_id,
+                d, claim.node, claim.parent, self.residents.newest + 1, claim.length, claim.namespace_id,
                 claim.depth,
-            )
+            )  # fmt: skip
             self.model.add(
                 claim.name, claim.layout, claim.above, claim.length, claim.namespace_id, claim.depth
             )

@@ -70,15 +70,10 @@ def loaded(
     residents = Residents()
     residents.load(
         ObjectColumns(
-            words,
-            parents,
-            known,
-            np.arange(1, n + 1),
-            np.arange(10, n + 10),
-            np.array(depths),
+            words, parents, known, np.arange(1, n + 1), np.arange(10, n + 10), np.array(depths),
             np.array(namespace_ids, np.uint32),
         )
-    )
+    )  # fmt: skip
     return residents
 
 
@@ -117,14 +112,9 @@ def test_loading_all_at_once_is_adding_one_by_one(batch, data):
     at_once, one_by_one = loaded(batch, [namespace_ids[page] for page, *_ in batch], depths), Residents()
     for i, ((page, layout, above), depth) in enumerate(zip(batch, depths, strict=True)):
         put(
-            one_by_one,
-            page,
-            above,
-            layout=layout,
-            length=10 + i,
-            namespace_id=namespace_ids[page],
+            one_by_one, page, above, layout=layout, length=10 + i, namespace_id=namespace_ids[page],
             depth=depth,
-        )
+        )  # fmt: skip
     for residents in (at_once, one_by_one):
         check_residents(residents)
     assert seen(at_once) == seen(one_by_one)

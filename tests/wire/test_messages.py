@@ -19,13 +19,9 @@ KEYS = st.lists(
     st.builds(ObjectKey, st.sampled_from(PoolName), st.binary(min_size=64, max_size=64)), max_size=20
 )
 METAS = st.builds(
-    ObjectMeta,
-    st.binary(max_size=64),
-    st.integers(0, 2**64 - 1),
-    st.sampled_from([b"", bytes(16)]),
-    st.none() | st.binary(min_size=32, max_size=32),
-    st.none() | st.integers(0, 2**32 - 1),
-)
+    ObjectMeta, st.binary(max_size=64), st.integers(0, 2**64 - 1), st.sampled_from([b"", bytes(16)]),
+    st.none() | st.binary(min_size=32, max_size=32), st.none() | st.integers(0, 2**32 - 1),
+)  # fmt: skip
 
 
 def over_the_wire(message: pb.Keys) -> pb.Keys:

@@ -70,25 +70,13 @@ def kv_pool(
         layout=KVBufferLayout.NHD,
     )
     info = MHABufferInfo(
-        buffers=buffers,
-        page_size=page,
-        head_num=heads,
-        head_dim=dim,
-        v_head_dim=dim,
-        dtype=dtype,
+        buffers=buffers, page_size=page, head_num=heads, head_dim=dim, v_head_dim=dim, dtype=dtype,
         device=torch.device("cpu"),
-    )
+    )  # fmt: skip
     pool = MHATokenToKVPoolHost(
-        info,
-        2.0,
-        0,
-        page,
-        layout,
-        pin_memory=False,
-        device_capacity_tokens=page * pages // 2,
-        start_layer=0,
-        end_layer=layers,
-    )
+        info, 2.0, 0, page, layout, pin_memory=False, device_capacity_tokens=page * pages // 2,
+        start_layer=0, end_layer=layers,
+    )  # fmt: skip
     fill(pool)
     return pool
 
@@ -318,13 +306,9 @@ def controller(kv: Any, mamba: Any, group: Any, layers: int = 3) -> HybridCacheC
     if mamba is not None:
         entries.append(PoolEntry(PoolName.MAMBA, mamba, None, lambda layer: layer))
     return HybridCacheController(
-        SimpleNamespace(get_kvcache=lambda: device),
-        HostPoolGroup(entries),
-        PAGE,
-        group,
-        threading.Event(),
-        model_name=MODEL,
-    )
+        SimpleNamespace(get_kvcache=lambda: device), HostPoolGroup(entries), PAGE, group,
+        threading.Event(), model_name=MODEL,
+    )  # fmt: skip
 
 
 def attach(made: HybridCacheController, url: str, **settings: Any) -> None:

@@ -44,15 +44,11 @@ def full(tier: dict[str, object]) -> dict[str, object]:
 @pytest.mark.parametrize(
     "change",
     [
-        {"revision": "r2"},
-        {"tenant": "other"},
-        {"quantization": "fp8"},
-        {"model": "another/model"},
-        {"dtype": "float16"},
-        {"max_model_len": 131_072},
+        {"revision": "r2"}, {"tenant": "other"}, {"quantization": "fp8"}, {"model": "another/model"},
+        {"dtype": "float16"}, {"max_model_len": 131_072},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_another_engine_never_hits(full: dict[str, object], change: dict[str, Any]) -> None:
     settings = {
         name: value for name, value in change.items() if name in ("revision", "tenant", "quantization")

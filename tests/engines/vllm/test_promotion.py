@@ -117,14 +117,9 @@ def test_pages_of_a_later_job_hang_on_those_before_them(file_tier: dict[str, obj
     with open_backend(str(file_tier["storage"])) as store:
         found = {entry.key.page_key: (entry.meta.parent, entry.meta.depth) for entry in store.scan_all()}
     expected = {
-        "a": (None, 1),
-        "b": ("a", 2),
-        "c": ("b", 3),
-        "d": ("c", 4),
-        "e": ("d", 5),
-        "x": ("a", 2),
+        "a": (None, 1), "b": ("a", 2), "c": ("b", 3), "d": ("c", 4), "e": ("d", 5), "x": ("a", 2),
         "y": ("x", 3),
-    }
+    }  # fmt: skip
     assert found == {
         page[name]: (parent and page[parent], depth) for name, (parent, depth) in expected.items()
     }

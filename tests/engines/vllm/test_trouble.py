@@ -278,15 +278,9 @@ def test_jobs_that_make_no_sense_fail_and_spare_the_rows(tier, caplog):
                 assert (result.success, result.successful_keys) == (False, None), (wanted, chunks)
         assert engine.memory() == before
         strange = [
-            b"",
-            b"\0",
-            a[:4],
-            a[:-1],
-            a[:-4] + b"\xff\xff\xff\xff",
-            a[:-4] + b"\0\0\0\1",
-            b"\0\0\0\0",
+            b"", b"\0", a[:4], a[:-1], a[:-4] + b"\xff\xff\xff\xff", a[:-4] + b"\0\0\0\1", b"\0\0\0\0",
             a + b"x" * 300,
-        ]
+        ]  # fmt: skip
         engine.tier.submit_load(job(50, [*strange, b], range(len(strange), -1, -1), load=True))
         result = outcome(engine.tier, 50)
         assert (result.success, result.successful_keys) == (False, None) or len(strange) >= ROWS

@@ -127,28 +127,21 @@ def swap_layers(model: PreTrainedModel) -> None:
 
 
 CHANGES: dict[str, Change] = {
-    "adapters disabled": disable_adapters,
-    "another adapter": lambda model: set_adapter(model, "one"),
+    "adapters disabled": disable_adapters, "another adapter": lambda model: set_adapter(model, "one"),
     "both adapters": lambda model: [layer._active_adapter.append("one") for layer in layers_of(model)],
-    "adapter scaled": scale,
-    "adapter written": write_adapter,
+    "adapter scaled": scale, "adapter written": write_adapter,
     "adapter added": lambda model: add_adapter(model, "three", seed=3),
     "eager attention": lambda model: model.set_attn_implementation("eager"),
-    "frequencies": write_frequencies,
-    "rope constant": patch_rope_constant,
-    "weights through .data": write_data,
-    "other .data": replace_data,
-    "other parameter": replace_weight,
-    "hook": hook,
-    "other forward": patch_forward,
-    "layer replaced": replace_layer,
+    "frequencies": write_frequencies, "rope constant": patch_rope_constant,
+    "weights through .data": write_data, "other .data": replace_data, "other parameter": replace_weight,
+    "hook": hook, "other forward": patch_forward, "layer replaced": replace_layer,
     "layers swapped": swap_layers,
     "norm's constant": lambda model: setattr(model.model.norm, "variance_epsilon", 1e-2),
     "configuration": lambda model: setattr(model.config, "attention_dropout", 0.5),
     "precision of products": lambda model: torch.set_float32_matmul_precision("medium"),
     "deterministic algorithms": lambda model: torch.use_deterministic_algorithms(True),
     "kernels of attention": lambda model: torch.backends.cuda.enable_math_sdp(False),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)

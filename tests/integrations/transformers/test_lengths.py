@@ -267,13 +267,9 @@ def test_lengths_are_read_from_where_configurations_have_them() -> None:
     )  # fmt: skip
     assert named_lengths(config.config) == {"rope_parameters.original_max_position_embeddings": 99}
     config = build(
-        "llama",
-        sliding_window=33,
-        attention_block_size=4,
-        window_layers=[3, 50],
-        vocab_window=9,
+        "llama", sliding_window=33, attention_block_size=4, window_layers=[3, 50], vocab_window=9,
         num_windows=5,
-    ).config
+    ).config  # fmt: skip
     assert named_lengths(config) == {"sliding_window": 33, "attention_block_size": 64}
 
 

@@ -90,13 +90,9 @@ def test_a_restored_window_continues_bit_for_bit(name, dtype, case):
 
 def _worker(model: Any, page: int, path: Path) -> Worker:
     return Worker(
-        model,
-        device_bytes=AMPLE,
-        host_bytes=AMPLE,
-        storage=store(path),
-        page_size=page,
+        model, device_bytes=AMPLE, host_bytes=AMPLE, storage=store(path), page_size=page,
         options=ControllerOptions(restore_deadline=30.0, load_or_recompute=False),
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

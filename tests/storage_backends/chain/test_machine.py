@@ -39,16 +39,12 @@ class Lives(RuleBasedStateMachine):
         self.chain = TierChain(
             [
                 tier_of(
-                    lambda store=store: store,
-                    store.capabilities,
-                    QuickClock(),
-                    name=f"t{n}",
-                    write=write,
-                    promote=promote,
+                    lambda store=store: store, store.capabilities, QuickClock(), name=f"t{n}",
+                    write=write, promote=promote,
                 )
                 for n, store in enumerate(self.away)
             ]
-        )
+        )  # fmt: skip
         self.down = set()
         self.versions = {}
         self.next = 0
@@ -150,12 +146,7 @@ class Lives(RuleBasedStateMachine):
 
 # No shrinking: every step has threads behind it, and the failing run's own steps are printed and short.
 Lives.TestCase.settings = settings(
-    max_examples=example_count(150),
-    stateful_step_count=40,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-    print_blob=False,
-    phases=[Phase.generate],
-)
+    max_examples=example_count(150), stateful_step_count=40, deadline=None, derandomize=True,
+    suppress_health_check=list(HealthCheck), print_blob=False, phases=[Phase.generate],
+)  # fmt: skip
 test_random_lives = Lives.TestCase

@@ -62,14 +62,8 @@ class Daemon:
     def start(self) -> None:
         module = "tests.storage_backends.grpc.daemon"
         command = [
-            sys.executable,
-            "-m",
-            module,
-            self.transport,
-            str(self.directory),
-            self.store,
-            self.address,
-        ]
+            sys.executable, "-m", module, self.transport, str(self.directory), self.store, self.address,
+        ]  # fmt: skip
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.address = self.process.stdout.readline().strip()

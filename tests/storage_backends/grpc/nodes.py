@@ -82,13 +82,9 @@ def daemon_settings(transport: str, sockets: Path | None = None, **more: Any) ->
     """A daemon on unix sockets, TCP or TLS."""
     run = sockets or Path(tempfile.mkdtemp(dir=scratch()))
     values: dict[str, Any] = {
-        "directory": run,
-        "sockets": run,
-        "host_bytes": HOST_BYTES,
-        "drain": 3.0,
-        "unix": transport == "unix",
-        **more,
-    }
+        "directory": run, "sockets": run, "host_bytes": HOST_BYTES, "drain": 3.0,
+        "unix": transport == "unix", **more,
+    }  # fmt: skip
     if transport != "unix":
         values.setdefault("listen", ("127.0.0.1:0",))
         values.setdefault(

@@ -70,15 +70,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def bucket(url: str | None = None, **more: Any) -> S3Store:
     """The bucket, beside the store."""
     return S3Store(
-        BUCKET,
-        endpoint=url or endpoint(),
-        region="us-east-1",
-        virtual_hosted_style_request=False,
-        client_options={"allow_http": True},
-        access_key_id=KEY,
-        secret_access_key=SECRET,
-        **more,
-    )
+        BUCKET, endpoint=url or endpoint(), region="us-east-1", virtual_hosted_style_request=False,
+        client_options={"allow_http": True}, access_key_id=KEY, secret_access_key=SECRET, **more,
+    )  # fmt: skip
 
 
 def free_ports(count: int) -> list[int]:

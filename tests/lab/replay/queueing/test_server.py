@@ -45,13 +45,9 @@ class Hall:
         self.links = {name: Link[Job](100.0) for name in ("host", "disk")}
         self.source = SourceArrivals(iter(requests), 1.0, closed=self.closed)
         self.server = QueueServer(
-            self.batch,
-            lambda n: self.step + self.per_request * n if n else 0.0,
-            self.links,
-            {"host": 0.0, "disk": self.latency},
-            self.source,
-            self,
-        )
+            self.batch, lambda n: self.step + self.per_request * n if n else 0.0, self.links,
+            {"host": 0.0, "disk": self.latency}, self.source, self,
+        )  # fmt: skip
         self.server.go()
 
     def placed(self, job: Job) -> Needed:
