@@ -69,9 +69,7 @@ def _path(test: str) -> str:
 
 
 def status_of(ends: list[int], *, chosen: bool) -> int:
-    """Return the status of the whole: a part may have no tests only where the caller chose tests, and a part
-    that a signal ended (below 0) has failed.
-    """
+    """Return the status of all parts: only chosen tests leave one empty; a signal (below 0) is a failure."""
     failed = [end for end in ends if end != 0 and not (chosen and end == NO_TESTS)]
     if failed:
         return failed[0] if failed[0] > 0 else 1

@@ -22,9 +22,7 @@ def example_count(thorough: int) -> int:
 
 
 def slow_after(quick: int, values: Iterable[Any]) -> list[Any]:
-    """Return the parameters of a test, of which those after the first `quick` are slow: they repeat the same
-    proof with another model, store, size or seed.
-    """
+    """Return a test's parameters; those after the first `quick` are slow, as they repeat the same proof."""
     return [value if n < quick else _slow(value) for n, value in enumerate(values)]
 
 

@@ -139,9 +139,7 @@ def nothing(_template: Template, _path: Path, _random: Random) -> Spoiled:
 
 
 def record(template: Template, path: Path, random: Random) -> Spoiled:
-    """One flipped bit in the record of one object; in `lmdb` behind its number and length, which count as
-    damage to the database as a whole.
-    """
+    """One flipped bit in the record of an object; in `lmdb` behind its number and length."""
     name, offset, size = random.choice(template.records)
     _flip(template.data(path), offset + random.randrange(24 if template.kind == "lmdb" else 0, size), random)
     return Spoiled(frozenset({name}))
@@ -155,9 +153,7 @@ def object_page(template: Template, path: Path, random: Random) -> Spoiled:
 
 
 def other_page(template: Template, path: Path, random: Random) -> Spoiled:
-    """A page of zeros in the place of any other that is in use: branches, the main tree, the list of free
-    pages, a meta page.
-    """
+    """A page of zeros in the place of any other one in use: a branch, a list of free pages, a meta page."""
     spoiled = _zero(
         template, path, random, lambda role: role.partition(" ")[0] not in WITH_OBJECTS or "branch" in role
     )
@@ -178,9 +174,7 @@ def useless_state(_template: Template, path: Path, random: Random) -> Spoiled:
 
 
 def missing_format(_template: Template, path: Path, _random: Random) -> Spoiled:
-    """The file that says what kind of store it is is gone: what it was made with must not be taken for
-    nothing.
-    """
+    """The file that names the kind of store is gone: what it was made with must not be taken for nothing."""
     (path / "format").unlink()
     return Spoiled()
 

@@ -115,9 +115,7 @@ def evicting(nursery: Nursery, made: Template, directory: Path, seed: int) -> Sc
 
 
 def shrinking(nursery: Nursery, made: Template, directory: Path, _seed: int) -> Scene:
-    """An opening with a quarter of the capacity: what one keeps that nobody kills must be kept; all, where
-    that is refused.
-    """
+    """An opening with a quarter of the capacity: it keeps what it would keep unkilled, or is refused."""
     small = replace(made.subject, capacity=SMALLER)
     trial = replace(small, path=made.copy(directory / "small", closed=False).path)
     refused = nursery.played(Part("open_and_close", trial.fields)) != 0

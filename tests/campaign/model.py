@@ -138,9 +138,7 @@ class Model:
         return self.certain() & self.flushed
 
     def newest(self, count: int = 3) -> set[Version]:
-        """Those of them that were stored last, which an eviction takes last; after a reading of everything
-        there are none for a while.
-        """
+        """The newest of them, which an eviction takes last; none for a while after all were read anew."""
         return {
             Version(*pair)
             for pair in list(self.stored.items())[-count:]

@@ -143,9 +143,7 @@ def new_image(path: Path) -> Path:
 
 @contextmanager
 def mounted(image: Path, mount: Path) -> Iterator[tuple[Path, str]]:
-    """Mount an image for the length of the block: where, and the name of its loop device, which goes with the
-    mount.
-    """
+    """Mount an image for the length of the block: where, and the name of its loop device."""
     mount.mkdir()
     try:
         _call("mount", "-o", "loop", str(image), str(mount))

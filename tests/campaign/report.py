@@ -43,9 +43,7 @@ class Row:
         return not (self.verdict.wrong or self.verdict.lost or self.verdict.failed)
 
     def take(self, trial: Callable[[], Verdict], name: str) -> None:
-        """Run one trial; what it raises is a failure of the store or of the campaign, and either must be
-        looked at.
-        """
+        """Run one trial; what it raises is a failure of the store or of the campaign to look at."""
         start = time.perf_counter()
         self.trials += 1
         try:

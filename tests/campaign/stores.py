@@ -76,9 +76,7 @@ class Subject:
         return load(section.pop("type")).from_config(section, StoreContext(env or Env()))
 
     def recover(self, names: int, verdict: Verdict, env: Env | None = None) -> StorageBackend:
-        """Open it, and note the seconds from there to the first hit (or until it is known that there is
-        none).
-        """
+        """Open it, and note the seconds to the first hit, or until it is known that there is none."""
         start = time.perf_counter()
         store = self.open(env)
         try:

@@ -70,9 +70,7 @@ class Nursery:
         return True
 
     def live(self, random: Random, seconds: float) -> None:
-        """Let the writer live for a random while: now and then it does not get as far as a store that is
-        open.
-        """
+        """Let the writer live for a random while, now and then not until its store is open."""
         if random.random() < 0.2:
             time.sleep(random.uniform(0, 0.012))
         elif self.hear("verdict" if self.judges else "open"):

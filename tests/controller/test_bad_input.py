@@ -41,9 +41,7 @@ def is_closed(engine):
 
 @pytest.fixture
 def engine():
-    """An engine that holds one conversation; whatever a test does, it still does afterwards, and nothing has
-    leaked.
-    """
+    """An engine that still holds its conversation after any test, without leaks."""
     engine = Engine(open_backend("memory://"), pages=24, states=12)
     engine.keep(FIRST)
     yield engine
@@ -273,9 +271,7 @@ def test_a_state_slot_twice(engine, running):
 
 
 def test_tokens_that_do_not_start_with_what_was_committed_before(engine):
-    """The slots of the first commit are the index's, under its tokens; other tokens must not get them as
-    well.
-    """
+    """The slots of the first commit are the index's, under its tokens; no others may get them as well."""
     tokens = np.array(prompt(8, 9, 10), np.uint64)
     admission = engine.controller.admit(engine.controller.lookup(tokens[:P]), tokens=3 * P)
     engine.restore(admission, tokens[:P])
@@ -327,9 +323,7 @@ def test_closing_twice_and_using_it_afterwards(engine, running):
 
 @pytest.mark.parametrize("call", ["pwritev", "fallocate"])
 def test_a_full_disk(tmp_path, call):
-    """Sets fail and are counted, what was stored stays, and when there is space again the next commit of the
-    path stores the rest.
-    """
+    """Sets fail and are counted, what was stored stays, and with space the next commit stores the rest."""
     env = FaultEnv()
     engine = Engine(open_backend(f"file://{tmp_path}/store?capacity=16MiB", env=env))
     if call != "fallocate":

@@ -132,10 +132,7 @@ class LateEngine(Engine):
 
 
 def live(engine, rounds, seed):
-    """Conversations that come back, in pools that hold two of them: evicted, stored and loaded all the time.
-
-    The depths restored.
-    """
+    """Serve conversations that come back, in pools that hold two of them; return the depths restored."""
     rng, depths = np.random.default_rng(seed), []
     for turn in range(rounds):
         who = int(rng.integers(5))
@@ -172,9 +169,7 @@ def test_without_fences_it_is_not(tmp_path):
 
 
 def test_a_load_waits_for_who_had_its_slots_before():
-    """A's slots are given away while A is still being computed: the host has no room for it, so nothing else
-    holds them.
-    """
+    """A's slots are given away while A is still being computed, for the host has no room for it."""
     engine = LateEngine(pages=6, states=6, blocks=4)
     index = engine.context.index
     a, b = as_tokens(prompt(1, 2, 3, 4, 5, 6)), [*prompt(9), 7, 8]
@@ -225,9 +220,7 @@ def test_a_device_hit_is_behind_the_commit_that_made_it(fenced):
 
 @pytest.mark.parametrize("fenced", [True, pytest.param(False, id="control")])
 def test_a_copy_of_pages_that_another_request_computes_waits_for_them(fenced):
-    """The host has no room at the first commit, and the second request, in a stream that is through, takes
-    its pages down as well.
-    """
+    """The host had no room at the first commit: a second request, in another stream, takes the pages down."""
     engine = LateEngine(pages=20, states=12, fenced=fenced)
     a, b = as_tokens([*prompt(1, 2, 3), 7]), as_tokens([*prompt(1, 2, 3, 4), 7])
     taken = engine.arena.alloc(engine.arena.available)
@@ -284,9 +277,7 @@ def test_a_fence_that_was_never_recorded_changes_nothing():
 
 
 def test_a_lost_device_ends_in_order(caplog):
-    """Fences that cannot be asked any more are not taken for passed, and the controller closes all the
-    same.
-    """
+    """Fences that cannot be asked any more are not taken for passed, and the controller closes."""
 
     class Broken:
         lost = False
@@ -318,9 +309,7 @@ def test_a_lost_device_ends_in_order(caplog):
 
 
 def test_a_state_stays_until_the_device_has_read_it():
-    """A goes on from a restored state and commits deeper; the device is behind and has not read that state
-    yet.
-    """
+    """A goes on from a restored state that the device has not read yet, and commits deeper."""
     engine = LateEngine(pages=10, states=6, blocks=40)
     a, b = as_tokens(prompt(1, 2, 3)), [*prompt(9), 7, 8]
     for tokens in ([*prompt(1), 7, 8], b):

@@ -93,9 +93,7 @@ def fetching(admission):
 
 
 def test_nothing_is_committed_on_a_load_that_failed():
-    """The loaded slots are no longer the index's: a commit of the old table would put slots into it that are
-    free.
-    """
+    """The loaded slots are free again: a commit of the old table would put them into the index."""
     armed = []
     engine = Engine(Gated(), engine=failing(armed))
     stored(engine, [*prompt(1, 2, 3), 5])
@@ -131,9 +129,7 @@ def test_a_release_behind_a_fence_keeps_slots_and_pages_until_then():
 
 
 def test_what_waits_for_room_is_decided_when_a_fence_has_passed():
-    """No operation lands then; a commit that found the host full while the device was busy would wait for
-    ever.
-    """
+    """No operation lands then, so that a commit that found the host full would wait for ever."""
     engine = Engine(MemoryBackend(), pages=20, states=14, blocks=3)
     controller, tokens = engine.controller, as_tokens(prompt(1, 2, 2, 2, 1, 2))
     fence = Fence()
@@ -153,9 +149,7 @@ def test_what_waits_for_room_is_decided_when_a_fence_has_passed():
 
 
 def test_a_host_that_holds_one_state_and_nothing_beside_it_lets_everything_through():
-    """Less is tried where a wave finds no room, down to one object; what cannot go down keeps nobody else
-    waiting.
-    """
+    """Less is tried where a wave finds no room, down to one object; what cannot go down holds up nobody."""
     engine = Engine(MemoryBackend(), blocks=3, states=40)  # no state is evicted before its copy
     for turn in range(4):
         engine.keep([*prompt(turn), 7])

@@ -201,9 +201,7 @@ def test_without_states_a_request_holds_only_the_pages_that_it_matched():
 
 
 def test_a_forked_child_is_turned_away_and_harms_nobody(store):
-    """A child has none of the controller's threads, and would give away slots and blocks that its parent
-    uses.
-    """
+    """A child without the controller's threads would give away slots and blocks that its parent uses."""
     engine = Engine(store)
     controller, tokens = engine.controller, [*prompt(1, 2, 3), 7]
     engine.serve(tokens)

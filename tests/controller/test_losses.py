@@ -221,9 +221,7 @@ def test_a_store_of_a_tenth_of_the_working_set():
 
 @pytest.mark.parametrize("checks", [512, pytest.param(0, id="control")])
 def test_what_a_store_has_evicted_is_written_again(checks):
-    """A page that stays on the device, while the store gave its copy up, is held nowhere else; the next
-    commit of it mends that.
-    """
+    """A page that the device alone has, because the store gave up its copy, is stored by its next commit."""
     store = MemoryBackend(1 << 20)
     engine = Engine(store, options=ControllerOptions(belief_checks=checks))
     tokens = [*prompt(1, 2, 3), 5]

@@ -139,9 +139,7 @@ def test_pages_loaded_ahead_make_room_when_the_rest_fails():
 
 
 def test_a_near_depth_that_made_room_on_the_host_does_not_keep_its_slots():
-    """The device has seven slots: three pages of the prompt, and four that the request reserves. The state
-    behind these pages is on the host alone, and leaves it for the deeper restore, which is then given up.
-    """
+    """The state on the host alone leaves it for a deeper restore that is given up; all slots are in use."""
     store = filled(Gated(), FIRST, LONG)
     engine = Engine(store, pages=7, states=2, blocks=6, options=options(read_threads=8, in_flight_share=1.0))
     first = ask(engine, FIRST)

@@ -45,10 +45,7 @@ def attack(
     most: float = 1.1 * HOST_BYTES,
     seconds: float = 15,
 ) -> Iterator[Good]:
-    """Measure what happens inside: the daemon may grow by `most` bytes.
-
-    Afterwards, within `seconds`, everything is as before.
-    """
+    """Measure that the daemon grows by `most` bytes at most, and within `seconds` is as it was before."""
     before, first = daemon.figures(), daemon.first
     with Watch(daemon.pid) as watch, Good(lambda: Worker(daemon), crowded=crowded) as good:
         yield good
@@ -170,10 +167,7 @@ def flood(
     acknowledge: bool,
     over: Event | None = None,
 ) -> None:
-    """Many connections of one kind, until `over`; one that is cut comes again.
-
-    None reads more than it must, nor has credentials.
-    """
+    """Keep up many connections of one kind until `over`, without credentials; one that is cut comes again."""
     end = time.monotonic() + seconds
     meant = FLOODS[kind]
 

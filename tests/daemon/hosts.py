@@ -170,9 +170,7 @@ token_file = "{secret(directory / "mallory", TOKENS["mallory"])}"
 
 @contextmanager
 def serving(directory: Path, body: str) -> Iterator[Daemon]:
-    """A daemon with this configuration, killed at the end if need be; its log is shown if it says that
-    something broke.
-    """
+    """A daemon with this configuration, killed at the end if need be; its log is shown if something broke."""
     log, places = directory / "log", directory / "places.json"
     command = [sys.executable, "-m", "tiercache.cli", "serve", "--config", str(config(directory, body))]
     with log.open("w") as err, places.open("w") as out:

@@ -205,9 +205,7 @@ def scanned(caller: Client, namespace: bytes | None = None) -> set[ObjectKey]:
 
 
 def test_a_scan_tells_nothing_of_others(client: Any) -> None:
-    """Neither by its entries nor by how many empty pages there are, nor by its cursor, which in the store is
-    a key.
-    """
+    """Neither by its entries nor by the number of empty pages nor by its cursor, in the store a key."""
     red, blue, both, outside, chief = (client(name) for name in ("red", "blue", "both", "outside", "chief"))
     before = ask(outside, "Scan", key(1), OTHER)
     mine = {key(n, "scan-red"): b"r" * 64 for n in range(2100)}
@@ -445,9 +443,7 @@ def test_a_namespace_may_be_named_as_the_operator_is_shown_it(client: Any) -> No
 
 
 def test_who_calls_without_a_name_sees_no_tenants_objects(tmp_path: Path) -> None:
-    """A loopback address without tokens serves every user of the machine; tenants known by their uid are not
-    among what it shows.
-    """
+    """A loopback address without tokens serves every user, and shows no tenants known by their uid."""
     body = f"""
 directory = "{tmp_path}"
 storage = "memory://?capacity=8MiB"

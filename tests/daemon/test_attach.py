@@ -267,9 +267,7 @@ def test_a_thousand_regions(daemon: Daemon) -> None:
 
 
 def test_one_memory_in_many_sessions_at_once(daemon: Daemon) -> None:
-    """All find the same mapping, however they come between each other's steps, and it goes with the last of
-    them.
-    """
+    """All find the same mapping, whatever comes between their steps, and it goes with the last of them."""
     with clients(8, lambda: Worker(daemon)) as many:
         for _ in range(10):
             with Region(MIB) as region:
@@ -304,10 +302,7 @@ HARM: dict[str, Callable[[Region], object]] = {
 
 @pytest.mark.parametrize("harm", HARM)
 def test_memory_that_is_changed_after_it_was_attached(daemon: Daemon, harm: str) -> None:
-    """The daemon survives changes to attached memory, and the pages do not become part of its own memory.
-
-    The client may lose its session.
-    """
+    """The pages do not become part of the daemon's own memory; the client may lose its session."""
     before = daemon.figures().memory
     for _ in range(5):
         with Worker(daemon) as client, Region(8 * MIB) as region:
@@ -358,9 +353,7 @@ def test_more_extents_than_a_call_may_have(daemon: Daemon) -> None:
 
 
 def test_overlapping_places_cost_nobody_an_object(daemon: Daemon) -> None:
-    """All objects into one place, at once and again and again: what is there in the end is the client's
-    trouble, the objects stay.
-    """
+    """All objects into one place, at once and again: what is there in the end is the client's trouble."""
     with clients(4, lambda: Worker(daemon)) as many, Region(MIB) as region:
         for client in many:
             assert isinstance(client, Worker)
@@ -380,10 +373,7 @@ def test_overlapping_places_cost_nobody_an_object(daemon: Daemon) -> None:
 
 @contextmanager
 def scribbling(region: Region, seconds: float) -> Iterator[Callable[[], bool]]:
-    """Overwrites the region all the time; tells whether it still does.
-
-    Through the client's own mapping: another would be noticed.
-    """
+    """Overwrites the region by the client's own mapping (another is noticed); tells whether it still does."""
     end = time.monotonic() + seconds
     target = np.frombuffer(region.map, np.uint8)
 

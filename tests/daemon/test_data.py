@@ -386,9 +386,7 @@ class TestWhoDoesNotMoveOn:
             assert answer(sock) is not None, "a connection without a call may stand still"
 
     def test_bytes_one_by_one(self, daemon: Daemon, request: Any) -> None:
-        """Each in time, and all of them not: a request must come within `limits.idle`, a call within its
-        deadline, and the payload of a call that was refused soon after.
-        """
+        """A request must come within `limits.idle`, a call in its deadline, a refused payload soon."""
         with attack(daemon, request), Remote(daemon) as mallory, ExitStack() as stack:
             trent = stack.enter_context(Remote(daemon, "trent"))
             socks = [stack.enter_context(opened(client)) for client in [mallory, trent] for _ in range(6)]
@@ -491,9 +489,7 @@ def test_a_drain_ends_calls_in_time_and_idle_connections_at_once(tmp_path: Any) 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with the openssl command")
 def test_strangers_in_tls(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Half a handshake, a whole one without a token, no TLS at all or no more, and a reset at any of these: a
-    client with a token is let in.
-    """
+    """Half a handshake, one without a token, no TLS, and resets: a client with a token is let in."""
     with serving(tmp_path, body_in(tmp_path, is_tls=True)) as daemon:
         rest(daemon)
         credentials = grpc.ssl_channel_credentials(certificates()[1].read_bytes())

@@ -296,9 +296,7 @@ class TestAmplification:
             )
 
     def test_objects_that_are_begun_and_never_finished(self, mallory: Callable[[], Client]) -> None:
-        """Each is charged for its whole length, so that few are under way at once; their first message brings
-        much beside.
-        """
+        """Each is charged for its whole length: few are under way; the first message brings much beside."""
         whole = pb.SetRequest(header=ONE_OF_MANY, payload=b"x").SerializeToString()
         begun = whole + b"\x1a\xa0\x8d\x06" + bytes(100_000)
 

@@ -117,9 +117,7 @@ def bearer(name: str) -> list[tuple[str, str]]:
 
 
 def ended(node: StorageServer, calls: int) -> Scrape:
-    """A scrape after so many calls have ended at the node's side, which is a moment after the client was
-    told.
-    """
+    """A scrape after so many calls have ended at the node's side, a moment after the client was told."""
     until(lambda: Scrape(node.http_address)("node_calls_total") >= calls)
     return Scrape(node.http_address)
 

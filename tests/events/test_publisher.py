@@ -207,10 +207,7 @@ def test_readers_who_come_again_and_again_under_new_names_starve_no_replay(conne
 
 @pytest.mark.slow
 def test_readers_that_ask_again_and_again_and_take_nothing_delay_neither_events_nor_replays(connect):
-    """More than are answered at once ask for all, again and again, which earns them no more patience.
-
-    Between two looks for changes little is read for them.
-    """
+    """More than are answered at once ask for all, again and again, which earns them no more patience."""
     source, over = SlowSource(), threading.Event()
     publisher = EventPublisher(ANY, [source])
 

@@ -205,9 +205,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(path=paths, extra=extras, tier=near_tiers, start=st.integers(0, 5), skip=draws)
     def begin(self, path: Path, extra: bytes, tier: Tier, start: int, skip: int) -> None:
-        """Write-through when the objects are there, a load from below when they are not: to the index it is
-        the same.
-        """
+        """Write-through when the objects are there, else a load from below: the same to the index."""
         if len(self.flights) >= 3:
             return
         node = self.index.extend_path(tokens_of(path), len(path), extra)

@@ -41,9 +41,7 @@ def test_a_digest_is_its_predecessor_s_times_the_base_plus_its_page(sequence, si
 
 
 def test_digests_of_large_arrays():
-    """A sequence long enough that the table of powers grows, in an object that knew few of them and in one
-    that knew more.
-    """
+    """A long sequence makes the table of powers grow, in an object that knew few of them or more."""
     sequence = np.random.default_rng(1).integers(0, WORD, 4 * 100_001 + 3, np.uint64)
     whole = Prefixes(4).of(sequence, 7)
     assert len(whole) == 100_001
@@ -75,9 +73,7 @@ def test_other_sequences_have_other_digests():
 
 
 def test_a_change_in_one_page_cannot_be_taken_back_in_the_next():
-    """In a polynomial alone, a page that is more by 1 and a next one that is less by the base give the
-    same.
-    """
+    """In a polynomial alone, a page more by 1 and a next one less by the base give the same."""
     prefixes = Prefixes(2)
     plain = np.full(4, 2**63, np.uint64)
     other = plain + np.array([1, 0, -BASE % WORD, 0], np.uint64)

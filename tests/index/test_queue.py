@@ -86,9 +86,7 @@ def some_path(random: Random) -> list[int]:
     ("policy", "states"), slow_after(1, [(Lru, True), (Steady, False), (Lru, False), (Steady, True)])
 )
 def test_a_steady_policy_s_order_is_exact(policy: type[Policy], states: bool):
-    """Each victim is the least of all units, recomputed from the tree, through random requests, hits, pins
-    and evictions.
-    """
+    """Each victim is the least of all units, recomputed from the tree, whatever was asked before."""
     rig, random = Rig(policy(), states=states), Random(2)
     popped = dead = 0
     for _ in range(150):
@@ -231,9 +229,7 @@ def test_what_waits_is_bounded_while_nothing_is_evicted(policy: type[Policy]):
 
 @pytest.mark.parametrize("policy", [Lru, Unsteady], ids=["steady", "unsteady"])
 def test_the_front_is_bounded_while_what_is_in_it_changes(policy: type[Policy]):
-    """The same unit goes and comes back each time, all others are hit: each hit leaves an entry that no
-    longer counts.
-    """
+    """The same unit goes and comes back; each hit of another leaves an entry that no longer counts."""
     rig = Rig(policy())
     paths = [(n, 1) for n in range(30)]
     for path in paths:

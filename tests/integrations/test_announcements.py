@@ -9,9 +9,7 @@ from tiercache.integrations.announcements import Announcements
 
 
 def test_what_is_told_is_bounded() -> None:
-    """Every method, in any order, over a few objects: the router knows what is there, as far as the limit
-    allows, and no table grows.
-    """
+    """The router knows what is there, as far as the limit allows, and no table grows."""
 
     for seed in range(200):
         chance = random.Random(seed)

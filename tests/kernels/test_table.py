@@ -23,9 +23,7 @@ def filled(lengths: list[int]) -> tuple[np.ndarray, int]:
 
 
 def sizes(table: np.ndarray) -> dict[int, list[int]]:
-    """The chunks of each segment as the kernel finds them: by the first chunks, counted from the first
-    row's.
-    """
+    """The chunks of each segment as the kernel finds them, counted from the first row's."""
     first = table[:, 3].astype(np.int64)
     found: dict[int, list[int]] = {}
     for chunk in range(int(first[0]), int(first[-1])):

@@ -225,9 +225,7 @@ def test_every_architecture_is_compared():
 
 
 def active_weights(model, total, active):
-    """Weights of projections and convolutions that one token meets; a stack of all experts counts for the
-    active ones.
-    """
+    """Weights that one token meets in projections and convolutions; of experts, the active ones count."""
     count = 0
     for name, weight in model.named_parameters():
         leaf = name.rpartition(".")[2]
@@ -285,9 +283,7 @@ def test_the_layers_are_those_that_transformers_builds(model_type):
 
 
 def test_recurrences_work_in_proportion_to_their_state():
-    """Decay, update and read-out of each element; a delta rule reads before it writes, and Mamba has a decay
-    per element.
-    """
+    """Decay, update and read-out of each element; a delta rule reads first, Mamba has a decay per element."""
     for name, per_element in (
         ("kimi-linear-48b-a3b", 7),
         ("jamba-1.5-mini", 7),

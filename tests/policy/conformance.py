@@ -205,9 +205,7 @@ class PolicyConformance:
         assert not rig.host_blocks()
 
     def _history(self, rig: Rig, random: Random) -> list[int]:
-        """Return the freed locations, in order, of a history long enough for the policy to learn several
-        times.
-        """
+        """Return the freed locations, in order, of a history long enough for the policy to learn."""
         gone: list[int] = []
         for turn in range(4 * LEARN_EVERY):
             path = [random.randrange(8) for _ in range(random.randrange(1, 5))]

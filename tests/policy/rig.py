@@ -128,9 +128,7 @@ def reuse_of(given: PlainUnits, row: int = 0, *, evicted: bool = False) -> Reuse
 
 
 def hostile(policy: Policy) -> None:
-    """Make every call that an owner can make, in no sensible order and with values that no owner should
-    have.
-    """
+    """Make every call that an owner can make, in no sensible order and with senseless values."""
     nothing = units(0)
     policy.learn(nothing, nothing)
     for given in EXTREMES.values():
@@ -227,9 +225,7 @@ class Rig:
         self.index.touch(self.match(path), tokens_of(path))
 
     def copy(self, path: Sequence[int]) -> None:
-        """Write the device's copy of the path through to the host, so that its next device eviction is a
-        demotion.
-        """
+        """Write the device's copy of the path through to the host: its next eviction is a demotion."""
         match = self.match(path)
         node, span = match.node, Span(match.node, 0, match.path_depth)
         pages, states = self.index.locations(node, span.end)

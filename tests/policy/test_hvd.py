@@ -160,9 +160,7 @@ def test_for_hvd_superseded_states_end_up_below_older_ends():
 
 
 def simulated(histories: list[tuple[int, bool]], elapsed: int, buckets: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tick by tick: units that are `age` ticks old when the epoch begins, or are made in it (below 0); some
-    are hit in its middle.
-    """
+    """Tick by tick: units of an `age` when the epoch begins (below 0: made in it), some hit in its middle."""
     hits, waited = np.zeros(buckets), np.zeros(buckets)
     for age, hit in histories:
         for tick in range(elapsed):
@@ -225,9 +223,7 @@ def test_a_class_that_nobody_saw_has_the_rate_of_the_one_around_it():
 
 @pytest.mark.parametrize("rate", [0.05, 0.005])
 def test_a_class_that_was_seen_much_has_its_own_rate(rate: float):
-    """Geometric waiting times have the same hazard at every age; a neighbour that is never hit hardly
-    counts.
-    """
+    """Geometric waiting times have one hazard at every age; a neighbour without hits hardly counts."""
     random = np.random.default_rng(3)
     hazard = Hazard((2, 2))
     now = 0

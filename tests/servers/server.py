@@ -142,10 +142,7 @@ class Server(ABC):
         return [*self.processes(), *files]
 
     def kill(self) -> list[Path]:
-        """End all processes of the server at once; remove and return the shared memory that it leaves.
-
-        The server's session has only what it started.
-        """
+        """End all processes of the server, and nothing else; return the shared memory that it leaves."""
         self._note_shared_memory()
         for pid in self.processes():
             with suppress(ProcessLookupError):

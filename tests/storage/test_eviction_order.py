@@ -70,9 +70,7 @@ class ResidentsMachine(RuleBasedStateMachine):
 
     @initialize(needs_states=st.booleans(), watched=st.booleans())
     def begin(self, needs_states: bool, watched: bool) -> None:
-        """Unless watched, the tables are not asked for anything between the steps, so that what they put off
-        stays so.
-        """
+        """Unless watched, nothing is asked of the tables between steps: what they put off stays so."""
         self.watched = watched
         if needs_states:
             self.require_states(HYBRID)
@@ -372,10 +370,7 @@ def test_a_page_with_all_that_served_it_goes_at_once() -> None:
 
 
 def test_kv_is_not_waited_for_longer_because_something_else_is() -> None:
-    """A state without its KV may wait long.
-
-    What came behind it and is dead by now goes before what can be restored.
-    """
+    """What came behind a state that waits for its KV and is dead goes before what can be restored."""
     residents = Residents()
     order = EvictionOrder(residents)
     for n in range(20):

@@ -117,9 +117,7 @@ class Trials:
         return fired
 
     def _attempt(self, arm: Callable[[FaultEnv], Rule | None]) -> bool:
-        """The operation under the fault; whatever it says, the store is then closed, or kept for a look at
-        it.
-        """
+        """The operation under the fault, whatever it says; then the store is closed, or kept for a look."""
         self.store = self.subject.open(self.env) if self.operation.act else None
         self.env.clear()
         rule = arm(self.env)
@@ -163,9 +161,7 @@ class Trials:
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """A directory in memory, where there is one: nothing here depends on what a real sync does, and waiting
-    for it is most of the time.
-    """
+    """A directory in memory, where there is one: a real sync says nothing here and takes the most time."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as directory:
         yield Path(directory)
 

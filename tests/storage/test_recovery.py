@@ -38,9 +38,7 @@ def opened(path: Path, capacity: int | None = CAPACITY, env: Env | None = None, 
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of many objects in batches, of which some were deleted, so that there are free pages with
-    records that were removed.
-    """
+    """A store of many objects, some of them deleted, so that free pages have records of removed ones."""
     path = tmp_path_factory.mktemp("template") / "s"
     with opened(path) as store:
         store.register_namespace(NamespaceRecord(NAME, {"model": "m"}))

@@ -196,9 +196,7 @@ class SimulatedDevice(CudaDevice):
         return array
 
     def adopt_at(self, address: int, nbytes: int) -> None:
-        """Treat memory that the caller keeps alive as one allocation of the device, even where it is part of
-        something larger.
-        """
+        """Treat memory that the caller keeps alive as one allocation, even within something larger."""
         self.memory.keep(address, MemoryPiece(nbytes, "adopted"))
 
     def fail(self, call: str, *, at: int = 1, error: Exception | None = None) -> None:
@@ -229,9 +227,7 @@ class SimulatedDevice(CudaDevice):
 
     @property
     def leftovers(self) -> dict[str, int]:
-        """Number of streams, events and pieces of memory, by kind, that were taken and not given back;
-        adopted memory is not counted.
-        """
+        """Streams, events and memory that were taken and not given back, by kind, without adopted memory."""
         kinds = self.memory.kinds()
         counts = {"streams": len(self._streams.keys() - self._defaults), "events": len(self._events)}
         return {name: count for name, count in {**counts, **kinds}.items() if count and name != "adopted"}

@@ -27,9 +27,7 @@ OURS = {"streams", "events"}
 
 @pytest.fixture(params=[1, 4])
 def many(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    """A pool whose slots are 10,800 blocks in no order, a copy each: in one layer, or in four that have 2,700
-    each.
-    """
+    """A pool whose slots are 10,800 blocks in no order, a copy each, in one layer or in four."""
     machine = Simulated()
     shapes = {
         (layer, "k"): ((SLOTS * 256, 7200 // request.param, 2), "bfloat16") for layer in range(request.param)

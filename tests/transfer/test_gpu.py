@@ -197,10 +197,7 @@ def test_a_graph_can_be_captured_while_copies_run(machine: Real) -> None:
 
 
 def test_the_drivers_current_context_is_the_runtimes_device(device: CupyDevice) -> None:
-    """A context that the engine pushes onto the driver's stack sets the runtime's current device, too.
-
-    `DeviceContext` relies on this, on this thread and on one that has never used a device.
-    """
+    """The engine's context is the runtime's device too, on this thread and on one new to a device."""
     runtime, found = pytest.importorskip("cupy").cuda.runtime, []
 
     def work() -> None:

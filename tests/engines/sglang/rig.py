@@ -101,9 +101,7 @@ def mla_pool(layout: str = "page_first", dtype: torch.dtype = torch.bfloat16, la
 
 @contextlib.contextmanager
 def server_says(kv_cache_dtype: str = "auto", **more: Any) -> Iterator[dict[str, Any]]:
-    """A process in which SGLang has published its configuration, as every server does before it makes
-    pools.
-    """
+    """A process in which SGLang has published its configuration, as servers do before they make pools."""
     model = dict.fromkeys(server.MODEL_SETTINGS) | {
         "model_path": "some/model",
         "quantization_param_path": None,
@@ -139,9 +137,7 @@ def mamba_pool(
     *,
     side: bool = False,
 ) -> Any:
-    """A host pool of `SLOTS` states, filled with noise; with `side` each has something beside it, for which
-    SGLang has no addresses.
-    """
+    """A host pool of `SLOTS` states of noise; `side` adds something for which SGLang has no addresses."""
     info = MambaStateBufferInfo(
         temporal=torch.zeros(4, 6, 8, 16, 16, dtype=dtype),
         conv=(torch.zeros(4, 6, 40, 3, dtype=conv),),

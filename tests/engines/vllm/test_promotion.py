@@ -69,9 +69,7 @@ def test_groups_do_not_meet(tier: dict[str, object]) -> None:
 
 
 def test_objects_know_what_they_depend_on(file_tier: dict[str, object]) -> None:
-    """A page on the page before it, what has a window on its page; so a store that evicts keeps prefixes
-    whole.
-    """
+    """A page on the page before it, and a window on its page, so that a full store keeps prefixes whole."""
     with Engine(file_tier) as engine:
         engine.store("a", "b", "c")
         context = engine.request()
@@ -100,9 +98,7 @@ def test_objects_know_what_they_depend_on(file_tier: dict[str, object]) -> None:
 
 
 def test_pages_of_a_later_job_hang_on_those_before_them(file_tier: dict[str, object]) -> None:
-    """A request computes page after page, and other requests between; those that it found on the GPU were not
-    offered by it at all.
-    """
+    """A request computes page after page, others between, and does not offer those that the GPU had."""
     with Engine(file_tier) as engine:
         engine.store("a", "b")
         one, other = engine.request(), engine.request()

@@ -222,9 +222,7 @@ REFUSED: Final = [name for name, family in FAMILIES.items() if family.mode is No
 
 
 def build(name: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """The family's small model, float32, eval mode, equal bits for equal seeds; `overrides` are arguments of
-    its configuration.
-    """
+    """The family's small model, float32, eval mode, equal for equal seeds; `overrides` change its config."""
     family = FAMILIES[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

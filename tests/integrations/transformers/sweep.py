@@ -89,17 +89,12 @@ class Row:
 
 
 def settled(line: str) -> str:
-    """A line of the table without the lengths that were not reached in the time that there was: a faster
-    machine reaches more.
-    """
+    """A line of the table without the lengths that it lacked the time for: a faster machine reaches more."""
     return " ".join(re.sub(r"[^|;]*not reached within[^|;]*", " ", line).split())
 
 
 def small(model_type: str) -> PreTrainedModel:
-    """A small model of a type: its own configuration, with fewer and narrower layers.
-
-    Raises what its code raises.
-    """
+    """A small model of a type, with fewer and narrower layers; raises what its code raises."""
     for name, family in FAMILIES.items():
         if family.model_type == model_type:
             return build(name)
@@ -173,9 +168,7 @@ def _mixed(values: list[Any], count: int) -> list[Any]:
 
 
 def trial(model_type: str) -> Row:
-    """Serve a short conversation, from nothing, and from the store with nothing else left; in this
-    process.
-    """
+    """Serve a short conversation from nothing, and then from the store alone, in this process."""
     try:
         model = small(model_type)
         with torch.inference_mode():
@@ -195,10 +188,7 @@ def trial(model_type: str) -> Row:
 
 
 def _converse(model: PreTrainedModel) -> tuple[str, str]:
-    """Two turns, the second one restored from the store, both checked against a recompute.
-
-    Raises what the worker raises.
-    """
+    """Two turns, the second from the store, checked against a recompute; raises what the worker raises."""
     storage = open_backend("memory://?capacity=256MiB")
     with Worker(model, device_bytes="16MiB", host_bytes="16MiB", storage=storage, page_size=PAGE) as worker:
         audit = Audit(worker.runner, page_slots=64, state_slots=16)
@@ -217,9 +207,7 @@ def _converse(model: PreTrainedModel) -> tuple[str, str]:
 
 
 def _check(worker: Worker, audit: Audit, generation: Any) -> None:
-    """Bit for bit what the same steps compute without a cache, and as near to the model by itself as the
-    probe's cuts are.
-    """
+    """Bit for bit what the same steps compute without a cache, and as near to the model as the probe."""
     verdict = audit.check(generation)
     assert (verdict.max_logit_diff, verdict.same_text, verdict.same_bytes) == (0.0, True, True), verdict
     by_itself = worker.runner.without_cache(generation.tokens[: generation.prompt_tokens], 1)[0]

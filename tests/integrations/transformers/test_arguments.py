@@ -174,9 +174,7 @@ def test_pools_of_numpy_arrays_are_refused() -> None:
 
 @pytest.mark.parametrize("name", slow_after(1, ["llama", "falcon_h1", "jamba"]))
 def test_requests_beside_others_that_hold_the_slots_are_computed_without_the_cache(name: str) -> None:
-    """Every number of slots from none to enough, held by other admissions at once; before a restore from the
-    device and from the host.
-    """
+    """Other admissions hold all slots but a number from none to enough, before a restore from each tier."""
     runner = loaded(name)[0]
     audit = Audit(runner, page_slots=512, state_slots=256)
     least = {pool: geometry.nbytes for pool, geometry in runner.layout.geometries.items()}

@@ -72,9 +72,7 @@ def from_host(worker: Worker) -> Generation:
     ("name", "seed"), slow_after(1, [("qwen3_next", 0), ("qwen3_next", 1), ("llama", 0), ("llama", 1)])
 )
 def test_conversations_with_pools_too_small_for_all_of_them(name: str, seed: int, tmp_path: Path) -> None:
-    """Slots change hands all the time, between a slow stream of torch's and slow copies either way; nothing
-    is waited for in between.
-    """
+    """Slots change hands all the time between slow streams and slow copies; nothing waits in between."""
     device = SimulatedDevice(seed=seed, jitter=0.003, seconds=lambda method, nbytes, count: nbytes / 200e6)
     audit = Audit(loaded(name)[0], page_slots=256, state_slots=128)
     geometries = loaded(name)[0].layout.geometries
@@ -112,9 +110,7 @@ def test_copies_wait_for_what_is_queued_before_them(name: str) -> None:
 
 
 def test_without_fences_old_bytes_go_to_the_host() -> None:
-    """The negative control of the test above: what its checks see where a commit does not say when its slots
-    are written.
-    """
+    """The negative control of the test above: a commit that does not say when its slots are written."""
 
     class Silent(SimulatedStream):
         def fence(self) -> Any:
@@ -206,9 +202,7 @@ def test_the_device_waits_for_a_layer_and_not_the_thread() -> None:
 
 
 def test_a_device_that_is_slow_is_not_busy() -> None:
-    """The next request needs slots of the last one, whose work goes on for longer than copies are waited
-    for.
-    """
+    """The next request needs slots of the last one, whose work outlasts the wait for copies."""
     geometries = loaded("qwen3_next")[0].layout.geometries
     small = 8 * geometries[PoolName.KV].nbytes + 7 * geometries[PoolName.MAMBA].nbytes  # of one request
     audit = Audit(loaded("qwen3_next")[0], page_slots=64, state_slots=16)
@@ -232,10 +226,7 @@ def test_the_first_load_comes_after_the_pools_are_zeroed(tmp_path: Path) -> None
 
 
 def test_the_time_to_the_first_token_is_when_it_is_there() -> None:
-    """The time to the first token ends when the token is computed, not when the work for it is queued.
-
-    Before it, two exports of 0.2 seconds run at the checkpoint.
-    """
+    """The time ends when the token is computed, behind two exports of 0.2 s, not when its work is queued."""
     with simulated("qwen3_next", pause=0.2) as worker:
         generation = worker.serve(LONG, 1)
         assert generation.states == (6 * PAGE,)

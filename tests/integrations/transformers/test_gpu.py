@@ -121,9 +121,7 @@ class Silent(CudaStream):
 
 @pytest.mark.parametrize("silent", [False, True], ids=["with fences", "without"])
 def test_copies_wait_for_late_exports(silent, cuda, monkeypatch):
-    """Each export stands behind a kernel that takes longer than a request; without fences, the negative
-    control, old bytes go down.
-    """
+    """Each export stands behind a long kernel; without fences, the negative control, old bytes go down."""
     with worker_on(cuda, "qwen3_next", stream=Silent(cuda) if silent else None) as worker:
         audit = Audit(worker.runner, page_slots=64, state_slots=16)
         export = worker.runner.export_pages

@@ -146,9 +146,7 @@ CHANGES: dict[str, Change] = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_changes_the_computation_changes_the_identity_and_is_noticed(change, tmp_path, monkeypatch):
-    """A new worker restores nothing of before; the one that lives refuses, and neither restores nor
-    commits.
-    """
+    """A new worker restores nothing of before; the one that lives refuses, and commits nothing."""
     # Nothing here is about the verdict of the probe, which takes longer than all the rest.
     report = loaded("llama")[1]
     monkeypatch.setattr(worker_module, "load", lambda model, size: (ModelRunner(model, size), report))

@@ -62,9 +62,7 @@ def open_worker(model: PreTrainedModel, path: Path, **options: Any) -> Worker:
 
 
 def right(worker: Worker, generation: Generation) -> None:
-    """Every token is what a greedy recompute from nothing would choose, and the first logits are near those
-    of an uncut prefill.
-    """
+    """Every token is that of a greedy recompute, and the first logits are near those of an uncut prefill."""
     runner, tokens = worker.runner, generation.tokens
     for end in range(generation.prompt_tokens, len(tokens)):
         logits = runner.forward(runner.new_cache(), tokens[:end], 0)
@@ -79,9 +77,7 @@ def test_every_type_of_rotary_embedding_is_tried_here() -> None:
 
 @pytest.mark.parametrize("kind", slow_after(1, ["longrope", *sorted(set(SCALED) - {"dynamic", "longrope"})]))
 def test_a_conversation_across_the_switch_of_a_rotary_embedding(kind: str, tmp_path: Path) -> None:
-    """From below it, over it while decoding, and above it; then all of that again, by a worker that has it
-    from the store.
-    """
+    """From below it, over it while decoding, and above it; then again, by a worker with the store alone."""
     limit = SWITCH if kind == "longrope" else None
     for again in (False, True):
         with open_worker(roped(kind), tmp_path) as worker:

@@ -109,9 +109,7 @@ def test_a_request_is_parked_between_the_chunks_of_its_prefill(name: str, tmp_pa
 
 @pytest.mark.parametrize("name", slow_after(1, NAMES))
 def test_a_request_may_be_parked_before_every_step(name: str, tmp_path: Path) -> None:
-    """At every length: with a window that is not full yet, in the middle of a page, and at its end; on the
-    host and in storage in turn.
-    """
+    """At every length, within a window or page and at its end, on the host and in storage in turn."""
     asked = Request(prompt(PAGE + 3, seed=4), PAGE + 4, sampling=Sampling(1.5, seed=4))
     (expected,) = alone(name, tmp_path, [asked], chunk_limit=PAGE)
     audit = Audit(loaded(name)[0], page_slots=512, state_slots=128)

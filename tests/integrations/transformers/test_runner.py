@@ -47,9 +47,7 @@ def decode(runner: ModelRunner, cache: DynamicCache, start: int, steps: int = 4)
 
 @pytest.mark.parametrize("name", EACH)
 def test_restored_equals_cold_with_the_same_cuts(name: str) -> None:
-    """The oracle: a cold sequence that hands out its pages and state at a cut, its last tokens fed one by
-    one, against one that starts there from slots.
-    """
+    """A cold sequence, cut and fed its last tokens one by one, against one that starts there from slots."""
     runner, _ = loaded(name)
     depth, slots = 2 * PAGE, [6, 3]
     cold = runner.new_cache()

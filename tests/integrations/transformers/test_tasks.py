@@ -58,9 +58,7 @@ def generated(results: list[Generation | Exception]) -> list[Generation]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tasks_in_turns_equal_their_recompute(name: str, tmp_path: Path) -> None:
-    """The restore of one waits for a disk that hangs, while another computes to its end; a third is ended
-    before its end.
-    """
+    """One waits for a disk that hangs, another computes to its end, and a third is ended before its end."""
     env = FaultEnv()
     audit = Audit(loaded(name)[0], page_slots=128, state_slots=32)
     with serving(name, store(tmp_path, env), chunk_limit=2 * PAGE) as worker:

@@ -106,9 +106,7 @@ def _worker(model: Any, page: int, path: Path) -> Worker:
     ),
 )  # fmt: skip
 def test_turns_across_the_window_come_back_from_disk(name, page, dtype, tmp_path):
-    """Each turn begins with device and host empty. The first ends below the window, and answers cross it, so
-    that the states of decoding are used on both sides.
-    """
+    """Turns begin with empty tiers; answers cross the window, so that states of decoding are used."""
     model = build(name).to(dtype)
     with _worker(model, page, tmp_path) as worker:
         audit = Audit(worker.runner, page_slots=2048, state_slots=512)
@@ -211,9 +209,7 @@ def test_a_model_whose_window_hardly_matters_cannot_be_judged() -> None:
 
 
 def _with_notes(window: int, depth: int) -> ProbeReport | UnsupportedModelError:
-    """The verdict on a model whose windowed layer notes something that a restored one lacks, and that
-    counts at one depth only.
-    """
+    """The verdict on a model whose windowed layer notes what a restored one lacks, at one depth only."""
 
     def before(arguments: dict[str, Any]) -> None:
         layer = _windowed(arguments)

@@ -67,9 +67,7 @@ SLOWEST = pytest.param("jamba", marks=pytest.mark.slow)
     ),
 )
 def test_every_state_comes_back_from_every_tier(name: str, kind: str, tmp_path: Path) -> None:
-    """Branch point, prompt end and decode snapshot, each from device, host, disk, and from disk in a new
-    process's place.
-    """
+    """Branch point, prompt end and decode snapshot, from device, host, disk, and disk after a restart."""
     storage: StorageBackend = store(tmp_path) if kind == "file" else open_backend("memory://?capacity=64MiB")
     audit = Audit(loaded(name)[0], page_slots=256, state_slots=64)
     with serving(name, storage) as worker:
@@ -90,9 +88,7 @@ def test_every_state_comes_back_from_every_tier(name: str, kind: str, tmp_path: 
     "name", ["qwen3_next", SLOWEST, "llama", pytest.param("inkling", marks=pytest.mark.slow)]
 )
 def test_conversations_with_pools_too_small_for_all_of_them(name: str, tmp_path: Path) -> None:
-    """Three conversations behind one system prompt, three turns each and one after a restart; the pools
-    decide what comes from where.
-    """
+    """Three conversations, three turns and one after a restart; the pools decide what comes from where."""
     audit = Audit(loaded(name)[0], page_slots=256, state_slots=128)
     histories = [SYSTEM.tolist() for _ in range(3)]
     geometries = loaded(name)[0].layout.geometries
@@ -123,9 +119,7 @@ def test_conversations_with_pools_too_small_for_all_of_them(name: str, tmp_path:
 @pytest.mark.parametrize("tier", slow_after(1, [Tier.HOST, Tier.DEVICE]))
 @pytest.mark.parametrize("name", EACH)
 def test_a_cache_that_is_tampered_with_moves_the_logits_and_is_called_wrong(name: str, tier: Tier) -> None:
-    """Negative controls: what the checks of this module would see if a tier gave back something else than it
-    was given.
-    """
+    """Negative controls: what these checks see if a tier gives back something else than it was given."""
     audit = Audit(loaded(name)[0], page_slots=64, state_slots=16)
     with serving(name) as worker:
         for tokens in LONG.values():
@@ -366,9 +360,7 @@ def test_a_layer_that_cannot_be_loaded(name: str, layer: int) -> None:
 
 
 def test_too_few_slots_after_a_load_that_failed() -> None:
-    """Two requests share a load that fails, late; the slots stay with the first, and the second is computed
-    without the cache.
-    """
+    """Two requests share a load that fails late; the first keeps the slots, the second has no cache."""
 
     def late(sources: Addresses, destinations: Addresses, lengths: npt.NDArray[np.int64]) -> None:
         if not at_once:

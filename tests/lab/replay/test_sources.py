@@ -42,9 +42,7 @@ class InfiniteCache:
         self.weights = np.random.default_rng(1).integers(0, 2**63, page_size, dtype=np.uint64) | np.uint64(1)
 
     def hit(self, request: Request) -> int:
-        """Tokens of the prompt that are there; then prompt and output are, but for the output's last token,
-        which is never computed.
-        """
+        """Tokens of the prompt that are there; then prompt and output are, but for the very last token."""
         computed = np.concatenate([request.prompt, request.output[:-1]])
         count = len(computed) // self.page_size
         pages = computed[: count * self.page_size].reshape(count, self.page_size) @ self.weights

@@ -156,9 +156,7 @@ def test_bounds_bound() -> None:
 
 @pytest.mark.parametrize("policy", ["marconi", "hvd"])
 def test_prompts_that_many_share_stay_where_there_is_room_for_little_else(policy: str) -> None:
-    """A shared prompt has one continuation at most times, and every request goes through a device that keeps
-    nothing.
-    """
+    """A shared prompt has one continuation at most times, and the device keeps nothing."""
     infinite, shared, lru = found(
         asked(
             "shared-prefix?groups=8&prompts=16&system=2000-6000",

@@ -19,9 +19,7 @@ LIMITS = pb.Limits(
 
 @contextmanager
 def server(**handlers: Callable[[Iterator[bytes], Any], Iterator[bytes]]) -> Iterator[str]:
-    """The address of a server whose methods are `handlers`, from messages to messages; Hello and Exists have
-    answers.
-    """
+    """The address of a server of these handlers of messages; Hello and Exists have answers."""
 
     def hello(requests: Iterator[bytes], _: Any) -> Iterator[bytes]:
         yield pb.HelloReply(version="0", instance=b"i", principal="p", limits=LIMITS).SerializeToString()

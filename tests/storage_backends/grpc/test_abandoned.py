@@ -80,9 +80,7 @@ def hits_come_back(client: GrpcBackend, item: GetItem) -> None:
 
 @pytest.mark.parametrize("how", ["slow", "stopped"])
 def test_a_late_write_meets_nobody(daemon: Daemon, arena: HostArena, how: str) -> None:
-    """All blocks but those of the get are in use; the get's are freed and wanted again at once, as a worker
-    under pressure does it.
-    """
+    """All blocks but the get's are in use, so its are freed and wanted again at once, as under pressure."""
     with client_of(daemon) as client:
         client.attach(arena)
         until(lambda: put(client, key("old"), OLD) in (STORED, HIT))
@@ -124,10 +122,7 @@ def test_a_late_write_meets_nobody(daemon: Daemon, arena: HostArena, how: str) -
 
 
 def test_a_request_that_waits_in_the_daemon_s_socket_meets_nobody(daemon: Daemon, arena: HostArena) -> None:
-    """The daemon is stopped before it reads the call.
-
-    When it goes on, it finds the end of the session beside it, in whatever order.
-    """
+    """A daemon that was stopped finds, when it goes on, the call and the end of its session in any order."""
     with client_of(daemon) as client:
         client.attach(arena)
         put(client, key("old"), OLD)

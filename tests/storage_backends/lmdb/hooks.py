@@ -141,9 +141,7 @@ def locate(store: StorageBackend, k: ObjectKey) -> list[tuple[int, int]]:
 
 
 def page_kinds(path: str) -> dict[str, list[int]]:
-    """The numbers of the pages in LMDB's file, by what they are: "objects leaf", "parts overflow", "free
-    leaf", ...
-    """
+    """The numbers of the pages in LMDB's file by kind: "objects leaf", "parts overflow", "free leaf", ..."""
     with open(path, "rb") as file:
         return _Pages(file.read()).kinds
 

@@ -25,9 +25,7 @@ def size_of(name: int) -> int:
 
 
 def load(store: LmdbBackend, seed: str) -> None:
-    """Set and get at random until told to stop; name every object that was acknowledged, and at the end what
-    went wrong.
-    """
+    """Set and get at random until told to stop; name each acknowledged object, and what went wrong."""
     dice = random.Random(seed)
     wrong = failed = hits = 0
     finished = False
@@ -82,9 +80,7 @@ def stall(store: LmdbBackend, _: str) -> None:
 
 
 def tail(store: LmdbBackend, _: str) -> None:
-    """Store the second half of a sequence whose first half somebody else stored, and the first half of
-    another.
-    """
+    """Store the second half of a sequence that somebody began, and the first half of another."""
     for k, parent in chain("shared", 8)[4:]:
         assert put(store, k, payload(k, 60_000), parent) is Outcome.STORED
     for k, parent in chain("crossed", 8)[:4]:

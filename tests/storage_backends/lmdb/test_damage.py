@@ -60,10 +60,7 @@ def test_a_damaged_file_is_put_aside(tmp_path: Path, how: str, caplog: pytest.Lo
 
 
 def used_elsewhere(path: Path, *arguments: str) -> dict[str, Any] | None:
-    """Use a store in a process of its own (`bad_page.py`); None if LMDB ends that process or hangs.
-
-    The process hangs if LMDB damaged its heap.
-    """
+    """Use a store in another process (`bad_page.py`); None if LMDB ends it, or hangs in a damaged heap."""
     command = [sys.executable, "-m", "tests.storage_backends.lmdb.bad_page", str(path), *arguments]
     try:
         # Fifty times what it takes on a quiet machine.

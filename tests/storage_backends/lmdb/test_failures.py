@@ -154,9 +154,7 @@ def test_a_disk_that_is_smaller_than_the_capacity_replaces(tmp_path: Path, size:
 
 @pytest.mark.parametrize("durability", ["process", "power"])
 def test_a_deletion_is_on_the_medium_when_it_is_answered(tmp_path: Path, durability: str) -> None:
-    """With `power` every commit is; else LMDB leaves its last page to the next sync, which a deletion makes
-    itself.
-    """
+    """With `power` every commit is; else LMDB leaves its last page to a sync, which a deletion makes."""
     env = FaultEnv()
     with LmdbBackend(str(tmp_path / "s"), 8 << 20, durability, env) as store:
         put(store, key("a"), payload("a", 5000))
