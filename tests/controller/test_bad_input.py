@@ -2,7 +2,6 @@
 as if it had not happened.
 """
 
-import errno
 import math
 from dataclasses import replace
 
@@ -319,29 +318,3 @@ def test_closing_twice_and_using_it_afterwards(engine, running):
 
 
 # -- a bad medium
-
-
-@pytest.mark.parametrize("call", ["pwritev", "fallocate"])
-def test_a_full_disk(tmp_path, call):
-    """Sets fail and are counted, what was stored stays, and with space the next commit stores the rest."""
-    env = FaultEnv()
-    engine = Engine(open_backend(f"file://{tmp_path}/store?capacity=16MiB", env=env))
-    if call != "fallocate":
-        engine.keep(FIRST)
-    full = env.fail(call, times=1000, error=errno.ENOSPC)
-    second = [*prompt(1, 2, 3, 4, 6), 5]
-    engine.serve(second)
-    engine.controller.flush(20)
-    assert full.fired
-    assert sum(engine.metrics.total("storage_sets_total", outcome=o) for o in ("throttled", "error")) > 0
-    env.clear()
-    engine.controller.evict(Tier.DEVICE)
-    assert engine.serve(second) == 5 * P
-    engine.settle()
-    evict_checked(engine, Tier.DEVICE, Tier.HOST)
-    assert engine.serve(second) == 5 * P
-    engine.settle()
-    engine.check()
-    engine = engine.restart(f"file://{tmp_path}/store?capacity=16MiB")
-    assert engine.serve([*second, 5]) == 5 * P
-    assert engine.controller.close()

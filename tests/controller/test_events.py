@@ -93,14 +93,9 @@ def test_changes_behind_the_bound_clear_device_and_host(monkeypatch):
     engine.controller.close()
 
 
-def test_without_the_setting_nothing_is_followed():
+def test_without_settings_nothing_is_followed_and_others_are_refused():
     engine = Engine()
-    engine.serve(prompt(1, 2))
-    assert engine.controller.publisher is None
-    assert engine.context.residency is None
+    assert engine.controller.publisher is engine.context.residency is None
     engine.controller.close()
-
-
-def test_settings_that_are_not_events_are_refused():
     with pytest.raises(ConfigError, match="EventSettings"):
         ControllerOptions(events="tcp://127.0.0.1:5557")

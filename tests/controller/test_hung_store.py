@@ -182,16 +182,3 @@ def test_a_store_that_fails_again_and_again_is_left_alone(store):
     assert store.calls.count("get") <= asked + 1, "a probe at most"
     store.gets = []
     until(engine, lambda: engine.serve([*prompt(0, 20, 40), 5]) == 3 * P)
-
-
-@pytest.mark.parametrize("blocks", [8, 16])
-def test_a_prompt_larger_than_the_host_goes_down_whole(store, blocks):
-    engine = engine_on(store, blocks=blocks)
-    engine.serve([*prompt(*range(20)), 5])
-    assert engine.settle()
-    assert store.inner.usage().objects >= 21
-    engine.controller.evict(Tier.DEVICE)
-    engine.check()
-    other = engine_on(store, blocks=64)
-    assert other.serve([*prompt(*range(20)), 5]) == 20 * P
-    engine.check()

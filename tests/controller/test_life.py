@@ -38,21 +38,6 @@ def test_every_tier_gives_back_what_was_computed(store, pools):
     assert engine.controller.close()
 
 
-def test_a_conversation_is_restored_at_its_last_full_page():
-    """The state that decoding took at a page boundary is committed with the end of the request."""
-    engine = Engine(MemoryBackend())
-    engine.serve(prompt(1, 2), answer=prompt(3, 4))
-    assert engine.serve(prompt(1, 2, 3, 4, 5)) == 4 * P
-
-
-def test_the_branch_point_gets_a_state_for_the_third_request():
-    engine = Engine(MemoryBackend(), states=12)
-    assert engine.serve(prompt(1, 2, 3, 4)) == 0
-    assert engine.serve(prompt(1, 2, 8, 9)) == 0
-    assert engine.serve(prompt(1, 2, 6, 7)) == 2 * P
-    engine.check()
-
-
 def test_another_identity_shard_or_adapter_never_hits():
     store = MemoryBackend()
     engine = Engine(store)

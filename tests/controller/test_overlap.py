@@ -21,9 +21,9 @@ def options(**kwargs):
     return ControllerOptions(restore_deadline=20.0, piece_bytes=1, **kwargs)
 
 
-def filled(store, *prompts):
+def filled(store, *prompts, blocks=80):
     """The store, with the prompts in it: a state at each end."""
-    before = Engine(store, pages=24, blocks=80)
+    before = Engine(store, pages=24, blocks=blocks)
     for one in prompts:
         before.keep(one)
     before.controller.close()
@@ -85,9 +85,9 @@ def test_two_requests_share_the_pieces():
     wind_up(engine, one, two)
 
 
-def test_a_prompt_larger_than_the_host_is_restored_through_it():
+def test_a_prompt_larger_than_the_host_is_stored_and_restored_through_it():
     """The host has room for a state and two pages; the prompt has six pages."""
-    store = filled(Flaky(MemoryBackend()), LONG)
+    store = filled(Flaky(MemoryBackend()), LONG, blocks=5)
     engine = Engine(store, blocks=5, options=options(in_flight_share=1.0))
     blocks = {pool: engine.context.allocator.blocks_of(pool, 1) for pool in (KV, MAMBA)}
     assert 6 * blocks[KV] + blocks[MAMBA] > 5

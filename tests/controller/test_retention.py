@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from tests.controller.harness import Engine, P, all_is_free, prompt
-from tests.controller.test_interleavings import Gated
-from tests.controller.test_prefetch import Clock, engine_over
+from tests.controller.test_prefetch import Clock
 from tests.integrity import no_pin_is_left
 from tiercache.controller import ControllerOptions
 from tiercache.core import Tier
@@ -40,10 +39,10 @@ def press(engine, count=24):
         served(engine, [*prompt(100 + n, 200 + n, 300 + n), 5])
 
 
-@pytest.mark.parametrize("hybrid", [True, False])
+@pytest.mark.parametrize("pools", [{}, {"hybrid": False}, {"kv": False}], ids=["both", "pages", "states"])
 @pytest.mark.parametrize("policy", ["lru", "hvd"])
-def test_a_pinned_prefix_stays_on_the_host_under_pressure(hybrid, policy):
-    engine = engine_with(hybrid=hybrid, policy=policy)
+def test_a_pinned_prefix_stays_on_the_host_under_pressure(pools, policy):
+    engine = engine_with(**pools, policy=policy)
     served(engine, FIRST, OTHER)
     assert engine.controller.pin(FIRST, 60) == 3 * P
     press(engine)
@@ -221,20 +220,6 @@ def test_a_hint_is_honoured_once():
     all_is_free(engine)
 
 
-def test_an_overdue_hint_fades():
-    """Long after the announced time, the conversation is evicted like any other."""
-    clock = Clock()
-    engine = engine_with(clock, blocks=48)
-    served(engine, FIRST)
-    clock.now += 1.0
-    engine.controller.hint(FIRST, 1.0)
-    for n in range(40):
-        served(engine, [*prompt(100 + n, 200 + n, 300 + n), 5])
-        clock.now += 1.0
-    assert on_host(engine, FIRST) == 0
-    all_is_free(engine)
-
-
 def test_many_hints_take_no_memory():
     clock = Clock()
     engine = engine_with(clock)
@@ -246,16 +231,4 @@ def test_many_hints_take_no_memory():
     assert sum(1 for _ in engine.context.index.nodes()) == nodes
     engine.check()
     press(engine, 6)
-    all_is_free(engine)
-
-
-def test_a_pin_keeps_a_prefix_that_a_prefetch_brings():
-    engine = engine_over(Gated(), FIRST, states=30, options=ControllerOptions(pin_share=0.5))
-    ticket = engine.controller.prefetch(FIRST)
-    while not ticket.done:
-        engine.controller.tick(0.01)
-    engine.controller.pin(FIRST, 60)
-    press(engine)
-    assert on_host(engine, FIRST) == 3 * P
-    engine.controller.unpin(FIRST)
     all_is_free(engine)

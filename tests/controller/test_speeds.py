@@ -55,13 +55,6 @@ def test_what_storage_would_bring_too_slowly_is_computed():
     assert engine.serve(FIRST) == 3 * P, "an old measurement says nothing of storage now"
 
 
-def test_a_fast_storage_is_used():
-    engine, _ = filled()
-    engine.context.speeds.note_read(1000 * MIB, 0.1)
-    engine.controller.note_prefill(0, 4096, 10.0)
-    assert engine.serve(FIRST) == 3 * P
-
-
 def test_who_wants_determinism_gets_what_is_there():
     engine, _ = filled(load_or_recompute=False)
     make_storage_slow(engine)
@@ -72,22 +65,7 @@ def test_who_wants_determinism_gets_what_is_there():
     assert engine.serve(FIRST) == 3 * P
 
 
-def test_what_the_host_would_bring_too_slowly_is_computed():
-    engine, clock = filled()
-    assert engine.serve(FIRST) == 3 * P
-    engine.controller.evict(Tier.DEVICE)
-    begun = clock.now
-    clock.now += 10.0
-    engine.context.speeds.note_load(MIB, begun)
-    engine.controller.note_prefill(0, 4096, 0.1)
-    admission = ask(engine, FIRST)
-    poll = admission.wait()
-    assert (poll.status, poll.depth, poll.reason) == (Status.FAILED, 0, Reason.NOT_WORTH)
-    assert engine.metrics.value("lookups_total", "host", "mamba", "miss", "not_worth") == 1
-    wind_up(engine, admission)
-
-
-def test_what_the_device_has_is_always_used():
+def test_what_the_host_would_bring_too_slowly_is_computed_and_what_the_device_has_is_used():
     engine, clock = filled()
     assert engine.serve(FIRST) == 3 * P
     begun = clock.now
@@ -96,6 +74,13 @@ def test_what_the_device_has_is_always_used():
     engine.controller.note_prefill(0, 4096, 0.1)
     assert engine.serve(FIRST) == 3 * P
     assert engine.metrics.value("restored_objects_total", "device", str(MAMBA)) == 1
+    engine.settle()
+    engine.controller.evict(Tier.DEVICE)
+    admission = ask(engine, FIRST)
+    poll = admission.wait()
+    assert (poll.status, poll.depth, poll.reason) == (Status.FAILED, 0, Reason.NOT_WORTH)
+    assert engine.metrics.value("lookups_total", "host", "mamba", "miss", "not_worth") == 1
+    wind_up(engine, admission)
 
 
 def test_speeds_are_unknown_until_enough_was_measured():

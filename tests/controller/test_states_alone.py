@@ -32,6 +32,7 @@ def test_a_restart_keeps_the_cache(tmp_path, write):
     assert engine.serve([*prompt(1, 2, 8), 9]) == 3 * P
     # The second prompt left a state where it left the first.
     assert engine.serve([*prompt(1, 2, 5), 9]) == 2 * P
+    assert engine.controller.hint([*prompt(1, 2, 5), 9], 5.0) == 3 * P
     assert engine.controller.close()
 
 
@@ -86,19 +87,6 @@ def test_tokens_beyond_the_admission_are_refused_although_pages_take_no_slots():
     admission.extend(2 * P)
     engine.controller.commit(admission, prompt(1, 2))
     engine.controller.release(admission)
-    engine.check()
-
-
-def test_a_pin_and_a_hint_hold_a_state():
-    engine = engine_of(states=6, blocks=40, pin_share=0.5)
-    tokens = prompt(1, 2, 3)
-    engine.keep(tokens)
-    assert engine.controller.pin(tokens, ttl=100) == 3 * P
-    assert engine.controller.hint(tokens, 5.0) == 3 * P
-    for n in range(20):
-        engine.keep(prompt(10 + n, 40 + n), Tier.DEVICE, Tier.HOST)
-    assert engine.serve([*tokens, 1]) == 3 * P
-    assert engine.controller.unpin(tokens)
     engine.check()
 
 

@@ -8,12 +8,11 @@ import shutil
 
 import pytest
 from tiercache_backends.chain import TierChain
-from tiercache_backends.chain.settings import Promotion, WritePolicy
+from tiercache_backends.chain.settings import WritePolicy
 from tiercache_backends.memory import MemoryBackend
 
 from tests.controller.harness import KV, MAMBA, Engine, P, evict_checked, prompt
-from tests.controller.test_hung_store import OPTIONS, Hanging, free_blocks, until
-from tests.faulty import Outage
+from tests.controller.test_hung_store import Hanging, free_blocks, until
 from tests.storage_backends.chain.hooks import tier_of
 from tiercache.controller import ControllerOptions
 from tiercache.core import Outcome, Tier
@@ -82,29 +81,6 @@ def test_a_deleted_tier_costs_nothing_that_the_next_one_has(tmp_path, kinds):
     assert [tier.objects for tier in chain.usage().tiers] == [OBJECTS, OBJECTS], "the second read promotes"
     assert engine.serve(CHAT) == 3 * P
     assert [tier.read_objects for tier in chain.usage().tiers] == [OBJECTS, 2 * OBJECTS]
-    engine.settle()
-    engine.check()
-
-
-@pytest.mark.parametrize("hybrid", [True, False], ids=["hybrid", "attention"])
-def test_a_sick_tier_is_left_out_and_comes_back(hybrid):
-    """The lower tier restores while the upper one is out, and takes what is committed meanwhile."""
-    upper, lower = Outage(MemoryBackend()), MemoryBackend()
-    chain = chain_of(upper, lower, promote=Promotion.NEVER)
-    engine = Engine(chain, hybrid=hybrid)
-    served_and_flushed(engine)
-    upper.begin()
-    assert engine.serve(CHAT) == 3 * P
-    other = [*prompt(7, 8, 9), 5]
-    served_and_flushed(engine, other)
-    assert upper.inner.usage().objects == lower.usage().objects // 2
-    assert engine.serve(other) == 3 * P
-    evict_checked(engine, Tier.DEVICE, Tier.HOST)
-    upper.end()
-    until(engine, lambda: chain.usage().tiers[0].health == "serving")
-    before = chain.usage().tiers[1].read_objects
-    assert engine.serve(CHAT) == 3 * P
-    assert chain.usage().tiers[1].read_objects == before
     engine.settle()
     engine.check()
 
@@ -180,50 +156,3 @@ def test_a_read_that_a_tier_gives_up_is_a_miss_and_the_next_one_comes_from_the_t
     assert chain.usage().tiers[0].read_objects > before
     engine.settle()
     engine.check()
-
-
-@pytest.mark.parametrize("verb", ["get", "exists"])
-def test_a_read_that_the_controller_gives_up_first_leaks_nothing(hanging, verb):
-    """The controller suspends reads of the whole chain, as the chain still waits for its tier."""
-    chain = chain_of(hanging, MemoryBackend(), deadlines=(LONG, LONG))
-    served_and_flushed(Engine(chain), CHAT, OTHER)
-    engine = Engine(chain, options=OPTIONS, blocks=64)
-    hanging.hangs = {verb}
-    assert engine.serve(CHAT) == 0
-    until(engine, lambda: engine.metrics.total("storage_hangs_total"))
-    assert engine.serve(OTHER) == 0
-    engine.check()
-    hanging.release()
-    evict_checked(engine, Tier.DEVICE, Tier.HOST)
-    until(engine, lambda: engine.serve(CHAT) == 3 * P)
-    until(engine, lambda: free_blocks(engine) == engine.arena.blocks)
-    assert chain.usage().tiers[0].lost_calls == 0
-    engine.settle()
-    engine.check()
-
-
-@pytest.mark.parametrize(
-    ("deadline", "options"), [(SHORT, PATIENT), (LONG, OPTIONS)], ids=["chain", "controller"]
-)
-def test_a_write_that_hangs_in_the_upper_tier(hanging, deadline, options):
-    """The tier below takes what is committed after that, and nothing of the host is lost."""
-    lower = MemoryBackend()
-    chain = chain_of(hanging, lower, deadlines=(deadline, LONG))
-    engine = Engine(chain, options=options, blocks=64)
-    hanging.hangs = {"set"}
-    engine.serve(CHAT)
-    if deadline == SHORT:
-        until(engine, lambda: lower.usage().objects == OBJECTS)
-        assert engine.settle(), "the set has found another tier"
-        assert engine.metrics.total("storage_hangs_total") == 0
-    else:
-        until(engine, lambda: engine.metrics.total("storage_hangs_total", operation="write"))
-        assert lower.usage().objects == 0
-    engine.check()
-    hanging.release()
-    engine.serve(OTHER)  # the next write tries whether the store takes objects again
-    until(engine, lambda: not engine.context.writes.is_suspended and engine.controller.flush(20))
-    until(engine, lambda: free_blocks(engine) == engine.arena.blocks)
-    served_and_flushed(engine, CHAT, OTHER)
-    assert restored(chain) == 3 * P
-    until(engine, lambda: lower.usage().objects == 2 * OBJECTS)

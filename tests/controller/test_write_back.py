@@ -212,16 +212,6 @@ def test_a_flush_in_an_outage_says_what_is_not_stored_and_writes_it_afterwards()
     assert restored(engine) == len(NAMES)
 
 
-def test_a_flush_writes_what_is_pinned():
-    store = MemoryBackend()
-    engine = kept_back(store)
-    serve_all(engine)
-    for n in (10, 20):
-        assert engine.controller.pin(session(n), 60)
-    assert engine.settle()
-    assert not unwritten(store)
-
-
 class HangsLater(Hanging):
     """A store whose sets hang after some of them."""
 

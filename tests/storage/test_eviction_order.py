@@ -370,7 +370,7 @@ def test_a_page_with_all_that_served_it_goes_at_once() -> None:
 
 
 def test_kv_is_not_waited_for_longer_because_something_else_is() -> None:
-    """What came behind a state that waits for its KV and is dead goes before what can be restored."""
+    """Dead objects that came behind a state that waits for its KV go before what can be restored."""
     residents = Residents()
     order = EvictionOrder(residents)
     for n in range(20):
