@@ -118,17 +118,11 @@ def _check_shape(tree: RadixTree, node: Node) -> None:
         assert node.children or node.ends, f"{name} is an empty root that no pin holds"
     else:
         assert node.edge, f"{name} has an empty edge"
-        assert len(node.edge) == node.pages * tree.page_size * 8, (
-            f"{name}: its edge is not {node.pages} whole pages"
-        )
+        assert len(node.edge) == node.pages * tree.page_size * 8, f"{name}: an edge of other pages"
         assert node.end == node.parent.end + node.pages, f"{name} does not end where its edge does"
         assert node.extra == node.parent.extra, f"{name} is in the tree of another extra"
-    assert node.where.shape == (len(Tier), len(tree.page_pools), node.pages), (
-        f"{name}: locations of shape {node.where.shape}"
-    )
-    assert node.keys is None or len(node.keys) == node.pages, (
-        f"{name}: {len(node.keys or ())} keys for {node.pages} pages"
-    )
+    assert node.where.shape == (len(Tier), len(tree.page_pools), node.pages), f"{name}: {node.where.shape}"
+    assert node.keys is None or len(node.keys) == node.pages, f"{name}: {len(node.keys or ())} keys"
     for first, child in node.children.items():
         assert child.parent is node, f"{_name(child)} does not know its parent"
         assert child.edge[: tree.page_size * 8] == first, f"{_name(child)} hangs under the wrong page"
@@ -137,12 +131,8 @@ def _check_shape(tree: RadixTree, node: Node) -> None:
 def _check_contents(tree: RadixTree, node: Node) -> None:
     name, states = _name(node), node.states or [[ABSENT] * len(tree.state_pools)] * len(Tier)
     assert node.parent or node.states is None, f"{name} is a root with a state"
-    assert node.states is None or any(at != ABSENT for tier in states for at in tier), (
-        f"{name} keeps an empty state"
-    )
-    assert [len(tier) for tier in states] == [len(tree.state_pools)] * len(Tier), (
-        f"{name}: states of a wrong shape"
-    )
+    assert node.states is None or any(at != ABSENT for tier in states for at in tier), f"{name}: none left"
+    assert [len(tier) for tier in states] == [len(tree.state_pools)] * len(Tier), f"{name}: a wrong shape"
     rows = [[*map(list, node.where[tier]), *([at] for at in states[tier])] for tier in Tier]
     resident = [[sum(at >= 0 for at in row) for row in tier] for tier in rows]
     assert node.resident == resident, f"{name} counts {node.resident} objects and has {resident}"
@@ -176,9 +166,7 @@ def _check_announcements(node: Node) -> None:
         held = node.resident_mask | sum(
             bool(node.subtree_counts[bit]) << bit & ~node.resident_mask for bit in BITS
         )
-        assert node.announced_mask == held, (
-            f"{_name(node)} announced {node.announced_mask:b} and its subtree holds {held:b}"
-        )
+        assert node.announced_mask == held, f"{_name(node)} announced {node.announced_mask:b}, not {held:b}"
 
 
 def _check_pins(tree: RadixTree, nodes: list[Node]) -> None:
@@ -193,12 +181,8 @@ def _check_pins(tree: RadixTree, nodes: list[Node]) -> None:
         below = [sum(child in held[tier] for child in node.children.values()) for tier in Tier]
         pins = [here + under if node.parent else 0 for here, under in zip(at_end, below, strict=True)]
         assert node.pins == pins, f"{_name(node)} counts pins {node.pins}, there are {pins}"
-        assert node.state_pins == at_end, (
-            f"{_name(node)} counts pins {node.state_pins} of its state, there are {at_end}"
-        )
-        assert node.ends == ends[node], (
-            f"{_name(node)} counts {node.ends} ends of pins, there are {ends[node]}"
-        )
+        assert node.state_pins == at_end, f"{_name(node)} has {node.state_pins} pins of states, not {at_end}"
+        assert node.ends == ends[node], f"{_name(node)} counts {node.ends} ends of pins, not {ends[node]}"
 
 
 def _check_ownership(index: HybridIndex) -> None:
@@ -206,9 +190,7 @@ def _check_ownership(index: HybridIndex) -> None:
     for tier in (Tier.DEVICE, Tier.HOST):
         for pool in index.pools:
             unique, count = np.unique(owned(index, tier, pool), return_counts=True)
-            assert (count == 1).all(), (
-                f"{pool} locations {unique[count > 1].tolist()} are owned twice in tier {tier.name}"
-            )
+            assert (count == 1).all(), f"{pool} {unique[count > 1].tolist()} are owned twice in {tier.name}"
 
 
 def _check_totals(tree: RadixTree, nodes: list[Node]) -> None:
@@ -243,15 +225,11 @@ def _check_columns(tree: RadixTree, columns: EvictionColumns, nodes: list[Node])
     for node in nodes:
         assert not _is_stale(columns, node), f"the row of {_name(node)} is out of date and it is not marked"
         above = next((at.end for at in node.path() if at is not node and at.is_complete), 0)
-        assert node.nearest_state == above, (
-            f"{_name(node)} has its nearest state above at {node.nearest_state}, not {above}"
-        )
+        assert node.nearest_state == above, f"{_name(node)} is {node.nearest_state} from a state, not {above}"
         start = tree.prefixes.start(node.extra)
         path = b"".join(at.edge for at in reversed(list(node.path())))
         digests = tree.prefixes.of(np.frombuffer(path, "<u8"), start)
-        assert node.digests.tolist() == digests[node.start : node.end].tolist(), (
-            f"{_name(node)} has wrong digests"
-        )
+        assert node.digests.tolist() == digests[node.start : node.end].tolist(), f"{_name(node)}: its digests"
 
 
 def _is_stale(columns: EvictionColumns, node: Node) -> bool:

@@ -172,9 +172,7 @@ def wipe(one: Contender) -> None:
 
 def compare(one: Contender) -> None:
     for tensor, half in _halves(one):
-        assert torch.equal(tensor[:half].view(torch.uint8), tensor[half : 2 * half].view(torch.uint8)), (
-            "wrong bytes came back"
-        )
+        assert torch.equal(tensor[:half].view(torch.uint8), tensor[half : 2 * half].view(torch.uint8))
 
 
 def _halves(one: Contender) -> list[tuple[torch.Tensor, int]]:

@@ -201,9 +201,7 @@ class Engine:
 
     def _verify_page(self, admission, page, tokens):
         for segment, rows in self.rows(admission, page):
-            assert torch.equal(as_bytes(rows), content(tokens, segment)), (
-                f"page {page} {segment.layer}/{segment.name}"
-            )
+            assert torch.equal(as_bytes(rows), content(tokens, segment)), f"{page} {segment.name}"
 
     def verify_state(self, slot, tokens, pool=MAMBA):
         for segment in self.attached[pool].segments:

@@ -119,9 +119,7 @@ def test_a_copy_that_failed_on_one_rank_has_failed_and_waits_for_all():
         landings.expect_copy(told.append)(error)
     landings.apply(busy=False)
     assert given == [ENDED, ENDED, ENDED, UNDONE]
-    assert [error is None for error in told] == [False, True, False], (
-        "the second is under way on another rank"
-    )
+    assert [error is None for error in told] == [False, True, False], "the second is under way elsewhere"
 
 
 def test_the_worse_answer_counts_and_one_rank_without_an_answer_is_none():

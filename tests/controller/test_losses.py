@@ -247,9 +247,7 @@ def test_a_query_forgets_what_is_not_there():
     )
     gets = engine.metrics.total("storage_gets_total", outcome=HIT)
     assert engine.serve([*prompt(1, 2, 3), 5]) == 0
-    assert engine.metrics.total("storage_gets_total", outcome=HIT) == gets, (
-        "nothing was fetched against the store's own answer"
-    )
+    assert engine.metrics.total("storage_gets_total", outcome=HIT) == gets, "nothing was fetched"
     assert engine.settle()
     assert engine.metrics.total("forgotten_objects_total") == 2
     assert len(list(store.scan_all())) == 4

@@ -136,9 +136,7 @@ def test_what_could_not_be_stored_is_stored_with_the_next_commit(store):
     store.begin()
     engine.serve([*prompt(1, 2, 3), 5])
     land(engine)
-    assert engine.metrics.total("storage_sets_total", outcome="unavailable") == 3 * 4, (
-        "it was offered again, a few times"
-    )
+    assert engine.metrics.total("storage_sets_total", outcome="unavailable") == 3 * 4, "offered again"
     assert engine.metrics.total("storage_sets_total", outcome="throttled") == 4
     assert known_to_be_stored(engine, prompt(1, 2, 3)) == ([False] * 3, False)
     with pytest.raises(StorageError, match="out of reach"):

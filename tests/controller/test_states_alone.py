@@ -106,9 +106,7 @@ def test_a_full_store_keeps_the_states_of_both_kinds_of_tenants_restorable(tmp_p
     assert (int(usage.details["dead_bytes"]), int(usage.details["orphans"])) == (0, 0)
     states = [entry for entry in store.scan_all() if entry.key.pool is MAMBA]
     without_pages = sum(entry.meta.parent is None for entry in states)
-    assert min(without_pages, len(states) - without_pages) > len(states) // 4, (
-        "neither tenant pushes out the other"
-    )
+    assert min(without_pages, len(states) - without_pages) > len(states) // 4, "neither pushes out the other"
     for engine in (alone, hybrid):
         evict_checked(engine, Tier.DEVICE, Tier.HOST)
         assert engine.serve([*prompt(79, 3, 4), 7]) == 3 * P

@@ -193,9 +193,7 @@ def test_a_chain_says_which_tier_lost_what_and_follows_its_changes(tmp_path: Pat
         }
         left = time.time()
         remove(chain, "third", drop=True)
-        assert all((tier.since or 0) >= left for tier in store.history([], []).tiers), (
-            "what it had is not known"
-        )
+        assert all((tier.since or 0) >= left for tier in store.history([], []).tiers), "nobody knows before"
         assert [tier.name for tier in store.history([], []).tiers] == ["ram", "ssd"]
 
 

@@ -151,9 +151,7 @@ def test_what_is_beyond_the_fence_is_not_there() -> None:
     assert [e.key for e in store.scan_all()] == [foreign]
     assert list(view.scan_all(OTHER_NAMESPACE)) == []
     assert [r.namespace for r in view.namespaces()] == [NAMESPACE]
-    assert {r.namespace for r in store.namespaces()} == {NAMESPACE, OTHER_NAMESPACE}, (
-        "bytes(32) was not let in"
-    )
+    assert {r.namespace for r in store.namespaces()} == {NAMESPACE, OTHER_NAMESPACE}, "bytes(32) is not in"
 
 
 def test_the_suites_above_are_the_whole_contract() -> None:

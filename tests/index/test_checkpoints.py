@@ -49,9 +49,7 @@ def test_each_rule_can_be_switched(rules: CheckpointRules, expected: dict[int, C
 
 def test_depths_are_in_order_beyond_what_is_restored_and_a_hit_leaves_a_token():
     assert list(checkpoint_depths(4, 3, 33, page_size=4, ghost_depth=5)) == [5, 8]
-    assert checkpoint_depths(0, 0, 32, page_size=4) == {7: PROMPT, 8: PROMPT}, (
-        "a repeat may restore 7 pages, a continuation 8"
-    )
+    assert checkpoint_depths(0, 0, 32, page_size=4) == {7: PROMPT, 8: PROMPT}, "a repeat, and a continuation"
     assert checkpoint_depths(0, 0, 3, page_size=4) == {}
 
 

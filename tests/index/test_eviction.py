@@ -103,13 +103,9 @@ def test_the_host_has_one_budget_for_leaves_and_inner_states():
     h.copy_to_host((1, 2, 3))
     h.index.touch(h.match((1, 2, 3)))
     eviction = h.index.evict_host(5, COST)
-    assert {pool: at.tolist() for pool, at in eviction.freed.items()} == {MAMBA: [1_010_002]}, (
-        "the older inner state is enough"
-    )
+    assert {pool: at.tolist() for pool, at in eviction.freed.items()} == {MAMBA: [1_010_002]}, "the older one"
     eviction = h.index.evict_host(1, COST)
-    assert {pool: len(at) for pool, at in eviction.freed.items()} == {KV: 1, MAMBA: 1}, (
-        "then the leaf, as a whole"
-    )
+    assert {pool: len(at) for pool, at in eviction.freed.items()} == {KV: 1, MAMBA: 1}, "then the whole leaf"
     with pytest.raises(PoolFullError):
         h.index.evict_host(3, COST)
 
@@ -178,7 +174,5 @@ def test_a_policy_ranks_what_may_go():
     assert h.evict(mamba=1) == {MAMBA: [10_001]}
     assert (UnitKind.STATE, 1, 2, 0, 1) in policy.seen
     assert h.evict(kv=1) == {KV: [201, 202], MAMBA: [20_003]}
-    assert (UnitKind.LEAF, 3, 0, 1, 3) in policy.seen, (
-        "the state above is gone, so that more would be replayed"
-    )
+    assert (UnitKind.LEAF, 3, 0, 1, 3) in policy.seen, "the state above is gone, and more would be replayed"
     assert h.evict(kv=1)[KV] == [100, 101, 102, 103, 104]

@@ -58,9 +58,7 @@ def test_so_many_pages_are_known_at_most():
     ghosts.note_pages(pages(*range(1000, 1050)))
     ghosts.begin()
     assert len(ghosts) <= 10
-    assert ghosts.repeated(pages(*range(1000, 1050))) == 10, (
-        "of a long edge the beginning, without which the rest is no use"
-    )
+    assert ghosts.repeated(pages(*range(1000, 1050))) == 10, "a long edge's beginning is known"
 
 
 def test_a_repetition_is_counted_from_the_first_page_on():

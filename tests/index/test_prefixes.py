@@ -65,9 +65,7 @@ def test_other_sequences_have_other_digests():
             other = base.copy()
             other[at] ^= np.uint64(by)
             found = prefixes.of(other, prefixes.start(b""))
-            assert ((found == plain) == (np.arange(6) < at // 2)).all(), (
-                "the same up to the change and not again after it"
-            )
+            assert ((found == plain) == (np.arange(6) < at // 2)).all(), "the same up to the change only"
     swapped = base.reshape(6, 2)[[0, 2, 1, 3, 4, 5]].ravel()
     assert prefixes.of(swapped, prefixes.start(b""))[2] != plain[2]
 

@@ -159,9 +159,7 @@ def test_of_many_an_unsteady_policy_s_victims_are_among_the_least():
     taken = [pop(rig, DEVICE_STATES) for _ in range(60)]
     assert len({victim.node for victim in taken if victim}) == 60
     ranks = [rank_of(int(victim.node.digests[-1].view(np.int64)), 0) for victim in taken if victim]
-    assert max(ranks) <= every[len(every) // 32], (
-        "drawn from a sample, half as good as from all in the worst case"
-    )
+    assert max(ranks) <= every[len(every) // 32], "a sample's, half as good as all in the worst case"
     for victim in taken:
         assert victim is not None
         back(rig, victim)

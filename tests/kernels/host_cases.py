@@ -36,9 +36,7 @@ class Grid:
         """Copy all of a table; how many stores that took."""
         self._library.run_grid(table.ctypes.data, len(table) - 1, blocks)
         nbytes = int(table[:-1, 2].sum())
-        assert self._library.bytes_loaded() == self._library.bytes_stored() == nbytes, (
-            "each byte is moved exactly once"
-        )
+        assert self._library.bytes_loaded() == self._library.bytes_stored() == nbytes, "each byte once"
         return int(self._library.stores_made())
 
     def run_block(self, table: np.ndarray, block: int, blocks: int) -> None:

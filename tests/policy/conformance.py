@@ -121,9 +121,7 @@ class PolicyConformance:
         rig = self._filled(states=states)
         for path, tiers in _PINNED.items():
             rig.pin(path, *tiers)
-        assert all(max(map(int, was.pages[tier])) >= 0 for was in rig.held for tier in was.pages), (
-            "something is pinned"
-        )
+        assert all(max(map(int, was.pages[tier])) >= 0 for was in rig.held for tier in was.pages), "a pin"
         for _ in range(2):
             self._drain(rig)
             rig.check_pins()

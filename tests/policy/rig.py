@@ -272,9 +272,7 @@ class Rig:
                 now = pages[KV].host if tier else pages[KV].device
                 assert (now[before >= 0] == before[before >= 0]).all(), f"a pinned page left the {tier}"
             for tier, at in state.items():
-                assert at < 0 or at == (states[STATE].host if tier else states[STATE].device), (
-                    f"a pinned state left the {tier}"
-                )
+                assert at < 0 or at == (states[STATE].host if tier else states[STATE].device), "a pin is lost"
 
     def evict_device(self, pages: int, states: int = 0) -> Eviction:
         """Evict from the device, and check the result."""

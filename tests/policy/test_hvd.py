@@ -116,9 +116,7 @@ def test_for_hvd_a_lost_unit_waits_as_a_live_one_does():
     policy = HitValueDensity(COSTS)
     policy.reused(reuse_of(session(1, now=640, last_access=600, checkpoint=BRANCH)))
     policy.learn(session(0, now=640), session(0, now=640))
-    assert policy.rank(session(1, now=640, last_access=600))[0] > taught[0][0], (
-        "those who waited in vain are worth less"
-    )
+    assert policy.rank(session(1, now=640, last_access=600))[0] > taught[0][0], "a wait in vain"
 
 
 def test_for_hvd_covered_units_go_by_hazard_alone():
@@ -151,9 +149,7 @@ def test_for_hvd_superseded_states_end_up_below_older_ends():
     for each in range(sessions // 2):
         assert rig.match((each,) * 13).depth == 13
     gone = rig.evict_device(0, sessions).freed[STATE].tolist()
-    assert not old & set(gone), (
-        "an idle session's last state is worth more than a superseded one of a busy session"
-    )
+    assert not old & set(gone), "an idle session's last state is worth more than a superseded one"
 
 
 # -- hazard ------------------------------------------------------------------------------------

@@ -33,9 +33,7 @@ def engine(request: pytest.FixtureRequest) -> type[Server]:
 def environment_of(engine: type[Server]) -> Path:
     """Return the environment of an engine, in which it can serve."""
     environment = Path(os.environ.get("ENGINES_FOLDER", ".venv-engines")).absolute() / engine.ENVIRONMENT
-    assert (environment / ".serves").exists(), (
-        f"{environment} has no engine that can serve; run `make test-servers`"
-    )
+    assert (environment / ".serves").exists(), f"{environment} cannot serve; run `make test-servers`"
     return environment
 
 

@@ -344,9 +344,7 @@ class Process:
         known = tuple(request.tokens[: request.done].tolist())
         assert not known or known in (self._life.states if self._plan.hybrid else self._life.pages)
         if request.expected is not None:
-            assert request.done >= request.expected, (
-                f"restored {request.done} of {request.expected} tokens, and nothing was lost"
-            )
+            assert request.done >= request.expected, f"restored {request.done} of {request.expected} tokens"
         self._life.count("restored tokens", request.done)
         return True
 

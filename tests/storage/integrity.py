@@ -74,9 +74,7 @@ def check_residents(residents: Residents) -> None:
     assert all(pages.kv[n] == kv[n] and pages.states[n] == states[n] for n in every), "objects by kind"
     pages.recount_orphans()
     nodes = [node for node in every if pages.first[node] >= 0]
-    assert all(pages.nbytes[node] == sum(length[row] for row in residents.rows_of(node)) for node in nodes), (
-        "bytes of a page"
-    )
+    assert all(pages.nbytes[node] == sum(length[row] for row in residents.rows_of(node)) for node in nodes)
     before = [(pages.live[node], pages.flags[node] & BROKEN) for node in nodes]
     unproven_bytes = pages.unproven_bytes
     pages.recount_worth()

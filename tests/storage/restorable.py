@@ -47,9 +47,7 @@ class Restorable(OwnHooks):
         depth = _restorable(bounded, "long", turns)
         assert depth * PAGE > self.third
         assert self._restorable_share(bounded) >= 0.9
-        assert set(bounded.set(_turn("long", turns))) == {THROTTLED}, (
-            "pages after the end of the stored part are useless"
-        )
+        assert set(bounded.set(_turn("long", turns))) == {THROTTLED}, "useless without the pages before"
         assert _restorable(bounded, "long", turns) == depth
 
     def test_another_conversation_takes_over_from_its_end(self, bounded: StorageBackend) -> None:
@@ -172,9 +170,7 @@ class Restorable(OwnHooks):
             assert set(bounded.set(items)) == {STORED}
             bounded.delete([items[0].key])
             assert bounded.set([_behind(items[0], items[2])]) == [ERROR], "it would be its own ancestor"
-            assert bounded.set([_behind(items[1], items[2])]) == [Outcome.HIT], (
-                "a stored object is not changed"
-            )
+            assert bounded.set([_behind(items[1], items[2])]) == [Outcome.HIT], "a stored object stays"
         assert all(bounded.exists([item.key for item in others]))
         if bounded.capabilities.persistent:
             path = tmp_path / "store"

@@ -98,9 +98,7 @@ def test_a_namespace_whose_record_cannot_be_read_has_none(tmp_path: Path) -> Non
         store.register_namespace(NamespaceRecord(OTHER_NAMESPACE, {}, states=True))
         for namespace in (b"new", b"newer"):
             store.set([to_set(key(namespace), payload(namespace, 100), namespace=namespace)])
-            assert [entry.key for entry in store.scan_all(namespace)] == [key(namespace)], (
-                "no number stands for two"
-            )
+            assert [entry.key for entry in store.scan_all(namespace)] == [key(namespace)], "one number each"
         assert {r.namespace: r.states for r in store.namespaces()} == {
             NAMESPACE: False,
             OTHER_NAMESPACE: True,

@@ -123,9 +123,7 @@ def test_names_come_and_go_in_order(disk: Disk) -> None:
     assert all(way in stages for way in ways)
     assert all(stage in ways for stage in stages)
     disk.sync_names("d")
-    assert {str(w) for w in disk.ways()} == {str(s) for s in stages[3:]}, (
-        "a synced name takes every earlier one with it"
-    )
+    assert {str(w) for w in disk.ways()} == {str(s) for s in stages[3:]}, "with every earlier name"
     disk.sync_names()
     assert disk.ways() == stages[4:]
 

@@ -287,25 +287,17 @@ class Watcher(Everything):
         if not model.is_useless(name):
             self.check_first(name)
             useful = [other for other in leaves if not model.is_useless(other)]
-            assert name == min(useful, key=lambda other: model.pages[other].used), (
-                "the least recently used of what is of use"
-            )
+            assert name == min(useful, key=lambda other: model.pages[other].used), "the least recently used"
         elif self.machine.watched and not model.is_dead(name):
-            assert not [other for other in leaves if model.is_dead(other)], (
-                "what may yet be of use goes after what never will"
-            )
+            assert not [other for other in leaves if model.is_dead(other)], "what never will be of use"
             spared = not self.promising and model.is_mostly_unproven()
-            assert spared or not [other for other in leaves if not model.is_useless(other)], (
-                "and after what is of use"
-            )
+            assert spared or not [other for other in leaves if not model.is_useless(other)], "useless first"
 
     def check_first(self, name: int) -> None:
         """Something of use may go only when nothing is due, and not for what may never be."""
         model = self.machine.model
         if self.machine.watched:
-            assert not [other for other in model.leaves() if model.is_dead(other)], (
-                "what is dead goes before what can be restored"
-            )
+            assert not [other for other in model.leaves() if model.is_dead(other)], "the dead go first"
             assert self.promising or not model.is_mostly_unproven()
 
 

@@ -115,9 +115,7 @@ def test_the_worked_example() -> None:
         {MAMBA: 4},
     )
     assert backend.exists_calls == 1
-    assert hybrid.batch_exists_v2(pages(*range(8)), [ASK_STATES]) == result, (
-        "the anchor is asked for in any case"
-    )
+    assert hybrid.batch_exists_v2(pages(*range(8)), [ASK_STATES]) == result, "the anchor is always asked for"
 
 
 @st.composite
@@ -201,9 +199,7 @@ def test_a_pool_of_states_is_told_to_the_store() -> None:
     assert backend.namespaces() == [hybrid.namespace] == [replace(RECORD, states=True)]
     another = HybridStorage(backend, namespace=RECORD)
     another.register_pool(kv_pool())
-    assert backend.namespaces() == [replace(RECORD, states=True)], (
-        "who knows of fewer pools takes nothing back"
-    )
+    assert backend.namespaces() == [replace(RECORD, states=True)], "fewer pools take nothing back"
 
 
 def test_states_alone_need_no_pages() -> None:
@@ -248,9 +244,7 @@ def test_an_object_that_is_there_is_a_hit_and_part_of_the_batch_that_the_store_s
     hybrid.batch_set_v2([kv(1)])
     backend.sets.clear()
     assert hybrid.batch_set_v2([kv(1)]) == {KV: [Outcome.HIT]}
-    assert [item.meta.checksum for item in backend.sets] == [b""], (
-        "the store computes it only where it writes"
-    )
+    assert [item.meta.checksum for item in backend.sets] == [b""], "the store computes it where it writes"
 
 
 def test_ranks_and_layouts_do_not_meet() -> None:

@@ -416,9 +416,7 @@ def test_a_namespace_has_states_as_soon_as_there_is_a_pool_of_them(shared: str) 
     store = backend(shared, kv)
     assert [record.states for record in store_of(store).namespaces()] == [False]
     store.batch_exists_v2(keys(0), [any_state()])
-    assert [record.states for record in store_of(store).namespaces()] == [True], (
-        "a query may be the first to say so"
-    )
+    assert [record.states for record in store_of(store).namespaces()] == [True], "a query may say so first"
     store.close()
     store = backend(shared, kv, mamba_pool(), revision="r2")
     assert {record.identity["revision"]: record.states for record in store_of(store).namespaces()} == {

@@ -49,9 +49,7 @@ def test_overlapping_and_misplaced_records_are_dropped(tmp_path: Path) -> None:
         records["pool"][4] = b"WHAT"
         catalog_of(store).apply(records[:5], removals=records["number"][:5].tolist())
     with opened(path) as store:
-        assert {e.key for e in store.scan_all()} == {key(1), key(5), key(6)}, (
-            "of two that name the same blocks the newer one stays"
-        )
+        assert {e.key for e in store.scan_all()} == {key(1), key(5), key(6)}, "the newer of two stays"
         assert fetch(store, key(1), 9000) == payload(1, 9000)
         assert fetch(store, key(5), 9000) == payload(5, 9000)
         assert [put(store, key(n), payload(n, 9000)) for n in (0, 2, 3, 4)] == [STORED] * 4

@@ -234,9 +234,7 @@ def test_asking_the_page_cache_brings_nothing_into_it(real_disk: Path) -> None:
             )
             os.pread(file.fileno(), 1 << 20, offset)
             assert env.cached(file.fileno(), offset, 1 << 20)
-            assert mincore_bytes(file.fileno(), offset, 1 << 20) == 1 << 20, (
-                "the older question has the same answer"
-            )
+            assert mincore_bytes(file.fileno(), offset, 1 << 20) == 1 << 20, "the older question too"
 
 
 def test_a_bad_block_hurts_one_object_of_a_joined_call(tmp_path: Path) -> None:

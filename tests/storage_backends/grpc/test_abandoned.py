@@ -111,9 +111,7 @@ def test_a_late_write_meets_nobody(daemon: Daemon, arena: HostArena, how: str) -
         daemon.slow(0)
         until(lambda: arena.available == 4)
         assert arena.withheld == 0
-        assert b"".join(views(arena, blocks.tolist())) == OLD, (
-            "the late write came, before the blocks were free"
-        )
+        assert b"".join(views(arena, blocks.tolist())) == OLD, "the late write came before"
         assert all(view == mine for view in views(arena, again.tolist()))
         check_arena(arena)
         fresh = arena.alloc(4)

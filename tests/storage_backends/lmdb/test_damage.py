@@ -125,9 +125,7 @@ def test_a_store_that_met_damage_answers_errors_until_it_is_opened_again(tmp_pat
             with pytest.raises(StorageError, match="must be closed, in all processes, and opened again"):
                 call()
         code = f"{beside}.set([])"
-        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0, (
-            "it sees no damage yet"
-        )
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0, "nothing is seen"
     for _ in range(2):
         with opened(path) as store:
             assert put(store, key("new"), b"new") in (STORED, HIT)

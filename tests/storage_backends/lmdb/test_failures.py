@@ -66,9 +66,7 @@ def test_an_eviction_that_fails_keeps_everything(tmp_path: Path, size: int) -> N
             answer = put(store, key(n), payload(n, size))
             assert answer is (THROTTLED if rule.fired else STORED)
             left = [m for m in range(n) if store.exists([key(m)])[0]]
-            assert (len(kept) - len(left)) * size <= 2 * size + (8 << 20) // 50, (
-                "no more went than is to be stored, and a reserve"
-            )
+            assert (len(kept) - len(left)) * size <= 2 * size + (8 << 20) // 50, "room for what comes"
             assert all(fetch(store, key(m), size) == payload(m, size) for m in left)
             check_integrity(store)
             env.clear()
@@ -135,9 +133,7 @@ def test_a_disk_that_is_smaller_than_the_capacity_replaces(tmp_path: Path, size:
                 kept = left()
                 assert set(some()) == {STORED}
                 lost = len(set(kept) - set(left()))
-                assert lost * size <= 2 * batch * size + disk // 10, (
-                    "what goes is what was replaced, and a reserve"
-                )
+                assert lost * size <= 2 * batch * size + disk // 10, "replaced, and a reserve"
                 if store.usage().details["evicted"]:
                     assert store.usage().payload_bytes > disk * 6 // 10 - 2 * batch * size
             assert store.usage().details["evicted"] != 0

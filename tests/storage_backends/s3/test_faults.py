@@ -55,9 +55,7 @@ def test_a_connection_that_is_lost_in_the_middle(store: S3Backend, proxy: Proxy)
         return True
 
     proxy.after = once
-    assert store.set(items) == [STORED] * 9, (
-        "its answer is lost: the second attempt finds what the first wrote"
-    )
+    assert store.set(items) == [STORED] * 9, "the second attempt finds what the first wrote"
     wanted = gets(items)
     assert store.get(wanted) == [HIT] * 9
     assert [content(one) for one in wanted] == [b"".join(item.buffers) for item in items]
