@@ -1,7 +1,4 @@
-"""Division of the tests' examples and parameters between `make test` and `make test-slow`.
-
-`make test-slow` runs what `make test` leaves out.
-"""
+"""Division of examples and parameters between `make test` and `make test-slow`, which runs the rest."""
 
 from __future__ import annotations
 

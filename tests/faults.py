@@ -78,10 +78,7 @@ class Rule:
 
 @dataclass(slots=True)
 class Hang:
-    """An effect that makes calls wait; `reached` is set when the first call begins to wait.
-
-    Thread safety: any thread may wait for `reached` and call `release`.
-    """
+    """An effect that makes calls wait, on any thread; `reached` is set when the first begins to wait."""
 
     reached: Event = field(default_factory=Event)
     _released: Event = field(default_factory=Event)

@@ -26,10 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Probability of each outcome for one item of a call, from 0 to 1.
-
-    Raises ValueError if a rate is negative or their sum exceeds 1.
-    """
+    """Probability of each outcome for one item of a call; ValueError unless they are some of 1."""
 
     error: float = 0.0
     throttled: float = 0.0

@@ -1,7 +1,4 @@
-"""Integrity checks of an index and of a controller: every invariant, recomputed from the places alone.
-
-They are slow, because they use none of the counters that they check.
-"""
+"""Checks of an index and a controller: every invariant, recomputed from the places, without counters."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Order of the test files: those that run alone, in a process of their own beside all others, and first;
-paths below `tests`.
-"""
+"""Order of the test files, by paths below `tests`: alone, in a process beside all others, and first."""
 
 from __future__ import annotations
 
@@ -26,7 +24,4 @@ LONGEST = (
     "storage/test_tiny_objects.py", "storage_backends/chain/test_conformance.py",
     "storage_backends/chain/test_machine.py", "lab/replay/test_study.py", "lab/replay/test_chain.py",
 )  # fmt: skip
-"""Files that begin first, so that no process is left with a long one at the end.
-
-Those that wait for a disk or a process are placed between those that compute.
-"""
+"""Files that begin first, so that no process is left with one; waiting ones stand between computing ones."""

@@ -42,10 +42,7 @@ HELD_US, NEW_US = 500, 800
 
 
 class Bench:
-    """A controller with a store, and conversations of `tokens` tokens in it, which may publish events.
-
-    Objects are tiny: bookkeeping is measured, not copying.
-    """
+    """A controller with conversations of `tokens` tokens in its store; tiny objects: no copying counts."""
 
     def __init__(self, tokens: int, events: EventSettings | None = None) -> None:
         self._random = np.random.default_rng(7)

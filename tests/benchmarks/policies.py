@@ -77,10 +77,7 @@ class Command:
 
 
 class Campaign:
-    """The rows of a file, and the commands that add to them.
-
-    Thread safety: any thread may call `run`.
-    """
+    """The rows of a file, and the commands that add to them; any thread may call `run`."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()

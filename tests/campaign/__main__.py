@@ -44,9 +44,7 @@ CAMPAIGNS = {
     "soak": Campaign(soak.campaign, 120, 15), "simulate": Campaign(simulation.campaign, 10_000, 50, OWN),
     "fuzz": Campaign(fuzz.campaign, 600, 5, OWN),
 }  # fmt: skip
-"""Trials are those of `kill` and `open` in all, and of `power` in its first two rows; soak: seconds;
-`fuzz`: seconds for each target.
-"""
+"""Trials, of `power` in its first two rows, of others in all; seconds of soak, and of each target of fuzz."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -70,10 +70,7 @@ class Part:
 
 
 class Killer(FaultEnv):
-    """Counts all calls, and kills this process before one of them.
-
-    Thread safety: as FaultEnv; what other threads do at that moment is cut off with it.
-    """
+    """Counts all calls, of whatever thread, and kills this process before one of them."""
 
     def __init__(self, kill_at: int) -> None:
         super().__init__()

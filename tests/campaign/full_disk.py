@@ -65,10 +65,7 @@ def _mount(directory: Path) -> None:
 
 
 class FullDisk:
-    """A store, its model, and a stranger's file beside it.
-
-    Thread safety: one thread.
-    """
+    """A store, its model, and a stranger's file beside it, for one thread."""
 
     def __init__(self, subject: Subject, seed: int) -> None:
         self.subject, self.random = subject, Random(seed)

@@ -1,6 +1,4 @@
-"""kill -9 at any call while a store grows, evicts, opens with a smaller capacity, or gets damaged objects
-anew.
-"""
+"""kill -9 at any call while a store grows, evicts, opens with less capacity, or gets damaged objects anew."""
 
 from __future__ import annotations
 
@@ -52,10 +50,7 @@ def campaign(run: Run) -> Iterator[Row]:
 
 
 class Runs:
-    """One scene, played again and again.
-
-    Thread safety: one thread.
-    """
+    """One scene, played again and again by one thread."""
 
     def __init__(self, nursery: Nursery, scene: Scene, row: Row) -> None:
         self._nursery, self._scene = nursery, scene

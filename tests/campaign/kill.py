@@ -1,6 +1,4 @@
-"""kill -9 of a process that writes, again and again over the same store: half of the cycles without
-evictions, half with.
-"""
+"""kill -9 of a process that writes to the same store again and again, half of the time without evictions."""
 
 from __future__ import annotations
 
@@ -36,10 +34,7 @@ def campaign(run: Run) -> Iterator[Row]:
 
 
 class Cycles:
-    """One store that lives through many kills, and what is known about it.
-
-    Thread safety: one thread.
-    """
+    """One store that lives through many kills, and what is known about it, for one thread."""
 
     def __init__(self, nursery: Nursery, subject: Subject, names: int, evicts: bool, row: Row) -> None:
         self._nursery, self._subject, self._names, self._evicts = nursery, subject, names, evicts

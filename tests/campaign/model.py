@@ -247,9 +247,7 @@ def judge(
 
 
 class Ledger:
-    """A file with a line before and a line after every call, each by one os.write, which outlives the process
-    that made them.
-    """
+    """A file with a line before and after every call, by one os.write each, which outlives the process."""
 
     def __init__(self, path: str) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

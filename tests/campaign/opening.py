@@ -30,9 +30,7 @@ SMALL = 20
 
 @dataclass(frozen=True)
 class Kill:
-    """When the opener dies: before a call, or after so much of the time that an opening takes; `again`: and
-    so does the next one.
-    """
+    """When the opener dies: before a call, or after some of its time; `again`: and so does the next one."""
 
     call: int = 0
     moment: float = 0.0
@@ -42,10 +40,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """Result of an opening that was not killed: its calls and seconds, and what was found afterwards.
-
-    `found` is None if the store could not be read afterwards.
-    """
+    """Calls and seconds of an opening that was not killed; `found` is None if nothing could be read."""
 
     calls: int
     seconds: float
@@ -64,10 +59,7 @@ def campaign(run: Run) -> Iterator[Row]:
 
 
 class Openings:
-    """One kind of damage, many kills.
-
-    Thread safety: one thread.
-    """
+    """One kind of damage, many kills, one thread."""
 
     def __init__(self, nursery: Nursery, made: Template, damage: Damage, seed: int, row: Row) -> None:
         self._nursery, self._template, self._damage, self._seed = nursery, made, damage, seed

@@ -72,10 +72,7 @@ def campaign(run: Run) -> Iterator[Row]:
 
 
 class Cut:
-    """One file system, one writer, one power cut.
-
-    Thread safety: one thread.
-    """
+    """One file system, one writer, one power cut, one thread."""
 
     def __init__(
         self, nursery: Nursery, row: Row, kind: str, durability: str, flushes: bool, random: Random

@@ -53,10 +53,7 @@ def campaign(run: Run) -> Iterator[Row]:
 
 
 class Sample(NamedTuple):
-    """Resources of the process at one moment.
-
-    Bytes: `anonymous` memory is its own; the rest of `resident` is files, above all LMDB's map.
-    """
+    """Resources at one moment; `anonymous` memory is the process's own, the rest of `resident` files."""
 
     seconds: float
     anonymous: int

@@ -1,6 +1,4 @@
-"""The campaign's side of the nursery: order a process, wait, stop it or kill it, and read what it
-acknowledged.
-"""
+"""The campaign's side of the nursery: order a process, stop or kill it, and read what it acknowledged."""
 
 from __future__ import annotations
 
@@ -23,10 +21,7 @@ from tests.processes import wait_suspended
 
 
 class Nursery:
-    """One process that forks others, one after the other, each for a part (see `actors`).
-
-    Thread safety: one thread.
-    """
+    """One process that forks others for a part each (see `actors`), one after the other, for one thread."""
 
     def __enter__(self) -> Self:
         # In a session of its own: Ctrl-C is for the campaign, which then ends the nursery in order.

@@ -1,6 +1,4 @@
-"""Every verb with its defaults and in each format, in a relative directory whose name is hard on URLs, shells
-and terminals.
-"""
+"""Every verb with its defaults and in each format, in a directory whose name is hard on URLs and shells."""
 
 from __future__ import annotations
 

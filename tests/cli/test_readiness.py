@@ -1,7 +1,4 @@
-"""Refusal of configurations that cannot be served.
-
-`config check` and `serve` refuse them in the same words, with the same exit code, and write nothing.
-"""
+"""Configurations that `config check` and `serve` refuse in the same words, without writing anything."""
 
 from __future__ import annotations
 

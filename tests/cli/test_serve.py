@@ -1,6 +1,4 @@
-"""`tiercache serve` as a process: ready, serving, drained, killed, started again; and what it says where it
-cannot start.
-"""
+"""`tiercache serve` as a process: ready, drained, killed, started again, or unable to start."""
 
 from __future__ import annotations
 

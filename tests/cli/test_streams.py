@@ -1,6 +1,4 @@
-"""The command among other processes: readers that go away, streams that are closed or full, parents that are
-killed; what it imports.
-"""
+"""The command among others: readers that go away, closed or full streams, killed parents; its imports."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Verbs of other packages: found by entry points of packages that are really installed, and refused in one
-sentence.
-"""
+"""Verbs of other packages, found by entry points of installed packages, or refused in one sentence."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The daemon's configuration: every rule, where a value comes from, and one sentence for whatever is
-wrong.
-"""
+"""The daemon's configuration: every rule, where a value comes from, one sentence for each mistake."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Storage URLs: every path comes back from the URL that was made of it, and what could be meant in two ways
-is refused.
-"""
+"""Storage URLs: every path comes back from its URL, and what could be meant in two ways is refused."""
 
 from __future__ import annotations
 

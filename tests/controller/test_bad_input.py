@@ -1,6 +1,4 @@
-"""Wrong arguments and broken surroundings: every one has a defined answer, and the cache works on afterwards
-as if it had not happened.
-"""
+"""Wrong arguments and broken surroundings have a defined answer, and the cache works on as before."""
 
 import math
 from dataclasses import replace

@@ -29,10 +29,7 @@ LATE = 0.004
 
 
 class LateEngine(Engine):
-    """An `Engine` whose kernels and copies run later, on a simulated device.
-
-    With `fenced` False, commits and releases pass no fence.
-    """
+    """An `Engine` whose device is simulated and late; without `fenced` commits and releases pass no fence."""
 
     def __init__(self, storage=None, *, fenced=True, seed=0, **kwargs):
         self.device = SimulatedDevice(seed=seed, jitter=0.001)

@@ -1,6 +1,4 @@
-"""A store that hangs costs one deadline, and then nothing until it is back: no memory, no hit above it, no
-thread of the engine.
-"""
+"""A store that hangs costs one deadline, and then nothing until it is back."""
 
 import threading
 import time

@@ -1,6 +1,4 @@
-"""A store out of reach: what was there is a miss with its reason, nothing is forgotten, and hits come back by
-themselves.
-"""
+"""A store out of reach: a miss with its reason, nothing is forgotten, and hits come back by themselves."""
 
 import numpy as np
 import pytest

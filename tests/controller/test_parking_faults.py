@@ -1,7 +1,4 @@
-"""Copies that fail, and a store that hangs or is suspended, while a request is parked or resumed.
-
-What is resumed is whole, and what cannot be resumed is an ordinary request; nothing leaks.
-"""
+"""Faults while a request is parked or resumed: it is whole, or an ordinary request, and nothing leaks."""
 
 import pytest
 from tiercache_backends.memory import MemoryBackend

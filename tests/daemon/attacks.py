@@ -19,14 +19,10 @@ from tests.daemon.hosts import HOST_BYTES, MIB, Daemon, Good, Watch, Worker, unt
 from tiercache.wire.methods import METHODS
 
 THREADS = 24
-"""More than there may be at any time: the store's and the event loop's, which are made when they are first
-needed, and stay.
-"""
+"""More than there may be: threads of the store and the event loop are made when needed, and stay."""
 _CONNECTIONS = 40
 P99 = 5.0
-"""Seconds; a good client may have to wait until what a bad one holds is cut after `limits.idle`, and the
-machine may be busy.
-"""
+"""Seconds; on a busy machine a good client may wait until a bad one is cut after `limits.idle`."""
 
 
 def rest(daemon: Daemon) -> None:

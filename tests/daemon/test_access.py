@@ -1,7 +1,4 @@
-"""Access control over real sockets: principals, verbs, namespaces, tenants, tokens, certificates.
-
-An object that the caller may not see is answered like a miss.
-"""
+"""Access over real sockets: verbs, namespaces, tenants, tokens; the hidden is answered like a miss."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Clients on the same host that mean harm with the memory that they share: the daemon neither crashes nor
-grows, and no object is lost.
-"""
+"""Clients that mean harm with the memory that they share: the daemon does not grow, and loses no object."""
 
 from __future__ import annotations
 
@@ -49,9 +47,7 @@ HIT, STORED, MISS, CORRUPT, ERROR = (
     pb.OUTCOME_HIT, pb.OUTCOME_STORED, pb.OUTCOME_MISS, pb.OUTCOME_CORRUPT, pb.OUTCOME_ERROR,
 )  # fmt: skip
 KEPT = 64
-"""Mappings that the daemon keeps for a while, for processes that live and may come back (`mappings`), each
-with two descriptors.
-"""
+"""Mappings, of two descriptors each, that the daemon keeps for processes that may come back."""
 OBJECTS = {key(n, "o"): bytes([n]) * MIB for n in range(8)}
 
 

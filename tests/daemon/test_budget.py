@@ -1,6 +1,4 @@
-"""Budgets beside a plain model: never more held than allowed, nobody waits who could be served, nothing is
-lost when a waiter gives up.
-"""
+"""Budgets beside a plain model: never too much held, nobody waits in vain, nothing is lost."""
 
 from __future__ import annotations
 

@@ -38,9 +38,7 @@ from tiercache.wire.methods import METHODS
 
 BEARER = [("authorization", f"Bearer {TOKENS['mallory']}")]
 STRANGERS = 16 * MIB
-"""Less than this is what floods made daemons hold which nothing was given to, far from the hundreds of MiB
-that gRPC alone gives them.
-"""
+"""Floods made daemons hold less than this, and gRPC alone hundreds of MiB."""
 
 
 @pytest.fixture(scope="module", params=["plain", pytest.param("tls", marks=pytest.mark.slow)])

@@ -1,6 +1,4 @@
-"""Everything that takes bytes from outside, with bytes that nobody meant: a documented answer, never
-INTERNAL, never a hang.
-"""
+"""Bytes from outside that nobody meant: a documented answer, never INTERNAL, never a hang."""
 
 from __future__ import annotations
 

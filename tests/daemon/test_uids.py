@@ -1,6 +1,4 @@
-"""Principals known by their user id: others reach the sockets of a directory that the daemon made, if they
-are principals.
-"""
+"""Principals known by their user id reach the sockets of a directory that the daemon made."""
 
 from __future__ import annotations
 

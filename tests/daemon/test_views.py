@@ -1,7 +1,4 @@
-"""Views of a store: one tenant's, and one limited to some namespaces.
-
-The whole contract holds through both. Objects outside a view appear absent.
-"""
+"""Views of a store, by tenant or namespaces, keep the whole contract; what is outside appears absent."""
 
 from __future__ import annotations
 

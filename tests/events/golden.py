@@ -1,7 +1,4 @@
-"""Batches as the encoders of vLLM 0.33.0 and SGLang 0.5.23 wrote them, for tests without these packages.
-
-`tests/engines` compares them with what the encoders write now.
-"""
+"""Batches as the encoders of vLLM 0.33.0 and SGLang 0.5.23 write them, which `tests/engines` compares."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Random histories of stores: a subscriber that loses nothing ends with the truth, and so does one that loses
-batches and heals by snapshots.
-"""
+"""Random histories of stores: subscribers end with the truth, also those that heal by snapshots."""
 
 from __future__ import annotations
 
@@ -25,10 +23,7 @@ STEPS = 60
 
 
 class History:
-    """A store, its source of events, and two subscribers without sockets; only `map` loses batches.
-
-    A snapshot is applied part by part, and changes are collected in between, as the publisher does it.
-    """
+    """A store, its events, and two subscribers, of which `map` loses batches and reads snapshots by parts."""
 
     def __init__(self, kind: str, seed: int, directory: Path) -> None:
         self.kind, self.draw, self.directory = kind, Random(seed), directory

@@ -1,6 +1,4 @@
-"""Every decoder of bytes from outside, with inputs like sound ones: a documented error or a value, within
-bounds of memory and time.
-"""
+"""Every decoder of bytes from outside: a documented error or a value, within bounds of memory and time."""
 
 from __future__ import annotations
 

@@ -84,10 +84,7 @@ class Host:
 
 
 class Hosts:
-    """Hosts on one bridge. Raises NoHostsError where this machine cannot make them.
-
-    At the end, also after an exception, every process on them is killed, and nothing is left.
-    """
+    """Hosts on one bridge, of which nothing is left at the end; NoHostsError where there can be none."""
 
     def __init__(self, count: int) -> None:
         self._count = count

@@ -1,6 +1,4 @@
-"""Two workers on two hosts share a daemon on a third, a pool of Mooncake's or a bucket, whatever is killed or
-cut off.
-"""
+"""Two workers on two hosts share a store on a third, whatever is killed or cut off."""
 
 from __future__ import annotations
 

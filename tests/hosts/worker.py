@@ -1,7 +1,4 @@
-"""A worker process on a host: it serves the demo's model, and audits every answer.
-
-Requests and answers are messages of JSON. The first message says that the worker serves.
-"""
+"""A worker process on a host, asked in JSON: it serves the demo's model, and audits every answer."""
 
 from __future__ import annotations
 

@@ -15,9 +15,7 @@ COST = {KV: 1, MAMBA: 5}
 
 
 class Harness:
-    """An index with fresh slots: the slot of page i of the n-th insert is 100 * n + i, its states are 10_000
-    * n + depth.
-    """
+    """An index with slots 100 * n + i for page i of the n-th insert, and states 10_000 * n + depth."""
 
     def __init__(self, *state_pools: PoolName, **options) -> None:
         self.index = HybridIndex(

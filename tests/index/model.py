@@ -1,7 +1,4 @@
-"""The plainest index there can be: one dictionary entry per page prefix.
-
-Slow, without a tree, and the measure of the real one.
-"""
+"""The plainest index there can be, and the measure of the real one: a dictionary entry per page prefix."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The copy kernel's body on the host, against its twin: `host_cases.py LIBRARY CASE`.
-
-A process of its own, since what goes wrong crashes.
-"""
+"""The copy kernel's body on the host, against its twin, in a process that may crash: LIBRARY CASE."""
 
 from __future__ import annotations
 

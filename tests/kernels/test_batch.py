@@ -1,6 +1,4 @@
-"""Batched copies through a stand-in driver, compiled against NVIDIA's header: what is handed over, and what
-comes of errors.
-"""
+"""Batched copies through a stand-in driver, compiled against NVIDIA's header: arguments and errors."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The copy kernel's body, built by a host compiler, moves the same bytes as its twin and touches no
-others.
-"""
+"""The copy kernel's body, built by a host compiler, moves the bytes that its twin moves, and no others."""
 
 from __future__ import annotations
 

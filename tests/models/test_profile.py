@@ -1,6 +1,4 @@
-"""Model profiles: the figures of the design, published sizes of public models, and the layers that
-Transformers builds.
-"""
+"""Model profiles: the design's figures, published sizes, and the layers that Transformers builds."""
 
 from __future__ import annotations
 

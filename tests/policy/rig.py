@@ -170,9 +170,7 @@ SETUPS: Final = {"states": True, "stateless": False}
 
 
 class Held(NamedTuple):
-    """A pin and, by tier, the locations that it holds: those of the pages, and that of the state at the
-    end.
-    """
+    """A pin and, by tier, the locations of the pages, and of the state at the end, that it holds."""
 
     pin: Pin
     pages: Mapping[Tier, Locations]

@@ -1,6 +1,4 @@
-"""NumPy arrays that answer what a pool asks of a torch tensor: the pools need no torch, and neither do most
-of their tests.
-"""
+"""NumPy arrays that answer what a pool asks of a torch tensor, so that most tests need no torch."""
 
 from __future__ import annotations
 

@@ -70,10 +70,7 @@ class Fence:
 
 
 class Process:
-    """A worker process: one controller, and an engine whose model is a hash.
-
-    Thread safety: one greenlet, which stands for the engine's thread.
-    """
+    """A worker process: one controller and an engine whose model is a hash, on one greenlet."""
 
     def __init__(self, life: Life, name: str, draw: Random) -> None:
         self._life, self._world, self._draw, self._plan = life, life.world, draw, life.plan

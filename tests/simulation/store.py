@@ -30,10 +30,7 @@ class StoreFaults:
 
 
 class SimulatedStore(StorageBackend):
-    """A view of the one medium by one process. A get that fails scribbles over the buffers.
-
-    Thread safety: one thread.
-    """
+    """A process's view of the one medium; a get that fails scribbles over the buffers. For one thread."""
 
     capabilities = MemoryBackend.capabilities
 

@@ -195,10 +195,7 @@ class CopyFaults:
 
 
 class Engine(LaneEngine):
-    """A transfer engine that really copies, layer by layer, in virtual time.
-
-    Thread safety: one thread.
-    """
+    """A transfer engine that really copies, layer by layer, in virtual time, on one thread."""
 
     def __init__(self, world: World, group: str, faults: CopyFaults, device, host) -> None:
         super().__init__(Sides(device, host))

@@ -1,6 +1,4 @@
-"""The conformance hooks of the stores in this repository: how to open them, and how to write behind their
-backs.
-"""
+"""The conformance hooks of this repository's stores: how to open them, and write behind their backs."""
 
 from __future__ import annotations
 

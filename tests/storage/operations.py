@@ -1,6 +1,4 @@
-"""The operations of a store whose every step is made to fail, each with what must hold after it, whatever it
-answered.
-"""
+"""The operations of a store whose every step is made to fail, and what must hold after each."""
 
 from __future__ import annotations
 

@@ -68,10 +68,7 @@ def templates(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, 
 
 
 class Trials:
-    """Runs one operation again and again, each time from the same store, with a rule of the test's choice.
-
-    Thread safety: one thread.
-    """
+    """Runs one operation again and again from the same store, with a rule of the test's choice."""
 
     def __init__(self, subject: Subject, template: Path | None, operation: Operation) -> None:
         self.subject, self.template, self.operation = subject, template, operation

@@ -1,6 +1,4 @@
-"""Opening a damaged `file` store: at most what lay on the damage is lost, wherever the opening process is
-killed.
-"""
+"""Opening a damaged `file` store costs what lay on the damage, wherever the opener is killed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A caller that writes to its buffers while a get fills them, as who shares memory may: no object is given up
-for it.
-"""
+"""A caller writes to its buffers while a get fills them, as sharers may: no object is given up for it."""
 
 from __future__ import annotations
 

@@ -60,10 +60,7 @@ class Page:
 
 
 class ValuesMachine(RuleBasedStateMachine):
-    """Random hints, uses and evictions: each eviction takes the unit that the model ranks lowest.
-
-    A state makes pages without one useless. When those go, other tests prove.
-    """
+    """Random hints, uses and evictions: each takes the unit that the model ranks lowest. No state goes."""
 
     def __init__(self) -> None:
         super().__init__()

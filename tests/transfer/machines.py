@@ -119,9 +119,7 @@ class Simulated(Machine):
 
 
 class RealStream(Stream):
-    """Memory is made ready in this stream at first: to take some while a slow kernel runs may wait for that,
-    and hide the race.
-    """
+    """Memory is made ready in this stream, for an allocation may wait for a kernel, and hide a race."""
 
     def __init__(self) -> None:
         import torch

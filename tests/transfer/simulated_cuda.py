@@ -43,14 +43,9 @@ from tiercache.transfer.descriptors import Descriptors
 
 _CHUNK: Final = 32 << 10
 _ROOM: Final = 1024
-"""Largest number of pieces of work that may wait in a stream; a driver would block the caller that queues one
-more.
-"""
+"""Pieces of work that may wait in a stream; a driver would block the caller of one more."""
 _PATIENCE_S: Final = 60.0
-"""Seconds that a stream or a thread waits for an event.
-
-A longer wait means a cycle of waits: it fails, so that the test does not hang.
-"""
+"""Seconds that a stream or a thread waits for an event, before it takes the wait for a cycle."""
 
 
 @dataclass
@@ -62,15 +57,11 @@ class _Event:
 
 
 class SimulatedDriver:
-    """State that the devices of one process share: each thread's current device (0 by default), and the
-    devices with a context.
-    """
+    """Each thread's current device, by default 0, and the devices of the process with a context."""
 
     def __init__(self) -> None:
         self.contexts: set[int] = set()
-        """Ordinals of the devices that were current when a call was made, including calls that were meant for
-        another device.
-        """
+        """Devices that were current when a call was made, also calls meant for another device."""
         self._here = threading.local()
 
     @property

@@ -30,10 +30,7 @@ class MemoryPiece:
 
 
 class MemoryMap:
-    """Pieces of memory that a simulated device may use, by address.
-
-    Thread safety: any thread.
-    """
+    """Pieces of memory that a simulated device may use, by address, for any thread."""
 
     def __init__(self) -> None:
         self._pieces: dict[int, MemoryPiece] = {}

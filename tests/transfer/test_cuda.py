@@ -1,6 +1,4 @@
-"""The CUDA engine, on a simulated device and, with `-m gpu`, on a real one: the same bytes as the twin, and
-no race.
-"""
+"""The CUDA engine, simulated and, with `-m gpu`, real: the same bytes as the twin, and no race."""
 
 from __future__ import annotations
 
@@ -104,9 +102,7 @@ def test_what_is_stored_is_loaded_into_other_slots(
 
 
 class TestRaces:
-    """Each with a control: without the fence the old bytes are seen, so that the slow kernel is slow enough
-    to tell.
-    """
+    """Each with a control: without the fence old bytes are seen, so the slow kernel is slow enough."""
 
     @pytest.mark.parametrize("method", Method)
     @pytest.mark.parametrize("fenced", [True, False])

@@ -1,6 +1,4 @@
-"""Calls reach the device that was meant: on a machine of several, contexts on others cost memory there and
-end in errors.
-"""
+"""Calls reach the device that was meant, though contexts on others cost memory and end in errors."""
 
 from __future__ import annotations
 

@@ -40,9 +40,7 @@ def many(request: pytest.FixtureRequest) -> Iterator[Rig]:
 
 
 class TestManyCopies:
-    """Counted by the simulated device, which refuses a batch that is too long and a call that its stream has
-    no room for.
-    """
+    """Counted by the simulated device, which refuses a batch that is too long for it or its stream."""
 
     @pytest.mark.parametrize("method", Method)
     def test_there_and_back_behind_a_fence(self, many: Rig, method: Method) -> None:
@@ -98,9 +96,7 @@ class TestRegisteredMemory:
     @pytest.mark.parametrize("fault", ["registered", "boundary"])
     def test_a_batch_that_fails_only_there_is_not_used(self, fault: str) -> None:
         class Picky(SimulatedDevice):
-            """Its batches are right on the driver's own memory, and wrong on registered memory: all of it, or
-            where a piece begins.
-            """
+            """Its batches are wrong on registered memory: all of it, or where a piece begins."""
 
             def copy_batch(self, copies: Descriptors, stream: int) -> None:
                 pieces = self.memory.pieces("locked")

@@ -1,6 +1,4 @@
-"""The CUDA engine where the driver refuses, the device is lost, or it all starts and ends: nothing hangs, and
-nothing is left.
-"""
+"""The CUDA engine where the driver refuses or the device is lost: nothing hangs, and nothing is left."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ from tiercache.transfer.cuda import CudaEngine, CupyDevice, Method
 
 
 class TestFailure:
-    """The ticket fails, when the device is past what was queued for it; the process, the arena and the next
-    transfer do not.
-    """
+    """The ticket fails, when the device is past what was queued for it; nothing else does."""
 
     @pytest.mark.parametrize(
         ("call", "method"),
@@ -180,9 +176,7 @@ class TestTheStart:
 
     def test_each_method_is_tried_with_bytes_of_its_own(self) -> None:
         class Lazy(SimulatedDevice):
-            """Its kernel writes nothing to the device, where an earlier trial has left the same bytes, if
-            they were the same.
-            """
+            """Its kernel writes nothing, where an earlier trial may have left the same bytes."""
 
             def copy_table(self, table: int, rows: int, chunks: int, blocks: int, stream: int) -> None:
                 if not self.calls["lazy"]:

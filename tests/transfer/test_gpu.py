@@ -1,7 +1,4 @@
-"""Tests that need a real device.
-
-They cover large objects, large pools, no memory left, and a lost context.
-"""
+"""Tests that need a real device: large objects and pools, no memory left, and a lost context."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Verbs against a daemon that answers, and does not allow what they ask: exit code 5, a sentence that says
-so, and nothing is half done.
-"""
+"""Verbs against a daemon that does not allow what they ask: exit code 5, a sentence, nothing half done."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`verify` and `flush`: what is read, dropped and deleted, in which order, and how it looks when it is
-interrupted.
-"""
+"""`verify` and `flush`: what is read, dropped and deleted, in which order, also when interrupted."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Stores for the tests of the operator's verbs, a way to call them as `main` does, and what one holds after
-all of them looked at it.
-"""
+"""Stores for the tests of the operator's verbs, a way to call them as `main` does, and what they leave."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The store that `-s` names, and the error if it names none.
-
-At least twenty wrong uses, one sentence each.
-"""
+"""The store that `-s` names, and the sentence for each of at least twenty wrong uses."""
 
 from __future__ import annotations
 

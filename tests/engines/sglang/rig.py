@@ -1,7 +1,4 @@
-"""SGLang's own host pools and controller, on a CPU.
-
-Four of its symbols are replaced: those that ask a device for streams, and the launcher for ranks.
-"""
+"""SGLang's own host pools and controller on a CPU, but for streams of a device and the launcher of ranks."""
 
 from __future__ import annotations
 

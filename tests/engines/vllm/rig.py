@@ -1,6 +1,4 @@
-"""vLLM's own manager, primary tier, shared region and factory over a tier of ours, driven as its scheduler
-drives them.
-"""
+"""vLLM's own manager, primary tier, shared region and factory over a tier of ours, driven as it does."""
 
 from __future__ import annotations
 
@@ -96,9 +94,7 @@ def content(name: object, size: int = ROW) -> bytes:
 
 
 class Engine:
-    """A scheduler's side of vLLM, without a GPU: what a worker would copy, `store` and `read` put into the
-    rows and take out of them.
-    """
+    """A scheduler's side of vLLM, without a GPU: `store` and `read` copy to and from rows as workers do."""
 
     def __init__(self, tier: dict[str, Any], **changes: Any) -> None:
         self.spec = TieringOffloadingSpec(config(tier, **changes))

@@ -1,7 +1,4 @@
-"""Identity of objects: engines that differ in anything that the bytes depend on share no object.
-
-Wrong settings are refused, and nothing stays behind.
-"""
+"""Engines that differ in anything that bytes depend on share no object; wrong settings are refused."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Disks that rot, fail, hang and are slow; jobs that make no sense; resets and ends at bad moments. vLLM
-never sees an exception.
-"""
+"""Disks that fail, senseless jobs, resets and ends at bad moments: vLLM never sees an exception."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Low-rank adapters as the `peft` package injects them: a layer that wraps a linear one, holds adapters by
-name, and knows which act.
-"""
+"""Low-rank adapters as `peft` injects them: a layer that wraps a linear one and holds adapters by name."""
 
 from __future__ import annotations
 
@@ -9,9 +7,7 @@ from transformers import PreTrainedModel
 
 
 class LoraLinear(torch.nn.Module):
-    """`base_layer` plus the active adapters' products; the attributes, and what is a parameter among them,
-    are peft's.
-    """
+    """`base_layer` plus the active adapters' products, with attributes and parameters as in peft."""
 
     def __init__(self, base_layer: torch.nn.Linear) -> None:
         super().__init__()

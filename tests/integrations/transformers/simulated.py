@@ -66,9 +66,7 @@ class SimulatedStream(TorchStream):
 
 
 class LateRunner(ModelRunner):
-    """The runner of a worker whose copies from and to slots are queued in `stream`, each export taking
-    `pause` seconds.
-    """
+    """The runner of a worker whose copies are queued in `stream`, each export taking `pause` seconds."""
 
     def __init__(self, like: ModelRunner, stream: SimulatedStream, pause: float) -> None:
         super().__init__(like.model, like.page_size)
@@ -129,9 +127,7 @@ class LateRunner(ModelRunner):
 
 
 class OnSimulated:
-    """An engine factory: the CUDA engine over the worker's own pools, as if their tensors were on the
-    device.
-    """
+    """An engine factory: the CUDA engine over the worker's pools, as if they were on the device."""
 
     def __init__(self, device: SimulatedDevice, **settings: Any) -> None:
         self.device = device

@@ -1,6 +1,4 @@
-"""The worker over the CUDA engine, on a device that is simulated: the same answers, and whoever does not wait
-is found out.
-"""
+"""The worker over the CUDA engine on a simulated device: the same answers, or who does not wait is found."""
 
 from __future__ import annotations
 

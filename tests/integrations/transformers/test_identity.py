@@ -1,6 +1,4 @@
-"""A cache holds the bytes of one computation: another computation, another identity; a model that changes
-under its worker is noticed.
-"""
+"""Another computation has another identity, and a model that changes under its worker is noticed."""
 
 from __future__ import annotations
 

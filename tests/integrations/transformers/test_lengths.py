@@ -1,6 +1,4 @@
-"""Models that compute otherwise beyond some length: what is restored is what a recompute gives, on either
-side; the rest is refused.
-"""
+"""Models that compute otherwise beyond some length restore what a recompute gives, or are refused."""
 
 from __future__ import annotations
 

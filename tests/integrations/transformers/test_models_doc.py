@@ -1,6 +1,4 @@
-"""docs/models.md is in step with the installed transformers, as far as can be told without running its
-models.
-"""
+"""docs/models.md is in step with the installed transformers, as far as no model has to run."""
 
 from __future__ import annotations
 

@@ -318,10 +318,7 @@ def test_writes_that_hang_are_not_waited_for(tmp_path: Path) -> None:
 
 
 class Breaking:
-    """A copier that fails when it is to copy the layer number `at` from now on.
-
-    Thread safety: `at` is set while nothing copies.
-    """
+    """A copier that fails at the layer number `at`, which is set while nothing copies."""
 
     def __init__(self) -> None:
         self.at = -1

@@ -1,6 +1,4 @@
-"""`tiercache bench disk` as a user runs it, on sizes so small that the figures mean nothing: what is printed,
-and what stays behind.
-"""
+"""`tiercache bench disk` as a user runs it, on tiny sizes: what is printed, and what stays behind."""
 
 from __future__ import annotations
 

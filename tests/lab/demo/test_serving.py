@@ -1,6 +1,4 @@
-"""The serving half of `tiercache demo`: what it refuses, in one sentence each, and a run that is killed and
-goes on.
-"""
+"""The serving half of `tiercache demo`: what it refuses, and a run that is killed and goes on."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A stand-in for an engine: a real HTTP server with the endpoints of SGLang 0.5.23 and vLLM 0.33.0, and
-switches for what goes wrong.
-"""
+"""A stand-in for SGLang 0.5.23 and vLLM 0.33.0: a real HTTP server with switches for what goes wrong."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`tiercache prove` against a stand-in for an engine: a real HTTP server with the endpoints of SGLang 0.5.23
-and vLLM 0.33.0.
-"""
+"""`tiercache prove` against a stand-in for an engine, a real HTTP server."""
 
 from __future__ import annotations
 

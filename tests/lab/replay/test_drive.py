@@ -1,6 +1,4 @@
-"""One run: what is hit, from which tier, in how many bytes; and that neither caps nor sessions are
-overstepped at any moment.
-"""
+"""One run: what is hit, from which tier, in how many bytes; no cap is overstepped at any moment."""
 
 from __future__ import annotations
 

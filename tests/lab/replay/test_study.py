@@ -1,6 +1,4 @@
-"""Studies: the published benchmarks to the last digit, bounds that bound, and the same again from the same
-seed.
-"""
+"""Studies: published benchmarks to the last digit, bounds that bound, the same again from a seed."""
 
 from __future__ import annotations
 

@@ -28,10 +28,7 @@ class QuickClock(Env):
 
 
 class Settled(TierChain):
-    """A chain that copies what is to be copied before a call returns.
-
-    The suite looks at a store between its calls, and expects that nothing changes meanwhile.
-    """
+    """A chain that has copied what is to be copied before a call returns, as the suite expects of a store."""
 
     def get(self, items):
         outcomes = super().get(items)
@@ -60,10 +57,7 @@ def tier_of(
 
 
 class ChainHooks(OwnConformance):
-    """Conformance hooks of a chain of the stores of `parts`, the last of them with half of the capacity.
-
-    `sick`: positions of tiers whose store cannot be opened.
-    """
+    """Conformance hooks of a chain of `parts`, the last with half of the capacity, and `sick` ones."""
 
     parts: Sequence[type[OwnConformance]]
     sick: Sequence[int] = ()

@@ -147,10 +147,7 @@ def live(path: str, scenario: str, first: str, seed: str) -> None:
 
 
 class Account:
-    """The books of what processes that were killed have said.
-
-    `rng` chooses after how many lines a process is killed.
-    """
+    """The books of what killed processes have said; `rng` chooses after how many lines one is killed."""
 
     def __init__(self, path: Path, scenario: str, rng: random.Random) -> None:
         self.path = path

@@ -28,10 +28,7 @@ LENGTH = 9_000
 
 
 class Storm:
-    """A chain whose tiers change at random, while threads use it and check every answer.
-
-    Each name belongs to one thread, which therefore knows whether the chain has the object.
-    """
+    """A chain whose tiers change at random, while threads with names of their own check every answer."""
 
     def __init__(self, path: Path, seed: int) -> None:
         self.path = path

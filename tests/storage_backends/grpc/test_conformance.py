@@ -26,9 +26,7 @@ needs_openssl = pytest.mark.skipif(
 
 
 class TestUnix(UnixMemory):
-    """The suite, but for what a full store evicts: `EvictingMachine` shows below that this follows what a
-    client told and read, on every way.
-    """
+    """The suite but for evictions, which `EvictingMachine` shows below to follow what a client told."""
 
 
 without_themes(TestUnix, Coldest, Eviction)

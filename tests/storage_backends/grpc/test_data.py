@@ -52,10 +52,7 @@ def frame(header: pb.GetHeader, data: bytes = DATA) -> bytes:
 
 
 class Frames:
-    """The data port of a bad daemon: it opens every connection, and answers each call with `answers()`.
-
-    An answer in parts is sent part by part, slowly, and ends the connection.
-    """
+    """The data port of a bad daemon, which answers each call with `answers()`, slowly if it has parts."""
 
     def __init__(self, answers: Callable[[], Answer]) -> None:
         self._answers = answers

@@ -1,6 +1,4 @@
-"""A daemon that is killed, stopped, cut off or replaced: within the deadline, with the reason, and hits come
-back by themselves.
-"""
+"""A daemon that is killed, stopped, cut off or replaced: an answer in time, and hits come back."""
 
 from __future__ import annotations
 

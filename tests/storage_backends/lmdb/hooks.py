@@ -28,9 +28,7 @@ CAPACITY = 16 << 20
 
 
 class LmdbHooks(LocalHooks):
-    """There is no `truncate`: a process that reads a mapped file behind its end is ended by the system,
-    whatever it does.
-    """
+    """There is no `truncate`: who reads a mapped file behind its end is ended by the system."""
 
     obeys_values = False
 

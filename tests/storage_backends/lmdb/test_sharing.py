@@ -1,6 +1,4 @@
-"""The `lmdb` store with several processes on one directory, readers and writers that stand still, and
-forks.
-"""
+"""The `lmdb` store with several processes on one directory, some of which stand still, and forks."""
 
 from __future__ import annotations
 

@@ -51,9 +51,7 @@ Fault = Callable[[Exchange], bool | None]
 
 
 class Proxy:
-    """`before` sees a request that the service has not seen yet, and may answer it by a status; `after` sees
-    the service's answer.
-    """
+    """`before` sees a new request, and may answer it by a status; `after` sees the service's answer."""
 
     def __init__(self) -> None:
         parts = urlsplit(endpoint())
