@@ -113,12 +113,9 @@ CUPBOARDS = frozenset({
 def surface(name: str) -> bool:
     """Whether a module is found without an import: a package, a verb, a policy, a tool for authors."""
     rooms = (
-        "tiercache.cli",
-        "tiercache.cli.store",
-        "tiercache.testing",
-        "tiercache.policy",
+        "tiercache.cli", "tiercache.cli.store", "tiercache.testing", "tiercache.policy",
         "tiercache_lab.policies",
-    )
+    )  # fmt: skip
     return MODULES[name].name in ("__init__.py", "__main__.py") or name.rpartition(".")[0] in rooms
 
 

@@ -197,12 +197,9 @@ def test_a_forked_child_is_turned_away_and_harms_nobody(store):
         try:
             refused = 0
             calls = (
-                lambda: controller.lookup(tokens),
-                admission.poll,
-                admission.wait,
-                controller.tick,
+                lambda: controller.lookup(tokens), admission.poll, admission.wait, controller.tick,
                 controller.flush,
-            )
+            )  # fmt: skip
             for call in (*calls, lambda: controller.evict(Tier.HOST), lambda: controller.release(admission)):
                 try:
                     call()

@@ -23,12 +23,9 @@ from tiercache_lab.replay.machines import machine_named
 
 ALL = [block for page in PAGES for block in blocks(page)]
 VERBS_OF = {
-    "": set(BETWEEN),
-    "sh": {"", "not", "background", "exit", "needs", "until"},
-    "python": {"", "not", "given"},
-    "text": {"", "like", "log", "output"},
-    "toml": {"", "not", "file"},
-}
+    "": set(BETWEEN), "sh": {"", "not", "background", "exit", "needs", "until"},
+    "python": {"", "not", "given"}, "text": {"", "like", "log", "output"}, "toml": {"", "not", "file"},
+}  # fmt: skip
 """Steps that a block of a language may have; other languages have none."""
 
 

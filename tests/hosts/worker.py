@@ -97,12 +97,9 @@ class Server:
         restore = self._worker.serve(tokens, 1)
         recompute, _ = timed([lambda: uncut_prefill(self._worker.runner, tokens)], self._worker.stream)
         return {
-            "hit": restore.tier is Tier.STORAGE,
-            "restored": restore.restored,
-            "bytes": self._bytes(restore),
-            "ttft": restore.ttft_seconds,
-            "recompute": recompute,
-        }
+            "hit": restore.tier is Tier.STORAGE, "restored": restore.restored,
+            "bytes": self._bytes(restore), "ttft": restore.ttft_seconds, "recompute": recompute,
+        }  # fmt: skip
 
     def _bytes(self, generation: Generation) -> int:
         """Return the bytes that came from storage."""

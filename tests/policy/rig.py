@@ -107,18 +107,15 @@ def random_units(count: int, seed: int = 0, now: int = 10_000) -> PlainUnits:
 
 
 EXTREMES: Final[Mapping[str, PlainUnits]] = {
-    "one": units(1),
-    "zeros": units(7),
-    "depth 0": units(3, replay=1, now=5),
+    "one": units(1), "zeros": units(7), "depth 0": units(3, replay=1, now=5),
     "old": units(last_access=[0, 1, HUGE - 1, HUGE], now=HUGE),
     "large": units(nbytes=[1, HUGE], depth=HUGE, replay=[1, HUGE]),
     "worn": units(hits=HUGE, children=[0, 1, 2, HUGE], lineage=HUGE, grown=HUGE),
     "every kind": units(checkpoint=list(CheckpointKind), kind=[1, 2, 1, 2, 1, 2], covered=[0, 1, 0, 1, 0, 1]),
     "digests": units(digest=[-(2**63), -1, 0, 1, 2**63 - 1]),
     "one token a page": units(5, page_tokens=1, depth=3, replay=2),
-    "branches only": units(4, children=3, depth=[1, 2, 3, 4]),
-    "many": random_units(5000),
-}
+    "branches only": units(4, children=3, depth=[1, 2, 3, 4]), "many": random_units(5000),
+}  # fmt: skip
 
 
 def reuse_of(given: PlainUnits, row: int = 0, *, evicted: bool = False) -> Reuse:

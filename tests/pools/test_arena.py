@@ -185,17 +185,14 @@ def test_reading_cgroup_v2_takes_the_tightest_ancestor(tmp_path: Path) -> None:
     root = _write(
         tmp_path,
         {
-            "proc/meminfo": MEMINFO,
-            "proc/self/cgroup": "0::/pod/server\n",
+            "proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/pod/server\n",
             "sys/fs/cgroup/pod/server/memory.max": "max\n",
             "sys/fs/cgroup/pod/server/memory.current": "300000\n",
-            "sys/fs/cgroup/pod/memory.max": "800000\n",
-            "sys/fs/cgroup/pod/memory.current": "500000\n",
+            "sys/fs/cgroup/pod/memory.max": "800000\n", "sys/fs/cgroup/pod/memory.current": "500000\n",
             "sys/fs/cgroup/pod/memory.stat": "anon 1\ninactive_file 100000\n",
-            "sys/fs/cgroup/memory.max": "900000\n",
-            "sys/fs/cgroup/memory.current": "500000\n",
+            "sys/fs/cgroup/memory.max": "900000\n", "sys/fs/cgroup/memory.current": "500000\n",
         },
-    )
+    )  # fmt: skip
     readings = read_memory(root)
     assert readings == MemoryReadings(
         available=1024000, limit=800000, usage=400000,
@@ -209,14 +206,11 @@ def test_the_group_with_the_least_room_need_not_be_the_one_with_the_lowest_limit
     root = _write(
         tmp_path,
         {
-            "proc/meminfo": "MemTotal: 9000 kB\n",
-            "proc/self/cgroup": "0::/pod\n",
-            "sys/fs/cgroup/pod/memory.max": "800000\n",
-            "sys/fs/cgroup/pod/memory.current": "100000\n",
-            "sys/fs/cgroup/memory.max": "900000\n",
-            "sys/fs/cgroup/memory.current": "850000\n",
+            "proc/meminfo": "MemTotal: 9000 kB\n", "proc/self/cgroup": "0::/pod\n",
+            "sys/fs/cgroup/pod/memory.max": "800000\n", "sys/fs/cgroup/pod/memory.current": "100000\n",
+            "sys/fs/cgroup/memory.max": "900000\n", "sys/fs/cgroup/memory.current": "850000\n",
         },
-    )
+    )  # fmt: skip
     readings = read_memory(root)
     assert (readings.usable, readings.ceiling) == (50000, 800000)
 

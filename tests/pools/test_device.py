@@ -71,11 +71,8 @@ def test_states_of_a_stacked_tensor_with_side_tensors() -> None:
     geometry = state_geometry_of(tensors, 64)
     assert geometry.hit_policy is HitPolicy.TRAILING_PAGES
     assert [(s.layer, s.name) for s in geometry.segments][-4:] == [
-        (4, "conv"),
-        (4, "ssm"),
-        (4, "flags"),
-        (4, "step"),
-    ]
+        (4, "conv"), (4, "ssm"), (4, "flags"), (4, "step"),
+    ]  # fmt: skip
     assert geometry.segments[-1].shape == ()
     pool = DevicePool.from_tensors(geometry, tensors)
     assert pool.capacity == SLOTS

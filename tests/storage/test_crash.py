@@ -113,12 +113,9 @@ def test_names_come_and_go_in_order(disk: Disk) -> None:
     disk.env.close(disk.open("d/e"))
     disk.env.unlink(str(disk.root / "b"))
     stages: list[dict[str, bytes | None]] = [
-        {"a": OLD, "b": NEW},
-        {"b": OLD},
-        {"b": OLD, "d": None},
-        {"b": OLD, "d": None, "d/e": b""},
+        {"a": OLD, "b": NEW}, {"b": OLD}, {"b": OLD, "d": None}, {"b": OLD, "d": None, "d/e": b""},
         {"d": None, "d/e": b""},
-    ]
+    ]  # fmt: skip
     ways = disk.ways()
     assert all(way in stages for way in ways)
     assert all(stage in ways for stage in stages)

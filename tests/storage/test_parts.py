@@ -79,18 +79,15 @@ def test_orphans_are_counted(url: str, tmp_path: Path) -> None:
     ("spec", "said"),
     [
         ("nothing://", "'nothing' is unknown; use one of chain, file, grpc, lmdb, memory"),
-        ("/var/lib/x", "not a URL"),
-        ("memory:", "not a URL"),
-        ({}, "no type"),
+        ("/var/lib/x", "not a URL"), ("memory:", "not a URL"), ({}, "no type"),
         ({"type": "memory", "size": 1}, "no setting 'size'; it has capacity"),
         ("memory://?capacity=lots", "'capacity': 'lots' is not a size"),
-        ("memory://?capacity=1&capacity=2", "twice"),
-        ("file:///x", "needs 'capacity'"),
+        ("memory://?capacity=1&capacity=2", "twice"), ("file:///x", "needs 'capacity'"),
         ("file://x?capacity=1GiB", "three slashes"),
         ("file:///x?capacity=1GiB&durability=no", "use process or power"),
         ({"type": "file", "path": "x", "capacity": 1}, "not an absolute path"),
     ],
-)
+)  # fmt: skip
 def test_bad_specs_say_what_is_known(spec: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         open_backend(spec)

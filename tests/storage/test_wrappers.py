@@ -128,11 +128,8 @@ def test_metered_counts_calls_items_bytes_and_answers() -> None:
 
     good = to_set(key("a"), payload("a", 5000))
     assert store.set([good, good, good._replace(buffers=[]), to_set(key("big"), bytes(30_000))]) == [
-        STORED,
-        HIT,
-        ERROR,
-        THROTTLED,
-    ]
+        STORED, HIT, ERROR, THROTTLED,
+    ]  # fmt: skip
     assert store.get([to_get(key("a"), 5000), to_get(key("a"), 4000), to_get(key("x"), 10)]) == [
         HIT,
         ERROR,

@@ -80,11 +80,8 @@ def test_against_byte_by_byte(data: st.DataObject) -> None:
     found = build_descriptors(segments, at, blocks, block_bytes, 1 << 40)
     assert byte_pairs(found) == brute_force(segments, places, blocks.tolist(), block_bytes, 1 << 40)
     assert (found.device.dtype, found.host.dtype, found.length.dtype, found.layer.dtype) == (
-        np.uint64,
-        np.uint64,
-        np.int64,
-        np.int64,
-    )
+        np.uint64, np.uint64, np.int64, np.int64,
+    )  # fmt: skip
     if not apart:
         assert found.nbytes == n * sum(lengths)
     previous = None

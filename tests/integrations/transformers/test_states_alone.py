@@ -31,14 +31,11 @@ CASES = slow_after(
     [
         (model, page, dtype)
         for page, dtype in (
-            (64, torch.bfloat16),
-            (16, torch.float32),
-            (1, torch.float32),
-            (256, torch.bfloat16),
+            (64, torch.bfloat16), (16, torch.float32), (1, torch.float32), (256, torch.bfloat16),
         )
         for model in SERVED
     ],
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EACH)

@@ -51,16 +51,13 @@ DEPTHS = [
     slow_after(
         6,
         [
-            ("gemma3", torch.float32, DEPTHS[0]),
-            ("gemma3", torch.bfloat16, DEPTHS[3]),
-            ("inkling", torch.float32, DEPTHS[3]),
-            ("llama4", torch.float32, DEPTHS[1]),
-            ("gpt_oss", torch.bfloat16, DEPTHS[2]),
-            ("gemma3", torch.float32, DEPTHS[6]),
+            ("gemma3", torch.float32, DEPTHS[0]), ("gemma3", torch.bfloat16, DEPTHS[3]),
+            ("inkling", torch.float32, DEPTHS[3]), ("llama4", torch.float32, DEPTHS[1]),
+            ("gpt_oss", torch.bfloat16, DEPTHS[2]), ("gemma3", torch.float32, DEPTHS[6]),
             *product(("gemma3", "inkling"), (torch.float32, torch.bfloat16), DEPTHS),
         ],
     ),
-)
+)  # fmt: skip
 def test_a_restored_window_continues_bit_for_bit(name, dtype, case):
     """From slots that held something else before, with a chunk and with single tokens after the restore."""
     window, page, depths = case

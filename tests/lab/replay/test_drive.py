@@ -125,11 +125,8 @@ def test_a_repeat_restores_all_but_its_last_page() -> None:
     assert depths([ask(1, 300), ask(1, 300), ask(1, 320), ask(1, 320), ask(2, 300)]) == [0, 256, 256, 256, 0]
     # Without states, pages alone decide: a hit ends before the last token.
     assert depths([ask(1, 300), ask(1, 300), ask(1, 320), ask(1, 321)], profile=ATTENTION) == [
-        0,
-        256,
-        256,
-        320,
-    ]
+        0, 256, 256, 320,
+    ]  # fmt: skip
 
 
 def test_a_conversation_goes_on_from_the_end_of_the_answer() -> None:

@@ -91,13 +91,10 @@ PALE: Final = """(() => {
 @pytest.mark.parametrize(
     ("name", "dark"),
     [
-        ("study", False),
-        pytest.param("study", True, marks=pytest.mark.slow),
-        ("flat", True),
-        ("alone", False),
-        ("hostile", True),
+        ("study", False), pytest.param("study", True, marks=pytest.mark.slow), ("flat", True),
+        ("alone", False), ("hostile", True),
     ],
-)
+)  # fmt: skip
 def test_nothing_is_missing_pale_crowded_or_too_wide(page, reports, name, dark):
     for width in (1280, 360):
         page.open(reports(name), width=width, dark=dark)

@@ -30,12 +30,9 @@ class SglangServer(Server):
     TREE: tuple[str, ...] = ()
     """Arguments that choose the tree."""
     SETTINGS: ClassVar[dict[str, object]] = {
-        "backend_name": "tiercache",
-        "module_path": "tiercache.integrations.sglang",
-        "class_name": "TierCacheStorage",
-        "interface_v1": 1,
-        "hicache_storage_pass_prefix_keys": True,
-    }
+        "backend_name": "tiercache", "module_path": "tiercache.integrations.sglang",
+        "class_name": "TierCacheStorage", "interface_v1": 1, "hicache_storage_pass_prefix_keys": True,
+    }  # fmt: skip
     """Settings of the store beside its URL and the revision."""
 
     def __init__(

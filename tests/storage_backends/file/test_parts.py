@@ -44,11 +44,8 @@ def test_loading_a_catalog_is_storing_one_by_one(objects: dict[tuple[int, int], 
         checksums = Checksums(bytes([i]) * 16, bytes([i + 1]) * 16)
         extents = (Extent(4 * i, 1), Extent(4 * i + 2, 1))[: 1 + i % 2]
         records[i]["number"], records[i]["digest"], records[i]["length"], records[i]["depth"] = (
-            i + 1,
-            np.void(d),
-            10 + i,
-            depth,
-        )
+            i + 1, np.void(d), 10 + i, depth,
+        )  # fmt: skip
         records[i]["parent"], records[i]["namespace"] = np.void(parent or bytes(32)), 7
         records[i]["flags"] = PARENT_KNOWN * (parent is not None) | DEPTH_KNOWN * (depth > 0)
         records[i]["start"], records[i]["blocks"], records[i]["more"] = *extents[0], len(extents) - 1

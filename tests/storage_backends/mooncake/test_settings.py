@@ -39,15 +39,12 @@ def test_all_of_them() -> None:
 @pytest.mark.parametrize(
     ("query", "says"),
     [
-        ("devices=mlx5_0", "are for RDMA; add protocol=rdma"),
-        ("replicas=3", "set state_replicas to 3"),
-        ("segment=1GiB&hostname=127.0.0.1", "other hosts cannot reach"),
-        ("prefix=a/b", "is no name"),
-        ("prefix=.%2A", "is no name"),
-        ("metadata=nonsense", "P2PHANDSHAKE"),
+        ("devices=mlx5_0", "are for RDMA; add protocol=rdma"), ("replicas=3", "set state_replicas to 3"),
+        ("segment=1GiB&hostname=127.0.0.1", "other hosts cannot reach"), ("prefix=a/b", "is no name"),
+        ("prefix=.%2A", "is no name"), ("metadata=nonsense", "P2PHANDSHAKE"),
         ("capacity=1GiB", "has no setting 'capacity'"),
     ],
-)
+)  # fmt: skip
 def test_a_setting_that_cannot_be(query: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         settings(query)

@@ -35,11 +35,8 @@ def test_an_exception_on_the_way_leaks_no_staging_memory(pool: Pool, where: str)
         return check
 
     making, preparing, working, ending = (
-        fails("parts", 2),
-        fails("prepare", 2),
-        fails("work", 0),
-        fails("finish", 0),
-    )
+        fails("parts", 2), fails("prepare", 2), fails("work", 0), fails("finish", 0),
+    )  # fmt: skip
 
     def made(n: int) -> Part[GetItem]:
         one = part(n)

@@ -49,12 +49,9 @@ def floats(dtype: str, count: int, seed: int) -> bytes:
         bits = plain.astype("<f2" if dtype == "fp16" else "<f4").view(word)
     exponents = 5 if dtype == "fp16" else 8
     odd = [
-        0,
-        1,
-        (1 << mantissa) - 1,
-        ((1 << exponents) - 1) << mantissa,
+        0, 1, (1 << mantissa) - 1, ((1 << exponents) - 1) << mantissa,
         ((2 << exponents) - 1) << (mantissa - 1),
-    ]
+    ]  # fmt: skip
     sign = 1 << (exponents + mantissa)
     for value in (*odd, *(value ^ sign for value in odd)):
         bits[rng.integers(0, count, 3)] = value & (2 * sign - 1)

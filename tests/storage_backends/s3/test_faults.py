@@ -161,14 +161,11 @@ def test_nothing_is_encoded_before_its_share_of_memory_is_free(tmp_path: Path, p
 
 
 REFUSALS = {
-    "ExpiredToken": (403, "renew"),
-    "AccessDenied": (403, "allow this user"),
-    "RequestTimeTooSkewed": (403, "clock"),
-    "InvalidAccessKeyId": (403, "access key"),
-    "SignatureDoesNotMatch": (403, "secret"),
-    "NoSuchBucket": (404, "create the bucket"),
+    "ExpiredToken": (403, "renew"), "AccessDenied": (403, "allow this user"),
+    "RequestTimeTooSkewed": (403, "clock"), "InvalidAccessKeyId": (403, "access key"),
+    "SignatureDoesNotMatch": (403, "secret"), "NoSuchBucket": (404, "create the bucket"),
     "PermanentRedirect": (301, "region"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("code", REFUSALS)
