@@ -13,7 +13,6 @@ from typing import ClassVar
 import numpy as np
 import torch
 from blake3 import blake3
-from tiercache_backends.memory import MemoryBackend
 
 from tests.controller.told import Told
 from tests.integrity import check_controller, no_pin_is_left
@@ -23,8 +22,8 @@ from tiercache.errors import PoolFullError, TransferError
 from tiercache.geometry import Geometry, Segment, kv_geometry, state_geometry
 from tiercache.keys import Identity
 from tiercache.pools import DevicePool, HostArena
-from tiercache.storage.base import StorageBackend
 from tiercache.storage.registry import open_backend
+from tiercache.storage.wrappers import Wrapper
 
 P = 4
 KV, MAMBA = PoolName.KV, PoolName.MAMBA
@@ -279,26 +278,18 @@ def prompt(*ids, repeat=P):
     return list(itertools.chain.from_iterable([100 * i + n for n in range(repeat)] for i in ids))
 
 
-class Flaky(StorageBackend):
+class Flaky(Wrapper):
     """A store whose next calls fail as it was told; what a get does not return it scribbles over.
 
-    Its medium outlives a `close`.
-
-    Thread safety: as the contract says; the plans are lists, whose pops are atomic.
+    Its medium outlives a `close`. Thread safety: as `Wrapper`; the plans are lists, whose pops are atomic.
     """
 
-    capabilities = MemoryBackend.capabilities
-
     def __init__(self, inner):
-        self.inner = inner
+        super().__init__(inner)
         self.gets, self.sets = [], []
 
-    @classmethod
-    def from_config(cls, section, context):
-        raise NotImplementedError
-
     def get(self, items):
-        outcomes = self.inner.get(items)
+        outcomes = super().get(items)
         if not (fault := self._next(self.gets)):
             return outcomes
         for item in items:
@@ -310,7 +301,7 @@ class Flaky(StorageBackend):
 
     def set(self, items):
         fault = self._next(self.sets)
-        return [fault] * len(items) if fault else self.inner.set(items)
+        return [fault] * len(items) if fault else super().set(items)
 
     @staticmethod
     def _next(plan):
@@ -321,30 +312,6 @@ class Flaky(StorageBackend):
         if fault == "raise":
             raise RuntimeError("this store breaks its contract")
         return fault
-
-    def exists(self, keys):
-        return self.inner.exists(keys)
-
-    def delete(self, keys):
-        return self.inner.delete(keys)
-
-    def scan(self, namespace=None, cursor=b""):
-        return self.inner.scan(namespace, cursor)
-
-    def describe(self, keys):
-        return self.inner.describe(keys)
-
-    def register_namespace(self, record):
-        self.inner.register_namespace(record)
-
-    def namespaces(self):
-        return self.inner.namespaces()
-
-    def usage(self):
-        return self.inner.usage()
-
-    def flush(self):
-        self.inner.flush()
 
     def close(self):
         pass

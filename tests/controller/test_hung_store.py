@@ -32,20 +32,9 @@ class Hanging(Flaky):
         if verb in self.hangs:
             assert self.open.wait(60)
 
-    def get(self, items):
-        self._pass("get")
-        return super().get(items)
-
-    def set(self, items):
-        self._pass("set")
-        return super().set(items)
-
-    def exists(self, keys):
-        self._pass("exists")
-        return super().exists(keys)
-
-    def flush(self):
-        self._pass("flush")
+    def _perform(self, operation, call, *arguments, **named):
+        self._pass(operation)
+        return super()._perform(operation, call, *arguments, **named)
 
     def close(self):
         self._pass("close")

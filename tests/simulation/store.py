@@ -10,7 +10,7 @@ from tiercache_backends.memory import MemoryBackend
 
 from tests.simulation.world import World
 from tiercache.core import Outcome
-from tiercache.storage.base import StorageBackend
+from tiercache.storage.wrappers import Wrapper
 
 
 @dataclass
@@ -29,19 +29,13 @@ class StoreFaults:
     """Mean seconds of a call."""
 
 
-class SimulatedStore(StorageBackend):
+class SimulatedStore(Wrapper):
     """A process's view of the one medium; a get that fails scribbles over the buffers. For one thread."""
 
-    capabilities = MemoryBackend.capabilities
-
     def __init__(self, world: World, medium: MemoryBackend, faults: StoreFaults) -> None:
+        super().__init__(medium)
         self._world, self.medium, self.faults = world, medium, faults
         self.away_until = 0.0
-
-    @classmethod
-    def from_config(cls, section, context):
-        """Not opened from a URL."""
-        raise NotImplementedError
 
     def get(self, items):
         """Read; the bytes arrive before and after a part of the call's time."""
@@ -77,26 +71,6 @@ class SimulatedStore(StorageBackend):
         """Delete at once."""
         self._take_time()
         return self.medium.delete(keys)
-
-    def scan(self, namespace=None, cursor=b""):
-        """Scan at once."""
-        return self.medium.scan(namespace, cursor)
-
-    def describe(self, keys):
-        """Describe at once."""
-        return self.medium.describe(keys)
-
-    def register_namespace(self, record):
-        """Register at once."""
-        self.medium.register_namespace(record)
-
-    def namespaces(self):
-        """Return the namespaces at once."""
-        return self.medium.namespaces()
-
-    def usage(self):
-        """Return the usage at once."""
-        return self.medium.usage()
 
     def flush(self):
         """Do nothing."""
