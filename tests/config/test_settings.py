@@ -526,6 +526,12 @@ def test_what_is_no_size(text):
         parse_size(text)
 
 
+@pytest.mark.parametrize("text", ["", "ms", "-1s", "1 week", -1.0, float("nan"), float("inf"), False])
+def test_what_is_no_duration(text):
+    with pytest.raises(ConfigError, match="is not a duration"):
+        parse_duration(text)
+
+
 def principal(n, name):
     return {"name": name, "uid": n, "verbs": ["admin"]} if n % 2 else {"name": name, "token_file": f"/{n}"}
 

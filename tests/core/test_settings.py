@@ -52,6 +52,8 @@ class Table:
     ("kind", "given", "value"),
     [
         (size(), "1.5KiB", 1536), (size(multiple=4096), "5000", 4096), (size(4, or_zero=True), 0, 0),
+        (size(), "500mb", 500_000_000), (size(), "7", 7), (size(), 7, 7), (size(), "3B", 3),
+        (duration(), "1.5h", 5400.0), (duration(), 0.5, 0.5), (duration(0.0), "10us", 10 * 1e-6),
         (duration(), "250ms", 0.25), (duration(0.0), 0, 0.0), (whole(1, 64), "7", 7), (whole(1, 64), 64, 64),
         (FLAG, "Yes", True), (FLAG, "0", False), (FLAG, True, True), (one_of("a", "b"), "B", "b"),
         (matching("[a-z]+", "is no word"), "abc", "abc"), (LINE, "", ""), (PATH, "/a\udcff", "/a\udcff"),

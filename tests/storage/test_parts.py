@@ -16,7 +16,6 @@ from tiercache_backends.lmdb.environment import PageBudget
 from tiercache_backends.memory import MemoryBackend
 
 from tests.faults import FaultEnv
-from tiercache.config import parse_duration, parse_size
 from tiercache.core import Outcome, PoolName
 from tiercache.errors import ClosedError, ConfigError
 from tiercache.storage.base import NamespaceRecord
@@ -26,28 +25,6 @@ from tiercache.storage.gate import CallGate
 from tiercache.storage.registry import open_backend
 from tiercache.storage.vectors import parts, take
 from tiercache.testing.objects import chain, fetch, key, payload, put, split
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("64GiB", 64 << 30), ("1.5 KiB", 1536), ("500mb", 500_000_000), ("7", 7), (7, 7), ("0", 0), ("3B", 3)],
-)
-def test_sizes(text: str | int, value: int) -> None:
-    assert parse_size(text) == value
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("250ms", 0.25), ("2s", 2.0), ("1.5h", 5400.0), ("3", 3.0), (0.5, 0.5), ("10us", 1e-5)],
-)
-def test_durations(text: str | float, value: float) -> None:
-    assert parse_duration(text) == pytest.approx(value)
-
-
-@pytest.mark.parametrize("text", ["", "ms", "-1s", "1 week", -1.0, float("nan"), float("inf"), False])
-def test_bad_durations(text: str) -> None:
-    with pytest.raises(ConfigError):
-        parse_duration(text)
 
 
 def test_stores_open_by_url_and_by_section(tmp_path: Path) -> None:
