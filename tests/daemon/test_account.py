@@ -446,14 +446,6 @@ def test_saved_seconds_are_those_of_the_prefill_less_those_of_the_reads(tmp_path
         assert store.namespaces()[0].identity["prefill_flops_per_second"] == 2000
 
 
-def test_tokens_that_nobody_can_know_are_no_rate(tmp_path: Path) -> None:
-    with StorageServer(daemon_settings("unix"), open_backend("memory://")) as node, worker(node) as store:
-        store.exists([key(1), key(2)])
-        hits = store.status()["hits"]
-        assert (hits["asked_tokens"], hits["token_hit_rate"]) == (0, None)
-        assert hits["why_no_rate"].startswith("2 objects were looked up whose tokens are not known")
-
-
 def test_records_of_other_daemons_are_known_after_the_next_reading(tmp_path: Path) -> None:
     store = MemoryBackend()
     account, prices = Account(tmp_path / "a"), PriceList(store)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.serving import serving
 from tests.cli.store.test_samples import (
     ACME,
     KV,
@@ -33,7 +32,7 @@ from tiercache.daemon import StorageServer
 from tiercache.keys import object_key
 from tiercache.storage import open_backend
 from tiercache.storage.base import NamespaceRecord
-from tiercache.testing.objects import fetch, key, payload, put
+from tiercache.testing.objects import key, payload, put
 
 PAGES = len(keys_of(PROMPT))
 UPPER, LOWER = 4, PAGES
@@ -190,40 +189,3 @@ def test_what_is_no_chain(chain: list[str]) -> None:
     assert "are both at" in call("ls", *chain, *chain[-2:], ok=2).error
     assert "name it alone" in call("ls", *chain, "-s", "grpc://127.0.0.1:1", ok=2).error
     assert "memory:// is empty" in call("ls", "-s", "memory://", *chain, ok=2).error
-
-
-def test_a_daemon_serves_a_chain_while_a_tier_is_out(tmp_path: Path) -> None:
-    """One of two directories belongs to another process; the tier comes back when that process ends."""
-    directory = tmp_path / "d"
-    directory.mkdir(mode=0o700)
-    urls = [f"file://{tmp_path}/{name}?capacity=16MiB&tier_name={name}" for name in ("well", "sick")]
-    tiers = [word for url in urls for word in ("--storage", url)]
-    with (
-        owned(tmp_path / "sick") as owner,
-        serving("--directory", directory, *tiers) as (_, said),
-        open_backend(f"grpc://{directory}/run") as store,
-    ):
-        assert said["store"] == urls
-        assert put(store, key(1), payload(1, 5000)) is Outcome.STORED
-        assert fetch(store, key(1), 5000) == payload(1, 5000)
-        status = call("status", "-s", directory, "-o", "json").document
-        assert [(t["name"], t["health"], t["objects"]) for t in status["tiers"]] == [
-            ("well", "serving", 1),
-            ("sick", "out", 0),
-        ]
-        assert status["tiers"][0]["read_objects"] == 1
-        assert call("verify", "-s", directory, "-o", "json").document["summary"]["ok"] == 1
-        assert store.usage().tiers[0].read_objects == 1, "to verify an object is no use of it"
-        why = status["tiers"][1]["why"]
-        assert str(owner.pid) in why
-        assert status["daemon"]["store"] == "chain"
-        assert f"tier sick is out: {why}" in call("status", "-s", directory).out
-        listed = call("ls", "-s", directory, "-o", "jsonl")
-        assert [row["tier"] for row in listed.lines] == ["well"]
-        assert "tier sick is out" in listed.err
-        owner.kill()
-        until(lambda: store.usage().tiers[1].health == "serving")
-        # What it has and what it missed: the owner's object, and ours.
-        until(lambda: store.usage().tiers[1].objects == 2)
-        assert {entry.tier for entry in store.scan_all()} == {"well", "sick"}
-        assert call("ls", "-s", directory).err.startswith("2 objects")
