@@ -161,10 +161,7 @@ class CrashEnv(FaultEnv):
         return self.add(name, effect, at=n)
 
     def clone(self, source: str | Path, target: str | Path, seed: int) -> None:
-        """Make `target` a copy of the directory `source`, with what a power cut at this moment could leave.
-
-        The same seed gives the same cut.
-        """
+        """Make `target` a copy of `source` as a power cut now could leave it; the same seed, the same cut."""
         random = Random(seed)
         with self._world:
             tree = self._tree(os.path.realpath(source))
@@ -277,10 +274,7 @@ class CrashEnv(FaultEnv):
         self._names.append(Named("mkdir", _entry(path)))
 
     def _gone(self, change: Named) -> None:
-        """Record a change of names; if a file was removed, drop the record of the file's unsynced changes.
-
-        That record must go, because the inode number of a removed file may be used again.
-        """
+        """Record a change of names; a removed file's record goes, as its inode number may be used again."""
         self._names.append(change)
         if change.buried is not None:
             self._files = {
@@ -325,10 +319,7 @@ def _padded(data: bytes) -> bytes:
 
 
 def _sectors(fd: int, offset: int, length: int) -> bytes:
-    """Return the whole sectors around a range of bytes, with zeros behind the end of the file.
-
-    The sectors are read through a new descriptor, because `fd` may be write-only or use O_DIRECT.
-    """
+    """Return the whole sectors around a range of bytes, padded with zeros, by a descriptor of their own."""
     if not length:
         return b""
     start, stop = offset // SECTOR * SECTOR, -(-(offset + length) // SECTOR) * SECTOR

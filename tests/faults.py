@@ -120,10 +120,7 @@ class FaultEnv(Env):
         return rule
 
     def fail(self, call: str, *, at: int = 1, times: int = 1, error: int = errors.EIO) -> Rule:
-        """Make a rule that raises OSError(`error`) instead of making the call.
-
-        A failed close still closes the descriptor, as on Linux.
-        """
+        """Make a rule that raises OSError(`error`) instead of a call; a failed close still closes."""
 
         def effect(real: Call, arguments: tuple[Any, ...]) -> Any:
             if call == "close":
@@ -155,10 +152,7 @@ class FaultEnv(Env):
         return self.add(call, effect, at=at, times=times)
 
     def shorten(self, call: str, *, at: int = 1, times: int = 1) -> Rule:
-        """Make a rule that reads or writes fewer bytes than asked, but at least one, and reports how many.
-
-        The kernel may shorten a call at any time.
-        """
+        """Make a rule that moves fewer bytes than asked, at least one, and says so, as the kernel may."""
 
         def effect(real: Call, arguments: tuple[Any, ...]) -> Any:
             fd, buffers, *place = arguments
@@ -185,10 +179,7 @@ class FaultEnv(Env):
         return self.add(call, effect, at=at, times=times)
 
     def spoil(self, *, at: int = 1, times: int = 1) -> Rule:
-        """Make a rule that flips a bit in the first byte of every buffer that is read.
-
-        Every object that begins in one of the buffers is then wrong.
-        """
+        """Make a rule that flips a bit in the first byte of every buffer that is read."""
 
         def effect(real: Call, arguments: tuple[Any, ...]) -> Any:
             done = real(*arguments)

@@ -215,10 +215,7 @@ def _check_totals(tree: RadixTree, nodes: list[Node]) -> None:
 
 
 def _check_columns(tree: RadixTree, columns: EvictionColumns, nodes: list[Node]) -> None:
-    """Check the row, the nearest state above, and the digests of each node.
-
-    The row of a marked node may be out of date.
-    """
+    """Check each node's digests, nearest state above, and row, unless it is marked as out of date."""
     for node in nodes:
         assert not _is_stale(columns, node), f"the row of {_name(node)} is out of date and it is not marked"
         above = next((at.end for at in node.path() if at is not node and at.is_complete), 0)
@@ -230,10 +227,7 @@ def _check_columns(tree: RadixTree, columns: EvictionColumns, nodes: list[Node])
 
 
 def _is_stale(columns: EvictionColumns, node: Node) -> bool:
-    """Return whether the node's row is wrong although the node is not marked.
-
-    With a wrong row, an eviction would miss a unit, or evict a unit that has changed since it was ranked.
-    """
+    """Return whether the row of a node that is not marked is wrong, so that evictions would err."""
     if node in columns._marked or node.parent is None:
         return False
     row, now = node.row, [kind.of(node) for kind in columns.kinds]

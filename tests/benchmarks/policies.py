@@ -158,10 +158,7 @@ def tables(rows: Iterable[Row]) -> Iterator[str]:
 
 
 def _lead(ours: Mapping[str, Mapping[int, float]], other: Mapping[str, Mapping[int, float]]) -> str:
-    """Return the lead on the mean over the sources; of each seed, because both served the same requests.
-
-    A source with one seed gives every seed the same lead.
-    """
+    """Return the lead on the mean over sources, by seed; a source with one seed leads alike in all."""
     leads = [
         {seed: ours[source][seed] - value for seed, value in found.items() if seed in ours.get(source, {})}
         for source, found in other.items()

@@ -258,10 +258,7 @@ class Ledger:
 
     @staticmethod
     def replay(path: str, model: Model) -> list[str]:
-        """Bring a model up to date; returns what the writer itself complained about.
-
-        Other lines than those of calls are not for this.
-        """
+        """Bring a model up to date by the lines of calls; return what the writer complained about."""
         complaints: list[str] = []
         op = Op("flush")
         with open(path, "a+", encoding="ascii") as file:

@@ -168,10 +168,7 @@ def slope(samples: list[Sample], field: str) -> tuple[float, float]:
 
 
 def figures(soak: Soak, seconds: float) -> dict[str, str | int]:
-    """Return the figures of the samples after the warm-up.
-
-    The stated error treats samples as independent, which they are not: it is a lower bound.
-    """
+    """Return figures of the samples after the warm-up; the error, as if they were independent, is a bound."""
     kept = [s for s in soak.samples if s.seconds >= WARM_UP * seconds]
     found: dict[str, str | int] = {
         "calls": soak.calls,

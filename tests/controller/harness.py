@@ -111,10 +111,7 @@ class Engine:
         self.told = Told(self.context) if told else None
 
     def serve(self, prompt, answer=(), *, check=True, extra=b""):
-        """Restore, compute the rest, commit at every checkpoint and at the end, release.
-
-        Returns the restored depth in tokens.
-        """
+        """Restore, compute the rest, commit at each checkpoint and the end, release; return the depth."""
         tokens = as_tokens(list(prompt) + list(answer))
         admission = self.admit(
             self.controller.lookup(tokens[: len(prompt)], extra),

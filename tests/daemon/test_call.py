@@ -147,10 +147,7 @@ def status_of(serve: Callable[[Call], Awaitable[None]], *, pause: float = 0.0) -
 
 
 def test_a_call_whose_first_messages_nobody_reads_ends_with_a_status() -> None:
-    """The status comes as soon as the client reads, not at the client's own deadline.
-
-    `Call.send` sends the initial metadata first; otherwise gRPC would refuse to send a status.
-    """
+    """The status comes as soon as the client reads, for `Call.send` sends the initial metadata first."""
 
     async def serve(call: Call) -> None:
         for _ in range(5):

@@ -140,10 +140,7 @@ def opened(client: Remote) -> socket.socket:
 
 
 def whole_or_cut(sock: socket.socket) -> bool:
-    """Read the answers to a get of all of BIG, over and over, to the end of the connection.
-
-    A frame that was begun must go on or end with the connection, and be followed by no other before.
-    """
+    """Read the answers to gets of all of BIG to the end; a frame that was begun goes on, or ends with it."""
     wanted, data = itertools.cycle(BYTES.values()), b""
     with suppress(ConnectionError):
         while part := sock.recv(1 << 20):

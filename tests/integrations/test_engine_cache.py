@@ -68,10 +68,7 @@ class Engine:
         return self.controller.metrics.total(metric)
 
     def blocks(self, count: int, known: int | None = None) -> Tables:
-        """Take blocks for so many pages at random, other ones for each group.
-
-        What the window of a token behind the `known` pages, by default all, does not see, is not there.
-        """
+        """Take blocks for pages at random, other ones a group, but for what no window behind `known` sees."""
         kv, other = (np.array([self.draw.sample(range(1, BLOCKS), count) for _ in "ab"]) for _ in "ab")
         for row, reach in zip(other, self.WINDOWS, strict=False):
             row[: reach.first(PAGE * (count if known is None else known)) // PAGE] = 0

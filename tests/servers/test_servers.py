@@ -24,10 +24,7 @@ ROUNDING = {"float32": 1e-3, "bfloat16": 0.6}
 
 
 def check_computed(model: Path, dtype: str, answers: list[Answer]) -> None:
-    """Compare answers with transformers: no token that is likelier by more than rounding, and the same odds.
-
-    Else answers could be equal because all are wrong in the same way.
-    """
+    """Compare answers with transformers, by odds; else they could be equal because all are wrong."""
     import torch
     from transformers import AutoModelForCausalLM
 

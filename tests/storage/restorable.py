@@ -186,10 +186,7 @@ class Restorable(OwnHooks):
         return min(int(one.details["restorable_bytes"]) / one.payload_bytes for one in self.media(store))
 
     def _worth(self, store: StorageBackend) -> tuple[int, int, int]:
-        """Return the restorable bytes, the dead bytes and the number of orphans.
-
-        Bytes are rounded down to a multiple of half a page, because a wrapper may add bytes to each object.
-        """
+        """Return restorable and dead bytes, in halves of a page because wrappers add some, and orphans."""
         details = self.usage(store).details
         restorable, dead, orphans = (
             int(details[name]) for name in ("restorable_bytes", "dead_bytes", "orphans")
@@ -223,10 +220,7 @@ def _nbytes(turns: int) -> int:
 
 
 def _restorable(store: StorageBackend, name: object, turns: int) -> int:
-    """Return the largest number of leading pages of a conversation that a restore can use.
-
-    A restore ends at a page that has a state.
-    """
+    """Return the most leading pages of a conversation that a restore, which ends at a state, can use."""
     pages = store.exists([k for k, _ in chain(name, turns * EVERY)])
     run = pages.index(False) if False in pages else len(pages)
     depths = range(EVERY, run + 1, EVERY)
@@ -246,10 +240,7 @@ def _behind(item: SetItem, other: SetItem) -> SetItem:
 
 
 def _go_on(store: StorageBackend, items: Sequence[SetItem], capacity: int) -> None:
-    """Check that a store goes on: it stores new objects, and keeps `items`, which stay in use.
-
-    The new objects have twice as many bytes as `capacity`.
-    """
+    """Check that a store takes twice its `capacity` of new objects, and keeps `items` in use."""
     for n in range(2 * capacity // PAGE):
         assert store.set([to_set(key(("on", n)), payload(n, PAGE), namespace=OTHER_NAMESPACE)]) == [STORED]
         if n % 4 == 0:

@@ -34,10 +34,7 @@ def simulated() -> Iterator[tuple[Rig, SimulatedDevice]]:
 
 @pytest.fixture(params=["cuda", "copy"])
 def served(request: pytest.FixtureRequest) -> Iterator[tuple[Rig, TransferEngine]]:
-    """A rig and an engine for it: the CUDA one on a simulated device, and the one of the CPU.
-
-    Once the engine is closed, nothing is left on the device.
-    """
+    """A rig and an engine, CUDA's on a simulated device or the CPU's, of which nothing is left behind."""
     machine = Simulated()
     rig = rig_on(machine)
     engine: TransferEngine = cpu_engine(on_cpu(rig)) if request.param == "copy" else rig.engine()

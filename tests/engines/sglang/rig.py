@@ -319,10 +319,7 @@ def write(
     pages: Sequence[int],
     states: dict[int, int],
 ) -> Any:
-    """Back up pages of the KV, and states: page number in the sequence -> slot.
-
-    Returns the acknowledged operation.
-    """
+    """Back up pages of the KV, and states, from slots by page number; return the acknowledged operation."""
     transfers = [state_at(hashes[at], slot) for at, slot in states.items()]
     made.write_storage(
         rows(*pages), list(tokens), hash_value=hashes, prefix_keys=[], extra_pools=transfers or None
@@ -343,10 +340,7 @@ def query(made: HybridCacheController, key: RadixKey, *transfers: PoolTransfer) 
 
 
 def fetch(made: HybridCacheController, operation: Any, pages: Sequence[int]) -> tuple[int, dict[str, int]]:
-    """Bring a hit into these pages of the host pool, as the tree would.
-
-    Returns the tokens that arrived, and what each sidecar got.
-    """
+    """Bring a hit into these pages, as the tree would; return the tokens that came, and each sidecar's."""
     operation.host_indices = rows(*pages)
     made.prefetch_buffer.put(operation)
     tokens, hits = 0, {}

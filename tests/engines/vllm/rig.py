@@ -50,10 +50,7 @@ def groups(*, window: int = 1, **changes: Any) -> tuple[OffloadingGroupConfig, .
 
 
 def config(tier: dict[str, Any], **changes: Any) -> OffloadingConfig:
-    """Make the configuration that vLLM would make of its settings.
-
-    `changes` replaces fields of the configuration or of its parts, by the field's name.
-    """
+    """Make vLLM's configuration; `changes` replaces fields of it or of its parts by their names."""
     parallel = {name: changes.pop(name) for name in tuple(changes) if hasattr(PARALLEL, name)}
     rows = changes.pop("rows", ROWS)
     named = {"type": "TierCacheTier", "module_path": "tiercache.integrations.vllm"} | tier

@@ -352,10 +352,7 @@ def test_what_running_requests_hold_beside_the_tiers() -> None:
 
 @pytest.mark.parametrize("policy", ["lru", "hvd"])
 def test_a_prompt_larger_than_the_host_is_written_from_where_its_pages_are(policy: str) -> None:
-    """Some pages of such a prompt are on the host already, and make room for others before they are stored.
-
-    A write that still read them there would fail, which a replay reports, or store the bytes of other pages.
-    """
+    """A write that read pages on a host that they had to leave would fail, or store other bytes."""
     source = open_source("multi-turn?conversations=8&rounds=5&live=4&user=64-300&answer=64-200", limit=25)
     profile = profile_named("qwen3-8b")
     run = ran(source, Tiers(92_274_688, storage=disk(440_401_920)), policy, profile)

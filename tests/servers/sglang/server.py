@@ -45,10 +45,7 @@ class SglangServer(Server):
         *arguments: object,
         overlap: bool = False,
     ) -> None:
-        """Start it; `arguments` say what caches in the place of a host cache over `storage`.
-
-        `overlap`: prepare a batch while the one before is computed.
-        """
+        """Start it; `arguments` may replace a host cache over `storage`; `overlap` prepares a batch ahead."""
         cache = [*self.TREE, *map(str, arguments)]
         if storage is None and not arguments:
             cache = ["--disable-radix-cache"]

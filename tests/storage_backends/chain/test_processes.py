@@ -48,10 +48,7 @@ def store(chain: TierChain, names: Sequence[str]) -> None:
 
 
 def assert_kept(chain: TierChain, names: Sequence[str]) -> None:
-    """Check that some tier has each object, and that reads give its bytes.
-
-    Reads promote, and reading everything at full speed may evict objects before they are copied.
-    """
+    """Check that some tier has each object and reads give its bytes, not too fast for copies."""
     assert [
         n for n, there in zip(names, chain.exists([key(n) for n in names]), strict=True) if not there
     ] == []

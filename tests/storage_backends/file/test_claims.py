@@ -140,10 +140,7 @@ class Twins:
         self.batched.finish_removal(removal)
 
     def draw(self) -> list[Claim]:
-        """Return a batch: mostly a new sequence, or one that goes on, sometimes with faults.
-
-        No object is being written by another call, because the batch would wait for that.
-        """
+        """Return a batch, mostly a sequence that begins or goes on, of objects that no other call writes."""
         random, faulty = self.random, self.random.random() < 0.5
         busy = {one.digest for claims, _ in self.open for one in claims.fresh}
         sequence = random.randrange(SEQUENCES)

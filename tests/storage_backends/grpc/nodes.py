@@ -60,10 +60,7 @@ def make_certificate(directory: Path, name: str = "localhost") -> tuple[Path, Pa
 def issue(
     directory: Path, name: str, *, san: str = "IP:127.0.0.1,DNS:localhost", ca: str = "ca", days: int = 2
 ) -> None:
-    """Make NAME.key and NAME.pem of the authority `ca` of a directory, which is made if need be.
-
-    A certificate of a negative number of days is over.
-    """
+    """Make NAME.key and NAME.pem of the authority `ca`, made if need be; negative `days` are over."""
     key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 
     def openssl(*words: str) -> None:

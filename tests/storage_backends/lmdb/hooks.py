@@ -114,10 +114,7 @@ def data_file(store: StorageBackend) -> str:
 
 
 def locate(store: StorageBackend, k: ObjectKey) -> list[tuple[int, int]]:
-    """Locate the pieces of an object in LMDB's file, as (offset, bytes).
-
-    An offset is the address of a piece minus the address at which the file is mapped.
-    """
+    """Locate the pieces of an object in LMDB's file, as (offset, bytes), by its mapped address."""
     environment = environment_of(lmdb_of(store))
     name = os.path.realpath(data_file(store))
     with open("/proc/self/maps") as maps:

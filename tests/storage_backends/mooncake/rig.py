@@ -65,10 +65,7 @@ _namespaces: list[int] = []
 
 @contextmanager
 def own_network() -> Iterator[None]:
-    """Put this thread, and what it starts, into a network namespace of this process with a loopback device.
-
-    Mooncake keeps threads and connections for all clients of a process, so a process has one namespace.
-    """
+    """Put this thread into the one network namespace of this process, as Mooncake shares connections."""
     libc = ctypes.CDLL(None, use_errno=True)
     before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     try:

@@ -91,10 +91,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def command(directory: Path, ports: Sequence[int], host: str = "127.0.0.1") -> list[str]:
-    """Return the command line of a service that keeps everything in a directory.
-
-    `ports`: those of the master, the volume, the filer and S3.
-    """
+    """Return the command of a service in a directory, with `ports` of master, volume, filer and S3."""
     identity = {
         "name": "tests",
         "credentials": [{"accessKey": KEY, "secretKey": SECRET}],
