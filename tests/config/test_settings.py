@@ -557,6 +557,7 @@ configurations = st.fixed_dictionaries(
         "limits": limits,
         "http": st.just({"listen": "127.0.0.1:2", "hosts": ["cache-1.example"]}),
         "events": st.just({"endpoint": "tcp://127.0.0.1:3", "replay": "ipc:///run/replay", "buffer": 7}),
+        "score": st.just({"objects": 9}),
     },
 )  # fmt: skip
 

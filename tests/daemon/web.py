@@ -24,6 +24,7 @@ def ask(
     *,
     context: ssl.SSLContext | None = None,
     pause: float = 0,
+    body: bytes | None = None,
     **headers: str,
 ) -> Answer:
     """Make one request, `pause` seconds after the connection; `headers` have underscores for hyphens."""
@@ -34,7 +35,8 @@ def ask(
     )
     connection.connect()
     time.sleep(pause)
-    connection.request(method, path, headers={name.replace("_", "-"): text for name, text in headers.items()})
+    fields = {name.replace("_", "-"): text for name, text in headers.items()}
+    connection.request(method, path, body, fields)
     answer = connection.getresponse()
     text = answer.read().decode()
     connection.close()

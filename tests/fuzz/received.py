@@ -21,13 +21,15 @@ from tiercache.controller.ranks.base import Message, MessageKind, RankFacts, pac
 from tiercache.controller.ranks.session import RankSession
 from tiercache.core import ObjectKey, ObjectMeta, Outcome, PoolName
 from tiercache.daemon.admission import OpeningCounter
+from tiercache.daemon.fleet import Fleet
+from tiercache.daemon.http.routes import read_prompt
 from tiercache.errors import InputError, UnavailableError, WireError
 from tiercache.events import EventKind, KVEvent, Medium, Place
 from tiercache.events.base import ObjectGroup
-from tiercache.events.encoding import decode_batch, encode_batch
+from tiercache.events.encoding import decode_batch, encode_batch, namespace_label
 from tiercache.events.publisher import EventPublisher
 from tiercache.events.settings import EventSettings
-from tiercache.keys import Shard
+from tiercache.keys import Shard, page_keys
 from tiercache.storage.registry import open_backend
 from tiercache.storage.store_events import StoreEvents
 from tiercache.wire import attachment, data, messages
@@ -320,6 +322,30 @@ def _cursors() -> list[bytes]:
             struct.pack("<Q", 3), b"\0" * 64]  # fmt: skip
 
 
+# --- the HTTP port
+# ------------------------------------------------------------------------------------------------------------
+
+
+def _prompt(found: bytes) -> None:
+    what, _, rest = found.partition(b"&")
+    namespace, prompt = read_prompt("ab" * 32, what.decode("latin-1"), rest)
+    scores = _fleet().score(namespace, prompt)
+    promised(set(scores) == {"a"} and max(scores["a"].values()) <= 16 * len(prompt), "more than was asked")
+
+
+@cache
+def _fleet() -> Fleet:
+    fleet = Fleet({"a": ["a"]}, (), 100)
+    group = ObjectGroup(PoolName.KV, bytes.fromhex(namespace_label(b"\xab" * 32)), b"l" * 32, 16)
+    keys = page_keys(b"\xab" * 32, np.zeros(64, np.uint64), 16)
+    fleet.apply("a", [KVEvent(EventKind.STORED, Place(Medium.GPU), group, keys)])
+    return fleet
+
+
+def _prompts() -> list[bytes]:
+    return [b"tokens&" + bytes(4 * 100), b"keys&" + bytes(32 * 3), b"text&abc"]
+
+
 RECEIVED = (
     Target("payload message", _set, _sets, (WireError,)),
     Target("message", _message, _messages, (WireError,)),
@@ -327,6 +353,7 @@ RECEIVED = (
     Target("attach packet", _packet, _packets, (WireError,), max_bytes=5000, costs=2),
     Target("opening connection", _opening, _openings, max_bytes=2048, costs=2),
     Target("event batch", _batch, _batches, (WireError,)),
+    Target("scored prompt", _prompt, _prompts, (InputError,)),
     Target("replay request", _replay, _replays, max_bytes=512, costs=20),
     Target("ticket", _ticket, _tickets),
     Target("rank message", _rank, _ranks, costs=5),

@@ -241,6 +241,20 @@ class EventsSettings(_Table):
         return EventSettings(**self.model_dump())
 
 
+class ScoreSettings(_Table):
+    """Answers of the HTTP port at /score: how much of a prompt each worker can restore (docs/events.md)."""
+
+    workers: dict[Name, Annotated[tuple[EventsSettings, ...], LIST]] = Field(default_factory=dict)
+    """Workers by name, each with the addresses of its ranks' events: endpoint, replay and topic.
+
+    Without any, there is no /score.
+    """
+    apart: Annotated[tuple[Name, ...], LIST] = ()
+    """Workers that do not restore from this daemon's store."""
+    objects: Annotated[int, whole(1, 2**28)] = 2**22
+    """Maximum number of pages and states that are known, of some 300 bytes; others count as absent."""
+
+
 class Settings(_Table, title="tiercache"):
     """All settings of the daemon, immutable. `load` makes them from a file and flags."""
 
@@ -288,6 +302,8 @@ class Settings(_Table, title="tiercache"):
     """Port for operators: metrics, health and status."""
     events: EventsSettings = EventsSettings()
     """Publisher of KV events."""
+    score: ScoreSettings = ScoreSettings()
+    """Answers at /score."""
     log: LogSettings = LogSettings()
     """The log."""
     audit: AuditSettings = AuditSettings()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from tiercache.config.urls import check_sockets, parse_address, section_of
 from tiercache.core import Verb
 from tiercache.errors import ConfigError
+from tiercache.events.settings import check_endpoint
 from tiercache.settings import LINE, PATH, Kind, matching, one_of
 from tiercache.text import exact_size, shown
 
@@ -127,6 +128,7 @@ def check(settings: Settings) -> None:
     """
     rules = (
         _storage, _sizes, _tls, _principals, _tenants, _addresses, _exposure, _sockets, _http, _events,
+        _score,
     )  # fmt: skip
     for rule in rules:
         rule(settings)
@@ -334,6 +336,16 @@ def _events(settings: Settings) -> None:
         _ = settings.events.publisher
     except ConfigError as error:
         raise ConfigError(f"events: {error}") from error
+
+
+def _score(settings: Settings) -> None:
+    if settings.score.workers and settings.http.address is None:
+        raise ConfigError("score.workers are told at /score of the HTTP port; give http.listen")
+    for name, ranks in settings.score.workers.items():
+        if not ranks or not all(rank.endpoint and rank.replay for rank in ranks):
+            raise ConfigError(f"score.workers.{name}: give endpoint and replay of each rank, of one at least")
+        for address in (address for rank in ranks for address in (rank.endpoint, rank.replay)):
+            check_endpoint(address, public=True)
 
 
 def is_exposed(settings: Settings) -> bool:

@@ -1,4 +1,4 @@
-"""Answers of the HTTP port: /metrics, /healthz, /readyz, /status and /status.json; / leads to /status.
+"""Answers of the HTTP port: /metrics, /healthz, /readyz, /status, /status.json, /score; / leads to /status.
 
 The page at /status is one file with its style and its script, which shows status.json and asks again.
 """
@@ -13,18 +13,24 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from importlib.resources import files
 from ipaddress import ip_address
 from typing import Any, Final
 
+import numpy as np
 from aiohttp import web
 from grpc import StatusCode
 from prometheus_client import CollectorRegistry, generate_latest
 
 from tiercache.config.models import Settings
+from tiercache.core import TokenArray, as_tokens
 from tiercache.daemon.access import Access, Permissions, Refusal
 from tiercache.daemon.call_log import CallLog
+from tiercache.daemon.fleet import Fleet
 from tiercache.daemon.status import StatusBoard
+from tiercache.errors import InputError
+from tiercache.keys import KEY_BYTES
 
 _log = logging.getLogger(__name__)
 
@@ -79,9 +85,9 @@ POLICY: Final = "; ".join(
 
 
 def make_app(
-    board: StatusBoard, registry: CollectorRegistry, readers: Readers, calls: CallLog
+    board: StatusBoard, registry: CollectorRegistry, readers: Readers, calls: CallLog, fleet: Fleet | None
 ) -> web.Application:
-    """Return the application that answers from `board` and `registry` whom `readers` knows.
+    """Return the application that answers from `board`, `registry` and `fleet` whom `readers` knows.
 
     Refusals are told to `calls`.
     """
@@ -96,7 +102,24 @@ def make_app(
         ("/status.json", routes.status),
     ):
         app.router.add_get(path, handler)
+    if fleet is not None:
+        app.router.add_post("/score", partial(routes.score, fleet))
     return app
+
+
+def read_prompt(namespace: str, what: str, body: bytes) -> tuple[bytes, TokenArray | list[bytes]]:
+    """Return the namespace and the prompt of a request for scores; raises InputError.
+
+    `what` the body has: `tokens`, 4 bytes each, little-endian, or `keys` of pages, 32 bytes each.
+    """
+    if not re.fullmatch("[0-9a-fA-F]{64}", namespace):
+        raise InputError("the query names no namespace; give its 64 hex digits: /score?namespace=...")
+    size = {"tokens": 4, "keys": KEY_BYTES}.get(what)
+    if size is None or len(body) % size:
+        raise InputError("the body is not as the query says; give tokens of 4 bytes, or of=keys of 32 bytes")
+    if what == "tokens":
+        return bytes.fromhex(namespace), as_tokens(np.frombuffer(body, "<u4"))
+    return bytes.fromhex(namespace), [body[at : at + size] for at in range(0, len(body), size)]
 
 
 class _Routes:
@@ -128,7 +151,9 @@ class _Routes:
             if refusal.code is StatusCode.UNAUTHENTICATED:
                 answer.headers["WWW-Authenticate"] = 'Basic realm="tiercache", charset="UTF-8"'
         except web.HTTPException as error:
-            answer = _text(error.status, "there are /metrics, /healthz, /readyz and /status, for GET")
+            answer = _text(
+                error.status, "there are /metrics, /healthz, /readyz and /status, for GET; /score for POST"
+            )
             if "Allow" in error.headers:
                 answer.headers["Allow"] = error.headers["Allow"]
         except Exception:  # noqa: BLE001
@@ -176,6 +201,17 @@ class _Routes:
         """Answer with the status document, as far as the reader may know it."""
         reader = self._readers.identify(request)
         return _json(self._cached("status", reader, lambda: self._board.encoded(reader)))
+
+    async def score(self, fleet: Fleet, request: web.Request) -> web.Response:
+        """Answer how many tokens of a prompt each worker can restore, and from where."""
+        self._readers.identify_observer(request)
+        query = request.query
+        try:
+            asked = read_prompt(query.get("namespace", ""), query.get("of", "tokens"), await request.read())
+        except InputError as error:
+            return _text(400, str(error))
+        found = {"page_size": fleet.page_size(asked[0]), "workers": fleet.score(*asked)}
+        return _json(json.dumps(found).encode())
 
     def _cached(self, what: str, reader: Permissions | None, make: Callable[[], bytes]) -> bytes:
         key = what, None if reader is None else reader.name
