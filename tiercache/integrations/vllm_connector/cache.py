@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Event, RLock, Thread
 from typing import Final, NamedTuple
@@ -19,7 +20,8 @@ from tiercache.controller import HybridCacheController
 from tiercache.controller.lent_slots import LentLoad, Taken
 from tiercache.controller.prefetch import PrefetchTicket
 from tiercache.core import ABSENT, Locations, PoolName, Reason, Tier, TokenArray
-from tiercache.index import Origin, Pin
+from tiercache.errors import TierCacheError
+from tiercache.index import Node, Origin, Pin
 from tiercache.integrations.vllm_connector.blocks import BlockPool, WindowPool
 from tiercache.metrics import CONTROLLER
 from tiercache.metrics.instruments import Counter
@@ -38,23 +40,47 @@ Blocks = Mapping[PoolName, Locations]
 """Blocks of the engine by pool: int64, shape [groups, objects]."""
 
 
+class Ask(NamedTuple):
+    """Question of an engine, how many pages of a prompt a request can have."""
+
+    number: int
+    """Number that the answer refers to."""
+    request: str
+    tokens: TokenArray
+    extra: bytes
+    begin: int
+    """Number of leading pages that the engine has itself."""
+    limit: int
+    """Number of pages, at most, that are of use."""
+
+
 class BlockSave(NamedTuple):
     """Whole pages and states that a request has computed by the end of a step."""
 
     request: str
+    begin: int
+    """Number of leading pages of which an earlier save has told."""
     tokens: TokenArray
-    """Tokens of the pages."""
+    """Tokens of the pages from there on."""
     extra: bytes
     pages: Locations
-    """Blocks of all pages from the first one on: shape [groups, pages]."""
+    """Blocks of the pages from there on: shape [groups, pages]."""
     states: Mapping[int, Locations]
     """Blocks of recurrent states by depth in tokens: shape [groups, 1]."""
     windows: Locations = np.zeros((0, 0), np.int64)
     """Blocks of groups with a window, as `pages`; 0 for pages that have left it."""
 
+    def after(self, before: BlockSave) -> BlockSave:
+        """Return the save of all pages from the first one on; `before` has those of the earlier saves."""
+        tokens = np.concatenate([before.tokens, self.tokens])
+        pages, windows = (
+            np.concatenate(rows, axis=1)
+            for rows in ((before.pages, self.pages), (before.windows, self.windows))
+        )
+        return self._replace(begin=0, tokens=tokens, pages=pages, windows=windows)
 
-@dataclass(slots=True, eq=False)
-class BlockLoad:
+
+class BlockLoad(NamedTuple):
     """Restore of a prefix into blocks that the engine has given to a request."""
 
     request: str
@@ -64,13 +90,18 @@ class BlockLoad:
     """Number of leading pages that the engine has in these blocks already."""
     depth: int
     """Number of pages to restore, those included."""
-    blocks: Blocks
-    """Blocks of the pages [0, depth), and of the states at `depth`."""
+    tables: Blocks
+    """Blocks of the request from its begin on, each state at the last of its pages; 0 stands for none."""
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """Load that has been told of."""
+
+    load: BlockLoad
     pin: Pin | None
-    is_possible: bool = True
-    is_begun: bool = False
-    running: LentLoad | None = None
-    """Copies; None before they begin, and if they cannot."""
+    copies: LentLoad | None = None
+    """Copies; None if they cannot begin."""
 
 
 @dataclass(slots=True, eq=False)
@@ -110,10 +141,9 @@ class _Search:
 class EngineCache:
     """Cache of one engine, over `pools` of the engine's blocks; owns the controller.
 
-    A request is asked about with `find` until its answer is no longer None. If the engine then has blocks
-    for what was promised, it gives them to `claim`, and the answer of that to `start`; `ended` says when the
-    load is over. Otherwise it calls `decline`. `save` is called while the blocks have what the step has
-    computed, and `forget` when the request is over.
+    `find` says what a request can have, or `ask` and then `answers`. If the engine has blocks for what was
+    promised, it gives them to `load`; `ended` says when that is over. Otherwise it calls `decline`. `save` is
+    called while the blocks have what the step has computed, and `forget` when the request is over.
 
     Thread safety: any thread.
     """
@@ -134,7 +164,11 @@ class EngineCache:
         self._patience = patience
         self._clock = clock
         self._searches: dict[str, _Search] = {}
-        self._loads: dict[str, BlockLoad] = {}
+        self._asks: dict[str, Ask] = {}
+        """Questions without an answer."""
+        self._loads: dict[str, _Running] = {}
+        self._saves: dict[str, BlockSave] = {}
+        """All that has been told of each request's pages."""
         self._failed: set[str] = set()
         """Requests of which a load has failed, and which therefore compute everything."""
         self._counted: dict[str, float] = {}
@@ -156,11 +190,12 @@ class EngineCache:
                 busy = False
                 _log.exception("tiercache: what has happened in the background could not be noted")
 
-    def find(self, request: str, tokens: TokenArray, extra: bytes, begin: int) -> int | None:
+    def find(self, ask: Ask) -> int | None:
         """Return how many pages a request can have, of which the engine has `begin`; None: ask again.
 
-        The promise holds until `claim`, `decline` or `forget`, or the next answer.
+        The promise holds until `load`, `decline` or `forget`, or the next answer.
         """
+        request, tokens, extra, begin = ask.request, ask.tokens, ask.extra, ask.begin
         with self._lock:
             if request in self._failed:
                 return begin
@@ -168,7 +203,7 @@ class EngineCache:
             search = self._search(request, tokens, extra)
             search.release()
             search.begin = begin
-            if begin >= (len(tokens) - 1) // self.page_size:
+            if begin >= ask.limit:
                 return begin
             if search.ticket is None:
                 search.ticket = self._controller.prefetch(tokens[:-1], extra)
@@ -182,16 +217,28 @@ class EngineCache:
             match = self._index.match(tokens, extra)
             if match.depth > search.known:  # in the store, which had not answered at the first look
                 search.origin, search.known = self._index.touch(match, tokens), match.depth
-            depth = self._lent.near_depth(match, begin)
+            useful = self._index.match(tokens, extra, limit=ask.limit)
+            depth = self._lent.near_depth(useful, begin)
             search.plan = self._index.plan_checkpoints(match, tokens, depth).depths
             if depth <= begin:
                 return begin
-            for load in self._loads.values():
-                if self._shared(load, tokens, extra) > min(begin, load.begin):
-                    return None  # the engine has the common pages itself as soon as that load has ended
             search.depth = depth
-            search.pin = self._index.pin(self._index.node_at(match, search.depth), Tier.HOST)
-            return search.depth
+            search.pin = self._index.pin(self._index.node_at(useful, depth), Tier.HOST)
+            return depth
+
+    def ask(self, ask: Ask) -> None:
+        """Take a question, to which `answers` will have the answer of `find`, once."""
+        with self._lock:
+            self._asks[ask.request] = ask
+
+    def answers(self) -> list[tuple[str, int, int]]:
+        """Return the request, the question's number and the depth of each question that can be answered."""
+        with self._lock:
+            found = [(ask, self.find(ask)) for ask in list(self._asks.values())]
+            told = [(ask.request, ask.number, depth) for ask, depth in found if depth is not None]
+            for request, _, _ in told:
+                del self._asks[request]
+            return told
 
     def expect(self, request: str, tokens: TokenArray, extra: bytes) -> None:
         """Begin the search of a request that the engine lets wait behind others."""
@@ -208,14 +255,6 @@ class EngineCache:
             origin = self._index.touch(match, tokens)
             self._searches[request] = _Search(tokens, extra, origin, match.depth, plan=plan)
         return self._searches[request]
-
-    def _shared(self, load: BlockLoad, tokens: TokenArray, extra: bytes) -> int:
-        """Return how many leading pages a prompt has in common with a load."""
-        if load.extra != extra:
-            return 0
-        count = min(load.depth * self.page_size, len(tokens))
-        apart = np.flatnonzero(load.tokens[:count] != tokens[:count])
-        return (int(apart[0]) if len(apart) else count) // self.page_size
 
     def note_pass(self, computed: Sequence[tuple[int, int]], seconds: float) -> None:
         """Record that a pass of the model, which took `seconds`, has computed these ranges of tokens."""
@@ -256,95 +295,78 @@ class EngineCache:
             if value != before.get(key)
         }
 
-    def claim(self, request: str, tokens: TokenArray, extra: bytes, pages: int, tables: Blocks) -> BlockLoad:
-        """Take blocks for `pages` pages of a promise, behind those that the engine has.
-
-        `tables` are the blocks of the request from its begin on, each state at the last of its pages. A
-        block 0 stands for none, and lets the load fail.
-        """
+    def load(self, load: BlockLoad, fence: Fence | None = None) -> None:
+        """Begin a load; `ended` tells how it went. The copies wait for `fence`."""
         with self._lock:
-            search = self._searches.get(request)
-            if search is None or search.pin is None:
-                return self.give_up(request)
-            depth = search.begin + pages
-            found = {pool: self._given(pool, table, search.begin, depth) for pool, table in tables.items()}
-            blocks = {pool: at for pool, at in found.items() if at is not None}
-            load = BlockLoad(request, tokens, extra, search.begin, depth, blocks, search.pin)
-            # With states, no other depth than the promised one can be restored.
-            load.is_possible = blocks.keys() == tables.keys() and (
-                depth == search.depth or (depth < search.depth and blocks.keys() == {PoolName.KV})
-            )
+            search = self._searches.get(load.request)
+            pin = None if search is None else search.pin
+            running = self._loads[load.request] = _Running(load, pin)
+            if search is None or pin is None:
+                return
             search.pin = None
-            self._loads[request] = load
-            return load
+            # With states, no other depth than the promised one can be restored.
+            is_part = load.depth < search.depth and self._pools.keys() == {PoolName.KV}
+            if not (load.depth == search.depth or is_part):
+                return
+            blocks = {pool: self._given(pool, load) for pool in self._pools}
+            given = {pool: at for pool, at in blocks.items() if at is not None}
+            if given.keys() == blocks.keys():
+                running.copies = self._copies(load, given, fence)
 
-    def give_up(self, request: str) -> BlockLoad:
-        """Return a load that fails, for a request whose blocks cannot be taken."""
-        with self._lock:
-            if request in self._searches:
-                self._searches[request].release()
-            load = BlockLoad(request, np.empty(0, np.uint64), b"", 0, 0, {}, None, False, is_begun=True)
-            self._loads[request] = load
-            return load
-
-    def _given(self, pool: PoolName, table: Locations, begin: int, depth: int) -> Locations | None:
+    def _given(self, pool: PoolName, load: BlockLoad) -> Locations | None:
         """Return the blocks of a request into which a pool's objects go; None if one is missing."""
-        if table.shape[1] < depth:
+        table = load.tables.get(pool)
+        if table is None or table.shape[1] < load.depth:
             return None
         if pool is PoolName.SWA:
             assert self._windows is not None
-            return self._windows.seen(table, depth, begin)
-        blocks = table[:, depth - 1 : depth] if pool is PoolName.MAMBA else table[:, :depth]
+            return self._windows.seen(table, load.depth, load.begin)
+        first = load.depth - 1 if pool is PoolName.MAMBA else 0
+        blocks = table[:, first : load.depth]
         return blocks if blocks.all() else None
 
-    def start(self, load: BlockLoad, fence: Fence | None = None) -> None:
-        """Begin a load; `ended` tells how it went. The copies wait for `fence`."""
-        with self._lock:
-            load.is_begun = True
-            if not load.is_possible:
-                return
-            kv = load.blocks.get(PoolName.KV)
-            if load.begin and kv is not None:  # what the engine has is not written to
-                known = load.tokens[: load.begin * self.page_size]
-                self._adopt(known, load.extra, kv[:, : load.begin], {}, Taken(), fence)
-            match = self._index.match(load.tokens, load.extra)
-            if match.path_depth < load.depth:
-                return
-            lacking = np.arange(load.depth) >= load.begin
-            if kv is not None:
-                here = self._index.locations(match, load.depth).pages[PoolName.KV].device
-                if (here[lacking] != ABSENT).any() or (here[~lacking] < 0).any():
-                    return
-            given: dict[PoolName, Locations] = {}
-            try:
-                for pool, blocks in load.blocks.items():
-                    mine = blocks[:, lacking] if pool is PoolName.KV else blocks
-                    given[pool] = self._pools[pool].lend(mine)
-                load.running = self._lent.load(match, load.depth, given, fence=fence)
-            except BaseException:
-                for pool, slots in given.items():
-                    self._pools[pool].free(slots)
-                raise
+    def _copies(self, load: BlockLoad, blocks: Blocks, fence: Fence | None) -> LentLoad | None:
+        """Begin the copies of a load; None if the index has other pages than were promised."""
+        kv = blocks.get(PoolName.KV)
+        if load.begin and kv is not None:  # what the engine has is not written to
+            known = load.tokens[: load.begin * self.page_size]
+            self._adopt(known, load.extra, kv[:, : load.begin], {}, Taken(), fence)
+        match = self._index.match(load.tokens, load.extra)
+        if match.path_depth < load.depth:
+            return None
+        lacking = np.arange(load.depth) >= load.begin
+        if kv is not None:
+            here = self._index.locations(match, load.depth).pages[PoolName.KV].device
+            if (here[lacking] != ABSENT).any() or (here[~lacking] < 0).any():
+                return None
+        given: dict[PoolName, Locations] = {}
+        try:
+            for pool, at in blocks.items():
+                given[pool] = self._pools[pool].lend(at[:, lacking] if pool is PoolName.KV else at)
+            return self._lent.load(match, load.depth, given, fence=fence)
+        except BaseException:
+            for pool, slots in given.items():
+                self._pools[pool].free(slots)
+            raise
 
     def ended(self) -> tuple[set[str], set[str]]:
         """Return the requests whose loads have ended since the last call, and which of them have failed."""
         with self._lock:
             self._controller.tick()
             done = {
-                name: load
-                for name, load in self._loads.items()
-                if load.is_begun
-                and (load.running is None or load.running.done)
-                and not (load.begin and self._lent.is_saving)  # of what the engine had
+                name: running
+                for name, running in self._loads.items()
+                if (running.copies is None or running.copies.done)
+                and not (running.load.begin and self._lent.is_saving)  # of what the engine had
             }
-            failed = {name for name, load in done.items() if load.running is None or load.running.failed}
-            for name, load in done.items():
-                if load.pin is not None:
-                    load.pin.release()
+            failed = {name for name, one in done.items() if one.copies is None or one.copies.failed}
+            for name, running in done.items():
+                if running.pin is not None:
+                    running.pin.release()
                 if name in failed:  # all is computed
                     self._controller.metrics.increment("restore_failures_total", Reason.IO_ERROR)
                     self._count(name, 0, 0, Reason.IO_ERROR)
-                self._count(name, load.begin, load.depth)
+                self._count(name, running.load.begin, running.load.depth)
                 del self._loads[name]
             if done:  # from now on the engine has these pages itself
                 self._controller.evict(Tier.DEVICE)
@@ -357,18 +379,40 @@ class EngineCache:
         The copies wait for `fence`. What has been copied is written to the store in the background.
         """
         with self._lock:
-            for save in saves:
+            for told in saves:
+                before = self._saves.get(told.request)
+                if told.begin and before is None:
+                    continue  # the save before it has failed
+                save = told if before is None or not told.begin else told.after(before)
+                self._saves[told.request] = save
                 search = self._searches.get(save.request)
                 states = self._states(save, search)
                 if not states and PoolName.KV not in self._pools:
                     continue
                 depths = (depth // self.page_size for depth in states)
                 taken = Taken() if search is None else search.history(depths)
-                self._adopt(save.tokens, save.extra, save.pages, states, taken, fence)
+                with self._held(save) as after:
+                    taken = taken._replace(after=after)
+                    self._adopt(save.tokens, save.extra, save.pages, states, taken, fence)
             if saves:
                 while self._lent.is_saving:  # loads go on
                     self._controller.tick(_TICK_S)
                 self._controller.evict(Tier.DEVICE)
+
+    @contextmanager
+    def _held(self, save: BlockSave) -> Iterator[Node | None]:
+        """Yield the end of the leading pages that the host has, pinned; None if it lacks the first."""
+        match, count = self._index.match(save.tokens, save.extra), 0
+        if PoolName.KV in self._pools and match.on_host:
+            at = self._index.locations(match, min(match.path_depth, save.pages.shape[1])).pages[PoolName.KV]
+            lacking = np.flatnonzero(at.host < 0)
+            count = int(lacking[0]) if len(lacking) else len(at.host)
+        if not count:
+            yield None
+            return
+        node = self._index.extend_path(save.tokens, count, save.extra)
+        with self._index.pinned(node, Tier.HOST):
+            yield node
 
     def _states(self, save: BlockSave, search: _Search | None) -> dict[int, Mapping[PoolName, Locations]]:
         """Return the blocks of the states to save, by depth in tokens.
@@ -398,10 +442,14 @@ class EngineCache:
         taken: Taken,
         fence: Fence | None,
     ) -> None:
-        """Enter blocks into the index, unless there are too few slots for them."""
-        if min(pool.available for pool in self._pools.values()) < pages.shape[1] + len(states):
+        """Enter the blocks behind `taken.after` into the index, unless there are too few slots for them."""
+        held = 0 if taken.after is None else taken.after.end
+        if min(pool.available for pool in self._pools.values()) < pages.shape[1] - held + len(states):
             return
-        slots = {PoolName.KV: self._pools[PoolName.KV].lend(pages)} if PoolName.KV in self._pools else {}
+        slots = {}
+        if PoolName.KV in self._pools:
+            lent = self._pools[PoolName.KV].lend(pages[:, held:])
+            slots[PoolName.KV] = np.concatenate([np.zeros(held, np.int64), lent])
         by_depth = {
             depth: {pool: int(self._pools[pool].lend(at)[0]) for pool, at in kinds.items()}
             for depth, kinds in states.items()
@@ -416,6 +464,8 @@ class EngineCache:
         """End everything for a request that is over, but a load, which goes on to its end."""
         with self._lock:
             self._failed.discard(request)
+            self._asks.pop(request, None)
+            self._saves.pop(request, None)
             search = self._searches.pop(request, None)
             if search is not None:
                 if search.ticket is not None:
@@ -428,15 +478,18 @@ class EngineCache:
         """Follow hints of a request that is over, in seconds.
 
         `pin`: the host keeps the first `prompt` tokens so long; 0 ends that. `expected_in`: a prompt that
-        goes on with `tokens` will come. Raises InputError or AdmissionError for what has no effect.
+        goes on with `tokens` will come. What has no effect is logged.
         """
         with self._lock:
-            if pin:
-                self._controller.pin(tokens[:prompt], pin, extra)
-            elif pin is not None:
-                self._controller.unpin(tokens[:prompt], extra)
-            if expected_in:
-                self._controller.hint(tokens, expected_in, extra)
+            try:
+                if pin:
+                    self._controller.pin(tokens[:prompt], pin, extra)
+                elif pin is not None:
+                    self._controller.unpin(tokens[:prompt], extra)
+                if expected_in:
+                    self._controller.hint(tokens, expected_in, extra)
+            except TierCacheError as error:
+                _log.info("tiercache: hints of a request have no effect: %s", error)
 
     def reset(self) -> bool:
         """Empty the host, and leave the store; return whether nothing was under way, and all is gone."""

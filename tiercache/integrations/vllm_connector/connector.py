@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -33,11 +34,12 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tiercache.controller import ControllerOptions, HybridCacheController
 from tiercache.core import Locations, PoolName, TokenArray
-from tiercache.errors import ConfigError, TierCacheError
+from tiercache.errors import ConfigError
 from tiercache.integrations.settings import StoreSettings, profile_for
 from tiercache.integrations.vllm_connector.blocks import BlockPool, Reach, WindowPool, bytes_of
 from tiercache.integrations.vllm_connector.cache import COUNTED, BlockLoad, BlockSave, EngineCache
-from tiercache.keys import Identity
+from tiercache.integrations.vllm_connector.promises import Call, Promises
+from tiercache.keys import Identity, Shard
 from tiercache.metrics.table import PREFIX
 from tiercache.pools import HostArena
 from tiercache.settings import FLAG, duration, matching, read_section, size
@@ -90,12 +92,24 @@ class RequestHints:
 
 @dataclass(slots=True)
 class StepWork(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no types
-    """Loads and saves of the worker in one step."""
+    """Work of the workers in one step."""
 
+    calls: list[Call] = field(default_factory=list)
     loads: list[BlockLoad] = field(default_factory=list)
     saves: list[BlockSave] = field(default_factory=list)
     computed: list[tuple[int, int]] = field(default_factory=list)
     """Ranges of prompts that the step computes."""
+
+
+@dataclass(slots=True)
+class Answers(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM has no types
+    """What `EngineCache.answers` has told the scheduler, of all workers."""
+
+    told: list[tuple[str, int, int]]
+
+    def aggregate(self, other: Answers) -> Answers:
+        """Add the answers of another worker."""
+        return Answers(self.told + other.told)
 
 
 class CacheStats(KVConnectorStats):  # type: ignore[misc]  # vLLM has no types
@@ -140,7 +154,7 @@ class CacheMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # vLLM has no
 
 
 class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM has no types
-    """Connector of one engine, whose scheduler and worker are in one process.
+    """Connector of one engine: of its scheduler, or of the worker of one rank.
 
     Construction raises ConfigError for what cannot be served, in a sentence that says what to change, and
     StorageError for a store that cannot be opened. Later no method raises: a failure is logged, and a miss.
@@ -158,8 +172,9 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._page_size, kinds = _check(vllm_config, kv_cache_config)
         self._groups = {pool: [n for n, k in enumerate(kinds) if k is pool] for pool in dict.fromkeys(kinds)}
         """Groups of each pool."""
-        self._key = str(self._kv_transfer_config.engine_id)
+        self._key, self._parallel = str(self._kv_transfer_config.engine_id), vllm_config.parallel_config
         self._requests: dict[str, Any] = {}
+        self._promises = Promises(self._page_size, self._parallel.world_size, _CACHES.get(self._key))
         self._waiting: set[str] = set()
         """Requests that have not been given blocks."""
         self._known: dict[str, TokenArray] = {}
@@ -169,11 +184,6 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._begin: float | torch.cuda.Event = 0.0
         self._pass: tuple[list[tuple[int, int]], Any, Any] | None = None
         """Pass that is measured: what it computes, and the marks before and behind it."""
-        if role is KVConnectorRole.SCHEDULER and self._key not in _CACHES:
-            raise ConfigError(
-                "TierCacheConnector serves a scheduler and a worker in one process only; start vLLM with"
-                " --distributed-executor-backend uni"
-            )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -201,12 +211,14 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             else:
                 pools[pool] = BlockPool.over(pool, self._page_size, layers)
         identity = _identity(chosen, self._vllm_config, config, self._page_size)
-        parallel = self._vllm_config.parallel_config
+        rank, ranks = self._parallel.rank, self._parallel.world_size
+        place = str(self._parallel.data_parallel_index) + (f"tp{rank}" if ranks > 1 else "")
         controller = HybridCacheController(
             identity,
             pools,
             HostArena(chosen.host_bytes, min(pool.geometry.padded_nbytes for pool in pools.values())),
-            chosen.open(str(parallel.data_parallel_index), parallel.data_parallel_size),
+            chosen.open(place, self._parallel.data_parallel_size * ranks),
+            shard=Shard(rank, ranks),
             options=ControllerOptions(
                 policy=chosen.policy,
                 storage_deadline=max(1.0, chosen.patience),
@@ -226,18 +238,20 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take the work of a step, and the time at its begin."""
         super().bind_connector_metadata(connector_metadata)
+        for call in self._get_connector_metadata().calls:
+            self._worker(call, None)
         if self._pass is not None:
             computed, begin, end = self._pass
             if isinstance(end, float) or end.query():
                 seconds = end - begin if isinstance(end, float) else begin.elapsed_time(end) / 1e3
-                self._guarded(lambda cache: cache.note_pass(computed, seconds), None)
+                self._worker(lambda cache: cache.note_pass(computed, seconds), None)
                 self._pass = None
         self._begin = _mark()
 
     def start_load_kv(self, forward_context: Any, **_: Any) -> None:
         """Begin the loads of this step, which end in the background."""
         for load in self._get_connector_metadata().loads:
-            self._guarded(partial(EngineCache.start, load=load, fence=_fence()), None)
+            self._worker(partial(EngineCache.load, load=load, fence=_fence()), None)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Return at once: no pass of the model uses blocks that are being loaded."""
@@ -251,15 +265,31 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if work.computed and self._pass is None:
             self._pass = work.computed, self._begin, _mark()
         if saves := work.saves:
-            self._guarded(partial(EngineCache.save, saves=saves, fence=_fence()), None)
+            self._worker(partial(EngineCache.save, saves=saves, fence=_fence()), None)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests whose loads have ended, and those that have to compute everything.
 
         Single blocks are never reported: with several groups vLLM cannot know whose they are.
         """
-        done, failed = self._guarded(EngineCache.ended, (set[str](), set[str]()))
+        done, failed = self._worker(EngineCache.ended, (set[str](), set[str]()))
         return KVConnectorTransferResults(finished_recving=done, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> Answers | None:
+        """Return the answers to questions of the scheduler; None if there are none."""
+        told = self._worker(EngineCache.answers, None)
+        return Answers(told) if told else None
+
+    def get_kv_connector_stats(self) -> CacheStats | None:
+        """Return what has been counted since the last call: by the first rank, and bytes by all."""
+        if self.role is KVConnectorRole.SCHEDULER:
+            return None
+        counted = self._worker(EngineCache.counted, {})
+        if self._parallel.rank:
+            counted = {
+                key: by for key, by in counted.items() if key.partition("|")[0].endswith("bytes_total")
+            }
+        return CacheStats(counted) if counted else None
 
     def shutdown(self) -> None:
         """Write what is left, and close the store; the first call of scheduler and worker does it."""
@@ -277,7 +307,8 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         name = request.request_id
         self._requests[name] = request
         if 0 < len(self._waiting) < _AHEAD:  # it has to wait, and vLLM does not ask before its turn
-            self._guarded(lambda cache: cache.expect(name, self._tokens(request), _extra(request)), None)
+            given = {"request": name, "tokens": self._tokens(request), "extra": _extra(request)}
+            self._guarded(lambda: self._promises.tell(partial(EngineCache.expect, **given)), None)
         self._waiting.add(name)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -286,7 +317,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return 0, False
         begin = num_computed_tokens // self._page_size
         asked = (request.request_id, self._tokens(request), _extra(request), begin)
-        depth = self._guarded(lambda cache: cache.find(*asked), begin)
+        depth = self._guarded(lambda: self._promises.find(*asked), begin)
         if depth is None:
             return None, False
         return (depth - begin) * self._page_size, depth > begin
@@ -295,19 +326,17 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Note the blocks into which the promised tokens are to be loaded."""
         name, pages = request.request_id, num_external_tokens // self._page_size
         self._waiting.discard(name)
+        self._saved.pop(name, None)  # its blocks are others than before
         if not num_external_tokens:
-            self._guarded(lambda cache: cache.decline(name), None)
+            self._guarded(lambda: self._promises.decline(name), None)
             return
 
-        def claim(cache: EngineCache) -> BlockLoad:
-            tables = blocks.get_block_ids()
-            given = {pool: self._table(tables, pool) for pool in self._groups}
-            return cache.claim(name, self._tokens(request), _extra(request), pages, given)
+        def tables() -> dict[PoolName, Locations]:
+            given = blocks.get_block_ids()
+            return {pool: self._table(given, pool) for pool in self._groups}
 
         # vLLM waits for the load, and has to be told if there will be none.
-        load = self._guarded(claim, None) or self._guarded(lambda cache: cache.give_up(name), None)
-        if load is not None:
-            self._work.loads.append(load)
+        self._work.loads.append(self._promises.claim(name, pages, self._guarded(tables, {})))
 
     def _table(self, tables: Any, pool: PoolName) -> Locations:
         """Return the blocks of a request in the groups of a pool: shape [groups, blocks]; 0 where is none."""
@@ -320,7 +349,8 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> StepWork:
         """Return what the worker loads and saves in the step that vLLM has scheduled."""
         work, self._work = self._work, StepWork()
-        self._guarded(lambda _: self._note_saves(work, scheduler_output), None)
+        self._guarded(lambda: self._note_saves(work, scheduler_output), None)
+        work.calls = self._promises.take_calls()
         return work
 
     def _note_saves(self, work: StepWork, scheduler_output: Any) -> None:
@@ -359,16 +389,24 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _save(
         self, work: StepWork, request: Any, tables: Any, depth: int, states: dict[int, Locations]
     ) -> None:
+        begin = self._saved.get(request.request_id, 0)
         none = np.zeros((0, depth), np.int64)
         pages, windows = (
             self._table(tables, pool)[:, :depth] if pool in self._groups else none
             for pool in (PoolName.KV, PoolName.SWA)
         )
         if pages.shape[1] == windows.shape[1] == depth and pages.all():
-            tokens = self._tokens(request)[: depth * self._page_size]
-            extra = _extra(request)
-            work.saves.append(BlockSave(request.request_id, tokens, extra, pages, states, windows))
+            tokens = self._tokens(request)[begin * self._page_size : depth * self._page_size]
+            new = (begin, tokens, _extra(request), pages[:, begin:], states, windows[:, begin:])
+            work.saves.append(BlockSave(request.request_id, *new))
             self._saved[request.request_id] = depth
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Note what the workers have answered, and which loads have ended on all of them."""
+        answers = connector_output.kv_connector_worker_meta
+        if answers is not None:
+            self._promises.note_answers(answers.told)
+        self._promises.note_ended(connector_output.finished_recving or ())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, None]:
         """Forget a request; its blocks are vLLM's at once."""
@@ -380,26 +418,23 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Forget a request; its blocks are vLLM's at once."""
         name = request.request_id
         if name in self._requests:
-            self._guarded(lambda cache: self._follow_hints(cache, request), None)
+            self._guarded(lambda: self._follow_hints(request), None)
         self._waiting.discard(name)
         for known in (self._requests, self._known, self._saved):
             known.pop(name, None)
-        self._guarded(lambda cache: cache.forget(name), None)
+        self._guarded(lambda: self._promises.forget(name), None)
         return False, None
 
-    def _follow_hints(self, cache: EngineCache, request: Any) -> None:
+    def _follow_hints(self, request: Any) -> None:
         try:
-            told, prompt = _hints(request), request.num_prompt_tokens
-            cache.keep(self._tokens(request), prompt, _extra(request), told.pin, told.expected_in)
-        except TierCacheError as error:
+            told = _hints(request)
+        except ConfigError as error:
             _log.info("tiercache: hints of request %s have no effect: %s", request.request_id, error)
-
-    def get_kv_connector_stats(self) -> CacheStats | None:
-        """Return what has been counted since the last call; the scheduler's connector says it for both."""
-        if self.role is KVConnectorRole.WORKER:
-            return None
-        counted = self._guarded(EngineCache.counted, None)
-        return CacheStats(counted) if counted else None
+            return
+        if told != RequestHints():
+            given = {"tokens": self._tokens(request), "prompt": request.num_prompt_tokens}
+            given |= {"extra": _extra(request), "pin": told.pin, "expected_in": told.expected_in}
+            self._promises.tell(partial(EngineCache.keep, **given))
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CacheStats:
@@ -415,7 +450,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def reset_cache(self) -> bool:
         """Empty the host, when an operator resets vLLM's prefix cache; the store stays."""
-        return self._guarded(EngineCache.reset, True)
+        return self._guarded(self._promises.reset, True)
 
     def _tokens(self, request: Any) -> TokenArray:
         """Return the known tokens of a request; vLLM asks many times about one that waits."""
@@ -424,10 +459,14 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             known = self._known[request.request_id] = np.array(request.all_token_ids[:], np.uint64)
         return known
 
-    def _guarded(self, call: Callable[[EngineCache], T], otherwise: U) -> T | U:
-        """Call the cache; after a failure log it, and answer `otherwise`."""
+    def _worker(self, call: Callable[[EngineCache], T], otherwise: U) -> T | U:
+        """Call the cache of this rank."""
+        return self._guarded(lambda: call(_CACHES[self._key]), otherwise)
+
+    def _guarded(self, call: Callable[[], T], otherwise: U) -> T | U:
+        """Make a call; after a failure log it, and answer `otherwise`."""
         try:
-            return call(_CACHES[self._key])
+            return call()
         except Exception:  # noqa: BLE001
             # whatever a bug raises, vLLM's engine goes on without what the cache could have given
             _log.exception("tiercache: a call failed, and its tokens are computed")
@@ -525,10 +564,10 @@ def _check(config: Any, kv_cache_config: Any) -> tuple[int, list[PoolName]]:
         ),
         "a kv_load_failure_policy other than recompute": transfer.kv_load_failure_policy != "recompute",
         "a kv_role other than kv_both": transfer.kv_role != "kv_both",
-        "tensor, pipeline or context parallelism": parallel.world_size > 1
+        "pipeline or context parallelism": parallel.world_size != parallel.tensor_parallel_size
         or parallel.decode_context_parallel_size > 1,
-        f"--distributed-executor-backend {parallel.distributed_executor_backend}, but uni": (
-            parallel.distributed_executor_backend != "uni"
+        f"--distributed-executor-backend {parallel.distributed_executor_backend}, but uni and mp": (
+            parallel.distributed_executor_backend not in ("uni", "mp")
         ),
         "speculative decoding": config.speculative_config is not None,
         "--enable-sleep-mode": config.model_config.enable_sleep_mode,
