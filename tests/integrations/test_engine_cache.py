@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -354,3 +355,119 @@ def test_blocks_that_are_not_contiguous_are_refused() -> None:
     assert bytes_of(split, 4, 100, "a").view(torch.int16)[1, :3].tolist() == [60, 61, 62]
     with pytest.raises(ConfigError, match="layer a, of which a block is not contiguous"):
         bytes_of(torch.zeros(8, 2, 6)[:, :, :3], 8, 24, "a")
+
+
+class Ranks:
+    """Two ranks with blocks, hosts and stores of their own, and the scheduler of both."""
+
+    def __init__(self, folder: Path, *, hangs: str = "") -> None:
+        urls = [f"file://{folder}/{rank}?capacity=16MiB" for rank in "ab"]
+        self.engines = [Engine(urls[0]), Engine(urls[1], hangs=hangs)]
+        self.promises = Promises(PAGE, 2, None)
+
+    def step(self) -> None:
+        """Let the workers do what they have been told, as vLLM's processes would, and hear their answers."""
+        calls = pickle.loads(pickle.dumps(self.promises.take_calls()))
+        for engine in self.engines:
+            for call in calls:
+                call(engine.cache)
+        for engine in self.engines:
+            self.promises.note_answers(engine.cache.answers())
+
+    def find(self, name: str, tokens: list[int], begin: int = 0) -> int:
+        found: list[int] = []
+
+        def answered() -> bool:
+            depth = self.promises.find(name, np.array(tokens, np.uint64), b"", begin)
+            found.extend([] if depth is None else [depth])
+            self.step()
+            return bool(found)
+
+        until(answered)
+        return found[0]
+
+    def load(self, name: str, pages: int, ways: tuple[Tables, Tables]) -> list[bool]:
+        promised = self.promises.claim(name, pages, {})
+        for engine, tables in zip(self.engines, ways, strict=True):
+            engine.cache.load(promised._replace(tables=tables))
+        return [engine.wait({name}) for engine in self.engines]
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.cache.close()
+
+
+def test_ranks_promise_what_all_of_them_have(tmp_path: Path) -> None:
+    ranks, tokens = Ranks(tmp_path), list(range(24))
+    one, two = ranks.engines
+    asked = [*tokens, 7]
+    assert ranks.find("first", asked) == 0
+    for depth in (2, 4, 6):
+        one.compute("first", tokens[: depth * PAGE])
+    for depth in (2, 3, 5):
+        two.compute("first", tokens[: depth * PAGE])
+    # The answers are 6 and 5, then 4 and 3; 2 is the deepest state that both have.
+    assert ranks.find("both", asked) == 2
+    tables = one.blocks(2), two.blocks(2)
+    assert ranks.load("both", 2, tables) == [True, True]
+    for engine, given in zip(ranks.engines, tables, strict=True):
+        assert all(bytes(row.numpy()) == data for _, row, data in engine.rows(given, tokens[: 2 * PAGE]))
+    ranks.promises.note_ended({"both"})
+    # Behind what the engine has itself, they have no depth in common.
+    assert ranks.find("behind", asked, begin=2) == 2
+    # If the load of one fails, the request computes everything, also where the other could have begun.
+    assert ranks.find("half", asked) == 2
+    assert ranks.load("half", 2, (one.blocks(2), {})) == [True, False]
+    assert ranks.find("half", asked) == 0
+    ranks.close()
+
+
+def test_an_answer_of_one_rank_alone_promises_nothing(tmp_path: Path) -> None:
+    ranks, tokens = Ranks(tmp_path), list(range(20))
+    for engine in ranks.engines:
+        engine.compute("a", tokens)
+    ranks.close()
+    ranks = Ranks(tmp_path, hangs="get")
+    asked, other = np.array([*tokens, 1], np.uint64), np.array([*tokens, 2], np.uint64)
+    for request, prompt in (("late", asked), ("gone", other)):
+        assert ranks.promises.find(request, prompt, b"", 0) is None
+    ranks.step()
+    ranks.promises.forget("gone")
+    ranks.step()
+    assert ranks.find("late", asked.tolist()) == 0, "the second rank has waited long enough"
+    assert [engine.cache.answers() for engine in ranks.engines] == [[], []], "nobody asks for the other"
+    # An answer to what was asked before the engine had pages itself does not count.
+    assert [ranks.promises.find("moved", asked, b"", begin) for begin in (0, 2)] == [None, None]
+    before = next(call.keywords["ask"].number for call in ranks.promises.take_calls())
+    ranks.promises.note_answers([("moved", before, 5)] * 2)
+    assert ranks.promises.find("moved", asked, b"", 2) is None
+    ranks.engines[1].go.set()
+    assert ranks.promises.reset()
+    ranks.step()
+    assert ranks.find("store", asked.tolist()) == 5
+    ranks.close()
+
+
+def test_pages_are_told_once_and_taken_again_if_the_host_has_lost_them() -> None:
+    engine, tokens = Engine("memory://?capacity=16MiB"), list(range(40))
+    tables = engine.blocks(10)
+    for _, row, data in engine.rows(tables, tokens):
+        row[:] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+    def save(begin: int, end: int) -> None:
+        """Save the pages [begin, end), and the state at `end`, whose block has the bytes of the last one."""
+        part = np.array(tokens[begin * PAGE : end * PAGE], np.uint64)
+        states = {end * PAGE: tables[MAMBA][:, -1:]}
+        engine.cache.save([BlockSave("a", begin, part, b"", tables[KV][:, begin:end], states)])
+
+    save(2, 4)
+    assert engine.find("early", tokens) == 0, "the pages before were never told"
+    save(0, 4)
+    until(engine.cache.reset)
+    save(4, 10)
+    engine.clear()
+    assert engine.find("b", [*tokens, 1]) == 10
+    again = engine.blocks(10)
+    assert engine.load("b", [*tokens, 1], 10, again)
+    assert all(bytes(row.numpy()) == data for _, row, data in engine.rows(again, tokens))
+    engine.cache.close()

@@ -56,6 +56,35 @@ class Apart(VllmConnectorServer):
     SETTINGS: ClassVar = {}
 
 
+class Ranks(Apart):
+    """A server with two workers, each of which has a half of each block."""
+
+    LEAVES = "*-cpushm_?"  # also without a cache: vLLM's workers end too late to remove it
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments, "--tensor-parallel-size", 2)
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3next"])
+@pytest.mark.parametrize("engine", [Apart, Ranks], indirect=True)
+def test_workers_in_processes_of_their_own(
+    engine: type[Server], model: str, start: Start, expected: Expected, tmp_path: Path
+) -> None:
+    """All ways back; then one rank's bytes are damaged: what only the other has counts for nothing."""
+    right = expected(model)
+    store = str(tmp_path / "store-{rank}")
+    url = f"file://{store}?capacity=256MiB"
+    come_back(lambda: start(model, url), right, engine.PAGE)
+    with start(model, url) as server:
+        found = [path for path in sorted(tmp_path.iterdir()) if path.name.startswith("store-")]
+        assert len(found) == (2 if engine is Ranks else 1)
+        damage(found[-1], 1 << 14)
+        damaged = ask_all(server)
+        check(damaged, right, when="damaged")
+        assert sum(cached(damaged)) < sum(whole_pages(engine.PAGE))
+        check(ask_all(server), right, when="again")
+
+
 class Failing(VllmConnectorServer):
     def transfer(self, storage: str) -> dict[str, Any]:
         return super().transfer(storage) | {"kv_load_failure_policy": "fail"}
@@ -68,7 +97,6 @@ class Unsized(VllmConnectorServer):
 @pytest.mark.parametrize(
     ("kind", "model", "why"),
     [
-        (Apart, "llama", "--distributed-executor-backend mp, but uni"),
         (Failing, "llama", "a kv_load_failure_policy other than"),
         (Unsized, "falconh1", "states on a CPU without --block-size; start vLLM with --block-size 256"),
     ],
