@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -18,15 +19,21 @@ import pytest
 
 from tests.servers.prompts import PROMPTS, check, whole_pages
 from tests.servers.server import Server
-from tests.servers.vllm.server import VllmConnectorServer
+from tests.servers.sglang.server import SglangServer, SglangTreeServer
+from tests.servers.vllm.server import VllmConnectorServer, VllmRanksServer, VllmServer
 
 KILLS = int(os.environ.get("KILLS", "50"))
 
 pytestmark = [pytest.mark.stress, pytest.mark.timeout(3 * 3600)]
 
 
+ENGINES = [SglangServer, SglangTreeServer, VllmServer, VllmConnectorServer, VllmRanksServer]
+
+
+@pytest.mark.parametrize("engine", ENGINES, indirect=True)
 def test_the_store_is_whole_and_every_answer_right_after_many_kills(engine, start, expected, tmp_path):
-    right, store, draw = expected("qwen3next"), tmp_path / "store", random.Random(1)
+    """All processes are killed, and of a server with ranks first one of them."""
+    right, store, draw = expected("qwen3next"), tmp_path / "store-{rank}", random.Random(1)
     restored = 0
     for life in range(KILLS + 1):
         # A store of a sixth of what is written: room is made and slabs are emptied all the time.
@@ -39,12 +46,16 @@ def test_the_store_is_whole_and_every_answer_right_after_many_kills(engine, star
             for _ in range(2):
                 others.submit(_fill, server, draw.randrange(1 << 30))
             time.sleep(draw.uniform(0, 3))
+            if engine is VllmRanksServer:
+                os.kill(draw.choice(server.processes()), signal.SIGKILL)
+                others.shutdown()  # nobody waits for an answer for ever
             left = server.kill()
             assert not left or engine is not VllmConnectorServer
     assert restored > KILLS * sum(whole_pages(engine.PAGE)) / 2
     tool = str(Path(sys.executable).parent / "tiercache")
-    checked = subprocess.run([tool, "verify", "-s", str(store)], check=False, capture_output=True, text=True)
-    assert checked.returncode == 0, checked.stdout + checked.stderr
+    for one in tmp_path.glob("store-*"):
+        checked = subprocess.run([tool, "verify", "-s", one], check=False, capture_output=True, text=True)
+        assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 def _fill(server: Server, seed: int) -> None:

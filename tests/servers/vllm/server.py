@@ -125,3 +125,18 @@ class VllmConnectorServer(VllmServer):
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"storage": storage, "revision": "r1", "host_bytes": "64MiB"},
         }
+
+
+class VllmApartServer(VllmConnectorServer):
+    """A server whose scheduler and worker are two processes."""
+
+    SETTINGS: ClassVar = {}
+
+
+class VllmRanksServer(VllmApartServer):
+    """A server with two workers, each of which has a half of each block."""
+
+    LEAVES = "*-cpushm_?"  # also without a cache: vLLM's workers end too late to remove it
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments, "--tensor-parallel-size", 2)

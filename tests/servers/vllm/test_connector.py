@@ -5,16 +5,17 @@ from __future__ import annotations
 import random
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.processes import free_port
-from tests.servers.conftest import environment_of
+from tests.servers.conftest import Expected, Start, environment_of
 from tests.servers.models import make_model
 from tests.servers.prompts import ask_all, cached, check, come_back, damage, whole_pages
-from tests.servers.server import Answer
-from tests.servers.vllm.server import VllmConnectorServer
+from tests.servers.server import Answer, Server
+from tests.servers.vllm.server import VllmApartServer, VllmConnectorServer, VllmRanksServer
 from tests.waiting import until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
@@ -50,23 +51,8 @@ def test_windows_and_states_of_other_kinds_come_back(model, engine, start, expec
         check(ask_all(server), right, when="again")
 
 
-class Apart(VllmConnectorServer):
-    """A server whose scheduler and worker are two processes."""
-
-    SETTINGS: ClassVar = {}
-
-
-class Ranks(Apart):
-    """A server with two workers, each of which has a half of each block."""
-
-    LEAVES = "*-cpushm_?"  # also without a cache: vLLM's workers end too late to remove it
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments, "--tensor-parallel-size", 2)
-
-
 @pytest.mark.parametrize("model", ["llama", "qwen3next"])
-@pytest.mark.parametrize("engine", [Apart, Ranks], indirect=True)
+@pytest.mark.parametrize("engine", [VllmApartServer, VllmRanksServer], indirect=True)
 def test_workers_in_processes_of_their_own(
     engine: type[Server], model: str, start: Start, expected: Expected, tmp_path: Path
 ) -> None:
@@ -77,7 +63,7 @@ def test_workers_in_processes_of_their_own(
     come_back(lambda: start(model, url), right, engine.PAGE)
     with start(model, url) as server:
         found = [path for path in sorted(tmp_path.iterdir()) if path.name.startswith("store-")]
-        assert len(found) == (2 if engine is Ranks else 1)
+        assert len(found) == (2 if engine is VllmRanksServer else 1)
         damage(found[-1], 1 << 14)
         damaged = ask_all(server)
         check(damaged, right, when="damaged")

@@ -15,8 +15,9 @@ Words of vLLM that the modules use:
     block     one place of all tensors; the block of one group has the bytes of a page, or of a state, of the
               layers of that group
 
-Read `blocks` (vLLM's tensors as device pools), `cache` (what is found, loaded and saved, by a controller) and
-`connector` (what vLLM calls) in this order. `cache` knows nothing of vLLM.
+Read `blocks` (vLLM's tensors as device pools), `cache` (what a rank finds, loads and saves, by a controller),
+`promises` (what all ranks promise) and `connector` (what vLLM calls) in this order. `cache` and `promises`
+know nothing of vLLM.
 """
 
 from __future__ import annotations

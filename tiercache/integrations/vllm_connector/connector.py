@@ -103,7 +103,7 @@ class StepWork(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no types
 
 @dataclass(slots=True)
 class Answers(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM has no types
-    """What `EngineCache.answers` has told the scheduler, of all workers."""
+    """Answers of all workers' `EngineCache.answers` to the scheduler."""
 
     told: list[tuple[str, int, int]]
 
@@ -418,23 +418,13 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Forget a request; its blocks are vLLM's at once."""
         name = request.request_id
         if name in self._requests:
-            self._guarded(lambda: self._follow_hints(request), None)
+            for call in self._guarded(lambda: _hinted(request, self._tokens(request)), []):
+                self._promises.tell(call)
         self._waiting.discard(name)
         for known in (self._requests, self._known, self._saved):
             known.pop(name, None)
         self._guarded(lambda: self._promises.forget(name), None)
         return False, None
-
-    def _follow_hints(self, request: Any) -> None:
-        try:
-            told = _hints(request)
-        except ConfigError as error:
-            _log.info("tiercache: hints of request %s have no effect: %s", request.request_id, error)
-            return
-        if told != RequestHints():
-            given = {"tokens": self._tokens(request), "prompt": request.num_prompt_tokens}
-            given |= {"extra": _extra(request), "pin": told.pin, "expected_in": told.expected_in}
-            self._promises.tell(partial(EngineCache.keep, **given))
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CacheStats:
@@ -491,14 +481,22 @@ def _fence() -> torch.cuda.Event | None:
     return fence
 
 
-def _hints(request: Any) -> RequestHints:
-    """Return the hints of a request; ConfigError for impossible ones."""
+def _hinted(request: Any, tokens: TokenArray) -> list[Call]:
+    """Return the call that follows the hints of a request; impossible ones are logged."""
     told = (request.kv_transfer_params or {}).get("tiercache")
     given = dict(told) if isinstance(told, dict) else {}
     for action in request.kv_hints.actions if request.kv_hints else ():
         if action.action_type == "tiercache":
             given |= action.payload
-    return read_section(RequestHints, "the table tiercache of kv_transfer_params", given)
+    if not given:
+        return []
+    try:
+        wish = read_section(RequestHints, "the table tiercache of kv_transfer_params", given)
+    except ConfigError as error:
+        _log.info("tiercache: hints of request %s have no effect: %s", request.request_id, error)
+        return []
+    known = {"tokens": tokens, "prompt": request.num_prompt_tokens, "extra": _extra(request)}
+    return [partial(EngineCache.keep, **known, pin=wish.pin, expected_in=wish.expected_in)]
 
 
 def _extra(request: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""What the scheduler of an engine has promised to its requests, by the caches of the engine's workers.
+"""Promises of an engine's scheduler to its requests, by the caches of the engine's workers.
 
     scheduler                                  worker of each rank
     find: Ask                --- step n --->   EngineCache.ask
