@@ -17,7 +17,7 @@ from tiercache.daemon import StorageServer
 from tiercache.daemon.removals import DaemonStore, RemovalMemory
 from tiercache.storage.history import Cause, History, PastRemoval, TierHistory
 from tiercache.storage.registry import open_backend
-from tiercache.storage.watching import begin_watch, end_watch
+from tiercache.storage.store_events import begin_watch, end_watch
 from tiercache.testing.objects import payload, to_get, to_set
 
 LAYOUT, OTHER = b"l" * 32, b"o" * 32

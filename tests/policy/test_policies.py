@@ -13,7 +13,7 @@ from tests.policy.rig import COSTS, STATE, PlainUnits, Rig, units
 from tiercache.core import Tier
 from tiercache.errors import ConfigError
 from tiercache.policy import POLICIES, Costs, Lru, ModelProfile, Policy, policy_named
-from tiercache.policy.costs import LOAD_FLOPS_PER_BYTE
+from tiercache.policy.base import LOAD_FLOPS_PER_BYTE
 from tiercache.policy.hvd import HitValueDensity
 from tiercache_lab.policies import MAIN, RIVALS
 

@@ -18,7 +18,7 @@ from tiercache.errors import TransferError
 from tiercache.pools import DevicePool, HostArena, HostPool
 from tiercache.transfer import engine_for
 from tiercache.transfer.cuda import CudaEngine, CupyDevice, Method
-from tiercache.transfer.cuda.self_test import self_test
+from tiercache.transfer.cuda.engine import self_test
 
 pytestmark = pytest.mark.gpu
 

@@ -24,9 +24,8 @@ from tiercache.metrics.families import Families
 from tiercache.storage.base import GetItem, StorageBackend
 from tiercache.storage.history import Cause, History, PastRemoval
 from tiercache.storage.layouts import LAYOUT_BYTES
-from tiercache.storage.store_events import observed_tiers
+from tiercache.storage.store_events import begin_watch, end_watch, observed_tiers
 from tiercache.storage.tiers import ObservedTier
-from tiercache.storage.watching import begin_watch, end_watch
 from tiercache.storage.wrappers import Metered, unwrap
 
 _log = logging.getLogger(__name__)

@@ -45,8 +45,7 @@ from tiercache.metrics.table import STORE
 from tiercache.pools import HostArena
 from tiercache.storage.base import StorageBackend
 from tiercache.storage.registry import open_backend
-from tiercache.storage.store_events import StoreEvents
-from tiercache.storage.watching import Following
+from tiercache.storage.store_events import Following, StoreEvents
 from tiercache.storage.wrappers import unwrap
 
 _log = logging.getLogger(__name__)

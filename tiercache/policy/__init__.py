@@ -26,8 +26,7 @@ from typing import Final
 from tiercache.entries import entries, load
 from tiercache.errors import ConfigError
 from tiercache.models.profile import PROFILES, ModelProfile, profile_named, profile_of
-from tiercache.policy.base import LEARN_EVERY, CheckpointKind, Ending, Policy, Reuse, UnitKind, Units
-from tiercache.policy.costs import Costs
+from tiercache.policy.base import LEARN_EVERY, CheckpointKind, Costs, Ending, Policy, Reuse, UnitKind, Units
 from tiercache.policy.hvd import HitValueDensity
 from tiercache.policy.lru import Lru
 

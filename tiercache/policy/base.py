@@ -11,10 +11,13 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+from tiercache.models.profile import ModelProfile
 
 Column: TypeAlias = npt.NDArray[Any]
 """Integers or flags, one entry per unit: shape (len(units),)."""
@@ -273,3 +276,31 @@ class Policy(ABC):
 
 LEARN_EVERY = 64
 """Number of requests between two calls of `learn`."""
+LOAD_FLOPS_PER_BYTE: Final = 5_000.0
+"""Cost of loading one byte, in FLOPs.
+
+A device that computes 250 TFLOP/s and loads 50 GB/s from the host computes 5,000 FLOPs while it loads a byte.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Costs of bringing units of one model back."""
+
+    profile: ModelProfile
+
+    def saved(self, units: Units) -> Ranks:
+        """Return the FLOPs that a hit on each unit saves.
+
+        Without the unit, the hit would be at the nearest shallower restorable depth.
+        """
+        end = units.depth * units.page_tokens
+        return np.asarray(
+            self.profile.flops(end - np.minimum(units.replay * units.page_tokens, end), end), np.float64
+        )
+
+    def density(self, units: Units) -> Ranks:
+        """Return the cost of a miss of each unit, in FLOPs per byte that its eviction frees."""
+        # If a lower tier has a copy, a miss costs a load. A load is proportional to the bytes that the
+        # eviction frees, so its cost per byte is the same for all units.
+        return np.where(units.covered, LOAD_FLOPS_PER_BYTE, self.saved(units) / units.nbytes)

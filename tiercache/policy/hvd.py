@@ -10,8 +10,17 @@ from typing import ClassVar, Final
 import numpy as np
 import numpy.typing as npt
 
-from tiercache.policy.base import CheckpointKind, Column, Ending, Policy, Ranks, Reuse, Units, columns_of
-from tiercache.policy.costs import Costs
+from tiercache.policy.base import (
+    CheckpointKind,
+    Column,
+    Costs,
+    Ending,
+    Policy,
+    Ranks,
+    Reuse,
+    Units,
+    columns_of,
+)
 
 _LINEAGES = 5
 """Number of classes by lineage (requests in a row): 0, 1 to 2, 3 to 6, 7 to 14, 15 and more."""

@@ -8,7 +8,7 @@ Principles:
 """
 
 from tiercache.memory import MemoryReadings, read_memory
-from tiercache.pools.arena import HostArena, SizePlan, plan_size
+from tiercache.pools.arena import HostArena, HostPool, SizePlan, plan_size
 from tiercache.pools.blocks import BlockArena
 from tiercache.pools.device import (
     DevicePool,
@@ -18,7 +18,6 @@ from tiercache.pools.device import (
     page_geometry_of,
     state_geometry_of,
 )
-from tiercache.pools.host import HostPool
 from tiercache.pools.slots import SlotAllocator, SlotSource
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""KV events of a store: what its tiers have stored and removed.
+"""KV events of a store: what its tiers have stored and removed, told to all who watch it.
 
 A store notes the digests of objects that come and go, under its mutex and so in their order. The publisher's
 thread then asks the store what is known of those that came.
@@ -16,24 +16,24 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from threading import Event, Lock, Thread, current_thread
 from typing import Final
+from weakref import WeakKeyDictionary
 
 from tiercache.core import ObjectKey, PoolName
 from tiercache.errors import ClosedError, StorageError
 from tiercache.events import EventKind, KVEvent, Medium, ObjectGroup, Place, runs_of
-from tiercache.events.base import MAX_KEYS, EventSource, StoredObject
+from tiercache.events.base import MAX_KEYS, ChangeNote, EventSource, StoredObject
 from tiercache.storage.base import NamespaceRecord, ScanEntry, StorageBackend
 from tiercache.storage.layouts import LAYOUT_BYTES
 from tiercache.storage.tiers import ObservedTier
-from tiercache.storage.watching import begin_watch, end_watch
 from tiercache.storage.wrappers import unwrap
 
 _log = logging.getLogger(__name__)
 
 MAX_NOTES: Final = 1 << 18
 """Number of notes of one tier that wait to be collected. Behind it the tier is cleared and told anew."""
-
-
+_CLOSE_S: Final = 10.0
 _NAMESPACES_S: Final = 1.0
 """Minimum seconds from one question for the names of namespaces to the next."""
 
@@ -253,3 +253,86 @@ def page_sizes(store: StorageBackend) -> dict[bytes, int]:
         for record in records
         if isinstance(size := record.identity.get("page_size"), int) and size > 0
     }
+
+
+class _Fan:
+    """Function that passes changes on to all watchers of a store.
+
+    Thread safety: the store calls it; `notes` is only ever replaced as a whole.
+    """
+
+    def __init__(self) -> None:
+        self.notes: tuple[ChangeNote, ...] = ()
+
+    def __call__(self, digests: Sequence[bytes], stored: bool) -> None:
+        for note in self.notes:
+            note(digests, stored)
+
+
+_fans: Final[WeakKeyDictionary[StorageBackend, _Fan]] = WeakKeyDictionary()
+_lock: Final = Lock()
+
+
+def begin_watch(store: StorageBackend, note: ChangeNote) -> bool:
+    """Let `note` be called for changes of `store`, beside other watchers; see `StorageBackend.watch`.
+
+    Returns False if the store cannot tell of changes. Raises StorageError if it cannot be asked.
+    """
+    with _lock:
+        fan = _fans.get(store)
+        if fan is None:
+            fan = _Fan()
+            fan.notes = (note,)
+            if not store.watch(fan):
+                return False
+            _fans[store] = fan
+        elif note not in fan.notes:
+            fan.notes = (*fan.notes, note)
+        return True
+
+
+def end_watch(store: StorageBackend, note: ChangeNote) -> None:
+    """Call `note` no more; raises StorageError or ClosedError if the store cannot be told."""
+    with _lock:
+        fan = _fans.get(store)
+        if fan is None:
+            return
+        fan.notes = tuple(other for other in fan.notes if other != note)
+        if not fan.notes:
+            del _fans[store]
+            store.watch(None)
+
+
+class Following:
+    """Thread that calls `learn` every `pause` seconds, from `start` on until `close`.
+
+    An error of the store is logged, and `learn` is called again.
+
+    Thread safety: any thread may call; the caller makes sure that `start` and `close` do not overlap.
+    """
+
+    def __init__(self, name: str, pause: float, learn: Callable[[], object]) -> None:
+        self._name: Final = name
+        self._pause: Final = pause
+        self._learn: Final = learn
+        self._closing = Event()
+        self._thread: Thread | None = None
+
+    def start(self) -> None:
+        """Begin, unless the thread runs already or this is closed."""
+        if self._thread is None and not self._closing.is_set():
+            self._thread = Thread(target=self._run, name=f"tiercache-{self._name}", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; `learn` is not called any more, unless it hangs."""
+        self._closing.set()
+        if self._thread is not None and self._thread is not current_thread():
+            self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        while not self._closing.wait(self._pause):
+            try:
+                self._learn()
+            except (OSError, StorageError) as error:
+                _log.debug("%s: what others have changed is not known: %s", self._name, error)

@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tiercache.core import ObjectKey, ObjectMeta, Outcome
 from tiercache.storage.base import SetItem, StorageBackend
 from tiercache.testing.conformance import BackendHooks
-from tiercache.testing.conformance.watching import StoreFollower
+from tiercache.testing.conformance.figures import StoreFollower
 from tiercache.testing.objects import chain, content, key, page_key, payload, state_of, to_get, to_set
 
 NAMES = st.integers(0, 11)

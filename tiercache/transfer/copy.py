@@ -19,8 +19,8 @@ from tiercache_kernels.reference import copy_segments
 
 from tiercache.core import CacheTransferUnits, Locations, PoolName
 from tiercache.errors import ClosedError, ConfigError, GeometryError, TransferError
+from tiercache.pools.arena import HostPool
 from tiercache.pools.device import DevicePool
-from tiercache.pools.host import HostPool
 from tiercache.transfer.base import Fence, LayerTicket, Ticket, TransferEngine, checked_fences
 from tiercache.transfer.descriptors import Descriptors, build_descriptors, join_descriptors
 

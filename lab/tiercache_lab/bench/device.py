@@ -22,7 +22,7 @@ from tiercache.pools import DevicePool, HostArena, HostPool
 from tiercache.transfer.base import Ticket
 from tiercache.transfer.cuda import CudaDevice, CudaEngine, Method
 from tiercache.transfer.cuda.copying import best_method
-from tiercache.transfer.cuda.self_test import self_test
+from tiercache.transfer.cuda.engine import self_test
 from tiercache_lab.bench.rows import MIB, Row
 from tiercache_lab.bench.timing import Side, medians
 

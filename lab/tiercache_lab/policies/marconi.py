@@ -6,8 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from tiercache.policy.base import Policy, Ranks, Units, last_use
-from tiercache.policy.costs import Costs
+from tiercache.policy.base import Costs, Policy, Ranks, Units, last_use
 from tiercache_lab.policies.seglen import normalised
 
 

@@ -38,7 +38,7 @@ from tiercache.storage.base import (
 from tiercache.storage.checksum import MacKey
 from tiercache.storage.env import Env
 from tiercache.storage.gate import CallGate
-from tiercache.storage.watching import Following
+from tiercache.storage.store_events import Following
 from tiercache_backends.lmdb.environment import ErrorCounters
 from tiercache_backends.lmdb.mirror import Mirror
 from tiercache_backends.lmdb.opening import KIND, SMALLEST_CAPACITY, VERSION, open_environment

@@ -29,8 +29,8 @@ from tiercache.storage.base import (
 from tiercache.storage.env import Env
 from tiercache.storage.gate import CallGate
 from tiercache.storage.records import MAX_RECORD_BYTES, identity_in, pack_record, unpack_record
+from tiercache.storage.store_events import Following
 from tiercache.storage.vectors import usable
-from tiercache.storage.watching import Following
 from tiercache.storage.wrappers import decide, store_once
 from tiercache_backends.s3.choices import CodecChoices
 from tiercache_backends.s3.directory import BucketDirectory, Pack

@@ -18,8 +18,8 @@ from tests.storage_backends.lmdb.hooks import CAPACITY, check_integrity, opened
 from tests.storage_backends.lmdb.sharer import size_of
 from tests.storage_backends.local.files import disk_bytes
 from tiercache.errors import ConfigError, StorageError
+from tiercache.testing.conformance.figures import StoreFollower
 from tiercache.testing.conformance.hooks import HIT, MISS, STORED, THROTTLED
-from tiercache.testing.conformance.watching import StoreFollower
 from tiercache.testing.objects import chain, fetch, key, outcomes, payload, put
 
 

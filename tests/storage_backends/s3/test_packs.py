@@ -23,8 +23,8 @@ from tests.storage_backends.s3.proxy import Proxy
 from tests.storage_backends.s3.server import bucket, needs_weed
 from tests.waiting import until
 from tiercache.storage.base import GetItem, SetItem
+from tiercache.testing.conformance.figures import StoreFollower
 from tiercache.testing.conformance.hooks import HIT, MISS, STORED
-from tiercache.testing.conformance.watching import StoreFollower
 from tiercache.testing.objects import chain, content, fetch, key, payload, put, state_of, to_get, to_set
 
 PAGE = 20_000

@@ -20,13 +20,12 @@ pytest.register_assert_rewrite(*(f"{__name__}.{theme}" for theme in _THEMES))
 
 from tiercache.testing.conformance.damage import Damage
 from tiercache.testing.conformance.eviction import Coldest, Eviction
-from tiercache.testing.conformance.figures import Figures
+from tiercache.testing.conformance.figures import Figures, Watching
 from tiercache.testing.conformance.hooks import BackendHooks
 from tiercache.testing.conformance.objects import Objects
 from tiercache.testing.conformance.persistence import Persistence
 from tiercache.testing.conformance.shares import SharesTests
 from tiercache.testing.conformance.threads import Threads
-from tiercache.testing.conformance.watching import Watching
 
 __all__ = ["BackendConformance", "BackendHooks"]
 

@@ -1,7 +1,7 @@
 """Copies between a CUDA device and the host arena.
 
 Reading order: `device` (the interface to CUDA), `copying` (page-locked memory and the methods of copying),
-`lane` (one direction), `self_test` (which methods work), `engine`, `hardware` (the real device).
+`lane` (one direction), `engine` (and which methods work), `hardware` (the real device).
 """
 
 from tiercache.transfer.cuda.device import Card, CudaDevice, Method
