@@ -26,22 +26,7 @@ from tiercache.controller.restore import Sources
 from tiercache.threads import IoThreads
 
 __all__ = [
-    "WRITE_BACK",
-    "WRITE_CHANCE",
-    "WRITE_THROUGH",
-    "Admission",
-    "ControllerOptions",
-    "EngineFactory",
-    "HybridCacheController",
-    "IoThreads",
-    "Lookup",
-    "Parked",
-    "ParkedStatus",
-    "Poll",
-    "PrefetchTicket",
-    "Preview",
-    "RankGroup",
-    "ResumedAdmission",
-    "Sources",
-    "Status",
-]
+    "WRITE_BACK", "WRITE_CHANCE", "WRITE_THROUGH", "Admission", "ControllerOptions", "EngineFactory",
+    "HybridCacheController", "IoThreads", "Lookup", "Parked", "ParkedStatus", "Poll", "PrefetchTicket",
+    "Preview", "RankGroup", "ResumedAdmission", "Sources", "Status",
+]  # fmt: skip

@@ -3,8 +3,7 @@
 PENDING --(1)--> READY at a depth --(2)--> PENDING --(3)--> READY at a shallower depth, or FAILED
 
 (1) Storage has answered and all fetches have landed, or the deadline has ended the wait, or `start` was
-    called. The depth is frozen: it becomes the deepest depth that device and host can
-    restore.
+    called. The depth is frozen: it becomes the deepest depth that device and host can restore.
 (2) A layer fails to load.
 (3) The load of that layer has landed, so that no copy writes to its slots any more.
 """
@@ -120,12 +119,10 @@ class Admission:
             # A state that is loaded from host or storage needs a slot. So one more slot than asked for is
             # reserved, unless the restore uses a state on the device and nothing deeper can be fetched, or
             # the prompt is shorter than a page.
-            complete = (
-                shared is not None or not self._limit or (on_device and match.near_depth == self._limit)
-            )
-            self.slots = RequestSlots(
-                context, -(-tokens // context.page_size), resident, states, loads_state=not complete
-            )
+            is_whole = is_held and match.near_depth == self._limit
+            loads_state = shared is None and self._limit > 0 and not is_whole
+            pages = -(-tokens // context.page_size)
+            self.slots = RequestSlots(context, pages, resident, states, loads_state=loads_state)
         except BaseException:
             self._pin.release()
             raise
@@ -176,7 +173,7 @@ class Admission:
         if other requests use pages that this one has loaded for a depth that was not reached. The caller
         polls again when other requests have released slots, or releases this admission.
         """
-        self._require_open()
+        self.require_open()
         self._context.drain()
         ends = self._context.clock() >= self._deadline
         return self._proceed(freeze=ends, late=ends)
@@ -187,7 +184,7 @@ class Admission:
         Objects that are still on their way from storage land in the cache for later requests. The restore
         does not count as failed, because the caller chose not to wait.
         """
-        self._require_open()
+        self.require_open()
         self._context.drain()
         return self._proceed(freeze=True)
 
@@ -241,13 +238,12 @@ class Admission:
         Raises TransferError if the layer cannot be loaded. The caller then drops the output of its forward
         pass, and polls again. Raises InputError for a layer that no pool has.
         """
-        self._require_open()
+        self.require_open()
         if not self._frozen:
             raise AdmissionError("this admission is still pending; poll until it is ready, or call start()")
-        if not 0 <= layer < self._context.layers:
-            raise InputError(
-                f"there is no layer {layer}; the pools have layers 0 to {self._context.layers - 1}"
-            )
+        layers = self._context.layers
+        if not 0 <= layer < layers:
+            raise InputError(f"there is no layer {layer}; the pools have layers 0 to {layers - 1}")
         self._restore.wait_layer(layer, stream)
 
     def take_states(self) -> dict[PoolName, int]:
@@ -318,21 +314,19 @@ class Admission:
 
     def hand_over(self) -> tuple[dict[PoolName, Locations], list[Pin]]:
         """End the request, and return the slots and the pins that it leaves to the caller."""
-        self._require_open()
+        self.require_open()
         self.released = True
         self._prefetch.close()
         return self.slots.close(), [self._pin]
 
     def require_started(self) -> None:
         """Raise AdmissionError while PENDING, after a layer has failed, and after the release."""
-        self._require_open()
+        self.require_open()
         self._follow_loads()
         if self.status is Status.PENDING:
-            what = (
-                "lost a layer of its restore; drop what was computed from it and"
-                if self._restore.has_loads
-                else "is still pending;"
-            )
+            what = "is still pending;"
+            if self._restore.has_loads:
+                what = "lost a layer of its restore; drop what was computed from it and"
             raise AdmissionError(f"this admission {what} poll until it is ready, or call start()")
 
     def _begin_shared(self, node: Node) -> None:
@@ -347,7 +341,8 @@ class Admission:
         self._restore.note_fences()
         self.status = Status.READY
 
-    def _require_open(self) -> None:
+    def require_open(self) -> None:
+        """Raise AdmissionError after the release."""
         if self.released:
             raise AdmissionError(
                 "this admission was released already; release each admission once, as its last call"
@@ -365,12 +360,9 @@ class Admission:
         Without state pools, `depth` can lie inside an edge. The edge is then split there, so that this
         request does not pin the part behind `depth`. The parts merge again when the pin is released.
         """
-        node = self._context.index.node_at(match, depth)
-        return (
-            node
-            if node.end == depth
-            else self._context.index.extend_path(self.lookup.tokens, depth, self.lookup.extra)
-        )
+        index, lookup = self._context.index, self.lookup
+        node = index.node_at(match, depth)
+        return node if node.end == depth else index.extend_path(lookup.tokens, depth, lookup.extra)
 
     def _hold(self, node: Node, depth: int, *tiers: Tier, fence: Fence | None = None) -> None:
         """Pin pages [0, depth) in `tiers`, of which the device is one, and release the earlier pin.
@@ -420,15 +412,13 @@ class Admission:
         # Record the first of these reasons that explains why the depth is not deeper.
         if self._cut_short and late:
             self._fail(Reason.TIMEOUT)
-        elif (
-            self.reason is Reason.NONE
-            and self._context.reads.is_suspended
-            and self._prefetch.worthwhile_depth(match)
-        ):
+        elif self.reason is not Reason.NONE:
+            pass
+        elif self._context.reads.is_suspended and self._prefetch.worthwhile_depth(match):
             self._fail(Reason.UNAVAILABLE)
-        elif self.reason is Reason.NONE and self._prefetch.has_storage_lost_more(match.near_depth):
+        elif self._prefetch.has_storage_lost_more(match.near_depth):
             self._fail(Reason.ABSENT)
-        elif self.reason is Reason.NONE and self._prefetch.is_gain_too_small(match):
+        elif self._prefetch.is_gain_too_small(match):
             self.reason = Reason.NOT_WORTH
         # The prefetch ends before slots are allocated, because it pins a path. This path may have to be
         # evicted to make room for the slots.
@@ -526,19 +516,16 @@ class Admission:
         if self.lookup.query is not None or self._prefetch.rounds:
             outcome = "cut_short" if self._cut_short else "complete"
             self._context.metrics.increment("prefetches_total", "request", outcome)
-        storage_reason: Reason | None = self.lookup.unasked
+        reasons = {Tier.HOST: Reason.NOT_WORTH} if self._leaves_host else {}
         if self.lookup.query is not None:
             # If both this restore and the query failed, the failure of the restore counts.
-            storage_reason = self.reason if self.reason is not Reason.NONE else self.lookup.query.reason
-            if storage_reason is Reason.NONE and self._cut_short:
-                storage_reason = Reason.TIMEOUT  # the answer or the objects did not come in time
-        elif storage_reason is Reason.NONE and not self._prefetch.rounds:
-            storage_reason = None
-        held = self._pools_held(match)
-        tokens = len(self.lookup.tokens)
-        reasons = {Tier.HOST: Reason.NOT_WORTH} if self._leaves_host else {}
-        if storage_reason is not None:
-            reasons[Tier.STORAGE] = storage_reason
+            why = self.reason if self.reason is not Reason.NONE else self.lookup.query.reason
+            # The answer or the objects did not come in time.
+            is_late = why is Reason.NONE and self._cut_short
+            reasons[Tier.STORAGE] = Reason.TIMEOUT if is_late else why
+        elif self.lookup.unasked is not Reason.NONE or self._prefetch.rounds:
+            reasons[Tier.STORAGE] = self.lookup.unasked
+        held, tokens = self._pools_held(match), len(self.lookup.tokens)
         count_restore(self._context, self.sources, held, reasons, tokens, self.depth)
 
     def _pools_held(self, match: Match) -> dict[Tier, frozenset[PoolName]]:

@@ -17,6 +17,7 @@ from tiercache.pools import BlockArena, DevicePool, HostPool
 from tiercache.transfer import Fence
 
 _log = logging.getLogger(__name__)
+_Slots = Mapping[PoolName, Locations]
 
 
 class ObjectAllocator:
@@ -132,7 +133,7 @@ class Retired:
     """Slots and pins that are still used, but only by device work that was queued before `fence`."""
 
     fence: Fence
-    slots: Mapping[PoolName, Locations]
+    slots: _Slots
     pins: Sequence[Pin]
 
 
@@ -185,9 +186,7 @@ class DeviceWork:
         newest = max((int(self._last_use[pool][mine].max(initial=0)) for pool, mine in slots), default=0)
         return [fence for n, fence in self._pending.items() if n <= newest and not self._has_passed(fence)]
 
-    def retire(
-        self, slots: Mapping[PoolName, Locations], fence: Fence | None, pins: Sequence[Pin] = ()
-    ) -> None:
+    def retire(self, slots: _Slots, fence: Fence | None, pins: Sequence[Pin] = ()) -> None:
         """Free slots and release pins once the device has passed `fence`, or at once if `fence` is None."""
         if fence is not None and not self._has_passed(fence):
             self.retired.append(Retired(fence, slots, pins))

@@ -247,10 +247,9 @@ def split_pools(
     kinds: dict[HitPolicy, list[PoolName]] = {HitPolicy.ALL_PAGES: [], HitPolicy.TRAILING_PAGES: []}
     for name, pool in pools.items():
         geometry = pool.geometry
-        if geometry.pool is not name:
-            raise GeometryError(
-                f"the pool given as {name} is a {geometry.pool} pool; name each by its own kind"
-            )
+        kind = geometry.pool
+        if kind is not name:
+            raise GeometryError(f"the pool given as {name} is a {kind} pool; name each by its own kind")
         if geometry.page_size != identity.page_size:
             raise GeometryError(
                 f"pool {name} has pages of {geometry.page_size} tokens and the identity {identity.page_size};"

@@ -20,7 +20,7 @@ from tiercache.controller.options import WRITE_BACK, ControllerOptions
 from tiercache.controller.prefetch import PrefetchQueue, PrefetchTicket
 from tiercache.controller.ranks.base import RankFacts, RankGroup
 from tiercache.controller.ranks.group_admission import GroupAdmission
-from tiercache.controller.ranks.session import RankSession, join_ranks
+from tiercache.controller.ranks.session import join_ranks
 from tiercache.controller.residency_events import ResidencyEvents
 from tiercache.controller.retention import Hints, PrefixPins
 from tiercache.controller.store_calls import StoreCall
@@ -145,15 +145,10 @@ class HybridCacheController:
                 f"a shard is given for {', '.join(sorted(unknown))}, which is no pool here; the pools are"
                 f" {', '.join(host)}"
             )
-        facts = RankFacts(
-            size=1 if ranks is None else ranks.size,
-            page_size=identity.page_size,
-            namespace=namespace,
-            pools={
-                str(name): (shards.get(name) or Shard(), pool.geometry.fingerprint)
-                for name, pool in host.items()
-            },
-        )
+        size, page_size = 1 if ranks is None else ranks.size, identity.page_size
+        prints = {name: pool.geometry.fingerprint for name, pool in host.items()}
+        parts = {str(name): (shards.get(name) or Shard(), print_) for name, print_ in prints.items()}
+        facts = RankFacts(size, page_size, namespace, parts)
         self._session = join_ranks(ranks, facts, options.join_deadline)
         if storage is not None:
             self._hybrid = HybridStorage(storage, namespace=record)
@@ -161,7 +156,7 @@ class HybridCacheController:
                 self._hybrid.register_pool(pool, shards.get(name))
         self._context = ControllerContext(
             index=HybridIndex(
-                page_size=identity.page_size,
+                page_size=page_size,
                 namespace=namespace,
                 page_pools=page_pools,
                 state_pools=state_pools,
@@ -177,14 +172,17 @@ class HybridCacheController:
             storage=self._hybrid,
             metrics=Metrics(device_pools),
             options=options,
-            page_size=identity.page_size,
+            page_size=page_size,
             namespace=namespace,
             profile=profile,
             clock=clock,
             threads=threads,
         )
         if self._session is not None:
-            self._follow_session(self._session)
+            # Which pools this rank writes is the session's answer, and its messages end a wait.
+            writes, events = self._session.writes, self._context.events
+            self._context.elsewhere = frozenset(p for p in self._context.pools if str(p) not in writes)
+            self._session.wake = partial(events.post, lambda: None)
         self._values = Values(self._context)
         self._write_through = WriteThrough(self._context, self._values)
         self._write_back = WriteBack(self._context, self._write_through.write_unit)
@@ -199,12 +197,8 @@ class HybridCacheController:
         self._context.on_landed = self._retry_waiting
         self._admissions: set[Admission] = set()
         self._closed = self._drained = False
-        self._publisher = self._publish(options.events, shards)
-
-    @property
-    def publisher(self) -> EventPublisher | None:
+        self.publisher = self._publish(options.events, shards)
         """Publisher of KV events, with its addresses and figures; None without `events` of the options."""
-        return self._publisher
 
     @property
     def metrics(self) -> Metrics:
@@ -339,13 +333,10 @@ class HybridCacheController:
         if states < bool(self._context.index.state_pools):
             raise InputError(f"{states} states cannot be reserved; pass 1 or more, for the live state")
         wait = self._context.options.restore_deadline if deadline is None else deadline
-        admission = ResumedAdmission(
-            self._context, self._parking, found, count, states, self._context.clock() + wait
-        )
+        end = self._context.clock() + wait
+        admission = ResumedAdmission(self._context, self._parking, found, count, states, end)
         self._admissions.add(admission)
-        with suppress(
-            PoolFullError
-        ):  # what was parked is lost, and computing it needs more slots; a poll says so
+        with suppress(PoolFullError):  # what was parked is lost, and there are too few slots to compute it
             admission.poll()
         return admission
 
@@ -530,9 +521,8 @@ class HybridCacheController:
         if not self._draining.drain_all(timeout):
             _log.warning("not all objects reached storage within %g s", timeout)
             return False
-        if self._backend is not None and not self._draining.within(
-            end - time.monotonic(), self._backend.flush
-        ):
+        left = end - time.monotonic()
+        if self._backend is not None and not self._draining.within(left, self._backend.flush):
             _log.warning("storage did not flush within %g s", timeout)
             return False
         is_whole, self._context.gave_up = not self._draining.lacks_objects, False
@@ -569,8 +559,8 @@ class HybridCacheController:
             _log.warning("some objects that were committed since the last flush did not reach storage")
         self._closed = True
         self._post_residency()
-        if self._publisher is not None:
-            self._publisher.close()
+        if self.publisher is not None:
+            self.publisher.close()
         # Each part is closed before the parts that it uses: first the threads that call the store, then the
         # transfer engine, then the store, and last the arena, in whose memory all others work.
         idle = [
@@ -644,13 +634,6 @@ class HybridCacheController:
             context.metrics.tell(name, partial(publisher.figure, name))
         return publisher
 
-    def _follow_session(self, session: RankSession) -> None:
-        """Take from the session which pools this rank writes, and let its messages end a wait."""
-        self._context.elsewhere = frozenset(
-            pool for pool in self._context.pools if str(pool) not in session.writes
-        )
-        session.wake = partial(self._context.events.post, lambda: None)
-
     def _require_single(self, call: str) -> None:
         if self._session is not None:
             raise AdmissionError(
@@ -659,10 +642,7 @@ class HybridCacheController:
             )
 
     def _require_mine(self, admission: Admission) -> None:
-        if admission.released:
-            raise AdmissionError(
-                "this admission was released already; release each admission once, as its last call"
-            )
+        admission.require_open()
         if admission not in self._admissions:
             raise AdmissionError("this admission belongs to another controller; use the one that made it")
 

@@ -141,9 +141,8 @@ class Speeds:
         read, load = read or 0.0, load or 0.0
         longest = np.maximum(reads / self._readers, np.minimum(reads, part))
         restore = np.maximum(longest * read, loads * load)
-        gained: npt.NDArray[np.float64] = (
-            self._profile.flops(start, ends) * prefill + load_before * load - restore
-        )
+        saved = self._profile.flops(start, ends) * prefill
+        gained: npt.NDArray[np.float64] = saved + load_before * load - restore
         return gained
 
 

@@ -137,12 +137,11 @@ class InFlightTable:
         """Whether an operation has ended since the controller last cleared this flag."""
         self.fetching, self.writing, self.copying = (BlockBudget(budget) for _ in range(3))
         self._metrics = metrics
-        sizes = {Tier.DEVICE: dict(slots), Tier.HOST: dict.fromkeys(host_pools, blocks)}
-        self._claims = {
-            (tier, p): np.zeros(n, np.int64) for tier, pools in sizes.items() for p, n in pools.items()
-        }
+        places = {(Tier.DEVICE, pool): count for pool, count in slots.items()}
+        places |= {(Tier.HOST, pool): blocks for pool in host_pools}
+        self._claims = {place: np.zeros(count, np.int64) for place, count in places.items()}
         """For each slot or host object, the key in `operations` of the operation that fills it, or 0."""
-        self.storing: dict[PoolName, Mask] = {p: np.zeros(n, np.bool_) for p, n in sizes[Tier.HOST].items()}
+        self.storing: dict[PoolName, Mask] = {pool: np.zeros(blocks, np.bool_) for pool in host_pools}
         """Mask of the host objects that a write to storage is reading, by pool.
 
         A second commit does not write these objects again.

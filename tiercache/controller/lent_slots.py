@@ -166,14 +166,17 @@ class LentSlots:
     @property
     def copies(self) -> int:
         """Number of copies from and to the device that have not ended, and hold slots."""
-        operations = self._context.in_flight.operations.values()
-        return sum(isinstance(o, Load) or (isinstance(o, Write) and o.is_copying) for o in operations)
+        return self._context.in_flight.count("load") + self._saves
 
     @property
     def is_saving(self) -> bool:
         """Whether a copy from the device has not ended."""
+        return self._saves > 0
+
+    @property
+    def _saves(self) -> int:
         operations = self._context.in_flight.operations.values()
-        return any(isinstance(o, Write) and o.is_copying for o in operations)
+        return sum(isinstance(o, Write) and o.is_copying for o in operations)
 
     def device_depth(self, match: Match) -> int:
         """Return the deepest depth, in pages, that the device restores alone."""
@@ -208,9 +211,8 @@ class LentSlots:
             located = index.locations(node, depth)
             masks = {pool: at.device == ABSENT for pool, at in located.pages.items()}
             lacking = [pool for pool, one in located.states.items() if depth and one.device == ABSENT]
-            need = {pool: int(np.count_nonzero(mask)) for pool, mask in masks.items()} | dict.fromkeys(
-                lacking, 1
-            )
+            need = {pool: int(np.count_nonzero(mask)) for pool, mask in masks.items()}
+            need |= dict.fromkeys(lacking, 1)
             if given is None:
                 given = context.allocator.take_device(need)
             elif any(len(given.get(pool, ())) != count for pool, count in need.items()):
@@ -224,11 +226,8 @@ class LentSlots:
                 for pool, mask in masks.items()
                 for run in gather_runs(pool, node, 0, located.pages[pool].host, mask, given[pool])
             ]
-            last_page = Span(node, depth - 1, depth)
-            runs += [
-                PageRun(pool, last_page, np.array([located.states[pool].host]), given[pool])
-                for pool in lacking
-            ]
+            last, states = Span(node, depth - 1, depth), located.states
+            runs += [PageRun(pool, last, np.array([states[pool].host]), given[pool]) for pool in lacking]
             if runs:
                 pin = index.pin(node, Tier.DEVICE, Tier.HOST)
                 loads.add(Load(context, runs, [pin], context.allocator.free_device))

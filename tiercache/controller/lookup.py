@@ -78,24 +78,15 @@ class StorageQuery:
         assert context.storage is not None
         probe = partial(context.storage.probe, context.pools[0], bytes(KEY_BYTES), read=False)
         context.in_flight.begin(self)
-        context.queries.submit(
-            StoreCall(
-                self._background_query,
-                landed=self._land,
-                lost=self._lose,
-                probe=probe,
-                codes=self._codes(full_pages(len(tokens), context.page_size)),
-            )
-        )
+        codes = self._codes(full_pages(len(tokens), context.page_size))
+        call = StoreCall(self._background_query, self._land, self._lose, probe=probe, codes=codes)
+        context.queries.submit(call)
 
     def _background_query(self) -> tuple[PoolTransferResult | None, Reason]:
         context = self._context
         keys = page_keys(context.namespace, self._tokens, context.page_size, extra=self._extra)
-        geometries = {pool: context.host[pool].geometry for pool in context.pools}
-        transfers = [
-            PoolTransfer(pool, hit_policy=geometry.hit_policy, trailing=geometry.trailing)
-            for pool, geometry in geometries.items()
-        ]
+        shapes = [(pool, context.host[pool].geometry) for pool in context.pools]
+        transfers = [PoolTransfer(p, hit_policy=g.hit_policy, trailing=g.trailing) for p, g in shapes]
         result = context.call_storage(
             lambda storage: storage.batch_exists_v2(keys, transfers, self._near_pages), None, "asking storage"
         )
@@ -108,10 +99,8 @@ class StorageQuery:
             if (answer := codes.unpack(found)) is None:
                 return None, Reason.IO_ERROR
             present = {pool: np.array(there, np.bool_) for pool, there in answer[0].items()}
-            presence = {
-                pool: PoolPresence(context.host[pool].geometry.hit_policy, there)
-                for pool, there in present.items()
-            }
+            policies = {pool: context.host[pool].geometry.hit_policy for pool in present}
+            presence = {pool: PoolPresence(policies[pool], there) for pool, there in present.items()}
             result = restorable_prefixes(presence, PoolName.KV if context.index.page_pools else None)
             return replace(result, present=present, reason=answer[1]), answer[1]
 
@@ -163,9 +152,8 @@ def look_up(
         return Lookup(tokens, extra, match, near_tokens, unasked=Reason.UNAVAILABLE)
     if context.in_flight.count("query") >= _MAX_QUERIES:
         return Lookup(tokens, extra, match, near_tokens, unasked=Reason.BUSY)
-    query = StorageQuery(
-        context, tokens[: limit * context.page_size], extra, near_runs(context, match, limit)[1]
-    )
+    _, near_pages = near_runs(context, match, limit)
+    query = StorageQuery(context, tokens[: limit * context.page_size], extra, near_pages)
     return Lookup(tokens, extra, match, near_tokens, query)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -55,18 +55,6 @@ class PageRun:
         """Return this run as transfer units."""
         return CacheTransferUnits(self.pool, self.sources, self.destinations)
 
-    def reserve(self, index: HybridIndex, tier: Tier) -> None:
-        """Mark the destinations as pending in `tier`."""
-        index.residency.reserve(self.span, self.pool, tier, self.destinations)
-
-    def publish(self, index: HybridIndex, tier: Tier) -> None:
-        """Mark the destinations as filled: the bytes have arrived in `tier`."""
-        index.residency.publish(self.span, self.pool, tier, self.destinations)
-
-    def cancel(self, index: HybridIndex, tier: Tier) -> None:
-        """Undo `reserve`, because the bytes will not arrive. The caller owns the destinations again."""
-        index.residency.cancel(self.span, self.pool, tier, self.destinations)
-
     def note_stored(self, index: HybridIndex, stored: bool) -> None:
         """Record in the index whether the store has these objects, as `stored` says."""
         note = index.residency.mark_stored if stored else index.residency.forget_stored
@@ -85,13 +73,8 @@ class PageRun:
         end = min(end, len(self.sources))
         if not start and end == len(self.sources):
             return self
-        at = self.span
-        return PageRun(
-            self.pool,
-            Span(at.node, at.start + start, at.start + end),
-            self.sources[start:end],
-            self.destinations[start:end],
-        )
+        span = Span(self.span.node, self.span.start + start, self.span.start + end)
+        return PageRun(self.pool, span, self.sources[start:end], self.destinations[start:end])
 
     def cut(self, flags: Mask) -> list[tuple[PageRun, bool]]:
         """Cut this run where `flags` (one flag per object) changes; return each part with its flag."""
@@ -135,6 +118,26 @@ def gather_runs(
     ]
 
 
+def set_of(
+    context: ControllerContext,
+    pool: PoolName,
+    keys: Sequence[bytes] | Mapping[int, bytes],
+    pages: Sequence[int],
+    handles: Locations,
+    values: Sequence[float | None],
+) -> PoolTransfer:
+    """Return the write to storage of the objects of these pages, with the page before each as its parent."""
+    return PoolTransfer(
+        pool,
+        keys=[keys[i] for i in pages],
+        handles=handles,
+        hit_policy=context.host[pool].geometry.hit_policy,
+        depths=[i + 1 for i in pages],
+        parents=[keys[i - 1] if i else b"" for i in pages],
+        values=values,
+    )
+
+
 class Operation:
     """Base class of `Fetch`, `Load` and `Write`.
 
@@ -161,18 +164,19 @@ class Operation:
         self._context.in_flight.end(self)
 
     def _reserve(self) -> None:
+        residency, tier = self._context.index.residency, self.destination
         for run in self.runs:
-            run.reserve(self._context.index, self.destination)
-            self._context.in_flight.claim(self, self.destination, run.pool, run.destinations)
+            residency.reserve(run.span, run.pool, tier, run.destinations)
+            self._context.in_flight.claim(self, tier, run.pool, run.destinations)
 
     def _publish(self, run: PageRun) -> None:
         self._context.in_flight.unclaim(self.destination, run.pool, run.destinations)
-        run.publish(self._context.index, self.destination)
+        self._context.index.residency.publish(run.span, run.pool, self.destination, run.destinations)
 
     def _cancel(self, run: PageRun) -> None:
         """Undo the reservation of one run. The operation must free the run's destinations afterwards."""
         self._context.in_flight.unclaim(self.destination, run.pool, run.destinations)
-        run.cancel(self._context.index, self.destination)
+        self._context.index.residency.cancel(run.span, run.pool, self.destination, run.destinations)
 
 
 class Load(Operation):
@@ -346,12 +350,9 @@ class Fetch(Operation):
             self._context.in_flight.quarantined[part.pool] += len(keys)
         else:
             self._release(part, quarantined=False)
-        if (
-            reason is Reason.NONE
-        ):  # cancelled: the objects are still in storage, and another fetch may want them
-            self._context.metrics.increment(
-                "prefetch_aborted_bytes_total", by=len(keys) * self._context.host[part.pool].geometry.nbytes
-            )
+        if reason is Reason.NONE:  # cancelled: storage has the objects, and another fetch may want them
+            nbytes = len(keys) * self._context.host[part.pool].geometry.nbytes
+            self._context.metrics.increment("prefetch_aborted_bytes_total", by=nbytes)
         else:
             self.failed |= {(part.pool, key): reason for key in keys}
         self._end_part()

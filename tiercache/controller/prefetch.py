@@ -175,11 +175,8 @@ class Prefetch:
     def restorable(self, match: Match, beyond: int) -> Collection[int]:
         """Return the depths, in pages, above `beyond` that may be restored with the help of storage."""
         query = self._lookup.query
-        if (
-            self._context.storage is None
-            or self.rounds == _MAX_ROUNDS
-            or (query is not None and is_outage(query.reason))
-        ):
+        is_out = query is not None and is_outage(query.reason)
+        if is_out or self._context.storage is None or self.rounds == _MAX_ROUNDS:
             return ()
         # Depths that the index or the answer of storage names as restorable, if the host has room for them.
         known = {*match.restorable, match.depth}
@@ -236,21 +233,18 @@ class Prefetch:
             absent[pool][-1] = one.device < 0 and one.host == ABSENT
             self.fetched[pool][depth - 1] |= one.device < 0 and one.host < 0
         if not to_device:
-            context.allocator.require_host(
-                sum(context.allocator.blocks_of(p, int(mask.sum())) for p, mask in absent.items())
-            )
+            blocks_of = context.allocator.blocks_of
+            context.allocator.require_host(sum(blocks_of(p, int(m.sum())) for p, m in absent.items()))
         fetch = self._fetch(node, absent, share)
         self._fetching = {o for o in waiting if isinstance(o, Fetch)} | ({fetch} if fetch else set())
         for each in self._fetching:
             each.join(self)
-        if (
-            not self._fetching
-            and any(mask.any() for mask in absent.values())
-            and not context.in_flight.count("fetch")
-        ):
+        if self._fetching:
+            return Step.BEGUN
+        if any(mask.any() for mask in absent.values()) and not context.in_flight.count("fetch"):
             # No fetch is under way that could give blocks back later.
             raise PoolFullError("reads that hang hold every block that fetches may have")
-        return Step.BEGUN if self._fetching else Step.LATER
+        return Step.LATER
 
     def _fetch(self, node: Node, absent: dict[PoolName, Mask], share: int) -> Fetch | None:
         """Fetch the first absent objects, as many as fetches may hold. The state at the end comes last.
@@ -380,12 +374,10 @@ class PrefetchQueue:
 
     def add(self, tokens: TokenArray, extra: bytes) -> PrefetchTicket:
         """Queue a prefetch of the whole pages of `tokens`; return it, refused if too many are waiting."""
-        self._forget_done()
+        self._tickets = deque(ticket for ticket in self._tickets if not ticket.done)
         ticket = PrefetchTicket(self._context, tokens, extra)
-        if (
-            len(self._tickets) >= _MAX_WAITING
-            or sum(other.length for other in self._tickets) + len(tokens) > _MAX_TOKENS
-        ):
+        total = sum(other.length for other in self._tickets) + len(tokens)
+        if len(self._tickets) >= _MAX_WAITING or total > _MAX_TOKENS:
             ticket.refuse()
         else:
             self._tickets.append(ticket)
@@ -407,6 +399,3 @@ class PrefetchQueue:
         for ticket in self._tickets:
             ticket.cancel()
         self._tickets.clear()
-
-    def _forget_done(self) -> None:
-        self._tickets = deque(ticket for ticket in self._tickets if not ticket.done)

@@ -38,12 +38,11 @@ class RequestSlots:
         Raises PoolFullError, with nothing changed, if there are too few slots.
         """
         self._context = context
-        self._total = pages
-        """Number of pages that the slot table covers."""
+        self.pages = pages
+        """Number of pages that the admission covers; without page pools they take no slots."""
         self._open = True
-        need = {p: pages - resident[p] for p in context.index.page_pools} | dict.fromkeys(
-            context.index.state_pools, states + loads_state
-        )
+        need = {p: pages - resident[p] for p in context.index.page_pools}
+        need |= dict.fromkeys(context.index.state_pools, states + loads_state)
         self._states = states
         taken = context.allocator.take_device(need)
         self.table: dict[PoolName, Locations] = {p: np.empty(0, np.int64) for p in context.index.page_pools}
@@ -57,11 +56,6 @@ class RequestSlots:
         self._has_table = False
         self._handed_out: dict[PoolName, set[int]] = {p: set() for p in context.index.state_pools}
         """State slots that the engine has taken and that are not committed yet."""
-
-    @property
-    def pages(self) -> int:
-        """Number of pages that the admission covers; without page pools they take no slots."""
-        return self._total
 
     def unused(self, pool: PoolName) -> int:
         """Return how many slots of `pool` a load may take before there is a slot table.
@@ -91,7 +85,7 @@ class RequestSlots:
         #   own        |  -    -    -    -  |  x    x   x  |   this request computes into these slots
         # More slots to take = pages to load + pages behind the depth - slots that this request has.
         more = {
-            p: int((at.device == ABSENT).sum()) + self._total - len(at.device) - len(self._mine(p))
+            p: int((at.device == ABSENT).sum()) + self.pages - len(at.device) - len(self._mine(p))
             for p, at in located.pages.items()
         }
         if not self._has_table:
@@ -108,7 +102,7 @@ class RequestSlots:
             mine = np.concatenate([self._mine(pool), taken[pool]])
             depth = len(at.device)
             need[pool] = at.device == ABSENT
-            table, mask = np.empty(self._total, np.int64), np.ones(self._total, np.bool_)
+            table, mask = np.empty(self.pages, np.int64), np.ones(self.pages, np.bool_)
             table[:depth] = np.where(at.device < ABSENT, pending(at.device), at.device)
             mask[:depth] = need[pool]
             count = int(np.count_nonzero(mask))
@@ -149,16 +143,15 @@ class RequestSlots:
 
         Raises PoolFullError, with nothing changed, if there are too few slots.
         """
-        more = max(0, pages - self._total)
-        taken = self._context.allocator.take_device(
-            dict.fromkeys(self.table, more) | dict.fromkeys(self._spare, states)
-        )
+        more = max(0, pages - self.pages)
+        need = dict.fromkeys(self.table, more) | dict.fromkeys(self._spare, states)
+        taken = self._context.allocator.take_device(need)
         for pool in self.table:
             self.table[pool] = np.concatenate([self.table[pool], taken[pool]])
             self.own[pool] = np.concatenate([self.own[pool], np.ones(more, np.bool_)])
         for pool, spare in self._spare.items():
             spare += taken[pool].tolist()
-        self._total += more
+        self.pages += more
 
     def give_state(self, pool: PoolName) -> int:
         """Hand one spare state slot of `pool` to the index."""
@@ -193,10 +186,9 @@ class RequestSlots:
         """
         seen: set[tuple[PoolName, int]] = set()
         for slots in states:
-            if set(slots) != set(self._spare):
-                raise SlotError(
-                    f"a state needs a slot of each of {sorted(self._spare)}, not of {sorted(slots)}"
-                )
+            needed, given = sorted(self._spare), sorted(slots)
+            if needed != given:
+                raise SlotError(f"a state needs a slot of each of {needed}, not of {given}")
             for pool, slot in slots.items():
                 if slot not in self._handed_out[pool] or (pool, slot) in seen:
                     raise SlotError(
@@ -207,9 +199,9 @@ class RequestSlots:
 
     def check_pages(self, full: int) -> None:
         """Raise SlotError unless the table has `full` pages."""
-        if full > self._total:
+        if full > self.pages:
             raise SlotError(
-                f"the tokens fill more than the {self._total} pages of this admission; extend it before"
+                f"the tokens fill more than the {self.pages} pages of this admission; extend it before"
                 " computing them"
             )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
@@ -97,9 +98,8 @@ class DeviceRestore:
             for pool, one in located.states.items()
             if one.device == ABSENT and one.host >= 0 and self._slots.unused(pool)
         }
-        objects = {pool: int(np.count_nonzero(mask)) for pool, mask in wanted.items()} | dict.fromkeys(
-            states, 1
-        )
+        objects = {pool: int(np.count_nonzero(mask)) for pool, mask in wanted.items()}
+        objects |= dict.fromkeys(states, 1)
         nbytes = sum(count * context.host[pool].geometry.nbytes for pool, count in objects.items())
         if nbytes < least:
             return
@@ -116,9 +116,8 @@ class DeviceRestore:
         """Load the pages in `need` and the state at `depth`, and join the loads of other requests."""
         runs = list[PageRun]()
         # If another request is loading a page, this request only waits for that load.
-        self._loads = {
-            load for pool, at in located.pages.items() for load in filling(self._context, pool, at.device)
-        }
+        filled = (filling(self._context, pool, at.device) for pool, at in located.pages.items())
+        self._loads = {*chain.from_iterable(filled)}
         for pool, mask in need.items():
             slots = self._slots.table[pool][:depth][mask]
             runs += gather_runs(pool, node, 0, located.pages[pool].host, mask, slots)
@@ -242,9 +241,8 @@ def count_restore(
     metrics = context.metrics
     # The host was consulted unless the device had all pages that a prompt may restore. These are the whole
     # pages of the first `tokens` - 1 tokens, because at least one token is computed.
-    below_device = (
-        restored < tokens - 1 - (tokens - 1) % context.page_size or sources.slowest() is not Tier.DEVICE
-    )
+    most = (tokens - 1) // context.page_size * context.page_size
+    below_device = restored < most or sources.slowest() is not Tier.DEVICE
     for tier in Tier:
         if (tier is Tier.STORAGE and tier not in reasons) or (tier is Tier.HOST and not below_device):
             continue
@@ -252,18 +250,15 @@ def count_restore(
             count = sources.objects.get((tier, pool), 0)
             if count:
                 result, reason = HIT, Reason.NONE
+                nbytes = count * context.host[pool].geometry.nbytes
                 metrics.increment("restored_objects_total", str(tier), pool, by=count)
-                metrics.increment(
-                    "restored_bytes_total", str(tier), pool, by=count * context.host[pool].geometry.nbytes
-                )
+                metrics.increment("restored_bytes_total", str(tier), pool, by=nbytes)
                 metrics.set("tier_last_read_seconds", str(tier), to=time.time())
             elif reasons.get(tier, Reason.NONE) is not Reason.NONE:
                 result, reason = MISS, reasons[tier]
             else:
-                result, reason = (
-                    MISS,
-                    Reason.PARTIAL_POOLS if pool in held.get(tier, frozenset()) else Reason.ABSENT,
-                )
+                is_held = pool in held.get(tier, frozenset())
+                result, reason = MISS, Reason.PARTIAL_POOLS if is_held else Reason.ABSENT
             metrics.increment("lookups_total", str(tier), pool, result, reason)
     metrics.increment("tokens_total", "restored", by=restored)
     metrics.increment("tokens_total", "computed", by=tokens - restored)

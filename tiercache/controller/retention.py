@@ -125,9 +125,8 @@ class PrefixPins:
         index = self._context.index
         pages = full_pages(len(tokens), self._context.page_size)
         if not index.match(tokens, extra, limit=pages).path_depth:
-            raise InputError(
-                f"the cache knows nothing of these {len(tokens)} tokens; serve or prefetch them first"
-            )
+            count = len(tokens)
+            raise InputError(f"the cache knows nothing of these {count} tokens; serve or prefetch them first")
         if len(self._by_key) >= _MAX_PINS:
             self._count("refused")
             raise AdmissionError(

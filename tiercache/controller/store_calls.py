@@ -168,13 +168,9 @@ class StoreCalls:
     def watch(self) -> None:
         """End calls that have run too long as lost, and begin the next trial if it is due."""
         if self._running:
-            now = self._clock()
+            latest = self._clock() - self._deadline
             with self._lock:
-                late = [
-                    call
-                    for call in self._running
-                    if call.begun is not None and now - call.begun >= self._deadline
-                ]
+                late = [call for call in self._running if call.begun is not None and call.begun <= latest]
             for call in late:
                 self._lose(call)
         if self.is_suspended:

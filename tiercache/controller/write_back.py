@@ -167,11 +167,9 @@ def _is_unwritten(node: Node) -> bool:
 class Draining:
     """Waits for operations, and says whether storage lacks something."""
 
-    def __init__(
-        self, context: ControllerContext, write_through: WriteThrough, write_back: WriteBack
-    ) -> None:
+    def __init__(self, context: ControllerContext, through: WriteThrough, back: WriteBack) -> None:
         self._context = context
-        self._write_through, self._write_back = write_through, write_back
+        self._write_through, self._write_back = through, back
         self._hanging: threading.Thread | None = None
 
     @property

@@ -85,15 +85,14 @@ class _Plan:
         #                                         a fetch or a copy has brought it to the host
         #   in no tier                            `gone`: counted, and left out
         # An object that another write is storing is in none of these masks.
+        to_storage &= context.storage is not None
         costs = np.zeros(2 * depth + 1, np.int64)
         for pool, where in self._located.items():
             lacking = ~where.stored
             storing = context.in_flight.storing[pool]
             away = lacking & (where.host == ABSENT)
             self._copies[pool] = away & (where.device >= 0)
-            self._held[pool] = held = (
-                lacking & (where.host >= 0) & (to_storage and context.storage is not None)
-            )
+            self._held[pool] = held = lacking & (where.host >= 0) & to_storage
             held[held] = ~storing[where.host[held]]
             self._arriving[pool] = arriving = lacking & (where.host < ABSENT)
             if arriving.any():
@@ -101,9 +100,8 @@ class _Plan:
                 arriving[arriving] = ~storing[pending(where.host[arriving])]
                 if arriving.any():
                     self._end = min(self._end, 2 * int(arriving.argmax()) + self._is_state(pool))
-            self.gone[pool] += int(
-                np.count_nonzero((away & (where.device == ABSENT))[self._places(pool, at)])
-            )
+            gone = (away & (where.device == ABSENT))[self._places(pool, at)]
+            self.gone[pool] += int(np.count_nonzero(gone))
             here = costs[1 + self._is_state(pool) :: 2]
             here += (self._copies[pool] | held) * context.allocator.blocks_of(pool, 1)
         costs[: at + 1] = 0
@@ -128,9 +126,8 @@ class _Plan:
                 continue
             for number, pool in enumerate(index.state_pools):
                 at = located[pool]
-                at.device[end - 1], at.host[end - 1] = (
-                    node.state(tier, number) for tier in (Tier.DEVICE, Tier.HOST)
-                )
+                at.device[end - 1] = node.state(Tier.DEVICE, number)
+                at.host[end - 1] = node.state(Tier.HOST, number)
                 at.stored[end - 1] = node.state(Tier.STORAGE, number) != ABSENT
         return located
 
@@ -186,9 +183,8 @@ class _Plan:
         while self._costs[self._end] > self._costs[self.at]:
             done = self._costs[self.at]
             # Take as many positions as fit into `limit` and into the blocks that writes may still hold.
-            end = min(
-                self._end, int(np.searchsorted(self._costs, done + min(share.left, limit), "right")) - 1
-            )
+            fitting = np.searchsorted(self._costs, done + min(share.left, limit), "right")
+            end = min(self._end, int(fitting) - 1)
             if self._costs[end] == done:
                 break
             try:
@@ -244,15 +240,8 @@ class _Plan:
             gather = partial(gather_runs, pool, self._node, here.start, are_states=self._is_state(pool))
             copied += gather(at.device[here], copies[pool], handles[pool])
             stored += gather(at.host[here], held[pool])
-        Write(
-            context,
-            copied,
-            [] if host_only else stored,
-            chain,
-            device_pins=device_pins,
-            host_pins=host_pins,
-            host_only=host_only,
-        )
+        stored = [] if host_only else stored
+        Write(context, copied, stored, chain, device_pins, host_pins, host_only=host_only)
         return not kept
 
 

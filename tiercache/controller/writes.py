@@ -15,10 +15,10 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from tiercache.controller.context import ControllerContext
-from tiercache.controller.operations import Operation, PageRun
+from tiercache.controller.operations import Operation, PageRun, set_of
 from tiercache.controller.ranks.landings import Codes, Landing, outcome_codes
 from tiercache.controller.store_calls import TAKEN, StoreCall
-from tiercache.core import HitPolicy, Outcome, PoolName, PoolTransfer, Reason, Tier
+from tiercache.core import Outcome, PoolName, PoolTransfer, Reason, Tier
 from tiercache.errors import TransferError
 from tiercache.index import Pin
 from tiercache.storage.hybrid import HybridStorage
@@ -133,9 +133,9 @@ class Write(Operation):
         runs: Sequence[PageRun],
         held: Sequence[PageRun],
         chain: Chain,
-        *,
         device_pins: Iterable[Pin],
         host_pins: Iterable[Pin],
+        *,
         host_only: bool = False,
     ) -> None:
         self._device_pins = list(device_pins)
@@ -144,9 +144,8 @@ class Write(Operation):
         self._share = context.in_flight.copying if host_only else context.in_flight.writing
         self._share.take(self._blocks)
         self._chain = chain
-        self._pauses: Iterator[float] = (
-            _FIRST_PAUSE_S * _PAUSE_GROWTH**i for i in range(context.options.write_retries)
-        )
+        retries = range(context.options.write_retries)
+        self._pauses: Iterator[float] = (_FIRST_PAUSE_S * _PAUSE_GROWTH**i for i in retries)
         self._is_lost = False
         """Whether a call hung, and the objects were given up."""
         self._refused: list[PageRun] = []
@@ -212,17 +211,12 @@ class Write(Operation):
             self._is_called = True
         taken = self._take() if self._agrees else []
         runs = [run for piece in taken for run in piece.stored]
-        self._context.writes.submit(
-            StoreCall(
-                partial(self._background_store, taken),
-                landed=self._land_stored,
-                lost=self._lose,
-                late=self._land_stored,
-                patient=True,
-                codes=_codes(taken, runs),
-                is_held=lambda: self._context.is_quarantined((run.pool, run.destinations) for run in runs),
-            )
-        )
+        call = StoreCall(
+            partial(self._background_store, taken), self._land_stored, self._lose, self._land_stored,
+            codes=_codes(taken, runs), patient=True,
+            is_held=lambda: self._context.is_quarantined((run.pool, run.destinations) for run in runs),
+        )  # fmt: skip
+        self._context.writes.submit(call)
 
     def _land_copied(self, piece: Piece, is_stored: bool, error: TransferError | None) -> None:
         if error is not None:
@@ -258,7 +252,10 @@ class Write(Operation):
         pieces = taken or self._take()
         while pieces:
             runs = [run for piece in pieces for run in piece.stored]
-            outcomes = self._store(runs) if is_well else _errors(runs)
+            outcomes = _errors(runs)
+            if is_well:
+                offer = partial(self._offer, runs)
+                outcomes = self._context.call_storage(offer, outcomes, "writing to storage")
             is_well = _is_well(outcomes)
             for run, results in zip(runs, outcomes, strict=True):
                 if not self._is_state(run):
@@ -281,17 +278,12 @@ class Write(Operation):
             self._is_called = bool(taken)
         return taken
 
-    def _store(self, runs: Sequence[PageRun]) -> list[Sequence[Outcome]]:
+    def _offer(self, runs: Sequence[PageRun], storage: HybridStorage) -> list[Sequence[Outcome]]:
         """Offer all objects in one call, so that storage can write each state after its pages.
 
         Returns the outcomes of each run, one outcome per object. A state that is held back has the outcome
         THROTTLED, so that it is offered again.
         """
-        return self._context.call_storage(
-            lambda storage: self._offer(storage, runs), _errors(runs), "writing to storage"
-        )
-
-    def _offer(self, storage: HybridStorage, runs: Sequence[PageRun]) -> list[Sequence[Outcome]]:
         outcomes: list[Sequence[Outcome]] = [[Outcome.THROTTLED] * len(run.destinations) for run in runs]
         for i, run in enumerate(runs):
             if run.pool in self._context.elsewhere:
@@ -324,25 +316,22 @@ class Write(Operation):
 
     def _lacking_elsewhere(self, runs: Sequence[PageRun], outcomes: Sequence[Sequence[Outcome]]) -> float:
         """Return the first page that another rank has not written yet; infinity if there is none."""
-        return min(
-            (
-                run.span.start + place
-                for run, results in zip(runs, outcomes, strict=True)
-                if run.pool in self._context.elsewhere and not self._is_state(run)
-                for place, outcome in enumerate(results)
-                if outcome not in TAKEN
-            ),
-            default=math.inf,
+        lacking = (
+            run.span.start + place
+            for run, results in zip(runs, outcomes, strict=True)
+            if run.pool in self._context.elsewhere and not self._is_state(run)
+            for place, outcome in enumerate(results)
+            if outcome not in TAKEN
         )
+        return min(lacking, default=math.inf)
 
     def _is_state(self, run: PageRun) -> bool:
         return run.pool in self._context.index.state_pools
 
     def _can_follow_its_pages(self, state: PageRun, runs: Sequence[PageRun]) -> bool:
         """Return whether each refused page up to the end of this state is among `runs`, offered again."""
-        with_it = {
-            page for run in runs if not self._is_state(run) for page in range(run.span.start, run.span.end)
-        }
+        spans = [run.span for run in runs if not self._is_state(run)]
+        with_it = {page for span in spans for page in range(span.start, span.end)}
         # The loop runs over a copy of `refused`, because another write thread may change the set meanwhile.
         return not any(page <= state.span.start and page not in with_it for page in list(self._chain.refused))
 
@@ -352,18 +341,9 @@ class Write(Operation):
         for pool in dict.fromkeys(p.pool for p in offered):
             runs = [p for p in offered if p.pool is pool]
             at = np.concatenate([np.arange(p.span.start, p.span.end) for p in runs]).tolist()
-            values = self._chain.values.get(pool, {})
-            transfers.append(
-                PoolTransfer(
-                    pool,
-                    keys=[keys[i] for i in at],
-                    handles=np.concatenate([p.destinations for p in runs]),
-                    hit_policy=HitPolicy.TRAILING_PAGES if self._is_state(runs[0]) else HitPolicy.ALL_PAGES,
-                    depths=[i + 1 for i in at],
-                    parents=[keys[i - 1] if i else b"" for i in at],
-                    values=[values.get(keys[i]) for i in at],
-                )
-            )
+            handles, known = np.concatenate([p.destinations for p in runs]), self._chain.values.get(pool, {})
+            values = [known.get(keys[i]) for i in at]
+            transfers.append(set_of(self._context, pool, keys, at, handles, values))
         return transfers
 
     def _land_stored(self, answer: _Answer) -> bool:
@@ -447,9 +427,8 @@ class Write(Operation):
 
     def _give_up(self, run: PageRun, reason: str) -> None:
         if not self._is_lost:  # after a hang, everything was given up already
-            self._context.give_up(
-                run.pool, reason, len(run.destinations), final=not self._chain.stays_on_host
-            )
+            is_final, count = not self._chain.stays_on_host, len(run.destinations)
+            self._context.give_up(run.pool, reason, count, final=is_final)
 
     def _mark_storing(self, runs: Iterable[PageRun], storing: bool) -> None:
         for run in runs:

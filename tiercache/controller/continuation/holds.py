@@ -122,11 +122,8 @@ def cut_parcels(context: ControllerContext, pages: int) -> list[Parcel]:
 
 def all_objects(context: ControllerContext, pages: int) -> dict[PoolName, Mask]:
     """Return flags that mark every page, and the state at the end."""
-    at_end = np.arange(pages) == pages - 1
-    return {
-        pool: np.ones(pages, np.bool_) if pool in context.index.page_pools else at_end.copy()
-        for pool in context.pools
-    }
+    depths, paged = np.arange(pages), context.index.page_pools
+    return {pool: depths >= (0 if pool in paged else pages - 1) for pool in context.pools}
 
 
 def counts(wanted: Mapping[PoolName, Mask]) -> dict[PoolName, int]:

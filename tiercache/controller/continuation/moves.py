@@ -14,22 +14,15 @@ from itertools import compress
 
 from tiercache.controller.context import ControllerContext
 from tiercache.controller.continuation.holds import HostHold, HostHolds, Parcel, Places, counts, cut_parcels
+from tiercache.controller.operations import set_of
 from tiercache.controller.store_calls import TAKEN, StoreCall
-from tiercache.core import (
-    CacheTransferUnits,
-    HitPolicy,
-    Locations,
-    Mask,
-    Outcome,
-    PoolName,
-    PoolTransfer,
-    Reason,
-)
+from tiercache.core import CacheTransferUnits, Locations, Mask, Outcome, PoolName, PoolTransfer, Reason
 from tiercache.errors import PoolFullError, RefusedError, TransferError
 from tiercache.index import Pin
 from tiercache.transfer import Fence, LayerTicket, Ticket
 
 _log = logging.getLogger(__name__)
+_Outcomes = Mapping[PoolName, Sequence[Outcome]]
 
 
 class _Move:
@@ -47,9 +40,7 @@ class _Move:
         self._context = context
         context.in_flight.begin(self)
 
-    def take_over(
-        self, slots: Mapping[PoolName, Locations], pins: Sequence[Pin], fence: Fence | None
-    ) -> None:
+    def take_over(self, slots: Places, pins: Sequence[Pin], fence: Fence | None) -> None:
         """Let go of slots and pins of a request when this is over and the device has passed `fence`."""
         self.slots, self.pins, self._fence = slots, pins, fence
 
@@ -59,7 +50,7 @@ class _Move:
         self._context.device_work.retire(self.slots, self._fence, self.pins)
         self.slots, self.pins = {}, ()
 
-    def _count(self, metric: str, outcomes: Mapping[PoolName, Sequence[Outcome]]) -> list[Outcome]:
+    def _count(self, metric: str, outcomes: _Outcomes) -> list[Outcome]:
         """Count the outcomes of a call, and return them."""
         for pool, each in outcomes.items():
             for outcome in each:
@@ -136,39 +127,22 @@ class ParkWrite(_Move):
         assert storage is not None
         # No small write could stand for this one: a store that answers a lookup is offered the next write.
         probe = partial(storage.probe, parcel.pools[0], self._keys[parcel.start], read=False)
-        self._context.writes.submit(
-            StoreCall(
-                partial(self._background_store, parcel),
-                landed=self._land,
-                lost=self._lose,
-                late=self._land_late,
-                probe=probe,
-            )
-        )
+        work = partial(self._background_store, parcel)
+        self._context.writes.submit(StoreCall(work, self._land, self._lose, self._land_late, probe))
 
-    def _background_store(self, parcel: Parcel) -> Mapping[PoolName, Sequence[Outcome]]:
-        transfers, keys = [], self._keys
-        pages = range(parcel.start, parcel.end)
-        for pool in parcel.pools:
-            is_state = pool in self._context.index.state_pools
-            transfers.append(
-                PoolTransfer(
-                    pool,
-                    keys=[keys[i] for i in pages],
-                    handles=self._hold.places[pool][parcel.start : parcel.end],
-                    hit_policy=HitPolicy.TRAILING_PAGES if is_state else HitPolicy.ALL_PAGES,
-                    depths=[i + 1 for i in pages],
-                    parents=[keys[i - 1] if i else b"" for i in pages],
-                    values=[self._value for _ in pages],
-                )
-            )
+    def _background_store(self, parcel: Parcel) -> _Outcomes:
+        pages, places = range(parcel.start, parcel.end), self._hold.places
+        transfers = [
+            set_of(self._context, pool, self._keys, pages, handles, [self._value] * len(pages))
+            for pool, handles in ((pool, places[pool][parcel.start : parcel.end]) for pool in parcel.pools)
+        ]
         return self._context.call_storage(
             lambda storage: storage.batch_set_v2(transfers),
             {pool: [Outcome.ERROR] * (parcel.end - parcel.start) for pool in parcel.pools},
             "writing a parked request to storage",
         )
 
-    def _land(self, outcomes: Mapping[PoolName, Sequence[Outcome]]) -> bool:
+    def _land(self, outcomes: _Outcomes) -> bool:
         found = self._count("storage_sets_total", outcomes)
         self._was_offered = True
         self._hold.leave()
@@ -205,14 +179,8 @@ class ParkDeletion(_Move):
     def __init__(self, context: ControllerContext, wanted: Mapping[PoolName, Sequence[bytes]]) -> None:
         super().__init__(context)
         self._wanted = wanted
-        context.writes.submit(
-            StoreCall(
-                self._background_forget,
-                landed=self._land,
-                lost=lambda reason, begun: self._end(),
-                patient=True,
-            )
-        )
+        call = StoreCall(self._background_forget, self._land, lambda *_: self._end(), patient=True)
+        context.writes.submit(call)
 
     def _background_forget(self) -> bool:
         storage = self._context.storage
@@ -327,11 +295,10 @@ class Arrival(_Move):
         self._context.reads.submit(call)
         return True
 
-    def _background_read(self, parcel: Parcel, hold: HostHold) -> Mapping[PoolName, Sequence[Outcome]]:
+    def _background_read(self, parcel: Parcel, hold: HostHold) -> _Outcomes:
         keys = self._keys[parcel.start : parcel.end]
-        chosen = {
-            pool: list(compress(keys, mask.tolist())) for pool, mask in parcel.flags(self._wanted).items()
-        }
+        flags = parcel.flags(self._wanted)
+        chosen = {pool: list(compress(keys, mask.tolist())) for pool, mask in flags.items()}
         transfers = [PoolTransfer(pool, each, hold.own[pool]) for pool, each in chosen.items()]
         return self._context.call_storage(
             lambda storage: storage.batch_get_v2(transfers),
@@ -339,9 +306,7 @@ class Arrival(_Move):
             "reading a parked request",
         )
 
-    def _land_read(
-        self, parcel: Parcel, hold: HostHold, outcomes: Mapping[PoolName, Sequence[Outcome]]
-    ) -> bool:
+    def _land_read(self, parcel: Parcel, hold: HostHold, outcomes: _Outcomes) -> bool:
         del self._reads[hold]
         self._under_way -= 1
         found = self._count("storage_gets_total", outcomes)

@@ -6,7 +6,7 @@ import enum
 import math
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -21,7 +21,7 @@ from tiercache.controller.continuation.holds import HostHold, HostHolds, all_obj
 from tiercache.controller.continuation.moves import ParkCopy, ParkDeletion, ParkWrite
 from tiercache.controller.retention import MAX_TTL, checked_seconds
 from tiercache.controller.values import Values
-from tiercache.core import ABSENT, CacheTransferUnits, Locations, Mask, PoolName, Tier, TokenArray
+from tiercache.core import ABSENT, CacheTransferUnits, Mask, PoolName, Tier, TokenArray
 from tiercache.errors import AdmissionError, InputError
 from tiercache.index import Node
 from tiercache.keys import KEY_BYTES, parked_keys
@@ -136,12 +136,14 @@ class Parked:
     """One parked request, which `HybridCacheController.park` returns and `resume` takes."""
 
     def __init__(
-        self, parking: Parking, ticket: ParkingTicket, keys: Sequence[bytes], expires: float
+        self, parking: Parking, context: ControllerContext, ticket: ParkingTicket, left: float
     ) -> None:
+        """`left`: seconds after which the request is given up."""
+        pages = -(-len(ticket.tokens) // context.page_size)
         self.status = ParkedStatus.COPYING
-        self.expires = expires
+        self.expires = context.clock() + left
         """Clock time in seconds at which the request is given up."""
-        self.keys = keys
+        self.keys = parked_keys(context.namespace, ticket.id, ticket.tokens, ticket.extra, pages)
         """Keys of its pages in storage."""
         self.ticket = ticket
         self.hold: HostHold | None = None
@@ -221,12 +223,11 @@ class Parking:
                 " others, or raise park_share"
             )
         hold, copied = self._take_host(node, wanted, pages, blocks)
-        device = self._device_places(admission, states, pages)
-        name = secrets.token_bytes(ID_BYTES)
-        extra = admission.lookup.extra
+        device = {pool: table[:pages].copy() for pool, table in admission.pages.items()}
+        device |= {pool: np.full(pages, slot, np.int64) for pool, slot in (states or {}).items()}
+        name, extra = secrets.token_bytes(ID_BYTES), admission.lookup.extra
         ticket = ParkingTicket(context.namespace, name, tokens.copy(), extra, time.time() + ttl)
-        keys = parked_keys(context.namespace, name, ticket.tokens, extra, pages)
-        parked = Parked(self, ticket, keys, context.clock() + ttl)
+        parked = Parked(self, context, ticket, ttl)
         parked.hold = hold
         self._active[name] = parked
         self._next = min(self._next, parked.expires)
@@ -263,9 +264,7 @@ class Parking:
             raise AdmissionError("this parked request has expired; compute its tokens again")
         if context.storage is None:
             raise InputError("this ticket is of a request in storage, and this controller has no storage")
-        pages = -(-len(ticket.tokens) // context.page_size)
-        keys = parked_keys(context.namespace, ticket.id, ticket.tokens, ticket.extra, pages)
-        found = Parked(self, ticket, keys, context.clock() + left)
+        found = Parked(self, context, ticket, left)
         found.status, found.was_offered = ParkedStatus.STORED, True
         return found
 
@@ -309,10 +308,8 @@ class Parking:
         admission.require_started()
         admission.check_sequence(tokens)
         most = min(admission.slots.pages * context.page_size, MAX_TOKENS)
-        if not 0 < len(tokens) <= most:
-            raise InputError(
-                f"{len(tokens)} tokens cannot be parked; this admission has slots for 1 to {most}"
-            )
+        if not 0 < (count := len(tokens)) <= most:
+            raise InputError(f"{count} tokens cannot be parked; this admission has slots for 1 to {most}")
         if context.index.state_pools or states:
             admission.slots.check_states([states or {}])
         if below and context.storage is None:
@@ -340,12 +337,6 @@ class Parking:
         for pool, mask in copied.items():
             hold.places[pool][mask] = hold.own[pool]
         return hold, copied
-
-    def _device_places(
-        self, admission: Admission, states: Mapping[PoolName, int] | None, pages: int
-    ) -> dict[PoolName, Locations]:
-        places = {pool: table[:pages].copy() for pool, table in admission.pages.items()}
-        return places | {pool: np.full(pages, slot, np.int64) for pool, slot in (states or {}).items()}
 
     def _value(self, node: Node, ttl: float) -> float:
         """Return the value with which storage keeps the objects until `ttl` has passed, and hardly longer.
@@ -403,11 +394,11 @@ class Parking:
     def _require_active(self, parked: Parked) -> None:
         if self._active.get(parked.ticket.id) is parked:
             return
+        if parked.status is ParkedStatus.EXPIRED:
+            raise AdmissionError("this parked request has expired; compute its tokens again")
         if parked.status in _OVER:
             raise AdmissionError(
                 f"this parked request was {parked.status} already; a request is parked, and resumed, once"
-                if parked.status is not ParkedStatus.EXPIRED
-                else "this parked request has expired; compute its tokens again"
             )
         raise AdmissionError(
             "this request was parked by another controller, or is being resumed; use the one that parked it,"

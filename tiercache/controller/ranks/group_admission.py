@@ -84,7 +84,7 @@ class GroupAdmission(Admission):
         return self._attempt
 
     def follow(self, depth: int, attempt: int = 0) -> Poll:  # noqa: D102
-        self._require_open()
+        self.require_open()
         self._context.drain()
         agreement = self._agreement
         pages, rest = divmod(depth, self._context.page_size)

@@ -8,19 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from tiercache.controller.ranks import base
 from tiercache.controller.ranks.ballots import Ballots, Vote
-from tiercache.controller.ranks.base import (
-    LEADER,
-    Decision,
-    Message,
-    MessageKind,
-    RankFacts,
-    RankGroup,
-    check_rank,
-    pack_depths,
-    unpack,
-    unpack_depths,
-)
+from tiercache.controller.ranks.base import LEADER, Decision, Message, MessageKind, RankFacts, RankGroup
 from tiercache.controller.ranks.handshake import REPEAT_S, Handshake
 from tiercache.core import Reason
 from tiercache.errors import RankError, WireError
@@ -184,7 +174,7 @@ class RankSession:
     def deliver(self, data: bytes) -> None:
         """Handle one message. A message of another session, or one that cannot be read, changes nothing."""
         try:
-            message = unpack(data)
+            message = base.unpack(data)
             if message.kind in _HANDSHAKE:
                 self._handshake.handle(message)
             elif message.session == self._handshake.session and self._is_from_a_peer(message):
@@ -235,23 +225,15 @@ class RankSession:
             else:
                 self._count(message)
         except (ValueError, TypeError, IndexError, OverflowError) as error:
-            raise WireError(
-                f"rank {message.sender} sent a {message.kind.name} that cannot be read: {error}"
-            ) from None
+            sent = f"rank {message.sender} sent a {message.kind.name}"
+            raise WireError(f"{sent} that cannot be read: {error}") from None
 
     def _count(self, message: Message) -> None:
         rank = message.sender
         self.ballots.silent.discard(rank)
         match message.kind, message.fields:
-            case MessageKind.VOTE, [
-                int(number),
-                int(attempt),
-                int(turn),
-                bytes(possible),
-                int(ready),
-                refused,
-            ]:
-                vote = Vote(unpack_depths(possible), ready, bool(refused))
+            case MessageKind.VOTE, [int(number), int(attempt), int(turn), bytes(mask), int(ready), refused]:
+                vote = Vote(base.unpack_depths(mask), ready, bool(refused))
                 decision = self.ballots.vote(rank, number, attempt, turn, vote)
                 if decision is not None:
                     self.send(rank, MessageKind.DECIDED, [number, attempt, *decision])
@@ -266,7 +248,7 @@ class RankSession:
         match kind, fields:
             case MessageKind.TARGET, [int(attempt), int(turn), bytes(allowed)]:
                 agreement.on_again(attempt)  # that message may have been lost
-                agreement.on_target(attempt, turn, unpack_depths(allowed))
+                agreement.on_target(attempt, turn, base.unpack_depths(allowed))
             case MessageKind.DECIDED, [int(attempt), int(depth), reason, refused]:
                 agreement.on_again(attempt)
                 agreement.on_decided(attempt, Decision(depth, Reason(reason), bool(refused)))
@@ -281,8 +263,8 @@ class RankSession:
 
     def send_vote(self, agreement: Agreement, vote: Vote) -> None:
         """Send the leader a vote of this rank."""
-        at = [agreement.number, agreement.attempt, agreement.round]
-        self.send(LEADER, MessageKind.VOTE, [*at, pack_depths(vote.possible), vote.ready, vote.is_refused])
+        at, possible = [agreement.number, agreement.attempt, agreement.round], base.pack_depths(vote.possible)
+        self.send(LEADER, MessageKind.VOTE, [*at, possible, vote.ready, vote.is_refused])
 
     def send(self, to: int, kind: MessageKind, fields: Sequence[Any]) -> None:
         """Send a message of this session. What the leader tells itself is counted at once, under the lock."""
@@ -300,7 +282,7 @@ def join_ranks(group: RankGroup | None, facts: RankFacts, deadline: float) -> Ra
     """
     if group is None:
         return None
-    check_rank(group.rank, group.size)
+    base.check_rank(group.rank, group.size)
     if group.size == 1:
         return None
     session = RankSession(group, facts)
