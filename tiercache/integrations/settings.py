@@ -24,7 +24,7 @@ from typing import Annotated, Any, Final
 from tiercache.errors import ConfigError
 from tiercache.keys import Identity
 from tiercache.models.profile import ModelProfile, profile_named
-from tiercache.settings import Kind, matching
+from tiercache.settings import FLAG, Kind, matching
 from tiercache.storage.base import NamespaceRecord, StorageBackend
 from tiercache.storage.registry import capabilities_of, open_backend, spec_of
 from tiercache.text import shown
@@ -32,6 +32,7 @@ from tiercache.text import shown
 RANK: Final = "{rank}"
 """Text in a URL that is replaced by the rank of the process."""
 _NAME: Final = matching("(?s:.{0,512})", "is no text of at most 512 characters")
+_POLICY: Final = matching("(?s:.{1,200})", "is no name of an eviction policy")
 _REVISION: Final = matching("(?s:.{1,512})", "is no revision; write a commit, a digest or a date")
 
 
@@ -40,6 +41,18 @@ def _read_urls(value: Any) -> Sequence[str]:
     if not isinstance(urls, list) or not urls or not all(isinstance(url, str) for url in urls):
         raise ConfigError(f"{shown(value)} names no store; write a URL, or a list of URLs")
     return urls
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSettings:
+    """Settings of a cache that has tiercache's index, beside those of its store."""
+
+    policy: Annotated[str, _POLICY] = "hvd"
+    """Eviction policy: hvd, lru, or that of another package."""
+    profile: Annotated[str, _NAME] = ""
+    """Model profile, or path of a config.json, by which policies weigh; default: that of the model."""
+    load_or_recompute: Annotated[bool, FLAG] = True
+    """Whether one rank computes tokens that would take longer to load, by the speeds measured so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,15 +76,9 @@ class StoreSettings:
 
         `kv_dtype`: the dtype that the engine reports, which is used if the settings name no dtype.
         """
+        dtype = self.kv_dtype or kv_dtype
         return Identity(
-            model=model,
-            revision=self.revision,
-            weights_dtype="",
-            kv_dtype=self.kv_dtype or kv_dtype,
-            state_dtype=self.state_dtype,
-            page_size=page_size,
-            quantization=self.quantization,
-            tenant=self.tenant,
+            model, self.revision, "", dtype, self.state_dtype, page_size, self.quantization, self.tenant
         )
 
     def record(self, identity: Identity, *, states: bool = False) -> NamespaceRecord:
@@ -79,8 +86,7 @@ class StoreSettings:
 
         Raises ConfigError for a profile that there is not.
         """
-        profile = profile_for(self.profile, identity.model)
-        return NamespaceRecord.priced(identity, profile, states=states)
+        return NamespaceRecord.priced(identity, profile_for(self.profile, identity.model), states=states)
 
     @property
     def per_rank(self) -> bool:

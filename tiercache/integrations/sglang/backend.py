@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
-from typing import Annotated, Any, Concatenate, Final, ParamSpec, TypeVar
+from typing import Annotated, Any, Concatenate, Final, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
@@ -39,10 +39,7 @@ from tiercache.storage.transfers import PoolQuery, answer, wanted_objects
 
 _log = logging.getLogger(__name__)
 
-_POLICIES: Final = {
-    PoolHitPolicy.ALL_PAGES: HitPolicy.ALL_PAGES,
-    PoolHitPolicy.TRAILING_PAGES: HitPolicy.TRAILING_PAGES,
-}
+_POLICIES: Final = {PoolHitPolicy[policy.name]: policy for policy in HitPolicy}
 _KV: Final = PoolName.KV.value
 _DELETE_AT_ONCE: Final = 1024
 """Maximum number of objects that one `delete` call of `clear` removes."""
@@ -55,6 +52,8 @@ _ORDER_NEEDED: Final = (
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _Method = Callable[Concatenate["TierCacheStorage", _P], _T]
+_Extra: TypeAlias = HiCacheStorageExtraInfo | None
+_Work: TypeAlias = Callable[[HostPages, list[str], torch.Tensor, _Extra], list[bool]]
 
 
 def _never_raises(nothing: Callable[..., _T]) -> Callable[[_Method[_P, _T]], _Method[_P, _T]]:
@@ -129,14 +128,18 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
     def _opened(self) -> StorageBackend:
         c = self._config
         ranks = c.tp_size * c.pp_size * c.attn_cp_size
-        if c.is_mla_model and c.tp_size > 1 and self._settings.per_rank:
+        if self._has_one_writer and self._settings.per_rank:
             raise ConfigError(
                 f"{PLACE}: one rank writes the KV of this model for all {c.tp_size}, so a store per rank is"
                 " never read; use lmdb:// or grpc://"
             )
-        return self._settings.open(
-            f"tp{c.tp_rank}pp{c.pp_rank}cp{c.attn_cp_rank}dp{c.dp_rank}", max(ranks, c.dp_rank + 1)
-        )
+        name = f"tp{c.tp_rank}pp{c.pp_rank}cp{c.attn_cp_rank}dp{c.dp_rank}"
+        return self._settings.open(name, max(ranks, c.dp_rank + 1))
+
+    @property
+    def _has_one_writer(self) -> bool:
+        """Whether SGLang lets one rank write what all tensor ranks have alike."""
+        return bool(self._config.is_mla_model and self._config.tp_size > 1)
 
     # Registration.
 
@@ -168,9 +171,8 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         first = not (self._config.tp_rank or self._config.pp_rank or self._config.attn_cp_rank)
         if first and self._settings.events is not None and self._events is None:
             settings = of_replica(self._settings.events, self._config.dp_rank or 0)
-            self._events = PagePublisher(
-                settings, self._store, self._keys, self._pools[_KV].layout, self._record
-            )
+            layout = self._pools[_KV].layout
+            self._events = PagePublisher(settings, self._store, self._keys, layout, self._record)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Register a sidecar pool, or the anchor pool again.
@@ -211,25 +213,15 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             raise ConfigError(_ORDER_NEEDED)
 
     def _register(self, name: str, pool: Any) -> None:
-        if (
-            self._config.is_mla_model
-            and self._config.tp_size > 1
-            and kind_of(name) is PoolName.DRAFT
-            and isinstance(pool, MHATokenToKVPoolHost)
-        ):
+        has_heads = isinstance(pool, MHATokenToKVPoolHost)
+        if self._has_one_writer and kind_of(name) is PoolName.DRAFT and has_heads:
             raise ValueError("its heads differ from rank to rank, and SGLang lets one rank write for all")
         made = HostPages(name, pool, self._namespace, self._server, self._shard(name, pool))
         self._pools[name] = made
         if is_trailing(name):
             self._needs_states()
-        how = "zero copy" if made.zero_copy else "page by page"
-        _log.info(
-            "tiercache: pool %s, layout %s, %d bytes a page, %s",
-            name,
-            getattr(pool, "layout", "?"),
-            made.nbytes,
-            how,
-        )
+        how, layout = "zero copy" if made.zero_copy else "page by page", getattr(pool, "layout", "?")
+        _log.info("tiercache: pool %s, layout %s, %d bytes a page, %s", name, layout, made.nbytes, how)
 
     def _needs_states(self) -> None:
         """Tell the store, once, that prefixes of this model need states besides KV."""
@@ -247,17 +239,14 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         # tensor ranks hold the same bytes, the tensor rank is left out.
         c = self._config
         rank, size = c.pp_rank * c.attn_cp_size + c.attn_cp_rank, c.pp_size * c.attn_cp_size
-        if (
-            c.is_mla_model
-            and kind_of(name) is not PoolName.MAMBA
-            and not isinstance(pool, MHATokenToKVPoolHost)
-        ):
+        has_own_part = kind_of(name) is PoolName.MAMBA or isinstance(pool, MHATokenToKVPoolHost)
+        if c.is_mla_model and not has_own_part:
             return Shard(rank, size)
         return Shard(rank * c.tp_size + c.tp_rank, size * c.tp_size)
 
     # Queries.
 
-    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+    def batch_exists(self, keys: list[str], extra_info: _Extra = None) -> int:
         """Return the number of leading pages of `keys` whose KV is stored."""
         return int(self.batch_exists_v2(keys).kv_hit_pages)
 
@@ -267,10 +256,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
 
     @_never_raises(lambda *_, **__: PoolTransferResult.empty())
     def batch_exists_v2(
-        self,
-        keys: list[str],
-        pool_transfers: list[PoolTransfer] | None = None,
-        extra_info: HiCacheStorageExtraInfo | None = None,
+        self, keys: list[str], pool_transfers: list[PoolTransfer] | None = None, extra_info: _Extra = None
     ) -> PoolTransferResult:
         """Return the depths, in pages, at which everything that a restore needs is stored.
 
@@ -290,9 +276,8 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         if any(query.hit_policy is HitPolicy.TRAILING_PAGES for query in queries.values()):
             self._needs_states()
         folded = answer(queries, len(keys), there, _KV)
-        hits = {_KV: folded.kv_run_pages} | {
-            str(name): pages for name, pages in folded.extra_pool_hit_pages.items()
-        }
+        hits = {str(name): pages for name, pages in folded.extra_pool_hit_pages.items()}
+        hits = {_KV: folded.kv_run_pages} | hits
         return PoolTransferResult(folded.kv_hit_pages, hits, list(folded.restorable_prefix_pages))
 
     def _query(self, transfer: PoolTransfer, page_keys: Sequence[bytes]) -> PoolQuery:
@@ -300,9 +285,8 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
         if policy is None:
             return PoolQuery(None)
         # The number of keys that SGLang passes is the number of trailing pages that a prefix needs.
-        return PoolQuery(
-            self._objects(str(transfer.name), page_keys), policy, max(1, len(transfer.keys or ()))
-        )
+        trailing = max(1, len(transfer.keys or ()))
+        return PoolQuery(self._objects(str(transfer.name), page_keys), policy, trailing)
 
     def _objects(self, name: str, page_keys: Sequence[bytes]) -> list[ObjectKey] | None:
         """Return the keys of a pool's objects; None for a pool that is not kept."""
@@ -313,29 +297,25 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
 
     @_never_raises(_none_of)
     def batch_get_v1(
-        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: _Extra = None
     ) -> list[bool]:
         """Read KV pages into the anchor pool; return for each page whether it arrived."""
         return self._get(self._pools[_KV], keys, host_indices, extra_info)
 
     @_never_raises(_none_of)
     def batch_set_v1(
-        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: _Extra = None
     ) -> list[bool]:
         """Store KV pages of the anchor pool; return for each page whether it is stored now."""
         return self._set(self._pools[_KV], keys, host_indices, extra_info)
 
     @_never_raises(_none_of_each)
-    def batch_get_v2(
-        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
-    ) -> dict[str, list[bool]]:
+    def batch_get_v2(self, transfers: list[PoolTransfer], extra_info: _Extra = None) -> dict[str, list[bool]]:
         """Read objects into sidecar pools; return for each pool and object whether it arrived."""
         return {t.name: self._sidecar(t, self._get, extra_info) for t in transfers}
 
     @_never_raises(_none_of_each)
-    def batch_set_v2(
-        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
-    ) -> dict[str, list[bool]]:
+    def batch_set_v2(self, transfers: list[PoolTransfer], extra_info: _Extra = None) -> dict[str, list[bool]]:
         """Store objects of sidecar pools; return for each pool and object whether it is stored now."""
         return {t.name: self._sidecar(t, self._set, extra_info) for t in transfers}
 
@@ -396,12 +376,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
                 self._events.close()
             self._store.close()
 
-    def _sidecar(
-        self,
-        transfer: PoolTransfer,
-        work: Callable[[HostPages, list[str], torch.Tensor, HiCacheStorageExtraInfo | None], list[bool]],
-        extra: HiCacheStorageExtraInfo | None,
-    ) -> list[bool]:
+    def _sidecar(self, transfer: PoolTransfer, work: _Work, extra: _Extra) -> list[bool]:
         """Run `work` on one pool; if the pool fails, or is not kept, return False for each of its objects."""
         keys, pool = list(transfer.keys or ()), self._pools.get(str(transfer.name))
         if _POLICIES.get(transfer.hit_policy) is HitPolicy.TRAILING_PAGES:
@@ -414,13 +389,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
             _log.exception("tiercache: pool %s failed", transfer.name)
             return [False] * len(keys)
 
-    def _get(
-        self,
-        pool: HostPages,
-        keys: Sequence[str],
-        indices: torch.Tensor,
-        extra: HiCacheStorageExtraInfo | None,
-    ) -> list[bool]:
+    def _get(self, pool: HostPages, keys: Sequence[str], indices: torch.Tensor, extra: _Extra) -> list[bool]:
         pages, page_keys = pool.pages(indices, len(keys)), self._keys.keys_of(keys)
         flats = [] if pool.zero_copy else [pool.pool.get_dummy_flat_data_page() for _ in keys]
         if pool.zero_copy:
@@ -444,13 +413,7 @@ class TierCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang has no t
                 pool.pool.set_from_flat_data_page(page, flat)
         return arrived
 
-    def _set(
-        self,
-        pool: HostPages,
-        keys: Sequence[str],
-        indices: torch.Tensor,
-        extra: HiCacheStorageExtraInfo | None,
-    ) -> list[bool]:
+    def _set(self, pool: HostPages, keys: Sequence[str], indices: torch.Tensor, extra: _Extra) -> list[bool]:
         pages, page_keys = pool.pages(indices, len(keys)), self._keys.keys_of(keys)
         # SGLang's names of all pages before `keys` in the sequence; None if SGLang does not pass them.
         before = extra.prefix_keys if extra is not None else None

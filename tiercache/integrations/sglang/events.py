@@ -100,9 +100,8 @@ class PagePublisher:
         self._namespace: Final = record.namespace
         self._pages: Final = Announcements[Page]()
         group = ObjectGroup(PoolName.KV, record.namespace, layout, int(record.identity["page_size"]))
-        self._publisher: Final = EventPublisher(
-            settings, [PageEvents(self._pages, group)], encode=encode_pages
-        )
+        events = PageEvents(self._pages, group)
+        self._publisher: Final = EventPublisher(settings, [events], encode=encode_pages)
         try:
             self._watch: Final = EvictionWatch(store, self._pages, self._list)
         except BaseException:  # whatever it is, no socket stays open, and it is raised again
@@ -146,19 +145,15 @@ class PagePublisher:
         cursor = b""
         while not closing.is_set():
             page = self._store.scan(self._namespace, cursor)
-            self._pages.stored(
-                self._named(entry.key, entry.meta.parent)
-                for entry in page.entries
-                if entry.key.layout == self._layout
-            )
+            mine = [entry for entry in page.entries if entry.key.layout == self._layout]
+            self._pages.stored(self._named(entry.key, entry.meta.parent) for entry in mine)
             cursor = page.cursor
             if not cursor:
                 return
 
     def _named(self, key: ObjectKey, parent: bytes | None) -> tuple[ObjectKey, Page]:
-        return key, Page(
-            self._keys.sha_of(key.page_key), None if parent is None else self._keys.sha_of(parent)
-        )
+        sha_of = self._keys.sha_of
+        return key, Page(sha_of(key.page_key), None if parent is None else sha_of(parent))
 
 
 class PageEvents(EventSource):

@@ -147,17 +147,8 @@ class HostPages:
         facts = {fact: str(getattr(pool, fact)) for fact in _FACTS if hasattr(pool, fact)}
         # Some pools copy the rows of device buffers as they are, so the layout of these buffers counts too.
         facts["device layouts"] = str([info.buffers.layout for info in getattr(pool, "_buffer_infos", ())])
-        of_server = server.facts(draft=_has_draft(name, pool))
-        means = [
-            name,
-            type(pool).__name__,
-            sorted(facts.items()),
-            self.page_size,
-            self.zero_copy,
-            sizes,
-            of_server,
-            namespace,
-        ]
+        means = [name, type(pool).__name__, sorted(facts.items()), self.page_size, self.zero_copy, sizes]
+        means += [server.facts(draft=_has_draft(name, pool)), namespace]
         self.layout = layout_digest(kind, blake3(msgpack.packb(means)).digest(), shard)
         """Layout digest of the pages' object keys: it covers everything on which the bytes depend."""
 
@@ -172,16 +163,13 @@ class HostPages:
 
             indices    8  9 10 11 | 20 21 22 23        2 pages; the result is [8, 20]
         """
-        size = self.page_size
-        if indices is None or indices.numel() != count * size:
-            raise ValueError(
-                f"{count} pages of {size} do not fit {0 if indices is None else indices.numel()} indices"
-            )
+        size, given = self.page_size, 0 if indices is None else indices.numel()
+        if indices is None or given != count * size:
+            raise ValueError(f"{count} pages of {size} do not fit {given} indices")
         rows = indices.reshape(count, size)
         firsts: list[int] = rows[:, 0].tolist()
-        if size > 1 and not torch.equal(
-            rows, rows[:, :1] + torch.arange(size, dtype=rows.dtype, device=rows.device)
-        ):
+        offsets = torch.arange(size, dtype=rows.dtype, device=rows.device)
+        if size > 1 and not torch.equal(rows, rows[:, :1] + offsets):
             raise ValueError("the indices of a page do not follow each other")
         if not all(0 <= first <= int(self.pool.size) - size and first % size == 0 for first in firsts):
             raise ValueError("the indices are outside of the pool, or not at the start of a page")
@@ -243,17 +231,12 @@ def _regions_of(pool: Any) -> list[tuple[int, memoryview]]:
     for name in _BUFFERS:
         found = getattr(pool, name, None)
         held += found if isinstance(found, list | tuple) else [found]
-    tensors = [
-        t
-        for t in held
-        if isinstance(t, torch.Tensor) and t.numel() and t.device.type == "cpu" and t.is_contiguous()
-    ]
+    tensors = [t for t in held if isinstance(t, torch.Tensor) and t.numel() and t.device.type == "cpu"]
+    places = [(t.data_ptr(), flat_bytes(t)) for t in tensors if t.is_contiguous()]
     # Of the tensors at one address the longest comes first, so that the others count as inside it.
     regions: list[tuple[int, memoryview]] = []
     end = 0  # the address after the last byte of the tensors so far
-    for start, region in sorted(
-        ((t.data_ptr(), flat_bytes(t)) for t in tensors), key=lambda found: (found[0], -found[1].nbytes)
-    ):
+    for start, region in sorted(places, key=lambda found: (found[0], -found[1].nbytes)):
         if start + region.nbytes > end:
             regions.append((start, region))
             end = start + region.nbytes

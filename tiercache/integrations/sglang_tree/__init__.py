@@ -3,10 +3,9 @@
     python -m sglang.launch_server --model-path MODEL --page-size 64 --radix-cache-backend tiercache
 
 SGLang finds the option when tiercache is installed in its environment (entry point `sglang.srt.plugins`).
-`--hicache-storage-backend-extra-config '{"policy": "lru"}'` sets what `store.Settings` describes;
-`--enable-hierarchical-cache` adds the host, and `--hicache-storage-backend dynamic` a store, with the
-settings of `store.StoredSettings`. The storage backend of `tiercache.integrations.sglang` is for SGLang's own
-tree.
+`--hicache-storage-backend-extra-config '{"policy": "lru"}'` sets what `settings.CacheSettings` describes;
+`--enable-hierarchical-cache` adds the host, and `--hicache-storage-backend dynamic` a store, with
+`settings.StoreSettings`. The storage backend of `tiercache.integrations.sglang` is for SGLang's own tree.
 
 Read `lent` (SGLang's tensors and allocators as device pools, and how a pass waits for loads) and `store`
 (what is fetched while a request waits) before `tree`.

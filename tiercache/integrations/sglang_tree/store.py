@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from threading import Thread
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 from uuid import uuid4
 
 from blake3 import blake3
@@ -22,38 +22,19 @@ from sglang.srt.runtime_context import get_memory, get_parallel
 from tiercache.controller import HybridCacheController
 from tiercache.controller.prefetch import PrefetchTicket
 from tiercache.errors import ConfigError, TierCacheError
-from tiercache.integrations.settings import StoreSettings
+from tiercache.integrations.settings import CacheSettings, StoreSettings
 from tiercache.integrations.sglang_server import OF_SGLANG, PLACE, Server
 from tiercache.keys import Identity, namespace_of
-from tiercache.settings import FLAG, matching, read_section
+from tiercache.settings import read_section
 from tiercache.storage.base import StorageBackend
 
 _log = logging.getLogger(__name__)
 _DELETE_AT_ONCE: Final = 1024
-_POLICY: Final = matching("(?s:.{1,200})", "is no name of an eviction policy")
-_PROFILE: Final = matching("(?s:.{0,512})", "is no text of at most 512 characters")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Settings of the cache, as keys of the JSON or TOML that SGLang passes on."""
-
-    policy: Annotated[str, _POLICY] = "hvd"
-    """Eviction policy: hvd, lru, or that of another package."""
-    profile: Annotated[str, _PROFILE] = ""
-    """Model profile, or path of a config.json, by which policies weigh; default: that of the model."""
-    load_or_recompute: Annotated[bool, FLAG] = True
-    """Whether one rank computes tokens that would take longer to load, by the speeds measured so far."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredSettings(StoreSettings):
-    """Settings of a cache with a store, which `tiercache.integrations.settings` explains."""
-
-    policy: Annotated[str, _POLICY] = "hvd"
-    """Eviction policy: hvd, lru, or that of another package."""
-    load_or_recompute: Annotated[bool, FLAG] = True
-    """Whether one rank computes tokens that would take longer to load, by the speeds measured so far."""
+class StoredSettings(StoreSettings, CacheSettings):
+    """Settings of a cache with a store, as keys of the JSON or TOML that SGLang passes on."""
 
 
 class FetchRule(NamedTuple):
@@ -73,7 +54,7 @@ class FetchRule(NamedTuple):
         return self.base_s + self.per_1024_tokens_s * tokens / 1024 if self.policy == "timeout" else 0.0
 
 
-def read_settings() -> tuple[Settings | StoredSettings, FetchRule]:
+def read_settings() -> tuple[CacheSettings, FetchRule]:
     """Return the settings that the server has been given. Raises ConfigError for wrong ones."""
     memory = get_memory()
     parse = hicache.HybridCacheController.parse_storage_backend_extra_config  # also reads "@file"
@@ -83,13 +64,12 @@ def read_settings() -> tuple[Settings | StoredSettings, FetchRule]:
     if memory.hicache_storage_backend is not None:
         return read_section(StoredSettings, PLACE, given), rule
     if "storage" in given:
-        raise ConfigError(
-            f"{PLACE}: a storage needs --enable-hierarchical-cache --hicache-storage-backend dynamic"
-        )
-    return read_section(Settings, PLACE, given), rule
+        needed = "--enable-hierarchical-cache --hicache-storage-backend dynamic"
+        raise ConfigError(f"{PLACE}: a storage needs {needed}")
+    return read_section(CacheSettings, PLACE, given), rule
 
 
-def identity_of(settings: Settings | StoredSettings, ctx: TreeCacheBuildContext, kv_dtype: str) -> Identity:
+def identity_of(settings: CacheSettings, ctx: TreeCacheBuildContext, kv_dtype: str) -> Identity:
     """Return the identity of the cache; in a store it has a digest of all settings that change its bytes."""
     model, page_size = str(ctx.model_config.model_path), int(ctx.params.page_size)
     if not isinstance(settings, StoredSettings):
@@ -98,7 +78,7 @@ def identity_of(settings: Settings | StoredSettings, ctx: TreeCacheBuildContext,
     return replace(settings.identity(model, kv_dtype, page_size), weights_dtype=f"as by settings {facts}")
 
 
-def opened(settings: Settings | StoredSettings, ctx: TreeCacheBuildContext) -> StorageBackend | None:
+def opened(settings: CacheSettings, ctx: TreeCacheBuildContext) -> StorageBackend | None:
     """Open the store for this scheduler; None if there is to be none. Raises ConfigError or StorageError."""
     if not isinstance(settings, StoredSettings):
         return None
@@ -127,20 +107,15 @@ class StoreBelow(BasePrefixCache):  # type: ignore[misc]  # SGLang has no types
     ongoing_backup = ()
     """Writes that a flush of device and host would have to wait for: none."""
 
-    def _set_store(
-        self,
-        controller: HybridCacheController,
-        store: StorageBackend | None,
-        identity: Identity,
-        rule: FetchRule,
-    ) -> None:
-        """Answer for this controller, which owns `store`."""
+    _controller: HybridCacheController
+
+    def _set_store(self, store: StorageBackend | None, identity: Identity, rule: FetchRule) -> None:
+        """Answer for the controller, which owns `store`."""
         self.enable_storage = store is not None
         self._store = store
         self._namespace = namespace_of(identity)
         self.ongoing_prefetch: dict[Any, _Waiting] = {}
         """Fetches by the request's handle."""
-        self._controller = controller
         self._rule = rule
         self._least_tokens = max(rule.least_tokens, self.page_size)
 
@@ -177,8 +152,7 @@ class StoreBelow(BasePrefixCache):  # type: ignore[misc]  # SGLang has no types
     ) -> None:
         """Begin to fetch what storage has of a prompt, of which `last_host_node` is the last match."""
         self.release_aborted_request(handle)  # the host has lost a part of an earlier fetch
-        count = len(new_input_tokens)
-        node = last_host_node
+        count, node = len(new_input_tokens), last_host_node
         # A request that may not be cached is matched without tokens.
         if not self.enable_storage or min(count, len(node.tokens)) < self._least_tokens:
             return
@@ -214,9 +188,8 @@ class StoreBelow(BasePrefixCache):  # type: ignore[misc]  # SGLang has no types
         if self._store is None:
             _log.warning("tiercache: there is no store below the host; /flush_cache empties device and host")
             return False
-        Thread(
-            target=_clear, args=(self._store, self._namespace), name="tiercache-clear", daemon=True
-        ).start()
+        args = (self._store, self._namespace)
+        Thread(target=_clear, args=args, name="tiercache-clear", daemon=True).start()
         return True
 
 

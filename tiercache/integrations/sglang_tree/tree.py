@@ -15,24 +15,11 @@ from typing import Any, Final, Self
 
 import numpy as np
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import (
-    DecLockRefParams,
-    DecLockRefResult,
-    EvictParams,
-    EvictResult,
-    IncLockRefResult,
-    InitLoadBackParams,
-    MatchPrefixParams,
-    MatchResult,
-)
+from sglang.srt import runtime_context
+from sglang.srt.mem_cache import base_prefix_cache as sglang
+from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext
-from sglang.srt.runtime_context import (
-    get_disagg,
-    get_memory,
-    get_parallel,
-    get_schedule,
-    mamba_checkpoint_grid,
-)
+from sglang.srt.runtime_context import get_memory, get_parallel, mamba_checkpoint_grid
 
 from tiercache.controller import ControllerOptions, HybridCacheController
 from tiercache.controller.lent_slots import Taken, branch_of
@@ -70,7 +57,7 @@ class Handle:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Held(IncLockRefResult):  # type: ignore[misc]  # SGLang has no types
+class _Held(sglang.IncLockRefResult):  # type: ignore[misc]  # SGLang has no types
     """Receipt of a lock."""
 
     pin: Pin | None = None
@@ -132,7 +119,7 @@ class TierCacheTree(StoreBelow):
             ),
             profile=profile_for(settings.profile, str(ctx.model_config.model_path)),
         )
-        self._set_store(self._controller, store, identity, rule)
+        self._set_store(store, identity, rule)
         self._watch_weights(ctx.tp_worker)
         self._has_host = ctx.enable_hierarchical_cache
         self._lent = self._controller.lent
@@ -170,7 +157,7 @@ class TierCacheTree(StoreBelow):
 
     # Reading.
 
-    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+    def match_prefix(self, params: sglang.MatchPrefixParams) -> MatchResult:
         """Return what the index has of a prompt; reserves nothing, except a state for `cow_mamba`.
 
         SGLang asks for each waiting request in each round. Only a request's first match, and one that is
@@ -189,20 +176,16 @@ class TierCacheTree(StoreBelow):
             return MatchResult(0, self.root_node, self.root_node, self.root_node)
         return visit.result
 
-    def _visit(self, params: MatchPrefixParams) -> _Visit:
+    def _visit(self, params: sglang.MatchPrefixParams) -> _Visit:
         key, index = params.key, self._index
         before: _Visit | None = getattr(params.req, "tiercache_visit", None)
         # A copy, because SGLang appends to its array, which fails while something refers to the memory.
         tokens = np.frombuffer(memoryview(key.raw_token_ids()).tobytes(), np.uint64)
-        if (
-            before is not None
-            and index.is_current(before.match)
-            and np.array_equal(before.tokens, tokens)
-            and before.extra == self._weights + _extra(key)
-        ):
+        extra = self._weights + _extra(key)
+        is_current = before is not None and index.is_current(before.match) and before.extra == extra
+        if before is not None and is_current and np.array_equal(before.tokens, tokens):
             index.touch(before.match, again=True)
             return before
-        extra = self._weights + _extra(key)
         match = index.match(tokens, extra, limit=len(tokens) // self.page_size)
         if before is not None and match.depth <= before.match.depth:
             origin = before.origin
@@ -216,18 +199,13 @@ class TierCacheTree(StoreBelow):
         length = depth * self.page_size
         plan = index.plan_checkpoints(match, tokens, match.depth).depths
         device = near if on_device == near.depth else Handle.at(index, match, on_device, tokens, extra)
+        branch = branch_of(plan, origin, length, self.page_size, self._grid) if self._hybrid else None
         result = MatchResult(
-            on_device * self.page_size,
-            device,
-            near,
-            near,
+            on_device * self.page_size, device, near, near, mamba_branching_seqlen=branch,
             host_hit_length=length - on_device * self.page_size,
             mamba_host_hit_length=int(self._hybrid and near is not device),
-            mamba_branching_seqlen=branch_of(plan, origin, length, self.page_size, self._grid)
-            if self._hybrid
-            else None,
             full_kv_hit_length=match.path_depth * self.page_size,
-        )
+        )  # fmt: skip
         visit = _Visit(match, tokens, extra, plan, origin, result)
         if params.req is not None:
             params.req.tiercache_visit = visit
@@ -258,7 +236,7 @@ class TierCacheTree(StoreBelow):
 
     # The host.
 
-    def init_load_back(self, params: InitLoadBackParams) -> tuple[int, Handle]:
+    def init_load_back(self, params: sglang.InitLoadBackParams) -> tuple[int, Handle]:
         """Begin to load what only the host has of a match; return how many tokens come, and the new node.
 
         Either everything that the match has promised comes, or nothing, for lack of slots.
@@ -309,11 +287,11 @@ class TierCacheTree(StoreBelow):
             node.node = self._index.extend_path(node.tokens, node.depth, node.extra)
         return _Held(pin=self._index.pin(node.node, Tier.DEVICE))
 
-    def dec_lock_ref(self, node: Handle, params: DecLockRefParams | None = None) -> DecLockRefResult:
+    def dec_lock_ref(self, node: Handle, params: Any = None) -> sglang.DecLockRefResult:
         """End the hold of a receipt."""
         if params is not None and params.pin is not None:
             params.pin.release()
-        return DecLockRefResult()
+        return sglang.DecLockRefResult()
 
     # What requests have computed.
 
@@ -340,9 +318,8 @@ class TierCacheTree(StoreBelow):
         if not self._hybrid:
             return
         if finished:
-            self.req_to_token_pool.free_mamba_cache(
-                req, mamba_ping_pong_track_buffer_to_keep=kept if adopted else None
-            )
+            kept = kept if adopted else None
+            self.req_to_token_pool.free_mamba_cache(req, mamba_ping_pong_track_buffer_to_keep=kept)
             return
         if state is not None and not adopted:
             self.req_to_token_pool.mamba_allocator.free(state)
@@ -398,19 +375,12 @@ class TierCacheTree(StoreBelow):
         plan = {} if visit is None else visit.plan
         kind = CheckpointKind.END if finished else plan.get(depth, CheckpointKind.INTERVAL)
         after = None if req.lock is None else req.lock.receipt.pin
-        made = self._lent.adopt(
-            tokens,
-            {_KV: self._pages.pages(row)},
-            states,
-            extra,
-            taken=Taken(
-                {depth: kind},
-                Origin() if visit is None else visit.origin,
-                None if after is None else after.node,
-            ),
-            # What was computed is in its slots once the device has passed this point.
-            fence=None if self._stream is None else self._stream.record_event(),
-        )
+        origin = Origin() if visit is None else visit.origin
+        taken = Taken({depth: kind}, origin, None if after is None else after.node)
+        # What was computed is in its slots once the device has passed this point.
+        fence = None if self._stream is None else self._stream.record_event()
+        pages = {_KV: self._pages.pages(row)}
+        made = self._lent.adopt(tokens, pages, states, extra, taken=taken, fence=fence)
         at = made.pages[_KV]
         adopted = int(np.count_nonzero(at.adopted))
         self._pages.held += adopted
@@ -437,14 +407,14 @@ class TierCacheTree(StoreBelow):
 
     # Room.
 
-    def evict(self, params: EvictParams) -> EvictResult:
+    def evict(self, params: sglang.EvictParams) -> sglang.EvictResult:
         """Give up to as many slots back as SGLang asks for."""
         began = time.perf_counter()
         need = {_KV: -(-params.num_tokens // self.page_size), _MAMBA: params.mamba_num * self._hybrid}
         freed = self._lent.make_room({pool: count for pool, count in need.items() if count > 0})
         tokens = freed.get(_KV, 0) * self.page_size
         self.update_eviction_metrics(tokens, began)
-        return EvictResult(num_tokens_evicted=tokens, mamba_num_evicted=freed.get(_MAMBA, 0))
+        return sglang.EvictResult(num_tokens_evicted=tokens, mamba_num_evicted=freed.get(_MAMBA, 0))
 
     def evictable_size(self) -> int:
         """Number of tokens that can be evicted."""
@@ -542,14 +512,14 @@ def _refuse(ctx: TreeCacheBuildContext) -> None:
         or params.mtp_draft_device_pools
         or params.sidecar_draft_device_pools,
         "a model with sliding windows": ctx.is_hybrid_swa,
-        "--disaggregation-mode": get_disagg().disaggregation_mode != "null",
+        "--disaggregation-mode": runtime_context.get_disagg().disaggregation_mode != "null",
         "attention on a part of the ranks (--dp-size with --enable-dp-attention)": parallel.attn_dp_size > 1,
         "decode context parallelism": parallel.dcp_enabled,
         "context parallelism": params.attn_cp_size > 1,
         "pipeline parallelism": params.pp_size > 1,
         "--kv-events-config": params.enable_kv_cache_events,
         "--enable-session-radix-cache": params.enable_session_radix_cache,
-        "--schedule-policy dfs-weight": get_schedule().schedule_policy == "dfs-weight",
+        "--schedule-policy dfs-weight": runtime_context.get_schedule().schedule_policy == "dfs-weight",
         "--mamba-radix-cache-strategy no_buffer": ctx.is_hybrid_ssm and not params.enable_mamba_extra_buffer,
         "--mamba-radix-cache-strategy extra_buffer_lazy": params.enable_mamba_extra_buffer_lazy,
     }

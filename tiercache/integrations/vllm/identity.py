@@ -46,27 +46,22 @@ class Keys:
 
     def __init__(self, config: OffloadingConfig, row_bytes: int, settings: StoreSettings) -> None:
         _check(config)
-        self.identity: Final = settings.identity(
-            config.model.name, config.model.dtype, config.cache.tokens_per_hash
-        )
+        model, dtype = config.model.name, config.model.dtype
+        self.identity: Final = settings.identity(model, dtype, config.cache.tokens_per_hash)
         windows = any(group.sliding_window_size_in_chunks is not None for group in config.groups)
-        if windows and not settings.state_dtype and config.model.dtype not in _OF_MODELS:
+        if windows and not settings.state_dtype and dtype not in _OF_MODELS:
             raise ConfigError(
-                f"for KV of dtype {config.model.dtype} vLLM does not tell the dtype of recurrent states;"
+                f"for KV of dtype {dtype} vLLM does not tell the dtype of recurrent states;"
                 " set state_dtype, or 'none' for a model that has no states"
             )
         self.namespace: Final = namespace_of(self.identity)
         self.record: Final = settings.record(self.identity, states=windows)
         self.row_bytes: Final = row_bytes
-        # Tokens per chunk, by the index of the group among all groups of vLLM. Some groups may not be
-        # offloaded.
+        # Tokens per chunk, by the index of the group among all groups of vLLM. Some may not be offloaded.
         per_chunk = config.cache.blocks_per_chunk
         self._chunks: Final = {group.group_id: group.tokens_per_block * per_chunk for group in config.groups}
-        paged = {
-            self._chunks[group.group_id]
-            for group in config.groups
-            if group.sliding_window_size_in_chunks is None
-        }
+        whole = [group.group_id for group in config.groups if group.sliding_window_size_in_chunks is None]
+        paged = {self._chunks[group] for group in whole}
         self._page_chunk: Final = paged.pop() if len(paged) == 1 else 0
         """Tokens per chunk of the groups without a window; 0 if these groups have different chunks."""
         self._layouts: Final[Mapping[int, tuple[PoolName, bytes]]] = {

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from queue import Empty, SimpleQueue
 from threading import Event
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from vllm.v1.kv_offload.base import OffloadKey
 from vllm.v1.kv_offload.tiering.base import JobId, JobResult, TransferJob
@@ -24,6 +24,8 @@ from tiercache.integrations.vllm.identity import Keys
 from tiercache.storage.base import GetItem, SetItem, StorageBackend
 
 _log = logging.getLogger(__name__)
+Told: TypeAlias = Announcements[OffloadKey] | None
+"""Chunks that vLLM's publisher is told of; None if it is not."""
 
 _LOADERS: Final = 2
 """Number of threads for loads."""
@@ -41,6 +43,9 @@ class Ended(NamedTuple):
     """Keys whose rows were not transferred."""
     error: Exception | None = None
     """Exception that the transfer raised, because of a bug of tiercache or of the store."""
+
+
+_Work = Callable[[TransferJob], Ended]
 
 
 class _Part(NamedTuple):
@@ -68,12 +73,7 @@ class Jobs:
     """
 
     def __init__(
-        self,
-        store: StorageBackend,
-        keys: Keys,
-        rows: memoryview,
-        queued_rows: int,
-        events: Announcements[OffloadKey] | None = None,
+        self, store: StorageBackend, keys: Keys, rows: memoryview, queued_rows: int, events: Told = None
     ) -> None:
         self._store = store
         self._keys = keys
@@ -145,9 +145,7 @@ class Jobs:
         self._storer.shutdown()
         self._bytes.release()
 
-    def _begin(
-        self, job: TransferJob, pool: ThreadPoolExecutor, work: Callable[[TransferJob], Ended]
-    ) -> None:
+    def _begin(self, job: TransferJob, pool: ThreadPoolExecutor, work: _Work) -> None:
         try:
             future = pool.submit(self._run, job, work)
         except RuntimeError:  # the pool is shut down
@@ -156,7 +154,7 @@ class Jobs:
         self._running[job.job_id] = job, future
         self._pinned += _pinned(job)
 
-    def _run(self, job: TransferJob, work: Callable[[TransferJob], Ended]) -> None:
+    def _run(self, job: TransferJob, work: _Work) -> None:
         try:
             ended = work(job)
         except Exception as error:  # noqa: BLE001
@@ -171,10 +169,8 @@ class Jobs:
         with ExitStack() as views:
             parts = self._parts(job, views)
             started = time.monotonic()
-            age = self._events.age if self._events is not None else 0
-            outcomes = self._store.get(
-                [GetItem(part.object, [part.row], self._keys.row_bytes) for part in parts]
-            )
+            age, nbytes = self._events.age if self._events is not None else 0, self._keys.row_bytes
+            outcomes = self._store.get([GetItem(part.object, [part.row], nbytes) for part in parts])
         if self._events is not None:
             gone = (Outcome.MISS, Outcome.CORRUPT)
             self._events.gone(
@@ -186,12 +182,9 @@ class Jobs:
         with ExitStack() as views:
             parts = self._parts(job, views)
             started = time.monotonic()
-            metas = self._keys.metas(
-                [part.key for part in parts], [part.object for part in parts], _ends(job)
-            )
-            outcomes = self._store.set(
-                [SetItem(part.object, [part.row], meta) for part, meta in zip(parts, metas, strict=True)]
-            )
+            keys, objects = [part.key for part in parts], [part.object for part in parts]
+            described = zip(parts, self._keys.metas(keys, objects, _ends(job)), strict=True)
+            outcomes = self._store.set([SetItem(one.object, [one.row], meta) for one, meta in described])
         return self._over(job, started, parts, outcomes)
 
     def _parts(self, job: TransferJob, views: ExitStack) -> list[_Part]:

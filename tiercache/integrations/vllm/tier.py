@@ -10,17 +10,8 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import Annotated, Any, ClassVar, Final
 
-from vllm.v1.kv_offload.base import (
-    Locality,
-    LookupResult,
-    Medium,
-    OffloadingEvent,
-    OffloadingSpec,
-    OffloadKey,
-    ReqContext,
-    RequestOffloadingContext,
-    ScheduleEndContext,
-)
+from vllm.v1.kv_offload import base
+from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, OffloadingEvent, OffloadKey, ReqContext
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
@@ -29,7 +20,7 @@ from tiercache.errors import ConfigError, RefusedError, UnavailableError
 from tiercache.integrations.announcements import Announcements, EvictionWatch
 from tiercache.integrations.settings import StoreSettings
 from tiercache.integrations.vllm.identity import Keys
-from tiercache.integrations.vllm.jobs import Jobs
+from tiercache.integrations.vllm.jobs import Jobs, Told
 from tiercache.settings import FLAG, Kind, read_section, whole
 from tiercache.storage.base import StorageBackend
 from tiercache.text import shown
@@ -56,9 +47,8 @@ def _read_locality(given: Any) -> Locality:
     try:
         return Locality(given)
     except ValueError:
-        raise ConfigError(
-            f"{shown(given)} is unknown; it is {' or '.join(each.value for each in Locality)}"
-        ) from None
+        known = " or ".join(each.value for each in Locality)
+        raise ConfigError(f"{shown(given)} is unknown; it is {known}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +79,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no 
 
     def __init__(
         self,
-        offloading_spec: OffloadingSpec,
+        offloading_spec: base.OffloadingSpec,
         primary_kv_view: memoryview,
         tier_type: str,
         backpressure_detector: BackpressureDetector | None = None,
@@ -116,7 +106,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no 
             undo.pop_all()
         self._closed = False
 
-    def _events_of(self, spec: OffloadingSpec) -> Announcements[OffloadKey] | None:
+    def _events_of(self, spec: base.OffloadingSpec) -> Told:
         if spec.kv_events_config.enable_kv_cache_events:
             return Announcements()
         _log.warning(
@@ -125,9 +115,9 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no 
         )
         return None
 
-    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+    def on_new_request(self, req_context: ReqContext) -> base.RequestOffloadingContext:
         """Return the default context: all requests are treated alike."""
-        return RequestOffloadingContext()
+        return base.RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Forget the lookups of a request."""
@@ -142,7 +132,7 @@ class TierCacheTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM has no 
             return LookupResult.MISS if self._lookups.overdue else LookupResult.RETRY
         return LookupResult.HIT if found else LookupResult.MISS
 
-    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+    def on_schedule_end(self, context: base.ScheduleEndContext) -> None:
         """Start to ask the store about the keys that were looked up in this step."""
         self._lookups.flush()
 
@@ -210,13 +200,7 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]  # vLLM has no types
     calls under the lock of its manager of tiers.
     """
 
-    def __init__(
-        self,
-        store: StorageBackend,
-        keys: Keys,
-        tier_type: str,
-        events: Announcements[OffloadKey] | None = None,
-    ) -> None:
+    def __init__(self, store: StorageBackend, keys: Keys, tier_type: str, events: Told = None) -> None:
         self._store = store
         self._keys = keys
         self._events: Final = events
