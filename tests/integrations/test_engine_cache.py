@@ -350,6 +350,33 @@ def test_what_the_model_computes_faster_than_it_is_loaded_is_computed(tmp_path: 
     engine.cache.close()
 
 
+@pytest.mark.parametrize(("speed", "begin", "depth"), [(4300, 3, 5), (3300, 3, 3), (3300, 0, 5)])
+def test_pages_that_the_engine_has_are_no_part_of_a_load_nor_of_what_it_saves(speed, begin, depth):
+    engine, tokens = Engine("memory://?capacity=16MiB"), list(range(20))
+    engine.compute("a", tokens)
+    engine.cache.note_pass([(12, 20)], 1.0)  # the last two of five pages
+    # private: as above; a page has 1216 bytes, and the state 1232
+    engine.cache._controller._context.speeds._loads.add(speed, 1.0)
+    assert engine.find("b", [*tokens, 1], begin) == depth
+    engine.cache.close()
+
+
+def test_a_hit_that_only_the_store_has_is_noted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, tokens, depths = f"file://{tmp_path}/store?capacity=16MiB", list(range(20)), list[int]()
+    engine = Engine(url)
+    engine.compute("a", tokens)
+    engine.cache.close()
+    engine = Engine(url)  # has evicted nothing that it could miss
+    monkeypatch.setattr(
+        engine.controller.lent.index.policy, "reused", lambda reuse: depths.append(reuse.depth)
+    )
+    for noted in (1, 2):
+        for _ in "ab":
+            assert engine.find(f"request {noted}", [*tokens, 1]) == 5
+        assert depths == [5] * noted
+    engine.cache.close()
+
+
 def test_blocks_that_are_not_contiguous_are_refused() -> None:
     split = torch.arange(240, dtype=torch.int16).view(8, 2, 5, 3).transpose(2, 3)
     assert bytes_of(split, 4, 100, "a").view(torch.int16)[1, :3].tolist() == [60, 61, 62]
