@@ -1,4 +1,12 @@
-"""Device pools over vLLM's tensors, whose blocks vLLM's own manager hands out."""
+"""Device pools over vLLM's tensors, whose blocks vLLM's own manager hands out.
+
+A page has as many tokens as the largest block. Of a group with smaller blocks it has several, and each place
+within a page counts as a group of its own here:
+
+    page                |       0       |       1       |
+    blocks of one group |       4       |       9       |     one group
+    of another          |   7   |   2   |   3   |   8   |     two groups: 7, 3 and 2, 8
+"""
 
 from __future__ import annotations
 
@@ -67,14 +75,16 @@ class Reach(NamedTuple):
     tokens: int
     """Length of the window, with the token itself; or of the chunks of which it sees its own."""
     is_chunk: bool = False
+    cut: int = 0
+    """Number of tokens of a page behind the block."""
 
     def first(self, depth: int) -> int:
         """Return the first token that the token at `depth` sees, which may be itself."""
         return depth // self.tokens * self.tokens if self.is_chunk else max(0, depth - self.tokens + 1)
 
     def pages(self, page_size: int) -> int:
-        """Return the largest number of pages that a token at the begin of a page sees, at least 1."""
-        return max(1, -(-(self.tokens - 1) // page_size))
+        """Return of how many pages, at most, a token at the begin of a page sees the block."""
+        return max(int(not self.cut), -(-(self.tokens - 1 - self.cut) // page_size))
 
 
 class WindowPool(BlockPool):
@@ -116,7 +126,7 @@ class WindowPool(BlockPool):
         size, found = self.geometry.page_size, []
         for row, reach in zip(table, self._reaches, strict=True):
             count = reach.pages(size)
-            pages, first = np.arange(depth - count, depth), reach.first(depth * size) // size
+            pages, first = np.arange(depth - count, depth), (reach.first(depth * size) + reach.cut) // size
             at = row[np.maximum(pages, min(first, depth - 1))]
             if begin is not None:
                 at = at[pages >= max(begin, first)]

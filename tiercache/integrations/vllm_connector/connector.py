@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -112,6 +113,15 @@ class Answers(KVConnectorWorkerMetadata):  # type: ignore[misc]  # vLLM has no t
         return Answers(self.told + other.told)
 
 
+class Place(NamedTuple):
+    """Place within a page at which a group has a block."""
+
+    group: int
+    number: int
+    of: int
+    """Number of the group's blocks in a page."""
+
+
 class CacheStats(KVConnectorStats):  # type: ignore[misc]  # vLLM has no types
     """Increments of what the cache counts, which `EngineCache.counted` returns."""
 
@@ -169,9 +179,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._settings = read_section(
             ConnectorSettings, PLACE, self._kv_transfer_config.kv_connector_extra_config
         )
-        self._page_size, kinds = _check(vllm_config, kv_cache_config)
-        self._groups = {pool: [n for n, k in enumerate(kinds) if k is pool] for pool in dict.fromkeys(kinds)}
-        """Groups of each pool."""
+        self._page_size, self._places = _check(vllm_config, kv_cache_config)
         self._key, self._parallel = str(self._kv_transfer_config.engine_id), vllm_config.parallel_config
         self._requests: dict[str, Any] = {}
         self._promises = Promises(self._page_size, self._parallel.world_size, _CACHES.get(self._key))
@@ -202,11 +210,10 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         config, chosen = self._kv_cache_config, self._settings
         numbers = {name: n for n, name in enumerate(sorted(kv_caches))}
         pools: dict[PoolName, BlockPool] = {}
-        for pool, numbered in sorted(self._groups.items()):
-            groups = [config.kv_cache_groups[n] for n in numbered]
-            layers = [list(_layers(group, kv_caches, numbers, config.num_blocks)) for group in groups]
+        for pool, places in sorted(self._places.items()):
+            layers = [list(_layers(place, kv_caches, numbers, config)) for place in places]
             if pool is PoolName.SWA:
-                reaches = [_reach(_spec(group, group.layer_names[0])) for group in groups]
+                reaches = [_reach(config.kv_cache_groups[place.group], place) for place in places]
                 pools[pool] = WindowPool.over_windows(self._page_size, layers, reaches)
             else:
                 pools[pool] = BlockPool.over(pool, self._page_size, layers)
@@ -315,7 +322,9 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return how many tokens can be loaded behind those that vLLM has; None to be asked again."""
         if request.request_id not in self._requests:
             return 0, False
-        begin = num_computed_tokens // self._page_size
+        begin, rest = divmod(num_computed_tokens, self._page_size)
+        if rest:
+            return 0, False
         asked = (request.request_id, self._tokens(request), _extra(request), begin)
         depth = self._guarded(lambda: self._promises.find(*asked), begin)
         if depth is None:
@@ -333,14 +342,17 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
         def tables() -> dict[PoolName, Locations]:
             given = blocks.get_block_ids()
-            return {pool: self._table(given, pool) for pool in self._groups}
+            return {pool: self._table(given, pool) for pool in self._places}
 
         # vLLM waits for the load, and has to be told if there will be none.
         self._work.loads.append(self._promises.claim(name, pages, self._guarded(tables, {})))
 
     def _table(self, tables: Any, pool: PoolName) -> Locations:
-        """Return the blocks of a request in the groups of a pool: shape [groups, blocks]; 0 where is none."""
-        mine = [tables[n] for n in self._groups[pool]]
+        """Return the blocks of a request's whole pages: shape [places, pages]; 0 where is none."""
+        mine = [
+            tables[group][: len(tables[group]) // count * count][number::count]
+            for group, number, count in self._places[pool]
+        ]
         table = np.zeros((len(mine), max(map(len, mine))), np.int64)
         for row, blocks in zip(table, mine, strict=True):
             row[: len(blocks)] = blocks
@@ -355,7 +367,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _note_saves(self, work: StepWork, scheduler_output: Any) -> None:
         offered = scheduler_output.kv_connector_block_state
-        if PoolName.MAMBA in self._groups:
+        if PoolName.MAMBA in self._places:
             for name, entries in offered.boundary_state_offloads.items():
                 self._save_states(work, name, offered.get_block_ids(name), entries)
         for name, count in scheduler_output.num_scheduled_tokens.items():
@@ -366,14 +378,14 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if count > 1:
                 work.computed.append((request.num_computed_tokens, known))
             depth = known // self._page_size
-            if PoolName.MAMBA not in self._groups and depth > self._saved.get(name, 0):
+            if PoolName.MAMBA not in self._places and depth > self._saved.get(name, 0):
                 self._save(work, request, offered.get_block_ids(name), depth, {})
 
     def _save_states(
         self, work: StepWork, name: str, tables: Any, entries: list[tuple[int, int, int]]
     ) -> None:
         """Save the states that a step completes: (group, block, tokens); each needs a block of each group."""
-        request, groups = self._requests.get(name), self._groups[PoolName.MAMBA]
+        request, groups = self._requests.get(name), [place.group for place in self._places[PoolName.MAMBA]]
         found: dict[int, dict[int, int]] = {}
         for group, block, tokens in entries:
             if block and tokens % self._page_size == 0:
@@ -392,7 +404,7 @@ class TierCacheConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         begin = self._saved.get(request.request_id, 0)
         none = np.zeros((0, depth), np.int64)
         pages, windows = (
-            self._table(tables, pool)[:, :depth] if pool in self._groups else none
+            self._table(tables, pool)[:, :depth] if pool in self._places else none
             for pool in (PoolName.KV, PoolName.SWA)
         )
         if pages.shape[1] == windows.shape[1] == depth and pages.all():
@@ -507,11 +519,13 @@ def _extra(request: Any) -> bytes:
 
 
 def _layers(
-    group: Any, kv_caches: dict[str, torch.Tensor], numbers: dict[str, int], blocks: int
+    place: Place, kv_caches: dict[str, torch.Tensor], numbers: dict[str, int], config: Any
 ) -> Iterator[tuple[int, str, torch.Tensor]]:
-    """Yield the number, the name and the bytes of each layer of a group, without the padding of blocks."""
+    """Yield the number, the name and the bytes of each layer at a place, without the padding of blocks."""
+    group = config.kv_cache_groups[place.group]
     for name in group.layer_names:
-        yield numbers[name], name, bytes_of(kv_caches[name], blocks, _nbytes(group, name), name)
+        label = f"{name} {place.number}" if place.of > 1 else name
+        yield (numbers[name], label, bytes_of(kv_caches[name], config.num_blocks, _nbytes(group, name), name))
 
 
 def _spec(group: Any, name: str) -> Any:
@@ -519,11 +533,13 @@ def _spec(group: Any, name: str) -> Any:
     return getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
 
 
-def _reach(spec: Any) -> Reach:
-    """Return what a token sees of layers with windows or with chunks."""
+def _reach(group: Any, place: Place) -> Reach:
+    """Return what a token sees of the blocks at a place of a group with windows or with chunks."""
+    spec, cut = _spec(group, group.layer_names[0]), place.of - 1 - place.number
+    behind = cut * group.kv_cache_spec.block_size
     if isinstance(spec, SlidingWindowSpec):
-        return Reach(spec.sliding_window)
-    return Reach(spec.attention_chunk_size, is_chunk=True)
+        return Reach(spec.sliding_window, cut=behind)
+    return Reach(spec.attention_chunk_size, is_chunk=True, cut=behind)
 
 
 def _nbytes(group: Any, name: str) -> int:
@@ -548,14 +564,14 @@ def _identity(settings: ConnectorSettings, config: Any, kv_cache_config: Any, pa
     )
 
 
-def _check(config: Any, kv_cache_config: Any) -> tuple[int, list[PoolName]]:
-    """Return the tokens of a page, and the pool of each group; ConfigError for what is not served."""
+def _check(config: Any, kv_cache_config: Any) -> tuple[int, dict[PoolName, list[Place]]]:
+    """Return the tokens of a page, and the places of each pool; ConfigError for what is not served."""
     transfer, parallel, cache = config.kv_transfer_config, config.parallel_config, config.cache_config
     groups = kv_cache_config.kv_cache_groups
     specs = [{type(_spec(group, name)) for name in group.layer_names} for group in groups]
     kinds = [_KINDS[kind] for kind in set().union(*specs) if kind in _KINDS]
     others = sorted(kind.__name__ for kind in set().union(*specs) if kind not in _KINDS)
-    sizes = sorted({group.kv_cache_spec.block_size for group in groups})
+    sizes = [group.kv_cache_spec.block_size for group in groups]
     cannot = {
         f"vLLM {vllm.__version__}, but {' and '.join(RELEASES)}": not vllm.__version__.startswith(
             tuple(f"{release}." for release in RELEASES)
@@ -571,15 +587,20 @@ def _check(config: Any, kv_cache_config: Any) -> tuple[int, list[PoolName]]:
         "--enable-sleep-mode": config.model_config.enable_sleep_mode,
         "a server without --enable-prefix-caching": not cache.enable_prefix_caching,
         f"groups of layers of the kind {', '.join(others)}": bool(others),
-        f"groups of layers with blocks of {' and '.join(map(str, sizes))} tokens": len(sizes) > 1,
         "a --mamba-cache-mode other than align": PoolName.MAMBA in kinds
         and cache.mamba_cache_mode != "align",
         # vLLM resets the size there after the start, and then takes no state where a block ends.
-        f"states on a CPU without --block-size; start vLLM with --block-size {sizes[0]}": (
+        f"states on a CPU without --block-size; start vLLM with --block-size {max(sizes)}": (
             PoolName.MAMBA in kinds and current_platform.is_cpu() and not cache.user_specified_block_size
         ),
     }
     for what, asked in cannot.items():
         if asked:
             raise ConfigError(f"TierCacheConnector does not serve {what}")
-    return sizes[0], [_KINDS[next(iter(kind))] for kind in specs]
+    page, places = math.lcm(*sizes), dict[PoolName, list[Place]]()
+    for n, kind in enumerate(specs):
+        pool, count = _KINDS[next(iter(kind))], page // sizes[n]
+        # A recurrent state stands at the end of a page.
+        first = count - 1 if pool is PoolName.MAMBA else 0
+        places.setdefault(pool, []).extend(Place(n, number, count) for number in range(first, count))
+    return page, places
