@@ -73,7 +73,7 @@ class Engine:
         """Take blocks for pages at random, other ones a group, but for what no window behind `known` sees."""
         kv, other = (np.array([self.draw.sample(range(1, BLOCKS), count) for _ in "ab"]) for _ in "ab")
         for row, reach in zip(other, self.WINDOWS, strict=False):
-            row[: reach.first(PAGE * (count if known is None else known)) // PAGE] = 0
+            row[: (reach.first(PAGE * (count if known is None else known)) + reach.cut) // PAGE] = 0
         return {KV: kv, self.kind: other}
 
     def rows(self, tables: Tables, tokens: list[int]) -> Iterator[tuple[int, torch.Tensor, bytes]]:
@@ -130,12 +130,18 @@ class Windowed(Engine):
     """Tokens that see themselves and 5, or 12, before: parts of two, and of three pages."""
 
 
+class Halved(Engine):
+    """First halves of pages, of which a window of two tokens sees none."""
+
+    WINDOWS = (Reach(6, cut=2), Reach(3, cut=2))
+
+
 class Chunked(Engine):
     WINDOWS = (Reach(20, is_chunk=True), Reach(6))
     """Tokens that see their own chunk of five pages, of which the first sees nothing before it."""
 
 
-@pytest.mark.parametrize("kind", [Engine, Windowed, Chunked])
+@pytest.mark.parametrize("kind", [Engine, Windowed, Halved, Chunked])
 def test_what_is_saved_comes_back_in_other_blocks_from_host_and_store(kind, tmp_path):
     url, tokens = f"file://{tmp_path}/store?capacity=16MiB", list(range(100, 120))
     asked = [*tokens, 7]

@@ -68,6 +68,13 @@ def _config(name: str) -> Any:
         "wide": ("Llama", wide),
         "qwen3next": ("Qwen3Next", gated),
         "gemma3": ("Gemma3Text", {**window, "layer_types": kinds, "query_pre_attn_scalar": 32}),
+        "gemma4": (  # whose layer without a window has larger heads
+            "Gemma4Text",
+            {
+                **window, "layer_types": kinds, "per_layer_config": {"3": {"head_dim": 64}},
+                "hidden_size_per_layer_input": 0,
+            },
+        ),
         "gemma2": ("Gemma2", {**window, "query_pre_attn_scalar": 32}),
         "gptoss": ("GptOss", {**window, "num_local_experts": 4, "num_experts_per_tok": 2}),
         "mistral": ("Mistral", window),

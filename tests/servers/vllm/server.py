@@ -26,6 +26,8 @@ class VllmServer(Server):
     PAGE = 512
     SIZED: ClassVar = True
     """Whether vLLM is told the size of a block."""
+    BLOCK: ClassVar[int | None] = None
+    """Tokens of a block, where a page has several."""
     DTYPES: ClassVar = {"llama": "float32", "qwen3next": "bfloat16"}
     """Number formats; float32 for other models, and bfloat16 where the build for CPUs takes nothing else."""
     SETTINGS: ClassVar[dict[str, str]] = {}
@@ -38,7 +40,7 @@ class VllmServer(Server):
         if storage is not None:
             cache = [
                 "--enable-prefix-caching",
-                *(("--block-size", str(self.PAGE)) if self.SIZED else ()),
+                *(("--block-size", str(self.BLOCK or self.PAGE)) if self.SIZED else ()),
                 "--kv-transfer-config",
                 json.dumps({"kv_role": "kv_both", **self.transfer(storage)}),
             ]

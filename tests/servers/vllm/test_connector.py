@@ -32,7 +32,14 @@ class Fine(VllmConnectorServer):
     PAGE = 64
 
 
+class Mixed(VllmConnectorServer):
+    """A server whose layers with a window have blocks twice as long as the others."""
+
+    PAGE, BLOCK = 128, 64
+
+
 MODELS = [
+    (Mixed, "gemma4"),
     *((Fine, model) for model in ("gemma2", "gemma3", "gptoss", "mistral", "llama4")),
     *((VllmConnectorServer, model) for model in ("falconh1", "granite4")),
 ]
