@@ -213,7 +213,7 @@ def test_the_texts_stay_short():
 BUDGET = {
     "tiercache.daemon": 8_911,
     "tiercache.controller": 8_788,
-    "tiercache.integrations": 8_731,
+    "tiercache.integrations": 8_757,
     "tiercache.cli": 5_550,
     "tiercache.storage": 6_250,
     "tiercache.testing": 2_400,
