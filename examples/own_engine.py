@@ -7,10 +7,11 @@ The model is a toy, and everything around it is what an engine of any size does.
 """
 
 import sys
+from itertools import pairwise
 
 import torch
 
-from tiercache.controller import HybridCacheController
+from tiercache.controller import Admission, HybridCacheController
 from tiercache.core import PoolName
 from tiercache.errors import StorageError
 from tiercache.keys import Identity
@@ -19,7 +20,7 @@ from tiercache.pools.device import page_geometry_of, state_geometry_of
 from tiercache.storage.registry import open_backend
 
 PAGE, WIDTH = 16, 32  # tokens of a page; numbers of a token's key, of its value, and of a state
-PAGES, STATES = 64, 8
+PAGES, STATES = 64, 16
 
 
 class Engine:
@@ -44,30 +45,51 @@ class Engine:
     def serve(self, tokens: list[int]) -> tuple[int, int]:
         """Return how many tokens were restored, and the token that the model would say next."""
         admission = self.controller.admit(self.controller.lookup(tokens), states=4)
-        depth = admission.wait().depth
+        admission.wait()
+        restored, state = self.restored(admission)
+        for begin, end in self.steps(admission, tokens):
+            state = self.compute(admission, tokens[:end], begin, state)
+        said = self.said(admission, tokens, state)
+        self.controller.release(admission)
+        return restored, said
+
+    def restored(self, admission: Admission) -> tuple[int, torch.Tensor]:
+        """Return how many tokens were restored, and the state behind them."""
         for layer in (0, 1):  # an engine calls this just before the layer reads what was restored
             admission.wait_layer(layer)
-        restored, state = depth, torch.zeros(WIDTH)
-        if depth:
-            state = self.states[admission.restored_states[PoolName.MAMBA]].clone()
-        for end in dict.fromkeys([*admission.checkpoints, len(tokens)]):
-            for position in range(depth, end):
-                key, value = self.embedding[tokens[position]].split(WIDTH)
-                row = admission.pages[PoolName.KV][position // PAGE] * PAGE + position % PAGE
-                self.keys[row], self.values[row] = key, value
-                state = 0.9 * state + key * value
-            depth, states = end, {}
-            if end % PAGE == 0:
-                slots = admission.take_states()
-                self.states[slots[PoolName.MAMBA]] = state
-                states = {end: slots}
-            self.controller.commit(admission, tokens[:end], states)
+        if not admission.depth:
+            return 0, torch.zeros(WIDTH)
+        return admission.depth, self.states[admission.restored_states[PoolName.MAMBA]].clone()
+
+    def steps(self, admission: Admission, tokens: list[int]) -> list[tuple[int, int]]:
+        """Return what is to be computed, cut where the cache wants a state."""
+        ends = list(dict.fromkeys([*admission.checkpoints, len(tokens)]))
+        return list(pairwise([admission.depth, *ends]))
+
+    def compute(
+        self, admission: Admission, tokens: list[int], begin: int, state: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute `tokens` from `begin` on, keep them, and return the state behind them."""
+        for position in range(begin, len(tokens)):
+            key, value = self.embedding[tokens[position]].split(WIDTH)
+            row = admission.pages[PoolName.KV][position // PAGE] * PAGE + position % PAGE
+            self.keys[row], self.values[row] = key, value
+            state = 0.9 * state + key * value
+        states = {}
+        if len(tokens) % PAGE == 0:
+            slots = admission.take_states()
+            self.states[slots[PoolName.MAMBA]] = state
+            states = {len(tokens): slots}
+        self.controller.commit(admission, tokens, states)
+        return state
+
+    def said(self, admission: Admission, tokens: list[int], state: torch.Tensor) -> int:
+        """Return the token that the model would say next."""
         table = torch.as_tensor(admission.pages[PoolName.KV])
         position = torch.arange(len(tokens))
         rows = table[position // PAGE] * PAGE + position % PAGE
         attended = torch.softmax(self.keys[rows] @ state, 0) @ self.values[rows]
-        self.controller.release(admission)
-        return restored, int((torch.cat([attended, state]) @ self.head).argmax())
+        return int((torch.cat([attended, state]) @ self.head).argmax())
 
     def close(self) -> None:
         """Wait for what is still being written, and end."""

@@ -33,6 +33,13 @@ def test_an_engine_of_one_s_own_goes_on_in_another_process(tmp_path: Path) -> No
     assert re.findall(r"token is .*", first) == re.findall(r"token is .*", second)
 
 
+def test_its_requests_are_tasks_of_which_one_is_cancelled(tmp_path: Path) -> None:
+    store = f"file://{tmp_path}/engine?capacity=64MiB"
+    first, second = (run("own_engine_async.py", store) for _ in range(2))
+    assert [int(n) for n in re.findall(r"(\d+) restored", first + second)] == [0, 0, 192, 176]
+    assert re.findall(r"token is .*", first) == re.findall(r"token is .*", second)
+
+
 @pytest.mark.slow
 def test_tenants_share_with_themselves_only(tmp_path: Path) -> None:
     said = run("two_tenants.py", tmp_path / "tenants")

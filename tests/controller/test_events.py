@@ -33,11 +33,11 @@ def test_a_router_sees_a_prompt_on_every_tier_under_the_keys_that_it_computes():
             places = {Place(Medium.GPU), Place(Medium.CPU), Place(Medium.STORAGE, "store")}
             follower.until(
                 lambda: (
-                    all({*follower.map.where(key, KV)} == places for key in keys)
-                    and {*follower.map.where(keys[2], MAMBA)} == places
+                    all(follower.where(key, KV) == places for key in keys)
+                    and follower.where(keys[2], MAMBA) == places
                 )
             )
-            assert not follower.map.where(keys[0], MAMBA)
+            assert not follower.where(keys[0], MAMBA)
             stored = [
                 event
                 for batch in follower.batches
@@ -49,7 +49,7 @@ def test_a_router_sees_a_prompt_on_every_tier_under_the_keys_that_it_computes():
             assert stored[0].group.layout == layout_digest(KV, PAGES.fingerprint, Shard())
             engine.controller.evict(Tier.DEVICE)
             engine.controller.tick()
-            follower.until(lambda: {*follower.map.where(keys[0], KV)} == places - {Place(Medium.GPU)})
+            follower.until(lambda: follower.where(keys[0], KV) == places - {Place(Medium.GPU)})
             assert follower.held("store") == truth(store)
             assert not any(event.tokens for batch in follower.batches for event in batch.events)
             assert engine.controller.close()

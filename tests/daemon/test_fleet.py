@@ -11,7 +11,7 @@ from tests.events.rig import NAMESPACE, item, page, published, store_pages
 from tests.waiting import until
 from tiercache.config.models import EventsSettings
 from tiercache.core import PoolName
-from tiercache.daemon.fleet import STORE, Fleet, FleetFollower
+from tiercache.daemon.fleet import STORE, Fleet
 from tiercache.events import EventKind, KVEvent, Medium, ObjectGroup, Place
 from tiercache.events.encoding import namespace_label
 from tiercache.keys import page_keys
@@ -20,7 +20,7 @@ from tiercache.storage.store_events import StoreEvents
 
 LABEL = bytes.fromhex(namespace_label(NAMESPACE))
 KEYS = [page(n) for n in range(1, 7)]
-WORKERS = {"a": ["a0", "a1"], "b": ["b0"], "c": ["c0"]}
+WORKERS = {"a": ["a/0", "a/1"], "b": ["b/0"], "c": ["c/0"]}
 RANKS = [*(rank for ranks in WORKERS.values() for rank in ranks), STORE]
 SHARING = ("b",)
 MEDIA = list(Medium)
@@ -45,6 +45,10 @@ EVENTS = st.tuples(
         st.builds(KVEvent, st.just(EventKind.CLEARED), st.sampled_from([None, *PLACES])),
     ),
 )  # fmt: skip
+
+
+def fleet_of(workers, sharing=(), limit=1000):
+    return Fleet({name: [EventsSettings()] * len(each) for name, each in workers.items()}, sharing, limit)
 
 
 class Truth:
@@ -105,7 +109,7 @@ class Truth:
 
 @given(st.lists(EVENTS, max_size=40))
 def test_depths_equal_the_brute_force(events):
-    fleet, truth = Fleet(WORKERS, SHARING, 1000), Truth()
+    fleet, truth = fleet_of(WORKERS, SHARING), Truth()
     for rank, event in events:
         fleet.apply(rank, [event])
         truth.apply(rank, event)
@@ -114,18 +118,18 @@ def test_depths_equal_the_brute_force(events):
 
 
 def test_tokens_are_scored_as_their_keys_but_for_the_last_one():
-    fleet = Fleet({"a": ["a"]}, (), 150)
+    fleet = fleet_of({"a": ["a/0"]}, limit=150)
     tokens = np.arange(3200, dtype=np.uint64)
     keys = page_keys(NAMESPACE, tokens, 16)
     assert fleet.score(NAMESPACE, tokens) == {"a": dict.fromkeys(MEDIA, 0)}
     for group in GROUPS[0], GROUPS[2]:
         stored = keys[:100] if group.pool is PoolName.KV else keys[69:100]
-        fleet.apply("a", [KVEvent(EventKind.STORED, PLACES[1], group, stored)])
+        fleet.apply("a/0", [KVEvent(EventKind.STORED, PLACES[1], group, stored)])
     assert fleet.objects == 131
     for prompt, depth in ((tokens, 1600), (tokens[:1601], 1600), (tokens[:1600], 1584), (keys[:100], 1600)):
         assert fleet.score(NAMESPACE, prompt)["a"] == {"GPU": 0, "CPU": depth, "STORAGE": depth}
     assert fleet.score(NAMESPACE, tokens[:1104])["a"]["CPU"] == 0, "pages without a state"
-    fleet.apply("a", [KVEvent(EventKind.STORED, PLACES[1], GROUPS[0], keys)])
+    fleet.apply("a/0", [KVEvent(EventKind.STORED, PLACES[1], GROUPS[0], keys)])
     assert fleet.objects == 150, "more are not known"
 
 
@@ -140,10 +144,11 @@ def test_a_fleet_follows_workers_that_come_and_go_and_the_store():
     with published(worker) as publisher:
         rank = EventsSettings(endpoint=publisher.endpoint, replay=publisher.replay_endpoint)
         workers = {"beside": [rank], "apart": [rank]}
-        follower = FleetFollower(workers, ["beside"], 1000, StoreEvents(own, "own"))
+        fleet = Fleet(workers, ["beside"], 1000)
+        fleet.start(StoreEvents(own, "own"))
 
         def depth(name):
-            return follower.fleet.score(NAMESPACE, keys)[name][Medium.STORAGE] // 16
+            return fleet.score(NAMESPACE, keys)[name][Medium.STORAGE] // 16
 
         try:
             until(lambda: depth("beside") == depth("apart") == 2)
@@ -155,4 +160,4 @@ def test_a_fleet_follows_workers_that_come_and_go_and_the_store():
             until(lambda: depth("apart") == 0)  # nobody answers, so nothing counts
             assert depth("beside") == 3
         finally:
-            follower.close()
+            fleet.close()

@@ -138,8 +138,7 @@ def test_the_example_of_a_router_sends_a_prompt_where_it_is_kept(tmp_path: Path)
 def test_only_who_observes_is_told_and_nonsense_is_a_sentence(node: StorageServer) -> None:
     prompts = body([1, 2, 3])
     assert json.loads(score(node, "", prompts).text) == {
-        "page_size": 0,
-        "workers": {"away": {"GPU": 0, "CPU": 0, "STORAGE": 0}},
+        "workers": {"away": {"GPU": 0, "CPU": 0, "STORAGE": 0}}
     }
     assert ask(node.http_address, "/score", "POST", body=prompts).status == 401
     assert score(node, "", prompts, "a" * 40).status == 403

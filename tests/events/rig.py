@@ -73,6 +73,10 @@ class Follower:
         """Read until something is so; fail if that takes too long."""
         until(lambda: reached() or self.read(), every=0)
 
+    def where(self, key: bytes, pool: PoolName) -> set[Place]:
+        places = self.map.places().items()
+        return {place for place, held in places if any((f.key, f.pool) == (key, pool) for f in held)}
+
     def held(self, tier: str = "memory", medium: Medium = Medium.STORAGE) -> set[Resident]:
         return set(self.map.places().get(Place(medium, tier), ()))
 

@@ -14,7 +14,7 @@ controller), and only its methods named `_background_*` run on others.
 `docs/structure.md` describes the life of a request.
 """
 
-from tiercache.controller.admission import Admission, Poll, Status
+from tiercache.controller.admission import Admission
 from tiercache.controller.continuation.continued import ResumedAdmission
 from tiercache.controller.continuation.parked import Parked, ParkedStatus
 from tiercache.controller.controller import EngineFactory, HybridCacheController
@@ -23,6 +23,7 @@ from tiercache.controller.options import WRITE_BACK, WRITE_CHANCE, WRITE_THROUGH
 from tiercache.controller.prefetch import PrefetchTicket
 from tiercache.controller.ranks import RankGroup
 from tiercache.controller.restore import Sources
+from tiercache.controller.waiting import Poll, Status
 from tiercache.threads import IoThreads
 
 __all__ = [

@@ -10,9 +10,7 @@ PENDING --(1)--> READY at a depth --(2)--> PENDING --(3)--> READY at a shallower
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,6 +20,7 @@ from tiercache.controller.lookup import Lookup
 from tiercache.controller.prefetch import Prefetch, Step
 from tiercache.controller.request_slots import RequestSlots
 from tiercache.controller.restore import DeviceRestore, Sources, count_restore
+from tiercache.controller.waiting import Awaited, Poll, Status
 from tiercache.core import ABSENT, Locations, PoolName, Reason, Tier, TokenArray, reusable_pages
 from tiercache.errors import AdmissionError, InputError, PoolFullError
 from tiercache.index import CheckpointPlan, Inserted, Match, Node, Origin, PathLocations, Pin
@@ -29,30 +28,11 @@ from tiercache.policy import Ending
 from tiercache.transfer import Fence
 
 
-class Status(enum.StrEnum):
-    """State of an admission."""
-
-    PENDING = "pending"
-    READY = "ready"
-    FAILED = "failed"
-    """A restore was planned, but nothing could be restored."""
-
-
-@dataclass(frozen=True, slots=True)
-class Poll:
-    """Answer to a poll."""
-
-    status: Status
-    depth: int
-    """Restored depth in tokens; 0 with FAILED. The engine computes the tokens behind this depth."""
-    reason: Reason
-    """Reason of a failure. With READY, the reason why the depth is shallower than it could have been."""
-
-
-class Admission:
+class Admission(Awaited):
     """Slots and pins that one request holds, and the progress of its restore (see the module).
 
-    `HybridCacheController.admit` makes an admission, and `HybridCacheController.release` ends it.
+    `HybridCacheController.admit` makes an admission, and `HybridCacheController.release` ends it. A task of
+    asyncio awaits it, or enters it with `async with` (see `Awaited`).
     """
 
     def __init__(
@@ -188,17 +168,10 @@ class Admission:
         self._context.drain()
         return self._proceed(freeze=True)
 
-    def wait(self) -> Poll:
-        """Poll until the admission is no longer PENDING, and return the last answer.
-
-        Meant for callers that have nothing else to do. The deadline ends the wait for storage. After a layer
-        has failed, the wait ends when the load of that layer has landed.
-        """
-        while (poll := self.poll()).status is Status.PENDING:
-            # Poll at least every 0.1 s: a store call that hangs posts no event, and polls watch its deadline.
-            left = 0.1 if self._restore.has_loads or self._settled else self._deadline - self._context.clock()
-            self._context.events.arrived.wait(max(0.0, min(0.1, left)))
-        return poll
+    def _pause(self) -> float:
+        # Poll at least every 0.1 s: a store call that hangs posts no event, and polls watch its deadline.
+        left = 0.1 if self._restore.has_loads or self._settled else self._deadline - self._context.clock()
+        return max(0.0, min(0.1, left))
 
     @property
     def confirmed(self) -> bool:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -77,6 +77,8 @@ class ControllerContext:
     """Ends of copies and calls that wait for other ranks; None if each is applied as it comes."""
     on_landed: Callable[[], None] = lambda: None
     """Callback on the owner's thread, after operations have landed or slots were freed."""
+    release: Callable[[Any], None] = lambda _: None
+    """The controller's `release`."""
     _pid: int = field(default_factory=os.getpid)
 
     def __post_init__(self) -> None:
@@ -146,6 +148,12 @@ class ControllerContext:
         """Block until an event is posted or due, for at most `timeout` seconds."""
         # No event is posted when the device passes a fence. While fences are pending, the wait is short.
         self.events.wait(min(timeout, _POLL_S) if self.device_work.retired else timeout)
+
+    async def arrival(self, timeout: float) -> None:
+        """Let other tasks run until an event is posted or due, for at most `timeout` seconds."""
+        if self.under_way:  # a call that hangs posts no event, as a fence
+            timeout = _POLL_S if self.device_work.retired else 0.1
+        await self.events.arrival(timeout)
 
     def copy_end(self, land: Landing) -> Landing:
         """Return the function that ends a copy, on any thread; the owner's thread then calls `land`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from tiercache.controller.residency_events import ResidencyEvents
 from tiercache.controller.retention import Hints, PrefixPins
 from tiercache.controller.store_calls import StoreCall
 from tiercache.controller.values import Values
+from tiercache.controller.waiting import apply_events
 from tiercache.controller.write_back import Draining, WriteBack
 from tiercache.controller.write_through import WriteThrough
 from tiercache.core import Locations, PoolName, Tier, as_tokens
@@ -79,7 +81,8 @@ class HybridCacheController:
     - `clock` returns the time in seconds.
 
     The controller owns the host pools, the index and its threads; `close` also closes `storage`, `ranks`
-    and the arena. No method waits for storage except `flush` and `close`.
+    and the arena. No method waits for storage except `flush` and `close`. In an event loop, `async with`
+    applies events as they come, and closes without blocking the loop; admissions are awaited.
 
     Thread safety: one owner thread, the engine's. Copies and storage calls run on other threads, which post
     events. Every method first applies the events that have come in.
@@ -194,7 +197,7 @@ class HybridCacheController:
         self._pins = PrefixPins(self._context)
         self._hints = Hints(self._context)
         self._parking = Parking(self._context, self._values)
-        self._context.on_landed = self._retry_waiting
+        self._context.on_landed, self._context.release = self._retry_waiting, self.release
         self._admissions: set[Admission] = set()
         self._closed = self._drained = False
         self.publisher = self._publish(options.events, shards)
@@ -293,7 +296,7 @@ class HybridCacheController:
         host has no room; InputError or SlotError for tokens or states that are not this admission's.
         """
         self._enter()
-        self._require_single("park")
+        _require_single(self._session, "park")
         self._require_mine(admission)
         self._check_fence(fence)
         parked = self._parking.park(admission, as_tokens(tokens), states, ttl=ttl, below=below, fence=fence)
@@ -322,7 +325,7 @@ class HybridCacheController:
         damaged or of another identity.
         """
         self._enter()
-        self._require_single("resume")
+        _require_single(self._session, "resume")
         found = self._parking.find(parked)
         count = len(found.tokens) if tokens is None else tokens
         if count < len(found.tokens):
@@ -585,6 +588,16 @@ class HybridCacheController:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    async def __aenter__(self) -> Self:
+        self._applying = asyncio.create_task(apply_events(self._context))
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._applying.cancel()
+        for admission in list(self._admissions):
+            self.release(admission)
+        await asyncio.shield(asyncio.to_thread(self.close))  # no task may call anything any more
+
     def _retry_waiting(self) -> None:
         """Begin what waited for room: writes of commits, prefetches, and the next check of beliefs."""
         self._pins.follow()
@@ -634,13 +647,6 @@ class HybridCacheController:
             context.metrics.tell(name, partial(publisher.figure, name))
         return publisher
 
-    def _require_single(self, call: str) -> None:
-        if self._session is not None:
-            raise AdmissionError(
-                f"{call} is not possible in a group of ranks, which cannot agree on parked requests; release"
-                " the request, and admit it again"
-            )
-
     def _require_mine(self, admission: Admission) -> None:
         admission.require_open()
         if admission not in self._admissions:
@@ -649,3 +655,11 @@ class HybridCacheController:
     def _check_fence(self, fence: Fence | None) -> None:
         if fence is not None:
             self._context.engine.check_fences([fence])
+
+
+def _require_single(session: object, call: str) -> None:
+    if session is not None:
+        raise AdmissionError(
+            f"{call} is not possible in a group of ranks, which cannot agree on parked requests; release"
+            " the request, and admit it again"
+        )

@@ -6,10 +6,12 @@ Other threads post events, which the owner's thread applies.
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Protocol
 
 import numpy as np
@@ -30,11 +32,17 @@ class EventQueue:
         self._clock = clock
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._due: list[tuple[float, Callable[[], None]]] = []
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        """Tasks of the owner's thread that wait for an event."""
 
     def post(self, event: Callable[[], None]) -> None:
         """Hand an event to the owner's thread, whose next call of `apply` applies the event."""
         self._posted.put(event)
         self.arrived.set()
+        while self._waiting:
+            with suppress(IndexError, RuntimeError):  # another thread wakes it, or its loop has ended
+                future = self._waiting.popleft()
+                future.get_loop().call_soon_threadsafe(_wake, future)
 
     def later(self, seconds: float, event: Callable[[], None]) -> None:
         """Keep an event for `seconds` seconds. The next call of `apply_due` after that applies the event."""
@@ -42,9 +50,25 @@ class EventQueue:
 
     def wait(self, timeout: float) -> None:
         """Block until an event is posted or a timed event is due, for at most `timeout` seconds."""
-        if self._due:
-            timeout = min(timeout, max(0.0, min(due for due, _ in self._due) - self._clock()))
-        self.arrived.wait(timeout)
+        self.arrived.wait(self._until_due(timeout))
+
+    async def arrival(self, timeout: float) -> None:
+        """Let other tasks of this thread run in a `wait`."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        end = loop.call_later(self._until_due(timeout), _wake, future)
+        self._waiting.append(future)
+        if self.arrived.is_set():  # and `post` may have missed the future
+            _wake(future)
+        try:
+            await future
+        finally:
+            end.cancel()
+            with suppress(ValueError, IndexError):  # a thread wakes it, or another
+                self._waiting.remove(future)
+
+    def _until_due(self, timeout: float) -> float:
+        return min([timeout, *(max(0.0, due - self._clock()) for due, _ in self._due)])
 
     def apply(self) -> None:
         """Apply every posted event, in the order of `post`."""
@@ -69,6 +93,11 @@ class EventQueue:
         for due, event in waiting:
             if due <= now:
                 event()
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 class InFlight(Protocol):

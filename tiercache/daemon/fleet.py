@@ -46,18 +46,27 @@ _Layout: TypeAlias = tuple[dict[bytes, int], int]
 class Fleet:
     """Objects of all ranks of some workers, and of a store from which those of `sharing` restore.
 
-    `workers` has the names of each worker's ranks. At most `limit` objects are known; further ones count as
-    absent. A rank needs the layouts that it has told of; of a pool of which it has told nothing, all layouts.
+    `workers` has the addresses of each worker's ranks. From `start` on they and the store are followed, on a
+    thread each. At most `limit` objects are known; further ones count as absent, as does what is in doubt:
+    after a gap that cannot be healed, all that a rank has is asked anew. A rank needs the layouts that it has
+    told of; of a pool of which it has told nothing, all layouts.
 
     Thread safety: any thread. `score` takes no lock, and may see a part of a batch of events.
     """
 
-    def __init__(self, workers: Mapping[str, Sequence[str]], sharing: Iterable[str], limit: int) -> None:
-        names = [rank for ranks in workers.values() for rank in ranks]
+    def __init__(
+        self, workers: Mapping[str, Sequence[EventsSettings]], sharing: Iterable[str], limit: int
+    ) -> None:
+        self._addresses: Final = {
+            f"{name}/{n}": rank for name, each in workers.items() for n, rank in enumerate(each)
+        }
+        names = [*self._addresses]
         self._count: Final = len(names) + 1  # the store is the last
         self._ranks: Final = {name: 1 << number for number, name in enumerate([*names, STORE])}
         self._all: Final = (1 << len(names)) - 1
-        self._workers: Final = {name: sum(map(self._ranks.__getitem__, of)) for name, of in workers.items()}
+        self._workers: Final = {
+            name: sum(self._ranks[f"{name}/{n}"] for n in range(len(each))) for name, each in workers.items()
+        }
         self._sharing: Final = sum(self._workers[name] for name in sharing)
         # A worker's first rank stands for it.
         self._firsts: Final = {
@@ -76,10 +85,9 @@ class Fleet:
         self._folded: Final[dict[int, int]] = {}
         self.objects = 0
         """Number of objects that are known."""
-
-    def page_size(self, namespace: bytes) -> int:
-        """Return the tokens per page in a namespace; 0 if nobody has told of it."""
-        return self._sizes.get(_label(namespace), 0)
+        self._wake: Final = Event()
+        self._closing: Final = Event()
+        self._threads: list[Thread] = []
 
     def apply(self, rank: str, events: Iterable[KVEvent]) -> None:
         """Apply events of a rank, or of the store, in their order; namespaces are their labels."""
@@ -140,9 +148,10 @@ class Fleet:
 
         `prompt` are tokens, of which an engine computes the last one, or keys of pages.
         """
-        size = self.page_size(namespace)
+        label = bytes.fromhex(namespace_label(namespace))
+        size = self._sizes.get(label, 0)
         keys = iter(prompt) if isinstance(prompt, list) else _keys(namespace, prompt[:-1], size)
-        pages, states = self._needed(_label(namespace))
+        pages, states = self._needed(label)
         alive = self._levels(self._all)
         depths: dict[int, int] = {}
         """Deepest depth at which just these ranks can restore the prompt."""
@@ -205,39 +214,19 @@ class Fleet:
             self._folded[places] = folded
         return folded
 
+    def start(self, source: EventSource) -> None:
+        """Follow; `source` tells of the store, and is closed here.
 
-class FleetFollower:
-    """Follower of the events of all ranks of `workers`, and of `source`, on a thread each.
-
-    What is in doubt counts as absent: after a gap that cannot be healed, all that a rank has is asked anew.
-    It owns and closes the source. Construction raises MissingExtraError without pyzmq, and StorageError for
-    an address that is not possible.
-
-    Thread safety: any thread; `close` is called once.
-    """
-
-    def __init__(
-        self,
-        workers: Mapping[str, Sequence[EventsSettings]],
-        sharing: Iterable[str],
-        limit: int,
-        source: EventSource,
-    ) -> None:
-        ranks = {f"{name}/{n}": rank for name, each in workers.items() for n, rank in enumerate(each)}
-        for rank in ranks.values():
-            _subscribe(rank).close()
-        names = {name: [f"{name}/{n}" for n in range(len(each))] for name, each in workers.items()}
-        self.fleet: Final = Fleet(names, sharing, limit)
-        self._source: Final = source
-        self._wake: Final = Event()
-        self._closing: Final = Event()
+        Raises MissingExtraError without pyzmq, and StorageError for an address that is not possible.
+        """
+        for rank in self._addresses.values():
+            EventSubscriber(rank.endpoint, rank.replay).close()
         source.follow(self._wake.set)
-        follows = {STORE: self._look} | {n: partial(self._read, n, rank) for n, rank in ranks.items()}
-        self._threads: Final = [
-            Thread(target=self._run, args=one, name="tiercache-fleet", daemon=True) for one in follows.items()
-        ]
-        for thread in self._threads:
-            thread.start()
+        follows = {STORE: partial(self._look, source)}
+        follows |= {name: partial(self._read, name, rank) for name, rank in self._addresses.items()}
+        for one in follows.items():
+            self._threads.append(Thread(target=self._run, args=one, name="tiercache-fleet", daemon=True))
+            self._threads[-1].start()
 
     def close(self) -> None:
         """End. Threads that wait for an answer, of the store or of a rank, end after it."""
@@ -253,45 +242,31 @@ class FleetFollower:
                 _log.debug("%s is not followed now: %s", name, error)
             except Exception:  # noqa: BLE001  the thread must not end
                 _log.exception("the KV events of %s could not be followed; trying again", name)
-            self.fleet.apply(name, [KVEvent(EventKind.CLEARED, None)])
+            self.apply(name, [KVEvent(EventKind.CLEARED, None)])
             self._closing.wait(_TURN_S)
-        if name == STORE:
-            self._source.close()
 
     def _read(self, name: str, rank: EventsSettings) -> None:
         """Read the events of a rank until there is a doubt."""
-        subscriber = _subscribe(rank)
+        subscriber = EventSubscriber(rank.endpoint, rank.replay, rank.topic)
         try:
             while not self._closing.is_set():
                 for batch in subscriber.read(_TURN_S):
                     if batch.origin is BatchOrigin.LOST or subscriber.malformed:
                         return
-                    self.fleet.apply(name, batch.events)
+                    self.apply(name, batch.events)
         finally:
             subscriber.close()
 
-    def _look(self) -> None:
+    def _look(self, source: EventSource) -> None:
         """Take what the store has, and then its changes."""
-        for events in self._source.snapshot():
-            self.fleet.apply(STORE, _as_read(events))
+        there = source.snapshot()
         while not self._closing.is_set():
-            if events := self._source.collect():
-                self.fleet.apply(STORE, _as_read(events))
+            if events := next(there, ()) or source.collect():
+                self.apply(STORE, decode_batch(encode_batch(0.0, events))[1])
             else:
                 self._wake.wait(_TURN_S)
                 self._wake.clear()
-
-
-def _subscribe(rank: EventsSettings) -> EventSubscriber:
-    return EventSubscriber(rank.endpoint, rank.replay, rank.topic)
-
-
-def _as_read(events: Iterable[KVEvent]) -> list[KVEvent]:
-    return decode_batch(encode_batch(0.0, events))[1]
-
-
-def _label(namespace: bytes) -> bytes:
-    return bytes.fromhex(namespace_label(namespace))
+        source.close()
 
 
 def _keys(namespace: bytes, tokens: TokenArray, page_size: int) -> Iterator[bytes]:

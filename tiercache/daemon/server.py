@@ -20,7 +20,7 @@ from tiercache.daemon.audit import AuditLog
 from tiercache.daemon.budget import BLOCK_BYTES, MESSAGE_COPIES, BlockPool, Budget
 from tiercache.daemon.call_log import CallLog
 from tiercache.daemon.certificates import CertificateFiles, Certificates
-from tiercache.daemon.fleet import Fleet, FleetFollower
+from tiercache.daemon.fleet import Fleet
 from tiercache.daemon.gate import Gate
 from tiercache.daemon.listeners import SETTLING_SECONDS, Listeners, has_other_users, limits_message
 from tiercache.daemon.node_metrics import NodeMetrics, UsageFigures
@@ -292,8 +292,7 @@ class StorageServer:
         board = self._board = StatusBoard(
             kind, self.instance, calls, figures, budgets, access, certificates, account.hits
         )
-        fleet = await self._follow_fleet(kind, ends)
-        self._serve_http(board, metrics, access, calls, certificates, fleet, ends)
+        self._serve_http(board, metrics, access, calls, certificates, ends)
         ends.push_async_callback(attachments.close)
         gate = self._gate = self._make_gate(calls, lambda peer: sessions.end(peer))
         ends.callback(gate.close)
@@ -352,20 +351,6 @@ class StorageServer:
             ends.push_async_callback(asyncio.to_thread, self.publisher.close)
             source.warn_of_silence()
 
-    async def _follow_fleet(self, kind: str, ends: AsyncExitStack) -> Fleet | None:
-        """Follow the events of `score.workers`, if there are any; raises StorageError."""
-        score = self.settings.score
-        if not score.workers or self.store is None:
-            return None
-        follower = FleetFollower(
-            score.workers,
-            score.workers.keys() - set(score.apart),
-            score.objects,
-            StoreEvents(self.store, kind),
-        )
-        ends.push_async_callback(asyncio.to_thread, follower.close)
-        return follower.fleet
-
     async def _keep_books(
         self, store: DaemonStore, account: Account, prices: PriceList, ends: AsyncExitStack
     ) -> None:
@@ -403,10 +388,9 @@ class StorageServer:
         access: Access,
         calls: CallLog,
         certificates: Certificates | None,
-        fleet: Fleet | None,
         ends: AsyncExitStack,
     ) -> None:
-        """Serve metrics, health and status, if the settings have an address for them.
+        """Serve metrics, health, status and scores, if the settings have an address for them.
 
         The port is closed after the gate and all sessions, so that it can be asked during a drain.
         """
@@ -415,6 +399,11 @@ class StorageServer:
             return
         from tiercache.daemon.http import HttpPort, Readers, make_app
 
+        fleet, score = None, self.settings.score
+        if score.workers and self.store is not None:
+            fleet = Fleet(score.workers, score.workers.keys() - set(score.apart), score.objects)
+            fleet.start(StoreEvents(self.store, "store"))
+            ends.push_async_callback(asyncio.to_thread, fleet.close)
         app = make_app(board, metrics.registry, Readers(self.settings, access), calls, fleet)
         port = HttpPort(address.host, address.port, app, certificates=certificates)
         ends.callback(port.close)

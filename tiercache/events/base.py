@@ -187,11 +187,3 @@ class ResidencyMap:
     def places(self) -> dict[Place, Set[Resident]]:
         """Return the objects of each place that has any."""
         return {place: held for place, held in self._places.items() if held}
-
-    def where(self, key: bytes, pool: PoolName) -> list[Place]:
-        """Return the places that have an object of `pool` with this page key, in any layout."""
-        return [
-            place
-            for place, held in self._places.items()
-            if any(found.key == key and found.pool is pool for found in held)
-        ]

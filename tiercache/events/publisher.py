@@ -145,9 +145,10 @@ class EventPublisher:
         """Publish what the sources still have, and end; return False if the thread does not end in time."""
         if os.getpid() != self._pid:
             return True
-        self._closing.set()
-        with suppress(OSError):
-            os.eventfd_write(self._wake_fd, 1)
+        if not self._closing.is_set():  # or the descriptor may be another's already
+            self._closing.set()
+            with suppress(OSError):
+                os.eventfd_write(self._wake_fd, 1)
         self._thread.join(_CLOSE_S)
         return not self._thread.is_alive()
 

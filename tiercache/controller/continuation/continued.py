@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from tiercache.controller.admission import Admission, Poll, Status
+from tiercache.controller.admission import Admission
 from tiercache.controller.context import ControllerContext
 from tiercache.controller.continuation.holds import all_objects
 from tiercache.controller.continuation.moves import Arrival
 from tiercache.controller.continuation.parked import Parked, ParkedStatus, Parking
 from tiercache.controller.lookup import Lookup, look_up
+from tiercache.controller.waiting import Poll, Status
 from tiercache.core import Reason, TokenArray, leading
 from tiercache.errors import PoolFullError
 from tiercache.index import Node

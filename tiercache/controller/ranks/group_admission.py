@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from tiercache.controller.admission import Admission, Poll, Status
+from tiercache.controller.admission import Admission
 from tiercache.controller.context import ControllerContext
 from tiercache.controller.depths import near_depth, near_depths
 from tiercache.controller.lookup import Lookup
 from tiercache.controller.ranks.session import Agreement
+from tiercache.controller.waiting import Poll, Status
 from tiercache.core import Reason, Tier
 from tiercache.errors import AdmissionError, InputError, PoolFullError, RankError, TransferError
 from tiercache.index import Match
@@ -71,13 +72,9 @@ class GroupAdmission(Admission):
             self._end_wait()
         return super().poll()
 
-    def wait(self) -> Poll:  # noqa: D102
-        while (poll := self.poll()).status is Status.PENDING:
-            now = self._context.clock()
-            ends = [end - now for end in (self._deadline, self._vote_end) if end > now]
-            self._context.events.arrived.wait(min([0.1, *ends]))
-            self._end_wait()
-        return poll
+    def _pause(self) -> float:
+        now = self._context.clock()
+        return min([0.1, *(end - now for end in (self._deadline, self._vote_end) if end > now)])
 
     @property
     def attempt(self) -> int:  # noqa: D102

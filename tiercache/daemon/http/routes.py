@@ -210,8 +210,7 @@ class _Routes:
             asked = read_prompt(query.get("namespace", ""), query.get("of", "tokens"), await request.read())
         except InputError as error:
             return _text(400, str(error))
-        found = {"page_size": fleet.page_size(asked[0]), "workers": fleet.score(*asked)}
-        return _json(json.dumps(found).encode())
+        return _json(json.dumps({"workers": fleet.score(*asked)}).encode())
 
     def _cached(self, what: str, reader: Permissions | None, make: Callable[[], bytes]) -> bytes:
         key = what, None if reader is None else reader.name
