@@ -1,6 +1,6 @@
 """Settings that an engine's configuration gives to a plug-in of tiercache, and the store that they name.
 
-The plug-ins for SGLang and vLLM take the same settings, as keys of the JSON that the engine passes on:
+The plug-ins for SGLang, vLLM and LMCache take the same settings, as keys of the JSON that each passes on:
 
     storage         a URL such as "file:///var/lib/tiercache?capacity=200GiB", or a list of URLs for a chain
                     of tiers, the fastest first; the rank of the process replaces "{rank}" in each URL
@@ -93,10 +93,11 @@ class StoreSettings:
         """Whether no rank can read what another rank has stored."""
         return all(RANK in url for url in self.storage)
 
-    def open(self, rank: str, ranks: int) -> StorageBackend:
+    def open(self, rank: str, ranks: int, *, chained: bool = False) -> StorageBackend:
         """Open the store for process `rank`, one of `ranks` processes.
 
-        Raises ConfigError if the processes cannot share the store, StorageError if it cannot be opened.
+        `chained`: one URL makes a chain of one tier, whose calls have deadlines. Raises ConfigError if the
+        processes cannot share the store, StorageError if it cannot be opened.
         """
         for url in self.storage:
             if ranks > 1 and RANK not in url and not capabilities_of(url).shared:
@@ -105,7 +106,8 @@ class StoreSettings:
                     f" use lmdb://, the grpc:// address of a daemon, or {RANK} in the path for a store per"
                     " rank"
                 )
-        return open_backend(spec_of([url.replace(RANK, rank) for url in self.storage]))
+        urls = [url.replace(RANK, rank) for url in self.storage]
+        return open_backend(urls if chained else spec_of(urls))
 
 
 def profile_for(name: str, model: str) -> ModelProfile | None:
